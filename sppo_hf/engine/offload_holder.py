@@ -8,6 +8,7 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.offload.copy_streams import Copier
 from sppo_hf.offload.disk import DiskStore
 from sppo_hf.offload.engine import OffloadEngine, OffloadStats, make_copier, make_engine
+from sppo_hf.offload.pool import Progress
 from sppo_hf.offload.staging import Staging
 from sppo_hf.planning.causes import Cause
 from sppo_hf.planning.plan import Plan
@@ -76,7 +77,14 @@ class OffloadHolder:
             self._copier = make_copier(device, use_streams=self._config.use_streams)
         return self._copier
 
-    def prepare(self, device: torch.device, plan: Plan, *, batches: int = 1) -> int | None:
+    def prepare(
+        self,
+        device: torch.device,
+        plan: Plan,
+        *,
+        batches: int = 1,
+        progress: Progress | None = None,
+    ) -> int | None:
         """Make the engine for the first plan, and what host memory each plan will need.
 
         Pinning memory takes seconds and must not happen in the middle of a step.
@@ -85,6 +93,7 @@ class OffloadHolder:
             device: Where the model is.
             plan: What will run.
             batches: How many of the plan's batches may be away at once.
+            progress: Is told of memory that is made.
 
         Returns:
             Bytes that the host tier has, if the system refused to give what the plan needs; else
@@ -101,7 +110,7 @@ class OffloadHolder:
         if self._engine is None:
             self._engine = new_offload_engine(self._config, device, plan, copier=self._copier)
             self._staging_bytes = plan.staging_bytes
-        return self._engine.reserve(batches * offloaded_bytes(plan))
+        return self._engine.reserve(batches * offloaded_bytes(plan), progress)
 
     @property
     def engine(self) -> OffloadEngine:

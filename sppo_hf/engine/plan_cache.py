@@ -238,7 +238,9 @@ class PlanCache:
             plan = self._shared_plan(device, batch_rows, total_tokens, **wanted)
             if self._config.device_memory is None:
                 leave_to_driver(device, CONTEXT_BYTES["cuda"])
-            given_bytes = self._least(self._offload.prepare(device, plan))
+            given_bytes = self._least(
+                self._offload.prepare(device, plan, progress=observer.on_host_memory)
+            )
             if given_bytes is not None:
                 plan = self._plan_within(given_bytes, plan, device, **wanted)
             for warning in plan.warnings:

@@ -72,6 +72,14 @@ class StepObserver:
         Modes of the plan from now on are the same where no others would be faster.
         """
 
+    def on_host_memory(self, ready_bytes: int, wanted_bytes: int) -> None:
+        """Host memory is being page-locked, which may take seconds; told after each piece.
+
+        Args:
+            ready_bytes: Of what is wanted, at first and so far.
+            wanted_bytes: All of it; the system may give less.
+        """
+
     def on_unit(self, direction: Direction, chunk: int, num_chunks: int) -> None:
         """The engine enters a unit; backward walks the chunks in reverse.
 
@@ -109,6 +117,11 @@ class ObserverHub(StepObserver):
         """Tell every subscriber."""
         for observer in list(self._subscribers):
             observer.on_correction(before, after, measured)
+
+    def on_host_memory(self, ready_bytes: int, wanted_bytes: int) -> None:
+        """Tell every subscriber."""
+        for observer in list(self._subscribers):
+            observer.on_host_memory(ready_bytes, wanted_bytes)
 
     def on_unit(self, direction: Direction, chunk: int, num_chunks: int) -> None:
         """Tell every subscriber."""

@@ -55,6 +55,7 @@ class ProgressReporter(StepObserver):
 
         An evaluation before training must not hide the plan of what takes the time.
         """
+        self._end_step()  # the bar of host memory, where the system gave less
         if not self.show_plan or plan.training in self._shown or not _is_main_process():
             return
         self._shown.add(plan.training)
@@ -65,6 +66,20 @@ class ProgressReporter(StepObserver):
         if self.show_plan and _is_main_process():
             _print(comparison_table(before, after, measured))
 
+    def on_host_memory(self, ready_bytes: int, wanted_bytes: int) -> None:
+        """Show how much of it is page-locked, once that has taken long enough."""
+        if not self.show_progress:
+            return
+        if self._step_began_seconds is None:
+            self._step_began_seconds = time.monotonic()
+        if ready_bytes == wanted_bytes:
+            self._end_step()
+        elif self._bar is not None:
+            self._bar.update(ready_bytes - self._bar.n)
+        elif self._deserves_bar():
+            self._bar = _new_bar("page-locking host memory", wanted_bytes, unit="B")
+            self._bar.update(ready_bytes)
+
     def on_unit(self, direction: Direction, chunk: int, num_chunks: int) -> None:
         """Move the bar, once the step has taken long enough to deserve one."""
         if not self.show_progress:
@@ -74,10 +89,9 @@ class ProgressReporter(StepObserver):
             self._step_began_seconds = time.monotonic()
         title = f"chunk {chunk + 1}/{num_chunks} {direction}"
         if self._bar is None:
-            too_soon = time.monotonic() - self._step_began_seconds < SHOW_AFTER_SECONDS
-            if too_soon or not self._bars_possible():
+            if not self._deserves_bar():
                 return
-            self._bar = _new_bar(title, num_chunks)
+            self._bar = _new_bar(title, num_chunks, unit="chunk")
             self._bar_direction = direction
         elif self._bar_direction != direction:
             self._bar.reset(total=num_chunks)
@@ -96,7 +110,10 @@ class ProgressReporter(StepObserver):
             self._bar = None
         self._step_began_seconds = None
 
-    def _bars_possible(self) -> bool:
+    def _deserves_bar(self) -> bool:
+        began_seconds = self._step_began_seconds
+        if began_seconds is None or time.monotonic() - began_seconds < SHOW_AFTER_SECONDS:
+            return False
         if not self.bars_wanted or not _is_main_process():
             return False
         return _in_notebook() or sys.stderr.isatty()
@@ -109,13 +126,14 @@ def _print(table: RenderableType) -> None:
     console.print(table)
 
 
-def _new_bar(title: str, total: int) -> tqdm[Any]:
+def _new_bar(title: str, total: int, *, unit: str) -> tqdm[Any]:
     return tqdm(
         desc=title,
         total=total,
         leave=False,
         dynamic_ncols=True,
-        unit="chunk",
+        unit=unit,
+        unit_scale=unit == "B",
         file=sys.stderr,
         mininterval=REDRAW_AFTER_SECONDS,
     )

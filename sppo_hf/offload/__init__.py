@@ -1,14 +1,13 @@
 """Frames, pinned pool and copies between tiers; must not know schedules, attention or models.
 
-The files, lowest first: `copy_streams` starts copies and orders them, `pool` sub-allocates host
-slabs (its `free_list` serve the disk too), `byte_ranges` and `storage` say which bytes of a storage
-are where, `handles` how a tensor looks at them. `tiers` says what a tier must do, and has the
-host's; `disk*` keep host bytes in files by threads of their own, `staging` is the tier in front of
-them, with `reclaim_queue` for its regions. `pending_copies` and `storage_registry` list what is on
-its way out and what has moved already, `transfers` holds all storages, `prefetch_order` has frames
-come back in the order that was planned, `engine` is the door to all of it, `layer_offload` hooks it
-to what autograd saves. `weights` has parameters that rest on the host, and takes nothing of these
-but a copier.
+The files, lowest first: `host_memory` gets memory from the system, page-locked where that is asked
+for, `copy_streams` starts copies and orders them, `pool` sub-allocates host slabs (its `free_list`
+serves the disk too), `storage` says which bytes of a storage are where and how a tensor looks at
+them. `tiers` says what a tier must do, and has the host's; `disk*` keep host bytes in files by
+threads of their own, `staging` is the tier in front of them. `transfers` holds all storages and
+what is on its way out, `prefetch_order` has frames come back in the order that was planned,
+`engine` is the door to all of it, `layer_offload` hooks it to what autograd saves. `weights` has
+parameters that rest on the host, in memory of their own, and takes a copier of these.
 
 [Note: offload lifetimes]
 

@@ -20,6 +20,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from sppo_hf.offload.host_memory import PageLocker
+
 
 class Ticket(Protocol):
     """One copy under way."""
@@ -61,6 +63,9 @@ class Copier(Protocol):
 
     device: torch.device
 
+    page_locker: PageLocker | None
+    """Locks the host's pages for copies to overlap with compute; None where they never do."""
+
     def start_d2h(self, source_bytes: Tensor, host_bytes: Tensor) -> Ticket:
         """Start copying uint8 `source_bytes` [n] on the device into `host_bytes` [n]."""
         ...
@@ -98,6 +103,7 @@ class HostCopier:
     """
 
     device = torch.device("cpu")
+    page_locker: PageLocker | None = None
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -149,7 +155,7 @@ class Stream(Protocol):
         ...
 
 
-class StreamRuntime(Protocol):
+class StreamRuntime(PageLocker, Protocol):
     """The verbs that `StreamCopier` needs from a device; deliberately without synchronising it."""
 
     device: torch.device
@@ -209,6 +215,17 @@ class CudaRuntime:
     def copy_bytes(self, destination: Tensor, source: Tensor) -> None:
         """An asynchronous copy where the host side is pinned; pageable memory blocks the host."""
         destination.copy_(source, non_blocking=True)
+
+    def lock_pages(self, address: int, num_bytes: int) -> None:
+        """`cudaHostRegister`."""
+        with torch.cuda.device(self.device):
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))
+
+    def unlock_pages(self, address: int) -> None:
+        """`cudaHostUnregister`."""
+        with torch.cuda.device(self.device):
+            torch.cuda.synchronize()
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))
 
 
 @dataclass(slots=True, eq=False)
@@ -275,6 +292,7 @@ class StreamCopier:
 
     def __init__(self, runtime: StreamRuntime, *, own_streams: bool = True) -> None:
         self.device = runtime.device
+        self.page_locker: PageLocker | None = runtime
         self._runtime = runtime
         self._compute = runtime.current_stream()
         self._d2h_lane = _CopyStream(runtime.new_stream() if own_streams else None)

@@ -19,7 +19,7 @@ from torch import Tensor
 from sppo_hf.errors import OffloadError
 from sppo_hf.offload.copy_streams import Copier, CudaRuntime, HostCopier, StreamCopier
 from sppo_hf.offload.disk import DiskStore
-from sppo_hf.offload.pool import HostPool
+from sppo_hf.offload.pool import HostPool, Progress
 from sppo_hf.offload.prefetch_order import PrefetchOrder
 from sppo_hf.offload.staging import DEFAULT_STAGING_BYTES, Staging
 from sppo_hf.offload.stats import OffloadStats
@@ -89,11 +89,12 @@ class OffloadEngine:
             on_prefetch=on_prefetch,
         )
 
-    def reserve(self, host_bytes: int) -> int | None:
+    def reserve(self, host_bytes: int, progress: Progress | None = None) -> int | None:
         """Make the host slabs that a step will need before it starts, and those of staging.
 
         Args:
             host_bytes: what the host tier will hold at most, without staging; cut to the budget.
+            progress: is told of the host tier's slabs as they are made.
 
         Returns:
             Bytes that the host tier has, if the system refused to give all of these; else None.
@@ -103,7 +104,7 @@ class OffloadEngine:
         """
         with self._lock:
             nearest, *others = self._tiers
-            nearest.reserve(host_bytes)
+            nearest.reserve(host_bytes, progress)
             for tier in others:
                 tier.reserve()
             short = self.pool.refusal and self.pool.reserved_bytes < host_bytes
@@ -375,14 +376,14 @@ def make_engine(
     """
     if copier is None:
         copier = make_copier(device, use_streams=use_streams)
-    pin = use_pin_memory and device.type == "cuda"
+    locker = copier.page_locker if use_pin_memory else None
     staging = None
     if disk is not None:
         if staging_bytes is None:
             share_bytes = DEFAULT_STAGING_BYTES if budget_bytes is None else budget_bytes // 4
             staging_bytes = min(share_bytes, DEFAULT_STAGING_BYTES)
-        staging = Staging(disk, staging_bytes, pin=pin)
+        staging = Staging(disk, staging_bytes, locker=locker)
         if budget_bytes is not None:
             budget_bytes = max(0, budget_bytes - staging.budget_bytes)
-    pool = HostPool(slab_bytes, pin=pin, budget_bytes=budget_bytes)
+    pool = HostPool(slab_bytes, locker=locker, budget_bytes=budget_bytes)
     return OffloadEngine(copier, pool, min_offload_elements=min_offload_elements, staging=staging)

@@ -8,21 +8,23 @@ lock.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from sppo_hf.errors import BudgetError, OffloadError
 from sppo_hf.offload.free_list import FreeList, Slab, Slabs
+from sppo_hf.offload.host_memory import PageLocker, host_memory
 from sppo_hf.planning.memory import HOST_SLAB_BYTES
 
 ALIGNMENT_BYTES = 512
-PAGE_BYTES = 4096
-"""Slabs start at multiples of it, as transfers past the page cache want."""
 MOST_SLAB_BYTES = 8 * 2**30
-"""A slab that `reserve` makes is no larger: the driver locks pages at a few GB a second and may
-refuse tens of GiB in one piece which it gives in several."""
+"""A slab that `reserve` makes is no larger: the driver may refuse tens of GiB in one piece which it
+gives in several."""
+
+Progress = Callable[[int, int], None]
+"""Is told how many bytes of how many are there."""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,7 +57,7 @@ class HostPool(Slabs[_Slab]):
 
     Args:
         slab_bytes: size of a slab; one that a larger request needs is made as large as that.
-        pin: page-lock the slabs, which copies that overlap with compute need.
+        locker: page-locks the slabs, which copies that overlap with compute need; None for none.
         budget_bytes: the most that all slabs together may take; None for no limit.
         alignment_bytes: regions start at multiples of it within their slab, and slabs hold whole
             numbers of it.
@@ -65,13 +67,13 @@ class HostPool(Slabs[_Slab]):
         self,
         slab_bytes: int = HOST_SLAB_BYTES,
         *,
-        pin: bool = False,
+        locker: PageLocker | None = None,
         budget_bytes: int | None = None,
         alignment_bytes: int = ALIGNMENT_BYTES,
     ) -> None:
         assert slab_bytes > 0, "a slab holds at least one byte"
         super().__init__()
-        self.pinned = pin
+        self._locker = locker
         self.budget_bytes = budget_bytes
         self._alignment_bytes = alignment_bytes
         self._slab_bytes = _round_up(slab_bytes, alignment_bytes)
@@ -87,31 +89,46 @@ class HostPool(Slabs[_Slab]):
         largest_bytes = max((slab.free_list.largest_bytes for slab in self._slabs), default=0)
         return 1.0 - largest_bytes / free_bytes if free_bytes else 0.0
 
-    def reserve(self, num_bytes: int) -> None:
+    @property
+    def pinned(self) -> bool:
+        """Whether slabs are page-locked."""
+        return self._locker is not None
+
+    def reserve(self, num_bytes: int, progress: Progress | None = None) -> None:
         """Make slabs until they hold `num_bytes` in all, or the whole budget if that is less.
 
-        In as few pieces of at most `MOST_SLAB_BYTES` as possible, powers of two where pages are
-        locked. If the system refuses one after others, these are the budget from then on.
+        In as few pieces of at most `MOST_SLAB_BYTES` as possible. If the system refuses one after
+        others, these are the budget from then on.
+
+        Args:
+            num_bytes: what all slabs are to hold.
+            progress: is told before the first slab and after each.
 
         Raises:
             OffloadError: the operating system or the driver gives no (pinned) memory at all.
         """
         if self.budget_bytes is not None:
             num_bytes = min(num_bytes, self.budget_bytes)
-        while self.reserved_bytes < num_bytes:
-            missing_bytes = min(num_bytes - self.reserved_bytes, MOST_SLAB_BYTES)
-            if self.pinned:
-                missing_bytes = 1 << (missing_bytes.bit_length() - 1)
-            slab_bytes = self._slab_size(missing_bytes)
-            if slab_bytes <= 0:
-                return  # the rest of the budget is smaller than any slab
-            try:
-                self._add_slab(slab_bytes)
-            except OffloadError as error:
-                if not self._slabs:
-                    raise
-                self.budget_bytes, self.refusal = self.reserved_bytes, f"; {error}"
-                return
+        sizes: list[int] = []
+        held_bytes = self.reserved_bytes
+        while held_bytes < num_bytes:
+            size = self._slab_size(min(num_bytes - held_bytes, MOST_SLAB_BYTES), held_bytes)
+            if size <= 0:
+                break  # the rest of the budget is smaller than any slab
+            sizes.append(size)
+            held_bytes += size
+        if not sizes:
+            return
+        tell = progress or (lambda done_bytes, wanted_bytes: None)
+        tell(self.reserved_bytes, held_bytes)
+        try:
+            for memory in host_memory(sizes, self._locker):
+                self._add_slab(memory)
+                tell(self.reserved_bytes, held_bytes)
+        except OffloadError as error:
+            if not self._slabs:
+                raise
+            self.budget_bytes, self.refusal = self.reserved_bytes, f"; {error}"
 
     def allocate(self, num_bytes: int) -> Region:
         """Lend `num_bytes` (at least 1), adding a slab where no hole is large enough.
@@ -138,8 +155,14 @@ class HostPool(Slabs[_Slab]):
         region.released = True
         self._give(region.slab, region.offset, region.reserved_bytes)
 
+    def close(self) -> None:
+        """Give the slabs back, if no region is lent; later requests make new ones."""
+        if not self.used_bytes:
+            self._slabs.clear()
+            self.reserved_bytes = 0
+
     def _grow(self, size: int) -> None:
-        slab_bytes = self._slab_size(size)
+        slab_bytes = self._slab_size(size, self.reserved_bytes)
         if slab_bytes < size:
             raise BudgetError(
                 f"host tier: offloading needs {size} bytes more in one piece, while "
@@ -148,62 +171,21 @@ class HostPool(Slabs[_Slab]):
                 "raise host_memory, set offload_dir to let the rest go to disk, use shorter "
                 f"sequences, or set offload to 'none'{self.refusal}"
             )
-        self._add_slab(slab_bytes)
+        for memory in host_memory([slab_bytes], self._locker):
+            self._add_slab(memory)
         self.grown_bytes += slab_bytes
 
-    def _slab_size(self, size: int) -> int:
-        """Size of a slab made for `size` bytes: less only where the budget leaves less."""
+    def _slab_size(self, size: int, held_bytes: int) -> int:
+        """Size of a slab for `size` bytes beside others: less only where the budget leaves less."""
         slab_bytes = max(_round_up(size, self._alignment_bytes), self._slab_bytes)
-        if self.pinned:
-            # PyTorch's pinned allocator rounds up to powers of two; ask for all that it takes.
-            slab_bytes = 1 << (slab_bytes - 1).bit_length()
         if self.budget_bytes is not None:
-            slab_bytes = min(slab_bytes, self._largest_within(self.budget_bytes))
+            left = self.budget_bytes - held_bytes
+            slab_bytes = min(slab_bytes, left - left % self._alignment_bytes)
         return slab_bytes
 
-    def _largest_within(self, budget_bytes: int) -> int:
-        left = budget_bytes - self.reserved_bytes
-        left -= left % self._alignment_bytes
-        if self.pinned and left > 0:
-            left = 1 << (left.bit_length() - 1)
-        return left
-
-    def _add_slab(self, slab_bytes: int) -> None:
-        self._add(_Slab(FreeList(slab_bytes), _host_bytes(slab_bytes, self.pinned)), slab_bytes)
+    def _add_slab(self, memory: Tensor) -> None:
+        self._add(_Slab(FreeList(memory.numel()), memory), memory.numel())
 
 
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
-
-
-def _host_bytes(num_bytes: int, pin: bool) -> Tensor:
-    """Host memory, uint8 [num_bytes], from the start of a page on."""
-    # Locked memory starts at a page anyway, and its allocator would double what one page exceeds.
-    spare_bytes = 0 if pin else PAGE_BYTES
-    try:
-        memory = torch.empty(num_bytes + spare_bytes, dtype=torch.uint8, pin_memory=pin)
-    except RuntimeError as error:
-        if not pin:
-            raise OffloadError(
-                f"the host gave no memory for a slab of {num_bytes} bytes ({error}); "
-                "lower host_memory or use shorter sequences"
-            ) from error
-        raise OffloadError(
-            f"pinning a host slab of {num_bytes} bytes failed ({error}); pinned memory is a budget "
-            f"of its own, here {_memlock_limit()}. Lower host_memory, raise the limit "
-            "(ulimit -l), or set use_pin_memory to false (slower copies)"
-        ) from error
-    skip_bytes = -memory.data_ptr() % PAGE_BYTES if spare_bytes else 0
-    return memory[skip_bytes : skip_bytes + num_bytes]
-
-
-def _memlock_limit() -> str:
-    """The operating system's limit on locked memory of this process, in words."""
-    try:
-        import resource
-    except ImportError:  # not a POSIX system
-        return "without a known limit"
-    soft_bytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if soft_bytes == resource.RLIM_INFINITY:
-        return "RLIMIT_MEMLOCK unlimited"
-    return f"RLIMIT_MEMLOCK {soft_bytes} bytes"

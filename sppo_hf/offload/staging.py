@@ -32,7 +32,8 @@ from sppo_hf.errors import BudgetError, SPPOError
 from sppo_hf.offload.copy_streams import Ticket
 from sppo_hf.offload.disk import DiskStore
 from sppo_hf.offload.disk_queue import DiskTicket
-from sppo_hf.offload.pool import PAGE_BYTES, HostPool, Region
+from sppo_hf.offload.host_memory import PAGE_BYTES, PageLocker
+from sppo_hf.offload.pool import HostPool, Progress, Region
 from sppo_hf.offload.storage import DiskState, OffloadedStorage
 from sppo_hf.offload.tiers import Land, Tier
 
@@ -107,8 +108,8 @@ class Staging(Tier):
 
     Args:
         disk: keeps the bytes; closed by `close`.
-        budget_bytes: size of the staging slab; where pages are locked, its largest power of two.
-        pin: page-lock the slab.
+        budget_bytes: size of the staging slab.
+        locker: page-locks the slab; None for none.
         clock: seconds, to count how long the host waits.
     """
 
@@ -120,15 +121,13 @@ class Staging(Tier):
         disk: DiskStore,
         budget_bytes: int = DEFAULT_STAGING_BYTES,
         *,
-        pin: bool = False,
+        locker: PageLocker | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        if pin:
-            budget_bytes = 1 << (max(budget_bytes, PAGE_BYTES).bit_length() - 1)
         self.budget_bytes = max(budget_bytes - budget_bytes % PAGE_BYTES, PAGE_BYTES)
         self.pool = HostPool(
             self.budget_bytes,
-            pin=pin,
+            locker=locker,
             budget_bytes=self.budget_bytes,
             alignment_bytes=PAGE_BYTES,
         )
@@ -159,7 +158,7 @@ class Staging(Tier):
         """Whether no storage has a region any more; some may still be on their way back."""
         return self.pool.used_bytes == self._reclaims.num_bytes
 
-    def reserve(self, num_bytes: int | None = None) -> None:
+    def reserve(self, num_bytes: int | None = None, progress: Progress | None = None) -> None:
         """Make the slab, if it is not made yet."""
         self.pool.reserve(self.budget_bytes)
 
@@ -293,6 +292,7 @@ class Staging(Tier):
         while self._reclaims:
             self._reclaims.finish_first()
         self._disk.close()
+        self.pool.close()
 
     def _hand_over(self) -> None:
         """Start writing what has come out of the device."""

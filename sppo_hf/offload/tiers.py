@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar
 
 from sppo_hf.errors import BudgetError
-from sppo_hf.offload.pool import HostPool, Region
+from sppo_hf.offload.pool import HostPool, Progress, Region
 from sppo_hf.offload.storage import DiskState, OffloadedStorage
 from sppo_hf.planning.tiers import AwayTier
 
@@ -37,7 +37,7 @@ class Tier:
     stall_seconds: float = 0.0
     """Seconds that the host has waited for the tier."""
 
-    def reserve(self, num_bytes: int | None = None) -> None:
+    def reserve(self, num_bytes: int | None = None, progress: Progress | None = None) -> None:
         """Make the host memory that a step will need; None: as much as the tier always has."""
         raise NotImplementedError
 
@@ -87,7 +87,7 @@ class Tier:
         """Drop failures, and all storages, which are retired."""
 
     def close(self) -> None:
-        """Give up what is behind host memory, when nothing touches it any more."""
+        """Give up the host memory and what is behind it, when nothing touches it any more."""
 
 
 class HostTier(Tier):
@@ -104,9 +104,9 @@ class HostTier(Tier):
         self.make_room: Callable[[], None] = lambda: None
         """Lets compute wait for copies of retired storages, so that their regions are free."""
 
-    def reserve(self, num_bytes: int | None = None) -> None:
+    def reserve(self, num_bytes: int | None = None, progress: Progress | None = None) -> None:
         """Make the slabs for `num_bytes`, cut to the budget."""
-        self.pool.reserve(num_bytes or 0)
+        self.pool.reserve(num_bytes or 0, progress)
 
     def allocate(self, num_bytes: int, land: Land) -> Region:
         """Lend a region; rather lets compute wait than the pool grow."""
@@ -120,6 +120,10 @@ class HostTier(Tier):
         """Whether all other regions are back."""
         regions = [stored.region for stored in waiting if stored.region is not None]
         return self.pool.used_bytes == sum(region.reserved_bytes for region in regions)
+
+    def close(self) -> None:
+        """Give the slabs back."""
+        self.pool.close()
 
 
 def allocate(tiers: Sequence[Tier], num_bytes: int, land: Land) -> tuple[Tier, Region]:

@@ -17,11 +17,16 @@ the device at a time, the one in use and the next one, on its way.
 - A gradient leaves for the host as soon as it is complete; what earlier batches left there is added
   up on the host. Until backward ends `Parameter.grad` is None, afterwards it is the host's.
 - Copies are never trusted over an optimizer's step: a forward brings its own.
+- Where memory is page-locked, a layer's weights and gradients have one piece of it, made before
+  anything runs, and each tensor a storage of its own within: whoever saves one saves its bytes, and
+  whoever looks for shared memory finds none. A gradient has its place; only one that is to be added
+  to an earlier one arrives elsewhere, in a pool for two layers' gradients (`arriving_bytes`).
 """
 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,7 +37,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from sppo_hf.offload.copy_streams import Copier, Ticket
+from sppo_hf.offload.host_memory import PageLocker, host_memory
+from sppo_hf.offload.pool import ALIGNMENT_BYTES, HostPool, Progress, Region
 from sppo_hf.offload.storage import SavedWeight
+from sppo_hf.planning.model_shape import arriving_bytes
 
 _SLOTS = 2
 """Layers whose weights are on the device at a time: the one in use and the next."""
@@ -61,6 +69,10 @@ class _Weight:
     ticket: Ticket | None = None
     gradient: Tensor | None = None
     """On the host, of earlier batches and of this backward so far; only while backward runs."""
+    place: Tensor | None = None
+    """Page-locked bytes for its gradient; None where it has none of its own."""
+    _in_place: weakref.ref[Any] | None = None
+    """What lives as long as anybody holds the gradient in `place`."""
 
     def settle(self) -> None:
         """Take over what somebody has put in the parameter's place, on whatever device."""
@@ -70,6 +82,15 @@ class _Weight:
         if self.device is None or now.data_ptr() != self.device.data_ptr():
             self.host.copy_(now)
         self.rest()
+
+    def empty_gradient(self) -> Tensor | None:
+        """The gradient's place, uninitialised; None where somebody holds what is there, or none."""
+        taken = self._in_place is not None and self._in_place() is not None
+        if self.place is None or taken:
+            return None
+        made, holder = _alone(self.place, self.host)
+        self._in_place = weakref.ref(holder)
+        return made
 
     def fetch(self, copier: Copier) -> Ticket:
         """Start bringing the bytes to the device."""
@@ -101,6 +122,8 @@ class _Sum:
     weight: _Weight
     arrived: Tensor
     ticket: Ticket
+    region: Region | None
+    """Where it arrives, to be given back."""
 
 
 class HostWeights:
@@ -114,7 +137,9 @@ class HostWeights:
         copier: moves bytes.
         stays: whether layers' copies stay from forward to backward, too: what rests on the host is
             then only there for its optimizer.
-        pin: page-lock the host's bytes.
+        locker: page-locks the host's bytes; None for none.
+        before: had parameters at rest, and was released; what both have stays where it is.
+        progress: is told of memory that is page-locked.
     """
 
     def __init__(
@@ -124,15 +149,17 @@ class HostWeights:
         *,
         copier: Copier,
         stays: bool = False,
-        pin: bool = False,
+        locker: PageLocker | None = None,
+        before: HostWeights | None = None,
+        progress: Progress | None = None,
     ) -> None:
         self._copier = copier
-        self._pin = pin
+        self._locker = locker
         self.stays = stays
         """Whether layers' copies stay from forward to backward."""
         self._most = len(layers) if stays else _SLOTS
-        self._layers = [[self._take_over(p) for p in group] for group in layers]
-        self._others = [self._take_over(p) for p in others]
+        known = {} if before is None else before._of
+        *self._layers, self._others = self._take_over([*layers, others], known, progress)
         self.on_fetch: Callable[[int, bool], None] | None = None
         """Is told the layer whose weights are on their way, and whether for its backward; what is
         outside of the layers counts as the layer behind the last."""
@@ -152,11 +179,18 @@ class HostWeights:
         self._backward = False
         """Whether a backward runs whose end will be noticed."""
         self._leaving: deque[tuple[Tensor, Ticket]] = deque()
-        self._sums: list[_Sum] = []
+        self._sums: deque[_Sum] = deque()
         self._last_in: Ticket | None = None
         self._last_out: Ticket | None = None
-        gradients = [[w.host.nbytes for w in g if w.parameter.requires_grad] for g in self._layers]
-        self._leave_bytes = max(map(sum, gradients), default=0)
+        *gradients, outer = (
+            sum(weight.host.nbytes for weight in group if weight.parameter.requires_grad)
+            for group in (*self._layers, self._others)
+        )
+        self._leave_bytes = max(gradients, default=0)
+        self._arriving: HostPool | None = None
+        """For gradients that will be added to earlier ones; pins nothing before the first."""
+        if locker is not None and self._leave_bytes + outer:
+            self._arriving = HostPool(arriving_bytes(gradients, outer), locker=locker)
         trained = [weight for weight in self._all() if weight.parameter.requires_grad]
         self._hooks = [hook for weight in trained for hook in _hooks(self, weight)]
 
@@ -192,7 +226,8 @@ class HostWeights:
         """
         if self._backward:  # it raised, and nobody was told of its end
             self._backward = False
-            self._sums.clear()
+            while self._sums:
+                self._forget(self._sums.popleft())
             for weight in self._all():
                 weight.gradient = None
             self.rest()
@@ -230,11 +265,9 @@ class HostWeights:
             self._last_out.finish()
         self._last_in = self._last_out = None
         self._leaving.clear()
-        sums, self._sums = self._sums, []
-        for sum_ in sums:
-            sum_.ticket.finish()
-            assert sum_.weight.gradient is not None, "a sum is made of two"
-            sum_.weight.gradient += sum_.arrived
+        while self._sums:
+            self._sums[0].ticket.finish()
+            self._add(self._sums.popleft())
         for weight in self._all():
             if weight.gradient is not None:
                 weight.parameter.grad, weight.gradient = weight.gradient, None
@@ -261,22 +294,32 @@ class HostWeights:
             gradient, parameter.grad = parameter.grad, None
             parameter.data = weight.host.to(device)
             parameter.grad = None if gradient is None else gradient.to(device)
+        if self._arriving is not None:
+            self._arriving.close()
 
     # -- copies ------------------------------------------------------------------------------
 
-    def _take_over(self, parameter: Parameter) -> _Weight:
-        now = parameter.data
-        pinned = not self._pin or (now.device.type == "cpu" and now.is_pinned())
-        if now.device.type == "cpu" and pinned and now.is_contiguous():
-            host = now
-        else:
-            host = torch.empty(now.shape, dtype=now.dtype, pin_memory=self._pin)
-            host.copy_(now)
-        gradient, parameter.grad = parameter.grad, None
-        parameter.data = host
-        if gradient is not None:
-            parameter.grad = gradient.to(host.device)
-        return _Weight(parameter, host)
+    def _take_over(
+        self,
+        groups: Sequence[Sequence[Parameter]],
+        known: dict[int, _Weight],
+        progress: Progress | None,
+    ) -> list[list[_Weight]]:
+        """Put parameters to rest, one group after the other, so that few are there twice."""
+        fresh = [[p for p in group if id(p) not in known] for group in groups]
+        sizes = [0 if self._locker is None else sum(map(_locked_bytes, group)) for group in fresh]
+        pieces = host_memory([size for size in sizes if size], self._locker)
+        taken, locked_bytes = dict(known), 0
+        for group, size in zip(fresh, sizes, strict=True):
+            if size and progress is not None:
+                progress(locked_bytes, sum(sizes))
+            memory = next(pieces) if size else None
+            for parameter in group:
+                taken[id(parameter)], memory = _at_rest(parameter, memory)
+            locked_bytes += size
+        if locked_bytes and progress is not None:
+            progress(locked_bytes, locked_bytes)
+        return [[taken[id(parameter)] for parameter in group] for group in groups]
 
     def _fetch(self, layer: int, *, keep: int, backward: bool) -> None:
         """Start bringing a layer; the one that was used longest ago makes room, but not `keep`."""
@@ -338,7 +381,7 @@ class HostWeights:
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None, "autograd has just put it there"
         gradient = gradient.contiguous()
-        arrived = torch.empty(gradient.shape, dtype=gradient.dtype, pin_memory=self._pin)
+        arrived, region = self._room_for(weight, gradient)
         ticket = self._copier.start_d2h(_bytes_of(gradient), _bytes_of(arrived))
         self._last_out = ticket
         self.sent.add(self._layer_of[id(parameter)])
@@ -347,8 +390,25 @@ class HostWeights:
         if weight.gradient is None:
             weight.gradient = arrived
         else:
-            self._sums.append(_Sum(weight, arrived, ticket))
+            self._sums.append(_Sum(weight, arrived, ticket, region))
         self._add_up()
+
+    def _room_for(self, weight: _Weight, gradient: Tensor) -> tuple[Tensor, Region | None]:
+        """Where a gradient arrives, and what of that is to be given back."""
+        pool = self._arriving
+        if weight.gradient is None or pool is None:
+            fits = weight.gradient is None and gradient.dtype == weight.host.dtype
+            # None also where somebody keeps the gradient of a step before.
+            own = weight.empty_gradient() if fits else None
+            return torch.empty_like(gradient, device="cpu") if own is None else own, None
+        region = pool.try_allocate(gradient.nbytes)
+        while region is None and self._sums:
+            # The host is two layers ahead of what has arrived.
+            self._sums[0].ticket.finish()
+            self._add_up()
+            region = pool.try_allocate(gradient.nbytes)
+        region = region or pool.allocate(gradient.nbytes)
+        return region.memory.view(gradient.dtype).view(gradient.shape), region
 
     def _let_go(self) -> None:
         """Free gradients whose copies are over; compute waits where too many are on their way."""
@@ -365,9 +425,58 @@ class HostWeights:
     def _add_up(self) -> None:
         """Add what has arrived to what earlier batches left."""
         while self._sums and self._sums[0].ticket.done():
-            sum_ = self._sums.pop(0)
-            assert sum_.weight.gradient is not None, "a sum is made of two"
-            sum_.weight.gradient += sum_.arrived
+            self._add(self._sums.popleft())
+
+    def _add(self, sum_: _Sum) -> None:
+        assert sum_.weight.gradient is not None, "a sum is made of two"
+        sum_.weight.gradient += sum_.arrived
+        self._forget(sum_)
+
+    def _forget(self, sum_: _Sum) -> None:
+        if sum_.region is not None and self._arriving is not None:
+            # Should its copy be on its way still, the next one into it is behind it.
+            self._arriving.release(sum_.region)
+
+
+def _locked_bytes(parameter: Parameter) -> int:
+    """What a parameter takes of a piece of locked memory, its gradient included."""
+    size = -(-parameter.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return 2 * size if parameter.requires_grad else size
+
+
+def _at_rest(parameter: Parameter, memory: Tensor | None) -> tuple[_Weight, Tensor | None]:
+    """Put a parameter into the first bytes of some locked memory; returns what is left of that.
+
+    With None it stays where it is if that is host memory already.
+    """
+    now = parameter.data
+    place = None
+    if memory is not None:
+        size = now.nbytes
+        step = -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        host, _ = _alone(memory[:size], now)
+        if parameter.requires_grad:
+            place = memory[step : step + size]
+        memory = memory[_locked_bytes(parameter) :]
+        host.copy_(now)
+    elif now.device.type == "cpu" and now.is_contiguous():
+        host = now
+    else:
+        host = torch.empty(now.shape, dtype=now.dtype)
+        host.copy_(now)
+    weight = _Weight(parameter, host, place=place)
+    gradient, parameter.grad = parameter.grad, None
+    parameter.data = host
+    if gradient is not None:
+        kept = weight.empty_gradient()
+        parameter.grad = gradient.to("cpu") if kept is None else kept.copy_(gradient)
+    return weight, memory
+
+
+def _alone(memory: Tensor, like: Tensor) -> tuple[Tensor, Any]:
+    """Some bytes as a tensor like another one with a storage of its own, and what that holds."""
+    holder = memory.numpy()
+    return torch.frombuffer(holder, dtype=like.dtype).view(like.shape), holder
 
 
 def _hooks(weights: HostWeights, weight: _Weight) -> Iterator[Any]:

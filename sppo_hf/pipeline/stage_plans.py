@@ -456,7 +456,12 @@ class StagePlanCache:
                     warnings.warn(warning, stacklevel=2)
             # Each plan has a share of the budgets, and one pool serves them all.
             pool = replace(plans[stage], budgets=read_budgets(config, facts))
-            engine.offload_holder.prepare(device, pool, batches=max(1, math.ceil(alive)))
+            engine.offload_holder.prepare(
+                device,
+                pool,
+                batches=max(1, math.ceil(alive)),
+                progress=engine.observer.on_host_memory,
+            )
         return plans
 
     def _planned(self, request: PlanRequest, choice: PipelineChoice, micro_batches: int) -> Plan:

@@ -356,10 +356,12 @@ class ByteTables:
         resting = self.shape.resting
         if resting is None:
             return {}
+        adds_up = self.accumulates and self.device_kind == "cuda"
+        gradients = resting.gradient_bytes + resting.arriving_bytes * adds_up
         return {
             Cause.WEIGHTS: resting.weight_bytes,
             Cause.OPTIMIZER: resting.optimizer_bytes * self.training,
-            Cause.GRADIENTS: resting.gradient_bytes * self.training,
+            Cause.GRADIENTS: gradients * self.training,
         }
 
     @cached_property

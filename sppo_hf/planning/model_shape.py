@@ -7,6 +7,7 @@ token of one row.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -16,6 +17,11 @@ from sppo_hf.planning.model_profile import FLOAT32_BYTES, LayerProfile, ModelPro
 
 # A model of which less than this share trains has its layers or adapters trained, not its ends.
 _MOSTLY = 0.5
+
+
+def arriving_bytes(layer_gradient_bytes: Sequence[int], outer_gradient_bytes: int) -> int:
+    """Room for gradients that arrive on the host to be added to those of earlier batches there."""
+    return max(2 * max(layer_gradient_bytes, default=0), outer_gradient_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +60,11 @@ class Resting:
     def held_bytes(self) -> int:
         """All that is there in training."""
         return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
+
+    @property
+    def arriving_bytes(self) -> int:
+        """Page-locked memory beside that where gradients of several batches add up."""
+        return arriving_bytes(self.layer_gradient_bytes, self.outer_gradient_bytes)
 
     @property
     def update_bytes(self) -> int:

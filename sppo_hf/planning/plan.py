@@ -47,6 +47,7 @@ from sppo_hf.planning.policies import uniform_modes
 from sppo_hf.planning.prediction import Prediction, predict
 from sppo_hf.planning.search import Batch, chunk_cuts, most_chunks, solve_chunks, tiled_layers
 from sppo_hf.planning.solve import (
+    AS_FAST,
     BudgetViolation,
     Choices,
     Solution,
@@ -58,6 +59,7 @@ from sppo_hf.planning.solve import (
     play,
     tightened,
     with_kv,
+    with_less_host,
 )
 from sppo_hf.planning.stages import asked_by_unit, shared_budgets
 from sppo_hf.planning.tiers import TIERS, Tier
@@ -234,8 +236,6 @@ class PipelineStep:
 
 
 _FASTER = "auto: the faster of those that fit"
-# So much slower is as fast: simulations are not better than that.
-_AS_FAST = 1.01
 # Peaks that differ by less are alike.
 _ALIKE = 1.02
 
@@ -485,7 +485,7 @@ def _first_that_fits(places: Sequence[Places], made_with: Callable[[Places], Pla
     fitting = [plan for plan in plans if not _lacking(plan)]
     if fitting:
         least = min(map(_step_seconds, fitting))
-        best = next(plan for plan in fitting if _step_seconds(plan) <= _AS_FAST * least)
+        best = next(plan for plan in fitting if _step_seconds(plan) <= AS_FAST * least)
     else:
         best = min(plans, key=_lacking)
     if best.shape.resting is None:
@@ -774,6 +774,8 @@ def _solved(task: _Task, cost: ModelCost) -> _Decided:
             device_kind=task.device.kind,
         )
         if not isinstance(found, BudgetViolation):
+            if task.device.kind == "cuda":
+                found = with_less_host(cost, found, task.budgets, task.choices)
             break
         limits.append(found)
     else:

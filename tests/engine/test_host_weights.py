@@ -19,12 +19,14 @@ from sppo_hf.engine.device_facts import model_shape
 from sppo_hf.engine.structure import find_parts
 from sppo_hf.errors import ConfigError, SPPOError
 from sppo_hf.offload import weights as host
+from sppo_hf.offload.copy_streams import HostCopier
 from sppo_hf.planning.activation_modes import KEEP, FrameMode
 from sppo_hf.planning.choices import Places
 from sppo_hf.planning.memory_snapshots import Budgets
 from sppo_hf.testing.exactness import compare, float64_everywhere
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
 from tests.engine.forced_plans import force_modes
+from tests.fakes.device import FakeDevice
 
 FAMILIES = ("llama", "gemma3_text", "gpt_oss", "deepseek_v3", "qwen3_moe", "gpt2", "qwen3_next")
 MODES = (KEEP, FrameMode("matmuls", "device"), FrameMode("inputs", "device"))
@@ -77,6 +79,42 @@ def test_adapters_are_exact(places: dict[str, str]) -> None:
     config = SPPOConfig(chunk_lengths=(5, 9, 7), **places)
     report = compare(model, make_batch(rows=2, tokens=21), config)
     assert report.exact, str(report)
+
+
+@pytest.fixture
+def locked(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
+    """Lets what rests be page-locked, as it is on CUDA."""
+    device = FakeDevice()
+    monkeypatch.setattr(HostCopier, "page_locker", device)
+    return device
+
+
+def test_weights_in_locked_memory_are_exact(
+    locked: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes = (*MODES, FrameMode("whole", "host"))
+    force_modes(monkeypatch, lambda chunk, layer: modes[(chunk + layer) % len(modes)])
+    most = [0]
+    locked.on_lock = lambda *_: most.append(sum(locked.locked.values()))
+    model = build_tiny_model("llama", dtype=torch.float64)
+    config = SPPOConfig(chunk_lengths=(5, 9, 7), weights="host", optimizer="host")
+    report = compare(model, make_batch(rows=2, tokens=21), config)
+    assert report.exact, str(report)
+    assert max(most) > sum(p.nbytes for p in model.parameters())
+
+
+def test_gradients_add_up_in_locked_memory(locked: FakeDevice) -> None:
+    hosted, plain = _converted(weights="host"), build_tiny_model("llama", dtype=torch.float64)
+    after = []
+    for model in (hosted, plain.train()):
+        with float64_everywhere(model):
+            for seed in (0, 1, 0, 1, 0, 1):
+                _loss(model, seed).backward()
+                after.append(sum(locked.locked.values()))
+    torch.testing.assert_close(_gradients(hosted), _gradients(plain), rtol=1e-9, atol=1e-12)
+    assert 0 < after[0] < after[1], "room for what arrives, from the second batch on"
+    assert {*after[2:]} == {after[1]}
+    assert all(p.grad.untyped_storage().nbytes() == p.nbytes for p in hosted.parameters())
 
 
 def _loss(model: torch.nn.Module, seed: int = 0) -> torch.Tensor:

@@ -99,7 +99,7 @@ def test_a_corrected_plan_is_for_the_device_of_the_first(monkeypatch: pytest.Mon
 def test_a_batch_is_planned_with_the_host_memory_that_there_really_is(monkeypatch, caplog):
     asked = []
 
-    def reserve(self, host_bytes):
+    def reserve(self, host_bytes, progress):
         asked.append(host_bytes)
         return host_bytes // 2 if len(asked) == 1 else None
 

@@ -71,6 +71,12 @@ class DelayedRuntime:
         self._pause()
         self.inner.copy_bytes(destination, source)
 
+    def lock_pages(self, address: int, num_bytes: int) -> None:
+        self.inner.lock_pages(address, num_bytes)
+
+    def unlock_pages(self, address: int) -> None:
+        self.inner.unlock_pages(address)
+
 
 def delayed_fake(device: FakeDevice, seed: int) -> DelayedRuntime:
     """The fake device with random pauses on all of its streams."""

@@ -143,6 +143,10 @@ class FakeDevice:
         self._blocks: dict[int, _Block] = {}
         self.device_bytes = 0
         self.peak_device_bytes = 0
+        self.locked: dict[int, int] = {}
+        """Bytes of host memory whose pages are locked, by the first one's address."""
+        self.on_lock: Callable[[int, int], None] = lambda address, num_bytes: None
+        """Called with each such run before it is; may raise as a driver does, or take its time."""
 
     def current_stream(self) -> FakeStream:
         """The stream whose turn it is."""
@@ -178,6 +182,21 @@ class FakeDevice:
         self._access(source, index, writes=False, what=f"copy's read on {name}")
         self._access(destination, index, writes=True, what=f"copy's write on {name}")
         destination.copy_(source)
+
+    def lock_pages(self, address: int, num_bytes: int) -> None:
+        """Whole pages, none of them twice."""
+        assert address % 4096 == 0, "locked memory starts with a page"
+        for start, size in self.locked.items():
+            assert address + num_bytes <= start or start + size <= address, "locked twice"
+        self.on_lock(address, num_bytes)
+        self.locked[address] = num_bytes
+
+    def unlock_pages(self, address: int) -> None:
+        """Lets the host wait for everything, as CUDA does."""
+        if any(stream.ready_at > self.now for stream in self._streams):
+            self.host_waits += 1
+        self.finish()
+        del self.locked[address]
 
     def host_memory(
         self, stream: FakeStream, memory: Tensor, seconds: float, *, writes: bool

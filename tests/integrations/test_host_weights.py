@@ -16,8 +16,10 @@ from transformers import Trainer
 from sppo_hf import ConfigError, SPPOConfig, SPPOPlugin
 from sppo_hf.engine.convert import get_engine
 from sppo_hf.integrations.limits import refuse_host_weights, states_bytes, why_on_device
+from sppo_hf.offload.copy_streams import HostCopier
 from sppo_hf.planning import plan
 from sppo_hf.planning.choices import Places
+from tests.fakes.device import FakeDevice
 from tests.integrations.training import make_arguments, make_model, make_rows
 from tests.sweeps import ALL
 
@@ -64,7 +66,11 @@ def test_many_steps_are_those_of_the_plain_trainer(places: dict[str, str], tmp_p
 
 
 @pytest.mark.parametrize("places", HOST, ids=str)
-def test_a_checkpoint_goes_on_where_it_stopped(places: dict[str, str], tmp_path: Path) -> None:
+def test_a_checkpoint_goes_on_where_it_stopped(
+    places: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What rests is in pieces of locked memory, as on CUDA; a checkpoint has its bytes alone.
+    monkeypatch.setattr(HostCopier, "page_locker", FakeDevice())
     steps = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     plugin = SPPOPlugin(chunk_tokens=16, **places)
     whole = _train(tmp_path, plugin, **steps)
@@ -74,6 +80,8 @@ def test_a_checkpoint_goes_on_where_it_stopped(places: dict[str, str], tmp_path:
     for other in (resumed, plain):
         for ours, theirs in zip(whole.model.parameters(), other.model.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    saved = (tmp_path / "checkpoint-4" / "model.safetensors").stat().st_size
+    assert saved < 1.5 * sum(p.nbytes for p in whole.model.parameters())
 
 
 def test_a_dropped_loss_leaves_nothing_on_the_device_for_the_optimizer() -> None:

@@ -59,6 +59,23 @@ def test_a_long_step_shows_where_it_is_and_cleans_up(clock, terminal):
     assert "\n" not in shown
 
 
+def test_a_bar_shows_host_memory_that_takes_long(clock, terminal):
+    for pieces, shown in ((2, False), (4, True)):
+        reporter = ProgressReporter()
+        for ready in range(pieces + 1):
+            reporter.on_host_memory(ready * 2**30, pieces * 2**30)
+            clock.seconds += 0.8 * SHOW_AFTER_SECONDS
+        assert ("page-locking host memory" in terminal.getvalue()) is shown
+    assert "2.15G/4.29G" in terminal.getvalue()
+    assert terminal.getvalue().split("\r")[-1].strip() == ""  # over
+    reporter = ProgressReporter(show_plan=False)
+    reporter.on_host_memory(0, 2**30)
+    clock.seconds += SHOW_AFTER_SECONDS
+    reporter.on_host_memory(2**20, 2**30)  # and the system gives no more
+    reporter.on_plan(SimpleNamespace(training=True), "a model")
+    assert terminal.getvalue().split("\r")[-1].strip() == ""
+
+
 def test_a_short_step_shows_nothing(clock, terminal):
     reporter = ProgressReporter()
     for _ in range(3):

@@ -27,7 +27,7 @@ def check_frames(
     runtime: DelayedRuntime, device: torch.device, *, own_streams: bool = True
 ) -> OffloadEngine:
     """Gradients of a stack of layers through frames, equal to the bit in every step."""
-    pool = HostPool(SLAB_BYTES, pin=device.type == "cuda")
+    pool = HostPool(SLAB_BYTES, locker=runtime if device.type == "cuda" else None)
     copier = StreamCopier(runtime, own_streams=own_streams)
     engine = OffloadEngine(copier, pool, min_offload_elements=8)
     torch.manual_seed(5)

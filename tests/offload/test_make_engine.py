@@ -16,7 +16,7 @@ import torch
 from sppo_hf.errors import BudgetError, OffloadError
 from sppo_hf.offload.disk import DiskStore
 from sppo_hf.offload.engine import OffloadEngine, make_engine
-from sppo_hf.offload.pool import PAGE_BYTES
+from sppo_hf.offload.host_memory import PAGE_BYTES
 from tests.offload.faulty_disk import FaultyDisk
 from tests.offload.small_stack import TOKENS, WIDTH, assert_same, loss_of, make_blocks
 

@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 
 from sppo_hf.offload.copy_streams import StreamCopier, StreamTicket
 from sppo_hf.offload.engine import OffloadEngine
-from sppo_hf.offload.pool import PAGE_BYTES, HostPool
+from sppo_hf.offload.host_memory import PAGE_BYTES
+from sppo_hf.offload.pool import HostPool
 from sppo_hf.offload.prefetch_order import PrefetchOrder
 from sppo_hf.offload.staging import Staging, _Return
 from sppo_hf.offload.storage import OffloadedStorage, OffloadedTensor

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from sppo_hf.errors import BudgetError, OffloadError
 from sppo_hf.offload import pool as pool_module
-from sppo_hf.offload.pool import ALIGNMENT_BYTES, PAGE_BYTES, HostPool, Region
+from sppo_hf.offload.host_memory import PAGE_BYTES
+from sppo_hf.offload.pool import ALIGNMENT_BYTES, HostPool, Region
+from tests.fakes.device import FakeDevice
 
 SLAB_BYTES = 8 * ALIGNMENT_BYTES
 
@@ -113,31 +115,53 @@ def test_a_double_release_and_a_foreign_region_are_refused() -> None:
         _ = region.memory
 
 
-def test_memory_that_cannot_be_pinned_names_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: object, pin_memory: bool, **kwargs: object) -> torch.Tensor:
-        assert pin_memory
-        raise RuntimeError("CUDA error: out of memory")
+def _refuse_from(device: FakeDevice, number: int) -> list[int]:
+    """Let a driver lock so many slabs; returns the sizes of those, in order."""
+    locked: list[int] = []
 
-    monkeypatch.setattr(torch, "empty", refuse)
-    with pytest.raises(OffloadError, match=r"RLIMIT_MEMLOCK.*use_pin_memory"):
-        HostPool(SLAB_BYTES, pin=True).allocate(10)
+    def on_lock(address: int, num_bytes: int) -> None:
+        if len(locked) == number:
+            raise RuntimeError("CUDA error: out of memory")
+        locked.append(num_bytes)
+
+    device.on_lock = on_lock
+    return locked
 
 
-def test_pinned_slabs_are_powers_of_two_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda size, *, dtype, pin_memory: empty(size, dtype=dtype))
-    pool = HostPool(SLAB_BYTES, pin=True, budget_bytes=7 * SLAB_BYTES)
+def test_memory_that_cannot_be_pinned_names_the_limit() -> None:
+    device = FakeDevice()
+    _refuse_from(device, 0)
+    pool = HostPool(SLAB_BYTES, locker=device)
+    with pytest.raises(OffloadError, match=r"out of memory.*RLIMIT_MEMLOCK.*use_pin_memory"):
+        pool.allocate(10)
+    with pytest.raises(OffloadError, match="out of memory"):
+        pool.reserve(SLAB_BYTES)
+    assert not device.locked
+
+
+def test_slabs_have_the_bytes_that_were_asked_for() -> None:
+    device = FakeDevice()
+    pool = HostPool(SLAB_BYTES, locker=device, budget_bytes=7 * SLAB_BYTES)
     pool.allocate(3 * SLAB_BYTES)
-    assert pool.reserved_bytes == 4 * SLAB_BYTES
-    pool.allocate(2 * SLAB_BYTES)
-    assert pool.reserved_bytes == 6 * SLAB_BYTES
+    pool.reserve(5 * SLAB_BYTES)
+    assert pool.reserved_bytes == 5 * SLAB_BYTES == sum(device.locked.values())
+    pool.reserve(1000 * SLAB_BYTES)
+    assert sorted(device.locked.values()) == [2 * SLAB_BYTES, 2 * SLAB_BYTES, 3 * SLAB_BYTES]
 
 
-@pytest.fixture
-def _unpinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let pools that pin run where there is nothing to pin for."""
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda size, *, dtype, pin_memory: empty(size, dtype=dtype))
+def test_a_closed_pool_has_nothing_locked_unless_it_is_lent() -> None:
+    device = FakeDevice()
+    pool = HostPool(SLAB_BYTES, locker=device)
+    region = pool.allocate(SLAB_BYTES)
+    pool.close()
+    assert sum(device.locked.values()) == SLAB_BYTES, "somebody still has a region"
+    pool.release(region)
+    del region
+    pool.close()
+    assert not device.locked
+    assert pool.reserved_bytes == pool.free_bytes == 0
+    pool.allocate(1)
+    assert device.locked
 
 
 @given(
@@ -162,33 +186,31 @@ def test_what_was_reserved_is_one_slab_and_needs_no_growth(
     assert pool.reserved_bytes == reserved_bytes
 
 
-@pytest.mark.usefixtures("_unpinned")
-def test_pinned_memory_is_reserved_in_powers_of_two() -> None:
-    pool = HostPool(SLAB_BYTES, pin=True, budget_bytes=100 * SLAB_BYTES)
-    pool.reserve(25 * SLAB_BYTES)
-    assert [slab.memory.numel() // SLAB_BYTES for slab in pool._slabs] == [16, 8, 1]
-    pool.reserve(1000 * SLAB_BYTES)
-    assert pool.reserved_bytes == 100 * SLAB_BYTES
-
-
-@pytest.mark.parametrize("pin", [True, False])
+@pytest.mark.parametrize("locked", [True, False])
 def test_what_the_system_refuses_makes_the_budget_smaller(
-    monkeypatch: pytest.MonkeyPatch, pin: bool
+    monkeypatch: pytest.MonkeyPatch, locked: bool
 ) -> None:
     empty, given = torch.empty, []
 
-    def refuse_the_third(size: int, *, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+    def refuse_the_third(size: int, *, dtype: torch.dtype) -> torch.Tensor:
         if len(given) == 2:
-            raise RuntimeError("CUDA error: out of memory")
+            raise RuntimeError("out of memory")
         given.append(size)
         return empty(size, dtype=dtype)
 
-    monkeypatch.setattr(torch, "empty", refuse_the_third)
+    device = FakeDevice()
+    if locked:
+        given = _refuse_from(device, 2)
+    else:
+        monkeypatch.setattr(torch, "empty", refuse_the_third)
     monkeypatch.setattr(pool_module, "MOST_SLAB_BYTES", 4 * SLAB_BYTES)
-    pool = HostPool(SLAB_BYTES, pin=pin)
-    pool.reserve(16 * SLAB_BYTES)
+    pool = HostPool(SLAB_BYTES, locker=device if locked else None)
+    told: list[tuple[int, int]] = []
+    pool.reserve(16 * SLAB_BYTES, lambda *sizes: told.append(sizes))
     assert len(given) == 2
+    assert told == [(slabs * SLAB_BYTES, 16 * SLAB_BYTES) for slabs in (0, 4, 8)]
     assert pool.budget_bytes == pool.reserved_bytes == 8 * SLAB_BYTES
+    assert sum(device.locked.values()) == 8 * SLAB_BYTES * locked
     pool.allocate(4 * SLAB_BYTES)
     pool.allocate(4 * SLAB_BYTES)
     with pytest.raises(BudgetError, match="out of memory"):

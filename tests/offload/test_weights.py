@@ -5,17 +5,22 @@ No byte is read before it is there or written while somebody reads it, and sums 
 
 from __future__ import annotations
 
+import io
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from torch.nn import Parameter
 
 from sppo_hf.errors import OffloadError
 from sppo_hf.offload.copy_streams import StreamCopier
+from sppo_hf.offload.pool import ALIGNMENT_BYTES
 from sppo_hf.offload.weights import HostWeights, can_rest
+from sppo_hf.planning.model_shape import Resting
 from tests.fakes.device import FakeDevice, RaceError
 
 LAYERS = 4
@@ -25,7 +30,9 @@ SECONDS = st.lists(st.sampled_from([0.0, 0.1, 1.0, 7.0, 50.0]), min_size=1, max_
 class _Model:
     """Four layers of two weights and one weight outside, as the host would enqueue their work."""
 
-    def __init__(self, copies: list[float], work: list[float], *, stays: bool) -> None:
+    def __init__(
+        self, copies: list[float], work: list[float], *, stays: bool, locked: bool = False
+    ) -> None:
         self.copies, self.work = itertools.cycle(copies), itertools.cycle(work)
         self.device = FakeDevice(lambda stream, num_bytes: next(self.copies))
         self.layers = [
@@ -33,7 +40,11 @@ class _Model:
         ]
         self.other = Parameter(torch.rand(5))
         self.weights = HostWeights(
-            self.layers, [self.other], copier=StreamCopier(self.device), stays=stays
+            self.layers,
+            [self.other],
+            copier=StreamCopier(self.device),
+            stays=stays,
+            locker=self.device if locked else None,
         )
         self.processor = self.device.new_stream()
         # Backward is played here without autograd, which calls back at its end.
@@ -74,10 +85,18 @@ class _Model:
         over.synchronize()  # the host does this work itself
 
 
-@given(copies=SECONDS, work=SECONDS, stays=st.booleans(), batches=st.integers(1, 3))
+@given(
+    copies=SECONDS,
+    work=SECONDS,
+    stays=st.booleans(),
+    batches=st.integers(1, 3),
+    locked=st.booleans(),
+)
 @settings(max_examples=25, deadline=None)
-def test_nothing_races(copies: list[float], work: list[float], stays: bool, batches: int) -> None:
-    model = _Model(copies, work, stays=stays)
+def test_nothing_races(
+    copies: list[float], work: list[float], stays: bool, batches: int, locked: bool
+) -> None:
+    model = _Model(copies, work, stays=stays, locked=locked)
     for _ in range(2):
         for batch in range(batches):
             model.forward()
@@ -125,6 +144,93 @@ def test_a_view_of_a_weight_is_made_of_the_bytes_of_its_time() -> None:
         parameter.mul_(2)
     with pytest.raises(OffloadError, match=r"a weight of layer 0, torch.float32, shape \(2, 3\)"):
         view.make()
+
+
+def _run(model: _Model, batches: int) -> list[torch.Tensor]:
+    """Some batches; their gradients, which are taken away."""
+    for batch in range(batches):
+        model.forward()
+        model.backward(2.0**batch)
+    parameters = [model.other, *itertools.chain(*model.layers)]
+    gradients = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    return gradients
+
+
+def test_what_is_locked_is_what_is_planned() -> None:
+    model = _Model([50.0], [0.0], stays=False, locked=True)
+    layers, other = [8 * 4 + 6 * 4] * LAYERS, 5 * 4
+    resting = Resting(
+        layer_bytes=tuple(layers),
+        outer_bytes=other,
+        stays=False,
+        layer_gradient_bytes=tuple(layers),
+        outer_gradient_bytes=other,
+        optimizer_bytes=0,
+    )
+    rounded = ALIGNMENT_BYTES * 2 * (2 * LAYERS + 1)  # each tensor begins at a multiple of it
+    locked = model.device.locked
+    once = sum(locked.values())
+    assert resting.held_bytes <= once <= resting.held_bytes + rounded
+    for _ in range(3):
+        _run(model, 1)
+        assert sum(locked.values()) == once
+    for _ in range(3):
+        for gradient in _run(model, 3):
+            assert torch.all(gradient == 7.0)
+        # The host was ahead of all copies, and gradients of two layers at most were on their way.
+        assert once < sum(locked.values()) <= once + resting.arriving_bytes + 2 * ALIGNMENT_BYTES
+    del gradient
+    model.weights.close()
+    for parameter in [model.other, *itertools.chain(*model.layers)]:
+        parameter.data = parameter.data.clone()  # the fake device is the host, so it stayed there
+    model.weights = None
+    assert not locked
+
+
+def test_a_gradient_that_somebody_keeps_is_not_overwritten() -> None:
+    model = _Model([1.0], [1.0], stays=False, locked=True)
+    kept = _run(model, 1)
+    _run(model, 2)
+    assert all(torch.all(gradient == 1.0) for gradient in kept)
+    places = {gradient.data_ptr() for gradient in kept}
+    del kept
+    assert {gradient.data_ptr() for gradient in _run(model, 1)} == places
+
+
+def test_what_rests_in_one_piece_is_saved_tensor_by_tensor(tmp_path: Path) -> None:
+    model = _Model([1.0], [1.0], stays=False, locked=True)
+    _run(model, 1)
+    parameters = itertools.chain(*model.layers)
+    state = {f"weight {number}": p.detach() for number, p in enumerate(parameters)}
+    for tensor in state.values():
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+    save_file(state, tmp_path / "model.safetensors")  # refuses tensors that share memory
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    assert len(buffer.getvalue()) < sum(t.nbytes for t in state.values()) + 1024 * (len(state) + 2)
+    buffer.seek(0)
+    for name, tensor in torch.load(buffer).items():
+        assert torch.equal(tensor, state[name])
+
+
+def test_weights_at_rest_stay_where_they_are_for_the_next_owner() -> None:
+    model = _Model([1.0], [1.0], stays=True, locked=True)
+    copier = StreamCopier(model.device)
+    at = [p.data_ptr() for p in model.layers[0]]
+    locked = dict(model.device.locked)
+    model.weights.release()
+    more = Parameter(torch.rand(7), requires_grad=False)
+    model.layers[0].append(more)
+    model.weights = HostWeights(
+        model.layers, [model.other], copier=copier, locker=model.device, before=model.weights
+    )
+    model.weights._notice_end = lambda: None  # type: ignore[method-assign]
+    assert [p.data_ptr() for p in model.layers[0][:2]] == at
+    assert sum(model.device.locked.values()) == sum(locked.values()) + ALIGNMENT_BYTES
+    model.layers[0].pop()
+    assert all(torch.all(gradient == 1.0) for gradient in _run(model, 1))
 
 
 def test_what_is_more_than_its_bytes_stays() -> None:

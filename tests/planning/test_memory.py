@@ -22,6 +22,7 @@ from sppo_hf.planning.policies import uniform_modes
 from sppo_hf.planning.tile_sizes import loss_tile_tokens
 from tests.planning.modes import OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD, moments_of
 from tests.planning.shapes import by_hand, llama_config, shape_of, tiny_shape
+from tests.planning.situations import on_host, small_shape
 
 BOUNDS: Bounds = ((0, 600), (600, 1000))
 # Few parameters train, so that gradients decide no peak.
@@ -272,3 +273,19 @@ def test_the_graph_takes_memory_of_a_cpu_from_forward_to_backward() -> None:
     assert held("cpu") == held("cpu", rows=3) == expected
     assert not any(held("cuda"))
     assert not any(held("cpu", training=False))
+
+
+def test_gradients_that_add_up_on_the_host_have_room_to_arrive() -> None:
+    shape = on_host(small_shape(), weights=True)
+    assert shape.resting is not None
+    layer, outer = shape.resting.layer_gradient_bytes[0], shape.resting.outer_gradient_bytes
+
+    def held(kind: str, *, accumulates: bool) -> int:
+        what = decided(KEEP, layers=shape.num_layers, accumulates=accumulates)
+        return estimate(shape, what, device_kind=kind).host[Cause.GRADIENTS]
+
+    assert held("cuda", accumulates=False) == shape.resting.gradient_bytes
+    more = held("cuda", accumulates=True) - shape.resting.gradient_bytes
+    assert more == max(2 * layer, outer)
+    # On a CPU each is added as soon as it is there.
+    assert held("cpu", accumulates=True) == shape.resting.gradient_bytes

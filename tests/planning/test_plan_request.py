@@ -7,6 +7,7 @@ import pytest
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import ConfigError, UnsupportedModelError
+from sppo_hf.planning import plan as plans
 from sppo_hf.planning import search
 from sppo_hf.planning.plan_request import (
     PolicyResult,
@@ -208,3 +209,15 @@ def test_what_rests_on_the_host_leaves_less_of_it_to_activations() -> None:
     assert found.fits
     assert found.plan is not None
     assert found.plan.shape.resting is not None
+
+
+def test_less_host_memory_is_taken_where_that_is_as_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = question(32_768, device_memory=80 * GIB, host_memory=128 * GIB)
+    light = plan_for(asked)
+    monkeypatch.setattr(plans, "with_less_host", lambda cost, found, *_: found)
+    heavy = plan_for(asked)
+    assert light.prediction is not None
+    assert heavy.prediction is not None
+    assert light.prediction.step_seconds <= heavy.prediction.step_seconds
+    assert light.estimate.host.total < 0.8 * heavy.estimate.host.total
+    assert light.prediction.bound_seconds == heavy.prediction.bound_seconds

@@ -33,6 +33,7 @@ from sppo_hf.planning.solve import (
     play,
     solve,
     with_kv,
+    with_less_host,
     with_lookahead,
 )
 from sppo_hf.planning.tiers import TIERS, Tier
@@ -132,6 +133,12 @@ def test_within_budgets_and_never_worse_than_a_fixed_policy(
     for rival in rivals:
         seconds = play(rival, cost, policy="").step_seconds
         assert found.step_seconds <= seconds * (1 + 1e-9)
+    light = with_less_host(cost, found, budgets, choices)
+    predicted = estimate(cost.shape, light.decisions)
+    assert light.step_seconds <= found.step_seconds
+    assert predicted.host.total <= estimate(cost.shape, found.decisions).host.total
+    assert not list(over_budget(predicted, budgets))
+    assert light.decisions.bounds == base.bounds
 
 
 def test_first_limit_says_what_is_missing_to_the_byte() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import typer
 
+from recipes.benchmarks.lacking import lacking
 from sppo_hf.cli import app
 from sppo_hf.cli.benchmark.contenders import parse_list
 from sppo_hf.cli.planning_arguments import parse_tokens
@@ -22,6 +23,10 @@ pytestmark = pytest.mark.process
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "recipes" / "benchmarks" / "first_gpu_run.sh"
 PYTHON = """#!/usr/bin/env bash
+case "$*" in
+    *lacking.py*) cat "$CALLS.lacks" 2>/dev/null; exit 0 ;;
+    -c*) echo 3.12; exit 0 ;;
+esac
 printf '%q ' "$@" >>"$CALLS"
 echo >>"$CALLS"
 case "$*" in
@@ -86,6 +91,29 @@ def test_a_time_limit_ends_all_that_a_step_has_started(run) -> None:
     run("calibrate")
     listed = subprocess.run(["pgrep", "-f", "sleep 61.2[34]"], capture_output=True, text=True)
     assert listed.stdout == ""
+
+
+def test_what_is_missing_is_named_before_anything_runs(run, tmp_path: Path) -> None:
+    lacks = tmp_path / "calls.lacks"
+    lacks.write_text("peft peft>=0.18\ngguf gguf>=0.17\n")
+    status, said, calls = run("facts", "trace", "quickstart")
+    assert status == 1
+    assert said.index("lacks 'gguf>=0.17' 'peft>=0.18'") < said.index("pip download")
+    assert "--python-version 3.12" in said
+    assert said.index("pip download") < said.index("== facts")
+    assert "== facts: ok" in said
+    assert "== trace: lacks peft>=0.18" in said
+    assert "== quickstart: lacks peft>=0.18 gguf>=0.17" in said
+    assert not any("--profile" in call for call in calls)
+    lacks.write_text("sppo-hf highspy>=1.10\n")
+    _, said, calls = run()
+    assert calls == [], "every step needs the package"
+
+
+def test_what_is_missing_is_read_off_the_project() -> None:
+    assert [*lacking(["sppo-hf", "pytest", "hypothesis"])] == []
+    ((asked, found),) = lacking(["a-package-that-is-none"])
+    assert (asked, str(found)) == ("a-package-that-is-none", "a-package-that-is-none")
 
 
 def test_unknown_words_are_refused_before_anything_runs(run) -> None:

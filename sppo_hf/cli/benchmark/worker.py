@@ -47,6 +47,7 @@ from sppo_hf.engine.device_facts import device_facts
 from sppo_hf.engine.step_observer import Direction, StepObserver, StepRecord
 from sppo_hf.engine.step_timer import ChunkTimer
 from sppo_hf.errors import BudgetError, OffloadError
+from sppo_hf.offload.host_memory import locked_bytes
 from sppo_hf.planning.flops import peak_flops, step_flops
 from sppo_hf.planning.machine import host_memory_bytes, nvidia_driver_version, processor_name
 from sppo_hf.planning.model_shape import ModelShape
@@ -189,7 +190,8 @@ def forget_peaks(device: torch.device) -> None:
 
 def memory_numbers(device: torch.device) -> dict[str, Any]:
     """Returns the peaks since `forget_peaks`, under the names that `Numbers` has for them."""
-    numbers: dict[str, Any] = {"host_peak_bytes": host_peak_bytes()}
+    # What PyTorch pins is no part of the resident memory, what the offload engine does is.
+    numbers: dict[str, Any] = {"host_peak_bytes": host_peak_bytes() - locked_bytes()}
     if device.type == "cuda":
         stats: dict[str, Any] = torch.cuda.memory_stats(device)
         pinned: dict[str, Any] = torch.cuda.host_memory_stats()
@@ -197,7 +199,7 @@ def memory_numbers(device: torch.device) -> dict[str, Any]:
             "device_allocated_bytes": torch.cuda.max_memory_allocated(device),
             "device_reserved_bytes": torch.cuda.max_memory_reserved(device),
             "device_retries": int(stats.get("num_alloc_retries", 0)),
-            "pinned_bytes": int(pinned.get("allocated_bytes.peak", 0)),
+            "pinned_bytes": int(pinned.get("allocated_bytes.peak", 0)) + locked_bytes(),
         }
     return numbers
 
