@@ -16,7 +16,7 @@ from sppo_hf.planning.plan import Plan
 from sppo_hf.planning.prediction import MeasuredStep
 from tests.planning.situations import slow_cost, small_shape
 from tests.planning.synthetic import mixed_plan
-from tests.planning.test_measured import as_measured, predicted
+from tests.planning.test_prediction import as_measured, predicted
 
 
 @dataclass
