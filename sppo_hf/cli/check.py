@@ -29,7 +29,12 @@ MOST_TOKENS = 4096
 """What even a model of one head may be checked with; see `sppo_hf.testing.check`."""
 
 
-Dtype = StrEnum("Dtype", ["float64", "float32", "bfloat16"])
+class Dtype(StrEnum):
+    """Weights' dtype; a choice on the command line."""
+
+    float64 = "float64"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
 
 
 def check(

@@ -19,9 +19,8 @@ from sppo_hf.planning.activation_modes import RECOMPUTE_BY_SAVED
 from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.cluster import ClusterPlan, ClusterQuestion
 from sppo_hf.planning.pipeline_cost import PipelineCost
-from sppo_hf.planning.plan import Plan, PlanRequest, make_plan
+from sppo_hf.planning.plan import Plan, PlanRequest, make_plan, planned_for
 from sppo_hf.planning.tiers import HOST
-from sppo_hf.planning.written_plan import planned_for
 from sppo_hf.reading import write_yaml
 from sppo_hf.schedule.generate import MSP, Size, generate
 

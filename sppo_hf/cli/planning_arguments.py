@@ -54,12 +54,47 @@ _TOKENS = re.compile(r"(\d+(?:\.\d+)?)([KM]?)", re.IGNORECASE)
 _TOKENS_PER_UNIT = {"": 1, "K": 1024, "M": 1024**2}
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
-# What settings may be, as choices on the command line.
-Dtype = StrEnum("Dtype", ["bfloat16", "float16", "float32"])
-Partition = StrEnum("Partition", ["auto", "flops", "even"])
-Recomputed = StrEnum("Recomputed", ["auto", "none", "selective", "full"])
-Mode = StrEnum("Mode", ["auto", "none", "full"])
-Place = StrEnum("Place", ["auto", "device", "host"])
+
+class Dtype(StrEnum):
+    """Dtype of weights and compute; a choice on the command line."""
+
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float32 = "float32"
+
+
+class Partition(StrEnum):
+    """Setting of `partition`; a choice on the command line."""
+
+    auto = "auto"
+    flops = "flops"
+    even = "even"
+
+
+class Recomputed(StrEnum):
+    """Setting of `recompute`; a choice on the command line."""
+
+    auto = "auto"
+    none = "none"
+    selective = "selective"
+    full = "full"
+
+
+class Mode(StrEnum):
+    """Setting of `offload_kv`; a choice on the command line."""
+
+    auto = "auto"
+    none = "none"
+    full = "full"
+
+
+class Place(StrEnum):
+    """Setting of `weights` and `optimizer`; a choice on the command line."""
+
+    auto = "auto"
+    device = "device"
+    host = "host"
+
 
 POLICIES = ("auto", *OFFLOAD_POLICIES.names())
 """Values of the setting `offload`."""

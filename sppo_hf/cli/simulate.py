@@ -53,8 +53,12 @@ _LEAST_SECONDS = 1e-12
 _WIDEST_TEXT = 200
 
 
-Offload = StrEnum("Offload", ["none", "full", "sppo"])
-"""What of each frame leaves the device."""
+class Offload(StrEnum):
+    """What of each frame leaves the device; a choice on the command line."""
+
+    none = "none"
+    full = "full"
+    sppo = "sppo"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,9 +36,8 @@ from sppo_hf.errors import ConfigError
 from sppo_hf.planning.cost import Correction
 from sppo_hf.planning.memory import CONTEXT_BYTES
 from sppo_hf.planning.model_shape import ModelShape
-from sppo_hf.planning.plan import Plan, PlanRequest, make_plan
+from sppo_hf.planning.plan import Plan, PlanRequest, make_plan, other_plan_warnings
 from sppo_hf.planning.prediction import MeasuredStep, learn, worth_correcting
-from sppo_hf.planning.written_plan import other_plan_warnings
 from sppo_hf.rules import format_bytes
 
 logger = logging.getLogger(__name__)

@@ -33,12 +33,11 @@ from sppo_hf.planning.pipeline_choice import (
     stage_seconds,
 )
 from sppo_hf.planning.pipeline_cost import PipelineCost, bytes_of_slices
-from sppo_hf.planning.plan import PipelineStep, Plan, PlanRequest, make_plan
+from sppo_hf.planning.plan import PipelineStep, Plan, PlanRequest, make_plan, other_plan_warnings
 from sppo_hf.planning.prediction import MeasuredStep, learn, worth_correcting
 from sppo_hf.planning.profile_store import cpu_estimate, cuda_estimate
 from sppo_hf.planning.stages import stage_shape, streams_of
 from sppo_hf.planning.tiers import TIERS, Tier
-from sppo_hf.planning.written_plan import other_plan_warnings
 from sppo_hf.schedule.generate import MSP, Size, generate
 from sppo_hf.schedule.lower import Stream
 from sppo_hf.schedule.schedule import Schedule

@@ -299,9 +299,7 @@ class ModelCost:
             products = 1.0 + (1.0 + self.shape.head_trainable if training else 0.0)
             flops = products * self.shape.head_flops_per_token
             # Logits and their gradient pass through memory a few times, in float32.
-            traffic = (
-                6 * self.shape.vocab_size * 4 * self.shape.own_tokens(tokens) * self.batch_rows
-            )
+            traffic = 6 * self.shape.vocab_size * 4 * self._own_rows(tokens)
             seconds = self._linear_seconds(flops, tokens)
             seconds += traffic / self.profile.memory_bytes_per_second
             self._memo[key] = seconds * self.correction.forward
@@ -312,10 +310,8 @@ class ModelCost:
         key = ("A", self._kinds[layer], saved)
         if key not in self._memo:
             self._memo[key] = self.shape.one_rank.frame_bytes_per_token(layer, saved)
-        state_bytes = self.shape.state_bytes(layer)
-        return self.batch_rows * (
-            self.shape.own_tokens(tokens) * int(self._memo[key]) + state_bytes
-        )
+        states = self.batch_rows * self.shape.state_bytes(layer)
+        return self._own_rows(tokens) * int(self._memo[key]) + states
 
     def frame_sizes(self, lengths: Sequence[int], saved: Saved) -> list[list[int]]:
         """Bytes of every frame, by chunk of so many tokens and layer."""
@@ -327,16 +323,11 @@ class ModelCost:
 
     def kv_bytes(self, layer: int, tokens: int) -> int:
         """K and V of `tokens` tokens of `layer`."""
-        return (
-            self.batch_rows
-            * self.shape.own_tokens(tokens)
-            * self.shape.one_rank.kv_bytes_per_token(layer)
-        )
+        return self._own_rows(tokens) * self.shape.one_rank.kv_bytes_per_token(layer)
 
     def dkv_bytes(self, layer: int, tokens: int) -> int:
         """Gradient sums of K and V of `tokens` tokens of `layer`."""
-        per_token = self.shape.one_rank.dkv_bytes_per_token(layer)
-        return self._own_rows(tokens) * per_token
+        return self._own_rows(tokens) * self.shape.one_rank.dkv_bytes_per_token(layer)
 
     def d2h_seconds(self, num_bytes: float, *, both: bool = False) -> float:
         """A copy to the host; `both` while another runs the other way."""

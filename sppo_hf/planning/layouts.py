@@ -125,7 +125,7 @@ class SearchSpace:
     )
     """What is kept of frames, and what of that leaves, fastest first."""
 
-    kv_tiers: tuple[...] = ("device", "host")
+    kv_tiers: tuple[Tier, ...] = ("device", "host")
     """Where K/V may wait."""
 
     frame_tiers: tuple[Tier, ...] = (HOST,)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 
-from sppo_hf.config import SPPOConfig
+from sppo_hf.config import PLAN_VERSION, SPPOConfig
 from sppo_hf.errors import BudgetError, ConfigError
 from sppo_hf.planning.activation_modes import KEEP, SAVED_BY_RECOMPUTE, FrameMode, Saved, mode_of
 from sppo_hf.planning.choices import (
@@ -185,6 +185,39 @@ def hole_warnings(
             f"{HOLES:.0%} of the device's memory are left to holes in PyTorch's allocator; to use "
             "them, add expandable_segments:True to PYTORCH_ALLOC_CONF, or leave that unset"
         )
+
+
+def planned_for(shape: ModelShape, total_tokens: int) -> str:
+    """Returns the line in `sppo.yaml` that says what a written plan was made for."""
+    return f"plan {PLAN_VERSION}: {_model_of(shape)}; {total_tokens} tokens"
+
+
+def other_plan_warnings(
+    config: SPPOConfig, shape: ModelShape, total_tokens: int, *, training: bool
+) -> Iterator[str]:
+    """Says where a written plan is another model's, or that of rows of another length.
+
+    A run that is given other settings than were planned for it is slower, or does not fit; settings
+    of one's own have no such line. Evaluation may have rows of other lengths.
+    """
+    if config.planned_for is None:
+        return
+    made, _, length = config.planned_for.partition(": ")[2].rpartition("; ")
+    again = "Remedy: write it again with `sppo plan MODEL --seq-len N --write`"
+    if made != _model_of(shape):
+        yield (
+            f"the plan in these settings is of a model of {made}; this one has {_model_of(shape)}. "
+            + again
+        )
+    if training and length != f"{total_tokens} tokens":
+        yield (
+            f"the plan in these settings is of rows of {length}; these have {total_tokens} tokens. "
+            + again
+        )
+
+
+def _model_of(shape: ModelShape) -> str:
+    return f"{shape.num_layers} layers of {shape.hidden_size}, vocabulary {shape.vocab_size}"
 
 
 def _largest_cause(predicted: MemoryEstimate, tier: Tier) -> str:

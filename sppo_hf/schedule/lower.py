@@ -161,19 +161,17 @@ def add_streams(schedule: Schedule, streams: Streams) -> Schedule:
             if action.kind not in ("F", *_BACKWARDS):
                 longer.append(action)
                 continue
+            _, stage, unit, _, part = action
             chunk, way = schedule.chunk(action), 0 if action.kind == "F" else 1
-
-            def listed(
-                *kinds: tuple[Kind, int], unit: Action = action, chunk: int = chunk
-            ) -> list[Action]:
-                return [
-                    Action(kind, unit.stage, unit.unit, None, stream_part(way, unit.part))
-                    for kind, way in kinds
-                    if (kind, unit.stage, chunk, way) in streams
-                ]
-
-            longer += [*listed(("L", way + 1), ("K", way)), action]
-            longer += listed(("O", way), ("S", way + 1))
+            kinds: tuple[tuple[Kind, int], ...]
+            kinds = (("L", way + 1), ("K", way), ("O", way), ("S", way + 1))
+            beside = [
+                Action(kind, stage, unit, None, stream_part(at, part))
+                for kind, at in kinds
+                if (kind, stage, chunk, at) in streams
+            ]
+            coming = sum(one.kind in ("L", "K") for one in beside)
+            longer += [*beside[:coming], action, *beside[coming:]]
         ranks.append(tuple(longer))
     return schedule.with_beside(tuple(ranks))
 
