@@ -52,12 +52,15 @@ class Stash(Protocol):
     @property
     def again(self) -> bool:
         """Whether this is the second forward."""
+        ...
 
     def get(self) -> tuple[Tensor, Tensor] | None:
         """Return `(out_BNCH, lse_BNC)` kept by the first forward, or None where attention runs."""
+        ...
 
     def put(self, out_BNCH: Tensor, lse_BNC: Tensor) -> None:
         """Take the results of an attention that ran."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,12 +44,15 @@ class Keys(Protocol):
     @property
     def block(self) -> Block:
         """Which tokens are here."""
+        ...
 
     def run(self, start: int, end: int, row: int | None) -> tuple[Tensor, Tensor]:
         """Keys and values of tokens `[start, end)` of `row` (all rows if None), each BKTH."""
+        ...
 
     def add_gradient(self, start: int, dk_BKTH: Tensor, dv_BKTH: Tensor, row: int | None) -> None:
         """Add gradients of tokens `[start, start + T)` of `row`; gives the tensors away."""
+        ...
 
 
 class KVStore(Protocol):
@@ -57,11 +60,13 @@ class KVStore(Protocol):
 
     def put(self, chunk: int, k_BKCH: Tensor, v_BKCH: Tensor, *, keep: Keep | None = None) -> None:
         """Take keys and values of `chunk`, which is about to attend."""
+        ...
 
     def blocks(
         self, pieces: tuple[AttentionSegment, ...], *, window: int | None, local: int | None = None
     ) -> tuple[Block, ...]:
         """The blocks in which `pieces` (of a layer with this mask) can be read."""
+        ...
 
     def walk(
         self, chunk: int, blocks: tuple[Block, ...], *, borrowed: bool = False
@@ -72,37 +77,46 @@ class KVStore(Protocol):
         `borrowed` it is for another layer, after the one that put the keys here, or for one that
         runs again.
         """
+        ...
 
     def walk_back(
         self, chunk: int, blocks: tuple[Block, ...], *, borrowed: bool = False
     ) -> Iterator[Keys]:
         """The same in backward, where each block takes its gradients."""
+        ...
 
     def take_gradient(self, chunk: int) -> tuple[Tensor, Tensor]:
         """Return dK and dV of `chunk` in the keys' own dtype, and free the chunk's entry."""
+        ...
 
     # Where units of a pipeline change ranks, a later store takes over what earlier ones have:
 
     def put_earlier(self, chunk: int, k_BKCH: Tensor, v_BKCH: Tensor) -> None:
         """Take keys and values of a `chunk` that has attended, with another store."""
+        ...
 
     def keys_and_values(self, chunk: int) -> tuple[Tensor, Tensor]:
         """Keys and values of `chunk`, each BKCH, which stay here too."""
+        ...
 
     def drop_keys(self, chunk: int) -> None:
         """Free keys and values of `chunk`, whose own backward runs with another store.
 
         The sums of their gradients wait here.
         """
+        ...
 
     def sums(self, chunk: int) -> tuple[Tensor, Tensor]:
         """Those sums of dK and dV, as they were summed, each BKCH; they stay here too."""
+        ...
 
     def drop_sums(self, chunk: int) -> None:
         """Free them."""
+        ...
 
     def add_sums(self, chunk: int, dk_BKCH: Tensor, dv_BKCH: Tensor, heads: list[int]) -> None:
         """Add what another store's `sums` has returned, for some heads; one may come twice."""
+        ...
 
 
 class LayerKV:

@@ -71,21 +71,27 @@ class KVTransfer(Protocol):
         The caller may go on reading its own reference, must not write to it, and should drop it
         soon: the device memory is free once that and the copy are over.
         """
+        ...
 
     def prefetch(self, handle: Handle) -> None:
         """Start bringing the bytes back; nothing if they are here."""
+        ...
 
     def fetch(self, handle: Handle) -> Tensor:
         """The tensor on the device, valid until `evict` or `release`; must not be written to."""
+        ...
 
     def evict(self, handle: Handle) -> None:
         """Give the device's copy up; the bytes stay away. Nothing if they are not here."""
+        ...
 
     def release(self, handle: Handle) -> None:
         """Give all bytes up, here and away; the handle ends."""
+        ...
 
     def settle(self) -> None:
         """A good moment to bound what is still leaving: compute may wait for earlier sends."""
+        ...
 
 
 @dataclass(eq=False)

@@ -67,15 +67,19 @@ class Holder(Protocol):
 
     def handles(self) -> Iterable[OffloadedTensor]:
         """The handle of the tensor, if it is away."""
+        ...
 
     def take(self) -> Tensor:
         """The tensor, on the device; the holder lets go of it."""
+        ...
 
     def borrow(self) -> contextlib.AbstractContextManager[Tensor]:
         """The tensor, on the device, for a while; it waits where it did before and after."""
+        ...
 
     def drop(self) -> None:
         """Let go of the tensor, taken or not."""
+        ...
 
 
 class SavedTensor:

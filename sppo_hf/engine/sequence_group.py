@@ -76,9 +76,11 @@ class Exchange(Protocol):
 
     def wait(self) -> Tensor:
         """What has come."""
+        ...
 
     def pending(self) -> Tensor:
         """Where it will be, without a gradient; `SequenceGroup.wait_for` it before it is read."""
+        ...
 
 
 class SequenceGroup(Protocol):
@@ -87,29 +89,37 @@ class SequenceGroup(Protocol):
     @property
     def size(self) -> int:
         """n, at least 2."""
+        ...
 
     @property
     def rank(self) -> int:
         """This rank's number among them."""
+        ...
 
     @property
     def granules(self) -> int | None:
         """See `own_heads`."""
+        ...
 
     def start_tokens_to_heads(self, x_BNcH: Tensor, chunk_tokens: int) -> Exchange:
         """Give every rank its heads of all tokens: `[B, N, c, H]` to `[B, N / n, C, H]`."""
+        ...
 
     def start_heads_to_tokens(self, x_BNCH: Tensor) -> Exchange:
         """Give every rank its tokens of all heads: `[B, N / n, C, H]` to `[B, N, c, H]`."""
+        ...
 
     def wait_for(self, x: Tensor) -> Tensor:
         """A tensor that was `pending`, once it is there; others are there at once."""
+        ...
 
     def gather_tokens(self, x_BcD: Tensor, chunk_tokens: int) -> Tensor:
         """All tokens on every rank, `[B, C, D]`; see [Note: gradients of a shared sequence]."""
+        ...
 
     def sum_over_ranks(self, x: Tensor) -> Tensor:
         """The sum of a tensor over the ranks; see [Note: gradients of a shared sequence]."""
+        ...
 
     def decide(self, make: Callable[[], ValueT], better: Callable[[ValueT], float]) -> ValueT:
         """What one rank has made, on all of them: the one for which `better` is smallest.
@@ -118,6 +128,7 @@ class SequenceGroup(Protocol):
             Exception: What `make` raised here.
             PipelineError: It raised on another rank.
         """
+        ...
 
 
 @contextmanager

@@ -186,7 +186,7 @@ class SPPOCallback(TrainerCallback):
     `sppo/host_rss_bytes`, `sppo/pinned_bytes`, `sppo/host_fragmentation`, `sppo/stall_seconds`,
     `sppo/d2h_bytes`, `sppo/h2d_bytes`, `sppo/step_seconds`, `sppo/planned_seconds` (where speeds
     are known), and with a disk tier `sppo/disk_write_bytes`, `sppo/disk_read_bytes`,
-    `sppo/spilled_bytes`. They are defined in `metrics.py`, [Note: what the numbers mean].
+    `sppo/spilled_bytes`. They are defined in [Note: what the numbers mean].
 
     It does nothing in a Trainer whose arguments do not hold the plugin.
 

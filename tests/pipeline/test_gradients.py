@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from sppo_hf.errors import ConfigError, SPPOError
+from sppo_hf.pipeline import agreement
 from sppo_hf.pipeline import gradients as module
 from sppo_hf.pipeline.gradients import (
     PipelineLoss,
@@ -60,6 +61,7 @@ class FakeReplicas(Replicas):
 def replicas(monkeypatch: pytest.MonkeyPatch) -> FakeReplicas:
     made = FakeReplicas()
     monkeypatch.setattr(module, "dist", made)
+    monkeypatch.setattr(agreement, "dist", made)
     return made
 
 

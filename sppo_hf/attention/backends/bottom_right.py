@@ -256,7 +256,7 @@ class BottomRightBackend(Backend):
         lse = given.lse.contiguous()
         lse = lse if call.offsets is None else lse.squeeze(0)
         by_token = (_by_token(x, call) for x in given[:5])
-        grads = self.kernel_backward(BackwardInputs(*by_token, lse), call)
+        grads = self.kernel_backward(BackwardInputs(*by_token, lse=lse), call)
         batched = grads if call.offsets is None else (grad.unsqueeze(0) for grad in grads)
         return Gradients(*(grad.transpose(1, 2) for grad in batched))
 
