@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from sppo_hf.offload.copy_streams import StreamCopier, StreamTicket
+from sppo_hf.errors import OffloadError
+from sppo_hf.offload.copy_streams import CudaRuntime, StreamCopier, StreamTicket
 from sppo_hf.offload.engine import OffloadEngine, make_engine
+from sppo_hf.offload.host_memory import host_memory, locked_bytes
 from sppo_hf.offload.pool import HostPool
 from tests.fakes.delays import DelayedRuntime, delayed_cuda, delayed_fake
 from tests.fakes.device import FakeDevice, RaceError
@@ -95,6 +97,43 @@ def test_a_lost_wait_shows_on_the_fake_device(monkeypatch: pytest.MonkeyPatch) -
     _break(monkeypatch)
     with pytest.raises(RaceError):
         check_frames(delayed_fake(FakeDevice(), 0), torch.device("cpu"))
+
+
+@pytest.mark.gpu
+def test_locked_memory_on_cuda() -> None:
+    """It counts as pinned as long as somebody has it; a refusal is no error of this thread."""
+    runtime = CudaRuntime(torch.device("cuda"))
+
+    class Twice:
+        """A driver refuses to lock what is locked."""
+
+        def lock_pages(self, address: int, num_bytes: int) -> None:
+            runtime.lock_pages(address, num_bytes)
+            try:
+                runtime.lock_pages(address, num_bytes)
+            finally:
+                runtime.unlock_pages(address)
+
+        def unlock_pages(self, address: int) -> None:
+            raise AssertionError("it was never locked")
+
+    pieces = list(host_memory([2**20, 3 * 2**20 + 512], runtime))
+    with pytest.raises(OffloadError, match="pinning a host slab"):
+        next(host_memory([2**20], Twice()))
+    assert int(torch.ones(1, device="cuda")) == 1
+    copier = StreamCopier(runtime)
+    for memory in pieces:
+        assert memory.is_pinned()
+        assert memory[512:].is_pinned()
+        source = torch.randint(255, memory.shape, dtype=torch.uint8, device="cuda")
+        out = copier.start_d2h(source, memory)
+        back, ticket = copier.start_h2d(memory, after=out)
+        ticket.wait()
+        assert torch.equal(back, source)
+    held_bytes = locked_bytes()
+    del memory
+    pieces.clear()
+    assert held_bytes - locked_bytes() == 2**22 + 512
 
 
 def check_round_trip(device: torch.device, *, num_elements: int, pin: bool) -> None:
