@@ -12,10 +12,16 @@ this.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+import math
+import mmap
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from sppo_hf.planning.causes import Cause
+from sppo_hf.planning.memory_snapshots import MemoryEstimate
 
 
 class CpuChunkArena:
@@ -60,14 +66,44 @@ class CpuChunkArena:
         return slab[used].copy_(tensor.detach()).data
 
 
-def return_free_heap() -> None:
+def return_free_heap(*, above: float | None = None) -> None:
     """Give free pages inside the C library's heap back to the operating system.
 
     glibc before 2.38 cannot reuse a freed block for an aligned block of the same size, so the holes
     that a chunk's temporaries leave add up. Does nothing where there is no glibc.
+
+    Args:
+        above: Leave them while `resident_bytes` is at most this; None never does. What is given
+            back has to be mapped and zeroed again: every few layers, a tenth of a step's time.
     """
-    if _malloc_trim is not None:
+    if _malloc_trim is not None and (above is None or resident_bytes() > above):
         _malloc_trim(0)
+
+
+def resident_bytes() -> float:
+    """This process's own memory that is in RAM, without files'; infinite where nobody says."""
+    try:
+        _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
+    except OSError:
+        return math.inf
+    return (int(resident) - int(shared)) * mmap.PAGESIZE
+
+
+def most_resident_bytes(estimate: MemoryEstimate, parameters: Iterable[Tensor]) -> float:
+    """What may be resident between two layers of a step that is about to begin.
+
+    The step then takes no more than its estimate says, even if none of the holes is used again.
+
+    Args:
+        estimate: Of the step. Weights and what an optimizer holds are there, or not in this step.
+        parameters: The model's; their gradients count as the step's own, which they are in it.
+    """
+    return_free_heap()
+    there = sum(p.grad.nbytes for p in parameters if p.grad is not None)
+    causes = (Cause.WEIGHTS, Cause.LORA, Cause.OPTIMIZER)
+    there += sum(estimate.standing_bytes(cause) for cause in causes)
+    passing = estimate.most_bytes(Cause.WORKSPACE)
+    return resident_bytes() + estimate.peak_bytes("device", "host") - there - passing
 
 
 def _find_malloc_trim() -> Callable[[int], int] | None:

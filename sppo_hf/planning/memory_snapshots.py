@@ -229,6 +229,15 @@ class MemoryEstimate:
         """Returns the most bytes of some tiers together at any point."""
         return int(np.sum([self.total(tier) for tier in tiers], axis=0).max())
 
+    def most_bytes(self, cause: Cause) -> int:
+        """Returns the most bytes of what comes and goes of a cause, on the device."""
+        level = self._levels["device"].get(cause)
+        return 0 if level is None else int(level.during.max())
+
+    def standing_bytes(self, cause: Cause) -> int:
+        """Returns the bytes of a cause that are there all along, on the device and the host."""
+        return sum(self._standing[tier].get(cause, 0) for tier in ("device", "host"))
+
     def peak(self, tier: Tier) -> MemorySnapshot:
         """Returns the moment at which a tier holds most; the first of equal ones."""
         if tier not in self._peaks:

@@ -269,8 +269,9 @@ class PipelineStep:
 
 
 _FASTER = "auto: the faster of those that fit"
-# Peaks that differ by less are alike.
-_ALIKE = 1.02
+# Peaks of a step on a CPU that differ by less are alike. To make K/V of SmolLM2 again at 4,096
+# tokens saves 7% of the memory and takes 2% of the time.
+_ALIKE = 1.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,11 +1,23 @@
-"""Kept tensors lie side by side, and their slab goes when the last of them does."""
+"""Kept tensors lie side by side; free heap goes back where a step would pass its plan."""
 
 import gc
+import itertools
+import math
+from typing import Any
 
+import numpy as np
+import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from sppo_hf.engine.cpu_heap import CpuChunkArena
+from sppo_hf.config import SPPOConfig
+from sppo_hf.engine import cpu_heap
+from sppo_hf.engine.convert import convert
+from sppo_hf.engine.cpu_heap import CpuChunkArena, most_resident_bytes, return_free_heap
+from sppo_hf.planning.causes import Cause
+from sppo_hf.planning.memory_snapshots import Level, MemoryEstimate, Points
+from sppo_hf.planning.tiers import TIERS, Tier
+from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
 
 
 def test_layers_share_a_slab_per_kind():
@@ -38,3 +50,62 @@ def test_the_slab_goes_with_its_last_part():
     del second
     gc.collect()
     assert slab.expired()
+
+
+@pytest.fixture
+def trims(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Gets an entry whenever free heap is given back."""
+    made: list[int] = []
+    monkeypatch.setattr(cpu_heap, "_malloc_trim", made.append)
+    return made
+
+
+def test_free_heap_stays_where_little_is_resident(trims: list[int]) -> None:
+    before = cpu_heap.resident_bytes()
+    held = torch.ones(1 << 24)
+    assert cpu_heap.resident_bytes() - before > 0.9 * held.nbytes
+    return_free_heap(above=2 * before)
+    assert not trims
+    return_free_heap(above=before)
+    return_free_heap()
+    assert len(trims) == 2
+
+
+def test_a_step_may_hold_what_its_plan_says(
+    trims: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At its peak 50 bytes that stay and 30 that pass; 16 bytes of gradients are there before."""
+
+    def level(*during: int) -> Level:
+        return Level(0, np.array(during), np.zeros(3, dtype=np.int64))
+
+    levels = {Cause.INPUTS: level(0, 50, 50), Cause.WORKSPACE: level(10, 0, 30)}
+    nothing: dict[Tier, Any] = {tier: {} for tier in TIERS}
+    estimate = MemoryEstimate(
+        Points(1, 1, True),
+        {**nothing, "device": {Cause.WEIGHTS: 100}, "host": {Cause.OPTIMIZER: 7}},
+        {**nothing, "device": levels},
+    )
+    monkeypatch.setattr(cpu_heap, "resident_bytes", lambda: 1000)
+    weight = torch.nn.Parameter(torch.zeros(4))
+    weight.grad = torch.zeros(4)
+    assert most_resident_bytes(estimate, [weight]) == 1000 + 50 - 16
+    assert len(trims) == 1, "holes of the step before are not the step's own"
+
+
+@pytest.mark.parametrize("order", ["by_layer", "by_chunk"])
+def test_layers_give_back_free_heap_where_the_plan_has_no_room_for_it(
+    order: str, trims: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, inputs = build_tiny_model("llama"), make_batch(tokens=24)
+    convert(model, SPPOConfig(chunk_tokens=8, order=order))
+
+    def count(later: float) -> int:
+        trims.clear()
+        resident = itertools.chain([0.0], itertools.repeat(later))
+        monkeypatch.setattr(cpu_heap, "resident_bytes", lambda: next(resident))
+        model(**inputs).loss.backward()
+        return len(trims)
+
+    counts = count(0.0), count(math.inf)
+    assert counts[1] - counts[0] == 2 * 3, "layer 0 of three chunks, both ways"
