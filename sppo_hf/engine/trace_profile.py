@@ -1,6 +1,6 @@
 """Traces a model's profile: what its decoder layers multiply and what autograd saves of them.
 
-The model is built on fake tensors, which have shapes and dtypes but no memory, and each kind of
+The model is built of `fake_tensors`, which have shapes and dtypes but no memory, and each kind of
 decoder layer runs forward and backward, with the engine's own attention around a backend that
 computes nothing, at two lengths; what differs, divided by the tokens between them, is what one
 token costs. So nothing here is known of a family. A layer whose code looks at values (a loop over
@@ -29,8 +29,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
     UnsupportedOperatorException,
 )
 from torch.autograd.graph import saved_tensors_hooks
@@ -51,6 +49,7 @@ from sppo_hf.attention.segments import AttentionSegment, Block
 from sppo_hf.engine.attend import attention_taken_over
 from sppo_hf.engine.by_layer import PrefixLength
 from sppo_hf.engine.chunk_context import ChunkContext, LayerStates, States
+from sppo_hf.engine.fake_tensors import Fake, fake_like, run_fake
 from sppo_hf.engine.layer_tiles import is_searched, is_worth_tiles
 from sppo_hf.engine.mask import MaskMeaning
 from sppo_hf.engine.recurrent_state import StateCache
@@ -142,7 +141,6 @@ def trace_model(config: PreTrainedConfig, training: Training, make: Any) -> Mode
         UnsupportedModelError: the engine cannot run such a model.
         ConfigError: LoRA was asked for, and PEFT is not installed.
     """
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
     with (
         _quiet_transformers(),
         torch.random.fork_rng(devices=[]),
@@ -152,14 +150,14 @@ def trace_model(config: PreTrainedConfig, training: Training, make: Any) -> Mode
         saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
     ):
         parts = find_parts(_build(config, training, make))
-        with _only(parts, ()), fake:
+        with _only(parts, ()):
             _make_fake(parts.causal_lm)
         lengths = _SCAN_LENGTHS if parts.has_states else _LENGTHS
         calls = [_calls(parts, tokens, training) for tokens in lengths]
         # What comes before the first adapter needs no gradient, so the first layer stands alone.
         kinds = [(_kind(call), training.lora and index == 0) for index, call in enumerate(calls[0])]
         examples = {kinds.index(kind) for kind in kinds}
-        with _only(parts, [parts.layers[index] for index in examples]), fake:
+        with _only(parts, [parts.layers[index] for index in examples]):
             if training.lora is not None:
                 with torch.device("meta"):
                     _adapt(parts, training.lora)
@@ -170,7 +168,6 @@ def trace_model(config: PreTrainedConfig, training: Training, make: Any) -> Mode
                 [long_or_short[index] for long_or_short in calls],
                 lengths,
                 training,
-                fake,
                 reached=training.lora is None or index > 0,
             )
             for index in sorted(examples)
@@ -241,11 +238,8 @@ def _only(
 
 
 def _make_fake(module: nn.Module) -> None:
-    """Takes tensors from the meta device to the CPU, in the fake mode of the caller."""
-    _replace_tensors(
-        module,
-        lambda x: torch.empty(x.shape, dtype=x.dtype, device="cpu") if x.is_meta else x,
-    )
+    """Takes tensors from the meta device to the CPU, without giving them memory."""
+    _replace_tensors(module, lambda x: fake_like(x.detach()) if x.is_meta else x)
 
 
 def _adapt(parts: ModelParts, lora: LoraShape) -> None:
@@ -388,13 +382,11 @@ def _trace_kind(
     calls: Sequence[_Call],
     lengths: tuple[int, int],
     training: Training,
-    fake: FakeTensorMode,
     *,
     reached: bool,
 ) -> LayerProfile:
     try:
-        with fake:
-            return _trace_layer(parts, calls, lengths, training, reached)
+        return _trace_layer(parts, calls, lengths, training, reached)
     except _LOOKS_AT_VALUES as error:
         logger.info("%s is traced on the CPU: %s", type(calls[0].layer).__name__, error)
     layer = calls[0].layer
@@ -558,12 +550,12 @@ class _Run:
             call.layer,
             self.hidden,
             hold=_Size,
-            without_memory=isinstance(self.hidden, FakeTensor),
+            without_memory=isinstance(self.hidden, Fake),
         )
         self._needless = NeedlessRecorder(self.hidden, without_memory=True)
         self._states = LayerStates({})
         rank = None if training.lora is None else training.lora.rank
-        self._counter = _FlopCounter(call.layer, self.hidden.shape[-1], rank)
+        self._counter = _FlopCounter(call.layer, self.hidden, rank)
         self._saved: dict[int | None, Tensor] = {}
         """By memory; the tensors stay, so that no other one takes their place."""
         self._last_save = 0
@@ -790,7 +782,7 @@ class _Run:
         leaves = [x for x in given if isinstance(x, Tensor) and x.requires_grad]
         if not (self._out.requires_grad and leaves):
             return 0
-        counter = _FlopCounter(self._layer, self.hidden.shape[-1])
+        counter = _FlopCounter(self._layer, self.hidden)
         with counter.watching():
             torch.autograd.grad(self._out, leaves, torch.zeros_like(self._out), allow_unused=True)
         return sum(product.flops for product in counter.products)
@@ -835,11 +827,13 @@ class _Product(NamedTuple):
 class _FlopCounter(TorchDispatchMode):
     """Counts the matrix products of one layer."""
 
-    def __init__(self, layer: nn.Module, width: int, rank: int | None = None) -> None:
+    def __init__(self, layer: nn.Module, hidden: Tensor, rank: int | None = None) -> None:
         super().__init__()
+        # Where the layer's input is fake, so is what it makes of nothing.
+        self._run = run_fake if isinstance(hidden, Fake) else _run
         self._rank = rank
         self._layer = layer
-        self._width = width
+        self._width = hidden.shape[-1]
         self.products: list[_Product] = []
         self.child: str | None = None
         self._weights = {storage_key(x): x.requires_grad for x in layer.parameters()}
@@ -865,10 +859,7 @@ class _FlopCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         op = operation(func)
-        if op.name == "aten::_grouped_mm" and isinstance(args[0], FakeTensor):
-            out = _grouped_product(*args, **(kwargs or {}))
-        else:
-            out = func(*args, **(kwargs or {}))
+        out = self._run(func, args, kwargs or {})
         given = [
             self._weights.get(storage_key(x)) for x in tensors_in((*args, *(kwargs or {}).values()))
         ]
@@ -900,12 +891,8 @@ class _FlopCounter(TorchDispatchMode):
         return out
 
 
-def _grouped_product(left: Tensor, right: Tensor, offs: Tensor | None = None, **_: Any) -> Tensor:
-    """The shape of what `torch._grouped_mm` returns; torch's own check wants 16 bits."""
-    if left.dim() == right.dim() == 2:
-        assert offs is not None, "groups of a summed dim have ends"
-        return left.new_empty(offs.shape[0], left.shape[0], right.shape[1])
-    return left.new_empty(*left.shape[:-1], right.shape[-1])
+def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    return func(*args, **kwargs)
 
 
 def _product_flops(name: str, left: Tensor, right: Any, out: Tensor) -> int:
