@@ -12,13 +12,14 @@ from tests.attacks.outcomes import (
     attempt_all,
     table,
 )
+from tests.sweeps import ALL
 
 AREAS: dict[str, int] = {
     "batches": 180,
     "checkpoints": 24,
-    "commands": 32,
-    "disk": 20,
-    "models": 24,
+    "commands": 32 if ALL else 16,
+    "disk": 20 if ALL else 12,
+    "models": 24 if ALL else 12,
     "ranks": 3,
     "settings": 200,
 }

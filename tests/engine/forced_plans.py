@@ -1,4 +1,4 @@
-"""Plans whose modes a test chooses, frame by frame."""
+"""Plans whose modes a test chooses, frame by frame, and profiles that are quickly traced."""
 
 import dataclasses
 from collections.abc import Callable
@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from sppo_hf.engine import plan_cache as plans
+from sppo_hf.engine import trace_profile
 from sppo_hf.planning.activation_modes import FrameMode
 from sppo_hf.planning.plan import Plan
 
@@ -27,3 +28,11 @@ def force_modes(monkeypatch: pytest.MonkeyPatch, chooser: Callable[[int, int], F
         return dataclasses.replace(plan, layer_modes=modes)
 
     monkeypatch.setattr(plans, "make_plan", forced)
+
+
+def trace_short_scans(
+    monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, int] = (64, 128)
+) -> None:
+    """Let scans be traced over few blocks: what they cost per token is for plans, not made here."""
+    for name in ("_SCAN_LENGTHS", "_SCAN_CPU_LENGTHS"):
+        monkeypatch.setattr(trace_profile, name, lengths)

@@ -32,15 +32,30 @@ from sppo_hf.testing.exactness import (
     run_batch,
 )
 from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
-from tests.engine.forced_plans import force_modes
-from tests.sweeps import examples
+from tests.engine.forced_plans import force_modes, trace_short_scans
+from tests.sweeps import examples, turn
 
 MIXERS = ["qwen3_next", "bamba", "lfm2"]
 TOLERANCE = 1e-9
 
 
+@pytest.fixture(autouse=True)
+def _short_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace_short_scans(monkeypatch)
+
+
 def settings_of(*lengths: int, **others: Any) -> SPPOConfig:
     return SPPOConfig(chunk_lengths=lengths, **others)
+
+
+def in_turn(families: list[str]) -> Any:
+    """Each family with one of two settings of `recompute`, or with both."""
+    cases = [
+        (family, recompute)
+        for index, family in enumerate(families)
+        for recompute in turn(["full", "none"], 2, index)
+    ]
+    return pytest.mark.parametrize(("family", "recompute"), cases)
 
 
 @pytest.mark.parametrize("lengths", [(5, 2, 3), (1, 6), (2, 2, 2)])
@@ -95,8 +110,7 @@ def test_layers_know_their_mixers_and_whether_they_attend() -> None:
     assert seen == [kind == "linear_attention" for kind in kinds]
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("family", [*MIXERS, "falcon_h1", "mamba2"])
+@in_turn([*MIXERS, "falcon_h1", "mamba2"])
 def test_only_layers_with_attention_attend(family: str, recompute: Any) -> None:
     model = build_tiny_model(family)
     layers = {"qwen3_next": 1, "bamba": 1, "lfm2": 1, "falcon_h1": 3, "mamba2": 0}[family]
@@ -111,7 +125,11 @@ def test_only_layers_with_attention_attend(family: str, recompute: Any) -> None:
 @pytest.mark.parametrize(
     ("family", "saved", "offload"),
     [
-        *itertools.product(MIXERS, ["matmuls"], [False, True]),
+        *(
+            (family, "matmuls", offload)
+            for index, family in enumerate(MIXERS)
+            for offload in turn([False, True], 2, index)
+        ),
         *(
             (family, saved, offload)
             for family in ("kimi_linear", "falcon_h1")
@@ -132,8 +150,7 @@ def test_every_mode_is_exact(
     assert report.exact, str(report)
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("family", ["qwen3_next", "mamba2"])
+@in_turn(["qwen3_next", "mamba2"])
 def test_keys_may_wait_elsewhere_in_layers_that_have_some(family: str, recompute: Any) -> None:
     report = compare(
         build_tiny_model(family),
@@ -143,8 +160,7 @@ def test_keys_may_wait_elsewhere_in_layers_that_have_some(family: str, recompute
     assert report.exact, str(report)
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("family", [*MIXERS, "mamba2", "kimi_linear"])
+@in_turn([*MIXERS, "mamba2", "kimi_linear"])
 def test_gradients_of_states_are_those_of_a_whole_run(family: str, recompute: Any) -> None:
     """Labels in the last chunk alone: what reaches the first embeddings went through the states.
 
@@ -198,8 +214,7 @@ def run_documents_alone(model: torch.nn.Module, batch: dict[str, torch.Tensor]) 
     return Gradients(loss, {name: p.grad for name, p in model.named_parameters()})
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("family", [*MIXERS, "falcon_h1", "zamba2", "kimi_linear"])
+@in_turn([*MIXERS, "falcon_h1", "zamba2", "kimi_linear"])
 def test_no_state_leaks_from_one_packed_document_into_the_next(family: str, recompute: Any) -> None:
     """Documents begin inside chunks and at their starts, are cut by two of them, have one token.
 
@@ -302,8 +317,7 @@ def test_a_family_that_would_ignore_its_states_is_found_out_by_its_tiny_run(
     """Nobody is trusted by name: the table of reasons only says it earlier."""
     monkeypatch.setattr("sppo_hf.engine.structure.STATE_REASONS", {})
     # Its scan is a loop over the tokens, which takes a minute to trace at the usual lengths.
-    for lengths in ("_SCAN_LENGTHS", "_SCAN_CPU_LENGTHS"):
-        monkeypatch.setattr(f"sppo_hf.engine.trace_profile.{lengths}", (16, 32))
+    trace_short_scans(monkeypatch, (16, 32))
     with pytest.raises(UnsupportedModelError, match=r"was not exact when it was tried"):
         convert(build_tiny_model("jamba"), settings_of(8, 15))
 
@@ -322,7 +336,7 @@ def cases(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], str, str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [*MIXERS, "kimi_linear"])
 @given(case=cases())
-@examples(6, whole=12)
+@examples(3, whole=12)
 def test_any_lengths_rows_and_padding(family: str, case: Any) -> None:
     lengths, padding, recompute, offload = case
     report = compare(
@@ -336,7 +350,7 @@ def test_any_lengths_rows_and_padding(family: str, case: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", MIXERS)
 @given(data=st.data())
-@examples(4, whole=8)
+@examples(3, whole=8)
 def test_any_packed_documents(family: str, data: st.DataObject) -> None:
     row = data.draw(
         st.lists(st.integers(1, 9), min_size=2, max_size=5).filter(lambda x: sum(x) > 3)

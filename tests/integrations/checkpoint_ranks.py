@@ -37,8 +37,8 @@ def make_trainer(run: dict[str, Any], folder: Path, **changes: Any) -> Trainer:
         **{
             "parallelism_config": plugin,
             "max_steps": STEPS,
-            "per_device_train_batch_size": run.get("rows", 4),
-            "per_device_eval_batch_size": run.get("rows", 4),
+            "per_device_train_batch_size": run.get("rows", 2),
+            "per_device_eval_batch_size": run.get("rows", 2),
             "save_strategy": "steps",
             "save_steps": 4,
             "weight_decay": 0.1,
@@ -54,7 +54,7 @@ def make_trainer(run: dict[str, Any], folder: Path, **changes: Any) -> Trainer:
         settings = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
         with quiet_peft():
             model = get_peft_model(model, settings)
-    return Trainer(model, args, train_dataset=make_rows(32), eval_dataset=make_rows(8, seed=2))
+    return Trainer(model, args, train_dataset=make_rows(16), eval_dataset=make_rows(8, seed=2))
 
 
 def train(run: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -89,7 +89,7 @@ def test_two_ranks_resume(plain: dict, two: dict, name: str):
 def test_four_ranks_resume_what_two_saved(folder: Path, plain: dict, two: dict):
     resume = {"resume": str(folder / "whole" / "checkpoint-4")}
     runs = [
-        {"name": "replicas", "settings": TWO, "rows": 2, **resume},
+        {"name": "replicas", "settings": TWO, "rows": 1, **resume},
         {"name": "stages", "settings": FOUR, **resume},
     ]
     for name, seen in launch(folder, 4, runs).items():

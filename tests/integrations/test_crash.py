@@ -32,14 +32,14 @@ ARGUMENTS = {"lr_scheduler_type": "constant", "eval_strategy": "no"}
 
 
 def _kill_last_rank_in_training(job: dict[str, Any], folder: Path, ranks: int) -> Ended:
-    """Train without end on some ranks, and kill the last when the fourth step is saved."""
+    """Train without end on some ranks, and kill the last when the second step is saved."""
     folder.mkdir()
-    endless = {"max_steps": 100_000, "save_strategy": "steps", "save_steps": 4}
+    endless = {"max_steps": 100_000, "save_strategy": "steps", "save_steps": 2}
     job = {**job, "arguments": {**job["arguments"], **endless}}
     job |= {"rank": ranks - 1, "out": str(folder / "never.json")}
 
     def kill_later(numbers: list[int]) -> None:
-        saved, deadline = folder / "checkpoint-4", time.monotonic() + 90
+        saved, deadline = folder / "checkpoint-2", time.monotonic() + 90
         while time.monotonic() < deadline:
             if (saved / "trainer_state.json").exists() and what_is_torn(saved) is None:
                 break
@@ -74,14 +74,14 @@ def test_a_killed_rank_ends_all_and_the_last_checkpoint_continues_the_curve(tmp_
         for path in (tmp_path / "run").glob("checkpoint-*")
         if what_is_torn(path) is None
     )
-    job["arguments"] |= {"max_steps": last + 6}
+    job["arguments"] |= {"max_steps": last + 3}
     resumed = run_job({**job, "resume": True}, ranks, tmp_path / "run")
-    plain = {"kind": "ddp", "rows": 4, "arguments": {**ARGUMENTS, "max_steps": last + 6}}
+    plain = {"kind": "ddp", "rows": 4, "arguments": {**ARGUMENTS, "max_steps": last + 3}}
     plain = run_job(plain, 1, tmp_path / "plain")
     for name in ("loss", "grad_norm"):
         ours, theirs = (
             {entry["step"]: entry[name] for entry in seen["history"] if name in entry}
             for seen in (resumed, plain)
         )
-        assert set(ours) == set(theirs) == set(range(1, last + 7))
+        assert set(ours) == set(theirs) == set(range(1, last + 4))
         assert ours == pytest.approx(theirs, abs=1e-4)

@@ -37,8 +37,8 @@ def _assert_same_run(ours: dict, plain: dict, names: tuple[str, ...]) -> None:
         assert value == pytest.approx(plain["weights"][name], rel=1e-3), name
 
 
-def _job(steps: int) -> dict:
-    """So many steps, evaluated every ten of them, and saved before the last ten."""
+def _job(steps: int, last: int) -> dict:
+    """So many steps, evaluated every `last` of them, and saved before as many."""
     return {
         "kind": "ddp",
         "tied": True,
@@ -47,16 +47,16 @@ def _job(steps: int) -> dict:
         "eval_labels": 17,
         "arguments": {
             "max_steps": steps,
-            "eval_steps": 10,
+            "eval_steps": last,
             "save_strategy": "steps",
-            "save_steps": steps - 10,
+            "save_steps": steps - last,
         },
     }
 
 
-FIFTY = _job(50)
-STEPS = 50 if ALL else 20
-MANY = _job(STEPS)
+FIFTY = _job(50, 10)
+STEPS, LAST = (50, 10) if ALL else (6, 3)
+MANY = _job(STEPS, LAST)
 
 
 @pytest.fixture(scope="module")
@@ -93,13 +93,13 @@ def test_many_steps_on_two_replicas(tmp_path: Path, plain):
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.timeout(360)
-def test_many_steps_on_shared_sequences_and_ten_of_them_on_other_layouts(tmp_path: Path, plain):
-    """On two ranks; the last ten from their checkpoint on other layouts."""
+def test_many_steps_on_shared_sequences_and_the_last_on_other_layouts(tmp_path: Path, plain):
+    """On two ranks; the last steps from their checkpoint on other layouts."""
     names = ("loss", "grad_norm", "epoch", "eval_loss")
     two = run_job({**MANY, "settings": SHARED, "rows": 4}, 2, tmp_path / "two")
     assert two["wrapper"] == "DistributedDataParallel"
     _assert_same_run(two, plain, names)
-    job = {**MANY, "resume": str(tmp_path / "two" / f"checkpoint-{STEPS - 10}")}
+    job = {**MANY, "resume": str(tmp_path / "two" / f"checkpoint-{STEPS - LAST}")}
     for name, settings, rows, ranks in (
         ("both", BOTH, 4, 4),
         ("one", {"num_chunks": 3}, 4, 1),
@@ -113,11 +113,11 @@ def test_many_steps_on_shared_sequences_and_ten_of_them_on_other_layouts(tmp_pat
 @pytest.mark.process
 @pytest.mark.timeout(360)
 def test_many_steps_on_sequences_that_stages_share(tmp_path: Path, plain):
-    """On two stages of two ranks; from their checkpoint before the last ten in one process."""
+    """On two stages of two ranks; from their checkpoint before the last ones in one process."""
     names = ("loss", "grad_norm", "epoch", "eval_loss")
     four = run_job({**MANY, "settings": BOTH, "rows": 4}, 4, tmp_path / "four")
     _assert_same_run(four, plain, names)
-    job = {**MANY, "resume": str(tmp_path / "four" / f"checkpoint-{STEPS - 10}")}
+    job = {**MANY, "resume": str(tmp_path / "four" / f"checkpoint-{STEPS - LAST}")}
     one = run_job({**job, "settings": {"num_chunks": 3}, "rows": 4}, 1, tmp_path / "one")
     _assert_same_run(one, plain, names)
 
@@ -138,11 +138,11 @@ def test_shared_units_by_the_trainer(tmp_path: Path, arguments, lora):
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.timeout(240)
-def test_many_steps_on_shared_units_and_ten_of_them_in_one_process(tmp_path: Path, plain):
+def test_many_steps_on_shared_units_and_the_last_in_one_process(tmp_path: Path, plain):
     names = ("loss", "grad_norm", "epoch", "eval_loss")
     two = run_job({**MANY, "settings": SHARED_UNITS, "rows": 4}, 2, tmp_path / "two")
     _assert_same_run(two, plain, names)
-    job = {**MANY, "resume": str(tmp_path / "two" / f"checkpoint-{STEPS - 10}")}
+    job = {**MANY, "resume": str(tmp_path / "two" / f"checkpoint-{STEPS - LAST}")}
     one = run_job({**job, "settings": {"num_chunks": 3}, "rows": 4}, 1, tmp_path / "one")
     _assert_same_run(one, plain, names)
 

@@ -13,6 +13,7 @@ from sppo_hf import SPPOPlugin
 from sppo_hf.testing.exactness import float64_everywhere
 from sppo_hf.testing.tiny_models import build_tiny_model
 from tests.integrations.training import VOCABULARY, make_arguments, make_model, make_rows
+from tests.sweeps import ALL
 
 NEAR = 1e-4
 
@@ -48,62 +49,68 @@ ACCUMULATED = {
 }
 
 
-STEPS = {"max_steps": 50, "eval_strategy": "steps", "eval_steps": 25}
+def _steps(count: int) -> dict[str, Any]:
+    return {"max_steps": count, "eval_strategy": "steps", "eval_steps": count // 2}
+
+
+FEW = 50 if ALL else 10
+"""Steps of runs that differ in settings from one of fifty."""
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory) -> Callable[[dict[str, Any]], list[dict[str, float]]]:
-    """Fifty steps without the plugin, run once for all tests that compare with them."""
+    """Runs without the plugin, each once for all tests that compare with it."""
     made: dict[str, list[dict[str, float]]] = {}
 
     def history(changes: dict[str, Any]) -> list[dict[str, float]]:
         if str(changes) not in made:
-            made[str(changes)] = _history(
-                tmp_path_factory.mktemp("plain"), None, **STEPS, **changes
-            )
+            made[str(changes)] = _history(tmp_path_factory.mktemp("plain"), None, **changes)
         return made[str(changes)]
 
     return history
 
 
 @pytest.mark.parametrize(
-    ("settings", "changes"),
+    ("settings", "changes", "steps"),
     [
-        ({"num_chunks": 3}, BATCH),
-        ({"num_chunks": 3}, ACCUMULATED),
-        ({"chunk_lengths": (5, 1, 18), "recompute": "none"}, BATCH),
-        ({"chunk_tokens": 7, "offload": "full", "min_offload_size": 1}, ACCUMULATED),
+        ({"num_chunks": 3}, BATCH, 50),
+        ({"num_chunks": 3}, ACCUMULATED, FEW),
+        ({"chunk_lengths": (5, 1, 18), "recompute": "none"}, BATCH, FEW),
+        ({"chunk_tokens": 7, "offload": "full", "min_offload_size": 1}, ACCUMULATED, FEW),
     ],
     ids=["recompute", "recompute-accumulated", "keep-uneven", "offload-accumulated"],
 )
-def test_fifty_steps_log_the_same_numbers(tmp_path, plain, settings, changes):
-    ours = _history(tmp_path, SPPOPlugin(settings, show_plan=False), **STEPS, **changes)
-    for name, count in (("loss", 50), ("grad_norm", 50), ("eval_loss", 2)):
+def test_many_steps_log_the_same_numbers(tmp_path, plain, settings, changes, steps):
+    changes = {**_steps(steps), **changes}
+    ours = _history(tmp_path, SPPOPlugin(settings, show_plan=False), **changes)
+    for name, count in (("loss", steps), ("grad_norm", steps), ("eval_loss", 2)):
         expected = _series(plain(changes), name)
         assert len(expected) == count
         assert _series(ours, name) == pytest.approx(expected, rel=NEAR, abs=NEAR), name
     losses = _series(ours, "loss")
-    assert losses[-1] < losses[0] - 0.5, "a curve that stands still would agree with anything"
+    if steps == 50:
+        assert losses[-1] < losses[0] - 0.5, "a curve that stands still would agree with anything"
 
 
 @pytest.mark.slow
-def test_fifty_steps_of_a_hybrid_log_the_same_numbers(tmp_path):
+def test_many_steps_of_a_hybrid_log_the_same_numbers(tmp_path):
     def history(folder, plugin: SPPOPlugin | None) -> list[dict[str, float]]:
         tiny = build_tiny_model("qwen3_5_text", vocab_size=VOCABULARY)
         torch.manual_seed(0)
         # With Transformers' own first weights: those of tiny models let a step decide the next.
         model = type(tiny)(tiny.config).double()
         with float64_everywhere(model):
-            return _history(folder, plugin, make=lambda: model, **STEPS)
+            return _history(folder, plugin, make=lambda: model, **_steps(FEW))
 
     plugin = SPPOPlugin(chunk_lengths=(5, 2, 17), recompute="full", show_plan=False)
     plain, ours = history(tmp_path, None), history(tmp_path, plugin)
-    for name, count in (("loss", 50), ("grad_norm", 50), ("eval_loss", 2)):
+    for name, count in (("loss", FEW), ("grad_norm", FEW), ("eval_loss", 2)):
         expected = _series(plain, name)
         assert len(expected) == count
         assert _series(ours, name) == pytest.approx(expected, rel=1e-9), name
     losses = _series(ours, "loss")
-    assert losses[-1] < losses[0] - 0.2, "a curve that stands still would agree with anything"
+    if FEW == 50:
+        assert losses[-1] < losses[0] - 0.2, "a curve that stands still would agree with anything"
 
 
 def _squared(outputs, labels, num_items_in_batch=None):

@@ -1,7 +1,9 @@
 """TRL's trainers, unchanged but for one argument: they put a head of their own on the model."""
 
 import copy
+import functools
 import json
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -140,7 +142,7 @@ def test_trainers_on_one_device(tmp_path, name):
     plain = train(run, str(tmp_path), None)["history"]
     ours = train(run, str(tmp_path), SPPOPlugin(num_chunks=3, show_plan=False))["history"]
     steps = [(mine, other) for mine, other in zip(ours, plain, strict=True) if "loss" in other]
-    assert len(steps) == 5
+    assert len(steps) == 3
     assert max(other["grad_norm"] for _, other in steps) > 0.01
     for mine, other in steps:
         assert "sppo/step_seconds" in mine
@@ -155,7 +157,7 @@ TRAINED = {
         "trainer": "sft",
         "data": "completion",
         "eval": True,
-        "arguments": {"max_steps": 10, "eval_strategy": "steps", "eval_steps": 5},
+        "arguments": {"max_steps": 6, "eval_strategy": "steps", "eval_steps": 3},
     },
     "assistant": {
         "trainer": "sft",
@@ -209,17 +211,23 @@ def on_shared_sequences(tmp_path_factory) -> list[dict]:
     return _on_two_ranks(runs, tmp_path_factory.mktemp("trl"))
 
 
+@functools.cache
+def _in_one_process(name: str) -> dict:
+    from tests.integrations.trl_ranks import train
+
+    with tempfile.TemporaryDirectory() as folder:
+        return train({**TRAINED[name]}, folder, None)
+
+
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.timeout(200)  # the first of them waits for the launch
 @pytest.mark.parametrize("ranks", ["in_pipeline", "on_shared_sequences"])
 @pytest.mark.parametrize("name", TRAINED)
-def test_two_ranks_train_as_one_process_does(request, tmp_path, name, ranks):
-    from tests.integrations.trl_ranks import train
-
-    plain = train({**TRAINED[name]}, str(tmp_path), None)
+def test_two_ranks_train_as_one_process_does(request, name, ranks):
+    plain = _in_one_process(name)
     ours = request.getfixturevalue(ranks)[list(TRAINED).index(name)]
-    assert len(ours["history"]) == len(plain["history"]) >= 6
+    assert len(ours["history"]) == len(plain["history"]) >= 4
     compared = 0
     for mine, theirs in zip(ours["history"], plain["history"], strict=True):
         assert mine.keys() >= {key for key in theirs if not key.startswith("eval_runtime")}
@@ -230,7 +238,7 @@ def test_two_ranks_train_as_one_process_does(request, tmp_path, name, ranks):
                 rel = near.get(key.partition("/")[0], 1e-5)
                 assert mine[key] == pytest.approx(expected, rel=rel, abs=1e-6), key
                 compared += key in ("loss", "grad_norm", "entropy", "num_tokens", "eval_loss")
-    assert compared >= 4 * 5
+    assert compared >= 4 * 3
     assert 0 < len(ours["weights"]) <= len(plain["weights"])
     for key, norm in ours["weights"].items():
         assert norm == pytest.approx(plain["weights"][key], rel=1e-5), key

@@ -86,7 +86,7 @@ def train(run: dict[str, Any], folder: str, plugin: SPPOPlugin | None) -> dict[s
         **generation,
         "output_dir": folder,
         "per_device_train_batch_size": 2,
-        "max_steps": 5,
+        "max_steps": 3,
         "logging_steps": 1,
         "learning_rate": 1e-2,
         "report_to": [],

@@ -21,7 +21,8 @@ from tests.sweeps import ALL, KINDS, sample
 Case = dict[str, Any]
 
 TOKENS = 23
-UNEVEN = [1, 4, 2, 5, 3, 7, 1]
+# They begin and end with one token, and grow and shrink between.
+UNEVEN = [1, 5, 3, 13, 1]
 DELTA_RULE = "torch_chunk_gated_delta_rule"
 MIXED = ["sliding_attention", "full_attention"]
 _TOKENS_OF_ENCODERS = {"image_token_id": 0, "video_token_id": 1, "audio_token_id": 2}
@@ -196,6 +197,91 @@ def _beside_hidden_states() -> list[Case]:
     ]
 
 
+_ALONE = (
+    ("family", "overrides", "kernel"),
+    ("lora", "frozen"),
+    ("tokens", "padding", "packed", "labels"),
+    ("steps", "items"),
+)
+"""Keys of which one of the cases that are merged may have some, and the others none."""
+MOST_TOGETHER = 3
+LAYERS = 3
+"""Of a tiny Llama."""
+
+
+def together(cases: list[Case]) -> list[Case]:
+    """Fewer cases, which have all that is special in these: those that fit are one; or all.
+
+    A case in which nothing is trained stays alone: it would hide what others compare.
+    """
+    if ALL:
+        return cases
+    found: list[tuple[Case, ...]] = []
+    for case in cases:
+        fitting = (i for i, others in enumerate(found) if _merged((*others, case)) is not None)
+        index = next(fitting, None)
+        if index is None:
+            found.append((case,))
+        else:
+            found[index] = (*found[index], case)
+    return [case for case in map(_merged, found) if case is not None]
+
+
+def _merged(cases: tuple[Case, ...]) -> Case | None:
+    """All cases in one; None where they contradict each other."""
+    if len(cases) == 1:
+        return cases[0]
+    if len(cases) > MOST_TOGETHER or not all(map(_trains, cases)):
+        return None
+    parts = [_of_one(cases, keys) for keys in _ALONE]
+    parts += [_layers(cases), _rows(cases), _settings(cases)]
+    both: Case = {"name": " + ".join(case["name"] for case in cases), "family": "llama"}
+    both |= {"hooks": cases[0]["hooks"]} if "hooks" in cases[0] else {}
+    for part in parts:
+        if part is None:
+            return None
+        both |= part
+    return both
+
+
+def _of_one(cases: tuple[Case, ...], keys: tuple[str, ...]) -> Case | None:
+    own = [{key: case[key] for key in keys if case.get(key, "llama") != "llama"} for case in cases]
+    own = [special for special in own if special]
+    return None if len(own) > 1 else own[0] if own else {}
+
+
+def _layers(cases: tuple[Case, ...]) -> Case | None:
+    """Where a family has kinds of layers, there are as many as its configuration says."""
+    special = {case.get("layers") for case in cases if case["family"] != "llama"}
+    count = max(case.get("layers", LAYERS) for case in cases)
+    if special:
+        return {"layers": count} if count in special else {} if count == LAYERS else None
+    return {"layers": count}
+
+
+def _rows(cases: tuple[Case, ...]) -> Case | None:
+    """Two where none needs others; of rows with padding there are as many as are said."""
+    padded = {case.get("rows", 2) for case in cases if "padding" in case}
+    wanted = {case.get("rows", 2) for case in cases} - {2} | padded
+    return None if len(wanted) > 1 else {"rows": max(wanted, default=2)}
+
+
+def _settings(cases: tuple[Case, ...]) -> Case | None:
+    all_of_them = [setting for case in cases for setting in case.get("settings", {}).items()]
+    settings = dict(all_of_them)
+    if any(settings[name] != value for name, value in all_of_them):
+        return None
+    return None if {"num_chunks", "chunk_lengths"} <= settings.keys() else {"settings": settings}
+
+
+def _trains(case: Case) -> bool:
+    """Whether a case's steps are all of the model's own loss, and have gradients."""
+    steps = case.get("steps", [{}])
+    return case.get("labels") != [0, 0] and all(
+        step.get("backward", True) and not step.get("evaluate") for step in steps[-1:]
+    )
+
+
 def every_family() -> list[Case]:
     """A case of each family that is proved exact on one device and can be cut.
 
@@ -294,29 +380,30 @@ def _replicas() -> list[Case]:
 def _own_losses(layers: int, held: dict[str, bool]) -> list[Case]:
     """Losses that the caller makes of log-probabilities; `held` marks all steps but the last."""
     common: Case = {"layers": layers, "rows": 2, "settings": {"num_chunks": 4}}
-    lists: dict[str, list[Case]] = {
-        "mean": [{"loss": "mean"}],
-        "weighed": [{"loss": "weighed"}],
-        "one, then the other": [
-            {"loss": "mean", "scale": 3.0, **held},
-            {"loss": "weighed", **held},
-            {"loss": "weighed", "backward": False, **held},
-            {"loss": "weighed", "evaluate": True, **held},
-            {"loss": "mean", "scale": 0.5, **held},
-            {"loss": "mean"},
-        ],
-        "beside the model's own": [{**held}, {"loss": "mean", **held}, {"loss": "weighed"}],
-    }
+    mean, weighed = {"loss": "mean"}, {"loss": "weighed"}
+    forgotten, evaluated = {**weighed, "backward": False}, {**weighed, "evaluate": True}
+    several = [{**mean, "scale": 3.0}, weighed, forgotten, evaluated, {**mean, "scale": 0.5}, mean]
+    two = [{**mean, "scale": 3.0}, weighed]
     other = {"pp_schedule": "zb_seq1f1b", "chunk_lengths": UNEVEN, "micro_batch_size": 2}
-    steps = lists["one, then the other"]
+    zb = {**common, "settings": other, "padding": [0, 9, 20], "rows": 3}
+
+    def case(name: str, *args: Any, steps: list[Case], **others: Any) -> Case:
+        steps = [*({**step, **held} for step in steps[:-1]), steps[-1]]
+        return _case(name, *args, steps=steps, **{**common, **others})
+
+    # One meets all that may happen between two losses, the others what a model or a batch changes.
+    each = several if ALL else two
     return [
-        *(_case(name, steps=steps, **common) for name, steps in lists.items()),
-        _case("tied", "llama-bias-tied", steps=steps, **common),
-        _case("zb", steps=steps, **{**common, "settings": other, "padding": [0, 9, 20], "rows": 3}),
-        _case("packed", steps=steps, packed=[9, 6, 8], **common),
-        _case("few labels", "gemma2", steps=steps, labels=[7, 11], **common),
-        _case("no labels", steps=lists["mean"] * 2, labels=[0, 0], **common),
-        _case("LoRA", lora=True, steps=steps, **common),
+        case("mean", steps=[mean]),
+        case("weighed", steps=[weighed]),
+        case("one, then the other", steps=several),
+        case("beside the model's own", steps=[{}, mean, weighed]),
+        case("tied", "llama-bias-tied", steps=each),
+        case("zb", steps=several, **zb),
+        case("packed", steps=each, packed=[9, 6, 8]),
+        case("few labels", "gemma2", steps=each, labels=[7, 11]),
+        case("no labels", steps=[mean, mean], labels=[0, 0]),
+        case("LoRA", lora=True, steps=each),
     ]
 
 
@@ -358,10 +445,12 @@ def all_cases(pp_size: int, replicas: int) -> list[Case]:
     if pp_size == 3:
         cases = families[::2] if ALL else families[::6]
         # Kept and offloaded states, in both kinds of backward.
-        mixers = {"gated delta net", "gated delta net, zb", "Mamba2", "Mamba2, zb", "convolutions"}
-        mixers.add("Kimi delta attention")
+        mixers = {"gated delta net, zb", "Mamba2, zb", "Kimi delta attention"}
+        mixers |= {"gated delta net", "Mamba2", "convolutions"} if ALL else set()
         cases += _named("states", [case for case in _states() if case["name"] in mixers])
-        cases += _named("beside", [*_beside_hidden_states()[2:5], _beside_hidden_states()[-2]])
+        cases += _named(
+            "beside", [*_beside_hidden_states()[2 if ALL else 3 : 5], _beside_hidden_states()[-2]]
+        )
         cases += _named("router loss", _router_losses(layers)[:3])
     else:
         cases = families[1::4] if ALL else families[3::8]

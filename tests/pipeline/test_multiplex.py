@@ -30,7 +30,7 @@ from sppo_hf.schedule.generate import MSP, Size, generate
 from sppo_hf.schedule.messages import messages
 from sppo_hf.testing.tiny_models import build_tiny_model
 from tests.integrations.launch import run_ranks
-from tests.pipeline.pipeline_cases import UNEVEN, Case
+from tests.pipeline.pipeline_cases import UNEVEN, Case, together
 from tests.pipeline.test_pipeline_exactness import assert_exact
 from tests.sweeps import ALL, sample
 
@@ -324,10 +324,6 @@ MORE = [
         settings={"num_chunks": 4, **KEYS_AWAY},
     ),
     case_of("shared keys, LoRA", "gemma4_text-shared-kv", layers=None, lora=True),
-    *(
-        case_of(f"trained on text: {name}", name, layers=None, **others)
-        for name, others in MULTIMODAL.items()
-    ),
     case_of("soft caps", "gemma2"),
     case_of("windows", "mistral", settings={"chunk_lengths": UNEVEN}),
     case_of("MLA, experts", "deepseek_v3"),
@@ -344,6 +340,10 @@ MORE = [
     ),
     case_of("pairs", rows=5, settings={"micro_batch_size": 2, "chunk_lengths": UNEVEN}),
     case_of("a loss of the caller's", steps=[{"loss": "mean"}, {}]),
+]
+TRAINED_ON_TEXT = [
+    case_of(f"trained on text: {name}", name, layers=None, **others)
+    for name, others in MULTIMODAL.items()
 ]
 FOUR = [
     case_of(
@@ -417,7 +417,7 @@ def test_two_ranks_are_exact(tmp_path: Path) -> None:
     settings = {"chunk_lengths": UNEVEN, "recompute": "full", "disk_memory": "1GiB", **AWAY}
     disk = case_of("disk", rows=2, settings={**settings, "offload_dir": str(tmp_path / "disk")})
     sizes = {"pp_size": 2, "ranks": 2, "weights": True}
-    result = launch([disk, *TWO], tmp_path, refused=REFUSED, **sizes)
+    result = launch([disk, *together(TWO)], tmp_path, refused=REFUSED, **sizes)
     # All that has left the device has gone on to the disk.
     for left_bytes, disk_bytes in result["cases"][0]["written"]:
         assert left_bytes == disk_bytes > 0
@@ -444,7 +444,11 @@ def test_two_replicas_of_two_ranks_are_exact(tmp_path: Path) -> None:
 @pytest.mark.process
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize(
-    ("cases", "ranks"), [(sample(MORE, 2), 2), (MORE_OF_FOUR if ALL else MORE_OF_FOUR[1:3], 4)]
+    ("cases", "ranks"),
+    [
+        ([*sample(together(MORE), 2), *sample(TRAINED_ON_TEXT, 2)], 2),
+        (MORE_OF_FOUR if ALL else MORE_OF_FOUR[1:3], 4),
+    ],
 )
 def test_more_are_exact(cases: list[Case], ranks: int, tmp_path: Path) -> None:
     launch(cases, tmp_path, pp_size=ranks, ranks=ranks)

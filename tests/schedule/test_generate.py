@@ -1,6 +1,6 @@
 """Generators: their steps, and bubbles and peaks equal to the literature's formulas, exactly."""
 
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.simulate_pipeline import fixed_seconds, peak_units, simulate_pipeline
 from sppo_hf.schedule.validate import validate
 from tests.schedule.sizes import FEW, Named, named_sizes
+from tests.sweeps import turn
 
 GOLDEN = Path(__file__).parent / "golden"
 GOLDEN_SIZES = {
@@ -74,7 +75,9 @@ def test_large_sizes_meet_the_formulas(case: Named) -> None:
 def test_all_promised_sizes_meet_the_formulas(name: str) -> None:
     # P <= 16, M <= 16, N <= 32, V <= 4: every P and every kind of N and M, in all pairs of two.
     micro_batches, chunks = (1, 2, 3, 4, 5, 8, 11, 16), (1, 2, 3, 4, 5, 7, 8, 12, 16, 31, 32)
-    for p, (index, n) in product(range(1, 17), enumerate(chunks)):
+    for p, (index, n) in chain.from_iterable(
+        product((p,), turn([*enumerate(chunks)], 2, p)) for p in range(1, 17)
+    ):
         for case in named_sizes((p,), (micro_batches[(p + index) % 8],), (n,)):
             if case[0] == name and case[1].num_units * case[1].num_virtual <= 256:
                 assert_formulas(case, EQUAL)
