@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-from sppo_hf.engine.matmul_operations import operation, storage_key, tensors_in
+from sppo_hf.engine.selective import operation, storage_key, tensors_in
 
 __all__ = ["Fake", "fake_like", "run_fake"]
 

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from sppo_hf.engine import fake_tensors
 from sppo_hf.engine.fake_tensors import Fake, fake_like
-from sppo_hf.engine.matmul_operations import storage_key
+from sppo_hf.engine.selective import storage_key
 
 pytestmark = pytest.mark.fake
 
