@@ -352,6 +352,8 @@ AS_FAST = 1.01
 
 # Shares of what a plan takes of the host with which it is looked for once more.
 _LESS_HOST = (0.8, 0.7, 0.6)
+# A plan that takes more of the host's budget would rather have more of it.
+_FILLED = 0.95
 
 
 def with_less_host(
@@ -379,6 +381,8 @@ def with_less_host(
     def host_bytes(solution: Solution) -> int:
         return estimate(cost.shape, solution.decisions, device_kind=device_kind).host.total
 
+    if budgets.host is not None and host_bytes(found) > _FILLED * budgets.host:
+        return found
     saved = {mode.saved for mode in modes_used(found.decisions.layer_modes)}
     choices = replace(choices, saved=tuple(kind for kind in choices.saved if kind in saved))
     plans = [found]
