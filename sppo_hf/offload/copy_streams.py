@@ -2,8 +2,9 @@
 
 A copier moves bytes. `start_*` begins a copy and returns a ticket, the ticket's `wait` orders the
 compute stream behind it. Nothing here blocks the host on an accelerator but a ticket's `finish`,
-which is for bytes on their way to a disk. `StreamCopier` is written against the few stream verbs of
-`StreamRuntime`, so the same ordering code runs on CUDA and on the fake device of the tests.
+which is for bytes on their way to a disk, and giving page-locked memory back. `StreamCopier` is
+written against the few verbs of `StreamRuntime`, so the same ordering code runs on CUDA and on the
+fake device of the tests.
 
 Why no order is missing: [Note: offload lifetimes] in `sppo_hf/offload/__init__.py`.
 """
@@ -156,7 +157,7 @@ class Stream(Protocol):
 
 
 class StreamRuntime(PageLocker, Protocol):
-    """The verbs that `StreamCopier` needs from a device; deliberately without synchronising it."""
+    """The verbs that offloading needs from a device; none that a step uses waits for it."""
 
     device: torch.device
 
@@ -218,14 +219,16 @@ class CudaRuntime:
 
     def lock_pages(self, address: int, num_bytes: int) -> None:
         """`cudaHostRegister`."""
+        cuda: Any = torch.cuda.cudart()
         with torch.cuda.device(self.device):
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))
+            torch.cuda.check_error(cuda.cudaHostRegister(address, num_bytes, 0))
 
     def unlock_pages(self, address: int) -> None:
         """`cudaHostUnregister`."""
+        cuda: Any = torch.cuda.cudart()
         with torch.cuda.device(self.device):
-            torch.cuda.synchronize()
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))
+            torch.cuda.synchronize()  # its last copies may be under way
+            torch.cuda.check_error(cuda.cudaHostUnregister(address))
 
 
 @dataclass(slots=True, eq=False)

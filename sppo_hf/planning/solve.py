@@ -350,8 +350,10 @@ def solve(
 AS_FAST = 1.01
 """So many times the seconds are as fast: simulations are not better than that."""
 
-# Of what a plan takes of the host, the budget of the next try.
-_LESS_HOST = 0.9
+# Shares of what a plan takes of the host with which it is looked for once more.
+_LESS_HOST = (0.8, 0.7, 0.6)
+# A plan that takes more of the host's budget would rather have more of it.
+_FILLED = 0.95
 
 
 def with_less_host(
@@ -364,9 +366,9 @@ def with_less_host(
 ) -> Solution:
     """Returns the one that takes least of the host, of some plans that are as fast.
 
-    They have the bounds and the order of `found`, smaller and smaller budgets of the host, and none
-    is slower. The linear program also sends frames away for gains that are lost when its counts are
-    rounded and copies get in each other's way, and page-locking their memory takes time as well.
+    They have the bounds, the order and the kinds of frames of `found`, smaller budgets of the host,
+    and none is slower. The linear program also sends frames away for gains that are lost when its
+    counts are rounded and copies get in each other's way, and page-locking their memory takes time.
 
     Args:
         cost: seconds and bytes of every unit.
@@ -379,13 +381,16 @@ def with_less_host(
     def host_bytes(solution: Solution) -> int:
         return estimate(cost.shape, solution.decisions, device_kind=device_kind).host.total
 
+    if budgets.host is not None and host_bytes(found) > _FILLED * budgets.host:
+        return found
+    saved = {mode.saved for mode in modes_used(found.decisions.layer_modes)}
+    choices = replace(choices, saved=tuple(kind for kind in choices.saved if kind in saved))
     plans = [found]
-    while host := host_bytes(plans[-1]):
-        less = budgets.replace(host=int(_LESS_HOST * host))
+    for share in _LESS_HOST:
+        less = budgets.replace(host=int(share * host_bytes(found)))
         tried = solve(cost, found.decisions, less, choices, best=found, device_kind=device_kind)
-        if isinstance(tried, BudgetViolation) or tried is found:
-            break
-        plans.append(replace(tried, bound_seconds=found.bound_seconds))
+        if isinstance(tried, Solution) and tried is not found:
+            plans.append(replace(tried, bound_seconds=found.bound_seconds))
     most_seconds = AS_FAST * min(plan.step_seconds for plan in plans)
     return min((plan for plan in plans if plan.step_seconds <= most_seconds), key=host_bytes)
 
