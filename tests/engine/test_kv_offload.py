@@ -26,7 +26,7 @@ from tests.fakes.device import RaceError
 from tests.fakes.operations import OperatingDevice, Operations
 
 TOKENS = 23
-UNEVEN = (1, 4, 2, 5, 3, 7, 1)
+UNEVEN = (1, 4, 3, 14, 1)
 
 
 def _config(**settings):

@@ -1,11 +1,13 @@
 """Traced profiles against what really runs: saved bytes, products, FLOPs, by family.
 
 Each family of `tiny_families` is converted and runs a step with small sizes, all of them different.
-Nine families that stand for the rest run always, of the long tail a sample, in the slow pass.
+Nine families that stand for the rest run always, with adapters and under autocast in turn; of the
+long tail a sample, in the slow pass.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -47,7 +49,7 @@ from tests.engine.measuring import (
     to_bfloat16,
 )
 from tests.planning.shapes import by_hand, known_config, llama_config
-from tests.sweeps import ALL, sample
+from tests.sweeps import ALL, sample, turn
 
 pytestmark = pytest.mark.fake
 
@@ -85,11 +87,13 @@ MULTIPLY_BESIDE = frozenset({"gemma3n_text"})
 HALF = Training(dtype_bytes=2, parameter_bytes=2)
 
 
-def families(without: frozenset[str], *, tail: slice = slice(None)) -> list[Any]:
+def families(
+    without: frozenset[str], *, tail: slice = slice(None), always: Sequence[str] = ALWAYS
+) -> list[Any]:
     """Families as parameters of a test; a sample of the long tail, or of a part, is marked slow."""
     names = [name for name in ACCEPTED if name not in without]
     rest = sample([name for name in names if name not in ALWAYS][tail], 4)
-    return [*ALWAYS, *(pytest.param(name, marks=pytest.mark.slow) for name in rest)]
+    return [*always, *(pytest.param(name, marks=pytest.mark.slow) for name in rest)]
 
 
 @pytest.mark.parametrize("family", families(MULTIPLY_BESIDE))
@@ -104,7 +108,8 @@ def test_shape_against_the_model(family: str, monkeypatch: pytest.MonkeyPatch) -
 
 # How adapters and autocast change a layer has little to do with its family.
 @pytest.mark.parametrize(
-    "family", families(MULTIPLY_BESIDE | OTHER_IN_16_BITS, tail=slice(0, None, 3))
+    "family",
+    families(MULTIPLY_BESIDE | OTHER_IN_16_BITS, tail=slice(0, None, 3), always=turn(ALWAYS, 2, 0)),
 )
 def test_shape_with_adapters(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("peft")
@@ -149,7 +154,10 @@ def _check_flops_and_products(
     assert beside == _about([num_bytes / TOKENS for num_bytes in kept])
 
 
-@pytest.mark.parametrize("family", families(OTHER_UNDER_AUTOCAST, tail=slice(1, None, 3)))
+@pytest.mark.parametrize(
+    "family",
+    families(OTHER_UNDER_AUTOCAST, tail=slice(1, None, 3), always=turn(ALWAYS, 2, 1)),
+)
 def test_frame_bytes_under_autocast(family: str) -> None:
     model = build(family, torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -211,16 +219,24 @@ def test_states_are_those_that_transformers_keeps_for_generation(family: str) ->
     ("family", "lengths"),
     [
         ("bamba", (512, 1024)),
-        pytest.param("qwen3_5_text", (512, 1024), marks=pytest.mark.slow),
         ("lfm2", (512, 1024)),
-        pytest.param("falcon_h1", (512, 1024), marks=pytest.mark.slow),
-        pytest.param("mamba2", (512, 1024), marks=pytest.mark.slow),
-        pytest.param("nemotron_h", (512, 1024), marks=pytest.mark.slow),
-        pytest.param("olmo_hybrid", (512, 1024), marks=pytest.mark.slow),
-        pytest.param("zamba2", (512, 1024), marks=pytest.mark.slow),
-        # Their experts run on the CPU.
-        pytest.param("granitemoehybrid", (256, 512), marks=pytest.mark.slow),
-        pytest.param("qwen3_next", (256, 512), marks=pytest.mark.slow),
+        *(
+            pytest.param(family, lengths, marks=pytest.mark.slow)
+            for family, lengths in sample(
+                [
+                    # Their experts run on the CPU.
+                    ("qwen3_next", (256, 512)),
+                    ("falcon_h1", (512, 1024)),
+                    ("mamba2", (512, 1024)),
+                    ("granitemoehybrid", (256, 512)),
+                    ("nemotron_h", (512, 1024)),
+                    ("olmo_hybrid", (512, 1024)),
+                    ("zamba2", (512, 1024)),
+                    ("qwen3_5_text", (512, 1024)),
+                ],
+                2,
+            )
+        ),
     ],
 )
 @pytest.mark.filterwarnings("ignore:sequences of .* are longer")

@@ -12,6 +12,7 @@ from transformers import Trainer
 from sppo_hf import SPPOPlugin
 from sppo_hf.testing.exactness import float64_everywhere
 from sppo_hf.testing.tiny_models import build_tiny_model
+from tests.engine.forced_plans import trace_short_scans
 from tests.integrations.training import VOCABULARY, make_arguments, make_model, make_rows
 from tests.sweeps import ALL
 
@@ -93,7 +94,9 @@ def test_many_steps_log_the_same_numbers(tmp_path, plain, settings, changes, ste
 
 
 @pytest.mark.slow
-def test_many_steps_of_a_hybrid_log_the_same_numbers(tmp_path):
+def test_many_steps_of_a_hybrid_log_the_same_numbers(tmp_path, monkeypatch):
+    trace_short_scans(monkeypatch)
+
     def history(folder, plugin: SPPOPlugin | None) -> list[dict[str, float]]:
         tiny = build_tiny_model("qwen3_5_text", vocab_size=VOCABULARY)
         torch.manual_seed(0)

@@ -49,6 +49,7 @@ from tests.planning.situations import (
     slow_cost,
     small_shape,
 )
+from tests.sweeps import examples, turn
 
 GIB = 2**30
 NO_DISK: tuple[Tier, ...] = ("device", "host")
@@ -84,7 +85,7 @@ def problems(draw: st.DrawFn) -> tuple[ModelCost, Decisions, Budgets, Choices]:
 
 
 @given(problem=problems())
-@settings(max_examples=60)
+@examples(25, whole=60)
 def test_within_budgets_and_never_worse_than_a_fixed_policy(
     problem: tuple[ModelCost, Decisions, Budgets, Choices],
 ) -> None:
@@ -264,8 +265,14 @@ def test_keys_leave_when_that_makes_room_for_frames() -> None:
     assert free.step_seconds < 0.9 * stays.step_seconds
 
 
-@pytest.mark.parametrize("share", [0.35, 0.55, 0.8])
-@pytest.mark.parametrize("rate", [2e8, 1e9])
+@pytest.mark.parametrize(
+    ("share", "rate"),
+    [
+        (share, rate)
+        for index, share in enumerate([0.35, 0.55, 0.8])
+        for rate in turn([2e8, 1e9], 2, index)
+    ],
+)
 def test_near_the_best_of_all_assignments(share: float, rate: float) -> None:
     """Every assignment of four modes to two chunks of three layers, simulated."""
     cost = slow_cost(small_shape(3), d2h_bytes_per_second=rate, h2d_bytes_per_second=rate)
