@@ -3,7 +3,7 @@
 import gc
 import itertools
 import math
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -95,7 +95,7 @@ def test_a_step_may_hold_what_its_plan_says(
 
 @pytest.mark.parametrize("order", ["by_layer", "by_chunk"])
 def test_layers_give_back_free_heap_where_the_plan_has_no_room_for_it(
-    order: str, trims: list[int], monkeypatch: pytest.MonkeyPatch
+    order: Literal["by_layer", "by_chunk"], trims: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, inputs = build_tiny_model("llama"), make_batch(tokens=24)
     convert(model, SPPOConfig(chunk_tokens=8, order=order))
