@@ -38,7 +38,7 @@ class Fake(Tensor):
     """A tensor with shape, strides and dtype, and without memory."""
 
     # Functions in Python need not be told.
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -164,7 +164,7 @@ def _ask(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             shape=tensor.shape,
             stride=tensor.stride(),
             dtype=tensor.dtype,
-            offset=tensor.storage_offset(),
+            offset=int(tensor.storage_offset()),
             base=next(iter((*same, *bases)), None),
             is_base=bool(same),
         )
