@@ -38,7 +38,7 @@ class Fake(Tensor):
     """A tensor with shape, strides and dtype, and without memory."""
 
     # Functions in Python need not be told.
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -57,13 +57,18 @@ def fake_like(tensor: Tensor) -> Tensor:
 
 
 def run_fake(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """What an operation returns, as fake tensors, be its arguments fake or not.
+    """What an operation returns: fake tensors, unless it is given real ones alone.
+
+    What is made of constants has values, which code may ask for.
 
     Raises:
         DataDependentOutputException: it tells Python a value; likewise
             DynamicOutputShapeException where its result's shape depends on one, and
             UnsupportedOperatorException where nothing is known of it.
     """
+    given = list(tensors_in((*args, *kwargs.values())))
+    if given and not any(isinstance(tensor, Fake) for tensor in given):
+        return func(*args, **kwargs)
     key = (func, _key(args), _key(kwargs.items()))
     answer = _answers.get(key)
     if answer is None:
@@ -71,9 +76,9 @@ def run_fake(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             _answers.clear()
         answer = _answers[key] = _ask(func, args, kwargs)
     if isinstance(answer, _Result):
-        return _give(answer, args, kwargs)
+        return _give(answer, given)
     if isinstance(answer, (list, tuple)):
-        return type(answer)(_give(x, args, kwargs) if isinstance(x, _Result) else x for x in answer)
+        return type(answer)(_give(x, given) if isinstance(x, _Result) else x for x in answer)
     return answer
 
 
@@ -106,10 +111,10 @@ def _key(values: Iterable[Any]) -> tuple[Any, ...]:
     )
 
 
-def _give(result: _Result, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+def _give(result: _Result, given: Sequence[Tensor]) -> Tensor:
     if result.base is None:
         return _make(result.shape, result.stride, result.dtype, result.offset)
-    base = list(tensors_in((*args, *kwargs.values())))[result.base]
+    base = given[result.base]
     if result.is_base:
         return base
     view = _make(result.shape, result.stride, result.dtype, result.offset)
@@ -164,7 +169,7 @@ def _ask(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             shape=tensor.shape,
             stride=tensor.stride(),
             dtype=tensor.dtype,
-            offset=tensor.storage_offset(),
+            offset=int(tensor.storage_offset()),
             base=next(iter((*same, *bases)), None),
             is_base=bool(same),
         )

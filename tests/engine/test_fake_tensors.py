@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import (
 from torch.nn import functional
 
 from sppo_hf.engine import fake_tensors
-from sppo_hf.engine.fake_tensors import Fake, fake_like
+from sppo_hf.engine.fake_tensors import Fake, fake_like, run_fake
 from sppo_hf.engine.selective import storage_key
 
 pytestmark = pytest.mark.fake
@@ -87,3 +87,7 @@ def test_an_operation_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None
 def test_values_are_refused(ask: str) -> None:
     with pytest.raises((DataDependentOutputException, DynamicOutputShapeException)):
         getattr(fake_like(torch.ones(())), ask)()
+
+
+def test_constants_keep_their_values() -> None:
+    assert run_fake(torch.ops.aten.mul.Tensor, (torch.tensor(2.0), 3.0), {}).item() == 6.0
