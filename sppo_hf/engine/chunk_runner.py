@@ -234,8 +234,10 @@ class ChunkRunner:
         self._norm_parts = 1
         self._layer_frames: dict[int, weakref.ref[RecomputedLayer]] = {}
         self._most_resident: float | None = None
-        """On a CPU: up to where free heap stays; None where the plan is of more than this call."""
-        if linked and plan.device.kind == "cpu":
+        """On a CPU: up to where free heap stays; None where the plan is of more than this call, or
+        most of what is kept lies where autograd saves it, between the temporaries."""
+        again = [mode.recompute for row in plan.layer_modes for mode in row]
+        if linked and plan.device.kind == "cpu" and 2 * sum(again) >= len(again):
             of_model = parts.causal_lm.parameters()
             self._most_resident = most_resident_bytes(plan.estimate, of_model)
 
