@@ -64,7 +64,8 @@ def run_fake(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             DynamicOutputShapeException where its result's shape depends on one, and
             UnsupportedOperatorException where nothing is known of it.
     """
-    key = (func, _key(args), _key(kwargs.items()))
+    # Numbers that are divided, or filled in, have the default dtype.
+    key = (func, torch.get_default_dtype(), _key(args), _key(kwargs.items()))
     answer = _answers.get(key)
     if answer is None:
         if len(_answers) >= _MOST_REMEMBERED:
