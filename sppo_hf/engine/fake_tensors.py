@@ -69,7 +69,8 @@ def run_fake(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     given = list(tensors_in((*args, *kwargs.values())))
     if given and not any(isinstance(tensor, Fake) for tensor in given):
         return func(*args, **kwargs)
-    key = (func, _key(args), _key(kwargs.items()))
+    # Numbers that are divided, or filled in, have the default dtype.
+    key = (func, torch.get_default_dtype(), _key(args), _key(kwargs.items()))
     answer = _answers.get(key)
     if answer is None:
         if len(_answers) >= _MOST_REMEMBERED:

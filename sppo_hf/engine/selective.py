@@ -644,7 +644,7 @@ def _differ(one: Tensor, other: Tensor) -> bool:
     return not torch.equal(*bits)
 
 
-__all__ = ["THIN", "Operation", "operation", "storage_key", "tensors_in"]
+# -- what operations do ------------------------------------------------------------------------
 
 THIN = 8
 """A product is thin if it sums over at most the layer's width divided by this."""

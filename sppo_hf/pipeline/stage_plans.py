@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from torch import distributed as dist
 
+from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.device_facts import device_facts, dtype_name, leave_to_driver, whole_shape
 from sppo_hf.engine.plan_cache import STEP_MEASURED, shared_plan
-from sppo_hf.errors import BudgetError, PipelineError
+from sppo_hf.errors import BudgetError, ConfigError, PipelineError
 from sppo_hf.offload.stats import OffloadStats
 from sppo_hf.pipeline.agreement import all_say, first_rank_says
 from sppo_hf.planning.choices import read_budgets
@@ -39,20 +40,13 @@ from sppo_hf.planning.profile_store import cpu_estimate, cuda_estimate
 from sppo_hf.planning.stages import stage_shape, streams_of
 from sppo_hf.planning.tiers import TIERS, Tier
 from sppo_hf.schedule.generate import MSP, Size, generate
-from sppo_hf.schedule.lower import Stream
+from sppo_hf.schedule.lower import Stream, add_streams, add_transfers, lower
 from sppo_hf.schedule.schedule import Schedule
+from sppo_hf.schedule.validate import validate
 
 if TYPE_CHECKING:
     from sppo_hf.pipeline.executor import UnitMarks
     from sppo_hf.pipeline.pipeline_engine import PipelineEngine
-
-
-from functools import lru_cache
-
-from sppo_hf.config import SPPOConfig
-from sppo_hf.errors import ConfigError
-from sppo_hf.schedule.lower import add_streams, add_transfers, lower
-from sppo_hf.schedule.validate import validate
 
 
 @dataclass(frozen=True, slots=True)
@@ -577,7 +571,7 @@ def check_size(name: str, size: Size) -> None:
         )
 
 
-@lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=64)
 def _make(
     name: str,
     size: Size,

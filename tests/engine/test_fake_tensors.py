@@ -83,6 +83,17 @@ def test_an_operation_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(asked) == 2
 
 
+def test_answers_follow_the_default_dtype() -> None:
+    whole = fake_like(torch.ones(3, dtype=torch.long))
+    default = torch.get_default_dtype()
+    try:
+        for dtype in (torch.float32, torch.float64, torch.float32):
+            torch.set_default_dtype(dtype)
+            assert (whole / whole).dtype == whole.sqrt().dtype == dtype
+    finally:
+        torch.set_default_dtype(default)
+
+
 @pytest.mark.parametrize("ask", ["__bool__", "item", "tolist", "nonzero"])
 def test_values_are_refused(ask: str) -> None:
     with pytest.raises((DataDependentOutputException, DynamicOutputShapeException)):
