@@ -776,13 +776,18 @@ def _ruled(task: _Task, base: Decisions, mode: FrameMode) -> Decisions:
     base = replace(base, layer_modes=modes)
     if not (base.by_layer and on_cpu):
         return _kv_placed(task, base)
-    # Memory alone counts; what is as small as the smallest, and nearer, saves time.
+    # Memory alone counts; what fits as well, is as small as the smallest, and nearer, saves time.
     placed = [
         with_kv(base, kv_mode, task.shape, task.budgets, task.device.kind)
         for kv_mode in kv_modes_of(task.shape, base, task.choices)
     ]
-    sizes = [_estimate(task, decisions).device.total for decisions in placed]
-    return next(d for d, size in zip(placed, sizes, strict=True) if size <= _ALIKE * min(sizes))
+    held = [_over_or_held(task, decisions) for decisions in placed]
+    missing, least = min(held)
+    return next(
+        decisions
+        for decisions, (over, size) in zip(placed, held, strict=True)
+        if over == missing and size <= _ALIKE * least
+    )
 
 
 def _over_or_held(task: _Task, decisions: Decisions) -> tuple[int, float]:

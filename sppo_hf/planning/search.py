@@ -206,7 +206,7 @@ def search_longest(
     What fits is taken to fit at every shorter length too. Doubles the length until one fails, then
     tries where a straight line through what is missing at both ends says that nothing is missing,
     or halfway when two such tries in turn have not halved what is left. Takes about twice the
-    logarithm of the answer in tries at most.
+    logarithm of the answer in tries by halves, few along a line, twice as many at the worst.
 
     Args:
         missing: tries a length, in tokens, and says how much is missing in any unit: at most 0
@@ -217,13 +217,14 @@ def search_longest(
     """
     good, bad = known_tokens // step_tokens * step_tokens, None
     at_good, at_bad = 0.0, 0.0
-    tried = max(2 * good, step_tokens)
-    while tried <= most_tokens:
+    most_tokens -= most_tokens % step_tokens
+    while good < most_tokens:
+        tried = min(max(2 * good, step_tokens), most_tokens)
         at_tried = missing(tried)
         if at_tried > 0:
             bad, at_bad = tried, at_tried
             break
-        good, at_good, tried = tried, at_tried, 2 * tried
+        good, at_good = tried, at_tried
     if bad is None:
         return Found(good, None)
     slow = 0

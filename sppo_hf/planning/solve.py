@@ -381,13 +381,14 @@ def with_less_host(
     def host_bytes(solution: Solution) -> int:
         return estimate(cost.shape, solution.decisions, device_kind=device_kind).host.total
 
-    if budgets.host is not None and host_bytes(found) > _FILLED * budgets.host:
+    most = host_bytes(found)
+    if not most or (budgets.host is not None and most > _FILLED * budgets.host):
         return found
     saved = {mode.saved for mode in modes_used(found.decisions.layer_modes)}
     choices = replace(choices, saved=tuple(kind for kind in choices.saved if kind in saved))
     plans = [found]
     for share in _LESS_HOST:
-        less = budgets.replace(host=int(share * host_bytes(found)))
+        less = budgets.replace(host=int(share * most))
         tried = solve(cost, found.decisions, less, choices, best=found, device_kind=device_kind)
         if isinstance(tried, Solution) and tried is not found:
             plans.append(replace(tried, bound_seconds=found.bound_seconds))

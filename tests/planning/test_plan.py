@@ -93,6 +93,19 @@ def test_on_a_cpu_the_order_is_the_one_with_less_memory() -> None:
     assert plan(device=CPU, recompute="none", offload_kv="none").kv_modes == ("device",) * 32
 
 
+def test_on_a_cpu_keys_are_kept_where_that_takes_little_more_and_fits() -> None:
+    asked: dict[str, Any] = {"total_tokens": 8192, "order": "by_layer"}
+    kept = plan(device=CPU, **asked)
+    assert kept.kv_modes == ("device",) * 32
+    too_little = kept.estimate.device.total - 1
+    again = plan(device=replace(CPU, device_memory_bytes=too_little), **asked)
+    assert fits(again.estimate, again.budgets)
+    assert again.kv_modes == ("recompute",) * 31 + ("device",)
+    # Nor is a budget of the user's refused that some place of K/V keeps to.
+    named = {"recompute": "full", "offload": "none", "device_memory": too_little}
+    assert plan(device=CPU, **asked, **named).kv_modes == again.kv_modes
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_orders_that_cannot_be(training: bool) -> None:
     assert plan(order="by_chunk", training=training).order == "by_chunk"

@@ -142,6 +142,16 @@ def test_within_budgets_and_never_worse_than_a_fixed_policy(
     assert light.decisions.bounds == base.bounds
 
 
+def test_without_host_memory_there_is_nothing_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    cost, base = slow_cost(small_shape(4)), decided(falling_bounds(4), layers=4)
+    budgets, choices = Budgets(device=None, host=None), Choices(tiers=NO_DISK)
+    found = solve(cost, base, budgets, choices)
+    assert isinstance(found, Solution)
+    assert not estimate(cost.shape, found.decisions).host.total
+    monkeypatch.setattr("sppo_hf.planning.solve.solve", None)
+    assert with_less_host(cost, found, budgets, choices) is found
+
+
 def test_first_limit_says_what_is_missing_to_the_byte() -> None:
     cost, base = slow_cost(small_shape(16)), decided(falling_bounds(4), layers=16)
     choices = Choices(tiers=NO_DISK)
