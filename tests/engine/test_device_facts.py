@@ -62,6 +62,8 @@ def _gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 0)
     pinned = {"allocated_bytes.current": 0}
     monkeypatch.setattr(torch.cuda, "host_memory_stats", lambda: pinned)
+    # Of other tests, whose cycles have not been collected.
+    monkeypatch.setattr(facts, "locked_bytes", lambda: 0)
     monkeypatch.setattr(facts, "host_memory_bytes", lambda: 128 * gib)
     monkeypatch.setattr(facts, "_profile", lambda *_: None)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
