@@ -84,6 +84,9 @@ def test_a_gpu_may_use_the_host_memory_that_is_free(monkeypatch: pytest.MonkeyPa
     pinned["allocated_bytes.current"] = 64 * gib
     assert found(56) == 120 - 16, "what is pinned already is ours"
     pinned["allocated_bytes.current"] = 0
+    with monkeypatch.context() as ours:
+        ours.setattr(facts, "locked_bytes", lambda: 64 * gib)
+        assert found(56) == 120 - 16, "by PyTorch or by slabs"
     assert found(10) == 0
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert found(116) == 25
