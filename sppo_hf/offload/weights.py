@@ -83,10 +83,13 @@ class _Weight:
             self.host.copy_(now)
         self.rest()
 
-    def empty_gradient(self) -> Tensor | None:
-        """The gradient's place, uninitialised; None where somebody holds what is there, or none."""
+    def place_for(self, gradient: Tensor) -> Tensor | None:
+        """Its place, uninitialised; None where there is none or it is of another dtype.
+
+        Also where somebody keeps what is there: the gradient of a step before.
+        """
         taken = self._in_place is not None and self._in_place() is not None
-        if self.place is None or taken:
+        if self.place is None or taken or gradient.dtype != self.host.dtype:
             return None
         made, holder = _alone(self.place, self.host)
         self._in_place = weakref.ref(holder)
@@ -397,9 +400,7 @@ class HostWeights:
         """Where a gradient arrives, and what of that is to be given back."""
         pool = self._arriving
         if weight.gradient is None or pool is None:
-            fits = weight.gradient is None and gradient.dtype == weight.host.dtype
-            # None also where somebody keeps the gradient of a step before.
-            own = weight.empty_gradient() if fits else None
+            own = weight.place_for(gradient) if weight.gradient is None else None
             return torch.empty_like(gradient, device="cpu") if own is None else own, None
         region = pool.try_allocate(gradient.nbytes)
         while region is None and self._sums:
@@ -468,7 +469,7 @@ def _at_rest(parameter: Parameter, memory: Tensor | None) -> tuple[_Weight, Tens
     gradient, parameter.grad = parameter.grad, None
     parameter.data = host
     if gradient is not None:
-        kept = weight.empty_gradient()
+        kept = weight.place_for(gradient)
         parameter.grad = gradient.to("cpu") if kept is None else kept.copy_(gradient)
     return weight, memory
 

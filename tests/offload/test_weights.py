@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from sppo_hf.errors import OffloadError
 from sppo_hf.offload.copy_streams import StreamCopier
 from sppo_hf.offload.pool import ALIGNMENT_BYTES
-from sppo_hf.offload.weights import HostWeights, can_rest
+from sppo_hf.offload.weights import HostWeights, _Sum, can_rest
 from sppo_hf.planning.model_shape import Resting
 from tests.fakes.device import FakeDevice, RaceError
 
@@ -49,6 +49,22 @@ class _Model:
         self.processor = self.device.new_stream()
         # Backward is played here without autograd, which calls back at its end.
         self.weights._notice_end = lambda: None  # type: ignore[method-assign]
+        self.weights._add = self.sum_up  # type: ignore[method-assign]
+
+    def sum_up(self, sum_: _Sum) -> None:
+        """The host adds up, at once."""
+        gradient = sum_.weight.gradient
+        assert gradient is not None
+        self.on_host(sum_.arrived, writes=False)
+        self.on_host(gradient, writes=True)
+        HostWeights._add(self.weights, sum_)
+
+    def on_host(self, memory: torch.Tensor, *, writes: bool) -> None:
+        """Work that the host does itself."""
+        self.device.host_memory(self.processor, memory, 0.0, writes=writes)
+        over = self.device.new_event(timed=False)
+        over.record(self.processor)
+        over.synchronize()
 
     def use(self, parameters: list[Parameter]) -> None:
         self.device.kernel(reads=[p.data for p in parameters], seconds=next(self.work))
@@ -78,11 +94,8 @@ class _Model:
     def step(self) -> None:
         """The host writes into what is at rest, at once."""
         for parameter in [self.other, *itertools.chain(*self.layers)]:
-            self.device.host_memory(self.processor, parameter.data, 0.0, writes=True)
+            self.on_host(parameter.data, writes=True)
             parameter.data += 1
-        over = self.device.new_event(timed=False)
-        over.record(self.processor)
-        over.synchronize()  # the host does this work itself
 
 
 @given(
@@ -197,6 +210,15 @@ def test_a_gradient_that_somebody_keeps_is_not_overwritten() -> None:
     places = {gradient.data_ptr() for gradient in kept}
     del kept
     assert {gradient.data_ptr() for gradient in _run(model, 1)} == places
+
+
+def test_a_gradient_of_another_dtype_keeps_it() -> None:
+    device = FakeDevice()
+    parameter = Parameter(torch.zeros(3, dtype=torch.bfloat16))
+    parameter.grad_dtype = torch.float32
+    parameter.grad = torch.full((3,), 1 + 2**-12)
+    HostWeights([], [parameter], copier=StreamCopier(device), locker=device)
+    assert torch.equal(parameter.grad, torch.full((3,), 1 + 2**-12))
 
 
 def test_what_rests_in_one_piece_is_saved_tensor_by_tensor(tmp_path: Path) -> None:

@@ -135,8 +135,9 @@ class Held:
         profile, shape = load_profile("h100"), whole_shape(engine.parts)
         cost = ModelCost(shape=shape, profile=profile, dtype_name="float32")
         tier = plans.by_stage[0].kv_tier
-        costs = PipelineCost(compute, cost, plans.bounds, kv_tier=tier)
-        return compute, dataclasses.replace(costs, stages=engine.staged.cut.layers)
+        split = engine.staged.cut.layers
+        costs = PipelineCost(compute, cost, plans.bounds, split=split, kv_tier=tier)
+        return compute, costs
 
     def left(self) -> dict[str, tuple[int, int, int]]:
         """By tier, slices as planned, own K/V in the plan, and what this leaves of its budget."""
