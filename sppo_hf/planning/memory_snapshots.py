@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -159,12 +160,26 @@ class Points:
             return laid.reshape(layers, self.num_chunks).T
         return laid.reshape(self.num_chunks, layers)
 
-    def name(self, at: int) -> str:
-        """Returns what a point is in words."""
+    def shown(self) -> list[int]:
+        """Returns where each chunk's (or layer's) forward ends and its backward begins and ends."""
+        chunks, layers = range(self.num_chunks), range(self.num_layers)
+        last_chunk, last_layer = self.num_chunks - 1, self.num_layers - 1
+        if self.by_layer:
+            shown = [self.forward(last_chunk, layer) for layer in (*layers, self.num_layers)]
+            ends = [(chunk, layer) for layer in layers[::-1] for chunk in (last_chunk, 0)]
+        else:
+            shown = [self.forward(chunk, self.num_layers) for chunk in chunks]
+            ends = [(chunk, layer) for chunk in chunks[::-1] for layer in (last_layer, 0)]
+        if self.training:
+            shown += dict.fromkeys(self.backward(*unit) for unit in ends)
+        return shown
+
+    def name(self, at: int) -> tuple[str, int]:
+        """Returns what a point is in words, and its chunk."""
         chunk, layer = self.unit(at)
         of_chunk = f"chunk {chunk + 1} of {self.num_chunks}"
         if layer == self.num_layers:
-            return f"loss of {of_chunk}"
+            return f"loss of {of_chunk}", chunk
         # Where the chunk's backward, or the layer's, begins and ends.
         place, most = self.num_layers - 1 - layer, self.num_layers
         if self.by_layer:
@@ -177,9 +192,9 @@ class Points:
             )
         if self.by_layer:
             within = f", {of_chunk}" if between else ""
-            return f"{what} of layer {layer + 1} of {self.num_layers}{within}"
+            return f"{what} of layer {layer + 1} of {self.num_layers}{within}", chunk
         within = f" of layer {layer}" if between else ""
-        return f"{what}{within} of {of_chunk}"
+        return f"{what}{within} of {of_chunk}", chunk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +203,9 @@ class MemorySnapshot:
 
     name: str
     """In words: "start of backward of chunk 8 of 8"."""
+
+    chunk: int
+    """Index of the running chunk."""
 
     held: Mapping[Tier, MemoryBreakdown]
     """Bytes by tier and cause, without causes of none."""
@@ -213,14 +231,14 @@ class MemoryEstimate:
     def __init__(
         self, points: Points, standing: Mapping[Tier, Mapping[Cause, int]], levels: Levels
     ) -> None:
-        self.points = points
+        self._points = points
         self._standing = standing
         self._levels = levels
         self._peaks: dict[Tier, MemorySnapshot] = {}
 
     def total(self, tier: Tier) -> Bytes:
         """Returns a tier's bytes at every point: [points]."""
-        total = np.full(self.points.count, sum(self._standing[tier].values()), dtype=np.int64)
+        total = np.full(self._points.count, sum(self._standing[tier].values()), dtype=np.int64)
         for level in self._levels[tier].values():
             total += level.during
         return total
@@ -241,8 +259,13 @@ class MemoryEstimate:
     def peak(self, tier: Tier) -> MemorySnapshot:
         """Returns the moment at which a tier holds most; the first of equal ones."""
         if tier not in self._peaks:
-            self._peaks[tier] = self.moment_at(int(self.total(tier).argmax()))
+            self._peaks[tier] = self._moment(int(self.total(tier).argmax()))
         return self._peaks[tier]
+
+    @cached_property
+    def moments(self) -> tuple[MemorySnapshot, ...]:
+        """The end of each chunk's (or layer's) forward, then begin and end of each backward."""
+        return tuple(map(self._moment, self._points.shown()))
 
     @property
     def device(self) -> MemoryBreakdown:
@@ -263,12 +286,12 @@ class MemoryEstimate:
         """When the device's peak is reached, in words."""
         return self.peak("device").name
 
-    def moment_at(self, at: int) -> MemorySnapshot:
-        """Returns what all tiers hold at a point."""
+    def _moment(self, at: int) -> MemorySnapshot:
         held: dict[Tier, MemoryBreakdown] = {}
         for tier in TIERS:
             found = dict(self._standing[tier])
             for cause, level in self._levels[tier].items():
                 found[cause] = found.get(cause, 0) + int(level.during[at])
             held[tier] = MemoryBreakdown((cause, size) for cause, size in found.items() if size)
-        return MemorySnapshot(name=self.points.name(at), held=held)
+        name, chunk = self._points.name(at)
+        return MemorySnapshot(name=name, chunk=chunk, held=held)

@@ -18,7 +18,6 @@ from sppo_hf.offload.engine import OffloadEngine
 from sppo_hf.planning.cost import Correction
 from sppo_hf.planning.prediction import MeasuredStep
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
-from tests.planning.modes import moments_of
 
 
 class _Plans(StepObserver):
@@ -53,7 +52,7 @@ def test_gradients_that_are_there_are_planned_for():
     for _ in range(3):
         _step(model)
     assert [plan.accumulates for plan in seen] == [False, True], "once, however often"
-    once, twice = (moments_of(plan.estimate)[-1].device["gradients"] for plan in seen)
+    once, twice = (plan.estimate.moments[-1].device["gradients"] for plan in seen)
     # By layer, those of the layer whose backward runs are there twice.
     assert seen[0].order == "by_layer"
     assert once < twice < 2 * once
@@ -67,7 +66,7 @@ def test_few_gradients_change_no_plan():
     for _ in range(2):
         _step(model)
     (plan,) = seen
-    assert moments_of(plan.estimate)[-1].device["gradients"] < 0.01 * plan.estimate.device.total
+    assert plan.estimate.moments[-1].device["gradients"] < 0.01 * plan.estimate.device.total
 
 
 def test_a_corrected_plan_is_for_the_device_of_the_first(monkeypatch: pytest.MonkeyPatch):

@@ -275,11 +275,10 @@ def _settings(cases: tuple[Case, ...]) -> Case | None:
 
 
 def _trains(case: Case) -> bool:
-    """Whether a case's steps are all of the model's own loss, and have gradients."""
-    steps = case.get("steps", [{}])
-    return case.get("labels") != [0, 0] and all(
-        step.get("backward", True) and not step.get("evaluate") for step in steps[-1:]
-    )
+    """Whether a case's last step has gradients."""
+    last = case.get("steps", [{}])[-1]
+    trains = last.get("backward", True) and not last.get("evaluate")
+    return trains and case.get("labels") != [0, 0]
 
 
 def every_family() -> list[Case]:

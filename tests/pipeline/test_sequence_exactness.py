@@ -80,6 +80,10 @@ MODELS = [
     case_of("shared keys", "gemma3n_text"),
 ]
 ZB, HELD = {"pp_schedule": "zb_seq1f1b"}, {"reduces": False}
+_MEAN, _WEIGHED = {"loss": "mean"}, {"loss": "weighed"}
+_OWN_LOSSES = [{**_MEAN, "scale": 3.0, **HELD}, {**_WEIGHED, "evaluate": True, **HELD}, _WEIGHED]
+if ALL:
+    _OWN_LOSSES[1:] = [{**_WEIGHED, **HELD}, _OWN_LOSSES[1], {**_MEAN, "scale": 0.5, **HELD}, _MEAN]
 IN_PIPELINES = [
     case_of("one-token tail, late weights", settings={"chunk_lengths": UNEVEN, **ZB}),
     case_of("tied, padding", "llama-bias-tied", padding=[0, 9, 20], rows=3),
@@ -122,11 +126,7 @@ IN_PIPELINES = [
         case_of(
             f"losses of the caller's: {name}",
             settings={"chunk_lengths": UNEVEN},
-            steps=[
-                {"loss": "mean", "scale": 3.0, **HELD},
-                {"loss": "weighed", "evaluate": True, **HELD},
-                {"loss": "weighed"},
-            ],
+            steps=_OWN_LOSSES,
             **batch,
         )
         for name, batch in {"packed": {"packed": [9, 6, 8]}, "LoRA": {"lora": True}}.items()

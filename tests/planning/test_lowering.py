@@ -28,7 +28,7 @@ from sppo_hf.planning.lowering import (
 )
 from sppo_hf.planning.tiers import TIERS, Tier
 from sppo_hf.schedule.actions import Action
-from tests.planning.modes import OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD, moments_of
+from tests.planning.modes import OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD
 from tests.planning.shapes import llama_config, shape_of
 from tests.planning.situations import (
     MIB,
@@ -103,7 +103,7 @@ def test_order_of_units_by_layer() -> None:
     assert [program.points.unit(at) for at in range(program.points.count)] == [
         (action.unit, action.layer) for action in program.lanes.actions[COMPUTE]
     ]
-    assert [moment.name for moment in moments_of(program.estimate)] == [
+    assert [moment.name for moment in program.estimate.moments] == [
         *("forward of layer 1 of 2, chunk 2 of 2", "forward of layer 2 of 2, chunk 2 of 2"),
         "loss of chunk 2 of 2",
         *("start of backward of layer 2 of 2", "end of backward of layer 2 of 2"),

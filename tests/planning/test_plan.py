@@ -13,7 +13,7 @@ from sppo_hf.planning.plan import Plan, PlanRequest, make_plan
 from sppo_hf.planning.profile_store import load_profile
 from sppo_hf.planning.solve import fits
 from sppo_hf.reporting.plan_tables import again_text
-from tests.planning.modes import OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD, moments_of, render_plan
+from tests.planning.modes import OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD, render_plan
 from tests.planning.shapes import llama_config, shape_of
 
 CPU = DeviceFacts(kind="cpu", name="a CPU", device_memory_bytes=2**40, host_memory_bytes=2**40)
@@ -159,7 +159,7 @@ def test_evaluation_by_layer_holds_the_keys_of_one_layer() -> None:
     assert made.by_layer
     assert set(made.kv_modes) == {"recompute"}
     one = 32_768 * 2 * 8 * 128 * 2
-    assert max(moment.device["kv"] for moment in moments_of(made.estimate)) == one
+    assert max(moment.device["kv"] for moment in made.estimate.moments) == one
 
 
 def test_evaluation_needs_no_host() -> None:

@@ -19,7 +19,6 @@ from sppo_hf.planning.plan_request import (
 )
 from sppo_hf.planning.profile_store import load_profile
 from sppo_hf.planning.solve import fits, over_budget
-from tests.planning.modes import moments_of
 from tests.planning.questions import GIB, TOO_LONG_TOKENS, answer, question
 from tests.planning.shapes import by_hand, llama_config
 
@@ -162,7 +161,7 @@ def test_accumulated_gradients_are_counted() -> None:
     )
     assert once.plan is not None
     assert more.plan is not None
-    last = [moments_of(answer.estimate)[-1].device["gradients"] for answer in (once, more)]
+    last = [answer.estimate.moments[-1].device["gradients"] for answer in (once, more)]
     assert last[1] == 2 * last[0] > 0
     assert more.max_seq_len < once.max_seq_len
 
@@ -220,4 +219,3 @@ def test_less_host_memory_is_taken_where_that_is_as_fast(monkeypatch: pytest.Mon
     assert heavy.prediction is not None
     assert light.prediction.step_seconds <= heavy.prediction.step_seconds
     assert light.estimate.host.total < 0.85 * heavy.estimate.host.total
-    assert light.prediction.bound_seconds == heavy.prediction.bound_seconds

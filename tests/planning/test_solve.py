@@ -140,6 +140,7 @@ def test_within_budgets_and_never_worse_than_a_fixed_policy(
     assert predicted.host.total <= estimate(cost.shape, found.decisions).host.total
     assert not list(over_budget(predicted, budgets))
     assert light.decisions.bounds == base.bounds
+    assert light.bound_seconds == found.bound_seconds
 
 
 def test_without_host_memory_there_is_nothing_less(monkeypatch: pytest.MonkeyPatch) -> None:
