@@ -59,7 +59,8 @@ JSON
     kernels=(--device cpu --chunks 32 --prefixes 64) calibrate=(--device cpu --quick)
 else
     lengths=(32K 64K 128K 256K)
-    bench=(--lora-dtype bfloat16)
+    # `sppo bench --show` draws the picture later: matplotlib may be missing here.
+    bench=(--lora-dtype bfloat16 --no-picture)
     right=(-m gpu tests/engine/test_on_cuda.py tests/offload/test_gpu.py)
     # Of a layer like Llama's, without what takes cuDNN a plan for every few rows.
     right_kernels=(-m gpu tests/attention/backends/test_gpu.py
@@ -156,7 +157,7 @@ attention() { test_on -m gpu tests/attention; }
 longest() {
     ((tiny)) && return
     sppo bench "$model" --longest --contenders sppo-auto,checkpointing+tiled --timeout 300 \
-        --longest-step 32K --lora-dtype bfloat16 --output "$output/longest"
+        --longest-step 32K --lora-dtype bfloat16 --no-picture --output "$output/longest"
 }
 quickstart() {
     ((tiny)) && return

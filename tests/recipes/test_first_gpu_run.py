@@ -137,6 +137,7 @@ def test_all_that_is_started_on_a_gpu_is_there_and_takes_its_arguments(run) -> N
             context = command.make_context(name, rest)  # parses, runs nothing
             if name == "bench" and context.params["show"] is None:
                 parse_list(context.params["contenders"])
+                assert not context.params["picture"], "matplotlib is none of what the step needs"
                 assert parse_tokens(context.params["seq_lens"] or context.params["longest_step"])
             started.add(name)
         elif call[:2] == ["-m", "pytest"]:
