@@ -149,15 +149,22 @@ def _leave_group() -> None:
 
     Gloo's threads drop the tensors of a last collective a little later, for which they ask for the
     interpreter; when that is shutting down by then, the process is aborted, whether SPPO is on or
-    not (PyTorch 2.13). Leaving the group does not end them, so they are waited for until they rest.
+    not (PyTorch 2.13). Leaving the group does not end them, so they are waited for: until all ranks
+    are here, for a thread may also wait for another rank's part, and then until they rest.
     """
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return
+    late = time.monotonic() + _LEAVE_SECONDS
+    uses_gloo = distributed.get_backend() == "gloo"
+    if uses_gloo:
+        last = distributed.barrier(async_op=True)
+        while not last.is_completed() and time.monotonic() < late:
+            time.sleep(0.01)  # without the interpreter's lock, which the threads may wait for
     distributed.destroy_process_group()
-    late, seen_at_rest = time.monotonic() + _LEAVE_SECONDS, 0
-    while seen_at_rest < 3 and time.monotonic() < late:
-        time.sleep(0.01)  # without the interpreter's lock, which they may be waiting for
+    seen_at_rest = 0
+    while uses_gloo and seen_at_rest < 3 and time.monotonic() < late:
+        time.sleep(0.01)
         seen_at_rest = 0 if _gloo_runs() else seen_at_rest + 1
 
 
