@@ -56,16 +56,17 @@ def test_a_rank_of_two_replicas_that_leaves_without_a_word_is_lost(tmp_path, ran
 def test_a_rank_that_hangs_ends_all_within_the_timeout(tmp_path):
     """In a pipeline, in a unit that ranks share, and where ranks share a sequence."""
     # It still shows signs of life, so its neighbours' messages are what times out. All three at a
-    # time, since most of it is waiting.
+    # time, since most of it is waiting; seven ranks that start at once are slow to begin.
+    timeout = 2 * TIMEOUT_SECONDS
     jobs = [
-        job_of("hang", 1, pp_size=3),
-        job_of("hang", 1, pp_size=2, shared=1, unit=3),
-        job_of("hang", 1, sp_size=2),
+        job_of("hang", 1, pp_size=3, timeout=timeout),
+        job_of("hang", 1, pp_size=2, shared=1, unit=3, timeout=timeout),
+        job_of("hang", 1, sp_size=2, timeout=timeout),
     ]
     found = shared_nursery().launch_all(MODULE, jobs, ranks=[3, 2, 2], folder=tmp_path)
     for ended in found:
         assert_all_ended(ended, 1)
-        assert ended.seconds < TIMEOUT_SECONDS + 20
+        assert ended.seconds < timeout + 20
     pipeline, unit, sequence = (ended.logs for ended in found)
     assert "sppo_hf: rank 1 ends because" in pipeline[1]
     for log in pipeline:
