@@ -26,6 +26,7 @@ from __future__ import annotations
 import mmap
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -77,7 +78,8 @@ class _Pages(mmap.mmap):
     def lock(self, locker: PageLocker) -> None:
         locker.lock_pages(self.array().ctypes.data, len(self))
         self._locker, self._process = locker, os.getpid()
-        _locked.add(self)
+        with _adding:
+            _locked.add(self)
 
     def __del__(self) -> None:
         # The driver forgets a process that ends, and knows nothing of its children.
@@ -87,11 +89,14 @@ class _Pages(mmap.mmap):
 
 
 _locked: weakref.WeakSet[_Pages] = weakref.WeakSet()
+_adding = threading.Lock()
+"""Held while pieces are added, in a thread, or counted, in another; one may go at any time."""
 
 
 def locked_bytes() -> int:
     """Page-locked memory that this process holds, but PyTorch's own."""
-    return sum(map(len, _locked))
+    with _adding:
+        return sum(map(len, _locked))
 
 
 def host_memory(

@@ -105,7 +105,7 @@ def minimise(objective: NDArray[np.float64], less: Rows, equal: Rows) -> NDArray
         less: rows that are at most their bound.
         equal: rows that are their bound.
     """
-    # Imported when the first program is solved: most plans need none.
+    # Not at the top: who plans by a rule, or on a CPU without a budget, solves no program.
     from highspy import Highs, HighsLp, HighsModelStatus, MatrixFormat, kHighsInf
 
     width, height = len(objective), len(less.bounds) + len(equal.bounds)
