@@ -1,7 +1,7 @@
 """Peak memory and time of a forward and backward on the CPU: plain, checkpointing, in chunks.
 
-In chunks by both orders: all layers of a chunk first, and all chunks of a layer first. And each
-layer over all tokens, with its token-wise modules in tiles.
+In chunks, as "auto" cuts, by both orders: all layers of a chunk first, and all chunks of a layer
+first. And each layer over all tokens, with its token-wise modules in tiles.
 
     python recipes/benchmarks/cpu_memory.py --repeats 3 --check
     python recipes/benchmarks/cpu_memory.py --model hybrid
@@ -48,7 +48,8 @@ MAX_BY_LAYER_MEMORY_RATIO = {4096: 0.85, 16_384: 0.7}
 """By number of tokens: the most memory by layer, of that by chunk."""
 MAX_BY_LAYER_MEMORY_RATIO_MHA = 0.6
 """The same at 16,384 tokens of a model with as many K/V heads as query heads."""
-CHUNK_TOKENS = 512
+MAX_BY_LAYER_TIME_RATIO = 1.0
+TILE_TOKENS = 512
 
 Order = Literal["by_chunk", "by_layer"]
 
@@ -60,13 +61,12 @@ def _checkpointed(model: nn.Module) -> nn.Module:
 
 
 def _chunked(model: nn.Module, order: Order) -> nn.Module:
-    plugin = SPPOPlugin(chunk_tokens=CHUNK_TOKENS, order=order, show_progress=False)
-    return plugin.convert(model)
+    return SPPOPlugin(order=order, show_progress=False).convert(model)
 
 
 def _tiled(model: nn.Module) -> nn.Module:
     plugin = SPPOPlugin(
-        num_chunks=1, order="by_layer", layer_tile_tokens=CHUNK_TOKENS, show_progress=False
+        num_chunks=1, order="by_layer", layer_tile_tokens=TILE_TOKENS, show_progress=False
     )
     return plugin.convert(model)
 
@@ -153,6 +153,9 @@ def missed_targets(best: dict[str, dict[str, float]], tokens: int, model: str) -
             most = MAX_BY_LAYER_MEMORY_RATIO_MHA
         if ratio > most:
             missed.append(f"memory by layer is {ratio:.3f} of that by chunk, not <= {most}")
+        ratio = best["sppo by layer"]["seconds"] / best["sppo"]["seconds"]
+        if ratio > MAX_BY_LAYER_TIME_RATIO:
+            missed.append(f"time by layer is {ratio:.3f} of that by chunk, not <= 1")
     if not {"sppo", "plain", "checkpointing"} <= best.keys():
         return missed
     ours, plain = best["sppo"], best["plain"]

@@ -348,7 +348,9 @@ class ChunkRunner:
         """Run the base model once over the tokens of `chunks`, the last of which is at `end`."""
         self._chunks = chunks
         self._chunk = chunks.start
-        self._arena = CpuChunkArena(len(self._layers))
+        # All layers of one chunk of several have a slab in common; of the only one each its own,
+        # which goes as soon as its backward has run.
+        self._arena = CpuChunkArena(len(self._layers) if self._plan.num_chunks > 1 else 1)
         start = self._plan.bounds[chunks.start][0]
         if getattr(self._parts.text_config, "attn_temperature_tuning", False):
             inputs = {**inputs, "past_key_values": PrefixLength(self.part(chunks.start)[0])}

@@ -4,17 +4,18 @@ On a CPU the C library puts tensors of a few megabytes into its heap. A layer's 
 go there, and what a frame keeps (inputs, attention outputs, keys, values) would stay behind as
 islands between holes that the next chunk's tensors do not fit into: measured with SmolLM2 at 4,096
 tokens, the heap grew to twice what was alive. So a chunk's kept tensors are copied into slabs, one
-per kind for all layers. A slab is large enough to be a mapping of its own and goes back to the
-operating system when the chunk's backward has used its last part. CUDA's allocator does not need
-this.
+per kind for all layers. A slab is a mapping of its own, whatever size the C library would map, and
+goes back to the operating system when backward has used its last part. CUDA's allocator does not
+need this.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import mmap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -22,6 +23,9 @@ from torch import Tensor
 
 from sppo_hf.planning.causes import Cause
 from sppo_hf.planning.memory_snapshots import MemoryEstimate
+
+_MAPPED_BYTES = 2**20
+"""Smaller slabs are left to the C library: a process has about 65,000 mappings at most."""
 
 
 class CpuChunkArena:
@@ -60,10 +64,20 @@ class CpuChunkArena:
         key = (kind, tensor.shape, tensor.dtype)
         slab, used = self._slabs.get(key, (None, 0))
         if slab is None or used == self._num_layers:
-            slab, used = torch.empty((self._num_layers, *tensor.shape), dtype=tensor.dtype), 0
+            slab, used = _slab((self._num_layers, *tensor.shape), tensor.dtype), 0
         self._slabs[key] = (slab, used + 1)
         # As `.data`, each part counts writes into itself alone, not those into the whole slab.
         return slab[used].copy_(tensor.detach()).data
+
+
+def _slab(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A dense tensor with whatever values, whose memory goes back to the system with it."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if num_bytes >= _MAPPED_BYTES and hasattr(mmap, "MAP_ANONYMOUS"):
+        with contextlib.suppress(OSError):  # too many mappings
+            memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            return torch.frombuffer(memory, dtype=dtype).view(*shape)
+    return torch.empty(*shape, dtype=dtype)
 
 
 def return_free_heap(*, above: float | None = None) -> None:

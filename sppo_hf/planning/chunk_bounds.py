@@ -88,6 +88,7 @@ def chunk_bounds(
     *,
     device_kind: str = "cpu",
     stages: int = 1,
+    target_tokens: int | None = None,
 ) -> Bounds:
     """Cuts a sequence as the config asks.
 
@@ -97,6 +98,7 @@ def chunk_bounds(
         total_tokens: length of the padded rows, at least 1.
         device_kind: "cpu" or "cuda"; what "auto" aims at depends on it.
         stages: of the pipeline, 1 on one device; see `partition_of`.
+        target_tokens: of a chunk, that num_chunks="auto" aims at; None for what suits the device.
 
     Returns:
         Half-open (start, end) pairs in order, none empty, that cover [0, total_tokens).
@@ -106,7 +108,8 @@ def chunk_bounds(
             tokens, or one of a single token where `lengthened` forbids it.
     """
     assert total_tokens >= 1, f"a sequence has at least one token, got {total_tokens}"
-    bounds = _cut(config, shape, total_tokens, device_kind=device_kind, stages=stages)
+    target_tokens = target_tokens or TARGET_CHUNK_TOKENS[device_kind]
+    bounds = _cut(config, shape, total_tokens, target_tokens=target_tokens, stages=stages)
     return bounds if config.chunk_lengths is not None else lengthened(bounds, shape)
 
 
@@ -136,7 +139,7 @@ def lengthened(bounds: Bounds, shape: ModelShape) -> Bounds:
 
 
 def _cut(
-    config: SPPOConfig, shape: ModelShape, total_tokens: int, *, device_kind: str, stages: int
+    config: SPPOConfig, shape: ModelShape, total_tokens: int, *, target_tokens: int, stages: int
 ) -> Bounds:
     partition = partition_of(config, stages=stages)
     if config.chunk_lengths is not None:
@@ -148,7 +151,7 @@ def _cut(
         return auto_bounds(
             PrefixCost.of(shape),
             total_tokens,
-            target_tokens=TARGET_CHUNK_TOKENS[device_kind],
+            target_tokens=target_tokens,
             partition=partition,
         )
     if config.num_chunks > total_tokens:

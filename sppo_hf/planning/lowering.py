@@ -609,7 +609,8 @@ def _waiting(
 ) -> Level:
     """Returns the level of a lifetime on a tier, [chunks, layers] each."""
     points = tables.points
-    if tier == "device" and tables.device_kind == "cpu" and cause in _IN_SLABS:
+    slabs = tier == "device" and tables.device_kind == "cpu" and points.num_chunks > 1
+    if slabs and cause in _IN_SLABS:
         # A slab holds what all layers of a chunk, or all chunks of a layer, keep.
         last = np.zeros_like(given)
         if points.by_layer:

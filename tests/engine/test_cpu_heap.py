@@ -3,6 +3,7 @@
 import gc
 import itertools
 import math
+import mmap
 from typing import Any, Literal
 
 import numpy as np
@@ -50,6 +51,52 @@ def test_the_slab_goes_with_its_last_part():
     del second
     gc.collect()
     assert slab.expired()
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MAP_ANONYMOUS"), reason="no anonymous mappings")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_large_slab_goes_back_to_the_system_at_once(dtype: torch.dtype) -> None:
+    arena, parts = CpuChunkArena(2), 4
+    source = torch.ones(2**22, dtype=dtype)
+    kept = [arena.keep("inputs", source) for _ in range(parts)]
+    assert all(torch.equal(part, source) for part in kept)
+    with_them = cpu_heap.resident_bytes()
+    del arena, kept
+    gc.collect()
+    assert with_them - cpu_heap.resident_bytes() > 0.9 * parts * source.nbytes
+
+
+def test_a_slab_is_there_where_no_mapping_is_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **options: object) -> None:
+        raise OSError("too many")
+
+    monkeypatch.setattr(cpu_heap.mmap, "mmap", refuse)
+    source = torch.ones(2**20)
+    assert torch.equal(CpuChunkArena(2).keep("inputs", source), source)
+
+
+def test_of_one_chunk_what_a_layer_kept_goes_when_its_backward_has_run() -> None:
+    model: Any = build_tiny_model("llama", dtype=torch.float32)
+    convert(model, SPPOConfig(num_chunks=1, order="by_layer", recompute="full"))
+    slabs: list[StorageWeakRef] = []
+    keep = CpuChunkArena.keep
+
+    def noted(arena: CpuChunkArena, kind: str, tensor: torch.Tensor) -> torch.Tensor:
+        kept = keep(arena, kind, tensor)
+        slabs.append(StorageWeakRef(kept.untyped_storage()))
+        return kept
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CpuChunkArena, "keep", noted)
+        loss = model(**make_batch(tokens=24)).loss
+    expired: list[list[bool]] = []
+    model.model.layers[0].input_layernorm.weight.register_post_accumulate_grad_hook(
+        lambda _: expired.append([slab.expired() for slab in slabs])
+    )
+    loss.backward()
+    of_layer = len(slabs) // model.config.num_hidden_layers
+    assert not all(expired[0])
+    assert all(expired[0][of_layer:]), "those of the layers above have gone"
 
 
 @pytest.fixture

@@ -94,7 +94,7 @@ def test_on_a_cpu_the_order_is_the_one_with_less_memory() -> None:
 
 
 def test_on_a_cpu_keys_are_kept_where_that_takes_little_more_and_fits() -> None:
-    asked: dict[str, Any] = {"total_tokens": 8192, "order": "by_layer"}
+    asked: dict[str, Any] = {"total_tokens": 4096, "order": "by_layer", "chunk_tokens": 512}
     kept = plan(device=CPU, **asked)
     assert kept.kv_modes == ("device",) * 32
     too_little = kept.estimate.device.total - 1
@@ -104,6 +104,24 @@ def test_on_a_cpu_keys_are_kept_where_that_takes_little_more_and_fits() -> None:
     # Nor is a budget of the user's refused that some place of K/V keeps to.
     named = {"recompute": "full", "offload": "none", "device_memory": too_little}
     assert plan(device=CPU, **asked, **named).kv_modes == again.kv_modes
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_on_a_cpu_chunks_are_as_few_as_take_little_more(training: bool) -> None:
+    asked: dict[str, Any] = {"device": CPU, "total_tokens": 65_536, "training": training}
+    made = plan(**asked)
+    by_length = {
+        tokens: plan(**asked, order="by_layer", chunk_tokens=tokens).estimate.device.total
+        for tokens in (512, 1024, 2048, 4096, 8192, 16_384, 32_768)
+    }
+    tokens = made.bounds[0][1]
+    assert 512 < tokens < 32_768
+    assert by_length[tokens] <= 1.05 * min(by_length.values()) < by_length[2 * tokens]
+    # Chunk by chunk longer ones would take what they save; who names a length gets it.
+    assert plan(**asked, order="by_chunk").num_chunks == 128
+    assert plan(**asked, chunk_tokens=1024).num_chunks == 64
+    short = plan(**{**asked, "total_tokens": 700})
+    assert short.num_chunks == 1
 
 
 @pytest.mark.parametrize("training", [True, False])
