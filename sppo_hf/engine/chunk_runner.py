@@ -56,7 +56,7 @@ from sppo_hf.engine.chunk_context import (
     States,
     current_of,
 )
-from sppo_hf.engine.cpu_heap import CpuChunkArena, most_resident_bytes, return_free_heap
+from sppo_hf.engine.cpu_heap import CpuChunkArena, HeapWatch, most_resident_bytes, return_free_heap
 from sppo_hf.engine.kv_offload import KeysAgain, KeysAway, kv_stream
 from sppo_hf.engine.layer_tiles import LayerTiles
 from sppo_hf.engine.recompute import AroundLayers, RecomputedLayer
@@ -76,6 +76,7 @@ from sppo_hf.offload.engine import OffloadEngine, PrefetchOrder
 from sppo_hf.offload.layer_offload import LayerOffload
 from sppo_hf.offload.weights import HostWeights
 from sppo_hf.planning.activation_modes import FrameMode
+from sppo_hf.planning.causes import Cause
 from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.decisions import KVMode
 from sppo_hf.planning.plan import Plan
@@ -233,13 +234,13 @@ class ChunkRunner:
         self._norm: RecomputedLayer | None = None
         self._norm_parts = 1
         self._layer_frames: dict[int, weakref.ref[RecomputedLayer]] = {}
-        self._most_resident: float | None = None
-        """On a CPU: up to where free heap stays; None where the plan is of more than this call, or
-        most of what is kept lies where autograd saves it, between the temporaries."""
+        # Free heap may stay on a CPU, but not where the plan is of more than this call, or most of
+        # what is kept lies where autograd saves it, between the temporaries.
+        most: float | None = None
         again = [mode.recompute for row in plan.layer_modes for mode in row]
         if linked and plan.device.kind == "cpu" and 2 * sum(again) >= len(again):
-            of_model = parts.causal_lm.parameters()
-            self._most_resident = most_resident_bytes(plan.estimate, of_model)
+            most = most_resident_bytes(plan.estimate, parts.causal_lm.parameters())
+        self._heap = HeapWatch(most, passing=plan.estimate.most_bytes(Cause.WORKSPACE))
 
     def _new_prefetch_order(self) -> PrefetchOrder:
         plan = self._plan
@@ -571,16 +572,17 @@ class ChunkRunner:
     def _watch_heap(self, index: int, end: int, hidden: Tensor) -> None:
         """On a CPU, let no holes of layers' temporaries add up to more than the plan has room for.
 
-        Measured with SmolLM2 at 4,096 tokens by layer: 45 MB a layer in forward. What a layer
-        leaves grows with its prefix; so that short ones are not slowed down, only every few layers.
+        Measured with SmolLM2 at 4,096 tokens by layer: 45 MB a layer in forward, in one chunk 280.
+        What a layer leaves grows with its prefix; so that short ones are not slowed down, only
+        every few layers where it is given back in any case.
         """
         if hidden.device.type != "cpu":
             return
-        if index % max(1, _TRIM_TOKENS // (end * hidden.shape[0])) == 0:
-            most = self._most_resident
-            return_free_heap(above=most)
+        heap = self._heap
+        if heap.knows_most or index % max(1, _TRIM_TOKENS // (end * hidden.shape[0])) == 0:
+            heap.between_layers()
             if hidden.requires_grad:
-                hidden.register_hook(lambda _grad: return_free_heap(above=most))
+                hidden.register_hook(lambda _grad: heap.between_layers())
 
     def after_layer(self, index: int, layer: nn.Module, output: Any, *, failed: bool) -> Any:
         """Close the frame of layer `index` and the first chunk, and run the layer on the others.

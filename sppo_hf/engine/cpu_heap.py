@@ -80,18 +80,48 @@ def _slab(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.empty(*shape, dtype=dtype)
 
 
-def return_free_heap(*, above: float | None = None) -> None:
+def return_free_heap() -> None:
     """Give free pages inside the C library's heap back to the operating system.
 
     glibc before 2.38 cannot reuse a freed block for an aligned block of the same size, so the holes
     that a chunk's temporaries leave add up. Does nothing where there is no glibc.
-
-    Args:
-        above: Leave them while `resident_bytes` is at most this; None never does. What is given
-            back has to be mapped and zeroed again: every few layers, a tenth of a step's time.
     """
-    if _malloc_trim is not None and (above is None or resident_bytes() > above):
+    if _malloc_trim is not None:
         _malloc_trim(0)
+
+
+class HeapWatch:
+    """Gives free heap back between layers, before a step would pass its plan.
+
+    What is given back has to be mapped and zeroed again: every few layers, a tenth of a step's
+    time. So holes stay while there is room for as many again.
+    """
+
+    def __init__(self, most: float | None, *, passing: float = 0.0) -> None:
+        """Watch one step.
+
+        Args:
+            most: See `most_resident_bytes`; None gives free heap back every time.
+            passing: Bytes that come and go while a layer runs.
+        """
+        self._most = most
+        self._passing = passing
+        self._last = math.inf
+
+    @property
+    def knows_most(self) -> bool:
+        """Whether some free heap may stay."""
+        return self._most is not None
+
+    def between_layers(self) -> None:
+        """Give free heap back if what was added since the last time would not fit once more."""
+        if self._most is None:
+            return return_free_heap()
+        now = resident_bytes()
+        if now + max(self._passing, now - self._last) > self._most:
+            return_free_heap()
+            now = resident_bytes()
+        self._last = now
 
 
 def resident_bytes() -> float:
@@ -104,7 +134,7 @@ def resident_bytes() -> float:
 
 
 def most_resident_bytes(estimate: MemoryEstimate, parameters: Iterable[Tensor]) -> float:
-    """What may be resident between two layers of a step that is about to begin.
+    """What may be resident in a step that is about to begin.
 
     The step then takes no more than its estimate says, even if none of the holes is used again.
 
@@ -116,8 +146,7 @@ def most_resident_bytes(estimate: MemoryEstimate, parameters: Iterable[Tensor]) 
     there = sum(p.grad.nbytes for p in parameters if p.grad is not None)
     causes = (Cause.WEIGHTS, Cause.LORA, Cause.OPTIMIZER)
     there += sum(estimate.standing_bytes(cause) for cause in causes)
-    passing = estimate.most_bytes(Cause.WORKSPACE)
-    return resident_bytes() + estimate.peak_bytes("device", "host") - there - passing
+    return resident_bytes() + estimate.peak_bytes("device", "host") - there
 
 
 def _find_malloc_trim() -> Callable[[int], int] | None:

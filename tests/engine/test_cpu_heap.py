@@ -2,7 +2,6 @@
 
 import gc
 import itertools
-import math
 import mmap
 from typing import Any, Literal
 
@@ -14,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine import cpu_heap
 from sppo_hf.engine.convert import convert
-from sppo_hf.engine.cpu_heap import CpuChunkArena, most_resident_bytes, return_free_heap
+from sppo_hf.engine.cpu_heap import CpuChunkArena, HeapWatch, most_resident_bytes
 from sppo_hf.planning.causes import Cause
 from sppo_hf.planning.memory_snapshots import Level, MemoryEstimate, Points
 from sppo_hf.planning.tiers import TIERS, Tier
@@ -111,11 +110,24 @@ def test_free_heap_stays_where_little_is_resident(trims: list[int]) -> None:
     before = cpu_heap.resident_bytes()
     held = torch.ones(1 << 24)
     assert cpu_heap.resident_bytes() - before > 0.9 * held.nbytes
-    return_free_heap(above=2 * before)
+    HeapWatch(2 * before).between_layers()
     assert not trims
-    return_free_heap(above=before)
-    return_free_heap()
+    HeapWatch(2 * before, passing=before).between_layers()
+    HeapWatch(None).between_layers()
     assert len(trims) == 2
+
+
+def test_free_heap_goes_before_as_much_again_would_be_too_much(
+    trims: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # After three layers, given back to 12, after the fourth, given back to 5, after the fifth.
+    resident = iter([10.0, 30.0, 45.0, 12.0, 40.0, 5.0, 20.0])
+    monkeypatch.setattr(cpu_heap, "resident_bytes", lambda: next(resident))
+    heap, counts = HeapWatch(55, passing=1), list[int]()
+    for _ in range(5):
+        heap.between_layers()
+        counts.append(len(trims))
+    assert counts == [0, 0, 1, 2, 2]
 
 
 def test_a_step_may_hold_what_its_plan_says(
@@ -136,7 +148,7 @@ def test_a_step_may_hold_what_its_plan_says(
     monkeypatch.setattr(cpu_heap, "resident_bytes", lambda: 1000)
     weight = torch.nn.Parameter(torch.zeros(4))
     weight.grad = torch.zeros(4)
-    assert most_resident_bytes(estimate, [weight]) == 1000 + 50 - 16
+    assert most_resident_bytes(estimate, [weight]) == 1000 + 80 - 16
     assert len(trims) == 1, "holes of the step before are not the step's own"
 
 
@@ -154,5 +166,5 @@ def test_layers_give_back_free_heap_where_the_plan_has_no_room_for_it(
         model(**inputs).loss.backward()
         return len(trims)
 
-    counts = count(0.0), count(math.inf)
-    assert counts[1] - counts[0] == 2 * 3, "layer 0 of three chunks, both ways"
+    counts = count(0.0), count(1e18)
+    assert counts[1] - counts[0] == 2 * 3 * 3, "three layers of three chunks, both ways"
