@@ -53,7 +53,7 @@ from sppo_hf.offload.engine import OffloadEngine, OffloadStats
 from sppo_hf.offload.weights import HostWeights, can_rest
 from sppo_hf.planning.choices import Places, read_budgets, read_places
 from sppo_hf.planning.chunk_bounds import Bounds
-from sppo_hf.planning.memory import CONTEXT_BYTES
+from sppo_hf.planning.memory import standing_device_bytes
 from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.plan import Plan
 from sppo_hf.rules import format_bytes
@@ -650,14 +650,13 @@ class Engine:
             return
         whole = replace(model_shape(self.parts, device), optimizer_bytes=self.plans.optimizer_bytes)
         asked, *others = read_places(self.config, facts, adapters=whole.lora is not None)
-        room = budget - CONTEXT_BYTES[device.type]
 
-        def standing_bytes(places: Places) -> int:
+        def least_bytes(places: Places) -> int:
             shape = whole.resting_on_host(weights=places.weights, optimizer=places.optimizer)
-            return shape.standing_bytes
+            return standing_device_bytes(shape, device.type)
 
-        if others and standing_bytes(asked) > room:
-            fitting = (places for places in others if standing_bytes(places) <= room)
+        if others and least_bytes(asked) > budget:
+            fitting = (places for places in others if least_bytes(places) <= budget)
             self._rest(next(fitting, others[-1]), device)
 
     def _rest_as_planned(self, plan: Plan, device: torch.device) -> None:

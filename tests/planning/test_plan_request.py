@@ -219,3 +219,31 @@ def test_less_host_memory_is_taken_where_that_is_as_fast(monkeypatch: pytest.Mon
     assert heavy.prediction is not None
     assert light.prediction.step_seconds <= heavy.prediction.step_seconds
     assert light.estimate.host.total < 0.85 * heavy.estimate.host.total
+
+
+def test_places_that_cannot_be_the_answer_are_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer is the one of a search through all of them."""
+    asked = question_for(
+        llama_config(),
+        SPPOConfig(device_memory=80 * GIB, host_memory=256 * GIB),
+        profile=load_profile("h100"),
+        total_tokens=32_768,
+        trace=by_hand,
+    )
+    found = plan_for(asked)
+    searched: list[bool] = []
+    make = plans._make_plan
+
+    def make_all(request: plans.PlanRequest, *, under_seconds: float, **again: bool) -> plans.Plan:
+        searched.append(under_seconds < float("inf"))
+        return make(request, under_seconds=float("inf"), **again)
+
+    monkeypatch.setattr(plans, "_make_plan", make_all)
+    monkeypatch.setattr(plans, "standing_device_bytes", lambda *_: 0)
+    whole = plan_for(asked)
+    assert searched == [False, False, True], "the first does not fit, the second does"
+    assert found.shape.resting is not None
+    assert (found.layer_modes, found.kv_modes, found.bounds, found.places_reason) == (
+        *(whole.layer_modes, whole.kv_modes, whole.bounds),
+        whole.places_reason,
+    )
