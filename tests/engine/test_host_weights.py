@@ -22,6 +22,7 @@ from sppo_hf.offload import weights as host
 from sppo_hf.offload.copy_streams import HostCopier
 from sppo_hf.planning.activation_modes import KEEP, FrameMode
 from sppo_hf.planning.choices import Places
+from sppo_hf.planning.memory import CONTEXT_BYTES
 from sppo_hf.planning.memory_snapshots import Budgets
 from sppo_hf.testing.exactness import compare, float64_everywhere
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
@@ -286,7 +287,7 @@ def test_what_leaves_no_room_for_any_length_rests_before_the_first(
     ]
     assert standing == sorted(set(standing), reverse=True)
     context = 1 + standing[0]
-    monkeypatch.setitem(engines.CONTEXT_BYTES, "cpu", context)
+    monkeypatch.setitem(CONTEXT_BYTES, "cpu", context)
     monkeypatch.setattr(engines, "read_places", lambda *_, **__: choices)
 
     def rests(room: int) -> list[bool]:
