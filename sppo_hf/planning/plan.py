@@ -836,6 +836,7 @@ def _over_or_held(task: _Task, decisions: Decisions) -> tuple[int, float]:
 
 def _solved(task: _Task, cost: ModelCost) -> _Decided:
     limits: list[BudgetViolation] = []
+    fastest = "fastest that fits"
     for cuts in _cuts(task, cost):
         found = solve_chunks(
             cost,
@@ -850,12 +851,16 @@ def _solved(task: _Task, cost: ModelCost) -> _Decided:
         )
         if not isinstance(found, BudgetViolation):
             if task.device.kind == "cuda" and found.step_seconds < task.under_seconds:
-                found = with_less_host(cost, found, task.budgets, task.choices)
+                light = with_less_host(cost, found, task.budgets, task.choices)
+                if light.step_seconds > found.step_seconds:
+                    slower = light.step_seconds / found.step_seconds - 1.0
+                    fastest = f"{slower:.2%} slower than the {fastest}, for less host memory"
+                found = light
             break
         limits.append(found)
     else:
         found = _closest(task, cost, min(limits, key=lambda limit: limit.missing_bytes))
-    reason = f"auto: fastest that fits ({found.policy})"
+    reason = f"auto: {fastest} ({found.policy})"
     config = task.config
     return _Decided(
         decisions=found.decisions,

@@ -402,6 +402,12 @@ def solve(
 AS_FAST = 1.01
 """So many times the seconds are as fast: simulations are not better than that."""
 
+LESS_HOST_SECONDS = 1.002
+"""So many times the seconds are worth less host memory: page-locking it takes time too, once, and
+what is not locked is left to data loading, checkpoints and other processes."""
+
+# A slower plan leaves at least so much free of what an equally fast one takes of the host.
+_LEFT_FREE = 0.1
 # Shares of what a plan takes of the host with which it is looked for once more.
 _LESS_HOST = (0.8, 0.7, 0.6)
 # A plan that takes more of the host's budget would rather have more of it.
@@ -416,11 +422,12 @@ def with_less_host(
     *,
     device_kind: str = "cuda",
 ) -> Solution:
-    """Returns the one that takes least of the host, of some plans that are as fast.
+    """Returns the one that takes least of the host, of some plans that are about as fast.
 
-    They have the bounds, the order and the kinds of frames of `found`, smaller budgets of the host,
-    and none is slower. The linear program also sends frames away for gains that are lost when its
-    counts are rounded and copies get in each other's way, and page-locking their memory takes time.
+    They have the bounds, the order and the kinds of frames of `found`, and smaller budgets of the
+    host. None is slower, or it takes at most `LESS_HOST_SECONDS` of the fastest's time and at least
+    a tenth less of the host. The linear program also sends frames away for gains that are small, or
+    lost when its counts are rounded and copies get in each other's way.
 
     Args:
         cost: seconds and bytes of every unit.
@@ -440,12 +447,23 @@ def with_less_host(
     choices = replace(choices, saved=tuple(kind for kind in choices.saved if kind in saved))
     plans = [found]
     for share in _LESS_HOST:
-        less = budgets.replace(host=int(share * most))
-        tried = solve(cost, found.decisions, less, choices, best=found, device_kind=device_kind)
-        if isinstance(tried, Solution) and tried is not found:
+        least = min(plan.step_seconds for plan in plans)
+        tried = solve(
+            cost,
+            found.decisions,
+            budgets.replace(host=int(share * most)),
+            choices,
+            under_seconds=max(found.step_seconds, LESS_HOST_SECONDS * least),
+            device_kind=device_kind,
+        )
+        if isinstance(tried, Solution):
             plans.append(replace(tried, bound_seconds=found.bound_seconds))
-    most_seconds = AS_FAST * min(plan.step_seconds for plan in plans)
-    return min((plan for plan in plans if plan.step_seconds <= most_seconds), key=host_bytes)
+    least = min(plan.step_seconds for plan in plans)
+    as_fast = (p for p in plans if p.step_seconds <= min(found.step_seconds, AS_FAST * least))
+    light = min(as_fast, key=host_bytes)
+    worth = (1.0 - _LEFT_FREE) * host_bytes(light)
+    nearly = [p for p in plans if p.step_seconds <= LESS_HOST_SECONDS * least]
+    return min((p for p in nearly if host_bytes(p) <= worth), key=host_bytes, default=light)
 
 
 def play(

@@ -18,7 +18,7 @@ from sppo_hf.planning.plan_request import (
     timeline_of,
 )
 from sppo_hf.planning.profile_store import load_profile
-from sppo_hf.planning.solve import fits, over_budget
+from sppo_hf.planning.solve import LESS_HOST_SECONDS, fits, over_budget
 from tests.planning.questions import GIB, TOO_LONG_TOKENS, answer, question
 from tests.planning.shapes import by_hand, llama_config
 
@@ -219,6 +219,20 @@ def test_less_host_memory_is_taken_where_that_is_as_fast(monkeypatch: pytest.Mon
     assert heavy.prediction is not None
     assert light.prediction.step_seconds <= heavy.prediction.step_seconds
     assert light.estimate.host.total < 0.85 * heavy.estimate.host.total
+
+
+def test_a_little_time_is_given_for_much_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = question(16_384, device_memory=80 * GIB, host_memory=128 * GIB)
+    light = plan_for(asked)
+    monkeypatch.setattr(plans, "with_less_host", lambda cost, found, *_: found)
+    fast = plan_for(asked)
+    assert light.prediction is not None
+    assert fast.prediction is not None
+    slower = light.prediction.step_seconds / fast.prediction.step_seconds
+    assert 1.0 < slower <= LESS_HOST_SECONDS
+    assert light.estimate.host.total < 0.9 * fast.estimate.host.total
+    said = f"{slower - 1:.2%} slower than the fastest that fits, for less host memory"
+    assert light.offload_reason == f"auto: {said} (solver)"
 
 
 def test_places_that_cannot_be_the_answer_are_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
