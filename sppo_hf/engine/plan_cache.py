@@ -417,14 +417,8 @@ class PlanCache:
         softcap = getattr(self._parts.text_config, "attn_logit_softcapping", None) is not None
         chosen: dict[str, str] = {}
         for layer in (layer for layer in shape.layers if layer.num_heads):
-            requirement = AttentionSpec(
-                device_type=device.type,
-                dtype=dtype,
-                qk_head_size=layer.qk_head_size,
-                v_head_size=layer.v_head_size,
-                softcap=softcap,
-                window=layer.window is not None,
-                gqa_ratio=layer.num_heads // layer.num_kv_heads,
+            requirement = AttentionSpec.of_layer(
+                layer, device_type=device.type, dtype=dtype, softcap=softcap
             )
             selection = self._select(requirement)
             chosen.setdefault(selection.backend.name, selection.reason)
