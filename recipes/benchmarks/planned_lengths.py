@@ -35,7 +35,7 @@ from sppo_hf.planning.plan_request import (
     timeline_of,
 )
 from sppo_hf.planning.profile_store import load_profile
-from sppo_hf.planning.solve import over_budget
+from sppo_hf.planning.solve import LESS_HOST_SECONDS, over_budget
 from sppo_hf.reporting.plan_json import places_of
 from sppo_hf.reporting.plan_tables import format_seconds, keys_text
 from sppo_hf.rules import format_bytes
@@ -221,7 +221,8 @@ def not_first(rows: list[dict[str, Any]]) -> list[str]:
     found = []
     for row in rows:
         speeds = {n: r["tokens_per_second"] or 0.0 for n, r in row["policies"].items()}
-        if speeds and speeds["auto"] < max(speeds.values()):
+        # So much of its time it may give for less host memory.
+        if speeds and LESS_HOST_SECONDS * speeds["auto"] < max(speeds.values()):
             found.append(f"{row['tokens']:,} tokens: {speeds}")
     return found
 

@@ -57,7 +57,8 @@ LIMIT_SECONDS = {
     **dict.fromkeys(map(SOLVE.format, ORDERS), 1.0),
     VALIDATE.format("seq1f1b"): 0.02,
     "sppo --help": 0.5,
-    "sppo estimate, 128K": 1.5,
+    "sppo estimate, 128K, LoRA": 1.5,
+    "sppo estimate, 128K, all weights": 1.5,
 }
 
 
@@ -107,7 +108,8 @@ def measure(options: argparse.Namespace) -> dict[str, list[float]]:
     shipped, long = options.model, ["--seq-len", "128K"]
     for name, words in (
         ("sppo --help", ["--help"]),
-        ("sppo estimate, 128K", ["estimate", shipped, *long, "--lora", "16"]),
+        ("sppo estimate, 128K, LoRA", ["estimate", shipped, *long, "--lora", "16"]),
+        ("sppo estimate, 128K, all weights", ["estimate", shipped, *long]),
         (
             "sppo plan --gpus 128, 16 rows of 128K",
             ["plan", shipped, *long, "--gpus", "128", "--micro-batch-size", "16"],

@@ -82,7 +82,8 @@ def device_facts(
 ) -> DeviceFacts:
     """Name, memory and speed of `device` and of the host, as far as this process may use them.
 
-    `counted_bytes` of host memory, not pinned, are taken already by what a plan counts.
+    `counted_bytes` of host memory, not pinned, are taken already by what a plan counts; less than 0
+    where so much that is page-locked is not in the plan.
 
     Raises:
         ConfigError: `config.hardware` names no profile, or `config.offload_dir` no possible folder.

@@ -53,7 +53,7 @@ from sppo_hf.offload.engine import OffloadEngine, OffloadStats
 from sppo_hf.offload.weights import HostWeights, can_rest
 from sppo_hf.planning.choices import Places, read_budgets, read_places
 from sppo_hf.planning.chunk_bounds import Bounds
-from sppo_hf.planning.memory import CONTEXT_BYTES
+from sppo_hf.planning.memory import standing_device_bytes
 from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.plan import Plan
 from sppo_hf.rules import format_bytes
@@ -110,6 +110,8 @@ class Engine:
         """Those whose states go where the weights go; what these take, see `_resting_bytes`, or
         None where an update may have changed it."""
         self._warned: set[str] = set()
+        self._trained: list[bool] | None = None
+        """Which parameters the last batch trained."""
         self._kernels_tried = False
         self._has_run = False
         self._passes_on = False
@@ -230,6 +232,7 @@ class Engine:
         self.plans.correct(self.observer)
         rows, tokens, device = call.batch_rows, call.total_tokens, call.device
         self.place_weights(device)
+        self._notice_trained(device)
         while True:
             plan = self.plan(rows, tokens, device, return_logits=logits.whole)
             self._rest_as_planned(plan, device)
@@ -530,6 +533,8 @@ class Engine:
         """The plan for batches of this shape; made, shown and remembered the first time."""
         if device.type == "cuda":
             self.plans.resting_bytes = self._resting_bytes()
+            locked = 0 if self.weights is None else self.weights.locked_gradient_bytes
+            self.plans.locked_gradient_bytes = locked
         return self.plans.get(
             batch_rows, total_tokens, device, self.observer, return_logits=return_logits
         )
@@ -578,6 +583,17 @@ class Engine:
         """
         if self.weights is None:
             self._place_weights(device)
+
+    def _notice_trained(self, device: torch.device) -> None:
+        """Plan and place anew where other parameters are trained than in the batch before."""
+        if not torch.is_grad_enabled():
+            return
+        trained = [p.requires_grad for p in self.parts.causal_lm.parameters()]
+        before, self._trained = self._trained, trained
+        if before is not None and before != trained:
+            self.plans.forget_shape()
+            if self.weights is not None:
+                self._place_weights(device)
 
     def _place_weights(self, device: torch.device) -> None:
         rests = rests_on_host(self._placed)
@@ -650,14 +666,13 @@ class Engine:
             return
         whole = replace(model_shape(self.parts, device), optimizer_bytes=self.plans.optimizer_bytes)
         asked, *others = read_places(self.config, facts, adapters=whole.lora is not None)
-        room = budget - CONTEXT_BYTES[device.type]
 
-        def standing_bytes(places: Places) -> int:
+        def least_bytes(places: Places) -> int:
             shape = whole.resting_on_host(weights=places.weights, optimizer=places.optimizer)
-            return shape.standing_bytes
+            return standing_device_bytes(shape, device.type)
 
-        if others and standing_bytes(asked) > room:
-            fitting = (places for places in others if standing_bytes(places) <= room)
+        if others and least_bytes(asked) > budget:
+            fitting = (places for places in others if least_bytes(places) <= budget)
             self._rest(next(fitting, others[-1]), device)
 
     def _rest_as_planned(self, plan: Plan, device: torch.device) -> None:

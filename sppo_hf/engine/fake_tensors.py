@@ -12,7 +12,7 @@ with its views. Not covered: symbolic sizes, other devices, what changes a tenso
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -59,7 +59,8 @@ def fake_like(tensor: Tensor) -> Tensor:
 def run_fake(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """What an operation returns: fake tensors, unless it is given real ones alone.
 
-    What is made of constants has values, which code may ask for.
+    What is made of constants has values, which code may ask for, until what is fake is written into
+    one: it counts as fake from then on, and so do its views.
 
     Raises:
         DataDependentOutputException: it tells Python a value; likewise
@@ -67,8 +68,11 @@ def run_fake(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             UnsupportedOperatorException where nothing is known of it.
     """
     given = list(tensors_in((*args, *kwargs.values())))
-    if given and not any(isinstance(tensor, Fake) for tensor in given):
+    if given and not any(map(_is_fake, given)):
         return func(*args, **kwargs)
+    for tensor in _written(func, args, kwargs):
+        if not isinstance(tensor, Fake):
+            tensor.untyped_storage().holds_fake = True  # type: ignore[attr-defined]
     # Numbers that are divided, or filled in, have the default dtype.
     key = (func, torch.get_default_dtype(), _key(args), _key(kwargs.items()))
     answer = _answers.get(key)
@@ -81,6 +85,25 @@ def run_fake(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if isinstance(answer, (list, tuple)):
         return type(answer)(_give(x, given) if isinstance(x, _Result) else x for x in answer)
     return answer
+
+
+def _is_fake(tensor: Tensor) -> bool:
+    """Whether nobody knows its values."""
+    if isinstance(tensor, Fake):
+        return True
+    # A storage keeps its Python object, and so what was noted there, as long as it lives.
+    strided = tensor.layout is torch.strided
+    return strided and hasattr(tensor.untyped_storage(), "holds_fake")
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """Tensors among the arguments that an operation writes to."""
+    if not func._schema.is_mutable:
+        return
+    for at, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[at] if at < len(args) else kwargs.get(argument.name)
+            yield from tensors_in((given,))
 
 
 class _Result(NamedTuple):

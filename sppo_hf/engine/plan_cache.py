@@ -153,6 +153,9 @@ class PlanCache:
         """What the optimizer keeps, once that is known."""
         self.resting_bytes = 0
         """Host memory, not pinned, that gradients and optimizer states at rest take already."""
+        self.locked_gradient_bytes = 0
+        """Page-locked memory that gradients at rest have; like the above it is in plans of training
+        alone, and in an evaluation nobody's to use."""
 
     def has_run(self, plan: Plan) -> bool:
         """Whether a forward under `plan` has come to its end."""
@@ -237,7 +240,7 @@ class PlanCache:
             plan = self._shared_plan(device, batch_rows, total_tokens, **wanted)
             if self._config.device_memory is None:
                 leave_to_driver(device, CONTEXT_BYTES["cuda"])
-            given_bytes = self._least(
+            given_bytes = self.least_given(
                 self._offload.prepare(device, plan, progress=observer.on_host_memory)
             )
             if given_bytes is not None:
@@ -254,11 +257,7 @@ class PlanCache:
         self, host_bytes: int, plan: Plan, device: torch.device, **wanted: bool
     ) -> Plan:
         """The same batch planned with the host memory that the system really gives."""
-        logger.warning(
-            "%s of host memory were planned with, and the system gave %s; planning with those",
-            format_bytes(offloaded_bytes(plan)),
-            format_bytes(host_bytes),
-        )
+        warn_of_less(offloaded_bytes(plan), host_bytes)
         self._config = self._config.replace(host_memory=host_bytes)
         plan = self._shared_plan(device, plan.batch_rows, plan.total_tokens, **wanted)
         self._offload.prepare(device, plan)
@@ -267,7 +266,7 @@ class PlanCache:
     def _shared_plan(self, *args: Any, **wanted: Any) -> Plan:
         return shared_plan(lambda: self._make_plan(*args, **wanted), self._group)
 
-    def _least(self, given_bytes: int | None) -> int | None:
+    def least_given(self, given_bytes: int | None) -> int | None:
         """The least that any rank was given of host memory; None where all got what they need."""
         if self._group is None:
             return given_bytes
@@ -316,7 +315,11 @@ class PlanCache:
         request = PlanRequest(
             config=config,
             shape=shape,
-            device=device_facts(device, self._config, counted_bytes=self.resting_bytes),
+            device=device_facts(
+                device,
+                self._config,
+                counted_bytes=self.resting_bytes if training else -self.locked_gradient_bytes,
+            ),
             backend_name=name,
             backend_reason=reason,
             batch_rows=batch_rows,
@@ -379,8 +382,13 @@ class PlanCache:
             self._offload.prepare(device, after)
             observer.on_correction(before, after, correction_found.measured)
 
+    def forget_shape(self) -> None:
+        """Plan training anew from now on: other parameters are trained."""
+        self._shape = None
+        self._plans = {key: plan for key, plan in self._plans.items() if not plan.training}
+
     def shape(self) -> ModelShape:
-        """The model's shape, read once."""
+        """The model's shape, read once for the parameters that are trained."""
         if self._shape is None:
             self._shape = model_shape(self._parts)
         return self._shape
@@ -417,20 +425,23 @@ class PlanCache:
         softcap = getattr(self._parts.text_config, "attn_logit_softcapping", None) is not None
         chosen: dict[str, str] = {}
         for layer in (layer for layer in shape.layers if layer.num_heads):
-            requirement = AttentionSpec(
-                device_type=device.type,
-                dtype=dtype,
-                qk_head_size=layer.qk_head_size,
-                v_head_size=layer.v_head_size,
-                softcap=softcap,
-                window=layer.window is not None,
-                gqa_ratio=layer.num_heads // layer.num_kv_heads,
+            requirement = AttentionSpec.of_layer(
+                layer, device_type=device.type, dtype=dtype, softcap=softcap
             )
             selection = self._select(requirement)
             chosen.setdefault(selection.backend.name, selection.reason)
         if not chosen:
             return "none", "no layer of the model has attention"
         return ", ".join(chosen), "\n".join(chosen.values())
+
+
+def warn_of_less(planned_bytes: int, given_bytes: int) -> None:
+    """Say that the system gives less host memory than was planned with."""
+    logger.warning(
+        "%s of host memory were planned with, and the system gave %s; planning with those",
+        format_bytes(planned_bytes),
+        format_bytes(given_bytes),
+    )
 
 
 def shared_plan(make: Callable[[], Plan], group: SequenceGroup | None) -> Plan:

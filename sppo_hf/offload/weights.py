@@ -203,6 +203,12 @@ class HostWeights:
         return sum(weight.host.nbytes for weight in self._all())
 
     @property
+    def locked_gradient_bytes(self) -> int:
+        """Page-locked memory for gradients, whether they are there or not."""
+        places = sum(weight.place.nbytes for weight in self._all() if weight.place is not None)
+        return places + (0 if self._arriving is None else self._arriving.reserved_bytes)
+
+    @property
     def gradients(self) -> Iterator[Tensor]:
         """Those that rest on the host, too."""
         for weight in self._all():

@@ -157,8 +157,8 @@ class SequenceRanks:
 
 
 @dataclass(frozen=True, slots=True)
-class _ToHeads:
-    """`[B, N, c, H]` to `[B, n, C, H]`, n of the N heads; in memory `[C, n, B, H]`."""
+class _Way:
+    """How a tensor goes to the other ranks; a way has `start` and `unpack`."""
 
     ranks: SequenceRanks
     lengths: list[int]
@@ -166,8 +166,24 @@ class _ToHeads:
     counts: list[int]
     """Heads of each rank."""
 
+    @property
+    def tokens(self) -> int:
+        """Of this rank."""
+        return self.lengths[self.ranks.rank]
+
+    @property
+    def heads(self) -> int:
+        """Of this rank."""
+        return self.counts[self.ranks.rank]
+
+
+class _ToHeads(_Way):
+    """`[B, N, c, H]` to `[B, n, C, H]`, n of the N heads; in memory `[C, n, B, H]`."""
+
+    __slots__ = ()
+
     def start(self, x_BNcH: Tensor) -> Tensor:
-        rows, _, tokens, head_size = x_BNcH.shape
+        rows, _, _, head_size = x_BNcH.shape
         x_cNBH = x_BNcH.permute(2, 1, 0, 3)
         if len(set(self.counts)) == 1:  # one copy
             split = x_cNBH.unflatten(1, (len(self.counts), self.counts[0])).transpose(0, 1)
@@ -175,33 +191,26 @@ class _ToHeads:
         else:
             parts = x_cNBH.split(self.counts, dim=1)
             sent = torch.cat([part.reshape(-1, rows, head_size) for part in parts])
-        own = self.counts[self.ranks.rank]
-        gone = [tokens * count for count in self.counts]
-        return self.ranks.start(sent, gone, [own * c for c in self.lengths])
+        gone = [self.tokens * count for count in self.counts]
+        return self.ranks.start(sent, gone, [self.heads * c for c in self.lengths])
 
     def unpack(self, got: Tensor) -> Tensor:
-        own = self.counts[self.ranks.rank]
-        return got.view(sum(self.lengths), own, *got.shape[1:]).permute(2, 1, 0, 3)
+        return got.view(sum(self.lengths), self.heads, *got.shape[1:]).permute(2, 1, 0, 3)
 
 
-@dataclass(frozen=True, slots=True)
-class _ToTokens:
+class _ToTokens(_Way):
     """`[B, n, C, H]`, n of the N heads, to `[B, N, c, H]`, in memory `[B, c, N, H]`."""
 
-    ranks: SequenceRanks
-    lengths: list[int]
-    counts: list[int]
+    __slots__ = ()
 
     def start(self, x_BNCH: Tensor) -> Tensor:
-        rows, own, _, head_size = x_BNCH.shape
+        rows, _, _, head_size = x_BNCH.shape
         sent = x_BNCH.permute(2, 1, 0, 3).reshape(-1, rows, head_size)
-        tokens = self.lengths[self.ranks.rank]
-        came = [tokens * count for count in self.counts]
-        return self.ranks.start(sent, [own * c for c in self.lengths], came)
+        came = [self.tokens * count for count in self.counts]
+        return self.ranks.start(sent, [self.heads * c for c in self.lengths], came)
 
     def unpack(self, got: Tensor) -> Tensor:
-        rows, head_size = got.shape[1:]
-        tokens = self.lengths[self.ranks.rank]
+        (rows, head_size), tokens = got.shape[1:], self.tokens
         if len(set(self.counts)) == 1:  # one copy
             x_ncNBH = got.view(len(self.counts), tokens, self.counts[0], rows, head_size)
             x_BcNH = x_ncNBH.permute(3, 1, 0, 2, 4).reshape(

@@ -15,7 +15,8 @@ from torch import distributed as dist
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.device_facts import device_facts, dtype_name, leave_to_driver, whole_shape
-from sppo_hf.engine.plan_cache import STEP_MEASURED, shared_plan
+from sppo_hf.engine.offload_holder import offloaded_bytes
+from sppo_hf.engine.plan_cache import STEP_MEASURED, shared_plan, warn_of_less
 from sppo_hf.errors import BudgetError, ConfigError, PipelineError
 from sppo_hf.offload.stats import OffloadStats
 from sppo_hf.pipeline.agreement import all_say, first_rank_says
@@ -149,6 +150,8 @@ class StagePlanCache:
 
     def __init__(self, engine: PipelineEngine) -> None:
         self._engine = engine
+        self._host_bytes: int | None = None
+        """What the system gave, once it refused what was planned with."""
         self._made: dict[tuple[Any, ...], BatchPlans] = {}
         self._choices: dict[tuple[Any, ...], tuple[PipelineChoice, torch.dtype]] = {}
         self._steps: dict[tuple[Any, ...], PipelineStep] = {}
@@ -394,6 +397,8 @@ class StagePlanCache:
     ) -> dict[int, Plan]:
         engine = self._engine
         config, cut, bounds = engine.config, engine.staged.cut, choice.bounds
+        if self._host_bytes is not None:
+            config = config.replace(host_memory=self._host_bytes)
         whole = engine.shape()
         if choice.schedule == MSP:
             helped = engine.helped_weights()
@@ -449,12 +454,18 @@ class StagePlanCache:
                     warnings.warn(warning, stacklevel=2)
             # Each plan has a share of the budgets, and one pool serves them all.
             pool = replace(plans[stage], budgets=read_budgets(config, facts))
-            engine.offload_holder.prepare(
-                device,
-                pool,
-                batches=max(1, math.ceil(alive)),
-                progress=engine.observer.on_host_memory,
+            batches = max(1, math.ceil(alive))
+            given_bytes = engine.plans.least_given(
+                engine.offload_holder.prepare(
+                    device, pool, batches=batches, progress=engine.observer.on_host_memory
+                )
             )
+            if given_bytes is not None and self._host_bytes is None:
+                warn_of_less(batches * offloaded_bytes(pool), given_bytes)
+                self._host_bytes = given_bytes
+                return self._make(
+                    rows, total_tokens, device, micro_batches, training, choice, learned
+                )
         return plans
 
     def _planned(self, request: PlanRequest, choice: PipelineChoice, micro_batches: int) -> Plan:

@@ -21,12 +21,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch import distributed as dist
+from torch.autograd import Variable
 from transformers.modeling_outputs import ModelOutput
 
 from sppo_hf.engine.batch_layout import BatchLayout
@@ -220,6 +221,10 @@ class TokenCall:
         """The gradients of `_parameters`, None for those that got none."""
         names = [id(parameter) for parameter in gradients.parameters()]
         given = dict(zip(names, gradients.hand_out(factor), strict=True))
+        # Autograd calls hooks of whatever it is given an entry for. Those that were averaged have
+        # their gradient already.
+        without = [p for p in self._parameters if id(p) not in given]
+        _hooks_see_gradients_alone(without)
         return [given.get(id(parameter)) for parameter in self._parameters]
 
     def _uniform_gradient(self, grads: dict[str, Tensor]) -> float | None:
@@ -244,6 +249,41 @@ class TokenCall:
         """The gradient to run with: a power of two, so that scaling by it loses nothing."""
         guess = float(self._engine.expected_gradient()) / max(1, int(self._counts().sum()))
         return -math.ldexp(1.0, round(math.log2(guess))) if 0.0 < guess < math.inf else -1.0
+
+
+def _hooks_see_gradients_alone(parameters: Iterable[nn.Parameter]) -> None:
+    """Keep the backward that runs now from calling hooks of `parameters` with None.
+
+    No backward of the plain model reaches a parameter that gets no gradient. A hook is called all
+    the same where another call of the step brings one. torch's own hook that waits for several
+    parameters counts all that autograd visits, and sees its None.
+    """
+    guarded: list[tuple[dict[int, Any], int, Any]] = []
+    for hooks in (p._backward_hooks for p in parameters if p._backward_hooks):
+        for key, hook in hooks.items():
+            waits = getattr(hook, "__module__", "") == "torch.autograd.graph"
+            if not waits and not isinstance(hook, _Guarded):
+                guarded.append((hooks, key, hook))
+                hooks[key] = _Guarded(hook)
+
+    def give_back() -> None:
+        for hooks, key, hook in guarded:
+            if key in hooks:  # else it was removed meanwhile
+                hooks[key] = hook
+
+    if guarded:
+        # A backward that raises leaves guards, which change nothing for hooks that get a gradient.
+        Variable._execution_engine.queue_callback(give_back)
+
+
+class _Guarded:
+    """A hook on a parameter that is called for gradients alone."""
+
+    def __init__(self, hook: Callable[[Tensor], Tensor | None]) -> None:
+        self._hook = hook
+
+    def __call__(self, grad: Tensor | None) -> Tensor | None:
+        return None if grad is None else self._hook(grad)
 
 
 class _Held(torch.autograd.Function):

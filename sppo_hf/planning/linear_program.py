@@ -21,16 +21,16 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from sppo_hf.planning.activation_modes import SAVED, FrameMode
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions, KVMode
-from sppo_hf.planning.lowering import LAYERS_THERE, MOVED, mode_free_levels
-from sppo_hf.planning.memory import CONTEXT_BYTES, FRAGMENTATION, HOST_SLAB_BYTES, byte_tables
+from sppo_hf.planning.lowering import LAYERS_THERE, least_device_bytes, mode_free_levels
+from sppo_hf.planning.memory import FRAGMENTATION, HOST_SLAB_BYTES, byte_tables
 from sppo_hf.planning.memory_snapshots import Budgets, Bytes
 from sppo_hf.planning.tiers import Tier, away_tiers, tiers_behind_host
 
@@ -80,21 +80,80 @@ def chunk_groups(num_chunks: int, modes: Sequence[FrameMode]) -> tuple[tuple[int
     return tuple(tuple(range(start, end)) for start, end in pairwise(ends))
 
 
+class Terms(NamedTuple):
+    """What rows sum up, [rows, terms] each: no column twice in a row, a factor of 0 for none."""
+
+    columns: NDArray[np.int64]
+    factors: NDArray[np.float64]
+
+    def __neg__(self) -> Terms:
+        """The same with the opposite sign."""
+        return Terms(self.columns, -self.factors)
+
+    def times(self, factor: float) -> Terms:
+        """Returns so many times as much."""
+        return Terms(self.columns, factor * self.factors)
+
+    def before(self) -> Terms:
+        """Returns in each row what the one above it sums up, and nothing in the first."""
+        columns, factors = (np.roll(table, 1, axis=0) for table in self)
+        factors[:1] = 0.0
+        return Terms(columns, factors)
+
+
+def joined(*terms: Terms) -> Terms:
+    """Returns in each row all that is in that row of any of them, in their order."""
+    columns, factors = (np.concatenate(tables, axis=1) for tables in zip(*terms, strict=True))
+    return Terms(columns, factors)
+
+
 class Rows:
     """Constraints on `row . x`, collected sparsely."""
 
     def __init__(self) -> None:
-        self.data: list[float] = []
-        self.columns: list[int] = []
-        self.starts = [0]
-        self.bounds: list[float] = []
+        self._columns: list[NDArray[np.int64]] = []
+        self._factors: list[NDArray[np.float64]] = []
+        self._counts: list[NDArray[np.int64]] = []
+        self._bounds: list[NDArray[np.float64]] = []
 
-    def add(self, terms: Sequence[tuple[int, float]], bound: float) -> None:
-        """Adds one row: (column, factor) terms, no column twice, and its bound."""
-        self.columns += [column for column, factor in terms if factor]
-        self.data += [factor for _, factor in terms if factor]
-        self.starts.append(len(self.data))
-        self.bounds.append(bound)
+    def add(self, *rows: tuple[Terms, ArrayLike], there: NDArray[np.bool_] | None = None) -> None:
+        """Adds rows and their bounds, [slots] of each: all of a slot, then those of the next.
+
+        Args:
+            rows: terms and bounds of the first rows of all slots, of the second ones, ...
+            there: [slots, rows] which there are; None for all.
+        """
+        slots, widest = len(rows[0][0].columns), max(terms.columns.shape[1] for terms, _ in rows)
+        columns = np.zeros((slots, len(rows), widest), dtype=np.int64)
+        factors = np.zeros((slots, len(rows), widest))
+        bounds = np.empty((slots, len(rows)))
+        for at, (terms, bound) in enumerate(rows):
+            width = terms.columns.shape[1]
+            columns[:, at, :width], factors[:, at, :width] = terms
+            bounds[:, at] = bound
+        if there is not None:
+            columns, factors, bounds = columns[there], factors[there], bounds[there]
+        used = factors != 0.0
+        self._columns.append(columns[used])
+        self._factors.append(factors[used])
+        self._counts.append(used.sum(axis=-1).ravel())
+        self._bounds.append(bounds.ravel())
+
+    @property
+    def bounds(self) -> NDArray[np.float64]:
+        """[rows] Their bounds."""
+        return np.concatenate([np.empty(0), *self._bounds])
+
+    @staticmethod
+    def matrix(*all_rows: Rows) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float64]]:
+        """Returns some rows below each other: where each begins, and columns and factors in it."""
+        nothing = [np.empty(0, dtype=np.int64)]
+        counts, columns, factors = (
+            np.concatenate([*nothing, *(part for rows in all_rows for part in of(rows))])
+            for of in (lambda x: x._counts, lambda x: x._columns, lambda x: x._factors)
+        )
+        starts = np.concatenate(([0], np.cumsum(counts)))
+        return starts.astype(np.int32), columns.astype(np.int32), factors.astype(np.float64)
 
 
 def minimise(objective: NDArray[np.float64], less: Rows, equal: Rows) -> NDArray[np.float64] | None:
@@ -106,25 +165,20 @@ def minimise(objective: NDArray[np.float64], less: Rows, equal: Rows) -> NDArray
         equal: rows that are their bound.
     """
     # Not at the top: who plans by a rule, or on a CPU without a budget, solves no program.
-    from highspy import Highs, HighsLp, HighsModelStatus, MatrixFormat, kHighsInf
+    from highspy import Highs, HighsModelStatus, MatrixFormat, ObjSense, kHighsInf
 
-    width, height = len(objective), len(less.bounds) + len(equal.bounds)
-    program = HighsLp()
-    program.num_col_, program.num_row_ = width, height
-    program.col_cost_ = objective
-    program.col_lower_, program.col_upper_ = np.zeros(width), np.full(width, kHighsInf)
-    unbounded = np.full(len(less.bounds), -kHighsInf)
-    program.row_lower_ = np.concatenate([unbounded, equal.bounds])
-    program.row_upper_ = np.concatenate([less.bounds, equal.bounds])
-    matrix = program.a_matrix_
-    matrix.format_ = MatrixFormat.kRowwise
-    matrix.num_col_, matrix.num_row_ = width, height
-    matrix.start_ = np.array([*less.starts, *(len(less.data) + at for at in equal.starts[1:])])
-    matrix.index_ = np.array(less.columns + equal.columns)
-    matrix.value_ = np.array(less.data + equal.data)
+    starts, columns, factors = Rows.matrix(less, equal)
+    most, exactly = less.bounds, equal.bounds
+    width, height = len(objective), len(most) + len(exactly)
     solver = Highs()
     solver.silent()
-    solver.passModel(program)
+    solver.passModel(
+        *(width, height, len(factors), int(MatrixFormat.kRowwise), int(ObjSense.kMinimize), 0.0),
+        *(objective, np.zeros(width), np.full(width, kHighsInf)),
+        np.concatenate([np.full(len(most), -kHighsInf), exactly]),
+        np.concatenate([most, exactly]),
+        *(starts, columns, factors, np.zeros(width, dtype=np.int32)),
+    )
     solver.run()
     if solver.getModelStatus() != HighsModelStatus.kOptimal:
         return None
@@ -175,13 +229,20 @@ class LinearProgram:
         last = len(self._groups) - 1
         self._keys = range(last, last + 1) if decisions.by_layer else range(0)
         """Groups that are keys and values."""
-        self._all = range(decisions.num_layers if decisions.by_layer else decisions.num_chunks)
+        self._slots = decisions.num_layers if decisions.by_layer else decisions.num_chunks
         self._slab_bytes = HOST_SLAB_BYTES if device_kind == "cuda" else 1
-        slots = len(self._all)
-        ways = [len(group.tiers) for group in self._groups]
-        self._first = [sum(ways[:at]) for at in range(len(ways))]
-        self._each = sum(ways)
-        self._x = slots * self._each
+        groups = self._groups
+        self._tiers = [tier for group in groups for tier in group.tiers]
+        """[ways] Of all groups, one behind the other: where each puts things."""
+        self._group_of = np.repeat(np.arange(len(groups)), [len(group.tiers) for group in groups])
+        self._sizes = np.concatenate([group.sizes for group in groups]).T
+        """[slots, ways] GiB of one there."""
+        self._again = np.concatenate([group.seconds for group in groups]).T
+        """[slots, ways] What backward runs again for one."""
+        self._ways = len(self._tiers)
+        self._x = self._slots * self._ways
+        self._at = np.arange(self._x).reshape(self._slots, self._ways)
+        """[slots, ways] Columns of the counts."""
         # Behind the counts: one column per slot and purpose.
         self._away = away_tiers()
         self._behind = tiers_behind_host()
@@ -192,8 +253,8 @@ class LinearProgram:
             *("forward", "backward", "kept", *self._away),
             *("out", *written, "sums", *stored, "coming", "back", *read),
         )
-        self._column = {name: self._x + i * slots for i, name in enumerate(names)}
-        self._width = self._x + len(names) * slots
+        self._column = {name: self._x + i * self._slots for i, name in enumerate(names)}
+        self._width = self._x + len(names) * self._slots
         self._compute_seconds = 0.0
         self._less = Rows()
         self._equal = Rows()
@@ -252,29 +313,25 @@ class LinearProgram:
         self._copy_out()
         self._copy_back()
         objective = np.zeros(self._width)
-        slots = len(self._all)
+        slots = self._slots
         for name in ("forward", "backward"):
             first = self._column[name]
             objective[first : first + slots] = 1.0
         # Of equally fast plans, the one that moves less; never at a price that counts.
-        moved = np.zeros(self._x)
+        moved = np.where([tier in self._away for tier in self._tiers], self._sizes, 0.0)
         most = 0.0
-        for slot in self._all:
-            for column, size in self._terms(slot, self._away):
-                moved[column] = size
         for at, group in enumerate(self._groups):
-            first, ways = self._first[at], len(group.tiers)
-            of_group = moved.reshape(slots, self._each)[:, first : first + ways]
+            of_group = moved[:, self._group_of == at]
             most += float(of_group.max(axis=1, initial=0.0).sum()) * group.number
         if most > 0.0:
-            objective[: self._x] = _MOVING_SHARE * self._compute_seconds / most * moved
+            objective[: self._x] = _MOVING_SHARE * self._compute_seconds / most * moved.ravel()
         values = minimise(objective, self._less, self._equal)
         if values is None:
             return None
         first = self._column["forward"]
         seconds = float(values[first : first + 2 * slots].sum())
-        counts = values[: self._x].reshape(slots, self._each)
-        frames = self._each - sum(len(self._groups[at].tiers) for at in self._keys)
+        counts = values[: self._x].reshape(slots, self._ways)
+        frames = self._ways - sum(len(self._groups[at].tiers) for at in self._keys)
         if self._what.training:
             seconds += self._cost.update_seconds
         return Mix(
@@ -283,61 +340,56 @@ class LinearProgram:
             counts[:, frames:] if self._what.by_layer else None,
         )
 
-    # -- terms -------------------------------------------------------------------------------
+    # -- terms: a row for each slot ------------------------------------------------------------
 
-    def _at(self, slot: int, group: int, way: int) -> int:
-        return slot * self._each + self._first[group] + way
-
-    def _col(self, name: str, slot: int) -> int:
-        return self._column[name] + slot
-
-    def _terms(
-        self, slot: int, tiers: Container[str], groups: Sequence[int] | None = None
-    ) -> list[tuple[int, float]]:
-        """Bytes of a slot's frames and keys on some tiers, in GiB for the solver's sake.
+    def _terms(self, tiers: Container[str], groups: Container[int] | None = None) -> Terms:
+        """Bytes of frames and keys on some tiers, in GiB for the solver's sake.
 
         Args:
-            slot: the slot.
             tiers: which.
             groups: of which groups; None for all.
         """
-        terms: list[tuple[int, float]] = []
-        for at in range(len(self._groups)) if groups is None else groups:
-            group = self._groups[at]
-            for way, tier in enumerate(group.tiers):
-                if tier in tiers:
-                    terms.append((self._at(slot, at, way), float(group.sizes[way, slot])))
-        return terms
+        chosen = [
+            way
+            for way, tier in enumerate(self._tiers)
+            if tier in tiers and (groups is None or int(self._group_of[way]) in groups)
+        ]
+        return Terms(self._at[:, chosen], self._sizes[:, chosen])
 
-    def _key_terms(self, slot: int, tiers: Container[str]) -> list[tuple[int, float]]:
-        """Those of keys and values alone; none where the slot is a chunk, or before the first."""
-        return self._terms(slot, tiers, self._keys) if slot >= 0 else []
+    def _keys_on(self, tiers: Container[str]) -> Terms:
+        """Those of keys and values alone; none by chunk."""
+        return self._terms(tiers, self._keys)
 
-    def _from_the_end(self, slot: int, tiers: Sequence[str]) -> list[tuple[int, float]]:
-        """GiB of what this and all later slots have on some tiers."""
-        terms: list[tuple[int, float]] = []
-        for tier in tiers:
-            terms.append((self._col(tier, self._all[-1]), 1.0))
-            if slot:
-                terms.append((self._col(tier, slot - 1), -1.0))
-        return terms
+    def _col(self, name: str, factor: float = 1.0) -> Terms:
+        first = self._column[name]
+        columns = np.arange(first, first + self._slots)[:, None]
+        return Terms(columns, np.full((self._slots, 1), factor))
+
+    def _last(self, name: str) -> Terms:
+        """The last slot's column."""
+        columns, factors = self._col(name)
+        return Terms(np.broadcast_to(columns[-1:], columns.shape), factors)
+
+    def _from_the_end(self, tiers: Sequence[str]) -> list[Terms]:
+        """GiB of what a slot and all later ones have on some tiers."""
+        return [part for tier in tiers for part in (self._last(tier), -self._col(tier).before())]
 
     # -- constraints -------------------------------------------------------------------------
 
     def _count_layers(self) -> None:
-        for slot in self._all:
-            for at, group in enumerate(self._groups):
-                terms = [(self._at(slot, at, way), 1.0) for way in range(len(group.tiers))]
-                self._equal.add(terms, group.number)
+        ones = np.ones((self._slots, self._ways))
+        self._equal.add(
+            *(
+                (Terms(self._at[:, of], ones[:, of]), group.number)
+                for at, group in enumerate(self._groups)
+                for of in [self._group_of == at]
+            )
+        )
 
     def _sum_up(self, name: str, tiers: Container[str]) -> None:
         """Makes column `name` of each slot the GiB of all up to it on some tiers."""
-        for slot in self._all:
-            terms = self._terms(slot, tiers)
-            terms.append((self._col(name, slot), -1.0))
-            if slot:
-                terms.append((self._col(name, slot - 1), 1.0))
-            self._equal.add(terms, 0.0)
+        before = self._col(name).before()
+        self._equal.add((joined(self._terms(tiers), self._col(name, -1.0), before), 0.0))
 
     def _hold_device(self) -> None:
         """What is kept and all else are within the budget where a slot's forward and backward end.
@@ -350,48 +402,49 @@ class LinearProgram:
         if budget is None:
             return
         share = 1.0 + FRAGMENTATION[self._device_kind]
-        held = self._held_device()
+        held = least_device_bytes(self._tables)
         copies, forward, backward = self._passing()
-        for slot in self._all:
-            ahead, heads, begin, end = self._ends(slot)
-            # Of the running layer's keys and values all know; those of the one below come ahead.
-            running = _negative(self._key_terms(slot, _HERE))
-            below = self._key_terms(slot - 1, self._away)
-            moments = [
-                (ahead, forward[slot], slot, running),
-                *((head, 0, slot, list[tuple[int, float]]()) for head in heads),
-                (begin, backward[slot], slot, running),
-            ]
-            if slot:
-                moments.append((end, backward[slot], slot - 1, below))
-            for at, passing, framed, keys in moments:
-                fixed = held[at] + share * (passing + copies[slot])
-                terms = [(self._col("kept", framed), share)]
-                terms += [(column, share * size) for column, size in keys]
-                if framed < slot:
-                    # Of the slot itself, the frame that runs.
-                    terms += self._share_of_frame(slot, share=share)
-                self._less.add(terms, (budget - fixed) / _GIB)
+        kept = self._col("kept", share)
+        # Of the running layer's keys and values all know; those of the one below come ahead.
+        running = joined(kept, -self._keys_on(_HERE).times(share))
+        # Of the slot itself, the frame that runs.
+        below = self._keys_on(self._away).before().times(share)
+        below = joined(kept.before(), below, self._share_of_frame(share=share))
+        ahead, heads, begin, end, there = self._ends()
 
-    def _ends(self, slot: int) -> tuple[int, list[int], int, int]:
-        """Points at which a slot's forward ends, of heads behind it, and of its backward's ends."""
-        points = self._tables.points
+        def room(at: Bytes, passing: Bytes | int) -> NDArray[np.float64]:
+            return (budget - (held[at] + share * (passing + copies))) / _GIB
+
+        self._less.add(
+            (running, room(ahead, forward)),
+            (kept, room(heads, 0)),
+            (running, room(begin, backward)),
+            (below, room(end, backward)),
+            there=there,
+        )
+
+    def _ends(self) -> tuple[Bytes, Bytes, Bytes, Bytes, NDArray[np.bool_]]:
+        """[slots] Points at which forward ends, of a head behind it, and of backward's ends.
+
+        And [slots, 4] which there are.
+        """
+        points, slots = self._tables.points, np.arange(self._slots)
         last_chunk, last_layer = points.num_chunks - 1, points.num_layers - 1
-        begin, end = (slot, last_layer), (slot, 0)
-        heads = [points.forward(slot, last_layer + 1)]
+        nowhere: Any = np.zeros_like(slots)
+        there = np.ones((self._slots, 4), dtype=bool)
+        there[0, 3] = False
+        chunks: tuple[Any, Any] = (slots, slots)
+        layers: tuple[Any, Any] = (nowhere + last_layer, nowhere)
+        heads = points.forward(slots, last_layer + 1)  # type: ignore[arg-type]
         if self._what.by_layer:
-            begin, end = (last_chunk, slot), (0, slot)
-            heads = [points.forward(last_chunk, last_layer + 1)] if slot == last_layer else []
-        return points.forward(*begin), heads, points.backward(*begin), points.backward(*end)
-
-    def _held_device(self) -> NDArray[np.float64]:
-        """[points] What the device holds whatever the modes are, holes counted."""
-        share = FRAGMENTATION[self._device_kind]
-        standing = sum(self._tables.standing.values()) + CONTEXT_BYTES[self._device_kind]
-        held = np.full(self._tables.points.count, float(standing))
-        for cause, level in mode_free_levels(self._tables)["device"].items():
-            held += level.during * (1.0 + share * (cause in MOVED))
-        return held
+            chunks, layers = (nowhere + last_chunk, nowhere), (slots, slots)
+            heads = nowhere + points.forward(last_chunk, last_layer + 1)
+            there[:-1, 1] = False
+        begin, end = zip(chunks, layers, strict=True)
+        return (
+            *(points.forward(*begin), heads, points.backward(*begin), points.backward(*end)),
+            there,
+        )
 
     def _passing(self) -> tuple[Bytes, Bytes, Bytes]:
         """[slots] The most that copies, and workspaces forward and backward, take."""
@@ -402,7 +455,7 @@ class LinearProgram:
             """The most of any layer of a chunk, or of any chunk of a layer."""
             return table.max(axis=1)[tables.kind_of] if what.by_layer else table.max(axis=0)
 
-        running = np.zeros(len(self._all), dtype=np.int64)
+        running = np.zeros(self._slots, dtype=np.int64)
         for mode in self._modes:
             if mode.offload:
                 running = np.maximum(running, most(tables.saved[:, SAVED.index(mode.saved)]))
@@ -415,19 +468,18 @@ class LinearProgram:
         copies = np.where(largest > 0, copies, leaves if keys_leave else 0)
         return copies, most(tables.workspace_forward), most(tables.workspace_backward + again)
 
-    def _share_of_frame(self, slot: int, *, share: float) -> list[tuple[int, float]]:
+    def _share_of_frame(self, *, share: float) -> Terms:
         """GiB of one kept frame of the first layer, or chunk, where modes are spread evenly."""
         at = 0
         if not self._what.by_layer:
             kinds = LayerKinds.of(self._cost)
             (at,) = (k for k, members in enumerate(kinds.members) if 0 in members)
-        share /= self._groups[at].number
-        return [(column, share * size) for column, size in self._terms(slot, _HERE, [at])]
+        return self._terms(_HERE, [at]).times(share / self._groups[at].number)
 
     def _hold_elsewhere(self) -> None:
         what, points = self._what, self._tables.points
         last, layers = what.num_chunks - 1, points.num_layers
-        used = {what.kv_tier, *(tier for group in self._groups for tier in group.tiers)}
+        used = {what.kv_tier, *self._tiers}
         passing = any(tier in used for tier in self._behind)
         for tier in self._away:
             self._sum_up(tier, {tier})
@@ -440,12 +492,14 @@ class LinearProgram:
             levels = mode_free_levels(self._tables)[tier].values()
             # Where forward ends, and after the first chunk's backward, when most gradient sums
             # wait.
-            ends = [(points.forward(last, layers), self._all[-1])]
+            ends = [(points.forward(last, layers), self._slots - 1)]
             if last and not what.by_layer:
                 ends.append((points.backward(last - 1, layers - 1), last - 1))
+            columns, factors = self._col(tier)
             for at, framed in ends:
                 held = sum(int(level.during[at]) for level in levels)
-                self._less.add([(self._col(tier, framed), 1.0)], (budget - held) / _GIB)
+                of = slice(framed, framed + 1)
+                self._less.add((Terms(columns[of], factors[of]), (budget - held) / _GIB))
 
     def _take_time(self) -> None:
         work, layers = self._work, self._tables.kind_of
@@ -456,36 +510,27 @@ class LinearProgram:
             forward = work.forward[layers].sum(axis=0) + work.head
             backward = work.backward[layers].sum(axis=0)
         self._compute_seconds = float((forward + backward).sum())
-        for slot in self._all:
-            terms = [
-                (self._at(slot, at, way), float(group.seconds[way, slot]))
-                for at, group in enumerate(self._groups)
-                for way in range(len(group.tiers))
-            ]
-            self._less.add([(self._col("forward", slot), -1.0)], -float(forward[slot]))
-            terms.append((self._col("backward", slot), -1.0))
-            self._less.add(terms, -float(backward[slot]))
+        again = joined(Terms(self._at, self._again), self._col("backward", -1.0))
+        self._less.add((self._col("forward", -1.0), -forward), (again, -backward))
 
     def _copy_out(self) -> None:
         """D2H and writes: how much has left the device, and the host, by the end of each slot."""
         cost, what, tables = self._cost, self._what, self._tables
         per_gib = cost.d2h_seconds(_GIB, both=tables.both_ways[0])
-        chunks = range(what.num_chunks)
-        most_sums = max(self._largest_gib(chunk, tables.kv_out_backward) for chunk in chunks)
+        most_sums = float(self._largest_gib(tables.kv_out_backward).max())
         leave = what.max_pending_d2h_bytes / _GIB if what.max_pending_d2h_bytes else most_sums
-        kv_gib = 0.0
         stage = leave + what.staging_bytes / _GIB
         stage += (what.kv_tier in self._behind) * 2 * most_sums
         stage += 2 * max((float(self._groups[at].sizes.max()) for at in self._keys), default=0.0)
-        for slot in self._all:
-            kv_gib += self._kv_gib(slot, tables.kv_out_forward)
-            frames = [(self._col(tier, slot), 1.0) for tier in self._away]
-            keys = self._key_terms(slot, self._away)
-            self._flow("out", slot, frames, kv_gib, lag_gib=leave, later=keys)
-            for tier in self._behind:
-                stored, keys = [(self._col(tier, slot), 1.0)], self._key_terms(slot, {tier})
-                kv = (what.kv_tier == tier) * kv_gib
-                self._flow(f"written {tier}", slot, stored, kv, lag_gib=stage, later=keys)
+        kv_gib = np.cumsum(self._kv_gib(tables.kv_out_forward))
+        frames = [self._col(tier) for tier in self._away]
+        flows = self._flow("out", frames, kv_gib, lag_gib=leave, later=self._keys_on(self._away))
+        for tier in self._behind:
+            kv, later = (what.kv_tier == tier) * kv_gib, self._keys_on({tier})
+            flows += self._flow(
+                f"written {tier}", [self._col(tier)], kv, lag_gib=stage, later=later
+            )
+        self._less.add(*flows)
         self._pace("out", "forward", per_gib)
         for tier in self._behind:
             self._pace(f"written {tier}", "forward", cost.store_seconds(tier, _GIB))
@@ -494,18 +539,14 @@ class LinearProgram:
             return
         # The gradient sums of backward, behind what of forward has not left yet; and gradients of
         # weights, of which one slot's may be on their way.
-        end = self._all[-1]
-        frames = [(self._col(tier, end), 1.0) for tier in self._away]
+        frames = [self._last(tier) for tier in self._away]
         leave += float(gradients.max())
-        sent_gib = 0.0
-        for slot in reversed(self._all):
-            kv_gib += self._kv_gib(slot, tables.kv_out_backward)
-            sent_gib += gradients[slot]
-            self._flow("sums", slot, frames, kv_gib + sent_gib, lag_gib=leave)
-            for tier in self._behind:
-                kv = (what.kv_tier == tier) * kv_gib
-                stored = [(self._col(tier, end), 1.0)]
-                self._flow(f"stored {tier}", slot, stored, kv, lag_gib=stage)
+        kv_gib = _cumulated(self._kv_gib(tables.kv_out_backward), float(kv_gib[-1]))
+        flows = self._flow("sums", frames, kv_gib + _cumulated(gradients), lag_gib=leave)
+        for tier in self._behind:
+            kv = (what.kv_tier == tier) * kv_gib
+            flows += self._flow(f"stored {tier}", [self._last(tier)], kv, lag_gib=stage)
+        self._less.add(*map(_reversed, flows))
         per_gib = cost.d2h_seconds(_GIB, both=tables.both_ways[1])
         self._pace("sums", "backward", per_gib, follows="out")
         for tier in self._behind:
@@ -520,30 +561,27 @@ class LinearProgram:
         # What streams from behind the host comes at its pace.
         weights = self._weights_gib() * (not behind)
         fetch, staged = (what.max_prefetch_bytes or 0) / _GIB, what.staging_bytes / _GIB
-        kv_gib, last = 0.0, self._all[-1]
         if tables.streams or weights.any():
             # K/V of a slot's first unit come while the unit before it still runs.
-            for slot in self._all:
-                kv_gib += self._kv_gib(slot, tables.kv_in_forward) + float(weights[0, slot])
-                first = self._largest_gib(min(slot + 1, last), tables.kv_in_forward)
-                self._flow("coming", slot, [], kv_gib, lead_gib=first)
+            kv_gib = np.cumsum(self._kv_gib(tables.kv_in_forward) + weights[0])
+            first = self._largest_gib(tables.kv_in_forward)
+            first = np.append(first[1:], first[-1])
+            self._less.add(*self._flow("coming", [], kv_gib, lead_gib=first))
             read = cost.load_seconds(what.kv_tier, _GIB) if behind else 0.0
             self._pace("coming", "forward", max(per_gib, read))
-        kv_gib = 0.0
         per_gib = cost.h2d_seconds(_GIB, both=tables.both_ways[1])
-        for slot in reversed(self._all):
-            kv_gib += self._kv_gib(slot, tables.kv_in_backward) + float(weights[1, slot])
-            lead = fetch + self._largest_gib(max(slot - 1, 0), tables.kv_in_backward)
-            # By layer, keys of the slot below are there before it begins.
-            frames = self._from_the_end(slot, self._away)
-            frames += self._key_terms(slot - 1, self._away)
-            self._flow("back", slot, frames, kv_gib, lead_gib=lead)
-            for tier in self._behind:
-                stored = self._from_the_end(slot, (tier,))
-                stored += self._key_terms(slot - 1, {tier})
-                kv = (what.kv_tier == tier) * kv_gib
-                self._flow(f"read {tier}", slot, stored, kv, lead_gib=lead + staged)
-        first = self._largest_gib(last, tables.kv_in_backward)
+        kv_gib = _cumulated(self._kv_gib(tables.kv_in_backward) + weights[1])
+        largest = self._largest_gib(tables.kv_in_backward)
+        lead = fetch + np.append(largest[:1], largest[:-1])
+        # By layer, keys of the slot below are there before it begins.
+        frames = [*self._from_the_end(self._away), self._keys_on(self._away).before()]
+        flows = self._flow("back", frames, kv_gib, lead_gib=lead)
+        for tier in self._behind:
+            stored = [*self._from_the_end((tier,)), self._keys_on({tier}).before()]
+            kv = (what.kv_tier == tier) * kv_gib
+            flows += self._flow(f"read {tier}", stored, kv, lead_gib=lead + staged)
+        self._less.add(*map(_reversed, flows))
+        first = float(largest[-1])
         self._pace("back", "backward", per_gib, head_start_gib=first)
         for tier in self._behind:
             read = cost.load_seconds(tier, _GIB)
@@ -555,7 +593,7 @@ class LinearProgram:
         Those that the first unit waits for are left out.
         """
         resting, layers = self._cost.shape.resting, self._tables.points.num_layers
-        found = np.zeros((2, len(self._all)))
+        found = np.zeros((2, self._slots))
         if resting is None:
             return found
         sizes = np.array(resting.layer_bytes) / _GIB
@@ -571,7 +609,7 @@ class LinearProgram:
     def _gradients_gib(self) -> NDArray[np.float64]:
         """[slots] GiB of gradients of weights that each slot's backward sends to the host."""
         resting = self._cost.shape.resting
-        found = np.zeros(len(self._all))
+        found = np.zeros(self._slots)
         if resting is not None:
             sizes = np.array(resting.layer_gradient_bytes) / _GIB
             if self._what.by_layer:
@@ -583,21 +621,26 @@ class LinearProgram:
     def _flow(
         self,
         name: str,
-        slot: int,
-        frames: list[tuple[int, float]],
-        fixed_gib: float,
+        frames: Sequence[Terms],
+        fixed_gib: NDArray[np.float64],
         *,
         lag_gib: float = 0.0,
-        lead_gib: float = 0.0,
-        later: Sequence[tuple[int, float]] = (),
-    ) -> None:
-        """Column `name` is within a lag or a lead of frames and fixed bytes, at a slot's end.
+        lead_gib: NDArray[np.float64] | float = 0.0,
+        later: Terms | None = None,
+    ) -> list[tuple[Terms, NDArray[np.float64]]]:
+        """Rows: column `name` is within a lag or a lead of frames and fixed bytes, at a slot's end.
 
         Of the frames, `later` can only move once the slot has ended.
         """
-        moved = self._col(name, slot)
-        self._less.add([(moved, 1.0), *_negative(frames), *later], fixed_gib + lead_gib)
-        self._less.add([*frames, (moved, -1.0)], lag_gib - fixed_gib)
+        moved = self._col(name)
+        waiting = () if later is None else (later,)
+        return [
+            (
+                joined(moved, *(-part for part in frames), *waiting),
+                fixed_gib + np.asarray(lead_gib),
+            ),
+            (joined(*frames, -moved), lag_gib - fixed_gib),
+        ]
 
     def _pace(
         self,
@@ -617,23 +660,26 @@ class LinearProgram:
             follows: a forward column that `name` goes on from; else it begins with nothing.
             head_start_gib: what may have moved before the first slot.
         """
-        slots = self._all if slot == "forward" else self._all[::-1]
-        before = None if follows is None else self._col(follows, self._all[-1])
-        for at in slots:
-            terms = [(self._col(name, at), per_gib), (self._col(slot, at), -1.0)]
-            if before is not None:
-                terms.append((before, -per_gib))
-            self._less.add(terms, head_start_gib * per_gib if before is None else 0.0)
-            before = self._col(name, at)
+        moved, taken = self._col(name, per_gib), self._col(slot, -1.0)
+        if slot == "backward":
+            (moved, _), (taken, _) = _reversed((moved, 0.0)), _reversed((taken, 0.0))
+        before, bounds = -moved.before(), np.zeros(self._slots)
+        if follows is None:
+            bounds[0] = head_start_gib * per_gib
+        else:
+            before.columns[0] = self._column[follows] + self._slots - 1
+            before.factors[0] = -per_gib
+        self._less.add((joined(moved, taken, before), bounds))
 
-    def _kv_gib(self, slot: int, streamed: Bytes) -> float:
-        """GiB that all layers of a chunk stream; none by layer."""
+    def _kv_gib(self, streamed: Bytes) -> NDArray[np.float64]:
+        """[slots] GiB that all layers of a chunk stream; none by layer."""
         if self._what.by_layer:
-            return 0.0
-        return float(streamed[self._tables.kind_of, slot].sum()) / _GIB
+            return np.zeros(self._slots)
+        return streamed[self._tables.kind_of].sum(axis=0) / _GIB
 
-    def _largest_gib(self, slot: int, streamed: Bytes) -> float:
-        return 0.0 if self._what.by_layer else float(streamed[:, slot].max()) / _GIB
+    def _largest_gib(self, streamed: Bytes) -> NDArray[np.float64]:
+        """[slots] The most that any layer of a chunk streams; none by layer."""
+        return np.zeros(self._slots) if self._what.by_layer else streamed.max(axis=0) / _GIB
 
 
 _GIB = 2**30
@@ -642,5 +688,12 @@ _MOVING_SHARE = 1e-5
 _HERE = frozenset({"device"})
 
 
-def _negative(terms: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    return [(column, -value) for column, value in terms]
+def _cumulated(sizes: NDArray[np.float64], first: float = 0.0) -> NDArray[np.float64]:
+    """Returns for each slot what all from the last down to it add to `first`."""
+    return np.cumsum([first, *sizes[::-1]])[:0:-1]
+
+
+def _reversed(rows: tuple[Terms, ArrayLike]) -> tuple[Terms, ArrayLike]:
+    """Returns rows in the order of backward."""
+    (columns, factors), bounds = rows
+    return Terms(columns[::-1], factors[::-1]), np.broadcast_to(bounds, len(columns))[::-1]

@@ -90,6 +90,16 @@ def estimate(
     return StepProgram(decisions, shape, device_kind).estimate
 
 
+def least_device_bytes(tables: ByteTables) -> NDArray[np.float64]:
+    """Returns what the device holds at every point whatever the modes are, its holes counted."""
+    share = FRAGMENTATION[tables.device_kind]
+    standing = sum(tables.standing.values()) + CONTEXT_BYTES[tables.device_kind]
+    held = np.full(tables.points.count, float(standing))
+    for cause, level in mode_free_levels(tables)["device"].items():
+        held += level.during * (1.0 + share * (cause in MOVED))
+    return held
+
+
 def compute_seconds(decisions: Decisions, cost: ModelCost) -> float:
     """Returns the seconds of all compute of a step, an update on the host too; waiting left out."""
     seconds = float(lower(decisions, cost).seconds.sum())

@@ -189,13 +189,20 @@ def _group_folders(root: Path) -> Iterator[Path]:
 
 
 def _held_bytes(folder: Path) -> int:
-    """What a control group holds and cannot drop."""
+    """What a control group holds and cannot drop.
+
+    Not what is cached of files, which the kernel drops before it refuses memory, as it does for the
+    whole machine (`MemAvailable` counts both lists): pages that were read twice go from the active
+    list to the inactive one first. Shared memory is in neither.
+    """
     used = next((text for name in _USAGE_FILES if (text := _read(folder / name)) is not None), "0")
-    # Version 1's own counter leaves out the groups below, its total_ one does not.
-    found = re.findall(
-        r"^(?:total_)?inactive_file (\d+)$", _read(folder / "memory.stat") or "", re.M
-    )
-    return max(0, int(used) - max(map(int, found), default=0))
+    cached: dict[str, int] = {}
+    for name, size in re.findall(
+        r"^(?:total_)?((?:in)?active_file) (\d+)$", _read(folder / "memory.stat") or "", re.M
+    ):
+        # Version 1's own counter leaves out the groups below, its total_ one does not.
+        cached[name] = max(cached.get(name, 0), int(size))
+    return max(0, int(used) - sum(cached.values()))
 
 
 def _memory_groups(root: Path) -> Iterator[tuple[Path, PurePosixPath]]:

@@ -37,6 +37,11 @@ HOST_SLAB_BYTES = 256 * 2**20
 GRAPH_NODE_BYTES = 730
 
 
+def standing_device_bytes(shape: ModelShape, device_kind: str) -> int:
+    """Returns what training holds on the device at the end of backward, whatever the batch."""
+    return shape.standing_bytes + CONTEXT_BYTES[device_kind]
+
+
 def byte_tables(shape: ModelShape, decisions: Decisions, device_kind: str) -> ByteTables:
     """Returns the tables of a batch; those of one batch are made once, whatever its modes are."""
     return _byte_tables(_Batch(shape, decisions, device_kind))

@@ -40,7 +40,7 @@ from sppo_hf.planning.cost import Correction, ModelCost
 from sppo_hf.planning.decisions import Decisions, Order, modes_used
 from sppo_hf.planning.hardware import UNKNOWN_LINK, HardwareProfile
 from sppo_hf.planning.lowering import StepProgram, estimate
-from sppo_hf.planning.memory import check_budget
+from sppo_hf.planning.memory import check_budget, standing_device_bytes
 from sppo_hf.planning.memory_snapshots import Budgets, MemoryEstimate
 from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.policies import uniform_modes
@@ -341,6 +341,8 @@ class _Task:
     """Tokens of tiles in which token-wise modules of one chunk over all tokens may run."""
     cost: ModelCost | None
     bounds: Bounds | None
+    under_seconds: float
+    """See `solve`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -412,10 +414,14 @@ def make_plan(request: PlanRequest) -> Plan:
     """
     config, shape, on_host = request.config, request.shape, request.on_host
 
-    def made_with(places: Places, *, attention_again: bool) -> Plan:
-        resting = shape.resting_on_host(weights=places.weights, optimizer=places.optimizer)
-        placed = replace(request, config=places.set_in(config), shape=resting)
-        return _make_plan(placed, attention_again=attention_again)
+    def resting(places: Places) -> ModelShape:
+        return shape.resting_on_host(weights=places.weights, optimizer=places.optimizer)
+
+    def made_with(
+        places: Places, *, attention_again: bool, under_seconds: float = float("inf")
+    ) -> Plan:
+        placed = replace(request, config=places.set_in(config), shape=resting(places))
+        return _make_plan(placed, attention_again=attention_again, under_seconds=under_seconds)
 
     possible = read_places(
         config,
@@ -423,12 +429,18 @@ def make_plan(request: PlanRequest) -> Plan:
         adapters=shape.lora is not None,
         by_layer=request.by_layer is True,
     )
+    budget = read_budgets(config, request.device).device
+
+    def may_fit(places: Places) -> bool:
+        return budget is None or budget >= standing_device_bytes(
+            resting(places), request.device.kind
+        )
 
     def placed(*, attention_again: bool) -> Plan:
         made = partial(made_with, attention_again=attention_again)
         first, *others = possible
         if others and request.training and on_host is True:
-            return _first_that_fits(possible, made)
+            return _first_that_fits(possible, made, may_fit)
         plan = made(first)
         if request.training and isinstance(on_host, str) and others and _lacking(plan):
             said = f"weights and optimizer: on the device, because {on_host}"
@@ -491,7 +503,9 @@ def _lacking(plan: Plan) -> int:
     return sum(limit.missing_bytes for limit in over_budget(plan.estimate, plan.budgets))
 
 
-def _first_that_fits(places: Sequence[Places], made_with: Callable[[Places], Plan]) -> Plan:
+def _first_that_fits(
+    places: Sequence[Places], made_with: Callable[..., Plan], may_fit: Callable[[Places], bool]
+) -> Plan:
     """Plans with the first places; where that does not fit, with those that take least time.
 
     [Note: weights and optimizer by themselves] What fits on the device stays there: there it costs
@@ -499,28 +513,45 @@ def _first_that_fits(places: Sequence[Places], made_with: Callable[[Places], Pla
     the host and all layers' weights too. The optimizer alone brings each weight once a batch, not
     twice; without the weights there is more room for activations. Of nearly equals, the first.
 
+    Args:
+        places: what may rest on the host, the least first.
+        made_with: makes a plan; of one that takes `under_seconds` it matters only that it fits.
+        may_fit: whether the device has room for what stands there.
+
     Raises:
         BudgetError: none fits, and the user named the budgets.
     """
-    plans: list[Plan] = []
-    refused: list[BudgetError] = []
-    for at, tried in enumerate(places):
+    made: dict[Places, Plan] = {}
+    refused: dict[Places, BudgetError] = {}
+
+    def make(tried: Places, **known: float) -> Plan | None:
         try:
-            plan = made_with(tried)
+            made[tried] = made_with(tried, **known)
         except BudgetError as error:
-            refused.append(error)
+            refused[tried] = error
+        return made.get(tried)
+
+    fitting: list[Plan] = []
+    for tried in filter(may_fit, places):
+        # One that comes later must be faster than nearly as fast.
+        under_seconds = min(map(_step_seconds, fitting), default=float("inf")) / AS_FAST
+        plan = make(tried, under_seconds=under_seconds)
+        if plan is None or _lacking(plan):
             continue
-        if at == 0 and not _lacking(plan):
+        if tried == places[0]:
             return plan
-        plans.append(plan)
-    if not plans:
-        first, last = refused[0], refused[-1]
-        raise BudgetError(f"{first} Nor with weights and optimizer on the host: {last}")
-    fitting = [plan for plan in plans if not _lacking(plan)]
+        fitting.append(plan)
     if fitting:
         least = min(map(_step_seconds, fitting))
         best = next(plan for plan in fitting if _step_seconds(plan) <= AS_FAST * least)
     else:
+        for tried in places:
+            if not may_fit(tried):
+                make(tried)
+        plans = [made[tried] for tried in places if tried in made]
+        if not plans:
+            first, last = refused[places[0]], refused[places[-1]]
+            raise BudgetError(f"{first} Nor with weights and optimizer on the host: {last}")
         best = min(plans, key=_lacking)
     if best.shape.resting is None:
         return best
@@ -534,8 +565,11 @@ def _step_seconds(plan: Plan) -> float:
     return float("inf") if plan.prediction is None else plan.prediction.step_seconds
 
 
-def _make_plan(request: PlanRequest, *, attention_again: bool) -> Plan:
-    """Decides with weights and optimizer where the request's settings and shape have them."""
+def _make_plan(request: PlanRequest, *, attention_again: bool, under_seconds: float) -> Plan:
+    """Decides with weights and optimizer where the request's settings and shape have them.
+
+    `under_seconds`: see `solve`.
+    """
     config, shape, device = request.config, request.shape, request.device
     total_tokens, training, alive = request.total_tokens, request.training, request.alive
     by_layer, in_tiles = request.by_layer, request.in_tiles
@@ -584,6 +618,7 @@ def _make_plan(request: PlanRequest, *, attention_again: bool) -> Plan:
             correction=request.correction or Correction(),
         ),
         bounds=request.bounds,
+        under_seconds=under_seconds,
     )
     check_standing_bytes(config, shape, budgets, training=training)
     decided = _decide(task) if alive is None else _decide_by_unit(task)
@@ -835,6 +870,7 @@ def _over_or_held(task: _Task, decisions: Decisions) -> tuple[int, float]:
 
 def _solved(task: _Task, cost: ModelCost) -> _Decided:
     limits: list[BudgetViolation] = []
+    fastest = "fastest that fits"
     for cuts in _cuts(task, cost):
         found = solve_chunks(
             cost,
@@ -844,16 +880,21 @@ def _solved(task: _Task, cost: ModelCost) -> _Decided:
             task.choices,
             orders=task.orders,
             tiles=task.tiles,
+            under_seconds=task.under_seconds,
             device_kind=task.device.kind,
         )
         if not isinstance(found, BudgetViolation):
-            if task.device.kind == "cuda":
-                found = with_less_host(cost, found, task.budgets, task.choices)
+            if task.device.kind == "cuda" and found.step_seconds < task.under_seconds:
+                light = with_less_host(cost, found, task.budgets, task.choices)
+                if light.step_seconds > found.step_seconds:
+                    slower = light.step_seconds / found.step_seconds - 1.0
+                    fastest = f"{slower:.2%} slower than the {fastest}, for less host memory"
+                found = light
             break
         limits.append(found)
     else:
         found = _closest(task, cost, min(limits, key=lambda limit: limit.missing_bytes))
-    reason = f"auto: fastest that fits ({found.policy})"
+    reason = f"auto: {fastest} ({found.policy})"
     config = task.config
     return _Decided(
         decisions=found.decisions,

@@ -50,6 +50,7 @@ from sppo_hf.planning.solve import (
     fixed_policies,
     fixed_policy,
     kv_modes_of,
+    least_missing,
     min_memory,
     over_budget,
     play,
@@ -392,7 +393,7 @@ def _longest(placed: list[PlanRequest], plan: Plan) -> int:
     costs = [_cost_of(question, plan) for question in placed]
     fitted = 0
 
-    def missing(tokens: int) -> int:
+    def missing(tokens: int) -> float:
         """Bytes that are missing where least are; where one fits, less than 0: those it leaves."""
         nonlocal fitted
         bases = [
@@ -400,10 +401,12 @@ def _longest(placed: list[PlanRequest], plan: Plan) -> int:
             for question, cost in zip(placed, costs, strict=True)
             for base in _bases(question, cost, plan, tokens, most_cuts=most_cuts)
         ]
-        least: int | None = None
+        least = float("inf")
         # What fitted at another length is tried first: it most likely fits again.
         for at in sorted(range(len(bases)), key=lambda at: at != fitted):
             question, cost, base = bases[at]
+            if least_missing(cost.shape, base, budgets, _choices(question), kind) > least:
+                continue
             found = estimate(cost.shape, _least(question, cost, budgets, base), device_kind=kind)
             lacking = sum(limit.missing_bytes for limit in over_budget(found, budgets))
             if not lacking:
@@ -413,8 +416,7 @@ def _longest(placed: list[PlanRequest], plan: Plan) -> int:
                     for tier in there
                     if (budget := budgets.of(tier)) is not None
                 )
-            least = lacking if least is None else min(least, lacking)
-        assert least is not None, "there is one way to cut at least"
+            least = min(least, lacking)
         return least
 
     fits_now = fits(plan.estimate, budgets)

@@ -84,6 +84,7 @@ def solve_chunks(
     *,
     orders: Sequence[Order] = ("by_chunk",),
     tiles: Sequence[int] = (),
+    under_seconds: float = float("inf"),
     device_kind: str = "cuda",
 ) -> Solution | BudgetViolation:
     """Returns the fastest of the plans for several ways to cut a sequence and to walk the grid.
@@ -97,6 +98,7 @@ def solve_chunks(
         orders: orders of work, the first of equally fast ones is taken.
         tiles: by layer, tokens on which token-wise modules of one chunk over all tokens may run at
             once: another way than chunks inside layers.
+        under_seconds: see `solve`.
         device_kind: "cpu" or "cuda".
     """
     best: Solution | None = None
@@ -112,7 +114,15 @@ def solve_chunks(
                 break
             if other is not None and compute_seconds(base, cost) >= other.step_seconds:
                 break
-            found = solve(cost, base, budgets, choices, best=other, device_kind=device_kind)
+            found = solve(
+                cost,
+                base,
+                budgets,
+                choices,
+                best=other,
+                under_seconds=under_seconds,
+                device_kind=device_kind,
+            )
             if isinstance(found, BudgetViolation):
                 if closest is None or found.missing_bytes < closest.missing_bytes:
                     closest = found

@@ -16,9 +16,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from sppo_hf.planning.activation_modes import (
     ATTENTION_ONCE,
     RECOMPUTE_BY_SAVED,
+    SAVED,
     FrameMode,
     Saved,
     mode_of,
@@ -32,8 +35,20 @@ from sppo_hf.planning.decisions import (
     modes_used,
 )
 from sppo_hf.planning.linear_program import LayerKinds, LinearProgram, chunk_groups
-from sppo_hf.planning.lowering import compute_seconds, estimate, lower
-from sppo_hf.planning.memory import FRAGMENTATION, HOST_SLAB_BYTES, byte_tables
+from sppo_hf.planning.lowering import (
+    StepProgram,
+    compute_seconds,
+    estimate,
+    least_device_bytes,
+    lower,
+    mode_free_levels,
+)
+from sppo_hf.planning.memory import (
+    FRAGMENTATION,
+    HOST_SLAB_BYTES,
+    byte_tables,
+    standing_device_bytes,
+)
 from sppo_hf.planning.memory_snapshots import Budgets, MemoryEstimate
 from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.policies import Chosen, spread_kinds, uniform_modes
@@ -43,7 +58,6 @@ from sppo_hf.registry import OFFLOAD_POLICIES
 from sppo_hf.schedule.timeline import Timeline
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
 # With more frames than this, nothing that is rebuilt or on its way weighs as much as what waits.
@@ -110,6 +124,42 @@ def over_budget(predicted: MemoryEstimate, budgets: Budgets) -> Iterator[BudgetV
         if missing > 0:
             moment = predicted.peak(tier).name
             yield BudgetViolation(tier=tier, missing_bytes=missing, moment=moment)
+
+
+def least_missing(
+    shape: ModelShape, base: Decisions, budgets: Budgets, choices: Choices, device_kind: str
+) -> float:
+    """Returns bytes that any plan with these bounds, order and places of K/V lacks; 0 for unknown.
+
+    What the device holds whatever the modes are is more than its budget by so much, or what all
+    tiers hold together when backward begins is, where every frame waits somewhere. Takes a fifth of
+    the time of an estimate.
+    """
+    if not base.training:
+        return 0.0
+    device = float("inf") if budgets.device is None else budgets.device
+    over = standing_device_bytes(shape, device_kind) - device
+    tables = byte_tables(shape, base, device_kind)
+    points, program = tables.points, StepProgram(base, shape, device_kind)
+    always = least_device_bytes(tables)
+    over = max(over, float(always.max()) - device)
+    room = [budgets.of(tier) for tier in TIERS]
+    if None in room:
+        return max(0.0, over)
+    last = points.num_chunks - 1, points.num_layers - 1
+    begin = points.backward(*last)
+    allowed = [SAVED.index(saved) for saved in choices.saved]
+    frames = tables.saved[:, allowed].min(axis=1)
+    whole, kind = tables.saved[:, SAVED.index("whole")], tables.kind_of[-1]
+    # Of the running layer either all is kept, or it is made again.
+    running = np.minimum(whole - frames, tables.rebuilt)[kind, -1]
+    running += tables.workspace_backward[kind, -1]
+    held = always[begin] + float(tables.of_layers(frames).sum() + running)
+    held += sum(tables.resting.values())
+    held += sum(int(program.kv_bytes(tier)[:-1].sum()) for tier in TIERS)
+    for tier in away_tiers():
+        held += sum(int(level.during[begin]) for level in mode_free_levels(tables)[tier].values())
+    return max(0.0, over, held - sum(size for size in room if size is not None))
 
 
 def min_memory(
@@ -295,6 +345,7 @@ def solve(
     choices: Choices,
     *,
     best: Solution | None = None,
+    under_seconds: float = float("inf"),
     device_kind: str = "cuda",
 ) -> Solution | BudgetViolation:
     """Finds the fastest plan that fits.
@@ -305,6 +356,7 @@ def solve(
         budgets: bytes per tier.
         choices: modes and tiers that may be used.
         best: another plan that fits; returned where none is faster.
+        under_seconds: a plan that takes as long may be found, or any slower one that fits.
         device_kind: "cpu" or "cuda".
     """
     solved, bound = False, 0.0
@@ -318,7 +370,7 @@ def solve(
         # By layer, one program has all that may become of K/V.
         mixed: list[tuple[str, Decisions, float]] = []
         if not solved:
-            under = float("inf") if best is None else best.step_seconds
+            under = under_seconds if best is None else min(under_seconds, best.step_seconds)
             mixed += _mixed(cost, placed, budgets, choices, device_kind, under_seconds=under)
         solved = base.by_layer
         bound = min((seconds for *_, seconds in mixed), default=bound if base.by_layer else 0.0)
@@ -350,6 +402,12 @@ def solve(
 AS_FAST = 1.01
 """So many times the seconds are as fast: simulations are not better than that."""
 
+LESS_HOST_SECONDS = 1.002
+"""So many times the seconds are worth less host memory: page-locking it takes time too, once, and
+what is not locked is left to data loading, checkpoints and other processes."""
+
+# A slower plan leaves at least so much free of what an equally fast one takes of the host.
+_LEFT_FREE = 0.1
 # Shares of what a plan takes of the host with which it is looked for once more.
 _LESS_HOST = (0.8, 0.7, 0.6)
 # A plan that takes more of the host's budget would rather have more of it.
@@ -364,11 +422,12 @@ def with_less_host(
     *,
     device_kind: str = "cuda",
 ) -> Solution:
-    """Returns the one that takes least of the host, of some plans that are as fast.
+    """Returns the one that takes least of the host, of some plans that are about as fast.
 
-    They have the bounds, the order and the kinds of frames of `found`, smaller budgets of the host,
-    and none is slower. The linear program also sends frames away for gains that are lost when its
-    counts are rounded and copies get in each other's way, and page-locking their memory takes time.
+    They have the bounds, the order and the kinds of frames of `found`, and smaller budgets of the
+    host. None is slower, or it takes at most `LESS_HOST_SECONDS` of the fastest's time and at least
+    a tenth less of the host. The linear program also sends frames away for gains that are small, or
+    lost when its counts are rounded and copies get in each other's way.
 
     Args:
         cost: seconds and bytes of every unit.
@@ -388,12 +447,23 @@ def with_less_host(
     choices = replace(choices, saved=tuple(kind for kind in choices.saved if kind in saved))
     plans = [found]
     for share in _LESS_HOST:
-        less = budgets.replace(host=int(share * most))
-        tried = solve(cost, found.decisions, less, choices, best=found, device_kind=device_kind)
-        if isinstance(tried, Solution) and tried is not found:
+        least = min(plan.step_seconds for plan in plans)
+        tried = solve(
+            cost,
+            found.decisions,
+            budgets.replace(host=int(share * most)),
+            choices,
+            under_seconds=max(found.step_seconds, LESS_HOST_SECONDS * least),
+            device_kind=device_kind,
+        )
+        if isinstance(tried, Solution):
             plans.append(replace(tried, bound_seconds=found.bound_seconds))
-    most_seconds = AS_FAST * min(plan.step_seconds for plan in plans)
-    return min((plan for plan in plans if plan.step_seconds <= most_seconds), key=host_bytes)
+    least = min(plan.step_seconds for plan in plans)
+    as_fast = (p for p in plans if p.step_seconds <= min(found.step_seconds, AS_FAST * least))
+    light = min(as_fast, key=host_bytes)
+    worth = (1.0 - _LEFT_FREE) * host_bytes(light)
+    nearly = [p for p in plans if p.step_seconds <= LESS_HOST_SECONDS * least]
+    return min((p for p in nearly if host_bytes(p) <= worth), key=host_bytes, default=light)
 
 
 def play(
@@ -561,8 +631,6 @@ def _rounded(
     Returns:
         The modes of every slot's members.
     """
-    import numpy as np
-
     total = sum(map(len, members))
     carry = np.zeros(mix.shape[1:])
     rows: list[tuple[Chosen, ...]] = []

@@ -100,5 +100,27 @@ def test_values_are_refused(ask: str) -> None:
         getattr(fake_like(torch.ones(())), ask)()
 
 
+@pytest.mark.parametrize("write", ["copy_", "add_", "index_put_"])
+def test_a_constant_that_something_fake_is_written_into_has_no_value(write: str) -> None:
+    aten = torch.ops.aten
+    constant, other = torch.zeros(4), torch.zeros(4)
+    view = constant[:2]
+    fake = fake_like(torch.ones(2))
+    writes: dict[str, Callable[[], Any]] = {
+        "copy_": lambda: run_fake(aten.copy_.default, (view, fake), {}),
+        "add_": lambda: run_fake(aten.add_.Tensor, (view, fake), {}),
+        "index_put_": lambda: run_fake(
+            aten.index_put_.default, (constant, [torch.tensor([0, 1])], fake), {}
+        ),
+    }
+    assert run_fake(aten._local_scalar_dense.default, (constant[0],), {}) == 0.0
+    writes[write]()
+    for stale in (constant[0], view[1], constant[3]):
+        with pytest.raises(DataDependentOutputException):
+            run_fake(aten._local_scalar_dense.default, (stale,), {})
+    assert isinstance(run_fake(aten.mul.Tensor, (constant, 2.0), {}), Fake)
+    assert run_fake(aten._local_scalar_dense.default, (other[0],), {}) == 0.0
+
+
 def test_constants_keep_their_values() -> None:
     assert run_fake(torch.ops.aten.mul.Tensor, (torch.tensor(2.0), 3.0), {}).item() == 6.0

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
+from typing import Any
 
 import pytest
 import torch
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine import engine as engines
+from sppo_hf.engine import plan_cache
 from sppo_hf.engine.convert import convert, get_engine, revert
 from sppo_hf.engine.device_facts import model_shape
 from sppo_hf.engine.structure import find_parts
@@ -21,7 +23,8 @@ from sppo_hf.errors import ConfigError, SPPOError
 from sppo_hf.offload import weights as host
 from sppo_hf.offload.copy_streams import HostCopier
 from sppo_hf.planning.activation_modes import KEEP, FrameMode
-from sppo_hf.planning.choices import Places
+from sppo_hf.planning.choices import DeviceFacts, Places
+from sppo_hf.planning.memory import CONTEXT_BYTES
 from sppo_hf.planning.memory_snapshots import Budgets
 from sppo_hf.testing.exactness import compare, float64_everywhere
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
@@ -201,6 +204,28 @@ def test_weights_change_between_steps_and_evaluation_and_generation_see_it() -> 
     torch.testing.assert_close(made[0], made[1], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("places", PLACES[1:], ids=str)
+def test_a_parameter_that_is_unfrozen_is_planned_and_rests_with_its_gradient(
+    places: dict[str, str],
+) -> None:
+    models = _converted(**places), build_tiny_model("llama", dtype=torch.float64).train()
+    for model in models:
+        layer = model.model.layers[0]
+        with float64_everywhere(model):
+            layer.requires_grad_(False)
+            _loss(model, 0).backward()
+            assert layer.mlp.up_proj.weight.grad is None
+            layer.requires_grad_(True)
+            _loss(model, 1).backward()
+    engine = get_engine(models[0])
+    assert engine is not None
+    trained = sum(p.nbytes for p in models[0].parameters())
+    assert engine.shape().gradient_bytes == trained
+    assert engine.weights is not None
+    assert (engine.weights.host_bytes == trained) is (places.get("optimizer") == "host")
+    torch.testing.assert_close(*map(_gradients, models), rtol=1e-9, atol=1e-12)
+
+
 def test_revert_puts_everything_back() -> None:
     hosted, plain = _converted(weights="host"), build_tiny_model("llama", dtype=torch.float64)
     for model in (hosted, plain.train()):
@@ -286,7 +311,7 @@ def test_what_leaves_no_room_for_any_length_rests_before_the_first(
     ]
     assert standing == sorted(set(standing), reverse=True)
     context = 1 + standing[0]
-    monkeypatch.setitem(engines.CONTEXT_BYTES, "cpu", context)
+    monkeypatch.setitem(CONTEXT_BYTES, "cpu", context)
     monkeypatch.setattr(engines, "read_places", lambda *_, **__: choices)
 
     def rests(room: int) -> list[bool]:
@@ -354,6 +379,32 @@ def test_what_rests_beside_weights_is_known_to_the_next_plan(
         state["more"] = torch.zeros(3)
     optimizer.load_state_dict(saved)
     assert engine._resting_bytes() == 2 * trained + steps + 24 * len(saved["state"])
+
+
+def test_gradients_at_rest_are_nobodys_in_an_evaluation(
+    locked: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: dict[bool, int] = {}
+    facts = plan_cache.device_facts
+
+    def note(*args: Any, counted_bytes: int) -> DeviceFacts:
+        counted[torch.is_grad_enabled()] = counted_bytes
+        return facts(*args)
+
+    monkeypatch.setattr(plan_cache, "device_facts", note)
+    model = _converted(weights="host")
+    engine = get_engine(model)
+    assert engine is not None
+    _loss(model).backward()
+    assert engine.weights is not None
+    engine.plans.resting_bytes = 7
+    engine.plans.locked_gradient_bytes = engine.weights.locked_gradient_bytes
+    with torch.no_grad():
+        _loss(model.eval())
+    engine.plans.forget_shape()
+    _loss(model.train())
+    trained = sum(p.nbytes for p in model.parameters())
+    assert counted == {True: 7, False: -trained}
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,9 @@ import pytest
 import torch
 
 from sppo_hf.config import SPPOConfig
+from sppo_hf.engine.convert import get_engine
+from sppo_hf.errors import BudgetError
+from sppo_hf.offload.engine import OffloadEngine
 from sppo_hf.pipeline import stage_plans
 from sppo_hf.pipeline.stage_plans import BatchPlans, StagePlanCache
 from sppo_hf.planning.choices import DeviceFacts
@@ -21,9 +24,36 @@ from sppo_hf.planning.stages import stage_shape
 from sppo_hf.schedule.generate import Size, generate
 from sppo_hf.schedule.lower import lower
 from sppo_hf.schedule.simulate_pipeline import simulate_pipeline
+from tests.pipeline.test_pipeline_engine import make
 from tests.planning.shapes import tiny_shape
 
 SHAPE = tiny_shape(num_hidden_layers=6, hidden_size=2048, intermediate_size=8192)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_stages_are_planned_with_the_host_memory_that_there_really_is(
+    share: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked: list[int] = []
+
+    def reserve(self: OffloadEngine, host_bytes: int, progress: object) -> int | None:
+        asked.append(host_bytes)
+        return int(share * host_bytes) if len(asked) == 1 else None
+
+    monkeypatch.setattr(OffloadEngine, "reserve", reserve)
+    model = make(offload="full", recompute="full")
+    bounds = ((0, 10), (10, 20))
+    choice = PipelineChoice(schedule="seq1f1b", bounds=bounds, reason="set by the user")
+    cache = StagePlanCache(get_engine(model))  # type: ignore[arg-type]
+    wanted = (1, 20, torch.device("cpu"), 1, True, choice, {})
+    if share < 1.0:
+        # What is fixed by the settings cannot shrink, so the second plan says what is missing.
+        with pytest.raises(BudgetError, match="host"):
+            cache._make(*wanted)
+    else:
+        (plan,) = cache._make(*wanted).values()
+        assert plan.budgets.host == asked[0] == asked[1]
+    assert "the system gave" in caplog.text
 
 
 def test_the_step_shown_has_messages_as_wide_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

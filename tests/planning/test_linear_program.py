@@ -16,7 +16,9 @@ from sppo_hf.planning.linear_program import (
     LinearProgram,
     Mix,
     Rows,
+    Terms,
     chunk_groups,
+    joined,
     minimise,
 )
 from sppo_hf.planning.lowering import compute_seconds, estimate, lower
@@ -121,23 +123,25 @@ def _fixed_seconds(what: Decisions, cost: ModelCost) -> float:
     """The program's answer where `what`'s own modes are all there is: the bound is tight then."""
     ways = (*TIERS, "recompute") if what.by_layer else ()
     program = LinearProgram(what, cost, NO_LIMIT, all_modes(), kv_modes=ways, device_kind="cuda")
+    modes = all_modes()
+
+    def fix(slot: int, way: int, count: float) -> None:
+        program._equal.add((_row({int(program._at[slot, way]): 1.0}), count))
+
     if what.by_layer:
-        lengths, groups = what.chunk_lengths, chunk_groups(what.num_chunks, all_modes())
+        lengths, groups = what.chunk_lengths, chunk_groups(what.num_chunks, modes)
         for layer, kv_mode in enumerate(what.kv_modes):
-            for (group, chunks), (index, mode) in product(
-                enumerate(groups), enumerate(all_modes())
-            ):
+            for (group, chunks), (index, mode) in product(enumerate(groups), enumerate(modes)):
                 mean = sum(lengths[chunk] for chunk in chunks) / len(chunks)
                 tokens = sum(lengths[c] for c in chunks if what.mode(layer, c) == mode)
-                program._equal.add([(program._at(layer, group, index), 1.0)], tokens / mean)
-            at = program._at(layer, len(groups), ways.index(kv_mode))
-            program._equal.add([(at, 1.0)], 1.0)
+                fix(layer, group * len(modes) + index, tokens / mean)
+            fix(layer, len(groups) * len(modes) + ways.index(kv_mode), 1.0)
     kinds = LayerKinds.of(cost)
     for chunk, row in enumerate(() if what.by_layer else what.layer_modes):
         for kind, members in enumerate(kinds.members):
-            for index, mode in enumerate(all_modes()):
+            for index, mode in enumerate(modes):
                 count = sum(row[layer] == mode for layer in members)
-                program._equal.add([(program._at(chunk, kind, index), 1.0)], count)
+                fix(chunk, kind * len(modes) + index, count)
     mix = program.solve()
     assert mix is not None
     return mix.seconds
@@ -160,8 +164,8 @@ def test_the_bound_is_near() -> None:
 
 def test_least_of_a_small_program() -> None:
     less, equal = Rows(), Rows()
-    less.add([(0, -1.0), (1, -2.0)], -4.0)  # x + 2y >= 4
-    equal.add([(0, 1.0), (1, 1.0)], 3.0)
+    less.add((_row({0: -1.0, 1: -2.0}), -4.0))  # x + 2y >= 4
+    equal.add((_row({0: 1.0, 1: 1.0}), 3.0))
     x = minimise(np.array([3.0, 5.0]), less, equal)
     assert x is not None
     assert x == pytest.approx([2.0, 1.0])
@@ -175,12 +179,22 @@ def test_nothing_is_negative() -> None:
 
 def test_what_cannot_be_has_no_answer() -> None:
     less = Rows()
-    less.add([(0, 1.0)], -1.0)
+    less.add((_row({0: 1.0}), -1.0))
     assert minimise(np.array([1.0]), less, Rows()) is None
 
 
-def test_terms_of_zero_are_left_out() -> None:
+def _row(terms: dict[int, float]) -> Terms:
+    return Terms(np.array([[*terms]]), np.array([[*terms.values()]]))
+
+
+def test_terms_of_zero_and_rows_that_are_not_there_are_left_out() -> None:
     rows = Rows()
-    rows.add([(0, 0.0), (3, 2.0)], 1.0)
-    assert rows.columns == [3]
-    assert rows.starts == [0, 1]
+    first = Terms(np.array([[0], [1]]), np.array([[0.0], [2.0]]))
+    second = joined(first, Terms(np.array([[2], [3]]), np.array([[4.0], [5.0]])))
+    there = np.array([[True, True], [False, True]])
+    rows.add((first, np.array([6.0, 7.0])), (second.before(), 8.0), there=there)
+    starts, columns, factors = Rows.matrix(Rows(), rows)
+    assert starts.tolist() == [0, 0, 0, 1]
+    assert columns.tolist() == [2]
+    assert factors.tolist() == [4.0]
+    assert rows.bounds.tolist() == [6.0, 8.0, 8.0]

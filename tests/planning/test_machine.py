@@ -154,11 +154,13 @@ def test_free_memory_is_what_a_group_has_left(tmp_path: Path) -> None:
         "proc/self/mountinfo": V2_MOUNT,
         "sys/fs/cgroup/job/memory.max": "9000\n",
         "sys/fs/cgroup/job/memory.current": "5000\n",
-        "sys/fs/cgroup/job/memory.stat": "anon 3000\nfile 2000\ninactive_file 1500\n",
+        "sys/fs/cgroup/job/memory.stat": (
+            "anon 3000\ninactive_file 1500\nactive_file 300\nactive_anon 9\n"
+        ),
         "sys/fs/cgroup/job/step/memory.max": "max\n",
         "sys/fs/cgroup/job/step/memory.current": "4000\n",
     }
-    assert machine.free_host_memory_bytes(_tree(tmp_path, files)) == 9000 - (5000 - 1500)
+    assert machine.free_host_memory_bytes(_tree(tmp_path, files)) == 9000 - (5000 - 1500 - 300)
     _tree(tmp_path, {"sys/fs/cgroup/job/step/memory.high": "3000\n"})
     assert machine.free_host_memory_bytes(tmp_path) == 0, "more is held than the limit"
 
@@ -169,9 +171,11 @@ def test_free_memory_of_version_1_counts_the_groups_below(tmp_path: Path) -> Non
         "proc/self/mountinfo": V1_MOUNTS.format(root="/"),
         "sys/fs/cgroup/memory/job/memory.limit_in_bytes": "9000\n",
         "sys/fs/cgroup/memory/job/memory.usage_in_bytes": "5000\n",
-        "sys/fs/cgroup/memory/job/memory.stat": "inactive_file 10\ntotal_inactive_file 500\n",
+        "sys/fs/cgroup/memory/job/memory.stat": (
+            "inactive_file 10\nactive_file 20\ntotal_inactive_file 500\ntotal_active_file 70\n"
+        ),
     }
-    assert machine.free_host_memory_bytes(_tree(tmp_path, files)) == 9000 - (5000 - 500)
+    assert machine.free_host_memory_bytes(_tree(tmp_path, files)) == 9000 - (5000 - 500 - 70)
 
 
 def test_free_memory_without_groups_is_the_machines(

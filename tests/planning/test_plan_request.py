@@ -18,7 +18,7 @@ from sppo_hf.planning.plan_request import (
     timeline_of,
 )
 from sppo_hf.planning.profile_store import load_profile
-from sppo_hf.planning.solve import fits, over_budget
+from sppo_hf.planning.solve import LESS_HOST_SECONDS, fits, over_budget
 from tests.planning.questions import GIB, TOO_LONG_TOKENS, answer, question
 from tests.planning.shapes import by_hand, llama_config
 
@@ -219,3 +219,45 @@ def test_less_host_memory_is_taken_where_that_is_as_fast(monkeypatch: pytest.Mon
     assert heavy.prediction is not None
     assert light.prediction.step_seconds <= heavy.prediction.step_seconds
     assert light.estimate.host.total < 0.85 * heavy.estimate.host.total
+
+
+def test_a_little_time_is_given_for_much_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = question(16_384, device_memory=80 * GIB, host_memory=128 * GIB)
+    light = plan_for(asked)
+    monkeypatch.setattr(plans, "with_less_host", lambda cost, found, *_: found)
+    fast = plan_for(asked)
+    assert light.prediction is not None
+    assert fast.prediction is not None
+    slower = light.prediction.step_seconds / fast.prediction.step_seconds
+    assert 1.0 < slower <= LESS_HOST_SECONDS
+    assert light.estimate.host.total < 0.9 * fast.estimate.host.total
+    said = f"{slower - 1:.2%} slower than the fastest that fits, for less host memory"
+    assert light.offload_reason == f"auto: {said} (solver)"
+
+
+def test_places_that_cannot_be_the_answer_are_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer is the one of a search through all of them."""
+    asked = question_for(
+        llama_config(),
+        SPPOConfig(device_memory=80 * GIB, host_memory=256 * GIB),
+        profile=load_profile("h100"),
+        total_tokens=32_768,
+        trace=by_hand,
+    )
+    found = plan_for(asked)
+    searched: list[bool] = []
+    make = plans._make_plan
+
+    def make_all(request: plans.PlanRequest, *, under_seconds: float, **again: bool) -> plans.Plan:
+        searched.append(under_seconds < float("inf"))
+        return make(request, under_seconds=float("inf"), **again)
+
+    monkeypatch.setattr(plans, "_make_plan", make_all)
+    monkeypatch.setattr(plans, "standing_device_bytes", lambda *_: 0)
+    whole = plan_for(asked)
+    assert searched == [False, False, True], "the first does not fit, the second does"
+    assert found.shape.resting is not None
+    assert (found.layer_modes, found.kv_modes, found.bounds, found.places_reason) == (
+        *(whole.layer_modes, whole.kv_modes, whole.bounds),
+        whole.places_reason,
+    )

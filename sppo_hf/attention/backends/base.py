@@ -24,6 +24,7 @@ from typing import NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
+from sppo_hf.planning.model_profile import LayerProfile
 from sppo_hf.registry import ATTENTION_BACKENDS
 
 
@@ -163,6 +164,21 @@ class AttentionSpec:
     """Rows are packed, padded or of many lengths, so shapes differ from batch to batch.
 
     A wish, which "auto" heeds."""
+
+    @classmethod
+    def of_layer(
+        cls, layer: LayerProfile, *, device_type: str, dtype: torch.dtype, softcap: bool
+    ) -> AttentionSpec:
+        """What a layer with attention asks."""
+        return cls(
+            device_type=device_type,
+            dtype=dtype,
+            qk_head_size=layer.qk_head_size,
+            v_head_size=layer.v_head_size,
+            softcap=softcap,
+            window=layer.window is not None,
+            gqa_ratio=layer.num_heads // layer.num_kv_heads,
+        )
 
     def __str__(self) -> str:
         """The requirement in words, for reasons and errors."""

@@ -22,7 +22,7 @@ import socket
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -102,16 +102,11 @@ def choose_kernel(
         return Kernel("sdpa's choice", ours="auto")
     if choice in NAMED:
         return Kernel(NAMED[choice], ours=NAMED[choice], sdpa=_SDPA[NAMED[choice]])
-    layer = shape.layers[0]
-    requirement = AttentionSpec(
-        device_type=device.type,
-        dtype=dtype,
-        qk_head_size=layer.qk_head_size,
-        v_head_size=layer.v_head_size,
-        softcap=softcap,
-        window=any(layer.window is not None for layer in shape.layers),
-        gqa_ratio=layer.num_heads // layer.num_kv_heads,
+    first = AttentionSpec.of_layer(
+        shape.layers[0], device_type=device.type, dtype=dtype, softcap=softcap
     )
+    windows = any(layer.window is not None for layer in shape.layers)
+    requirement = replace(first, window=windows)
     name = select_backend("auto", requirement).backend.name
     theirs = name if name.startswith("flash_attention_") else "sdpa"
     return Kernel(name, ours=name, theirs=theirs, sdpa=_SDPA.get(name))
