@@ -7,6 +7,7 @@ import torch
 
 from sppo_hf import SPPOConfig
 from sppo_hf.attention import warm_up
+from sppo_hf.attention.backends.aten_flash import AtenFlash
 from sppo_hf.attention.backends.cpu_flash import CPUFlash
 from sppo_hf.attention.backends.cudnn import CuDNN
 from sppo_hf.attention.backends.reference import Reference
@@ -15,7 +16,8 @@ from sppo_hf.engine import plan_cache as plans
 from sppo_hf.engine.convert import convert, get_engine
 from sppo_hf.engine.step_observer import StepObserver
 from sppo_hf.planning.activation_modes import mode_of
-from sppo_hf.testing.tiny_models import build_tiny_model
+from sppo_hf.testing.exactness import compare
+from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
 from tests.attention.backends.cases import deterministic
 from tests.attention.backends.fake_kernels import FakeAten
 from tests.engine.forced_kv import force_kv
@@ -217,3 +219,34 @@ def test_kernels_that_plan_nothing_are_left_alone(monkeypatch):
     step, _ = train_with(monkeypatch, kernel, "llama", 1, order="by_chunk")
     step()
     assert not kernel.before
+
+
+class Varlen(FakeAten):
+    """Notes how many documents came in each call."""
+
+    def __init__(self):
+        super().__init__()
+        self.documents = []
+
+    def _flash_attention_forward(self, q, k, v, cum_q, cum_k, *args, **kwargs):
+        if cum_q is not None:
+            self.documents.append(len(cum_q) - 1)
+        return super()._flash_attention_forward(q, k, v, cum_q, cum_k, *args, **kwargs)
+
+
+@pytest.mark.parametrize("order", ["by_chunk", "by_layer"])
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_documents_in_one_call_are_exact_across_chunks(monkeypatch, family, order):
+    """In chunks whose bounds cut documents; the made-up kernel checks lengths and layouts."""
+    kernel = Varlen()
+    selection = Selection(AtenFlash(aten=kernel), "varlen")
+    monkeypatch.setattr(plans, "select_backend", lambda *_: selection)
+    model = build_tiny_model(family)
+    model.config.use_cache = False  # with a cache Transformers looks for no documents
+    batch = make_batch(rows=1, tokens=23)
+    batch["position_ids"] = torch.cat([torch.arange(n) for n in (9, 1, 6, 7)])[None]
+    config = SPPOConfig(chunk_lengths=(5, 12, 6), order=order, show_plan=False)
+    report = compare(model, batch, config)
+    assert report.exact, str(report)
+    # Only the second chunk has several: the end of the first, two whole ones, one token more.
+    assert kernel.documents == [4] * model.config.num_hidden_layers
