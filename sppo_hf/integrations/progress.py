@@ -12,6 +12,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, RenderableType
+from rich.text import Text
 from tqdm.auto import tqdm
 
 from sppo_hf.engine.step_observer import Direction, StepObserver, StepRecord
@@ -85,8 +86,10 @@ class ProgressReporter(StepObserver):
         self._end_step()
         if self.show_progress and _is_main_process():
             _print(
-                f"attention: {backend} built what it needs for {num_shapes} shapes "
-                f"({seconds:.1f} s, once for each)"
+                Text(
+                    f"attention: {backend} built what it needs for {num_shapes} shapes "
+                    f"({seconds:.1f} s, once for each)"
+                )
             )
 
     def on_unit(self, direction: Direction, chunk: int, num_chunks: int) -> None:
