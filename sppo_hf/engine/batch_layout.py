@@ -41,6 +41,10 @@ class BatchLayout:
     labelled: tuple[bool, ...] | None
     """Per token position: whether any row has a label there. None without labels."""
 
+    def spans(self, start: int, end: int) -> tuple[RowSpans, ...] | None:
+        """Documents and padding of rows `[start, end)`; None as in `rows`."""
+        return None if self.rows is None else self.rows[start:end]
+
     def has_label(self, start: int, end: int) -> bool:
         """Whether any position in `[start, end)` counts in the loss."""
         return self.labelled is None or any(self.labelled[start:end])

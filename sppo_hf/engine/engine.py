@@ -41,7 +41,7 @@ from sppo_hf.engine.layer_tiles import NotTokenWise
 from sppo_hf.engine.logits import LogitsCollector, LogitsRequest
 from sppo_hf.engine.loss import ChunkedLoss, divide_loss
 from sppo_hf.engine.offload_holder import OffloadHolder
-from sppo_hf.engine.plan_cache import PlanCache
+from sppo_hf.engine.plan_cache import AttendingRows, PlanCache
 from sppo_hf.engine.recompute import RandomState
 from sppo_hf.engine.router_loss import RouterLoss
 from sppo_hf.engine.sequence_group import SequenceGroup, part_of
@@ -317,6 +317,13 @@ class Engine:
                 f"labels, and {self._who_computes_the_loss(call)} computes another one. Set "
                 "model.config.output_router_logits = False."
             )
+        used = layout.used_tokens or call.total_tokens
+        chunks = range(sum(start < used for start, _ in plan.bounds))
+        step = (
+            AttendingRows(plan, end - start, layout.spans(start, end), chunks, self.group)
+            for start, end in call.row_groups(self.config)
+        )
+        self.plans.warm_up_attention(step, call.device, self.observer)
         with self._weights_there(backward_follows=torch.is_grad_enabled()):
             if call.head_arguments:
                 output = self._whole_head(call, layout, plan, watch)
@@ -481,7 +488,7 @@ class Engine:
         sequence = ChunkRunner(
             self.parts,
             plan,
-            rows=None if layout.rows is None else layout.rows[group[0] : group[1]],
+            rows=layout.spans(*group),
             last_position=positions.max().view(1, 1),
             choose_backend=self.plans.choose_backend,
             counters=self.counters,

@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from sppo_hf.attention.backends.base import AttentionSpec, Backend, determinism
 from sppo_hf.attention.backends.select import Selection, select_backend
+from sppo_hf.attention.segments import RowSpans
+from sppo_hf.attention.warm_up import ChunkedRows, LayerAttention, WarmUp
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.device_facts import (
     device_facts,
@@ -28,7 +31,7 @@ from sppo_hf.engine.device_facts import (
     use_expandable_segments,
 )
 from sppo_hf.engine.offload_holder import OffloadHolder, offloaded_bytes
-from sppo_hf.engine.sequence_group import SequenceGroup
+from sppo_hf.engine.sequence_group import SequenceGroup, held_keys, own_heads
 from sppo_hf.engine.step_observer import StepObserver
 from sppo_hf.engine.step_timer import StepTimer
 from sppo_hf.engine.structure import ModelParts
@@ -110,8 +113,23 @@ _FEW_LENGTHS = 3
 # What is planned with of a budget under which memory ran out.
 _LESS = 0.95
 
+# A step of ours may wait for kernels' plans, and ranks for a rank that makes some.
+_WARM_UP_SECONDS = 120.0
+
 # Gradients below this share of the device's peak change no plan.
 _FEW_GRADIENTS = 0.01
+
+
+class AttendingRows(NamedTuple):
+    """Rows that run together in a step, and what of them runs here."""
+
+    plan: Plan
+    batch_rows: int
+    spans: tuple[RowSpans, ...] | None
+    """Documents and padding of each; None where every row is one document."""
+    chunks: range
+    group: SequenceGroup | None
+    """The ranks that share the chunks; None where this one runs them alone."""
 
 
 class PlanCache:
@@ -147,6 +165,7 @@ class PlanCache:
         self._have_trained: dict[int, Plan] = {}
         """Likewise."""
         self._shrunk = False
+        self._warm_up = WarmUp(budget_seconds=_WARM_UP_SECONDS)
         self.stays_reason = "no Accelerator has said which optimizer will update them"
         """Why weights and optimizer stay on the device where the settings leave that open."""
         self.optimizer_bytes: int | None = None
@@ -418,21 +437,81 @@ class PlanCache:
 
         Choosing may time kernels, which had better happen now than inside the first layer.
         """
-        weight = next(p for layer in self._parts.layers for p in layer.parameters())
-        dtype = weight.dtype if weight.dtype.is_floating_point else torch.bfloat16
-        if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
-            dtype = torch.get_autocast_dtype(device.type)
-        softcap = getattr(self._parts.text_config, "attn_logit_softcapping", None) is not None
         chosen: dict[str, str] = {}
-        for layer in (layer for layer in shape.layers if layer.num_heads):
-            requirement = AttentionSpec.of_layer(
-                layer, device_type=device.type, dtype=dtype, softcap=softcap
-            )
-            selection = self._select(requirement)
+        for layer in self._attentions(shape, device):
+            selection = self._select(_requirement(layer, device))
             chosen.setdefault(selection.backend.name, selection.reason)
         if not chosen:
             return "none", "no layer of the model has attention"
         return ", ".join(chosen), "\n".join(chosen.values())
+
+    def _attentions(
+        self, shape: ModelShape, device: torch.device, group: SequenceGroup | None = None
+    ) -> Iterator[LayerAttention]:
+        """What this rank's part of each layer attends with, in order; each kind once."""
+        weight = next(p for layer in self._parts.layers for p in layer.parameters())
+        dtype = weight.dtype if weight.dtype.is_floating_point else torch.bfloat16
+        if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(device.type)
+        met: set[LayerAttention] = set()
+        for layer in (layer for layer in shape.layers if layer.num_heads):
+            heads = layer.num_heads, layer.num_kv_heads
+            if group is not None:
+                part = (group.rank, group.size, group.granules)
+                heads = len(own_heads(heads[0], *part)), len(held_keys(*heads, *part))
+            attention = LayerAttention(
+                num_heads=heads[0],
+                num_kv_heads=heads[1],
+                qk_head_size=layer.qk_head_size,
+                v_head_size=layer.v_head_size,
+                window=layer.window,
+                softcap=getattr(self._parts.text_config, "attn_logit_softcapping", None),
+                dtype=dtype,
+            )
+            if attention not in met:
+                met.add(attention)
+                yield attention
+
+    def warm_up_attention(
+        self, step: Iterable[AttendingRows], device: torch.device, observer: StepObserver
+    ) -> None:
+        """Let kernels that build a plan for each shape build those of a step now.
+
+        To be called before activations fill the device; see `attention/warm_up.py`. Does nothing
+        for other kernels, and for shapes that were there before.
+        """
+        if not any(one.backend.plans_each_shape for one in self._selections.values()):
+            return
+        if getattr(self._parts.text_config, "attention_chunk_size", None) is not None:
+            return  # blocks that layers keep to, which nothing in their shapes says
+        began, num_shapes = time.monotonic(), 0
+        names: set[str] = set()
+        for part in step:
+            plan = part.plan
+            rows = ChunkedRows(
+                batch_rows=part.batch_rows,
+                bounds=plan.bounds,
+                chunks=part.chunks,
+                spans=part.spans,
+                block_tokens=None if plan.kv_tier == "device" else plan.kv_block_tokens,
+                backward=torch.is_grad_enabled(),
+                again=any(mode.saved == "hidden" for row in plan.layer_modes for mode in row),
+            )
+            for layer in self._attentions(plan.shape, device, part.group):
+                requirement = replace(_requirement(layer, device), varied=part.spans is not None)
+                backend = self.choose_backend(requirement)
+                new = self._warm_up.run(layer, rows, backend, device)
+                num_shapes += new
+                names |= {backend.name} if new else set()
+        if num_shapes:
+            seconds = time.monotonic() - began
+            observer.on_attention_ready(", ".join(sorted(names)), num_shapes, seconds)
+
+
+def _requirement(layer: LayerAttention, device: torch.device) -> AttentionSpec:
+    return AttentionSpec.of_layer(
+        layer, device_type=device.type, dtype=layer.dtype, softcap=layer.softcap is not None
+    )
 
 
 def warn_of_less(planned_bytes: int, given_bytes: int) -> None:

@@ -80,6 +80,15 @@ class StepObserver:
             wanted_bytes: All of it; the system may give less.
         """
 
+    def on_attention_ready(self, backend: str, num_shapes: int, seconds: float) -> None:
+        """Attention's kernels have built plans for shapes that they had not met.
+
+        Args:
+            backend: Name, or names.
+            num_shapes: Of forward and of backward.
+            seconds: What it took.
+        """
+
     def on_unit(self, direction: Direction, chunk: int, num_chunks: int) -> None:
         """The engine enters a unit; backward walks the chunks in reverse.
 
@@ -122,6 +131,11 @@ class ObserverHub(StepObserver):
         """Tell every subscriber."""
         for observer in list(self._subscribers):
             observer.on_host_memory(ready_bytes, wanted_bytes)
+
+    def on_attention_ready(self, backend: str, num_shapes: int, seconds: float) -> None:
+        """Tell every subscriber."""
+        for observer in list(self._subscribers):
+            observer.on_attention_ready(backend, num_shapes, seconds)
 
     def on_unit(self, direction: Direction, chunk: int, num_chunks: int) -> None:
         """Tell every subscriber."""

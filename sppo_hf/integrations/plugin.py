@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
+import torch
 from accelerate import ParallelismConfig, PartialState
 from accelerate.utils import extract_model_from_parallel
 from transformers import AutoModelForCausalLM
@@ -43,6 +44,7 @@ from sppo_hf.integrations.training_step import TrainerStep
 from sppo_hf.pipeline.convert import launch_watchdog, load_model_stages
 from sppo_hf.pipeline.mesh import check_nodes, check_world
 from sppo_hf.pipeline.watchdog import watch_launch_soon
+from sppo_hf.planning.machine import connect_all_streams
 from sppo_hf.rules import show
 
 if TYPE_CHECKING:
@@ -103,6 +105,8 @@ class SPPOPlugin(ParallelismConfig):
             ) from error
         self._given_sizes = dict(self._sizes)
         self._make_observers()
+        if not torch.cuda.is_initialized():  # which reads it once, at the first model's move
+            connect_all_streams(os.environ)
         if self.config.sharing_ranks > 1:
             watch_launch_soon(self.config.pp_timeout_seconds)
 

@@ -12,6 +12,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, RenderableType
+from rich.text import Text
 from tqdm.auto import tqdm
 
 from sppo_hf.engine.step_observer import Direction, StepObserver, StepRecord
@@ -79,6 +80,17 @@ class ProgressReporter(StepObserver):
         elif self._deserves_bar():
             self._bar = _new_bar("page-locking host memory", wanted_bytes, unit="B")
             self._bar.update(ready_bytes)
+
+    def on_attention_ready(self, backend: str, num_shapes: int, seconds: float) -> None:
+        """Say what the first step of a length waited for."""
+        self._end_step()
+        if self.show_progress and _is_main_process():
+            _print(
+                Text(
+                    f"attention: {backend} built what it needs for {num_shapes} shapes "
+                    f"({seconds:.1f} s, once for each)"
+                )
+            )
 
     def on_unit(self, direction: Direction, chunk: int, num_chunks: int) -> None:
         """Move the bar, once the step has taken long enough to deserve one."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, TypeVar, cast
 
@@ -31,6 +31,7 @@ from sppo_hf.engine.family_guard import check_router_loss
 from sppo_hf.engine.forward_calls import ForwardCall, read_call
 from sppo_hf.engine.head import fused_tile
 from sppo_hf.engine.loss import ChunkedLoss, divide_loss
+from sppo_hf.engine.plan_cache import AttendingRows
 from sppo_hf.engine.router_loss import RouterLoss
 from sppo_hf.engine.sequence_group import SequenceGroup, own_random_numbers, part_of
 from sppo_hf.engine.stage_message import MessageLayout
@@ -393,6 +394,8 @@ class PipelineEngine(Engine):
             with self.staged.running(self.staged.cut.num_stages - 1):
                 add_loss = make_loss(prepared)
         units = self._make_units(call, layout, prepared, add_loss)
+        step = self._attending(layout, prepared)
+        self.plans.warm_up_attention(step, call.device, self.observer)
         parameters = list(self.parts.causal_lm.parameters())
         gradients = StepGradients(parameters) if training else None
         try:
@@ -575,6 +578,21 @@ class PipelineEngine(Engine):
         )
         self._units = units
         return units
+
+    def _attending(self, layout: BatchLayout, prepared: Prepared) -> Iterator[AttendingRows]:
+        """What this rank's units attend to."""
+        alone = Run(range(len(prepared.bounds)), (self.mesh.pp_rank,))
+        own = {(stage, alone) for stage in self.staged.cut.own}
+        if prepared.runs is not None:
+            own = {(stage, run) for (stage, _), run in prepared.runs.items()}
+            own = {(stage, run) for stage, run in own if self.mesh.pp_rank in run.ranks}
+        for stage, run in sorted(own, key=lambda one: (one[0], one[1].chunks.start)):
+            plan, group = prepared.plans.by_stage[stage], self.group
+            if run.is_shared:
+                group = self._set_ranks(run.ranks)
+            for start, end in prepared.rows:
+                spans = layout.spans(start, end)
+                yield AttendingRows(plan, end - start, spans, run.chunks, group)
 
     def _set_ranks(self, ranks: tuple[int, ...]) -> SequenceRanks:
         number = ranks.index(self.mesh.pp_rank)

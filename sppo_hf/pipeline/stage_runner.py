@@ -264,11 +264,10 @@ class StageRunner:
     ) -> _MicroBatch:
         start, end = self.rows[micro_batch]
         positions = self.call.positions()
-        spans = self.layout.rows
         sequence = self.make_sequence(
             stage,
             micro_batch,
-            rows=None if spans is None else spans[start:end],
+            rows=self.layout.spans(start, end),
             last_position=positions.max().view(1, 1),
             around_layers=self._around_layers if self.split else contextlib.nullcontext,
             group=group,

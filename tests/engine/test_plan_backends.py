@@ -1,15 +1,27 @@
-"""Backends are chosen while a plan is made, for every kind of layer, not inside the first layer."""
+"""Backends are chosen, and their kernels built, before the first layer runs, not inside it."""
 
+import threading
+
+import pytest
 import torch
 
 from sppo_hf import SPPOConfig
+from sppo_hf.attention import warm_up
+from sppo_hf.attention.backends.aten_flash import AtenFlash
 from sppo_hf.attention.backends.cpu_flash import CPUFlash
+from sppo_hf.attention.backends.cudnn import CuDNN
 from sppo_hf.attention.backends.reference import Reference
 from sppo_hf.attention.backends.select import Selection
 from sppo_hf.engine import plan_cache as plans
 from sppo_hf.engine.convert import convert, get_engine
-from sppo_hf.testing.tiny_models import build_tiny_model
+from sppo_hf.engine.step_observer import StepObserver
+from sppo_hf.planning.activation_modes import mode_of
+from sppo_hf.testing.exactness import compare
+from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
 from tests.attention.backends.cases import deterministic
+from tests.attention.backends.fake_kernels import FakeAten
+from tests.engine.forced_kv import force_kv
+from tests.engine.forced_plans import force_modes
 
 
 def _choose_by_window(monkeypatch):
@@ -76,3 +88,165 @@ def test_rows_of_many_lengths_ask_for_what_builds_nothing_per_shape(monkeypatch)
     ids = torch.randint(0, 97, (1, 14))
     model(input_ids=ids, labels=ids).loss.backward()
     assert [requirement.varied for requirement in asked] == [False, True]
+
+
+def thread():
+    """This one, or autograd's: on a CPU that has none of its own, but knows what runs in it."""
+    return threading.get_ident(), torch._C._current_graph_task_id() != -1
+
+
+class Planning(FakeAten):
+    """Notes what cuDNN keeps its plans by: shapes, strides, mask, and the thread."""
+
+    def __init__(self):
+        super().__init__()
+        self.step_began, self.before, self.in_step = False, [], []
+
+    def note(self, direction, tensors, causal):
+        lie = tuple((tuple(x.shape), x.stride()) for x in tensors)
+        calls = self.in_step if self.step_began else self.before
+        calls.append((direction, thread()[1], lie, causal))
+
+    def _scaled_dot_product_cudnn_attention(self, q, k, v, *args, **kwargs):
+        self.note("forward", (q, k, v), args[4])
+        return super()._scaled_dot_product_cudnn_attention(q, k, v, *args, **kwargs)
+
+    def _scaled_dot_product_cudnn_attention_backward(self, dout, q, k, v, *args, **kwargs):
+        self.note("backward", (q, k, v), args[-1])
+        return super()._scaled_dot_product_cudnn_attention_backward(dout, q, k, v, *args, **kwargs)
+
+
+class Ready(StepObserver):
+    """Notes what is said of kernels."""
+
+    def __init__(self):
+        self.said = []
+
+    def on_attention_ready(self, backend, num_shapes, seconds):
+        self.said.append((backend, num_shapes))
+
+
+def train_with(monkeypatch, kernel, family, rows, **settings):
+    """A converted model that attends with `kernel`, and a step of `rows` rows of 48 tokens."""
+    backend, observer = CuDNN(key_tile=8, aten=kernel), Ready()
+    monkeypatch.setattr(plans, "select_backend", lambda *_: Selection(backend, "planning"))
+    monkeypatch.setattr(warm_up, "_thread", thread)
+    model = build_tiny_model(family, dtype=torch.float32).train()
+    # Frames open behind the embedding.
+    model.model.embed_tokens.register_forward_pre_hook(
+        lambda *_: setattr(kernel, "step_began", True)
+    )
+    shared = {"min_offload_size": 1, "show_plan": False, "chunk_lengths": (16, 16, 12, 4)}
+    convert(model, SPPOConfig(**shared, **settings), observer=observer)
+
+    def step(**batch):
+        kernel.step_began = False
+        kernel.before.clear()
+        kernel.in_step.clear()
+        ids = torch.randint(1, 90, (rows, 48))
+        model(input_ids=ids, labels=ids, **batch).loss.backward()
+
+    return step, observer
+
+
+CASES = [
+    ("llama", 1, {"order": "by_chunk", "recompute": "none", "offload": "none"}),
+    ("llama", 2, {"order": "by_layer", "recompute": "full", "offload": "full"}),
+    ("llama", 3, {"order": "by_chunk", "micro_batch_size": 2}),
+    ("gemma3_text", 2, {"order": "by_layer"}),
+    ("phi3", 1, {"order": "by_chunk"}),
+    ("phi", 1, {"order": "by_layer"}),
+]
+
+
+@pytest.mark.parametrize(("family", "rows", "settings"), CASES)
+def test_kernels_that_plan_meet_a_steps_shapes_before_it(monkeypatch, family, rows, settings):
+    kernel = Planning()
+    step, observer = train_with(monkeypatch, kernel, family, rows, **settings)
+    step()
+    assert {call[:2] for call in kernel.before} == {("forward", False), ("backward", True)}
+    assert kernel.in_step
+    assert set(kernel.in_step) <= set(kernel.before)
+    ((name, num_shapes),) = observer.said
+    assert name == "cudnn"
+    assert num_shapes > 1
+    step()
+    assert not kernel.before
+    assert len(observer.said) == 1
+
+
+@pytest.mark.parametrize("block_tokens", [1, 20, 48])
+def test_also_where_keys_wait_elsewhere(monkeypatch, block_tokens):
+    force_kv(monkeypatch, block_tokens=block_tokens)
+    kernel = Planning()
+    step, _ = train_with(monkeypatch, kernel, "gemma3_text", 2, order="by_chunk")
+    step()
+    assert set(kernel.in_step) <= set(kernel.before)
+
+
+def test_also_where_attention_runs_again_in_backward(monkeypatch):
+    force_modes(monkeypatch, lambda chunk, layer: mode_of("hidden", "device"))
+    kernel = Planning()
+    step, _ = train_with(monkeypatch, kernel, "llama", 1, order="by_chunk")
+    step()
+    assert ("forward", True) in {call[:2] for call in kernel.in_step}
+    assert set(kernel.in_step) <= set(kernel.before)
+
+
+def test_also_for_padding_and_for_evaluation(monkeypatch):
+    kernel = Planning()
+    step, _ = train_with(monkeypatch, kernel, "llama", 2, order="by_chunk")
+    mask = torch.ones(2, 48, dtype=torch.long)
+    mask[1, 20:] = 0
+    step(attention_mask=mask)
+    assert kernel.in_step
+    assert set(kernel.in_step) <= set(kernel.before)
+
+
+def test_time_for_it_is_bounded(monkeypatch):
+    monkeypatch.setattr(plans, "_WARM_UP_SECONDS", 0.0)
+    kernel = Planning()
+    step, observer = train_with(monkeypatch, kernel, "llama", 1, order="by_chunk")
+    step()
+    assert not kernel.before
+    assert kernel.in_step
+    assert not observer.said
+
+
+def test_kernels_that_plan_nothing_are_left_alone(monkeypatch):
+    kernel = Planning()
+    monkeypatch.setattr(CuDNN, "plans_each_shape", False)
+    step, _ = train_with(monkeypatch, kernel, "llama", 1, order="by_chunk")
+    step()
+    assert not kernel.before
+
+
+class Varlen(FakeAten):
+    """Notes how many documents came in each call."""
+
+    def __init__(self):
+        super().__init__()
+        self.documents = []
+
+    def _flash_attention_forward(self, q, k, v, cum_q, cum_k, *args, **kwargs):
+        if cum_q is not None:
+            self.documents.append(len(cum_q) - 1)
+        return super()._flash_attention_forward(q, k, v, cum_q, cum_k, *args, **kwargs)
+
+
+@pytest.mark.parametrize("order", ["by_chunk", "by_layer"])
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_documents_in_one_call_are_exact_across_chunks(monkeypatch, family, order):
+    """In chunks whose bounds cut documents; the made-up kernel checks lengths and layouts."""
+    kernel = Varlen()
+    selection = Selection(AtenFlash(aten=kernel), "varlen")
+    monkeypatch.setattr(plans, "select_backend", lambda *_: selection)
+    model = build_tiny_model(family)
+    model.config.use_cache = False  # with a cache Transformers looks for no documents
+    batch = make_batch(rows=1, tokens=23)
+    batch["position_ids"] = torch.cat([torch.arange(n) for n in (9, 1, 6, 7)])[None]
+    config = SPPOConfig(chunk_lengths=(5, 12, 6), order=order, show_plan=False)
+    report = compare(model, batch, config)
+    assert report.exact, str(report)
+    # Only the second chunk has several: the end of the first, two whole ones, one token more.
+    assert kernel.documents == [4] * model.config.num_hidden_layers

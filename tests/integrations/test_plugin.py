@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import pickle
 from pathlib import Path
 
@@ -44,6 +45,24 @@ def test_sizes_of_parallelism_config_are_taken():
     plugin = SPPOPlugin(num_chunks=2, dp_shard_size=2, dp_replicate_size=3)
     assert plugin.total_size == 6
     assert plugin.to_json()["dp_shard_size"] == 2
+
+
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
+@pytest.mark.parametrize(
+    ("said", "started", "then"),
+    [(None, False, "32"), ("8", False, "8"), (None, True, None)],
+    ids=["nobody said anything", "the user did", "CUDA has started"],
+)
+def test_each_stream_gets_a_queue_before_cuda_starts(monkeypatch, said, started, then):
+    # First set, so that it is put back however it ends.
+    monkeypatch.setenv(QUEUES, said or "")
+    if said is None:
+        monkeypatch.delenv(QUEUES)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: started)
+    SPPOPlugin()
+    assert os.environ.get(QUEUES) == then
 
 
 @pytest.mark.parametrize("axis", ["tp", "cp"])

@@ -76,6 +76,15 @@ def test_a_bar_shows_host_memory_that_takes_long(clock, terminal):
     assert terminal.getvalue().split("\r")[-1].strip() == ""
 
 
+def test_what_kernels_built_is_one_line(clock, terminal):
+    ProgressReporter().on_attention_ready("cudnn", 14, 9.87)
+    said = terminal.getvalue()
+    assert said.count("\n") == 1
+    assert "cudnn built what it needs for 14 shapes (9.9 s, once for each)" in said
+    ProgressReporter(show_progress=False).on_attention_ready("cudnn", 14, 9.87)
+    assert terminal.getvalue() == said
+
+
 def test_a_short_step_shows_nothing(clock, terminal):
     reporter = ProgressReporter()
     for _ in range(3):

@@ -50,6 +50,7 @@ from sppo_hf.testing.exactness import (
 )
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
 from tests.engine.test_mixer_kernels import Installed, not_here
+from tests.engine.unplanned import unplanned_shapes
 from tests.pipeline.pipeline_cases import TOKENS, Case
 
 Named = dict[str, Tensor | None]
@@ -275,6 +276,7 @@ def compare(case: Case, everyone: list[dict[str, Any]], sharing: int) -> dict[st
         "held_twice": sorted(twice),
         "tied": sorted(wanted.tied),
         "stages": stages,
+        "unplanned": [shape for one in everyone for shape in one["unplanned"]],
         "gradients": sum(grad is not None for grad in theirs.values()),
     }
 
@@ -324,9 +326,9 @@ def run_case(case: Case, pp_size: int, sp_size: int) -> dict[str, Any] | None:
     convert_to_stages(model, config, observer=written)
     engine = get_engine(model)
     assert isinstance(engine, PipelineEngine)
-    with kernel_of(case):
+    with kernel_of(case), unplanned_shapes() as unplanned:
         ran = run_steps(model, case, engine.mesh.dp_rank, engine.mesh.dp_size)
-    mine = {"losses": ran.losses, "grads": ran.grads, "calls": ran.calls}
+    mine = {"losses": ran.losses, "grads": ran.grads, "calls": ran.calls, "unplanned": unplanned}
     mine |= {"dp_rank": engine.mesh.dp_rank, "sp_rank": engine.mesh.sp_rank}
     mine["norm"] = total_norm(engine, list(model.parameters()), 2.0).item()
     mine["shared"] = sum(done.action.part is not None for done in engine.executed)

@@ -34,6 +34,7 @@ from sppo_hf.pipeline.sequence_parallel import SequenceParallelEngine
 from sppo_hf.planning.plan import Plan
 from sppo_hf.planning.prediction import MeasuredStep
 from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
+from tests.engine.unplanned import unplanned_shapes
 from tests.pipeline.pipeline_cases import Case
 from tests.pipeline.pipeline_ranks import (
     Named,
@@ -89,13 +90,15 @@ def run_case(case: Case, sp_size: int) -> dict[str, Any]:
     engine = get_engine(model)
     assert isinstance(engine, SequenceParallelEngine)
     mesh = engine.mesh
-    ran = run_steps(model, case, mesh.dp_rank, mesh.dp_size)
+    with unplanned_shapes() as unplanned:
+        ran = run_steps(model, case, mesh.dp_rank, mesh.dp_size)
     grads, uneven = averaged(ran.grads)
     revert(model)
     mine = {
         "losses": ran.losses,
         "grads": grads,
         "calls": ran.calls,
+        "unplanned": unplanned,
         "norm": norm_of(grads),
         "dp_rank": mesh.dp_rank,
         "sp_rank": mesh.sp_rank,

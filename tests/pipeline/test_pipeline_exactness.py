@@ -41,10 +41,12 @@ def assert_exact(found: list[dict[str, Any]], cases: list[Case]) -> None:
     assert [one["name"] for one in found] == [case["name"] for case in cases]
     wrong = [
         one
-        for one in found
+        for one, case in zip(found, cases, strict=True)
         if max(one["loss_error"], one["gradient_error"], one["norm_error"]) > TOLERANCE
         or one["wrong_names"]
         or one["hooks_miscounted"]
+        # Kernels that plan each shape would have met all before the steps.
+        or (one["unplanned"] and case["family"] != "llama4_text")
         # The first stage has the embedding and the last one the head.
         or one["held_twice"] != (one["tied"] if one["stages"] > 1 else [])
     ]

@@ -19,12 +19,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
-from sppo_hf.planning.model_profile import LayerProfile
 from sppo_hf.registry import ATTENTION_BACKENDS
 
 
@@ -135,6 +134,21 @@ Mask: TypeAlias = CausalBand | Documents
 """Which keys each query sees."""
 
 
+class AttendingLayer(Protocol):
+    """What a layer with attention says of it."""
+
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def qk_head_size(self) -> int: ...
+    @property
+    def v_head_size(self) -> int: ...
+    @property
+    def window(self) -> int | None: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
     """What a model asks of a backend; enough to choose one and to say why."""
@@ -167,7 +181,7 @@ class AttentionSpec:
 
     @classmethod
     def of_layer(
-        cls, layer: LayerProfile, *, device_type: str, dtype: torch.dtype, softcap: bool
+        cls, layer: AttendingLayer, *, device_type: str, dtype: torch.dtype, softcap: bool
     ) -> AttentionSpec:
         """What a layer with attention asks."""
         return cls(

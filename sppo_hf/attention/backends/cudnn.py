@@ -13,8 +13,10 @@ this costs a call only where a user set others.
 
 Fixed strides: PyTorch builds a plan for each shape and strides of queries, keys and values, but
 keeps those of the output and its gradient out of the key (2.11), so these must always be laid out
-alike. A single row's batch stride counts as well, and for a prefix it differs from chunk to chunk
-though nobody steps over it; it is made to follow from the other strides.
+alike. All lie token by token without gaps, as most models' projections give them: what lies head by
+head has the run's length in its strides, and so has the batch stride of a prefix, though nobody
+steps over it where there is one row; every chunk would need plans of its own. What lies otherwise,
+and prefixes of several rows, are copied, which costs about as much as it did to join them.
 
 Shapes: B batch, N query heads, K key/value heads, C query tokens, T key tokens, H head size.
 """
@@ -98,7 +100,7 @@ class CuDNN(TopLeftBackend):
         if _is_single(q_BNCH, k_BKTH):
             band = _band(k_BKTH, causal=causal)
             return self._reference.forward(q_BNCH, k_BKTH, v_BKTH, band=band, scale=scale)
-        q, k, v = (_one_row(x) for x in (q_BNCH, k_BKTH, v_BKTH))
+        q, k, v = (_by_token(x) for x in (q_BNCH, k_BKTH, v_BKTH))
         out_BNCH, lse, *_ = self._aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, 0.0, causal, False, scale=scale
         )
@@ -132,7 +134,7 @@ class CuDNN(TopLeftBackend):
 
     def _tiled_backward(self, given: BackwardInputs, *, causal: bool, scale: float) -> Gradients:
         """The kernel's backward; unmasked only over whole tiles of keys."""
-        q_BNCH, k_BKTH, v_BKTH = (_one_row(x) for x in given[1:4])
+        q_BNCH, k_BKTH, v_BKTH = (_by_token(x) for x in given[1:4])
         lse = given.lse.contiguous()
         # The seed is read only under dropout, so nothing need be in it.
         seed = torch.empty((), dtype=torch.int64, device=q_BNCH.device)
@@ -156,11 +158,6 @@ class CuDNN(TopLeftBackend):
                 scale=scale,
             )
         )
-
-
-def _one_row(x_BNCH: Tensor) -> Tensor:
-    """The same tensor; the batch stride of a single row follows from its other strides."""
-    return x_BNCH.squeeze(0).unsqueeze(0) if x_BNCH.shape[0] == 1 else x_BNCH
 
 
 def _by_token(x_BNCH: Tensor) -> Tensor:

@@ -47,10 +47,12 @@ CLASSES: dict[str, re.Pattern[str]] = {
     for name, words in {
         "attention": r"flash|fmha|sdpa|scaled_dot_product|attention|mha_",
         "loss": r"cross_entropy|log_?softmax|nll_loss",
-        "matrix products": r"gemm|cutlass|cublas|nvjet|xmma|grouped_mm|"
+        "matrix products": r"gemm|gemv|split_?k|cutlass|cublas|nvjet|xmma|grouped_mm|"
         r"aten::(b?mm|addb?mm|baddbmm|linear|matmul)$|_mm_kernel|matmul",
         "messages": r"nccl|c10d",
-        "copies on the device": r"copy|cat|clone|contiguous|memcpy|memset|fill|zero_|transpose",
+        # What torch.compile fuses is named by all that is in it, often "to_copy" or "cat".
+        "copies on the device": r"^(?!triton_).*"
+        r"(copy|cat|clone|contiguous|memcpy|memset|fill|zero_|transpose)",
         "optimizer": r"adam|multi_tensor|foreach",
     }.items()
 }

@@ -1,0 +1,259 @@
+"""Kernels that build a plan for each shape meet a step's shapes before the step needs the memory.
+
+cuDNN compiles a plan for every shape that it has not seen. That takes about a second, happens once
+in each thread that calls, and takes memory from the driver, which in the middle of a step has none:
+PyTorch's allocator holds what is free. `WarmUp` runs one layer's attention on zeros, chunk by
+chunk, through the same code as the step, so that the kernel sees what it will see: shapes, layouts
+and masks, forward in the caller's thread and backward in autograd's. Nothing of it stays but what
+the kernel keeps.
+
+A layer's keys and values exist as a whole meanwhile, as they do where it runs for good.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sppo_hf.attention.backends.base import (
+    AttentionOutput,
+    Backend,
+    Gradients,
+    Mask,
+    determinism,
+    empty_forward,
+)
+from sppo_hf.attention.chunk_attention import AttentionCall, chunk_attention
+from sppo_hf.attention.kv_cache import KVStore, LayerKV
+from sppo_hf.attention.segments import Bounds, RowSpans, chunk_pieces
+from sppo_hf.attention.streamed_kv import KVStream, KVTransfer
+
+# B batch rows, N query heads, K key/value heads, C tokens of a chunk, T tokens of a run of keys, H
+# head size.
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerAttention:
+    """What one kind of layer attends with on this rank."""
+
+    num_heads: int
+    num_kv_heads: int
+    qk_head_size: int
+    v_head_size: int
+    window: int | None
+    softcap: float | None
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkedRows:
+    """How rows that run together are cut."""
+
+    batch_rows: int
+    bounds: Bounds
+    """`(start, end)` of every chunk, in tokens."""
+    chunks: range
+    """Those that run here; keys of all before them are there."""
+    spans: tuple[RowSpans, ...] | None = None
+    """Documents and padding of every row; None where each is one document."""
+    block_tokens: int | None = None
+    """Tokens of a block of keys where these wait elsewhere; None where all are on the device."""
+    backward: bool = True
+    """Whether a backward follows."""
+    again: bool = False
+    """Whether some layer's attention runs again in backward."""
+
+
+class WarmUp:
+    """The shapes that kernels which plan have met, and the way to have them meet more."""
+
+    def __init__(self, *, budget_seconds: float, clock: Clock = time.monotonic) -> None:
+        """Begin with none.
+
+        Args:
+            budget_seconds: After so long in one `run` no other shape is begun: the step meets the
+                rest.
+            clock: Seconds on the host.
+        """
+        self._budget_seconds = budget_seconds
+        self._clock = clock
+        self._met: set[Any] = set()
+        self._done: set[Any] = set()
+
+    def run(
+        self, layer: LayerAttention, rows: ChunkedRows, backend: Backend, device: torch.device
+    ) -> int:
+        """Let `backend` meet what such layers ask of it for such rows.
+
+        Does nothing for backends that plan nothing, and for what it has done.
+
+        Returns:
+            The shapes that were new.
+        """
+        key = (_thread(), backend, determinism(), layer, rows, device)
+        if not backend.plans_each_shape or key in self._done:
+            return 0
+        self._done.add(key)
+        deadline = self._clock() + self._budget_seconds
+        kernel = _OnlyNew(backend, self._met, rows.again, device, lambda: self._clock() < deadline)
+        with torch.set_grad_enabled(rows.backward):
+            _attend_layer(layer, rows, kernel, device)
+        if kernel.new and device.type == "cuda":
+            torch.cuda.empty_cache()  # the driver's again, for the plans of other shapes
+        return kernel.new
+
+
+def _attend_layer(
+    layer: LayerAttention, rows: ChunkedRows, backend: Backend, device: torch.device
+) -> None:
+    """Attention of one layer on zeros: of every chunk forward and, if wanted, backward."""
+
+    def zeros(heads: int, tokens: int, size: int) -> Tensor:
+        """As projections give them: `[B, tokens, heads, H]` in memory."""
+        shape = (rows.batch_rows, tokens, heads, size)
+        return torch.zeros(shape, dtype=layer.dtype, device=device).transpose(1, 2)
+
+    def keys_and_values(chunk: int) -> tuple[Tensor, Tensor]:
+        start, end = rows.bounds[chunk]
+        sizes = (layer.qk_head_size, layer.v_head_size)
+        k, v = (zeros(layer.num_kv_heads, end - start, size) for size in sizes)
+        return k, v
+
+    store: KVStore = LayerKV(rows.bounds)
+    if rows.block_tokens is not None:
+        stream = KVStream(
+            _Stays(), rows.bounds, rows=rows.spans, block_tokens=rows.block_tokens, linked=False
+        )
+        store = stream.add_layer()
+    for chunk in range(rows.chunks.stop):
+        store.put_earlier(chunk, *keys_and_values(chunk))
+    # In reverse, so that each backward frees the keys that no other chunk reads.
+    for chunk in reversed(rows.chunks):
+        start, end = rows.bounds[chunk]
+        call = AttentionCall(
+            kv=store,
+            chunk=chunk,
+            chunk_start=start,
+            pieces=chunk_pieces(start, end, rows.spans, window=layer.window),
+            backend=backend,
+            scale=layer.qk_head_size**-0.5,
+            window=layer.window,
+            softcap=layer.softcap,
+        )
+        q, (k, v) = zeros(layer.num_heads, end - start, layer.qk_head_size), keys_and_values(chunk)
+        q, k, v = (x.requires_grad_(rows.backward) for x in (q, k, v))
+        out_BCNH, _ = chunk_attention(q, k, v, sinks_N=None, link=None, call=call)
+        if rows.backward:
+            # In the thread that autograd has for the device.
+            torch.autograd.grad(out_BCNH, (q, k, v), torch.zeros_like(out_BCNH))
+
+
+def _thread() -> int:
+    """Kernels keep their plans by thread."""
+    return threading.get_ident()
+
+
+class _OnlyNew(Backend):
+    """Hands to a backend what it has not met in this thread; the rest gets zeros."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        met: set[Any],
+        again: bool,
+        device: torch.device,
+        has_time: Callable[[], bool],
+    ) -> None:
+        self.name = backend.name
+        self.documents_at_once = backend.documents_at_once
+        self.new = 0
+        self._backend = backend
+        self._met = met
+        self._again = again
+        self._device = device
+        self._has_time = has_time
+
+    def reason_unsupported(self, requirement: Any) -> str | None:
+        return self._backend.reason_unsupported(requirement)
+
+    def forward(
+        self,
+        q_BNCH: Tensor,
+        k_BKTH: Tensor,
+        v_BKTH: Tensor,
+        *,
+        band: Mask,
+        scale: float,
+        softcap: float | None = None,
+    ) -> AttentionOutput:
+        given = {"band": band, "scale": scale, "softcap": softcap}
+        run = functools.partial(self._backend.forward, q_BNCH, k_BKTH, v_BKTH, **given)
+        found = self._run_new("forward", (q_BNCH, k_BKTH, v_BKTH), band, run)
+        return empty_forward(q_BNCH, v_BKTH.shape[3]) if found is None else found
+
+    def backward(
+        self,
+        dout_BNCH: Tensor,
+        q_BNCH: Tensor,
+        k_BKTH: Tensor,
+        v_BKTH: Tensor,
+        out_BNCH: Tensor,
+        lse_BNC: Tensor,
+        *,
+        band: Mask,
+        scale: float,
+        softcap: float | None = None,
+    ) -> Gradients:
+        given = {"band": band, "scale": scale, "softcap": softcap}
+        if self._again:
+            self.forward(q_BNCH, k_BKTH, v_BKTH, **given)
+        tensors = (dout_BNCH, q_BNCH, k_BKTH, v_BKTH, out_BNCH, lse_BNC)
+        run = functools.partial(self._backend.backward, *tensors, **given)
+        found = self._run_new("backward", tensors[1:4], band, run)
+        return Gradients(*map(torch.zeros_like, tensors[1:4])) if found is None else found
+
+    def _run_new(
+        self, direction: str, tensors: tuple[Tensor, ...], band: Mask, run: Callable[[], Any]
+    ) -> Any:
+        lie = tuple((tuple(x.shape), x.stride(), x.dtype) for x in tensors)
+        key = (_thread(), self._backend, determinism(), direction, lie, band)
+        if key in self._met or not self._has_time():
+            return None
+        found = run()
+        self._met.add(key)
+        self.new += 1
+        if self._device.type == "cuda":
+            # So that what it took is known to the clock, and its memory free for the next one.
+            torch.cuda.current_stream(self._device).synchronize()
+        return found
+
+
+class _Stays(KVTransfer):
+    """Moves nothing: what is sent away is its own handle."""
+
+    def send(self, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    def prefetch(self, handle: Tensor) -> None:
+        pass
+
+    def fetch(self, handle: Tensor) -> Tensor:
+        return handle
+
+    def evict(self, handle: Tensor) -> None:
+        pass
+
+    def release(self, handle: Tensor) -> None:
+        pass
+
+    def settle(self) -> None:
+        pass
