@@ -2,7 +2,8 @@
 
 A sweep over many that are alike runs on a sample with one of each kind, and random examples are
 fewer. What is the only one of its kind runs always. Where a sweep has two axes, families and
-settings, each setting is met by some of the families and each family has some of the settings.
+settings, each setting is met by some of the families and each family has some of the settings;
+where it has three (`pairs`), every two settings meet.
 Launches of ranks have several special things in one case where they fit into one
 (`pipeline_cases.together`), and leave families that other cases have out of their sweep over
 families. Of trainings that are compared step by step one has fifty steps in one process and one in
@@ -10,7 +11,8 @@ a pipeline, others have a few.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import product
 from typing import Any
 
 from hypothesis import settings
@@ -41,6 +43,18 @@ def sample(items: Sequence[Any], step: int) -> list[Any]:
 def turn(items: Sequence[Any], step: int, index: int) -> list[Any]:
     """As `sample`, but one that begins elsewhere for each `index`, so that all are met in turn."""
     return list(items if ALL else items[index % step :: step])
+
+
+def pairs(first: Iterable[Any], second: Iterable[Any], third: Sequence[Any]) -> list[Any]:
+    """The product of three axes; or of it as many as have every pair of settings of two axes.
+
+    These have each pair of the first two once, and go through the third, which must not be longer.
+    """
+    return [
+        (one, other, last)
+        for (i, one), (j, other) in product(enumerate(first), enumerate(second))
+        for last in turn(third, len(third), i + j)
+    ]
 
 
 def examples(count: int, *, whole: int) -> settings:

@@ -16,20 +16,31 @@ import tempfile
 from pathlib import Path
 
 import nbformat
+from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 from nbformat import NotebookNode
+from nbformat.v4 import new_code_cell
 from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run(path: Path, folder: Path, *, timeout_seconds: int = 600) -> NotebookNode:
+def run(
+    path: Path,
+    folder: Path,
+    *,
+    timeout_seconds: int = 600,
+    kernel: AsyncKernelManager | None = None,
+) -> NotebookNode:
     """Execute a notebook.
 
     Args:
         path: the notebook, which stays as it is.
         folder: where its kernel works and writes its files.
         timeout_seconds: of each cell.
+        kernel: executes it, whether it runs already or not, and goes on; what other notebooks have
+            named in it is forgotten, what they have imported is not imported again. None for one
+            of its own.
 
     Returns:
         The notebook with its outputs.
@@ -39,9 +50,13 @@ def run(path: Path, folder: Path, *, timeout_seconds: int = 600) -> NotebookNode
     """
     notebook = nbformat.read(path, as_version=4)
     place = {"metadata": {"path": str(folder)}}
+    if kernel is not None:
+        notebook.cells.insert(0, new_code_cell("%reset -f"))
     NotebookClient(
-        notebook, timeout=timeout_seconds, resources=place, record_timing=False
+        notebook, kernel, timeout=timeout_seconds, resources=place, record_timing=False
     ).execute()
+    if kernel is not None:
+        del notebook.cells[0]
     notebook.metadata["language_info"] = {"name": "python"}
     for cell in notebook.cells:
         if cell.cell_type == "code":

@@ -383,10 +383,18 @@ def weights_bytes(config: PreTrainedConfig) -> int:
     return sum(_tensor_bytes(tensor) for _, tensor in _without_memory(config))
 
 
+_counted: set[tuple[type, str]] = set()
+"""Configurations whose models are small."""
+
+
 def _check_bytes(config: PreTrainedConfig) -> None:
+    key = (type(config), str(config.to_dict()))
+    if key in _counted:
+        return
     tensors = _without_memory(config)
     total_bytes = sum(_tensor_bytes(tensor) for _, tensor in tensors)
     if total_bytes <= LARGEST_BYTES:
+        _counted.add(key)
         return
     name, largest = max(tensors, key=lambda item: item[1].numel())
     sizes = {size for size in largest.shape if size >= MOST_MODULES} or set(largest.shape)

@@ -19,6 +19,7 @@ from sppo_hf.attention.streamed_kv import KVStream
 from sppo_hf.errors import SPPOError
 from tests.attention.layers import KV_BYTES_PER_TOKEN, B, Layers, N
 from tests.attention.poisoned import PoisoningMover
+from tests.sweeps import pairs
 
 
 def streamed(bounds, *, layers, block_tokens, rows=None):
@@ -56,11 +57,12 @@ BOUNDS = {
 }
 
 
-@pytest.mark.parametrize("block_tokens", [1, 4, 13])
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("bounds", BOUNDS)
-@pytest.mark.parametrize("windows", [(None,), (4, None), (1,)])
-def test_blocks_change_nothing(bounds, rows, windows, block_tokens):
+@pytest.mark.parametrize(
+    ("layout", "windows", "block_tokens"),
+    pairs(itertools.product(BOUNDS, ROWS), [(None,), (4, None), (1,)], [1, 4, 13]),
+)
+def test_blocks_change_nothing(layout, windows, block_tokens):
+    bounds, rows = layout
     assert_same(BOUNDS[bounds], block_tokens=block_tokens, rows=ROWS[rows], windows=windows)
 
 

@@ -114,7 +114,7 @@ def test_any_plan_is_exact(
 ) -> None:
     folder = tmp_path_factory.mktemp(family)
 
-    @examples(4, whole=8)
+    @examples(3, whole=8)
     @given(drawn=DECISIONS)
     def check(drawn: dict[str, Any]) -> None:
         _check(family, lora, folder, drawn)

@@ -8,6 +8,7 @@ from sppo_hf.engine import family_guard as guard
 from sppo_hf.engine.convert import convert, is_converted
 from sppo_hf.testing.tiny_families import FAMILIES, MULTIMODAL
 from sppo_hf.testing.tiny_models import build_tiny_model, tiny_config
+from tests.engine.forced_plans import trace_short_scans
 from tests.engine.test_exactness import MIXERS, REFUSED, STATES
 
 QUIET = SPPOConfig(num_chunks=2, show_plan=False)
@@ -53,6 +54,15 @@ def test_an_unknown_family_that_is_not_exact_is_refused(monkeypatch):
         convert(model, QUIET)
     assert not is_converted(model)
     assert "forward" not in model.__dict__
+
+
+def test_a_family_that_would_ignore_its_states_is_found_out_by_its_tiny_run(monkeypatch):
+    """Nobody is trusted by name: the table of reasons only says it earlier."""
+    monkeypatch.setattr("sppo_hf.engine.structure.STATE_REASONS", {})
+    # Its scan is a loop over the tokens, which takes a minute to trace at the usual lengths.
+    trace_short_scans(monkeypatch, (16, 32))
+    with pytest.raises(UnsupportedModelError, match=r"was not exact when it was tried"):
+        convert(build_tiny_model("jamba"), SPPOConfig(chunk_lengths=(8, 15), show_plan=False))
 
 
 def test_a_family_that_cannot_be_built_small_is_let_through_aloud(monkeypatch):

@@ -21,6 +21,7 @@ from sppo_hf.errors import ConfigError
 from sppo_hf.planning.plan import Plan
 from sppo_hf.testing.exactness import compare, run_batch
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
+from tests.sweeps import turn
 
 TOKENS, TILE = 24, 6
 
@@ -127,8 +128,14 @@ def test_exact(scenario: str) -> None:
         assert report.exact, str(report)
 
 
-@pytest.mark.parametrize("recompute", ["full", "selective"])
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize(
+    ("family", "recompute"),
+    [
+        (family, recompute)
+        for index, family in enumerate(["llama", "gemma3_text"])
+        for recompute in turn(["full", "selective"], 2, index)
+    ],
+)
 def test_dropout_repeats_itself_in_tiles(family: str, recompute: str) -> None:
     """Random numbers of tiles are others than the whole layer's, but the same in both forwards."""
     gradients: list[dict[str, Tensor | None]] = []

@@ -32,7 +32,7 @@ from sppo_hf.testing.exactness import (
 )
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
 from tests.engine.forced_plans import force_modes
-from tests.sweeps import examples
+from tests.sweeps import examples, sample, turn
 
 TOKENS = 23
 LAYERS = 3
@@ -82,13 +82,15 @@ def _case(family: str, lora: bool, padding: tuple[int, ...]) -> Case:
 
 
 @pytest.mark.parametrize(
-    ("lora", "tier"), [(False, "device"), (True, "host")], ids=["full", "lora"]
+    ("family", "lora"),
+    [
+        (family, lora)
+        for index, family in enumerate(FAMILIES)
+        for lora in turn([False, True], 2, index)
+    ],
 )
-@pytest.mark.parametrize("family", FAMILIES)
-def test_kept_products_are_exact(
-    monkeypatch: pytest.MonkeyPatch, family: str, lora: bool, tier: Any
-) -> None:
-    force_modes(monkeypatch, _always(mode_of("matmuls", tier)))
+def test_kept_products_are_exact(monkeypatch: pytest.MonkeyPatch, family: str, lora: bool) -> None:
+    force_modes(monkeypatch, _always(mode_of("matmuls", "host" if lora else "device")))
     case = _case(family, lora, (0, 5))
     report = compare(case.model, case.batch, _config(), reference=case.reference)
     assert report.exact, str(report)
@@ -280,7 +282,7 @@ def test_a_layer_that_changed_its_products_is_run_in_full(monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("saved", ["whole", "inputs"])
+@pytest.mark.parametrize("saved", sample(["inputs", "whole"], 2))
 def test_layers_with_compiled_parts(monkeypatch: pytest.MonkeyPatch, saved: Any) -> None:
     """Their second forward must be compiled as their first was."""
     force_modes(monkeypatch, _always(mode_of(saved, "device")))

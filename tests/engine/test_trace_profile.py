@@ -92,7 +92,7 @@ def families(
 ) -> list[Any]:
     """Families as parameters of a test; a sample of the long tail, or of a part, is marked slow."""
     names = [name for name in ACCEPTED if name not in without]
-    rest = sample([name for name in names if name not in ALWAYS][tail], 4)
+    rest = sample([name for name in names if name not in ALWAYS][tail], 8)
     return [*always, *(pytest.param(name, marks=pytest.mark.slow) for name in rest)]
 
 

@@ -1,6 +1,7 @@
 """Every notebook runs from top to bottom, and what is kept of it is what it shows."""
 
 import ast
+import functools
 import re
 from importlib import import_module
 from pathlib import Path
@@ -12,7 +13,7 @@ from tests.recipes.tiny import save_tiny_model
 from tests.sweeps import ALL
 
 nbformat = pytest.importorskip("nbformat", reason="needs the extra `test`")
-pytest.importorskip("nbclient", reason="needs the extra `test`")
+run_sync = pytest.importorskip("nbclient.util", reason="needs the extra `test`").run_sync
 tools = import_module("recipes.tools.run_notebooks")
 
 ROOT = Path(__file__).parents[2]
@@ -56,13 +57,31 @@ def test_there_are_notebooks():
     assert len(NOTEBOOKS) >= 3
 
 
-def _run(path, tmp_path, monkeypatch, family=None):
-    monkeypatch.setenv("SPPO_NOTEBOOK_TOKENS", "96")
-    monkeypatch.setenv("SPPO_NOTEBOOK_MODEL", str(save_tiny_model(tmp_path / "model", family)))
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    ran = tools.run(path, tmp_path, timeout_seconds=240)
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Runs a notebook in a kernel that the notebooks share, with its imports."""
+    folder = tmp_path_factory.mktemp("notebooks")
+    kernel = tools.AsyncKernelManager()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in _settings(folder).items():
+            patch.setenv(name, value)
+        yield functools.partial(_run, folder=folder, kernel=kernel)
+        if kernel.has_kernel:
+            run_sync(kernel.shutdown_kernel)(now=True)
+
+
+def _settings(folder, family=None):
+    return {
+        "SPPO_NOTEBOOK_TOKENS": "96",
+        "SPPO_NOTEBOOK_MODEL": str(save_tiny_model(folder / "model", family)),
+        "HF_HOME": str(folder / "cache"),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+    }
+
+
+def _run(path, folder, kernel=None):
+    ran = tools.run(path, folder, timeout_seconds=240, kernel=kernel)
     return [cell for cell in ran.cells if cell.cell_type == "code"]
 
 
@@ -71,15 +90,17 @@ def _run(path, tmp_path, monkeypatch, family=None):
 @pytest.mark.skipif(not ALL, reason="a second run of a notebook; bash tests/run.sh --all")
 @pytest.mark.timeout(300)
 def test_the_first_notebook_takes_a_hybrid(tmp_path, monkeypatch):
-    shown = _run(NOTEBOOKS[0], tmp_path, monkeypatch, family="qwen3_5_text")
+    for name, value in _settings(tmp_path, "qwen3_5_text").items():
+        monkeypatch.setenv(name, value)
+    shown = _run(NOTEBOOKS[0], tmp_path)
     assert any("gradients, the worst relative difference is" in said(cell) for cell in shown)
 
 
 @pytest.mark.process
 @pytest.mark.timeout(300)
 @each_notebook
-def test_a_notebook_runs_to_its_end_and_shows_what_is_kept(path, tmp_path, monkeypatch):
-    shown = _run(path, tmp_path, monkeypatch)
+def test_a_notebook_runs_to_its_end_and_shows_what_is_kept(path, run):
+    shown = run(path)
     for kept, cell in zip(code_cells(path), shown, strict=True):
         assert shape(cell) == shape(kept), kept.source
 

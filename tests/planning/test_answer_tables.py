@@ -34,7 +34,7 @@ def test_an_estimate_that_fits() -> None:
 
 
 def test_an_estimate_that_does_not_fit() -> None:
-    found = request_plan(question(TOO_LONG_TOKENS))
+    found = answer(TOO_LONG_TOKENS)
     limit = found.first_limit
     assert limit is not None
     flat = " ".join(shown(estimate_table(found, "m")).split())
@@ -67,9 +67,8 @@ def test_a_plan_with_its_chunks_and_policies() -> None:
 
 def test_policies_are_compared_also_where_nothing_fits() -> None:
     asked = question(TOO_LONG_TOKENS)
-    found = request_plan(asked)
     results = compare_policies(asked, plan_for(asked))
-    flat = " ".join(shown(plan_tables(found, results, "m")).split())
+    flat = " ".join(shown(plan_tables(answer(TOO_LONG_TOKENS), results, "m")).split())
     assert "yes" not in flat
     assert "auto mixed - -" in flat
 

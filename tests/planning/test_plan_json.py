@@ -88,7 +88,7 @@ def test_the_ratio_is_of_bytes() -> None:
 
 
 def test_an_answer_that_does_not_fit() -> None:
-    found = request_plan(question(TOO_LONG_TOKENS))
+    found = answer(TOO_LONG_TOKENS)
     result = through_json(answer_to_dict(found))
     assert set(result) == REQUIRED | ADDED
     assert result["fits"] is False

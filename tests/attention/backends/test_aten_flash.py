@@ -5,6 +5,7 @@ import pytest
 from sppo_hf.attention.backends.aten_flash import AtenFlash
 from tests.attention.backends.cases import CASES, check
 from tests.attention.backends.fake_kernels import FakeAten
+from tests.sweeps import pairs
 
 VARIANTS = [
     AtenFlash(aten=FakeAten()),
@@ -12,8 +13,9 @@ VARIANTS = [
 ]
 
 
-@pytest.mark.parametrize("backend", VARIANTS, ids=range(len(VARIANTS)))
-@pytest.mark.parametrize("v_head_size", [8, 5, 20])
-@pytest.mark.parametrize(("rows", "keys", "band"), CASES)
-def test_matches_oracle(backend, rows, keys, band, v_head_size):
-    check(backend, band, rows=rows, keys=keys, v_head_size=v_head_size)
+@pytest.mark.parametrize(
+    ("v_head_size", "case", "variant"), pairs([8, 5, 20], CASES, range(len(VARIANTS)))
+)
+def test_matches_oracle(v_head_size, case, variant):
+    rows, keys, band = case
+    check(VARIANTS[variant], band, rows=rows, keys=keys, v_head_size=v_head_size)

@@ -8,6 +8,7 @@ from sppo_hf.attention.backends.cudnn import CuDNN
 from tests.attention.backends.cases import CASES, check, deterministic
 from tests.attention.backends.fake_kernels import FakeAten
 from tests.attention.oracle import Answer, Problem, assert_equal, make_problem, solve
+from tests.sweeps import pairs
 
 VARIANTS = [
     CuDNN(aten=FakeAten()),
@@ -19,11 +20,12 @@ VARIANTS = [
 ]
 
 
-@pytest.mark.parametrize("backend", VARIANTS, ids=range(len(VARIANTS)))
-@pytest.mark.parametrize("v_head_size", [8, 5, 20])
-@pytest.mark.parametrize(("rows", "keys", "band"), CASES)
-def test_matches_oracle(backend, rows, keys, band, v_head_size):
-    check(backend, band, rows=rows, keys=keys, v_head_size=v_head_size)
+@pytest.mark.parametrize(
+    ("variant", "case", "v_head_size"), pairs(range(len(VARIANTS)), CASES, [8, 5, 20])
+)
+def test_matches_oracle(variant, case, v_head_size):
+    rows, keys, band = case
+    check(VARIANTS[variant], band, rows=rows, keys=keys, v_head_size=v_head_size)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -17,6 +17,7 @@ from tests.attention.backends.fake_kernels import (
     FakeFlash4,
     FakeFlash4Early,
 )
+from tests.sweeps import pairs
 
 PAIRS = [
     (FlashAttention2, FakeFlash2),
@@ -26,10 +27,9 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize(("backend", "package"), PAIRS)
-@pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize(("rows", "keys", "band"), CASES)
-def test_matches_oracle(backend, package, rows, keys, band, softcap):
+@pytest.mark.parametrize(("pair", "case", "softcap"), pairs(PAIRS, CASES, [None, 2.0]))
+def test_matches_oracle(pair, case, softcap):
+    (backend, package), (rows, keys, band) = pair, case
     check(backend(interface=package), band, rows=rows, keys=keys, softcap=softcap)
 
 
