@@ -17,6 +17,7 @@ import sppo_hf.run
 from sppo_hf import SPPOPlugin
 from sppo_hf.run import main, plugin_by_default
 from tests.integrations.launch import run_ranks
+from tests.sweeps import ALL
 
 ROOT = Path(__file__).parents[1]
 
@@ -117,17 +118,22 @@ def test_an_unchanged_script_trains_the_same_with_the_plugin(script, settings, t
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_torchrun_starts_it_on_two_ranks(script, settings, tmp_path):
-    """And the script as a module, each with the -m of its own."""
+@pytest.mark.parametrize("started", [False, *([True] if ALL else [])])
+def test_it_runs_on_two_ranks(script, settings, tmp_path, started):
+    """Forked or by torchrun, with the script as a module: each has the -m of its own."""
     out = tmp_path / "ours.json"
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"),
-        *("-m", "sppo_hf.run", "--config", str(settings), "-m", script.stem),
-    ]
     words = _words(script, out)[1:]
-    done = _run([*command, *words], script.parent)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("SPPO plan") == 1  # from the main process alone
+    argv = ["--config", str(settings), "-m", script.stem, *words]
+    if started:
+        launch = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+        done = _run([sys.executable, *launch, "-m", "sppo_hf.run", *argv], script.parent)
+        assert done.returncode == 0, done.stderr
+        printed = done.stderr
+    else:
+        job = {"module": "sppo_hf.run", "argv": argv, "finalized": True}
+        run_ranks("tests.recipes.script_ranks", job, 2, script.parent)
+        printed = "".join((script.parent / f"rank{rank}.log").read_text() for rank in range(2))
+    assert printed.count("SPPO plan") == 1  # from the main process alone
     ours = json.loads(out.read_text())
     assert ours["argv"] == [str(script), *words[1:]]
     assert (ours["neighbour"], ours["name"]) == ("beside the script", "__main__")
@@ -201,12 +207,14 @@ def test_a_variable_that_names_nothing_is_refused(tmp_path, monkeypatch, capsys)
 SEEN = """
 import json, os, sys
 import __main__
-from accelerate import Accelerator
 class Here: pass
 if __name__ == "__main__":
     spec = __spec__ and __spec__.name
     names = [__name__, __package__, spec, __file__, __main__.Here is Here]
-    made = type(Accelerator(cpu=True)).__name__
+    made = None
+    if "MAKE" in os.environ:
+        from accelerate import Accelerator
+        made = type(Accelerator(cpu=True)).__name__
     with open(os.environ["OUT"], "w") as out:
         json.dump([sys.argv, sys.path[0], names, made], out)
     if sys.argv[-1] == "fail":
@@ -226,22 +234,19 @@ def package(tmp_path_factory) -> Path:
     return folder.parents[1]
 
 
-def _seen_by(package: Path, *before: str) -> list:
-    """What the package's module saw of itself, started by these words and Python's -m."""
-    words = ["owned.deep.train", "-m", "--config", "its own", "0"]
-    out = package / "seen.json"
-    done = _run([sys.executable, "-m", *before, *words], package, OUT=str(out))
-    assert done.returncode == 0, done.stderr
-    return json.loads(out.read_text())
-
-
 @pytest.mark.process
 def test_a_module_is_run_as_the_interpreter_runs_it(package):
     """With default settings: there is no --config."""
-    *ours, ours_made = _seen_by(package, "sppo_hf.run", "-m")
-    *plain, plain_made = _seen_by(package)
+    words, seen = ["owned.deep.train", "-m", "--config", "its own", "0"], package / "seen.json"
+    done = _run([sys.executable, "-m", *words], package, OUT=str(seen))
+    assert done.returncode == 0, done.stderr
+    *plain, _ = json.loads(seen.read_text())
+    job = {"module": "sppo_hf.run", "argv": ["-m", *words]}
+    job["environment"] = {"OUT": str(seen), "MAKE": "one"}
+    run_ranks("tests.recipes.script_ranks", job, 1, package)
+    *ours, made = json.loads(seen.read_text())
     assert ours == plain
-    assert (ours_made, plain_made) == ("SPPOAccelerator", "Accelerator")
+    assert made == "SPPOAccelerator"
 
 
 def test_errors_and_the_exit_status_of_a_module_are_its_own(package, monkeypatch):

@@ -112,7 +112,11 @@ def measure(options: argparse.Namespace) -> list[list[list[ActionRecord]]]:
         probe.bind(("127.0.0.1", 0))
         port, out = probe.getsockname()[1], str(Path(folder) / "steps.pt")
         probe.close()
-        multiprocessing.spawn(run_rank, (options, port, out), nprocs=options.ranks)
+        # Forked ranks begin at once; others import everything again.
+        method = "fork" if sys.platform == "linux" else "spawn"
+        multiprocessing.start_processes(
+            run_rank, (options, port, out), nprocs=options.ranks, start_method=method
+        )
         # Written by this script itself a moment ago.
         steps: list[list[list[ActionRecord]]] = torch.load(out, weights_only=False)
         return steps

@@ -55,7 +55,7 @@ def _job(steps: int, last: int) -> dict:
 
 
 FIFTY = _job(50, 10)
-STEPS, LAST = (50, 10) if ALL else (6, 3)
+STEPS, LAST = (50, 10) if ALL else (4, 2)
 MANY = _job(STEPS, LAST)
 
 
@@ -169,15 +169,15 @@ def test_shared_sequences_by_the_trainer(tmp_path: Path, arguments, lora):
 @pytest.mark.process
 @pytest.mark.timeout(200)
 def test_shared_sequences_by_the_trainer_under_fsdp2_and_resumed(tmp_path: Path):
-    """On two ranks; from their checkpoint at 3 again, and by the same ranks with own sequences."""
-    arguments = {"max_steps": 6, "eval_steps": 3, "save_strategy": "steps", "save_steps": 3}
+    """On two ranks; from their checkpoint at 2 again, and by the same ranks with own sequences."""
+    arguments = {"max_steps": 4, "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
     job = {"kind": "ddp", "tied": True, "eval_labels": 17, "rows": 4}
     plain = run_job({**job, "arguments": arguments}, 1, tmp_path / "one")
     job |= {"settings": SHARED, "arguments": {**arguments, **FSDP2}}
     ours = run_job(job, 2, tmp_path / "two")
     assert ours["wrapper"].startswith("FSDP")
     _assert_same_run(ours, plain, ("loss", "grad_norm", "eval_loss"))
-    job["resume"] = str(tmp_path / "two" / "checkpoint-3")
+    job["resume"] = str(tmp_path / "two" / "checkpoint-2")
     for name, changes in (("again", {}), ("apart", {"settings": {"num_chunks": 3}, "rows": 2})):
         resumed = run_job({**job, **changes}, 2, tmp_path / name)
         _assert_same_run(resumed, plain, ("loss", "grad_norm", "eval_loss"))

@@ -157,7 +157,7 @@ TRAINED = {
         "trainer": "sft",
         "data": "completion",
         "eval": True,
-        "arguments": {"max_steps": 6, "eval_strategy": "steps", "eval_steps": 3},
+        "arguments": {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 2},
     },
     "assistant": {
         "trainer": "sft",

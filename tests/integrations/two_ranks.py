@@ -51,11 +51,11 @@ def train_with_trainer(job: dict[str, Any], plugin: SPPOPlugin | None) -> dict[s
         job["folder"],
         **{
             "parallelism_config": plugin,
-            "max_steps": 6,
+            "max_steps": 4,
             "per_device_train_batch_size": job["rows"],
             "per_device_eval_batch_size": job["rows"],
             "eval_strategy": "steps",
-            "eval_steps": 3,
+            "eval_steps": 2,
             **job.get("arguments", {}),
         },
     )

@@ -9,7 +9,7 @@ or have several at a time, where ranks wait for a time limit.
 
 Each rank runs `main(job)` of the module, in `folder`, with what a launcher would set in its
 environment, as the last call of its interpreter: what it raises is uncaught, and `sys.exit` ends
-it. Processes that a launcher starts by itself: tests/test_run.py.
+it. Processes that a launcher starts by itself: tests/recipes/test_configs.py, tests/test_run.py.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ Case = dict[str, Any]
 
 TOKENS = 23
 # They begin and end with one token, and grow and shrink between.
-UNEVEN = [1, 5, 3, 13, 1]
+UNEVEN = [1, 13, 8, 1]
 DELTA_RULE = "torch_chunk_gated_delta_rule"
 MIXED = ["sliding_attention", "full_attention"]
 _TOKENS_OF_ENCODERS = {"image_token_id": 0, "video_token_id": 1, "audio_token_id": 2}
@@ -38,11 +38,11 @@ def _schedules(layers: int) -> list[Case]:
     return [
         _case("gpipe", rows=3, settings={"pp_schedule": "gpipe", "num_chunks": 2}, **size),
         _case("gpipe, uneven", settings={"pp_schedule": "gpipe", "chunk_lengths": UNEVEN}, **size),
-        _case("1f1b", rows=4, settings={"pp_schedule": "1f1b", "num_chunks": 3}, **size),
+        _case("1f1b", rows=4, settings={"pp_schedule": "1f1b", "num_chunks": 2}, **size),
         _case(
             "1f1b, whole rows", rows=5, settings={"pp_schedule": "1f1b", "num_chunks": 1}, **size
         ),
-        _case("seq1f1b", rows=3, settings={"pp_schedule": "seq1f1b", "num_chunks": 4}, **size),
+        _case("seq1f1b", rows=3, settings={"pp_schedule": "seq1f1b", "num_chunks": 3}, **size),
         _case("seq1f1b, uneven", rows=2, settings={"chunk_lengths": UNEVEN}, **size),
         _case("zb", rows=3, settings={"pp_schedule": "zb_seq1f1b", "num_chunks": 3}, **size),
         _case(
@@ -58,7 +58,7 @@ def _interleaved(ranks: int) -> list[Case]:
     settings = {"pp_schedule": "interleaved_seq1f1b", "pp_virtual_stages": 2}
     layers = {"layers": 2 * ranks + 1}
     return [
-        _case("interleaved", rows=3, settings={**settings, "num_chunks": 4}, **layers),
+        _case("interleaved", rows=3, settings={**settings, "num_chunks": 3}, **layers),
         _case(
             "interleaved, tied, uneven",
             "llama-bias-tied",
@@ -71,7 +71,7 @@ def _interleaved(ranks: int) -> list[Case]:
 
 def _batches(layers: int) -> list[Case]:
     """Rows, padding, packing, tokens without labels, groups of rows."""
-    chunks = {"num_chunks": 4}
+    chunks = {"num_chunks": 3}
     pairs = {"micro_batch_size": 2, "chunk_lengths": UNEVEN}
     size = {"layers": layers}
     return [
@@ -97,7 +97,7 @@ def _batches(layers: int) -> list[Case]:
 def _families(layers: int) -> list[Case]:
     """Tied embeddings, windows, multipliers, positions before the layers, experts."""
     kinds = {"layer_types": [MIXED[index % 2] for index in range(layers)]}
-    chunks = {"num_chunks": 4}
+    chunks = {"num_chunks": 3}
     zb = {**chunks, "pp_schedule": "zb_seq1f1b"}
     size = {"layers": layers, "rows": 2}
     return [
@@ -125,7 +125,7 @@ def _families(layers: int) -> list[Case]:
 
 def _states() -> list[Case]:
     """Recurrent and convolutional states, which stay on their rank; one family of each mixer."""
-    chunks = {"chunk_lengths": [1, 4, 2, 9, 7]}
+    chunks = {"chunk_lengths": [1, 4, 2, 16]}
     zb = {**chunks, "pp_schedule": "zb_seq1f1b"}
     recompute = {**chunks, "recompute": "full", "offload": "full", "min_offload_size": 1}
     return [
@@ -204,27 +204,48 @@ _ALONE = (
     ("steps", "items"),
 )
 """Keys of which one of the cases that are merged may have some, and the others none."""
-MOST_TOGETHER = 3
+MOST_TOGETHER = 4
 LAYERS = 3
 """Of a tiny Llama."""
+_WORK_OF_A_CASE = 12
+"""What it takes to build a case's model, to convert it and to run it unmodified, as `_work`."""
 
 
 def together(cases: list[Case]) -> list[Case]:
     """Fewer cases, which have all that is special in these: those that fit are one; or all.
 
-    A case in which nothing is trained stays alone: it would hide what others compare.
+    Where they fit into several, they go where they make the least work, and stay alone where that
+    is less: steps, rows and chunks multiply. A case in which nothing is trained stays alone, too:
+    it would hide what others compare.
     """
     if ALL:
         return cases
     found: list[tuple[Case, ...]] = []
     for case in cases:
-        fitting = (i for i, others in enumerate(found) if _merged((*others, case)) is not None)
-        index = next(fitting, None)
-        if index is None:
+        added: dict[int, int] = {}
+        for index, others in enumerate(found):
+            if (merged := _merged((*others, case))) is not None:
+                before = _merged(others)
+                assert before is not None, "they fit so far"
+                added[index] = _work(merged) - _work(before)
+        index = min(added, key=lambda one: added[one], default=None)
+        if index is None or added[index] > _work(case):
             found.append((case,))
         else:
             found[index] = (*found[index], case)
     return [case for case in map(_merged, found) if case is not None]
+
+
+def _work(case: Case) -> int:
+    """About what a case takes: layers of all units of all steps, and what it takes besides."""
+    settings = case.get("settings", {})
+    chunks = len(settings.get("chunk_lengths", ())) or settings.get("num_chunks", 3)
+    rows = -(-case.get("rows", 2) // settings.get("micro_batch_size", 1))
+    units = rows * (chunks if isinstance(chunks, int) else 4)
+    steps = case.get("steps", [{}])
+    # Losses of the caller's may take two passes.
+    passes = sum(1 + ("loss" in step) for step in steps)
+    return _WORK_OF_A_CASE + case.get("layers", LAYERS) * units * passes
 
 
 def _merged(cases: tuple[Case, ...]) -> Case | None:
@@ -298,7 +319,7 @@ def every_family() -> list[Case]:
         _case(
             name,
             name,
-            rows=1 if name.endswith("router-loss") else 2,
+            rows=1 if name.endswith("router-loss") or not (ALL or index % 4 < 2) else 2,
             settings={"num_chunks": 3, "pp_schedule": schedules[index % 2]},
         )
         for index, name in enumerate(names)
@@ -378,10 +399,11 @@ def _replicas() -> list[Case]:
 
 def _own_losses(layers: int, held: dict[str, bool]) -> list[Case]:
     """Losses that the caller makes of log-probabilities; `held` marks all steps but the last."""
-    common: Case = {"layers": layers, "rows": 2, "settings": {"num_chunks": 4}}
+    common: Case = {"layers": layers, "rows": 2, "settings": {"num_chunks": 3}}
     mean, weighed = {"loss": "mean"}, {"loss": "weighed"}
     forgotten, evaluated = {**weighed, "backward": False}, {**weighed, "evaluate": True}
     several = [{**mean, "scale": 3.0}, weighed, forgotten, evaluated, {**mean, "scale": 0.5}, mean]
+    three = several if ALL else [several[0], evaluated, weighed]
     two = [{**mean, "scale": 3.0}, weighed]
     other = {"pp_schedule": "zb_seq1f1b", "chunk_lengths": UNEVEN, "micro_batch_size": 2}
     zb = {**common, "settings": other, "padding": [0, 9, 20], "rows": 3}
@@ -395,10 +417,10 @@ def _own_losses(layers: int, held: dict[str, bool]) -> list[Case]:
     return [
         case("mean", steps=[mean]),
         case("weighed", steps=[weighed]),
-        case("one, then the other", steps=several),
+        case("one, then the other", steps=three if held else several),
         case("beside the model's own", steps=[{}, mean, weighed]),
         case("tied", "llama-bias-tied", steps=each),
-        case("zb", steps=several, **zb),
+        case("zb", steps=three, **zb),
         case("packed", steps=each, packed=[9, 6, 8]),
         case("few labels", "gemma2", steps=each, labels=[7, 11]),
         case("no labels", steps=[mean, mean], labels=[0, 0]),
@@ -411,10 +433,10 @@ def _named(group: str, cases: list[Case]) -> list[Case]:
 
 
 def _sampled(cases: list[Case], pp_size: int, replicas: int) -> list[Case]:
-    """Those of the cross, and of the others every second one; or all."""
+    """Those of the cross and `_ALSO`, and of the others every second one; or all."""
     fast = FAST[pp_size, replicas]
     others = sample([case for case in cases if case["name"] not in fast], 2)
-    return [case for case in cases if case["name"] in fast or case in others]
+    return [case for case in cases if case["name"] in (*fast, *_ALSO) or case in others]
 
 
 def all_cases(pp_size: int, replicas: int) -> list[Case]:
@@ -427,7 +449,8 @@ def all_cases(pp_size: int, replicas: int) -> list[Case]:
         own = _named("own loss", _own_losses(layers, {"reduces": False}))
         cases += [case for case in own if case["name"] in _FOLLOWED_BY_REPLICAS]
         return _sampled([*cases, *_named("replicas", _replicas())], pp_size, replicas)
-    # Three have a first, a middle and a last stage; `every_family` runs on two.
+    # Three have a first, a middle and a last stage, and four do what three do; `every_family` runs
+    # on two.
     families = _named("family", _families(layers))
     steps = _named("step", _micro_steps(layers))
     if pp_size == 2:
@@ -443,18 +466,18 @@ def all_cases(pp_size: int, replicas: int) -> list[Case]:
         return [*schedules, *rest]
     if pp_size == 3:
         cases = families[::2] if ALL else families[::6]
-        # Kept and offloaded states, in both kinds of backward.
-        mixers = {"gated delta net, zb", "Mamba2, zb", "Kimi delta attention"}
-        mixers |= {"gated delta net", "Mamba2", "convolutions"} if ALL else set()
+        mixers = {"gated delta net, zb"}
+        if ALL:
+            mixers |= {"gated delta net", "Mamba2", "Mamba2, zb", "convolutions"}
+            mixers |= {"Kimi delta attention"}
         cases += _named("states", [case for case in _states() if case["name"] in mixers])
-        cases += _named(
-            "beside", [*_beside_hidden_states()[2 if ALL else 3 : 5], _beside_hidden_states()[-2]]
-        )
-        cases += _named("router loss", _router_losses(layers)[:3])
-    else:
-        cases = families[1::4] if ALL else families[3::8]
-    schedules = sample(schedules, 2)
-    return [*schedules, *cases, *steps[:3]]
+        beside = _beside_hidden_states()
+        cases += _named("beside", [*beside[2:5], beside[-2]] if ALL else beside[4:5])
+        cases += _named("router loss", sample(_router_losses(layers)[:3], 2))
+        return [*sample(schedules, 2), *cases, *steps[: 3 if ALL else 1]]
+    if ALL:
+        return [*schedules, *families[1::4], *steps[:3]]
+    return [*schedules[2::4], families[3]]
 
 
 _FOLLOWED_BY_REPLICAS = (
@@ -463,6 +486,11 @@ _FOLLOWED_BY_REPLICAS = (
     *("own loss: one, then the other", "own loss: tied", "own loss: zb", "own loss: no labels"),
     "own loss: LoRA",
 )
+_ALSO = (
+    *("states: Mamba2, zb", "states: Kimi delta attention"),
+    *("beside: shared keys, offloaded", "beside: streams, offloaded, zb"),
+)
+"""Names of the only ones of their kind."""
 FAST = {
     (2, 1): (
         *("schedule: gpipe, uneven", "schedule: 1f1b", "schedule: seq1f1b", "schedule: zb, uneven"),

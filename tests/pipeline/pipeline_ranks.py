@@ -2,7 +2,8 @@
 
 The job holds `cases` (see `pipeline_cases`), `pp_size`, perhaps `sp_size`, `refused` (cases that
 are refused) and `weights` (whether to note when they pass), and `out`, which rank 0 writes. Without
-`sp_size` it says, too, what ran in which order, on which mesh, and what a changed weight leads to.
+`sp_size` it says, too, what ran in which order (with `profiled` what the profiler saw of it), on
+which mesh, and what a changed weight leads to.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -283,7 +284,7 @@ def compare(case: Case, everyone: list[dict[str, Any]], sharing: int) -> dict[st
 
 def settings_of(case: Case) -> dict[str, Any]:
     """The settings of a case, sizes aside."""
-    settings = {"num_chunks": 4, "show_plan": False, **case.get("settings", {})}
+    settings = {"num_chunks": 3, "show_plan": False, **case.get("settings", {})}
     if "chunk_lengths" in settings:
         del settings["num_chunks"]
     return settings
@@ -426,8 +427,8 @@ def refusal(case: Case, pp_size: int) -> str:
     return "nothing"
 
 
-def order_of_actions(pp_size: int) -> dict[str, list[str]]:
-    """What the profiler saw, what the engine noted and what the schedule lists, of this rank."""
+def order_of_actions(pp_size: int, *, profiled: bool) -> dict[str, list[str]]:
+    """What the engine noted and what the schedule lists, of this rank, and what a profiler saw."""
     from torch.profiler import ProfilerActivity, profile
 
     # The profiler takes long to read what it has seen of each operation.
@@ -438,19 +439,18 @@ def order_of_actions(pp_size: int) -> dict[str, list[str]]:
     engine = get_engine(model)
     assert isinstance(engine, PipelineEngine)
     batch = make_batch(rows=rows, tokens=9)
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+    watching = profile(activities=[ProfilerActivity.CPU]) if profiled else nullcontext()
+    with watching as profiler:
         model(**batch).loss.backward()
-    events = [e for e in profiler.events() or () if e.name.startswith("sppo/")]
-    events.sort(key=lambda event: event.time_range.start)
     reduce = engine.mesh.dp_size > 1
     schedule = lower(generate(name, Size(pp_size, rows, chunks)), reduce=reduce)
-    executed = [str(done.action) for done in engine.executed]
+    found = {"executed": [str(done.action) for done in engine.executed]}
     revert(model)
-    return {
-        "profiled": [event.name.removeprefix("sppo/") for event in events],
-        "executed": executed,
-        "listed": schedule.texts()[engine.mesh.pp_rank],
-    }
+    if profiler is not None:
+        events = [e for e in profiler.events() or () if e.name.startswith("sppo/")]
+        events.sort(key=lambda event: event.time_range.start)
+        found["profiled"] = [event.name.removeprefix("sppo/") for event in events]
+    return {**found, "listed": schedule.texts()[engine.mesh.pp_rank]}
 
 
 def change_between(pp_size: int) -> str:
@@ -521,7 +521,7 @@ def main(job: dict[str, Any]) -> None:
     for case in job.get("refused", ()):
         result.setdefault("refusals", {})[case["name"]] = gathered(refusal(case, job["pp_size"]))
     if "sp_size" not in job:
-        result["order"] = gathered(order_of_actions(job["pp_size"]))
+        result["order"] = gathered(order_of_actions(job["pp_size"], profiled=job["profiled"]))
         result["changed"] = gathered(change_between(job["pp_size"]))
         result["places"] = gathered(place(job["pp_size"]))
     if job.get("weights"):

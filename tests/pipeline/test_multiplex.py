@@ -269,7 +269,8 @@ MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 
 
 def case_of(name: str, family: str = "llama", **others: Any) -> Case:
-    settings = {**ON, **others.pop("settings", {"num_chunks": 4})}
+    chunks = {"num_chunks": max(3, others.get("layers") or 0)}
+    settings = {**ON, **others.pop("settings", chunks)}
     case = {"name": name, "family": family, "layers": 3, **others, "settings": settings}
     return cast(Case, {key: value for key, value in case.items() if value is not None})
 

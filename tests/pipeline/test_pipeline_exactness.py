@@ -66,7 +66,7 @@ def assert_order(result: dict[str, Any]) -> None:
     """What ran is what the schedule lists, in order, to the engine and the profiler."""
     for rank in result["order"]:
         assert rank["executed"] == rank["listed"]
-        assert rank["profiled"] == rank["listed"]
+        assert rank.get("profiled", rank["listed"]) == rank["listed"]
         assert len(rank["listed"]) >= 5 * 2 * 2
 
 
@@ -94,8 +94,11 @@ def assert_places(result: dict[str, Any], *, pp_size: int, replicas: int) -> Non
 
 
 def assert_all(cases: list[Case], folder: Path, *, pp_size: int, replicas: int) -> None:
-    result = launch(together(cases), folder, ranks=pp_size * replicas, pp_size=pp_size)
+    # The profiler takes a second to read what it has seen.
+    job = {"pp_size": pp_size, "profiled": (pp_size, replicas) == (2, 1)}
+    result = launch(together(cases), folder, ranks=pp_size * replicas, **job)
     assert_order(result)
+    assert all("profiled" in rank for rank in result["order"]) == job["profiled"]
     for said in result["changed"]:
         assert "pipeline's loss" in said, said
         assert "was changed in place between forward and backward" in said, said

@@ -33,6 +33,8 @@ LAUNCHED = (
 RUN = ("1_gpu", "2_gpus", "4_gpus_pp_sp", "4_gpus_msp")
 PAIRS = (*LAUNCHED, "8_gpus_fsdp2", "1_gpu_hybrid", "2_nodes")
 ROWS = 4
+LAYERS = 8 if ALL else 4
+"""Of the largest pair that is run one on each rank."""
 
 
 def _start(folder: Path, rows: int, *launch: str, sppo: Path) -> subprocess.Popen:
@@ -40,7 +42,7 @@ def _start(folder: Path, rows: int, *launch: str, sppo: Path) -> subprocess.Pope
     command = [sys.executable, "-m", "accelerate.commands.launch", *launch]
     command += ["--main_process_port", str(free_port())] if "--machine_rank" not in launch else []
     command += ["-m", "sppo_hf.run", "--config", str(sppo)]
-    command += [str(Path(__file__).with_name("train_tiny.py")), str(folder), str(rows)]
+    command += [*_script(folder, rows), str(LAYERS)]
     env = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")}
     env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     return subprocess.Popen(
@@ -54,19 +56,22 @@ def _fork(
     ranks: int,
     *launch: str,
     sppo: Path | None = None,
-    family: str = "",
+    family: str = str(LAYERS),
     nodes: int = 1,
 ) -> None:
     """Run what `_start` would, as that many ranks in the environment that Accelerate gives them."""
-    script = [str(Path(__file__).with_name("train_tiny.py")), str(folder), str(rows)]
     job: dict[str, Any] = {
-        "argv": [*script, family] if family else script,
+        "argv": [*_script(folder, rows), family],
         "environment": _launch_environment(*launch, "train_tiny.py") if launch else {},
         "nodes": nodes,
     }
     if sppo is not None:
         job |= {"module": "sppo_hf.run", "argv": ["--config", str(sppo), *job["argv"]]}
     run_ranks("tests.recipes.script_ranks", job, ranks, folder)
+
+
+def _script(folder: Path, rows: int) -> list[str]:
+    return [str(Path(__file__).with_name("train_tiny.py")), str(folder), str(rows)]
 
 
 def _launch_environment(*words: str) -> dict[str, str]:

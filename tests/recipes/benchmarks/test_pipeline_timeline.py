@@ -1,13 +1,11 @@
-"""The recipe as it is started from a shell, on two gloo ranks and a tiny model."""
+"""The recipe on two gloo ranks and a tiny model."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.integrations.launch import ROOT, environment
+from tests.integrations.launch import ROOT, run_ranks
 
 pytest.importorskip("matplotlib")
 pytestmark = [pytest.mark.process, pytest.mark.slow]
@@ -17,17 +15,11 @@ def test_numbers_picture_and_trace(tmp_path: Path) -> None:
     figure, trace = tmp_path / "step.png", tmp_path / "step.json"
     sizes = ["--tokens", "32", "--hidden", "64", "--layers", "2", "--vocabulary", "64"]
     sizes += ["--micro-batches", "2", "--chunks", "2", "--steps", "1"]
-    script = ROOT / "recipes/benchmarks/pipeline_timeline.py"
-    result = subprocess.run(
-        [sys.executable, str(script), *sizes, "--figure", str(figure), "--trace", str(trace)],
-        env=environment(0, 1, 0),
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
-    lines = {line.split()[0]: line.split()[1:] for line in result.stdout.splitlines()}
+    script = str(ROOT / "recipes/benchmarks/pipeline_timeline.py")
+    argv = [script, *sizes, "--figure", str(figure), "--trace", str(trace)]
+    run_ranks("tests.recipes.script_ranks", {"argv": argv}, 1, tmp_path)
+    printed = (tmp_path / "rank0.log").read_text().splitlines()
+    lines = {line.split()[0]: line.split()[1:] for line in printed if line.strip()}
     measured, simulated = float(lines["measured"][0]), float(lines["simulated"][0])
     assert measured > 0
     assert simulated > 0
