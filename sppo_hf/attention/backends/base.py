@@ -141,18 +141,22 @@ class AttendingLayer(Protocol):
     def num_heads(self) -> int:
         """Query heads."""
         ...
+
     @property
     def num_kv_heads(self) -> int:
         """Heads of keys and values."""
         ...
+
     @property
     def qk_head_size(self) -> int:
         """Elements per query and key head."""
         ...
+
     @property
     def v_head_size(self) -> int:
         """Elements per value head."""
         ...
+
     @property
     def window(self) -> int | None:
         """Of a sliding window, in tokens."""
