@@ -96,15 +96,17 @@ class Terms(NamedTuple):
 
     def before(self) -> Terms:
         """Returns in each row what the one above it sums up, and nothing in the first."""
-        columns, factors = (np.roll(table, 1, axis=0) for table in self)
+        factors = np.roll(self.factors, 1, axis=0)
         factors[:1] = 0.0
-        return Terms(columns, factors)
+        return Terms(np.roll(self.columns, 1, axis=0), factors)
 
 
 def joined(*terms: Terms) -> Terms:
     """Returns in each row all that is in that row of any of them, in their order."""
-    columns, factors = (np.concatenate(tables, axis=1) for tables in zip(*terms, strict=True))
-    return Terms(columns, factors)
+    return Terms(
+        np.concatenate([one.columns for one in terms], axis=1),
+        np.concatenate([one.factors for one in terms], axis=1),
+    )
 
 
 class Rows:
@@ -147,13 +149,12 @@ class Rows:
     @staticmethod
     def matrix(*all_rows: Rows) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float64]]:
         """Returns some rows below each other: where each begins, and columns and factors in it."""
-        nothing = [np.empty(0, dtype=np.int64)]
-        counts, columns, factors = (
-            np.concatenate([*nothing, *(part for rows in all_rows for part in of(rows))])
-            for of in (lambda x: x._counts, lambda x: x._columns, lambda x: x._factors)
-        )
+        nothing = np.empty(0, dtype=np.int64)
+        counts = np.concatenate([nothing, *(part for rows in all_rows for part in rows._counts)])
+        columns = np.concatenate([nothing, *(part for rows in all_rows for part in rows._columns)])
+        factors = [np.empty(0), *(part for rows in all_rows for part in rows._factors)]
         starts = np.concatenate(([0], np.cumsum(counts)))
-        return starts.astype(np.int32), columns.astype(np.int32), factors.astype(np.float64)
+        return starts.astype(np.int32), columns.astype(np.int32), np.concatenate(factors)
 
 
 def minimise(objective: NDArray[np.float64], less: Rows, equal: Rows) -> NDArray[np.float64] | None:
@@ -428,23 +429,18 @@ class LinearProgram:
 
         And [slots, 4] which there are.
         """
-        points, slots = self._tables.points, np.arange(self._slots)
-        last_chunk, last_layer = points.num_chunks - 1, points.num_layers - 1
-        nowhere: Any = np.zeros_like(slots)
+        points: Any = self._tables.points  # numbers of its functions may be arrays
+        slots = np.arange(self._slots)
+        first, last_chunk = np.zeros_like(slots), points.num_chunks - 1
+        last_layer = first + points.num_layers - 1
         there = np.ones((self._slots, 4), dtype=bool)
         there[0, 3] = False
-        chunks: tuple[Any, Any] = (slots, slots)
-        layers: tuple[Any, Any] = (nowhere + last_layer, nowhere)
-        heads = points.forward(slots, last_layer + 1)  # type: ignore[arg-type]
+        begin, end, heads = (slots, last_layer), (slots, first), slots
         if self._what.by_layer:
-            chunks, layers = (nowhere + last_chunk, nowhere), (slots, slots)
-            heads = nowhere + points.forward(last_chunk, last_layer + 1)
+            begin, end, heads = (first + last_chunk, slots), (first, slots), first + last_chunk
             there[:-1, 1] = False
-        begin, end = zip(chunks, layers, strict=True)
-        return (
-            *(points.forward(*begin), heads, points.backward(*begin), points.backward(*end)),
-            there,
-        )
+        behind = points.forward(heads, last_layer + 1)
+        return points.forward(*begin), behind, points.backward(*begin), points.backward(*end), there
 
     def _passing(self) -> tuple[Bytes, Bytes, Bytes]:
         """[slots] The most that copies, and workspaces forward and backward, take."""
