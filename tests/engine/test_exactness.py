@@ -487,6 +487,17 @@ def test_bfloat16_is_no_farther_from_float32_than_the_unmodified_model(
     assert report.exact, str(report)
 
 
+@pytest.mark.parametrize("order", ["by_chunk", "by_layer"])
+def test_bfloat16_sums_over_many_chunks_are_no_farther_from_float32(order: Any) -> None:
+    """Weights' gradients are summed over chunks in bfloat16; see recipes/benchmarks/README.md."""
+    report = compare_drift(
+        build_tiny_model("llama", dtype=torch.float32),
+        [make_batch(rows=2, tokens=32, seed=seed) for seed in range(2)],
+        SPPOConfig(num_chunks=32, order=order, recompute="none"),
+    )
+    assert report.exact, str(report)
+
+
 def test_every_setting_and_every_pair_of_them_is_met() -> None:
     every = {*_cross(), *_pairs()}
     assert len(every) == len(_cross()) + len(_pairs())

@@ -60,10 +60,7 @@ DEFAULTS = (
 )
 
 # These end in an error on a CPU: they pin memory, or ask for the accelerator's name.
-_FROM_AN_ACCELERATOR = (
-    *("checkpointing-offload", "trl-offload", "trl-long", "unsloth"),
-    *("alst", "accelerate-cp"),
-)
+_ON_AN_ACCELERATOR = ("checkpointing-offload", "trl-offload", "trl-long", "unsloth", "alst")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +110,10 @@ class Contender:
             lora: whether adapters are trained.
             device: "cuda" or "cpu".
         """
-        if device == "cpu" and self.base in _FROM_AN_ACCELERATOR:
-            return "it offloads from an accelerator, and there is none"
+        if self.base == "accelerate-cp":
+            return "it spreads a row over several GPUs, and a contender here has one"
+        if device == "cpu" and self.base in _ON_AN_ACCELERATOR:
+            return "it runs on an accelerator alone, and there is none"
         needed = {
             "liger-kernel": self.liger,
             # Its kernels are Triton's, which comes with PyTorch's builds for GPUs.
@@ -124,8 +123,6 @@ class Contender:
             "deepspeed": self.base == "alst",
             "peft": lora,
         }
-        if self.base == "accelerate-cp":
-            return "it spreads a row over several GPUs, and a contender here has one"
         if self.base == "unsloth" and not lora:
             return "its fast paths are for adapters"
         for package, is_needed in needed.items():

@@ -55,7 +55,10 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     installed.add("unsloth")
     assert parse("unsloth").unavailable(lora=True, device="cuda") is None
     assert parse("alst").unavailable(lora=True, device="cuda") == "deepspeed is not installed"
-    assert "several GPUs" in (parse("accelerate-cp").unavailable(lora=True, device="cuda") or "")
+    for device in ("cuda", "cpu"):
+        assert "several GPUs" in (
+            parse("accelerate-cp").unavailable(lora=True, device=device) or ""
+        )
     assert "adapters" in (parse("unsloth").unavailable(lora=False, device="cuda") or "")
     installed.clear()
     assert parse("plain").unavailable(lora=True, device="cuda") == "peft is not installed"
