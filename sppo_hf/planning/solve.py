@@ -425,9 +425,10 @@ def with_less_host(
     """Returns the one that takes least of the host, of some plans that are about as fast.
 
     They have the bounds, the order and the kinds of frames of `found`, and smaller budgets of the
-    host. None is slower, or it takes at most `LESS_HOST_SECONDS` of the fastest's time and at least
-    a tenth less of the host. The linear program also sends frames away for gains that are small, or
-    lost when its counts are rounded and copies get in each other's way.
+    host. None is slower, or it takes at most `LESS_HOST_SECONDS` of the fastest's time, at least a
+    tenth less of the host, and no more of what is behind it. The linear program also sends frames
+    away for gains that are small, or lost when its counts are rounded and copies get in each
+    other's way.
 
     Args:
         cost: seconds and bytes of every unit.
@@ -437,8 +438,12 @@ def with_less_host(
         device_kind: "cpu" or "cuda".
     """
 
+    def bytes_on(solution: Solution, *tiers: Tier) -> int:
+        predicted = estimate(cost.shape, solution.decisions, device_kind=device_kind)
+        return sum(predicted.of(tier).total for tier in tiers)
+
     def host_bytes(solution: Solution) -> int:
-        return estimate(cost.shape, solution.decisions, device_kind=device_kind).host.total
+        return bytes_on(solution, "host")
 
     most = host_bytes(found)
     if not most or (budgets.host is not None and most > _FILLED * budgets.host):
@@ -461,9 +466,15 @@ def with_less_host(
     least = min(plan.step_seconds for plan in plans)
     as_fast = (p for p in plans if p.step_seconds <= min(found.step_seconds, AS_FAST * least))
     light = min(as_fast, key=host_bytes)
-    worth = (1.0 - _LEFT_FREE) * host_bytes(light)
-    nearly = [p for p in plans if p.step_seconds <= LESS_HOST_SECONDS * least]
-    return min((p for p in nearly if host_bytes(p) <= worth), key=host_bytes, default=light)
+    worth, behind = (1.0 - _LEFT_FREE) * host_bytes(light), tiers_behind_host()
+    nearly = (
+        p
+        for p in plans
+        if p.step_seconds <= LESS_HOST_SECONDS * least
+        and host_bytes(p) <= worth
+        and bytes_on(p, *behind) <= bytes_on(light, *behind)
+    )
+    return min(nearly, key=host_bytes, default=light)
 
 
 def play(
