@@ -13,8 +13,8 @@
 # SPPO_LIKE    another one, whose packages a new one begins with; files are shared until replaced
 # SPPO_PYTHON  the Python that makes it (default: the first of python3.13 … python3 that is >= 3.11)
 # SPPO_LINT    0 leaves the lints out, as --quick does
-# SPPO_WORKERS how many tests run at a time (default: as many as there are cores and three GiB of
-#              memory, at most 8; 2 where there is a GPU to share)
+# SPPO_WORKERS how many tests run at a time (default: one more than there are cores, for some wait
+#              for time to pass, if each has three GiB of memory, at most 8; 2 where there is a GPU)
 # Pip's own settings hold too, e.g. PIP_CONSTRAINT to test against other versions.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -107,7 +107,7 @@ quota, period = limit.read_text().split() if limit.exists() else ("max", "1")
 cores = cores if quota == "max" else min(cores, int(quota) // int(period))
 memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**30
 most = 2 if shutil.which("nvidia-smi") else 8
-print(max(1, min(max(cores, 2), memory_gib // 3, most)))
+print(max(1, min(max(cores, 2) + 1, memory_gib // 3, most)))
 EOF
 )}
 failed=()

@@ -20,9 +20,10 @@
 # --keep FILE      pack everything but traces into FILE after every step; small traces go beside it
 # SPPO_PYTHON      the Python that has this package (default python3)
 # SPPO_STEP_SECONDS  a time limit for every step, in place of its own
+# SPPO_GRACE_SECONDS what a step has to end in once it is interrupted (default 12)
 set -uo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
-python=${SPPO_PYTHON:-python3}
+python=${SPPO_PYTHON:-python3} grace=${SPPO_GRACE_SECONDS:-12}
 output=gpu_run model=llama-3.1-8b tiny=0 again=0 keep='' seconds='' wanted=()
 
 while (($#)); do
@@ -199,8 +200,8 @@ run_step() {
     local job=$!
     set +m
     (
-        sleep "$most" && kill -INT -- -"$job" && sleep 12 && kill -TERM -- -"$job" && sleep 4 &&
-            kill -KILL -- -"$job"
+        sleep "$most" && kill -INT -- -"$job" && sleep "$grace" && kill -TERM -- -"$job" &&
+            sleep 4 && kill -KILL -- -"$job"
     ) >/dev/null 2>&1 &
     local clock=$!
     wait "$job" || status=$?

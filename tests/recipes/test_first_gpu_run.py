@@ -46,7 +46,8 @@ def run(tmp_path: Path):
     env = {
         **os.environ,
         "SPPO_PYTHON": str(python),
-        "SPPO_STEP_SECONDS": "5",
+        "SPPO_STEP_SECONDS": "4",
+        "SPPO_GRACE_SECONDS": "1",
         "CALLS": str(calls),
     }
 
@@ -163,7 +164,7 @@ def test_all_that_is_started_on_a_gpu_is_there_and_takes_its_arguments(run) -> N
 
 def test_it_ends_in_its_time_and_what_it_found_is_kept_outside(run, tmp_path: Path) -> None:
     kept = tmp_path / "kept" / "results.tar.gz"
-    status, said, _ = run("--seconds", "24", "--keep", str(kept), "facts", "calibrate", "trace")
+    status, said, _ = run("--seconds", "23", "--keep", str(kept), "facts", "calibrate", "trace")
     assert "== facts: ok" in said
     assert "== trace: no time left" in said
     assert status == 1
