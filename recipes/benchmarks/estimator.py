@@ -40,6 +40,14 @@ JOBS: dict[str, dict[str, Any]] = {
     "solved for 4 GiB, 4,096": {"tokens": 4096, "settings": {"device_memory": "4GiB"}},
     "by layer, 4,096": {"tokens": 4096, "settings": {"order": "by_layer"}},
     "by layer, 8,192": {"tokens": 8192, "settings": {"order": "by_layer"}},
+    "by layer, chunks of 512, 4,096": {
+        "tokens": 4096,
+        "settings": {"order": "by_layer", "chunk_tokens": 512},
+    },
+    "by layer, one chunk in tiles, 4,096": {
+        "tokens": 4096,
+        "settings": {"order": "by_layer", "num_chunks": 1, "layer_tile_tokens": 512},
+    },
     "by layer, keep, 2,048": {
         "tokens": 2048,
         "settings": {"order": "by_layer", "recompute": "none", "offload": "none"},
