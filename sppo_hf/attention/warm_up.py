@@ -7,7 +7,8 @@ chunk, through the same code as the step, so that the kernel sees what it will s
 and masks, forward in the caller's thread and backward in autograd's. Nothing of it stays but what
 the kernel keeps.
 
-A layer's keys and values exist as a whole meanwhile, as they do where it runs for good.
+A layer's keys and values exist as a whole meanwhile, as they do where it runs for good; those that
+wait elsewhere in the step take no memory here, and come back as zeros, block by block.
 """
 
 from __future__ import annotations
@@ -131,7 +132,11 @@ def _attend_layer(
     store: KVStore = LayerKV(rows.bounds)
     if rows.block_tokens is not None:
         stream = KVStream(
-            _Stays(), rows.bounds, rows=rows.spans, block_tokens=rows.block_tokens, linked=False
+            _ComesAsZeros(device),
+            rows.bounds,
+            rows=rows.spans,
+            block_tokens=rows.block_tokens,
+            linked=False,
         )
         store = stream.add_layer()
     for chunk in range(rows.chunks.stop):
@@ -237,17 +242,20 @@ class _OnlyNew(Backend):
         return found
 
 
-class _Stays(KVTransfer):
-    """Moves nothing: what is sent away is its own handle."""
+class _ComesAsZeros(KVTransfer):
+    """Forgets the bytes of what is sent away; its handle has its shape, strides and dtype."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
 
     def send(self, tensor: Tensor) -> Tensor:
-        return tensor.detach()
+        return tensor.detach().to("meta")
 
     def prefetch(self, handle: Tensor) -> None:
         pass
 
     def fetch(self, handle: Tensor) -> Tensor:
-        return handle
+        return torch.zeros_like(handle, device=self._device)
 
     def evict(self, handle: Tensor) -> None:
         pass

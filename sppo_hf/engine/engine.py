@@ -111,7 +111,9 @@ class Engine:
         None where an update may have changed it."""
         self._warned: set[str] = set()
         self._trained: list[bool] | None = None
-        """Which parameters the last batch trained."""
+        """Which parameters the last batch trained; None before the first."""
+        self._trained_when_placed: list[bool] = []
+        """Those that would have when weights were put on the host."""
         self._kernels_tried = False
         self._has_run = False
         self._passes_on = False
@@ -592,15 +594,22 @@ class Engine:
             self._place_weights(device)
 
     def _notice_trained(self, device: torch.device) -> None:
-        """Plan and place anew where other parameters are trained than in the batch before."""
+        """Plan and place anew where other parameters are trained than in the batch before.
+
+        Or, for the first one, where weights were placed or an evaluation was planned before it:
+        some may have been frozen then, if only for a while, as PEFT's `disable_adapter` does.
+        """
         if not torch.is_grad_enabled():
             return
-        trained = [p.requires_grad for p in self.parts.causal_lm.parameters()]
-        before, self._trained = self._trained, trained
-        if before is not None and before != trained:
+        trained = self._which_train()
+        if self._trained != trained:
+            self._trained = trained
             self.plans.forget_shape()
-            if self.weights is not None:
-                self._place_weights(device)
+        if self.weights is not None and self._trained_when_placed != trained:
+            self._place_weights(device)
+
+    def _which_train(self) -> list[bool]:
+        return [p.requires_grad for p in self.parts.causal_lm.parameters()]
 
     def _place_weights(self, device: torch.device) -> None:
         rests = rests_on_host(self._placed)
@@ -621,6 +630,7 @@ class Engine:
                 if buffer.device != device:
                     module._buffers[name] = buffer.to(device)
         copier = self.offload_holder.copier(device)
+        self._trained_when_placed = self._which_train()
         self.weights = HostWeights(
             layers,
             others,

@@ -260,7 +260,7 @@ class PlanCache:
             if self._config.device_memory is None:
                 leave_to_driver(device, CONTEXT_BYTES["cuda"])
             given_bytes = self.least_given(
-                self._offload.prepare(device, plan, progress=observer.on_host_memory)
+                lambda: self._offload.prepare(device, plan, progress=observer.on_host_memory)
             )
             if given_bytes is not None:
                 plan = self._plan_within(given_bytes, plan, device, **wanted)
@@ -285,13 +285,14 @@ class PlanCache:
     def _shared_plan(self, *args: Any, **wanted: Any) -> Plan:
         return shared_plan(lambda: self._make_plan(*args, **wanted), self._group)
 
-    def least_given(self, given_bytes: int | None) -> int | None:
-        """The least that any rank was given of host memory; None where all got what they need."""
+    def least_given(self, prepare: Callable[[], int | None]) -> int | None:
+        """The least that any rank was given of host memory; None where all got what they need.
+
+        `prepare` asks for it on this rank. Where it raises, no rank waits for the others.
+        """
         if self._group is None:
-            return given_bytes
-        return self._group.decide(
-            lambda: given_bytes, lambda given: math.inf if given is None else given
-        )
+            return prepare()
+        return self._group.decide(prepare, lambda given: math.inf if given is None else given)
 
     def _notice_accumulation(self, training: bool) -> None:
         """Plan anew when gradients of earlier batches turn out to be there, if they weigh enough.

@@ -84,6 +84,13 @@ def all_true(value: bool, *groups: Any) -> bool:
     return bool(answer)
 
 
+def all_alike(number: int, group: Any) -> bool:
+    """Whether all ranks of a group have the same number; all ask at the same moments."""
+    largest = torch.tensor([number, -number])
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    return largest[0].item() == -largest[1].item()
+
+
 def refused(mesh: PipelineMesh, refusal: Exception | None, *, with_replicas: bool) -> list[str]:
     """Whether any rank cannot run the step that all are about to run; every rank calls this.
 

@@ -17,7 +17,8 @@ gives the order, `sppo_hf.schedule.messages` says what moves.
   backward) they stay.
 - *Gradients of weights.* Each rank of a set sums those of its tokens; with the last backward of a
   run they start on their way to the owner, stage by stage too, and are waited for a unit later.
-  Helpers have no optimizer states, and to the model's `parameters()` a helped stage is not there.
+  Helpers have no optimizer states, and to the model's `parameters()` a helped stage is not there:
+  nobody can freeze or unfreeze it, so which weights train is settled by the conversion.
   With replicas of the pipeline, owners average theirs at the end of the step.
 - *Heads.* Sets have 2 to P ranks, and few models have heads for all of these sizes. Where query
   heads cannot be divided evenly, ranks divide key/value heads as evenly as can be

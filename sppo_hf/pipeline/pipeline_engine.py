@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, TypeVar, cast
@@ -41,7 +42,7 @@ from sppo_hf.engine.structure import ModelParts, check_adapters, check_trainable
 from sppo_hf.engine.versions import ReadTensors
 from sppo_hf.errors import ConfigError, PipelineError, UnsupportedModelError
 from sppo_hf.offload.stats import OffloadStats
-from sppo_hf.pipeline.agreement import agree, all_true, facts_of, refused
+from sppo_hf.pipeline.agreement import agree, all_alike, all_true, facts_of, refused
 from sppo_hf.pipeline.executor import ActionRecord, Executor, UnitMarks
 from sppo_hf.pipeline.gradients import (
     PipelineLoss,
@@ -275,6 +276,8 @@ class PipelineEngine(Engine):
         self._units: StageRunner | None = None
         self._helped: HelpedWeights | None = None
         """Weights of other ranks' stages, once units of these run here."""
+        self._trained_as_helped = True
+        """Whether helpers train of every stage what its owner trains, in this step."""
         self._hook_ends()
 
     def _hook_ends(self) -> None:
@@ -483,6 +486,8 @@ class PipelineEngine(Engine):
         name = plans.schedule
         if name == MSP and (call.head_arguments or len(bounds) < self.mesh.pp_size):
             name = RULE
+        if name == MSP:
+            self.helped_weights()
         step = step_schedule(
             self.config,
             name,
@@ -520,6 +525,10 @@ class PipelineEngine(Engine):
     def _agree(self, call: ForwardCall, layout: BatchLayout) -> None:
         facts = facts_of(call, self.config)
         agree(self.mesh, {**facts, "used tokens": layout.used_tokens})
+        if self.staged.helps and torch.is_grad_enabled():
+            stages = map(self.staged.parameters_of, range(self.staged.cut.num_stages))
+            number = zlib.crc32(bytes(p.requires_grad for stage in stages for p in stage))
+            self._trained_as_helped = all_alike(number, self.mesh.control)
 
     def _make_units(
         self,
@@ -700,7 +709,18 @@ class PipelineEngine(Engine):
         )
 
     def helped_weights(self) -> HelpedWeights:
-        """Weights of other ranks' stages, on this rank's device; where units are shared."""
+        """Weights of other ranks' stages, on this rank's device; where units are shared.
+
+        Raises:
+            ConfigError: Other parameters train than when the model was converted.
+        """
+        if not self._trained_as_helped:
+            raise ConfigError(
+                f"parameters of {self.parts.name} were frozen or unfrozen after it was converted, "
+                "and ranks that run units of each other's stages (pp_msp) hold copies that were "
+                "not. Allowed: with pp_msp, what trains from the conversion on. Remedy: freeze and "
+                "unfreeze before the model is prepared, or set pp_msp='off'."
+            )
         if self._helped is None:
             self._helped = HelpedWeights(self.staged, self.mesh)
         self._helped.begin_step(self.mesh.device)

@@ -456,8 +456,12 @@ class StagePlanCache:
             pool = replace(plans[stage], budgets=read_budgets(config, facts))
             batches = max(1, math.ceil(alive))
             given_bytes = engine.plans.least_given(
-                engine.offload_holder.prepare(
-                    device, pool, batches=batches, progress=engine.observer.on_host_memory
+                functools.partial(
+                    engine.offload_holder.prepare,
+                    device,
+                    pool,
+                    batches=batches,
+                    progress=engine.observer.on_host_memory,
                 )
             )
             if given_bytes is not None and self._host_bytes is None:

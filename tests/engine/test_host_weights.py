@@ -213,25 +213,30 @@ def test_weights_change_between_steps_and_evaluation_and_generation_see_it() -> 
     torch.testing.assert_close(made[0], made[1], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("trained", [True, False], ids=["in training", "in an evaluation"])
 @pytest.mark.parametrize("places", PLACES[1:], ids=str)
 def test_a_parameter_that_is_unfrozen_is_planned_and_rests_with_its_gradient(
-    places: dict[str, str],
+    places: dict[str, str], trained: bool
 ) -> None:
+    """A batch before it has met it frozen."""
     models = _converted(**places), build_tiny_model("llama", dtype=torch.float64).train()
     for model in models:
         layer = model.model.layers[0]
         with float64_everywhere(model):
             layer.requires_grad_(False)
-            _loss(model, 0).backward()
+            with torch.set_grad_enabled(trained):
+                loss = _loss(model, 0)
+            if trained:
+                loss.backward()
             assert layer.mlp.up_proj.weight.grad is None
             layer.requires_grad_(True)
             _loss(model, 1).backward()
     engine = get_engine(models[0])
     assert engine is not None
-    trained = sum(p.nbytes for p in models[0].parameters())
-    assert engine.shape().gradient_bytes == trained
+    all_bytes = sum(p.nbytes for p in models[0].parameters())
+    assert engine.shape().gradient_bytes == all_bytes
     assert engine.weights is not None
-    assert (engine.weights.host_bytes == trained) is (places.get("optimizer") == "host")
+    assert (engine.weights.host_bytes == all_bytes) is (places.get("optimizer") == "host")
     torch.testing.assert_close(*map(_gradients, models), rtol=1e-9, atol=1e-12)
 
 

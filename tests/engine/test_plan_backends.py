@@ -1,6 +1,7 @@
 """Backends are chosen, and their kernels built, before the first layer runs, not inside it."""
 
 import threading
+import weakref
 
 import pytest
 import torch
@@ -182,6 +183,19 @@ def test_also_where_keys_wait_elsewhere(monkeypatch, block_tokens):
     step, _ = train_with(monkeypatch, kernel, "gemma3_text", 2, order="by_chunk")
     step()
     assert set(kernel.in_step) <= set(kernel.before)
+
+
+def test_what_waits_elsewhere_takes_no_memory_meanwhile():
+    transfer = warm_up._ComesAsZeros(torch.device("cpu"))
+    keys = torch.ones(1, 5, 2, 3, dtype=torch.bfloat16).transpose(1, 2)
+    sent = weakref.ref(keys.untyped_storage())
+    handle = transfer.send(keys)
+    came = transfer.fetch(handle)
+    assert (came.shape, came.stride(), came.dtype) == (keys.shape, keys.stride(), keys.dtype)
+    assert not came.any()
+    del keys
+    assert handle.is_meta
+    assert sent() is None
 
 
 def test_also_where_attention_runs_again_in_backward(monkeypatch):

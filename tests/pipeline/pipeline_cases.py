@@ -2,12 +2,12 @@
 
 `pipeline_ranks.py` runs them. A case is a mapping with `name`, `family` and, where they differ from
 the default, `layers`, `overrides` (of the model's config), `lora`, `settings` (of SPPOConfig),
-`frozen` (parts of names), `tokens`, `rows`, `padding`, `packed`, `labels` (half-open range of
-tokens that have any), `items` (whether every micro-step is told the labels of all), `hooks` (with
-replicas: whether parameters have hooks), `kernel` (a function of the family's file for which a
-kernel is installed that fails) and `steps`: one mapping per micro-step, with `scale`,
-`backward`, `evaluate`, `reduces` and `loss` ("mean" and "weighed" are made of log-probabilities
-that the model's head returns).
+`frozen` and, after conversion, `frozen_later` (parts of names), `tokens`, `rows`, `padding`,
+`packed`, `labels` (half-open range of tokens that have any), `items` (whether every micro-step is
+told the labels of all), `hooks` (with replicas: whether parameters have hooks), `kernel` (a
+function of the family's file for which a kernel is installed that fails) and `steps`: one mapping
+per micro-step, with `scale`, `backward`, `evaluate`, `reduces` and `loss` ("mean" and "weighed" are
+made of log-probabilities that the model's head returns).
 """
 
 from __future__ import annotations

@@ -421,6 +421,9 @@ def refusal(case: Case, pp_size: int) -> str:
         model = build(case)
         settings = {"show_plan": False, "pp_size": pp_size, **case["settings"]}
         convert_to_stages(model, SPPOConfig(**settings))
+        for name, parameter in model.named_parameters():
+            if any(part in name for part in case.get("frozen_later", ())):
+                parameter.requires_grad_(False)
         model(**batches_of(case, 0)[0])
     except SPPOError as error:
         return f"{type(error).__name__}: {error}"

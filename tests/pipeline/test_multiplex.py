@@ -385,6 +385,7 @@ REPLICAS = [
 REFUSED = [
     case_of("recurrent", "qwen3_next"),
     case_of("few chunks", settings={"chunk_tokens": 23}),
+    case_of("frozen later", frozen_later=["layers.0."]),
 ]
 
 
@@ -428,6 +429,8 @@ def test_two_ranks_are_exact(tmp_path: Path) -> None:
     for rank in range(2):
         assert "recurrent or convolutional layers" in said["recurrent"][rank]
         assert "pp_msp='on' with pp_size=2 and 1 chunks of 23 tokens" in said["few chunks"][rank]
+        # By the rank, too, whose own parameters all train.
+        assert "were frozen or unfrozen after it was converted" in said["frozen later"][rank]
         assert all("Remedy: " in said[case["name"]][rank] for case in REFUSED)
 
 

@@ -1,5 +1,6 @@
 """What the ranks of a pipeline say of their stages, and the step that is shown for all."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -9,9 +10,10 @@ import torch
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.convert import get_engine
-from sppo_hf.errors import BudgetError
+from sppo_hf.errors import BudgetError, OffloadError
 from sppo_hf.offload.engine import OffloadEngine
 from sppo_hf.pipeline import stage_plans
+from sppo_hf.pipeline.pipeline_engine import PipelineEngine
 from sppo_hf.pipeline.stage_plans import BatchPlans, StagePlanCache
 from sppo_hf.planning.choices import DeviceFacts
 from sppo_hf.planning.cost import ModelCost
@@ -30,6 +32,20 @@ from tests.planning.shapes import tiny_shape
 SHAPE = tiny_shape(num_hidden_layers=6, hidden_size=2048, intermediate_size=8192)
 
 
+WANTED = (
+    *(1, 20, torch.device("cpu"), 1, True),
+    PipelineChoice(schedule="seq1f1b", bounds=((0, 10), (10, 20)), reason="set by the user"),
+    {},
+)
+"""Arguments of `StagePlanCache._make`."""
+
+
+def _engine() -> PipelineEngine:
+    engine = get_engine(make(offload="full", recompute="full"))
+    assert isinstance(engine, PipelineEngine)
+    return engine
+
+
 @pytest.mark.parametrize("share", [1.0, 0.5])
 def test_stages_are_planned_with_the_host_memory_that_there_really_is(
     share: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -41,19 +57,45 @@ def test_stages_are_planned_with_the_host_memory_that_there_really_is(
         return int(share * host_bytes) if len(asked) == 1 else None
 
     monkeypatch.setattr(OffloadEngine, "reserve", reserve)
-    model = make(offload="full", recompute="full")
-    bounds = ((0, 10), (10, 20))
-    choice = PipelineChoice(schedule="seq1f1b", bounds=bounds, reason="set by the user")
-    cache = StagePlanCache(get_engine(model))  # type: ignore[arg-type]
-    wanted = (1, 20, torch.device("cpu"), 1, True, choice, {})
+    cache = StagePlanCache(_engine())
     if share < 1.0:
         # What is fixed by the settings cannot shrink, so the second plan says what is missing.
         with pytest.raises(BudgetError, match="host"):
-            cache._make(*wanted)
+            cache._make(*WANTED)
     else:
-        (plan,) = cache._make(*wanted).values()
+        (plan,) = cache._make(*WANTED).values()
         assert plan.budgets.host == asked[0] == asked[1]
     assert "the system gave" in caplog.text
+
+
+class _Group:
+    """Ranks that share a sequence, which hear what a rank raises while they decide."""
+
+    def __init__(self) -> None:
+        self.heard: list[Exception] = []
+
+    def decide(self, make: Callable[[], Any], better: Callable[[Any], float]) -> Any:
+        try:
+            return make()
+        except OffloadError as error:
+            self.heard.append(error)
+            raise
+
+
+def test_ranks_that_share_a_sequence_hear_of_one_that_gets_no_host_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They would wait for its answer."""
+
+    def reserve(*_: object) -> int | None:
+        raise OffloadError("not a byte")
+
+    monkeypatch.setattr(OffloadEngine, "reserve", reserve)
+    engine, group = _engine(), _Group()
+    monkeypatch.setattr(engine.plans, "_group", group)
+    with pytest.raises(OffloadError) as raised:
+        StagePlanCache(engine)._make(*WANTED)
+    assert group.heard == [raised.value]
 
 
 def test_the_step_shown_has_messages_as_wide_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
