@@ -572,7 +572,7 @@ def _mixed(
     """
     members = LayerKinds.of(cost).members
     every = kv_modes_of(cost.shape, base, choices) if base.by_layer else ()
-    for modes, kv_modes in _mode_sets(choices, every):
+    for modes, kv_modes in _mode_sets(choices, base.kv_tier, every):
         away: set[Saved] = {mode.saved for mode in modes if mode.offload}
         ahead = lookahead_bytes(cost, base, away, _FRAMES_AHEAD)
         shaped = base
@@ -607,13 +607,27 @@ def _mixed(
 
 
 def _mode_sets(
-    choices: Choices, kv_modes: tuple[KVMode, ...]
+    choices: Choices, kv_tier: Tier, kv_modes: tuple[KVMode, ...]
 ) -> Iterator[tuple[tuple[FrameMode, ...], tuple[KVMode, ...]]]:
     """Allowed modes of frames and, by layer, of K/V, with less and less that leaves the device.
 
     What leaves needs room for its look-ahead. That of whole frames is ten times that of a layer's
-    inputs, and that of a layer's K/V grows with the sequence.
+    inputs, and that of a layer's K/V grows with the sequence. What goes behind the host for gains
+    that are small may come back late: where K/V need not be there, the same once more with nothing
+    there.
     """
+    found = [*_leaving_less(choices, kv_modes)]
+    behind = tiers_behind_host()
+    near = tuple(tier for tier in choices.tiers if tier not in behind)
+    near_keys = tuple(mode for mode in kv_modes if mode not in behind)
+    if kv_tier not in behind and near and near != choices.tiers and (near_keys or not kv_modes):
+        found += _leaving_less(replace(choices, tiers=near), near_keys)
+    yield from dict.fromkeys(found)
+
+
+def _leaving_less(
+    choices: Choices, kv_modes: tuple[KVMode, ...]
+) -> Iterator[tuple[tuple[FrameMode, ...], tuple[KVMode, ...]]]:
     stays: tuple[KVMode, ...] = tuple(mode for mode in kv_modes if not _leaves(mode))
     for keys in (kv_modes, stays) if stays and stays != kv_modes else (kv_modes,):
         if choices.tiers != ("device",):

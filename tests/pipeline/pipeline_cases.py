@@ -43,7 +43,12 @@ def _schedules(layers: int) -> list[Case]:
             "1f1b, whole rows", rows=5, settings={"pp_schedule": "1f1b", "num_chunks": 1}, **size
         ),
         _case("seq1f1b", rows=3, settings={"pp_schedule": "seq1f1b", "num_chunks": 3}, **size),
-        _case("seq1f1b, uneven", rows=2, settings={"chunk_lengths": UNEVEN}, **size),
+        _case(
+            "seq1f1b, uneven",
+            rows=2,
+            settings={"pp_schedule": "seq1f1b", "chunk_lengths": UNEVEN},
+            **size,
+        ),
         _case("zb", rows=3, settings={"pp_schedule": "zb_seq1f1b", "num_chunks": 3}, **size),
         _case(
             "zb, uneven",

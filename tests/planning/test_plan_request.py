@@ -261,3 +261,12 @@ def test_places_that_cannot_be_the_answer_are_not_searched(monkeypatch: pytest.M
         *(whole.layer_modes, whole.kv_modes, whole.bounds),
         whole.places_reason,
     )
+
+
+def test_a_disk_makes_no_plan_slower() -> None:
+    """What goes there for a gain of moments may come back late."""
+    with_one, without = plan_for(question(65_536, disk=True)), plan_for(question(65_536))
+    assert with_one.prediction is not None
+    assert without.prediction is not None
+    most = LESS_HOST_SECONDS * without.prediction.step_seconds
+    assert with_one.prediction.step_seconds <= most
