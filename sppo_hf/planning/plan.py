@@ -801,9 +801,10 @@ def _by_rule(task: _Task) -> _Decided:
 
 
 def _ruled(task: _Task, base: Decisions, mode: FrameMode) -> Iterator[Decisions]:
-    """Every frame in one mode; K/V where they are least in the way, or by layer on a CPU anywhere.
+    """Every frame in one mode, and K/V on the nearest tier with which everything fits.
 
-    There memory alone counts, and what is as small as the smallest with K/V nearer saves time.
+    By layer on a CPU with K/V on each tier, nearest first: what is nearly as small with K/V nearer
+    saves time, see `_first_of_the_least`.
     """
     config, on_cpu = task.config, task.device.kind == "cpu"
     modes = uniform_modes(base.num_chunks, base.num_layers, mode)
