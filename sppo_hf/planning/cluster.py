@@ -3,8 +3,9 @@
 Candidates are simulated, the most promising first; what does not fit on any one rank is rejected.
 Order and rejection go by `LowerBounds`: the seconds and bytes that a layout takes at least, found
 without simulating it, with the terms of PipelineCost and stages taken as equal where that makes
-them smaller. Frames and K/V follow one rule on all stages: this searches layouts, the solver for
-one device searches frames.
+them smaller. What passes is cut into its stages and looked at again (`least_seconds`) before it is
+simulated. Frames and K/V follow one rule on all stages: this searches layouts, the solver for one
+device searches frames.
 """
 
 from __future__ import annotations
@@ -41,6 +42,9 @@ from sppo_hf.schedule.timeline import Timeline
 
 # What layouts whose ranks share units may be simulated beside all others: this share of it.
 _SHARING = 0.25
+
+# Of two sums of the same seconds in another order, one is no smaller than this share of the other.
+_ROUNDED = 1.0 - 1e-12
 
 # Frames of so many chunks may be on their way when backward begins, not on the host.
 _UNDER_WAY_CHUNKS = 3
@@ -668,6 +672,8 @@ class _Search:
         """Bytes that a layout lacks at a glance."""
         self._missing: dict[Layout, int] = {}
         """Bytes that those lack that were simulated."""
+        self._least_seconds: dict[Layout, float] = {}
+        """`least_seconds`, once for all that differ in what leaves the device alone."""
         self.best: list[ClusterPlan] = []
         self.closest: ClusterPlan | None = None
 
@@ -728,6 +734,9 @@ class _Search:
                 break
             if self.has_seen(layout):
                 continue
+            seconds = self._second_look(seconds, layout)
+            if not self.may_win(seconds):
+                continue
             lacking, device_bytes = self._lacking(layout)
             if lacking:
                 self._hopeless.append((lacking, layout))
@@ -745,6 +754,15 @@ class _Search:
             ):
                 large.append((seconds, layout))
         return large, doubtful
+
+    def _second_look(self, seconds: float, layout: Layout) -> float:
+        """Returns the least seconds of a layout, with its own stages once there is one to beat."""
+        if len(self.best) < self._keep:
+            return seconds
+        key = layout._replace(offload="none", kv_tier="device", frame_tier=HOST)
+        if key not in self._least_seconds:
+            self._least_seconds[key] = least_seconds(self._question, key)
+        return max(seconds, self._least_seconds[key])
 
     def _lacking(self, layout: Layout) -> tuple[int, int]:
         """Bytes that a layout lacks at a glance, and those that it needs on the device."""
@@ -876,10 +894,43 @@ def _planned(
     )
 
 
+def least_seconds(question: ClusterQuestion, layout: Layout) -> float:
+    """Returns the least time of a step with the stages that it has, the head on the last.
+
+    That is of a rank that computes all its units one after the other, from when the first chunk can
+    have reached it and until all ranks before it can have run the last one back, and of a stage's
+    reduction. Copies and messages are left out.
+    """
+    schedule, costs = _costs(question, layout, 1)
+    rows = question.rows // layout.replicas
+    passing = found = 0.0
+    for actions in schedule.ranks:
+        found = max(found, passing + rows * sum(map(costs.seconds, actions)))
+        if layout.schedule not in SHARING:
+            passing += costs.seconds(actions[0])
+            # Where backward is split the last weight gradients are nothing that others wait for.
+            passing += costs.seconds(actions[-1]) if actions[-1].kind == "B" else 0.0
+    return (found + costs.reduce_seconds) * _ROUNDED
+
+
 def _simulated(
     question: ClusterQuestion, layout: Layout, rows: int
 ) -> tuple[Schedule, PipelineCost, Timeline]:
     """Simulates `rows` rows in each pipeline."""
+    schedule, costs = _costs(question, layout, rows)
+    reduce = _reduces(layout)
+    return schedule, costs, costs.simulate(costs.lowered(schedule, reduce=reduce))
+
+
+def _reduces(layout: Layout) -> bool:
+    """Whether stages reduce gradients when they have all; sharded ones do it unit by unit."""
+    return layout.replicas * layout.sp > 1 and not layout.sharded
+
+
+def _costs(
+    question: ClusterQuestion, layout: Layout, rows: int
+) -> tuple[Schedule, PipelineCost]:
+    """Returns the computes of `rows` rows of a pipeline, and what they cost."""
     size = Size(layout.stages, rows, layout.num_chunks, layout.virtual)
     schedule = generate(layout.schedule, size)
     costs = PipelineCost(
@@ -897,11 +948,9 @@ def _simulated(
         shards=layout.devices if layout.sharded else 1,
         shard_bytes_per_second=question.exchange_rate(layout.devices),
     )
-    # Sharded gradients are reduced unit by unit.
-    reduced = layout.replicas * layout.sp > 1 and not layout.sharded
-    if reduced:
+    if _reduces(layout):
         costs = replace(costs, reduce_seconds=_reduce_seconds(question, costs, layout))
-    return schedule, costs, costs.simulate(costs.lowered(schedule, reduce=reduced))
+    return schedule, costs
 
 
 def _warm_up(layout: Layout, rows: int) -> tuple[int, int]:
