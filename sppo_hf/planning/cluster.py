@@ -3,7 +3,7 @@
 Candidates are simulated, the most promising first; what does not fit on any one rank is rejected.
 Order and rejection go by `LowerBounds`: the seconds and bytes that a layout takes at least, found
 without simulating it, with the terms of PipelineCost and stages taken as equal where that makes
-them smaller. What passes is cut into its stages and looked at again (`least_seconds`) before it is
+them smaller. What passes is looked at again with its own stages (`seconds_of_stages`) before it is
 simulated. Frames and K/V follow one rule on all stages: this searches layouts, the solver for one
 device searches frames.
 """
@@ -33,7 +33,7 @@ from sppo_hf.planning.memory_snapshots import Budgets
 from sppo_hf.planning.model_profile import head_granules
 from sppo_hf.planning.pipeline_cost import PipelineCost, granules_of
 from sppo_hf.planning.policies import sppo_ratios, uniform_modes
-from sppo_hf.planning.stages import StageWeights
+from sppo_hf.planning.stages import StageWeights, balanced_stages
 from sppo_hf.planning.tiers import HOST, TIERS, Tier, tiers_behind_host
 from sppo_hf.schedule.generate import INTERLEAVED, SHARING, Size, begun_units, generate
 from sppo_hf.schedule.schedule import Schedule
@@ -75,6 +75,19 @@ class _Room(NamedTuple):
     """Temporaries of the running layer."""
 
 
+class _Shared(NamedTuple):
+    """[kinds] Seconds of a layer's units of one stage and row, on all ranks that share them."""
+
+    left: NDArray[np.float64]
+    """Of the first chunks, which this stage's rank and all behind it compute together."""
+
+    steady: NDArray[np.float64]
+    """Of those that its rank computes alone."""
+
+    right: NDArray[np.float64]
+    """Of the last chunks, which its rank and all before it compute together."""
+
+
 _Batch = tuple[Cut, int, Saved, Tier, int]
 """What a sequence's seconds and bytes on all ranks depend on."""
 
@@ -108,6 +121,10 @@ class LowerBounds:
         self._work: dict[_Batch, _Work] = {}
         self._rooms: dict[_Batch, list[_Room]] = {}
         self._shared: dict[tuple[object, ...], NDArray[np.float64]] = {}
+        self._stages: dict[tuple[Cut, int, int, int], tuple[range, ...]] = {}
+        self._gradients: dict[tuple[range, ...], int] = {}
+        self._frames: dict[tuple[int, int, Saved], int] = {}
+        self._seconds_of_stages: dict[tuple[object, ...], float] = {}
         self._states: int | None = None
 
     def cost(self, layout: Layout) -> ModelCost:
@@ -128,6 +145,56 @@ class LowerBounds:
     def seconds(self, layout: Layout) -> float:
         """Returns the least time of a step: of compute or of what must pass over a link."""
         return max(self._compute_seconds(layout), self._copy_seconds(layout))
+
+    def stages(self, layout: Layout) -> tuple[range, ...]:
+        """Returns the layers of each stage of a layout."""
+        count = layout.stages * layout.virtual
+        key = (layout.partition, layout.num_chunks, layout.sp, count)
+        if key not in self._stages:
+            self._stages[key] = balanced_stages(self.cost(layout), self.bounds(layout), count)
+        return self._stages[key]
+
+    def gradient_bytes(self, layout: Layout) -> int:
+        """Returns the gradients of the stage that has most."""
+        stages = self.stages(layout)
+        if stages not in self._gradients:
+            held = [StageWeights.of(self._cost.shape, layers) for layers in stages]
+            self._gradients[stages] = max(weights.gradients for weights in held)
+        return self._gradients[stages]
+
+    def seconds_of_stages(self, layout: Layout) -> float:
+        """Returns the least time of a step's computes on the stages that a layout has.
+
+        A rank computes all its units one after the other: from when the first chunk can have
+        reached it, and until all ranks before it can have run the last one back. More than
+        `seconds` says where stages are unequal, as with the head on the last one, and dearer.
+        """
+        key = (*_batch(layout), layout.schedule, layout.stages, layout.replicas, layout.virtual)
+        if key not in self._seconds_of_stages:
+            rows, shared = self._rows // layout.replicas, layout.schedule in SHARING
+            begins, each = self._busy_sharing(layout) if shared else self._busy(layout)
+            self._seconds_of_stages[key] = float((begins + rows * each).max()) * _ROUNDED
+        return self._seconds_of_stages[key]
+
+    def _busy(self, layout: Layout) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """[ranks] When each can begin, or must end sooner, and its computes of a row."""
+        ranks, counts = layout.stages, self._layers_of_stages(layout)
+        work = self.cost(layout).unit_seconds(self.bounds(layout))
+        forward = counts @ work.forward
+        forward[-1] += work.head
+        backward = counts @ (work.backward + work.recompute[:, SAVED.index(layout.saved)])
+        passing = forward[:ranks, 0]
+        if layout.schedule != "zb_seq1f1b":
+            # There the last weight gradients are nothing that others wait for.
+            passing = passing + backward[:ranks, 0]
+        each = (forward + backward).sum(axis=1).reshape(layout.virtual, ranks).sum(axis=0)
+        return np.cumsum(passing) - passing, each
+
+    def _layers_of_stages(self, layout: Layout) -> NDArray[np.int64]:
+        """[stages, kinds] How many layers of each kind a stage has."""
+        alike = np.array(self._cost.shape.alike)
+        held = [alike[layers.start : layers.stop] for layers in self.stages(layout)]
+        return np.array([[(kinds == kind).sum() for kind in self._kinds] for kinds in held])
 
     def _compute_seconds(self, layout: Layout) -> float:
         """Compute over ranks, and the time that it takes to fill and drain the pipeline.
@@ -294,20 +361,38 @@ class LowerBounds:
         )
 
     def _shared_seconds(self, layout: Layout) -> float:
-        """Compute of all ranks for one row, of whose units they share those of `generate.msp`.
+        """Compute of all ranks together for one row.
 
         As if all layers were in the stage whose shares take least.
         """
-        ranks, count = layout.stages, layout.num_chunks
-        each = [self._shares(layout, size) for size in range(1, ranks + 1)]
-        found: list[NDArray[np.float64]] = []
-        for stage in range(ranks):
-            left, right = ranks - 1 - stage, count - stage
-            seconds = each[left][:, :left].sum(axis=1) + each[0][:, left:right].sum(axis=1)
-            found.append(seconds + each[stage][:, right:].sum(axis=1))
         counts = np.array(list(self._kinds.values()))
+        found = [left + steady + right for left, steady, right in self._shared_parts(layout)]
         head = self.cost(layout).unit_seconds(self.bounds(layout)).head.sum()
         return float(counts @ np.min(found, axis=0) + head)
+
+    def _busy_sharing(self, layout: Layout) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """[ranks] What `_busy` returns, where all begin and end together."""
+        ranks, counts = layout.stages, self._layers_of_stages(layout)
+        each = np.zeros(ranks)
+        for stage, (left, steady, right) in enumerate(self._shared_parts(layout)):
+            each[stage:] += counts[stage] @ left / (ranks - stage)
+            each[stage] += counts[stage] @ steady
+            each[: stage + 1] += counts[stage] @ right / (stage + 1)
+        head = self.cost(layout).unit_seconds(self.bounds(layout)).head
+        alone = layout.num_chunks - ranks + 1
+        each[-1] += head[:alone].sum()
+        return np.zeros(ranks), each + head[alone:].sum() / ranks
+
+    def _shared_parts(self, layout: Layout) -> list[_Shared]:
+        """Returns a row's units by stage, shared as `generate.msp` does."""
+        ranks, count = layout.stages, layout.num_chunks
+        each = [self._shares(layout, size) for size in range(1, ranks + 1)]
+        found: list[_Shared] = []
+        for stage in range(ranks):
+            left, right = ranks - 1 - stage, count - stage
+            parts = each[left][:, :left], each[0][:, left:right], each[stage][:, right:]
+            found.append(_Shared(*(part.sum(axis=1) for part in parts)))
+        return found
 
     def _shares(self, layout: Layout, size: int) -> NDArray[np.float64]:
         """[kinds, chunks] Seconds of a layer's units on all ranks of a set of so many together."""
@@ -375,8 +460,11 @@ class LowerBounds:
         return min(cost.dkv_bytes(kind, last) for kind in self._kinds) // layout.virtual
 
     def _frame_bytes(self, layout: Layout, tokens: int) -> int:
-        cost = self.cost(layout)
-        return min(cost.frame_bytes(kind, tokens, layout.saved) for kind in self._kinds)
+        key = (layout.sp, tokens, layout.saved)
+        if key not in self._frames:
+            cost, saved = self.cost(layout), layout.saved
+            self._frames[key] = min(cost.frame_bytes(kind, tokens, saved) for kind in self._kinds)
+        return self._frames[key]
 
     def _kept_bytes(self, layout: Layout) -> int:
         """What stays on the device of a row's frames."""
@@ -672,8 +760,6 @@ class _Search:
         """Bytes that a layout lacks at a glance."""
         self._missing: dict[Layout, int] = {}
         """Bytes that those lack that were simulated."""
-        self._least_seconds: dict[Layout, float] = {}
-        """`least_seconds`, once for all that differ in what leaves the device alone."""
         self.best: list[ClusterPlan] = []
         self.closest: ClusterPlan | None = None
 
@@ -759,10 +845,8 @@ class _Search:
         """Returns the least seconds of a layout, with its own stages once there is one to beat."""
         if len(self.best) < self._keep:
             return seconds
-        key = layout._replace(offload="none", kv_tier="device", frame_tier=HOST)
-        if key not in self._least_seconds:
-            self._least_seconds[key] = least_seconds(self._question, key)
-        return max(seconds, self._least_seconds[key])
+        computes = self._question.bounds_of_layout.seconds_of_stages(layout)
+        return max(seconds, computes + _reduce_seconds(self._question, layout))
 
     def _lacking(self, layout: Layout) -> tuple[int, int]:
         """Bytes that a layout lacks at a glance, and those that it needs on the device."""
@@ -894,49 +978,18 @@ def _planned(
     )
 
 
-def least_seconds(question: ClusterQuestion, layout: Layout) -> float:
-    """Returns the least time of a step with the stages that it has, the head on the last.
-
-    That is of a rank that computes all its units one after the other, from when the first chunk can
-    have reached it and until all ranks before it can have run the last one back, and of a stage's
-    reduction. Copies and messages are left out.
-    """
-    schedule, costs = _costs(question, layout, 1)
-    rows = question.rows // layout.replicas
-    passing = found = 0.0
-    for actions in schedule.ranks:
-        found = max(found, passing + rows * sum(map(costs.seconds, actions)))
-        if layout.schedule not in SHARING:
-            passing += costs.seconds(actions[0])
-            # Where backward is split the last weight gradients are nothing that others wait for.
-            passing += costs.seconds(actions[-1]) if actions[-1].kind == "B" else 0.0
-    return (found + costs.reduce_seconds) * _ROUNDED
-
-
 def _simulated(
     question: ClusterQuestion, layout: Layout, rows: int
 ) -> tuple[Schedule, PipelineCost, Timeline]:
     """Simulates `rows` rows in each pipeline."""
-    schedule, costs = _costs(question, layout, rows)
-    reduce = _reduces(layout)
-    return schedule, costs, costs.simulate(costs.lowered(schedule, reduce=reduce))
-
-
-def _reduces(layout: Layout) -> bool:
-    """Whether stages reduce gradients when they have all; sharded ones do it unit by unit."""
-    return layout.replicas * layout.sp > 1 and not layout.sharded
-
-
-def _costs(
-    question: ClusterQuestion, layout: Layout, rows: int
-) -> tuple[Schedule, PipelineCost]:
-    """Returns the computes of `rows` rows of a pipeline, and what they cost."""
     size = Size(layout.stages, rows, layout.num_chunks, layout.virtual)
     schedule = generate(layout.schedule, size)
+    reduce_seconds = _reduce_seconds(question, layout)
     costs = PipelineCost(
         schedule,
         question.bounds_of_layout.cost(layout),
         question.bounds_of_layout.bounds(layout),
+        split=question.bounds_of_layout.stages(layout),
         saved=layout.saved,
         offload=layout.offload,
         frame_tier=layout.frame_tier,
@@ -947,10 +1000,9 @@ def _costs(
         devices_per_node=question.gpus_per_node,
         shards=layout.devices if layout.sharded else 1,
         shard_bytes_per_second=question.exchange_rate(layout.devices),
+        reduce_seconds=reduce_seconds,
     )
-    if _reduces(layout):
-        costs = replace(costs, reduce_seconds=_reduce_seconds(question, costs, layout))
-    return schedule, costs
+    return schedule, costs, costs.simulate(costs.lowered(schedule, reduce=reduce_seconds > 0))
 
 
 def _warm_up(layout: Layout, rows: int) -> tuple[int, int]:
@@ -1008,13 +1060,15 @@ def _few_rows(rows: int, warm_up: int, every: int) -> int:
     return few if 2 * few <= rows else rows
 
 
-def _reduce_seconds(question: ClusterQuestion, costs: PipelineCost, layout: Layout) -> float:
+def _reduce_seconds(question: ClusterQuestion, layout: Layout) -> float:
     """A ring all-reduce of the largest stage's gradients: 2 (R - 1) / R of them over each link.
 
     Of n sequence-parallel devices each first gets its n-th of the sum over them, and in the end
-    the others' shares.
+    the others' shares. Sharded gradients are reduced unit by unit.
     """
-    largest = max(StageWeights.of(question.cost.shape, s).gradients for s in costs.stages)
+    if layout.sharded or layout.replicas * layout.sp == 1:
+        return 0.0
+    largest = question.bounds_of_layout.gradient_bytes(layout)
     sp, replicas = layout.sp, layout.replicas
     seconds = 2 * (sp - 1) / sp * largest / question.exchange_rate(sp)
     within = layout.devices <= question.gpus_per_node and question.node_bytes_per_second

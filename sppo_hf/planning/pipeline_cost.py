@@ -59,6 +59,7 @@ from sppo_hf.planning.stages import StageWeights, balanced_stages, streams_of
 from sppo_hf.planning.tiers import HOST, TIERS, Tier
 from sppo_hf.planning.tile_sizes import kv_block_tokens, loss_tile_tokens
 from sppo_hf.schedule.actions import (
+    STREAM_KINDS,
     Action,
     Kind,
     is_stream,
@@ -75,6 +76,9 @@ from sppo_hf.schedule.timeline import Timeline
 
 OffloadRule = Literal["none", "full", "sppo"]
 """What of each frame leaves the device: nothing, all of it, or the paper's share."""
+
+_RECEIVES: frozenset[Kind] = frozenset(SENDS.values())
+"""What only marks that something has come: it takes no time, and the send counts the bytes."""
 
 _Key = tuple[Kind, int, int, int | None]
 """Kind, stage, chunk and part of an action."""
@@ -236,6 +240,8 @@ class PipelineCost:
     def seconds(self, action: Action) -> float:
         """Returns how long an action takes."""
         kind, stage, unit, _, part = action
+        if kind in _RECEIVES:
+            return 0.0
         key = (kind, stage, unit % len(self.bounds), part)
         found = self._seconds.get(key)
         if found is None:
@@ -243,7 +249,7 @@ class PipelineCost:
             if message is None:
                 found = self._timed(*key)
             else:
-                found = self._passed_seconds(message) if kind in SENDS else 0.0
+                found = self._passed_seconds(message)
             self._seconds[key] = found
         return found
 
@@ -254,6 +260,8 @@ class PipelineCost:
         different ranks, the schedule must have its sends.
         """
         kind, stage, unit, _, part = action
+        if kind in _RECEIVES or kind in STREAM_KINDS:
+            return ()  # what keys and values hold is their unit's
         key = (kind, stage, unit % len(self.bounds), part)
         found = self._changes.get(key)
         if found is None:

@@ -65,24 +65,21 @@ def _split(layer_costs: tuple[float, ...], num_stages: int, last: float) -> tupl
             f"{num_stages} stages were asked for of a model with {num_layers} layers. Allowed: 1 "
             f"to {num_layers}; each stage has a layer at least. Remedy: use fewer stages."
         )
-    sums = [0.0, *accumulate(layer_costs)]
-
-    def cost(start: int, end: int) -> float:
-        return sums[end] - sums[start] + (last if end == num_layers else 0.0)
-
-    # By end of the stages so far: (highest cost, sum of squares), and where the last one begins.
-    best = {end: ((cost(0, end), cost(0, end) ** 2), 0) for end in range(1, num_layers + 1)}
-    begins: list[dict[int, int]] = []
-    for stage in range(1, num_stages):
-        longer: dict[int, tuple[tuple[float, float], int]] = {}
-        for end in range(stage + 1, num_layers + 1):
-            longer[end] = min(
-                ((most if most > run else run, squares + run**2), cut)
-                for cut in range(stage, end)
-                for ((most, squares), _), run in ((best[cut], cost(cut, end)),)
-            )
-        begins.append({end: cut for end, (_, cut) in longer.items()})
-        best = longer
+    sums = np.array([0.0, *accumulate(layer_costs)])
+    # [end, begin] What a stage costs; one that ends where it begins, or before, is none.
+    runs = sums[:, None] - sums
+    runs[-1] += last
+    runs[np.triu_indices(num_layers + 1)] = math.inf
+    squares = runs * runs
+    # [end] Of the stages so far that end there: highest cost, sum of squares.
+    most, sum_squares = runs[:, 0], squares[:, 0]
+    begins: list[list[int]] = []
+    for _ in range(1, num_stages):
+        highest = np.maximum(most, runs)
+        most = highest.min(axis=1)
+        sums_of = np.where(highest == most[:, None], sum_squares + squares, math.inf)
+        sum_squares = sums_of.min(axis=1)
+        begins.append(sums_of.argmin(axis=1).tolist())
     bounds = [num_layers]
     for cuts in reversed(begins):
         bounds.append(cuts[bounds[-1]])
@@ -95,12 +92,12 @@ def balanced_stages(cost: ModelCost, bounds: Bounds, num_stages: int) -> tuple[r
     Raises:
         ConfigError: fewer than one stage, or more than layers.
     """
-    seconds = [
-        sum(cost.forward_seconds(i, *b) + cost.backward_seconds(i, *b) for b in bounds)
-        for i in range(cost.shape.num_layers)
-    ]
+    seconds = {
+        i: sum(cost.forward_seconds(i, *b) + cost.backward_seconds(i, *b) for b in bounds)
+        for i in set(cost.shape.alike)
+    }
     head = sum(cost.head_seconds(end - start) for start, end in bounds)
-    return split_layers(seconds, num_stages, last=head)
+    return split_layers([seconds[i] for i in cost.shape.alike], num_stages, last=head)
 
 
 @dataclass(frozen=True, slots=True)
