@@ -124,6 +124,7 @@ class LowerBounds:
         self._stages: dict[tuple[Cut, int, int, int], tuple[range, ...]] = {}
         self._gradients: dict[tuple[range, ...], int] = {}
         self._frames: dict[tuple[int, int, Saved], int] = {}
+        self._keys: dict[tuple[int, int], int] = {}
         self._seconds_of_stages: dict[tuple[object, ...], float] = {}
         self._states: int | None = None
 
@@ -450,8 +451,11 @@ class LowerBounds:
 
     def _kv_bytes(self, layout: Layout, tokens: int) -> int:
         # Shares are rounded up, chunk by chunk.
-        cost = self.cost(layout)
-        return min(cost.kv_bytes(kind, tokens) for kind in self._kinds)
+        key = (layout.sp, tokens)
+        if key not in self._keys:
+            cost = self.cost(layout)
+            self._keys[key] = min(cost.kv_bytes(kind, tokens) for kind in self._kinds)
+        return self._keys[key]
 
     def _sum_bytes(self, layout: Layout) -> int:
         """Gradient sums that the last chunk's backward writes; first for one stage of a rank."""

@@ -89,6 +89,8 @@ class _Run(NamedTuple):
 
     chunks: range
     ranks: tuple[int, ...]
+    copies: float
+    """How often K/V are there among these ranks; see the note on heads."""
 
 
 # No slots: a cached property needs the instance's dictionary.
@@ -314,10 +316,14 @@ class PipelineCost:
 
     def message_bytes(self, stage: int, chunk: int) -> int:
         """Returns the bytes that a stage is given for a chunk, and gives back as their gradient."""
-        start, end = self.bounds[chunk]
-        shape = self.cost.shape
-        rows = self.cost.batch_rows * shape.own_tokens(end - start)
-        return rows * shape.message_bytes_per_token(self.stages[stage][0])
+        return self._message_bytes[stage][chunk]
+
+    @cached_property
+    def _message_bytes(self) -> list[list[int]]:
+        shape, rows = self.cost.shape, self.cost.batch_rows
+        tokens = [rows * shape.own_tokens(end - start) for start, end in self.bounds]
+        sizes = [shape.message_bytes_per_token(layers[0]) for layers in self.stages]
+        return [[size * count for count in tokens] for size in sizes]
 
     def rate(self, rank: int, other: int) -> float:
         """Returns the bytes per second between two ranks, each way."""
@@ -346,15 +352,8 @@ class PipelineCost:
             return int(self.message_bytes(given, chunk) * message.share)
         sizes = self._kv if kind == "SEND_KV" else self._dkv
         end = message.used if kind == "SEND_KV" else message.made
-        return int(int(sizes[stage, chunk]) * message.share * self._copies(end))
-
-    def _copies(self, action: Action) -> float:
-        """How often K/V are there among the ranks of a unit; see the note on heads."""
-        ranks = self.shared_units.get((action.stage, action.unit % len(self.bounds)))
-        if ranks is None:
-            return 1.0
-        heads = max(layer.num_heads for layer in self.cost.shape.layers)
-        return max(1.0, self.cost.sp * len(ranks) / max(1, heads))
+        run = self._runs[end.stage, end.unit % len(self.bounds)]
+        return int(int(sizes[stage, chunk]) * message.share * run.copies)
 
     def _timed(self, kind: Kind, stage: int, chunk: int, part: int | None) -> float:
         if kind in ("SEND_F", "SEND_B"):
@@ -555,7 +554,7 @@ class PipelineCost:
         if away:
             forward, backward, sums = (int(sizes[chunk]) for sizes in self._tables.kv_passing)
             passing = {Cause.KV: forward} if kind == "F" else {Cause.KV: backward, Cause.DKV: sums}
-            share = self._copies(action) / len(run.ranks)
+            share = run.copies / len(run.ranks)
             yield from _during(device, {cause: int(n * share) for cause, n in passing.items()})
         if kind == "F":
             yield Change(device, Cause.MESSAGES, packed, "end")
@@ -574,19 +573,23 @@ class PipelineCost:
 
     def _slice(self, sizes: Bytes, stage: int, chunk: int, chunks: range) -> int:
         """Of some chunks, what each rank of the run of `chunk` has of [stages, chunks] bytes."""
-        share = self._copies(Action("F", stage, chunk)) / len(self._runs[stage, chunk].ranks)
+        run = self._runs[stage, chunk]
+        share = run.copies / len(run.ranks)
         return sum(int(sizes[stage, other] * share) for other in chunks)
 
     @cached_property
     def _runs(self) -> dict[tuple[int, int], _Run]:
         """By (stage, chunk)."""
         found: dict[tuple[int, int], _Run] = {}
-        count = len(self.bounds)
+        count, cost = len(self.bounds), self.cost
+        heads = max(1, *(layer.num_heads for layer in cost.shape.layers))
         for stage, home in enumerate(self.stage_ranks):
             ranks = [self.shared_units.get((stage, chunk), (home,)) for chunk in range(count)]
             starts = [c for c in range(count) if c == 0 or ranks[c] != ranks[c - 1]]
             for start, stop in pairwise([*starts, count]):
-                run = _Run(range(start, stop), ranks[start])
+                sharing = len(ranks[start])
+                copies = max(1.0, cost.sp * sharing / heads) if sharing > 1 else 1.0
+                run = _Run(range(start, stop), ranks[start], copies)
                 found.update(((stage, chunk), run) for chunk in run.chunks)
         return found
 
