@@ -8,6 +8,7 @@ was made with. Runs nothing.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import time
@@ -35,7 +36,7 @@ from sppo_hf.engine.sequence_group import SequenceGroup, held_keys, own_heads
 from sppo_hf.engine.step_observer import StepObserver
 from sppo_hf.engine.step_timer import StepTimer
 from sppo_hf.engine.structure import ModelParts
-from sppo_hf.errors import ConfigError
+from sppo_hf.errors import BudgetError, ConfigError, PipelineError
 from sppo_hf.planning.cost import Correction
 from sppo_hf.planning.memory import CONTEXT_BYTES
 from sppo_hf.planning.model_shape import ModelShape
@@ -255,15 +256,11 @@ class PlanCache:
             self._lengths.add(total_tokens)
         key = (batch_rows, total_tokens, training, device, return_logits)
         if key not in self._plans:
-            wanted = {"training": training, "return_logits": return_logits}
-            plan = self._shared_plan(device, batch_rows, total_tokens, **wanted)
-            if self._config.device_memory is None:
-                leave_to_driver(device, CONTEXT_BYTES["cuda"])
-            given_bytes = self.least_given(
-                lambda: self._offload.prepare(device, plan, progress=observer.on_host_memory)
+            plan = self._plan_within(
+                *(device, batch_rows, total_tokens, observer),
+                training=training,
+                return_logits=return_logits,
             )
-            if given_bytes is not None:
-                plan = self._plan_within(given_bytes, plan, device, **wanted)
             for warning in plan.warnings:
                 if warning not in self._warned:
                     self._warned.add(warning)
@@ -273,17 +270,30 @@ class PlanCache:
         return self._plans[key]
 
     def _plan_within(
-        self, host_bytes: int, plan: Plan, device: torch.device, **wanted: bool
+        self,
+        device: torch.device,
+        batch_rows: int,
+        total_tokens: int,
+        observer: StepObserver,
+        **wanted: Any,
     ) -> Plan:
-        """The same batch planned with the host memory that the system really gives."""
-        warn_of_less(offloaded_bytes(plan), host_bytes)
-        self._config = self._config.replace(host_memory=host_bytes)
-        plan = self._shared_plan(device, plan.batch_rows, plan.total_tokens, **wanted)
-        self._offload.prepare(device, plan)
-        return plan
-
-    def _shared_plan(self, *args: Any, **wanted: Any) -> Plan:
-        return shared_plan(lambda: self._make_plan(*args, **wanted), self._group)
+        """A batch planned with the host memory that the system really gives, which it then has."""
+        least_bytes = math.inf
+        while True:
+            make = functools.partial(self._make_plan, device, batch_rows, total_tokens, **wanted)
+            plan = shared_plan(make, self._group)
+            if self._config.device_memory is None:
+                leave_to_driver(device, CONTEXT_BYTES["cuda"])
+            given_bytes = self.least_given(
+                functools.partial(
+                    self._offload.prepare, device, plan, progress=observer.on_host_memory
+                )
+            )
+            if given_bytes is None or given_bytes >= least_bytes:
+                return plan
+            warn_of_less(offloaded_bytes(plan), given_bytes)
+            self._config = self._config.replace(host_memory=given_bytes)
+            least_bytes = given_bytes
 
     def least_given(self, prepare: Callable[[], int | None]) -> int | None:
         """The least that any rank was given of host memory; None where all got what they need.
@@ -387,19 +397,19 @@ class PlanCache:
             if key is None:
                 continue
             rows, tokens, training, device, return_logits = key
-            after = self._shared_plan(
-                device,
-                rows,
-                tokens,
-                training=training,
-                return_logits=return_logits,
-                correction=correction_found.correction,
-                # Other chunks would round sums in another order; other modes change no number.
-                bounds=before.bounds,
-                layer_tile_tokens=before.layer_tile_tokens,
-            )
+            try:
+                after = self._plan_within(
+                    *(device, rows, tokens, observer),
+                    training=training,
+                    return_logits=return_logits,
+                    correction=correction_found.correction,
+                    # Other chunks would round sums in another order; other modes change no number.
+                    bounds=before.bounds,
+                    layer_tile_tokens=before.layer_tile_tokens,
+                )
+            except (BudgetError, PipelineError):  # the latter where another rank has none
+                continue  # what ran so far still fits
             self._plans[key] = after
-            self._offload.prepare(device, after)
             observer.on_correction(before, after, correction_found.measured)
 
     def forget_shape(self) -> None:

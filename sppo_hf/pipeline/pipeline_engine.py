@@ -42,7 +42,7 @@ from sppo_hf.engine.structure import ModelParts, check_adapters, check_trainable
 from sppo_hf.engine.versions import ReadTensors
 from sppo_hf.errors import ConfigError, PipelineError, UnsupportedModelError
 from sppo_hf.offload.stats import OffloadStats
-from sppo_hf.pipeline.agreement import agree, all_alike, all_true, facts_of, refused
+from sppo_hf.pipeline.agreement import agree, all_alike, all_true, facts_of, refused, run_by_none
 from sppo_hf.pipeline.executor import ActionRecord, Executor, UnitMarks
 from sppo_hf.pipeline.gradients import (
     PipelineLoss,
@@ -465,9 +465,7 @@ class PipelineEngine(Engine):
         if refusal is not None:
             raise _RefusedByAll(refusal)
         if said:
-            raise _RefusedByAll(
-                PipelineError(f"This batch is run by no rank, because {'; '.join(said)}")
-            )
+            raise _RefusedByAll(PipelineError(run_by_none(said)))
         assert prepared is not None, "nothing was refused, so all was planned"
         prepared.plans = self._stage_plans.agree_on_step(prepared.plans, reduces=reduces)
         self._allow_step(prepared.plans)
@@ -476,12 +474,13 @@ class PipelineEngine(Engine):
     def _plan(
         self, call: ForwardCall, layout: BatchLayout, *, training: bool, reduces: bool
     ) -> Prepared:
-        if reduces:
-            refuse_post_accumulate_hooks(self.parts.causal_lm.named_parameters())
         rows = _micro_batches(call.batch_rows, self.config)
         plans = self._stage_plans.get(
             rows[0][1] - rows[0][0], call.total_tokens, call.device, micro_batches=len(rows)
         )
+        # Behind the last exchange: what this rank alone refuses from here on, `refused` tells.
+        if reduces:
+            refuse_post_accumulate_hooks(self.parts.causal_lm.named_parameters())
         bounds = tuple(b for b in plans.bounds if b[0] < max(1, layout.used_tokens))
         name = plans.schedule
         if name == MSP and (call.head_arguments or len(bounds) < self.mesh.pp_size):

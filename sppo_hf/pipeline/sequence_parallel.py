@@ -39,7 +39,7 @@ from sppo_hf.engine.sequence_group import check_heads, own_heads, own_random_num
 from sppo_hf.engine.step_observer import StepObserver
 from sppo_hf.engine.structure import ModelParts
 from sppo_hf.errors import BudgetError, ConfigError, PipelineError, UnsupportedModelError
-from sppo_hf.pipeline.agreement import agree, facts_of
+from sppo_hf.pipeline.agreement import agree, all_make, facts_of
 from sppo_hf.pipeline.mesh import PipelineMesh
 from sppo_hf.pipeline.watchdog import Watchdog
 
@@ -108,22 +108,8 @@ class SequenceRanks:
             Exception: What `make` raised here.
             PipelineError: It raised on another rank.
         """
-        refusal: Exception | None = None
-        made: Any = None
-        try:
-            made = make()
-            said = better(made), ""
-        except Exception as error:  # noqa: BLE001 (raised below, when the others have heard)
-            refusal = error
-            said = math.inf, f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
-        answers: list[Any] = [None] * self.size
-        dist.all_gather_object(answers, said, group=self.control)
-        if refusal is not None:
-            raise refusal
-        refusals = [words for _, words in answers if words]
-        if refusals:
-            raise PipelineError(f"This batch is run by no rank, because {'; '.join(refusals)}")
-        best = min(range(self.size), key=lambda rank: answers[rank][0])
+        made, answers = all_make(make, self.control, say=better)
+        best = min(range(self.size), key=answers.__getitem__)
         box = [made]
         first = dist.get_global_rank(self.control, best)
         dist.broadcast_object_list(box, first, group=self.control)

@@ -95,12 +95,14 @@ def test_a_corrected_plan_is_for_the_device_of_the_first(monkeypatch: pytest.Mon
     assert asked[2:] == [torch.device("cpu", 2)]
 
 
-def test_a_batch_is_planned_with_the_host_memory_that_there_really_is(monkeypatch, caplog):
+@pytest.mark.parametrize("shares", [(0.5,), (1.0, 0.5)], ids=str)
+def test_a_batch_is_planned_with_the_host_memory_that_there_really_is(shares, monkeypatch, caplog):
+    """Also where the system gives less than it gave a moment before."""
     asked = []
 
     def reserve(self, host_bytes, progress):
         asked.append(host_bytes)
-        return host_bytes // 2 if len(asked) == 1 else None
+        return int(shares[len(asked) - 1] * host_bytes)
 
     monkeypatch.setattr(OffloadEngine, "reserve", reserve)
     model, _seen = _converted(build_tiny_model("llama"), offload="full")
@@ -109,10 +111,29 @@ def test_a_batch_is_planned_with_the_host_memory_that_there_really_is(monkeypatc
         pytest.raises(BudgetError, match="host"),
     ):
         _step(model)
-    # What is fixed by the settings cannot shrink, so the second plan says what is missing.
-    assert len(asked) == 1
+    # What is fixed by the settings cannot shrink, so the last plan says what is missing.
+    assert asked == asked[:1] * len(shares)
     assert asked[0] > 0
-    assert "the system gave" in caplog.text
+    assert caplog.text.count("the system gave") == len(shares)
+
+
+def test_a_correction_that_fits_nowhere_leaves_the_plan(monkeypatch: pytest.MonkeyPatch):
+    """What ran so far still fits."""
+    config = SPPOConfig(num_chunks=3, show_plan=False)
+    book = PlanCache(find_parts(build_tiny_model("llama")), config, OffloadHolder(config))
+    wanted = 1, 20, torch.device("cpu"), StepObserver()
+    plan = book.get(*wanted)
+    seconds = (1.0,) * 3
+    measured = MeasuredStep(forward_seconds=seconds, backward_seconds=seconds, stall_seconds=0.0)
+    found = ProfileCorrection(plan, measured, Correction(backward=2.0))
+    monkeypatch.setattr(book._teacher, "corrections_found", lambda: iter([found]))
+
+    def refuse(request: Any):
+        raise BudgetError("no room")
+
+    monkeypatch.setattr(plans_module, "make_plan", refuse)
+    book.correct(StepObserver())
+    assert book.get(*wanted) is plan
 
 
 def test_a_written_plan_of_another_model_is_warned_about():
