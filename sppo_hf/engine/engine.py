@@ -32,6 +32,7 @@ from sppo_hf.engine.batch_layout import BatchLayout
 from sppo_hf.engine.by_layer import NotByLayer
 from sppo_hf.engine.chunk_context import current_of
 from sppo_hf.engine.chunk_runner import ChunkInputs, ChunkRunner
+from sppo_hf.engine.cpu_heap import HeapWatch
 from sppo_hf.engine.device_facts import device_facts, model_shape
 from sppo_hf.engine.family_guard import check_router_loss
 from sppo_hf.engine.forward_calls import ForwardCall, read_call
@@ -100,6 +101,8 @@ class Engine:
         self.traces = None if config.trace_dir is None else TraceFolder(config.trace_dir)
         """Keeps what the last step did, where the settings ask for it."""
         self._log: ActionLog | None = None
+        self._heap: HeapWatch | None = None
+        """Of the running step."""
         self.weights: HostWeights | None = None
         """What rests on the host, once it was put there."""
         self._placed = config
@@ -327,6 +330,7 @@ class Engine:
         )
         self.plans.warm_up_attention(step, call.device, self.observer)
         with self._weights_there(backward_follows=torch.is_grad_enabled()):
+            self._heap = HeapWatch.of_step(plan, self.parts.causal_lm.parameters())
             if call.head_arguments:
                 output = self._whole_head(call, layout, plan, watch)
             elif call.has_labels and self.parts.causal_lm.loss_function is ForCausalLMLoss:
@@ -499,6 +503,7 @@ class Engine:
             first_unit=plan.num_chunks * (group[0] // call.micro_batch_rows(self.config)),
             weights=self.weights,
             group=self.group,
+            heap=self._heap,
         )
         constants = dict(call.constants)
         if router_loss is not None:
