@@ -464,18 +464,22 @@ class PlanCache:
         dtype = weight.dtype if weight.dtype.is_floating_point else torch.bfloat16
         if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
             dtype = torch.get_autocast_dtype(device.type)
+        # Of Llama 4, whose layers see blocks of so many tokens: their shapes call it a window.
+        block_tokens = getattr(self._parts.text_config, "attention_chunk_size", None)
         met: set[LayerAttention] = set()
         for layer in (layer for layer in shape.layers if layer.num_heads):
             heads = layer.num_heads, layer.num_kv_heads
             if group is not None:
                 part = (group.rank, group.size, group.granules)
                 heads = len(own_heads(heads[0], *part)), len(held_keys(*heads, *part))
+            in_blocks = layer.window is not None and layer.window == block_tokens
             attention = LayerAttention(
                 num_heads=heads[0],
                 num_kv_heads=heads[1],
                 qk_head_size=layer.qk_head_size,
                 v_head_size=layer.v_head_size,
-                window=layer.window,
+                window=None if in_blocks else layer.window,
+                local=layer.window if in_blocks else None,
                 softcap=getattr(self._parts.text_config, "attn_logit_softcapping", None),
                 dtype=dtype,
             )
@@ -493,8 +497,6 @@ class PlanCache:
         """
         if not any(one.backend.plans_each_shape for one in self._selections.values()):
             return
-        if getattr(self._parts.text_config, "attention_chunk_size", None) is not None:
-            return  # blocks that layers keep to, which nothing in their shapes says
         began, num_shapes = time.monotonic(), 0
         names: set[str] = set()
         for part in step:
@@ -509,7 +511,9 @@ class PlanCache:
                 again=any(mode.saved == "hidden" for row in plan.layer_modes for mode in row),
             )
             for layer in self._attentions(plan.shape, device, part.group):
-                requirement = replace(_requirement(layer, device), varied=part.spans is not None)
+                requirement = _requirement(layer, device)
+                if part.spans is not None:
+                    requirement = replace(requirement, varied=True)
                 backend = self.choose_backend(requirement)
                 new = self._warm_up.run(layer, rows, backend, device)
                 num_shapes += new
@@ -520,9 +524,10 @@ class PlanCache:
 
 
 def _requirement(layer: LayerAttention, device: torch.device) -> AttentionSpec:
-    return AttentionSpec.of_layer(
+    spec = AttentionSpec.of_layer(
         layer, device_type=device.type, dtype=layer.dtype, softcap=layer.softcap is not None
     )
+    return spec if layer.local is None else replace(spec, varied=True)
 
 
 def warn_of_less(planned_bytes: int, given_bytes: int) -> None:
