@@ -42,7 +42,7 @@ from sppo_hf.engine.layer_tiles import NotTokenWise
 from sppo_hf.engine.logits import LogitsCollector, LogitsRequest
 from sppo_hf.engine.loss import ChunkedLoss, divide_loss
 from sppo_hf.engine.offload_holder import OffloadHolder
-from sppo_hf.engine.plan_cache import AttendingRows, PlanCache
+from sppo_hf.engine.plan_cache import AttendingRows, PlanCache, which_train
 from sppo_hf.engine.recompute import RandomState
 from sppo_hf.engine.router_loss import RouterLoss
 from sppo_hf.engine.sequence_group import SequenceGroup, part_of
@@ -113,9 +113,8 @@ class Engine:
         """Those whose states go where the weights go; what these take, see `_resting_bytes`, or
         None where an update may have changed it."""
         self._warned: set[str] = set()
-        self._trained: list[bool] | None = None
         """Which parameters the last batch trained; None before the first."""
-        self._trained_when_placed: list[bool] = []
+        self._trained_when_placed = b""
         """Those that would have when weights were put on the host."""
         self._kernels_tried = False
         self._has_run = False
@@ -599,22 +598,15 @@ class Engine:
             self._place_weights(device)
 
     def _notice_trained(self, device: torch.device) -> None:
-        """Plan and place anew where other parameters are trained than in the batch before.
-
-        Or, for the first one, where weights were placed or an evaluation was planned before it:
-        some may have been frozen then, if only for a while, as PEFT's `disable_adapter` does.
-        """
+        """Plan for the parameters that train, and place anew if these are others than then."""
         if not torch.is_grad_enabled():
             return
-        trained = self._which_train()
-        if self._trained != trained:
-            self._trained = trained
-            self.plans.forget_shape()
-        if self.weights is not None and self._trained_when_placed != trained:
+        self.plans.notice_trained()
+        if self.weights is not None and self._trained_when_placed != self._which_train():
             self._place_weights(device)
 
-    def _which_train(self) -> list[bool]:
-        return [p.requires_grad for p in self.parts.causal_lm.parameters()]
+    def _which_train(self) -> bytes:
+        return which_train(self.parts.causal_lm.parameters())
 
     def _place_weights(self, device: torch.device) -> None:
         rests = rests_on_host(self._placed)

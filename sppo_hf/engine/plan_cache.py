@@ -149,11 +149,15 @@ class PlanCache:
         self._config = config if group is None else config.replace(order="by_chunk")
         self._offload = room
         self._group = group
-        self._plans: dict[tuple[int, int, bool, torch.device, bool], Plan] = {}
+        self._plans: dict[tuple[int, int, bool, torch.device, bool, bytes], Plan] = {}
+        """Those of training also by which parameters train."""
         self._selections: dict[tuple[AttentionSpec, int], Selection] = {}
         self._lengths: set[int] = set()
         """Tokens of the rows that training has seen, until they are taken to vary."""
-        self._shape: ModelShape | None = None
+        self._trained = b""
+        """Which parameters train, one byte each; empty until a batch trains any."""
+        self._shapes: dict[bytes, ModelShape] = {}
+        """By the same."""
         self._accumulates = False
         self._warned: set[str] = set()
         self._teacher = ProfileCorrector(group)
@@ -254,7 +258,8 @@ class PlanCache:
         self._notice_accumulation(training)
         if training and len(self._lengths) <= _FEW_LENGTHS:
             self._lengths.add(total_tokens)
-        key = (batch_rows, total_tokens, training, device, return_logits)
+        trained = self._trained if training else b""
+        key = (batch_rows, total_tokens, training, device, return_logits, trained)
         if key not in self._plans:
             plan = self._plan_within(
                 *(device, batch_rows, total_tokens, observer),
@@ -314,8 +319,8 @@ class PlanCache:
             return
         if any(p.grad is not None for p in self._parts.causal_lm.parameters()):
             self._accumulates = True
-            more_bytes = self.shape().gradient_bytes
             for key, plan in list(self._plans.items()):
+                more_bytes = plan.shape.gradient_bytes
                 if plan.training and more_bytes > _FEW_GRADIENTS * plan.estimate.device.total:
                     del self._plans[key]
 
@@ -328,12 +333,15 @@ class PlanCache:
         training: bool,
         return_logits: bool,
         layer_tile_tokens: int | None = None,
+        trained: bytes | None = None,
         **learned: Any,
     ) -> Plan:
-        if self._shape is None:
+        if trained is None:
+            trained = self._trained
+        if trained not in self._shapes:
             # Weights that rest on the host say nothing of the device.
-            self._shape = model_shape(self._parts, device)
-        shape = replace(self._shape, optimizer_bytes=self.optimizer_bytes)
+            self._shapes[trained] = model_shape(self._parts, device)
+        shape = replace(self._shapes[trained], optimizer_bytes=self.optimizer_bytes)
         if self._group is not None:
             shape = replace(shape, sp=self._group.size)
         others = other_plan_warnings(self._config, shape, total_tokens, training=training)
@@ -396,12 +404,13 @@ class PlanCache:
             key = next((key for key, plan in self._plans.items() if plan is before), None)
             if key is None:
                 continue
-            rows, tokens, training, device, return_logits = key
+            rows, tokens, training, device, return_logits, trained = key
             try:
                 after = self._plan_within(
                     *(device, rows, tokens, observer),
                     training=training,
                     return_logits=return_logits,
+                    trained=trained,
                     correction=correction_found.correction,
                     # Other chunks would round sums in another order; other modes change no number.
                     bounds=before.bounds,
@@ -412,16 +421,19 @@ class PlanCache:
             self._plans[key] = after
             observer.on_correction(before, after, correction_found.measured)
 
-    def forget_shape(self) -> None:
-        """Plan training anew from now on: other parameters are trained."""
-        self._shape = None
-        self._plans = {key: plan for key, plan in self._plans.items() if not plan.training}
+    def notice_trained(self) -> None:
+        """Plan for the parameters that train now, anew if these have not trained together before.
+
+        To be called before each batch that trains any. An evaluation may freeze some for a while,
+        as PEFT's `disable_adapter` does; that plans nothing anew.
+        """
+        self._trained = which_train(self._parts.causal_lm.parameters())
 
     def shape(self) -> ModelShape:
         """The model's shape, read once for the parameters that are trained."""
-        if self._shape is None:
-            self._shape = model_shape(self._parts)
-        return self._shape
+        if self._trained not in self._shapes:
+            self._shapes[self._trained] = model_shape(self._parts)
+        return self._shapes[self._trained]
 
     def choose_backend(self, requirement: AttentionSpec) -> Backend:
         """The backend for a layer's requirement.
@@ -528,6 +540,11 @@ def _requirement(layer: LayerAttention, device: torch.device) -> AttentionSpec:
         layer, device_type=device.type, dtype=layer.dtype, softcap=layer.softcap is not None
     )
     return spec if layer.local is None else replace(spec, varied=True)
+
+
+def which_train(parameters: Iterable[torch.nn.Parameter]) -> bytes:
+    """Which of some parameters train, one byte each."""
+    return bytes(parameter.requires_grad for parameter in parameters)
 
 
 def warn_of_less(planned_bytes: int, given_bytes: int) -> None:

@@ -84,11 +84,12 @@ def all_true(value: bool, *groups: Any) -> bool:
     return bool(answer)
 
 
-def all_alike(number: int, group: Any) -> bool:
-    """Whether all ranks of a group have the same number; all ask at the same moments."""
-    largest = torch.tensor([number, -number])
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    return largest[0].item() == -largest[1].item()
+def all_numbers(number: int, group: Any) -> tuple[int, ...]:
+    """The number of each rank of a group; all ask at the same moments."""
+    mine = torch.tensor(number)
+    everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyones, mine, group=group)
+    return tuple(int(one) for one in everyones)
 
 
 def refused(mesh: PipelineMesh, refusal: Exception | None, *, with_replicas: bool) -> list[str]:

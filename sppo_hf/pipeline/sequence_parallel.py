@@ -17,6 +17,7 @@ without memory take their place in the graph.
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
@@ -34,6 +35,7 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.device_facts import model_shape
 from sppo_hf.engine.engine import Engine
 from sppo_hf.engine.forward_calls import ForwardCall
+from sppo_hf.engine.plan_cache import which_train
 from sppo_hf.engine.recurrent_state import mixers_of
 from sppo_hf.engine.sequence_group import check_heads, own_heads, own_random_numbers, part_lengths
 from sppo_hf.engine.step_observer import StepObserver
@@ -353,7 +355,10 @@ class SequenceParallelEngine(Engine):
         kind = "forward" if torch.is_grad_enabled() else "evaluation"
         with self._guarded(f"in {kind} pass {self._calls}"):
             mask = call.attention_mask
-            read = {"sum of attention_mask": -1 if mask is None else int(mask.sum())}
+            read = {
+                "sum of attention_mask": -1 if mask is None else int(mask.sum()),
+                "trained parameters": zlib.crc32(which_train(self.parts.causal_lm.parameters())),
+            }
             agree(self.mesh, facts_of(call, self.config) | read)
             with own_random_numbers(self.group, call.device):
                 output = super()._run(call)

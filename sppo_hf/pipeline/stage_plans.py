@@ -181,14 +181,17 @@ class StagePlanCache:
             twice = torch.tensor(int(self._accumulates))
             dist.all_reduce(twice, op=dist.ReduceOp.MAX, group=self._engine.mesh.control)
             self._accumulates = bool(twice)
-        shape = (rows, total_tokens, micro_batches, training, device)
+        wanted = (rows, total_tokens, micro_batches, training, device)
+        # What any rank trains decides which schedule is best, and how long each stage takes.
+        shape = (*wanted, self._engine.trained if training else ())
         if shape not in self._choices:
-            self._choices[shape] = self._choose(*shape)
+            self._choices[shape] = self._choose(*wanted)
         key = (*shape, self._accumulates)
         if key not in self._made:
             choice, dtype = self._choices[shape]
             learned = self._learned.get(shape, {})
-            make = functools.partial(self._make, *shape[:2], device, *shape[2:4], choice, learned)
+            wanted = (rows, total_tokens, device, micro_batches, training)
+            make = functools.partial(self._make, *wanted, choice, learned)
             plans = self._everyones(make) if training and choice.schedule == MSP else make()
             made = BatchPlans(choice.bounds, dtype, plans, micro_batches, choice.schedule)
             step = self._steps.get(shape)

@@ -12,7 +12,7 @@ from sppo_hf.engine.convert import convert
 from sppo_hf.engine.offload_holder import OffloadHolder
 from sppo_hf.engine.plan_cache import PlanCache, ProfileCorrection
 from sppo_hf.engine.step_observer import StepObserver
-from sppo_hf.engine.structure import find_parts
+from sppo_hf.engine.structure import find_parts, quiet_peft
 from sppo_hf.errors import BudgetError
 from sppo_hf.offload.engine import OffloadEngine
 from sppo_hf.planning.cost import Correction
@@ -93,6 +93,28 @@ def test_a_corrected_plan_is_for_the_device_of_the_first(monkeypatch: pytest.Mon
     assert book.get(1, 20, device, StepObserver()) is not plan
     book.get(1, 20, torch.device("cpu", 2), StepObserver())
     assert asked[2:] == [torch.device("cpu", 2)]
+
+
+def test_plans_are_kept_by_what_trains():
+    """Adapters that take turns are planned for once each; one that is off in an evaluation, too."""
+    peft = pytest.importorskip("peft")
+    model, seen = _converted(build_tiny_model("llama"))
+    settings = {"task_type": "CAUSAL_LM", "init_lora_weights": False}
+    few = peft.LoraConfig(**settings, r=2, target_modules=["q_proj"])
+    many = peft.LoraConfig(**settings, r=8, target_modules=["q_proj", "down_proj"])
+    with quiet_peft():
+        wrapped = peft.get_peft_model(model, few, adapter_name="few").train()
+        wrapped.add_adapter("many", many)
+    for name in ("few", "many") * 3:
+        wrapped.set_adapter(name)
+        _step(wrapped)
+        wrapped.zero_grad(set_to_none=True)
+        with torch.no_grad(), wrapped.disable_adapter():
+            wrapped(**make_batch(tokens=20))
+    trained = [plan.shape.gradient_bytes for plan in seen if plan.training]
+    assert len(trained) == 2
+    assert 0 < trained[0] < trained[1]
+    assert len(seen) == 3, "one of evaluation"
 
 
 @pytest.mark.parametrize("shares", [(0.5,), (1.0, 0.5)], ids=str)

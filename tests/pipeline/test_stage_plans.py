@@ -11,6 +11,7 @@ import torch
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.convert import get_engine
+from sppo_hf.engine.forward_calls import read_call
 from sppo_hf.engine.offload_holder import offloaded_bytes
 from sppo_hf.errors import BudgetError, OffloadError
 from sppo_hf.offload.engine import OffloadEngine
@@ -28,6 +29,7 @@ from sppo_hf.planning.stages import stage_shape
 from sppo_hf.schedule.generate import Size, generate
 from sppo_hf.schedule.lower import lower
 from sppo_hf.schedule.simulate_pipeline import simulate_pipeline
+from sppo_hf.testing.tiny_models import make_batch
 from tests.pipeline.test_pipeline_engine import make
 from tests.planning.shapes import tiny_shape
 
@@ -92,6 +94,44 @@ def test_one_pool_serves_all_stages_of_a_rank(monkeypatch: pytest.MonkeyPatch) -
     batches = math.ceil(cache._alive(name, 2, 2))
     assert len(plans) == 2
     assert asked == [batches * sum(map(offloaded_bytes, plans.values()))]
+
+
+def test_stages_are_planned_anew_for_other_trained_parameters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Once for each set of them, on all ranks, whichever rank has others than before."""
+    others = [7]
+    module = "sppo_hf.pipeline.pipeline_engine"
+    monkeypatch.setattr(f"{module}.agree", lambda *_: None)
+    monkeypatch.setattr(f"{module}.all_numbers", lambda number, _: (number, *others))
+    chosen: list[object] = []
+
+    def first_rank_says(mesh: object, make: Callable[[], Any]) -> Any:
+        chosen.append(mesh)
+        return make()
+
+    monkeypatch.setattr(stage_plans, "first_rank_says", first_rank_says)
+    model = make(num_chunks=2)
+    engine: Any = get_engine(model)
+    engine.mesh.sets, engine.mesh.control = {}, None
+    call = read_call(engine.parts, engine.original_forward, (), make_batch(tokens=20))
+
+    def plan() -> BatchPlans:
+        engine._agree(call, call.layout())
+        return engine._stage_plans.get(1, 20, torch.device("cpu"), micro_batches=1)
+
+    whole = plan()
+    assert plan() is whole
+    model.model.embed_tokens.weight.requires_grad_(False)
+    less = plan()
+    model.model.embed_tokens.weight.requires_grad_(True)
+    assert plan() is whole
+    gradients = [one.by_stage[0].shape.gradient_bytes for one in (whole, less)]
+    assert gradients[0] - gradients[1] == model.model.embed_tokens.weight.nbytes
+    assert len(chosen) == 2
+    others[:] = [8]
+    plan()
+    assert len(chosen) == 3
 
 
 class _Group:
