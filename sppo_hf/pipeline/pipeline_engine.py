@@ -458,6 +458,7 @@ class PipelineEngine(Engine):
             prepared.watch = PipelineStepTimer(
                 self, call, prepared.step, began=began, name=self._activity
             )
+        # Settings, budgets, memory, a kernel that is tried: whatever a rank plans with may fail.
         except Exception as error:
             if is_broken_connection(error):
                 raise
