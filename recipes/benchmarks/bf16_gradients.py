@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.table import Table
 from smollm2 import DEFAULT_MODEL, load_model
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from sppo_hf import SPPOPlugin
 from sppo_hf.testing.tiny_models import build_tiny_model
@@ -67,7 +68,7 @@ def mean_ratio(errors: list[float], others: list[float]) -> tuple[float, float, 
 
 
 def errors_by_way(
-    model: nn.Module, texts: tuple[Tensor, ...], ways: dict[str, dict[str, Any]]
+    model: PreTrainedModel, texts: tuple[Tensor, ...], ways: dict[str, dict[str, Any]]
 ) -> dict[str, list[float]]:
     """The error of every text, plain with each kernel and as `ways` say."""
     found: dict[str, list[float]] = {name: [] for name in (PLAIN, EAGER, *ways)}

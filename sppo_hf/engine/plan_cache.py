@@ -36,7 +36,7 @@ from sppo_hf.engine.sequence_group import SequenceGroup, held_keys, own_heads
 from sppo_hf.engine.step_observer import StepObserver
 from sppo_hf.engine.step_timer import StepTimer
 from sppo_hf.engine.structure import ModelParts
-from sppo_hf.errors import BudgetError, ConfigError, PipelineError
+from sppo_hf.errors import BudgetError, ConfigError, PipelineError, RankLostError
 from sppo_hf.planning.cost import Correction
 from sppo_hf.planning.memory import CONTEXT_BYTES
 from sppo_hf.planning.model_shape import ModelShape
@@ -416,6 +416,8 @@ class PlanCache:
                     bounds=before.bounds,
                     layer_tile_tokens=before.layer_tile_tokens,
                 )
+            except RankLostError:
+                raise
             except (BudgetError, PipelineError):  # the latter where another rank has none
                 continue  # what ran so far still fits
             self._plans[key] = after

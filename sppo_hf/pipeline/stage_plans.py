@@ -20,7 +20,7 @@ from sppo_hf.engine.offload_holder import offloaded_bytes
 from sppo_hf.engine.plan_cache import STEP_MEASURED, shared_plan, warn_of_less
 from sppo_hf.errors import BudgetError, ConfigError
 from sppo_hf.offload.stats import OffloadStats
-from sppo_hf.pipeline.agreement import all_say, first_rank_says
+from sppo_hf.pipeline.agreement import all_make, all_say, first_rank_says
 from sppo_hf.planning.choices import read_budgets
 from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.cost import Correction, ModelCost
@@ -204,9 +204,10 @@ class StagePlanCache:
         What of a unit is computed again must be the same on all of them.
         """
         found: dict[int, Plan] = {}
-        for said in all_say(self._engine.mesh, make):
+        own, everyones = all_make(make, self._engine.mesh.control, say=lambda plans: plans)
+        for said in everyones:
             found |= said
-        return found
+        return found | own
 
     def _choose(
         self,
