@@ -41,6 +41,9 @@ from sppo_hf.attention.streamed_kv import KVStream, KVTransfer
 
 Clock = Callable[[], float]
 
+MOST_DONE = 256
+"""Layers and rows that are remembered as done. Packed rows differ from batch to batch."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerAttention:
@@ -51,6 +54,8 @@ class LayerAttention:
     qk_head_size: int
     v_head_size: int
     window: int | None
+    local: int | None = None
+    """Tokens of a block whose keys alone a query sees, see `AttentionCall`."""
     softcap: float | None
     dtype: torch.dtype
 
@@ -88,7 +93,9 @@ class WarmUp:
         self._budget_seconds = budget_seconds
         self._clock = clock
         self._met: set[Any] = set()
-        self._done: set[Any] = set()
+        """For each of which the kernel keeps a plan, which is larger."""
+        self._done: dict[Any, None] = {}
+        """The last that came, oldest first."""
 
     def run(
         self, layer: LayerAttention, rows: ChunkedRows, backend: Backend, device: torch.device
@@ -101,9 +108,14 @@ class WarmUp:
             The shapes that were new.
         """
         key = (_thread(), backend, determinism(), layer, rows, device)
-        if not backend.plans_each_shape or key in self._done:
+        if not backend.plans_each_shape:
             return 0
-        self._done.add(key)
+        if key in self._done:
+            self._done[key] = self._done.pop(key)
+            return 0
+        self._done[key] = None
+        if len(self._done) > MOST_DONE:
+            del self._done[next(iter(self._done))]
         deadline = self._clock() + self._budget_seconds
         kernel = _OnlyNew(backend, self._met, rows.again, device, lambda: self._clock() < deadline)
         with torch.set_grad_enabled(rows.backward):
@@ -148,10 +160,11 @@ def _attend_layer(
             kv=store,
             chunk=chunk,
             chunk_start=start,
-            pieces=chunk_pieces(start, end, rows.spans, window=layer.window),
+            pieces=chunk_pieces(start, end, rows.spans, window=layer.window, local=layer.local),
             backend=backend,
             scale=layer.qk_head_size**-0.5,
             window=layer.window,
+            local=layer.local,
             softcap=layer.softcap,
         )
         q, (k, v) = zeros(layer.num_heads, end - start, layer.qk_head_size), keys_and_values(chunk)

@@ -185,6 +185,9 @@ def layer_examples(parts: ModelParts, run_base: Callable[[], object]) -> dict[in
             module._modules[name] = stand_in
         with torch.no_grad():
             run_base()
+    except torch.OutOfMemoryError:
+        raise  # says nothing of the model
+    # The model's own code, which is given what its layers did not compute, fails with anything.
     except Exception as error:
         raise NotByLayer(
             f"how {parts.name} calls its layers cannot be seen without running them "

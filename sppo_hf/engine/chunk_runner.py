@@ -56,7 +56,7 @@ from sppo_hf.engine.chunk_context import (
     States,
     current_of,
 )
-from sppo_hf.engine.cpu_heap import CpuChunkArena, HeapWatch, most_resident_bytes, return_free_heap
+from sppo_hf.engine.cpu_heap import CpuChunkArena, HeapWatch, return_free_heap
 from sppo_hf.engine.kv_offload import KeysAgain, KeysAway, kv_stream
 from sppo_hf.engine.layer_tiles import LayerTiles
 from sppo_hf.engine.recompute import AroundLayers, RecomputedLayer
@@ -76,7 +76,6 @@ from sppo_hf.offload.engine import OffloadEngine, PrefetchOrder
 from sppo_hf.offload.layer_offload import LayerOffload
 from sppo_hf.offload.weights import HostWeights
 from sppo_hf.planning.activation_modes import FrameMode
-from sppo_hf.planning.causes import Cause
 from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.decisions import KVMode
 from sppo_hf.planning.plan import Plan
@@ -170,6 +169,7 @@ class ChunkRunner:
         first_unit: int = 0,
         weights: HostWeights | None = None,
         group: SequenceGroup | None = None,
+        heap: HeapWatch | None = None,
     ) -> None:
         """Prepare empty stores for every layer.
 
@@ -189,6 +189,8 @@ class ChunkRunner:
             first_unit: How the log counts this sequence's first chunk.
             weights: What rests on the host and comes for each layer; None where nothing does.
             group: The ranks that share every chunk; None where this one has all tokens.
+            heap: Of the step, which all its groups of rows share; None where no free heap may stay,
+                for the plan is of more than this call.
         """
         self._parts = parts
         self._plan = plan
@@ -234,13 +236,7 @@ class ChunkRunner:
         self._norm: RecomputedLayer | None = None
         self._norm_parts = 1
         self._layer_frames: dict[int, weakref.ref[RecomputedLayer]] = {}
-        # Free heap may stay on a CPU, but not where the plan is of more than this call, or most of
-        # what is kept lies where autograd saves it, between the temporaries.
-        most: float | None = None
-        again = [mode.recompute for row in plan.layer_modes for mode in row]
-        if linked and plan.device.kind == "cpu" and 2 * sum(again) >= len(again):
-            most = most_resident_bytes(plan.estimate, parts.causal_lm.parameters())
-        self._heap = HeapWatch(most, passing=plan.estimate.most_bytes(Cause.WORKSPACE))
+        self._heap = HeapWatch(None) if heap is None else heap
 
     def _new_prefetch_order(self) -> PrefetchOrder:
         plan = self._plan

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from sppo_hf.planning.causes import Cause
 from sppo_hf.planning.memory_snapshots import MemoryEstimate
+from sppo_hf.planning.plan import Plan
 
 _MAPPED_BYTES = 2**20
 """Smaller slabs are left to the C library: a process has about 65,000 mappings at most."""
@@ -107,6 +108,23 @@ class HeapWatch:
         self._most = most
         self._passing = passing
         self._last = math.inf
+
+    @classmethod
+    def of_step(cls, plan: Plan, parameters: Iterable[Tensor]) -> HeapWatch:
+        """Watch a step that is about to begin, with all its groups of rows; see the class.
+
+        Free heap may stay on a CPU, but not where most of what is kept lies where autograd saves
+        it, between the temporaries.
+
+        Args:
+            plan: Of the step.
+            parameters: The model's.
+        """
+        most: float | None = None
+        again = [mode.recompute for row in plan.layer_modes for mode in row]
+        if plan.device.kind == "cpu" and 2 * sum(again) >= len(again):
+            most = most_resident_bytes(plan.estimate, parameters)
+        return cls(most, passing=plan.estimate.most_bytes(Cause.WORKSPACE))
 
     @property
     def knows_most(self) -> bool:

@@ -32,6 +32,7 @@ from sppo_hf.engine.batch_layout import BatchLayout
 from sppo_hf.engine.by_layer import NotByLayer
 from sppo_hf.engine.chunk_context import current_of
 from sppo_hf.engine.chunk_runner import ChunkInputs, ChunkRunner
+from sppo_hf.engine.cpu_heap import HeapWatch
 from sppo_hf.engine.device_facts import device_facts, model_shape
 from sppo_hf.engine.family_guard import check_router_loss
 from sppo_hf.engine.forward_calls import ForwardCall, read_call
@@ -41,7 +42,7 @@ from sppo_hf.engine.layer_tiles import NotTokenWise
 from sppo_hf.engine.logits import LogitsCollector, LogitsRequest
 from sppo_hf.engine.loss import ChunkedLoss, divide_loss
 from sppo_hf.engine.offload_holder import OffloadHolder
-from sppo_hf.engine.plan_cache import AttendingRows, PlanCache
+from sppo_hf.engine.plan_cache import AttendingRows, PlanCache, which_train
 from sppo_hf.engine.recompute import RandomState
 from sppo_hf.engine.router_loss import RouterLoss
 from sppo_hf.engine.sequence_group import SequenceGroup, part_of
@@ -100,6 +101,8 @@ class Engine:
         self.traces = None if config.trace_dir is None else TraceFolder(config.trace_dir)
         """Keeps what the last step did, where the settings ask for it."""
         self._log: ActionLog | None = None
+        self._heap: HeapWatch | None = None
+        """Of the running step."""
         self.weights: HostWeights | None = None
         """What rests on the host, once it was put there."""
         self._placed = config
@@ -110,9 +113,8 @@ class Engine:
         """Those whose states go where the weights go; what these take, see `_resting_bytes`, or
         None where an update may have changed it."""
         self._warned: set[str] = set()
-        self._trained: list[bool] | None = None
         """Which parameters the last batch trained; None before the first."""
-        self._trained_when_placed: list[bool] = []
+        self._trained_when_placed = b""
         """Those that would have when weights were put on the host."""
         self._kernels_tried = False
         self._has_run = False
@@ -327,6 +329,7 @@ class Engine:
         )
         self.plans.warm_up_attention(step, call.device, self.observer)
         with self._weights_there(backward_follows=torch.is_grad_enabled()):
+            self._heap = HeapWatch.of_step(plan, self.parts.causal_lm.parameters())
             if call.head_arguments:
                 output = self._whole_head(call, layout, plan, watch)
             elif call.has_labels and self.parts.causal_lm.loss_function is ForCausalLMLoss:
@@ -499,6 +502,7 @@ class Engine:
             first_unit=plan.num_chunks * (group[0] // call.micro_batch_rows(self.config)),
             weights=self.weights,
             group=self.group,
+            heap=self._heap,
         )
         constants = dict(call.constants)
         if router_loss is not None:
@@ -594,22 +598,15 @@ class Engine:
             self._place_weights(device)
 
     def _notice_trained(self, device: torch.device) -> None:
-        """Plan and place anew where other parameters are trained than in the batch before.
-
-        Or, for the first one, where weights were placed or an evaluation was planned before it:
-        some may have been frozen then, if only for a while, as PEFT's `disable_adapter` does.
-        """
+        """Plan for the parameters that train, and place anew if these are others than then."""
         if not torch.is_grad_enabled():
             return
-        trained = self._which_train()
-        if self._trained != trained:
-            self._trained = trained
-            self.plans.forget_shape()
-        if self.weights is not None and self._trained_when_placed != trained:
+        self.plans.notice_trained()
+        if self.weights is not None and self._trained_when_placed != self._which_train():
             self._place_weights(device)
 
-    def _which_train(self) -> list[bool]:
-        return [p.requires_grad for p in self.parts.causal_lm.parameters()]
+    def _which_train(self) -> bytes:
+        return which_train(self.parts.causal_lm.parameters())
 
     def _place_weights(self, device: torch.device) -> None:
         rests = rests_on_host(self._placed)

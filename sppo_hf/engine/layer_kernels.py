@@ -131,6 +131,7 @@ def _refuse_without_compiler(device: torch.device) -> None:
     try:
         with torch.enable_grad():
             torch.compile(lambda x: (x * 2).sin().sum())(values).backward()
+    # Of Dynamo, Inductor, Triton or whatever runs the compiler, each with its own.
     except Exception as error:
         reason = first_line(error).rstrip(".")
         raise ConfigError(

@@ -80,23 +80,22 @@ class OffloadHolder:
     def prepare(
         self,
         device: torch.device,
-        plan: Plan,
-        *,
+        *plans: Plan,
         batches: int = 1,
         progress: Progress | None = None,
     ) -> int | None:
-        """Make the engine for the first plan, and what host memory each plan will need.
+        """Make the engine for the first plans, and the host memory that plans will need together.
 
         Pinning memory takes seconds and must not happen in the middle of a step.
 
         Args:
             device: Where the model is.
-            plan: What will run.
-            batches: How many of the plan's batches may be away at once.
+            plans: What will run: of every stage that is here.
+            batches: How many batches of each plan may be away at once.
             progress: Is told of memory that is made.
 
         Returns:
-            Bytes that the host tier has, if the system refused to give what the plan needs; else
+            Bytes that the host tier has, if the system refused to give what the plans need; else
             None.
 
         Raises:
@@ -104,13 +103,14 @@ class OffloadHolder:
             OffloadError: the host gives no (pinned) memory.
         """
         # Longer chunks need more room on their way to the disk; what is away must come back first.
-        grows = self._engine is not None and self._staging_bytes < plan.staging_bytes
+        largest = max(plans, key=lambda plan: plan.staging_bytes)
+        grows = self._engine is not None and self._staging_bytes < largest.staging_bytes
         if grows and not self.engine.stats().live_handles:
             self.close()
         if self._engine is None:
-            self._engine = new_offload_engine(self._config, device, plan, copier=self._copier)
-            self._staging_bytes = plan.staging_bytes
-        return self._engine.reserve(batches * offloaded_bytes(plan), progress)
+            self._engine = new_offload_engine(self._config, device, largest, copier=self._copier)
+            self._staging_bytes = largest.staging_bytes
+        return self._engine.reserve(batches * sum(map(offloaded_bytes, plans)), progress)
 
     @property
     def engine(self) -> OffloadEngine:

@@ -8,6 +8,7 @@ was made with. Runs nothing.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import time
@@ -35,7 +36,7 @@ from sppo_hf.engine.sequence_group import SequenceGroup, held_keys, own_heads
 from sppo_hf.engine.step_observer import StepObserver
 from sppo_hf.engine.step_timer import StepTimer
 from sppo_hf.engine.structure import ModelParts
-from sppo_hf.errors import ConfigError
+from sppo_hf.errors import BudgetError, ConfigError, PipelineError, RankLostError
 from sppo_hf.planning.cost import Correction
 from sppo_hf.planning.memory import CONTEXT_BYTES
 from sppo_hf.planning.model_shape import ModelShape
@@ -148,11 +149,15 @@ class PlanCache:
         self._config = config if group is None else config.replace(order="by_chunk")
         self._offload = room
         self._group = group
-        self._plans: dict[tuple[int, int, bool, torch.device, bool], Plan] = {}
+        self._plans: dict[tuple[int, int, bool, torch.device, bool, bytes], Plan] = {}
+        """Those of training also by which parameters train."""
         self._selections: dict[tuple[AttentionSpec, int], Selection] = {}
         self._lengths: set[int] = set()
         """Tokens of the rows that training has seen, until they are taken to vary."""
-        self._shape: ModelShape | None = None
+        self._trained = b""
+        """Which parameters train, one byte each; empty until a batch trains any."""
+        self._shapes: dict[bytes, ModelShape] = {}
+        """By the same."""
         self._accumulates = False
         self._warned: set[str] = set()
         self._teacher = ProfileCorrector(group)
@@ -253,17 +258,14 @@ class PlanCache:
         self._notice_accumulation(training)
         if training and len(self._lengths) <= _FEW_LENGTHS:
             self._lengths.add(total_tokens)
-        key = (batch_rows, total_tokens, training, device, return_logits)
+        trained = self._trained if training else b""
+        key = (batch_rows, total_tokens, training, device, return_logits, trained)
         if key not in self._plans:
-            wanted = {"training": training, "return_logits": return_logits}
-            plan = self._shared_plan(device, batch_rows, total_tokens, **wanted)
-            if self._config.device_memory is None:
-                leave_to_driver(device, CONTEXT_BYTES["cuda"])
-            given_bytes = self.least_given(
-                lambda: self._offload.prepare(device, plan, progress=observer.on_host_memory)
+            plan = self._plan_within(
+                *(device, batch_rows, total_tokens, observer),
+                training=training,
+                return_logits=return_logits,
             )
-            if given_bytes is not None:
-                plan = self._plan_within(given_bytes, plan, device, **wanted)
             for warning in plan.warnings:
                 if warning not in self._warned:
                     self._warned.add(warning)
@@ -273,17 +275,30 @@ class PlanCache:
         return self._plans[key]
 
     def _plan_within(
-        self, host_bytes: int, plan: Plan, device: torch.device, **wanted: bool
+        self,
+        device: torch.device,
+        batch_rows: int,
+        total_tokens: int,
+        observer: StepObserver,
+        **wanted: Any,
     ) -> Plan:
-        """The same batch planned with the host memory that the system really gives."""
-        warn_of_less(offloaded_bytes(plan), host_bytes)
-        self._config = self._config.replace(host_memory=host_bytes)
-        plan = self._shared_plan(device, plan.batch_rows, plan.total_tokens, **wanted)
-        self._offload.prepare(device, plan)
-        return plan
-
-    def _shared_plan(self, *args: Any, **wanted: Any) -> Plan:
-        return shared_plan(lambda: self._make_plan(*args, **wanted), self._group)
+        """A batch planned with the host memory that the system really gives, which it then has."""
+        least_bytes = math.inf
+        while True:
+            make = functools.partial(self._make_plan, device, batch_rows, total_tokens, **wanted)
+            plan = shared_plan(make, self._group)
+            if self._config.device_memory is None:
+                leave_to_driver(device, CONTEXT_BYTES["cuda"])
+            given_bytes = self.least_given(
+                functools.partial(
+                    self._offload.prepare, device, plan, progress=observer.on_host_memory
+                )
+            )
+            if given_bytes is None or given_bytes >= least_bytes:
+                return plan
+            warn_of_less(offloaded_bytes(plan), given_bytes)
+            self._config = self._config.replace(host_memory=given_bytes)
+            least_bytes = given_bytes
 
     def least_given(self, prepare: Callable[[], int | None]) -> int | None:
         """The least that any rank was given of host memory; None where all got what they need.
@@ -304,8 +319,8 @@ class PlanCache:
             return
         if any(p.grad is not None for p in self._parts.causal_lm.parameters()):
             self._accumulates = True
-            more_bytes = self.shape().gradient_bytes
             for key, plan in list(self._plans.items()):
+                more_bytes = plan.shape.gradient_bytes
                 if plan.training and more_bytes > _FEW_GRADIENTS * plan.estimate.device.total:
                     del self._plans[key]
 
@@ -318,12 +333,15 @@ class PlanCache:
         training: bool,
         return_logits: bool,
         layer_tile_tokens: int | None = None,
+        trained: bytes | None = None,
         **learned: Any,
     ) -> Plan:
-        if self._shape is None:
+        if trained is None:
+            trained = self._trained
+        if trained not in self._shapes:
             # Weights that rest on the host say nothing of the device.
-            self._shape = model_shape(self._parts, device)
-        shape = replace(self._shape, optimizer_bytes=self.optimizer_bytes)
+            self._shapes[trained] = model_shape(self._parts, device)
+        shape = replace(self._shapes[trained], optimizer_bytes=self.optimizer_bytes)
         if self._group is not None:
             shape = replace(shape, sp=self._group.size)
         others = other_plan_warnings(self._config, shape, total_tokens, training=training)
@@ -386,32 +404,38 @@ class PlanCache:
             key = next((key for key, plan in self._plans.items() if plan is before), None)
             if key is None:
                 continue
-            rows, tokens, training, device, return_logits = key
-            after = self._shared_plan(
-                device,
-                rows,
-                tokens,
-                training=training,
-                return_logits=return_logits,
-                correction=correction_found.correction,
-                # Other chunks would round sums in another order; other modes change no number.
-                bounds=before.bounds,
-                layer_tile_tokens=before.layer_tile_tokens,
-            )
+            rows, tokens, training, device, return_logits, trained = key
+            try:
+                after = self._plan_within(
+                    *(device, rows, tokens, observer),
+                    training=training,
+                    return_logits=return_logits,
+                    trained=trained,
+                    correction=correction_found.correction,
+                    # Other chunks would round sums in another order; other modes change no number.
+                    bounds=before.bounds,
+                    layer_tile_tokens=before.layer_tile_tokens,
+                )
+            except RankLostError:
+                raise
+            except (BudgetError, PipelineError):  # the latter where another rank has none
+                continue  # what ran so far still fits
             self._plans[key] = after
-            self._offload.prepare(device, after)
             observer.on_correction(before, after, correction_found.measured)
 
-    def forget_shape(self) -> None:
-        """Plan training anew from now on: other parameters are trained."""
-        self._shape = None
-        self._plans = {key: plan for key, plan in self._plans.items() if not plan.training}
+    def notice_trained(self) -> None:
+        """Plan for the parameters that train now, anew if these have not trained together before.
+
+        To be called before each batch that trains any. An evaluation may freeze some for a while,
+        as PEFT's `disable_adapter` does; that plans nothing anew.
+        """
+        self._trained = which_train(self._parts.causal_lm.parameters())
 
     def shape(self) -> ModelShape:
         """The model's shape, read once for the parameters that are trained."""
-        if self._shape is None:
-            self._shape = model_shape(self._parts)
-        return self._shape
+        if self._trained not in self._shapes:
+            self._shapes[self._trained] = model_shape(self._parts)
+        return self._shapes[self._trained]
 
     def choose_backend(self, requirement: AttentionSpec) -> Backend:
         """The backend for a layer's requirement.
@@ -454,18 +478,22 @@ class PlanCache:
         dtype = weight.dtype if weight.dtype.is_floating_point else torch.bfloat16
         if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
             dtype = torch.get_autocast_dtype(device.type)
+        # Of Llama 4, whose layers see blocks of so many tokens: their shapes call it a window.
+        block_tokens = getattr(self._parts.text_config, "attention_chunk_size", None)
         met: set[LayerAttention] = set()
         for layer in (layer for layer in shape.layers if layer.num_heads):
             heads = layer.num_heads, layer.num_kv_heads
             if group is not None:
                 part = (group.rank, group.size, group.granules)
                 heads = len(own_heads(heads[0], *part)), len(held_keys(*heads, *part))
+            in_blocks = layer.window is not None and layer.window == block_tokens
             attention = LayerAttention(
                 num_heads=heads[0],
                 num_kv_heads=heads[1],
                 qk_head_size=layer.qk_head_size,
                 v_head_size=layer.v_head_size,
-                window=layer.window,
+                window=None if in_blocks else layer.window,
+                local=layer.window if in_blocks else None,
                 softcap=getattr(self._parts.text_config, "attn_logit_softcapping", None),
                 dtype=dtype,
             )
@@ -483,8 +511,6 @@ class PlanCache:
         """
         if not any(one.backend.plans_each_shape for one in self._selections.values()):
             return
-        if getattr(self._parts.text_config, "attention_chunk_size", None) is not None:
-            return  # blocks that layers keep to, which nothing in their shapes says
         began, num_shapes = time.monotonic(), 0
         names: set[str] = set()
         for part in step:
@@ -499,7 +525,9 @@ class PlanCache:
                 again=any(mode.saved == "hidden" for row in plan.layer_modes for mode in row),
             )
             for layer in self._attentions(plan.shape, device, part.group):
-                requirement = replace(_requirement(layer, device), varied=part.spans is not None)
+                requirement = _requirement(layer, device)
+                if part.spans is not None:
+                    requirement = replace(requirement, varied=True)
                 backend = self.choose_backend(requirement)
                 new = self._warm_up.run(layer, rows, backend, device)
                 num_shapes += new
@@ -510,9 +538,15 @@ class PlanCache:
 
 
 def _requirement(layer: LayerAttention, device: torch.device) -> AttentionSpec:
-    return AttentionSpec.of_layer(
+    spec = AttentionSpec.of_layer(
         layer, device_type=device.type, dtype=layer.dtype, softcap=layer.softcap is not None
     )
+    return spec if layer.local is None else replace(spec, varied=True)
+
+
+def which_train(parameters: Iterable[torch.nn.Parameter]) -> bytes:
+    """Which of some parameters train, one byte each."""
+    return bytes(parameter.requires_grad for parameter in parameters)
 
 
 def warn_of_less(planned_bytes: int, given_bytes: int) -> None:

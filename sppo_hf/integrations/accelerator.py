@@ -133,8 +133,8 @@ def _shuffle_alike(loader: Any, mesh: PipelineMesh) -> None:
     """
     sampler = getattr(loader, "sampler", None)
     if isinstance(sampler, RandomSampler) and sampler.generator is None:
-        seed = first_rank_says(mesh, int(torch.empty((), dtype=torch.int64).random_().item()))
-        sampler.generator = torch.Generator().manual_seed(seed)
+        seed = int(torch.empty((), dtype=torch.int64).random_().item())
+        sampler.generator = torch.Generator().manual_seed(first_rank_says(mesh, lambda: seed))
 
 
 def keep_own_parameters(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]) -> None:

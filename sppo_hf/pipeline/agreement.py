@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +16,7 @@ from torch import distributed as dist
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.forward_calls import ForwardCall
-from sppo_hf.errors import PipelineError
+from sppo_hf.errors import PipelineError, SPPOError
 from sppo_hf.pipeline.mesh import PipelineMesh
 
 _SHARED_SETTINGS = (
@@ -84,11 +84,12 @@ def all_true(value: bool, *groups: Any) -> bool:
     return bool(answer)
 
 
-def all_alike(number: int, group: Any) -> bool:
-    """Whether all ranks of a group have the same number; all ask at the same moments."""
-    largest = torch.tensor([number, -number])
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    return largest[0].item() == -largest[1].item()
+def all_numbers(number: int, group: Any) -> tuple[int, ...]:
+    """The number of each rank of a group; all ask at the same moments."""
+    mine = torch.tensor(number)
+    everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyones, mine, group=group)
+    return tuple(int(one) for one in everyones)
 
 
 def refused(mesh: PipelineMesh, refusal: Exception | None, *, with_replicas: bool) -> list[str]:
@@ -106,9 +107,7 @@ def refused(mesh: PipelineMesh, refusal: Exception | None, *, with_replicas: boo
         dist.all_reduce(refuses, op=dist.ReduceOp.MAX, group=group)
     if not refuses.item():
         return []
-    said: list[str] = []
-    if refusal is not None:
-        said = [f"rank {mesh.rank} refuses it: {type(refusal).__name__}: {refusal}"]
+    said = [] if refusal is None else [_words(refusal)]
     for group in groups:
         parts: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(parts, said, group=group)
@@ -117,24 +116,86 @@ def refused(mesh: PipelineMesh, refusal: Exception | None, *, with_replicas: boo
 
 
 ValueT = TypeVar("ValueT")
+SaidT = TypeVar("SaidT")
+
+# [Note: nobody waits for a rank that refuses] What one rank cannot make it raises while the others
+# wait for what it says of it. So ranks never exchange a value that was made before, but its making:
+# whatever that raises, all are told at the same place, and all raise.
 
 
-def first_rank_says(mesh: PipelineMesh, value: ValueT) -> ValueT:
-    """What the first rank that shares a batch has for a value that all ranks must have alike.
+def first_rank_says(mesh: PipelineMesh, make: Callable[[], ValueT]) -> ValueT:
+    """What the first rank that shares a batch makes of a value that all ranks must have alike.
 
     Settings and model are the same everywhere, but not what a rank sees of the model: adapters on
-    some stages only, say, would balance chunks differently. The value can be pickled.
+    some stages only, say, would balance chunks differently. The value can be pickled. `make` is
+    called on the first rank alone.
+
+    Raises:
+        Exception: What `make` raised there; on other ranks, if it is none of ours, PipelineError.
     """
-    box: list[ValueT] = [value]
+    box: list[Any] = [None, None]
+    refusal: Exception | None = None
+    if mesh.rank == mesh.sharing_ranks[0]:
+        try:
+            box[0] = make()
+        except Exception as error:  # noqa: BLE001 (raised below, when the others have heard)
+            refusal = error
+            box[1] = PipelineError(run_by_none([_words(error)]))
+            if isinstance(error, SPPOError):
+                box[1] = type(error)(*error.args)
     dist.broadcast_object_list(box, mesh.sharing_ranks[0], group=mesh.control)
-    return box[0]
+    value, told = box
+    if told is not None:
+        raise told if refusal is None else refusal
+    return value
 
 
-def all_say(mesh: PipelineMesh, value: ValueT) -> list[ValueT]:
-    """What each rank of the pipeline has, first to last; all of them call this at once.
+def all_say(mesh: PipelineMesh, make: Callable[[], ValueT]) -> list[ValueT]:
+    """What each rank of the pipeline makes, first to last; all of them call this at once.
 
-    The value can be pickled.
+    The values can be pickled.
+
+    Raises:
+        Exception: What `make` raised here.
+        PipelineError: It raised on another rank.
     """
-    said: list[Any] = [None] * len(mesh.sharing_ranks)
-    dist.all_gather_object(said, value, group=mesh.control)
-    return said
+    return all_make(make, mesh.control, say=lambda made: made)[1]
+
+
+def all_make(
+    make: Callable[[], ValueT], group: Any, *, say: Callable[[ValueT], SaidT]
+) -> tuple[ValueT, list[SaidT]]:
+    """Let every rank of a group make a value, and hear what each `say`s of its own.
+
+    What is said can be pickled.
+
+    Raises:
+        Exception: What `make` or `say` raised here.
+        PipelineError: One of them raised on another rank.
+    """
+    refusal: Exception | None = None
+    said: tuple[Any, str] = None, ""
+    made: Any = None
+    try:
+        made = make()
+        said = say(made), ""
+    except Exception as error:  # noqa: BLE001 (raised below, when the others have heard)
+        refusal = error
+        said = None, _words(error)
+    answers: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(answers, said, group=group)
+    if refusal is not None:
+        raise refusal
+    words = [words for _, words in answers if words]
+    if words:
+        raise PipelineError(run_by_none(words))
+    return made, [answer for answer, _ in answers]
+
+
+def run_by_none(said: list[str]) -> str:
+    """Why a batch is not run, by what the ranks that refuse it said."""
+    return f"This batch is run by no rank, because {'; '.join(said)}"
+
+
+def _words(refusal: Exception) -> str:
+    return f"rank {dist.get_rank()} refuses it: {type(refusal).__name__}: {refusal}"

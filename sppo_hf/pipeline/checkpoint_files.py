@@ -91,6 +91,7 @@ def reading(path: str | Path) -> Iterator[None]:
         yield
     except ConfigError:
         raise
+    # Bytes that nobody wrote make pickle, zip, JSON and safetensors raise anything.
     except Exception as error:
         said = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         raise ConfigError(

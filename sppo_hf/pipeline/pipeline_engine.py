@@ -32,7 +32,7 @@ from sppo_hf.engine.family_guard import check_router_loss
 from sppo_hf.engine.forward_calls import ForwardCall, read_call
 from sppo_hf.engine.head import fused_tile
 from sppo_hf.engine.loss import ChunkedLoss, divide_loss
-from sppo_hf.engine.plan_cache import AttendingRows
+from sppo_hf.engine.plan_cache import AttendingRows, which_train
 from sppo_hf.engine.router_loss import RouterLoss
 from sppo_hf.engine.sequence_group import SequenceGroup, own_random_numbers, part_of
 from sppo_hf.engine.stage_message import MessageLayout
@@ -42,7 +42,7 @@ from sppo_hf.engine.structure import ModelParts, check_adapters, check_trainable
 from sppo_hf.engine.versions import ReadTensors
 from sppo_hf.errors import ConfigError, PipelineError, UnsupportedModelError
 from sppo_hf.offload.stats import OffloadStats
-from sppo_hf.pipeline.agreement import agree, all_alike, all_true, facts_of, refused
+from sppo_hf.pipeline.agreement import agree, all_numbers, all_true, facts_of, refused, run_by_none
 from sppo_hf.pipeline.executor import ActionRecord, Executor, UnitMarks
 from sppo_hf.pipeline.gradients import (
     PipelineLoss,
@@ -276,8 +276,9 @@ class PipelineEngine(Engine):
         self._units: StageRunner | None = None
         self._helped: HelpedWeights | None = None
         """Weights of other ranks' stages, once units of these run here."""
-        self._trained_as_helped = True
-        """Whether helpers train of every stage what its owner trains, in this step."""
+        self.trained: tuple[int, ...] = ()
+        """By the ranks that share a batch, a number for which parameters train in this step: of its
+        stages, or of all where it helps others'."""
         self._hook_ends()
 
     def _hook_ends(self) -> None:
@@ -457,6 +458,7 @@ class PipelineEngine(Engine):
             prepared.watch = PipelineStepTimer(
                 self, call, prepared.step, began=began, name=self._activity
             )
+        # Settings, budgets, memory, a kernel that is tried: whatever a rank plans with may fail.
         except Exception as error:
             if is_broken_connection(error):
                 raise
@@ -465,9 +467,7 @@ class PipelineEngine(Engine):
         if refusal is not None:
             raise _RefusedByAll(refusal)
         if said:
-            raise _RefusedByAll(
-                PipelineError(f"This batch is run by no rank, because {'; '.join(said)}")
-            )
+            raise _RefusedByAll(PipelineError(run_by_none(said)))
         assert prepared is not None, "nothing was refused, so all was planned"
         prepared.plans = self._stage_plans.agree_on_step(prepared.plans, reduces=reduces)
         self._allow_step(prepared.plans)
@@ -476,12 +476,13 @@ class PipelineEngine(Engine):
     def _plan(
         self, call: ForwardCall, layout: BatchLayout, *, training: bool, reduces: bool
     ) -> Prepared:
-        if reduces:
-            refuse_post_accumulate_hooks(self.parts.causal_lm.named_parameters())
         rows = _micro_batches(call.batch_rows, self.config)
         plans = self._stage_plans.get(
             rows[0][1] - rows[0][0], call.total_tokens, call.device, micro_batches=len(rows)
         )
+        # Behind the last exchange: what this rank alone refuses from here on, `refused` tells.
+        if reduces:
+            refuse_post_accumulate_hooks(self.parts.causal_lm.named_parameters())
         bounds = tuple(b for b in plans.bounds if b[0] < max(1, layout.used_tokens))
         name = plans.schedule
         if name == MSP and (call.head_arguments or len(bounds) < self.mesh.pp_size):
@@ -525,10 +526,13 @@ class PipelineEngine(Engine):
     def _agree(self, call: ForwardCall, layout: BatchLayout) -> None:
         facts = facts_of(call, self.config)
         agree(self.mesh, {**facts, "used tokens": layout.used_tokens})
-        if self.staged.helps and torch.is_grad_enabled():
-            stages = map(self.staged.parameters_of, range(self.staged.cut.num_stages))
-            number = zlib.crc32(bytes(p.requires_grad for stage in stages for p in stage))
-            self._trained_as_helped = all_alike(number, self.mesh.control)
+        if torch.is_grad_enabled():
+            parameters = list(self.parts.causal_lm.parameters())
+            if self.staged.helps:
+                stages = range(self.staged.cut.num_stages)
+                parameters = [p for stage in stages for p in self.staged.parameters_of(stage)]
+            self.trained = all_numbers(zlib.crc32(which_train(parameters)), self.mesh.control)
+            self.plans.notice_trained()
 
     def _make_units(
         self,
@@ -714,7 +718,7 @@ class PipelineEngine(Engine):
         Raises:
             ConfigError: Other parameters train than when the model was converted.
         """
-        if not self._trained_as_helped:
+        if len(set(self.trained)) > 1:
             raise ConfigError(
                 f"parameters of {self.parts.name} were frozen or unfrozen after it was converted, "
                 "and ranks that run units of each other's stages (pp_msp) hold copies that were "

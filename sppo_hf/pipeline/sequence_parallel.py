@@ -17,6 +17,7 @@ without memory take their place in the graph.
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
@@ -34,12 +35,13 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.device_facts import model_shape
 from sppo_hf.engine.engine import Engine
 from sppo_hf.engine.forward_calls import ForwardCall
+from sppo_hf.engine.plan_cache import which_train
 from sppo_hf.engine.recurrent_state import mixers_of
 from sppo_hf.engine.sequence_group import check_heads, own_heads, own_random_numbers, part_lengths
 from sppo_hf.engine.step_observer import StepObserver
 from sppo_hf.engine.structure import ModelParts
 from sppo_hf.errors import BudgetError, ConfigError, PipelineError, UnsupportedModelError
-from sppo_hf.pipeline.agreement import agree, facts_of
+from sppo_hf.pipeline.agreement import agree, all_make, facts_of
 from sppo_hf.pipeline.mesh import PipelineMesh
 from sppo_hf.pipeline.watchdog import Watchdog
 
@@ -108,22 +110,8 @@ class SequenceRanks:
             Exception: What `make` raised here.
             PipelineError: It raised on another rank.
         """
-        refusal: Exception | None = None
-        made: Any = None
-        try:
-            made = make()
-            said = better(made), ""
-        except Exception as error:  # noqa: BLE001 (raised below, when the others have heard)
-            refusal = error
-            said = math.inf, f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
-        answers: list[Any] = [None] * self.size
-        dist.all_gather_object(answers, said, group=self.control)
-        if refusal is not None:
-            raise refusal
-        refusals = [words for _, words in answers if words]
-        if refusals:
-            raise PipelineError(f"This batch is run by no rank, because {'; '.join(refusals)}")
-        best = min(range(self.size), key=lambda rank: answers[rank][0])
+        made, answers = all_make(make, self.control, say=better)
+        best = min(range(self.size), key=answers.__getitem__)
         box = [made]
         first = dist.get_global_rank(self.control, best)
         dist.broadcast_object_list(box, first, group=self.control)
@@ -367,7 +355,10 @@ class SequenceParallelEngine(Engine):
         kind = "forward" if torch.is_grad_enabled() else "evaluation"
         with self._guarded(f"in {kind} pass {self._calls}"):
             mask = call.attention_mask
-            read = {"sum of attention_mask": -1 if mask is None else int(mask.sum())}
+            read = {
+                "sum of attention_mask": -1 if mask is None else int(mask.sum()),
+                "trained parameters": zlib.crc32(which_train(self.parts.causal_lm.parameters())),
+            }
             agree(self.mesh, facts_of(call, self.config) | read)
             with own_random_numbers(self.group, call.device):
                 output = super()._run(call)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +18,9 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.device_facts import device_facts, dtype_name, leave_to_driver, whole_shape
 from sppo_hf.engine.offload_holder import offloaded_bytes
 from sppo_hf.engine.plan_cache import STEP_MEASURED, shared_plan, warn_of_less
-from sppo_hf.errors import BudgetError, ConfigError, PipelineError
+from sppo_hf.errors import BudgetError, ConfigError
 from sppo_hf.offload.stats import OffloadStats
-from sppo_hf.pipeline.agreement import all_say, first_rank_says
+from sppo_hf.pipeline.agreement import all_make, all_say, first_rank_says
 from sppo_hf.planning.choices import read_budgets
 from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.cost import Correction, ModelCost
@@ -180,30 +181,33 @@ class StagePlanCache:
             twice = torch.tensor(int(self._accumulates))
             dist.all_reduce(twice, op=dist.ReduceOp.MAX, group=self._engine.mesh.control)
             self._accumulates = bool(twice)
-        shape = (rows, total_tokens, micro_batches, training, device)
+        wanted = (rows, total_tokens, micro_batches, training, device)
+        # What any rank trains decides which schedule is best, and how long each stage takes.
+        shape = (*wanted, self._engine.trained if training else ())
         if shape not in self._choices:
-            self._choices[shape] = self._choose(*shape)
+            self._choices[shape] = self._choose(*wanted)
         key = (*shape, self._accumulates)
         if key not in self._made:
             choice, dtype = self._choices[shape]
             learned = self._learned.get(shape, {})
-            plans = self._make(rows, total_tokens, device, micro_batches, training, choice, learned)
-            if training and choice.schedule == MSP:
-                plans = self._everyones(plans)
+            wanted = (rows, total_tokens, device, micro_batches, training)
+            make = functools.partial(self._make, *wanted, choice, learned)
+            plans = self._everyones(make) if training and choice.schedule == MSP else make()
             made = BatchPlans(choice.bounds, dtype, plans, micro_batches, choice.schedule)
             step = self._steps.get(shape)
             self._made[key] = made if step is None else self._with_step(made, step)
         return self._made[key]
 
-    def _everyones(self, plans: dict[int, Plan]) -> dict[int, Plan]:
-        """The plans of all stages, of which each rank has made its own: ranks share their units.
+    def _everyones(self, make: Callable[[], dict[int, Plan]]) -> dict[int, Plan]:
+        """The plans of all stages, of which each rank makes its own: ranks share their units.
 
         What of a unit is computed again must be the same on all of them.
         """
         found: dict[int, Plan] = {}
-        for said in all_say(self._engine.mesh, plans):
+        own, everyones = all_make(make, self._engine.mesh.control, say=lambda plans: plans)
+        for said in everyones:
             found |= said
-        return found | plans
+        return found | own
 
     def _choose(
         self,
@@ -215,29 +219,31 @@ class StagePlanCache:
     ) -> tuple[PipelineChoice, torch.dtype]:
         """Schedule, chunks and dtype of messages, on which all ranks agree; all ask at once."""
         engine = self._engine
-        config, shape = engine.config, engine.shape()
-        may_share = training and bool(engine.mesh.sets)
-        choice = rule_choice(
-            config,
-            shape,
-            total_tokens,
-            micro_batches=micro_batches,
-            device_kind=device.type,
-            may_share=may_share,
-        )
-        # The first rank decides for all: it alone simulates.
-        if training and engine.mesh.pp_rank == 0:
-            choice = choose_pipeline(
-                config,
-                whole_shape(engine.parts),
-                total_tokens,
-                micro_batches=micro_batches,
-                batch_rows=rows,
-                device=device_facts(device, config),
-                dtype_name=dtype_name(engine.parts),
-                may_share=may_share,
-            )
-        return first_rank_says(engine.mesh, (choice, engine.parts.causal_lm.dtype))
+        config, parts = engine.config, engine.parts
+
+        def choose() -> tuple[PipelineChoice, torch.dtype]:
+            """Only on the first rank, which alone simulates."""
+            wanted: dict[str, Any] = {
+                "micro_batches": micro_batches,
+                "may_share": training and bool(engine.mesh.sets),
+            }
+            if training:
+                choice = choose_pipeline(
+                    config,
+                    whole_shape(parts),
+                    total_tokens,
+                    batch_rows=rows,
+                    device=device_facts(device, config),
+                    dtype_name=dtype_name(parts),
+                    **wanted,
+                )
+            else:
+                choice = rule_choice(
+                    config, engine.shape(), total_tokens, device_kind=device.type, **wanted
+                )
+            return choice, parts.causal_lm.dtype
+
+        return first_rank_says(engine.mesh, choose)
 
     def agree_on_step(self, plans: BatchPlans, *, reduces: bool) -> BatchPlans:
         """Predict the step of all ranks together, and show it; all of them call this at once.
@@ -284,15 +290,18 @@ class StagePlanCache:
         if not self._waiting:
             return
         waiting, before = self._waiting[0], Correction()
-        learned: dict[int, Correction] | None = None
-        if waiting.units[-1].end.passed():
-            learned = {
+
+        def learn_own() -> dict[int, Correction] | None:
+            if not waiting.units[-1].end.passed():
+                return None
+            return {
                 stage: learn(plan.prediction, waiting.measured(stage), before)
                 for stage in waiting.own
                 for plan in [waiting.plans.by_stage[stage]]
                 if plan.prediction is not None
             }
-        everyone = [one for one in all_say(self._engine.mesh, learned) if one is not None]
+
+        everyone = [one for one in all_say(self._engine.mesh, learn_own) if one is not None]
         if len(everyone) < len(self._engine.mesh.sharing_ranks):
             return
         self._waiting.pop(0)
@@ -305,7 +314,8 @@ class StagePlanCache:
             stage: max(
                 (x[stage] for x in everyone if stage in x), key=lambda x: x.forward + x.backward
             )
-            for stage in learned or {}
+            for stage in waiting.own
+            if any(stage in x for x in everyone)
         }
         self._corrected[shape] = waiting
         self._steps.pop(shape, None)
@@ -333,7 +343,8 @@ class StagePlanCache:
             return step
         known = one.prediction is not None
         mine = {s: stage_seconds(plan) for s, plan in plans.by_stage.items()} if known else None
-        everyone = all_say(mesh, (mine, plans.leaves, plans.stores, plans.streams))
+        said = mine, plans.leaves, plans.stores, plans.streams
+        everyone = all_say(mesh, lambda: said)
         if any(seconds is None for seconds, *_ in everyone):
             return step
         stages = {s: table for seconds, *_ in everyone for s, table in (seconds or {}).items()}
@@ -395,82 +406,112 @@ class StagePlanCache:
         choice: PipelineChoice,
         learned: Mapping[int, Correction],
     ) -> dict[int, Plan]:
+        """Plans of this rank's stages, and the host memory that they need together.
+
+        Ranks that share a sequence call this at once, and hear what any of them raises.
+        """
         engine = self._engine
-        config, cut, bounds = engine.config, engine.staged.cut, choice.bounds
-        if self._host_bytes is not None:
-            config = config.replace(host_memory=self._host_bytes)
-        whole = engine.shape()
-        if choice.schedule == MSP:
-            helped = engine.helped_weights()
-            whole = replace(
-                whole,
-                weight_bytes=whole.weight_bytes + helped.resident_bytes + helped.passing_bytes,
-                gradient_bytes=whole.gradient_bytes + helped.passing_bytes,
-            )
-        alive = self._alive(choice.schedule, micro_batches, len(bounds)) if training else 1.0
-        backend, reason = engine.plans.describe_backends(whole, device)
-        facts = device_facts(device, config)
-        if config.device_memory is None:
-            leave_to_driver(device, CONTEXT_BYTES["cuda"])
-        plans = {}
-        for stage in cut.own:
-            shape = stage_shape(whole, cut.layers[stage], last=stage == cut.num_stages - 1)
-            if engine.group is not None:
-                shape = replace(shape, sp=engine.group.size)
-            request = PlanRequest(
-                config=config,
-                shape=shape,
-                device=facts,
-                backend_name=backend,
-                backend_reason=reason,
-                batch_rows=rows,
-                total_tokens=total_tokens,
-                training=training,
-                dtype_name=dtype_name(engine.parts),
-                bounds=bounds,
-                by_layer=False,
-                alive=alive * len(cut.own),
-                accumulates=training and self._accumulates,
-            )
+        cut = engine.staged.cut
+        alive = self._alive(choice.schedule, micro_batches, len(choice.bounds)) if training else 1.0
+        batches = max(1, math.ceil(alive))
+
+        @functools.cache
+        def rank_request() -> PlanRequest:
+            wanted = rows, total_tokens, device, training, choice
+            return self._rank_request(*wanted, alive=alive * len(cut.own))
+
+        def plan_of(stage: int) -> Plan:
+            last = stage == cut.num_stages - 1
+            rank = rank_request()
+            request = replace(rank, shape=stage_shape(rank.shape, cut.layers[stage], last=last))
+            if stage in learned:
+                with contextlib.suppress(BudgetError):  # what ran so far still fits
+                    corrected = replace(request, correction=learned[stage])
+                    return self._planned(corrected, choice, micro_batches)
             try:
-                corrected = replace(request, correction=learned.get(stage))
-                plans[stage] = self._planned(corrected, choice, micro_batches)
-            except (BudgetError, PipelineError) as error:
-                if stage not in learned and isinstance(error, PipelineError):
-                    raise  # a rank that shares the stage's sequences says why
-                if stage not in learned:
-                    raise BudgetError(
-                        f"stage {stage} of {cut.num_stages}, of which {alive:.3g} micro-batches "
-                        f"and {len(cut.own)} stages share this rank's memory (budgets below are "
-                        f"one share): {error} More chunks (num_chunks), a schedule that begins "
-                        "fewer units (pp_schedule='seq1f1b') or more ranks (pp_size) leave more."
-                    ) from error
-                # What ran so far still fits.
-                plans[stage] = self._planned(request, choice, micro_batches)
-            others = other_plan_warnings(config, whole, total_tokens, training=training)
-            for warning in (*plans[stage].warnings, *others):
-                if warning not in self._warned:
-                    self._warned.add(warning)
-                    warnings.warn(warning, stacklevel=2)
+                return self._planned(request, choice, micro_batches)
+            except BudgetError as error:
+                raise BudgetError(
+                    f"stage {stage} of {cut.num_stages}, of which {alive:.3g} micro-batches "
+                    f"and {len(cut.own)} stages share this rank's memory (budgets below are "
+                    f"one share): {error} More chunks (num_chunks), a schedule that begins "
+                    "fewer units (pp_schedule='seq1f1b') or more ranks (pp_size) leave more."
+                ) from error
+
+        while True:
+            plans = {
+                stage: shared_plan(functools.partial(plan_of, stage), engine.group)
+                for stage in cut.own
+            }
             # Each plan has a share of the budgets, and one pool serves them all.
-            pool = replace(plans[stage], budgets=read_budgets(config, facts))
-            batches = max(1, math.ceil(alive))
+            budgets = read_budgets(rank_request().config, rank_request().device)
+            pooled = [replace(plan, budgets=budgets) for plan in plans.values()]
             given_bytes = engine.plans.least_given(
                 functools.partial(
                     engine.offload_holder.prepare,
                     device,
-                    pool,
+                    *pooled,
                     batches=batches,
                     progress=engine.observer.on_host_memory,
                 )
             )
-            if given_bytes is not None and self._host_bytes is None:
-                warn_of_less(batches * offloaded_bytes(pool), given_bytes)
-                self._host_bytes = given_bytes
-                return self._make(
-                    rows, total_tokens, device, micro_batches, training, choice, learned
-                )
+            if given_bytes is None or given_bytes >= (self._host_bytes or math.inf):
+                break
+            warn_of_less(batches * sum(map(offloaded_bytes, pooled)), given_bytes)
+            self._host_bytes = given_bytes
+            rank_request.cache_clear()
+        whole = engine.shape()
+        for plan in plans.values():
+            others = other_plan_warnings(engine.config, whole, total_tokens, training=training)
+            for warning in (*plan.warnings, *others):
+                if warning not in self._warned:
+                    self._warned.add(warning)
+                    warnings.warn(warning, stacklevel=2)
         return plans
+
+    def _rank_request(
+        self,
+        rows: int,
+        total_tokens: int,
+        device: torch.device,
+        training: bool,
+        choice: PipelineChoice,
+        *,
+        alive: float,
+    ) -> PlanRequest:
+        """What the plans of all stages of this rank ask for; its shape is the whole model's."""
+        engine = self._engine
+        config, shape = engine.config, engine.shape()
+        if self._host_bytes is not None:
+            config = config.replace(host_memory=self._host_bytes)
+        if choice.schedule == MSP:
+            helped = engine.helped_weights()
+            shape = replace(
+                shape,
+                weight_bytes=shape.weight_bytes + helped.resident_bytes + helped.passing_bytes,
+                gradient_bytes=shape.gradient_bytes + helped.passing_bytes,
+            )
+        backend, reason = engine.plans.describe_backends(shape, device)
+        facts = device_facts(device, config)
+        if config.device_memory is None:
+            leave_to_driver(device, CONTEXT_BYTES["cuda"])
+        if engine.group is not None:
+            shape = replace(shape, sp=engine.group.size)
+        return PlanRequest(
+            config=config,
+            shape=shape,
+            device=facts,
+            backend_name=backend,
+            backend_reason=reason,
+            batch_rows=rows,
+            total_tokens=total_tokens,
+            training=training,
+            dtype_name=dtype_name(engine.parts),
+            bounds=choice.bounds,
+            by_layer=False,
+            alive=alive,
+            accumulates=training and self._accumulates,
+        )
 
     def _planned(self, request: PlanRequest, choice: PipelineChoice, micro_batches: int) -> Plan:
         """The plan of a stage; where ranks share units, beside what this one holds of others'.
@@ -478,7 +519,7 @@ class StagePlanCache:
         How much that is depends on where the plan has K/V wait, so it may take more than one.
         """
         while True:
-            plan = shared_plan(functools.partial(make_plan, request), self._engine.group)
+            plan = make_plan(request)
             if choice.schedule != MSP or not request.training:
                 return plan
             slices = self._slices(request, plan.kv_tier, micro_batches)

@@ -269,6 +269,8 @@ class PipelineStep:
 
 
 _FASTER = "auto: the faster of those that fit"
+_LESS_MEMORY = "auto: less memory"
+_AS_LITTLE_MEMORY = "auto: about as little memory as the other"
 # Peaks of a step on a CPU that differ by less are alike, and the one with fewer chunks is faster:
 # SmolLM2 by layer at 4,096 tokens, 8 chunks 34.8 s, 4 chunks 31.0 s, 2 chunks 28.6 s.
 _ALIKE = 1.05
@@ -667,7 +669,7 @@ class _Decided:
     decisions: Decisions
     recompute_reason: str
     offload_reason: str
-    order_reason: str = "auto: less memory"
+    order_reason: str = _LESS_MEMORY
     prediction: Prediction | None = None
 
 
@@ -720,9 +722,8 @@ def _evaluation(task: _Task) -> _Decided:
     if found[0].by_layer and not any(layer.borrows_keys for layer in task.shape.layers):
         # Nobody reads them once their layer has run, so they are dropped.
         found = [replace(each, kv_modes=("recompute",) * each.num_layers) for each in found]
-    return _Decided(
-        decisions=_first_of_the_least(task, found), recompute_reason="", offload_reason=""
-    )
+    decisions, _ = _first_of_the_least(task, found)
+    return _Decided(decisions=decisions, recompute_reason="", offload_reason="")
 
 
 def _kv_placed(task: _Task, decisions: Decisions) -> Decisions:
@@ -787,7 +788,7 @@ def _by_rule(task: _Task) -> _Decided:
     mode = mode_of(saved, tier)
     bases = [base for order in task.orders for base in _in_fewer_chunks(task, order)]
     found = [d for base in (*bases, *_tiled_layers(task)) for d in _ruled(task, base, mode)]
-    decisions = _first_of_the_least(task, found)
+    decisions, order_reason = _first_of_the_least(task, found)
     if decisions.layer_modes[-1][0] != mode:
         recompute_reason += "; the last chunk is kept, for its backward comes at once"
     by_time = device.kind != "cpu" and task.cost is not None
@@ -795,7 +796,7 @@ def _by_rule(task: _Task) -> _Decided:
         decisions=decisions,
         recompute_reason=recompute_reason,
         offload_reason=offload_reason,
-        order_reason=_FASTER if by_time else "auto: less memory",
+        order_reason=_FASTER if by_time else order_reason,
         prediction=None if task.cost is None else _predict(task.cost, decisions, policy="set"),
     )
 
@@ -846,18 +847,23 @@ def _in_fewer_chunks(task: _Task, order: Order) -> Iterator[Decisions]:
     yield base
 
 
-def _first_of_the_least(task: _Task, found: Sequence[Decisions]) -> Decisions:
-    """The first of those with the least memory, which on a CPU are all that are nearly as small."""
+def _first_of_the_least(task: _Task, found: Sequence[Decisions]) -> tuple[Decisions, str]:
+    """The first of those with the least memory, which on a CPU are all that are nearly as small.
+
+    And why its order, where memory decides.
+    """
     if len(found) == 1:
-        return found[0]
+        return found[0], _LESS_MEMORY
     held = [_over_or_held(task, decisions) for decisions in found]
     missing, least = min(held)
     most = least * (_ALIKE if task.device.kind == "cpu" else 1)
-    return next(
+    first, *others = (
         decisions
         for decisions, (over, size) in zip(found, held, strict=True)
         if over == missing and size <= most
     )
+    alike = any(other.order != first.order for other in others)
+    return first, _AS_LITTLE_MEMORY if alike else _LESS_MEMORY
 
 
 def _over_or_held(task: _Task, decisions: Decisions) -> tuple[int, float]:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sppo_hf.attention.kv_cache import LayerKV
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine import plan_cache as plans
-from sppo_hf.engine.by_layer import CutCall, Example, NotByLayer, PrefixLength
+from sppo_hf.engine.by_layer import CutCall, Example, NotByLayer, PrefixLength, layer_examples
 from sppo_hf.engine.chunk_runner import ChunkRunner
 from sppo_hf.engine.convert import convert, get_engine
 from sppo_hf.engine.recompute import RecomputedLayer
@@ -126,6 +126,21 @@ def test_a_model_that_cannot_goes_chunk_by_chunk_with_a_warning() -> None:
         report = compare(model, make_batch(tokens=23), _config())
     assert report.exact, str(report)
     assert report.attention_forwards == 3 + 9, "one layer, and then all of them chunk by chunk"
+
+
+def test_no_memory_is_no_reason_against_an_order() -> None:
+    """The engine plans with less then, where that helps; the next batch goes by layer again."""
+    model = convert(build_tiny_model("llama"), _config())
+    engine = get_engine(model)
+    assert engine is not None
+
+    def run_out(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        layer_examples(engine.parts, run_out)
+    with pytest.raises(NotByLayer, match=r"ValueError: .*odd"):
+        layer_examples(engine.parts, lambda: int("odd"))
 
 
 def test_a_model_that_runs_in_no_order_is_refused_and_not_tried_for_ever(

@@ -152,12 +152,17 @@ def test_a_step_may_hold_what_its_plan_says(
     assert len(trims) == 1, "holes of the step before are not the step's own"
 
 
+@pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("order", ["by_layer", "by_chunk"])
 def test_layers_give_back_free_heap_where_the_plan_has_no_room_for_it(
-    order: Literal["by_layer", "by_chunk"], trims: list[int], monkeypatch: pytest.MonkeyPatch
+    order: Literal["by_layer", "by_chunk"],
+    rows: int,
+    trims: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model, inputs = build_tiny_model("llama"), make_batch(tokens=24)
-    convert(model, SPPOConfig(chunk_tokens=8, order=order))
+    """What a step's first rows keep is in its plan, and gives those after them no more room."""
+    model, inputs = build_tiny_model("llama"), make_batch(rows=rows, tokens=24)
+    convert(model, SPPOConfig(chunk_tokens=8, order=order, micro_batch_size=1))
 
     def count(later: float) -> int:
         trims.clear()
@@ -167,4 +172,4 @@ def test_layers_give_back_free_heap_where_the_plan_has_no_room_for_it(
         return len(trims)
 
     counts = count(0.0), count(1e18)
-    assert counts[1] - counts[0] == 2 * 3 * 3, "three layers of three chunks, both ways"
+    assert counts[1] - counts[0] == 2 * 3 * 3 * rows, "three layers of three chunks, both ways"

@@ -13,6 +13,7 @@ from sppo_hf.attention.backends.cpu_flash import CPUFlash
 from sppo_hf.attention.backends.cudnn import CuDNN
 from sppo_hf.attention.backends.reference import Reference
 from sppo_hf.attention.backends.select import Selection
+from sppo_hf.attention.segments import RowSpans
 from sppo_hf.engine import plan_cache as plans
 from sppo_hf.engine.convert import convert, get_engine
 from sppo_hf.engine.step_observer import StepObserver
@@ -157,6 +158,8 @@ CASES = [
     ("gemma3_text", 2, {"order": "by_layer"}),
     ("phi3", 1, {"order": "by_chunk"}),
     ("phi", 1, {"order": "by_layer"}),
+    ("llama4_text", 1, {"order": "by_chunk"}),
+    ("llama4_text", 2, {"order": "by_layer"}),
 ]
 
 
@@ -176,11 +179,12 @@ def test_kernels_that_plan_meet_a_steps_shapes_before_it(monkeypatch, family, ro
     assert len(observer.said) == 1
 
 
+@pytest.mark.parametrize("family", ["gemma3_text", "llama4_text"])
 @pytest.mark.parametrize("block_tokens", [1, 20, 48])
-def test_also_where_keys_wait_elsewhere(monkeypatch, block_tokens):
+def test_also_where_keys_wait_elsewhere(monkeypatch, family, block_tokens):
     force_kv(monkeypatch, block_tokens=block_tokens)
     kernel = Planning()
-    step, _ = train_with(monkeypatch, kernel, "gemma3_text", 2, order="by_chunk")
+    step, _ = train_with(monkeypatch, kernel, family, 2, order="by_chunk")
     step()
     assert set(kernel.in_step) <= set(kernel.before)
 
@@ -207,14 +211,39 @@ def test_also_where_attention_runs_again_in_backward(monkeypatch):
     assert set(kernel.in_step) <= set(kernel.before)
 
 
-def test_also_for_padding_and_for_evaluation(monkeypatch):
+@pytest.mark.parametrize("family", ["llama", "llama4_text"])
+def test_also_for_padding_and_for_evaluation(monkeypatch, family):
     kernel = Planning()
-    step, _ = train_with(monkeypatch, kernel, "llama", 2, order="by_chunk")
+    step, _ = train_with(monkeypatch, kernel, family, 2, order="by_chunk")
     mask = torch.ones(2, 48, dtype=torch.long)
     mask[1, 20:] = 0
     step(attention_mask=mask)
     assert kernel.in_step
     assert set(kernel.in_step) <= set(kernel.before)
+
+
+def test_rows_that_never_come_again_are_forgotten(monkeypatch):
+    """What comes every time, as an evaluation's rows among packed ones, is remembered."""
+    monkeypatch.setattr(warm_up, "MOST_DONE", 3)
+    tried: list[object] = []
+    monkeypatch.setattr(warm_up, "_attend_layer", lambda layer, rows, *_: tried.append(rows))
+    warm, backend = warm_up.WarmUp(budget_seconds=1.0), CuDNN(key_tile=8, aten=Planning())
+    layer = warm_up.LayerAttention(
+        **{"num_heads": 2, "num_kv_heads": 1, "qk_head_size": 8, "v_head_size": 8},
+        **{"window": None, "softcap": None, "dtype": torch.float32},
+    )
+
+    def rows(end):
+        spans = (RowSpans(((0, end), (end, 48)), 48),)
+        return warm_up.ChunkedRows(
+            batch_rows=1, bounds=((0, 48),), chunks=range(1), spans=spans if end else None
+        )
+
+    for end in range(1, 20):
+        for one in (rows(0), rows(end)):
+            warm.run(layer, one, backend, torch.device("cpu"))
+    assert tried == [rows(0), *map(rows, range(1, 20))]
+    assert len(warm._done) == 3
 
 
 def test_time_for_it_is_bounded(monkeypatch):

@@ -12,7 +12,7 @@ from sppo_hf.engine.convert import convert
 from sppo_hf.engine.offload_holder import OffloadHolder
 from sppo_hf.engine.plan_cache import PlanCache, ProfileCorrection
 from sppo_hf.engine.step_observer import StepObserver
-from sppo_hf.engine.structure import find_parts
+from sppo_hf.engine.structure import find_parts, quiet_peft
 from sppo_hf.errors import BudgetError
 from sppo_hf.offload.engine import OffloadEngine
 from sppo_hf.planning.cost import Correction
@@ -95,12 +95,36 @@ def test_a_corrected_plan_is_for_the_device_of_the_first(monkeypatch: pytest.Mon
     assert asked[2:] == [torch.device("cpu", 2)]
 
 
-def test_a_batch_is_planned_with_the_host_memory_that_there_really_is(monkeypatch, caplog):
+def test_plans_are_kept_by_what_trains():
+    """Adapters that take turns are planned for once each; one that is off in an evaluation, too."""
+    peft = pytest.importorskip("peft")
+    model, seen = _converted(build_tiny_model("llama"))
+    settings = {"task_type": "CAUSAL_LM", "init_lora_weights": False}
+    few = peft.LoraConfig(**settings, r=2, target_modules=["q_proj"])
+    many = peft.LoraConfig(**settings, r=8, target_modules=["q_proj", "down_proj"])
+    with quiet_peft():
+        wrapped = peft.get_peft_model(model, few, adapter_name="few").train()
+        wrapped.add_adapter("many", many)
+    for name in ("few", "many") * 3:
+        wrapped.set_adapter(name)
+        _step(wrapped)
+        wrapped.zero_grad(set_to_none=True)
+        with torch.no_grad(), wrapped.disable_adapter():
+            wrapped(**make_batch(tokens=20))
+    trained = [plan.shape.gradient_bytes for plan in seen if plan.training]
+    assert len(trained) == 2
+    assert 0 < trained[0] < trained[1]
+    assert len(seen) == 3, "one of evaluation"
+
+
+@pytest.mark.parametrize("shares", [(0.5,), (1.0, 0.5)], ids=str)
+def test_a_batch_is_planned_with_the_host_memory_that_there_really_is(shares, monkeypatch, caplog):
+    """Also where the system gives less than it gave a moment before."""
     asked = []
 
     def reserve(self, host_bytes, progress):
         asked.append(host_bytes)
-        return host_bytes // 2 if len(asked) == 1 else None
+        return int(shares[len(asked) - 1] * host_bytes)
 
     monkeypatch.setattr(OffloadEngine, "reserve", reserve)
     model, _seen = _converted(build_tiny_model("llama"), offload="full")
@@ -109,10 +133,29 @@ def test_a_batch_is_planned_with_the_host_memory_that_there_really_is(monkeypatc
         pytest.raises(BudgetError, match="host"),
     ):
         _step(model)
-    # What is fixed by the settings cannot shrink, so the second plan says what is missing.
-    assert len(asked) == 1
+    # What is fixed by the settings cannot shrink, so the last plan says what is missing.
+    assert asked == asked[:1] * len(shares)
     assert asked[0] > 0
-    assert "the system gave" in caplog.text
+    assert caplog.text.count("the system gave") == len(shares)
+
+
+def test_a_correction_that_fits_nowhere_leaves_the_plan(monkeypatch: pytest.MonkeyPatch):
+    """What ran so far still fits."""
+    config = SPPOConfig(num_chunks=3, show_plan=False)
+    book = PlanCache(find_parts(build_tiny_model("llama")), config, OffloadHolder(config))
+    wanted = 1, 20, torch.device("cpu"), StepObserver()
+    plan = book.get(*wanted)
+    seconds = (1.0,) * 3
+    measured = MeasuredStep(forward_seconds=seconds, backward_seconds=seconds, stall_seconds=0.0)
+    found = ProfileCorrection(plan, measured, Correction(backward=2.0))
+    monkeypatch.setattr(book._teacher, "corrections_found", lambda: iter([found]))
+
+    def refuse(request: Any):
+        raise BudgetError("no room")
+
+    monkeypatch.setattr(plans_module, "make_plan", refuse)
+    book.correct(StepObserver())
+    assert book.get(*wanted) is plan
 
 
 def test_a_written_plan_of_another_model_is_warned_about():

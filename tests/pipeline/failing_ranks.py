@@ -3,8 +3,9 @@
 Training runs through a pipeline (with `shared`, one whose ranks share units), or with `sp_size` on
 shared sequences. After the third forward of a first chunk, in the backward of chunk 1 (or of
 `unit`), rank `rank` throws, hangs, or leaves by `os._exit`; with "refuse" it alone finds no plan
-for the second batch, with "config" it has another number of chunks from the start. What is refused
-is tried once more and given up, so that a later failure (`then`) must be told in its own words.
+for the second batch (with `raises`, what planning calls by that name finds none), with "config" it
+has another number of chunks from the start. What is refused is tried once more
+and given up, so that a later failure (`then`) must be told in its own words.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from sppo_hf.engine.convert import get_engine
 from sppo_hf.engine.step_observer import StepObserver
 from sppo_hf.errors import BudgetError, PipelineError
 from sppo_hf.pipeline import convert as pipeline
+from sppo_hf.pipeline import stage_plans
 from sppo_hf.pipeline.convert import convert_to_shared_sequences, convert_to_stages
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
 from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
@@ -63,7 +65,7 @@ def main(job: dict[str, Any]) -> None:
     # A message between ranks that live times out by itself, so much later than a silent rank.
     pipeline.GROUP_MARGIN_SECONDS = 3
     model = build_tiny_model("llama", num_hidden_layers=4, dtype=torch.float32)
-    change = convert_to_stages if sp_size == 1 else convert_to_shared_sequences
+    change = convert_to_stages if config.pp_size > 1 else convert_to_shared_sequences
     change(model, config, observer=Saboteur(job) if mine else StepObserver())
     engine = get_engine(model)
     for step in range(50):
@@ -71,24 +73,30 @@ def main(job: dict[str, Any]) -> None:
         batch = make_batch(rows=rows, tokens=23, seed=step)
         if job["how"] == "refuse" and step == 1:
             assert isinstance(engine, PipelineEngine)
-            _refuse_once(engine, model, batch, mine=mine, rank=job["rank"])
+            if "raises" in job:  # a length that was not planned for yet
+                batch = make_batch(rows=rows, tokens=29, seed=step)
+            _refuse_once(engine, model, batch, job, mine=mine)
         model(**batch).loss.backward()
         model.zero_grad()
     raise AssertionError("nothing failed")
 
 
 def _refuse_once(
-    engine: PipelineEngine, model: Any, batch: dict[str, Any], *, mine: bool, rank: int
+    engine: PipelineEngine, model: Any, batch: dict[str, Any], job: dict[str, Any], *, mine: bool
 ) -> None:
     """Let one rank refuse a batch: all do, and the same batch runs afterwards."""
-    get = engine._stage_plans.get
+    where = job.get("raises", "get")
 
     def refuse(*_: Any, **others: Any) -> None:
         raise BudgetError("no room")
 
-    if mine:
-        engine._stage_plans.get = refuse  # type: ignore[method-assign]
-    said = "no room" if mine else f"run by no rank, because rank {rank} refuses it: BudgetError: no"
-    with pytest.raises(BudgetError if mine else PipelineError, match=said):
+    refuses = pytest.MonkeyPatch()
+    if mine and where == "get":
+        refuses.setattr(engine._stage_plans, "get", refuse)
+    elif mine:
+        refuses.setattr(stage_plans, where, refuse)
+    rank, own = job["rank"], mine or where == "choose_pipeline"
+    said = "no room" if own else f"no rank, because rank {rank} refuses it: BudgetError: .*no room"
+    with pytest.raises(BudgetError if own else PipelineError, match=said):
         model(**batch)
-    engine._stage_plans.get = get  # type: ignore[method-assign]
+    refuses.undo()

@@ -6,8 +6,9 @@ the default, `layers`, `overrides` (of the model's config), `lora`, `settings` (
 `packed`, `labels` (half-open range of tokens that have any), `items` (whether every micro-step is
 told the labels of all), `hooks` (with replicas: whether parameters have hooks), `kernel` (a
 function of the family's file for which a kernel is installed that fails) and `steps`: one mapping
-per micro-step, with `scale`, `backward`, `evaluate`, `reduces` and `loss` ("mean" and "weighed" are
-made of log-probabilities that the model's head returns).
+per micro-step, with `scale`, `backward`, `evaluate`, `reduces`, `frozen` (parts of names, in that
+step alone) and `loss` ("mean" and "weighed" are made of log-probabilities that the model's head
+returns).
 """
 
 from __future__ import annotations
@@ -119,6 +120,12 @@ def _families(layers: int) -> list[Case]:
         _case("experts, zb", "mixtral", settings=zb, **size),
         _case("dynamic rope", "llama-dynamic-rope", settings=chunks, **size),
         _case("frozen front", frozen=["layers.0.", "embed"], settings=chunks, **size),
+        _case(
+            "frozen for a step",
+            steps=[{}, {"frozen": ["layers.0.", "embed"]}, {}],
+            settings=chunks,
+            **size,
+        ),
         _case("frozen front, zb", frozen=["layers.0.", "embed"], settings=zb, **size),
         _case("frozen end", frozen=[f"layers.{layers - 1}.", "lm_head"], settings=chunks, **size),
         _case("frozen tied", "llama-bias-tied", frozen=["embed"], settings=zb, **size),
@@ -502,7 +509,7 @@ FAST = {
         *("schedule: interleaved, tied, uneven", "family: tied, zb", "family: two rotary tables"),
         *("family: learned positions", "family: experts, zb", "family: LoRA, zb"),
         *("batch: five rows in pairs", "batch: padding", "batch: packed"),
-        *("batch: labels in the middle", "family: frozen front, zb"),
+        *("batch: labels in the middle", "family: frozen front, zb", "family: frozen for a step"),
         *("frames: selective", "frames: offload, padding", "frames: simulated"),
         *("frames: offload all", "step: changed scale", "step: forgotten", "step: evaluation"),
         *("own loss: tied", "own loss: zb", "own loss: few labels"),

@@ -172,6 +172,10 @@ def run_steps(model: nn.Module, case: Case, replica: int, replicas: int) -> Ran:
         hooks_of(model, case, replicas) as hooks,
     ):
         for step, batch in zip(steps_of(case), batches_of(case, replica), strict=True):
+            trained = [p for p in model.parameters() if p.requires_grad]
+            for name, parameter in model.named_parameters():
+                if any(part in name for part in step.get("frozen", ())):
+                    parameter.requires_grad_(False)
             if isinstance(engine, PipelineEngine):
                 engine.reduces = lambda step=step: step.get("reduces", True)
             if step.get("evaluate"):
@@ -184,6 +188,8 @@ def run_steps(model: nn.Module, case: Case, replica: int, replicas: int) -> Ran:
                 loss = loss_of(model, batch, step.get("loss"))
                 if step.get("backward", True):
                     (loss * step.get("scale", 1.0)).backward()
+            for parameter in trained:
+                parameter.requires_grad_(True)
             losses.append(loss.item())
     grads = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
     return Ran(losses, grads, hooks.calls)

@@ -101,6 +101,30 @@ def test_what_one_rank_refuses_all_do_and_it_leaves_no_trace(tmp_path, rank):
         assert "no room" not in log
 
 
+def test_nobody_waits_for_the_plan_of_a_rank_that_makes_none(tmp_path):
+    """Of units that ranks share each needs the others' plans, and all what the first one chose.
+
+    Where ranks share sequences, too, they plan a stage together.
+    """
+    where = [
+        ({"shared": 1}, "make_plan", 0),
+        ({"shared": 1}, "device_facts", 1),
+        ({}, "choose_pipeline", 0),
+        ({"sp_size": 2}, "device_facts", 1),
+    ]
+    jobs = [
+        job_of("refuse", rank, pp_size=2, raises=raises, **sizes) for sizes, raises, rank in where
+    ]
+    ranks = [2 * sizes.get("sp_size", 1) for sizes, *_ in where]
+    found = shared_nursery().launch_all(MODULE, jobs, ranks=ranks, folder=tmp_path)
+    for ended, (*_, rank) in zip(found, where, strict=True):
+        for log in ended.logs:
+            # In the second or third batch that runs, by the chunks that the rank has a part in.
+            assert re.search(rf"rank {rank} failed in forward pass [34], action ", log)
+            assert "ValueError: sabotage" in log
+            assert "no room" not in log
+
+
 def test_a_rank_that_throws_ends_all_that_share_its_sequence(tmp_path):
     ended = run("throw", 1, tmp_path, sp_size=2, ranks=2)
     assert ended.seconds < TIMEOUT_SECONDS

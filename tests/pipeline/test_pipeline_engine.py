@@ -38,9 +38,9 @@ class Watched:
         raise AssertionError(f"went on to run: {what}")
 
 
-def make(**settings: Any) -> Any:
+def make(num_layers: int = 3, **settings: Any) -> Any:
     config = SPPOConfig(pp_size=2, show_plan=False, **settings)
-    model = build_tiny_model("llama")
+    model = build_tiny_model("llama", num_hidden_layers=num_layers)
     mesh = SimpleNamespace(
         pp_size=2,
         sp_size=1,

@@ -1,5 +1,6 @@
 """What the ranks of a pipeline say of their stages, and the step that is shown for all."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,6 +11,8 @@ import torch
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.convert import get_engine
+from sppo_hf.engine.forward_calls import read_call
+from sppo_hf.engine.offload_holder import offloaded_bytes
 from sppo_hf.errors import BudgetError, OffloadError
 from sppo_hf.offload.engine import OffloadEngine
 from sppo_hf.pipeline import stage_plans
@@ -26,6 +29,7 @@ from sppo_hf.planning.stages import stage_shape
 from sppo_hf.schedule.generate import Size, generate
 from sppo_hf.schedule.lower import lower
 from sppo_hf.schedule.simulate_pipeline import simulate_pipeline
+from sppo_hf.testing.tiny_models import make_batch
 from tests.pipeline.test_pipeline_engine import make
 from tests.planning.shapes import tiny_shape
 
@@ -46,19 +50,23 @@ def _engine() -> PipelineEngine:
     return engine
 
 
-@pytest.mark.parametrize("share", [1.0, 0.5])
+@pytest.mark.parametrize("shares", [(1.0, None), (0.5,), (1.0, 0.5)], ids=str)
 def test_stages_are_planned_with_the_host_memory_that_there_really_is(
-    share: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    shares: tuple[float | None, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """Also where the system gives less than it gave a moment before."""
     asked: list[int] = []
 
     def reserve(self: OffloadEngine, host_bytes: int, progress: object) -> int | None:
+        share = shares[len(asked)]
         asked.append(host_bytes)
-        return int(share * host_bytes) if len(asked) == 1 else None
+        return None if share is None else int(share * host_bytes)
 
     monkeypatch.setattr(OffloadEngine, "reserve", reserve)
     cache = StagePlanCache(_engine())
-    if share < 1.0:
+    if shares[-1] is not None:
         # What is fixed by the settings cannot shrink, so the second plan says what is missing.
         with pytest.raises(BudgetError, match="host"):
             cache._make(*WANTED)
@@ -66,6 +74,64 @@ def test_stages_are_planned_with_the_host_memory_that_there_really_is(
         (plan,) = cache._make(*WANTED).values()
         assert plan.budgets.host == asked[0] == asked[1]
     assert "the system gave" in caplog.text
+
+
+def test_one_pool_serves_all_stages_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pinning more of it would stop the middle of a step."""
+    asked: list[int] = []
+
+    def reserve(self: OffloadEngine, host_bytes: int, progress: object) -> None:
+        asked.append(host_bytes)
+
+    monkeypatch.setattr(OffloadEngine, "reserve", reserve)
+    name = "interleaved_seq1f1b"
+    model = make(4, offload="full", recompute="full", pp_virtual_stages=2, pp_schedule=name)
+    engine = get_engine(model)
+    assert isinstance(engine, PipelineEngine)
+    choice = PipelineChoice(schedule=name, bounds=((0, 10), (10, 20)), reason="set by the user")
+    cache = StagePlanCache(engine)
+    plans = cache._make(1, 20, torch.device("cpu"), 2, True, choice, {})
+    batches = math.ceil(cache._alive(name, 2, 2))
+    assert len(plans) == 2
+    assert asked == [batches * sum(map(offloaded_bytes, plans.values()))]
+
+
+def test_stages_are_planned_anew_for_other_trained_parameters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Once for each set of them, on all ranks, whichever rank has others than before."""
+    others = [7]
+    module = "sppo_hf.pipeline.pipeline_engine"
+    monkeypatch.setattr(f"{module}.agree", lambda *_: None)
+    monkeypatch.setattr(f"{module}.all_numbers", lambda number, _: (number, *others))
+    chosen: list[object] = []
+
+    def first_rank_says(mesh: object, make: Callable[[], Any]) -> Any:
+        chosen.append(mesh)
+        return make()
+
+    monkeypatch.setattr(stage_plans, "first_rank_says", first_rank_says)
+    model = make(num_chunks=2)
+    engine: Any = get_engine(model)
+    engine.mesh.sets, engine.mesh.control = {}, None
+    call = read_call(engine.parts, engine.original_forward, (), make_batch(tokens=20))
+
+    def plan() -> BatchPlans:
+        engine._agree(call, call.layout())
+        return engine._stage_plans.get(1, 20, torch.device("cpu"), micro_batches=1)
+
+    whole = plan()
+    assert plan() is whole
+    model.model.embed_tokens.weight.requires_grad_(False)
+    less = plan()
+    model.model.embed_tokens.weight.requires_grad_(True)
+    assert plan() is whole
+    gradients = [one.by_stage[0].shape.gradient_bytes for one in (whole, less)]
+    assert gradients[0] - gradients[1] == model.model.embed_tokens.weight.nbytes
+    assert len(chosen) == 2
+    others[:] = [8]
+    plan()
+    assert len(chosen) == 3
 
 
 class _Group:
@@ -100,7 +166,7 @@ def test_ranks_that_share_a_sequence_hear_of_one_that_gets_no_host_memory(
 
 def test_the_step_shown_has_messages_as_wide_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gemma 3n and 4 give more than a hidden state on; the search over layouts says the same."""
-    monkeypatch.setattr(stage_plans, "all_say", lambda mesh, said: [said])
+    monkeypatch.setattr(stage_plans, "all_say", lambda mesh, make: [make()])
     h100, rows, name = load_profile("h100"), 2, "seq1f1b"
     bounds = tuple((4096 * at, 4096 * (at + 1)) for at in range(3))
     config = SPPOConfig(

@@ -45,7 +45,7 @@ MORE_THAN_HIDDEN = ("gemma4_text", "gemma4_text-shared-kv", "gemma3n_text")
 def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no other rank to agree on chunks with."""
     trace_short_scans(monkeypatch)
-    monkeypatch.setattr("sppo_hf.pipeline.stage_plans.first_rank_says", lambda _, value: value)
+    monkeypatch.setattr("sppo_hf.pipeline.stage_plans.first_rank_says", lambda _, make: make())
 
 
 class Stage:

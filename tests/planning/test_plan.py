@@ -93,6 +93,15 @@ def test_on_a_cpu_the_order_is_the_one_with_less_memory() -> None:
     assert plan(device=CPU, recompute="none", offload_kv="none").kv_modes == ("device",) * 32
 
 
+def test_an_order_that_saves_little_memory_says_so() -> None:
+    """Of orders that are alike the first is taken, which nobody should believe to be smaller."""
+    made = plan(device=CPU, total_tokens=4096, num_chunks=4, recompute="none")
+    other = plan(device=CPU, total_tokens=4096, num_chunks=4, recompute="none", order="by_chunk")
+    assert made.order == "by_layer"
+    assert made.estimate.device.total >= other.estimate.device.total
+    assert made.order_reason == "auto: about as little memory as the other"
+
+
 def test_on_a_cpu_keys_are_kept_where_that_takes_little_more_and_fits() -> None:
     asked: dict[str, Any] = {"total_tokens": 4096, "order": "by_layer", "chunk_tokens": 512}
     kept = plan(device=CPU, **asked)
