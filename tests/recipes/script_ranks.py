@@ -3,13 +3,11 @@
 {"argv": ["recipes/finetune.py", "--max_steps", "3"]}
 {"module": "sppo_hf.run", "argv": ["--config", "sppo.yaml", "train.py"], "environment": {...}}
 
-With `nodes` the ranks are those of that many nodes. What a script leaves behind in memory is left
-to the system, unless the job says `finalized`: the interpreter takes a third of a second for it.
+With `nodes` the ranks are those of that many nodes.
 """
 
 from __future__ import annotations
 
-import atexit
 import os
 import runpy
 import sys
@@ -19,20 +17,6 @@ from typing import Any
 
 def main(job: dict[str, Any]) -> None:
     """Run a job; what ends the script ends the rank."""
-    try:
-        _run(job)
-        status: Any = 0
-    except SystemExit as end:
-        status = 0 if end.code is None else end.code
-    if job.get("finalized") or not isinstance(status, int):
-        sys.exit(status)
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
-
-
-def _run(job: dict[str, Any]) -> None:
     os.environ.update(job.get("environment", {}))
     if job.get("nodes", 1) > 1:
         local = int(os.environ["WORLD_SIZE"]) // job["nodes"]
