@@ -315,10 +315,11 @@ def _become_rank(module: str, job: dict[str, Any]) -> None:
 
 
 def _warm_up() -> None:
-    """Trace and train a tiny model, so that no rank has to do what torch does but once."""
+    """Trace and train a tiny model, so that no rank has to do what is done but once a process."""
     if shutil.which("nvidia-smi") is not None:
         return  # autograd has threads for each device, which no fork keeps
     import torch
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     from sppo_hf.config import SPPOConfig
     from sppo_hf.engine.convert import convert, revert
@@ -333,6 +334,8 @@ def _warm_up() -> None:
         convert(model, SPPOConfig(num_chunks=2, recompute="full", show_plan=False))
         model(**make_batch(rows=1, tokens=8)).loss.backward()
         revert(model)
+    # To save or load any model, patterns for the weights of all families are compiled.
+    get_checkpoint_conversion_mapping("llama")
 
 
 if __name__ == "__main__":
