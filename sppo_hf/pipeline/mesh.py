@@ -46,7 +46,7 @@ class PipelineMesh:
     dp_rank: int
     device: torch.device
     pipeline: Any = field(repr=False)
-    """All ranks of this pipeline."""
+    """All ranks of this pipeline; None where it has one rank."""
     control: Any = field(repr=False)
     """All ranks that share this one's batches, for a few numbers on the CPU."""
     storage: Any = field(repr=False)
@@ -56,7 +56,8 @@ class PipelineMesh:
     replicas_control: Any = field(repr=False)
     """The same, for a few numbers on the CPU."""
     ends: Any = field(repr=False)
-    """First and last rank of this pipeline, which share tied embeddings; None on others."""
+    """First and last rank of this pipeline, which share tied embeddings; None on others. Two ranks
+    are a pipeline: it is the same group."""
     links: dict[tuple[int, int], Any] = field(repr=False)
     """By (from, to), as ranks of the pipeline, one of them this: the group of messages that go that
     way."""
@@ -178,17 +179,23 @@ def make_mesh(
     check_world(pp_size, world, sp_size)
     dp_size = world // (pp_size * sp_size)
     shape, timeout = (dp_size, pp_size, sp_size), timedelta(seconds=timeout_seconds)
+    # Each group of gloo's has threads that wake a hundred times a second: none for ranks alone.
+    sizes = {name: size for name, size in zip(DIMS, shape, strict=True) if size > 1}
     # Named backends give every dim groups of its own, apart from the launch's.
     fast = "nccl" if device.type == "cuda" else "gloo"
     tensors, numbers = (
         init_device_mesh(
-            kind, shape, mesh_dim_names=DIMS, backend_override=dict.fromkeys(DIMS, backend)
+            kind,
+            tuple(sizes.values()),
+            mesh_dim_names=tuple(sizes),
+            backend_override=dict.fromkeys(sizes, backend),
         )
         for kind, backend in ((device.type, fast), ("cpu", "gloo"))
     )
-    dp_rank, pp_rank, sp_rank = tensors.get_coordinate() or (0, 0, 0)
+    stage, sp_rank = divmod(dist.get_rank(), sp_size)
+    dp_rank, pp_rank = divmod(stage, pp_size)
     links, ends, storage = _hand_made(shape, (dp_rank, pp_rank, sp_rank), device, timeout)
-    alone = dp_size * sp_size == 1
+    pipeline = _group(tensors, fast, "pp")
     mesh = PipelineMesh(
         pp_size=pp_size,
         dp_size=dp_size,
@@ -197,14 +204,14 @@ def make_mesh(
         dp_rank=dp_rank,
         sp_rank=sp_rank,
         device=device,
-        pipeline=_group(tensors, fast, "pp"),
+        pipeline=pipeline,
         control=_group(numbers, "gloo", "pp", "sp"),
         storage=storage,
-        replicas=None if alone else _group(tensors, fast, "dp", "sp"),
-        replicas_control=None if alone else _group(numbers, "gloo", "dp", "sp"),
-        sequence=None if sp_size == 1 else _group(tensors, fast, "sp"),
-        sequence_control=None if sp_size == 1 else _group(numbers, "gloo", "sp"),
-        ends=ends,
+        replicas=_group(tensors, fast, "dp", "sp"),
+        replicas_control=_group(numbers, "gloo", "dp", "sp"),
+        sequence=_group(tensors, fast, "sp"),
+        sequence_control=_group(numbers, "gloo", "sp"),
+        ends=pipeline if pp_size == 2 else ends,
         links=links,
     )
     mesh.allow_seconds(timeout_seconds)
@@ -245,10 +252,11 @@ def _neighbours(rank: int, size: int) -> list[tuple[int, int]]:
 
 
 def _group(mesh: DeviceMesh, backend: str, *dims: str) -> Any:
-    long = [dim for dim in dims if mesh[dim].size() > 1]
+    """This rank's group along the dims that the mesh has of these; None where it has none."""
+    long = tuple(dim for dim in mesh.mesh_dim_names or () if dim in dims)
     if len(long) < 2:
-        return mesh[long[0] if long else dims[0]].get_group()
-    return mesh[tuple(long)]._flatten("_".join(long), backend_override=backend).get_group()
+        return mesh[long[0]].get_group() if long else None
+    return mesh[long]._flatten("_".join(long), backend_override=backend).get_group()
 
 
 def _hand_made(
@@ -272,9 +280,10 @@ def _hand_made(
             )
             if here:
                 mine["storage"] = storage
-            ends = dist.new_group([ranks[0], ranks[-1]], timeout=timeout)
-            if here and pp_rank in (0, pp_size - 1):
-                mine["ends"] = ends
+            if pp_size > 2:
+                ends = dist.new_group([ranks[0], ranks[-1]], timeout=timeout)
+                if here and pp_rank in (0, pp_size - 1):
+                    mine["ends"] = ends
             for source in range(pp_size):
                 for _, target in _neighbours(source, pp_size):
                     pair = sorted((ranks[source], ranks[target]))

@@ -72,11 +72,11 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> dict:
 @pytest.mark.timeout(240)
 def test_fifty_steps_by_the_trainer_and_ten_of_them_on_another_layout(tmp_path: Path):
     """On two ranks from the start; from its checkpoint at 40 on two replicas of two ranks."""
-    plain = run_job({**FIFTY, "rows": 4}, 1, tmp_path / "one")
+    plain = run_job({**FIFTY, "rows": 2}, 1, tmp_path / "one")
     assert len(_series(plain, "loss")) == 50
-    two = run_job({**FIFTY, "settings": PIPELINE, "rows": 4}, 2, tmp_path / "two")
+    two = run_job({**FIFTY, "settings": PIPELINE, "rows": 2}, 2, tmp_path / "two")
     _assert_same_run(two, plain, ("loss", "grad_norm", "epoch", "eval_loss"))
-    job = {**FIFTY, "settings": PIPELINE, "rows": 2}
+    job = {**FIFTY, "settings": PIPELINE, "rows": 1}
     resume = str(tmp_path / "two" / "checkpoint-40")
     four = run_job({**job, "resume": resume}, 4, tmp_path / "resumed")
     _assert_same_run(four, plain, ("loss", "grad_norm", "epoch", "eval_loss"))

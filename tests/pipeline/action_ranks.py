@@ -45,7 +45,6 @@ from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
 from tests.planning.modes import render_plan
 
 TOKENS = 23
-LAYERS = 6
 
 
 class Told(StepObserver):
@@ -176,7 +175,7 @@ class Held:
 
 def run(one: dict[str, Any], pp_size: int, folder: Path) -> None:
     """Train a step of a tiny model, and perhaps evaluate after it."""
-    overrides = {"num_hidden_layers": LAYERS, **one.get("overrides", {})}
+    overrides = {"num_hidden_layers": 2 * pp_size, **one.get("overrides", {})}
     model = build_tiny_model("llama", **overrides)
     settings = {"min_offload_size": 1, "show_plan": False, **one["settings"]}
     config = SPPOConfig(pp_size=pp_size, trace_dir=str(folder / one["name"]), **settings)

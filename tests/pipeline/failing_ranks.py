@@ -78,6 +78,8 @@ def main(job: dict[str, Any]) -> None:
             _refuse_once(engine, model, batch, job, mine=mine)
         model(**batch).loss.backward()
         model.zero_grad()
+        if (Path(job["folder"]) / "reached").exists():
+            time.sleep(0.3)  # a replica that needs nobody goes on until it is told, without haste
     raise AssertionError("nothing failed")
 
 

@@ -9,7 +9,9 @@ or have several at a time, where ranks wait for a time limit.
 
 Each rank runs `main(job)` of the module, in `folder`, with what a launcher would set in its
 environment, as the last call of its interpreter: what it raises is uncaught, and `sys.exit` ends
-it. Processes that a launcher starts by itself: tests/recipes/test_configs.py, tests/test_run.py.
+it. What it leaves in memory is left to the system, unless the job says `finalized`: to take apart
+all that was imported, each page of it a copy of the nursery's, takes a rank half a second.
+Processes that a launcher starts by itself: tests/recipes/test_configs.py, tests/test_run.py.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -289,11 +292,34 @@ def _wait_for_all(waiting: list[Generator[None, None, dict[str, Any]]]) -> list[
         time.sleep(0.02)
 
 
+def _become_rank(module: str, job: dict[str, Any]) -> None:
+    """Run a rank's job, and end its process as an interpreter does, but for what is in memory."""
+    if job.get("finalized"):
+        importlib.import_module(module).main(job)
+        return
+    status = 0
+    try:
+        importlib.import_module(module).main(job)
+    except SystemExit as end:
+        if not isinstance(end.code, int | None):
+            raise
+        status = end.code or 0
+    except Exception:  # noqa: BLE001 (shown as an interpreter shows what nobody catches)
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        status = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
 def _warm_up() -> None:
-    """Trace and train a tiny model, so that no rank has to do what torch does but once."""
+    """Trace and train a tiny model, so that no rank has to do what is done but once a process."""
     if shutil.which("nvidia-smi") is not None:
         return  # autograd has threads for each device, which no fork keeps
     import torch
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     from sppo_hf.config import SPPOConfig
     from sppo_hf.engine.convert import convert, revert
@@ -308,6 +334,8 @@ def _warm_up() -> None:
         convert(model, SPPOConfig(num_chunks=2, recompute="full", show_plan=False))
         model(**make_batch(rows=1, tokens=8)).loss.backward()
         revert(model)
+    # To save or load any model, patterns for the weights of all families are compiled.
+    get_checkpoint_conversion_mapping("llama")
 
 
 if __name__ == "__main__":
@@ -321,4 +349,4 @@ if __name__ == "__main__":
     _warm_up()
     mine = _serve(channel)
     if mine is not None:
-        importlib.import_module(mine["module"]).main(mine["job"])
+        _become_rank(mine["module"], mine["job"])

@@ -498,6 +498,7 @@ def place(pp_size: int) -> dict[str, Any]:
         "world_ranks": [mesh.world_rank(rank) for rank in range(pp_size)],
         "links": {f"{a}>{b}": ranks(group) for (a, b), group in mesh.links.items()},
         "distinct_links": len({id(group) for group in mesh.links.values()}),
+        "smallest": min(map(dist.get_world_size, dist.distributed_c10d._world.pg_map)),
     }
 
 

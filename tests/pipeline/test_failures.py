@@ -35,7 +35,7 @@ def assert_all_ended(ended: Ended, rank: int) -> None:
 
 
 def test_a_rank_that_throws_ends_all_with_its_error_step_and_action(tmp_path):
-    ended = run("throw", 1, tmp_path, pp_size=3, ranks=3)
+    ended = run("throw", 1, tmp_path, pp_size=3, ranks=3, finalized=1)
     assert ended.seconds < TIMEOUT_SECONDS
     for rank, log in enumerate(ended.logs):
         assert "rank 1 failed in forward pass 3, action " in log

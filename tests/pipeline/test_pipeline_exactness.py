@@ -71,7 +71,7 @@ def assert_order(result: dict[str, Any]) -> None:
 
 
 def assert_places(result: dict[str, Any], *, pp_size: int, replicas: int) -> None:
-    """Ranks of one pipeline are neighbours, and each direction has a group of its own."""
+    """Ranks of one pipeline are neighbours, each direction has a group of its own, no rank has."""
     for rank, seen in enumerate(result["places"]):
         replica, stage = divmod(rank, pp_size)
         first = replica * pp_size
@@ -91,6 +91,7 @@ def assert_places(result: dict[str, Any], *, pp_size: int, replicas: int) -> Non
         }
         assert seen["links"] == neighbours
         assert seen["distinct_links"] == len(neighbours)
+        assert seen["smallest"] > 1
 
 
 def assert_all(cases: list[Case], folder: Path, *, pp_size: int, replicas: int) -> None:

@@ -125,7 +125,7 @@ IN_PIPELINES = [
     *(
         case_of(
             f"losses of the caller's: {name}",
-            settings={"chunk_lengths": UNEVEN},
+            settings={"chunk_lengths": [1, 21, 1]},
             steps=_OWN_LOSSES,
             **batch,
         )
