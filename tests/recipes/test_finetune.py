@@ -178,7 +178,8 @@ def test_the_default_model_learns_real_code(place):
         (code / f"{path.stem}.txt").write_text(path.read_text())
     status, printed, report = finetune(
         place / "smollm2",
-        *("--dataset", code, "--max_length", 128, "--max_steps", 3, "--sppo_chunk_tokens", 64),
+        *("--dataset", code, "--max_length", 64, "--max_steps", 2, "--max_eval_rows", 1),
+        *("--sppo_chunk_tokens", 32),
     )
 
     assert status == 0, printed
