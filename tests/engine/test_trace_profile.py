@@ -419,7 +419,7 @@ def test_tracing_leaves_nothing_behind(family: str) -> None:
 
     before = tensors()
     trace_config(tiny_config(family), HALF)
-    assert tensors() == before
+    assert tensors() <= before
 
 
 @pytest.mark.parametrize(
