@@ -16,7 +16,6 @@ import ctypes
 import math
 import mmap
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -145,7 +144,9 @@ class HeapWatch:
 def resident_bytes() -> float:
     """This process's own memory that is in RAM, without files'; infinite where nobody says."""
     try:
-        _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
+        # Asked between layers: without text and a buffer it takes half the time.
+        with open("/proc/self/statm", "rb", buffering=0) as file:
+            _, resident, shared, *_ = file.read().split()
     except OSError:
         return math.inf
     return (int(resident) - int(shared)) * mmap.PAGESIZE

@@ -146,8 +146,8 @@ def trace_model(config: PreTrainedConfig, training: Training, make: Any) -> Mode
         torch.random.fork_rng(devices=[]),
         torch.inference_mode(False),
         torch.enable_grad(),
-        # So that hooks of the caller see none of it.
-        saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
+        # So that hooks of the caller see none of it. Backward never comes here.
+        saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing),
     ):
         parts = find_parts(_build(config, training, make))
         with _only(parts, ()):
@@ -408,41 +408,44 @@ def _trace_layer(
     reached: bool,
 ) -> LayerProfile:
     """Traces one layer by its calls at two lengths; `reached`: its input needs a gradient."""
-    runs = [
-        _Run(parts, call, tokens, training, reached=reached)
-        for call, tokens in zip(calls, lengths, strict=True)
-    ]
-    short, long = (run.forward() for run in runs)
-    per_token = {
-        count.name: round(
-            (getattr(long, count.name) - getattr(short, count.name)) / (lengths[1] - lengths[0])
+    with contextlib.ExitStack() as ends:
+        runs = [
+            ends.enter_context(
+                contextlib.closing(_Run(parts, call, tokens, training, reached=reached))
+            )
+            for call, tokens in zip(calls, lengths, strict=True)
+        ]
+        short, long = (run.forward() for run in runs)
+        per_token = {
+            count.name: round(
+                (getattr(long, count.name) - getattr(short, count.name)) / (lengths[1] - lengths[0])
+            )
+            for count in fields(_Counts)
+        }
+        # Gradients have no part that does not grow with the tokens, so one run will do.
+        few, many = (run.graph_nodes() for run in runs)
+        added = (many - few) / (lengths[1] - lengths[0])
+        backward = round(runs[1].backward_flops() / lengths[1])
+        weights, adapters = _count(calls[0].layer.named_parameters())
+        keys = runs[1].keys
+        return LayerProfile(
+            hidden_size=runs[1].hidden.shape[-1],
+            num_heads=keys.num_heads,
+            num_kv_heads=keys.num_kv_heads,
+            qk_head_size=keys.qk_head_size,
+            v_head_size=keys.v_head_size,
+            window=keys.window,
+            borrows_keys=keys.borrowed,
+            state_bytes=sum(state.nbytes for state in runs[1].states.values()),
+            graph_nodes=round(few - added * lengths[0]),
+            graph_nodes_per_1024=round(1024 * added),
+            scans=any(kind == "recurrent" for kind, *_ in runs[1].states),
+            **per_token,
+            largest_bytes=-(-runs[1].largest_bytes // lengths[1]),
+            input_gradient_flops=backward - per_token["weight_gradient_flops"],
+            total_weights=weights,
+            adapter_weights=adapters,
         )
-        for count in fields(_Counts)
-    }
-    # Gradients have no part that does not grow with the tokens, so one run will do.
-    few, many = (run.graph_nodes() for run in runs)
-    added = (many - few) / (lengths[1] - lengths[0])
-    backward = round(runs[1].backward_flops() / lengths[1])
-    weights, adapters = _count(calls[0].layer.named_parameters())
-    keys = runs[1].keys
-    return LayerProfile(
-        hidden_size=runs[1].hidden.shape[-1],
-        num_heads=keys.num_heads,
-        num_kv_heads=keys.num_kv_heads,
-        qk_head_size=keys.qk_head_size,
-        v_head_size=keys.v_head_size,
-        window=keys.window,
-        borrows_keys=keys.borrowed,
-        state_bytes=sum(state.nbytes for state in runs[1].states.values()),
-        graph_nodes=round(few - added * lengths[0]),
-        graph_nodes_per_1024=round(1024 * added),
-        scans=any(kind == "recurrent" for kind, *_ in runs[1].states),
-        **per_token,
-        largest_bytes=-(-runs[1].largest_bytes // lengths[1]),
-        input_gradient_flops=backward - per_token["weight_gradient_flops"],
-        total_weights=weights,
-        adapter_weights=adapters,
-    )
 
 
 def _count(parameters: Iterable[tuple[str, nn.Parameter]]) -> tuple[int, int]:
@@ -556,6 +559,8 @@ class _Run:
         self._states = LayerStates({})
         rank = None if training.lora is None else training.lora.rank
         self._counter = _FlopCounter(call.layer, self.hidden, rank)
+        self._packed: list[list[Tensor]] = []
+        """What autograd holds of this run: lists of one tensor, which `close` empties."""
         self._saved: dict[int | None, Tensor] = {}
         """By memory; the tensors stay, so that no other one takes their place."""
         self._last_save = 0
@@ -726,7 +731,7 @@ class _Run:
         )
         with (
             attention_taken_over(context),
-            saved_tensors_hooks(self._save, lambda tensor: tensor),
+            saved_tensors_hooks(self._save, lambda packed: packed[0]),
             self._watching_tiles(),
             self._counter.watching(),
             self._needless,
@@ -738,7 +743,17 @@ class _Run:
                 self._recorder.abandon()
         return out[0] if isinstance(out, tuple) else out
 
-    def _save(self, tensor: Tensor) -> Tensor:
+    def close(self) -> None:
+        """Lets go of what autograd holds.
+
+        A result that an operation saves holds the operation, and no collector sees that circle:
+        without backward, which only one of two runs has, all of a run would stay.
+        """
+        for packed in self._packed:
+            packed.clear()
+        vars(self).clear()
+
+    def _save(self, tensor: Tensor) -> list[Tensor]:
         self._recorder.saved(tensor)
         self._needless.saved(tensor)
         self._last_save = len(self._counter.products)
@@ -752,7 +767,8 @@ class _Run:
             self._tile.last_save = self._last_save
             if key not in self._others:
                 self._tile.saved.add(key)
-        return tensor
+        self._packed.append([tensor])
+        return self._packed[-1]
 
     def _saved_bytes(self, key: int | None) -> int:
         return self._size(key, self._saved[key])

@@ -212,10 +212,10 @@ def _case(family: str, scenario: str) -> Case:
     with warnings.catch_warnings():
         # What a family's module does at its first import is Transformers' affair.
         warnings.simplefilter("ignore")
-        model: torch.nn.Module = build_tiny_model(family)
+        model: Any = build_tiny_model(family)
     batch, accumulation = make_batch(tokens=TOKENS), 1
     if scenario == "lora":
-        model = add_lora(build_tiny_model(family))
+        model = add_lora(model)
     elif scenario == "padding":
         batch = make_batch(rows=4, tokens=TOKENS, padding=(0, 9, 22, 3), left_padding=(6, 0, 0, 11))
     elif scenario == "right-padding":

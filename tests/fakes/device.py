@@ -176,6 +176,7 @@ class FakeDevice:
 
     def copy_bytes(self, destination: Tensor, source: Tensor) -> None:
         """A copy on the current stream."""
+        self.look_for_freed()
         stream = self._current
         name, num_bytes = stream.name, source.numel()
         index = stream.enqueue(self._copy_seconds(name, num_bytes))
@@ -208,6 +209,7 @@ class FakeDevice:
         A thread starts when the host says so, and knows of the device's work what the host knows.
         """
         what = f"{'write' if writes else 'read'} by {stream.name}"
+        self.look_for_freed()
         with self.use_stream(stream):
             self._access(memory, stream.enqueue(seconds), writes=writes, what=what)
 
@@ -215,6 +217,7 @@ class FakeDevice:
         self, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = (), seconds: float = 0.0
     ) -> None:
         """Work on the current stream that touches the given tensors."""
+        self.look_for_freed()
         index = self._current.enqueue(seconds)
         for tensor in reads:
             self._access(tensor, index, writes=False, what="kernel's read")
@@ -244,10 +247,9 @@ class FakeDevice:
 
     def look_for_freed(self) -> None:
         """Check what died since the last call; called before anything that could order work."""
-        for key, block in list(self._blocks.items()):
-            if block.storage.expired():
-                self._freed(block)
-                del self._blocks[key]
+        for key in [key for key, block in self._blocks.items() if block.storage.expired()]:
+            self._freed(self._blocks[key])
+            del self._blocks[key]
 
     def _allocate(self, tensor: Tensor) -> Tensor:
         self.look_for_freed()
@@ -271,7 +273,7 @@ class FakeDevice:
                 raise RaceError(f"device bytes were freed under a {access.what}")
 
     def _access(self, tensor: Tensor, index: int, *, writes: bool, what: str) -> None:
-        self.look_for_freed()
+        """Check one access of what was just enqueued, before which was looked for what is freed."""
         stream = self._current
         block = self._block_of(tensor)
         first = tensor.storage_offset() * tensor.element_size()

@@ -180,7 +180,7 @@ def test_the_default_model_learns_real_code(place):
         (code / f"{path.stem}.txt").write_text(path.read_text())
     status, printed, report = finetune(
         place / "smollm2",
-        *("--dataset", code, "--max_length", 64, "--max_steps", 3, "--sppo_chunk_tokens", 32),
+        *("--dataset", code, "--max_length", 64, "--max_steps", 2, "--sppo_chunk_tokens", 32),
         *("--max_eval_rows", 1),
     )
 
