@@ -113,9 +113,8 @@ class Engine:
         """Those whose states go where the weights go; what these take, see `_resting_bytes`, or
         None where an update may have changed it."""
         self._warned: set[str] = set()
-        """Which parameters the last batch trained; None before the first."""
         self._trained_when_placed = b""
-        """Those that would have when weights were put on the host."""
+        """Which parameters trained when weights were put on the host, one byte each."""
         self._kernels_tried = False
         self._has_run = False
         self._passes_on = False

@@ -265,8 +265,9 @@ def _serve(answers: int) -> dict[str, Any] | None:
         for module in {task["module"] for task in tasks}:
             with contextlib.suppress(ImportError):  # the ranks will say it
                 importlib.import_module(module)
-        # What was imported stays: ranks that look for garbage need not look through it.
+        # What was imported stays: ranks that look for garbage need not look through it, nor often.
         gc.freeze()
+        gc.set_threshold(50_000)
         numbers = []
         for task in tasks:
             numbers.append(_fork_ranks(task))
