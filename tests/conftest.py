@@ -20,6 +20,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.sweeps import ALL
+
 # Set before torch is first imported, and inherited by every process that a test starts. Two xdist
 # workers with one thread each fill two cores; more threads only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -34,9 +36,14 @@ os.environ["HF_HOME"] = os.environ.setdefault(
 )
 
 # Whatever the machine's speed, an example is no slower than the test's own time limit allows; and
-# the same examples on every run, so that a red CI is red on the next machine too.
+# the same examples on every run, so that a red CI is red on the next machine too. Where everything
+# is asked for there are more of them, see `sweeps`.
 settings.register_profile(
-    "sppo", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+    "sppo",
+    deadline=None,
+    derandomize=True,
+    max_examples=100 if ALL else 40,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("sppo")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -20,6 +20,7 @@ from sppo_hf.offload.disk import DiskStore, DiskWrite
 from sppo_hf.offload.disk_files import BLOCK_BYTES, aligned_bytes
 from sppo_hf.offload.disk_folder import StoreFolder
 from tests.offload.faulty_disk import PATIENCE_SECONDS, FaultyDisk
+from tests.sweeps import examples
 
 SLAB_BYTES = 8 * BLOCK_BYTES
 
@@ -48,7 +49,7 @@ def read_back(store: DiskStore, write: DiskWrite) -> Tensor:
     return memory
 
 
-@settings(max_examples=40)
+@examples(20, whole=40)
 @given(
     actions=st.lists(
         st.tuples(

@@ -21,6 +21,7 @@ from sppo_hf.offload.storage import OffloadedStorage, OffloadedTensor
 from sppo_hf.offload.transfers import PendingCopies
 from tests.fakes.device import FakeDevice, RaceError
 from tests.fakes.disk import FakeDisk
+from tests.sweeps import examples
 
 SLAB_BYTES = 2**14
 DURATIONS = st.sampled_from([0.0, 0.1, 1.0, 7.0, 50.0])
@@ -100,7 +101,7 @@ class _Training:
         return handle
 
 
-@settings(max_examples=300)
+@examples(150, whole=300)
 @given(
     sizes=st.lists(st.lists(st.integers(1, 3000), max_size=4), min_size=1, max_size=6),
     lane_seconds=st.tuples(DURATIONS, DURATIONS),
@@ -130,7 +131,7 @@ def test_any_training_is_ordered_exact_and_drained(
     assert stats.h2d_bytes <= stats.d2h_bytes
 
 
-@settings(max_examples=100)
+@examples(50, whole=100)
 @given(
     sizes=st.lists(st.integers(8, 3000), min_size=3, max_size=12),
     lane_seconds=st.tuples(DURATIONS, DURATIONS),
@@ -296,8 +297,8 @@ class EngineWithDiskUnderAnyUse(EngineUnderAnyUse):
 
 TestEngineUnderAnyUse = EngineUnderAnyUse.TestCase
 TestEngineWithDiskUnderAnyUse = EngineWithDiskUnderAnyUse.TestCase
-TestEngineWithDiskUnderAnyUse.settings = settings(max_examples=150, stateful_step_count=40)
-TestEngineUnderAnyUse.settings = settings(max_examples=150, stateful_step_count=40)
+TestEngineWithDiskUnderAnyUse.settings = settings(examples(75, whole=150), stateful_step_count=40)
+TestEngineUnderAnyUse.settings = settings(examples(75, whole=150), stateful_step_count=40)
 
 
 def _one_training(device: FakeDevice) -> None:

@@ -16,7 +16,7 @@ from typing import Literal
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sppo_hf.offload.copy_streams import StreamCopier, StreamTicket
@@ -29,6 +29,7 @@ from sppo_hf.offload.storage import OffloadedStorage, OffloadedTensor
 from tests.fakes.device import FakeDevice, RaceError
 from tests.fakes.disk import FakeDisk
 from tests.offload.orders import asked_within
+from tests.sweeps import examples
 
 Mode = Literal["keep", "host", "disk"]
 MOST_FLOATS = 3 * PAGE_BYTES // 4
@@ -220,7 +221,7 @@ class Training:
         assert sum(stored.span.num_bytes for stored in on_device) <= most_bytes
 
 
-@settings(max_examples=250)
+@examples(83, whole=250)
 @given(machine=MACHINES, plan=FRAMES, seed=st.integers(0, 2**32))
 def test_any_plan_is_ordered_exact_bounded_and_drained(
     machine: Machine, plan: list[tuple[Mode, list[int]]], seed: int
@@ -238,7 +239,7 @@ def test_any_plan_is_ordered_exact_bounded_and_drained(
     training.engine.close()
 
 
-@settings(max_examples=150)
+@examples(50, whole=150)
 @given(
     machine=MACHINES,
     plan=FRAMES,
@@ -267,7 +268,7 @@ def test_a_step_that_fails_leaves_a_clean_engine(
     assert training.engine.pool.used_bytes == 0
 
 
-@settings(max_examples=60)
+@examples(20, whole=60)
 @given(machine=MACHINES, plans=st.tuples(FRAMES, FRAMES), seed=st.integers(0, 2**32))
 def test_two_forwards_before_their_backwards(
     machine: Machine, plans: tuple[list[tuple[Mode, list[int]]], ...], seed: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sppo_hf.errors import OffloadError
@@ -14,6 +14,7 @@ from sppo_hf.offload.pool import HostPool
 from sppo_hf.offload.storage import OffloadedTensor
 from tests.fakes.device import FakeDevice
 from tests.offload.orders import asked_within
+from tests.sweeps import examples
 
 SLAB_BYTES = 2**14
 DURATIONS = st.sampled_from([0.0, 0.1, 1.0, 7.0, 50.0])
@@ -42,7 +43,7 @@ def _leaving_bytes(engine: OffloadEngine) -> int:
     )
 
 
-@settings(max_examples=150)
+@examples(50, whole=150)
 @given(
     sizes=st.lists(st.integers(1, 3000), min_size=1, max_size=12),
     lane_seconds=st.tuples(DURATIONS, DURATIONS),

@@ -5,7 +5,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from sppo_hf.planning.activation_modes import KEEP, FrameMode, all_modes
 from sppo_hf.planning.causes import Cause
@@ -27,6 +27,7 @@ from sppo_hf.planning.policies import uniform_modes
 from sppo_hf.planning.tiers import TIERS
 from tests.planning.modes import OFFLOAD, RECOMPUTE
 from tests.planning.situations import decided, falling_bounds, runs, slow_cost, small_shape
+from tests.sweeps import examples
 
 NO_LIMIT = Budgets(device=None, host=None, disk=None)
 
@@ -96,7 +97,7 @@ def test_free_copies_are_preferred_to_recomputation_and_slow_ones_are_not() -> N
 
 
 @given(run=runs())
-@settings(max_examples=100)
+@examples(33, whole=100)
 def test_the_optimum_bounds_every_simulation(run: tuple[ModelCost, Decisions]) -> None:
     cost, what = run
     largest = max(

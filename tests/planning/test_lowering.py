@@ -40,6 +40,7 @@ from tests.planning.situations import (
     slow_cost,
     small_shape,
 )
+from tests.sweeps import examples
 
 DISK = mode_of("whole", "disk")
 TWO_BY_TWO = ((0, 512), (512, 1024))
@@ -335,7 +336,7 @@ class _Mover:
 
 @pytest.mark.fake
 @given(run=runs())
-@settings(max_examples=60)
+@examples(20, whole=60)
 def test_the_engine_prefetches_where_the_program_does(run: tuple[ModelCost, Decisions]) -> None:
     from sppo_hf.offload.prefetch_order import PrefetchOrder
 
@@ -372,7 +373,7 @@ def test_the_engine_prefetches_where_the_program_does(run: tuple[ModelCost, Deci
 
 
 @given(run=runs())
-@settings(max_examples=80)
+@examples(26, whole=80)
 def test_any_decisions_run_to_their_end(run: tuple[ModelCost, Decisions]) -> None:
     cost, what = run
     lanes = lanes_of(what, cost)
@@ -395,7 +396,7 @@ def test_any_decisions_run_to_their_end(run: tuple[ModelCost, Decisions]) -> Non
 
 
 @given(run=runs())
-@settings(max_examples=80)
+@examples(26, whole=80)
 def test_windows_of_the_look_ahead(run: tuple[ModelCost, Decisions]) -> None:
     """Leaving: as a unit begins, no more than the limit waits. Ahead: the limit, or one frame."""
     cost, what = run
@@ -456,7 +457,7 @@ def test_infinitely_fast_copies_cost_nothing(bounds: object, streams: bool) -> N
 
 
 @given(run=runs(), training=st.booleans())
-@settings(max_examples=60)
+@examples(20, whole=60)
 def test_compute_is_the_sum_of_what_each_unit_takes(
     run: tuple[ModelCost, Decisions], training: bool
 ) -> None:
@@ -476,7 +477,7 @@ def test_compute_is_the_sum_of_what_each_unit_takes(
 
 
 @given(run=runs(), training=st.booleans())
-@settings(max_examples=60)
+@examples(20, whole=60)
 def test_copies_take_as_long_as_what_is_said_to_be_copied(
     run: tuple[ModelCost, Decisions], training: bool
 ) -> None:
@@ -505,7 +506,7 @@ def test_slow_copies_bound_the_step() -> None:
 
 
 @given(run=runs(), kind=st.sampled_from(["cuda", "cpu"]), training=st.booleans())
-@settings(max_examples=150)
+@examples(50, whole=150)
 def test_simulated_peaks_are_the_estimates(
     run: tuple[ModelCost, Decisions], kind: str, training: bool
 ) -> None:
@@ -524,7 +525,7 @@ def test_simulated_peaks_are_the_estimates(
 
 
 @given(run=runs())
-@settings(max_examples=60)
+@examples(20, whole=60)
 def test_all_bytes_return(run: tuple[ModelCost, Decisions]) -> None:
     cost, what = run
     program = lower(what, cost)
@@ -538,7 +539,7 @@ def test_all_bytes_return(run: tuple[ModelCost, Decisions]) -> None:
 
 
 @given(run=runs())
-@settings(max_examples=60)
+@examples(20, whole=60)
 def test_copies_hold_no_less_than_what_is_under_way(run: tuple[ModelCost, Decisions]) -> None:
     """Of the look-ahead the program counts what its own copies hold at any time."""
     cost, what = run
@@ -564,7 +565,7 @@ def test_copies_hold_no_less_than_what_is_under_way(run: tuple[ModelCost, Decisi
 
 
 @given(run=runs())
-@settings(max_examples=60)
+@examples(20, whole=60)
 def test_staging_is_bounded(run: tuple[ModelCost, Decisions]) -> None:
     """Bytes that pass through the host to the disk and back stay within the staging region."""
     cost, what = run

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.activation_modes import all_modes
@@ -29,6 +29,7 @@ from sppo_hf.schedule.timeline import Timeline
 from tests.planning.situations import runs
 from tests.planning.synthetic import GIB, mixed_plan, simulated
 from tests.schedule.simulated import simulate
+from tests.sweeps import examples
 
 matplotlib = pytest.importorskip("matplotlib")
 # Not of the pure tier, which is the standard library's.
@@ -200,7 +201,7 @@ def test_a_large_plan_is_few_bars_and_all_its_work() -> None:
 
 
 @given(run=runs())
-@settings(max_examples=40)
+@examples(20, whole=40)
 def test_stacks_add_up_to_the_curves_and_know_every_cause(run: tuple[ModelCost, Decisions]) -> None:
     cost, what = run
     timeline = lower(what, cost).simulate(with_bytes=True)

@@ -255,7 +255,7 @@ def test_the_earliest_frames_go_to_the_disk() -> None:
 
 
 @given(problem=problems(), room_frames=st.floats(0.0, 9.0))
-@settings(max_examples=30)
+@examples(20, whole=30)
 def test_more_is_on_its_way_only_where_room_is_left(
     problem: tuple[ModelCost, Decisions, Budgets, Choices], room_frames: float
 ) -> None:

@@ -1,7 +1,7 @@
 """Rows are the documents, token for token; boundaries are where the documents met."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sppo_hf.errors import ConfigError
@@ -12,6 +12,7 @@ pytest.importorskip("datasets", reason="needs the extra `recipes`")
 from datasets import Dataset
 
 from recipes.packing import IGNORE_INDEX, pack_documents, spread_rows
+from tests.sweeps import examples
 
 TOKENIZER = byte_tokenizer()
 END_ID = TOKENIZER.convert_tokens_to_ids(END)
@@ -29,7 +30,7 @@ def line_of(texts):
     return [token for text in texts for token in [*ids_of(text), END_ID]]
 
 
-@settings(max_examples=30, deadline=None)
+@examples(20, whole=30)
 @given(
     texts=st.lists(st.text(st.sampled_from("abc é\n"), max_size=25), min_size=1, max_size=6),
     max_length=st.integers(2, 40),
@@ -45,7 +46,7 @@ def test_rows_are_the_documents_in_order_with_an_end_behind_each(texts, max_leng
     assert all(len(row) == max_length for row in rows) or len(rows) == 1
 
 
-@settings(max_examples=30, deadline=None)
+@examples(20, whole=30)
 @given(
     texts=st.lists(st.text(st.sampled_from("abc"), max_size=25), min_size=1, max_size=6),
     max_length=st.integers(2, 40),

@@ -6,7 +6,7 @@ from math import lcm
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sppo_hf.errors import ScheduleError
@@ -25,6 +25,7 @@ from sppo_hf.schedule.simulate_pipeline import (
 )
 from sppo_hf.schedule.torch_csv import to_torch_csv
 from sppo_hf.schedule.validate import validate
+from tests.sweeps import examples
 
 UNIT = float(lcm(*range(1, 9)))
 """Seconds of a unit that shares of up to eight ranks divide without a rest."""
@@ -278,7 +279,7 @@ def test_keys_that_wait_elsewhere_stream_beside_each_share() -> None:
         validate(Schedule.parse(text))
 
 
-@settings(max_examples=100, deadline=None)
+@examples(33, whole=100)
 @given(st.sampled_from([add_transfers(msp(3, 4)), msp(2, 3)]), st.data())
 def test_what_is_missing_or_elsewhere_is_found(schedule: Schedule, data: st.DataObject) -> None:
     lists = [list(rank) for rank in schedule.ranks]

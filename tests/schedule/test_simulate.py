@@ -5,7 +5,7 @@ from graphlib import CycleError, TopologicalSorter
 from math import inf, nan
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sppo_hf.errors import ScheduleError
@@ -13,6 +13,7 @@ from sppo_hf.schedule.actions import Action
 from sppo_hf.schedule.simulate import Change
 from tests.schedule.random_schedules import RandomSchedule, relaxed, schedules
 from tests.schedule.simulated import simulate
+from tests.sweeps import examples
 
 Needs = dict[str, str]
 
@@ -25,7 +26,7 @@ def after(needs: Needs) -> Callable[[Action], Iterable[Action]]:
     return lambda action: lane(needs.get(str(action), ""))
 
 
-@settings(max_examples=40)
+@examples(20, whole=40)
 @given(schedules())
 def test_equals_the_reference(schedule: RandomSchedule) -> None:
     timeline = schedule.simulate()
@@ -40,7 +41,7 @@ def test_equals_the_reference(schedule: RandomSchedule) -> None:
     assert timeline.end_seconds == max((end for _, end in times.values()), default=0.0)
 
 
-@settings(max_examples=40)
+@examples(20, whole=40)
 @given(schedules())
 def test_no_shorter_than_the_busiest_lane_and_the_longest_path(schedule: RandomSchedule) -> None:
     timeline = schedule.simulate()
@@ -55,7 +56,7 @@ def test_no_shorter_than_the_busiest_lane_and_the_longest_path(schedule: RandomS
     assert timeline.end_seconds <= sum(schedule.seconds.values()) + 1e-9
 
 
-@settings(max_examples=40)
+@examples(20, whole=40)
 @given(schedules(), st.data())
 def test_a_slower_action_makes_nothing_earlier(
     schedule: RandomSchedule, data: st.DataObject
@@ -70,7 +71,7 @@ def test_a_slower_action_makes_nothing_earlier(
         assert later.end_seconds >= earlier.end_seconds
 
 
-@settings(max_examples=40)
+@examples(20, whole=40)
 @given(schedules(cyclic=True))
 def test_stops_exactly_where_there_is_a_cycle(schedule: RandomSchedule) -> None:
     graph = {action: schedule.needs(action) for action in schedule.seconds}

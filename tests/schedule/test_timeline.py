@@ -3,7 +3,7 @@
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from sppo_hf.errors import ScheduleError
 from sppo_hf.schedule.actions import Action
@@ -11,6 +11,7 @@ from sppo_hf.schedule.simulate import Change
 from sppo_hf.schedule.timeline import Peak, Timeline
 from tests.schedule.random_schedules import RandomSchedule, schedules
 from tests.schedule.simulated import simulate
+from tests.sweeps import examples
 
 F0, F1, B1, B0 = (Action.parse(text) for text in ("0F0", "0F1", "0B1", "0B0"))
 D0, H0 = (Action.parse(text) for text in ("0D0", "0H0"))
@@ -105,7 +106,7 @@ def test_unknown_names_are_refused_with_the_known_ones() -> None:
         timeline.span(Action("B", 0, 9))
 
 
-@settings(max_examples=40)
+@examples(20, whole=40)
 @given(schedules())
 def test_a_lane_is_busy_stalled_or_done(schedule: RandomSchedule) -> None:
     timeline = schedule.simulate()
@@ -120,7 +121,7 @@ def test_a_lane_is_busy_stalled_or_done(schedule: RandomSchedule) -> None:
             assert stall.start_seconds + stall.seconds == pytest.approx(waited_until)
 
 
-@settings(max_examples=40)
+@examples(20, whole=40)
 @given(schedules())
 def test_bytes_equal_a_plain_sum_at_every_instant(schedule: RandomSchedule) -> None:
     timeline = schedule.simulate()
@@ -143,7 +144,7 @@ def test_bytes_equal_a_plain_sum_at_every_instant(schedule: RandomSchedule) -> N
         assert sum(finals) == curve[-1][1]
 
 
-@settings(max_examples=40)
+@examples(20, whole=40)
 @given(schedules())
 def test_all_given_back_is_nothing_left(schedule: RandomSchedule) -> None:
     standing = [Change("device", "weights", 50)]

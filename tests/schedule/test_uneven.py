@@ -1,7 +1,7 @@
 """Micro-batches of different numbers of chunks: generated, validated, simulated, written down."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sppo_hf.errors import ScheduleError
@@ -11,6 +11,7 @@ from sppo_hf.schedule.lower import lower
 from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.simulate_pipeline import fixed_seconds, peak_units, simulate_pipeline
 from sppo_hf.schedule.validate import validate
+from tests.sweeps import examples
 
 NAMES = [name for name in GENERATORS if name not in EVEN]
 
@@ -20,7 +21,7 @@ NAMES = [name for name in GENERATORS if name not in EVEN]
     ranks=st.integers(1, 4),
     chunks=st.lists(st.integers(1, 5), min_size=1, max_size=5),
 )
-@settings(max_examples=100)
+@examples(33, whole=100)
 def test_uneven_steps_run(name: str, ranks: int, chunks: list[int]) -> None:
     schedule = generate(name, Size.uneven(ranks, chunks))
     assert (schedule.num_units, schedule.num_micro_batches) == (sum(chunks), len(chunks))

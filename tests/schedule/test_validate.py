@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sppo_hf.errors import ScheduleError
@@ -15,6 +15,7 @@ from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.validate import explain, is_plainly_right, validate
 from tests.schedule.order_oracle import can_run
 from tests.schedule.sizes import SOME
+from tests.sweeps import examples
 
 Lists = list[list[Action]]
 
@@ -56,7 +57,7 @@ def test_oracle_and_validator_take_what_is_valid(schedule: Schedule) -> None:
     explain(schedule)
 
 
-@settings(max_examples=300)
+@examples(100, whole=300)
 @given(st.sampled_from(ALL), st.data())
 def test_a_missing_action_is_found(schedule: Schedule, data: st.DataObject) -> None:
     lists = [list(rank) for rank in schedule.ranks]
@@ -76,7 +77,7 @@ MORE = [
 """With disk, several stages on a rank, reductions, uneven micro-batches; and an evaluation."""
 
 
-@settings(max_examples=150)
+@examples(50, whole=150)
 @given(st.sampled_from(MORE), st.data())
 def test_what_is_taken_without_a_closer_look_is_right(
     schedule: Schedule, data: st.DataObject
@@ -94,7 +95,7 @@ def test_what_is_taken_without_a_closer_look_is_right(
     is_valid(Schedule(tuple(map(tuple, lists)), schedule.chunks))
 
 
-@settings(max_examples=100)
+@examples(33, whole=100)
 @given(st.sampled_from(ALL), st.data())
 def test_an_action_that_is_there_twice_is_found(schedule: Schedule, data: st.DataObject) -> None:
     lists = [list(rank) for rank in schedule.ranks]
@@ -106,7 +107,7 @@ def test_an_action_that_is_there_twice_is_found(schedule: Schedule, data: st.Dat
     assert "is there twice" in message
 
 
-@settings(max_examples=300)
+@examples(100, whole=300)
 @given(st.sampled_from(ALL), st.data())
 def test_two_actions_in_each_others_place_are_found_where_it_matters(
     schedule: Schedule, data: st.DataObject
@@ -119,7 +120,7 @@ def test_two_actions_in_each_others_place_are_found_where_it_matters(
     assert is_valid(changed) == can_run(changed)
 
 
-@settings(max_examples=200)
+@examples(66, whole=200)
 @given(st.sampled_from(PLAIN), st.randoms(use_true_random=False))
 def test_any_order_is_judged_as_by_the_oracle(schedule: Schedule, random) -> None:
     lists = [list(rank) for rank in schedule.ranks]
@@ -132,7 +133,7 @@ def test_any_order_is_judged_as_by_the_oracle(schedule: Schedule, random) -> Non
     assert is_valid(changed) == can_run(changed)
 
 
-@settings(max_examples=100)
+@examples(33, whole=100)
 @given(st.sampled_from(ALL), st.data())
 def test_an_action_of_another_unit_stage_or_kind_is_found(
     schedule: Schedule, data: st.DataObject
