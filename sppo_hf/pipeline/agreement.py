@@ -69,9 +69,10 @@ def agree(mesh: PipelineMesh, facts: Mapping[str, int]) -> None:
         if differ:
             raise PipelineError(
                 f"ranks that share a batch are about to run different steps: {', '.join(differ)}. "
-                "All of them must get the same batches and settings. Remedy: prepare the "
-                "data loader by the Accelerator, shuffle with the same seed, and start all ranks "
-                "with the same settings file."
+                "All of them must get the same batches and settings, and train the same "
+                "parameters. Remedy: prepare the data loader by the Accelerator, shuffle with the "
+                "same seed, start all ranks with the same settings file, and freeze and unfreeze "
+                "on all of them alike."
             )
 
 

@@ -532,7 +532,37 @@ class PipelineEngine(Engine):
                 stages = range(self.staged.cut.num_stages)
                 parameters = [p for stage in stages for p in self.staged.parameters_of(stage)]
             self.trained = all_numbers(zlib.crc32(which_train(parameters)), self.mesh.control)
+            self._refuse_apart()
             self.plans.notice_trained()
+
+    def _refuse_apart(self) -> None:
+        """Refuse that ranks sum gradients of different parameters; all of them ask, and hear it.
+
+        They would wait for sums that others never ask for, or add what is of something else: both
+        ends of a pipeline of two ranks sum in the group that sums the loss.
+
+        Raises:
+            PipelineError: Ranks that share sequences train different parameters, or both ends of
+                the pipeline different ones of those that they share.
+        """
+        size, said = self.mesh.sp_size, ""
+        parts = [self.trained[at : at + size] for at in range(0, len(self.trained), size)]
+        if any(len(set(numbers)) > 1 for numbers in parts):
+            said = f"ranks that share every sequence (sp_size={size}) train different parameters"
+        elif self.staged.shared_names:
+            named = dict(self.parts.causal_lm.named_parameters())
+            held = [named[name] for name in sorted(self.staged.shared_names) if name in named]
+            tied = all_numbers(zlib.crc32(which_train(held)), self.mesh.control)
+            if len({*tied[:size], *tied[-size:]}) > 1:
+                names = ", ".join(sorted(self.staged.shared_names))
+                said = f"{names} trains on one end of the pipeline and is frozen on the other"
+        if said:
+            raise PipelineError(
+                f"{said}. Allowed: the same on all ranks that hold a parameter. Remedy: freeze and "
+                "unfreeze before the model is converted, or on all ranks alike, by the names in "
+                "model.named_parameters() (of tied weights the output embedding is on the last "
+                "rank alone, the input embedding on the first and the last)."
+            )
 
     def _make_units(
         self,

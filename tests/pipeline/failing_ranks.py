@@ -4,8 +4,9 @@ Training runs through a pipeline (with `shared`, one whose ranks share units), o
 shared sequences. After the third forward of a first chunk, in the backward of chunk 1 (or of
 `unit`), rank `rank` throws, hangs, or leaves by `os._exit`; with "refuse" it alone finds no plan
 for the second batch (with `raises`, what planning calls by that name finds none), with "config" it
-has another number of chunks from the start. What is refused is tried once more
-and given up, so that a later failure (`then`) must be told in its own words.
+has another number of chunks from the start, with "freeze" it alone freezes what has one of
+`frozen` in its name, for the second batch. What is refused is tried once more and given up, so that
+a later failure (`then`) must be told in its own words.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ def main(job: dict[str, Any]) -> None:
     )
     # A message between ranks that live times out by itself, so much later than a silent rank.
     pipeline.GROUP_MARGIN_SECONDS = 3
-    model = build_tiny_model("llama", num_hidden_layers=4, dtype=torch.float32)
+    family = job.get("family", "llama")
+    model: Any = build_tiny_model(family, num_hidden_layers=4, dtype=torch.float32)
     change = convert_to_stages if config.pp_size > 1 else convert_to_shared_sequences
     change(model, config, observer=Saboteur(job) if mine else StepObserver())
     engine = get_engine(model)
@@ -76,6 +78,8 @@ def main(job: dict[str, Any]) -> None:
             if "raises" in job:  # a length that was not planned for yet
                 batch = make_batch(rows=rows, tokens=29, seed=step)
             _refuse_once(engine, model, batch, job, mine=mine)
+        if job["how"] == "freeze" and step == 1:
+            _freeze_once(model, batch, job["frozen"] if mine else [])
         model(**batch).loss.backward()
         model.zero_grad()
         if (Path(job["folder"]) / "reached").exists():
@@ -102,3 +106,15 @@ def _refuse_once(
     with pytest.raises(BudgetError if own else PipelineError, match=said):
         model(**batch)
     refuses.undo()
+
+
+def _freeze_once(model: Any, batch: dict[str, Any], frozen: list[str]) -> None:
+    """Let one rank freeze some parameters for a batch: all refuse it, and run it afterwards."""
+    parameters = [p for n, p in model.named_parameters() if any(part in n for part in frozen)]
+    assert len(parameters) == len(frozen)
+    for parameter in parameters:
+        parameter.requires_grad_(False)
+    with pytest.raises(PipelineError, match=r"train.*Remedy: .*freeze and unfreeze .*alike"):
+        model(**batch)
+    for parameter in parameters:
+        parameter.requires_grad_(True)

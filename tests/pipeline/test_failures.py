@@ -20,7 +20,7 @@ TIMEOUT_SECONDS = 6
 MODULE = "tests.pipeline.failing_ranks"
 
 
-def job_of(how: str, rank: int, **sizes: int) -> dict[str, Any]:
+def job_of(how: str, rank: int, **sizes: Any) -> dict[str, Any]:
     return {"pp_size": 1, "rank": rank, "how": how, "timeout": TIMEOUT_SECONDS, **sizes}
 
 
@@ -123,6 +123,22 @@ def test_nobody_waits_for_the_plan_of_a_rank_that_makes_none(tmp_path):
             assert re.search(rf"rank {rank} failed in forward pass [34], action ", log)
             assert "ValueError: sabotage" in log
             assert "no room" not in log
+
+
+def test_ranks_that_train_different_parameters_say_so_and_go_on(tmp_path):
+    """They would sum different gradients: those of a sequence, and both ends of tied weights."""
+    where = [
+        ({"sp_size": 2, "frozen": ["layers.0.mlp.up_proj.weight"]}, 4),
+        ({"family": "llama-bias-tied", "frozen": ["embed_tokens.weight"]}, 2),
+        ({"pp_size": 1, "sp_size": 2, "frozen": ["embed_tokens.weight"]}, 2),
+    ]
+    jobs = [job_of("freeze", 1, **{"pp_size": 2, **sizes}) for sizes, _ in where]
+    ranks = [count for _, count in where]
+    found = shared_nursery().launch_all(MODULE, jobs, ranks=ranks, folder=tmp_path)
+    for ended in found:
+        for log in ended.logs:
+            assert "ValueError: sabotage" in log
+            assert "unfreeze" not in log
 
 
 def test_a_rank_that_throws_ends_all_that_share_its_sequence(tmp_path):
