@@ -225,19 +225,22 @@ class LowerBounds:
 
     def _copy_seconds(self, layout: Layout) -> float:
         """Copies of frames out and back, and K/V on the same lanes."""
-        bounds, ratios = self.bounds(layout), self._ratios(layout)
-        rows = self._rows // layout.replicas
+        bounds, rows = self.bounds(layout), self._rows // layout.replicas
+        layers: float = self._layer_counts(layout)[0]
+        if layout.schedule in SHARING:
+            layers = self._cost.shape.num_layers / layout.stages
+        ratios = self._ratios(layout)
+        if layout.offload == "sppo":
+            ratios = self._least_ratios(layout, layers)
         # A frame whose backward follows its forward at once stays.
         frames = sum(
             ratio * self._frame_bytes(layout, end - start)
             for ratio, (start, end) in zip(ratios[:-1], bounds, strict=False)
         )
         out, back = (frames + size for size in self._worked(layout).streamed)
-        layers = rows * self._layer_counts(layout)[0]
         if layout.schedule in SHARING:
             # Of K/V, which not all ranks of a unit have, nothing is counted: a bound stays one.
             out = back = frames
-            layers = rows * self._cost.shape.num_layers / layout.stages
         seconds = [
             self._cost.d2h_seconds(out, both=True),
             self._cost.h2d_seconds(back, both=True),
@@ -245,7 +248,7 @@ class LowerBounds:
         if frames and TIERS[layout.frame_tier].behind_host:
             seconds.append(self._cost.store_seconds(layout.frame_tier, frames))
             seconds.append(self._cost.load_seconds(layout.frame_tier, frames))
-        return layers * max(seconds)
+        return rows * layers * max(seconds)
 
     def device_bytes(self, layout: Layout) -> int:
         """Returns less than the fullest rank's device holds.
@@ -490,6 +493,19 @@ class LowerBounds:
         room = seconds / self._cost.d2h_seconds(1.0, both=True)
         sizes = [self._frame_bytes(layout, end - start) for start, end in bounds]
         return sppo_ratios(sizes, room / len(bounds))
+
+    def _least_ratios(self, layout: Layout, layers: float) -> tuple[float, ...]:
+        """By the paper's rule, of a rank with so many layers; as if all had least to compute.
+
+        Of each stage whole layers leave, perhaps half a one less than the rule says.
+        """
+        cost, bounds = self.cost(layout), self.bounds(layout)
+        room = cost.unit_seconds(bounds).forward.sum(axis=1).min() / cost.d2h_seconds(1, both=True)
+        room -= self._tables(layout).kv_out_forward.sum(axis=1).max()
+        lengths = (end - start for start, end in bounds)
+        sizes = [max(cost.frame_bytes(i, n, layout.saved) for i in self._kinds) for n in lengths]
+        ratios = sppo_ratios(sizes, max(0.0, float(room)) / len(bounds))
+        return tuple(max(0.0, ratio - layout.virtual / (2 * layers)) for ratio in ratios)
 
 
 # No slots: a cached property needs the instance's dictionary.

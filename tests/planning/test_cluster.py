@@ -81,6 +81,20 @@ def test_no_layout_needs_less_than_a_glance_says(tokens: int) -> None:
         assert with_stages <= plan.step_seconds, layout
 
 
+def test_of_the_papers_rule_no_more_is_counted_than_whole_layers_of_a_stage() -> None:
+    """Of few layers perhaps none leaves, where a disk would take longer than all computes."""
+    slow = replace(PROFILE, disk_write_bytes_per_second=5e8, disk_read_bytes_per_second=5e8)
+    cost = ModelCost(shape=SHAPE, profile=slow, dtype_name="bfloat16")
+    space = SearchSpace(frames=(("whole", "sppo"),), frame_tiers=("host", "disk"))
+    question, stored = replace(QUESTION, cost=cost, space=space), 0
+    for layout in list(layouts(question))[:: 1 if ALL else 3]:
+        plan = simulate_layout(question, layout)
+        found = question.bounds_of_layout.seconds(layout)
+        assert found <= plan.step_seconds * (1 + 1e-9), layout
+        stored += plan.disk_bytes > 0
+    assert stored
+
+
 @pytest.mark.parametrize("schedule", ["seq1f1b", "zb_seq1f1b", "interleaved_seq1f1b", "msp"])
 def test_a_second_look_sees_what_the_busiest_rank_computes(schedule: str) -> None:
     """The head makes the last stage longer; links take no time, so computes are all there is."""
