@@ -101,13 +101,22 @@ def test_a_second_look_sees_what_the_busiest_rank_computes(schedule: str) -> Non
     space = SearchSpace(schedules=(schedule,), kv_tiers=("device",), frames=(("matmuls", "none"),))
     question = replace(QUESTION, space=space, link_bytes_per_second=math.inf)
     bounds_of_layout = question.bounds_of_layout
-    looked_at = [x for x in layouts(question) if x.stages > 1 and x.stages * x.virtual < 8]
+    looked_at = [
+        layout
+        for gpus in (3, 4)
+        for layout in layouts(replace(question, gpus=gpus))
+        if layout.stages > 1 and layout.stages * layout.virtual < 8
+    ]
     assert looked_at
     gained = 0
     for layout in looked_at:
         rows = question.rows // layout.replicas
         _, costs, timeline = _simulated(question, layout, rows)
-        busiest = max(timeline.busy_seconds(f"{rank}.compute") for rank in range(layout.stages))
+        busy = [timeline.busy_seconds(f"{rank}.compute") for rank in range(layout.stages)]
+        if schedule != "msp":
+            _, each = bounds_of_layout._busy(layout)
+            assert (rows * each).tolist() == pytest.approx(busy), layout
+        busiest = max(busy)
         found = bounds_of_layout.seconds_of_stages(layout)
         # The head over a share of a chunk is a little slower than its share of the whole.
         assert (
