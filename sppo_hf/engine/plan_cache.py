@@ -120,6 +120,10 @@ _WARM_UP_SECONDS = 120.0
 # Gradients below this share of the device's peak change no plan.
 _FEW_GRADIENTS = 0.01
 
+# Sets of parameters that train of which plans are kept: adapters that take turns, not layers that
+# are drawn anew again and again.
+_MOST_TRAINED = 8
+
 
 class AttendingRows(NamedTuple):
     """Rows that run together in a step, and what of them runs here."""
@@ -430,6 +434,18 @@ class PlanCache:
         as PEFT's `disable_adapter` does; that plans nothing anew.
         """
         self._trained = which_train(self._parts.causal_lm.parameters())
+        if self._trained in self._shapes:  # the last that trained are at the end
+            self._shapes[self._trained] = self._shapes.pop(self._trained)
+        elif len(self._shapes) >= _MOST_TRAINED:
+            self._forget(next(iter(self._shapes)))
+
+    def _forget(self, trained: bytes) -> None:
+        """Forget what was planned for one set of parameters that train."""
+        del self._shapes[trained]
+        for key in [key for key in self._plans if key[-1] == trained]:
+            plan = self._plans.pop(key)
+            self._have_run.pop(id(plan), None)
+            self._have_trained.pop(id(plan), None)
 
     def shape(self) -> ModelShape:
         """The model's shape, read once for the parameters that are trained."""

@@ -301,11 +301,16 @@ class StagePlanCache:
                 if plan.prediction is not None
             }
 
-        everyone = [one for one in all_say(self._engine.mesh, learn_own) if one is not None]
+        try:
+            said = all_say(self._engine.mesh, learn_own)
+        except Exception:
+            self._waiting.pop(0)  # on all ranks; else every later batch would be refused, too
+            raise
+        everyone = [one for one in said if one is not None]
         if len(everyone) < len(self._engine.mesh.sharing_ranks):
             return
         self._waiting.pop(0)
-        corrections = [one for said in everyone for one in said.values()]
+        corrections = [one for learned in everyone for one in learned.values()]
         if not any(worth_correcting(before, one) for one in corrections):
             return
         shape = waiting.shape

@@ -8,7 +8,7 @@ import torch
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine import plan_cache as plans_module
-from sppo_hf.engine.convert import convert
+from sppo_hf.engine.convert import convert, get_engine
 from sppo_hf.engine.offload_holder import OffloadHolder
 from sppo_hf.engine.plan_cache import PlanCache, ProfileCorrection
 from sppo_hf.engine.step_observer import StepObserver
@@ -115,6 +115,29 @@ def test_plans_are_kept_by_what_trains():
     assert len(trained) == 2
     assert 0 < trained[0] < trained[1]
     assert len(seen) == 3, "one of evaluation"
+
+
+def test_of_layers_that_are_drawn_to_train_again_and_again_few_plans_stay():
+    """As LISA draws them; the sets that trained last are those that are still known."""
+    model, seen = _converted(build_tiny_model("llama"))
+    engine = get_engine(model)
+    assert engine is not None
+
+    def train(only: str) -> int:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name == only)
+        _step(model)
+        model.zero_grad(set_to_none=True)
+        return len(seen)
+
+    names = [name for name, _ in model.named_parameters() if "layers" in name][:10]
+    assert [train(name) for name in names] == list(range(1, 11))
+    assert [train(name) for name in reversed(names[2:])] == [10] * 8
+    assert train(names[0]) == 11
+    assert train(names[2]) == 11, "used later than its neighbours"
+    assert train(names[9]) == 12, "not used for the longest time"
+    book = engine.plans
+    assert len(book._plans) == len(book._shapes) == len(book._have_trained) == 8
 
 
 @pytest.mark.parametrize("shares", [(0.5,), (1.0, 0.5)], ids=str)
