@@ -101,6 +101,8 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["tiny", DEFAULT_MODEL])
     parser.add_argument("--check", action="store_true", help="fail where a mean is above 1.1")
     options = parser.parse_args()
+    if options.texts < 1:
+        parser.error(f"--texts is {options.texts}; allowed: 1 or more")
     ways = {
         f"{chunks} chunks, {order}": {"num_chunks": chunks, "order": order, "recompute": "full"}
         for chunks in sorted(set(options.chunks))
