@@ -61,7 +61,8 @@ def test_there_are_notebooks():
 def run(tmp_path_factory):
     """Runs a notebook in a kernel that the notebooks share, with its imports."""
     folder = tmp_path_factory.mktemp("notebooks")
-    kernel = tools.AsyncKernelManager()
+    # Over files: a port that is drawn may be another test's by the time the kernel binds it.
+    kernel = tools.AsyncKernelManager(transport="ipc", ip=str(folder / "kernel"))
     with pytest.MonkeyPatch.context() as patch:
         for name, value in _settings(folder).items():
             patch.setenv(name, value)
