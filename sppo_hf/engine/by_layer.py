@@ -111,12 +111,23 @@ NORM = -1
 """The final norm, where layers are numbered from zero."""
 
 
-class _WatchedNorm(nn.Module):
-    """Takes the place of the final norm, notes how it is called, and hands its input on."""
+class _Attributes:
+    """Of a module that takes another's place: what it lacks is the other's (a weight's dtype)."""
 
-    def __init__(self, note: Callable[[Example], None]) -> None:
-        super().__init__()
+    def __init__(self, *args: Any, other: nn.Module, note: Callable[[Example], None]) -> None:
+        super().__init__(*args)
         self._note = note
+        self._other = (other,)  # in a tuple: it is no part of this module
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)  # type: ignore[misc]
+        except AttributeError:
+            return getattr(self.__dict__["_other"][0], name)
+
+
+class _WatchedNorm(_Attributes, nn.Module):
+    """Takes the place of the final norm, notes how it is called, and hands its input on."""
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return `hidden` as it is."""
@@ -124,19 +135,8 @@ class _WatchedNorm(nn.Module):
         return hidden
 
 
-class _Watched(AbsentLayer):
+class _Watched(_Attributes, AbsentLayer):
     """Takes the place of a layer, notes how it is called, and hands hidden states on."""
-
-    def __init__(self, layer: nn.Module, note: Callable[[Example], None]) -> None:
-        super().__init__(layer)
-        self._note = note
-        self._layer = (layer,)  # in a tuple: it is no part of this module
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["_layer"][0], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the hidden states as they are, in a tuple where the layer returns one."""
@@ -167,11 +167,11 @@ def layer_examples(parts: ModelParts, run_base: Callable[[], object]) -> dict[in
     )
     norm = parts.final_norm()
     stand_ins: list[tuple[nn.Module, str, nn.Module]] = [
-        (owner, name, _Watched(layer, note(index)))
+        (owner, name, _Watched(layer, other=layer, note=note(index)))
         for index, (name, layer) in enumerate(zip(owner._modules, parts.layers, strict=True))
     ]
     stand_ins += [
-        (parts.decoder, name, _WatchedNorm(note(NORM)))
+        (parts.decoder, name, _WatchedNorm(other=child, note=note(NORM)))
         for name, child in parts.decoder.named_children()
         if child is norm
     ]

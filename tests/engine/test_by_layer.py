@@ -128,6 +128,21 @@ def test_a_model_that_cannot_goes_chunk_by_chunk_with_a_warning() -> None:
     assert report.attention_forwards == 3 + 9, "one layer, and then all of them chunk by chunk"
 
 
+def test_a_model_may_read_the_weights_of_its_norm_and_layers() -> None:
+    """Zaya's casts hidden states to the dtype of its final norm's weight."""
+    model = convert(build_tiny_model("llama"), _config())
+    engine = get_engine(model)
+    assert engine is not None
+    own = model.model.norm.weight, model.model.layers[0].mlp.up_proj.weight
+    read: list[Tensor] = []
+
+    def run_base() -> None:
+        read.extend((model.model.norm.weight, model.model.layers[0].mlp.up_proj.weight))
+
+    assert layer_examples(engine.parts, run_base) == {}
+    assert [a is b for a, b in zip(read, own, strict=True)] == [True, True]
+
+
 def test_no_memory_is_no_reason_against_an_order() -> None:
     """The engine plans with less then, where that helps; the next batch goes by layer again."""
     model = convert(build_tiny_model("llama"), _config())
