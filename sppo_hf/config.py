@@ -92,7 +92,7 @@ class SPPOConfig:
 
     weights: Literal["auto", "device", "host"] = "auto"
     """Where layers' weights rest: on the "host" they come for a layer's forward and backward;
-    "auto" takes it where a plan does not fit otherwise."""
+    "auto" takes it where a plan does not fit otherwise. Not with micro_batch_size."""
 
     optimizer: Literal["auto", "device", "host"] = "auto"
     """Where trained weights rest and are updated, with gradients and optimizer states: on the
@@ -457,7 +457,7 @@ def _check_tiles(config: SPPOConfig) -> None:
 
 
 def _check_places(config: SPPOConfig) -> None:
-    """Refuse weights on the host where chunks are walked one by one."""
+    """Refuse weights on the host where layers are walked several times."""
     for name in ("weights", "optimizer"):
         if config.pp_size > 1 and getattr(config, name) == "host":
             raise ConfigError(
@@ -477,6 +477,15 @@ def _check_places(config: SPPOConfig) -> None:
             "weights='host' contradicts order='by_chunk', which would bring all weights once for "
             "every chunk. Allowed: order='auto' or 'by_layer' with weights='host'. Remedy: drop "
             "order."
+        )
+    if config.weights == "host" and config.micro_batch_size is not None:
+        # A weight that has been away has another accumulator in autograd's graph for each of them.
+        raise ConfigError(
+            f"weights='host' contradicts micro_batch_size={config.micro_batch_size}: all weights "
+            "would come once for every group of rows, and hooks on them would see the gradient of "
+            "each group by itself. Allowed: weights='auto' or 'device' with micro_batch_size. "
+            "Remedy: drop micro_batch_size, and give batches of fewer rows (under a Trainer "
+            "per_device_train_batch_size, with more gradient_accumulation_steps)."
         )
 
 

@@ -2,8 +2,9 @@
 # A first half hour on a GPU, in the order in which results are worth having: are steps right, one
 # traced step beside checkpointing's, how fast are kernels and copies, then the comparison length by
 # length. Every step has a time limit, writes its log and its results at once, and is skipped when it
-# is run again after it has succeeded; a step that fails does not stop the next one. So run it again
-# as often as needed. Steps for which a package is missing are left out, and named first:
+# is run again after it has succeeded, or after all of its tests have run; a step that fails does not
+# stop the next one. So run it again as often as needed. Steps for which a package is missing are
+# left out, and named first. Nothing is downloaded:
 #
 #   bash recipes/benchmarks/first_gpu_run.sh                     # all steps
 #   bash recipes/benchmarks/first_gpu_run.sh kernels bench-32K   # some
@@ -15,21 +16,25 @@
 #
 # --output FOLDER  where results go (default gpu_run); unpack an earlier results.tar.gz there to go on
 # --model MODEL    what trains (default llama-3.1-8b: random weights, LoRA r=16, bfloat16)
-# --again          run steps that have succeeded, too
+# --device-memory SIZE  all train as on a smaller device: 79GiB on an H200 is an H100's share
+# --again          run steps that were done before, too
 # --seconds N      for all steps together; one that has no use for what is left is not begun
 # --keep FILE      pack everything but traces into FILE after every step; small traces go beside it
 # SPPO_PYTHON      the Python that has this package (default python3)
 # SPPO_STEP_SECONDS  a time limit for every step, in place of its own
 # SPPO_GRACE_SECONDS what a step has to end in once it is interrupted (default 12)
+# HF_HUB_OFFLINE   0 where MODEL is a hub id: else no library asks the hub, which without a network
+#                  would cost each of them the time of its tries
 set -uo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 python=${SPPO_PYTHON:-python3} grace=${SPPO_GRACE_SECONDS:-12}
-output=gpu_run model=llama-3.1-8b tiny=0 again=0 keep='' seconds='' wanted=()
+output=gpu_run model=llama-3.1-8b tiny=0 again=0 keep='' seconds='' wanted=() budget=()
 
 while (($#)); do
     case $1 in
         --output) output=$2 && shift ;;
         --model) model=$2 && shift ;;
+        --device-memory) budget=(--device-memory "$2") && shift ;;
         --seconds) seconds=$2 && shift ;;
         --keep) keep=$2 && shift ;;
         --tiny) tiny=1 ;;
@@ -44,6 +49,7 @@ output=$(cd "$output" && pwd)
 [[ -n $keep ]] && { mkdir -p "$(dirname "$keep")" && keep=$(realpath "$keep") || exit 2; }
 cd "$root" || exit 2
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}
 
 sppo() { "$python" -m sppo_hf.cli "$@"; }
 if ((tiny)); then
@@ -71,8 +77,12 @@ else
         --backends aten_flash cudnn efficient flash_attention_2 flash_attention_3 flash_attention_4)
     calibrate=()
 fi
-# Measured steps by length; ours plans anew within its third step, the others know all in the first.
-declare -A steps_of=([32K]=3 [64K]=2) row_seconds=([32K]=300 [64K]=330 [128K]=450 [256K]=900)
+bench+=("${budget[@]}")
+# Measured steps by length, and ours before them: it plans anew within its third, the others know all
+# in the first. A step of 256K is predicted to take four minutes: with more of them a row would not
+# fit into ten.
+declare -A steps_of=([32K]=3 [64K]=2) warm_up_of=([128K]=2 [256K]=1)
+declare -A row_seconds=([32K]=300 [64K]=330 [128K]=450 [256K]=900)
 
 # Of each step: its time limit in seconds, and the function that does it.
 declare -A limit=([facts]=90 [right]=240 [trace]=540 [kernels]=120 [calibrate]=150 [tests]=600
@@ -99,7 +109,14 @@ for step in "${!limit[@]}"; do
     limit[$step]=${SPPO_STEP_SECONDS:-${limit[$step]}}
 done
 
-test_on() { "$python" -m pytest -v --tb=short -p no:cacheprovider "$@"; }
+# Status 1 of pytest says that all tests have run, and some have failed: to run them once more would
+# say the same.
+test_on() {
+    local status=0
+    "$python" -m pytest -v --tb=short -p no:cacheprovider "$@" || status=$?
+    ((status > 1)) && cut_off=1
+    return "$status"
+}
 facts() {
     "$python" -m torch.utils.collect_env
     nvidia-smi -q -d MEMORY,PCI,CLOCK || true
@@ -109,6 +126,12 @@ right() {
     local status=0
     test_on "${right[@]}" || status=$?
     test_on "${right_kernels[@]}" || status=$?
+    return "$status"
+}
+run_tests() {
+    local status=0 cut_off=0
+    "$1" || status=$?
+    ((cut_off)) || touch "$output/.done-$1"
     return "$status"
 }
 kernels() {
@@ -127,7 +150,7 @@ rows() {
         --output "$output/bench"
 }
 # Rows that are there are not measured again, so `trace` leaves bench-32K little to do.
-ours() { rows "$1" sppo-auto 3 "${@:2}"; }
+ours() { rows "$1" sppo-auto "${warm_up_of[$1]:-3}" "${@:2}"; }
 theirs() { rows "$1" checkpointing+tiled 1 "${@:2}"; }
 trace() {
     local length=${lengths[0]} status=0 file
@@ -158,7 +181,7 @@ attention() { test_on -m gpu tests/attention; }
 longest() {
     ((tiny)) && return
     sppo bench "$model" --longest --contenders sppo-auto,checkpointing+tiled --timeout 300 \
-        --longest-step 32K --lora-dtype bfloat16 --no-picture --output "$output/longest"
+        --longest-step 32K "${bench[@]}" --output "$output/longest"
 }
 quickstart() {
     ((tiny)) && return
@@ -193,6 +216,7 @@ run_step() {
     case $step in
         bench-*) command="run_bench ${step#bench-}" ;;
         ideal-*) command="ideal ${step#ideal-}" ;;
+        right | tests | attention) command="run_tests $step" ;;
     esac
     echo "== $step (at most $most s)"
     set -m

@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -111,7 +112,7 @@ def attending_with(implementation: str, configs: tuple[PreTrainedConfig, ...]) -
 
 def sees(mask_function: Callable[..., Any], *, query: int, key: int) -> bool:
     """Whether the token at `query` sees the one at `key`."""
-    return _ask(mask_function, query, [key])[0]
+    return _ask(_on_the_host(mask_function), query, [key])[0]
 
 
 def mask_meaning(*_: Any, mask_function: Callable[..., Any], **kwargs: Any) -> MaskMeaning:
@@ -120,7 +121,7 @@ def mask_meaning(*_: Any, mask_function: Callable[..., Any], **kwargs: Any) -> M
     if isinstance(made, MaskMeaning):
         # A multimodal model made it for its text decoder, which takes a finished mask as it is.
         return made
-    mask_function = _without_idle_blocks(mask_function)
+    mask_function = _on_the_host(_without_idle_blocks(mask_function))
     windows = {_window_at(mask_function, position) for position in _PROBES}
     window = windows.pop()
     if windows or (window is not None and window < 1):
@@ -145,6 +146,36 @@ def _without_idle_blocks(mask_function: Callable[..., Any]) -> Callable[..., Any
 def _is_idle_block(mask_function: Callable[..., Any]) -> bool:
     table = inspect.getclosurevars(mask_function).nonlocals.get("block_sequence_ids")
     return isinstance(table, Tensor) and bool((table == -1).all())
+
+
+def _on_the_host(mask_function: Callable[..., Any]) -> Callable[..., Any]:
+    """`mask_function` with the tensors that it has by closure on the CPU, where it is asked.
+
+    Llama 4's subtracts a row's padding, which lies with its inputs, from the index of a key. Asked
+    on a GPU it would be waited for at each of a hundred questions; so it is once.
+    """
+    closure = getattr(mask_function, "__closure__", None) or ()
+    before = [cell.cell_contents for cell in closure]
+    moved = [_held_on_the_host(value) for value in before]
+    if all(one is other for one, other in zip(moved, before, strict=True)):
+        return mask_function
+    return types.FunctionType(
+        mask_function.__code__,
+        mask_function.__globals__,
+        mask_function.__name__,
+        mask_function.__defaults__,
+        tuple(types.CellType(value) for value in moved),
+    )
+
+
+def _held_on_the_host(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value if value.device.type in ("cpu", "meta") else value.cpu()
+    if isinstance(value, tuple):
+        moved = tuple(map(_held_on_the_host, value))
+        same = all(one is other for one, other in zip(moved, value, strict=True))
+        return value if same else moved
+    return _on_the_host(value) if inspect.isfunction(value) else value
 
 
 def _block_tokens(visible: Callable[..., Any]) -> int | None:

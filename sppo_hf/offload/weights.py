@@ -12,8 +12,10 @@ the device at a time, the one in use and the next one, on its way.
 - What autograd saves of a weight is the parameter or a view of it. A view would keep the device
   bytes of every layer alive until its backward, so frames keep `SavedWeight`s, which look at the
   parameter's bytes of the time when backward asks.
-- `Parameter.data = ...` keeps the parameter's version, hooks and identity; autograd's accumulators
-  follow its device.
+- `Parameter.data = ...` keeps the parameter's version, hooks and identity. What gathers its
+  gradient autograd makes anew for another device, so a layer's weights come once in a forward:
+  hooks would see the gradient of each coming by itself. (They do where two forwards have one
+  backward.)
 - A gradient leaves for the host as soon as it is complete; what earlier batches left there is added
   up on the host. Until backward ends `Parameter.grad` is None, afterwards it is the host's.
 - Copies are never trusted over an optimizer's step: a forward brings its own.

@@ -172,7 +172,8 @@ def read_places(
     found = [asked]
     if config.optimizer == "auto" and not (asked.optimizer or adapters):
         found.append(Places(weights=False, optimizer=True))
-    if config.weights == "auto" and by_layer and config.order != "by_chunk":
+    once = by_layer and config.order != "by_chunk" and config.micro_batch_size is None
+    if config.weights == "auto" and once:
         found.append(Places(weights=True, optimizer=config.optimizer != "device"))
     return tuple(found)
 

@@ -1,7 +1,8 @@
 """Weights and optimizer on the host: exact, never read while away, and few on the device at a time.
 
 A CPU would forgive a weight that is read while it is away, so here what is away is NaN: the
-parameter, and the copy that it had on the device.
+parameter, and the copy that it had on the device. And where a weight goes to another device,
+autograd lets go of what gathers its gradient, so here it does too.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ def _away_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     def put_away(weight: host._Weight) -> None:
         if weight.device is not None:
             weight.device.fill_(torch.nan)
+        # Another dtype does what another device does.
+        weight.parameter.data = torch.empty(0, dtype=torch.float16)
         weight.parameter.data = torch.full_like(weight.host, torch.nan)
         weight.device = weight.ticket = None
 
@@ -89,6 +92,14 @@ def test_weights_on_the_host_are_exact(
 def test_adapters_are_exact(places: dict[str, str]) -> None:
     model = add_lora(build_tiny_model("llama", dtype=torch.float64))
     config = SPPOConfig(chunk_lengths=(5, 9, 7), **places)
+    report = compare(model, make_batch(rows=2, tokens=21), config)
+    assert report.exact, str(report)
+
+
+def test_an_optimizer_on_the_host_takes_rows_in_groups() -> None:
+    """Copies stay from forward to backward: a weight gathers the gradients of all groups."""
+    model = build_tiny_model("llama", dtype=torch.float64)
+    config = SPPOConfig(chunk_lengths=(5, 9, 7), optimizer="host", micro_batch_size=1)
     report = compare(model, make_batch(rows=2, tokens=21), config)
     assert report.exact, str(report)
 
@@ -425,6 +436,7 @@ def test_gradients_at_rest_are_nobodys_in_an_evaluation(
     ("settings", "said"),
     [
         ({"weights": "host", "order": "by_chunk"}, "contradicts order='by_chunk'"),
+        ({"weights": "host", "micro_batch_size": 1}, "contradicts micro_batch_size=1"),
         ({"weights": "host", "pp_size": 2}, "weights='host' contradicts pp_size=2"),
         ({"weights": "host", "sp_size": 2}, "weights='host' contradicts sp_size=2"),
         ({"optimizer": "host", "pp_size": 2}, "optimizer='host' contradicts pp_size=2"),

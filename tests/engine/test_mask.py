@@ -27,6 +27,28 @@ def test_blocks_are_read_off_the_mask(tokens):
     assert mask_meaning(mask_function=function) == MaskMeaning(None, local=tokens)
 
 
+class _Elsewhere(torch.Tensor):
+    """A tensor of another device: nothing of the host computes with it."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func == torch.Tensor.device.__get__:
+            return torch.device("cuda", 0)
+        if func is torch.Tensor.cpu:
+            with torch._C.DisableTorchFunctionSubclass():
+                return args[0].as_subclass(torch.Tensor)
+        raise RuntimeError("Expected all tensors to be on the same device")
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_masks_that_hold_tensors_of_a_device_are_asked_on_the_host(inside):
+    padding = torch.zeros(1, dtype=torch.long).as_subclass(_Elsewhere)
+    function = masks.chunked_causal_mask_function(64, padding)
+    if inside:
+        function = masks.and_masks(masks.causal_mask_function, function)
+    assert mask_meaning(mask_function=function) == MaskMeaning(None, local=64)
+
+
 def test_tables_of_image_blocks_without_images_are_not_asked_far_from_zero():
     text = torch.full((2, 5), -1)
     function = masks.or_masks(masks.causal_mask_function, masks.blockwise_overlay(text))

@@ -8,7 +8,7 @@ import pytest
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import BudgetError, ConfigError
 from sppo_hf.planning.activation_modes import KEEP, FrameMode
-from sppo_hf.planning.choices import HOLES, DeviceFacts
+from sppo_hf.planning.choices import HOLES, DeviceFacts, read_places
 from sppo_hf.planning.plan import Plan, PlanRequest, make_plan
 from sppo_hf.planning.profile_store import load_profile
 from sppo_hf.planning.solve import fits
@@ -266,6 +266,14 @@ def test_where_weights_cannot_rest_on_the_host(changes: dict[str, Any], place: s
     assert places(made) == place
     said = any("on the device, because 2 processes reduce" in text for text in made.warnings)
     assert said == ("on_host" in changes)
+
+
+def test_groups_of_rows_would_bring_all_weights_several_times() -> None:
+    found = {
+        rows: [place.weights for place in read_places(SPPOConfig(micro_batch_size=rows), FAST)]
+        for rows in (None, 1)
+    }
+    assert found == {None: [False, False, True], 1: [False, False]}
 
 
 SHALLOW = {"num_hidden_layers": 4}

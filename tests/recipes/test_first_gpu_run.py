@@ -29,7 +29,9 @@ case "$*" in
 esac
 printf '%q ' "$@" >>"$CALLS"
 echo >>"$CALLS"
+echo "$HF_HUB_OFFLINE" >"$CALLS.offline"
 case "$*" in
+    "-m pytest"*) exit "$(cat "$CALLS.pytest" 2>/dev/null || echo 0)" ;;
     *attention_kernels*) [[ -e $CALLS.kernels-work ]] || exit 3 ;;
     *cli\\ calibrate*) [[ -e $CALLS.fast ]] || { sleep 61.23 & sleep 61.24; } ;;
     *trace-*) ;;
@@ -43,8 +45,7 @@ def run(tmp_path: Path):
     python, calls = tmp_path / "python", tmp_path / "calls"
     python.write_text(PYTHON)
     python.chmod(0o755)
-    env = {
-        **os.environ,
+    settings = {
         "SPPO_PYTHON": str(python),
         "SPPO_STEP_SECONDS": "4",
         "SPPO_GRACE_SECONDS": "1",
@@ -55,6 +56,7 @@ def run(tmp_path: Path):
         calls.write_text("")
         command = ["bash", str(SCRIPT), "--output", str(tmp_path / "out"), *arguments]
         command += [size] if size else []
+        env = {**os.environ, **settings}
         done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=60)
         return done.returncode, done.stdout + done.stderr, calls.read_text().splitlines()
 
@@ -86,6 +88,37 @@ def test_what_fails_or_is_late_stops_nothing_and_is_done_again(run, tmp_path: Pa
     assert "== facts: done before" in said
     assert [call for call in calls if "attention_kernels" in call or "calibrate" in call]
     assert len(calls) == 3, f"the two that had not succeeded, and the report: {calls}"
+
+
+def test_tests_that_have_all_run_are_not_run_again(run, tmp_path: Path) -> None:
+    status_of_pytest = tmp_path / "calls.pytest"
+    for code, runs_again in ((2, True), (4, True), (1, False)):  # interrupted, misused, some failed
+        status_of_pytest.write_text(str(code))
+        status, said, _ = run("right")
+        assert status == 1
+        assert f"== right: failed ({code})" in said
+        status, said, calls = run("right")
+        assert bool(calls) == runs_again
+    assert status == 0
+    assert "== right: done before" in said
+
+
+def test_no_library_asks_the_hub_unless_told_to(run, tmp_path: Path, monkeypatch) -> None:
+    for given, seen in ((None, "1"), ("0", "0")):
+        if given is None:
+            monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        else:
+            monkeypatch.setenv("HF_HUB_OFFLINE", given)
+        run("facts", "--again")
+        assert (tmp_path / "calls.offline").read_text().strip() == seen
+
+
+def test_a_smaller_device_is_everyones(run) -> None:
+    _, _, calls = run("--device-memory", "79GiB", size="")
+    rows = [shlex.split(call) for call in calls if "--contenders" in call]
+    assert len(rows) > 10
+    for row in rows:
+        assert row[row.index("--device-memory") + 1] == "79GiB", row
 
 
 def test_a_time_limit_ends_all_that_a_step_has_started(run) -> None:
