@@ -19,8 +19,8 @@ A model whose weights are float64 does not compute in float64. Transformers rais
 tables, router logits, attention's softmax and the loss to float32 on purpose (`x.float()`,
 `x.to(torch.float32)`, `softmax(..., dtype=torch.float32)`), which for a float64 model is a step
 *down*: two orders of the same sum then differ by 1e-7, and a wrong chunk whose error is 1e-8 goes
-unseen. Under `float64_everywhere` every such step stays in float64, for the unmodified model and for
-ours alike, so that the only differences left are those of float64 rounding (1e-13 or so), and a
+unseen. Under `float64_everywhere` every such step stays in float64, for the unmodified model and
+for ours alike, so that the only differences left are those of float64 rounding (1e-13 or so), and a
 tolerance of 1e-9 means something.
 """
 
@@ -52,15 +52,18 @@ from sppo_hf.planning.plan import Plan
 class _Torch(types.ModuleType):
     """What modules find as `torch` under `float64_everywhere`."""
 
-    def __init__(self) -> None:
-        super().__init__("torch", torch.__doc__)
-        # A copy, so that nothing is slower to find; anew each time, for others may patch torch.
-        vars(self).update(vars(torch), float32=torch.float64, float=torch.float64)
-
     def __getattr__(self, name: str) -> Any:
-        """What torch has got since."""
+        """What torch has got since `follow`."""
         return getattr(sys.modules["torch"], name)
 
+    def follow(self) -> None:
+        """Be as torch is now: a copy, so that nothing is slower to find."""
+        vars(self).clear()
+        vars(self).update(vars(torch), float32=torch.float64, float=torch.float64)
+
+
+_torch = _Torch("torch")
+"""One for all time: code that was compiled with another is compiled again."""
 
 _float64_lock = threading.Lock()
 _float64_depth = 0
@@ -71,8 +74,8 @@ _leave_float64 = contextlib.ExitStack()
 def float64_everywhere() -> Iterator[None]:
     """While active, whatever asks torch for float32 gets float64, in backward too.
 
-    Covers `Tensor.float()`, `torch.float32` wherever a module's code names it, and the default dtype
-    of newly made tensors. Integer dtypes and half precision are left alone. See
+    Covers `Tensor.float()`, `torch.float32` wherever a module's code names it, and the default
+    dtype of newly made tensors. Integer dtypes and half precision are left alone. See
     [Note: why float64 has to be enforced].
 
     It holds for all threads of the process, which can enter at once, and costs nothing while it
@@ -106,8 +109,9 @@ def _enter_float64() -> None:
     torch.set_default_dtype(torch.float64)
     Tensor.float = Tensor.double
     _leave_float64.callback(delattr, Tensor, "float")  # it comes from a base class
+    _torch.follow()
     _leave_float64.callback(_name_torch, namespaces, torch)
-    _name_torch(namespaces, _Torch())
+    _name_torch(namespaces, _torch)
 
 
 def _name_torch(namespaces: Iterable[dict[str, Any]], module: types.ModuleType) -> None:
