@@ -98,13 +98,8 @@ def float64_everywhere() -> Iterator[None]:
 
 
 def _enter_float64() -> None:
-    namespaces = [
-        vars(module)
-        for name, module in list(sys.modules.items())
-        if "torch" in getattr(module, "__dict__", ())
-        and module.torch is torch
-        and name.partition(".")[0] != "torch"
-    ]
+    last = next(reversed(sys.modules.values()))
+    namespaces = _namespaces(len(sys.modules), id(last))
     _leave_float64.callback(torch.set_default_dtype, torch.get_default_dtype())
     torch.set_default_dtype(torch.float64)
     Tensor.float = Tensor.double
@@ -112,6 +107,18 @@ def _enter_float64() -> None:
     _torch.follow()
     _leave_float64.callback(_name_torch, namespaces, torch)
     _name_torch(namespaces, _torch)
+
+
+@functools.lru_cache(maxsize=1)
+def _namespaces(_count: int, _last: int) -> list[dict[str, Any]]:
+    """Those of modules that name torch; looked for again when others are imported."""
+    return [
+        vars(module)
+        for name, module in list(sys.modules.items())
+        if "torch" in getattr(module, "__dict__", ())
+        and module.torch is torch
+        and name.partition(".")[0] != "torch"
+    ]
 
 
 def _name_torch(namespaces: Iterable[dict[str, Any]], module: types.ModuleType) -> None:

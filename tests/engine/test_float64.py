@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+import types
 from typing import Any
 
 import pytest
@@ -42,6 +43,19 @@ def test_it_leaves_torch_as_it_was() -> None:
     assert torch is sys.modules["torch"]
     assert (dict(vars(torch)), torch.Tensor.float) == before
     assert "float" not in vars(torch.Tensor)
+
+
+def test_modules_that_are_imported_later_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(2):  # the second takes the place of the first
+        with float64_everywhere():
+            pass
+        monkeypatch.delitem(sys.modules, "tests.imported_later", raising=False)
+        later: Any = types.ModuleType("tests.imported_later")
+        later.torch = torch
+        monkeypatch.setitem(sys.modules, later.__name__, later)
+        with float64_everywhere():
+            assert later.torch.float32 == torch.float64 != FLOAT32
+        assert later.torch.float32 is FLOAT32
 
 
 def test_what_torch_gets_meanwhile_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
