@@ -22,6 +22,8 @@ from hypothesis import HealthCheck, settings
 
 from tests.sweeps import ALL
 
+_NOT_COMPILED = "TORCHDYNAMO_DISABLE"
+
 # Set before torch is first imported, and inherited by every process that a test starts. Two xdist
 # workers with one thread each fill two cores; more threads only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -34,6 +36,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["HF_HOME"] = os.environ.setdefault(
     "SPPO_TESTS_HF_HOME", tempfile.mkdtemp(prefix="sppo-tests-")
 )
+
+# PEFT imports bitsandbytes, and that the compiler, to compile a few functions of its own that no
+# test is about. Until all is collected only, so that what tests compile is compiled.
+os.environ[_NOT_COMPILED] = "1"
 
 # Whatever the machine's speed, an example is no slower than the test's own time limit allows; and
 # the same examples on every run, so that a red CI is red on the next machine too. Where everything
@@ -124,6 +130,7 @@ def pytest_collection_finish() -> None:
     They come by themselves as rarely as in our commands: as often as by default they take a
     twentieth of the tests' CPU time.
     """
+    os.environ.pop(_NOT_COMPILED, None)
     gc.enable()
     gc.set_threshold(50_000)
     _pass_over_imports()

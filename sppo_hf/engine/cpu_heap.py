@@ -80,14 +80,30 @@ def _slab(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.empty(*shape, dtype=dtype)
 
 
-def return_free_heap() -> None:
+_WORTH_BYTES = 4 * 2**20
+"""Looking through the heap takes milliseconds: not for what grew by less."""
+
+_least_resident = 0.0
+"""Since free heap last went back."""
+
+
+def return_free_heap(*, always: bool = False) -> None:
     """Give free pages inside the C library's heap back to the operating system.
 
     glibc before 2.38 cannot reuse a freed block for an aligned block of the same size, so the holes
-    that a chunk's temporaries leave add up. Does nothing where there is no glibc.
+    that a chunk's temporaries leave add up. Does nothing where there is no glibc, nor, unless
+    `always`, where this process has grown by less than 4 MiB since.
     """
-    if _malloc_trim is not None:
-        _malloc_trim(0)
+    global _least_resident
+    if _malloc_trim is None:
+        return
+    if not always:
+        now = resident_bytes()
+        _least_resident = min(_least_resident, now)
+        if now - _least_resident < _WORTH_BYTES:
+            return
+    _malloc_trim(0)
+    _least_resident = resident_bytes()
 
 
 class HeapWatch:
@@ -136,7 +152,7 @@ class HeapWatch:
             return return_free_heap()
         now = resident_bytes()
         if now + max(self._passing, now - self._last) > self._most:
-            return_free_heap()
+            return_free_heap(always=True)
             now = resident_bytes()
         self._last = now
 
@@ -161,7 +177,7 @@ def most_resident_bytes(estimate: MemoryEstimate, parameters: Iterable[Tensor]) 
         estimate: Of the step. Weights and what an optimizer holds are there, or not in this step.
         parameters: The model's; their gradients count as the step's own, which they are in it.
     """
-    return_free_heap()
+    return_free_heap(always=True)
     there = sum(p.grad.nbytes for p in parameters if p.grad is not None)
     causes = (Cause.WEIGHTS, Cause.LORA, Cause.OPTIMIZER)
     there += sum(estimate.standing_bytes(cause) for cause in causes)

@@ -32,7 +32,6 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
@@ -54,9 +53,13 @@ from sppo_hf.engine.layer_tiles import is_searched, is_worth_tiles
 from sppo_hf.engine.mask import MaskMeaning
 from sppo_hf.engine.recurrent_state import StateCache
 from sppo_hf.engine.selective import (
+    DependencyTracker,
+    Mode,
     NeedlessRecorder,
+    Run,
     SelectiveRecorder,
     operation,
+    run_operation,
     storage_key,
     tensors_in,
 )
@@ -549,7 +552,7 @@ class _Run:
         self.hidden: Tensor = self._args[0] if self._args else self._kwargs[_HIDDEN]
         self.hidden.requires_grad_(reached)
         self._slices.pop(storage_key(self.hidden), None)
-        self._recorder = SelectiveRecorder(
+        self._recorder = _WatchedRecorder(
             call.layer,
             self.hidden,
             hold=_Size,
@@ -559,6 +562,7 @@ class _Run:
         self._states = LayerStates({})
         rank = None if training.lora is None else training.lora.rank
         self._counter = _FlopCounter(call.layer, self.hidden, rank)
+        self._counter.trackers += (self._needless, self._recorder)
         self._packed: list[list[Tensor]] = []
         """What autograd holds of this run: lists of one tensor, which `close` empties."""
         self._saved: dict[int | None, Tensor] = {}
@@ -695,17 +699,12 @@ class _Run:
             self._save_outside(args[0])
         tile = self._tile = _Tiled(len(self._counter.products))
         self._tile_needless = NeedlessRecorder(args[0], without_memory=True)
-        self._recorder.pause()  # it is to be on top
+        self._counter.trackers.append(self._tile_needless)
         try:
-            with self._tile_needless:
-                self._recorder.resume()
-                try:
-                    output = forward(*args)
-                finally:
-                    self._recorder.abandon()
+            output = forward(*args)
         finally:
+            self._counter.trackers.remove(self._tile_needless)
             self._tile = None
-        self._recorder.resume()
         found = self._tile_needless.result()
         tile.blank = () if found is None else found.blank
         tile.end = len(self._counter.products)
@@ -734,7 +733,6 @@ class _Run:
             saved_tensors_hooks(self._save, lambda packed: packed[0]),
             self._watching_tiles(),
             self._counter.watching(),
-            self._needless,
         ):
             self._recorder.start()
             try:
@@ -840,17 +838,40 @@ class _Product(NamedTuple):
     """The layer's child module in which it ran."""
 
 
-class _FlopCounter(TorchDispatchMode):
-    """Counts the matrix products of one layer."""
+class _WatchedRecorder(SelectiveRecorder):
+    """A recorder that is told what runs by a `_FlopCounter`."""
+
+    def _begin(self) -> None:
+        """Torch is not to tell it."""
+
+    def _end(self) -> None:
+        """Likewise."""
+
+    def watch(self, run: Run, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        watched = super().watch if self.is_running else _tell_nobody
+        return watched(run, func, args, kwargs)
+
+
+def _tell_nobody(run: Run, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    return run(func, args, kwargs)
+
+
+class _FlopCounter(Mode):
+    """Counts the matrix products of one layer, and tells others what runs.
+
+    One mode for all of them: torch takes as long to pass an operation on from mode to mode as they
+    take to look at it.
+    """
 
     def __init__(self, layer: nn.Module, hidden: Tensor, rank: int | None = None) -> None:
         super().__init__()
         # Where the layer's input is fake, so is what it makes of nothing.
-        self._run = run_fake if isinstance(hidden, Fake) else _run
+        self._run = run_fake if isinstance(hidden, Fake) else run_operation
         self._rank = rank
         self._layer = layer
         self._width = hidden.shape[-1]
         self.products: list[_Product] = []
+        self.trackers: list[DependencyTracker] = []
         self.child: str | None = None
         self._weights = {storage_key(x): x.requires_grad for x in layer.parameters()}
         """Memory of weights and of what is made of weights alone, and whether these are trained."""
@@ -874,11 +895,15 @@ class _FlopCounter(TorchDispatchMode):
                 handle.remove()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        run: Run = self._count
+        for tracker in self.trackers:
+            run = functools.partial(tracker.watch, run)
+        return run(func, args, kwargs or {})
+
+    def _count(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         op = operation(func)
-        out = self._run(func, args, kwargs or {})
-        given = [
-            self._weights.get(storage_key(x)) for x in tensors_in((*args, *(kwargs or {}).values()))
-        ]
+        out = self._run(func, args, kwargs)
+        given = [self._weights.get(storage_key(x)) for x in tensors_in((*args, *kwargs.values()))]
         made = any(given) if given and None not in given else None
         for tensor in tensors_in((out,)):
             if made is None:
@@ -902,13 +927,9 @@ class _FlopCounter(TorchDispatchMode):
                 )
             )
         elif func._overloadpacket in flop_registry:
-            flops = flop_registry[func._overloadpacket](*args, **(kwargs or {}), out_val=out)
+            flops = flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
             self.products.append(_Product(flops, 0, False, any(given), False, 0, self.child))
         return out
-
-
-def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    return func(*args, **kwargs)
 
 
 def _product_flops(name: str, left: Tensor, right: Any, out: Tensor) -> int:

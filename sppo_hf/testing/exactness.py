@@ -19,8 +19,8 @@ A model whose weights are float64 does not compute in float64. Transformers rais
 tables, router logits, attention's softmax and the loss to float32 on purpose (`x.float()`,
 `x.to(torch.float32)`, `softmax(..., dtype=torch.float32)`), which for a float64 model is a step
 *down*: two orders of the same sum then differ by 1e-7, and a wrong chunk whose error is 1e-8 goes
-unseen. Under `Float64Everywhere` every such step stays in float64, for the unmodified model and for
-ours alike, so that the only differences left are those of float64 rounding (1e-13 or so), and a
+unseen. Under `float64_everywhere` every such step stays in float64, for the unmodified model and
+for ours alike, so that the only differences left are those of float64 rounding (1e-13 or so), and a
 tolerance of 1e-9 means something.
 """
 
@@ -31,116 +31,99 @@ import copy
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+import threading
+import types
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.hooks import RemovableHandle
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.convert import convert, get_engine
 from sppo_hf.engine.step_observer import StepObserver
-from sppo_hf.engine.structure import find_causal_lm, on_instances
+from sppo_hf.engine.structure import find_causal_lm
 from sppo_hf.planning.plan import Plan
 
 
-class Float64Everywhere(TorchFunctionMode):
-    """While active, whatever asks torch for float32 gets float64.
+class _Torch(types.ModuleType):
+    """What modules find as `torch` under `float64_everywhere`."""
 
-    Covers `Tensor.float()`, dtype arguments of every torch function (positional and by name), and
-    the default dtype of newly made tensors. Integer dtypes and half precision are left alone. See
-    [Note: why float64 has to be enforced].
+    def __getattr__(self, name: str) -> Any:
+        """What torch has got since `follow`."""
+        return getattr(sys.modules["torch"], name)
 
-    Entering changes torch's default dtype for the process; leaving restores it. Python code that
-    autograd calls in backward does not see the mode: use `float64_everywhere` around models.
-    """
+    def follow(self) -> None:
+        """Be as torch is now: a copy, so that nothing is slower to find."""
+        vars(self).clear()
+        vars(self).update(vars(torch), float32=torch.float64, float=torch.float64)
 
-    def __enter__(self) -> Float64Everywhere:
-        self._default = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float64)
-        super().__enter__()
-        return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        super().__exit__(exc_type, exc_value, traceback)
-        torch.set_default_dtype(self._default)
+_torch = _Torch("torch")
+"""One for all time: code that was compiled with another is compiled again."""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Call `func` with float64 wherever it would have used float32."""
-        if func is torch.Tensor.float:
-            func = torch.Tensor.double
-        # Loops, for this runs at every access to a tensor: comprehensions take twice as long.
-        for arg in args:
-            if arg is torch.float32:
-                args = [torch.float64 if arg is torch.float32 else arg for arg in args]
-                break
-        if not kwargs:
-            return func(*args)
-        for arg in kwargs.values():
-            if arg is torch.float32:
-                kwargs = {
-                    name: torch.float64 if arg is torch.float32 else arg
-                    for name, arg in kwargs.items()
-                }
-                break
-        return func(*args, **kwargs)
+_float64_lock = threading.Lock()
+_float64_depth = 0
+_leave_float64 = contextlib.ExitStack()
 
 
 @contextlib.contextmanager
-def float64_everywhere(model: nn.Module) -> Iterator[None]:
-    """Run `model`, forward and backward, under `Float64Everywhere`.
+def float64_everywhere() -> Iterator[None]:
+    """While active, whatever asks torch for float32 gets float64, in backward too.
 
-    Autograd empties the stack of function modes before it calls Python, so a layer that is run
-    again in backward would compute in float32 where it computed in float64 before. The `forward` of
-    each decoder layer, norm and rotary table (a pipeline may run all of them there), and of what
-    layers are made of (which may run in tiles), is therefore wrapped, for the duration, to enter it
-    by itself.
+    Covers `Tensor.float()`, `torch.float32` wherever a module's code names it, and the default
+    dtype of newly made tensors. Integer dtypes and half precision are left alone. See
+    [Note: why float64 has to be enforced].
+
+    It holds for all threads of the process, which can enter at once, and costs nothing while it
+    does: no call is looked at, but the name `torch` means something else in all modules that are
+    imported by now. Not covered: torch's own code, and what kept `torch.float32` when it was
+    imported (a default argument, say).
     """
-    forwards = {layer: _in_float64(layer.forward) for layer in set(_may_run_again(model))}
-    with on_instances("forward", forwards), _float64_once():
+    global _float64_depth
+    with _float64_lock:
+        if _float64_depth == 0:
+            _enter_float64()
+        _float64_depth += 1
+    try:
         yield
+    finally:
+        with _float64_lock:
+            _float64_depth -= 1
+            if _float64_depth == 0:
+                _leave_float64.close()
 
 
-def _may_run_again(model: nn.Module) -> Iterator[nn.Module]:
-    for module in model.modules():
-        name = type(module).__name__.lower()
-        if "norm" in name or "rotary" in name:
-            yield module
-        if isinstance(module, GradientCheckpointingLayer):
-            yield from (part for part in module.modules() if any(part.children()))
+def _enter_float64() -> None:
+    last = next(reversed(sys.modules.values()))
+    namespaces = _namespaces(len(sys.modules), id(last))
+    _leave_float64.callback(torch.set_default_dtype, torch.get_default_dtype())
+    torch.set_default_dtype(torch.float64)
+    Tensor.float = Tensor.double
+    _leave_float64.callback(delattr, Tensor, "float")  # it comes from a base class
+    _torch.follow()
+    _leave_float64.callback(_name_torch, namespaces, torch)
+    _name_torch(namespaces, _torch)
 
 
-def _in_float64(forward: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(forward)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        with _float64_once():
-            return forward(*args, **kwargs)
+@functools.lru_cache(maxsize=1)
+def _namespaces(_count: int, _last: int) -> list[dict[str, Any]]:
+    """Those of modules that name torch; looked for again when others are imported."""
+    return [
+        vars(module)
+        for name, module in list(sys.modules.items())
+        if "torch" in getattr(module, "__dict__", ())
+        and module.torch is torch
+        and name.partition(".")[0] != "torch"
+    ]
 
-    return wrapped
 
-
-def _float64_once() -> contextlib.AbstractContextManager[object]:
-    """The mode, unless it is active: every call on a tensor would go through each of them."""
-    stack = _get_current_function_mode_stack()
-    if any(isinstance(mode, Float64Everywhere) for mode in stack):
-        return contextlib.nullcontext()
-    return Float64Everywhere()
+def _name_torch(namespaces: Iterable[dict[str, Any]], module: types.ModuleType) -> None:
+    for namespace in namespaces:
+        namespace["torch"] = module
 
 
 GRADIENT_FLOOR = 1e-4
@@ -448,7 +431,7 @@ def run_batch(
     loss = 0.0
     hooked = GradientHooks(model) if hooks else None
     with (
-        float64_everywhere(model) if is_double else contextlib.nullcontext(),
+        float64_everywhere() if is_double else contextlib.nullcontext(),
         hooked or contextlib.nullcontext(),
     ):
         for micro_batch in _micro_batches(batch, accumulation):

@@ -201,10 +201,10 @@ def test_hooks_of_others_see_the_layers_call_over_all_tokens() -> None:
     for hooked in (reference.model.layers[1],):
         hooked.register_forward_pre_hook(before)
         hooked.register_forward_hook(after)
-    with float64_everywhere(model):
+    with float64_everywhere():
         ours = model(**batch).loss
     assert seen == [("before", 23), ("after", 23)]
-    with float64_everywhere(reference):
+    with float64_everywhere():
         torch.testing.assert_close(ours, reference(**batch).loss, rtol=1e-9, atol=0.0)
 
 
@@ -212,7 +212,7 @@ def test_a_backward_hook_that_comes_later_ends_the_order() -> None:
     model = build_tiny_model("llama")
     batch = make_batch(tokens=23)
     convert(model, _config())
-    with float64_everywhere(model):
+    with float64_everywhere():
         before = model(**batch).loss
         model.model.layers[0].register_full_backward_hook(lambda *_: None)
         with pytest.warns(UserWarning, match="order: by_chunk"):
@@ -226,7 +226,7 @@ def test_evaluation_and_its_logits() -> None:
     batch = make_batch(rows=2, tokens=23)
     convert(model, _config(return_logits=True))
     plain.set_attn_implementation("eager")
-    with torch.no_grad(), float64_everywhere(model), float64_everywhere(plain):
+    with torch.no_grad(), float64_everywhere():
         ours, theirs = model(**batch), plain(**batch)
     torch.testing.assert_close(ours.loss, theirs.loss)
     torch.testing.assert_close(ours.logits, theirs.logits)
@@ -236,7 +236,7 @@ def test_several_forwards_before_their_backwards() -> None:
     model, plain = build_tiny_model("llama"), build_tiny_model("llama")
     batches = [make_batch(tokens=23, seed=seed) for seed in (1, 2)]
     convert(model, _config(micro_batch_size=1))
-    with float64_everywhere(model), float64_everywhere(plain):
+    with float64_everywhere():
         losses = [model(**batch).loss for batch in batches]
         for loss in losses:
             loss.backward()

@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import math
 import mmap
 from typing import Any, Literal
 
@@ -103,7 +104,40 @@ def trims(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Gets an entry whenever free heap is given back."""
     made: list[int] = []
     monkeypatch.setattr(cpu_heap, "_malloc_trim", made.append)
+    monkeypatch.setattr(cpu_heap, "_least_resident", 0.0)
     return made
+
+
+def test_free_heap_goes_back_when_it_is_worth_it(
+    trims: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mib = 2.0**20
+    resident = [0.0]
+    monkeypatch.setattr(cpu_heap, "resident_bytes", lambda: resident[0])
+
+    def count(megabytes: float, *, always: bool = False) -> int:
+        trims.clear()
+        resident[0] = megabytes * mib
+        cpu_heap.return_free_heap(always=always)
+        return len(trims)
+
+    assert count(100) == 1
+    assert count(103.9) == 0
+    assert count(103.9, always=True) == 1
+    assert count(104.1) == 0
+    assert count(107.9) == 1
+    assert count(50) == 0
+    assert count(54) == 1, "what has gone by itself was less than there was at the last time"
+
+
+@pytest.mark.parametrize("unknown", [math.inf, math.nan])
+def test_where_nobody_says_what_is_resident_free_heap_goes_back_each_time(
+    unknown: float, trims: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_heap, "resident_bytes", lambda: unknown)
+    for _ in range(3):
+        cpu_heap.return_free_heap()
+    assert len(trims) == 3
 
 
 def test_free_heap_stays_where_little_is_resident(trims: list[int]) -> None:
@@ -113,15 +147,18 @@ def test_free_heap_stays_where_little_is_resident(trims: list[int]) -> None:
     HeapWatch(2 * before).between_layers()
     assert not trims
     HeapWatch(2 * before, passing=before).between_layers()
+    assert len(trims) == 1
+    more = torch.ones(1 << 24)
     HeapWatch(None).between_layers()
     assert len(trims) == 2
+    assert more.nbytes == held.nbytes
 
 
 def test_free_heap_goes_before_as_much_again_would_be_too_much(
     trims: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # After three layers, given back to 12, after the fourth, given back to 5, after the fifth.
-    resident = iter([10.0, 30.0, 45.0, 12.0, 40.0, 5.0, 20.0])
+    resident = iter([10.0, 30.0, 45.0, 12.0, 12.0, 40.0, 5.0, 5.0, 20.0])
     monkeypatch.setattr(cpu_heap, "resident_bytes", lambda: next(resident))
     heap, counts = HeapWatch(55, passing=1), list[int]()
     for _ in range(5):
@@ -162,11 +199,12 @@ def test_layers_give_back_free_heap_where_the_plan_has_no_room_for_it(
 ) -> None:
     """What a step's first rows keep is in its plan, and gives those after them no more room."""
     model, inputs = build_tiny_model("llama"), make_batch(rows=rows, tokens=24)
+    monkeypatch.setattr(cpu_heap, "_WORTH_BYTES", -math.inf)
     convert(model, SPPOConfig(chunk_tokens=8, order=order, micro_batch_size=1))
 
     def count(later: float) -> int:
         trims.clear()
-        resident = itertools.chain([0.0], itertools.repeat(later))
+        resident = itertools.chain([0.0, 0.0], itertools.repeat(later))
         monkeypatch.setattr(cpu_heap, "resident_bytes", lambda: next(resident))
         model(**inputs).loss.backward()
         return len(trims)

@@ -248,7 +248,7 @@ def test_returned_logits_are_those_of_every_token(model, ids, batch, settings):
 @pytest.mark.parametrize("keep", [0, 9], ids=["all tokens", "the last"])
 def test_returned_logits_carry_gradients(ids, settings, with_loss, keep):
     def gradients(model):
-        with float64_everywhere(model):
+        with float64_everywhere():
             outputs = model(input_ids=ids, labels=ids[:, -keep:], logits_to_keep=keep)
             loss = outputs.logits.logsumexp(-1).pow(2).mean()
             (loss + outputs.loss if with_loss else loss).backward()

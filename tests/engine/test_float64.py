@@ -1,17 +1,22 @@
 """The float64 mode does what exactness in float64 rests on, and leaves no trace."""
 
 import contextlib
+import sys
+import types
+from typing import Any
 
 import pytest
 import torch
 
-from sppo_hf.testing.exactness import Float64Everywhere, float64_everywhere, run_batch
+from sppo_hf.testing.exactness import float64_everywhere, run_batch
 from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
+
+FLOAT32 = torch.float32
 
 
 def test_requests_for_float32_are_answered_in_float64() -> None:
     x = torch.ones(3, dtype=torch.float64)
-    with Float64Everywhere():
+    with float64_everywhere():
         assert x.float().dtype == torch.float64
         assert x.to(torch.float32).dtype == torch.float64
         assert x.to(dtype=torch.float32).dtype == torch.float64
@@ -23,22 +28,79 @@ def test_requests_for_float32_are_answered_in_float64() -> None:
         assert torch.zeros(3).dtype == torch.float64
         assert torch.arange(3).dtype == torch.int64
         assert x.to(torch.bfloat16).dtype == torch.bfloat16
-    assert x.float().dtype == torch.float32
-    assert torch.zeros(3).dtype == torch.float32
+    assert x.float().dtype == FLOAT32
+    assert x.to(torch.float32).dtype == FLOAT32
+    assert torch.zeros(3).dtype == FLOAT32
+
+
+def test_it_leaves_torch_as_it_was() -> None:
+    before = dict(vars(torch)), torch.Tensor.float
+    with float64_everywhere():
+        assert sys.modules["torch"] is not torch  # what torch's own code sees is torch
+        assert sys.modules["torch"].float32 is FLOAT32
+        assert torch.Tensor is sys.modules["torch"].Tensor
+        assert torch.nn.Module is sys.modules["torch"].nn.Module
+    assert torch is sys.modules["torch"]
+    assert (dict(vars(torch)), torch.Tensor.float) == before
+    assert "float" not in vars(torch.Tensor)
+
+
+def test_modules_that_are_imported_later_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(2):  # the second takes the place of the first
+        with float64_everywhere():
+            pass
+        monkeypatch.delitem(sys.modules, "tests.imported_later", raising=False)
+        later: Any = types.ModuleType("tests.imported_later")
+        later.torch = torch
+        monkeypatch.setitem(sys.modules, later.__name__, later)
+        with float64_everywhere():
+            assert later.torch.float32 == torch.float64 != FLOAT32
+        assert later.torch.float32 is FLOAT32
+
+
+def test_what_torch_gets_meanwhile_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    with float64_everywhere():
+        monkeypatch.setattr(sys.modules["torch"], "new_here", 1, raising=False)
+        assert torch.new_here == 1  # type: ignore[attr-defined]
+        with pytest.raises(AttributeError, match="no_such"):
+            _ = torch.no_such  # type: ignore[attr-defined]
 
 
 def test_an_exception_leaves_no_trace() -> None:
-    with contextlib.suppress(ZeroDivisionError), Float64Everywhere():
+    with contextlib.suppress(ZeroDivisionError), float64_everywhere():
         raise ZeroDivisionError
-    assert torch.zeros(1).float().dtype == torch.float32
+    assert torch.zeros(1).float().dtype == FLOAT32
 
 
-def test_wrapped_layers_get_their_forward_back() -> None:
-    model = build_tiny_model("llama")
-    before = [dict(vars(layer)) for layer in model.model.layers]
-    with float64_everywhere(model):
-        assert all("forward" in vars(layer) for layer in model.model.layers)
-    assert [dict(vars(layer)) for layer in model.model.layers] == before
+def test_the_last_that_leaves_ends_it() -> None:
+    """Also where they do not leave in the order in which they came, as threads do."""
+    first, second = float64_everywhere(), float64_everywhere()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert torch.zeros(1).float().dtype == torch.float64
+    second.__exit__(None, None, None)
+    assert torch.zeros(1).float().dtype == FLOAT32
+
+
+def test_code_that_autograd_calls_computes_in_float64() -> None:
+    """Layers run again in backward; torch takes modes of its own off the stack there."""
+    seen: list[torch.dtype] = []
+
+    class Again(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            seen.extend((grad.float().dtype, grad.to(torch.float32).dtype))
+            return grad
+
+    x = torch.ones(2, dtype=torch.float64, requires_grad=True)
+    with float64_everywhere():
+        Again.apply(x).sum().backward()
+    assert seen == [torch.float64] * 2
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3_moe", "deepseek_v3", "olmo2"])

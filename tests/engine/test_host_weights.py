@@ -130,7 +130,7 @@ def test_gradients_add_up_in_locked_memory(locked: FakeDevice) -> None:
     hosted, plain = _converted(weights="host"), build_tiny_model("llama", dtype=torch.float64)
     after = []
     for model in (hosted, plain.train()):
-        with float64_everywhere(model):
+        with float64_everywhere():
             for seed in (0, 1, 0, 1, 0, 1):
                 _loss(model, seed).backward()
                 after.append(sum(locked.locked.values()))
@@ -157,7 +157,7 @@ def _gradients(model: torch.nn.Module) -> list[torch.Tensor]:
 def test_batches_add_up_on_the_host(places: dict[str, str]) -> None:
     hosted, plain = _converted(**places), build_tiny_model("llama", dtype=torch.float64).train()
     for model in (hosted, plain):
-        with float64_everywhere(model):
+        with float64_everywhere():
             for seed in range(3):
                 _loss(model, seed).backward()
             both = _loss(model, 3) + _loss(model, 4)  # two forwards before one backward
@@ -213,7 +213,7 @@ def test_weights_change_between_steps_and_evaluation_and_generation_see_it() -> 
     made = []
     for model in (hosted, plain.train()):
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
-        with float64_everywhere(model):
+        with float64_everywhere():
             for seed in range(2):
                 _loss(model, seed).backward()
                 optimizer.step()
@@ -233,7 +233,7 @@ def test_a_parameter_that_is_unfrozen_is_planned_and_rests_with_its_gradient(
     models = _converted(**places), build_tiny_model("llama", dtype=torch.float64).train()
     for model in models:
         layer = model.model.layers[0]
-        with float64_everywhere(model):
+        with float64_everywhere():
             layer.requires_grad_(False)
             with torch.set_grad_enabled(trained):
                 loss = _loss(model, 0)
@@ -254,11 +254,11 @@ def test_a_parameter_that_is_unfrozen_is_planned_and_rests_with_its_gradient(
 def test_revert_puts_everything_back() -> None:
     hosted, plain = _converted(weights="host"), build_tiny_model("llama", dtype=torch.float64)
     for model in (hosted, plain.train()):
-        with float64_everywhere(model):
+        with float64_everywhere():
             _loss(model).backward()
     revert(hosted)
     torch.testing.assert_close(_gradients(hosted), _gradients(plain), rtol=1e-9, atol=1e-12)
-    with float64_everywhere(hosted):
+    with float64_everywhere():
         _loss(hosted).backward()
     doubled = [2 * gradient for gradient in _gradients(plain)]
     torch.testing.assert_close(_gradients(hosted), doubled, rtol=1e-9, atol=1e-12)

@@ -155,11 +155,11 @@ def test_loss_and_gradients_are_those_of_the_models_own_code(family: str, mode: 
     model = build_tiny_model(family, dtype=torch.float64).train()
     ids = torch.randint(0, 90, (2, 24), generator=torch.Generator().manual_seed(0))
     model.set_attn_implementation("eager")  # others leave out Gemma 2's soft cap
-    with float64_everywhere(model):
+    with float64_everywhere():
         expected = step(model, ids)
     counted = used(model)
     convert(model, SPPOConfig(num_chunks=3, show_plan=False, **MODES[mode]))
-    with float64_everywhere(model):
+    with float64_everywhere():
         ours = step(model, ids)
     assert calls["norm"] >= 3 * counted["norm"]
     assert calls["gelu" if family == "gemma2" else "silu"] >= 3 * counted["gated product"]

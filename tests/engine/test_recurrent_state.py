@@ -181,7 +181,7 @@ def test_gradients_of_states_are_those_of_a_whole_run(family: str, recompute: An
         x = model.get_input_embeddings()(batch["input_ids"]).detach().requires_grad_()
         if chunked:
             convert(model, settings_of(4, 9, 3, 7, recompute=recompute))
-        with float64_everywhere(model):
+        with float64_everywhere():
             model(inputs_embeds=x, labels=batch["labels"]).loss.backward()
         assert x.grad is not None
         grads.append(x.grad)
@@ -207,7 +207,7 @@ def run_documents_alone(model: torch.nn.Module, batch: dict[str, torch.Tensor]) 
     """The unmodified model on one document at a time, as if each were the only one."""
     items = (batch["labels"][:, 1:] != -100).sum()
     loss = 0.0
-    with float64_everywhere(model):
+    with float64_everywhere():
         for row, positions in enumerate(batch["position_ids"]):
             starts = [*positions.eq(0).nonzero()[:, 0].tolist(), len(positions)]
             for start, end in itertools.pairwise(starts):
@@ -235,7 +235,8 @@ def test_no_state_leaks_from_one_packed_document_into_the_next(family: str, reco
     assert worst.error <= TOLERANCE, worst
     assert abs(ours.loss - theirs.loss) <= TOLERANCE * theirs.loss
     # The unmodified torch code does let states leak: this is no comparison with it.
-    with float64_everywhere(model := build_tiny_model(family)):
+    model = build_tiny_model(family)
+    with float64_everywhere():
         leaked = model(**batch).loss.item()
     assert abs(leaked - theirs.loss) > 1e-6
 

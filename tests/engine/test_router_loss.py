@@ -56,7 +56,7 @@ def test_lora_and_accumulation() -> None:
 def test_it_is_returned_as_the_model_returns_it() -> None:
     model = build_tiny_model("mixtral-router-loss")
     batch = make_batch(rows=2, tokens=TOKENS, padding=(0, 5))
-    with float64_everywhere(model):
+    with float64_everywhere():
         expected = model(**batch)
         output = convert(model, _settings())(**batch)
     assert type(output) is type(expected)

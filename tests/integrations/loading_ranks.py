@@ -51,7 +51,7 @@ def compare(
         convert_to_stages(revert(model), plugin.config)
     assert staged_model_of(find_causal_lm(model)) is staged, "it was not cut a second time"
     batch = make_batch(rows=3, tokens=23)
-    with float64_everywhere(model):
+    with float64_everywhere():
         loss = model(**batch).loss
         loss.backward()
         reference = run_reference(whole.train(), batch, hooks=False)

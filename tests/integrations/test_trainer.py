@@ -102,7 +102,7 @@ def test_many_steps_of_a_hybrid_log_the_same_numbers(tmp_path, monkeypatch):
         torch.manual_seed(0)
         # With Transformers' own first weights: those of tiny models let a step decide the next.
         model = type(tiny)(tiny.config).double()
-        with float64_everywhere(model):
+        with float64_everywhere():
             return _history(folder, plugin, make=lambda: model, **_steps(FEW))
 
     plugin = SPPOPlugin(chunk_lengths=(5, 2, 17), recompute="full", show_plan=False)

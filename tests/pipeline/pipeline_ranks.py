@@ -163,14 +163,7 @@ def run_steps(model: nn.Module, case: Case, replica: int, replicas: int) -> Ran:
     """Run a case's micro-steps; the same for the unmodified model and for a pipeline."""
     engine = get_engine(model)
     losses: list[float] = []
-    helped = nn.ModuleList()
-    if isinstance(engine, PipelineEngine) and engine.staged.helps:
-        helped.extend(engine.staged.helped_modules())
-    with (
-        float64_everywhere(model),
-        float64_everywhere(helped),
-        hooks_of(model, case, replicas) as hooks,
-    ):
+    with float64_everywhere(), hooks_of(model, case, replicas) as hooks:
         for step, batch in zip(steps_of(case), batches_of(case, replica), strict=True):
             trained = [p for p in model.parameters() if p.requires_grad]
             for name, parameter in model.named_parameters():

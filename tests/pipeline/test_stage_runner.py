@@ -130,21 +130,21 @@ class Pair:
         self.scale = 1.0 / count.double()
 
     def forward(self, micro_batch: int, chunk: int) -> None:
-        with float64_everywhere(self.first.model):
+        with float64_everywhere():
             given = self.first.units.forward(0, micro_batch, chunk, None)
         assert given is not None
         assert not given.requires_grad
         width = self.last.engine.messages().width(self.last.staged.cut.layers[1].start)
         assert given.shape == (1, LENGTHS[chunk], width)
-        with float64_everywhere(self.last.model):
+        with float64_everywhere():
             assert self.last.units.forward(1, micro_batch, chunk, given) is None
 
     def backward(self, micro_batch: int, chunk: int) -> None:
-        with float64_everywhere(self.last.model):
+        with float64_everywhere():
             grad = self.last.units.backward(1, micro_batch, chunk, None, scale=self.scale)
         assert grad is not None
         assert grad.shape[:2] == (1, LENGTHS[chunk])
-        with float64_everywhere(self.first.model):
+        with float64_everywhere():
             first = self.first.units
             assert first.backward(0, micro_batch, chunk, grad, scale=self.scale) is None
 
