@@ -162,7 +162,7 @@ class ReadTensors:
         called the model with other weights (`torch.func.functional_call`) in between: autograd's
         own graph of the first forward knows nothing of it. Afterwards all is as it was before.
         """
-        undo: list[Callable[[], None]] = []
+        undo: list[Callable[[], object]] = []
         try:
             for index, (read, needs_grad) in enumerate(
                 zip(self._reads, self._need_grads, strict=True)
