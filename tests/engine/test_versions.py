@@ -1,4 +1,4 @@
-"""What is changed in place between forward and backward is refused, as autograd does."""
+"""Between forward and backward: weights changed in place are refused, settings put back."""
 
 import copy
 
