@@ -48,7 +48,7 @@ from sppo_hf.engine.router_loss import RouterLoss
 from sppo_hf.engine.sequence_group import SequenceGroup, part_of
 from sppo_hf.engine.step_observer import Direction, StepObserver
 from sppo_hf.engine.step_timer import StepTimer, let_go_of_failed
-from sppo_hf.engine.structure import ModelParts, check_adapters, check_trainable
+from sppo_hf.engine.structure import ModelParts, check_adapters, check_layers, check_trainable
 from sppo_hf.errors import ConfigError, SPPOError, UnsupportedModelError
 from sppo_hf.offload.engine import OffloadEngine, OffloadStats
 from sppo_hf.offload.weights import HostWeights, can_rest
@@ -146,6 +146,7 @@ class Engine:
         call.refuse_unsupported(self.parts.name)
         if torch.is_grad_enabled():
             check_trainable(self.parts)
+        check_layers(self.parts)
         check_router_loss(self.parts)
         check_adapters(self.parts)
         with self._alone():

@@ -188,6 +188,7 @@ class RecomputedLayer:
         self._label = label
         self._before_recompute = before_recompute
         self._reads = reads
+        self._as_in_forward = reads.as_in_forward
         self._before_use = before_use
         self._versions: Versions = ()
         self._arguments: tuple[ReadTensors, Versions] | None = None
@@ -332,6 +333,7 @@ class RecomputedLayer:
             before_use=self._before_use,
             of_parts=self._of_parts,
             like=self._run_context,
+            as_in_forward=self._as_in_forward,
         )
 
     def run_unseen(
@@ -494,6 +496,7 @@ class RecomputedLayer:
         try:
             with (
                 self._run_context.restored(),
+                self._as_in_forward(),
                 torch.no_grad(),
                 contextlib.suppress(_Stop),
                 aside,
@@ -565,6 +568,7 @@ class RecomputedLayer:
         try:
             with (
                 self._run_context.restored(),
+                self._as_in_forward(),
                 torch.enable_grad(),
                 torch.autograd.graph.saved_tensors_hooks(pack, _no_unpack),
                 contextlib.suppress(_Stop),
@@ -645,14 +649,16 @@ class FramePart(RecomputedLayer):
         *,
         of_parts: _OfParts,
         like: RunContext,
+        as_in_forward: Callable[[], contextlib.AbstractContextManager[None]],
         **others: Any,
     ) -> None:
         """Make a frame; `others` are those of `RecomputedLayer`.
 
         `hidden` has the input in backward, `of_parts` gets what the part multiplied and holds; what
-        is as in `like`, the layer's, is shared.
+        is as in `like`, the layer's, is shared, and so is `as_in_forward`.
         """
         super().__init__(module, **others)
+        self._as_in_forward = as_in_forward
         self._input = hidden
         self._of_parts = of_parts
         self._like = like

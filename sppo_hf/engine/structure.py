@@ -32,7 +32,7 @@ from transformers import (
 from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from sppo_hf.errors import UnsupportedModelError
+from sppo_hf.errors import ConfigError, UnsupportedModelError
 from sppo_hf.planning.refusals import (
     LAYER_TYPES,
     NO_LAYERS,
@@ -341,6 +341,26 @@ def own_recomputation(model: nn.Module) -> bool:
         "(settings: recompute, offload). Drop gradient_checkpointing to silence this."
     )
     return True
+
+
+def check_layers(parts: ModelParts) -> None:
+    """Refuse a model whose decoder layers are not those that were converted.
+
+    Raises:
+        ConfigError: Some were added, taken away or replaced.
+    """
+    now = _decoder_layers(parts.decoder)
+    known = set(map(id, parts.layers))
+    if known == set(map(id, now)):
+        return
+    if len(now) in (0, len(known)) and known <= set(map(id, parts.decoder.modules())):
+        return  # inside of wrappers, such as a compiler's
+    raise ConfigError(
+        f"{parts.name} had {len(known)} decoder layers when SPPO converted it; now it has "
+        f"{len(now)}, of which {sum(id(layer) not in known for layer in now)} are new. Allowed: "
+        "those that were converted. Remedy: plugin.revert(model) and plugin.convert(model) once "
+        "more, or change the layers before the model is prepared."
+    )
 
 
 def check_adapters(parts: ModelParts) -> None:

@@ -15,6 +15,7 @@ Accelerate's business. Of these, Accelerate unpickles the registered objects
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import math
@@ -641,8 +642,14 @@ def convert_once(
             convert(model, plugin.config, observer=plugin.observer)
         return
     if engine.config != plugin.config:
+        differ = ", ".join(
+            f"{field.name}={getattr(engine.config, field.name)!r} "
+            f"(now {getattr(plugin.config, field.name)!r})"
+            for field in dataclasses.fields(engine.config)
+            if getattr(engine.config, field.name) != getattr(plugin.config, field.name)
+        )
         raise ConfigError(
-            f"{type(model).__name__} was converted with {engine.config}, so {plugin!r} cannot be "
+            f"{type(model).__name__} was converted with {differ}, so another SPPOPlugin cannot be "
             "attached to it as well. Allowed: one set of settings per model. Remedy: revert the "
             "model first, or use the plugin that converted it."
         )

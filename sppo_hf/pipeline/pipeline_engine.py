@@ -40,7 +40,7 @@ from sppo_hf.engine.stages import StagedModel
 from sppo_hf.engine.step_observer import StepObserver, StepRecord
 from sppo_hf.engine.structure import ModelParts, check_adapters, check_trainable, hooks_set_aside
 from sppo_hf.engine.versions import ReadTensors
-from sppo_hf.errors import ConfigError, PipelineError, UnsupportedModelError
+from sppo_hf.errors import ConfigError, PipelineError, SPPOError, UnsupportedModelError
 from sppo_hf.offload.stats import OffloadStats
 from sppo_hf.pipeline.agreement import agree, all_numbers, all_true, facts_of, refused, run_by_none
 from sppo_hf.pipeline.executor import ActionRecord, Executor, UnitMarks
@@ -274,6 +274,8 @@ class PipelineEngine(Engine):
         self._size_checked = False
         self._allowed_seconds = float(config.pp_timeout_seconds + GROUP_MARGIN_SECONDS)
         self._units: StageRunner | None = None
+        self._unfit: SPPOError | None = None
+        """Why this rank cannot run the batch that it was called with; `_prepare` tells all."""
         self._helped: HelpedWeights | None = None
         """Weights of other ranks' stages, once units of these run here."""
         self.trained: tuple[int, ...] = ()
@@ -312,16 +314,24 @@ class PipelineEngine(Engine):
             )
         call = read_call(self.parts, self.original_forward, args, kwargs)
         refuse_call(self.parts, self.config, call)
-        if torch.is_grad_enabled():
-            check_trainable(self.parts)
-        check_router_loss(self.parts)
-        check_adapters(self.parts)
+        self._unfit = self._unfit_model()
         # A batch that cannot be read is refused on all ranks alike, and the next one may be tried.
         layout = call.layout()
         kind = "forward" if torch.is_grad_enabled() else "evaluation"
         with self._alone():
             output = self.guarded(kind, lambda: self._run(call, layout))
         return output if call.return_dict else output.to_tuple()
+
+    def _unfit_model(self) -> SPPOError | None:
+        """Why this rank's part of the model cannot run; other ranks may have no such module."""
+        try:
+            if torch.is_grad_enabled():
+                check_trainable(self.parts)
+            check_router_loss(self.parts)
+            check_adapters(self.parts)
+        except SPPOError as error:
+            return error
+        return None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelineEngine:
         """Refuse copies: only a part of the model is here.
@@ -455,6 +465,8 @@ class PipelineEngine(Engine):
             if training:
                 self._stage_plans.correct()
             prepared = self._plan(call, layout, training=training, reduces=reduces)
+            if self._unfit is not None:
+                raise self._unfit
             prepared.watch = PipelineStepTimer(
                 self, call, prepared.step, began=began, name=self._activity
             )

@@ -226,3 +226,35 @@ def test_function_transforms_are_refused(model):
     with pytest.raises(SPPOError, match=r"torch\.func\.grad.*loss\.backward\(\)"):
         torch.func.grad(loss)(weights)
     assert _gradients(model, ids)
+
+
+@pytest.mark.parametrize("order", ["by_layer", "by_chunk"])
+@pytest.mark.parametrize("change", ["fewer", "more", "another"])
+def test_layers_changed_after_conversion_are_refused(model, ids, order, change):
+    config = QUIET.replace(order=order)
+    convert(model, config)
+    old = list(model.model.layers)
+    added = [] if change == "fewer" else [copy.deepcopy(build_tiny_model("llama").model.layers[0])]
+    kept = old if change == "more" else old[:-1]
+    model.model.layers = torch.nn.ModuleList([*kept, *(layer.float() for layer in added)])
+    words = rf"3 decoder layers when .* now it has {len(kept) + len(added)}, of which {len(added)}"
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=words):
+            model(input_ids=ids, labels=ids)
+    revert(model)
+    if change == "fewer":  # the remedy; the others need indices of their own
+        plain = copy.deepcopy(model)
+        convert(model, config)
+        for name, gradient in _gradients(plain, ids).items():
+            torch.testing.assert_close(_gradients(model, ids)[name], gradient, rtol=1e-3, atol=1e-5)
+
+
+def test_layers_in_other_places_go_on(model, ids):
+    plain = copy.deepcopy(model)
+    convert(model, QUIET)
+    for one in (model, plain):
+        layers = one.model.layers
+        layers[0], layers[1] = layers[1], layers[0]
+    expected = _gradients(plain, ids)
+    for name, gradient in _gradients(model, ids).items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-3, atol=1e-5)

@@ -1,14 +1,17 @@
-"""What is changed in place between forward and backward is refused, as autograd does."""
+"""Between forward and backward: weights changed in place are refused, settings put back."""
 
 import copy
 
 import pytest
 import torch
-from torch import nn
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
 
 from sppo_hf import SPPOConfig, SPPOError
 from sppo_hf.engine.convert import convert
 from sppo_hf.engine.selective import SavedTensor
+from sppo_hf.engine.structure import quiet_peft
 from sppo_hf.engine.versions import ReadTensors
 from sppo_hf.planning.activation_modes import all_modes, mode_of
 from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
@@ -78,14 +81,118 @@ def test_the_message_names_the_weight_and_what_to_do(llama) -> None:
         loss.backward()
 
 
-def test_weights_of_another_call_are_refused(llama) -> None:
-    """`functional_call` puts other weights in for forward alone; the second forward has the own."""
-    model = _converted(llama, recompute="full", offload="none")
-    other = {n: (p * 2).detach().requires_grad_() for n, p in model.named_parameters()}
-    loss = torch.func.functional_call(model, other, (), make_batch(rows=2)).loss
-    with pytest.raises(SPPOError, match="was replaced between forward and backward"):
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_weights_of_another_call_are_in_its_second_forward_too(llama, recompute) -> None:
+    """`functional_call` puts other weights in for forward alone."""
+    model = _converted(llama, recompute=recompute, offload="none")
+
+    def gradients(of: nn.Module) -> list[Tensor]:
+        other = {n: (p * 1.1).detach().requires_grad_() for n, p in llama.named_parameters()}
+        loss = torch.func.functional_call(of, other, (), make_batch(rows=2)).loss
         loss.backward()
-    model(**make_batch(rows=2)).loss.backward()
+        assert all(p.grad is None for p in of.parameters())
+        return [x.grad for x in other.values()]
+
+    for ours, theirs in zip(gradients(model), gradients(copy.deepcopy(llama)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
+
+
+def _two_adapters(model: nn.Module) -> nn.Module:
+    settings = LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    torch.manual_seed(0)
+    with quiet_peft():
+        wrapped = get_peft_model(copy.deepcopy(model), settings)
+        wrapped.add_adapter("other", settings)
+    _train_both(wrapped, "default")
+    return wrapped
+
+
+def _train_both(model: nn.Module, active: str) -> None:
+    model.set_adapter(active)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+
+
+def _other_adapter(model: nn.Module) -> Tensor:
+    loss = model(**make_batch(rows=2)).loss
+    _train_both(model, "other")
+    return loss + model(**make_batch(rows=2, seed=1)).loss
+
+
+def _other_scale(model: nn.Module) -> Tensor:
+    loss = model(**make_batch(rows=2)).loss
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            module.scaling["default"] *= 3
+    return loss
+
+
+def _no_adapter(model: nn.Module) -> Tensor:
+    loss = model(**make_batch(rows=2)).loss
+    model.base_model.disable_adapter_layers()
+    return loss
+
+
+def _frozen(model: nn.Module) -> Tensor:
+    loss = model(**make_batch(rows=2)).loss
+    model.base_model.model.model.layers[1].requires_grad_(False)
+    return loss
+
+
+@pytest.mark.parametrize("change", [_other_adapter, _other_scale, _no_adapter, _frozen])
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_second_forward_has_the_settings_of_the_first(llama, change, recompute) -> None:
+    """Adapters are switched, and parameters frozen, when a loss waits for its backward."""
+    ours, plain = _two_adapters(llama), _two_adapters(llama)
+    ours = convert(ours, SPPOConfig(chunk_lengths=CHUNKS, recompute=recompute, show_plan=False))
+    for model in (ours, plain):
+        change(model).backward()
+    active = [module.active_adapters for module in ours.modules() if isinstance(module, LoraLayer)]
+    wanted = [module.active_adapters for module in plain.modules() if isinstance(module, LoraLayer)]
+    assert active == wanted
+    for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert mine.requires_grad == theirs.requires_grad
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-3, atol=1e-5)
+
+
+def test_dropout_of_a_loss_is_drawn_again_in_evaluation(llama) -> None:
+    gradients = []
+    for recompute in ("none", "full"):
+        model = _two_adapters(llama)
+        for module in model.modules():
+            if isinstance(module, LoraLayer):
+                module.lora_dropout["default"] = nn.Dropout(0.5)
+        config = SPPOConfig(chunk_lengths=CHUNKS, recompute=recompute, show_plan=False)
+        model = convert(model.train(), config)
+        torch.manual_seed(1)
+        loss = model(**make_batch(rows=2)).loss
+        model.eval()
+        loss.backward()
+        assert not any(module.training for module in model.modules())
+        gradients.append([p.grad for n, p in model.named_parameters() if "lora_B.default" in n])
+    for kept, again in zip(*gradients, strict=True):
+        torch.testing.assert_close(again, kept, rtol=1e-3, atol=1e-5)
+
+
+def test_settings_that_a_module_changes_itself_are_not_put_back() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls, self.scale = 0, 1.0
+
+        def forward(self) -> None:
+            self.calls += 1
+
+    module = Counts()
+    reads = ReadTensors.of_module(module)
+    before = reads.versions()
+    module()
+    reads.leave_out_own_writes(before)
+    module.scale = 2.0
+    with reads.as_in_forward():
+        assert (module.calls, module.scale) == (1, 1.0)
+        module()
+    assert (module.calls, module.scale) == (2, 2.0)
 
 
 def test_inputs_changed_before_backward_are_refused(llama) -> None:

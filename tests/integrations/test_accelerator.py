@@ -97,6 +97,13 @@ def test_preparing_twice_and_converting_before_are_fine():
     assert get_engine(model).observer is accelerator.sppo_plugin.observer
 
 
+def test_other_settings_for_a_converted_model_are_told_by_name():
+    model = SPPOPlugin(num_chunks=8, order="by_chunk").convert(make_model())
+    words = r"converted with num_chunks=8 \(now 4\), order='by_chunk' \(now 'auto'\), so another"
+    with pytest.raises(ConfigError, match=words):
+        _accelerator().prepare(model)
+
+
 def test_a_peft_model_is_converted():
     model = _lora(make_model())
     model = _accelerator().prepare(model)

@@ -3,7 +3,8 @@
 Training runs through a pipeline (with `shared`, one whose ranks share units), or with `sp_size` on
 shared sequences. After the third forward of a first chunk, in the backward of chunk 1 (or of
 `unit`), rank `rank` throws, hangs, or leaves by `os._exit`; with "refuse" it alone finds no plan
-for the second batch (with `raises`, what planning calls by that name finds none), with "config" it
+for the second batch (with `raises`, what planning calls by that name finds none; with "noise" in
+its place, it alone has noise on its embeddings, where other stages have none), with "config" it
 has another number of chunks from the start, with "freeze" it alone freezes what has one of
 `frozen` in its name, for the second batch. What is refused is tried once more and given up, so that
 a later failure (`then`) must be told in its own words.
@@ -23,7 +24,7 @@ from torch import distributed as dist
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.convert import get_engine
 from sppo_hf.engine.step_observer import StepObserver
-from sppo_hf.errors import BudgetError, PipelineError
+from sppo_hf.errors import BudgetError, PipelineError, SPPOError, UnsupportedModelError
 from sppo_hf.pipeline import convert as pipeline
 from sppo_hf.pipeline import stage_plans
 from sppo_hf.pipeline.convert import convert_to_shared_sequences, convert_to_stages
@@ -97,13 +98,20 @@ def _refuse_once(
         raise BudgetError("no room")
 
     refuses = pytest.MonkeyPatch()
-    if mine and where == "get":
+    error: type[SPPOError] = BudgetError
+    words = "no room"
+    if where == "noise":
+        error, words = UnsupportedModelError, "neftune_noise_alpha"
+        if mine:
+            embedding = model.get_input_embeddings()
+            refuses.setattr(embedding, "neftune_noise_alpha", 5.0, raising=False)
+    elif mine and where == "get":
         refuses.setattr(engine._stage_plans, "get", refuse)
     elif mine:
         refuses.setattr(stage_plans, where, refuse)
     rank, own = job["rank"], mine or where == "choose_pipeline"
-    said = "no room" if own else f"no rank, because rank {rank} refuses it: BudgetError: .*no room"
-    with pytest.raises(BudgetError if own else PipelineError, match=said):
+    told = f"no rank, because rank {rank} refuses it: {error.__name__}: .*{words}"
+    with pytest.raises(error if own else PipelineError, match=words if own else told):
         model(**batch)
     refuses.undo()
 

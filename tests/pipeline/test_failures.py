@@ -111,6 +111,7 @@ def test_nobody_waits_for_the_plan_of_a_rank_that_makes_none(tmp_path):
         ({"shared": 1}, "device_facts", 1),
         ({}, "choose_pipeline", 0),
         ({"sp_size": 2}, "device_facts", 1),
+        ({}, "noise", 0),  # of the embedding, which the first stage alone has
     ]
     jobs = [
         job_of("refuse", rank, pp_size=2, raises=raises, **sizes) for sizes, raises, rank in where

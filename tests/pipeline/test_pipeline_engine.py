@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sppo_hf.config import SPPOConfig
-from sppo_hf.engine.convert import convert
+from sppo_hf.engine.convert import convert, get_engine
 from sppo_hf.engine.step_observer import StepRecord
 from sppo_hf.engine.structure import find_parts
 from sppo_hf.errors import ConfigError, UnsupportedModelError
@@ -100,12 +100,17 @@ def test_other_losses() -> None:
 
 
 def test_what_is_untrainable_matters_in_training_alone() -> None:
+    """In training the other ranks are asked first, to which the refusal is told (`_prepare`)."""
     model = make()
+    engine = get_engine(model)
+    assert isinstance(engine, PipelineEngine)
     model.config.attention_dropout = 0.1
-    with pytest.raises(UnsupportedModelError, match=r"attention_dropout=0\.1"):
+    with pytest.raises(AssertionError, match="to run: in forward pass 1"):
         model(**make_batch())
-    with torch.no_grad(), pytest.raises(AssertionError, match="to run: in evaluation pass 1"):
+    assert "attention_dropout=0.1" in str(engine._unfit)
+    with torch.no_grad(), pytest.raises(AssertionError, match="to run: in evaluation pass 2"):
         model(**make_batch())
+    assert engine._unfit is None
 
 
 def test_what_is_fine_goes_on() -> None:
