@@ -51,19 +51,22 @@ from tests.pipeline.pipeline_ranks import (
 
 def averaged(grads: Named) -> tuple[Named, list[str]]:
     """Gradients averaged over all ranks, and the names of those that some ranks have not."""
-    mean: Named = {}
-    uneven: list[str] = []
-    world = dist.get_world_size()
-    for name, grad in grads.items():
-        count = torch.tensor(int(grad is not None))
-        dist.all_reduce(count)
-        if count.item() not in (0, world):
-            uneven.append(name)
-        if grad is not None and count.item() == world:
-            dist.all_reduce(grad)
-            grad /= world
-        mean[name] = grad
-    return mean, uneven
+    world, counts = (
+        dist.get_world_size(),
+        torch.tensor([g is not None for g in grads.values()]).int(),
+    )
+    dist.all_reduce(counts)
+    ranks = dict(zip(grads, counts.tolist(), strict=True))
+    whole = {name: g for name, g in grads.items() if g is not None and ranks[name] == world}
+    mean = dict(grads)
+    if whole:
+        flat = torch.cat([grad.flatten() for grad in whole.values()])
+        dist.all_reduce(flat)
+        flat /= world
+        parts = flat.split([grad.numel() for grad in whole.values()])
+        for (name, grad), part in zip(whole.items(), parts, strict=True):
+            mean[name] = part.view_as(grad).clone()  # a view is sent with all that it is a part of
+    return mean, [name for name, count in ranks.items() if count not in (0, world)]
 
 
 class Told(StepObserver):
@@ -105,7 +108,8 @@ def run_case(case: Case, sp_size: int) -> dict[str, Any]:
         "attention_forwards": engine.counters.get("attention_forwards", 0),
         "corrections": told.corrections,
     }
-    everyone = gathered(mine)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.gather_object(mine, everyone if dist.get_rank() == 0 else None, dst=0)
     if dist.get_rank() > 0:
         return {}
     found = compare(case, everyone, sp_size)
