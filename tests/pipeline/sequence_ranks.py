@@ -2,13 +2,14 @@
 
 The job holds `cases` (as in `pipeline_cases`), `refused` (cases that are refused), `sp_size` and
 `out`. With `bytes`, what a forward leaves behind is measured; with `orders` (of `recompute`) when
-exchanges run; with `compiled` (likewise) what compiled code computes; with `actions` (a folder)
-what was planned and done; with `machines` what ranks of different machines are told. Rank 0 writes
-what was found. Gradients are averaged over all ranks, as DDP and FSDP2 do.
+exchanges run; with `compiled` (likewise) what code computes that `backend` has compiled; with
+`actions` (a folder) what was planned and done; with `machines` what ranks of different machines are
+told. Rank 0 writes what was found. Gradients are averaged over all ranks, as DDP and FSDP2 do.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -134,8 +135,9 @@ def refusal(case: Case, sp_size: int, **settings: Any) -> str:
     return "nothing"
 
 
-def compiled(sp_size: int, recompute: str) -> dict[str, float]:
+def compiled(sp_size: int, backend: str, recompute: str) -> dict[str, float]:
     """How far float32 gradients are from float64's, and what was compiled on this rank."""
+    compile_with = functools.partial(torch.compile, backend=backend)
     settings: dict[str, Any] = {"chunk_lengths": (9, 1, 14), "recompute": recompute}
     exact = build_tiny_model("llama")
     model = build_tiny_model("llama", dtype=torch.float32)
@@ -161,7 +163,8 @@ def compiled(sp_size: int, recompute: str) -> dict[str, float]:
             sp_size=sp_size, compile=name == "compiled", show_plan=False, offload="none", **settings
         )
         convert_to_shared_sequences(model, config)
-        runs[name] = step(model)
+        with mock.patch.object(torch, "compile", compile_with):
+            runs[name] = step(model)
         revert(model)
     errors = {
         name: max(((x - y).norm() / y.norm()).item() for x, y in zip(found, truth, strict=True))
@@ -293,7 +296,10 @@ def main(job: dict[str, Any]) -> None:
     for case in job.get("refused", ()):
         result["refusals"][case["name"]] = gathered(refusal(case, job["sp_size"]))
     if job.get("compiled"):
-        result["compiled"] = [gathered(compiled(job["sp_size"], r)) for r in job["compiled"]]
+        sizes = job["sp_size"], job["backend"]
+        result["compiled"] = [
+            gathered(compiled(*sizes, recompute)) for recompute in job["compiled"]
+        ]
     if "actions" in job:
         result["actions"] = gathered(planned_and_done(job["sp_size"], job["actions"]))
     if job.get("machines"):
