@@ -9,7 +9,7 @@ work (`pipeline_cases.together`), and leave families that other cases have out o
 families; what is special is met by two ranks, and by three or four where more stages make it
 another thing. Of trainings that are compared step by step one has fifty steps in one process and
 one in a pipeline, others have a few. Of launchers `accelerate launch` starts processes by itself;
-others' ranks are forked.
+others' ranks are forked. What ranks compile, Inductor compiles in one process.
 """
 
 import os

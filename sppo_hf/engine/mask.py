@@ -49,6 +49,10 @@ QUESTION = "sppo_question"
 _PROBES = (1 << 24, (1 << 24) + 77, (1 << 25) + 5003)
 
 
+_KEYS_AT_ONCE = 256
+"""Of which a mask is asked: it takes a dozen operations each time, and hardly longer for many."""
+
+
 class _MaskRead(UnsupportedModelError, AttributeError):
     """Somebody wanted a tensor; an AttributeError as well, so that `hasattr` answers no."""
 
@@ -201,18 +205,21 @@ def _block_tokens(visible: Callable[..., Any]) -> int | None:
 
 def _window_at(visible: Callable[..., Any], position: int) -> int | None:
     """Window of the query at `position`: None for all keys, 0 if the mask is not a causal band."""
-    if _ask(visible, position, [position, position + 1, position + 4096]) != [True, False, False]:
+    before = [0, position // 3, position // 2, position - 1]
+    first, *between, itself, next_one, far = _ask(
+        visible, position, [*before, position, position + 1, position + 4096]
+    )
+    if not itself or next_one or far:
         return 0
-    if _ask(visible, position, [0])[0]:
-        between = [position // 3, position // 2, position - 1]
-        return None if all(_ask(visible, position, between)) else 0
+    if first:
+        return None if all(between) else 0
     hidden, seen = 0, position
     while seen - hidden > 1:
-        middle = (seen + hidden) // 2
-        if _ask(visible, position, [middle])[0]:
-            seen = middle
-        else:
-            hidden = middle
+        keys = range(hidden + 1, seen, max(1, (seen - hidden) // _KEYS_AT_ONCE))
+        answers = _ask(visible, position, list(keys))
+        index = answers.index(True) if True in answers else len(keys)
+        # The edge is between two of them, or beside one at the end.
+        hidden, seen = [hidden, *keys, seen][index : index + 2]
     return position - seen + 1
 
 

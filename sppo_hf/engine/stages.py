@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import inspect
 import textwrap
 from collections.abc import Iterable, Iterator
@@ -116,10 +117,12 @@ class AbsentLayer(GradientCheckpointingLayer):
         return (hidden_states, *(None for _ in range(self._returns - 1)))
 
 
+@functools.cache
 def _returned_values(forward: Any) -> int | None:
     """How many values the tuple has that a layer's code returns; None where it returns no tuple.
 
-    Annotations do not tell: some say tuple where the code returns hidden states alone.
+    Annotations do not tell: some say tuple where the code returns hidden states alone. Remembered,
+    for all layers of a model have the same code, and to read it takes milliseconds.
     """
     source = textwrap.dedent(inspect.getsource(inspect.unwrap(forward)))
     returns = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Return)]

@@ -49,21 +49,25 @@ def settings_number(config: SPPOConfig) -> int:
     return zlib.crc32(text.encode())
 
 
-def agree(mesh: PipelineMesh, facts: Mapping[str, int]) -> None:
+def agree(mesh: PipelineMesh, facts: Mapping[str, int], *own: int) -> list[tuple[int, ...]]:
     """Compare numbers over the ranks that share a batch; each calls this before every step.
 
-    `facts` have the same names on all ranks.
+    `facts` have the same names on all ranks, and `own`, which may differ, are as many.
+
+    Returns:
+        Each rank's `own`.
 
     Raises:
-        PipelineError: They differ; names the facts, the ranks and their numbers.
+        PipelineError: Facts differ; names them, the ranks and their numbers.
     """
-    mine = torch.tensor(list(facts.values()))
+    mine = torch.tensor([*facts.values(), *own])
     others = [torch.empty_like(mine) for _ in mesh.sharing_ranks]
     dist.all_gather(others, mine, group=mesh.control)
-    for rank, other in zip(mesh.sharing_ranks, others, strict=True):
+    numbers = [tuple(other.tolist()) for other in others]
+    for rank, other in zip(mesh.sharing_ranks, numbers, strict=True):
         differ = [
             f"{name} ({theirs} on rank {rank}, {ours} on rank {mesh.rank})"
-            for (name, ours), theirs in zip(facts.items(), other.tolist(), strict=True)
+            for (name, ours), theirs in zip(facts.items(), other, strict=False)
             if ours != theirs
         ]
         if differ:
@@ -74,6 +78,7 @@ def agree(mesh: PipelineMesh, facts: Mapping[str, int]) -> None:
                 "same seed, start all ranks with the same settings file, and freeze and unfreeze "
                 "on all of them alike."
             )
+    return [other[len(facts) :] for other in numbers]
 
 
 def all_true(value: bool, *groups: Any) -> bool:
@@ -83,14 +88,6 @@ def all_true(value: bool, *groups: Any) -> bool:
         if group is not None:
             dist.all_reduce(answer, op=dist.ReduceOp.MIN, group=group)
     return bool(answer)
-
-
-def all_numbers(number: int, group: Any) -> tuple[int, ...]:
-    """The number of each rank of a group; all ask at the same moments."""
-    mine = torch.tensor(number)
-    everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyones, mine, group=group)
-    return tuple(int(one) for one in everyones)
 
 
 def refused(mesh: PipelineMesh, refusal: Exception | None, *, with_replicas: bool) -> list[str]:

@@ -42,7 +42,7 @@ from sppo_hf.engine.structure import ModelParts, check_adapters, check_trainable
 from sppo_hf.engine.versions import ReadTensors
 from sppo_hf.errors import ConfigError, PipelineError, SPPOError, UnsupportedModelError
 from sppo_hf.offload.stats import OffloadStats
-from sppo_hf.pipeline.agreement import agree, all_numbers, all_true, facts_of, refused, run_by_none
+from sppo_hf.pipeline.agreement import agree, all_true, facts_of, refused, run_by_none
 from sppo_hf.pipeline.executor import ActionRecord, Executor, UnitMarks
 from sppo_hf.pipeline.gradients import (
     PipelineLoss,
@@ -536,22 +536,30 @@ class PipelineEngine(Engine):
     # -- one step ----------------------------------------------------------------------------
 
     def _agree(self, call: ForwardCall, layout: BatchLayout) -> None:
-        facts = facts_of(call, self.config)
-        agree(self.mesh, {**facts, "used tokens": layout.used_tokens})
-        if torch.is_grad_enabled():
-            parameters = list(self.parts.causal_lm.parameters())
-            if self.staged.helps:
-                stages = range(self.staged.cut.num_stages)
-                parameters = [p for stage in stages for p in self.staged.parameters_of(stage)]
-            self.trained = all_numbers(zlib.crc32(which_train(parameters)), self.mesh.control)
-            self._refuse_apart()
+        facts = facts_of(call, self.config) | {"used tokens": layout.used_tokens}
+        training = torch.is_grad_enabled()
+        everyones = agree(self.mesh, facts, *(self._which_train_here() if training else (0, 0)))
+        if training:
+            self.trained = tuple(trained for trained, _ in everyones)
+            self._refuse_apart(tuple(tied for _, tied in everyones))
             self.plans.notice_trained()
 
-    def _refuse_apart(self) -> None:
-        """Refuse that ranks sum gradients of different parameters; all of them ask, and hear it.
+    def _which_train_here(self) -> tuple[int, int]:
+        """Numbers for which parameters train: of those of `trained`, and of tied ones."""
+        named = dict(self.parts.causal_lm.named_parameters())
+        tied = [named[name] for name in sorted(self.staged.shared_names) if name in named]
+        parameters = list(named.values())
+        if self.staged.helps:
+            stages = range(self.staged.cut.num_stages)
+            parameters = [p for stage in stages for p in self.staged.parameters_of(stage)]
+        return zlib.crc32(which_train(parameters)), zlib.crc32(which_train(tied))
+
+    def _refuse_apart(self, tied: tuple[int, ...]) -> None:
+        """Refuse that ranks sum gradients of different parameters; all of them do.
 
         They would wait for sums that others never ask for, or add what is of something else: both
-        ends of a pipeline of two ranks sum in the group that sums the loss.
+        ends of a pipeline of two ranks sum in the group that sums the loss. `tied` has a number of
+        each rank for which of those train that both ends hold.
 
         Raises:
             PipelineError: Ranks that share sequences train different parameters, or both ends of
@@ -561,13 +569,9 @@ class PipelineEngine(Engine):
         parts = [self.trained[at : at + size] for at in range(0, len(self.trained), size)]
         if any(len(set(numbers)) > 1 for numbers in parts):
             said = f"ranks that share every sequence (sp_size={size}) train different parameters"
-        elif self.staged.shared_names:
-            named = dict(self.parts.causal_lm.named_parameters())
-            held = [named[name] for name in sorted(self.staged.shared_names) if name in named]
-            tied = all_numbers(zlib.crc32(which_train(held)), self.mesh.control)
-            if len({*tied[:size], *tied[-size:]}) > 1:
-                names = ", ".join(sorted(self.staged.shared_names))
-                said = f"{names} trains on one end of the pipeline and is frozen on the other"
+        elif self.staged.shared_names and len({*tied[:size], *tied[-size:]}) > 1:
+            names = ", ".join(sorted(self.staged.shared_names))
+            said = f"{names} trains on one end of the pipeline and is frozen on the other"
         if said:
             raise PipelineError(
                 f"{said}. Allowed: the same on all ranks that hold a parameter. Remedy: freeze and "

@@ -7,6 +7,9 @@ when it is first asked; a forked one begins at once. So a test may lose many lau
 
 or have several at a time, where ranks wait for a time limit.
 
+Processes of tests (workers of xdist) have one each, forked from what the first to ask has started:
+all is imported once.
+
 Each rank runs `main(job)` of the module, in `folder`, with what a launcher would set in its
 environment, as the last call of its interpreter: what it raises is uncaught, and `sys.exit` ends
 it. What it leaves in memory is left to the system, unless the job says `finalized`: to take apart
@@ -18,11 +21,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import functools
 import gc
 import importlib
 import json
 import os
+import select
 import shutil
 import signal
 import socket
@@ -31,10 +36,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 
@@ -81,31 +86,13 @@ class Ended:
 
 
 class Nursery:
-    """The process, from the side of the tests."""
+    """The process, from the side of the tests; ends when they let go of it."""
 
     def __init__(self) -> None:
-        """Start it, and wait for nothing."""
-        self._errors = tempfile.TemporaryFile("w+")
-        self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).resolve())],
-            env=environment(0, 1, 0),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-        )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.kill()
-        self._process.communicate()
-        self._errors.close()
+        """Ask for one, and wait for nothing."""
+        home = os.environ.get("SPPO_TESTS_HF_HOME") or tempfile.mkdtemp(prefix="sppo-tests-")
+        self._errors = Path(home) / "nursery.errors"
+        self._channel = _connect(Path(home), self._errors).makefile("rw")
 
     def launch(
         self,
@@ -149,9 +136,9 @@ class Nursery:
         tasks: list[dict[str, Any]],
         started: Callable[[list[list[int]]], None] = lambda numbers: None,
     ) -> list[Ended]:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(tasks) + "\n")
-        self._process.stdin.flush()
+        with contextlib.suppress(OSError):  # nothing will be answered
+            self._channel.write(json.dumps(tasks) + "\n")
+            self._channel.flush()
         started(self._answer())
         found = []
         for task, answer in zip(tasks, self._answer(), strict=True):
@@ -161,11 +148,11 @@ class Nursery:
         return found
 
     def _answer(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+        line = ""
+        with contextlib.suppress(OSError):
+            line = self._channel.readline()
         if not line:
-            self._errors.seek(0)
-            raise AssertionError(f"the nursery has ended: {self._errors.read()[-4000:]}")
+            raise AssertionError(f"the nursery has ended: {self._errors.read_text()[-4000:]}")
         return json.loads(line)
 
 
@@ -192,10 +179,74 @@ def _task(
 
 @functools.cache
 def shared_nursery() -> Nursery:
-    """The one of this process, started when it is first asked for."""
-    nursery = Nursery()
-    atexit.register(nursery.close)
-    return nursery
+    """The one of this process, asked for when it is first needed."""
+    return Nursery()
+
+
+_IDLE_SECONDS = 2.0
+"""After which the process that imports looks whether anybody still needs it."""
+
+_started: list[subprocess.Popen[bytes]] = []
+
+
+def _connect(home: Path, errors: Path) -> socket.socket:
+    """A connection to a nursery of one's own, forked from what the first to ask has started."""
+    channel, address = socket.socket(socket.AF_UNIX), home / "nursery"
+    with _alone_in(home):
+        try:
+            channel.connect(str(address))
+        except (FileNotFoundError, ConnectionRefusedError):
+            address.unlink(missing_ok=True)
+            with socket.socket(socket.AF_UNIX) as listener, errors.open("ab") as file:
+                listener.bind(str(address))
+                listener.listen(64)
+                command = [sys.executable, str(Path(__file__).resolve()), str(home)]
+                started = subprocess.Popen(
+                    command, env=environment(0, 1, 0), stdin=listener, stdout=file, stderr=file
+                )
+            _started.append(started)
+            # It is answered when all is imported; so is whoever connects meanwhile.
+            channel.connect(str(address))
+    return channel
+
+
+@contextlib.contextmanager
+def _alone_in(home: Path) -> Iterator[None]:
+    """Only one process at a time starts what all share, or ends it."""
+    with (home / "nursery.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _fork_nurseries(home: Path) -> socket.socket | None:
+    """The connection of a new nursery, in its process; None here, when all of them have ended."""
+    listener = socket.socket(fileno=os.dup(0))
+    listener.settimeout(_IDLE_SECONDS)
+    while True:
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError:
+            if _has_children():
+                continue
+            with _alone_in(home):
+                if select.select([listener], [], [], 0)[0]:
+                    continue
+                (home / "nursery").unlink()
+                return None
+        with connection:
+            if os.fork() == 0:
+                listener.close()
+                os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+                return connection.dup()
+
+
+def _has_children() -> bool:
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return False
+    return True
 
 
 def _fork_ranks(task: dict[str, Any]) -> list[int] | None:
@@ -254,28 +305,29 @@ def _is_stopped(number: int) -> bool:
     return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
-def _serve(answers: int) -> dict[str, Any] | None:
+def _serve(channel: socket.socket) -> dict[str, Any] | None:
     """Answer tasks; returns one where this process has become a rank."""
 
     def answer(found: Any) -> None:
-        os.write(answers, f"{json.dumps(found)}\n".encode())
+        channel.sendall(f"{json.dumps(found)}\n".encode())
 
-    for line in sys.stdin:
-        tasks = json.loads(line)
-        for module in {task["module"] for task in tasks}:
-            with contextlib.suppress(ImportError):  # the ranks will say it
-                importlib.import_module(module)
-        # What was imported stays: ranks that look for garbage need not look through it, nor often.
-        gc.freeze()
-        gc.set_threshold(50_000)
-        numbers = []
-        for task in tasks:
-            numbers.append(_fork_ranks(task))
-            if numbers[-1] is None:
-                os.close(answers)
-                return task
-        answer(numbers)
-        answer(_wait_for_all([_wait_for(*both) for both in zip(numbers, tasks, strict=True)]))
+    with channel, channel.makefile("r") as lines:
+        for line in lines:
+            tasks = json.loads(line)
+            for module in {task["module"] for task in tasks}:
+                with contextlib.suppress(ImportError):  # the ranks will say it
+                    importlib.import_module(module)
+            # What was imported stays: ranks that look for garbage need not look through it, nor
+            # often.
+            gc.freeze()
+            gc.set_threshold(50_000)
+            numbers = []
+            for task in tasks:
+                numbers.append(_fork_ranks(task))
+                if numbers[-1] is None:
+                    return task
+            answer(numbers)
+            answer(_wait_for_all([_wait_for(*both) for both in zip(numbers, tasks, strict=True)]))
     return None
 
 
@@ -340,14 +392,13 @@ def _warm_up() -> None:
 
 
 if __name__ == "__main__":
-    # Answers go where nothing that is imported prints.
-    channel = os.dup(1)
-    os.dup2(2, 1)
     # No rank has weights of four bits; PEFT would import it, and it half of torch's compiler.
     sys.modules["bitsandbytes"] = None  # type: ignore[assignment]
     for name in WARM:
         importlib.import_module(name)
     _warm_up()
-    mine = _serve(channel)
-    if mine is not None:
-        _become_rank(mine["module"], mine["job"])
+    own = _fork_nurseries(Path(sys.argv[1]))
+    mine = None if own is None else _serve(own)
+    if mine is None:
+        os._exit(0)
+    _become_rank(mine["module"], mine["job"])

@@ -2,13 +2,14 @@
 
 The job holds `cases` (as in `pipeline_cases`), `refused` (cases that are refused), `sp_size` and
 `out`. With `bytes`, what a forward leaves behind is measured; with `orders` (of `recompute`) when
-exchanges run; with `compiled` (likewise) what compiled code computes; with `actions` (a folder)
-what was planned and done; with `machines` what ranks of different machines are told. Rank 0 writes
-what was found. Gradients are averaged over all ranks, as DDP and FSDP2 do.
+exchanges run; with `compiled` (likewise) what code computes that `backend` has compiled; with
+`actions` (a folder) what was planned and done; with `machines` what ranks of different machines are
+told. Rank 0 writes what was found. Gradients are averaged over all ranks, as DDP and FSDP2 do.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -51,19 +52,22 @@ from tests.pipeline.pipeline_ranks import (
 
 def averaged(grads: Named) -> tuple[Named, list[str]]:
     """Gradients averaged over all ranks, and the names of those that some ranks have not."""
-    mean: Named = {}
-    uneven: list[str] = []
-    world = dist.get_world_size()
-    for name, grad in grads.items():
-        count = torch.tensor(int(grad is not None))
-        dist.all_reduce(count)
-        if count.item() not in (0, world):
-            uneven.append(name)
-        if grad is not None and count.item() == world:
-            dist.all_reduce(grad)
-            grad /= world
-        mean[name] = grad
-    return mean, uneven
+    world, counts = (
+        dist.get_world_size(),
+        torch.tensor([g is not None for g in grads.values()]).int(),
+    )
+    dist.all_reduce(counts)
+    ranks = dict(zip(grads, counts.tolist(), strict=True))
+    whole = {name: g for name, g in grads.items() if g is not None and ranks[name] == world}
+    mean = dict(grads)
+    if whole:
+        flat = torch.cat([grad.flatten() for grad in whole.values()])
+        dist.all_reduce(flat)
+        flat /= world
+        parts = flat.split([grad.numel() for grad in whole.values()])
+        for (name, grad), part in zip(whole.items(), parts, strict=True):
+            mean[name] = part.view_as(grad).clone()  # a view is sent with all that it is a part of
+    return mean, [name for name, count in ranks.items() if count not in (0, world)]
 
 
 class Told(StepObserver):
@@ -105,7 +109,8 @@ def run_case(case: Case, sp_size: int) -> dict[str, Any]:
         "attention_forwards": engine.counters.get("attention_forwards", 0),
         "corrections": told.corrections,
     }
-    everyone = gathered(mine)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.gather_object(mine, everyone if dist.get_rank() == 0 else None, dst=0)
     if dist.get_rank() > 0:
         return {}
     found = compare(case, everyone, sp_size)
@@ -130,8 +135,9 @@ def refusal(case: Case, sp_size: int, **settings: Any) -> str:
     return "nothing"
 
 
-def compiled(sp_size: int, recompute: str) -> dict[str, float]:
+def compiled(sp_size: int, backend: str, recompute: str) -> dict[str, float]:
     """How far float32 gradients are from float64's, and what was compiled on this rank."""
+    compile_with = functools.partial(torch.compile, backend=backend)
     settings: dict[str, Any] = {"chunk_lengths": (9, 1, 14), "recompute": recompute}
     exact = build_tiny_model("llama")
     model = build_tiny_model("llama", dtype=torch.float32)
@@ -157,7 +163,8 @@ def compiled(sp_size: int, recompute: str) -> dict[str, float]:
             sp_size=sp_size, compile=name == "compiled", show_plan=False, offload="none", **settings
         )
         convert_to_shared_sequences(model, config)
-        runs[name] = step(model)
+        with mock.patch.object(torch, "compile", compile_with):
+            runs[name] = step(model)
         revert(model)
     errors = {
         name: max(((x - y).norm() / y.norm()).item() for x, y in zip(found, truth, strict=True))
@@ -289,7 +296,10 @@ def main(job: dict[str, Any]) -> None:
     for case in job.get("refused", ()):
         result["refusals"][case["name"]] = gathered(refusal(case, job["sp_size"]))
     if job.get("compiled"):
-        result["compiled"] = [gathered(compiled(job["sp_size"], r)) for r in job["compiled"]]
+        sizes = job["sp_size"], job["backend"]
+        result["compiled"] = [
+            gathered(compiled(*sizes, recompute)) for recompute in job["compiled"]
+        ]
     if "actions" in job:
         result["actions"] = gathered(planned_and_done(job["sp_size"], job["actions"]))
     if job.get("machines"):

@@ -31,6 +31,11 @@ def test_what_differs_is_named(monkeypatch):
     assert "rows" not in str(caught.value)
 
 
+def test_numbers_that_may_differ_are_everyones(monkeypatch):
+    _other_rank_says(monkeypatch, 2, 64, 5, 9)
+    assert agree(MESH, {"rows": 2, "tokens": 64}, 7, 9) == [(7, 9), (5, 9)]
+
+
 def test_settings_that_must_be_shared_have_a_number():
     numbers = {
         settings_number(SPPOConfig(**changes))

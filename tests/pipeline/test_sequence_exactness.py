@@ -198,14 +198,19 @@ def test_two_ranks_are_exact(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@pytest.mark.skipif(ALL and shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_compiled_norms_and_mlps_are_as_exact_as_float32_allows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other cases run in float64, for which forwards are wrapped and nothing is compiled."""
+    """The other cases run in float64, for which forwards are wrapped and nothing is compiled.
+
+    What is new with several ranks is where graphs begin and end, for which any compiler will do;
+    Inductor's code is compared in `test_layer_kernels.py`, and here with everything asked for.
+    """
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    recomputes = ["none", "full"] if ALL else ["full"]
-    result = launch([], tmp_path, sp_size=2, ranks=2, compiled=recomputes)
+    recomputes, backend = (["none", "full"], "inductor") if ALL else (["full"], "aot_eager")
+    job = {"compiled": recomputes, "backend": backend}
+    result = launch([], tmp_path, sp_size=2, ranks=2, **job)
     for ranks in result["compiled"]:
         for rank in ranks:
             assert rank["graphs"] >= 3, "norms, MLPs, and those of one token"

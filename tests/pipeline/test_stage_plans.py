@@ -101,9 +101,11 @@ def test_stages_are_planned_anew_for_other_trained_parameters(
 ) -> None:
     """Once for each set of them, on all ranks, whichever rank has others than before."""
     others = [7]
-    module = "sppo_hf.pipeline.pipeline_engine"
-    monkeypatch.setattr(f"{module}.agree", lambda *_: None)
-    monkeypatch.setattr(f"{module}.all_numbers", lambda number, _: (number, *others))
+
+    def agree(mesh: object, facts: object, *own: int) -> list[tuple[int, ...]]:
+        return [own, *((number, 0) for number in others)]
+
+    monkeypatch.setattr("sppo_hf.pipeline.pipeline_engine.agree", agree)
     chosen: list[object] = []
 
     def first_rank_says(mesh: object, make: Callable[[], Any]) -> Any:
