@@ -718,12 +718,18 @@ def _copied_by_unit(task: _Task, decided: _Decided) -> _Decided:
 
 def _evaluation(task: _Task) -> _Decided:
     """Nothing waits for a backward; only K/V may have to leave."""
-    found = [_kv_placed(task, base) for base in _in_fewer_chunks(task, task.orders[0])]
-    if found[0].by_layer and not any(layer.borrows_keys for layer in task.shape.layers):
-        # Nobody reads them once their layer has run, so they are dropped.
-        found = [replace(each, kv_modes=("recompute",) * each.num_layers) for each in found]
-    decisions, _ = _first_of_the_least(task, found)
-    return _Decided(decisions=decisions, recompute_reason="", offload_reason="")
+    borrows = any(layer.borrows_keys for layer in task.shape.layers)
+    found: list[Decisions] = []
+    for base in (base for order in task.orders for base in _in_fewer_chunks(task, order)):
+        made = _kv_placed(task, base)
+        if made.by_layer and not borrows:
+            # Nobody reads them once their layer has run, so they are dropped.
+            made = replace(made, kv_modes=("recompute",) * made.num_layers)
+        found.append(made)
+    decisions, order_reason = _first_of_the_least(task, found)
+    return _Decided(
+        decisions=decisions, recompute_reason="", offload_reason="", order_reason=order_reason
+    )
 
 
 def _kv_placed(task: _Task, decisions: Decisions) -> Decisions:
@@ -867,10 +873,13 @@ def _first_of_the_least(task: _Task, found: Sequence[Decisions]) -> tuple[Decisi
 
 
 def _over_or_held(task: _Task, decisions: Decisions) -> tuple[int, float]:
-    """Bytes over the budgets, then what decides between orders: memory, or time on a GPU."""
+    """Bytes over the budgets, then what decides between orders: memory, or time on a GPU.
+
+    An evaluation takes the same time in both.
+    """
     predicted = _estimate(task, decisions)
     missing = sum(limit.missing_bytes for limit in over_budget(predicted, task.budgets))
-    if task.device.kind == "cpu" or task.cost is None:
+    if task.device.kind == "cpu" or task.cost is None or not task.batch.training:
         return missing, predicted.device.total
     return missing, play(decisions, task.cost, policy="set").step_seconds
 

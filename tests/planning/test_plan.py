@@ -189,6 +189,20 @@ def test_evaluation_by_layer_holds_the_keys_of_one_layer() -> None:
     assert max(moment.device["kv"] for moment in made.estimate.moments) == one
 
 
+def test_evaluation_walks_in_the_order_with_less_memory() -> None:
+    """Of few layers with one head of keys all K/V take less than hidden states of all tokens."""
+    few = {"num_hidden_layers": 2, "num_key_value_heads": 1, "vocab_size": 1000}
+    for model, expected in ((few, "by_chunk"), ({}, "by_layer")):
+        made, one, other = (
+            plan(training=False, model=model, order=order)
+            for order in ("auto", "by_layer", "by_chunk")
+        )
+        least = min(one.estimate.device.total, other.estimate.device.total)
+        assert made.order == expected
+        assert made.estimate.device.total == least
+        assert made.order_reason == "auto: less memory"
+
+
 def test_evaluation_needs_no_host() -> None:
     assert plan(training=False, host_memory="1MiB", offload="full").estimate.host.total == 0
 
