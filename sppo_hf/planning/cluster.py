@@ -1168,19 +1168,25 @@ def _no_collection() -> Generator[None]:
 
 
 def _num_actions(layout: Layout, rows: int) -> int:
-    """Returns about how many actions `rows` rows are in a lowered schedule."""
-    stages = layout.stages * layout.virtual
-    if layout.schedule in SHARING:
-        # Sends and receives of K/V and their gradients to all that share a stage's last units.
-        compute = 2 * stages * (layout.num_chunks + stages)
-        passed = 4 * stages * stages // 2 * layout.num_chunks + 4 * stages * layout.num_chunks
-        return rows * (passed + compute * (1 if layout.offload == "none" else 2))
+    """Returns how many actions `rows` rows are in a lowered schedule, or a few more.
+
+    More where chunks are not streamed or sent away that here are taken to be.
+    """
+    stages, chunks = layout.stages * layout.virtual, layout.num_chunks
     computes = 3 if layout.schedule == "zb_seq1f1b" else 2
     copies = 0 if layout.offload == "none" else 2
     copies *= 2 if TIERS[layout.frame_tier].behind_host else 1
     copies += 0 if layout.kv_tier == "device" else 4
-    passes = 4 * (stages - 1) if layout.stages > 1 else 0
-    return rows * layout.num_chunks * (stages * (computes + copies) + passes)
+    units, passes = stages * chunks, 4 * (stages - 1) * chunks
+    if layout.schedule in SHARING:
+        # Each rank has its share of a unit: of a stage's first and last ones several.
+        ahead = range(stages)
+        units = sum((stages - 1 - i) * (stages - i) + i * (i + 1) for i in ahead)
+        units += stages * (chunks - stages + 1)
+        # Hidden states go from each share to each that needs some of them, K/V and their sums from
+        # each rank to all others.
+        passes += 16 * math.comb(stages, 3) + 2 * stages * (stages - 1) * chunks
+    return rows * (units * (computes + copies) + passes)
 
 
 def _few_rows(rows: int, warm_up: int, every: int) -> int:

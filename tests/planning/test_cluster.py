@@ -14,6 +14,7 @@ from sppo_hf.planning import cluster
 from sppo_hf.planning.cluster import (
     ClusterQuestion,
     _few_rows,
+    _num_actions,
     _simulated,
     layouts,
     simulate_layout,
@@ -23,6 +24,7 @@ from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.layouts import Layout, SearchSpace
 from sppo_hf.planning.memory_snapshots import Budgets
 from sppo_hf.planning.pipeline_cost import granules_of
+from sppo_hf.planning.tiers import Tier
 from sppo_hf.schedule.generate import INTERLEAVED, MSP, Size, begun_units, generate
 from tests.planning.profiles import PROFILE
 from tests.planning.shapes import llama_config, shape_of
@@ -167,6 +169,23 @@ def test_the_least_that_a_layout_takes_is_near_what_it_takes(schedule: str) -> N
 
 LEAST_NEAR = {"seq1f1b": 0.9, "zb_seq1f1b": 0.9, "interleaved_seq1f1b": 0.9, "msp": 0.9}
 """A share of the step, on average."""
+
+
+@pytest.mark.parametrize("kv_tier", ["device", "host"])
+@pytest.mark.parametrize("stages", [2, 4])
+def test_a_search_knows_how_many_actions_it_will_simulate(stages: int, kv_tier: Tier) -> None:
+    """No fewer, and where chunks do not leave no more, reductions aside."""
+    question = replace(QUESTION, gpus=stages, rows=2)
+    for schedule, offload in product(("seq1f1b", "zb_seq1f1b", MSP), ("none", "full")):
+        for chunks in (stages, 16):
+            layout = Layout(
+                *(schedule, stages, 1, 1, chunks, "flops", "matmuls", offload), kv_tier=kv_tier
+            )
+            *_, timeline = _simulated(question, layout, 2)
+            found = _num_actions(layout, 2)
+            assert len(timeline) <= found < 1.6 * len(timeline), layout
+            if offload == "none" and kv_tier == "device":
+                assert len(timeline) == found, layout
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "seq1f1b", "zb_seq1f1b", "interleaved_seq1f1b"])
