@@ -400,32 +400,46 @@ class LowerBounds:
         running = max(layers * room.kv + frames * room.frame + room.workspace for room in rooms)
         return max(least + rooms[-1].workspace, layers * states + running)
 
-    def host_bytes(self, layout: Layout, ranks_per_node: int) -> int:
-        """Returns less than the fullest node's host holds when first backwards begin."""
-        away = self._sum_bytes(layout) if layout.kv_tier != "device" else 0
-        bounds = self.bounds(layout)
-        # The paper's rule sends whole layers, and no more than K/V and the last stage leave room.
-        elsewhere = layout.offload == "sppo" or layout.frame_tier != HOST
-        ratios = (0.0,) * len(bounds) if elsewhere else self._ratios(layout)
+    def host_bytes(
+        self, layout: Layout, ranks_per_node: int, device_bytes: int | None = None
+    ) -> int:
+        """Returns less than the fullest node's host holds when first backwards begin.
 
+        With `device_bytes`, where no device holds more than so many.
+        """
+        bounds, layers = self.bounds(layout), self._cost.shape.num_layers // layout.stages
+        on_host = layout.kv_tier != "device"
+        away = self._sum_bytes(layout) if on_host else 0
+        ratios = self._ratios(layout)
+        # The paper's rule sends whole layers, and no more than K/V and the last stage leave room:
+        # at least what devices cannot hold.
+        by_rule = layout.offload == "sppo"
+        if by_rule or layout.frame_tier != HOST:
+            ratios = (0.0,) * len(bounds)
         sizes: dict[tuple[int, int], int] = {}
+        anywhere: dict[tuple[int, int], int] = {}
         for ratio, (start, end) in zip(ratios, bounds, strict=True):
-            size = int(ratio * self._frame_bytes(layout, end - start))
-            size += self._kv_bytes(layout, end - start) if layout.kv_tier != "device" else 0
-            sizes[start, end] = size
+            frame, kv = self._frame_bytes(layout, end - start), self._kv_bytes(layout, end - start)
+            sizes[start, end] = int(ratio * frame) + (kv if on_host else 0)
+            anywhere[start, end] = frame + kv
+        limited = by_rule and layout.frame_tier == HOST and device_bytes is not None
         ranks: list[int] = []
         # The first ranks hold most.
         for rank in range(min(layout.stages, ranks_per_node)):
             if layout.schedule in SHARING:
-                shared, count = layout.stages - 1, len(bounds)
-                held = sum(sorted(sizes[unit] for unit in bounds)[: max(0, count - 2 * shared - 3)])
-                ranks.append(held)
-                continue
-            units = (*bounds, *self._early(layout, rank))
-            # Frames of the newest chunks may still be on their way.
-            ranks.append(away + sum(sizes[unit] for unit in units[:-_UNDER_WAY_CHUNKS]))
+                count = max(0, len(bounds) - 2 * (layout.stages - 1) - _UNDER_WAY_CHUNKS)
+                units = sorted(bounds, key=anywhere.__getitem__)[:count]
+                held, all_held = (sum(each[unit] for unit in units) for each in (sizes, anywhere))
+            else:
+                units = (*bounds, *self._early(layout, rank))
+                # Frames of the newest chunks may still be on their way.
+                held = away + sum(sizes[unit] for unit in units[:-_UNDER_WAY_CHUNKS])
+                all_held = sum(anywhere[unit] for unit in units)
+            if limited and device_bytes is not None:
+                held = max(held, all_held - device_bytes // layers)
+            ranks.append(held)
         fullest = sorted(ranks * (layout.replicas * layout.sp), reverse=True)[:ranks_per_node]
-        return sum(fullest) * (self._cost.shape.num_layers // layout.stages)
+        return sum(fullest) * layers
 
     # -- terms ---------------------------------------------------------------------------------
 
@@ -864,8 +878,8 @@ def _solved(
         unseen += search.go_through(
             [one for one in ranked if one[1].schedule in SHARING], most_actions * _SHARING
         )
-        if not search.tried:
-            search.simulate_one([layout for _, layout in unseen], most_actions)
+        if not search.best:
+            search.simulate_closest([layout for _, layout in unseen], most_actions)
     seconds = [at for at, x in unseen if search.may_win(at) and not search.has_seen(x)]
     return ClusterAnswer(
         best=tuple(search.best),
@@ -973,19 +987,29 @@ class _Search:
         device_bytes = bounds_of_layout.device_bytes(layout)
         lacking = _over(device_bytes, budgets.device)
         if budgets.host is not None:
-            host_bytes = bounds_of_layout.host_bytes(layout, self._question.ranks_per_node)
+            per_node = self._question.ranks_per_node
+            host_bytes = bounds_of_layout.host_bytes(layout, per_node, budgets.device)
             lacking += _over(host_bytes, budgets.host)
         return lacking, device_bytes
 
-    def simulate_one(self, unseen: Sequence[Layout], most_actions: float) -> None:
-        """Simulates the smallest candidate, or of those that cannot fit what lacks least."""
-        hopeless = [layout for _, layout in sorted(self._hopeless)]
+    def simulate_closest(self, unseen: Sequence[Layout], most_actions: float) -> None:
+        """Simulates what seems to lack least of those that cannot fit.
+
+        Where nothing was simulated and some may fit, the smallest of these.
+        """
+        if unseen and not self.tried:
+            self._simulate(min(unseen, key=self._all_actions), math.inf)
+            return
+        # Little is known of what units take that ranks share.
+        hopeless = sorted(self._hopeless, key=lambda one: (one[1].schedule in SHARING, *one))
         # Before a pipeline repeats itself, less than twice what all its rows take is simulated.
-        small = [layout for layout in hopeless if 2 * self._all_actions(layout) <= most_actions]
-        if small and not unseen:
-            self._simulate(small[0], math.inf)
-        else:
-            self._simulate(min(unseen or hopeless, key=self._all_actions), math.inf)
+        small = [one for one in hopeless if 2 * self._all_actions(one[1]) <= most_actions]
+        if small:
+            lacking, layout = small[0]
+            if self.closest is None or lacking < self.closest.missing_bytes:
+                self._simulate(layout, math.inf)
+        elif not self.tried:
+            self._simulate(min((x for _, x in hopeless), key=self._all_actions), math.inf)
 
     def _all_actions(self, layout: Layout) -> int:
         return _num_actions(layout, self._question.rows // layout.replicas)

@@ -81,7 +81,9 @@ def test_no_layout_needs_less_than_a_glance_says(tokens: int) -> None:
     for layout in looked_at[:: max(1, len(looked_at) // (197 if ALL else 71))]:
         plan = simulate_layout(question, layout)
         assert bounds_of_layout.device_bytes(layout) <= max(plan.peak_bytes), layout
+        device_bytes = max(plan.peak_bytes)
         assert bounds_of_layout.host_bytes(layout, 4) <= plan.host_bytes, layout
+        assert bounds_of_layout.host_bytes(layout, 4, device_bytes) <= plan.host_bytes, layout
         assert question.least_seconds(layout) <= plan.step_seconds, layout
 
 
@@ -261,6 +263,18 @@ def test_what_does_not_fit_at_all_is_answered_with_what_comes_closest() -> None:
     assert answer.closest is not None
     assert answer.closest.missing_bytes > 0
     assert answer.closest.missing_bytes == max(answer.closest.peak_bytes) - GIB // 2
+
+
+def test_what_bounds_show_not_to_fit_is_answered_at_once() -> None:
+    """Also of the paper's rule, whose frames must be somewhere."""
+    space = SearchSpace(chunk_tokens=(4096, 8192), sp=(1,))
+    question = replace(within(0.8, host=0.2), total_tokens=131_072, space=space)
+    answer = solve_cluster(question)
+    some = [simulate_layout(question, layout) for layout in list(layouts(question))[::11]]
+    assert answer.tried == 1
+    assert answer.unseen == 0
+    assert answer.closest is not None
+    assert 0 < answer.closest.missing_bytes < 1.1 * min(plan.missing_bytes for plan in some)
 
 
 def test_reductions_cost_time_on_slow_links() -> None:
