@@ -249,6 +249,19 @@ def test_what_fits_on_the_device_stays_there() -> None:
     assert made.prediction == plan(device=FAST).prediction
 
 
+def test_what_waits_for_copies_is_held_against_plans_of_fewer_modes() -> None:
+    """Four short rows leave compute little time to hide copies behind; see `solve`."""
+    asked = {"device_memory": 79 * 2**30, "host_memory": 128 * 2**30}
+    made, *others = (
+        make_plan(replace(question(8192, **asked, **settings), batch_rows=4)).prediction
+        for settings in ({}, {"recompute": "selective"}, {"recompute": "full"})
+    )
+    assert made is not None
+    for other in others:
+        assert other is not None
+        assert made.step_seconds <= other.step_seconds
+
+
 def test_what_fits_leaves_the_device_where_that_is_faster() -> None:
     """Of an 8B model with LoRA the weights fill most of 24 GiB, and larger chunks are faster."""
     made, stays = (
