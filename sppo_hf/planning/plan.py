@@ -1004,10 +1004,10 @@ def _bounds(task: _Task) -> Bounds:
 def _cuts(task: _Task, cost: ModelCost) -> Iterator[list[Bounds]]:
     """Ways to cut that the config leaves open; the later where nothing fits by the earlier.
 
-    On a CPU length is settled by memory alone.
+    On a CPU those by rule.
     """
     if _cut_is_fixed(task):
-        yield [_bounds(task)]
+        yield [base.bounds for base in _in_fewer_chunks(task, task.orders[0])]
         return
     for partition in partitions_of(task.config):
         yield list(chunk_cuts(cost, task.total_tokens, partition))

@@ -249,6 +249,21 @@ def test_what_fits_on_the_device_stays_there() -> None:
     assert made.prediction == plan(device=FAST).prediction
 
 
+def test_chunks_given_by_hand_are_no_faster_on_a_cpu() -> None:
+    """Within a budget; the rule's short chunks come after longer ones, and after tiles."""
+    device = replace(CPU, profile=load_profile("cpu"))
+    small = {"num_hidden_layers": 4, "hidden_size": 512, "vocab_size": 1000}
+    asked: dict[str, Any] = {"device": device, "model": small, "device_memory": "2GiB"}
+    auto, *others = (
+        plan(total_tokens=8192, **asked, **settings).prediction
+        for settings in ({}, {"num_chunks": 2}, {"num_chunks": 4}, {"num_chunks": 8})
+    )
+    assert auto is not None
+    for other in others:
+        assert other is not None
+        assert auto.step_seconds <= 1.01 * other.step_seconds
+
+
 def test_what_waits_for_copies_is_held_against_plans_of_fewer_modes() -> None:
     """Four short rows leave compute little time to hide copies behind; see `solve`."""
     asked = {"device_memory": 79 * 2**30, "host_memory": 128 * 2**30}
