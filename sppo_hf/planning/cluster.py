@@ -160,8 +160,8 @@ def _late(weight_PN: NDArray[np.float64]) -> NDArray[np.float64]:
     ranks, chunks = weight_PN.shape
     rows = 1 + -(-ranks // chunks)
     sums = np.cumsum(np.tile(weight_PN, (1, rows)), axis=1)
-    number = np.arange(ranks)[:, None]
-    return sums[number, number + np.arange(chunks)]
+    behind: list[NDArray[np.float64]] = [sums[r, r : r + chunks] for r in range(ranks)]
+    return np.array(behind)
 
 
 def _summed(units_SN: NDArray[np.float64], virtual: int) -> NDArray[np.float64]:
@@ -175,8 +175,9 @@ def _of_first(
     sums: NDArray[np.float64], groups: Sequence[range], counts: NDArray[np.int64]
 ) -> NDArray[np.float64]:
     """[P] Seconds of so many of each rank's units, which pass its stages in groups of rows."""
-    chunks, ranks = sums.shape[2] - 1, np.arange(sums.shape[1])
-    found, left = np.zeros(len(ranks)), counts
+    chunks = sums.shape[2] - 1
+    ranks: NDArray[np.int64] = np.arange(sums.shape[1])
+    found, left = np.zeros(sums.shape[1]), counts
     for group in groups:
         for of_stage in sums:
             count = np.minimum(left, len(group) * chunks)

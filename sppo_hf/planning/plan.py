@@ -570,8 +570,8 @@ def _fastest_place(fitting: Sequence[Plan], least_away: Plan | None) -> Plan:
     `least_away` has the least on the host, whether or not it is one of those that fit.
     """
     least = min(map(_step_seconds, fitting))
-    if fitting[0] is least_away and _step_seconds(least_away) <= _WORTH_MOVING * least:
-        return least_away
+    if fitting[0] is least_away and _step_seconds(fitting[0]) <= _WORTH_MOVING * least:
+        return fitting[0]
     best = next(plan for plan in fitting if _step_seconds(plan) <= AS_FAST * least)
     if best.shape.resting is None:
         return best
