@@ -92,7 +92,7 @@ class SPPOConfig:
 
     weights: Literal["auto", "device", "host"] = "auto"
     """Where layers' weights rest: on the "host" they come for a layer's forward and backward;
-    "auto" takes it where a plan does not fit otherwise."""
+    "auto" takes it where a plan does not fit otherwise, or is at least 2% faster."""
 
     optimizer: Literal["auto", "device", "host"] = "auto"
     """Where trained weights rest and are updated, with gradients and optimizer states: on the

@@ -176,8 +176,9 @@ def _of_first(
 ) -> NDArray[np.float64]:
     """[P] Seconds of so many of each rank's units, which pass its stages in groups of rows."""
     chunks = sums.shape[2] - 1
-    ranks: NDArray[np.int64] = np.arange(sums.shape[1])
-    found, left = np.zeros(sums.shape[1]), counts
+    num_ranks = int(sums.shape[1])
+    ranks = np.arange(num_ranks)
+    found, left = np.zeros(num_ranks), counts
     for group in groups:
         for of_stage in sums:
             count = np.minimum(left, len(group) * chunks)
