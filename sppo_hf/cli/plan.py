@@ -351,7 +351,7 @@ def _plan_to_dict(plan: ClusterPlan) -> dict[str, Any]:
 def _cells(plan: ClusterPlan) -> tuple[str, ...]:
     layout = plan.layout
     virtual = f" {layout.virtual}" if layout.virtual > 1 else ""
-    offloaded = "" if layout.offload == "none" else f", {_OFFLOADED[layout.offload]}"
+    offloaded = f", {_OFFLOADED[layout.offload]}" if plan.offloads else ""
     offloaded += "" if layout.frame_tier == HOST else f" to {layout.frame_tier}"
     return (
         layout.schedule.removesuffix("_seq1f1b") + virtual,

@@ -13,7 +13,7 @@ import logging
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -36,7 +36,7 @@ from sppo_hf.engine.sequence_group import SequenceGroup, held_keys, own_heads
 from sppo_hf.engine.step_observer import StepObserver
 from sppo_hf.engine.step_timer import StepTimer
 from sppo_hf.engine.structure import ModelParts
-from sppo_hf.errors import BudgetError, ConfigError, PipelineError, RankLostError
+from sppo_hf.errors import ConfigError, RankLostError, SPPOError
 from sppo_hf.planning.cost import Correction
 from sppo_hf.planning.memory import CONTEXT_BYTES
 from sppo_hf.planning.model_shape import ModelShape
@@ -125,6 +125,29 @@ _FEW_GRADIENTS = 0.01
 _MOST_TRAINED = 8
 
 
+class LastTrained:
+    """The sets of parameters that trained last, of which plans are kept."""
+
+    def __init__(self) -> None:
+        """None yet."""
+        self._sets: dict[Hashable, None] = {}
+
+    def use(self, trained: Hashable) -> Hashable | None:
+        """Note that a set trains now.
+
+        Returns:
+            The set that has not trained for the longest time, where that is one too many; else
+            None.
+        """
+        self._sets.pop(trained, None)
+        self._sets[trained] = None
+        if len(self._sets) <= _MOST_TRAINED:
+            return None
+        forgotten = next(iter(self._sets))
+        del self._sets[forgotten]
+        return forgotten
+
+
 class AttendingRows(NamedTuple):
     """Rows that run together in a step, and what of them runs here."""
 
@@ -160,6 +183,7 @@ class PlanCache:
         """Tokens of the rows that training has seen, until they are taken to vary."""
         self._trained = b""
         """Which parameters train, one byte each; empty until a batch trains any."""
+        self._last_trained = LastTrained()
         self._shapes: dict[bytes, ModelShape] = {}
         """By the same."""
         self._accumulates = False
@@ -422,7 +446,10 @@ class PlanCache:
                 )
             except RankLostError:
                 raise
-            except (BudgetError, PipelineError):  # the latter where another rank has none
+            # Ranks that share a sequence hear of each other's as a PipelineError: whatever it is
+            # that one of them refuses, all go on.
+            except SPPOError as error:
+                logger.info("no plan at the measured speeds: %s", error)
                 continue  # what ran so far still fits
             self._plans[key] = after
             observer.on_correction(before, after, correction_found.measured)
@@ -434,15 +461,11 @@ class PlanCache:
         as PEFT's `disable_adapter` does; that plans nothing anew.
         """
         self._trained = which_train(self._parts.causal_lm.parameters())
-        if self._trained in self._shapes:  # the last that trained are at the end
-            self._shapes[self._trained] = self._shapes.pop(self._trained)
-        elif len(self._shapes) >= _MOST_TRAINED:
-            self._forget(next(iter(self._shapes)))
-
-    def _forget(self, trained: bytes) -> None:
-        """Forget what was planned for one set of parameters that train."""
-        del self._shapes[trained]
-        for key in [key for key in self._plans if key[-1] == trained]:
+        forgotten = self._last_trained.use(self._trained)
+        if not isinstance(forgotten, bytes):
+            return
+        self._shapes.pop(forgotten, None)
+        for key in [key for key in self._plans if key[-1] == forgotten]:
             plan = self._plans.pop(key)
             self._have_run.pop(id(plan), None)
             self._have_trained.pop(id(plan), None)

@@ -13,11 +13,16 @@ from typing import Any, TypeVar
 
 import torch
 from torch import distributed as dist
+from torch import nn
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.forward_calls import ForwardCall
+from sppo_hf.engine.plan_cache import which_train
 from sppo_hf.errors import PipelineError, SPPOError
 from sppo_hf.pipeline.mesh import PipelineMesh
+
+ValueT = TypeVar("ValueT")
+SaidT = TypeVar("SaidT")
 
 _SHARED_SETTINGS = (
     *("num_chunks", "chunk_lengths", "chunk_tokens", "partition", "micro_batch_size"),
@@ -90,31 +95,68 @@ def all_true(value: bool, *groups: Any) -> bool:
     return bool(answer)
 
 
-def refused(mesh: PipelineMesh, refusal: Exception | None, *, with_replicas: bool) -> list[str]:
+def refused(
+    mesh: PipelineMesh,
+    refusal: Exception | None,
+    *,
+    summed: Mapping[str, nn.Parameter] | None,
+) -> list[str]:
     """Whether any rank cannot run the step that all are about to run; every rank calls this.
 
-    `refusal` is why this rank cannot; None if it can. The other replicas are asked too where they
-    will wait for this one's gradients.
+    Args:
+        mesh: The ranks.
+        refusal: Why this rank cannot; None if it can.
+        summed: By name, the parameters of which the step sums gradients over replicas; None where
+            it sums none. The other replicas, who wait for this one's, are asked too, and all refuse
+            where replicas train different ones: they would sum what is of different parameters.
 
     Returns:
         The reasons of the ranks that cannot, by rank.
     """
-    groups = [mesh.control, *([mesh.replicas_control] if with_replicas else [])]
-    refuses = torch.tensor([0 if refusal is None else 1])
-    for group in groups:
-        dist.all_reduce(refuses, op=dist.ReduceOp.MAX, group=group)
-    if not refuses.item():
+    # Through the replicas of a stage first: then the other stages hear what they have found.
+    refuses, apart = int(refusal is not None), False
+    if summed is not None:
+        number = zlib.crc32(which_train(summed.values()))
+        most = torch.tensor([refuses, number, -number])
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=mesh.replicas_control)
+        refuses, largest, smallest = most[0].item(), most[1].item(), -most[2].item()
+        apart = largest != smallest
+    answer = torch.tensor(int(refuses or apart))
+    dist.all_reduce(answer, op=dist.ReduceOp.MAX, group=mesh.control)
+    if not answer.item():
         return []
     said = [] if refusal is None else [_words(refusal)]
-    for group in groups:
-        parts: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(parts, said, group=group)
-        said = sorted({words for part in parts for words in part})
-    return said
+    if summed is not None:
+        trained = {name for name, parameter in summed.items() if parameter.requires_grad}
+        everyones = _said_by_all((said, trained if apart else set()), mesh.replicas_control)
+        said = [words for part, _ in everyones.values() for words in part]
+        if apart:
+            said.append(_differ({rank: trained for rank, (_, trained) in everyones.items()}))
+    parts = _said_by_all(said, mesh.control).values()
+    return sorted({words for part in parts for words in part})
 
 
-ValueT = TypeVar("ValueT")
-SaidT = TypeVar("SaidT")
+def _said_by_all(said: SaidT, group: Any) -> dict[int, SaidT]:
+    """By rank of a group, what each says."""
+    answers: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(answers, said, group=group)
+    return {dist.get_global_rank(group, at): answer for at, answer in enumerate(answers)}
+
+
+def _differ(trained: Mapping[int, set[str]]) -> str:
+    """Which parameters do not train on all ranks that hold them."""
+    somewhere = set[str]().union(*trained.values())
+    names = sorted(name for name in somewhere if not all(name in one for one in trained.values()))
+    train = [str(rank) for rank, one in trained.items() if names[0] in one]
+    frozen = [str(rank) for rank, one in trained.items() if names[0] not in one]
+    more = f", and {len(names) - 1} more differ" if len(names) > 1 else ""
+    return (
+        f"replicas train different parameters: {names[0]} trains on rank {', '.join(train)} and is "
+        f"frozen on rank {', '.join(frozen)}{more}. "
+        "Allowed: the same on all replicas, which sum its gradients. Remedy: freeze and unfreeze "
+        "on all ranks alike, by the names in model.named_parameters()"
+    )
+
 
 # [Note: nobody waits for a rank that refuses] What one rank cannot make it raises while the others
 # wait for what it says of it. So ranks never exchange a value that was made before, but its making:
@@ -180,8 +222,7 @@ def all_make(
     except Exception as error:  # noqa: BLE001 (raised below, when the others have heard)
         refusal = error
         said = None, _words(error)
-    answers: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(answers, said, group=group)
+    answers = _said_by_all(said, group).values()
     if refusal is not None:
         raise refusal
     words = [words for _, words in answers if words]

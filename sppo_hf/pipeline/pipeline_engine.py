@@ -475,13 +475,13 @@ class PipelineEngine(Engine):
             if is_broken_connection(error):
                 raise
             refusal = error  # raised below, when the others have heard of it
-        said = refused(self.mesh, refusal, with_replicas=reduces)
+        summed = dict(self.parts.causal_lm.named_parameters()) if reduces else None
+        said = refused(self.mesh, refusal, summed=summed)
         if refusal is not None:
             raise _RefusedByAll(refusal)
         if said:
             raise _RefusedByAll(PipelineError(run_by_none(said)))
         assert prepared is not None, "nothing was refused, so all was planned"
-        prepared.plans = self._stage_plans.agree_on_step(prepared.plans, reduces=reduces)
         self._allow_step(prepared.plans)
         return prepared
 
@@ -490,7 +490,11 @@ class PipelineEngine(Engine):
     ) -> Prepared:
         rows = _micro_batches(call.batch_rows, self.config)
         plans = self._stage_plans.get(
-            rows[0][1] - rows[0][0], call.total_tokens, call.device, micro_batches=len(rows)
+            rows[0][1] - rows[0][0],
+            call.total_tokens,
+            call.device,
+            micro_batches=len(rows),
+            reduces=reduces,
         )
         # Behind the last exchange: what this rank alone refuses from here on, `refused` tells.
         if reduces:

@@ -6,9 +6,9 @@ import contextlib
 import functools
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from torch import distributed as dist
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.device_facts import device_facts, dtype_name, leave_to_driver, whole_shape
 from sppo_hf.engine.offload_holder import offloaded_bytes
-from sppo_hf.engine.plan_cache import STEP_MEASURED, shared_plan, warn_of_less
+from sppo_hf.engine.plan_cache import STEP_MEASURED, LastTrained, shared_plan, warn_of_less
 from sppo_hf.errors import BudgetError, ConfigError
 from sppo_hf.offload.stats import OffloadStats
 from sppo_hf.pipeline.agreement import all_make, all_say, first_rank_says
@@ -30,6 +30,7 @@ from sppo_hf.planning.memory import CONTEXT_BYTES
 from sppo_hf.planning.pipeline_choice import (
     RULE,
     PipelineChoice,
+    StageSeconds,
     choose_pipeline,
     pipeline_step,
     rule_choice,
@@ -110,6 +111,26 @@ class BatchPlans:
         return ranks * self.micro_batches * stages
 
 
+class _Said(NamedTuple):
+    """What a rank says of its own stages to all that run a step with it."""
+
+    plans: dict[int, Plan]
+    """By stage; only where ranks share units, and need each other's."""
+    seconds: dict[int, StageSeconds] | None
+    """By stage; None where speeds are not known."""
+    leaves: frozenset[tuple[int, int]]
+    stores: frozenset[tuple[int, int]]
+    streams: frozenset[Stream]
+
+
+def _say(plans: BatchPlans) -> _Said:
+    of_stages = plans.by_stage
+    known = all(plan.prediction is not None for plan in of_stages.values())
+    seconds = {stage: stage_seconds(plan) for stage, plan in of_stages.items()} if known else None
+    shared = of_stages if plans.schedule == MSP else {}
+    return _Said(shared, seconds, plans.leaves, plans.stores, plans.streams)
+
+
 @dataclass(frozen=True, slots=True)
 class _Measured:
     shape: tuple[Any, ...]
@@ -157,6 +178,7 @@ class StagePlanCache:
         self._choices: dict[tuple[Any, ...], tuple[PipelineChoice, torch.dtype]] = {}
         self._steps: dict[tuple[Any, ...], PipelineStep] = {}
         self._warned: set[str] = set()
+        self._last_trained = LastTrained()
         self._accumulates = False
         self._seen: dict[tuple[Any, ...], int] = {}
         """Steps of each shape."""
@@ -167,13 +189,24 @@ class StagePlanCache:
         """By shape: what was measured, until the plans made with it are shown beside it."""
 
     def get(
-        self, rows: int, total_tokens: int, device: torch.device, *, micro_batches: int
+        self,
+        rows: int,
+        total_tokens: int,
+        device: torch.device,
+        *,
+        micro_batches: int,
+        reduces: bool = False,
     ) -> BatchPlans:
-        """The plans for `micro_batches` micro-batches of `rows` rows.
+        """The plans for `micro_batches` micro-batches of `rows` rows, and the step of all ranks.
+
+        All ranks ask at once. When a shape first comes each says what its own stages take, which
+        only it knows, so that all predict the step alike. `reduces` is whether gradients are
+        averaged over replicas in it.
 
         Raises:
             ConfigError: The settings do not fit the length.
             BudgetError: A budget cannot hold what it must.
+            PipelineError: Another rank has no plan for a shape that is new.
         """
         training = torch.is_grad_enabled()
         self._accumulates |= training and self._holds_gradients_twice()
@@ -181,6 +214,8 @@ class StagePlanCache:
             twice = torch.tensor(int(self._accumulates))
             dist.all_reduce(twice, op=dist.ReduceOp.MAX, group=self._engine.mesh.control)
             self._accumulates = bool(twice)
+        if training:
+            self._forget(self._last_trained.use(self._engine.trained))
         wanted = (rows, total_tokens, micro_batches, training, device)
         # What any rank trains decides which schedule is best, and how long each stage takes.
         shape = (*wanted, self._engine.trained if training else ())
@@ -191,23 +226,35 @@ class StagePlanCache:
             choice, dtype = self._choices[shape]
             learned = self._learned.get(shape, {})
             wanted = (rows, total_tokens, device, micro_batches, training)
-            make = functools.partial(self._make, *wanted, choice, learned)
-            plans = self._everyones(make) if training and choice.schedule == MSP else make()
-            made = BatchPlans(choice.bounds, dtype, plans, micro_batches, choice.schedule)
-            step = self._steps.get(shape)
-            self._made[key] = made if step is None else self._with_step(made, step)
+
+            def make() -> BatchPlans:
+                plans = self._make(*wanted, choice, learned)
+                return BatchPlans(choice.bounds, dtype, plans, micro_batches, choice.schedule)
+
+            said: list[_Said] = []
+            if training and (shape not in self._steps or choice.schedule == MSP):
+                plans, said = all_make(make, self._engine.mesh.control, say=_say)
+                if choice.schedule == MSP:
+                    # What of a unit is computed again must be the same on all that share it.
+                    everyones = {s: plan for one in said for s, plan in one.plans.items()}
+                    plans = replace(plans, by_stage=everyones | plans.by_stage)
+            else:
+                plans = make()
+            if shape not in self._steps:
+                self._steps[shape] = self._predict(plans, choice, said, reduces=reduces)
+            self._made[key] = self._with_step(plans, self._steps[shape])
+            self._show_correction(shape, self._made[key])
         return self._made[key]
 
-    def _everyones(self, make: Callable[[], dict[int, Plan]]) -> dict[int, Plan]:
-        """The plans of all stages, of which each rank makes its own: ranks share their units.
-
-        What of a unit is computed again must be the same on all of them.
-        """
-        found: dict[int, Plan] = {}
-        own, everyones = all_make(make, self._engine.mesh.control, say=lambda plans: plans)
-        for said in everyones:
-            found |= said
-        return found | own
+    def _forget(self, trained: Hashable | None) -> None:
+        """Forget all about a set of parameters that trained; all ranks forget the same."""
+        if trained is None:
+            return
+        for of_shape in (self._choices, self._steps, self._seen, self._learned, self._corrected):
+            for shape in [shape for shape in of_shape if shape[-1] == trained]:
+                del of_shape[shape]
+        self._made = {key: made for key, made in self._made.items() if key[-2] != trained}
+        self._waiting = [one for one in self._waiting if one.shape[-1] != trained]
 
     def _choose(
         self,
@@ -245,25 +292,13 @@ class StagePlanCache:
 
         return first_rank_says(engine.mesh, choose)
 
-    def agree_on_step(self, plans: BatchPlans, *, reduces: bool) -> BatchPlans:
-        """Predict the step of all ranks together, and show it; all of them call this at once.
-
-        What each rank's own stages take is known to it alone. Once for each shape of a batch.
-        """
-        key = next(key for key, made in self._made.items() if made is plans)
-        if plans.step is not None:
-            return plans
-        shape = key[:-1]
-        if shape not in self._steps:
-            self._steps[shape] = self._predict(plans, self._choices[shape][0], reduces=reduces)
-        self._made[key] = done = self._with_step(plans, self._steps[shape])
+    def _show_correction(self, shape: tuple[Any, ...], done: BatchPlans) -> None:
         corrected = self._corrected.pop(shape, None)
         if corrected is not None:
             for stage in corrected.own:
                 before, plan = corrected.plans.by_stage[stage], done.by_stage[stage]
                 engine = self._engine
                 engine.observer.on_correction(before, plan, corrected.measured(stage))
-        return done
 
     # -- what was measured ---------------------------------------------------------------------
 
@@ -333,7 +368,9 @@ class StagePlanCache:
             self._announce(stage, by_stage[stage])
         return replace(plans, by_stage=by_stage, step=step)
 
-    def _predict(self, plans: BatchPlans, choice: PipelineChoice, *, reduces: bool) -> PipelineStep:
+    def _predict(
+        self, plans: BatchPlans, choice: PipelineChoice, everyone: list[_Said], *, reduces: bool
+    ) -> PipelineStep:
         engine = self._engine
         mesh, config = engine.mesh, engine.config
         one = next(iter(plans.by_stage.values()))
@@ -344,18 +381,12 @@ class StagePlanCache:
             replicas=mesh.dp_size,
             micro_batches=plans.micro_batches,
         )
-        if not one.training:
+        if not one.training or any(said.seconds is None for said in everyone):
             return step
-        known = one.prediction is not None
-        mine = {s: stage_seconds(plan) for s, plan in plans.by_stage.items()} if known else None
-        said = mine, plans.leaves, plans.stores, plans.streams
-        everyone = all_say(mesh, lambda: said)
-        if any(seconds is None for seconds, *_ in everyone):
-            return step
-        stages = {s: table for seconds, *_ in everyone for s, table in (seconds or {}).items()}
-        leaves = frozenset(left for _, leaving, *_ in everyone for left in leaving)
-        stores = frozenset(stored for *_, storing, _ in everyone for stored in storing)
-        streams = frozenset(stream for *_, streaming in everyone for stream in streaming)
+        stages = {s: table for said in everyone for s, table in (said.seconds or {}).items()}
+        leaves = frozenset[tuple[int, int]]().union(*(said.leaves for said in everyone))
+        stores = frozenset[tuple[int, int]]().union(*(said.stores for said in everyone))
+        streams = frozenset[Stream]().union(*(said.streams for said in everyone))
         chunks = len(plans.bounds)
         whole = engine.shape()
 

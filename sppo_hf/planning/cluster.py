@@ -2,10 +2,17 @@
 
 Candidates are simulated, the most promising first; what does not fit on any one rank is rejected.
 Order and rejection go by `LowerBounds`: the seconds and bytes that a layout takes at least, found
-without simulating it, with the terms of PipelineCost and stages taken as equal where that makes
-them smaller. What passes is looked at again with its own stages (`seconds_of_stages`) before it is
-simulated. Frames and K/V follow one rule on all stages: this searches layouts, the solver for one
-device searches frames.
+without simulating it, with the terms of PipelineCost; seconds with the layout's own stages, bytes
+with stages taken as equal where that makes them smaller. Frames and K/V follow one rule on all
+stages: this searches layouts, the solver for one device searches frames.
+
+[Note: what a step takes at least] A rank computes its units one after the other, and is idle at
+four times at least, of any rows (`_Passing`). *Fill*: before a chunk of the first row can have come
+to it through the ranks before. *Turn*: before its first backward, for that row must have passed all
+stages, and its last chunk come back; forwards that the rank has begun till then are not idle.
+*Tail*: the mirror image of that, after its last forward. *Drain*: that of fill, while the last
+row's chunks still pass back through the ranks before. Fill and turn may be the same time, and so
+may tail and drain; turn and tail are not, unless the last forward comes before the first backward.
 """
 
 from __future__ import annotations
@@ -35,7 +42,14 @@ from sppo_hf.planning.pipeline_cost import PipelineCost, granules_of
 from sppo_hf.planning.policies import sppo_ratios, uniform_modes
 from sppo_hf.planning.stages import StageWeights, balanced_stages
 from sppo_hf.planning.tiers import HOST, TIERS, Tier, tiers_behind_host
-from sppo_hf.schedule.generate import INTERLEAVED, SHARING, Size, begun_units, generate
+from sppo_hf.schedule.generate import (
+    INTERLEAVED,
+    SHARING,
+    Size,
+    begun_units,
+    generate,
+    groups_of,
+)
 from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.simulate_pipeline import period_seconds
 from sppo_hf.schedule.timeline import Timeline
@@ -44,24 +58,47 @@ from sppo_hf.schedule.timeline import Timeline
 _SHARING = 0.25
 
 # Of two sums of the same seconds in another order, one is no smaller than this share of the other.
-_ROUNDED = 1.0 - 1e-12
+_ROUNDED = 1.0 - 1e-10
+
+# The schedule whose weight gradients come later than what other ranks wait for.
+_SPLITTING = "zb_seq1f1b"
 
 # Frames of so many chunks may be on their way when backward begins, not on the host.
 _UNDER_WAY_CHUNKS = 3
 
 
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """Seconds of each of a sequence's chunks in the whole model."""
+class _Work(NamedTuple):
+    """Seconds of a sequence's chunks in the whole model."""
 
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
-    weight: tuple[float, ...]
-    """The part of backward that is weight gradients."""
-    least_layer: float
-    """Of the cheapest layer, forward and backward over all chunks."""
+    forward: float
+    backward: float
     streamed: tuple[int, int]
     """K/V and gradient sums of all chunks that leave and that come, in the layer that has least."""
+
+
+class _Passing(NamedTuple):
+    """[ranks] Seconds of a row on its way through a pipeline; see the note on what a step takes."""
+
+    each: NDArray[np.float64]
+    """Of a rank's computes."""
+
+    fill: NDArray[np.float64]
+    turn: NDArray[np.float64]
+    """Until the first backward can begin, with all that the rank has begun till then."""
+
+    tail: NDArray[np.float64]
+    """From the last forward's end on, likewise."""
+
+    drain: NDArray[np.float64]
+
+    forwards: NDArray[np.float64]
+    """[stages of a rank, ranks, chunks + 1] Of the first chunks."""
+
+    backwards: NDArray[np.float64]
+    """Likewise; of input gradients where these come first."""
+
+    weights: NDArray[np.float64]
+    """Of weight gradients that come later; 0 where none do."""
 
 
 class _Room(NamedTuple):
@@ -96,6 +133,63 @@ def _batch(layout: Layout) -> _Batch:
     return layout.partition, layout.num_chunks, layout.saved, layout.kv_tier, layout.sp
 
 
+# Of seconds by stage and chunk, [S, N], forward or back: backward goes through stages and chunks as
+# forward does, from the other end.
+
+
+def _filling(units_PN: NDArray[np.float64]) -> NDArray[np.float64]:
+    """[P, N] How long each rank waits for each chunk at least, while others compute it."""
+    first_N = np.cumsum(units_PN[0]) - units_PN[0]
+    return first_N + np.cumsum(units_PN, axis=0) - np.cumsum(units_PN, axis=1)
+
+
+def _around(units_SN: NDArray[np.float64]) -> float:
+    """How long a row takes from the first chunk on the first stage to the last on the last."""
+    ahead_N = np.cumsum(units_SN[0]) - units_SN[0]
+    behind_N = units_SN[-1].sum() - np.cumsum(units_SN[-1])
+    return float((ahead_N + units_SN.sum(axis=0) + behind_N).max())
+
+
+def _those_behind(units_P: NDArray[np.float64]) -> NDArray[np.float64]:
+    """[P] A chunk on all stages behind each rank's last one."""
+    return units_P.sum() - np.cumsum(units_P)
+
+
+def _late(weight_PN: NDArray[np.float64]) -> NDArray[np.float64]:
+    """[P, N] Weight gradients of each rank after its input gradient of a last chunk."""
+    ranks, chunks = weight_PN.shape
+    rows = 1 + -(-ranks // chunks)
+    sums = np.cumsum(np.tile(weight_PN, (1, rows)), axis=1)
+    behind: list[NDArray[np.float64]] = [sums[r, r : r + chunks] for r in range(ranks)]
+    return np.array(behind)
+
+
+def _summed(units_SN: NDArray[np.float64], virtual: int) -> NDArray[np.float64]:
+    """[V, P, N + 1] Of so many first chunks, by stage of a rank."""
+    sums = np.zeros((len(units_SN), units_SN.shape[1] + 1))
+    np.cumsum(units_SN, axis=1, out=sums[:, 1:])
+    return sums.reshape(virtual, -1, sums.shape[1])
+
+
+def _of_first(
+    sums: NDArray[np.float64], groups: Sequence[range], counts: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """[P] Seconds of so many of each rank's units, which pass its stages in groups of rows."""
+    chunks = sums.shape[2] - 1
+    num_ranks = int(sums.shape[1])
+    ranks = np.arange(num_ranks)
+    found, left = np.zeros(num_ranks), counts
+    for group in groups:
+        for of_stage in sums:
+            count = np.minimum(left, len(group) * chunks)
+            rows, rest = np.divmod(count, chunks)
+            found += rows * of_stage[:, -1] + of_stage[ranks, rest]
+            left = left - count
+        if not left.any():
+            break
+    return found
+
+
 class LowerBounds:
     """Lower bounds for layouts of one model, length and number of rows.
 
@@ -119,13 +213,16 @@ class LowerBounds:
         self._kinds = {kind: alike.count(kind) for kind in sorted(set(alike))}
         self._bounds: dict[tuple[Cut, int], Bounds] = {}
         self._work: dict[_Batch, _Work] = {}
+        self._passing: dict[tuple[_Batch, int, int, bool], _Passing] = {}
         self._rooms: dict[_Batch, list[_Room]] = {}
         self._shared: dict[tuple[object, ...], NDArray[np.float64]] = {}
+        self._costs_of_sets: dict[tuple[int, int, int | None], ModelCost] = {}
         self._stages: dict[tuple[Cut, int, int, int], tuple[range, ...]] = {}
+        self._layers: dict[tuple[range, ...], NDArray[np.int64]] = {}
         self._gradients: dict[tuple[range, ...], int] = {}
         self._frames: dict[tuple[int, int, Saved], int] = {}
         self._keys: dict[tuple[int, int], int] = {}
-        self._seconds_of_stages: dict[tuple[object, ...], float] = {}
+        self._compute: dict[tuple[object, ...], float] = {}
         self._states: int | None = None
 
     def cost(self, layout: Layout) -> ModelCost:
@@ -143,9 +240,19 @@ class LowerBounds:
             self._bounds[key] = made
         return self._bounds[key]
 
-    def seconds(self, layout: Layout) -> float:
-        """Returns the least time of a step: of compute or of what must pass over a link."""
-        return max(self._compute_seconds(layout), self._copy_seconds(layout))
+    def seconds(self, layout: Layout, *, reduce_seconds: float = 0.0) -> float:
+        """Returns the least time of a step: of compute or of what must pass over a link.
+
+        `reduce_seconds` is what the reduction of any stage's gradients takes, after its last
+        backward.
+        """
+        key = (*_batch(layout), layout.schedule, layout.stages, layout.replicas, layout.virtual)
+        if key not in self._compute:
+            rows = self._rows // layout.replicas
+            shares = layout.schedule in SHARING
+            found = self._sharing_seconds(layout) if shares else self._alone_seconds(layout, rows)
+            self._compute[key] = found * _ROUNDED
+        return max(self._compute[key] + reduce_seconds, self._copy_seconds(layout))
 
     def stages(self, layout: Layout) -> tuple[range, ...]:
         """Returns the layers of each stage of a layout."""
@@ -163,65 +270,74 @@ class LowerBounds:
             self._gradients[stages] = max(weights.gradients for weights in held)
         return self._gradients[stages]
 
-    def seconds_of_stages(self, layout: Layout) -> float:
-        """Returns the least time of a step's computes on the stages that a layout has.
+    def _alone_seconds(self, layout: Layout, rows: int) -> float:
+        """Compute of ranks that share no units; see the note on what a step takes at least."""
+        size = Size(layout.stages, rows, layout.num_chunks, layout.virtual)
+        splits = layout.schedule == _SPLITTING
+        way = self._passing_of(layout, splits)
+        groups = [range(rows)]
+        if layout.schedule in INTERLEAVED:
+            groups = groups_of(size)
+        begun = np.array(begun_units(layout.schedule, size))
+        before = _of_first(way.forwards, groups, begun)
+        after = _of_first(way.backwards, groups[::-1], begun)
+        if splits:
+            # A rank is as many weight gradients behind as there are ranks before it.
+            late = np.minimum(begun + np.arange(layout.stages), size.num_units)
+            after = after + _of_first(way.weights, groups, late)
+        turn, tail = way.turn - before, way.tail - after
+        once = np.maximum(way.fill, turn) + way.drain, way.fill + tail
+        idle = np.maximum(*once)
+        apart = begun < size.num_units * layout.virtual
+        idle = np.where(apart, np.maximum(idle, turn + tail), idle)
+        return float((rows * way.each + np.maximum(idle, 0.0)).max())
 
-        A rank computes all its units one after the other: from when the first chunk can have
-        reached it, and until all ranks before it can have run the last one back. More than
-        `seconds` says where stages are unequal, as with the head on the last one, and dearer.
-        """
-        key = (*_batch(layout), layout.schedule, layout.stages, layout.replicas, layout.virtual)
-        if key not in self._seconds_of_stages:
-            rows, shared = self._rows // layout.replicas, layout.schedule in SHARING
-            begins, each = self._busy_sharing(layout) if shared else self._busy(layout)
-            self._seconds_of_stages[key] = float((begins + rows * each).max()) * _ROUNDED
-        return self._seconds_of_stages[key]
-
-    def _busy(self, layout: Layout) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """[ranks] When each can begin, or must end sooner, and its computes of a row."""
-        ranks, counts = layout.stages, self._layers_of_stages(layout)
+    def _passing_of(self, layout: Layout, splits: bool) -> _Passing:
+        ranks, virtual = layout.stages, layout.virtual
+        key = (_batch(layout), ranks, virtual, splits)
+        if key in self._passing:
+            return self._passing[key]
+        counts = self._layers_of_stages(layout)
         work = self.cost(layout).unit_seconds(self.bounds(layout))
-        forward = counts @ work.forward
+        again = work.recompute[:, SAVED.index(layout.saved)]
+        weight = counts @ work.weight if splits else np.zeros((len(counts), layout.num_chunks))
+        forward, backward = counts @ work.forward, counts @ (work.backward + again) - weight
         forward[-1] += work.head
-        backward = counts @ (work.backward + work.recompute[:, SAVED.index(layout.saved)])
-        passing = forward[:ranks, 0]
-        if layout.schedule != "zb_seq1f1b":
-            # There the last weight gradients are nothing that others wait for.
-            passing = passing + backward[:ranks, 0]
-        each = (forward + backward).sum(axis=1).reshape(layout.virtual, ranks).sum(axis=0)
-        return np.cumsum(passing) - passing, each
+        if layout.kv_tier != "device":
+            # A rank's next unit waits for compute and K/V of this one, which run side by side.
+            tables, come = self._tables(layout), self._cost.h2d_seconds(1.0, both=True)
+            forward = np.maximum(forward, come * (counts @ tables.kv_in_forward))
+            backward = np.maximum(backward, come * (counts @ tables.kv_in_backward))
+        last = weight[0, 0]
+        behind = slice(len(counts) - ranks, None)
+        found = _Passing(
+            each=(forward + backward + weight).sum(axis=1).reshape(virtual, ranks).sum(axis=0),
+            fill=_filling(forward[:ranks]).max(axis=1),
+            turn=_around(forward) + _those_behind(backward[behind, -1]),
+            tail=_around(backward) + _those_behind(forward[behind, -1]) + last,
+            drain=(_filling(backward[:ranks]) + last - _late(weight[:ranks])).max(axis=1),
+            forwards=_summed(forward, virtual),
+            backwards=_summed(backward, virtual),
+            weights=_summed(weight, virtual),
+        )
+        self._passing[key] = found
+        return found
 
     def _layers_of_stages(self, layout: Layout) -> NDArray[np.int64]:
         """[stages, kinds] How many layers of each kind a stage has."""
-        alike = np.array(self._cost.shape.alike)
-        held = [alike[layers.start : layers.stop] for layers in self.stages(layout)]
-        return np.array([[(kinds == kind).sum() for kind in self._kinds] for kinds in held])
+        stages = self.stages(layout)
+        if stages not in self._layers:
+            alike = np.array(self._cost.shape.alike)
+            held = [alike[layers.start : layers.stop] for layers in stages]
+            counts = [[(kinds == kind).sum() for kind in self._kinds] for kinds in held]
+            self._layers[stages] = np.array(counts)
+        return self._layers[stages]
 
-    def _compute_seconds(self, layout: Layout) -> float:
-        """Compute over ranks, and the time that it takes to fill and drain the pipeline.
-
-        The rank with most layers computes all along, but for the time in which the longest chunk
-        passes through all other ranks, forward and back: whatever chunks come before it, it cannot
-        be there earlier.
-        """
-        work = self._worked(layout)
-        ranks, rows = layout.stages, self._rows // layout.replicas
-        whole = sum(work.forward) + sum(work.backward)
-        most_layers = -(-self._cost.shape.num_layers // (ranks * layout.virtual))
-        if layout.schedule in SHARING:
-            # All ranks fill and drain together.
-            return rows * max(whole, self._shared_seconds(layout)) / ranks
-        share = max(1 / ranks, most_layers * work.least_layer / whole)
-        passing = max(work.forward) + max(work.backward)
-        if layout.schedule == "zb_seq1f1b":
-            # As in `formulas`: weight gradients are late, and as much of other work fills in.
-            late = max(work.weight)
-            inputs = max(work.backward) - late
-            passing -= late + min(late, inputs, max(work.forward))
-        waits = layout.virtual - 1
-        missing = max(0, ranks - rows * layout.num_chunks) / ranks
-        idle = (1 - share) * passing + waits * missing * whole / layout.num_chunks
-        return rows * share * whole + idle / layout.virtual
+    def _sharing_seconds(self, layout: Layout) -> float:
+        """Compute of ranks that share units: all of them fill and drain together."""
+        rows, work = self._rows // layout.replicas, self._worked(layout)
+        whole = (work.forward + work.backward) / layout.stages
+        return rows * max(whole, float(self._busy_sharing(layout).max()))
 
     def _copy_seconds(self, layout: Layout) -> float:
         """Copies of frames out and back, and K/V on the same lanes."""
@@ -286,32 +402,46 @@ class LowerBounds:
         running = max(layers * room.kv + frames * room.frame + room.workspace for room in rooms)
         return max(least + rooms[-1].workspace, layers * states + running)
 
-    def host_bytes(self, layout: Layout, ranks_per_node: int) -> int:
-        """Returns less than the fullest node's host holds when first backwards begin."""
-        away = self._sum_bytes(layout) if layout.kv_tier != "device" else 0
-        bounds = self.bounds(layout)
-        # The paper's rule sends whole layers, and no more than K/V and the last stage leave room.
-        elsewhere = layout.offload == "sppo" or layout.frame_tier != HOST
-        ratios = (0.0,) * len(bounds) if elsewhere else self._ratios(layout)
+    def host_bytes(
+        self, layout: Layout, ranks_per_node: int, device_bytes: int | None = None
+    ) -> int:
+        """Returns less than the fullest node's host holds when first backwards begin.
 
+        With `device_bytes`, where no device holds more than so many.
+        """
+        bounds, layers = self.bounds(layout), self._cost.shape.num_layers // layout.stages
+        on_host = layout.kv_tier != "device"
+        away = self._sum_bytes(layout) if on_host else 0
+        ratios = self._ratios(layout)
+        # The paper's rule sends whole layers, and no more than K/V and the last stage leave room:
+        # at least what devices cannot hold.
+        by_rule = layout.offload == "sppo"
+        if by_rule or layout.frame_tier != HOST:
+            ratios = (0.0,) * len(bounds)
         sizes: dict[tuple[int, int], int] = {}
+        anywhere: dict[tuple[int, int], int] = {}
         for ratio, (start, end) in zip(ratios, bounds, strict=True):
-            size = int(ratio * self._frame_bytes(layout, end - start))
-            size += self._kv_bytes(layout, end - start) if layout.kv_tier != "device" else 0
-            sizes[start, end] = size
+            frame, kv = self._frame_bytes(layout, end - start), self._kv_bytes(layout, end - start)
+            sizes[start, end] = int(ratio * frame) + (kv if on_host else 0)
+            anywhere[start, end] = frame + kv
+        limited = by_rule and layout.frame_tier == HOST and device_bytes is not None
         ranks: list[int] = []
         # The first ranks hold most.
         for rank in range(min(layout.stages, ranks_per_node)):
             if layout.schedule in SHARING:
-                shared, count = layout.stages - 1, len(bounds)
-                held = sum(sorted(sizes[unit] for unit in bounds)[: max(0, count - 2 * shared - 3)])
-                ranks.append(held)
-                continue
-            units = (*bounds, *self._early(layout, rank))
-            # Frames of the newest chunks may still be on their way.
-            ranks.append(away + sum(sizes[unit] for unit in units[:-_UNDER_WAY_CHUNKS]))
+                count = max(0, len(bounds) - 2 * (layout.stages - 1) - _UNDER_WAY_CHUNKS)
+                units = sorted(bounds, key=anywhere.__getitem__)[:count]
+                held, all_held = (sum(each[unit] for unit in units) for each in (sizes, anywhere))
+            else:
+                units = (*bounds, *self._early(layout, rank))
+                # Frames of the newest chunks may still be on their way.
+                held = away + sum(sizes[unit] for unit in units[:-_UNDER_WAY_CHUNKS])
+                all_held = sum(anywhere[unit] for unit in units)
+            if limited and device_bytes is not None:
+                held = max(held, all_held - device_bytes // layers)
+            ranks.append(held)
         fullest = sorted(ranks * (layout.replicas * layout.sp), reverse=True)[:ranks_per_node]
-        return sum(fullest) * (self._cost.shape.num_layers // layout.stages)
+        return sum(fullest) * layers
 
     # -- terms ---------------------------------------------------------------------------------
 
@@ -347,35 +477,21 @@ class LowerBounds:
         cost, bounds, saved = self.cost(layout), self.bounds(layout), layout.saved
         tables, work = self._tables(layout), cost.unit_seconds(bounds)
         counts = np.array(list(self._kinds.values()))
-        # A rank's next unit waits for compute and K/V of all layers of this one, which run beside
-        # each other.
+        # As for one rank, whose next unit waits for K/V of this one, too.
         ahead, back = work.forward, work.backward + work.recompute[:, SAVED.index(saved)]
         come = cost.h2d_seconds(1.0, both=True)
         came, came_back = come * tables.kv_in_forward, come * tables.kv_in_backward
-        layers = (ahead + back).sum(axis=1).min(), (came + came_back).sum(axis=1).min()
         out = tables.kv_out_forward + tables.kv_out_backward
         into = tables.kv_in_forward + tables.kv_in_backward
         out_bytes, in_bytes = (int(side.sum(axis=1).min()) for side in (out, into))
         return _Work(
-            forward=tuple(np.maximum(work.head + counts @ ahead, counts @ came).tolist()),
-            backward=tuple(np.maximum(counts @ back, counts @ came_back).tolist()),
-            weight=tuple((counts @ work.weight).tolist()),
-            least_layer=float(max(layers)),
+            forward=float(np.maximum(work.head + counts @ ahead, counts @ came).sum()),
+            backward=float(np.maximum(counts @ back, counts @ came_back).sum()),
             streamed=(out_bytes, in_bytes),
         )
 
-    def _shared_seconds(self, layout: Layout) -> float:
-        """Compute of all ranks together for one row.
-
-        As if all layers were in the stage whose shares take least.
-        """
-        counts = np.array(list(self._kinds.values()))
-        found = [left + steady + right for left, steady, right in self._shared_parts(layout)]
-        head = self.cost(layout).unit_seconds(self.bounds(layout)).head.sum()
-        return float(counts @ np.min(found, axis=0) + head)
-
-    def _busy_sharing(self, layout: Layout) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """[ranks] What `_busy` returns, where all begin and end together."""
+    def _busy_sharing(self, layout: Layout) -> NDArray[np.float64]:
+        """[ranks] Computes of a row, where ranks share units."""
         ranks, counts = layout.stages, self._layers_of_stages(layout)
         each = np.zeros(ranks)
         for stage, (left, steady, right) in enumerate(self._shared_parts(layout)):
@@ -385,7 +501,7 @@ class LowerBounds:
         head = self.cost(layout).unit_seconds(self.bounds(layout)).head
         alone = layout.num_chunks - ranks + 1
         each[-1] += head[:alone].sum()
-        return np.zeros(ranks), each + head[alone:].sum() / ranks
+        return each + head[alone:].sum() / ranks
 
     def _shared_parts(self, layout: Layout) -> list[_Shared]:
         """Returns a row's units by stage, shared as `generate.msp` does."""
@@ -403,10 +519,13 @@ class LowerBounds:
         granules = granules_of(self.cost(layout), layout.stages)
         key = (*_batch(layout), size, granules)
         if key not in self._shared:
-            cost = self.cost(layout)
-            if size > 1:
-                cost = cost.shared_by(layout.sp * size, self._exchange_rate(1), granules)
-            work = cost.unit_seconds(self.bounds(layout))
+            sharing = layout.sp, size, granules
+            if sharing not in self._costs_of_sets:
+                cost = self.cost(layout)
+                if size > 1:
+                    cost = cost.shared_by(layout.sp * size, self._exchange_rate(1), granules)
+                self._costs_of_sets[sharing] = cost
+            work = self._costs_of_sets[sharing].unit_seconds(self.bounds(layout))
             again = work.recompute[:, SAVED.index(layout.saved)]
             self._shared[key] = size * (work.forward + work.backward + again)
         return self._shared[key]
@@ -489,7 +608,7 @@ class LowerBounds:
         if layout.offload == "full":
             return (1.0,) * len(bounds)
         # Of a layer on average, the head's time counted: it makes the last stage's share larger.
-        seconds = sum(self._worked(layout).forward) / self._cost.shape.num_layers
+        seconds = self._worked(layout).forward / self._cost.shape.num_layers
         room = seconds / self._cost.d2h_seconds(1.0, both=True)
         sizes = [self._frame_bytes(layout, end - start) for start, end in bounds]
         return sppo_ratios(sizes, room / len(bounds))
@@ -548,6 +667,11 @@ class ClusterQuestion:
     def bounds_of_layout(self) -> LowerBounds:
         """What layouts take at least."""
         return LowerBounds(self.cost, self.total_tokens, self.rows, self.exchange_rate)
+
+    def least_seconds(self, layout: Layout) -> float:
+        """Returns the least time of a layout's step."""
+        reduce_seconds = _reduce_seconds(self, layout)
+        return self.bounds_of_layout.seconds(layout, reduce_seconds=reduce_seconds)
 
     @property
     def ranks_per_node(self) -> int:
@@ -642,13 +766,16 @@ class ClusterPlan:
     disk_bytes: int = 0
     """Most bytes behind any node's host, likewise."""
 
+    offloads: bool = False
+    """Whether anything of frames leaves a device: not where backward follows forward at once."""
+
     @property
     def why(self) -> str:
         """What the time goes into, in words."""
         parts = [f"idle {self.bubble_fraction:.1%}"]
         if self.recompute_fraction > 0:
             parts.append(f"recompute {self.recompute_fraction:.1%}")
-        if self.layout.offload != "none" or self.layout.kv_tier != "device":
+        if self.offloads or self.layout.kv_tier != "device":
             parts.append("copies beside compute")
         return ", ".join(parts)
 
@@ -737,11 +864,9 @@ def _solved(
     most_actions: float,
 ) -> ClusterAnswer | None:
     """Searches some layouts; None if there are none."""
-    bounds_of_layout, per_node = question.bounds_of_layout, question.ranks_per_node
+    per_node = question.ranks_per_node
     # Of two that seem to take as long, the one with fewer hops between nodes comes first.
-    looked_at = [
-        (bounds_of_layout.seconds(x), x.hops_between_nodes(per_node), x) for x in candidates
-    ]
+    looked_at = [(question.least_seconds(x), x.hops_between_nodes(per_node), x) for x in candidates]
     ranked = [(seconds, layout) for seconds, _, layout in sorted(looked_at)]
     if not ranked:
         return None
@@ -755,8 +880,8 @@ def _solved(
         unseen += search.go_through(
             [one for one in ranked if one[1].schedule in SHARING], most_actions * _SHARING
         )
-        if not search.tried:
-            search.simulate_one([layout for _, layout in unseen], most_actions)
+        if not search.best:
+            search.simulate_closest([layout for _, layout in unseen], most_actions)
     seconds = [at for at, x in unseen if search.may_win(at) and not search.has_seen(x)]
     return ClusterAnswer(
         best=tuple(search.best),
@@ -840,9 +965,6 @@ class _Search:
                 break
             if self.has_seen(layout):
                 continue
-            seconds = self._second_look(seconds, layout)
-            if not self.may_win(seconds):
-                continue
             lacking, device_bytes = self._lacking(layout)
             if lacking:
                 self._hopeless.append((lacking, layout))
@@ -861,32 +983,35 @@ class _Search:
                 large.append((seconds, layout))
         return large, doubtful
 
-    def _second_look(self, seconds: float, layout: Layout) -> float:
-        """Returns the least seconds of a layout, with its own stages once there is one to beat."""
-        if len(self.best) < self._keep:
-            return seconds
-        computes = self._question.bounds_of_layout.seconds_of_stages(layout)
-        return max(seconds, computes + _reduce_seconds(self._question, layout))
-
     def _lacking(self, layout: Layout) -> tuple[int, int]:
         """Bytes that a layout lacks at a glance, and those that it needs on the device."""
         bounds_of_layout, budgets = self._question.bounds_of_layout, self._question.budgets
         device_bytes = bounds_of_layout.device_bytes(layout)
         lacking = _over(device_bytes, budgets.device)
         if budgets.host is not None:
-            host_bytes = bounds_of_layout.host_bytes(layout, self._question.ranks_per_node)
+            per_node = self._question.ranks_per_node
+            host_bytes = bounds_of_layout.host_bytes(layout, per_node, budgets.device)
             lacking += _over(host_bytes, budgets.host)
         return lacking, device_bytes
 
-    def simulate_one(self, unseen: Sequence[Layout], most_actions: float) -> None:
-        """Simulates the smallest candidate, or of those that cannot fit what lacks least."""
-        hopeless = [layout for _, layout in sorted(self._hopeless)]
+    def simulate_closest(self, unseen: Sequence[Layout], most_actions: float) -> None:
+        """Simulates what seems to lack least of those that cannot fit.
+
+        Where nothing was simulated and some may fit, the smallest of these.
+        """
+        if unseen and not self.tried:
+            self._simulate(min(unseen, key=self._all_actions), math.inf)
+            return
+        # Little is known of what units take that ranks share.
+        hopeless = sorted(self._hopeless, key=lambda one: (one[1].schedule in SHARING, *one))
         # Before a pipeline repeats itself, less than twice what all its rows take is simulated.
-        small = [layout for layout in hopeless if 2 * self._all_actions(layout) <= most_actions]
-        if small and not unseen:
-            self._simulate(small[0], math.inf)
-        else:
-            self._simulate(min(unseen or hopeless, key=self._all_actions), math.inf)
+        small = [one for one in hopeless if 2 * self._all_actions(one[1]) <= most_actions]
+        if small:
+            lacking, layout = small[0]
+            if self.closest is None or lacking < self.closest.missing_bytes:
+                self._simulate(layout, math.inf)
+        elif not self.tried:
+            self._simulate(min((x for _, x in hopeless), key=self._all_actions), math.inf)
 
     def _all_actions(self, layout: Layout) -> int:
         return _num_actions(layout, self._question.rows // layout.replicas)
@@ -897,11 +1022,19 @@ class _Search:
         if plan is None:
             return False
         self._missing[layout] = plan.missing_bytes
+        stays = layout.saved, "none"
+        if layout.offload != "none" and not plan.offloads and stays in self._question.space.frames:
+            return True  # nothing leaves: it is another of the layouts
         if not plan.missing_bytes:
-            self.best = sorted([*self.best, plan], key=lambda p: p.step_seconds)[: self._keep]
+            self.best = sorted([*self.best, plan], key=_worse)[: self._keep]
         elif self.closest is None or plan.missing_bytes < self.closest.missing_bytes:
             self.closest = plan
         return True
+
+
+def _worse(plan: ClusterPlan) -> tuple[float, bool, bool]:
+    """What orders plans: time, then what moves for nothing."""
+    return plan.step_seconds, plan.offloads, plan.layout.kv_tier != "device"
 
 
 def layouts(question: ClusterQuestion, *, across: bool = False) -> Iterator[Layout]:
@@ -992,6 +1125,12 @@ def _planned(
         peak_bytes=peaks,
         host_bytes=host_bytes,
         disk_bytes=sum(behind.values()),
+        offloads=any(
+            span.action.kind == "D"
+            for lane in timeline.lanes
+            if lane.endswith(".d2h")
+            for span in timeline.spans(lane)
+        ),
         missing_bytes=_over(max(peaks), budgets.device)
         + _over(host_bytes, budgets.host)
         + sum(_over(size, budgets.of(tier)) for tier, size in behind.items()),
@@ -1055,19 +1194,25 @@ def _no_collection() -> Generator[None]:
 
 
 def _num_actions(layout: Layout, rows: int) -> int:
-    """Returns about how many actions `rows` rows are in a lowered schedule."""
-    stages = layout.stages * layout.virtual
-    if layout.schedule in SHARING:
-        # Sends and receives of K/V and their gradients to all that share a stage's last units.
-        compute = 2 * stages * (layout.num_chunks + stages)
-        passed = 4 * stages * stages // 2 * layout.num_chunks + 4 * stages * layout.num_chunks
-        return rows * (passed + compute * (1 if layout.offload == "none" else 2))
+    """Returns how many actions `rows` rows are in a lowered schedule, or a few more.
+
+    More where chunks are not streamed or sent away that here are taken to be.
+    """
+    stages, chunks = layout.stages * layout.virtual, layout.num_chunks
     computes = 3 if layout.schedule == "zb_seq1f1b" else 2
     copies = 0 if layout.offload == "none" else 2
     copies *= 2 if TIERS[layout.frame_tier].behind_host else 1
     copies += 0 if layout.kv_tier == "device" else 4
-    passes = 4 * (stages - 1) if layout.stages > 1 else 0
-    return rows * layout.num_chunks * (stages * (computes + copies) + passes)
+    units, passes = stages * chunks, 4 * (stages - 1) * chunks
+    if layout.schedule in SHARING:
+        # Each rank has its share of a unit: of a stage's first and last ones several.
+        ahead = range(stages)
+        units = sum((stages - 1 - i) * (stages - i) + i * (i + 1) for i in ahead)
+        units += stages * (chunks - stages + 1)
+        # Hidden states go from each share to each that needs some of them, K/V and their sums from
+        # each rank to all others.
+        passes += 16 * math.comb(stages, 3) + 2 * stages * (stages - 1) * chunks
+    return rows * (units * (computes + copies) + passes)
 
 
 def _few_rows(rows: int, warm_up: int, every: int) -> int:

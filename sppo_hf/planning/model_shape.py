@@ -269,7 +269,7 @@ class ModelShape:
             return 0
         return sum(layer.adapter_weights for layer in self.layers) * self.lora.dtype_bytes
 
-    @property
+    @cached_property
     def alike(self) -> tuple[int, ...]:
         """For each layer the first one that costs and saves the same."""
         first: dict[object, int] = {}

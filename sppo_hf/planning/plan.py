@@ -39,7 +39,7 @@ from sppo_hf.planning.chunk_bounds import (
 from sppo_hf.planning.cost import Correction, ModelCost
 from sppo_hf.planning.decisions import Decisions, Order, modes_used
 from sppo_hf.planning.hardware import UNKNOWN_LINK, HardwareProfile
-from sppo_hf.planning.lowering import StepProgram, estimate
+from sppo_hf.planning.lowering import StepProgram, compute_seconds, estimate
 from sppo_hf.planning.memory import check_budget, standing_device_bytes
 from sppo_hf.planning.memory_snapshots import Budgets, MemoryEstimate
 from sppo_hf.planning.model_shape import ModelShape
@@ -510,10 +510,12 @@ def _first_that_fits(
 ) -> Plan:
     """Plans with the first places; where that does not fit, with those that take least time.
 
-    [Note: weights and optimizer by themselves] What fits on the device stays there: there it costs
-    no copies and no update by the processor. Else simulation decides between the optimizer alone on
-    the host and all layers' weights too. The optimizer alone brings each weight once a batch, not
-    twice; without the weights there is more room for activations. Of nearly equals, the first.
+    [Note: weights and optimizer by themselves] On the device they cost no copies and no update by
+    the processor, and nothing is asked beyond that where little is recomputed or waited for. Else
+    simulation decides between the device, the optimizer alone on the host and all layers' weights
+    too. The optimizer alone brings each weight once a batch, not twice; without the weights there
+    is more room for activations. Of nearly equals, the first; from the device they are moved only
+    where that is worth host memory and a busy processor.
 
     Args:
         places: what may rest on the host, the least first.
@@ -540,27 +542,53 @@ def _first_that_fits(
         plan = make(tried, under_seconds=under_seconds)
         if plan is None or _lacking(plan):
             continue
-        if tried == places[0]:
+        if tried == places[0] and _step_seconds(plan) <= _WORTH_MOVING * _least_seconds(plan):
             return plan
         fitting.append(plan)
     if fitting:
-        least = min(map(_step_seconds, fitting))
-        best = next(plan for plan in fitting if _step_seconds(plan) <= AS_FAST * least)
-    else:
-        for tried in places:
-            if not may_fit(tried):
-                make(tried)
-        plans = [made[tried] for tried in places if tried in made]
-        if not plans:
-            first, last = refused[places[0]], refused[places[-1]]
-            raise BudgetError(f"{first} Nor with weights and optimizer on the host: {last}")
-        best = min(plans, key=_lacking)
+        return _fastest_place(fitting, made.get(places[0]))
+    for tried in places:
+        if not may_fit(tried):
+            make(tried)
+    plans = [made[tried] for tried in places if tried in made]
+    if not plans:
+        first, last = refused[places[0]], refused[places[-1]]
+        raise BudgetError(f"{first} Nor with weights and optimizer on the host: {last}")
+    best = min(plans, key=_lacking)
+    return best if best.shape.resting is None else replace(best, places_reason=_NOT_ALL_FITS)
+
+
+_NOT_ALL_FITS = "auto: not all fits on the device"
+
+# A step for which weights or optimizer are worth moving from the device takes this much less.
+_WORTH_MOVING = 1.02
+
+
+def _fastest_place(fitting: Sequence[Plan], least_away: Plan | None) -> Plan:
+    """The fastest of plans with weights and optimizer in several places, and why.
+
+    `least_away` has the least on the host, whether or not it is one of those that fit.
+    """
+    least = min(map(_step_seconds, fitting))
+    if fitting[0] is least_away and _step_seconds(fitting[0]) <= _WORTH_MOVING * least:
+        return fitting[0]
+    best = next(plan for plan in fitting if _step_seconds(plan) <= AS_FAST * least)
     if best.shape.resting is None:
         return best
-    reason = "auto: not all fits on the device"
-    if len(fitting) > 1 and best.prediction is not None:
+    reason = _NOT_ALL_FITS
+    if fitting[0] is least_away:
+        reason = "auto: the fastest of those that fit"
+    elif len(fitting) > 1 and best.prediction is not None:
         reason += "; the fastest that does"
     return replace(best, places_reason=reason)
+
+
+def _least_seconds(plan: Plan) -> float:
+    """What a step in the same chunks computes, without recomputing anything or waiting."""
+    if plan.cost is None:
+        return float("inf")
+    kept = replace(plan, layer_modes=uniform_modes(plan.num_chunks, plan.num_layers, KEEP))
+    return compute_seconds(replace(kept, kv_modes=()), plan.cost)
 
 
 def _step_seconds(plan: Plan) -> float:
@@ -661,6 +689,8 @@ def _order_reason(task: _Task, decided: _Decided) -> str:
         return "set by the user"
     if len(task.orders) > 1:
         return decided.order_reason
+    if task.config.weights == "host":
+        return "by chunk all weights would come from the host for every chunk"
     return "a pipeline's" if task.config.pp_size > 1 else "the only one that this model can run in"
 
 
@@ -718,12 +748,18 @@ def _copied_by_unit(task: _Task, decided: _Decided) -> _Decided:
 
 def _evaluation(task: _Task) -> _Decided:
     """Nothing waits for a backward; only K/V may have to leave."""
-    found = [_kv_placed(task, base) for base in _in_fewer_chunks(task, task.orders[0])]
-    if found[0].by_layer and not any(layer.borrows_keys for layer in task.shape.layers):
-        # Nobody reads them once their layer has run, so they are dropped.
-        found = [replace(each, kv_modes=("recompute",) * each.num_layers) for each in found]
-    decisions, _ = _first_of_the_least(task, found)
-    return _Decided(decisions=decisions, recompute_reason="", offload_reason="")
+    borrows = any(layer.borrows_keys for layer in task.shape.layers)
+    found: list[Decisions] = []
+    for base in (base for order in task.orders for base in _in_fewer_chunks(task, order)):
+        made = _kv_placed(task, base)
+        if made.by_layer and not borrows:
+            # Nobody reads them once their layer has run, so they are dropped.
+            made = replace(made, kv_modes=("recompute",) * made.num_layers)
+        found.append(made)
+    decisions, order_reason = _first_of_the_least(task, found)
+    return _Decided(
+        decisions=decisions, recompute_reason="", offload_reason="", order_reason=order_reason
+    )
 
 
 def _kv_placed(task: _Task, decisions: Decisions) -> Decisions:
@@ -867,10 +903,13 @@ def _first_of_the_least(task: _Task, found: Sequence[Decisions]) -> tuple[Decisi
 
 
 def _over_or_held(task: _Task, decisions: Decisions) -> tuple[int, float]:
-    """Bytes over the budgets, then what decides between orders: memory, or time on a GPU."""
+    """Bytes over the budgets, then what decides between orders: memory, or time on a GPU.
+
+    An evaluation takes the same time in both.
+    """
     predicted = _estimate(task, decisions)
     missing = sum(limit.missing_bytes for limit in over_budget(predicted, task.budgets))
-    if task.device.kind == "cpu" or task.cost is None:
+    if task.device.kind == "cpu" or task.cost is None or not task.batch.training:
         return missing, predicted.device.total
     return missing, play(decisions, task.cost, policy="set").step_seconds
 
@@ -965,10 +1004,10 @@ def _bounds(task: _Task) -> Bounds:
 def _cuts(task: _Task, cost: ModelCost) -> Iterator[list[Bounds]]:
     """Ways to cut that the config leaves open; the later where nothing fits by the earlier.
 
-    On a CPU length is settled by memory alone.
+    On a CPU those by rule.
     """
     if _cut_is_fixed(task):
-        yield [_bounds(task)]
+        yield [base.bounds for base in _in_fewer_chunks(task, task.orders[0])]
         return
     for partition in partitions_of(task.config):
         yield list(chunk_cuts(cost, task.total_tokens, partition))

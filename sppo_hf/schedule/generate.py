@@ -100,8 +100,8 @@ def one_forward_one_backward(size: Size) -> Schedule:
     units, reverse = _orders(size)
     ranks: list[tuple[Action, ...]] = []
     for rank in range(size.num_ranks):
-        warm_up = min(size.num_ranks - rank - 1, size.num_micro_batches) * size.num_chunks
         forwards, backwards = _of_stage("F", rank, units), _of_stage("B", rank, reverse)
+        warm_up = _warm_up_by_row(size, rank)
         ranks.append(_alternate(forwards, backwards, warm_up, run=size.num_chunks))
     return Schedule(tuple(ranks), size.chunks or size.num_chunks)
 
@@ -158,8 +158,7 @@ def interleaved_seq1f1b(size: Size) -> Schedule:
     within one would need the backward of its last chunks before they have run (a deadlock), and
     never fewer than P chunks where there are as many, since that would leave ranks idle.
     """
-    groups = _groups(size)
-    longest = max(map(len, groups)) * size.num_chunks
+    groups = groups_of(size)
     ranks: list[tuple[Action, ...]] = []
     for rank in range(size.num_ranks):
         stages = range(rank, size.num_ranks * size.num_virtual, size.num_ranks)
@@ -169,9 +168,7 @@ def interleaved_seq1f1b(size: Size) -> Schedule:
             units, reverse = _orders(size, group)
             forwards += (action for s in stages for action in _of_stage("F", s, units))
             backwards += (action for s in reversed(stages) for action in _of_stage("B", s, reverse))
-        warm_up = (size.num_virtual - 1) * longest + 2 * (size.num_ranks - rank - 1)
-        warm_up = min(warm_up + size.num_chunks - 1, len(forwards))
-        ranks.append(_alternate(forwards, backwards, warm_up))
+        ranks.append(_alternate(forwards, backwards, _warm_up_by_group(size, rank)))
     return Schedule(tuple(ranks), size.chunks or size.num_chunks)
 
 
@@ -280,16 +277,40 @@ def generate(name: str, size: Size) -> Schedule:
 
 @lru_cache(maxsize=4096)
 def begun_units(name: str, size: Size) -> tuple[int, ...]:
-    """Returns `generate(name, size).begun_units`; made once for each size, and few bytes.
+    """Returns `generate(name, size).begun_units`; made without the schedule where it takes turns.
 
     Raises:
-        ScheduleError: as `generate`.
+        ScheduleError: as `generate`, where it is asked.
     """
-    return generate(name, size).begun_units
+    if name not in _ALTERNATING or size.chunks:
+        return generate(name, size).begun_units
+    warm_up = _ALTERNATING[name]
+    run = size.num_chunks if warm_up is _warm_up_by_row else 1
+    forwards = size.num_units * size.num_virtual
+    return tuple(min(forwards, warm_up(size, rank) + run) for rank in range(size.num_ranks))
+
+
+def _warm_up_by_row(size: Size, rank: int) -> int:
+    return min(size.num_ranks - rank - 1, size.num_micro_batches) * size.num_chunks
 
 
 def _warm_up(size: Size, rank: int) -> int:
     return min(size.num_ranks - rank - 2 + size.num_chunks, size.num_units)
+
+
+def _warm_up_by_group(size: Size, rank: int) -> int:
+    longest = max(map(len, groups_of(size))) * size.num_chunks
+    warm_up = (size.num_virtual - 1) * longest + 2 * (size.num_ranks - rank - 1)
+    return min(warm_up + size.num_chunks - 1, size.num_units * size.num_virtual)
+
+
+_ALTERNATING: dict[str, Callable[[Size, int], int]] = {
+    "1f1b": _warm_up_by_row,
+    "seq1f1b": _warm_up,
+    "zb_seq1f1b": _warm_up,
+    "interleaved_seq1f1b": _warm_up_by_group,
+}
+"""Forwards of a rank before it takes turns, of schedules that do."""
 
 
 def _orders(size: Size, micro_batches: range | None = None) -> tuple[list[int], list[int]]:
@@ -318,8 +339,11 @@ def _alternate(
     return (*order, *backwards[len(turns) * run :])
 
 
-def _groups(size: Size) -> list[range]:
-    """Micro-batches that pass a rank's stages together: as few as make up P chunks, or all."""
+def groups_of(size: Size) -> list[range]:
+    """Returns which micro-batches pass a rank's stages together, where it has several.
+
+    As few as make up P chunks, or all.
+    """
     least = -(-size.num_ranks // size.num_chunks)
     count = max(1, size.num_micro_batches // least)
     # As even as can be: a shorter last group would leave ranks idle.

@@ -42,6 +42,19 @@ def test_the_best_five_and_why(tmp_path: Path) -> None:
     assert "\N{HORIZONTAL ELLIPSIS}" not in out
 
 
+def test_what_leaves_nothing_is_not_called_offloaded(tmp_path: Path) -> None:
+    """Nor shown beside the same layout without."""
+    model = write_config(tmp_path, MODEL)
+    question = (model, "--gpus", "2", "--micro-batch-size", "2", "--seq-len", "1")
+    code, out, _ = run(*question)
+    assert code == 0
+    assert "offloaded" not in out
+    plans = json.loads(run(*question, "--json")[1])["plans"]
+    assert {plan["offload"] for plan in plans} == {"none"}
+    # Of equals the first moves nothing.
+    assert plans[0]["kv_tier"] == "device"
+
+
 def test_stages_share_units_where_the_runtime_can(tmp_path: Path) -> None:
     """One long row over two stages: they fill and drain together, and the files say so."""
     model = write_config(tmp_path, MODEL)

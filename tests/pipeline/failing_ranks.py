@@ -4,10 +4,11 @@ Training runs through a pipeline (with `shared`, one whose ranks share units), o
 shared sequences. After the third forward of a first chunk, in the backward of chunk 1 (or of
 `unit`), rank `rank` throws, hangs, or leaves by `os._exit`; with "refuse" it alone finds no plan
 for the second batch (with `raises`, what planning calls by that name finds none; with "noise" in
-its place, it alone has noise on its embeddings, where other stages have none), with "config" it
-has another number of chunks from the start, with "freeze" it alone freezes what has one of
-`frozen` in its name, for the second batch. What is refused is tried once more and given up, so that
-a later failure (`then`) must be told in its own words.
+its place, it alone has noise on its embeddings, where other stages have none), with "correct" it
+alone finds none when all plan anew by what was measured, with "config" it has another number of
+chunks from the start, with "freeze" it alone freezes what has one of `frozen` in its name, for the
+second batch. What is refused is tried once more and given up, so that a later failure (`then`) must
+be told in its own words.
 """
 
 from __future__ import annotations
@@ -22,13 +23,24 @@ import torch
 from torch import distributed as dist
 
 from sppo_hf.config import SPPOConfig
+from sppo_hf.engine import plan_cache
 from sppo_hf.engine.convert import get_engine
+from sppo_hf.engine.plan_cache import ProfileCorrection
 from sppo_hf.engine.step_observer import StepObserver
-from sppo_hf.errors import BudgetError, PipelineError, SPPOError, UnsupportedModelError
+from sppo_hf.errors import (
+    BudgetError,
+    ConfigError,
+    PipelineError,
+    SPPOError,
+    UnsupportedModelError,
+)
 from sppo_hf.pipeline import convert as pipeline
 from sppo_hf.pipeline import stage_plans
 from sppo_hf.pipeline.convert import convert_to_shared_sequences, convert_to_stages
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
+from sppo_hf.pipeline.sequence_parallel import SequenceParallelEngine
+from sppo_hf.planning.cost import Correction
+from sppo_hf.planning.prediction import MeasuredStep
 from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
 
 
@@ -63,6 +75,7 @@ def main(job: dict[str, Any]) -> None:
         num_chunks=5 if mine and job["how"] == "config" else 4,
         pp_timeout_seconds=job["timeout"],
         pp_msp="on" if job.get("shared") else "off",
+        hardware=job.get("hardware"),
     )
     # A message between ranks that live times out by itself, so much later than a silent rank.
     pipeline.GROUP_MARGIN_SECONDS = 3
@@ -79,6 +92,9 @@ def main(job: dict[str, Any]) -> None:
             if "raises" in job:  # a length that was not planned for yet
                 batch = make_batch(rows=rows, tokens=29, seed=step)
             _refuse_once(engine, model, batch, job, mine=mine)
+        if job["how"] == "correct" and step == 1:
+            assert isinstance(engine, SequenceParallelEngine)
+            _correct_once(engine, model, batch, mine=mine)
         if job["how"] == "freeze" and step == 1:
             _freeze_once(model, batch, job["frozen"] if mine else [])
         model(**batch).loss.backward()
@@ -114,6 +130,28 @@ def _refuse_once(
     with pytest.raises(error if own else PipelineError, match=words if own else told):
         model(**batch)
     refuses.undo()
+
+
+def _correct_once(
+    engine: SequenceParallelEngine, model: Any, batch: dict[str, Any], *, mine: bool
+) -> None:
+    """Let one rank refuse what all plan anew: they go on with what they had."""
+    (plan,) = engine.plans._plans.values()
+    seconds = (1.0,) * 4
+    measured = MeasuredStep(forward_seconds=seconds, backward_seconds=seconds, stall_seconds=0.0)
+    found = ProfileCorrection(plan, measured, Correction(backward=2.0))
+
+    def refuse(*_: Any, **others: Any) -> None:
+        raise ConfigError("no such device")
+
+    refuses = pytest.MonkeyPatch()
+    refuses.setattr(engine.plans._teacher, "corrections_found", lambda: iter([found]))
+    if mine:
+        refuses.setattr(plan_cache, "device_facts", refuse)
+    model(**batch).loss.backward()
+    model.zero_grad()
+    refuses.undo()
+    assert list(engine.plans._plans.values()) == [plan]
 
 
 def _freeze_once(model: Any, batch: dict[str, Any], frozen: list[str]) -> None:

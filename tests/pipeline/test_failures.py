@@ -104,7 +104,8 @@ def test_what_one_rank_refuses_all_do_and_it_leaves_no_trace(tmp_path, rank):
 def test_nobody_waits_for_the_plan_of_a_rank_that_makes_none(tmp_path):
     """Of units that ranks share each needs the others' plans, and all what the first one chose.
 
-    Where ranks share sequences, too, they plan a stage together.
+    Where ranks share sequences, too, they plan a stage together; and of each stage all hear how
+    long it takes.
     """
     where = [
         ({"shared": 1}, "make_plan", 0),
@@ -112,6 +113,7 @@ def test_nobody_waits_for_the_plan_of_a_rank_that_makes_none(tmp_path):
         ({}, "choose_pipeline", 0),
         ({"sp_size": 2}, "device_facts", 1),
         ({}, "noise", 0),  # of the embedding, which the first stage alone has
+        ({"hardware": "h100"}, "stage_seconds", 1),
     ]
     jobs = [
         job_of("refuse", rank, pp_size=2, raises=raises, **sizes) for sizes, raises, rank in where
@@ -127,11 +129,12 @@ def test_nobody_waits_for_the_plan_of_a_rank_that_makes_none(tmp_path):
 
 
 def test_ranks_that_train_different_parameters_say_so_and_go_on(tmp_path):
-    """They would sum different gradients: those of a sequence, and both ends of tied weights."""
+    """They would sum different gradients: of a sequence, both ends of tied weights, replicas."""
     where = [
         ({"sp_size": 2, "frozen": ["layers.0.mlp.up_proj.weight"]}, 4),
         ({"family": "llama-bias-tied", "frozen": ["embed_tokens.weight"]}, 2),
         ({"pp_size": 1, "sp_size": 2, "frozen": ["embed_tokens.weight"]}, 2),
+        ({"frozen": ["layers.2.mlp.up_proj.weight", "layers.3.mlp.up_proj.weight"]}, 4),
     ]
     jobs = [job_of("freeze", 1, **{"pp_size": 2, **sizes}) for sizes, _ in where]
     ranks = [count for _, count in where]
@@ -140,6 +143,14 @@ def test_ranks_that_train_different_parameters_say_so_and_go_on(tmp_path):
         for log in ended.logs:
             assert "ValueError: sabotage" in log
             assert "unfreeze" not in log
+
+
+def test_ranks_that_share_a_sequence_go_on_where_one_of_them_cannot_plan_anew(tmp_path):
+    """It refused the batch, while the others ran it and waited."""
+    ended = run("correct", 1, tmp_path, sp_size=2, ranks=2)
+    for log in ended.logs:
+        assert "ValueError: sabotage" in log
+        assert "no such device" not in log
 
 
 def test_a_rank_that_throws_ends_all_that_share_its_sequence(tmp_path):

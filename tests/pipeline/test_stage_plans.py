@@ -113,6 +113,7 @@ def test_stages_are_planned_anew_for_other_trained_parameters(
         return make()
 
     monkeypatch.setattr(stage_plans, "first_rank_says", first_rank_says)
+    monkeypatch.setattr(stage_plans, "all_make", _alone)
     model = make(num_chunks=2)
     engine: Any = get_engine(model)
     engine.mesh.sets, engine.mesh.control = {}, None
@@ -134,6 +135,56 @@ def test_stages_are_planned_anew_for_other_trained_parameters(
     others[:] = [8]
     plan()
     assert len(chosen) == 3
+    # Of sets that are drawn again and again those that trained last are known.
+    cache = engine._stage_plans
+    for number in range(10, 20):
+        others[:] = [number]
+        plan()
+    kept = (cache._made, cache._choices, cache._steps)
+    assert [len(of_shape) for of_shape in kept] == [8] * 3
+    others[:] = [12]
+    plan()
+    assert len(chosen) == 13
+    others[:] = [11]
+    plan()
+    assert len(chosen) == 14
+
+
+def _alone(make: Callable[[], Any], group: object, *, say: Callable[[Any], Any]) -> Any:
+    """What `all_make` returns where there is one rank."""
+    made = make()
+    return made, [say(made)]
+
+
+def test_what_was_learned_of_a_set_that_trained_is_forgotten_with_it() -> None:
+    cache: Any = StagePlanCache(_engine())
+    shape = (1, 20, 1, True, torch.device("cpu"), (7, 8))
+    kept = (cache._choices, cache._steps, cache._seen, cache._learned, cache._corrected)
+    for of_shape in kept:
+        of_shape[shape] = of_shape[*shape[:-1], (8, 9)] = object()
+    cache._made[*shape, True] = object()
+    cache._waiting = [SimpleNamespace(shape=shape)]
+    cache._forget((7, 8))
+    assert [len(of_shape) for of_shape in kept] == [1] * 5
+    assert not cache._made
+    assert not cache._waiting
+
+
+def test_a_correction_that_raises_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On all ranks; else every later batch would be refused, too."""
+    asked: list[object] = []
+
+    def all_say(mesh: object, make: Callable[[], Any]) -> list[Any]:
+        asked.append(make)
+        raise BudgetError("no room")
+
+    monkeypatch.setattr(stage_plans, "all_say", all_say)
+    cache: Any = StagePlanCache(_engine())
+    cache._waiting = [SimpleNamespace(shape=())]
+    with pytest.raises(BudgetError, match="no room"):
+        cache.correct()
+    cache.correct()
+    assert len(asked) == 1
 
 
 class _Group:
@@ -166,9 +217,8 @@ def test_ranks_that_share_a_sequence_hear_of_one_that_gets_no_host_memory(
     assert group.heard == [raised.value]
 
 
-def test_the_step_shown_has_messages_as_wide_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_step_shown_has_messages_as_wide_as_they_are() -> None:
     """Gemma 3n and 4 give more than a hidden state on; the search over layouts says the same."""
-    monkeypatch.setattr(stage_plans, "all_say", lambda mesh, make: [make()])
     h100, rows, name = load_profile("h100"), 2, "seq1f1b"
     bounds = tuple((4096 * at, 4096 * (at + 1)) for at in range(3))
     config = SPPOConfig(
@@ -205,11 +255,10 @@ def test_the_step_shown_has_messages_as_wide_as_they_are(monkeypatch: pytest.Mon
             staged=SimpleNamespace(cut=SimpleNamespace(layers=costs.stages)),
             shape=lambda shape=shape: shape,
         )
-        shown = StagePlanCache(engine)._predict(
-            BatchPlans(bounds, torch.bfloat16, plans, rows, name),
-            PipelineChoice(schedule=name, bounds=bounds, reason="set by the user"),
-            reduces=False,
-        )
+        batch = BatchPlans(bounds, torch.bfloat16, plans, rows, name)
+        choice = PipelineChoice(schedule=name, bounds=bounds, reason="set by the user")
+        said = [stage_plans._say(batch)]
+        shown = StagePlanCache(engine)._predict(batch, choice, said, reduces=False)
         lowered = lower(generate(name, Size(3, rows, 3)))
         expected = simulate_pipeline(lowered, seconds=costs.seconds).end_seconds
         assert shown.step_seconds == pytest.approx(expected, rel=1e-3)

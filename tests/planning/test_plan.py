@@ -11,9 +11,10 @@ from sppo_hf.planning.activation_modes import KEEP, FrameMode
 from sppo_hf.planning.choices import HOLES, DeviceFacts, read_places
 from sppo_hf.planning.plan import Plan, PlanRequest, make_plan
 from sppo_hf.planning.profile_store import load_profile
-from sppo_hf.planning.solve import fits
+from sppo_hf.planning.solve import fits, over_budget
 from sppo_hf.reporting.plan_tables import again_text
 from tests.planning.modes import OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD, render_plan
+from tests.planning.questions import question
 from tests.planning.shapes import llama_config, shape_of
 
 CPU = DeviceFacts(kind="cpu", name="a CPU", device_memory_bytes=2**40, host_memory_bytes=2**40)
@@ -189,6 +190,20 @@ def test_evaluation_by_layer_holds_the_keys_of_one_layer() -> None:
     assert max(moment.device["kv"] for moment in made.estimate.moments) == one
 
 
+def test_evaluation_walks_in_the_order_with_less_memory() -> None:
+    """Of few layers with one head of keys all K/V take less than hidden states of all tokens."""
+    few = {"num_hidden_layers": 2, "num_key_value_heads": 1, "vocab_size": 1000}
+    for model, expected in ((few, "by_chunk"), ({}, "by_layer")):
+        made, one, other = (
+            plan(training=False, model=model, order=order)
+            for order in ("auto", "by_layer", "by_chunk")
+        )
+        least = min(one.estimate.device.total, other.estimate.device.total)
+        assert made.order == expected
+        assert made.estimate.device.total == least
+        assert made.order_reason == "auto: less memory"
+
+
 def test_evaluation_needs_no_host() -> None:
     assert plan(training=False, host_memory="1MiB", offload="full").estimate.host.total == 0
 
@@ -232,6 +247,49 @@ def test_what_fits_on_the_device_stays_there() -> None:
     assert places(made) == "device"
     assert made.places_reason == ""
     assert made.prediction == plan(device=FAST).prediction
+
+
+def test_chunks_given_by_hand_are_no_faster_on_a_cpu() -> None:
+    """Within a budget; the rule's short chunks come after longer ones, and after tiles."""
+    device = replace(CPU, profile=load_profile("cpu"))
+    small = {"num_hidden_layers": 4, "hidden_size": 512, "vocab_size": 1000}
+    asked: dict[str, Any] = {"device": device, "model": small, "device_memory": "2GiB"}
+    auto, *others = (
+        plan(total_tokens=8192, **asked, **settings).prediction
+        for settings in ({}, {"num_chunks": 2}, {"num_chunks": 4}, {"num_chunks": 8})
+    )
+    assert auto is not None
+    for other in others:
+        assert other is not None
+        assert auto.step_seconds <= 1.01 * other.step_seconds
+
+
+def test_what_waits_for_copies_is_held_against_plans_of_fewer_modes() -> None:
+    """Four short rows leave compute little time to hide copies behind; see `solve`."""
+    asked = {"device_memory": 79 * 2**30, "host_memory": 128 * 2**30}
+    made, *others = (
+        make_plan(replace(question(8192, **asked, **settings), batch_rows=4)).prediction
+        for settings in ({}, {"recompute": "selective"}, {"recompute": "full"})
+    )
+    assert made is not None
+    for other in others:
+        assert other is not None
+        assert made.step_seconds <= other.step_seconds
+
+
+def test_what_fits_leaves_the_device_where_that_is_faster() -> None:
+    """Of an 8B model with LoRA the weights fill most of 24 GiB, and larger chunks are faster."""
+    made, stays = (
+        make_plan(question(32_768, device_memory=24 * 2**30, **settings))
+        for settings in ({}, {"weights": "device", "optimizer": "device"})
+    )
+    assert not list(over_budget(stays.estimate, stays.budgets))
+    assert made.prediction is not None
+    assert stays.prediction is not None
+    assert made.prediction.step_seconds < stays.prediction.step_seconds / 1.02
+    assert (places(stays), places(made)) == ("device", "weights")
+    assert made.places_reason == "auto: the fastest of those that fit"
+    assert made.order_reason == "by chunk all weights would come from the host for every chunk"
 
 
 def test_what_does_not_is_as_fast_as_the_fastest_place() -> None:
