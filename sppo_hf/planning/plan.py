@@ -39,7 +39,7 @@ from sppo_hf.planning.chunk_bounds import (
 from sppo_hf.planning.cost import Correction, ModelCost
 from sppo_hf.planning.decisions import Decisions, Order, modes_used
 from sppo_hf.planning.hardware import UNKNOWN_LINK, HardwareProfile
-from sppo_hf.planning.lowering import StepProgram, compute_seconds, estimate
+from sppo_hf.planning.lowering import StepProgram, estimate
 from sppo_hf.planning.memory import check_budget, standing_device_bytes
 from sppo_hf.planning.memory_snapshots import Budgets, MemoryEstimate
 from sppo_hf.planning.model_shape import ModelShape
@@ -510,12 +510,10 @@ def _first_that_fits(
 ) -> Plan:
     """Plans with the first places; where that does not fit, with those that take least time.
 
-    [Note: weights and optimizer by themselves] On the device they cost no copies and no update by
-    the processor, and nothing is asked beyond that where little is recomputed or waited for. Else
-    simulation decides between the device, the optimizer alone on the host and all layers' weights
-    too. The optimizer alone brings each weight once a batch, not twice; without the weights there
-    is more room for activations. Of nearly equals, the first; from the device they are moved only
-    where that is worth host memory and a busy processor.
+    [Note: weights and optimizer by themselves] What fits on the device stays there: there it costs
+    no copies and no update by the processor. Else simulation decides between the optimizer alone on
+    the host and all layers' weights too. The optimizer alone brings each weight once a batch, not
+    twice; without the weights there is more room for activations. Of nearly equals, the first.
 
     Args:
         places: what may rest on the host, the least first.
@@ -542,53 +540,27 @@ def _first_that_fits(
         plan = make(tried, under_seconds=under_seconds)
         if plan is None or _lacking(plan):
             continue
-        if tried == places[0] and _step_seconds(plan) <= _WORTH_MOVING * _least_seconds(plan):
+        if tried == places[0]:
             return plan
         fitting.append(plan)
     if fitting:
-        return _fastest_place(fitting, made.get(places[0]))
-    for tried in places:
-        if not may_fit(tried):
-            make(tried)
-    plans = [made[tried] for tried in places if tried in made]
-    if not plans:
-        first, last = refused[places[0]], refused[places[-1]]
-        raise BudgetError(f"{first} Nor with weights and optimizer on the host: {last}")
-    best = min(plans, key=_lacking)
-    return best if best.shape.resting is None else replace(best, places_reason=_NOT_ALL_FITS)
-
-
-_NOT_ALL_FITS = "auto: not all fits on the device"
-
-# A step for which weights or optimizer are worth moving from the device takes this much less.
-_WORTH_MOVING = 1.02
-
-
-def _fastest_place(fitting: Sequence[Plan], least_away: Plan | None) -> Plan:
-    """The fastest of plans with weights and optimizer in several places, and why.
-
-    `least_away` has the least on the host, whether or not it is one of those that fit.
-    """
-    least = min(map(_step_seconds, fitting))
-    if fitting[0] is least_away and _step_seconds(fitting[0]) <= _WORTH_MOVING * least:
-        return fitting[0]
-    best = next(plan for plan in fitting if _step_seconds(plan) <= AS_FAST * least)
+        least = min(map(_step_seconds, fitting))
+        best = next(plan for plan in fitting if _step_seconds(plan) <= AS_FAST * least)
+    else:
+        for tried in places:
+            if not may_fit(tried):
+                make(tried)
+        plans = [made[tried] for tried in places if tried in made]
+        if not plans:
+            first, last = refused[places[0]], refused[places[-1]]
+            raise BudgetError(f"{first} Nor with weights and optimizer on the host: {last}")
+        best = min(plans, key=_lacking)
     if best.shape.resting is None:
         return best
-    reason = _NOT_ALL_FITS
-    if fitting[0] is least_away:
-        reason = "auto: the fastest of those that fit"
-    elif len(fitting) > 1 and best.prediction is not None:
+    reason = "auto: not all fits on the device"
+    if len(fitting) > 1 and best.prediction is not None:
         reason += "; the fastest that does"
     return replace(best, places_reason=reason)
-
-
-def _least_seconds(plan: Plan) -> float:
-    """What a step in the same chunks computes, without recomputing anything or waiting."""
-    if plan.cost is None:
-        return float("inf")
-    kept = replace(plan, layer_modes=uniform_modes(plan.num_chunks, plan.num_layers, KEEP))
-    return compute_seconds(replace(kept, kv_modes=()), plan.cost)
 
 
 def _step_seconds(plan: Plan) -> float:
