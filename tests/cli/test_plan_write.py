@@ -89,16 +89,16 @@ def test_a_pipeline_over_nodes(tmp_path: Path) -> None:
 def test_stages_of_a_tight_host_do_not_share_it_as_if_all_were_at_their_peak(
     tmp_path: Path,
 ) -> None:
-    """Together they fit; each with its share of less host, which the files do not name, not."""
+    """Together they fit; each with half of the host, which the files do not name, they do not."""
     model = write_config(tmp_path, {**LLAMA_8B, "num_hidden_layers": 8, "vocab_size": 32_000})
     question = (model, "--gpus", "2", "--seq-len", "256K", "--rows", "4", "--lora", "16")
-    tight = ("--device-memory", "24GiB", "--host-memory", "36GiB")
+    tight = ("--device-memory", "22GiB", "--host-memory", "48GiB")
     code, out, _ = run(*question, *tight, "--json", "--write", str(tmp_path / "run"))
     best = json.loads(out)["plans"][0]
     assert (code, best["stages"], best["offload"]) == (0, 2, "full")
-    assert 34 * 2**30 < best["host_bytes"] <= 36 * 2**30
+    assert 46 * 2**30 < best["host_bytes"] <= 48 * 2**30
     _, config = written(tmp_path / "run")
-    assert (config.device_memory, config.host_memory) == (24 * 2**30, None)
+    assert (config.device_memory, config.host_memory) == (22 * 2**30, None)
 
     shape = shape_of(
         llama_config(num_hidden_layers=8, vocab_size=32_000), lora=LoraShape(rank=16, dtype_bytes=4)
@@ -116,7 +116,7 @@ def test_stages_of_a_tight_host_do_not_share_it_as_if_all_were_at_their_peak(
                     kind="cuda",
                     name="a GPU",
                     device_memory_bytes=80 * 2**30,
-                    host_memory_bytes=16 * 2**30,
+                    host_memory_bytes=24 * 2**30,
                     profile=load_profile("h100"),
                 ),
                 total_tokens=bounds[-1][1],
@@ -129,7 +129,7 @@ def test_stages_of_a_tight_host_do_not_share_it_as_if_all_were_at_their_peak(
         mode_of("inputs", "host")
     }
     with pytest.raises(BudgetError, match="host"):
-        first_stage(host_memory=16 * 2**30)
+        first_stage(host_memory=24 * 2**30)
 
 
 def test_a_sequence_shared_between_nodes_is_allowed_where_nothing_else_fits(tmp_path: Path) -> None:
