@@ -115,10 +115,15 @@ class AtStart(StepObserver):
 
     def __init__(self) -> None:
         self.model: torch.nn.Module | None = None
+        self.in_base = False
+        """Whether the base model is running by then: once for all chunks of a layer."""
+
+    def on_plan(self, plan: Plan, model_name: str) -> None:
+        self.in_base = plan.order == "by_layer"
 
     def on_unit(self, direction: str, chunk: int, num_chunks: int) -> None:
         if (direction, chunk) == ("forward", 0) and self.model is not None:
-            assert_clean(self.model, running=True)
+            assert_clean(self.model, running=self.in_base)
 
 
 def make_model(

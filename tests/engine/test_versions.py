@@ -4,8 +4,6 @@ import copy
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from sppo_hf import SPPOConfig, SPPOError
@@ -98,13 +96,18 @@ def test_weights_of_another_call_are_in_its_second_forward_too(llama, recompute)
 
 
 def _two_adapters(model: nn.Module) -> nn.Module:
-    settings = LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    peft = pytest.importorskip("peft", reason="needs the extra `test`")
+    settings = peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
     torch.manual_seed(0)
     with quiet_peft():
-        wrapped = get_peft_model(copy.deepcopy(model), settings)
+        wrapped = peft.get_peft_model(copy.deepcopy(model), settings)
         wrapped.add_adapter("other", settings)
     _train_both(wrapped, "default")
     return wrapped
+
+
+def _adapted(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if hasattr(module, "lora_A")]
 
 
 def _train_both(model: nn.Module, active: str) -> None:
@@ -121,9 +124,8 @@ def _other_adapter(model: nn.Module) -> Tensor:
 
 def _other_scale(model: nn.Module) -> Tensor:
     loss = model(**make_batch(rows=2)).loss
-    for module in model.modules():
-        if isinstance(module, LoraLayer):
-            module.scaling["default"] *= 3
+    for module in _adapted(model):
+        module.scaling["default"] *= 3
     return loss
 
 
@@ -147,8 +149,8 @@ def test_second_forward_has_the_settings_of_the_first(llama, change, recompute) 
     ours = convert(ours, SPPOConfig(chunk_lengths=CHUNKS, recompute=recompute, show_plan=False))
     for model in (ours, plain):
         change(model).backward()
-    active = [module.active_adapters for module in ours.modules() if isinstance(module, LoraLayer)]
-    wanted = [module.active_adapters for module in plain.modules() if isinstance(module, LoraLayer)]
+    active = [module.active_adapters for module in _adapted(ours)]
+    wanted = [module.active_adapters for module in _adapted(plain)]
     assert active == wanted
     for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
         assert mine.requires_grad == theirs.requires_grad
@@ -159,9 +161,8 @@ def test_dropout_of_a_loss_is_drawn_again_in_evaluation(llama) -> None:
     gradients = []
     for recompute in ("none", "full"):
         model = _two_adapters(llama)
-        for module in model.modules():
-            if isinstance(module, LoraLayer):
-                module.lora_dropout["default"] = nn.Dropout(0.5)
+        for module in _adapted(model):
+            module.lora_dropout["default"] = nn.Dropout(0.5)
         config = SPPOConfig(chunk_lengths=CHUNKS, recompute=recompute, show_plan=False)
         model = convert(model.train(), config)
         torch.manual_seed(1)

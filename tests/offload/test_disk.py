@@ -339,11 +339,13 @@ def test_closing_gives_up_what_waits_and_removes_the_files(
     store = make_store(tmp_path)
     kept = store.start_write(host_bytes(BLOCK_BYTES))
     kept.ticket.wait()
+    faulty.await_write()
     assert store.space.reserved_bytes == SLAB_BYTES
     faulty.writes_flow.clear()
     faulty.reads_flow.clear()
     memory = torch.zeros(BLOCK_BYTES, dtype=torch.uint8)
     running = store.start_write(memory)
+    faulty.await_write()
     waiting = store.start_write(memory)
     reads = [store.start_read(kept.extent, memory.clone()) for _ in range(2)]
     faulty.await_read()

@@ -43,9 +43,15 @@ MORE_THAN_HIDDEN = ("gemma4_text", "gemma4_text-shared-kv", "gemma3n_text")
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is no other rank to agree on chunks with."""
+    """There is no other rank to agree on chunks with, or to hear the other stage's speed from."""
     trace_short_scans(monkeypatch)
     monkeypatch.setattr("sppo_hf.pipeline.stage_plans.first_rank_says", lambda _, make: make())
+
+    def make_alone(make: Any, _: Any, *, say: Any) -> Any:
+        made = make()
+        return made, [say(made)._replace(seconds=None)]
+
+    monkeypatch.setattr("sppo_hf.pipeline.stage_plans.all_make", make_alone)
 
 
 class Stage:
@@ -68,6 +74,7 @@ class Stage:
             replicas=None,
             replicas_control=None,
             sets={},
+            control=None,
         )
         make = functools.partial(
             PipelineEngine,
