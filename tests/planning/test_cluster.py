@@ -26,7 +26,7 @@ from sppo_hf.planning.memory_snapshots import Budgets
 from sppo_hf.planning.pipeline_cost import granules_of
 from sppo_hf.planning.tiers import Tier
 from sppo_hf.schedule.generate import INTERLEAVED, MSP, Size, begun_units, generate
-from tests.planning.profiles import PROFILE
+from tests.planning.profiles import PROFILE, changed
 from tests.planning.shapes import llama_config, shape_of
 from tests.sweeps import ALL, examples
 
@@ -140,6 +140,36 @@ def test_no_step_is_faster_than_the_least_that_its_layout_takes(seed: int) -> No
     question, layout = _drawn(Random(seed))
     found = simulate_layout(question, layout).step_seconds
     assert question.least_seconds(layout) <= found, layout
+
+
+def test_gradients_are_reduced_while_the_last_sums_still_come() -> None:
+    """Over slow copies the sums of the last unit's keys come for longer than it computes."""
+    profile = changed(h2d_bytes_per_second=2e8, both_h2d_bytes_per_second=2e8)
+    question = replace(
+        QUESTION,
+        cost=replace(QUESTION.cost, profile=profile),
+        link_bytes_per_second=1e9,
+        node_bytes_per_second=1e9,
+    )
+    for stages, replicas in ((1, 4), (2, 2)):
+        layout = Layout(
+            *("seq1f1b", stages, replicas, 1, 2, "flops", "inputs", "none"), kv_tier="host"
+        )
+        plan = simulate_layout(question, layout)
+        assert question.least_seconds(layout) <= plan.step_seconds, layout
+
+
+def test_units_are_shared_as_fast_as_devices_exchange() -> None:
+    """Between nodes that may be faster than within one."""
+    layout = Layout("msp", 4, 2, 1, 8, "flops", "whole", "none")
+    question = replace(
+        QUESTION,
+        gpus=8,
+        gpus_per_node=1,
+        link_bytes_per_second=math.inf,
+        node_bytes_per_second=1e8,
+    )
+    assert question.least_seconds(layout) <= simulate_layout(question, layout).step_seconds
 
 
 @pytest.mark.parametrize("schedule", ["seq1f1b", "zb_seq1f1b", "interleaved_seq1f1b", "msp"])
