@@ -918,7 +918,7 @@ class _Search:
         self._hopeless: list[tuple[int, Layout]] = []
         """Bytes that a layout lacks at a glance."""
         self._missing: dict[Layout, int] = {}
-        """Bytes that those lack that were simulated."""
+        """Bytes that those lack that were simulated, or are the same as one that was."""
         self.best: list[ClusterPlan] = []
         self.closest: ClusterPlan | None = None
 
@@ -1038,7 +1038,12 @@ class _Search:
         self._missing[layout] = plan.missing_bytes
         stays = layout.saved, "none"
         if layout.offload != "none" and not plan.offloads and stays in self._question.space.frames:
-            return True  # nothing leaves: it is another of the layouts
+            # Nothing leaves: it is another of the layouts, and known with it.
+            layout = layout._replace(offload="none", frame_tier=HOST)
+            if self.has_seen(layout):
+                return True
+            self._missing[layout] = plan.missing_bytes
+            plan = replace(plan, layout=layout)
         if not plan.missing_bytes:
             self.best = sorted([*self.best, plan], key=_worse)[: self._keep]
         elif self.closest is None or plan.missing_bytes < self.closest.missing_bytes:

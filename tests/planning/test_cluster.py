@@ -272,6 +272,15 @@ def test_with_memory_to_spare_replicas_win_and_nothing_is_recomputed() -> None:
     assert away.why.endswith("%, copies beside compute")
 
 
+def test_a_layout_of_which_nothing_leaves_is_not_simulated_twice() -> None:
+    """And is found, even where no action is left for the other one."""
+    search = cluster._Search(QUESTION, keep=1, slack=0.0)
+    stays = Layout("seq1f1b", 1, 4, 1, 1, "flops", "matmuls", "none")
+    assert search._simulate(stays._replace(offload="full"), math.inf)
+    assert search.best == [simulate_layout(QUESTION, stays)]
+    assert search.has_seen(stays)
+
+
 def test_less_memory_is_slower() -> None:
     seconds = [
         solve_cluster(within(gib), keep=1).best[0].step_seconds for gib in (1000.0, 6.9, 3.9)
