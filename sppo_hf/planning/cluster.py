@@ -258,7 +258,7 @@ class LowerBounds:
             shares = layout.schedule in SHARING
             found = self._sharing_seconds(layout) if shares else self._alone_seconds(layout, rows)
             self._compute[key] = found * _ROUNDED
-        if reduce_seconds:
+        if reduce_seconds and layout.kv_tier != "device":
             # A reduction waits for the last backward, not for K/V that come beside it.
             still = (self._layers_of_stages(layout) @ self._worked(layout).outlasts).max()
             reduce_seconds = max(0.0, reduce_seconds - max(0.0, float(still)))
