@@ -243,7 +243,8 @@ class StagePlanCache:
             if shape not in self._steps:
                 self._steps[shape] = self._predict(plans, choice, said, reduces=reduces)
             self._made[key] = self._with_step(plans, self._steps[shape])
-            self._show_correction(shape, self._made[key])
+            # At last: whatever raises here, the next batch finds the same plans on all ranks.
+            self._show(shape, self._made[key])
         return self._made[key]
 
     def _forget(self, trained: Hashable | None) -> None:
@@ -292,8 +293,10 @@ class StagePlanCache:
 
         return first_rank_says(engine.mesh, choose)
 
-    def _show_correction(self, shape: tuple[Any, ...], done: BatchPlans) -> None:
+    def _show(self, shape: tuple[Any, ...], done: BatchPlans) -> None:
         corrected = self._corrected.pop(shape, None)
+        for stage in self._engine.staged.cut.own:
+            self._announce(stage, done.by_stage[stage])
         if corrected is not None:
             for stage in corrected.own:
                 before, plan = corrected.plans.by_stage[stage], done.by_stage[stage]
@@ -364,8 +367,6 @@ class StagePlanCache:
 
     def _with_step(self, plans: BatchPlans, step: PipelineStep) -> BatchPlans:
         by_stage = {stage: replace(p, pipeline=step) for stage, p in plans.by_stage.items()}
-        for stage in self._engine.staged.cut.own:
-            self._announce(stage, by_stage[stage])
         return replace(plans, by_stage=by_stage, step=step)
 
     def _predict(

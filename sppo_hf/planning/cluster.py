@@ -74,6 +74,9 @@ class _Work(NamedTuple):
     backward: float
     streamed: tuple[int, int]
     """K/V and gradient sums of all chunks that leave and that come, in the layer that has least."""
+    outlasts: NDArray[np.float64]
+    """[kinds] How much longer than a layer's last backward, that of the first chunk, what comes of
+    its K/V takes; less than 0 where it takes less."""
 
 
 class _Passing(NamedTuple):
@@ -193,7 +196,8 @@ def _of_first(
 class LowerBounds:
     """Lower bounds for layouts of one model, length and number of rows.
 
-    `exchange_rate` is bytes per second between so many sequence-parallel devices.
+    `exchange_rate` is bytes per second between so many sequence-parallel devices, and
+    `fastest_rate` between the two devices that are nearest to each other.
     """
 
     def __init__(
@@ -202,10 +206,12 @@ class LowerBounds:
         total_tokens: int,
         rows: int,
         exchange_rate: Callable[[int], float],
+        fastest_rate: float,
     ) -> None:
         self._cost = cost
         self._costs = {1: cost}
         self._exchange_rate = exchange_rate
+        self._fastest_rate = fastest_rate
         self._tokens = total_tokens
         self._rows = rows
         self._curve = PrefixCost.of(cost.shape)
@@ -252,6 +258,10 @@ class LowerBounds:
             shares = layout.schedule in SHARING
             found = self._sharing_seconds(layout) if shares else self._alone_seconds(layout, rows)
             self._compute[key] = found * _ROUNDED
+        if reduce_seconds and layout.kv_tier != "device":
+            # A reduction waits for the last backward, not for K/V that come beside it.
+            still = (self._layers_of_stages(layout) @ self._worked(layout).outlasts).max()
+            reduce_seconds = max(0.0, reduce_seconds - max(0.0, float(still)))
         return max(self._compute[key] + reduce_seconds, self._copy_seconds(layout))
 
     def stages(self, layout: Layout) -> tuple[range, ...]:
@@ -488,6 +498,7 @@ class LowerBounds:
             forward=float(np.maximum(work.head + counts @ ahead, counts @ came).sum()),
             backward=float(np.maximum(counts @ back, counts @ came_back).sum()),
             streamed=(out_bytes, in_bytes),
+            outlasts=(came_back - back)[:, 0],
         )
 
     def _busy_sharing(self, layout: Layout) -> NDArray[np.float64]:
@@ -523,7 +534,7 @@ class LowerBounds:
             if sharing not in self._costs_of_sets:
                 cost = self.cost(layout)
                 if size > 1:
-                    cost = cost.shared_by(layout.sp * size, self._exchange_rate(1), granules)
+                    cost = cost.shared_by(layout.sp * size, self._fastest_rate, granules)
                 self._costs_of_sets[sharing] = cost
             work = self._costs_of_sets[sharing].unit_seconds(self.bounds(layout))
             again = work.recompute[:, SAVED.index(layout.saved)]
@@ -666,7 +677,10 @@ class ClusterQuestion:
     @cached_property
     def bounds_of_layout(self) -> LowerBounds:
         """What layouts take at least."""
-        return LowerBounds(self.cost, self.total_tokens, self.rows, self.exchange_rate)
+        fastest_rate = max(self._within_node, self.link_bytes_per_second)
+        return LowerBounds(
+            self.cost, self.total_tokens, self.rows, self.exchange_rate, fastest_rate
+        )
 
     def least_seconds(self, layout: Layout) -> float:
         """Returns the least time of a layout's step."""
@@ -904,7 +918,7 @@ class _Search:
         self._hopeless: list[tuple[int, Layout]] = []
         """Bytes that a layout lacks at a glance."""
         self._missing: dict[Layout, int] = {}
-        """Bytes that those lack that were simulated."""
+        """Bytes that those lack that were simulated, or are the same as one that was."""
         self.best: list[ClusterPlan] = []
         self.closest: ClusterPlan | None = None
 
@@ -1024,7 +1038,12 @@ class _Search:
         self._missing[layout] = plan.missing_bytes
         stays = layout.saved, "none"
         if layout.offload != "none" and not plan.offloads and stays in self._question.space.frames:
-            return True  # nothing leaves: it is another of the layouts
+            # Nothing leaves: it is another of the layouts, and known with it.
+            layout = layout._replace(offload="none", frame_tier=HOST)
+            if self.has_seen(layout):
+                return True
+            self._missing[layout] = plan.missing_bytes
+            plan = replace(plan, layout=layout)
         if not plan.missing_bytes:
             self.best = sorted([*self.best, plan], key=_worse)[: self._keep]
         elif self.closest is None or plan.missing_bytes < self.closest.missing_bytes:

@@ -8,6 +8,7 @@ and the tests read the same.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -414,6 +415,52 @@ def make_plan(request: PlanRequest) -> Plan:
         ConfigError: the settings do not fit this length.
         BudgetError: a budget that the user named cannot hold what it must.
     """
+    plan: Plan | None = None
+    refusal: BudgetError | None = None
+    try:
+        plan = _planned(request)
+    except BudgetError as error:
+        refusal = error
+    if plan is None or _lacking(plan):
+        remedy = _without_groups(request)
+        if remedy and plan is not None:
+            plan = replace(plan, warnings=(*plan.warnings, remedy))
+        elif remedy:
+            refusal = BudgetError(f"{refusal} Or: {remedy}.")
+    if plan is None:
+        assert refusal is not None, "what was not planned was refused"
+        raise refusal
+    return plan
+
+
+def _without_groups(request: PlanRequest) -> str:
+    """What would fit a batch whose rows go in groups, beside which no weights rest on the host."""
+    rows = request.config.micro_batch_size
+    if rows is None or not request.training or request.on_host is not True:
+        return ""
+    whole = replace(request, config=request.config.replace(micro_batch_size=None))
+    if _possible_places(whole) == _possible_places(request):
+        return ""
+    with contextlib.suppress(BudgetError):
+        if not _lacking(_planned(whole)):
+            return (
+                f"without micro_batch_size={rows} it fits, for weights may then rest on the host: "
+                "give batches of as many rows, and accumulate gradients over more of them"
+            )
+    return ""
+
+
+def _possible_places(request: PlanRequest) -> tuple[Places, ...]:
+    return read_places(
+        request.config,
+        request.device,
+        adapters=request.shape.lora is not None,
+        by_layer=request.by_layer is True,
+    )
+
+
+def _planned(request: PlanRequest) -> Plan:
+    """`make_plan`, with the settings as they are."""
     config, shape, on_host = request.config, request.shape, request.on_host
 
     def resting(places: Places) -> ModelShape:
@@ -425,12 +472,7 @@ def make_plan(request: PlanRequest) -> Plan:
         placed = replace(request, config=places.set_in(config), shape=resting(places))
         return _make_plan(placed, attention_again=attention_again, under_seconds=under_seconds)
 
-    possible = read_places(
-        config,
-        request.device,
-        adapters=shape.lora is not None,
-        by_layer=request.by_layer is True,
-    )
+    possible = _possible_places(request)
     budget = read_budgets(config, request.device).device
 
     def may_fit(places: Places) -> bool:

@@ -425,10 +425,10 @@ def _solved(
 
 
 AS_FAST = 1.01
-
-# A plan that waits for copies for longer than that share of its compute may not be the best.
-_WAITS = 1.01
 """So many times the seconds are as fast: simulations are not better than that."""
+
+# A plan that takes more than so many times its compute waits for copies, and may not be the best.
+_WAITS = 1.01
 
 LESS_HOST_SECONDS = 1.002
 """So many times the seconds are worth less host memory: page-locking it takes time too, once, and

@@ -3,12 +3,12 @@
 Training runs through a pipeline (with `shared`, one whose ranks share units), or with `sp_size` on
 shared sequences. After the third forward of a first chunk, in the backward of chunk 1 (or of
 `unit`), rank `rank` throws, hangs, or leaves by `os._exit`; with "refuse" it alone finds no plan
-for the second batch (with `raises`, what planning calls by that name finds none; with "noise" in
-its place, it alone has noise on its embeddings, where other stages have none), with "correct" it
-alone finds none when all plan anew by what was measured, with "config" it has another number of
-chunks from the start, with "freeze" it alone freezes what has one of `frozen` in its name, for the
-second batch. What is refused is tried once more and given up, so that a later failure (`then`) must
-be told in its own words.
+for the second batch (with `raises`, what planning calls by that name finds none; with "on_plan" in
+its place, who is shown the plan raises; with "noise", it alone has noise on its embeddings, where
+other stages have none), with "correct" it alone finds none when all plan anew by what was measured,
+with "config" it has another number of chunks from the start, with "freeze" it alone freezes what
+has one of `frozen` in its name, for the second batch. What is refused is tried once more and given
+up, so that a later failure (`then`) must be told in its own words.
 """
 
 from __future__ import annotations
@@ -121,6 +121,8 @@ def _refuse_once(
         if mine:
             embedding = model.get_input_embeddings()
             refuses.setattr(embedding, "neftune_noise_alpha", 5.0, raising=False)
+    elif mine and where == "on_plan":
+        refuses.setattr(engine.observer, where, refuse)
     elif mine and where == "get":
         refuses.setattr(engine._stage_plans, "get", refuse)
     elif mine:

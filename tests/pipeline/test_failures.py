@@ -114,6 +114,7 @@ def test_nobody_waits_for_the_plan_of_a_rank_that_makes_none(tmp_path):
         ({"sp_size": 2}, "device_facts", 1),
         ({}, "noise", 0),  # of the embedding, which the first stage alone has
         ({"hardware": "h100"}, "stage_seconds", 1),
+        ({"shared": 1}, "on_plan", 1),  # when all have the others' plans
     ]
     jobs = [
         job_of("refuse", rank, pp_size=2, raises=raises, **sizes) for sizes, raises, rank in where

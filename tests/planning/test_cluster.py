@@ -26,7 +26,7 @@ from sppo_hf.planning.memory_snapshots import Budgets
 from sppo_hf.planning.pipeline_cost import granules_of
 from sppo_hf.planning.tiers import Tier
 from sppo_hf.schedule.generate import INTERLEAVED, MSP, Size, begun_units, generate
-from tests.planning.profiles import PROFILE
+from tests.planning.profiles import PROFILE, changed
 from tests.planning.shapes import llama_config, shape_of
 from tests.sweeps import ALL, examples
 
@@ -142,6 +142,36 @@ def test_no_step_is_faster_than_the_least_that_its_layout_takes(seed: int) -> No
     assert question.least_seconds(layout) <= found, layout
 
 
+def test_gradients_are_reduced_while_the_last_sums_still_come() -> None:
+    """Over slow copies the sums of the last unit's keys come for longer than it computes."""
+    profile = changed(h2d_bytes_per_second=2e8, both_h2d_bytes_per_second=2e8)
+    question = replace(
+        QUESTION,
+        cost=replace(QUESTION.cost, profile=profile),
+        link_bytes_per_second=1e9,
+        node_bytes_per_second=1e9,
+    )
+    for stages, replicas in ((1, 4), (2, 2)):
+        layout = Layout(
+            *("seq1f1b", stages, replicas, 1, 2, "flops", "inputs", "none"), kv_tier="host"
+        )
+        plan = simulate_layout(question, layout)
+        assert question.least_seconds(layout) <= plan.step_seconds, layout
+
+
+def test_units_are_shared_as_fast_as_devices_exchange() -> None:
+    """Between nodes that may be faster than within one."""
+    layout = Layout("msp", 4, 2, 1, 8, "flops", "whole", "none")
+    question = replace(
+        QUESTION,
+        gpus=8,
+        gpus_per_node=1,
+        link_bytes_per_second=math.inf,
+        node_bytes_per_second=1e8,
+    )
+    assert question.least_seconds(layout) <= simulate_layout(question, layout).step_seconds
+
+
 @pytest.mark.parametrize("schedule", ["seq1f1b", "zb_seq1f1b", "interleaved_seq1f1b", "msp"])
 def test_the_least_that_a_layout_takes_is_near_what_it_takes(schedule: str) -> None:
     """The head makes the last stage longer; links take no time, so computes are all there is."""
@@ -240,6 +270,15 @@ def test_with_memory_to_spare_replicas_win_and_nothing_is_recomputed() -> None:
     assert replace(best, recompute_fraction=0.2).why.endswith(", recompute 20.0%")
     away = replace(best, layout=best.layout._replace(kv_tier="host"))
     assert away.why.endswith("%, copies beside compute")
+
+
+def test_a_layout_of_which_nothing_leaves_is_not_simulated_twice() -> None:
+    """And is found, even where no action is left for the other one."""
+    search = cluster._Search(QUESTION, keep=1, slack=0.0)
+    stays = Layout("seq1f1b", 1, 4, 1, 1, "flops", "matmuls", "none")
+    assert search._simulate(stays._replace(offload="full"), math.inf)
+    assert search.best == [simulate_layout(QUESTION, stays)]
+    assert search.has_seen(stays)
 
 
 def test_less_memory_is_slower() -> None:

@@ -319,6 +319,20 @@ def test_groups_of_rows_would_bring_all_weights_several_times() -> None:
     assert found == {None: [False, False, True], 1: [False, False]}
 
 
+def test_what_would_fit_without_groups_of_rows_is_said() -> None:
+    """Beside them no weights rest on the host; a batch of one group has more room."""
+    said = "without micro_batch_size=4 it fits"
+    for host_gib, helps in ((64, True), (8, False)):
+        asked = {"device_memory": 24 * 2**30, "host_memory": host_gib * 2**30}
+        group = replace(question(32_768, micro_batch_size=4, **asked), batch_rows=4)
+        with pytest.raises(BudgetError) as refused:
+            make_plan(group)
+        assert (said in str(refused.value)) == helps
+        if helps:
+            whole = replace(group, config=group.config.replace(micro_batch_size=None))
+            assert make_plan(whole).places_reason == "auto: not all fits on the device"
+
+
 SHALLOW = {"num_hidden_layers": 4}
 LITTLE = replace(FAST, device_memory_bytes=15 * 2**30, host_memory_bytes=5 * 2**30)
 
