@@ -396,6 +396,7 @@ class Engine:
             on_logits=on_logits if collectors and not in_graph else None,
             fused=fused_tile(self.parts, self.head, call.device),
             head_in_backward=head_in_backward,
+            reads=self.parts.head_reads() if head_in_backward else None,
         )
         counts = labelled_chunks(layout, plan.bounds)
         groups = list(call.row_groups(self.config))

@@ -67,6 +67,8 @@ class ChunkedLoss:
     head_in_backward: bool = False
     """Whether the head's gradients must come out of the ordinary backward, as FSDP2 and hooks on
     the head's modules demand; each tile's logits are then computed a second time there."""
+    reads: ReadTensors | None = None
+    """What the head reads; as it is now it is there that second time, too."""
 
     def __post_init__(self) -> None:
         self._trainable = [p for p in self.parameters if p.requires_grad]
@@ -107,11 +109,17 @@ class ChunkedLoss:
         hidden_MD = hidden_BCD.reshape(-1, hidden_BCD.shape[-1])
         labels_M = labels_BC.reshape(-1)
         losses = []
+        reads = ReadTensors(()) if self.reads is None else self.reads
+        versions = reads.versions()
+
+        def run(hidden_MD: Tensor, labels_M: Tensor) -> tuple[Tensor, Tensor]:
+            with reads.as_in_forward():
+                return self._tile_loss(hidden_MD, labels_M)
+
         for start in range(0, hidden_MD.shape[0], self.tile_tokens):
             tile = slice(start, start + self.tile_tokens)
-            loss, logits_MV = checkpoint(
-                self._tile_loss, hidden_MD[tile], labels_M[tile], use_reentrant=False
-            )
+            loss, logits_MV = checkpoint(run, hidden_MD[tile], labels_M[tile], use_reentrant=False)
+            reads.leave_out_own_writes(versions)
             losses.append(loss)
             if self.on_logits is not None:
                 self.on_logits(logits_MV.detach(), tile)

@@ -163,13 +163,15 @@ def _on_the_host(mask_function: Callable[..., Any]) -> Callable[..., Any]:
     moved = [_held_on_the_host(value) for value in before]
     if all(one is other for one, other in zip(moved, before, strict=True)):
         return mask_function
-    return types.FunctionType(
+    function = types.FunctionType(
         mask_function.__code__,
         mask_function.__globals__,
         mask_function.__name__,
         mask_function.__defaults__,
         tuple(types.CellType(value) for value in moved),
     )
+    function.__kwdefaults__ = mask_function.__kwdefaults__
+    return function
 
 
 def _held_on_the_host(value: Any) -> Any:

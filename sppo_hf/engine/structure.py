@@ -32,6 +32,7 @@ from transformers import (
 from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from sppo_hf.engine.versions import ReadTensors
 from sppo_hf.errors import ConfigError, UnsupportedModelError
 from sppo_hf.planning.refusals import (
     LAYER_TYPES,
@@ -196,6 +197,10 @@ class ModelParts:
         for parameter in self.causal_lm.parameters(recurse=False):
             seen.setdefault(id(parameter), parameter)
         return list(seen.values())
+
+    def head_reads(self) -> ReadTensors:
+        """What logits depend on beyond the base model's hidden states, settings included."""
+        return ReadTensors.of_module(self.causal_lm, self.base)
 
 
 @contextlib.contextmanager

@@ -25,7 +25,9 @@ class _Read:
     name: str
     tensor: Tensor
     owner: dict[str, Any] | None = None
-    """Where a module looks its parameter up, by the last part of `name`; None for all else."""
+    """Where a module looks it up, by the last part of `name`; None for what is no module's."""
+    may_change: bool = False
+    """Whether the module may have another one by the time of backward; a buffer."""
 
     @property
     def key(self) -> str:
@@ -33,7 +35,7 @@ class _Read:
         return self.name.rpartition(".")[2]
 
     def is_replaced(self) -> bool:
-        """Whether the module has another parameter now."""
+        """Whether the module has another one now."""
         return self.owner is not None and self.owner.get(self.key) is not self.tensor
 
     def can_return(self) -> bool:
@@ -89,14 +91,14 @@ class ReadTensors:
         self._own_writes: set[int] = set()
 
     @classmethod
-    def of_module(cls, module: nn.Module) -> ReadTensors:
-        """Parameters, buffers and settings of `module`.
+    def of_module(cls, module: nn.Module, *without: nn.Module) -> ReadTensors:
+        """Parameters, buffers and settings of `module`, but not of modules `without` in it.
 
         Buffers may be replaced, as tables of positions are when they grow.
         """
         reads: list[_Read] = []
         settings: list[_Setting] = []
-        for prefix, child in module.named_modules():
+        for prefix, child in module.named_modules(memo=set(without)):
             own = vars(child)
             settings += (
                 _Setting.of(own, key)
@@ -109,7 +111,7 @@ class ReadTensors:
                     reads.append(_Read(start + key, tensor, child._parameters))
             for key, tensor in child._buffers.items():
                 if tensor is not None:
-                    reads.append(_Read(start + key, tensor))
+                    reads.append(_Read(start + key, tensor, child._buffers, may_change=True))
         return cls(reads, settings)
 
     @classmethod
@@ -125,14 +127,14 @@ class ReadTensors:
         """Compare no more what the module's own forward has written into since `versions`.
 
         PEFT's adapters on experts do so, with the values that were there; counters are another
-        case. What else may have been written there cannot be told apart. Settings that it has
-        changed itself are not put back either.
+        case. What else may have been written there cannot be told apart. Settings and buffers that
+        it has changed itself are not put back either.
         """
         self._settings = [setting for setting in self._settings if not setting.is_changed()]
         self._own_writes |= {
             index
-            for index, (now, before) in enumerate(zip(self.versions(), versions, strict=True))
-            if now != before
+            for index, (read, before) in enumerate(zip(self._reads, versions, strict=True))
+            if version_of(read.tensor) != before or (read.may_change and read.is_replaced())
         }
 
     def refuse_changes(self, versions: Versions, where: str) -> None:
@@ -145,7 +147,7 @@ class ReadTensors:
         for index, (read, version) in enumerate(zip(self._reads, versions, strict=True)):
             if index in self._own_writes:
                 continue
-            replaced = read.is_replaced() and not read.can_return()
+            replaced = not read.may_change and read.is_replaced() and not read.can_return()
             if replaced or version_of(read.tensor) != version:
                 happened = "replaced" if replaced else "changed in place"
                 raise SPPOError(
@@ -156,7 +158,7 @@ class ReadTensors:
 
     @contextlib.contextmanager
     def as_in_forward(self) -> Iterator[None]:
-        """Context of a second forward: parameters and settings are those of the first one.
+        """Context of a second forward: parameters, buffers and settings are those of the first one.
 
         A script may have frozen parameters, switched to another adapter (PEFT), called `eval()`, or
         called the model with other weights (`torch.func.functional_call`) in between: autograd's

@@ -670,13 +670,15 @@ class PipelineEngine(Engine):
         """Sums up the model's own loss, for the rank that has the last stage."""
         bounds, last_stage = prepared.bounds, self.staged.cut.num_stages - 1
         last_start = bounds[max(labelled_chunks(layout, bounds))][0]
+        head_in_backward = self.parts.head_is_hooked()
         loss = ChunkedLoss(
             self.head.logits,
             self.parts.head_parameters(),
             tile_tokens=prepared.plans.by_stage[last_stage].tile_tokens,
             ignore_index=call.ignore_index,
             fused=fused_tile(self.parts, self.head, call.device),
-            head_in_backward=self.parts.head_is_hooked(),
+            head_in_backward=head_in_backward,
+            reads=self.parts.head_reads() if head_in_backward else None,
         )
 
         def add(

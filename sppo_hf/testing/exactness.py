@@ -36,7 +36,7 @@ import threading
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -74,14 +74,14 @@ _leave_float64 = contextlib.ExitStack()
 def float64_everywhere() -> Iterator[None]:
     """While active, whatever asks torch for float32 gets float64, in backward too.
 
-    Covers `Tensor.float()`, `torch.float32` wherever a module's code names it, and the default
-    dtype of newly made tensors. Integer dtypes and half precision are left alone. See
-    [Note: why float64 has to be enforced].
+    Covers `Tensor.float()`, `torch.float32` wherever a module's code names it, default arguments of
+    functions included, and the default dtype of newly made tensors. Integer dtypes and half
+    precision are left alone. See [Note: why float64 has to be enforced].
 
     It holds for all threads of the process, which can enter at once, and costs nothing while it
-    does: no call is looked at, but the name `torch` means something else in all modules that are
-    imported by now. Not covered: torch's own code, and what kept `torch.float32` when it was
-    imported (a default argument, say).
+    does: no call is looked at, but the names `torch` and `float32` mean something else in all
+    modules that are imported by now. Not covered: torch's own code, functions that import torch
+    when they run, and values that were made of `torch.float32` before (a table, say).
     """
     global _float64_depth
     with _float64_lock:
@@ -99,31 +99,81 @@ def float64_everywhere() -> Iterator[None]:
 
 def _enter_float64() -> None:
     last = next(reversed(sys.modules.values()))
-    namespaces = _namespaces(len(sys.modules), id(last))
+    names = _names(len(sys.modules), id(last))
     _leave_float64.callback(torch.set_default_dtype, torch.get_default_dtype())
     torch.set_default_dtype(torch.float64)
     Tensor.float = Tensor.double
     _leave_float64.callback(delattr, Tensor, "float")  # it comes from a base class
     _torch.follow()
-    _leave_float64.callback(_name_torch, namespaces, torch)
-    _name_torch(namespaces, _torch)
+    _leave_float64.callback(_rename, names, within=False)
+    _rename(names, within=True)
+
+
+class _Name(NamedTuple):
+    """What means something else under `float64_everywhere`."""
+
+    owner: dict[str, Any] | types.FunctionType
+    """A module's namespace, or a function with default arguments."""
+    name: str
+    without: Any
+    within: Any
+
+
+def _rename(names: Iterable[_Name], *, within: bool) -> None:
+    for owner, name, *meanings in names:
+        if isinstance(owner, dict):
+            owner[name] = meanings[within]
+        else:
+            setattr(owner, name, meanings[within])
 
 
 @functools.lru_cache(maxsize=1)
-def _namespaces(_count: int, _last: int) -> list[dict[str, Any]]:
-    """Those of modules that name torch; looked for again when others are imported."""
-    return [
-        vars(module)
-        for name, module in list(sys.modules.items())
-        if "torch" in getattr(module, "__dict__", ())
-        and module.torch is torch
-        and name.partition(".")[0] != "torch"
-    ]
+def _names(_count: int, _last: int) -> list[_Name]:
+    """Those of all modules; looked for again when others are imported."""
+    found: list[_Name] = []
+    for module_name, module in list(sys.modules.items()):
+        namespace = getattr(module, "__dict__", None)
+        if namespace is None or module_name.partition(".")[0] == "torch":
+            continue
+        names = [
+            _Name(namespace, name, value, _torch if value is torch else torch.float64)
+            for name, value in list(namespace.items())
+            if value is torch or value is torch.float32
+        ]
+        if names:  # else no function of it has either by default
+            found += names
+            for value in list(namespace.values()):
+                for function in _functions(value, module_name):
+                    found += _defaults(function)
+    return found
 
 
-def _name_torch(namespaces: Iterable[dict[str, Any]], module: types.ModuleType) -> None:
-    for namespace in namespaces:
-        namespace["torch"] = module
+def _functions(value: Any, module_name: str) -> Iterator[types.FunctionType]:
+    """Functions and methods that `value` of a module is, and what they were wrapped around."""
+    values = [value]
+    # By its type, and by what it has itself: some classes import what they need when asked.
+    if issubclass(type(value), type) and vars(value).get("__module__") == module_name:
+        values = list(vars(value).values())
+    for function in values:
+        if type(function) in (staticmethod, classmethod):
+            function = function.__func__
+        while type(function) is types.FunctionType:
+            yield function
+            function = vars(function).get("__wrapped__")
+
+
+def _defaults(function: types.FunctionType) -> Iterator[_Name]:
+    """Default arguments of `function`, if float32 is among them."""
+    given, by_name = function.__defaults__ or (), function.__kwdefaults__ or {}
+    if any(value is torch.float32 for value in given):
+        yield _Name(function, "__defaults__", given, tuple(map(_wide, given)))
+    if any(value is torch.float32 for value in by_name.values()):
+        wide = {name: _wide(value) for name, value in by_name.items()}
+        yield _Name(function, "__kwdefaults__", by_name, wide)
+
+
+def _wide(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
 
 
 GRADIENT_FLOOR = 1e-4

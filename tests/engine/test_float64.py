@@ -37,7 +37,7 @@ def test_it_leaves_torch_as_it_was() -> None:
     before = dict(vars(torch)), torch.Tensor.float
     with float64_everywhere():
         assert sys.modules["torch"] is not torch  # what torch's own code sees is torch
-        assert sys.modules["torch"].float32 is FLOAT32
+        assert sys.modules["torch"].float32 is not torch.float32
         assert torch.Tensor is sys.modules["torch"].Tensor
         assert torch.nn.Module is sys.modules["torch"].nn.Module
     assert torch is sys.modules["torch"]
@@ -54,8 +54,36 @@ def test_modules_that_are_imported_later_are_found(monkeypatch: pytest.MonkeyPat
         later.torch = torch
         monkeypatch.setitem(sys.modules, later.__name__, later)
         with float64_everywhere():
-            assert later.torch.float32 == torch.float64 != FLOAT32
+            assert later.torch.float32 == torch.float64
         assert later.torch.float32 is FLOAT32
+
+
+def _given(dtype: torch.dtype = torch.float32, *, named: torch.dtype = torch.float32) -> Any:
+    return dtype, named
+
+
+class _Holds:
+    @torch.no_grad()
+    def method(self, dtype: torch.dtype = torch.float32) -> torch.dtype:
+        return dtype
+
+    @staticmethod
+    def function(*, dtype: torch.dtype = torch.float32) -> torch.dtype:
+        return dtype
+
+
+def test_names_and_default_arguments_are_others_too() -> None:
+    """Some write `from torch import float32`, and some `def norm(x, dtype=torch.float32)`."""
+
+    def seen() -> set[torch.dtype]:
+        return {FLOAT32, *_given(), _Holds().method(), _Holds.function()}
+
+    assert seen() == {FLOAT32}
+    before = _given.__defaults__, _given.__kwdefaults__
+    with float64_everywhere():
+        assert seen() == {torch.float64}
+    assert seen() == {FLOAT32} == {torch.float32}
+    assert (_given.__defaults__, _given.__kwdefaults__) == before
 
 
 def test_what_torch_gets_meanwhile_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

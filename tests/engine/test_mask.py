@@ -49,6 +49,15 @@ def test_masks_that_hold_tensors_of_a_device_are_asked_on_the_host(inside):
     assert mask_meaning(mask_function=function) == MaskMeaning(None, local=64)
 
 
+def test_a_mask_that_is_asked_on_the_host_keeps_its_default_arguments():
+    start = torch.zeros(1, dtype=torch.long).as_subclass(_Elsewhere)
+
+    def function(row, head, query, key, *, window=64):
+        return (key <= query) & (key > query - window) & (key >= start)
+
+    assert mask_meaning(mask_function=function) == MaskMeaning(64)
+
+
 def test_tables_of_image_blocks_without_images_are_not_asked_far_from_zero():
     text = torch.full((2, 5), -1)
     function = masks.or_masks(masks.causal_mask_function, masks.blockwise_overlay(text))

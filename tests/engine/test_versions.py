@@ -95,9 +95,48 @@ def test_weights_of_another_call_are_in_its_second_forward_too(llama, recompute)
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
 
 
-def _two_adapters(model: nn.Module) -> nn.Module:
+class _Scaled(nn.Module):
+    """A product of an input that a buffer scales."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.register_buffer("scale", torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x * self.scale)
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_buffers_of_another_call_are_in_its_second_forward_too(llama, recompute) -> None:
+    gradients = []
+    for convert_it in (True, False):
+        model = copy.deepcopy(llama)
+        for layer in model.model.layers:
+            layer.mlp = _Scaled(layer.mlp)
+        if convert_it:
+            model = _converted(model, recompute=recompute, offload="none")
+        buffers = {n: b * 1.7 for n, b in model.named_buffers() if n.endswith("scale")}
+        torch.func.functional_call(model, buffers, (), make_batch(rows=2)).loss.backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
+
+
+def test_buffers_that_a_module_replaces_itself_are_not_put_back() -> None:
+    module = _Scaled(nn.Identity())
+    reads = ReadTensors.of_module(module)
+    before = reads.versions()
+    module.scale = grown = torch.ones(2)
+    reads.leave_out_own_writes(before)
+    with reads.as_in_forward():
+        assert module.scale is grown
+
+
+def _two_adapters(model: nn.Module, *more: str) -> nn.Module:
     peft = pytest.importorskip("peft", reason="needs the extra `test`")
-    settings = peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    targets = ["q_proj", "up_proj", *more]
+    settings = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
     torch.manual_seed(0)
     with quiet_peft():
         wrapped = peft.get_peft_model(copy.deepcopy(model), settings)
@@ -155,6 +194,34 @@ def test_second_forward_has_the_settings_of_the_first(llama, change, recompute) 
     for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
         assert mine.requires_grad == theirs.requires_grad
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("change", [_other_adapter, _other_scale, _no_adapter])
+def test_a_hooked_heads_second_forward_has_the_settings_of_the_first(llama, change) -> None:
+    """With hooks the head runs again in backward, see `ChunkedLoss.head_in_backward`."""
+    ours, plain = _two_adapters(llama, "lm_head"), _two_adapters(llama, "lm_head")
+    for model in (ours, plain):
+        head = model.get_submodule("base_model.model.lm_head")
+        head.register_full_backward_hook(lambda *_: None)
+    ours = convert(ours, SPPOConfig(chunk_lengths=CHUNKS, show_plan=False))
+    for model in (ours, plain):
+        change(model).backward()
+    for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-3, atol=1e-5)
+
+
+def test_a_hooked_head_has_the_weights_of_another_call_in_its_second_forward(llama) -> None:
+    gradients = []
+    for convert_it in (True, False):
+        model = copy.deepcopy(llama)
+        model.lm_head.register_full_backward_hook(lambda *_: None)
+        if convert_it:
+            model = _converted(model, recompute="full", offload="none")
+        other = {n: (p * 1.1).detach().requires_grad_() for n, p in model.named_parameters()}
+        torch.func.functional_call(model, other, (), make_batch(rows=2)).loss.backward()
+        gradients.append([x.grad for x in other.values()])
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
 
 
 def test_dropout_of_a_loss_is_drawn_again_in_evaluation(llama) -> None:

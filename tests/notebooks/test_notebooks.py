@@ -3,6 +3,7 @@
 import ast
 import functools
 import re
+import tempfile
 from importlib import import_module
 from pathlib import Path
 
@@ -61,9 +62,14 @@ def test_there_are_notebooks():
 def run(tmp_path_factory):
     """Runs a notebook in a kernel that the notebooks share, with its imports."""
     folder = tmp_path_factory.mktemp("notebooks")
-    # Over files: a port that is drawn may be another test's by the time the kernel binds it.
-    kernel = tools.AsyncKernelManager(transport="ipc", ip=str(folder / "kernel"))
-    with pytest.MonkeyPatch.context() as patch:
+    # Over files: a port that is drawn may be another test's by the time the kernel binds it. Their
+    # names have 107 characters at most.
+    short = "/tmp" if len(str(folder)) > 90 else folder
+    with (
+        tempfile.TemporaryDirectory(dir=short, prefix="kernel-") as files,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        kernel = tools.AsyncKernelManager(transport="ipc", ip=f"{files}/k")
         for name, value in _settings(folder).items():
             patch.setenv(name, value)
         yield functools.partial(_run, folder=folder, kernel=kernel)

@@ -191,14 +191,15 @@ _started: list[subprocess.Popen[bytes]] = []
 
 def _connect(home: Path, errors: Path) -> socket.socket:
     """A connection to a nursery of one's own, forked from what the first to ask has started."""
-    channel, address = socket.socket(socket.AF_UNIX), home / "nursery"
-    with _alone_in(home):
+    channel = socket.socket(socket.AF_UNIX)
+    with _alone_in(home), short_path(home) as short:
+        address = f"{short}/nursery"
         try:
-            channel.connect(str(address))
+            channel.connect(address)
         except (FileNotFoundError, ConnectionRefusedError):
-            address.unlink(missing_ok=True)
+            (home / "nursery").unlink(missing_ok=True)
             with socket.socket(socket.AF_UNIX) as listener, errors.open("ab") as file:
-                listener.bind(str(address))
+                listener.bind(address)
                 listener.listen(64)
                 command = [sys.executable, str(Path(__file__).resolve()), str(home)]
                 started = subprocess.Popen(
@@ -206,8 +207,18 @@ def _connect(home: Path, errors: Path) -> socket.socket:
                 )
             _started.append(started)
             # It is answered when all is imported; so is whoever connects meanwhile.
-            channel.connect(str(address))
+            channel.connect(address)
     return channel
+
+
+@contextlib.contextmanager
+def short_path(folder: Path) -> Iterator[str]:
+    """Another path of a folder, while this lasts: a socket's has 107 characters at most."""
+    descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{descriptor}"
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager

@@ -5,12 +5,13 @@ Ranks that are killed or stopped, in every phase of training: tests/attacks/rank
 
 import re
 import signal
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.pipeline.nursery import Ended, shared_nursery
+from tests.pipeline.nursery import Ended, shared_nursery, short_path
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
@@ -32,6 +33,18 @@ def run(how: str, rank: int, folder: Path, *, ranks: int, **sizes: int) -> Ended
 
 def assert_all_ended(ended: Ended, rank: int) -> None:
     assert all(code not in (None, 0) for r, code in enumerate(ended.codes) if r != rank), ended
+
+
+def test_a_socket_is_found_in_a_folder_with_a_long_name(tmp_path):
+    folder = tmp_path / ("long" * 50)
+    folder.mkdir()
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as channel:
+        with short_path(folder) as short:
+            listener.bind(f"{short}/here")
+        listener.listen()
+        assert (folder / "here").is_socket()
+        with short_path(folder) as short:
+            channel.connect(f"{short}/here")
 
 
 def test_a_rank_that_throws_ends_all_with_its_error_step_and_action(tmp_path):
