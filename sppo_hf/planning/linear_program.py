@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -30,9 +30,12 @@ from sppo_hf.planning.activation_modes import SAVED, FrameMode
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions, KVMode
 from sppo_hf.planning.lowering import LAYERS_THERE, least_device_bytes, mode_free_levels
-from sppo_hf.planning.memory import FRAGMENTATION, HOST_SLAB_BYTES, byte_tables
+from sppo_hf.planning.memory import FRAGMENTATION, byte_tables
 from sppo_hf.planning.memory_snapshots import Budgets, Bytes
 from sppo_hf.planning.tiers import Tier, away_tiers, tiers_behind_host
+
+if TYPE_CHECKING:
+    from highspy import Highs
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,13 +169,12 @@ def minimise(objective: NDArray[np.float64], less: Rows, equal: Rows) -> NDArray
         equal: rows that are their bound.
     """
     # Not at the top: who plans by a rule, or on a CPU without a budget, solves no program.
-    from highspy import Highs, HighsModelStatus, MatrixFormat, ObjSense, kHighsInf
+    from highspy import HighsModelStatus, MatrixFormat, ObjSense, kHighsInf
 
     starts, columns, factors = Rows.matrix(less, equal)
     most, exactly = less.bounds, equal.bounds
     width, height = len(objective), len(most) + len(exactly)
-    solver = Highs()
-    solver.silent()
+    solver = _silent_solver()
     solver.passModel(
         *(width, height, len(factors), int(MatrixFormat.kRowwise), int(ObjSense.kMinimize), 0.0),
         *(objective, np.zeros(width), np.full(width, kHighsInf)),
@@ -184,6 +186,20 @@ def minimise(objective: NDArray[np.float64], less: Rows, equal: Rows) -> NDArray
     if solver.getModelStatus() != HighsModelStatus.kOptimal:
         return None
     return np.array(solver.getSolution().col_value)
+
+
+def _silent_solver() -> Highs:
+    from highspy import Highs
+
+    class Silent(Highs):
+        def enableCallbacks(self) -> None:
+            # The constructor calls it, and 1.16 prints a banner there unless told before.
+            self.silent()
+            super().enableCallbacks()
+
+    solver = Silent()
+    solver.silent()  # for versions whose constructor does not
+    return solver
 
 
 class _Group(NamedTuple):
@@ -231,7 +247,6 @@ class LinearProgram:
         self._keys = range(last, last + 1) if decisions.by_layer else range(0)
         """Groups that are keys and values."""
         self._slots = decisions.num_layers if decisions.by_layer else decisions.num_chunks
-        self._slab_bytes = HOST_SLAB_BYTES if device_kind == "cuda" else 1
         groups = self._groups
         self._tiers = [tier for group in groups for tier in group.tiers]
         """[ways] Of all groups, one behind the other: where each puts things."""
@@ -483,8 +498,7 @@ class LinearProgram:
             if budget is None:
                 continue
             if tier == "host":
-                budget -= budget % self._slab_bytes
-                budget -= what.staging_bytes * passing
+                budget -= what.staging_bytes * passing + sum(self._tables.resting.values())
             levels = mode_free_levels(self._tables)[tier].values()
             # Where forward ends, and after the first chunk's backward, when most gradient sums
             # wait.

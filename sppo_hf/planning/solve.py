@@ -12,8 +12,9 @@ frames.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from sppo_hf.planning.activation_modes import (
     Saved,
     mode_of,
 )
+from sppo_hf.planning.causes import Cause
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import (
     Decisions,
@@ -257,10 +259,10 @@ def _room_bytes(
     budget = budgets.of(tier)
     if budget is None:
         return float("inf")
-    if tier == "host" and device_kind == "cuda":
-        budget -= budget % HOST_SLAB_BYTES
-    if tier == "host" and cost.shape.resting is not None:
+    if tier == "host":
         budget -= sum(byte_tables(cost.shape, base, device_kind).resting.values())
+    if tier == "host" and device_kind == "cuda":
+        budget -= max(0, budget) % HOST_SLAB_BYTES
     passing = set(tiers_behind_host())
     if tier == "host" and passing & {*away, base.kv_tier, *base.kv_modes}:
         budget -= base.staging_bytes
@@ -599,6 +601,7 @@ def _mixed(
     Those that cannot take less than `under_seconds` are left out.
     """
     members = LayerKinds.of(cost).members
+    budgets = _in_slabs(budgets, cost, base, device_kind)
     every = kv_modes_of(cost.shape, base, choices) if base.by_layer else ()
     for modes, kv_modes in _mode_sets(choices, base.kv_tier, every):
         away: set[Saved] = {mode.saved for mode in modes if mode.offload}
@@ -631,7 +634,18 @@ def _mixed(
             if not over:
                 yield "solver", decisions, bound
                 break
-            tight = tightened(tight, over)
+            # A few bytes too many on the host take a whole slab, which would be much to give up.
+            slabs = {"host": predicted.standing_bytes(Cause.SLABS)}
+            tight = tightened(tight, over, unused=slabs)
+
+
+def _in_slabs(budgets: Budgets, cost: ModelCost, base: Decisions, device_kind: str) -> Budgets:
+    """Returns budgets that the host's pool, made of slabs, can fill beside what rests there."""
+    if budgets.host is None or device_kind != "cuda":
+        return budgets
+    resting = sum(byte_tables(cost.shape, base, device_kind).resting.values())
+    spare = max(0, budgets.host - resting) % HOST_SLAB_BYTES
+    return budgets.replace(host=budgets.host - spare)
 
 
 def _mode_sets(
@@ -727,9 +741,19 @@ def _settled(
     return more if peak <= budgets.device else decisions
 
 
-def tightened(budgets: Budgets, over: Sequence[BudgetViolation]) -> Budgets:
-    """Returns budgets lowered by what they were broken by, and a little more."""
-    lowered = {limit.tier: limit.missing_bytes + 2**20 for limit in over}
+def tightened(
+    budgets: Budgets,
+    over: Sequence[BudgetViolation],
+    *,
+    unused: Mapping[Tier, int] = MappingProxyType({}),
+) -> Budgets:
+    """Returns budgets lowered by what they were broken by, and a little more.
+
+    Of what broke them, `unused` bytes hold nothing.
+    """
+    lowered = {
+        limit.tier: limit.missing_bytes - unused.get(limit.tier, 0) + 2**20 for limit in over
+    }
     sizes = {tier: budgets.of(tier) for tier in lowered}
     return budgets.replace(
         **{tier: None if size is None else size - lowered[tier] for tier, size in sizes.items()}

@@ -172,6 +172,12 @@ def test_least_of_a_small_program() -> None:
     assert x == pytest.approx([2.0, 1.0])
 
 
+def test_the_solver_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    """HiGHS prints a banner from its constructor on."""
+    assert minimise(np.array([1.0]), Rows(), Rows()) is not None
+    assert capfd.readouterr() == ("", "")
+
+
 def test_nothing_is_negative() -> None:
     x = minimise(np.array([1.0]), Rows(), Rows())
     assert x is not None

@@ -222,17 +222,24 @@ def test_less_host_memory_is_taken_where_that_is_as_fast(monkeypatch: pytest.Mon
 
 
 def test_a_little_time_is_given_for_much_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = question(16_384, device_memory=80 * GIB, host_memory=128 * GIB)
-    light = plan_for(asked)
-    monkeypatch.setattr(plans, "with_less_host", lambda cost, found, *_: found)
-    fast = plan_for(asked)
-    assert light.prediction is not None
-    assert fast.prediction is not None
-    slower = light.prediction.step_seconds / fast.prediction.step_seconds
-    assert 1.0 < slower <= LESS_HOST_SECONDS
-    assert light.estimate.host.total < 0.9 * fast.estimate.host.total
-    said = f"{slower - 1:.2%} slower than the fastest that fits, for less host memory"
-    assert light.offload_reason == f"auto: {said} (solver)"
+    given = 0.0
+    # Which plan the solver finds first, of equally good ones, depends on its version.
+    for tokens in (8_192, 16_384, 24_576):
+        asked = question(tokens, device_memory=80 * GIB, host_memory=128 * GIB)
+        light = plan_for(asked)
+        with monkeypatch.context() as patch:
+            patch.setattr(plans, "with_less_host", lambda cost, found, *_: found)
+            fast = plan_for(asked)
+        assert light.prediction is not None
+        assert fast.prediction is not None
+        slower = light.prediction.step_seconds / fast.prediction.step_seconds
+        assert slower <= LESS_HOST_SECONDS
+        if slower > 1.0:
+            given = max(given, slower)
+            assert light.estimate.host.total < 0.9 * fast.estimate.host.total
+            said = f"{slower - 1:.2%} slower than the fastest that fits, for less host memory"
+            assert light.offload_reason == f"auto: {said} (solver)"
+    assert given
 
 
 def test_places_that_cannot_be_the_answer_are_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,7 @@ from sppo_hf.planning.solve import (
     over_budget,
     play,
     solve,
+    tightened,
     with_kv,
     with_less_host,
     with_lookahead,
@@ -221,6 +222,15 @@ def test_first_limit_of_the_host() -> None:
     assert limit.tier == "host"
     needs = 256 * MIB + limit.missing_bytes
     assert isinstance(solve(cost, base, Budgets(device=None, host=needs), choices), Solution)
+
+
+def test_budgets_are_lowered_by_what_holds_something() -> None:
+    over = [
+        BudgetViolation(tier="device", missing_bytes=100, moment=""),
+        BudgetViolation(tier="host", missing_bytes=2**28, moment=""),
+    ]
+    lowered = tightened(Budgets(device=2**30, host=2**30), over, unused={"host": 2**28 - 7})
+    assert lowered == Budgets(device=2**30 - 100 - 2**20, host=2**30 - 7 - 2**20)
 
 
 def test_the_latest_frames_stay_where_no_other_tier_has_room() -> None:
