@@ -14,6 +14,7 @@ import copy
 import json
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from sppo_hf.engine.convert import get_engine
 from sppo_hf.engine.structure import quiet_peft
 from sppo_hf.errors import SPPOError
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
+from sppo_hf.testing.exactness import float64_everywhere
 from tests.integrations.training import let_fsdp_run_on_cpus, make_arguments, make_model, make_rows
 
 
@@ -46,7 +48,7 @@ def _lora(model: nn.Module) -> nn.Module:
 
 
 def train_with_trainer(job: dict[str, Any], plugin: SPPOPlugin | None) -> dict[str, Any]:
-    """Train by the Trainer; `rows` is per rank."""
+    """Train by the Trainer; `rows` is per rank, `float64` makes all of it in that."""
     args = make_arguments(
         job["folder"],
         **{
@@ -61,6 +63,7 @@ def train_with_trainer(job: dict[str, Any], plugin: SPPOPlugin | None) -> dict[s
     )
     model = make_model(tie_word_embeddings=job.get("tied", False))
     model = _lora(model) if job.get("lora") else model
+    model = model.double() if job.get("float64") else model
     rows, eval_rows = make_rows(32), make_rows(job.get("eval_rows", 8), seed=2)
     if "eval_labels" in job:
         for row in eval_rows:
@@ -69,7 +72,8 @@ def train_with_trainer(job: dict[str, Any], plugin: SPPOPlugin | None) -> dict[s
     trainer = Trainer(model, args, train_dataset=rows, eval_dataset=eval_rows)
     if job.get("patience"):
         trainer.add_callback(EarlyStoppingCallback(job["patience"]))
-    trainer.train(resume_from_checkpoint=job.get("resume"))
+    with float64_everywhere() if job.get("float64") else nullcontext():
+        trainer.train(resume_from_checkpoint=job.get("resume"))
     predicted = trainer.predict(eval_rows).metrics if job.get("predict") else {}
     torch.save(args, Path(job["folder"]) / "training_args.bin")
     return {
@@ -77,6 +81,7 @@ def train_with_trainer(job: dict[str, Any], plugin: SPPOPlugin | None) -> dict[s
         "steps": trainer.state.global_step,
         "predicted_loss": predicted.get("test_loss"),
         "wrapper": type(trainer.model_wrapped).__name__,
+        "float64": job.get("float64", False),
         "weights": _sums(trainer.accelerator, trainer.model_wrapped),
         "rank": args.process_index,
     }
