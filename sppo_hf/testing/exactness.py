@@ -98,8 +98,7 @@ def float64_everywhere() -> Iterator[None]:
 
 
 def _enter_float64() -> None:
-    last = next(reversed(sys.modules.values()))
-    names = _names(len(sys.modules), id(last))
+    names = _names()
     _leave_float64.callback(torch.set_default_dtype, torch.get_default_dtype())
     torch.set_default_dtype(torch.float64)
     Tensor.float = Tensor.double
@@ -127,24 +126,40 @@ def _rename(names: Iterable[_Name], *, within: bool) -> None:
             setattr(owner, name, meanings[within])
 
 
-@functools.lru_cache(maxsize=1)
-def _names(_count: int, _last: int) -> list[_Name]:
-    """Those of all modules; looked for again when others are imported."""
-    found: list[_Name] = []
-    for module_name, module in list(sys.modules.items()):
-        namespace = getattr(module, "__dict__", None)
-        if namespace is None or module_name.partition(".")[0] == "torch":
-            continue
-        names = [
-            _Name(namespace, name, value, _torch if value is torch else torch.float64)
-            for name, value in list(namespace.items())
-            if value is torch or value is torch.float32
-        ]
-        if names:  # else no function of it has either by default
-            found += names
-            for value in list(namespace.values()):
-                for function in _functions(value, module_name):
-                    found += _defaults(function)
+_modules: dict[str, types.ModuleType] = {}
+"""Those that were looked at."""
+_found: list[_Name] = []
+"""What was found in them."""
+
+
+def _names() -> list[_Name]:
+    """Those of all modules; only what was imported since the last call is looked at."""
+    last = next(reversed(sys.modules))
+    if len(_modules) != len(sys.modules) or _modules.get(last) is not sys.modules[last]:
+        now = dict(sys.modules)
+        for name, module in list(now.items()):
+            if _modules.get(name) is not module:
+                _found.extend(_names_of(name, module))
+                if getattr(getattr(module, "__spec__", None), "_initializing", False):
+                    del now[name]  # another thread imports it: it has more to come
+        _modules.clear()
+        _modules.update(now)
+    return _found
+
+
+def _names_of(module_name: str, module: types.ModuleType) -> list[_Name]:
+    namespace = getattr(module, "__dict__", None)
+    if namespace is None or module_name.partition(".")[0] == "torch":
+        return []
+    found = [
+        _Name(namespace, name, value, _torch if value is torch else torch.float64)
+        for name, value in list(namespace.items())
+        if value is torch or value is torch.float32
+    ]
+    if found:  # else no function of it has either by default
+        for value in list(namespace.values()):
+            for function in _functions(value, module_name):
+                found += _defaults(function)
     return found
 
 

@@ -31,7 +31,7 @@ def _series(result: dict, name: str) -> list[float]:
 
 
 def _assert_same_run(ours: dict, plain: dict, names: tuple[str, ...]) -> None:
-    near = EXACT if plain["float64"] else NEAR
+    near = EXACT if plain.get("float64") else NEAR
     for name in names:
         expected = _series(plain, name)
         assert expected

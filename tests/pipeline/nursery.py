@@ -389,8 +389,11 @@ def _warm_up() -> None:
     from sppo_hf.engine.convert import convert, revert
     from sppo_hf.engine.trace_profile import trace_config
     from sppo_hf.planning.model_profile import Training
+    from sppo_hf.testing.exactness import float64_everywhere
     from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
 
+    with float64_everywhere():  # looks through all modules
+        pass
     with torch.random.fork_rng(devices=[]):
         model = build_tiny_model("llama", dtype=torch.float32)
         # Its profile may have been kept by another test.
