@@ -67,6 +67,9 @@ LOST_SECONDS = 900.0
 _imported = 0
 """Modules that there were when collections of garbage were last told to pass over them."""
 
+_file: Path | None = None
+"""Of the test that runs."""
+
 _error_output = 2
 """Descriptor that is shown even while a test's output is captured; set by `pytest_configure`."""
 
@@ -136,9 +139,11 @@ def pytest_collection_finish() -> None:
     _pass_over_imports()
 
 
-def pytest_runtest_logfinish() -> None:
-    """The same of what tests have imported since: families, TRL, matplotlib."""
-    if len(sys.modules) > _imported + 100:
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """The same of what tests have imported since (families, TRL), and of what other files left."""
+    global _file
+    if item.path != _file or len(sys.modules) > _imported + 100:
+        _file = item.path
         _pass_over_imports()
 
 

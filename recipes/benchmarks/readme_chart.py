@@ -29,9 +29,9 @@ def draw(source: Path, target: Path) -> None:
         bars = axes.barh(list(peaks), list(peaks.values()), color=colours)
         axes.bar_label(bars, [f"{peak:.2f} GiB" for peak in peaks.values()], padding=3)
         axes.set_title("peak memory above the loaded model, forward and backward", loc="left")
-        axes.set_xlabel(
+        figure.supxlabel(
             f"{measured['model']}, {measured['tokens']:,} tokens; {measured['machine']}",
-            fontsize=9,
+            fontsize=8,
         )
         axes.set_xticks([])
         axes.margins(x=0.12)
