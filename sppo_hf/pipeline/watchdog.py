@@ -54,7 +54,8 @@ _GRACE_SECONDS = 5.0
 _TICK_SECONDS = 0.5
 _TELL_SECONDS = 3.0
 
-_BROKEN = re.compile(r"\bgloo\b|\bNCCL\b", re.IGNORECASE)
+# The last is what Gloo says to whoever waits while another operation's time is over: no file's name.
+_BROKEN = re.compile(r"\bgloo\b|\bNCCL\b|\btimeout caused pair closure\b", re.IGNORECASE)
 
 
 def is_broken_connection(error: BaseException | None) -> bool:

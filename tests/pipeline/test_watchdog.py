@@ -227,6 +227,7 @@ def test_a_process_is_found_by_number_and_start(child: tuple[int, Process]) -> N
     ("error", "broken"),
     [
         (BROKEN, True),
+        (RuntimeError("Application timeout caused pair closure"), True),
         (module.dist.DistStoreError("wait timeout after 10000ms"), True),
         (module.dist.DistBackendError("NCCL error"), True),
         (RuntimeError("CUDA out of memory"), False),
