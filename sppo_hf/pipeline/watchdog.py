@@ -54,7 +54,7 @@ _GRACE_SECONDS = 5.0
 _TICK_SECONDS = 0.5
 _TELL_SECONDS = 3.0
 
-# The last is what Gloo says to whoever waits while another operation's time is over: no file's name.
+# The last is what Gloo says to who waits while another operation's time is over: no file's name.
 _BROKEN = re.compile(r"\bgloo\b|\bNCCL\b|\btimeout caused pair closure\b", re.IGNORECASE)
 
 
