@@ -34,6 +34,7 @@ import math
 import sys
 import threading
 import types
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -397,7 +398,7 @@ def compare(
     """
     dtype = find_causal_lm(model).dtype
     watcher = _PlanWatcher()
-    converted = convert(copy.deepcopy(model), config, observer=watcher)
+    converted = convert(_copy_of(model), config, observer=watcher)
     engine = get_engine(converted)
     assert engine is not None, "convert() left no engine behind"
     ours = run_batch(converted, batch, accumulation=accumulation, hooks=True)
@@ -440,13 +441,13 @@ def compare_drift(
     Raises:
         UnsupportedModelError: the family is refused.
     """
-    low = copy.deepcopy(model).to(dtype)
-    single = copy.deepcopy(low).to(torch.float32)
+    low = _copy_of(model).to(dtype)
+    single = _copy_of(low).to(torch.float32)
     ours: list[Gradients] = []
     unmodified: list[Gradients] = []
     exact: list[Gradients] = []
     for batch in batches:
-        ours.append(run_batch(convert(copy.deepcopy(low), config), batch))
+        ours.append(run_batch(convert(_copy_of(low), config), batch))
         unmodified.append(run_reference(low, batch, hooks=False))
         exact.append(run_reference(single, batch, hooks=False))
     return DriftReport(
@@ -464,9 +465,19 @@ def run_reference(
     model: nn.Module, batch: Batch, *, accumulation: int = 1, hooks: bool = True
 ) -> Gradients:
     """Run an unmodified copy of `model` over `batch`; arguments and hooks as in `compare`."""
-    reference = copy.deepcopy(model)
+    reference = _copy_of(model)
     find_causal_lm(reference).set_attn_implementation(reference_attention(model))
     return run_batch(reference, batch, accumulation=accumulation, hooks=hooks)
+
+
+def _copy_of(model: nn.Module) -> nn.Module:
+    """A deep copy; for the empty tables of every module, which are most of it, in half the time."""
+    tables = (table for module in model.modules() for table in vars(module).values())
+    empty = {id(x): type(x)() for x in tables if type(x) in _TABLES and not x}
+    return copy.deepcopy(model, empty)
+
+
+_TABLES = (dict, set, OrderedDict)
 
 
 def reference_attention(model: nn.Module) -> str:

@@ -11,6 +11,7 @@ its weights would take more than 256 MiB, by the names of the settings that make
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -302,6 +303,17 @@ def tiny_config(name: str, **overrides: Any) -> PreTrainedConfig:
     Raises:
         ConfigError: Transformers has no such model type.
     """
+    asked = repr((name, overrides))
+    if asked not in _configs:
+        _configs[asked] = _make_config(name, overrides)
+    return copy.deepcopy(_configs[asked])
+
+
+_configs: dict[str, PreTrainedConfig] = {}
+"""Those made so far: to make one takes as long as to build its model."""
+
+
+def _make_config(name: str, overrides: Mapping[str, Any]) -> PreTrainedConfig:
     family = FAMILIES.get(name) or UNLISTED.get(name) or TinyFamily(model_type=name)
     if family.model_type not in CONFIG_MAPPING_NAMES:
         raise ConfigError(
@@ -314,7 +326,7 @@ def tiny_config(name: str, **overrides: Any) -> PreTrainedConfig:
         raise _not_buildable(family.model_type, error) from error
     decoder = decoder_config(default)
     if decoder is not default:
-        return tiny_config(decoder.model_type, **overrides)
+        return _make_config(decoder.model_type, overrides)
     _check_causal(default)
     try:
         settings = shrink(default)

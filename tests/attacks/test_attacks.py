@@ -15,13 +15,13 @@ from tests.attacks.outcomes import (
 from tests.sweeps import ALL
 
 AREAS: dict[str, int] = {
-    "batches": 180,
+    "batches": 180 if ALL else 90,
     "checkpoints": 24,
     "commands": 32 if ALL else 16,
     "disk": 20 if ALL else 12,
     "models": 24 if ALL else 12,
     "ranks": 3,
-    "settings": 200,
+    "settings": 200 if ALL else 100,
 }
 """Module of this folder, and how many of its cases CI tries."""
 

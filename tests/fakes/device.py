@@ -247,7 +247,9 @@ class FakeDevice:
 
     def look_for_freed(self) -> None:
         """Check what died since the last call; called before anything that could order work."""
-        for key in [key for key, block in self._blocks.items() if block.storage.expired()]:
+        # Of all blocks, before each operation: `StorageWeakRef` takes four times as long.
+        expired = torch.UntypedStorage._expired
+        for key in [key for key in self._blocks if expired(key)]:
             self._freed(self._blocks[key])
             del self._blocks[key]
 

@@ -151,9 +151,9 @@ def call(run: dict[str, Any], plugin: SPPOPlugin) -> dict[str, float]:
     plain = _model_with_head(run).eval()
     engine = get_engine(model)
     assert isinstance(engine, PipelineEngine)
-    ids = torch.arange(4 * 21).view(4, 21) * 7 % 256
+    ids = torch.arange(2 * 21).view(2, 21) * 7 % 256
     labels = ids.masked_fill(ids % 3 == 0, -100)
-    weights = torch.linspace(0.1, 3.0, 4 * 20).view(4, 20)
+    weights = torch.linspace(0.1, 3.0, 2 * 20).view(2, 20)
 
     def mean(out: Any) -> Tensor:
         return -out.log_probs.sum() / 64
