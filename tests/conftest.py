@@ -48,7 +48,7 @@ settings.register_profile(
     "sppo",
     deadline=None,
     derandomize=True,
-    max_examples=100 if ALL else 40,
+    max_examples=100 if ALL else 30,
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("sppo")

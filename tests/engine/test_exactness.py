@@ -316,7 +316,7 @@ def test_family_on_every_pair_of_settings(family: str, cell: Cell) -> None:
 
 
 _KINDS = [name for name in OTHERS if name in KINDS]
-_LIKE_OTHERS = sample([name for name in OTHERS if name not in {*KINDS, *RARE}], 2)
+_LIKE_OTHERS = sample([name for name in OTHERS if name not in {*KINDS, *RARE}], 3)
 _LIKE_OTHERS += sample(RARE, 5)
 
 
