@@ -131,20 +131,29 @@ _modules: dict[str, types.ModuleType] = {}
 """Those that were looked at."""
 _found: list[_Name] = []
 """What was found in them."""
+_imported_meanwhile = False
+"""Whether another thread imported a module that was looked at: it has more to come."""
 
 
 def _names() -> list[_Name]:
     """Those of all modules; only what was imported since the last call is looked at."""
-    last = next(reversed(sys.modules))
-    if len(_modules) != len(sys.modules) or _modules.get(last) is not sys.modules[last]:
-        now = dict(sys.modules)
-        for name, module in list(now.items()):
-            if _modules.get(name) is not module:
-                _found.extend(_names_of(name, module))
-                if getattr(getattr(module, "__spec__", None), "_initializing", False):
-                    del now[name]  # another thread imports it: it has more to come
+    global _imported_meanwhile
+    # The newest come last. A forked process copies a page for each module that it looks at.
+    more = len(sys.modules) - len(_modules)
+    modules = list(itertools.islice(reversed(sys.modules.items()), max(more, 0) + 1))
+    name, module = modules.pop()
+    known = _modules
+    if _imported_meanwhile or more < 0 or known.get(name) is not module:
+        modules, known = list(sys.modules.items()), dict(_modules)
         _modules.clear()
-        _modules.update(now)
+    _imported_meanwhile = False
+    for name, module in modules:
+        if known.get(name) is not module:
+            _found.extend(_names_of(name, module))
+        if getattr(getattr(module, "__spec__", None), "_initializing", False):
+            _imported_meanwhile = True
+        else:
+            _modules[name] = module
     return _found
 
 

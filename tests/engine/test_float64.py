@@ -58,6 +58,22 @@ def test_modules_that_are_imported_later_are_found(monkeypatch: pytest.MonkeyPat
         assert later.torch.float32 is FLOAT32
 
 
+def test_what_another_thread_is_importing_is_looked_at_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slow: Any = types.ModuleType("tests.imported_slowly")
+    slow.__spec__ = types.SimpleNamespace(_initializing=True)
+    for module in (slow, types.ModuleType("tests.imported_meanwhile")):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    with float64_everywhere():
+        pass
+    slow.torch = torch
+    slow.__spec__._initializing = False
+    with float64_everywhere():
+        assert slow.torch.float32 == torch.float64
+    assert slow.torch.float32 is FLOAT32
+
+
 def _given(dtype: torch.dtype = torch.float32, *, named: torch.dtype = torch.float32) -> Any:
     return dtype, named
 
