@@ -182,11 +182,14 @@ def _by_document(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Tens
         for start, end, goes_on in documents:
             # A token that ends a document that began before; see [Note: chunks of one token].
             doubled = goes_on and end - start == 1
-            at = [start, start] if doubled else slice(start, end)
+            at = slice(start, end)
 
-            def cut(x: Any, row: int = row, at: Any = at) -> Any:
-                whole = isinstance(x, Tensor) and x.shape[:2] == hidden.shape[:2]
-                return x[row : row + 1, at] if whole else x
+            def cut(x: Any, row: int = row, at: slice = at, doubled: bool = doubled) -> Any:
+                if not isinstance(x, Tensor) or x.shape[:2] != hidden.shape[:2]:
+                    return x
+                # Not by a list of indices: a GPU's would be copied to it, and waited for.
+                part = x[row : row + 1, at]
+                return part.repeat_interleave(2, dim=1) if doubled else part
 
             part = states.rows(row, fresh=not goes_on)
             with dataclasses.replace(context, states=part).entered():
