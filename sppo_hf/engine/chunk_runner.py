@@ -350,7 +350,8 @@ class ChunkRunner:
         self._arena = CpuChunkArena(len(self._layers) if self._plan.num_chunks > 1 else 1)
         start = self._plan.bounds[chunks.start][0]
         if getattr(self._parts.text_config, "attn_temperature_tuning", False):
-            inputs = {**inputs, "past_key_values": PrefixLength(self.part(chunks.start)[0])}
+            prefix = PrefixLength(self.part(chunks.start)[0])
+            inputs = {**inputs, self._parts.cache_argument(): prefix}
         # Not kept: it has this runner, and both would wait for Python's garbage collector.
         context = dataclasses.replace(self._sequence, runner=self, owners=KeyOwners())
         with attention_taken_over(context), self._around_layers():
@@ -370,12 +371,10 @@ class ChunkRunner:
         """The base model's arguments, with the states' cache where it has any."""
         if self._cache is None:
             return {**inputs, "use_cache": False}
-        names = self._parts.base_arguments()
-        if "position_ids" not in names:
+        if "position_ids" not in self._parts.base_arguments():
             inputs.pop("position_ids")
         inputs["attention_mask"] = self._padding_mask(inputs["attention_mask"], start, end)
-        argument = "cache_params" if "cache_params" in names else "past_key_values"
-        return {**inputs, argument: self._cache, "use_cache": True}
+        return {**inputs, self._parts.cache_argument(): self._cache, "use_cache": True}
 
     def _padding_mask(self, ones_BC: Tensor, start: int, end: int) -> Tensor:
         """Real tokens among `[start, end)`; mixers take padding for zeros.

@@ -19,7 +19,7 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.batch_layout import BatchLayout, read_layout
 from sppo_hf.engine.family_guard import is_proved
 from sppo_hf.engine.mask import is_causal_with, separating_positions
-from sppo_hf.engine.structure import ModelParts
+from sppo_hf.engine.structure import CACHE_ARGUMENTS, ModelParts
 from sppo_hf.errors import ConfigError
 
 # B batch rows, T tokens of the sequence, D model width.
@@ -56,7 +56,8 @@ class ForwardCall:
     constants: dict[str, Any]
     switched_on: tuple[str, ...]
     """Keywords, and fields of the model's config, that collect tensors of the whole sequence."""
-    past_key_values: Any
+    cache: str | None
+    """The keyword that a cache was given with, if one was."""
     kept_positions: Tensor | None
     """Tokens that `logits_to_keep` names, `[B, K]`; None for all."""
     uses_cache: bool
@@ -175,9 +176,9 @@ class ForwardCall:
                 f"{name}: {switch}=True collects tensors of the whole sequence, which chunked "
                 f"training exists to avoid. Remedy: {of_config or f'call it without {switch}'}."
             )
-        if self.past_key_values is not None:
+        if self.cache is not None:
             raise ConfigError(
-                f"{name}: past_key_values together with labels (prefix tuning, for one) is not "
+                f"{name}: {self.cache} together with labels (prefix tuning, for one) is not "
                 "supported in chunked training. Use LoRA, or revert the model."
             )
         self._refuse_other_modalities(name)
@@ -282,7 +283,7 @@ def read_call(
     ignore_index = loss_arguments.get("ignore_index", -100)
     switches = {n: given.pop(n, None) for n in _OUTPUT_SWITCHES}
     use_cache = given.pop("use_cache", None)
-    past_key_values = given.pop("past_key_values", None)
+    caches = [n for n in CACHE_ARGUMENTS if given.pop(n, None) is not None]
     return_dict = given.pop("return_dict", None)
     keep = given.pop("logits_to_keep", None)
     kept = _kept_positions(keep, first) if loss_arguments else None
@@ -302,9 +303,9 @@ def read_call(
         head_arguments={n: given.pop(n) for n in _HEAD_ARGUMENTS if given.get(n)},
         constants={},
         switched_on=_switched_on(parts, switches),
-        past_key_values=past_key_values,
+        cache=next(iter(caches), None),
         kept_positions=kept,
-        uses_cache=past_key_values is not None or bool(use_cache),
+        uses_cache=bool(caches or use_cache),
         return_dict=bool(
             parts.causal_lm.config.return_dict if return_dict is None else return_dict
         ),

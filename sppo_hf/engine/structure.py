@@ -52,6 +52,9 @@ ATTENTION_DROPOUT_FIELDS = (
 )
 """How configs call the share of attention probabilities that is dropped."""
 
+CACHE_ARGUMENTS = ("cache", "cache_params", "past_key_values")
+"""What a forward calls its cache: since Transformers 5.24; before that, in Mamba; in all others."""
+
 
 _WRITES = frozenset(("update_conv_state", "update_recurrent_state"))
 
@@ -119,6 +122,11 @@ class ModelParts:
     def base_arguments(self) -> frozenset[str]:
         """Names of the parameters of the base model's forward."""
         return frozenset(inspect.signature(self.base.forward).parameters)
+
+    def cache_argument(self) -> str:
+        """What the base model's forward calls its cache: `CACHE_ARGUMENTS` says since when."""
+        names = self.base_arguments()
+        return next((name for name in CACHE_ARGUMENTS if name in names), CACHE_ARGUMENTS[-1])
 
     @property
     def model_type(self) -> str:

@@ -322,15 +322,13 @@ def _calls(parts: ModelParts, tokens: int, training: Training) -> list[_Call]:
         "use_cache": False,
         "return_dict": True,
     }
-    names = parts.base_arguments()
     if parts.has_states:
         inputs["use_cache"] = True
-        cache = StateCache(len(parts.layers))
-        inputs["cache_params" if "cache_params" in names else "past_key_values"] = cache
-        if "position_ids" not in names:
+        inputs[parts.cache_argument()] = StateCache(len(parts.layers))
+        if "position_ids" not in parts.base_arguments():
             del inputs["position_ids"]
     elif getattr(parts.text_config, "attn_temperature_tuning", False):
-        inputs["past_key_values"] = PrefixLength(0)
+        inputs[parts.cache_argument()] = PrefixLength(0)
     failed: Exception | None = None
     for returned in _RETURNED:
         calls.clear()

@@ -11,6 +11,7 @@ from transformers import DynamicCache
 
 from sppo_hf import ConfigError, SPPOConfig, SPPOError, UnsupportedModelError
 from sppo_hf.engine.convert import convert, get_engine, is_converted, revert
+from sppo_hf.engine.structure import find_parts
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model
 
 QUIET = SPPOConfig(num_chunks=3, show_plan=False)
@@ -98,15 +99,23 @@ def test_calls_without_labels_are_the_untouched_model(model, ids):
     mask = torch.ones_like(ids)
     with torch.no_grad():
         expected = model(input_ids=ids, attention_mask=mask).logits
-        cached = model(input_ids=ids, past_key_values=DynamicCache(config=model.config))
+        name = find_parts(model).cache_argument()
+        cached = model(input_ids=ids, **{name: DynamicCache(config=model.config)})
         generated = model.generate(ids[:1], max_new_tokens=5, do_sample=False)
         convert(model, QUIET)
         assert torch.equal(model(input_ids=ids, attention_mask=mask).logits, expected)
-        again = model(input_ids=ids, past_key_values=DynamicCache(config=model.config))
+        again = model(input_ids=ids, **{name: DynamicCache(config=model.config)})
         assert torch.equal(again.logits, cached.logits)
-        assert again.past_key_values.get_seq_length() == 23
+        assert again[name].get_seq_length() == 23
         assert torch.equal(model.generate(ids[:1], max_new_tokens=5, do_sample=False), generated)
     assert not get_engine(model).counters
+
+
+def test_a_cache_together_with_labels_is_refused_by_its_name(model, ids):
+    name = find_parts(model).cache_argument()
+    convert(model, QUIET)
+    with pytest.raises(ConfigError, match=f"{name} together with labels"):
+        model(input_ids=ids, labels=ids, **{name: DynamicCache(config=model.config)})
 
 
 @pytest.mark.parametrize(("trains", "gradients"), [(False, True), (True, False), (True, True)])

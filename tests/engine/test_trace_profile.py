@@ -21,7 +21,7 @@ from sppo_hf.engine.device_facts import model_shape
 from sppo_hf.engine.family_guard import PROVED
 from sppo_hf.engine.selective import SavedTensor, SelectiveRecorder
 from sppo_hf.engine.stage_message import MessageLayout
-from sppo_hf.engine.structure import find_parts
+from sppo_hf.engine.structure import CACHE_ARGUMENTS, find_parts
 from sppo_hf.engine.trace_profile import trace_config
 from sppo_hf.errors import ConfigError, UnsupportedModelError
 from sppo_hf.planning.activation_modes import Saved, mode_of
@@ -204,7 +204,7 @@ def test_states_are_those_that_transformers_keeps_for_generation(family: str) ->
     assert shape.has_states
     with torch.no_grad():
         output = model.eval()(make_batch(rows=1, tokens=9)["input_ids"], use_cache=True)
-    cache = output.cache_params if family == "mamba2" else output.past_key_values
+    cache = next(output[name] for name in CACHE_ARGUMENTS if name in output)
     for index, layer in enumerate(cache.layers):
         kept = [
             state
