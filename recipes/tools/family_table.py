@@ -46,7 +46,7 @@ CODE = {
     "minimax": "for i in range(seq_len):",
     "recurrent_gemma": "self.conv1d_state = nn.functional.pad(x_branch",
     "rwkv": "state[1][:, :, self.layer_id] = hidden[:, -1]",
-    "xlstm": "cache_params.rnn_state[layer_idx][state_idx].copy_(",
+    "xlstm": "rnn_state[layer_idx][state_idx].copy_(",
     "diffllama": "attn_output2, _ = attention_interface(",
     "doge": "if attention_mask.dtype == torch.bool:",
     **dict.fromkeys(

@@ -7,6 +7,9 @@ nothing of torch; tests hold the names against what Transformers says of its cla
 
 from __future__ import annotations
 
+import functools
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
@@ -44,7 +47,31 @@ OWN_ATTENTION = frozenset(
         "megatron-bert mpt openai-gpt reformer rembert roformer stablelm trocr xglm xlm xlnet"
     ).split()
 )
-"""Families whose attention does not go through Transformers' AttentionInterface."""
+"""Families whose attention bypasses AttentionInterface, in this or an older Transformers."""
+
+
+@functools.cache
+def bypasses_attention_interface(name: str) -> bool:
+    """Whether a family's attention does not go through AttentionInterface.
+
+    One release of Transformers after another moves old families onto it (5.24: GPT-J and CodeGen),
+    so of those that are known the installed model file is read, as text: importing it would take
+    seconds.
+
+    Args:
+        name: the family, `model_type` of its config.
+    """
+    if name not in OWN_ATTENTION:
+        return False
+    spec = find_spec("transformers")
+    if spec is None or spec.origin is None:
+        return True
+    module = name.replace("-", "_")
+    path = Path(spec.origin).with_name("models") / module / f"modeling_{module}.py"
+    if not path.is_file():
+        return True
+    return "_supports_attention_backend = True" not in path.read_text(encoding="utf-8")
+
 
 NO_LAYERS = (
     "no list of decoder layers was found that derive from Transformers' GradientCheckpointingLayer"
@@ -158,6 +185,6 @@ def _reason(config: object) -> str | None:
     if foreign:
         seen = ", ".join(map(str, foreign[:5]))
         return f"it has layers of type {seen}, which are not known to be exact"
-    if families & OWN_ATTENTION:
+    if any(bypasses_attention_interface(name) for name in families):
         return "its attention bypasses Transformers' AttentionInterface, where chunks are joined"
     return next((OTHER_FAMILIES[name] for name in families if name in OTHER_FAMILIES), None)

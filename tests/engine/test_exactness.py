@@ -32,6 +32,7 @@ from sppo_hf.engine.convert import convert, is_converted
 from sppo_hf.engine.family_guard import unchecked
 from sppo_hf.errors import ConfigError, UnsupportedModelError
 from sppo_hf.planning.plan import Plan
+from sppo_hf.planning.refusals import bypasses_attention_interface
 from sppo_hf.testing.exactness import (
     Gradients,
     compare,
@@ -65,9 +66,14 @@ REFUSED = {
     "recurrent_gemma": "begin every call of several tokens with zeros",
     "minimax": "goes on token by token",
     **dict.fromkeys(
-        ("falcon", "bloom", "mpt", "gptj", "codegen", "gpt_neo"), "bypasses .*AttentionInterface"
+        ("falcon", "bloom", "mpt", "gpt_neo", "stablelm", "biogpt"),
+        "bypasses .*AttentionInterface",
     ),
-    **dict.fromkeys(("stablelm", "biogpt"), "bypasses .*AttentionInterface"),
+    **{
+        name: "bypasses .*AttentionInterface"
+        for name in ("gptj", "codegen")  # until Transformers 5.24
+        if bypasses_attention_interface(name)
+    },
     "opt": "no list of decoder layers",
     "qwen4_exp_text": "an indexer of its own|indexed_attention|sparse_attention",
     **dict.fromkeys(

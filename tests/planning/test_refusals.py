@@ -7,8 +7,8 @@ import pytest
 
 from sppo_hf.errors import UnsupportedModelError
 from sppo_hf.planning.refusals import (
-    OWN_ATTENTION,
     STATE_REASONS,
+    bypasses_attention_interface,
     check_config,
 )
 from tests.planning.shapes import llama_config
@@ -19,7 +19,7 @@ from tests.planning.shapes import llama_config
     [
         ({"model_type": "mamba"}, "state of zeros"),
         ({"model_type": "rwkv"}, "in place over the one before"),
-        ({"model_type": "gptj"}, "AttentionInterface"),
+        ({"model_type": "bloom"}, "AttentionInterface"),
         ({"model_type": "t5", "is_encoder_decoder": True}, "encoder-decoder"),
         ({"layer_types": ["full_attention", "indexed_attention"]}, "layers of type indexed_att"),
         (
@@ -70,4 +70,4 @@ def test_names_are_what_transformers_says_of_its_classes() -> None:
         known = family in STATE_REASONS or family == "mamba2"
         assert stateful == known, family
         own = not stateful and not getattr(model, "_supports_attention_backend", False)
-        assert own == (family in OWN_ATTENTION), family
+        assert own == bypasses_attention_interface(family), family
