@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from sppo_hf import SPPOConfig
-from sppo_hf.attention.backends.cpu_flash import CPUFlash
+from sppo_hf.attention.backends.aten import CPUFlash
 from sppo_hf.engine.convert import convert, get_engine
 from sppo_hf.engine.head import ModelHead
 from sppo_hf.engine.step_observer import StepObserver
