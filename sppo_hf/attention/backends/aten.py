@@ -29,6 +29,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from sppo_hf.attention.backends.adapters import (
+    BottomRightBackend,
+    KernelCall,
+    KernelNeeds,
+    Offsets,
+    TopLeftBackend,
+    head_variants,
+    repeat_heads,
+    sum_repeated_heads,
+    with_documents,
+)
 from sppo_hf.attention.backends.base import (
     HALF_DTYPES,
     AttentionOutput,
@@ -42,20 +53,7 @@ from sppo_hf.attention.backends.base import (
     missing_kernel,
     register_backend,
 )
-from sppo_hf.attention.backends.bottom_right import (
-    BottomRightBackend,
-    KernelCall,
-    Offsets,
-    with_documents,
-)
-from sppo_hf.attention.backends.heads import (
-    KernelNeeds,
-    head_variants,
-    repeat_heads,
-    sum_repeated_heads,
-)
 from sppo_hf.attention.backends.reference import Reference
-from sppo_hf.attention.backends.top_left import TopLeftBackend
 from sppo_hf.planning.tile_sizes import MOST_COPIED_BYTES, parallel_heads
 
 
