@@ -65,21 +65,20 @@ from sppo_hf.engine.recurrent_state import (
     documents_apart,
     documents_in,
 )
-from sppo_hf.engine.sequence_group import SequenceGroup, part_of
-from sppo_hf.engine.stage_message import StateEnd, enter
-from sppo_hf.engine.step_timer import StepTimer
+from sppo_hf.engine.sequence_group import SequenceGroup, rank_tokens
+from sppo_hf.engine.stages import StateEnd, enter
+from sppo_hf.engine.step_observer import StepTimer
 from sppo_hf.engine.structure import ModelParts
 from sppo_hf.engine.versions import ReadTensors
 from sppo_hf.errors import UnsupportedModelError
-from sppo_hf.offload.casts import WeightCasts
 from sppo_hf.offload.engine import OffloadEngine, PrefetchOrder
-from sppo_hf.offload.layer_offload import LayerOffload
+from sppo_hf.offload.layer_offload import LayerOffload, WeightCasts
 from sppo_hf.offload.weights import HostWeights
-from sppo_hf.planning.activation_modes import FrameMode
+from sppo_hf.planning.activation_modes import ActivationMode
 from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.decisions import KVMode
 from sppo_hf.planning.plan import Plan
-from sppo_hf.planning.tiers import away_tiers
+from sppo_hf.planning.tiers import offload_tiers
 
 # B batch rows, C tokens of a chunk, T tokens of the sequence, D model width.
 
@@ -143,7 +142,7 @@ class ChunkInputs:
         }
 
 
-_RECOMPUTED = FrameMode("inputs", "device")
+_RECOMPUTED = ActivationMode("inputs", "device")
 
 # Layers times tokens of prefix between two times that free heap is given back in backward.
 _TRIM_TOKENS = 8192
@@ -241,7 +240,7 @@ class ChunkRunner:
     def _new_prefetch_order(self) -> PrefetchOrder:
         plan = self._plan
         away = any(mode.offload for row in plan.layer_modes for mode in row)
-        away = plan.training and (away or any(mode in away_tiers() for mode in plan.kv_modes))
+        away = plan.training and (away or any(mode in offload_tiers() for mode in plan.kv_modes))
         return self._offload.new_prefetch_order(
             max_pending_d2h_bytes=plan.max_pending_d2h_bytes,
             # Without links the caller says when the frames of a chunk are to come.
@@ -289,7 +288,7 @@ class ChunkRunner:
         start, end = self._plan.bounds[chunk]
         if self._group is None:
             return start, end
-        return part_of(start, end, self._group.rank, self._group.size)
+        return rank_tokens(start, end, self._group.rank, self._group.size)
 
     def run_tokens(self, chunk: int) -> tuple[int, int]:
         """`part`, or one token where it has none; see [Note: a rank without tokens]."""
@@ -559,9 +558,11 @@ class ChunkRunner:
         """`state` as the beginning of the running chunk's graph."""
         if not state.requires_grad:
             return state
-        given, inlet = enter(state)
-        assert inlet is not None, "what needs a gradient is computed with gradients enabled"
-        self._state_ends.setdefault(self._chunk - 1, []).append(StateEnd.of(state, inlet))
+        given, input_gradient = enter(state)
+        assert input_gradient is not None, (
+            "what needs a gradient is computed with gradients enabled"
+        )
+        self._state_ends.setdefault(self._chunk - 1, []).append(StateEnd.of(state, input_gradient))
         return given
 
     def _watch_heap(self, index: int, end: int, hidden: Tensor) -> None:
@@ -639,7 +640,7 @@ class ChunkRunner:
             for chunk in store.chunks:
                 frame, noted = frames.get(chunk), None
                 if self._log is not None and chunk == first:
-                    noted = functools.partial(self._log.keys_moved, position, back=True)
+                    noted = functools.partial(self._log.kv_moved, position, back=True)
                 if frame is not None or not torch.is_grad_enabled():
                     store.put_away(chunk, KeysAgain(index, chunk, frame, noted))
         elif torch.is_grad_enabled():
@@ -650,7 +651,7 @@ class ChunkRunner:
                 away.add(chunk, store)
             self._prefetch_order.record(away, self._number(self._plan.num_chunks, position))
             if self._log is not None:
-                self._log.keys_moved(position, back=False)
+                self._log.kv_moved(position, back=False)
             return away
         return None
 

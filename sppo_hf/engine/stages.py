@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from sppo_hf.engine.structure import ModelParts, mixers_of, modules_in_place, on_instances
+from sppo_hf.engine.structure import ModelParts, mixers_of, patched_attribute, swapped_modules
 from sppo_hf.errors import ConfigError, UnsupportedModelError
 
 # B batch rows, C tokens of a chunk, D model width.
@@ -97,7 +97,7 @@ class AbsentLayer(GradientCheckpointingLayer):
         self.carries_state = bool(mixers_of(layer))
         """Whether the layer has recurrent or convolutional mixers."""
         self.given: Tensor | None = None
-        """What the layer was given beside hidden states; see `StagedModel.take_given`."""
+        """What the layer was given beside hidden states; see `StagedModel.take_layer_inputs`."""
         # What models read off their layers: the kind of attention, the index.
         for name, value in vars(layer).items():
             is_plain = isinstance(value, str | int | float | bool)
@@ -205,8 +205,8 @@ class StagedModel:
         made_before = stage > 0 and hasattr(self.parts.decoder, _MAKES_PER_LAYER_INPUTS)
         as_made = {self.parts.decoder: lambda _, made: made} if made_before else {}
         with (
-            modules_in_place(self._places(self._views[stage], stage)),
-            on_instances(_MAKES_PER_LAYER_INPUTS, as_made),
+            swapped_modules(self._places(self._views[stage], stage)),
+            patched_attribute(_MAKES_PER_LAYER_INPUTS, as_made),
         ):
             yield
 
@@ -222,10 +222,10 @@ class StagedModel:
             yield
             return
         ends = {0, self.cut.num_stages - 1}
-        with modules_in_place(self._places(nn.ModuleList(self.parts.layers), *ends)):
+        with swapped_modules(self._places(nn.ModuleList(self.parts.layers), *ends)):
             yield
 
-    def helped_modules(self) -> list[nn.Module]:
+    def borrowed_modules(self) -> list[nn.Module]:
         """Layers and ends of other stages that are here."""
         own = {id(module) for module in self.parts.causal_lm.modules()}
         found = [*self.parts.layers, *(m for ends in self._ends.values() for *_, m in ends)]
@@ -238,7 +238,7 @@ class StagedModel:
         found = [p for module in modules if module is not None for p in module.parameters()]
         return list({id(p): p for p in found}.values())
 
-    def take_given(self, stage: int) -> list[Tensor]:
+    def take_layer_inputs(self, stage: int) -> list[Tensor]:
         """What the layers after `stage` were given beside hidden states when it ran, in order."""
         layers = list(self._views[stage])[self.cut.layers[stage].stop :]
         given = [layer.given for layer in layers if isinstance(layer, AbsentLayer)]

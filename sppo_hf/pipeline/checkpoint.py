@@ -20,15 +20,15 @@ from sppo_hf.engine.convert import get_engine
 from sppo_hf.errors import ConfigError, PipelineError
 from sppo_hf.pipeline.checkpoint_files import (
     Digest,
+    find_damage,
     mark_complete,
     mark_incomplete,
-    what_is_torn,
     write_tensors,
     writing,
 )
 from sppo_hf.pipeline.mesh import STORAGE_TIMEOUT, PipelineMesh
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
-from sppo_hf.pipeline.watchdog import explaining
+from sppo_hf.pipeline.watchdog import collective_section
 
 STAGING = ".sppo-saving"
 """Folder inside a checkpoint's for files that are moved out of it when all are written."""
@@ -74,13 +74,13 @@ class RankCoords:
         return _gather_over(self.everyone, value)
 
 
-def place_of(model: nn.Module) -> RankCoords:
+def rank_coords_of(model: nn.Module) -> RankCoords:
     """Where this process stands in saves and loads of `model`; every process calls this."""
     engine = get_engine(model)
-    return place_in(engine.mesh) if isinstance(engine, PipelineEngine) else RankCoords()
+    return rank_coords_in(engine.mesh) if isinstance(engine, PipelineEngine) else RankCoords()
 
 
-def place_in(mesh: PipelineMesh) -> RankCoords:
+def rank_coords_in(mesh: PipelineMesh) -> RankCoords:
     """Where this process stands in saves and loads of a pipeline run."""
     # Ranks that share a sequence hold the same stages, as replicas do.
     return RankCoords(
@@ -109,18 +109,18 @@ def _gather_over(group: Any, value: Any) -> list[Any]:
     return values
 
 
-def torn_for_all(folder: Path) -> str | None:
-    """`what_is_torn`, with the reading of files shared by all processes; every process calls this.
+def find_damage_together(folder: Path) -> str | None:
+    """`find_damage`, with the reading of files shared by all processes; every process calls this.
 
     Raises:
         ConfigError: The checkpoint was written in a later format.
     """
     if not (dist.is_available() and dist.is_initialized()):
-        return what_is_torn(folder)
+        return find_damage(folder)
     group = _all_processes(dist.group.WORLD)
     lacks: str | ConfigError | None
     try:
-        lacks = what_is_torn(folder, share=(dist.get_rank(), dist.get_world_size()))
+        lacks = find_damage(folder, share=(dist.get_rank(), dist.get_world_size()))
     except ConfigError as error:
         lacks = error
     found = next((seen for seen in _gather_over(group, lacks) if seen is not None), None)
@@ -140,7 +140,7 @@ def saving(folder: str | Path, place: RankCoords) -> Iterator[Path]:
         PipelineError: The ranks do not see the same folder, or the disk refused to write.
         RankLostError: Another rank was lost.
     """
-    with explaining(f"saving {Path(folder).name}"), _marked(folder, place) as folder:
+    with collective_section(f"saving {Path(folder).name}"), _marked(folder, place) as folder:
         yield folder
 
 

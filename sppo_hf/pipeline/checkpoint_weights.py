@@ -45,7 +45,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from sppo_hf.engine.convert import get_engine
 from sppo_hf.engine.structure import find_causal_lm
 from sppo_hf.errors import ConfigError, PipelineError
-from sppo_hf.pipeline.checkpoint import STAGING, RankCoords, place_of, saving, write_file
+from sppo_hf.pipeline.checkpoint import STAGING, RankCoords, rank_coords_of, saving, write_file
 from sppo_hf.pipeline.checkpoint_files import TensorFiles, read_json, reading, refuse_other_files
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
 
@@ -136,7 +136,7 @@ def save_weights(
         PipelineError: The ranks do not see the same folder.
         ConfigError: The model is quantized and has no adapters.
     """
-    place = place_of(model)
+    place = rank_coords_of(model)
     with saving(folder, place) as target:
         staging = target / STAGING
         if place.leads:
@@ -207,7 +207,7 @@ def gather_weights(model: nn.Module) -> dict[str, Tensor]:
 
     Every process calls this. Costs the first rank's memory the whole model.
     """
-    place = place_of(model)
+    place = rank_coords_of(model)
     own = {n: t for n, t in model.state_dict().items() if isinstance(t, Tensor)}
     if not place.writes_weights:
         return {}

@@ -31,17 +31,16 @@ from sppo_hf.planning.chunk_bounds import (
     even_bounds,
     partitions_of,
 )
+from sppo_hf.planning.config_file import check_config
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.hardware import HardwareProfile
-from sppo_hf.planning.lora import LoraShape
 from sppo_hf.planning.lowering import estimate, lower
 from sppo_hf.planning.machine import host_reserve_bytes
 from sppo_hf.planning.memory_snapshots import Budgets, MemoryEstimate
-from sppo_hf.planning.model_profile import Tracer, Training, find_profile
+from sppo_hf.planning.model_profile import LoraShape, Tracer, Training, find_profile
 from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.plan import Plan, PlanRequest, make_plan
-from sppo_hf.planning.refusals import check_config
 from sppo_hf.planning.search import Batch, chunk_cuts, longest, most_chunks, tiled_layers
 from sppo_hf.planning.solve import (
     BudgetViolation,
@@ -56,7 +55,7 @@ from sppo_hf.planning.solve import (
     play,
     with_kv,
 )
-from sppo_hf.planning.tiers import TIERS, Tier, away_tiers
+from sppo_hf.planning.tiers import TIERS, Tier, offload_tiers
 from sppo_hf.schedule.timeline import Timeline
 
 _MOST_CHUNKS = 1024
@@ -362,7 +361,7 @@ def _closest(placed: list[PlanRequest], plan: Plan) -> tuple[BudgetViolation, Me
 def _enough(placed: list[PlanRequest], plan: Plan) -> dict[Tier, int]:
     """Returns what each tier by itself must hold for some plan to fit, if any amount will do."""
     found: dict[Tier, int] = {}
-    for tier in away_tiers():
+    for tier in offload_tiers():
         if not TIERS[tier].called:
             continue
         sizes = (size for question in placed for size in _sizes_that_fit(question, plan, tier))

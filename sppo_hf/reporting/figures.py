@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from sppo_hf.errors import ConfigError
-from sppo_hf.planning.activation_modes import SAVED, FrameMode, mode_of
+from sppo_hf.planning.activation_modes import SAVED, ActivationMode, mode_of
 from sppo_hf.planning.causes import OF_SAVED, Cause
 from sppo_hf.planning.plan import Plan
 from sppo_hf.planning.tiers import TIERS
@@ -31,7 +31,7 @@ from sppo_hf.rules import format_bytes
 from sppo_hf.schedule.actions import COMPUTE_KINDS, KIND_NAMES, Action, Kind
 from sppo_hf.schedule.measured_timeline import Difference
 from sppo_hf.schedule.schedule import Schedule
-from sppo_hf.schedule.simulate_pipeline import alive_units, bubble_fraction
+from sppo_hf.schedule.simulate import alive_units, bubble_fraction
 from sppo_hf.schedule.timeline import COMPUTE, Span, Timeline
 
 if TYPE_CHECKING:
@@ -729,7 +729,7 @@ def _lane_handles(kinds: set[Kind], *, waited: bool) -> list[Artist]:
     return handles
 
 
-def mode_colour(mode: FrameMode) -> str:
+def mode_colour(mode: ActivationMode) -> str:
     """Returns the tier's colour, paler the less of the frame is saved."""
     paler = 0.15 * (mode.saved == "hidden")  # than what its bytes are counted with
     return mixed(TIERS[mode.tier].colour, OF_SAVED[mode.saved].paleness + paler)

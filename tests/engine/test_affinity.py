@@ -60,7 +60,7 @@ def test_is_let_go_again_even_after_an_error(monkeypatch: pytest.MonkeyPatch) ->
     system = _system(monkeypatch, allowed={0, 1, 2, 3}, node=0, on_node={0, 1})
 
     def fail_while_bound() -> None:
-        with device_facts.near_device(GPU):
+        with device_facts.bound_to_device(GPU):
             assert system.allowed == {0, 1}
             raise KeyboardInterrupt
 
@@ -83,5 +83,5 @@ def test_a_thread_that_has_just_ended_is_no_error(monkeypatch: pytest.MonkeyPatc
 
 def test_a_processor_as_device_is_left_alone() -> None:
     before = os.sched_getaffinity(0)
-    with device_facts.near_device(torch.device("cpu")):
+    with device_facts.bound_to_device(torch.device("cpu")):
         assert os.sched_getaffinity(0) == before

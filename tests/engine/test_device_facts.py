@@ -142,8 +142,8 @@ def test_the_cache_leaves_a_part_of_a_gpu_to_the_driver(monkeypatch: pytest.Monk
     monkeypatch.setattr(
         torch.cuda, "set_per_process_memory_fraction", lambda *args: said.append(args)
     )
-    facts.leave_to_driver(torch.device("cpu"), 2 * gib)
+    facts.reserve_driver_memory(torch.device("cpu"), 2 * gib)
     assert not said
     gpu = torch.device("cuda", 0)
-    facts.leave_to_driver(gpu, 2 * gib)
+    facts.reserve_driver_memory(gpu, 2 * gib)
     assert said == [(78 / 80, gpu)]

@@ -8,8 +8,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sppo_hf.engine.device_facts import model_shape
-from sppo_hf.engine.structure import find_parts, quiet_peft
-from sppo_hf.planning.lora import LoraShape
+from sppo_hf.engine.structure import find_parts, suppress_peft_warnings
+from sppo_hf.planning.model_profile import LoraShape
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
 
 pytestmark = pytest.mark.fake
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.fake
 def adapted(dtype: torch.dtype, **settings: Any) -> Any:
     peft = pytest.importorskip("peft")
     model = build_tiny_model("llama", dtype=dtype)
-    with quiet_peft():
+    with suppress_peft_warnings():
         return peft.get_peft_model(model, peft.LoraConfig(**settings))
 
 

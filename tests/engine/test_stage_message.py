@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sppo_hf.engine.stage_message import MessageLayout, _SharedKeys
+from sppo_hf.engine.stages import MessageLayout, _SharedKV
 
 ROWS, TOKENS, WIDTH = 2, 5, 3
 
@@ -17,7 +17,7 @@ def layouts(draw: st.DrawFn) -> tuple[MessageLayout, int]:
     """A layout, and the first layer of a stage behind the first."""
     layers = draw(st.integers(2, 6))
     kinds = [
-        _SharedKeys(name, owner, readers, draw(st.integers(1, 3)), (4, draw(st.integers(1, 4))))
+        _SharedKV(name, owner, readers, draw(st.integers(1, 3)), (4, draw(st.integers(1, 4))))
         for name in ("full_attention", "sliding_attention")[: draw(st.integers(0, 2))]
         for owner in [draw(st.integers(0, layers - 2))]
         for readers in [tuple(range(draw(st.integers(owner + 1, layers - 1)), layers))]
@@ -50,7 +50,7 @@ def test_what_was_packed_is_unpacked(drawn: tuple[MessageLayout, int], by_name: 
         return  # a layer has keys of one kind
 
     message = layout.pack(start, hidden, own, states)
-    assert layout.is_hidden_alone or message.shape == (ROWS, TOKENS, layout.width(start))
+    assert layout.is_hidden_only or message.shape == (ROWS, TOKENS, layout.width(start))
     found = layout.unpack(start, message)
     assert torch.equal(found.hidden, hidden)
     if size:
@@ -68,8 +68,8 @@ def test_what_was_packed_is_unpacked(drawn: tuple[MessageLayout, int], by_name: 
 
 @pytest.mark.parametrize("layers", [range(0, 2), range(2, 4), range(3, 6)])
 def test_keys_of_an_earlier_stage_are_held_once(layers: range) -> None:
-    keys = _SharedKeys("full_attention", 1, (2, 3, 5), 1, (4, 4))
+    keys = _SharedKV("full_attention", 1, (2, 3, 5), 1, (4, 4))
     layout = MessageLayout(6, WIDTH, 1, 0, (keys,))
-    held = layout.key_holders(layers, {*range(6)})
+    held = layout.kv_layers(layers, {*range(6)})
     # Layer 4 has its own. Of those that read layer 1's, the first of a stage behind it.
     assert held == {0: [0, 1], 2: [2], 3: [3, 4]}[layers.start]

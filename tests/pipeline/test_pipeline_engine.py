@@ -14,7 +14,7 @@ from sppo_hf.engine.convert import convert, get_engine
 from sppo_hf.engine.step_observer import StepRecord
 from sppo_hf.engine.structure import find_parts
 from sppo_hf.errors import ConfigError, UnsupportedModelError
-from sppo_hf.offload.stats import OffloadStats
+from sppo_hf.offload.engine import OffloadStats
 from sppo_hf.pipeline import pipeline_engine
 from sppo_hf.pipeline.convert import staged_model
 from sppo_hf.pipeline.pipeline_engine import (
@@ -24,7 +24,7 @@ from sppo_hf.pipeline.pipeline_engine import (
     _micro_batches,
 )
 from sppo_hf.pipeline.stage_plans import step_schedule
-from sppo_hf.planning.flops import forward_flops, step_flops
+from sppo_hf.planning.model_shape import forward_flops, step_flops
 from sppo_hf.schedule.actions import Action
 from sppo_hf.schedule.measured_timeline import ActionRecord
 from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
@@ -34,7 +34,7 @@ from tests.planning.shapes import tiny_shape
 class Watched:
     """Fails a test whose call gets as far as to the other ranks."""
 
-    def explaining(self, what: str) -> None:
+    def collective_section(self, what: str) -> None:
         raise AssertionError(f"went on to run: {what}")
 
 

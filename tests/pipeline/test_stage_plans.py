@@ -20,15 +20,14 @@ from sppo_hf.pipeline.pipeline_engine import PipelineEngine
 from sppo_hf.pipeline.stage_plans import BatchPlans, StagePlanCache
 from sppo_hf.planning.choices import DeviceFacts
 from sppo_hf.planning.cost import ModelCost
-from sppo_hf.planning.hardware import UNKNOWN_LINK
+from sppo_hf.planning.hardware import UNKNOWN_LINK, load_profile
 from sppo_hf.planning.pipeline_choice import PipelineChoice
 from sppo_hf.planning.pipeline_cost import PipelineCost
 from sppo_hf.planning.plan import PlanRequest, make_plan
-from sppo_hf.planning.profile_store import load_profile
 from sppo_hf.planning.stages import stage_shape
 from sppo_hf.schedule.generate import Size, generate
 from sppo_hf.schedule.lower import lower
-from sppo_hf.schedule.simulate_pipeline import simulate_pipeline
+from sppo_hf.schedule.simulate import simulate_pipeline
 from sppo_hf.testing.tiny_models import make_batch
 from tests.pipeline.test_pipeline_engine import make
 from tests.planning.shapes import tiny_shape
@@ -108,12 +107,12 @@ def test_stages_are_planned_anew_for_other_trained_parameters(
     monkeypatch.setattr("sppo_hf.pipeline.pipeline_engine.agree", agree)
     chosen: list[object] = []
 
-    def first_rank_says(mesh: object, make: Callable[[], Any]) -> Any:
+    def make_on_first_rank(mesh: object, make: Callable[[], Any]) -> Any:
         chosen.append(mesh)
         return make()
 
-    monkeypatch.setattr(stage_plans, "first_rank_says", first_rank_says)
-    monkeypatch.setattr(stage_plans, "all_make", _alone)
+    monkeypatch.setattr(stage_plans, "make_on_first_rank", make_on_first_rank)
+    monkeypatch.setattr(stage_plans, "make_on_all_ranks", _alone)
     model = make(num_chunks=2)
     engine: Any = get_engine(model)
     engine.mesh.sets, engine.mesh.control = {}, None
@@ -151,7 +150,7 @@ def test_stages_are_planned_anew_for_other_trained_parameters(
 
 
 def _alone(make: Callable[[], Any], group: object, *, say: Callable[[Any], Any]) -> Any:
-    """What `all_make` returns where there is one rank."""
+    """What `make_on_all_ranks` returns where there is one rank."""
     made = make()
     return made, [say(made)]
 

@@ -13,9 +13,9 @@ from sppo_hf.planning.chunk_bounds import even_bounds
 from sppo_hf.planning.cluster import ClusterQuestion, layouts, simulate_layout, solve_cluster
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.layouts import Layout, SearchSpace
-from sppo_hf.planning.lora import LoraShape
 from sppo_hf.planning.lowering import StepProgram
 from sppo_hf.planning.memory_snapshots import Budgets
+from sppo_hf.planning.model_profile import LoraShape
 from sppo_hf.planning.pipeline_cost import PipelineCost, bytes_of_slices
 from sppo_hf.planning.plan import PlanRequest, make_plan
 from sppo_hf.planning.stages import StageWeights
@@ -57,10 +57,16 @@ def run(name: str, size: Size, cost: ModelCost, **changes: object) -> tuple[Pipe
 def test_bytes_of_a_layer_are_divided(sp: int, kv_heads: int) -> None:
     one = shared(sp)
     tokens = 24_000
-    assert one.frame_bytes(1, tokens, "inputs") == COST.frame_bytes(1, tokens, "inputs") // sp
+    assert (
+        one.activation_bytes(1, tokens, "inputs")
+        == COST.activation_bytes(1, tokens, "inputs") // sp
+    )
     # What attention returns is saved as its heads of all tokens, too.
     heads = -(-8 // sp) * 128 * tokens * 2
-    assert one.frame_bytes(1, tokens, "whole") == COST.frame_bytes(1, tokens, "whole") // sp + heads
+    assert (
+        one.activation_bytes(1, tokens, "whole")
+        == COST.activation_bytes(1, tokens, "whole") // sp + heads
+    )
     # Of 2 K/V heads; those that several ranks read are on each of them.
     assert one.kv_bytes(1, tokens) * 2 == COST.kv_bytes(1, tokens) * kv_heads
     assert one.dkv_bytes(1, tokens) * 2 == COST.dkv_bytes(1, tokens) * kv_heads

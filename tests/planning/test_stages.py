@@ -14,10 +14,9 @@ from sppo_hf.planning.activation_modes import KEEP, mode_of
 from sppo_hf.planning.chunk_bounds import Bounds, chunk_bounds, even_bounds
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions
-from sppo_hf.planning.lora import LoraShape
 from sppo_hf.planning.lowering import StepProgram
 from sppo_hf.planning.memory_snapshots import Budgets
-from sppo_hf.planning.model_profile import Training
+from sppo_hf.planning.model_profile import LoraShape, Training
 from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.stages import (
     StageWeights,
@@ -151,7 +150,7 @@ def test_a_stage_asks_for_whole_units_one_ahead() -> None:
     program = StepProgram(made, shape, "cuda")
     # In backward the last chunk comes first; layers count from the top.
     assert program.asked.tolist() == [6] * 3 + [9] * 3 + [12] * 6
-    assert made.max_pending_d2h_bytes == program.away_bytes[1].sum()
+    assert made.max_pending_d2h_bytes == program.offloaded_bytes[1].sum()
     assert (
         program.estimate.device.total >= StepProgram(decisions, shape, "cuda").estimate.device.total
     )
