@@ -43,7 +43,7 @@ from sppo_hf.engine.versions import ReadTensors
 from sppo_hf.errors import ConfigError, PipelineError, SPPOError, UnsupportedModelError
 from sppo_hf.offload.stats import OffloadStats
 from sppo_hf.pipeline.agreement import agree, all_true, facts_of, refused, run_by_none
-from sppo_hf.pipeline.executor import ActionRecord, Executor, UnitMarks
+from sppo_hf.pipeline.executor import ActionRecord, Executor, Transport, UnitMarks
 from sppo_hf.pipeline.gradients import (
     PipelineLoss,
     Replicas,
@@ -68,7 +68,6 @@ from sppo_hf.pipeline.stage_plans import (
 )
 from sppo_hf.pipeline.stage_runner import AddLoss, StageRunner, first_layer_hook, last_layer_hook
 from sppo_hf.pipeline.token_outputs import TokenCall
-from sppo_hf.pipeline.transport import Transport
 from sppo_hf.pipeline.watchdog import GROUP_MARGIN_SECONDS, Watchdog, is_broken_connection
 from sppo_hf.planning.activation_modes import mode_of
 from sppo_hf.planning.chunk_bounds import Bounds
