@@ -21,7 +21,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.profiler import record_function
 
-from sppo_hf.engine.step_timer import Mark
+from sppo_hf.engine.step_observer import Mark
 from sppo_hf.errors import PipelineError
 from sppo_hf.pipeline.mesh import PipelineMesh
 from sppo_hf.pipeline.multiplex import SharedUnits
