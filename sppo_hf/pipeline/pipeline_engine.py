@@ -35,8 +35,7 @@ from sppo_hf.engine.loss import ChunkedLoss, divide_loss
 from sppo_hf.engine.plan_cache import AttendingRows, which_train
 from sppo_hf.engine.router_loss import RouterLoss
 from sppo_hf.engine.sequence_group import SequenceGroup, own_random_numbers, part_of
-from sppo_hf.engine.stage_message import MessageLayout
-from sppo_hf.engine.stages import StagedModel
+from sppo_hf.engine.stages import MessageLayout, StagedModel
 from sppo_hf.engine.step_observer import StepObserver, StepRecord
 from sppo_hf.engine.structure import ModelParts, check_adapters, check_trainable, hooks_set_aside
 from sppo_hf.engine.versions import ReadTensors
