@@ -41,7 +41,7 @@ from sppo_hf.engine.sequence_group import check_heads, own_heads, own_random_num
 from sppo_hf.engine.step_observer import StepObserver
 from sppo_hf.engine.structure import ModelParts
 from sppo_hf.errors import BudgetError, ConfigError, PipelineError, UnsupportedModelError
-from sppo_hf.pipeline.agreement import agree, all_make, facts_of
+from sppo_hf.pipeline.agreement import agree, call_facts, make_on_all_ranks
 from sppo_hf.pipeline.mesh import PipelineMesh
 from sppo_hf.pipeline.watchdog import Watchdog
 
@@ -67,8 +67,8 @@ class SequenceRanks:
     @classmethod
     def of_mesh(cls, mesh: PipelineMesh) -> SequenceRanks:
         """The ranks of this process's sequence, in a mesh whose `sp_size` is above 1."""
-        assert mesh.sequence is not None, "ranks share a sequence only where sp_size is above 1"
-        return cls(mesh.sequence, mesh.sp_rank, mesh.sp_size, control=mesh.sequence_control)
+        assert mesh.sp_group is not None, "ranks share a sequence only where sp_size is above 1"
+        return cls(mesh.sp_group, mesh.sp_rank, mesh.sp_size, control=mesh.sp_control_group)
 
     def start_tokens_to_heads(self, x_BNcH: Tensor, chunk_tokens: int) -> Exchange:
         """`[B, N, c, H]` to `[B, n, C, H]`, n of the N heads."""
@@ -110,7 +110,7 @@ class SequenceRanks:
             Exception: What `make` raised here.
             PipelineError: It raised on another rank.
         """
-        made, answers = all_make(make, self.control, say=better)
+        made, answers = make_on_all_ranks(make, self.control, say=better)
         best = min(range(self.size), key=answers.__getitem__)
         box = [made]
         first = dist.get_global_rank(self.control, best)
@@ -296,7 +296,7 @@ class _SummedOverRanks(torch.autograd.Function):
         return grad * ctx.size, None
 
 
-def refuse_unshareable(parts: ModelParts, sp_size: int) -> None:
+def check_shareable_sequences(parts: ModelParts, sp_size: int) -> None:
     """Refuse models whose sequences cannot be shared.
 
     A recurrent or convolutional mixer computes along all tokens, inside each family's own code.
@@ -359,19 +359,22 @@ class SequenceParallelEngine(Engine):
                 "sum of attention_mask": -1 if mask is None else int(mask.sum()),
                 "trained parameters": zlib.crc32(which_train(self.parts.causal_lm.parameters())),
             }
-            agree(self.mesh, facts_of(call, self.config) | read)
+            agree(self.mesh, call_facts(call, self.config) | read)
             with own_random_numbers(self.group, call.device):
                 output = super()._run(call)
         activity = f"in backward pass {self._calls}"
         for value in output.values():
             if isinstance(value, Tensor) and value.requires_grad:
-                value.register_hook(lambda _grad: self.watchdog.doing(activity))
+                value.register_hook(lambda _grad: self.watchdog.set_activity(activity))
         return output
 
     @contextmanager
     def _guarded(self, activity: str) -> Iterator[None]:
         """A part of a step: others hear where this rank is, and errors name what failed."""
         alike = (ConfigError, BudgetError, UnsupportedModelError, PipelineError)
-        with self.watchdog.explaining(activity), self.watchdog.ending_all(but=alike):
+        with (
+            self.watchdog.collective_section(activity),
+            self.watchdog.reporting_failures(but=alike),
+        ):
             yield
-        self.watchdog.doing(activity.replace("in ", "after ", 1))
+        self.watchdog.set_activity(activity.replace("in ", "after ", 1))
