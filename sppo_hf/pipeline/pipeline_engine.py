@@ -72,7 +72,7 @@ from sppo_hf.pipeline.transport import Transport
 from sppo_hf.pipeline.watchdog import GROUP_MARGIN_SECONDS, Watchdog, is_broken_connection
 from sppo_hf.planning.activation_modes import mode_of
 from sppo_hf.planning.chunk_bounds import Bounds
-from sppo_hf.planning.flops import forward_flops, step_flops
+from sppo_hf.planning.model_shape import forward_flops, step_flops
 from sppo_hf.planning.pipeline_choice import RULE
 from sppo_hf.planning.plan import Plan
 from sppo_hf.schedule.actions import Action

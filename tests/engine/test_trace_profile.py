@@ -26,8 +26,8 @@ from sppo_hf.engine.trace_profile import trace_config
 from sppo_hf.errors import ConfigError, UnsupportedModelError
 from sppo_hf.planning.activation_modes import Saved, mode_of
 from sppo_hf.planning.config_file import load_config
-from sppo_hf.planning.lora import LoraShape
 from sppo_hf.planning.model_profile import (
+    LoraShape,
     ModelProfile,
     Training,
     find_profile,
