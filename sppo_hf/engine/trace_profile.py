@@ -63,7 +63,7 @@ from sppo_hf.engine.selective import (
     storage_key,
     tensors_in,
 )
-from sppo_hf.engine.stage_message import SHARED_KEYS, MessageLayout
+from sppo_hf.engine.stages import SHARED_KEYS, MessageLayout
 from sppo_hf.engine.structure import (
     ATTENTION_DROPOUT_FIELDS,
     BUILD_ERRORS,

@@ -55,7 +55,14 @@ from sppo_hf.integrations.limits import (
     why_on_device,
 )
 from sppo_hf.pipeline.agreement import first_rank_says
-from sppo_hf.pipeline.checkpoint import place_of, saving, torn_for_all
+from sppo_hf.pipeline.checkpoint import (
+    gather_weights,
+    load_weights,
+    place_of,
+    save_weights,
+    saving,
+    torn_for_all,
+)
 from sppo_hf.pipeline.checkpoint_files import read_mark, reading, refuse_torn
 from sppo_hf.pipeline.checkpoint_state import (
     has_state,
@@ -64,7 +71,6 @@ from sppo_hf.pipeline.checkpoint_state import (
     load_state,
     save_state,
 )
-from sppo_hf.pipeline.checkpoint_weights import gather_weights, load_weights, save_weights
 from sppo_hf.pipeline.convert import convert_to_shared_sequences, convert_to_stages, shared_mesh
 from sppo_hf.pipeline.mesh import PipelineMesh
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
