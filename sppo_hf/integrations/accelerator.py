@@ -47,7 +47,7 @@ from sppo_hf.engine.engine import Engine, host_resident_predicate
 from sppo_hf.engine.structure import disable_gradient_checkpointing
 from sppo_hf.errors import ConfigError, UnsupportedModelError
 from sppo_hf.integrations.checkpoints import is_cut, refuse_partial_save
-from sppo_hf.integrations.limits import (
+from sppo_hf.integrations.validation import (
     COMPILED_PARTS,
     refuse_device_optimizer,
     states_bytes,

@@ -37,7 +37,7 @@ from sppo_hf.engine.convert import get_engine
 from sppo_hf.engine.stages import staged_model_of
 from sppo_hf.engine.structure import find_causal_lm, patched_attribute
 from sppo_hf.errors import ConfigError
-from sppo_hf.integrations.training_step import TrainerMethods
+from sppo_hf.integrations.trainer import TrainerMethods
 from sppo_hf.pipeline.checkpoint import (
     find_damage_together,
     load_weights,
