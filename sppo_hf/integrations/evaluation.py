@@ -30,7 +30,7 @@ from torch import Tensor
 from sppo_hf.engine.engine import Engine
 from sppo_hf.engine.logits import LogitsRequest, NotTokenWise, join, map_tensors, same
 from sppo_hf.errors import BudgetError, ConfigError
-from sppo_hf.integrations.training_step import TrainerMethods
+from sppo_hf.integrations.trainer import TrainerMethods
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
 from sppo_hf.planning.memory import OPTIMIZER_BYTES_PER_PARAMETER
 from sppo_hf.rules import format_bytes
