@@ -38,14 +38,12 @@ from sppo_hf.planning.chunk_bounds import even_bounds
 from sppo_hf.planning.cluster import ClusterPlan, ClusterQuestion, simulate_layout, solve_cluster
 from sppo_hf.planning.config_file import load_config
 from sppo_hf.planning.cost import ModelCost
-from sppo_hf.planning.flops import PEAK_FLOPS, step_flops
-from sppo_hf.planning.hardware import HardwareProfile
+from sppo_hf.planning.hardware import HardwareProfile, load_profile
 from sppo_hf.planning.layouts import Layout, SearchSpace
 from sppo_hf.planning.memory_snapshots import Budgets
 from sppo_hf.planning.model_profile import Training, find_profile
-from sppo_hf.planning.model_shape import ModelShape
+from sppo_hf.planning.model_shape import PEAK_FLOPS, ModelShape, step_flops
 from sppo_hf.planning.pipeline_cost import OffloadRule
-from sppo_hf.planning.profile_store import load_profile
 from sppo_hf.rules import format_bytes
 
 DEVICE_SHARE, HOST_BYTES, GPUS_PER_NODE = 0.95, int(0.9 * 2e12), 8

@@ -24,10 +24,10 @@ from sppo_hf.cli.benchmark.trace_summary import FILE as PROFILE_FILE
 from sppo_hf.cli.benchmark.trace_summary import profile_table, profiles
 from sppo_hf.config import parse_bytes
 from sppo_hf.errors import ConfigError
-from sppo_hf.planning.lora import LoraShape
+from sppo_hf.planning.config_file import check_config
+from sppo_hf.planning.hardware import load_profile
 from sppo_hf.planning.machine import processor_name
-from sppo_hf.planning.profile_store import load_profile
-from sppo_hf.planning.refusals import check_config
+from sppo_hf.planning.model_profile import LoraShape
 from sppo_hf.rules import show
 
 LENGTHS = "8192,32768"

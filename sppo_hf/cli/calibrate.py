@@ -1,7 +1,7 @@
 """`sppo calibrate`: measure this machine, and keep the figures for the planner.
 
 Only arguments, progress and the printed tables; measuring is `sppo_hf.profiling.calibrate`, keeping
-`sppo_hf.planning.profile_store`. Torch is imported when the command runs.
+`sppo_hf.planning.hardware`. Torch is imported when the command runs.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from sppo_hf.cli import common
-from sppo_hf.planning.hardware import profile_to_json
-from sppo_hf.planning.profile_store import save_profile
+from sppo_hf.planning.hardware import profile_to_json, save_profile
 from sppo_hf.rules import format_bytes
 
 if TYPE_CHECKING:

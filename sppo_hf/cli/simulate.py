@@ -23,18 +23,16 @@ from sppo_hf.config import SPPOConfig, parse_bytes
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.chunk_bounds import chunk_bounds
 from sppo_hf.planning.cost import ModelCost
-from sppo_hf.planning.hardware import UNKNOWN_LINK
+from sppo_hf.planning.hardware import UNKNOWN_LINK, load_profile
 from sppo_hf.planning.pipeline_cost import PipelineCost
 from sppo_hf.planning.plan_request import question_for
-from sppo_hf.planning.profile_store import load_profile
 from sppo_hf.reporting.chrome_trace import write_trace
 from sppo_hf.reporting.schedule_figure import ENDINGS, draw_schedule
 from sppo_hf.rules import format_bytes, show
 from sppo_hf.schedule.generate import ALL_SCHEDULES, INTERLEAVED, Size, generate
-from sppo_hf.schedule.grid import over_time
 from sppo_hf.schedule.lower import lower
-from sppo_hf.schedule.schedule import Schedule
-from sppo_hf.schedule.simulate_pipeline import (
+from sppo_hf.schedule.schedule import Schedule, over_time
+from sppo_hf.schedule.simulate import (
     bubble_fraction,
     fixed_seconds,
     peak_units,

@@ -66,8 +66,8 @@ from sppo_hf.engine.recurrent_state import (
     documents_in,
 )
 from sppo_hf.engine.sequence_group import SequenceGroup, part_of
-from sppo_hf.engine.stage_message import StateEnd, enter
-from sppo_hf.engine.step_timer import StepTimer
+from sppo_hf.engine.stages import StateEnd, enter
+from sppo_hf.engine.step_observer import StepTimer
 from sppo_hf.engine.structure import ModelParts
 from sppo_hf.engine.versions import ReadTensors
 from sppo_hf.errors import UnsupportedModelError

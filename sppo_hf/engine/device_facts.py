@@ -23,8 +23,7 @@ from sppo_hf.engine.trace_profile import trace_model
 from sppo_hf.offload.disk_folder import refuse_missing_parent, refuse_unusable
 from sppo_hf.offload.host_memory import locked_bytes
 from sppo_hf.planning.choices import DeviceFacts
-from sppo_hf.planning.hardware import HardwareProfile
-from sppo_hf.planning.lora import LoraShape
+from sppo_hf.planning.hardware import HardwareProfile, load_profile, profile_for
 from sppo_hf.planning.machine import (
     EXPANDABLE_SEGMENTS,
     expand_segments,
@@ -39,9 +38,14 @@ from sppo_hf.planning.machine import (
     pci_numa_node,
     processor_name,
 )
-from sppo_hf.planning.model_profile import ModelProfile, Training, config_digest, find_profile
+from sppo_hf.planning.model_profile import (
+    LoraShape,
+    ModelProfile,
+    Training,
+    config_digest,
+    find_profile,
+)
 from sppo_hf.planning.model_shape import ModelShape
-from sppo_hf.planning.profile_store import load_profile, profile_for
 
 logger = logging.getLogger(__name__)
 

@@ -46,8 +46,7 @@ from sppo_hf.engine.plan_cache import AttendingRows, PlanCache, which_train
 from sppo_hf.engine.recompute import RandomState
 from sppo_hf.engine.router_loss import RouterLoss
 from sppo_hf.engine.sequence_group import SequenceGroup, part_of
-from sppo_hf.engine.step_observer import Direction, StepObserver
-from sppo_hf.engine.step_timer import StepTimer, let_go_of_failed
+from sppo_hf.engine.step_observer import Direction, StepObserver, StepTimer, let_go_of_failed
 from sppo_hf.engine.structure import ModelParts, check_adapters, check_layers, check_trainable
 from sppo_hf.errors import ConfigError, SPPOError, UnsupportedModelError
 from sppo_hf.offload.engine import OffloadEngine, OffloadStats

@@ -33,8 +33,7 @@ from sppo_hf.engine.device_facts import (
 )
 from sppo_hf.engine.offload_holder import OffloadHolder, offloaded_bytes
 from sppo_hf.engine.sequence_group import SequenceGroup, held_keys, own_heads
-from sppo_hf.engine.step_observer import StepObserver
-from sppo_hf.engine.step_timer import StepTimer
+from sppo_hf.engine.step_observer import StepObserver, StepTimer
 from sppo_hf.engine.structure import ModelParts
 from sppo_hf.errors import ConfigError, RankLostError, SPPOError
 from sppo_hf.planning.cost import Correction

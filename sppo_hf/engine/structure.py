@@ -34,7 +34,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sppo_hf.engine.versions import ReadTensors
 from sppo_hf.errors import ConfigError, UnsupportedModelError
-from sppo_hf.planning.refusals import (
+from sppo_hf.planning.config_file import (
     LAYER_TYPES,
     NO_LAYERS,
     OWN_STATE,

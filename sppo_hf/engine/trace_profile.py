@@ -63,7 +63,7 @@ from sppo_hf.engine.selective import (
     storage_key,
     tensors_in,
 )
-from sppo_hf.engine.stage_message import SHARED_KEYS, MessageLayout
+from sppo_hf.engine.stages import SHARED_KEYS, MessageLayout
 from sppo_hf.engine.structure import (
     ATTENTION_DROPOUT_FIELDS,
     BUILD_ERRORS,
@@ -77,8 +77,7 @@ from sppo_hf.engine.structure import (
 )
 from sppo_hf.errors import ConfigError, SPPOError, first_line
 from sppo_hf.planning.config_file import check_sizes, family, rotary_limit_tokens, to_fields
-from sppo_hf.planning.lora import LoraShape
-from sppo_hf.planning.model_profile import LayerProfile, ModelProfile, Training
+from sppo_hf.planning.model_profile import LayerProfile, LoraShape, ModelProfile, Training
 from sppo_hf.rules import refuse, show
 
 logger = logging.getLogger(__name__)

@@ -58,7 +58,7 @@ from sppo_hf.integrations.validation import (
     why_on_device,
 )
 from sppo_hf.pipeline.agreement import first_rank_says
-from sppo_hf.pipeline.checkpoint_weights import gather_weights, save_weights
+from sppo_hf.pipeline.checkpoint import gather_weights, save_weights
 from sppo_hf.pipeline.convert import convert_to_shared_sequences, convert_to_stages, shared_mesh
 from sppo_hf.pipeline.mesh import PipelineMesh
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine

@@ -36,7 +36,7 @@ from sppo_hf.engine.stages import staged_model_of
 from sppo_hf.engine.structure import find_causal_lm, on_instances
 from sppo_hf.errors import ConfigError
 from sppo_hf.integrations.trainer import TrainerMethods
-from sppo_hf.pipeline.checkpoint import place_of, saving, torn_for_all
+from sppo_hf.pipeline.checkpoint import load_weights, place_of, save_weights, saving, torn_for_all
 from sppo_hf.pipeline.checkpoint_files import (
     TRAINER_STATE_NAME,
     newest_complete,
@@ -55,7 +55,6 @@ from sppo_hf.pipeline.checkpoint_state import (
     read_plain_state,
     save_state,
 )
-from sppo_hf.pipeline.checkpoint_weights import load_weights, save_weights
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
 from sppo_hf.pipeline.watchdog import explaining
 

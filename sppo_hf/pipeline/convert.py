@@ -53,7 +53,7 @@ from sppo_hf.pipeline.multiplex import refuse_unsharable_units
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
 from sppo_hf.pipeline.sequence_parallel import SequenceParallelEngine, refuse_unshareable
 from sppo_hf.pipeline.watchdog import GROUP_MARGIN_SECONDS, Watchdog, watch_launch
-from sppo_hf.planning.flops import layer_costs
+from sppo_hf.planning.model_shape import layer_costs
 from sppo_hf.planning.stages import split_layers
 
 logger = logging.getLogger(__name__)

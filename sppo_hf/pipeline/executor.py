@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from sppo_hf.engine.step_timer import Mark
+from sppo_hf.engine.step_observer import Mark
 from sppo_hf.errors import PipelineError
+from sppo_hf.pipeline.executor import Transport
 from sppo_hf.pipeline.multiplex import SharedUnits
 from sppo_hf.pipeline.stage_runner import StageRunner
-from sppo_hf.pipeline.transport import Transport
 from sppo_hf.schedule.actions import (
     COMPUTE_KINDS,
     KIND_NAMES,

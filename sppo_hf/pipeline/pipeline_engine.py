@@ -35,15 +35,14 @@ from sppo_hf.engine.loss import ChunkedLoss, divide_loss
 from sppo_hf.engine.plan_cache import AttendingRows, which_train
 from sppo_hf.engine.router_loss import RouterLoss
 from sppo_hf.engine.sequence_group import SequenceGroup, own_random_numbers, part_of
-from sppo_hf.engine.stage_message import MessageLayout
-from sppo_hf.engine.stages import StagedModel
+from sppo_hf.engine.stages import MessageLayout, StagedModel
 from sppo_hf.engine.step_observer import StepObserver, StepRecord
 from sppo_hf.engine.structure import ModelParts, check_adapters, check_trainable, hooks_set_aside
 from sppo_hf.engine.versions import ReadTensors
 from sppo_hf.errors import ConfigError, PipelineError, SPPOError, UnsupportedModelError
 from sppo_hf.offload.stats import OffloadStats
 from sppo_hf.pipeline.agreement import agree, all_true, facts_of, refused, run_by_none
-from sppo_hf.pipeline.executor import ActionRecord, Executor, UnitMarks
+from sppo_hf.pipeline.executor import ActionRecord, Executor, Transport, UnitMarks
 from sppo_hf.pipeline.gradients import (
     PipelineLoss,
     Replicas,
@@ -68,11 +67,10 @@ from sppo_hf.pipeline.stage_plans import (
 )
 from sppo_hf.pipeline.stage_runner import AddLoss, StageRunner, first_layer_hook, last_layer_hook
 from sppo_hf.pipeline.token_outputs import TokenCall
-from sppo_hf.pipeline.transport import Transport
 from sppo_hf.pipeline.watchdog import GROUP_MARGIN_SECONDS, Watchdog, is_broken_connection
 from sppo_hf.planning.activation_modes import mode_of
 from sppo_hf.planning.chunk_bounds import Bounds
-from sppo_hf.planning.flops import forward_flops, step_flops
+from sppo_hf.planning.model_shape import forward_flops, step_flops
 from sppo_hf.planning.pipeline_choice import RULE
 from sppo_hf.planning.plan import Plan
 from sppo_hf.schedule.actions import Action

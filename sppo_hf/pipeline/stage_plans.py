@@ -24,9 +24,9 @@ from sppo_hf.pipeline.agreement import all_make, all_say, first_rank_says
 from sppo_hf.planning.choices import read_budgets
 from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.cost import Correction, ModelCost
-from sppo_hf.planning.flops import peak_flops, step_flops
-from sppo_hf.planning.hardware import UNKNOWN_LINK
+from sppo_hf.planning.hardware import UNKNOWN_LINK, cpu_estimate, cuda_estimate
 from sppo_hf.planning.memory import CONTEXT_BYTES
+from sppo_hf.planning.model_shape import peak_flops, step_flops
 from sppo_hf.planning.pipeline_choice import (
     RULE,
     PipelineChoice,
@@ -39,7 +39,6 @@ from sppo_hf.planning.pipeline_choice import (
 from sppo_hf.planning.pipeline_cost import PipelineCost, bytes_of_slices
 from sppo_hf.planning.plan import PipelineStep, Plan, PlanRequest, make_plan, other_plan_warnings
 from sppo_hf.planning.prediction import MeasuredStep, learn, worth_correcting
-from sppo_hf.planning.profile_store import cpu_estimate, cuda_estimate
 from sppo_hf.planning.stages import stage_shape, streams_of
 from sppo_hf.planning.tiers import TIERS, Tier
 from sppo_hf.schedule.generate import MSP, Size, generate

@@ -33,16 +33,16 @@ from sppo_hf.engine.forward_calls import ForwardCall
 from sppo_hf.engine.head import ModelHead
 from sppo_hf.engine.router_loss import RouterLoss
 from sppo_hf.engine.sequence_group import SequenceGroup
-from sppo_hf.engine.stage_message import (
+from sppo_hf.engine.stages import (
     SHARED_KEYS,
     MessageLayout,
     Received,
+    StagedModel,
     StageInput,
     StateEnd,
     UnitGraph,
     enter,
 )
-from sppo_hf.engine.stages import StagedModel
 from sppo_hf.errors import SPPOError, UnsupportedModelError
 from sppo_hf.planning.chunk_bounds import Bounds
 

@@ -51,7 +51,7 @@ from sppo_hf.schedule.generate import (
     groups_of,
 )
 from sppo_hf.schedule.schedule import Schedule
-from sppo_hf.schedule.simulate_pipeline import period_seconds
+from sppo_hf.schedule.simulate import period_seconds
 from sppo_hf.schedule.timeline import Timeline
 
 # What layouts whose ranks share units may be simulated beside all others: this share of it.

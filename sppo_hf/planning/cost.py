@@ -17,10 +17,9 @@ from numpy.typing import NDArray
 
 from sppo_hf.planning.activation_modes import SAVED, Saved
 from sppo_hf.planning.chunk_bounds import Bounds
-from sppo_hf.planning.flops import visible_pairs
 from sppo_hf.planning.hardware import Curve, HardwareProfile, curve_for
 from sppo_hf.planning.model_profile import LayerProfile
-from sppo_hf.planning.model_shape import ModelShape
+from sppo_hf.planning.model_shape import ModelShape, visible_pairs
 from sppo_hf.planning.tiers import TIERS, Tier
 
 ATTENTION_BACKWARD_FLOPS = 2.5

@@ -26,7 +26,7 @@ from typing import Any, TypeVar, cast
 import sppo_hf
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.json_store import keyed_path, one_at_a_time, write_whole
-from sppo_hf.planning.lora import ALL_LINEAR, LoraShape
+from sppo_hf.planning.model_profile import ALL_LINEAR, LoraShape
 
 logger = logging.getLogger(__name__)
 

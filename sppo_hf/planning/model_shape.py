@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from sppo_hf.planning.activation_modes import Saved
-from sppo_hf.planning.lora import LoraShape
-from sppo_hf.planning.model_profile import FLOAT32_BYTES, LayerProfile, ModelProfile
+from sppo_hf.planning.model_profile import FLOAT32_BYTES, LayerProfile, LoraShape, ModelProfile
 
 # A model of which less than this share trains has its layers or adapters trained, not its ends.
 _MOSTLY = 0.5

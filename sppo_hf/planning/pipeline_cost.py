@@ -1,6 +1,6 @@
 """PipelineCost: seconds and bytes of every action of a schedule over ranks, for a real model.
 
-`sppo_hf.schedule.simulate_pipeline` asks it. All figures come from ModelCost and from the terms of
+`sppo_hf.schedule.simulate` asks it. All figures come from ModelCost and from the terms of
 the memory estimate, so a pipeline of one rank and the planner agree.
 
 [Note: K/V that wait on the host] Blocks of the prefix pass beside the attention that they are for:
@@ -70,8 +70,7 @@ from sppo_hf.schedule.actions import (
 from sppo_hf.schedule.lower import Stream, lower
 from sppo_hf.schedule.messages import SENDS, Message, messages
 from sppo_hf.schedule.schedule import Schedule
-from sppo_hf.schedule.simulate import Change
-from sppo_hf.schedule.simulate_pipeline import simulate_pipeline
+from sppo_hf.schedule.simulate import Change, simulate_pipeline
 from sppo_hf.schedule.timeline import Timeline
 
 OffloadRule = Literal["none", "full", "sppo"]

@@ -18,7 +18,6 @@ from importlib import resources
 from pathlib import Path
 
 from sppo_hf.errors import ConfigError
-from sppo_hf.planning.flops import peak_flops
 from sppo_hf.planning.hardware import (
     PROFILE_FORMAT,
     Curve,
@@ -27,6 +26,7 @@ from sppo_hf.planning.hardware import (
     profile_to_json,
 )
 from sppo_hf.planning.json_store import keyed_path, write_whole
+from sppo_hf.planning.model_shape import peak_flops
 from sppo_hf.reading import read_text
 from sppo_hf.rules import show
 

@@ -15,7 +15,7 @@ from itertools import accumulate, takewhile
 
 from sppo_hf.errors import ScheduleError
 from sppo_hf.schedule.actions import Action, Kind
-from sppo_hf.schedule.grid import format_grid, parse_grid
+from sppo_hf.schedule.schedule import format_grid, parse_grid
 
 
 # No slots: a cached property needs the instance's dictionary.

@@ -29,7 +29,7 @@ from torch.distributed import checkpoint as dcp
 from sppo_hf import SPPOPlugin
 from sppo_hf.errors import SPPOError
 from sppo_hf.integrations.checkpoints import export_optimizer
-from sppo_hf.pipeline.checkpoint import RankCoords, saving
+from sppo_hf.pipeline.checkpoint import RankCoords, load_weights, save_weights, saving
 from sppo_hf.pipeline.checkpoint_files import (
     MARK_NAME,
     STATE_FOLDER,
@@ -43,7 +43,6 @@ from sppo_hf.pipeline.checkpoint_state import (
     random_state,
     save_state,
 )
-from sppo_hf.pipeline.checkpoint_weights import load_weights, save_weights
 from tests.attacks.outcomes import Case, Outcome, answered_in_process
 from tests.integrations.training import make_arguments, make_model, make_rows
 

@@ -20,9 +20,9 @@ from sppo_hf.errors import BudgetError, ConfigError
 from sppo_hf.planning.activation_modes import mode_of
 from sppo_hf.planning.choices import DeviceFacts
 from sppo_hf.planning.chunk_bounds import chunk_bounds
-from sppo_hf.planning.lora import LoraShape
+from sppo_hf.planning.hardware import load_profile
+from sppo_hf.planning.model_profile import LoraShape
 from sppo_hf.planning.plan import Plan, PlanRequest, make_plan, other_plan_warnings, planned_for
-from sppo_hf.planning.profile_store import load_profile
 from sppo_hf.planning.stages import stage_shape
 from sppo_hf.schedule.actions import Action
 from sppo_hf.schedule.generate import Size, generate

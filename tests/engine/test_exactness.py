@@ -31,8 +31,8 @@ from sppo_hf.engine import plan_cache
 from sppo_hf.engine.convert import convert, is_converted
 from sppo_hf.engine.family_guard import unchecked
 from sppo_hf.errors import ConfigError, UnsupportedModelError
+from sppo_hf.planning.config_file import bypasses_attention_interface
 from sppo_hf.planning.plan import Plan
-from sppo_hf.planning.refusals import bypasses_attention_interface
 from sppo_hf.testing.exactness import (
     Gradients,
     compare,

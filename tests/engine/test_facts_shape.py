@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sppo_hf.engine.device_facts import model_shape
 from sppo_hf.engine.structure import find_parts, quiet_peft
-from sppo_hf.planning.lora import LoraShape
+from sppo_hf.planning.model_profile import LoraShape
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
 
 pytestmark = pytest.mark.fake

@@ -10,7 +10,7 @@ import torch
 from sppo_hf.engine import step_timer
 from sppo_hf.engine.plan_cache import ProfileCorrector
 from sppo_hf.engine.sequence_group import SequenceGroup
-from sppo_hf.engine.step_timer import ChunkTimer, StepTimer
+from sppo_hf.engine.step_observer import ChunkTimer, StepTimer
 from sppo_hf.planning.cost import Correction
 from sppo_hf.planning.plan import Plan
 from sppo_hf.planning.prediction import MeasuredStep

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sppo_hf.engine.stage_message import MessageLayout, _SharedKeys
+from sppo_hf.engine.stages import MessageLayout, _SharedKeys
 
 ROWS, TOKENS, WIDTH = 2, 5, 3
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sppo_hf import SPPOPlugin
-from sppo_hf.engine.step_timer import UnitLabel
+from sppo_hf.engine.step_observer import UnitLabel
 from tests.integrations.training import make_model
 
 
@@ -47,7 +47,7 @@ def test_a_label_is_closed_once(monkeypatch: pytest.MonkeyPatch) -> None:
         def __exit__(self, *_: object) -> None:
             seen.append(f"end of {self.name}")
 
-    monkeypatch.setattr("sppo_hf.engine.step_timer.record_function", Recorded)
+    monkeypatch.setattr("sppo_hf.engine.step_observer.record_function", Recorded)
     label = UnitLabel()
     label.leave()
     label.enter("a")

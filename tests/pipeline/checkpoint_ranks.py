@@ -20,14 +20,13 @@ from torch import nn
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.pipeline import checkpoint_weights
-from sppo_hf.pipeline.checkpoint import place_of, saving
+from sppo_hf.pipeline.checkpoint import gather_weights, load_weights, place_of, save_weights, saving
 from sppo_hf.pipeline.checkpoint_state import (
     load_random_state,
     load_state,
     random_state,
     save_state,
 )
-from sppo_hf.pipeline.checkpoint_weights import gather_weights, load_weights, save_weights
 from sppo_hf.pipeline.convert import convert_to_stages
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from sppo_hf.engine.structure import quiet_peft
 from sppo_hf.errors import ConfigError, PipelineError
-from sppo_hf.pipeline.checkpoint import RankCoords, saving
+from sppo_hf.pipeline.checkpoint import RankCoords, load_weights, save_weights, saving
 from sppo_hf.pipeline.checkpoint_files import (
     MARK_NAME,
     STATE_FOLDER,
@@ -32,7 +32,6 @@ from sppo_hf.pipeline.checkpoint_state import (
     read_plain_state,
     save_state,
 )
-from sppo_hf.pipeline.checkpoint_weights import load_weights, save_weights
 from sppo_hf.testing.tiny_models import build_tiny_model
 from tests.integrations.launch import run_ranks
 from tests.pipeline.checkpoint_ranks import fill_state, make_model, make_optimizer, moments

@@ -24,7 +24,7 @@ from sppo_hf.pipeline.pipeline_engine import (
     _micro_batches,
 )
 from sppo_hf.pipeline.stage_plans import step_schedule
-from sppo_hf.planning.flops import forward_flops, step_flops
+from sppo_hf.planning.model_shape import forward_flops, step_flops
 from sppo_hf.schedule.actions import Action
 from sppo_hf.schedule.measured_timeline import ActionRecord
 from sppo_hf.testing.tiny_models import build_tiny_model, make_batch

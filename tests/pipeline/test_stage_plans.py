@@ -20,15 +20,14 @@ from sppo_hf.pipeline.pipeline_engine import PipelineEngine
 from sppo_hf.pipeline.stage_plans import BatchPlans, StagePlanCache
 from sppo_hf.planning.choices import DeviceFacts
 from sppo_hf.planning.cost import ModelCost
-from sppo_hf.planning.hardware import UNKNOWN_LINK
+from sppo_hf.planning.hardware import UNKNOWN_LINK, load_profile
 from sppo_hf.planning.pipeline_choice import PipelineChoice
 from sppo_hf.planning.pipeline_cost import PipelineCost
 from sppo_hf.planning.plan import PlanRequest, make_plan
-from sppo_hf.planning.profile_store import load_profile
 from sppo_hf.planning.stages import stage_shape
 from sppo_hf.schedule.generate import Size, generate
 from sppo_hf.schedule.lower import lower
-from sppo_hf.schedule.simulate_pipeline import simulate_pipeline
+from sppo_hf.schedule.simulate import simulate_pipeline
 from sppo_hf.testing.tiny_models import make_batch
 from tests.pipeline.test_pipeline_engine import make
 from tests.planning.shapes import tiny_shape

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sppo_hf.errors import PipelineError
 from sppo_hf.pipeline import transport as module
-from sppo_hf.pipeline.transport import Transport
+from sppo_hf.pipeline.executor import Transport
 
 
 class Work:

@@ -9,13 +9,13 @@ import pytest
 
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.config_file import (
+    check_config,
     load_config,
     read_fields,
     rotary_limit_tokens,
     shipped_models,
     text_config,
 )
-from sppo_hf.planning.refusals import check_config
 from tests.planning.shapes import known_config, llama_config
 
 

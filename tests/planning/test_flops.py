@@ -2,8 +2,8 @@
 
 import pytest
 
-from sppo_hf.planning.flops import forward_flops, peak_flops, step_flops, visible_pairs
-from sppo_hf.planning.lora import LoraShape
+from sppo_hf.planning.model_profile import LoraShape
+from sppo_hf.planning.model_shape import forward_flops, peak_flops, step_flops, visible_pairs
 from tests.planning.shapes import llama_config, shape_of, tiny_shape
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from sppo_hf.planning.profile_store import cpu_estimate, cuda_estimate
+from sppo_hf.planning.hardware import cpu_estimate, cuda_estimate
 
 
 def test_a_known_peak_is_scaled() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from sppo_hf.errors import ConfigError
-from sppo_hf.planning.lora import LoraShape
+from sppo_hf.planning.model_profile import LoraShape
 
 
 def test_targets_by_name_or_all() -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from sppo_hf.planning.config_file import load_config, shipped_models
-from sppo_hf.planning.lora import LoraShape
 from sppo_hf.planning.model_profile import (
+    LoraShape,
     ModelProfile,
     Training,
     config_digest,

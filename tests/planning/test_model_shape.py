@@ -2,7 +2,7 @@
 
 import pytest
 
-from sppo_hf.planning.lora import LoraShape
+from sppo_hf.planning.model_profile import LoraShape
 from sppo_hf.planning.model_shape import Resting
 from tests.planning.shapes import llama_config, shape_of, tiny_shape
 

@@ -9,16 +9,17 @@ import pytest
 
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.config_file import shipped_models
-from sppo_hf.planning.hardware import profile_from_json, profile_to_json
-from sppo_hf.planning.json_store import cache_folder
-from sppo_hf.planning.profile_store import (
+from sppo_hf.planning.hardware import (
     load_profile,
     profile_for,
+    profile_from_json,
     profile_path,
+    profile_to_json,
     save_profile,
     shipped_profiles,
     stored_profile,
 )
+from sppo_hf.planning.json_store import cache_folder
 from tests.planning.profiles import PROFILE, changed
 
 VERSIONS = {"torch": "2.13.0", "cuda": "13.0"}
@@ -114,7 +115,7 @@ def test_another_device_or_version_does_not_get_it(
 
 def test_another_format_does_not_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     before = profile_path("d", "cpu", {})
-    monkeypatch.setattr("sppo_hf.planning.profile_store.PROFILE_FORMAT", 99)
+    monkeypatch.setattr("sppo_hf.planning.hardware.PROFILE_FORMAT", 99)
     assert profile_path("d", "cpu", {}) != before
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from sppo_hf.errors import UnsupportedModelError
-from sppo_hf.planning.refusals import (
+from sppo_hf.planning.config_file import (
     STATE_REASONS,
     bypasses_attention_interface,
     check_config,

@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 from sppo_hf.errors import ScheduleError
 from sppo_hf.schedule.actions import KIND_NAMES, Action
 from sppo_hf.schedule.generate import Size, generate
-from sppo_hf.schedule.grid import over_time, show_marked
-from sppo_hf.schedule.schedule import Schedule
-from sppo_hf.schedule.simulate_pipeline import fixed_seconds, simulate_pipeline
+from sppo_hf.schedule.schedule import Schedule, over_time, show_marked
+from sppo_hf.schedule.simulate import fixed_seconds, simulate_pipeline
 
 small = st.integers(0, 20)
 actions = st.builds(

@@ -9,8 +9,8 @@ from sppo_hf.schedule.actions import Action
 from sppo_hf.schedule.generate import Size, generate
 from sppo_hf.schedule.lower import add_transfers, lower
 from sppo_hf.schedule.schedule import Schedule
-from sppo_hf.schedule.simulate import Change
-from sppo_hf.schedule.simulate_pipeline import (
+from sppo_hf.schedule.simulate import (
+    Change,
     alive_units,
     bubble_fraction,
     fixed_seconds,

@@ -45,8 +45,7 @@ from sppo_hf.engine.structure import find_parts, quiet_peft
 from sppo_hf.engine.trace_profile import trace_config
 from sppo_hf.integrations.plugin import SPPOPlugin
 from sppo_hf.planning.config_file import read_fields
-from sppo_hf.planning.lora import LoraShape
-from sppo_hf.planning.model_profile import Training, find_profile
+from sppo_hf.planning.model_profile import LoraShape, Training, find_profile
 from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.tile_sizes import loss_tile_tokens
 

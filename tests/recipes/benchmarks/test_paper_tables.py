@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sppo_hf.planning.cluster import simulate_layout
-from sppo_hf.planning.flops import step_flops
+from sppo_hf.planning.model_shape import step_flops
 
 FOLDER = Path(__file__).parents[3] / "recipes" / "benchmarks"
 sys.path.insert(0, str(FOLDER))
