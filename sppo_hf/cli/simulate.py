@@ -31,7 +31,7 @@ from sppo_hf.reporting.schedule_figure import ENDINGS, draw_schedule
 from sppo_hf.rules import format_bytes, show
 from sppo_hf.schedule.generate import ALL_SCHEDULES, INTERLEAVED, Size, generate
 from sppo_hf.schedule.lower import lower
-from sppo_hf.schedule.schedule import Schedule, over_time
+from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.simulate import (
     bubble_fraction,
     fixed_seconds,
@@ -39,7 +39,7 @@ from sppo_hf.schedule.simulate import (
     shared_seconds,
     simulate_pipeline,
 )
-from sppo_hf.schedule.timeline import Timeline
+from sppo_hf.schedule.timeline import Timeline, over_time
 
 _MOST_STAGES = 1024
 # Chunks of all micro-batches on all stages: what is simulated in a few seconds.

@@ -47,7 +47,7 @@ from sppo_hf.errors import ConfigError
 from sppo_hf.integrations.validation import refuse_arguments, refuse_for_sharing_ranks
 from sppo_hf.offload.stats import OffloadStats
 from sppo_hf.pipeline.watchdog import AFTER_TRAINING, explaining, watchdog
-from sppo_hf.planning.model_shape import peak_flops
+from sppo_hf.planning.hardware import peak_flops
 from sppo_hf.rules import format_bytes
 
 if TYPE_CHECKING:

@@ -56,7 +56,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -80,6 +80,9 @@ from sppo_hf.planning.model_profile import LayerProfile, head_granules
 from sppo_hf.schedule.actions import COMPUTE_KINDS, Action, Kind
 from sppo_hf.schedule.messages import Message, messages
 from sppo_hf.schedule.schedule import Schedule
+
+if TYPE_CHECKING:
+    from sppo_hf.pipeline.executor import Transport
 
 # B batch rows, C tokens of a chunk, c tokens of a part of it, W width of a message, N query heads,
 # K key/value heads, H head size. P is the number of ranks.

@@ -24,9 +24,9 @@ from sppo_hf.pipeline.agreement import all_make, all_say, first_rank_says
 from sppo_hf.planning.choices import read_budgets
 from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.cost import Correction, ModelCost
-from sppo_hf.planning.hardware import UNKNOWN_LINK, cpu_estimate, cuda_estimate
+from sppo_hf.planning.hardware import UNKNOWN_LINK, cpu_estimate, cuda_estimate, peak_flops
 from sppo_hf.planning.memory import CONTEXT_BYTES
-from sppo_hf.planning.model_shape import peak_flops, step_flops
+from sppo_hf.planning.model_shape import step_flops
 from sppo_hf.planning.pipeline_choice import (
     RULE,
     PipelineChoice,

@@ -26,9 +26,10 @@ from sppo_hf.cli.benchmark.contenders import IDEAL, parse
 from sppo_hf.cli.benchmark.results import Job, Kind, Numbers, ResultFile, Row, Status
 from sppo_hf.cli.common import model_path, trace_unknown
 from sppo_hf.planning.config_file import load_config, read_fields
+from sppo_hf.planning.hardware import peak_flops
 from sppo_hf.planning.machine import connect_all_streams, expand_segments
 from sppo_hf.planning.model_profile import LoraShape, Training, find_profile
-from sppo_hf.planning.model_shape import ModelShape, peak_flops, step_flops
+from sppo_hf.planning.model_shape import ModelShape, step_flops
 from sppo_hf.planning.plan_request import DTYPE_BYTES
 from sppo_hf.planning.search import search_longest
 
