@@ -57,12 +57,12 @@ from sppo_hf.integrations.validation import (
     use_fused_kernel,
     why_on_device,
 )
-from sppo_hf.pipeline.agreement import first_rank_says
+from sppo_hf.pipeline.agreement import make_on_first_rank
 from sppo_hf.pipeline.checkpoint import gather_weights, save_weights
 from sppo_hf.pipeline.convert import convert_to_shared_sequences, convert_to_stages, shared_mesh
 from sppo_hf.pipeline.mesh import PipelineMesh
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
-from sppo_hf.pipeline.watchdog import explaining
+from sppo_hf.pipeline.watchdog import collective_section
 
 if TYPE_CHECKING:
     from sppo_hf.integrations.plugin import SPPOPlugin
@@ -114,7 +114,7 @@ def _tell_reading(read: Callable[[], Iterator[Any]]) -> Iterator[Any]:
     """Iterate over what a loader reads, and let other ranks hear that this one is reading."""
     batches, ended = read(), object()
     while True:
-        with explaining("reading a batch"):
+        with collective_section("reading a batch"):
             batch = next(batches, ended)
         if batch is ended:
             return
@@ -129,7 +129,7 @@ def _shuffle_alike(loader: Any, mesh: PipelineMesh) -> None:
     sampler = getattr(loader, "sampler", None)
     if isinstance(sampler, RandomSampler) and sampler.generator is None:
         seed = int(torch.empty((), dtype=torch.int64).random_().item())
-        sampler.generator = torch.Generator().manual_seed(first_rank_says(mesh, lambda: seed))
+        sampler.generator = torch.Generator().manual_seed(make_on_first_rank(mesh, lambda: seed))
 
 
 def keep_own_parameters(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]) -> None:
@@ -290,7 +290,7 @@ class SPPOAccelerator(Accelerator):
         seconds = config.pp_timeout_seconds
         return shared_mesh(config.pp_size, self.device, seconds, config.sp_size)
 
-    @explaining("preparing")
+    @collective_section("preparing")
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         """Convert every model among the arguments, then prepare as always.
 
@@ -390,10 +390,10 @@ class SPPOAccelerator(Accelerator):
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run backward; where ranks share a sequence, they exchange tokens in it."""
         # A pipeline's backward says more itself.
-        with contextlib.nullcontext() if self._in_pipeline else explaining("in backward"):
+        with contextlib.nullcontext() if self._in_pipeline else collective_section("in backward"):
             super().backward(loss, **kwargs)
 
-    @explaining("clipping gradients")
+    @collective_section("clipping gradients")
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: Any = 2) -> Any:
         """Clip by the norm of all gradients; in a pipeline that is over all its stages.
 
@@ -409,13 +409,13 @@ class SPPOAccelerator(Accelerator):
         clip_to(parameters, norm, max_norm)
         return norm
 
-    @explaining()
+    @collective_section()
     def gather(self, tensor: Any) -> Any:
         """Gather over all ranks; while metrics are gathered, one's of those that share batches."""
         gathered = super().gather(tensor)
         return once_per_pipeline(self._mesh, gathered) if self._gathers_metrics else gathered
 
-    @explaining("gathering metrics")
+    @collective_section("gathering metrics")
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather for metrics: every row of the dataset once, also where ranks share batches."""
         if not self._shares_batches:
@@ -435,14 +435,14 @@ class SPPOAccelerator(Accelerator):
         last = self.gradient_state.end_of_dataloader and remainder > 0
         return gathered[:remainder] if last else gathered
 
-    @explaining("saving the state")
+    @collective_section("saving the state")
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
         """Save everything; in a pipeline every process calls this and writes what it holds."""
         if not self._in_pipeline:
             return super().save_state(*args, **kwargs)
         return save_pipeline_state(self, super().save_state, *args, **kwargs)
 
-    @explaining("loading the state")
+    @collective_section("loading the state")
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Load everything; in a pipeline every process reads what it holds."""
         if self._in_pipeline:
@@ -450,7 +450,7 @@ class SPPOAccelerator(Accelerator):
         else:
             super().load_state(input_dir, *args, **kwargs)
 
-    @explaining("saving the model")
+    @collective_section("saving the model")
     def save_model(
         self, model: nn.Module, save_directory: Any, max_shard_size: Any = "10GB", **kwargs: Any
     ) -> None:
@@ -460,19 +460,19 @@ class SPPOAccelerator(Accelerator):
         else:
             super().save_model(model, save_directory, max_shard_size, **kwargs)
 
-    @explaining("gathering the weights")
+    @collective_section("gathering the weights")
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         """Return the weights; a pipeline's on the first rank, and nothing on all others."""
         if is_cut(inner := self.unwrap_model(model)):
             return gather_weights(inner)
         return super().get_state_dict(model, unwrap)
 
-    @explaining()
+    @collective_section()
     def reduce(self, *args: Any, **kwargs: Any) -> Any:
         """Reduce over all ranks."""
         return super().reduce(*args, **kwargs)
 
-    @explaining("waiting for all ranks")
+    @collective_section("waiting for all ranks")
     def wait_for_everyone(self) -> None:
         """Wait for all ranks."""
         super().wait_for_everyone()

@@ -46,7 +46,7 @@ from sppo_hf.engine.structure import own_recomputation
 from sppo_hf.errors import ConfigError
 from sppo_hf.integrations.validation import refuse_arguments, refuse_for_sharing_ranks
 from sppo_hf.offload.stats import OffloadStats
-from sppo_hf.pipeline.watchdog import AFTER_TRAINING, explaining, watchdog
+from sppo_hf.pipeline.watchdog import AFTER_TRAINING, collective_section, watchdog
 from sppo_hf.planning.hardware import peak_flops
 from sppo_hf.rules import format_bytes
 
@@ -357,7 +357,7 @@ class SPPOCallback(TrainerCallback):
             return
         tokens = self._meter.tokens
         if args.world_size > 1:
-            with explaining("counting tokens"):
+            with collective_section("counting tokens"):
                 summed: Any = reduce(torch.tensor(tokens, device=args.device), reduction="sum")
             tokens = int(summed.item())
         self._world_tokens = tokens

@@ -36,27 +36,33 @@ from sppo_hf.engine.stages import staged_model_of
 from sppo_hf.engine.structure import find_causal_lm, on_instances
 from sppo_hf.errors import ConfigError
 from sppo_hf.integrations.trainer import TrainerMethods
-from sppo_hf.pipeline.checkpoint import load_weights, place_of, save_weights, saving, torn_for_all
+from sppo_hf.pipeline.checkpoint import (
+    find_damage_together,
+    load_weights,
+    rank_coords_of,
+    save_weights,
+    saving,
+)
 from sppo_hf.pipeline.checkpoint_files import (
     TRAINER_STATE_NAME,
+    check_complete,
     newest_complete,
     read_json,
     read_mark,
     reading,
     refuse_other_files,
-    refuse_torn,
     writing,
 )
 from sppo_hf.pipeline.checkpoint_state import (
     has_state,
-    load_plain_optimizer,
+    load_full_optimizer_state,
     load_random_state,
     load_state,
-    read_plain_state,
+    read_full_state,
     save_state,
 )
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
-from sppo_hf.pipeline.watchdog import explaining
+from sppo_hf.pipeline.watchdog import collective_section
 
 if TYPE_CHECKING:
     pass
@@ -94,7 +100,7 @@ class TrainerCheckpoints(TrainerMethods):
     def _in_pipeline(self) -> bool:
         return is_cut(self._trainer.model)
 
-    @explaining()
+    @collective_section()
     def train(
         self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
     ) -> Any:
@@ -107,7 +113,7 @@ class TrainerCheckpoints(TrainerMethods):
             found = _newest(Path(self._trainer.args.output_dir))
             resume_from_checkpoint = True if found is None else str(found)
         elif resume_from_checkpoint:
-            refuse_torn(Path(resume_from_checkpoint), torn_for_all)
+            check_complete(Path(resume_from_checkpoint), find_damage_together)
         if isinstance(resume_from_checkpoint, str | os.PathLike):
             _refuse_other_trainer_state(Path(resume_from_checkpoint) / TRAINER_STATE_NAME)
         if getattr(self._trainer, "_tp_size", 1) > 1:
@@ -122,10 +128,10 @@ class TrainerCheckpoints(TrainerMethods):
         trainer = self._trainer
         folder = trainer.args.output_dir if output_dir is None else output_dir
         if not self._in_pipeline:
-            with explaining(f"saving {Path(folder).name}"):
+            with collective_section(f"saving {Path(folder).name}"):
                 self._kind.save_model(trainer, output_dir, _internal_call=_internal_call)
             return
-        with saving(folder, place_of(trainer.model)):
+        with saving(folder, rank_coords_of(trainer.model)):
             save_weights(trainer.model, folder)
             # Tokenizer, arguments, and whatever a subclass adds, without the weights.
             with on_instances("save_pretrained", {trainer.model: lambda *_, **__: None}):
@@ -141,14 +147,14 @@ class TrainerCheckpoints(TrainerMethods):
         args, state = trainer.args, trainer.state
         name = f"checkpoint-{state.global_step}"
         if not self._in_pipeline:
-            with explaining(f"saving {name}"):
+            with collective_section(f"saving {name}"):
                 self._kind._save_checkpoint(trainer, model, trial)
             return
         run_folder = trainer._get_output_dir(trial=trial)
         limit, args.save_total_limit = args.save_total_limit, None
         try:
             folder = os.path.join(run_folder, name)
-            with saving(folder, place_of(trainer.model)):
+            with saving(folder, rank_coords_of(trainer.model)):
                 self._kind._save_checkpoint(trainer, model, trial)
         finally:
             args.save_total_limit = limit
@@ -223,7 +229,7 @@ class TrainerCheckpoints(TrainerMethods):
             return
         with reading(plain):
             state = torch.load(plain, map_location="cpu", weights_only=True)
-            load_plain_optimizer(state, trainer.model, trainer.optimizer)
+            load_full_optimizer_state(state, trainer.model, trainer.optimizer)
         scheduler = os.path.join(str(checkpoint), SCHEDULER_NAME)
         with reading(scheduler):
             trainer.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
@@ -257,14 +263,14 @@ def export_optimizer(folder: str | Path) -> None:
         PipelineError: A file could not be written.
     """
     folder = Path(folder)
-    refuse_torn(folder)
+    check_complete(folder)
     if not has_state(folder):
         raise ConfigError(
             f"{str(folder)!r} holds no optimizer that a pipeline saved. Allowed: checkpoint-N "
             "folders of runs with pp_size > 1 and without save_only_model. Remedy: none is needed "
             "if the folder has optimizer.pt."
         )
-    optimizer, schedulers = read_plain_state(folder)
+    optimizer, schedulers = read_full_state(folder)
     if not schedulers:
         raise ConfigError(
             f"{str(folder)!r} holds no scheduler. Allowed: checkpoint-N folders that a Trainer "
@@ -340,7 +346,7 @@ def _refuse_other_trainer_state(path: Path) -> None:
 
 def _newest(run_folder: Path) -> Path | None:
     """The newest complete checkpoint of a run; None where there is none at all."""
-    newest, torn = newest_complete(run_folder, torn_for_all)
+    newest, torn = newest_complete(run_folder, find_damage_together)
     if torn:
         lacks = "; ".join(f"{str(folder)!r}: {why}" for folder, why in torn.items())
         if newest is None:
@@ -364,7 +370,7 @@ def save_pipeline_state(accelerator: Any, save: Callable[..., Any], *args: Any, 
     """
     with _taken_out(accelerator) as (model, optimizers):
         folder = save(*args, **kw)
-    with saving(folder, place_of(model)):
+    with saving(folder, rank_coords_of(model)):
         save_weights(model, folder)
         save_state(folder, model, optimizers, [])
     return folder
@@ -389,7 +395,7 @@ def load_pipeline_state(
         load(input_dir, *args, **kw)  # which says what is wrong
         return
     if read_mark(folder) is not None:
-        refuse_torn(folder, torn_for_all)
+        check_complete(folder, find_damage_together)
     with _taken_out(accelerator) as (model, optimizers):
         load(str(folder), *args, **kw)
     load_weights(model, folder)
@@ -401,7 +407,7 @@ def load_pipeline_state(
         name = f"optimizer_{number}.bin" if number else "optimizer.bin"
         with reading(folder / name):
             state = torch.load(folder / name, map_location="cpu", weights_only=True)
-            load_plain_optimizer(state, model, optimizer)
+            load_full_optimizer_state(state, model, optimizer)
 
 
 @contextlib.contextmanager
@@ -428,6 +434,6 @@ def _newest_named_automatically(accelerator: Any) -> Path | None:
     numbered = [p for p in folder.glob("checkpoint_*") if p.name.rpartition("_")[2].isdigit()]
     for found in sorted(numbered, key=lambda p: int(p.name.rpartition("_")[2]), reverse=True):
         # What Accelerate itself saved has no mark.
-        if read_mark(found) is None or torn_for_all(found) is None:
+        if read_mark(found) is None or find_damage_together(found) is None:
             return found
     return None

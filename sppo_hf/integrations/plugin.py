@@ -39,7 +39,7 @@ from sppo_hf.integrations.validation import (
 )
 from sppo_hf.pipeline.convert import launch_watchdog, load_model_stages
 from sppo_hf.pipeline.mesh import check_nodes, check_world
-from sppo_hf.pipeline.watchdog import watch_launch_soon
+from sppo_hf.pipeline.watchdog import watch_launch_when_joined
 from sppo_hf.planning.machine import connect_all_streams
 from sppo_hf.rules import show
 
@@ -104,7 +104,7 @@ class SPPOPlugin(ParallelismConfig):
         if not torch.cuda.is_initialized():  # which reads it once, at the first model's move
             connect_all_streams(os.environ)
         if self.config.sharing_ranks > 1:
-            watch_launch_soon(self.config.pp_timeout_seconds)
+            watch_launch_when_joined(self.config.pp_timeout_seconds)
 
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str]) -> Self:

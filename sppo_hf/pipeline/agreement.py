@@ -31,7 +31,7 @@ _SHARED_SETTINGS = (
 )
 
 
-def facts_of(call: ForwardCall, config: SPPOConfig) -> dict[str, int]:
+def call_facts(call: ForwardCall, config: SPPOConfig) -> dict[str, int]:
     """Numbers of a call that all ranks that share its batch must have alike, for `agree`.
 
     With the layout, the only read from the device before the first chunk.
@@ -43,11 +43,11 @@ def facts_of(call: ForwardCall, config: SPPOConfig) -> dict[str, int]:
         "sum of input_ids": 0 if ids is None else int(ids.sum()),
         "sum of labels": 0 if labels is None else int(labels.sum()),
         "training": int(torch.is_grad_enabled()),
-        "settings": settings_number(config),
+        "settings": settings_checksum(config),
     }
 
 
-def settings_number(config: SPPOConfig) -> int:
+def settings_checksum(config: SPPOConfig) -> int:
     """A number for the settings that all ranks that share a batch must have alike."""
     settings = config.to_dict()
     text = json.dumps([settings[name] for name in _SHARED_SETTINGS])
@@ -163,7 +163,7 @@ def _differ(trained: Mapping[int, set[str]]) -> str:
 # whatever that raises, all are told at the same place, and all raise.
 
 
-def first_rank_says(mesh: PipelineMesh, make: Callable[[], ValueT]) -> ValueT:
+def make_on_first_rank(mesh: PipelineMesh, make: Callable[[], ValueT]) -> ValueT:
     """What the first rank that shares a batch makes of a value that all ranks must have alike.
 
     Settings and model are the same everywhere, but not what a rank sees of the model: adapters on
@@ -180,7 +180,7 @@ def first_rank_says(mesh: PipelineMesh, make: Callable[[], ValueT]) -> ValueT:
             box[0] = make()
         except Exception as error:  # noqa: BLE001 (raised below, when the others have heard)
             refusal = error
-            box[1] = PipelineError(run_by_none([_words(error)]))
+            box[1] = PipelineError(refusal_message([_words(error)]))
             if isinstance(error, SPPOError):
                 box[1] = type(error)(*error.args)
     dist.broadcast_object_list(box, mesh.sharing_ranks[0], group=mesh.control)
@@ -199,10 +199,10 @@ def all_say(mesh: PipelineMesh, make: Callable[[], ValueT]) -> list[ValueT]:
         Exception: What `make` raised here.
         PipelineError: It raised on another rank.
     """
-    return all_make(make, mesh.control, say=lambda made: made)[1]
+    return make_on_all_ranks(make, mesh.control, say=lambda made: made)[1]
 
 
-def all_make(
+def make_on_all_ranks(
     make: Callable[[], ValueT], group: Any, *, say: Callable[[ValueT], SaidT]
 ) -> tuple[ValueT, list[SaidT]]:
     """Let every rank of a group make a value, and hear what each `say`s of its own.
@@ -227,11 +227,11 @@ def all_make(
         raise refusal
     words = [words for _, words in answers if words]
     if words:
-        raise PipelineError(run_by_none(words))
+        raise PipelineError(refusal_message(words))
     return made, [answer for answer, _ in answers]
 
 
-def run_by_none(said: list[str]) -> str:
+def refusal_message(said: list[str]) -> str:
     """Why a batch is not run, by what the ranks that refuse it said."""
     return f"This batch is run by no rank, because {'; '.join(said)}"
 

@@ -50,18 +50,18 @@ from sppo_hf.errors import ConfigError, PipelineError
 from sppo_hf.pipeline.checkpoint_files import (
     Digest,
     TensorFiles,
+    find_damage,
     mark_complete,
     mark_incomplete,
     read_json,
     reading,
     refuse_other_files,
-    what_is_torn,
     write_tensors,
     writing,
 )
 from sppo_hf.pipeline.mesh import STORAGE_TIMEOUT, PipelineMesh
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
-from sppo_hf.pipeline.watchdog import explaining
+from sppo_hf.pipeline.watchdog import collective_section
 
 STAGING = ".sppo-saving"
 """Folder inside a checkpoint's for files that are moved out of it when all are written."""
@@ -107,13 +107,13 @@ class RankCoords:
         return _gather_over(self.everyone, value)
 
 
-def place_of(model: nn.Module) -> RankCoords:
+def rank_coords_of(model: nn.Module) -> RankCoords:
     """Where this process stands in saves and loads of `model`; every process calls this."""
     engine = get_engine(model)
-    return place_in(engine.mesh) if isinstance(engine, PipelineEngine) else RankCoords()
+    return rank_coords_in(engine.mesh) if isinstance(engine, PipelineEngine) else RankCoords()
 
 
-def place_in(mesh: PipelineMesh) -> RankCoords:
+def rank_coords_in(mesh: PipelineMesh) -> RankCoords:
     """Where this process stands in saves and loads of a pipeline run."""
     # Ranks that share a sequence hold the same stages, as replicas do.
     return RankCoords(
@@ -142,18 +142,18 @@ def _gather_over(group: Any, value: Any) -> list[Any]:
     return values
 
 
-def torn_for_all(folder: Path) -> str | None:
-    """`what_is_torn`, with the reading of files shared by all processes; every process calls this.
+def find_damage_together(folder: Path) -> str | None:
+    """`find_damage`, with the reading of files shared by all processes; every process calls this.
 
     Raises:
         ConfigError: The checkpoint was written in a later format.
     """
     if not (dist.is_available() and dist.is_initialized()):
-        return what_is_torn(folder)
+        return find_damage(folder)
     group = _all_processes(dist.group.WORLD)
     lacks: str | ConfigError | None
     try:
-        lacks = what_is_torn(folder, share=(dist.get_rank(), dist.get_world_size()))
+        lacks = find_damage(folder, share=(dist.get_rank(), dist.get_world_size()))
     except ConfigError as error:
         lacks = error
     found = next((seen for seen in _gather_over(group, lacks) if seen is not None), None)
@@ -173,7 +173,7 @@ def saving(folder: str | Path, place: RankCoords) -> Iterator[Path]:
         PipelineError: The ranks do not see the same folder, or the disk refused to write.
         RankLostError: Another rank was lost.
     """
-    with explaining(f"saving {Path(folder).name}"), _marked(folder, place) as folder:
+    with collective_section(f"saving {Path(folder).name}"), _marked(folder, place) as folder:
         yield folder
 
 
@@ -309,7 +309,7 @@ def save_weights(
         PipelineError: The ranks do not see the same folder.
         ConfigError: The model is quantized and has no adapters.
     """
-    place = place_of(model)
+    place = rank_coords_of(model)
     with saving(folder, place) as target:
         staging = target / STAGING
         if place.leads:
@@ -382,7 +382,7 @@ def gather_weights(model: nn.Module) -> dict[str, Tensor]:
 
     Every process calls this. Costs the first rank's memory the whole model.
     """
-    place = place_of(model)
+    place = rank_coords_of(model)
     own = {n: t for n, t in model.state_dict().items() if isinstance(t, Tensor)}
     if not place.writes_weights:
         return {}

@@ -219,7 +219,7 @@ def make_mesh(
     return mesh
 
 
-def with_sets(mesh: PipelineMesh, *, timeout_seconds: int) -> PipelineMesh:
+def with_unit_groups(mesh: PipelineMesh, *, timeout_seconds: int) -> PipelineMesh:
     """The same mesh (`sp_size` 1) with groups for units that ranks share; all processes ask."""
     timeout, size = timedelta(seconds=timeout_seconds), mesh.pp_size
     backend = "nccl" if mesh.device.type == "cuda" else "gloo"

@@ -140,9 +140,7 @@ def runs_of(schedule: Schedule, num_chunks: int) -> dict[tuple[int, int], Run]:
     return found
 
 
-def refuse_unsharable_units(
-    parts: ModelParts, layers: Iterable[LayerProfile], pp_size: int
-) -> None:
+def check_shareable_units(parts: ModelParts, layers: Iterable[LayerProfile], pp_size: int) -> None:
     """Refuse models whose units ranks cannot share.
 
     Raises:
@@ -158,7 +156,7 @@ def refuse_unsharable_units(
     head_granules((layer for layer in layers if layer.num_heads), pp_size, parts.name)
 
 
-class HelpedWeights:
+class RemoteWeights:
     """Weights of the stages that other ranks own, while they are here."""
 
     def __init__(self, staged: StagedModel, mesh: PipelineMesh) -> None:
@@ -382,7 +380,7 @@ class SharedUnits:
     """Of hidden states between stages, and of keys and values."""
     stores: Stores
     """Gives a run's keys and values."""
-    weights: HelpedWeights
+    weights: RemoteWeights
     """Of other ranks' stages."""
 
     def __post_init__(self) -> None:

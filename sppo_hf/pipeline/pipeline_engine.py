@@ -41,7 +41,7 @@ from sppo_hf.engine.structure import ModelParts, check_adapters, check_trainable
 from sppo_hf.engine.versions import ReadTensors
 from sppo_hf.errors import ConfigError, PipelineError, SPPOError, UnsupportedModelError
 from sppo_hf.offload.stats import OffloadStats
-from sppo_hf.pipeline.agreement import agree, all_true, facts_of, refused, run_by_none
+from sppo_hf.pipeline.agreement import agree, all_true, call_facts, refusal_message, refused
 from sppo_hf.pipeline.executor import ActionRecord, Executor, Transport, UnitMarks
 from sppo_hf.pipeline.gradients import (
     PipelineLoss,
@@ -51,7 +51,7 @@ from sppo_hf.pipeline.gradients import (
 )
 from sppo_hf.pipeline.mesh import PipelineMesh
 from sppo_hf.pipeline.multiplex import (
-    HelpedWeights,
+    RemoteWeights,
     Run,
     SharedUnits,
     head_granules,
@@ -274,7 +274,7 @@ class PipelineEngine(Engine):
         self._units: StageRunner | None = None
         self._unfit: SPPOError | None = None
         """Why this rank cannot run the batch that it was called with; `_prepare` tells all."""
-        self._helped: HelpedWeights | None = None
+        self._helped: RemoteWeights | None = None
         """Weights of other ranks' stages, once units of these run here."""
         self.trained: tuple[int, ...] = ()
         """By the ranks that share a batch, a number for which parameters train in this step: of its
@@ -354,9 +354,9 @@ class PipelineEngine(Engine):
         """
         self._calls += 1
         self._activity = f"in {kind} pass {self._calls}"
-        with self.watchdog.explaining(self._activity):
+        with self.watchdog.collective_section(self._activity):
             try:
-                with self.watchdog.ending_all(but=(_RefusedByAll,)):
+                with self.watchdog.reporting_failures(but=(_RefusedByAll,)):
                     output = run()
             except _RefusedByAll as refusal:
                 raise refusal.error from refusal.error.__cause__
@@ -478,7 +478,7 @@ class PipelineEngine(Engine):
         if refusal is not None:
             raise _RefusedByAll(refusal)
         if said:
-            raise _RefusedByAll(PipelineError(run_by_none(said)))
+            raise _RefusedByAll(PipelineError(refusal_message(said)))
         assert prepared is not None, "nothing was refused, so all was planned"
         self._allow_step(prepared.plans)
         return prepared
@@ -538,7 +538,7 @@ class PipelineEngine(Engine):
     # -- one step ----------------------------------------------------------------------------
 
     def _agree(self, call: ForwardCall, layout: BatchLayout) -> None:
-        facts = facts_of(call, self.config) | {"used tokens": layout.used_tokens}
+        facts = call_facts(call, self.config) | {"used tokens": layout.used_tokens}
         training = torch.is_grad_enabled()
         everyones = agree(self.mesh, facts, *(self._which_train_here() if training else (0, 0)))
         if training:
@@ -762,7 +762,7 @@ class PipelineEngine(Engine):
             weights=self.helped_weights(),
         )
 
-    def helped_weights(self) -> HelpedWeights:
+    def helped_weights(self) -> RemoteWeights:
         """Weights of other ranks' stages, on this rank's device; where units are shared.
 
         Raises:
@@ -776,7 +776,7 @@ class PipelineEngine(Engine):
                 "unfreeze before the model is prepared, or set pp_msp='off'."
             )
         if self._helped is None:
-            self._helped = HelpedWeights(self.staged, self.mesh)
+            self._helped = RemoteWeights(self.staged, self.mesh)
         self._helped.begin_step(self.mesh.device)
         return self._helped
 

@@ -41,7 +41,7 @@ from sppo_hf.engine.sequence_group import check_heads, own_heads, own_random_num
 from sppo_hf.engine.step_observer import StepObserver
 from sppo_hf.engine.structure import ModelParts
 from sppo_hf.errors import BudgetError, ConfigError, PipelineError, UnsupportedModelError
-from sppo_hf.pipeline.agreement import agree, all_make, facts_of
+from sppo_hf.pipeline.agreement import agree, call_facts, make_on_all_ranks
 from sppo_hf.pipeline.mesh import PipelineMesh
 from sppo_hf.pipeline.watchdog import Watchdog
 
@@ -110,7 +110,7 @@ class SequenceRanks:
             Exception: What `make` raised here.
             PipelineError: It raised on another rank.
         """
-        made, answers = all_make(make, self.control, say=better)
+        made, answers = make_on_all_ranks(make, self.control, say=better)
         best = min(range(self.size), key=answers.__getitem__)
         box = [made]
         first = dist.get_global_rank(self.control, best)
@@ -296,7 +296,7 @@ class _SummedOverRanks(torch.autograd.Function):
         return grad * ctx.size, None
 
 
-def refuse_unshareable(parts: ModelParts, sp_size: int) -> None:
+def check_shareable_sequences(parts: ModelParts, sp_size: int) -> None:
     """Refuse models whose sequences cannot be shared.
 
     A recurrent or convolutional mixer computes along all tokens, inside each family's own code.
@@ -359,7 +359,7 @@ class SequenceParallelEngine(Engine):
                 "sum of attention_mask": -1 if mask is None else int(mask.sum()),
                 "trained parameters": zlib.crc32(which_train(self.parts.causal_lm.parameters())),
             }
-            agree(self.mesh, facts_of(call, self.config) | read)
+            agree(self.mesh, call_facts(call, self.config) | read)
             with own_random_numbers(self.group, call.device):
                 output = super()._run(call)
         activity = f"in backward pass {self._calls}"
@@ -372,6 +372,9 @@ class SequenceParallelEngine(Engine):
     def _guarded(self, activity: str) -> Iterator[None]:
         """A part of a step: others hear where this rank is, and errors name what failed."""
         alike = (ConfigError, BudgetError, UnsupportedModelError, PipelineError)
-        with self.watchdog.explaining(activity), self.watchdog.ending_all(but=alike):
+        with (
+            self.watchdog.collective_section(activity),
+            self.watchdog.reporting_failures(but=alike),
+        ):
             yield
         self.watchdog.doing(activity.replace("in ", "after ", 1))

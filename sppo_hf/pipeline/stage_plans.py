@@ -20,7 +20,7 @@ from sppo_hf.engine.offload_holder import offloaded_bytes
 from sppo_hf.engine.plan_cache import STEP_MEASURED, LastTrained, shared_plan, warn_of_less
 from sppo_hf.errors import BudgetError, ConfigError
 from sppo_hf.offload.stats import OffloadStats
-from sppo_hf.pipeline.agreement import all_make, all_say, first_rank_says
+from sppo_hf.pipeline.agreement import all_say, make_on_all_ranks, make_on_first_rank
 from sppo_hf.planning.choices import read_budgets
 from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.cost import Correction, ModelCost
@@ -232,7 +232,7 @@ class StagePlanCache:
 
             said: list[_Said] = []
             if training and (shape not in self._steps or choice.schedule == MSP):
-                plans, said = all_make(make, self._engine.mesh.control, say=_say)
+                plans, said = make_on_all_ranks(make, self._engine.mesh.control, say=_say)
                 if choice.schedule == MSP:
                     # What of a unit is computed again must be the same on all that share it.
                     everyones = {s: plan for one in said for s, plan in one.plans.items()}
@@ -290,7 +290,7 @@ class StagePlanCache:
                 )
             return choice, parts.causal_lm.dtype
 
-        return first_rank_says(engine.mesh, choose)
+        return make_on_first_rank(engine.mesh, choose)
 
     def _show(self, shape: tuple[Any, ...], done: BatchPlans) -> None:
         corrected = self._corrected.pop(shape, None)

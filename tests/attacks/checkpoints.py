@@ -33,9 +33,9 @@ from sppo_hf.pipeline.checkpoint import RankCoords, load_weights, save_weights, 
 from sppo_hf.pipeline.checkpoint_files import (
     MARK_NAME,
     STATE_FOLDER,
+    check_complete,
     mark_complete,
     newest_complete,
-    refuse_torn,
 )
 from sppo_hf.pipeline.checkpoint_state import (
     load_random_state,
@@ -152,7 +152,7 @@ def resume(checkpoint: Path, scratch: Path) -> float:
 def load(checkpoint: Path) -> str:
     """Verify and load, as a rank does."""
     mine = originals()
-    refuse_torn(checkpoint)
+    check_complete(checkpoint)
     load_weights(mine.model, checkpoint)
     load_state(checkpoint, mine.model, [mine.optimizer], [mine.scheduler])
     load_random_state(checkpoint, mine.model)

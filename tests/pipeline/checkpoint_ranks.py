@@ -20,7 +20,13 @@ from torch import nn
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.pipeline import checkpoint
-from sppo_hf.pipeline.checkpoint import gather_weights, load_weights, place_of, save_weights, saving
+from sppo_hf.pipeline.checkpoint import (
+    gather_weights,
+    load_weights,
+    rank_coords_of,
+    save_weights,
+    saving,
+)
 from sppo_hf.pipeline.checkpoint_state import (
     load_random_state,
     load_state,
@@ -102,7 +108,7 @@ def run(task: dict[str, Any], out: Path) -> None:
     torch.manual_seed(100 + dist.get_rank())
     if task["do"] == "die" and dist.get_rank() == 1:
         _die_after(task["shards"])
-    with saving(folder, place_of(model)):
+    with saving(folder, rank_coords_of(model)):
         save_weights(model, folder, max_shard_size=task.get("max_shard_size", "50GB"))
         save_state(folder, model, [optimizer], [scheduler])
     assert random_state(model)["cpu"].equal(torch.random.get_rng_state()), "saving draws no numbers"

@@ -20,17 +20,17 @@ from sppo_hf.pipeline import checkpoint, checkpoint_files
 from sppo_hf.pipeline.checkpoint_files import (
     MARK_NAME,
     TensorFiles,
+    check_complete,
     decode,
     digests_of,
     encode,
+    find_damage,
     mark_complete,
     mark_incomplete,
     newest_complete,
     read_json,
     read_mark,
     reading,
-    refuse_torn,
-    what_is_torn,
     write_json,
     write_tensors,
     writing,
@@ -219,14 +219,14 @@ def save(folder: Path) -> Path:
     (folder / "config.json").write_text("{}")
     (folder / "sppo_optimizer").mkdir()
     (folder / "sppo_optimizer" / "index.json").write_bytes(b"{ }")
-    assert what_is_torn(folder) == "its save did not come to its end"
+    assert find_damage(folder) == "its save did not come to its end"
     mark_complete(folder, {"layout": {"pp_size": 2}})
     return folder
 
 
 def test_a_complete_folder_stays_complete_when_files_are_added_or_edited(tmp_path: Path):
     folder = save(tmp_path / "checkpoint-1")
-    assert what_is_torn(folder) is None
+    assert find_damage(folder) is None
     assert read_mark(folder) == {
         "complete": True,
         "format": 2,
@@ -239,8 +239,8 @@ def test_a_complete_folder_stays_complete_when_files_are_added_or_edited(tmp_pat
     }
     (folder / "config.json").write_text('{"edited": 1}')
     (folder / "optimizer.pt").write_bytes(b"1")
-    assert what_is_torn(folder) is None
-    refuse_torn(folder)
+    assert find_damage(folder) is None
+    check_complete(folder)
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_what_is_gone_or_cut_is_named(tmp_path: Path, name, content, lacks):
         (folder / name).unlink()
     else:
         (folder / name).write_bytes(content)
-    assert str(what_is_torn(folder)).startswith(lacks)
+    assert str(find_damage(folder)).startswith(lacks)
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/../../b", "x" * 6000, "a\0b", ""])
@@ -277,24 +277,24 @@ def test_a_mark_that_names_files_elsewhere_is_damaged_and_nothing_is_asked_of_th
     (tmp_path / "secret").write_text("ok")
     mark = {"complete": True, "format": 2, "files": {name: noted}}
     (folder / MARK_NAME).write_text(json.dumps(mark))
-    assert what_is_torn(folder) == "its sppo_checkpoint.json is damaged"
+    assert find_damage(folder) == "its sppo_checkpoint.json is damaged"
 
 
 def test_a_mark_that_is_a_pipe_is_damaged_and_not_waited_for(tmp_path: Path):
     folder = save(tmp_path / "checkpoint-1")
     (folder / MARK_NAME).unlink()
     os.mkfifo(folder / MARK_NAME)
-    assert what_is_torn(folder) == "its sppo_checkpoint.json is damaged"
+    assert find_damage(folder) == "its sppo_checkpoint.json is damaged"
 
 
 def test_marks_of_the_former_format_are_read_and_of_a_later_one_refused(tmp_path: Path):
     folder = save(tmp_path / "checkpoint-1")
     former = {"complete": True, "files": {"model.safetensors": 5, "config.json": None}}
     (folder / MARK_NAME).write_text(json.dumps(former))
-    assert what_is_torn(folder) is None
+    assert find_damage(folder) is None
     later = {"complete": True, "format": 3, "files": "of another kind"}
     (folder / MARK_NAME).write_text(json.dumps(later))
-    for ask in (refuse_torn, what_is_torn, lambda folder: newest_complete(folder.parent)):
+    for ask in (check_complete, find_damage, lambda folder: newest_complete(folder.parent)):
         with pytest.raises(ConfigError, match=r"has format 3, of a later version .* up to 2"):
             ask(folder)
 
@@ -302,7 +302,7 @@ def test_marks_of_the_former_format_are_read_and_of_a_later_one_refused(tmp_path
 def test_a_share_of_the_digests_is_compared(tmp_path: Path):
     folder = save(tmp_path / "checkpoint-1")
     (folder / "model.safetensors").write_bytes(b"12354")
-    assert [what_is_torn(folder, share=(rank, 2)) is None for rank in range(2)] == [False, True]
+    assert [find_damage(folder, share=(rank, 2)) is None for rank in range(2)] == [False, True]
 
 
 def test_files_that_were_there_before_are_no_part_of_a_save(tmp_path: Path):
@@ -316,9 +316,9 @@ def test_files_that_were_there_before_are_no_part_of_a_save(tmp_path: Path):
 
 def test_a_folder_of_the_trainers_own_is_complete_with_its_state(tmp_path: Path):
     (tmp_path / "trainer_state.json").write_text("{}")
-    assert what_is_torn(tmp_path) is None
+    assert find_damage(tmp_path) is None
     (tmp_path / "trainer_state.json").write_text("{")
-    assert what_is_torn(tmp_path) == "its trainer_state.json is damaged"
+    assert find_damage(tmp_path) == "its trainer_state.json is damaged"
 
 
 def test_checkpoints_inside_a_folder_are_none_of_its_files(tmp_path: Path):
@@ -338,7 +338,7 @@ def test_the_newest_complete_one_is_found_by_number(tmp_path: Path):
     assert newest == tmp_path / "checkpoint-9"
     assert [folder.name for folder in torn] == ["checkpoint-11", "checkpoint-10"]
     with pytest.raises(ConfigError, match=r"checkpoint-11' is torn.*resume from .*checkpoint-9'"):
-        refuse_torn(tmp_path / "checkpoint-11")
+        check_complete(tmp_path / "checkpoint-11")
 
 
 @pytest.mark.parametrize("damaged", ["a.safetensors", "b.safetensors", None])
@@ -349,7 +349,7 @@ def test_ranks_share_the_reading_and_agree(tmp_path: Path, monkeypatch, damaged:
     mark_complete(tmp_path, {})
     if damaged:
         (tmp_path / damaged).write_bytes(b"21")
-    found = [what_is_torn(tmp_path, share=(rank, 2)) for rank in range(2)]
+    found = [find_damage(tmp_path, share=(rank, 2)) for rank in range(2)]
     monkeypatch.setattr(checkpoint, "_all_processes", lambda world: None)
     monkeypatch.setattr(checkpoint.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(checkpoint.dist, "get_world_size", lambda: 2)
@@ -361,4 +361,4 @@ def test_ranks_share_the_reading_and_agree(tmp_path: Path, monkeypatch, damaged:
             return found
 
         monkeypatch.setattr(checkpoint, "_gather_over", gather)
-        assert (checkpoint.torn_for_all(tmp_path) is not None) is bool(damaged)
+        assert (checkpoint.find_damage_together(tmp_path) is not None) is bool(damaged)

@@ -19,7 +19,7 @@ from sppo_hf.engine.structure import find_parts
 from sppo_hf.errors import ConfigError
 from sppo_hf.pipeline import multiplex
 from sppo_hf.pipeline.multiplex import (
-    HelpedWeights,
+    RemoteWeights,
     Run,
     SharedUnits,
     head_granules,
@@ -105,7 +105,7 @@ def test_a_stage_has_up_to_three_runs() -> None:
 
 
 class Passing:
-    """Stands for `HelpedWeights`, and notes what would pass between ranks."""
+    """Stands for `RemoteWeights`, and notes what would pass between ranks."""
 
     def __init__(self) -> None:
         """Nothing yet."""
@@ -229,7 +229,7 @@ def test_a_weight_has_a_gradient_if_any_rank_has_one(
         device=torch.device("cpu"),
         world_rank=lambda rank: rank,
     )
-    helped = HelpedWeights(staged, mesh)
+    helped = RemoteWeights(staged, mesh)
     trained_elsewhere = [p for p in staged.parameters_of(1) if p.requires_grad]
     assert trained_elsewhere
     assert not any(p.untyped_storage().nbytes() for p in trained_elsewhere)

@@ -34,7 +34,7 @@ from tests.planning.shapes import tiny_shape
 class Watched:
     """Fails a test whose call gets as far as to the other ranks."""
 
-    def explaining(self, what: str) -> None:
+    def collective_section(self, what: str) -> None:
         raise AssertionError(f"went on to run: {what}")
 
 

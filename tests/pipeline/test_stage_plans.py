@@ -115,12 +115,12 @@ def test_stages_are_planned_anew_for_other_trained_parameters(
     monkeypatch.setattr("sppo_hf.pipeline.pipeline_engine.agree", agree)
     chosen: list[object] = []
 
-    def first_rank_says(mesh: object, make: Callable[[], Any]) -> Any:
+    def make_on_first_rank(mesh: object, make: Callable[[], Any]) -> Any:
         chosen.append(mesh)
         return make()
 
-    monkeypatch.setattr(stage_plans, "first_rank_says", first_rank_says)
-    monkeypatch.setattr(stage_plans, "all_make", _alone)
+    monkeypatch.setattr(stage_plans, "make_on_first_rank", make_on_first_rank)
+    monkeypatch.setattr(stage_plans, "make_on_all_ranks", _alone)
     model = make(num_chunks=2)
     engine: Any = get_engine(model)
     engine.mesh.sets, engine.mesh.control = {}, None
@@ -158,7 +158,7 @@ def test_stages_are_planned_anew_for_other_trained_parameters(
 
 
 def _alone(make: Callable[[], Any], group: object, *, say: Callable[[Any], Any]) -> Any:
-    """What `all_make` returns where there is one rank."""
+    """What `make_on_all_ranks` returns where there is one rank."""
     made = make()
     return made, [say(made)]
 

@@ -187,7 +187,7 @@ def test_a_process_that_is_gone_is_missed_at_once(
     time.sleep(0.5)
     assert not launch.ended
     os.kill(child[0], signal.SIGKILL)
-    with dog.explaining():
+    with dog.collective_section():
         assert eventually(lambda: 0 in launch.ended)
     said = launch.ended[0]
     assert "because lost rank 1, last seen in step 3: its process ended without an error" in said
@@ -283,7 +283,7 @@ def test_a_broken_connection_is_never_ones_own_failure(
     os.kill(child[0], signal.SIGKILL)
     for dog in (last, first):
         with pytest.raises(RankLostError, match=r"^lost rank 1, last seen in step 3: "):
-            with dog.explaining("clipping gradients"):
+            with dog.collective_section("clipping gradients"):
                 raise BROKEN
 
 
@@ -312,7 +312,7 @@ def test_a_rank_that_left_before_it_began_is_missed_where_it_is_needed(launch: L
     second.close()
     time.sleep(3 * TIMEOUT)
     assert not launch.ended
-    with first.explaining("forming groups of ranks"):
+    with first.collective_section("forming groups of ranks"):
         assert eventually(lambda: 0 in launch.ended)
     said = launch.ended[0]
     assert "because lost rank 1, last seen before training: its process ended without" in said
@@ -321,7 +321,7 @@ def test_a_rank_that_left_before_it_began_is_missed_where_it_is_needed(launch: L
 def test_sys_exit_in_training_is_told(launch: Launch) -> None:
     first, second = launch.start(0), launch.start(1)
     second.in_step("in step 3")
-    with pytest.raises(SystemExit), second.explaining("logging"):
+    with pytest.raises(SystemExit), second.collective_section("logging"):
         raise SystemExit(3)
     second.close()
     assert str(first.explain(BROKEN)).startswith("rank 1 ended in step 3, logging by sys.exit(3)")
@@ -345,7 +345,7 @@ def test_a_rank_that_needs_nobody_has_time_to_end(launch: Launch) -> None:
     assert eventually(lambda: first._failure is not None)
     time.sleep(1.0)
     assert not launch.ended
-    with first.explaining():
+    with first.collective_section():
         assert eventually(lambda: 0 in launch.ended, seconds=1.5)
 
 
@@ -360,12 +360,12 @@ def test_a_rank_that_was_held_up_says_so(launch: Launch) -> None:
 def test_what_passes_through_stays_the_place(launch: Launch) -> None:
     dog = launch.start(0)
     dog.in_step("in step 2")
-    with dog.explaining("clipping gradients"):
+    with dog.collective_section("clipping gradients"):
         assert dog.activity == "in step 2, clipping gradients"
     assert dog.activity == "in step 2"
-    with pytest.raises(KeyError), dog.explaining("logging"):
+    with pytest.raises(KeyError), dog.collective_section("logging"):
         raise KeyError("x")
-    assert dog.words_for(KeyError("x")) == "rank 0 failed in step 2, logging: KeyError: 'x'"
+    assert dog.describe_failure(KeyError("x")) == "rank 0 failed in step 2, logging: KeyError: 'x'"
 
 
 # -- the store -----------------------------------------------------------------------------------
