@@ -186,7 +186,7 @@ def total_norm(
     # or its norm, which may be the one that is logged, is another one than theirs.
     both = torch.stack([own if infinite else own**norm_type, own.new_tensor(float(double))])
     dist.all_reduce(
-        both, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=mesh.pipeline
+        both, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=mesh.pp_group
     )
     norm = both[0] if infinite else both[0] ** (1.0 / norm_type)
     return norm if both[1] else norm.float()
@@ -231,7 +231,7 @@ def agree_on_infinities(scaler: Any, mesh: PipelineMesh) -> None:
         )
     shared: Any = scaler
     shared.__class__ = PipelineGradScaler
-    shared.sppo_group = mesh.pipeline
+    shared.sppo_group = mesh.pp_group
 
 
 def only_tensors(nest: Any) -> bool:

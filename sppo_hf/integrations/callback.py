@@ -332,12 +332,12 @@ class SPPOCallback(TrainerCallback):
         """Tell the other ranks of a pipeline where this one is, for when it is lost."""
         current = watchdog() if self._active else None
         if current is not None:
-            current.in_step(words)
+            current.set_step(words)
 
     def _tell_detail(self, words: str) -> None:
         current = watchdog() if self._active else None
         if current is not None:
-            current.doing(words)
+            current.set_activity(words)
 
     def _shorten_console(self) -> None:
         """Have what prints logs print a summary in place of our numbers; loggers get them all."""

@@ -122,7 +122,7 @@ def rank_coords_in(mesh: PipelineMesh) -> RankCoords:
         mesh.pp_size,
         mesh.dp_size * mesh.sp_size,
         everyone=_all_processes(dist.group.WORLD),
-        pipeline=mesh.storage,
+        pipeline=mesh.storage_group,
     )
 
 

@@ -101,7 +101,7 @@ class Run:
         return len(self.ranks) > 1
 
 
-class Visit(NamedTuple):
+class WeightUse(NamedTuple):
     """Shared units of one stage that a rank runs one after the other, on its weights."""
 
     stage: int
@@ -112,9 +112,11 @@ class Visit(NamedTuple):
     last: Action
 
 
-def visits_of(schedule: Schedule, rank: int, runs: Mapping[tuple[int, int], Run]) -> list[Visit]:
+def weight_uses(
+    schedule: Schedule, rank: int, runs: Mapping[tuple[int, int], Run]
+) -> list[WeightUse]:
     """What a rank needs the weights of helped or shared stages for, in order."""
-    found: list[Visit] = []
+    found: list[WeightUse] = []
     before: tuple[int, tuple[int, ...]] | None = None
     computes = [action for action in schedule.ranks[rank] if action.kind in COMPUTE_KINDS]
     for ahead, action in pairwise([computes[0], *computes]):
@@ -123,12 +125,12 @@ def visits_of(schedule: Schedule, rank: int, runs: Mapping[tuple[int, int], Run]
         if here == before:
             found[-1:] = [found[-1]._replace(last=action)] if run.is_shared else found[-1:]
         elif run.is_shared:
-            found.append(Visit(action.stage, run, ahead, action, action))
+            found.append(WeightUse(action.stage, run, ahead, action, action))
         before = here
     return found
 
 
-def runs_of(schedule: Schedule, num_chunks: int) -> dict[tuple[int, int], Run]:
+def chunk_runs(schedule: Schedule, num_chunks: int) -> dict[tuple[int, int], Run]:
     """The run of each (stage, chunk); all micro-batches have the same."""
     found: dict[tuple[int, int], Run] = {}
     for stage in range(schedule.num_stages):
@@ -252,7 +254,7 @@ class RemoteWeights:
             work = dist.broadcast(
                 flat,
                 self._mesh.world_rank(stage),
-                group=self._mesh.sets[run.ranks],
+                group=self._mesh.unit_groups[run.ranks],
                 async_op=True,
             )
             coming.append((work, flat, [] if alone else bucket))
@@ -285,7 +287,7 @@ class RemoteWeights:
             work = dist.reduce(
                 flat,
                 self._mesh.world_rank(stage),
-                group=self._mesh.sets[run.ranks],
+                group=self._mesh.unit_groups[run.ranks],
                 async_op=True,
             )
             self._leaving.append((work, flat, bucket if is_owner else []))
@@ -326,7 +328,7 @@ class RemoteWeights:
         self.wait_for_reduce()
         every = [p for parameters in self._trained.values() for p in parameters]
         there = torch.tensor([id(p) in self._there for p in every], dtype=torch.int32)
-        dist.all_reduce(there, group=self._mesh.control)
+        dist.all_reduce(there, group=self._mesh.control_group)
         self._join(p for p, count in zip(every, there.tolist(), strict=True) if count)
         self._there.clear()
         self._aside.clear()
@@ -365,7 +367,7 @@ class SharedUnits:
     transport: Transport
     _: KW_ONLY
     runs: Mapping[tuple[int, int], Run]
-    """`runs_of` the schedule."""
+    """`chunk_runs` the schedule."""
     bounds: Bounds
     """Of the chunks."""
     rows: list[tuple[int, int]]
@@ -406,7 +408,7 @@ class SharedUnits:
         """Stores of runs that have ended, with sums of a chunk's dK and dV that are to go back."""
         self._ending: list[KVStore] = []
         """Keys of the run whose last backward runs."""
-        visits = visits_of(self.schedule, self.rank, self.runs)
+        visits = weight_uses(self.schedule, self.rank, self.runs)
         self._fetched_in = {visit.ahead: visit for visit in visits}
         self._first = {visit.first: visit for visit in visits}
         self._last = {visit.last: visit for visit in visits}

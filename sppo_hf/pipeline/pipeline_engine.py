@@ -54,8 +54,8 @@ from sppo_hf.pipeline.multiplex import (
     RemoteWeights,
     Run,
     SharedUnits,
+    chunk_runs,
     head_granules,
-    runs_of,
 )
 from sppo_hf.pipeline.sequence_parallel import SequenceRanks
 from sppo_hf.pipeline.stage_plans import (
@@ -138,7 +138,7 @@ class PipelineStepTimer:
 
     def action(self, action: Action, words: str) -> None:
         """The rank is about to carry out `action`."""
-        self.engine.watchdog.doing(f"{self.name}, {words}")
+        self.engine.watchdog.set_activity(f"{self.name}, {words}")
         if action.kind == "F" or action.kind in _BACKWARDS:
             direction = "forward" if action.kind == "F" else "backward"
             units = self.step.schedule.num_units
@@ -259,7 +259,7 @@ class PipelineEngine(Engine):
         """What this rank did in the last step, and when."""
         self.loss_scaler: Any = None
         """The gradient scaler of float16 training, whose scale the loss will be multiplied by."""
-        self.replicas = Replicas(mesh.replicas, mesh.replicas_control)
+        self.replicas = Replicas(mesh.replica_group, mesh.replica_control_group)
         self._stage_plans = StagePlanCache(self)
         if self.traces is not None:
             self.traces.rank = mesh.world_rank(mesh.pp_rank)
@@ -360,7 +360,7 @@ class PipelineEngine(Engine):
                     output = run()
             except _RefusedByAll as refusal:
                 raise refusal.error from refusal.error.__cause__
-        self.watchdog.doing(f"after {kind} pass {self._calls}")
+        self.watchdog.set_activity(f"after {kind} pass {self._calls}")
         return output
 
     def _run(self, call: ForwardCall, layout: BatchLayout) -> ModelOutput:  # type: ignore[override]
@@ -521,7 +521,7 @@ class PipelineEngine(Engine):
             # run, with more idle time.
             check_size(step.name, Size(self.mesh.pp_size, len(rows), len(bounds), step.virtual))
             self._size_checked = True
-        runs = runs_of(step.schedule, len(bounds)) if name == MSP else None
+        runs = chunk_runs(step.schedule, len(bounds)) if name == MSP else None
         return Prepared(rows, plans, bounds, step, reduces, runs)
 
     def _allow_step(self, plans: BatchPlans) -> None:
@@ -657,7 +657,7 @@ class PipelineEngine(Engine):
 
     def _set_ranks(self, ranks: tuple[int, ...]) -> SequenceRanks:
         number = ranks.index(self.mesh.pp_rank)
-        group, granules = self.mesh.sets[ranks], self._head_granules()
+        group, granules = self.mesh.unit_groups[ranks], self._head_granules()
         return SequenceRanks(group, number, len(ranks), granules=granules)
 
     def _head_granules(self) -> int | None:
@@ -782,15 +782,15 @@ class PipelineEngine(Engine):
 
     def _finish_gradients(self, gradients: StepGradients, reduces: bool) -> None:
         shared = self.shared_parameters()
-        if shared and self.mesh.ends is not None:
-            gradients.add_shared(shared, self.mesh.ends)
+        if shared and self.mesh.embedding_group is not None:
+            gradients.add_shared(shared, self.mesh.embedding_group)
         if shared and reduces:
             gradients.start_reducing(shared, self.replicas)
         gradients.take()
 
     def shared_parameters(self) -> list[nn.Parameter]:
         """The trained parameters of this rank that the pipeline's other end holds as well."""
-        if self.mesh.ends is None:
+        if self.mesh.embedding_group is None:
             return []
         named = dict(self.parts.causal_lm.named_parameters())
         names = sorted(name for name in self.staged.shared_names if name in named)
@@ -834,11 +834,11 @@ class PipelineEngine(Engine):
 
     def reduces_replicas(self) -> bool:
         """Whether the gradients of this step are averaged over replicas."""
-        return self.mesh.replicas is not None and self.reduces()
+        return self.mesh.replica_group is not None and self.reduces()
 
     def agreed(self, value: bool) -> bool:
         """Whether all ranks of all replicas say so; all of them ask at the same moments."""
-        return all_true(value, self.mesh.control, self.mesh.replicas_control)
+        return all_true(value, self.mesh.control_group, self.mesh.replica_control_group)
 
     def _scaler_scale(self) -> Tensor | float:
         scaler = self.loss_scaler
@@ -848,7 +848,7 @@ class PipelineEngine(Engine):
         return scaler._init_scale if scaler._scale is None else scaler._scale.clone()
 
     def _sum_over_pipeline(self, x: Tensor) -> Tensor:
-        for group in (self.mesh.pipeline, self.mesh.sequence):
+        for group in (self.mesh.pp_group, self.mesh.sp_group):
             if group is not None:
                 dist.all_reduce(x, group=group)
         return x
@@ -862,9 +862,9 @@ class PipelineEngine(Engine):
         if units.losses:
             total = torch.stack(units.losses).sum().to(wide)
         # Zero on all but the last rank, unless they share its units.
-        dist.all_reduce(total, group=self.mesh.pipeline)
-        if self.mesh.sequence is not None:
-            dist.all_reduce(total, group=self.mesh.sequence)
+        dist.all_reduce(total, group=self.mesh.pp_group)
+        if self.mesh.sp_group is not None:
+            dist.all_reduce(total, group=self.mesh.sp_group)
         output = CausalLMOutputWithPast(loss=divide_loss(total, *self._count_and_divisor(call)))
         if units.router_loss is not None:
             if gradients is None:  # in training it was done before the first backward

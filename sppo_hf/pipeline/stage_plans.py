@@ -209,9 +209,9 @@ class StagePlanCache:
         """
         training = torch.is_grad_enabled()
         self._accumulates |= training and self._holds_gradients_twice()
-        if self._engine.mesh.sets:  # then ranks plan together
+        if self._engine.mesh.unit_groups:  # then ranks plan together
             twice = torch.tensor(int(self._accumulates))
-            dist.all_reduce(twice, op=dist.ReduceOp.MAX, group=self._engine.mesh.control)
+            dist.all_reduce(twice, op=dist.ReduceOp.MAX, group=self._engine.mesh.control_group)
             self._accumulates = bool(twice)
         if training:
             self._forget(self._last_trained.use(self._engine.trained))
@@ -232,7 +232,7 @@ class StagePlanCache:
 
             said: list[_Said] = []
             if training and (shape not in self._steps or choice.schedule == MSP):
-                plans, said = make_on_all_ranks(make, self._engine.mesh.control, say=_say)
+                plans, said = make_on_all_ranks(make, self._engine.mesh.control_group, say=_say)
                 if choice.schedule == MSP:
                     # What of a unit is computed again must be the same on all that share it.
                     everyones = {s: plan for one in said for s, plan in one.plans.items()}
@@ -272,7 +272,7 @@ class StagePlanCache:
             """Only on the first rank, which alone simulates."""
             wanted: dict[str, Any] = {
                 "micro_batches": micro_batches,
-                "may_share": training and bool(engine.mesh.sets),
+                "may_share": training and bool(engine.mesh.unit_groups),
             }
             if training:
                 choice = choose_pipeline(
@@ -430,7 +430,9 @@ class StagePlanCache:
     def _holds_gradients_twice(self) -> bool:
         """Whether a step's gradients lie beside others: earlier ones, or those being reduced."""
         parameters = self._engine.parts.causal_lm.parameters()
-        return self._engine.mesh.replicas is not None or any(p.grad is not None for p in parameters)
+        return self._engine.mesh.replica_group is not None or any(
+            p.grad is not None for p in parameters
+        )
 
     def _make(
         self,

@@ -123,7 +123,7 @@ def test_stages_are_planned_anew_for_other_trained_parameters(
     monkeypatch.setattr(stage_plans, "make_on_all_ranks", _alone)
     model = make(num_chunks=2)
     engine: Any = get_engine(model)
-    engine.mesh.sets, engine.mesh.control = {}, None
+    engine.mesh.unit_groups, engine.mesh.control_group = {}, None
     call = read_call(engine.parts, engine.original_forward, (), make_batch(tokens=20))
 
     def plan() -> BatchPlans:
