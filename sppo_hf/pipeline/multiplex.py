@@ -72,7 +72,6 @@ from sppo_hf.engine.sequence_group import (
 from sppo_hf.engine.stages import StagedModel
 from sppo_hf.engine.structure import ModelParts
 from sppo_hf.errors import PipelineError, UnsupportedModelError
-from sppo_hf.pipeline.executor import Transport
 from sppo_hf.pipeline.gradients import buckets_of
 from sppo_hf.pipeline.mesh import PipelineMesh
 from sppo_hf.planning.chunk_bounds import Bounds
