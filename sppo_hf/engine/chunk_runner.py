@@ -75,11 +75,11 @@ from sppo_hf.offload.casts import WeightCasts
 from sppo_hf.offload.engine import OffloadEngine, PrefetchOrder
 from sppo_hf.offload.layer_offload import LayerOffload
 from sppo_hf.offload.weights import HostWeights
-from sppo_hf.planning.activation_modes import FrameMode
+from sppo_hf.planning.activation_modes import ActivationMode
 from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.decisions import KVMode
 from sppo_hf.planning.plan import Plan
-from sppo_hf.planning.tiers import away_tiers
+from sppo_hf.planning.tiers import offload_tiers
 
 # B batch rows, C tokens of a chunk, T tokens of the sequence, D model width.
 
@@ -143,7 +143,7 @@ class ChunkInputs:
         }
 
 
-_RECOMPUTED = FrameMode("inputs", "device")
+_RECOMPUTED = ActivationMode("inputs", "device")
 
 # Layers times tokens of prefix between two times that free heap is given back in backward.
 _TRIM_TOKENS = 8192
@@ -241,7 +241,7 @@ class ChunkRunner:
     def _new_prefetch_order(self) -> PrefetchOrder:
         plan = self._plan
         away = any(mode.offload for row in plan.layer_modes for mode in row)
-        away = plan.training and (away or any(mode in away_tiers() for mode in plan.kv_modes))
+        away = plan.training and (away or any(mode in offload_tiers() for mode in plan.kv_modes))
         return self._offload.new_prefetch_order(
             max_pending_d2h_bytes=plan.max_pending_d2h_bytes,
             # Without links the caller says when the frames of a chunk are to come.

@@ -47,7 +47,7 @@ from sppo_hf.engine.sequence_group import RecomputeExchanges
 from sppo_hf.engine.versions import ReadTensors, Versions
 from sppo_hf.errors import SPPOError
 from sppo_hf.offload.engine import OffloadedTensor, OffloadEngine, PrefetchOrder
-from sppo_hf.planning.activation_modes import FrameMode
+from sppo_hf.planning.activation_modes import ActivationMode
 
 AroundLayers = Callable[[], contextlib.AbstractContextManager[object]]
 """Makes a context in which layers run."""
@@ -143,7 +143,7 @@ class RecomputedLayer:
         prefetch_order: PrefetchOrder | None,
         offload: OffloadEngine,
         keep: Callable[[str, Tensor], Tensor],
-        mode: FrameMode,
+        mode: ActivationMode,
         label: str,
         reads: ReadTensors,
         in_tiles: InTiles = lambda layer, hidden, frame: contextlib.nullcontext(),

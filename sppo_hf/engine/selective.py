@@ -59,7 +59,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sppo_hf.errors import SPPOError
 from sppo_hf.offload.engine import OffloadedTensor, OffloadEngine
 from sppo_hf.offload.storage import version_of
-from sppo_hf.planning.tiers import AwayTier
+from sppo_hf.planning.tiers import OffloadTier
 
 
 class Holder(Protocol):
@@ -126,7 +126,7 @@ class SavedTensor:
 class SavedOffloaded:
     """A tensor that travels to `tier` and back."""
 
-    def __init__(self, engine: OffloadEngine, tensor: Tensor, tier: AwayTier) -> None:
+    def __init__(self, engine: OffloadEngine, tensor: Tensor, tier: OffloadTier) -> None:
         self._engine = engine
         self._handle: OffloadedTensor | None = engine.start_offload(tensor, tier=tier)
 

@@ -27,7 +27,7 @@ from sppo_hf.offload.storage import MODIFIED, OffloadedTensor
 from sppo_hf.offload.tiers import HostTier, Tier
 from sppo_hf.offload.transfers import TransferManager
 from sppo_hf.planning.memory import HOST_SLAB_BYTES
-from sppo_hf.planning.tiers import AwayTier
+from sppo_hf.planning.tiers import OffloadTier
 
 
 class OffloadEngine:
@@ -125,7 +125,7 @@ class OffloadEngine:
 
     @torch.no_grad()
     def start_offload(
-        self, tensor: Tensor, *, label: object = None, tier: AwayTier = "host"
+        self, tensor: Tensor, *, label: object = None, tier: OffloadTier = "host"
     ) -> OffloadedTensor:
         """Start copying `tensor` to the host or on to the disk; return what stands for it.
 

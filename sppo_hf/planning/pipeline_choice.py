@@ -166,7 +166,7 @@ class _Search:
         self._budgets = read_budgets(config, device)
         self._ways = list(_ways(config, device))
         away = (tier for tier in read_choices(config, device).tiers if tier != DEVICE)
-        self._frame_tier = next(away, HOST)
+        self._activation_tier = next(away, HOST)
         self.found: list[tuple[int, float, int, str, Bounds]] = []
         """Bytes that are missing, seconds of a step; of equals the first; schedule and chunks."""
 
@@ -202,7 +202,7 @@ class _Search:
                 bounds,
                 saved=saved,
                 offload=offload,
-                frame_tier=self._frame_tier,
+                activation_tier=self._activation_tier,
                 kv_tier=kv_tier,
                 link_bytes_per_second=UNKNOWN_LINK,
             )
@@ -230,7 +230,7 @@ def stage_seconds(plan: Plan) -> StageSeconds:
     forward = program.seconds[:ahead].reshape(chunks, -1).sum(axis=1)
     backward = program.seconds[ahead:].reshape(chunks, -1).sum(axis=1)[::-1]
     weight = cost.unit_seconds(plan.bounds).weight[tables.kind_of].sum(axis=0)
-    away = program.away_bytes.sum(axis=1)
+    away = program.offloaded_bytes.sum(axis=1)
     tier = plan.kv_tier
     found: dict[tuple[Kind, int | None], list[float]] = {}
     for part, come, leave in (
@@ -246,7 +246,7 @@ def stage_seconds(plan: Plan) -> StageSeconds:
     copies = away.tolist()
     names = list(TIERS)
     stored = {
-        name: np.where(program.tiers == names.index(name), program.away_bytes, 0).sum(axis=1)
+        name: np.where(program.tiers == names.index(name), program.offloaded_bytes, 0).sum(axis=1)
         for name in tiers_behind_host()
     }
 

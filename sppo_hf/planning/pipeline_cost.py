@@ -121,7 +121,7 @@ class PipelineCost:
     offload: OffloadRule = "none"
     """What of that leaves the device."""
 
-    frame_tier: Tier = HOST
+    activation_tier: Tier = HOST
     """Where what leaves goes."""
 
     kv_tier: Tier = "device"
@@ -218,7 +218,7 @@ class PipelineCost:
 
     def stores(self, stage: int, unit: int) -> bool:
         """Returns whether anything of a frame goes on to a tier behind the host."""
-        return TIERS[self.frame_tier].behind_host and self.leaves(stage, unit)
+        return TIERS[self.activation_tier].behind_host and self.leaves(stage, unit)
 
     @property
     def streams(self) -> frozenset[Stream]:
@@ -309,7 +309,7 @@ class PipelineCost:
         _, keys, sums = self._tables.kv_passing
         return {**whole, "device": int((keys + sums).max())}
 
-    def frame_bytes(self, stage: int, chunk: int) -> int:
+    def activation_bytes(self, stage: int, chunk: int) -> int:
         """Returns what is saved of a chunk in all layers of a stage."""
         return int(self._frames[stage, chunk])
 
@@ -368,7 +368,7 @@ class PipelineCost:
         if kind in ("S", "L"):
             size = self._leaving_bytes(stage, chunk)
             passed = self.cost.store_seconds if kind == "S" else self.cost.load_seconds
-            return passed(self.frame_tier, size) * self._share(stage, chunk)
+            return passed(self.activation_tier, size) * self._share(stage, chunk)
         if kind in ("D", "H"):
             size = self._leaving_bytes(stage, chunk)
             copied = self.cost.d2h_seconds if kind == "D" else self.cost.h2d_seconds
@@ -613,7 +613,7 @@ class PipelineCost:
         device, host = f"{rank}.device", f"{rank}.host"
         cause = OF_SAVED[self.saved]
         if kind == "F":
-            yield Change(device, cause, self.frame_bytes(stage, chunk))
+            yield Change(device, cause, self.activation_bytes(stage, chunk))
             yield Change(device, Cause.GRAPH, int(self._graph[stage, chunk]))
         if kind in ("F", "B", "I"):
             yield from self._passing(device, kind, stage, chunk)
@@ -622,7 +622,7 @@ class PipelineCost:
         if not self.messages:
             yield from self._transferred(kind, stage, chunk)
         if kind in ("B", "W"):
-            yield Change(device, cause, -self.frame_bytes(stage, chunk), "end")
+            yield Change(device, cause, -self.activation_bytes(stage, chunk), "end")
             yield Change(device, Cause.GRAPH, -int(self._graph[stage, chunk]), "end")
         if kind == "D":
             size = self._leaving_bytes(stage, chunk)
@@ -632,17 +632,17 @@ class PipelineCost:
             size = self._leaving_bytes(stage, chunk)
             yield Change(device, cause, size)
             yield Change(host, cause, -size, "end")
-            if TIERS[self.frame_tier].behind_host:
-                yield Change(f"{rank}.{self.frame_tier}", cause, -size, "end")
+            if TIERS[self.activation_tier].behind_host:
+                yield Change(f"{rank}.{self.activation_tier}", cause, -size, "end")
         if kind in ("S", "L"):
             # On the host they are only while they pass.
             size, stores = self._leaving_bytes(stage, chunk), kind == "S"
             if stores:
-                yield Change(f"{rank}.{self.frame_tier}", cause, size)
+                yield Change(f"{rank}.{self.activation_tier}", cause, size)
             yield Change(host, cause, -size if stores else size, "end" if stores else "start")
 
     def _leaving_bytes(self, stage: int, chunk: int) -> int:
-        return round(self.ratios[stage][chunk] * self.frame_bytes(stage, chunk))
+        return round(self.ratios[stage][chunk] * self.activation_bytes(stage, chunk))
 
     def _gathered(self, device: str, kind: Kind, stage: int) -> Iterator[Change]:
         """Whole weights of two layers of a sharded stage, and the gradients of one."""

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from sppo_hf.planning.activation_modes import SAVED, FrameMode, mode_of
+from sppo_hf.planning.activation_modes import SAVED, ActivationMode, mode_of
 from sppo_hf.planning.causes import OF_SAVED, Cause
 from sppo_hf.planning.plan import Plan
 from sppo_hf.planning.tiers import TIERS
@@ -230,7 +230,7 @@ def _lane_handles(kinds: set[Kind], *, waited: bool) -> list[Artist]:
     return handles
 
 
-def mode_colour(mode: FrameMode) -> str:
+def mode_colour(mode: ActivationMode) -> str:
     """Returns the tier's colour, paler the less of the frame is saved."""
     paler = 0.15 * (mode.saved == "hidden")  # than what its bytes are counted with
     return bars.mixed(TIERS[mode.tier].colour, OF_SAVED[mode.saved].paleness + paler)

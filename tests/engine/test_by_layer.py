@@ -23,7 +23,7 @@ from sppo_hf.engine.step_observer import StepObserver
 from sppo_hf.engine.structure import find_parts
 from sppo_hf.errors import UnsupportedModelError
 from sppo_hf.offload.prefetch_order import PrefetchOrder
-from sppo_hf.planning.activation_modes import FrameMode, mode_of
+from sppo_hf.planning.activation_modes import ActivationMode, mode_of
 from sppo_hf.planning.causes import Cause
 from sppo_hf.planning.decisions import KVMode
 from sppo_hf.planning.plan import Plan
@@ -249,7 +249,9 @@ def test_several_forwards_before_their_backwards() -> None:
     engine.offload.assert_drained()
 
 
-def _force(patch: pytest.MonkeyPatch, mode: FrameMode, kv: KVMode, **others: Any) -> list[LayerKV]:
+def _force(
+    patch: pytest.MonkeyPatch, mode: ActivationMode, kv: KVMode, **others: Any
+) -> list[LayerKV]:
     """Let plans go by layer with one mode for all; returns the stores that will be made."""
     make_plan, new_store = plans.make_plan, ChunkRunner._new_store
     stores: list[LayerKV] = []

@@ -25,7 +25,7 @@ from sppo_hf.engine.family_guard import family_check_disabled
 from sppo_hf.engine.recurrent_state import documents_in
 from sppo_hf.engine.structure import mixers_of
 from sppo_hf.errors import ConfigError, UnsupportedModelError
-from sppo_hf.planning.activation_modes import FrameMode, Saved
+from sppo_hf.planning.activation_modes import ActivationMode, Saved
 from sppo_hf.testing.exactness import (
     Gradients,
     compare,
@@ -147,7 +147,7 @@ def test_only_layers_with_attention_attend(family: str, recompute: Any) -> None:
 def test_every_mode_is_exact(
     monkeypatch: pytest.MonkeyPatch, family: str, saved: Saved, offload: bool
 ) -> None:
-    mode = FrameMode(saved, "host" if offload else "device")
+    mode = ActivationMode(saved, "host" if offload else "device")
     force_modes(monkeypatch, lambda chunk, layer: mode)
     report = compare(
         build_tiny_model(family),

@@ -149,7 +149,7 @@ def _check_flops_and_products(
         expected = sum(shape.recompute_flops_per_token(layer, saved) for layer in layers)
         assert expected == _about(again)
     beside = [
-        shape.frame_bytes_per_token(layer, "matmuls") - shape.layers[layer].inputs_bytes
+        shape.activation_bytes_per_token(layer, "matmuls") - shape.layers[layer].inputs_bytes
         for layer in layers
     ]
     assert beside == _about([num_bytes / TOKENS for num_bytes in kept])
@@ -181,7 +181,7 @@ def test_frame_bytes_of_wide_adapters(family: str) -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             shape = model_shape(find_parts(model))
             assert _whole_frames(shape) == _about(saved_bytes(model)[0])
-        frames.append(shape.frame_bytes_per_token(1))
+        frames.append(shape.activation_bytes_per_token(1))
     assert frames[1] < 0.9 * frames[0]
 
 
@@ -449,7 +449,7 @@ def _shipped(config: object, training: Training) -> ModelProfile:
 
 
 def _whole_frames(shape: ModelShape) -> dict[int, int]:
-    return {layer: shape.frame_bytes_per_token(layer) for layer in range(shape.num_layers)}
+    return {layer: shape.activation_bytes_per_token(layer) for layer in range(shape.num_layers)}
 
 
 def _about(measured: Any) -> Any:

@@ -64,10 +64,10 @@ class _Training:
     def forward(self, sizes: list[list[int]], compute_seconds: Callable[[], float]) -> list[_Frame]:
         prefetch_order, frames = self.engine.new_prefetch_order(), []
         carried = self.device.tensor(torch.rand(8))
-        for frame_sizes in sizes:
+        for activation_sizes in sizes:
             # What one frame hands to the next is saved by both, as a layer's output is.
             handles = [self._save(carried)]
-            for size in frame_sizes:
+            for size in activation_sizes:
                 carried = self.device.tensor(torch.rand(size), compute_seconds())
                 handles.append(self._save(carried))
             frames.append(_Frame(self.engine, prefetch_order, handles))

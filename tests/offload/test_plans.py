@@ -131,9 +131,9 @@ class Training:
                 carried = self.device.tensor(torch.rand(size), self.seconds())
                 self._save(frame, mode, carried)
                 self._event()
-            frame_bytes = sum(4 * value.numel() for _, value in frame.held)
-            self.largest_bytes = max(self.largest_bytes, frame_bytes)
-            assert self._leaving_bytes() <= before_bytes + frame_bytes
+            activation_bytes = sum(4 * value.numel() for _, value in frame.held)
+            self.largest_bytes = max(self.largest_bytes, activation_bytes)
+            assert self._leaving_bytes() <= before_bytes + activation_bytes
             prefetch_order.record(frame, len(frames))
             left_bytes = (
                 self.largest_bytes

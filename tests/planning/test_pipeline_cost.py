@@ -170,7 +170,7 @@ def test_what_leaves_comes_back_and_lowers_the_peak(offload: OffloadRule) -> Non
 def test_frames_go_on_behind_the_host() -> None:
     size = Size(2, 1, 8)
     _, near = made("seq1f1b", size, offload="full")
-    schedule, far = made("seq1f1b", size, offload="full", frame_tier="disk", kv_tier="disk")
+    schedule, far = made("seq1f1b", size, offload="full", activation_tier="disk", kv_tier="disk")
     lowered = lower(schedule, leaves=far.leaves, stores=far.stores, streams=far.streams)
     validate(lowered)
     timeline = simulate_pipeline(lowered, seconds=far.seconds, changes=far.changes)
@@ -194,7 +194,7 @@ def test_frames_go_on_behind_the_host() -> None:
 def test_the_papers_rule_moves_the_same_bytes_of_every_chunk() -> None:
     _, costs = made("seq1f1b", Size(2, 1, 8), offload="sppo")
     for stage in range(2):
-        sizes = [costs.ratios[stage][c] * costs.frame_bytes(stage, c) for c in range(8)]
+        sizes = [costs.ratios[stage][c] * costs.activation_bytes(stage, c) for c in range(8)]
         partly = [size for size, ratio in zip(sizes, costs.ratios[stage], strict=True) if ratio < 1]
         assert sizes[-1] == 0
         assert partly[:-1] == pytest.approx([partly[0]] * (len(partly) - 1))

@@ -57,10 +57,16 @@ def run(name: str, size: Size, cost: ModelCost, **changes: object) -> tuple[Pipe
 def test_bytes_of_a_layer_are_divided(sp: int, kv_heads: int) -> None:
     one = shared(sp)
     tokens = 24_000
-    assert one.frame_bytes(1, tokens, "inputs") == COST.frame_bytes(1, tokens, "inputs") // sp
+    assert (
+        one.activation_bytes(1, tokens, "inputs")
+        == COST.activation_bytes(1, tokens, "inputs") // sp
+    )
     # What attention returns is saved as its heads of all tokens, too.
     heads = -(-8 // sp) * 128 * tokens * 2
-    assert one.frame_bytes(1, tokens, "whole") == COST.frame_bytes(1, tokens, "whole") // sp + heads
+    assert (
+        one.activation_bytes(1, tokens, "whole")
+        == COST.activation_bytes(1, tokens, "whole") // sp + heads
+    )
     # Of 2 K/V heads; those that several ranks read are on each of them.
     assert one.kv_bytes(1, tokens) * 2 == COST.kv_bytes(1, tokens) * kv_heads
     assert one.dkv_bytes(1, tokens) * 2 == COST.dkv_bytes(1, tokens) * kv_heads
@@ -275,13 +281,15 @@ def test_shared_units_fill_the_pipeline(frames: tuple[str, str], kv_tier: str) -
 
 
 @pytest.mark.parametrize(
-    ("kv_tier", "frame_tier"), [("device", "host"), ("host", "host"), ("host", "disk")]
+    ("kv_tier", "activation_tier"), [("device", "host"), ("host", "host"), ("host", "disk")]
 )
 @pytest.mark.parametrize("rows", [1, 2])
-def test_what_shared_units_take_they_give_back(kv_tier: str, frame_tier: str, rows: int) -> None:
-    tiers = {"kv_tier": kv_tier, "frame_tier": frame_tier}
+def test_what_shared_units_take_they_give_back(
+    kv_tier: str, activation_tier: str, rows: int
+) -> None:
+    tiers = {"kv_tier": kv_tier, "activation_tier": activation_tier}
     costs, timeline = run("msp", Size(4, rows, 8), shared(2), offload="full", **tiers)
-    if frame_tier == "disk":
+    if activation_tier == "disk":
         for rank in range(4):
             # In host memory frames are while they pass: one that leaves, and one that comes.
             frames = {

@@ -61,7 +61,7 @@ def test_it_is_planned_with(found: PlanResult) -> None:
     assert any(mode.tier == "remote" for row in plan.layer_modes for mode in row)
     assert found.budgets.of("remote") == 256 * GIB
     held = plan.estimate.of("remote").total
-    away = plan.program().away_bytes[plan.program().tiers == list(TIERS).index("remote")]
+    away = plan.program().offloaded_bytes[plan.program().tiers == list(TIERS).index("remote")]
     assert held == away.sum() > 0
 
 
