@@ -178,7 +178,7 @@ class KeysAway:
         return self._engine.start_offload(x, label=self._label, tier=self._tier)
 
     def handles(self) -> Iterator[OffloadedTensor]:
-        """See `sppo_hf.offload.prefetch_order.Frame`."""
+        """See `sppo_hf.offload.layer_offload.Frame`."""
         for pair in self._handles.values():
             yield from pair
 

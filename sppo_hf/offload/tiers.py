@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar
 
 from sppo_hf.errors import BudgetError
-from sppo_hf.offload.pool import HostPool, Progress, Region
+from sppo_hf.offload.host_memory import HostPool, Progress, Region
 from sppo_hf.offload.storage import DiskState, OffloadedStorage
 from sppo_hf.planning.tiers import OffloadTier
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sppo_hf.errors import OffloadError
 from sppo_hf.offload.copy_streams import Copier, wait_for_all
-from sppo_hf.offload.pool import Region
+from sppo_hf.offload.host_memory import Region
 from sppo_hf.offload.storage import (
     ByteRange,
     OffloadedStorage,

@@ -22,7 +22,7 @@ from sppo_hf.engine.recompute import RecomputedLayer
 from sppo_hf.engine.step_observer import StepObserver
 from sppo_hf.engine.structure import find_parts
 from sppo_hf.errors import UnsupportedModelError
-from sppo_hf.offload.prefetch_order import PrefetchOrder
+from sppo_hf.offload.layer_offload import PrefetchOrder
 from sppo_hf.planning.activation_modes import ActivationMode, mode_of
 from sppo_hf.planning.causes import Cause
 from sppo_hf.planning.decisions import KVMode
@@ -344,12 +344,12 @@ def test_a_dropped_graph_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, 
     loss = model(**make_batch(tokens=23)).loss
     engine = get_engine(model)
     assert engine is not None
-    assert engine.offload.stats().live_handles > 0
+    assert engine.offload.engine().live_handles > 0
     stores.clear()
     gc.disable()
     try:
         del loss
-        assert engine.offload.stats().live_handles == 0, "something waits for the collector"
+        assert engine.offload.engine().live_handles == 0, "something waits for the collector"
     finally:
         gc.enable()
 

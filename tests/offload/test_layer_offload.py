@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from sppo_hf.offload.copy_streams import HostCopier
 from sppo_hf.offload.engine import OffloadEngine
+from sppo_hf.offload.host_memory import HostPool
 from sppo_hf.offload.layer_offload import LayerOffload
-from sppo_hf.offload.pool import HostPool
 from sppo_hf.offload.storage import OffloadedTensor
 from tests.offload.small_stack import (
     SLAB_BYTES,
