@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from weakref import WeakSet
 
 if TYPE_CHECKING:
-    from sppo_hf.offload.stats import OffloadStats
+    from sppo_hf.offload.engine import OffloadStats
     from sppo_hf.planning.plan import Plan
     from sppo_hf.planning.prediction import MeasuredStep
 

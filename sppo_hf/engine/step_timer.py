@@ -21,7 +21,7 @@ from transformers.modeling_outputs import ModelOutput
 from sppo_hf.engine.cpu_heap import return_free_heap
 from sppo_hf.engine.sequence_group import part_of
 from sppo_hf.engine.step_observer import Direction, StepObserver, StepRecord
-from sppo_hf.offload.stats import OffloadStats
+from sppo_hf.offload.engine import OffloadStats
 from sppo_hf.planning.flops import forward_flops, step_flops
 from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.plan import Plan

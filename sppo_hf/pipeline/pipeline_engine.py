@@ -41,7 +41,7 @@ from sppo_hf.engine.step_observer import StepObserver, StepRecord
 from sppo_hf.engine.structure import ModelParts, check_adapters, check_trainable, hooks_set_aside
 from sppo_hf.engine.versions import ReadTensors
 from sppo_hf.errors import ConfigError, PipelineError, SPPOError, UnsupportedModelError
-from sppo_hf.offload.stats import OffloadStats
+from sppo_hf.offload.engine import OffloadStats
 from sppo_hf.pipeline.agreement import agree, all_true, facts_of, refused, run_by_none
 from sppo_hf.pipeline.executor import ActionRecord, Executor, UnitMarks
 from sppo_hf.pipeline.gradients import (

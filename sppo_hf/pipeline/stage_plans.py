@@ -19,7 +19,7 @@ from sppo_hf.engine.device_facts import device_facts, dtype_name, leave_to_drive
 from sppo_hf.engine.offload_holder import offloaded_bytes
 from sppo_hf.engine.plan_cache import STEP_MEASURED, LastTrained, shared_plan, warn_of_less
 from sppo_hf.errors import BudgetError, ConfigError
-from sppo_hf.offload.stats import OffloadStats
+from sppo_hf.offload.engine import OffloadStats
 from sppo_hf.pipeline.agreement import all_make, all_say, first_rank_says
 from sppo_hf.planning.choices import read_budgets
 from sppo_hf.planning.chunk_bounds import Bounds

@@ -22,7 +22,7 @@ from sppo_hf.engine.recompute import RecomputedLayer
 from sppo_hf.engine.step_observer import StepObserver
 from sppo_hf.engine.structure import find_parts
 from sppo_hf.errors import UnsupportedModelError
-from sppo_hf.offload.prefetch_order import PrefetchOrder
+from sppo_hf.offload.layer_offload import PrefetchOrder
 from sppo_hf.planning.activation_modes import FrameMode, mode_of
 from sppo_hf.planning.causes import Cause
 from sppo_hf.planning.decisions import KVMode

@@ -13,12 +13,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from sppo_hf.errors import BudgetError, OffloadError
 from sppo_hf.offload.copy_streams import StreamCopier, StreamTicket
-from sppo_hf.offload.engine import OffloadEngine
-from sppo_hf.offload.pool import HostPool
-from sppo_hf.offload.prefetch_order import PrefetchOrder
-from sppo_hf.offload.staging import Staging
+from sppo_hf.offload.engine import OffloadEngine, PendingCopies
+from sppo_hf.offload.host_memory import HostPool
+from sppo_hf.offload.layer_offload import PrefetchOrder
 from sppo_hf.offload.storage import OffloadedStorage, OffloadedTensor
-from sppo_hf.offload.transfers import PendingCopies
+from sppo_hf.offload.tiers import Staging
 from tests.fakes.device import FakeDevice, RaceError
 from tests.fakes.disk import FakeDisk
 from tests.sweeps import examples
@@ -62,7 +61,7 @@ class _Training:
         self.values: dict[int, torch.Tensor] = {}
 
     def forward(self, sizes: list[list[int]], compute_seconds: Callable[[], float]) -> list[_Frame]:
-        prefetch_order, frames = self.engine.new_prefetch_order(), []
+        prefetch_order, frames = PrefetchOrder(self.engine), []
         carried = self.device.tensor(torch.rand(8))
         for frame_sizes in sizes:
             # What one frame hands to the next is saved by both, as a layer's output is.
@@ -144,7 +143,7 @@ def test_the_device_never_holds_more_than_two_frames(
     # ahead. No clock is looked at: the host runs ahead of the device without limit.
     device = FakeDevice(lambda stream, num_bytes: lane_seconds[stream.endswith("2")])
     engine = _engine(device)
-    prefetch_order, frames = engine.new_prefetch_order(), []
+    prefetch_order, frames = PrefetchOrder(engine), []
     for size in sizes:
         tensor = device.tensor(torch.rand(size), data.draw(DURATIONS))
         frames.append(_Frame(engine, prefetch_order, [engine.start_offload(tensor)]))

@@ -323,6 +323,8 @@ class _Frame:
 class _Mover:
     """Counts as the engine does, without tensors."""
 
+    reads_ahead = False
+
     def __init__(self) -> None:
         self.asked: list[int] = []
 
@@ -338,7 +340,7 @@ class _Mover:
 @given(run=runs())
 @examples(20, whole=60)
 def test_the_engine_prefetches_where_the_program_does(run: tuple[ModelCost, Decisions]) -> None:
-    from sppo_hf.offload.prefetch_order import PrefetchOrder
+    from sppo_hf.offload.layer_offload import PrefetchOrder
 
     cost, what = run
     what = keys_here(what)
