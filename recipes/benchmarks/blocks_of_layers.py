@@ -24,17 +24,17 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from sppo_hf.cli.planning_arguments import trace_unknown
+from sppo_hf.cli.common import trace_unknown
 from sppo_hf.config import SPPOConfig
 from sppo_hf.planning.config_file import load_config
 from sppo_hf.planning.cost import ATTENTION_BACKWARD_FLOPS, ModelCost
 from sppo_hf.planning.decisions import Order
+from sppo_hf.planning.hardware import load_profile
 from sppo_hf.planning.memory import ByteTables
 from sppo_hf.planning.memory_snapshots import Budgets
 from sppo_hf.planning.model_profile import LayerProfile
 from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.plan_request import question_for
-from sppo_hf.planning.profile_store import load_profile
 from sppo_hf.planning.search import Batch, chunk_cuts, solve_chunks
 from sppo_hf.planning.solve import BudgetViolation, Choices
 

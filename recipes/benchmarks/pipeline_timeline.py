@@ -38,7 +38,7 @@ from sppo_hf.schedule.measured_timeline import (
     mean_seconds,
     measured_timeline,
 )
-from sppo_hf.schedule.simulate_pipeline import bubble_fraction, simulate_pipeline
+from sppo_hf.schedule.simulate import bubble_fraction, simulate_pipeline
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

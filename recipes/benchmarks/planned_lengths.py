@@ -22,9 +22,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from sppo_hf.cli.planning_arguments import trace_unknown
+from sppo_hf.cli.common import trace_unknown
 from sppo_hf.config import SPPOConfig
 from sppo_hf.planning.config_file import load_config
+from sppo_hf.planning.hardware import load_profile
 from sppo_hf.planning.plan import Plan, PlanRequest
 from sppo_hf.planning.plan_request import (
     PolicyResult,
@@ -34,7 +35,6 @@ from sppo_hf.planning.plan_request import (
     request_plan,
     timeline_of,
 )
-from sppo_hf.planning.profile_store import load_profile
 from sppo_hf.planning.solve import LESS_HOST_SECONDS, over_budget
 from sppo_hf.reporting.plan_json import places_of
 from sppo_hf.reporting.plan_tables import format_seconds, keys_text

@@ -13,8 +13,7 @@ from pathlib import Path
 import sppo_hf.planning
 from sppo_hf.engine.trace_profile import trace_config
 from sppo_hf.planning.config_file import load_config, shipped_models
-from sppo_hf.planning.lora import LoraShape
-from sppo_hf.planning.model_profile import Training, config_digest, profiles_to_json
+from sppo_hf.planning.model_profile import LoraShape, Training, config_digest, profiles_to_json
 
 # Other ranks lie on a line through two.
 PLAIN = (None, LoraShape(rank=8), LoraShape(rank=16))

@@ -20,11 +20,11 @@ from typing import Any
 import transformers
 
 from recipes.tools.family_table import LONGEST, ROOT, checkpoints_markdown, write_page
-from sppo_hf.cli.planning_arguments import trace_unknown
+from sppo_hf.cli.common import trace_unknown
 from sppo_hf.config import SPPOConfig
 from sppo_hf.planning.config_file import load_config, namespace_of
+from sppo_hf.planning.hardware import load_profile
 from sppo_hf.planning.plan_request import question_for, request_plan
-from sppo_hf.planning.profile_store import load_profile
 
 CONFIGS = Path(__file__).with_name("checkpoints.json")
 HARDWARE, HOST_MEMORY, RANK = "h100-80gb", "256GiB", 16

@@ -23,8 +23,7 @@ from sppo_hf.engine.trace_profile import trace_model
 from sppo_hf.offload.disk_files import refuse_missing_parent, refuse_unusable
 from sppo_hf.offload.host_memory import locked_bytes
 from sppo_hf.planning.choices import DeviceFacts
-from sppo_hf.planning.hardware import HardwareProfile
-from sppo_hf.planning.lora import LoraShape
+from sppo_hf.planning.hardware import HardwareProfile, load_profile, profile_for
 from sppo_hf.planning.machine import (
     EXPANDABLE_SEGMENTS,
     expand_segments,
@@ -39,9 +38,14 @@ from sppo_hf.planning.machine import (
     pci_numa_node,
     processor_name,
 )
-from sppo_hf.planning.model_profile import ModelProfile, Training, config_digest, find_profile
+from sppo_hf.planning.model_profile import (
+    LoraShape,
+    ModelProfile,
+    Training,
+    config_digest,
+    find_profile,
+)
 from sppo_hf.planning.model_shape import ModelShape
-from sppo_hf.planning.profile_store import load_profile, profile_for
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +70,7 @@ def use_expandable_segments(device: torch.device) -> None:
         logger.info("PyTorch's allocator keeps its segments as they are: %s", error)
 
 
-def leave_to_driver(device: torch.device, num_bytes: int) -> None:
+def reserve_driver_memory(device: torch.device, num_bytes: int) -> None:
     """Keep PyTorch's cache from growing into the last `num_bytes` of a CUDA device.
 
     Kernels' code, cuBLAS's workspaces and cuDNN's plans come from the driver, which cannot take
@@ -287,8 +291,8 @@ def bind_to_device(device: torch.device) -> frozenset[int] | None:
     that run elsewhere.
 
     Returns:
-        The processors that were allowed before, for `run_on`; None where nothing was changed:
-        the node is not known or the only one, all allowed processors are on it already, or none is.
+        The processors that were allowed before, for `set_thread_affinity`. None if nothing was
+        changed: the node is unknown, or all of the allowed processors are on it, or none is.
     """
     node = device_numa_node(device)
     if node is None or not hasattr(os, "sched_setaffinity"):
@@ -297,11 +301,11 @@ def bind_to_device(device: torch.device) -> frozenset[int] | None:
     near = allowed & node_cpus(node)
     if not near or near == allowed:
         return None
-    run_on(near)
+    set_thread_affinity(near)
     return allowed
 
 
-def run_on(processors: frozenset[int]) -> None:
+def set_thread_affinity(processors: frozenset[int]) -> None:
     """Let all threads of this process, and those they will start, run on these processors."""
     for entry in list(_THREADS.iterdir()):
         # A thread may end between the listing and the call.
@@ -310,11 +314,11 @@ def run_on(processors: frozenset[int]) -> None:
 
 
 @contextlib.contextmanager
-def near_device(device: torch.device) -> Iterator[None]:
+def bound_to_device(device: torch.device) -> Iterator[None]:
     """Be bound to the device's node for a while; see `bind_to_device`."""
     before = bind_to_device(device)
     try:
         yield
     finally:
         if before is not None:
-            run_on(before)
+            set_thread_affinity(before)

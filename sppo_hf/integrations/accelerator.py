@@ -19,10 +19,8 @@ import dataclasses
 import functools
 import logging
 import math
-import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -43,32 +41,28 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sppo_hf.engine.convert import check_convertible, convert, get_engine
 from sppo_hf.engine.device_facts import bind_to_device
-from sppo_hf.engine.engine import Engine, rests_on_host
-from sppo_hf.engine.structure import own_recomputation
+from sppo_hf.engine.engine import Engine, host_resident_predicate
+from sppo_hf.engine.structure import disable_gradient_checkpointing
 from sppo_hf.errors import ConfigError, UnsupportedModelError
-from sppo_hf.integrations.checkpoints import is_cut, refuse_partial_save
-from sppo_hf.integrations.limits import (
+from sppo_hf.integrations.checkpoints import (
+    is_cut,
+    load_pipeline_state,
+    refuse_partial_save,
+    save_pipeline_state,
+)
+from sppo_hf.integrations.validation import (
     COMPILED_PARTS,
     refuse_device_optimizer,
     states_bytes,
     use_fused_kernel,
     why_on_device,
 )
-from sppo_hf.pipeline.agreement import first_rank_says
-from sppo_hf.pipeline.checkpoint import place_of, saving, torn_for_all
-from sppo_hf.pipeline.checkpoint_files import read_mark, reading, refuse_torn
-from sppo_hf.pipeline.checkpoint_state import (
-    has_state,
-    load_plain_optimizer,
-    load_random_state,
-    load_state,
-    save_state,
-)
-from sppo_hf.pipeline.checkpoint_weights import gather_weights, load_weights, save_weights
+from sppo_hf.pipeline.agreement import make_on_first_rank
+from sppo_hf.pipeline.checkpoint import gather_weights, save_weights
 from sppo_hf.pipeline.convert import convert_to_shared_sequences, convert_to_stages, shared_mesh
 from sppo_hf.pipeline.mesh import PipelineMesh
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
-from sppo_hf.pipeline.watchdog import explaining
+from sppo_hf.pipeline.watchdog import collective_section
 
 if TYPE_CHECKING:
     from sppo_hf.integrations.plugin import SPPOPlugin
@@ -120,7 +114,7 @@ def _tell_reading(read: Callable[[], Iterator[Any]]) -> Iterator[Any]:
     """Iterate over what a loader reads, and let other ranks hear that this one is reading."""
     batches, ended = read(), object()
     while True:
-        with explaining("reading a batch"):
+        with collective_section("reading a batch"):
             batch = next(batches, ended)
         if batch is ended:
             return
@@ -135,7 +129,7 @@ def _shuffle_alike(loader: Any, mesh: PipelineMesh) -> None:
     sampler = getattr(loader, "sampler", None)
     if isinstance(sampler, RandomSampler) and sampler.generator is None:
         seed = int(torch.empty((), dtype=torch.int64).random_().item())
-        sampler.generator = torch.Generator().manual_seed(first_rank_says(mesh, lambda: seed))
+        sampler.generator = torch.Generator().manual_seed(make_on_first_rank(mesh, lambda: seed))
 
 
 def keep_own_parameters(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]) -> None:
@@ -192,7 +186,7 @@ def total_norm(
     # or its norm, which may be the one that is logged, is another one than theirs.
     both = torch.stack([own if infinite else own**norm_type, own.new_tensor(float(double))])
     dist.all_reduce(
-        both, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=mesh.pipeline
+        both, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=mesh.pp_group
     )
     norm = both[0] if infinite else both[0] ** (1.0 / norm_type)
     return norm if both[1] else norm.float()
@@ -237,7 +231,7 @@ def agree_on_infinities(scaler: Any, mesh: PipelineMesh) -> None:
         )
     shared: Any = scaler
     shared.__class__ = PipelineGradScaler
-    shared.sppo_group = mesh.pipeline
+    shared.sppo_group = mesh.pp_group
 
 
 def only_tensors(nest: Any) -> bool:
@@ -269,79 +263,6 @@ def once_per_pipeline(mesh: PipelineMesh, gathered: Any) -> Any:
     return gathered
 
 
-def save_pipeline_state(accelerator: Any, save: Callable[..., Any], *args: Any, **kw: Any) -> Any:
-    """Save everything into a folder that Accelerate's own `save` makes; every process calls this.
-
-    Raises:
-        ConfigError: More than one model was prepared.
-    """
-    with _taken_out(accelerator) as (model, optimizers):
-        folder = save(*args, **kw)
-    with saving(folder, place_of(model)):
-        save_weights(model, folder)
-        save_state(folder, model, optimizers, [])
-    return folder
-
-
-def load_pipeline_state(
-    accelerator: Any, load: Callable[..., Any], input_dir: str | None, *args: Any, **kw: Any
-) -> None:
-    """Load what `save_pipeline_state` or Accelerate's own `save_state` wrote.
-
-    `input_dir` is the folder; None for the newest of those that are named automatically.
-
-    Raises:
-        ConfigError: The folder is torn or damaged, or holds another model or other optimizers.
-    """
-    folder = Path(os.path.expanduser(input_dir)) if input_dir else _newest(accelerator)
-    if folder is None or not folder.is_dir():
-        load(input_dir, *args, **kw)  # which says what is wrong
-        return
-    if read_mark(folder) is not None:
-        refuse_torn(folder, torn_for_all)
-    with _taken_out(accelerator) as (model, optimizers):
-        load(str(folder), *args, **kw)
-    load_weights(model, folder)
-    if has_state(folder):
-        load_state(folder, model, optimizers, [])
-        load_random_state(folder, model)
-        return
-    for number, optimizer in enumerate(optimizers):
-        name = f"optimizer_{number}.bin" if number else "optimizer.bin"
-        with reading(folder / name):
-            state = torch.load(folder / name, map_location="cpu", weights_only=True)
-            load_plain_optimizer(state, model, optimizer)
-
-
-@contextlib.contextmanager
-def _taken_out(accelerator: Any) -> Iterator[tuple[Any, list[Any]]]:
-    """Hide the model and the optimizers, which Accelerate would save from the first rank alone."""
-    models, optimizers = accelerator._models, accelerator._optimizers
-    if len(models) != 1:
-        raise ConfigError(
-            f"{len(models)} models are prepared, and the state of a pipeline run holds one. "
-            "Allowed: one model per Accelerator with pp_size > 1. Remedy: prepare the others by "
-            "another Accelerator, or save them by hand."
-        )
-    accelerator._models, accelerator._optimizers = [], []
-    try:
-        yield accelerator.unwrap_model(models[0]), optimizers
-    finally:
-        accelerator._models, accelerator._optimizers = models, optimizers
-
-
-def _newest(accelerator: Any) -> Path | None:
-    if not accelerator.project_configuration.automatic_checkpoint_naming:
-        return None
-    folder = Path(accelerator.project_dir) / "checkpoints"
-    numbered = [p for p in folder.glob("checkpoint_*") if p.name.rpartition("_")[2].isdigit()]
-    for found in sorted(numbered, key=lambda p: int(p.name.rpartition("_")[2]), reverse=True):
-        # What Accelerate itself saved has no mark.
-        if read_mark(found) is None or torn_for_all(found) is None:
-            return found
-    return None
-
-
 _left_alone: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Models of which it was said that they are not converted."""
 
@@ -369,7 +290,7 @@ class SPPOAccelerator(Accelerator):
         seconds = config.pp_timeout_seconds
         return shared_mesh(config.pp_size, self.device, seconds, config.sp_size)
 
-    @explaining("preparing")
+    @collective_section("preparing")
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         """Convert every model among the arguments, then prepare as always.
 
@@ -405,7 +326,7 @@ class SPPOAccelerator(Accelerator):
         converted = _engine_inside(model)
         if converted is not None and engine is None:
             converted.place_weights(self.device)
-            converted.rest_for_any_length(self.device)
+            converted.move_to_host_if_too_large(self.device)
             if converted.weights is not None:
                 # What rests on the host would be moved to the device with all else.
                 device_placement = False
@@ -417,7 +338,7 @@ class SPPOAccelerator(Accelerator):
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
         """Prepare an optimizer; one of weights that rest on the host works there."""
         config = self.sppo_plugin.config
-        rests = rests_on_host(config) is not None
+        rests = host_resident_predicate(config) is not None
         is_open = "auto" in (config.weights, config.optimizer) and not self._shares_batches
         done = getattr(optimizer, "_is_accelerate_prepared", False)
         if done or not (rests or is_open):
@@ -439,7 +360,7 @@ class SPPOAccelerator(Accelerator):
         for engine in self._engines(models):
             if any(id(p) in held for p in engine.parts.causal_lm.parameters()):
                 why_not = why_on_device(self, optimizer)
-                engine.offer_host(optimizer, states_bytes(optimizer), why_not)
+                engine.register_optimizer(optimizer, states_bytes(optimizer), why_not)
 
     def _begin_update(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self._each_engine(Engine.begin_update)
@@ -469,10 +390,10 @@ class SPPOAccelerator(Accelerator):
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run backward; where ranks share a sequence, they exchange tokens in it."""
         # A pipeline's backward says more itself.
-        with contextlib.nullcontext() if self._in_pipeline else explaining("in backward"):
+        with contextlib.nullcontext() if self._in_pipeline else collective_section("in backward"):
             super().backward(loss, **kwargs)
 
-    @explaining("clipping gradients")
+    @collective_section("clipping gradients")
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: Any = 2) -> Any:
         """Clip by the norm of all gradients; in a pipeline that is over all its stages.
 
@@ -488,13 +409,13 @@ class SPPOAccelerator(Accelerator):
         clip_to(parameters, norm, max_norm)
         return norm
 
-    @explaining()
+    @collective_section()
     def gather(self, tensor: Any) -> Any:
         """Gather over all ranks; while metrics are gathered, one's of those that share batches."""
         gathered = super().gather(tensor)
         return once_per_pipeline(self._mesh, gathered) if self._gathers_metrics else gathered
 
-    @explaining("gathering metrics")
+    @collective_section("gathering metrics")
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather for metrics: every row of the dataset once, also where ranks share batches."""
         if not self._shares_batches:
@@ -514,14 +435,14 @@ class SPPOAccelerator(Accelerator):
         last = self.gradient_state.end_of_dataloader and remainder > 0
         return gathered[:remainder] if last else gathered
 
-    @explaining("saving the state")
+    @collective_section("saving the state")
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
         """Save everything; in a pipeline every process calls this and writes what it holds."""
         if not self._in_pipeline:
             return super().save_state(*args, **kwargs)
         return save_pipeline_state(self, super().save_state, *args, **kwargs)
 
-    @explaining("loading the state")
+    @collective_section("loading the state")
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Load everything; in a pipeline every process reads what it holds."""
         if self._in_pipeline:
@@ -529,7 +450,7 @@ class SPPOAccelerator(Accelerator):
         else:
             super().load_state(input_dir, *args, **kwargs)
 
-    @explaining("saving the model")
+    @collective_section("saving the model")
     def save_model(
         self, model: nn.Module, save_directory: Any, max_shard_size: Any = "10GB", **kwargs: Any
     ) -> None:
@@ -539,19 +460,19 @@ class SPPOAccelerator(Accelerator):
         else:
             super().save_model(model, save_directory, max_shard_size, **kwargs)
 
-    @explaining("gathering the weights")
+    @collective_section("gathering the weights")
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         """Return the weights; a pipeline's on the first rank, and nothing on all others."""
         if is_cut(inner := self.unwrap_model(model)):
             return gather_weights(inner)
         return super().get_state_dict(model, unwrap)
 
-    @explaining()
+    @collective_section()
     def reduce(self, *args: Any, **kwargs: Any) -> Any:
         """Reduce over all ranks."""
         return super().reduce(*args, **kwargs)
 
-    @explaining("waiting for all ranks")
+    @collective_section("waiting for all ranks")
     def wait_for_everyone(self) -> None:
         """Wait for all ranks."""
         super().wait_for_everyone()
@@ -628,7 +549,7 @@ def convert_once(
     if not any(isinstance(module, PreTrainedModel) for module in model.modules()):
         logger.info("SPPO leaves %s alone: no Transformers model is in it", type(model).__name__)
         return
-    own_recomputation(model)
+    disable_gradient_checkpointing(model)
     engine = get_engine(model)
     if engine is None:
         if plugin.config.pp_size > 1:

@@ -42,12 +42,12 @@ from transformers import (
 
 from sppo_hf.engine.convert import is_converted
 from sppo_hf.engine.step_observer import StepObserver, StepRecord
-from sppo_hf.engine.structure import own_recomputation
+from sppo_hf.engine.structure import disable_gradient_checkpointing
 from sppo_hf.errors import ConfigError
-from sppo_hf.integrations.limits import refuse_arguments, refuse_for_sharing_ranks
+from sppo_hf.integrations.validation import refuse_arguments, refuse_for_sharing_ranks
 from sppo_hf.offload.engine import OffloadStats
-from sppo_hf.pipeline.watchdog import AFTER_TRAINING, explaining, watchdog
-from sppo_hf.planning.flops import peak_flops
+from sppo_hf.pipeline.watchdog import AFTER_TRAINING, collective_section, watchdog
+from sppo_hf.planning.hardware import peak_flops
 from sppo_hf.rules import format_bytes
 
 if TYPE_CHECKING:
@@ -245,7 +245,7 @@ class SPPOCallback(TrainerCallback):
             return
         self._tell(f"before step {state.global_step + 1}")
         # The Trainer switches checkpointing on at every train(), but prepares only at the first.
-        own_recomputation(model)
+        disable_gradient_checkpointing(model)
         if not is_converted(model):
             raise ConfigError(
                 f"{type(model).__name__} was not prepared by the Accelerator, so SPPO is not in "
@@ -332,12 +332,12 @@ class SPPOCallback(TrainerCallback):
         """Tell the other ranks of a pipeline where this one is, for when it is lost."""
         current = watchdog() if self._active else None
         if current is not None:
-            current.in_step(words)
+            current.set_step(words)
 
     def _tell_detail(self, words: str) -> None:
         current = watchdog() if self._active else None
         if current is not None:
-            current.doing(words)
+            current.set_activity(words)
 
     def _shorten_console(self) -> None:
         """Have what prints logs print a summary in place of our numbers; loggers get them all."""
@@ -357,7 +357,7 @@ class SPPOCallback(TrainerCallback):
             return
         tokens = self._meter.tokens
         if args.world_size > 1:
-            with explaining("counting tokens"):
+            with collective_section("counting tokens"):
                 summed: Any = reduce(torch.tensor(tokens, device=args.device), reduction="sum")
             tokens = int(summed.item())
         self._world_tokens = tokens

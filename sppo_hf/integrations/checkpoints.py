@@ -21,10 +21,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import sys
 import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,39 +31,41 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.convert import get_engine
 from sppo_hf.engine.stages import staged_model_of
-from sppo_hf.engine.structure import find_causal_lm, on_instances
+from sppo_hf.engine.structure import find_causal_lm, patched_attribute
 from sppo_hf.errors import ConfigError
-from sppo_hf.integrations.training_step import TrainerMethods
-from sppo_hf.pipeline.checkpoint import place_of, saving, torn_for_all
+from sppo_hf.integrations.trainer import TrainerMethods
+from sppo_hf.pipeline.checkpoint import (
+    find_damage_together,
+    load_weights,
+    rank_coords_of,
+    save_weights,
+    saving,
+)
 from sppo_hf.pipeline.checkpoint_files import (
     TRAINER_STATE_NAME,
+    check_complete,
     newest_complete,
     read_json,
     read_mark,
     reading,
     refuse_other_files,
-    refuse_torn,
     writing,
 )
 from sppo_hf.pipeline.checkpoint_state import (
     has_state,
-    load_plain_optimizer,
+    load_full_optimizer_state,
     load_random_state,
     load_state,
-    read_plain_state,
+    read_full_state,
     save_state,
 )
-from sppo_hf.pipeline.checkpoint_weights import load_weights, save_weights
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
-from sppo_hf.pipeline.watchdog import explaining
+from sppo_hf.pipeline.watchdog import collective_section
 
 if TYPE_CHECKING:
-    from transformers import Trainer
-
-    from sppo_hf.integrations.plugin import SPPOPlugin
+    pass
 
 logger = logging.getLogger(__name__)
 
@@ -86,37 +87,6 @@ def is_cut(model: nn.Module | None) -> bool:
     return model is not None and isinstance(get_engine(model), PipelineEngine)
 
 
-def calling_trainer(plugin: SPPOPlugin) -> Trainer | None:
-    """The Trainer that is making an Accelerator with `plugin` now; None where none is.
-
-    It is found on the stack, because nothing hands it to us.
-    """
-    module = sys.modules.get("transformers.trainer")
-    frame: Any = sys._getframe(1)
-    while module is not None and frame is not None:
-        caller = frame.f_locals.get("self")
-        if isinstance(caller, module.Trainer):
-            asked_for = getattr(caller.args, "parallelism_config", None)
-            return caller if asked_for == plugin else None
-        frame = frame.f_back
-    return None
-
-
-def tell_sharing_ranks(trainer: Any, config: SPPOConfig) -> None:
-    """Tell the Trainer how many ranks share a batch, as `parallelism_config.tp_size` says.
-
-    Transformers 5.17 has a method for it that looks at the model alone, which TRL asks.
-    """
-    if config.sharing_ranks > 1:
-        trainer.__dict__["get_tp_size"] = lambda: config.sharing_ranks
-    if config.sp_size > 1:
-        # Each counts those of all tokens; the Trainer sums over the ranks.
-        count = type(trainer).floating_point_ops
-        trainer.__dict__["floating_point_ops"] = lambda inputs: (
-            count(trainer, inputs) // config.sp_size
-        )
-
-
 class TrainerCheckpoints(TrainerMethods):
     """What one Trainer does differently about checkpoints."""
 
@@ -130,7 +100,7 @@ class TrainerCheckpoints(TrainerMethods):
     def _in_pipeline(self) -> bool:
         return is_cut(self._trainer.model)
 
-    @explaining()
+    @collective_section()
     def train(
         self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
     ) -> Any:
@@ -143,7 +113,7 @@ class TrainerCheckpoints(TrainerMethods):
             found = _newest(Path(self._trainer.args.output_dir))
             resume_from_checkpoint = True if found is None else str(found)
         elif resume_from_checkpoint:
-            refuse_torn(Path(resume_from_checkpoint), torn_for_all)
+            check_complete(Path(resume_from_checkpoint), find_damage_together)
         if isinstance(resume_from_checkpoint, str | os.PathLike):
             _refuse_other_trainer_state(Path(resume_from_checkpoint) / TRAINER_STATE_NAME)
         if getattr(self._trainer, "_tp_size", 1) > 1:
@@ -158,13 +128,13 @@ class TrainerCheckpoints(TrainerMethods):
         trainer = self._trainer
         folder = trainer.args.output_dir if output_dir is None else output_dir
         if not self._in_pipeline:
-            with explaining(f"saving {Path(folder).name}"):
+            with collective_section(f"saving {Path(folder).name}"):
                 self._kind.save_model(trainer, output_dir, _internal_call=_internal_call)
             return
-        with saving(folder, place_of(trainer.model)):
+        with saving(folder, rank_coords_of(trainer.model)):
             save_weights(trainer.model, folder)
             # Tokenizer, arguments, and whatever a subclass adds, without the weights.
-            with on_instances("save_pretrained", {trainer.model: lambda *_, **__: None}):
+            with patched_attribute("save_pretrained", {trainer.model: lambda *_, **__: None}):
                 self._kind.save_model(trainer, folder, _internal_call=True)
         if trainer.args.push_to_hub and not _internal_call:
             trainer.push_to_hub(commit_message="Model save", revision=trainer.args.hub_revision)
@@ -177,14 +147,14 @@ class TrainerCheckpoints(TrainerMethods):
         args, state = trainer.args, trainer.state
         name = f"checkpoint-{state.global_step}"
         if not self._in_pipeline:
-            with explaining(f"saving {name}"):
+            with collective_section(f"saving {name}"):
                 self._kind._save_checkpoint(trainer, model, trial)
             return
         run_folder = trainer._get_output_dir(trial=trial)
         limit, args.save_total_limit = args.save_total_limit, None
         try:
             folder = os.path.join(run_folder, name)
-            with saving(folder, place_of(trainer.model)):
+            with saving(folder, rank_coords_of(trainer.model)):
                 self._kind._save_checkpoint(trainer, model, trial)
         finally:
             args.save_total_limit = limit
@@ -259,7 +229,7 @@ class TrainerCheckpoints(TrainerMethods):
             return
         with reading(plain):
             state = torch.load(plain, map_location="cpu", weights_only=True)
-            load_plain_optimizer(state, trainer.model, trainer.optimizer)
+            load_full_optimizer_state(state, trainer.model, trainer.optimizer)
         scheduler = os.path.join(str(checkpoint), SCHEDULER_NAME)
         with reading(scheduler):
             trainer.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
@@ -293,14 +263,14 @@ def export_optimizer(folder: str | Path) -> None:
         PipelineError: A file could not be written.
     """
     folder = Path(folder)
-    refuse_torn(folder)
+    check_complete(folder)
     if not has_state(folder):
         raise ConfigError(
             f"{str(folder)!r} holds no optimizer that a pipeline saved. Allowed: checkpoint-N "
             "folders of runs with pp_size > 1 and without save_only_model. Remedy: none is needed "
             "if the folder has optimizer.pt."
         )
-    optimizer, schedulers = read_plain_state(folder)
+    optimizer, schedulers = read_full_state(folder)
     if not schedulers:
         raise ConfigError(
             f"{str(folder)!r} holds no scheduler. Allowed: checkpoint-N folders that a Trainer "
@@ -376,7 +346,7 @@ def _refuse_other_trainer_state(path: Path) -> None:
 
 def _newest(run_folder: Path) -> Path | None:
     """The newest complete checkpoint of a run; None where there is none at all."""
-    newest, torn = newest_complete(run_folder, torn_for_all)
+    newest, torn = newest_complete(run_folder, find_damage_together)
     if torn:
         lacks = "; ".join(f"{str(folder)!r}: {why}" for folder, why in torn.items())
         if newest is None:
@@ -390,3 +360,80 @@ def _newest(run_folder: Path) -> Path | None:
             stacklevel=3,
         )
     return newest
+
+
+def save_pipeline_state(accelerator: Any, save: Callable[..., Any], *args: Any, **kw: Any) -> Any:
+    """Save everything into a folder that Accelerate's own `save` makes; every process calls this.
+
+    Raises:
+        ConfigError: More than one model was prepared.
+    """
+    with _taken_out(accelerator) as (model, optimizers):
+        folder = save(*args, **kw)
+    with saving(folder, rank_coords_of(model)):
+        save_weights(model, folder)
+        save_state(folder, model, optimizers, [])
+    return folder
+
+
+def load_pipeline_state(
+    accelerator: Any, load: Callable[..., Any], input_dir: str | None, *args: Any, **kw: Any
+) -> None:
+    """Load what `save_pipeline_state` or Accelerate's own `save_state` wrote.
+
+    `input_dir` is the folder; None for the newest of those that are named automatically.
+
+    Raises:
+        ConfigError: The folder is torn or damaged, or holds another model or other optimizers.
+    """
+    folder = (
+        Path(os.path.expanduser(input_dir))
+        if input_dir
+        else _newest_named_automatically(accelerator)
+    )
+    if folder is None or not folder.is_dir():
+        load(input_dir, *args, **kw)  # which says what is wrong
+        return
+    if read_mark(folder) is not None:
+        check_complete(folder, find_damage_together)
+    with _taken_out(accelerator) as (model, optimizers):
+        load(str(folder), *args, **kw)
+    load_weights(model, folder)
+    if has_state(folder):
+        load_state(folder, model, optimizers, [])
+        load_random_state(folder, model)
+        return
+    for number, optimizer in enumerate(optimizers):
+        name = f"optimizer_{number}.bin" if number else "optimizer.bin"
+        with reading(folder / name):
+            state = torch.load(folder / name, map_location="cpu", weights_only=True)
+            load_full_optimizer_state(state, model, optimizer)
+
+
+@contextlib.contextmanager
+def _taken_out(accelerator: Any) -> Iterator[tuple[Any, list[Any]]]:
+    """Hide the model and the optimizers, which Accelerate would save from the first rank alone."""
+    models, optimizers = accelerator._models, accelerator._optimizers
+    if len(models) != 1:
+        raise ConfigError(
+            f"{len(models)} models are prepared, and the state of a pipeline run holds one. "
+            "Allowed: one model per Accelerator with pp_size > 1. Remedy: prepare the others by "
+            "another Accelerator, or save them by hand."
+        )
+    accelerator._models, accelerator._optimizers = [], []
+    try:
+        yield accelerator.unwrap_model(models[0]), optimizers
+    finally:
+        accelerator._models, accelerator._optimizers = models, optimizers
+
+
+def _newest_named_automatically(accelerator: Any) -> Path | None:
+    if not accelerator.project_configuration.automatic_checkpoint_naming:
+        return None
+    folder = Path(accelerator.project_dir) / "checkpoints"
+    numbered = [p for p in folder.glob("checkpoint_*") if p.name.rpartition("_")[2].isdigit()]
+    for found in sorted(numbered, key=lambda p: int(p.name.rpartition("_")[2]), reverse=True):
+        # What Accelerate itself saved has no mark.
+        if read_mark(found) is None or find_damage_together(found) is None:
+            return found
+    return None

@@ -17,7 +17,7 @@ from torch import nn
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.forward_calls import ForwardCall
-from sppo_hf.engine.plan_cache import which_train
+from sppo_hf.engine.plan_cache import trainable_mask
 from sppo_hf.errors import PipelineError, SPPOError
 from sppo_hf.pipeline.mesh import PipelineMesh
 
@@ -31,7 +31,7 @@ _SHARED_SETTINGS = (
 )
 
 
-def facts_of(call: ForwardCall, config: SPPOConfig) -> dict[str, int]:
+def call_facts(call: ForwardCall, config: SPPOConfig) -> dict[str, int]:
     """Numbers of a call that all ranks that share its batch must have alike, for `agree`.
 
     With the layout, the only read from the device before the first chunk.
@@ -43,11 +43,11 @@ def facts_of(call: ForwardCall, config: SPPOConfig) -> dict[str, int]:
         "sum of input_ids": 0 if ids is None else int(ids.sum()),
         "sum of labels": 0 if labels is None else int(labels.sum()),
         "training": int(torch.is_grad_enabled()),
-        "settings": settings_number(config),
+        "settings": settings_checksum(config),
     }
 
 
-def settings_number(config: SPPOConfig) -> int:
+def settings_checksum(config: SPPOConfig) -> int:
     """A number for the settings that all ranks that share a batch must have alike."""
     settings = config.to_dict()
     text = json.dumps([settings[name] for name in _SHARED_SETTINGS])
@@ -67,7 +67,7 @@ def agree(mesh: PipelineMesh, facts: Mapping[str, int], *own: int) -> list[tuple
     """
     mine = torch.tensor([*facts.values(), *own])
     others = [torch.empty_like(mine) for _ in mesh.sharing_ranks]
-    dist.all_gather(others, mine, group=mesh.control)
+    dist.all_gather(others, mine, group=mesh.control_group)
     numbers = [tuple(other.tolist()) for other in others]
     for rank, other in zip(mesh.sharing_ranks, numbers, strict=True):
         differ = [
@@ -116,23 +116,23 @@ def refused(
     # Through the replicas of a stage first: then the other stages hear what they have found.
     refuses, apart = int(refusal is not None), False
     if summed is not None:
-        number = zlib.crc32(which_train(summed.values()))
+        number = zlib.crc32(trainable_mask(summed.values()))
         most = torch.tensor([refuses, number, -number])
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=mesh.replicas_control)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=mesh.replica_control_group)
         refuses, largest, smallest = most[0].item(), most[1].item(), -most[2].item()
         apart = largest != smallest
     answer = torch.tensor(int(refuses or apart))
-    dist.all_reduce(answer, op=dist.ReduceOp.MAX, group=mesh.control)
+    dist.all_reduce(answer, op=dist.ReduceOp.MAX, group=mesh.control_group)
     if not answer.item():
         return []
     said = [] if refusal is None else [_words(refusal)]
     if summed is not None:
         trained = {name for name, parameter in summed.items() if parameter.requires_grad}
-        everyones = _said_by_all((said, trained if apart else set()), mesh.replicas_control)
+        everyones = _said_by_all((said, trained if apart else set()), mesh.replica_control_group)
         said = [words for part, _ in everyones.values() for words in part]
         if apart:
             said.append(_differ({rank: trained for rank, (_, trained) in everyones.items()}))
-    parts = _said_by_all(said, mesh.control).values()
+    parts = _said_by_all(said, mesh.control_group).values()
     return sorted({words for part in parts for words in part})
 
 
@@ -163,7 +163,7 @@ def _differ(trained: Mapping[int, set[str]]) -> str:
 # whatever that raises, all are told at the same place, and all raise.
 
 
-def first_rank_says(mesh: PipelineMesh, make: Callable[[], ValueT]) -> ValueT:
+def make_on_first_rank(mesh: PipelineMesh, make: Callable[[], ValueT]) -> ValueT:
     """What the first rank that shares a batch makes of a value that all ranks must have alike.
 
     Settings and model are the same everywhere, but not what a rank sees of the model: adapters on
@@ -180,10 +180,10 @@ def first_rank_says(mesh: PipelineMesh, make: Callable[[], ValueT]) -> ValueT:
             box[0] = make()
         except Exception as error:  # noqa: BLE001 (raised below, when the others have heard)
             refusal = error
-            box[1] = PipelineError(run_by_none([_words(error)]))
+            box[1] = PipelineError(refusal_message([_words(error)]))
             if isinstance(error, SPPOError):
                 box[1] = type(error)(*error.args)
-    dist.broadcast_object_list(box, mesh.sharing_ranks[0], group=mesh.control)
+    dist.broadcast_object_list(box, mesh.sharing_ranks[0], group=mesh.control_group)
     value, told = box
     if told is not None:
         raise told if refusal is None else refusal
@@ -199,10 +199,10 @@ def all_say(mesh: PipelineMesh, make: Callable[[], ValueT]) -> list[ValueT]:
         Exception: What `make` raised here.
         PipelineError: It raised on another rank.
     """
-    return all_make(make, mesh.control, say=lambda made: made)[1]
+    return make_on_all_ranks(make, mesh.control_group, say=lambda made: made)[1]
 
 
-def all_make(
+def make_on_all_ranks(
     make: Callable[[], ValueT], group: Any, *, say: Callable[[ValueT], SaidT]
 ) -> tuple[ValueT, list[SaidT]]:
     """Let every rank of a group make a value, and hear what each `say`s of its own.
@@ -227,11 +227,11 @@ def all_make(
         raise refusal
     words = [words for _, words in answers if words]
     if words:
-        raise PipelineError(run_by_none(words))
+        raise PipelineError(refusal_message(words))
     return made, [answer for answer, _ in answers]
 
 
-def run_by_none(said: list[str]) -> str:
+def refusal_message(said: list[str]) -> str:
     """Why a batch is not run, by what the ranks that refuse it said."""
     return f"This batch is run by no rank, because {'; '.join(said)}"
 

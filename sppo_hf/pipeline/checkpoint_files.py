@@ -464,7 +464,7 @@ Seen = dict[str, tuple[int, int, int]]
 """What tells whether a file was written anew: inode, size and time of the last change, by name."""
 
 Judge = Callable[[Path], str | None]
-"""Says what a folder lacks as a checkpoint; see `what_is_torn`."""
+"""Says what a folder lacks as a checkpoint; see `find_damage`."""
 
 
 def mark_incomplete(folder: Path) -> Seen:
@@ -528,7 +528,7 @@ def read_mark(folder: Path) -> dict[str, Any] | None:
     return mark
 
 
-def what_is_torn(folder: Path, *, share: tuple[int, int] = (0, 1)) -> str | None:
+def find_damage(folder: Path, *, share: tuple[int, int] = (0, 1)) -> str | None:
     """Say what `folder` lacks as a checkpoint; None where nothing does.
 
     Reads all files that have digests; see [Note: what a digest is, and what it costs]. With `share`
@@ -615,7 +615,7 @@ def checkpoints_in(run_folder: Path) -> list[Path]:
 
 
 def newest_complete(
-    run_folder: Path, judge: Judge = what_is_torn
+    run_folder: Path, judge: Judge = find_damage
 ) -> tuple[Path | None, dict[Path, str]]:
     """Find where a run can be resumed, in whose folder the `checkpoint-N` folders are.
 
@@ -631,7 +631,7 @@ def newest_complete(
     return None, torn
 
 
-def refuse_torn(folder: Path, judge: Judge = what_is_torn) -> None:
+def check_complete(folder: Path, judge: Judge = find_damage) -> None:
     """Refuse a checkpoint whose save was cut short, or that was damaged later.
 
     Raises:

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from sppo_hf.engine.convert import get_engine
 from sppo_hf.engine.structure import find_causal_lm
 from sppo_hf.errors import ConfigError
-from sppo_hf.pipeline.checkpoint import RankCoords, place_of, write_file
+from sppo_hf.pipeline.checkpoint import RankCoords, rank_coords_of, write_file
 from sppo_hf.pipeline.checkpoint_files import (
     MARK_NAME,
     STATE_FOLDER,
@@ -68,7 +68,7 @@ def save_state(
             something in its state or a scheduler's that could only be stored as code.
         PipelineError: A file could not be written.
     """
-    place = place_of(model)
+    place = rank_coords_of(model)
     target = Path(folder) / STATE_FOLDER
     names = _names(model)
     file = f"rank-{place.dp_rank}-{place.pp_rank}.safetensors"
@@ -158,7 +158,7 @@ def load_state(
             scheduler.load_state_dict(value)
 
 
-def load_plain_optimizer(
+def load_full_optimizer_state(
     state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> None:
     """Give an optimizer of a cut model what one of the whole model had; all ranks call this.
@@ -171,7 +171,7 @@ def load_plain_optimizer(
     """
     optimizer = unwrapped(optimizer)
     names = _names(model)
-    whole = _whole_groups(optimizer, names, model, place_of(model))
+    whole = _whole_groups(optimizer, names, model, rank_coords_of(model))
     saved = state["param_groups"]
     if [len(g["params"]) for g in saved] != [len(g["names"]) for g in whole]:
         raise ConfigError(
@@ -190,7 +190,7 @@ def load_plain_optimizer(
     _give(optimizer, by_name, groups, ordered, "optimizer.pt")
 
 
-def read_plain_state(folder: str | Path) -> tuple[dict[str, Any], list[Any]]:
+def read_full_state(folder: str | Path) -> tuple[dict[str, Any], list[Any]]:
     """What one process without SPPO would have saved; needs memory for all of it.
 
     Returns:
@@ -234,7 +234,7 @@ def load_random_state(folder: str | Path, model: nn.Module) -> None:
     Raises:
         ConfigError: A file is damaged.
     """
-    place = place_of(model)
+    place = rank_coords_of(model)
     stored = _Stored(Path(folder))
     own = [(place.dp_rank, place.pp_rank), (place.dp_rank, 0), (0, 0)]
     with reading(stored.index):

@@ -47,13 +47,13 @@ from sppo_hf.pipeline.mesh import (
     check_nodes,
     check_world,
     make_mesh,
-    with_sets,
+    with_unit_groups,
 )
-from sppo_hf.pipeline.multiplex import refuse_unsharable_units
+from sppo_hf.pipeline.multiplex import check_shareable_units
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
-from sppo_hf.pipeline.sequence_parallel import SequenceParallelEngine, refuse_unshareable
+from sppo_hf.pipeline.sequence_parallel import SequenceParallelEngine, check_shareable_sequences
 from sppo_hf.pipeline.watchdog import GROUP_MARGIN_SECONDS, Watchdog, watch_launch
-from sppo_hf.planning.flops import layer_costs
+from sppo_hf.planning.model_shape import layer_costs
 from sppo_hf.planning.stages import split_layers
 
 logger = logging.getLogger(__name__)
@@ -313,7 +313,7 @@ def shared_mesh(
     """
     # Groups end with the launch's own, which a process may leave and form anew.
     watchdog = launch_watchdog(pp_size, timeout_seconds, sp_size)
-    with watchdog.explaining("forming groups of ranks"):
+    with watchdog.collective_section("forming groups of ranks"):
         return _mesh(pp_size, sp_size, device, timeout_seconds, dist.group.WORLD)
 
 
@@ -399,14 +399,16 @@ def convert_to_stages(
     check_family(parts)
     device = next(parts.causal_lm.parameters()).device if device is None else device
     if config.sp_size > 1:
-        refuse_unshareable(parts, config.sp_size)
+        check_shareable_sequences(parts, config.sp_size)
         check_nodes(config)
     if config.pp_msp == "on":
-        refuse_unsharable_units(parts, model_shape(parts).layers, config.pp_size)
+        check_shareable_units(parts, model_shape(parts).layers, config.pp_size)
     mesh = shared_mesh(config.pp_size, device, config.pp_timeout_seconds, config.sp_size)
     helps = _shares_units(parts, config, mesh)
     if helps:
-        with launch_watchdog(config.pp_size, config.pp_timeout_seconds).explaining("forming sets"):
+        with launch_watchdog(config.pp_size, config.pp_timeout_seconds).collective_section(
+            "forming sets"
+        ):
             mesh = _mesh_with_sets(mesh, config.pp_timeout_seconds)
     staged = staged_model(parts, config, mesh.pp_rank, helps=helps)
     make_engine = functools.partial(
@@ -420,7 +422,7 @@ def convert_to_stages(
 
 @functools.cache
 def _mesh_with_sets(mesh: PipelineMesh, timeout_seconds: int) -> PipelineMesh:
-    return with_sets(mesh, timeout_seconds=timeout_seconds + GROUP_MARGIN_SECONDS)
+    return with_unit_groups(mesh, timeout_seconds=timeout_seconds + GROUP_MARGIN_SECONDS)
 
 
 def _shares_units(parts: ModelParts, config: SPPOConfig, mesh: PipelineMesh) -> bool:
@@ -438,10 +440,10 @@ def _shares_units(parts: ModelParts, config: SPPOConfig, mesh: PipelineMesh) -> 
         return False
     possible = device_facts(mesh.device, config).profile is not None
     try:
-        refuse_unsharable_units(parts, model_shape(parts).layers, config.pp_size)
+        check_shareable_units(parts, model_shape(parts).layers, config.pp_size)
     except (ConfigError, UnsupportedModelError):
         possible = False
-    return all_true(possible, mesh.control, mesh.replicas_control)
+    return all_true(possible, mesh.control_group, mesh.replica_control_group)
 
 
 def convert_to_shared_sequences(
@@ -466,7 +468,7 @@ def convert_to_shared_sequences(
     if engine is not None and engine.enabled:
         return convert(model, config, observer=observer)  # says so if settings differ
     parts = find_parts(model)
-    refuse_unshareable(parts, config.sp_size)
+    check_shareable_sequences(parts, config.sp_size)
     check_nodes(config)
     device = next(parts.causal_lm.parameters()).device if device is None else device
     mesh = shared_mesh(config.pp_size, device, config.pp_timeout_seconds, config.sp_size)

@@ -22,7 +22,7 @@ gives the order, `sppo_hf.schedule.messages` says what moves.
   With replicas of the pipeline, owners average theirs at the end of the step.
 - *Heads.* Sets have 2 to P ranks, and few models have heads for all of these sizes. Where query
   heads cannot be divided evenly, ranks divide key/value heads as evenly as can be
-  (`head_granules`).
+  (`count_head_blocks`).
 - *Keys and values.* In a set each rank has the heads that its size gives it. When the set of a
   stage changes, the ranks that come in get the heads that they will attend with, of all chunks so
   far; a chunk's are sent as soon as it has run. Each run of units that one set computes has a store
@@ -42,8 +42,8 @@ gives the order, `sppo_hf.schedule.messages` says what moves.
   the last of them. So it waits, and is counted (`sppo_hf.planning.pipeline_cost`).
 - *Keys that layers share.* The rank that runs the first reader of a stage holds what came with the
   message, like keys of its own.
-- *Tokens.* Parts are cut as in sequence parallelism (`part_of`), of any length; what passes between
-  stages is cut where the parts of both sets overlap, and what stays on its rank is not sent.
+- *Tokens.* Parts are cut as in sequence parallelism (`rank_tokens`), of any length; what passes
+  between stages is cut where parts of both sets overlap, and what stays on its rank is not sent.
 - *The loss* of a shared chunk is computed by all ranks of its set, each with the head, and summed.
 
 Not covered: `sp_size` above 1 besides, and recurrent layers. Evaluation, losses of a caller's own,
@@ -56,7 +56,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -65,21 +65,23 @@ from torch import distributed as dist
 from sppo_hf.attention.kv_cache import KVStore
 from sppo_hf.engine.chunk_runner import ChunkRunner
 from sppo_hf.engine.sequence_group import (
-    held_keys,
-    key_positions,
-    part_of,
+    held_kv_heads,
+    kv_head_transfers,
+    rank_tokens,
 )
 from sppo_hf.engine.stages import StagedModel
 from sppo_hf.engine.structure import ModelParts
 from sppo_hf.errors import PipelineError, UnsupportedModelError
 from sppo_hf.pipeline.gradients import buckets_of
 from sppo_hf.pipeline.mesh import PipelineMesh
-from sppo_hf.pipeline.transport import Transport
 from sppo_hf.planning.chunk_bounds import Bounds
-from sppo_hf.planning.model_profile import LayerProfile, head_granules
+from sppo_hf.planning.model_profile import LayerProfile, count_head_blocks
 from sppo_hf.schedule.actions import COMPUTE_KINDS, Action, Kind
 from sppo_hf.schedule.messages import Message, messages
 from sppo_hf.schedule.schedule import Schedule
+
+if TYPE_CHECKING:
+    from sppo_hf.pipeline.executor import Transport
 
 # B batch rows, C tokens of a chunk, c tokens of a part of it, W width of a message, N query heads,
 # K key/value heads, H head size. P is the number of ranks.
@@ -98,7 +100,7 @@ class Run:
         return len(self.ranks) > 1
 
 
-class Visit(NamedTuple):
+class WeightUse(NamedTuple):
     """Shared units of one stage that a rank runs one after the other, on its weights."""
 
     stage: int
@@ -109,9 +111,11 @@ class Visit(NamedTuple):
     last: Action
 
 
-def visits_of(schedule: Schedule, rank: int, runs: Mapping[tuple[int, int], Run]) -> list[Visit]:
+def weight_uses(
+    schedule: Schedule, rank: int, runs: Mapping[tuple[int, int], Run]
+) -> list[WeightUse]:
     """What a rank needs the weights of helped or shared stages for, in order."""
-    found: list[Visit] = []
+    found: list[WeightUse] = []
     before: tuple[int, tuple[int, ...]] | None = None
     computes = [action for action in schedule.ranks[rank] if action.kind in COMPUTE_KINDS]
     for ahead, action in pairwise([computes[0], *computes]):
@@ -120,12 +124,12 @@ def visits_of(schedule: Schedule, rank: int, runs: Mapping[tuple[int, int], Run]
         if here == before:
             found[-1:] = [found[-1]._replace(last=action)] if run.is_shared else found[-1:]
         elif run.is_shared:
-            found.append(Visit(action.stage, run, ahead, action, action))
+            found.append(WeightUse(action.stage, run, ahead, action, action))
         before = here
     return found
 
 
-def runs_of(schedule: Schedule, num_chunks: int) -> dict[tuple[int, int], Run]:
+def chunk_runs(schedule: Schedule, num_chunks: int) -> dict[tuple[int, int], Run]:
     """The run of each (stage, chunk); all micro-batches have the same."""
     found: dict[tuple[int, int], Run] = {}
     for stage in range(schedule.num_stages):
@@ -137,9 +141,7 @@ def runs_of(schedule: Schedule, num_chunks: int) -> dict[tuple[int, int], Run]:
     return found
 
 
-def refuse_unsharable_units(
-    parts: ModelParts, layers: Iterable[LayerProfile], pp_size: int
-) -> None:
+def check_shareable_units(parts: ModelParts, layers: Iterable[LayerProfile], pp_size: int) -> None:
     """Refuse models whose units ranks cannot share.
 
     Raises:
@@ -152,10 +154,10 @@ def refuse_unsharable_units(
             "layers, whose states go from token to token. Allowed: models in which every layer "
             "attends. Remedy: pp_msp='off'."
         )
-    head_granules((layer for layer in layers if layer.num_heads), pp_size, parts.name)
+    count_head_blocks((layer for layer in layers if layer.num_heads), pp_size, parts.name)
 
 
-class HelpedWeights:
+class RemoteWeights:
     """Weights of the stages that other ranks own, while they are here."""
 
     def __init__(self, staged: StagedModel, mesh: PipelineMesh) -> None:
@@ -184,7 +186,7 @@ class HelpedWeights:
     @property
     def resident_bytes(self) -> int:
         """Bytes of other ranks' weights that are here all along: those that do not train."""
-        modules = self._staged.helped_modules()
+        modules = self._staged.borrowed_modules()
         found = {id(p): p for module in modules for p in module.parameters()}
         return sum(
             p.nbytes for p in found.values() if not p.requires_grad and id(p) not in self._own
@@ -205,7 +207,7 @@ class HelpedWeights:
     def begin_step(self, device: torch.device) -> None:
         """Let helped stages be as the model is: on its device, and training or not."""
         training = self._staged.parts.causal_lm.training
-        for module in self._staged.helped_modules():
+        for module in self._staged.borrowed_modules():
             module.train(training)
             for child in module.modules():
                 for parameter in child._parameters.values():
@@ -251,7 +253,7 @@ class HelpedWeights:
             work = dist.broadcast(
                 flat,
                 self._mesh.world_rank(stage),
-                group=self._mesh.sets[run.ranks],
+                group=self._mesh.unit_groups[run.ranks],
                 async_op=True,
             )
             coming.append((work, flat, [] if alone else bucket))
@@ -284,7 +286,7 @@ class HelpedWeights:
             work = dist.reduce(
                 flat,
                 self._mesh.world_rank(stage),
-                group=self._mesh.sets[run.ranks],
+                group=self._mesh.unit_groups[run.ranks],
                 async_op=True,
             )
             self._leaving.append((work, flat, bucket if is_owner else []))
@@ -325,7 +327,7 @@ class HelpedWeights:
         self.wait_for_reduce()
         every = [p for parameters in self._trained.values() for p in parameters]
         there = torch.tensor([id(p) in self._there for p in every], dtype=torch.int32)
-        dist.all_reduce(there, group=self._mesh.control)
+        dist.all_reduce(there, group=self._mesh.control_group)
         self._join(p for p, count in zip(every, there.tolist(), strict=True) if count)
         self._there.clear()
         self._aside.clear()
@@ -364,7 +366,7 @@ class SharedUnits:
     transport: Transport
     _: KW_ONLY
     runs: Mapping[tuple[int, int], Run]
-    """`runs_of` the schedule."""
+    """`chunk_runs` the schedule."""
     bounds: Bounds
     """Of the chunks."""
     rows: list[tuple[int, int]]
@@ -373,13 +375,13 @@ class SharedUnits:
     """W of the messages to a stage."""
     layers: Callable[[int], Mapping[int, LayerProfile]]
     """The layers of a stage that hold keys and values, by number."""
-    granules: int | None
-    """How sets divide heads, see `head_granules`."""
+    head_blocks: int | None
+    """How sets divide heads, see `count_head_blocks`."""
     dtypes: tuple[torch.dtype, torch.dtype]
     """Of hidden states between stages, and of keys and values."""
     stores: Stores
     """Gives a run's keys and values."""
-    weights: HelpedWeights
+    weights: RemoteWeights
     """Of other ranks' stages."""
 
     def __post_init__(self) -> None:
@@ -405,7 +407,7 @@ class SharedUnits:
         """Stores of runs that have ended, with sums of a chunk's dK and dV that are to go back."""
         self._ending: list[KVStore] = []
         """Keys of the run whose last backward runs."""
-        visits = visits_of(self.schedule, self.rank, self.runs)
+        visits = weight_uses(self.schedule, self.rank, self.runs)
         self._fetched_in = {visit.ahead: visit for visit in visits}
         self._first = {visit.first: visit for visit in visits}
         self._last = {visit.last: visit for visit in visits}
@@ -416,7 +418,7 @@ class SharedUnits:
         """The tokens, counted in the chunk, that are of a compute's part."""
         start, end = self.bounds[self.schedule.chunk(action)]
         size = len(self.schedule.unit_ranks(action.stage, action.unit))
-        return part_of(0, end - start, action.part or 0, size)
+        return rank_tokens(0, end - start, action.part or 0, size)
 
     def take(self, action: Action, stage: int) -> Tensor:
         """What a compute is given: `[B, c, W]` from `stage`, put together."""
@@ -484,15 +486,15 @@ class SharedUnits:
     ) -> list[tuple[LayerProfile, list[int], list[int]]]:
         """By layer, the heads that pass from the ranks of one unit to those of a later one."""
         return [
-            (layer, *key_positions(self._held(layer, forward), self._held(layer, late)))
+            (layer, *kv_head_transfers(self._held(layer, forward), self._held(layer, late)))
             for layer in self.layers(forward.stage).values()
         ]
 
     def _held(self, layer: LayerProfile, action: Action) -> list[range]:
-        """What a rank holds of a layer's keys for one of its computes; see `held_keys`."""
+        """What a rank holds of a layer's keys for one of its computes; see `held_kv_heads`."""
         size = len(self.schedule.unit_ranks(action.stage, action.unit))
         heads = layer.num_heads, layer.num_kv_heads
-        return held_keys(*heads, action.part or 0, size, self.granules)
+        return held_kv_heads(*heads, action.part or 0, size, self.head_blocks)
 
     def _key_numbers(self, message: Message) -> int:
         """Numbers in a message of keys and values, or of their gradients."""

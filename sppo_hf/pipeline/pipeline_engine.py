@@ -27,23 +27,27 @@ from transformers.utils.output_capturing import maybe_install_capturing_hooks
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.batch_layout import BatchLayout
 from sppo_hf.engine.chunk_runner import ChunkRunner
-from sppo_hf.engine.engine import Engine, labelled_chunks, labels_of
+from sppo_hf.engine.engine import Engine, chunk_labels, labelled_chunks
 from sppo_hf.engine.family_guard import check_router_loss
 from sppo_hf.engine.forward_calls import ForwardCall, read_call
 from sppo_hf.engine.head import fused_tile
 from sppo_hf.engine.loss import ChunkedLoss, divide_loss
-from sppo_hf.engine.plan_cache import AttendingRows, which_train
+from sppo_hf.engine.plan_cache import StepRows, trainable_mask
 from sppo_hf.engine.router_loss import RouterLoss
-from sppo_hf.engine.sequence_group import SequenceGroup, own_random_numbers, part_of
-from sppo_hf.engine.stage_message import MessageLayout
-from sppo_hf.engine.stages import StagedModel
+from sppo_hf.engine.sequence_group import SequenceGroup, rank_random_state, rank_tokens
+from sppo_hf.engine.stages import MessageLayout, StagedModel
 from sppo_hf.engine.step_observer import StepObserver, StepRecord
-from sppo_hf.engine.structure import ModelParts, check_adapters, check_trainable, hooks_set_aside
+from sppo_hf.engine.structure import (
+    ModelParts,
+    check_adapters,
+    check_trainable,
+    without_parameter_hooks,
+)
 from sppo_hf.engine.versions import ReadTensors
 from sppo_hf.errors import ConfigError, PipelineError, SPPOError, UnsupportedModelError
 from sppo_hf.offload.engine import OffloadStats
-from sppo_hf.pipeline.agreement import agree, all_true, facts_of, refused, run_by_none
-from sppo_hf.pipeline.executor import ActionRecord, Executor, UnitMarks
+from sppo_hf.pipeline.agreement import agree, all_true, call_facts, refusal_message, refused
+from sppo_hf.pipeline.executor import ActionRecord, Executor, Transport, UnitMarks
 from sppo_hf.pipeline.gradients import (
     PipelineLoss,
     Replicas,
@@ -52,11 +56,11 @@ from sppo_hf.pipeline.gradients import (
 )
 from sppo_hf.pipeline.mesh import PipelineMesh
 from sppo_hf.pipeline.multiplex import (
-    HelpedWeights,
+    RemoteWeights,
     Run,
     SharedUnits,
-    head_granules,
-    runs_of,
+    chunk_runs,
+    count_head_blocks,
 )
 from sppo_hf.pipeline.sequence_parallel import SequenceRanks
 from sppo_hf.pipeline.stage_plans import (
@@ -68,11 +72,10 @@ from sppo_hf.pipeline.stage_plans import (
 )
 from sppo_hf.pipeline.stage_runner import AddLoss, StageRunner, first_layer_hook, last_layer_hook
 from sppo_hf.pipeline.token_outputs import TokenCall
-from sppo_hf.pipeline.transport import Transport
 from sppo_hf.pipeline.watchdog import GROUP_MARGIN_SECONDS, Watchdog, is_broken_connection
 from sppo_hf.planning.activation_modes import mode_of
 from sppo_hf.planning.chunk_bounds import Bounds
-from sppo_hf.planning.flops import forward_flops, step_flops
+from sppo_hf.planning.model_shape import forward_flops, step_flops
 from sppo_hf.planning.pipeline_choice import RULE
 from sppo_hf.planning.plan import Plan
 from sppo_hf.schedule.actions import Action
@@ -140,7 +143,7 @@ class PipelineStepTimer:
 
     def action(self, action: Action, words: str) -> None:
         """The rank is about to carry out `action`."""
-        self.engine.watchdog.doing(f"{self.name}, {words}")
+        self.engine.watchdog.set_activity(f"{self.name}, {words}")
         if action.kind == "F" or action.kind in _BACKWARDS:
             direction = "forward" if action.kind == "F" else "backward"
             units = self.step.schedule.num_units
@@ -161,7 +164,7 @@ class PipelineStepTimer:
         engine, call = self.engine, self.call
         mesh = engine.mesh
         sharing = len(mesh.sharing_ranks)
-        start, end = part_of(
+        start, end = rank_tokens(
             0, call.batch_rows * call.total_tokens, mesh.rank - mesh.sharing_ranks[0], sharing
         )
         flops = step_flops if training else forward_flops
@@ -261,7 +264,7 @@ class PipelineEngine(Engine):
         """What this rank did in the last step, and when."""
         self.loss_scaler: Any = None
         """The gradient scaler of float16 training, whose scale the loss will be multiplied by."""
-        self.replicas = Replicas(mesh.replicas, mesh.replicas_control)
+        self.replicas = Replicas(mesh.replica_group, mesh.replica_control_group)
         self._stage_plans = StagePlanCache(self)
         if self.traces is not None:
             self.traces.rank = mesh.world_rank(mesh.pp_rank)
@@ -276,7 +279,7 @@ class PipelineEngine(Engine):
         self._units: StageRunner | None = None
         self._unfit: SPPOError | None = None
         """Why this rank cannot run the batch that it was called with; `_prepare` tells all."""
-        self._helped: HelpedWeights | None = None
+        self._helped: RemoteWeights | None = None
         """Weights of other ranks' stages, once units of these run here."""
         self.trained: tuple[int, ...] = ()
         """By the ranks that share a batch, a number for which parameters train in this step: of its
@@ -356,13 +359,13 @@ class PipelineEngine(Engine):
         """
         self._calls += 1
         self._activity = f"in {kind} pass {self._calls}"
-        with self.watchdog.explaining(self._activity):
+        with self.watchdog.collective_section(self._activity):
             try:
-                with self.watchdog.ending_all(but=(_RefusedByAll,)):
+                with self.watchdog.reporting_failures(but=(_RefusedByAll,)):
                     output = run()
             except _RefusedByAll as refusal:
                 raise refusal.error from refusal.error.__cause__
-        self.watchdog.doing(f"after {kind} pass {self._calls}")
+        self.watchdog.set_activity(f"after {kind} pass {self._calls}")
         return output
 
     def _run(self, call: ForwardCall, layout: BatchLayout) -> ModelOutput:  # type: ignore[override]
@@ -416,7 +419,7 @@ class PipelineEngine(Engine):
             drawing = self.group
             if prepared.step.name == MSP:
                 drawing = self._set_ranks(tuple(range(self.mesh.pp_size)))
-            with hooks_set_aside(parameters), own_random_numbers(drawing, call.device):
+            with without_parameter_hooks(parameters), rank_random_state(drawing, call.device):
                 self._execute(prepared, units, gradients, scale)
             if self._helped is not None and prepared.runs is not None:
                 self._helped.end_step()
@@ -480,7 +483,7 @@ class PipelineEngine(Engine):
         if refusal is not None:
             raise _RefusedByAll(refusal)
         if said:
-            raise _RefusedByAll(PipelineError(run_by_none(said)))
+            raise _RefusedByAll(PipelineError(refusal_message(said)))
         assert prepared is not None, "nothing was refused, so all was planned"
         self._allow_step(prepared.plans)
         return prepared
@@ -523,7 +526,7 @@ class PipelineEngine(Engine):
             # run, with more idle time.
             check_size(step.name, Size(self.mesh.pp_size, len(rows), len(bounds), step.virtual))
             self._size_checked = True
-        runs = runs_of(step.schedule, len(bounds)) if name == MSP else None
+        runs = chunk_runs(step.schedule, len(bounds)) if name == MSP else None
         return Prepared(rows, plans, bounds, step, reduces, runs)
 
     def _allow_step(self, plans: BatchPlans) -> None:
@@ -540,7 +543,7 @@ class PipelineEngine(Engine):
     # -- one step ----------------------------------------------------------------------------
 
     def _agree(self, call: ForwardCall, layout: BatchLayout) -> None:
-        facts = facts_of(call, self.config) | {"used tokens": layout.used_tokens}
+        facts = call_facts(call, self.config) | {"used tokens": layout.used_tokens}
         training = torch.is_grad_enabled()
         everyones = agree(self.mesh, facts, *(self._which_train_here() if training else (0, 0)))
         if training:
@@ -556,7 +559,7 @@ class PipelineEngine(Engine):
         if self.staged.helps:
             stages = range(self.staged.cut.num_stages)
             parameters = [p for stage in stages for p in self.staged.parameters_of(stage)]
-        return zlib.crc32(which_train(parameters)), zlib.crc32(which_train(tied))
+        return zlib.crc32(trainable_mask(parameters)), zlib.crc32(trainable_mask(tied))
 
     def _refuse_apart(self, tied: tuple[int, ...]) -> None:
         """Refuse that ranks sum gradients of different parameters; all of them do.
@@ -642,7 +645,7 @@ class PipelineEngine(Engine):
         self._units = units
         return units
 
-    def _attending(self, layout: BatchLayout, prepared: Prepared) -> Iterator[AttendingRows]:
+    def _attending(self, layout: BatchLayout, prepared: Prepared) -> Iterator[StepRows]:
         """What this rank's units attend to."""
         alone = Run(range(len(prepared.bounds)), (self.mesh.pp_rank,))
         own = {(stage, alone) for stage in self.staged.cut.own}
@@ -655,16 +658,16 @@ class PipelineEngine(Engine):
                 group = self._set_ranks(run.ranks)
             for start, end in prepared.rows:
                 spans = layout.spans(start, end)
-                yield AttendingRows(plan, end - start, spans, run.chunks, group)
+                yield StepRows(plan, end - start, spans, run.chunks, group)
 
     def _set_ranks(self, ranks: tuple[int, ...]) -> SequenceRanks:
         number = ranks.index(self.mesh.pp_rank)
-        group, granules = self.mesh.sets[ranks], self._head_granules()
-        return SequenceRanks(group, number, len(ranks), granules=granules)
+        group, head_blocks = self.mesh.unit_groups[ranks], self._head_blocks()
+        return SequenceRanks(group, number, len(ranks), head_blocks=head_blocks)
 
-    def _head_granules(self) -> int | None:
+    def _head_blocks(self) -> int | None:
         layers = (layer for layer in self.shape().layers if layer.num_heads)
-        return head_granules(layers, self.mesh.pp_size, self.parts.name)
+        return count_head_blocks(layers, self.mesh.pp_size, self.parts.name)
 
     def _label_loss(self, call: ForwardCall, layout: BatchLayout, prepared: Prepared) -> AddLoss:
         """Sums up the model's own loss, for the rank that has the last stage."""
@@ -686,7 +689,7 @@ class PipelineEngine(Engine):
         ) -> Tensor:
             assert call.shift_labels is not None, "calls without labels were refused"
             bounds_of = (tokens.start, tokens.stop)
-            labels_BC = labels_of(call.shift_labels[rows], bounds_of, group, call.ignore_index)
+            labels_BC = chunk_labels(call.shift_labels[rows], bounds_of, group, call.ignore_index)
             return loss.add(hidden_BCD, labels_BC, last=tokens.start == last_start)
 
         return add
@@ -709,7 +712,7 @@ class PipelineEngine(Engine):
             micro_batch, chunk = divmod(unit, len(bounds))
             (row, row_end), (start, end) = rows[micro_batch], bounds[chunk]
             if self.group is not None:  # one token where it has none of its own
-                start, end = part_of(start, end, self.group.rank, self.group.size)
+                start, end = rank_tokens(start, end, self.group.rank, self.group.size)
             return row_end - row, max(1, end - start), messages.width(layers[stage].start)
 
         def reduce(stage: int) -> None:
@@ -753,10 +756,9 @@ class PipelineEngine(Engine):
             rows=prepared.rows,
             widths=lambda stage: messages.width(stages[stage].start),
             layers=lambda stage: {
-                index: shape.layers[index]
-                for index in messages.key_holders(stages[stage], attending)
+                index: shape.layers[index] for index in messages.kv_layers(stages[stage], attending)
             },
-            granules=self._head_granules(),
+            head_blocks=self._head_blocks(),
             dtypes=(dtype, torch.get_autocast_dtype(kind) if autocast else dtype),
             stores=lambda stage, micro_batch, run: units.sequence(
                 stage, micro_batch, run.chunks.start
@@ -764,7 +766,7 @@ class PipelineEngine(Engine):
             weights=self.helped_weights(),
         )
 
-    def helped_weights(self) -> HelpedWeights:
+    def helped_weights(self) -> RemoteWeights:
         """Weights of other ranks' stages, on this rank's device; where units are shared.
 
         Raises:
@@ -778,21 +780,21 @@ class PipelineEngine(Engine):
                 "unfreeze before the model is prepared, or set pp_msp='off'."
             )
         if self._helped is None:
-            self._helped = HelpedWeights(self.staged, self.mesh)
+            self._helped = RemoteWeights(self.staged, self.mesh)
         self._helped.begin_step(self.mesh.device)
         return self._helped
 
     def _finish_gradients(self, gradients: StepGradients, reduces: bool) -> None:
         shared = self.shared_parameters()
-        if shared and self.mesh.ends is not None:
-            gradients.add_shared(shared, self.mesh.ends)
+        if shared and self.mesh.embedding_group is not None:
+            gradients.add_shared(shared, self.mesh.embedding_group)
         if shared and reduces:
             gradients.start_reducing(shared, self.replicas)
         gradients.take()
 
     def shared_parameters(self) -> list[nn.Parameter]:
         """The trained parameters of this rank that the pipeline's other end holds as well."""
-        if self.mesh.ends is None:
+        if self.mesh.embedding_group is None:
             return []
         named = dict(self.parts.causal_lm.named_parameters())
         names = sorted(name for name in self.staged.shared_names if name in named)
@@ -836,11 +838,11 @@ class PipelineEngine(Engine):
 
     def reduces_replicas(self) -> bool:
         """Whether the gradients of this step are averaged over replicas."""
-        return self.mesh.replicas is not None and self.reduces()
+        return self.mesh.replica_group is not None and self.reduces()
 
     def agreed(self, value: bool) -> bool:
         """Whether all ranks of all replicas say so; all of them ask at the same moments."""
-        return all_true(value, self.mesh.control, self.mesh.replicas_control)
+        return all_true(value, self.mesh.control_group, self.mesh.replica_control_group)
 
     def _scaler_scale(self) -> Tensor | float:
         scaler = self.loss_scaler
@@ -850,7 +852,7 @@ class PipelineEngine(Engine):
         return scaler._init_scale if scaler._scale is None else scaler._scale.clone()
 
     def _sum_over_pipeline(self, x: Tensor) -> Tensor:
-        for group in (self.mesh.pipeline, self.mesh.sequence):
+        for group in (self.mesh.pp_group, self.mesh.sp_group):
             if group is not None:
                 dist.all_reduce(x, group=group)
         return x
@@ -864,9 +866,9 @@ class PipelineEngine(Engine):
         if units.losses:
             total = torch.stack(units.losses).sum().to(wide)
         # Zero on all but the last rank, unless they share its units.
-        dist.all_reduce(total, group=self.mesh.pipeline)
-        if self.mesh.sequence is not None:
-            dist.all_reduce(total, group=self.mesh.sequence)
+        dist.all_reduce(total, group=self.mesh.pp_group)
+        if self.mesh.sp_group is not None:
+            dist.all_reduce(total, group=self.mesh.sp_group)
         output = CausalLMOutputWithPast(loss=divide_loss(total, *self._count_and_divisor(call)))
         if units.router_loss is not None:
             if gradients is None:  # in training it was done before the first backward

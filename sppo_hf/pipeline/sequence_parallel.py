@@ -35,13 +35,18 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.device_facts import model_shape
 from sppo_hf.engine.engine import Engine
 from sppo_hf.engine.forward_calls import ForwardCall
-from sppo_hf.engine.plan_cache import which_train
+from sppo_hf.engine.plan_cache import trainable_mask
 from sppo_hf.engine.recurrent_state import mixers_of
-from sppo_hf.engine.sequence_group import check_heads, own_heads, own_random_numbers, part_lengths
+from sppo_hf.engine.sequence_group import (
+    check_heads,
+    local_heads,
+    rank_random_state,
+    rank_token_counts,
+)
 from sppo_hf.engine.step_observer import StepObserver
 from sppo_hf.engine.structure import ModelParts
 from sppo_hf.errors import BudgetError, ConfigError, PipelineError, UnsupportedModelError
-from sppo_hf.pipeline.agreement import agree, all_make, facts_of
+from sppo_hf.pipeline.agreement import agree, call_facts, make_on_all_ranks
 from sppo_hf.pipeline.mesh import PipelineMesh
 from sppo_hf.pipeline.watchdog import Watchdog
 
@@ -59,35 +64,37 @@ class SequenceRanks:
     """Of this one, in the group."""
     size: int
     _: KW_ONLY
-    granules: int | None = None
-    """By which they divide heads, see `own_heads`."""
+    head_blocks: int | None = None
+    """By which they divide heads, see `local_heads`."""
     control: Any = None
     """A group for decisions, on processors."""
 
     @classmethod
     def of_mesh(cls, mesh: PipelineMesh) -> SequenceRanks:
         """The ranks of this process's sequence, in a mesh whose `sp_size` is above 1."""
-        assert mesh.sequence is not None, "ranks share a sequence only where sp_size is above 1"
-        return cls(mesh.sequence, mesh.sp_rank, mesh.sp_size, control=mesh.sequence_control)
+        assert mesh.sp_group is not None, "ranks share a sequence only where sp_size is above 1"
+        return cls(mesh.sp_group, mesh.sp_rank, mesh.sp_size, control=mesh.sp_control_group)
 
     def start_tokens_to_heads(self, x_BNcH: Tensor, chunk_tokens: int) -> Exchange:
         """`[B, N, c, H]` to `[B, n, C, H]`, n of the N heads."""
-        lengths = part_lengths(chunk_tokens, self.size)
+        lengths = rank_token_counts(chunk_tokens, self.size)
         assert x_BNcH.shape[2] == lengths[self.rank], "every rank has its part of the chunk"
         return self._exchange(x_BNcH, lengths, x_BNcH.shape[1], to_heads=True)
 
     def start_heads_to_tokens(self, x_BNCH: Tensor) -> Exchange:
         """`[B, n, C, H]`, n of the N heads, to `[B, N, c, H]`."""
         _, own, chunk_tokens, _ = x_BNCH.shape
-        runs = self.size if self.granules is None else self.granules
-        heads = own // len(own_heads(runs, self.rank, self.size, self.granules)) * runs
-        return self._exchange(x_BNCH, part_lengths(chunk_tokens, self.size), heads, to_heads=False)
+        runs = self.size if self.head_blocks is None else self.head_blocks
+        heads = own // len(local_heads(runs, self.rank, self.size, self.head_blocks)) * runs
+        return self._exchange(
+            x_BNCH, rank_token_counts(chunk_tokens, self.size), heads, to_heads=False
+        )
 
     def _exchange(
         self, x: Tensor, lengths: list[int], num_heads: int, *, to_heads: bool
     ) -> Exchange:
         every = range(self.size)
-        counts = [len(own_heads(num_heads, r, self.size, self.granules)) for r in every]
+        counts = [len(local_heads(num_heads, r, self.size, self.head_blocks)) for r in every]
         heads, tokens = _ToHeads(self, lengths, counts), _ToTokens(self, lengths, counts)
         return Exchange(x, heads, tokens) if to_heads else Exchange(x, tokens, heads)
 
@@ -97,7 +104,7 @@ class SequenceRanks:
 
     def gather_tokens(self, x_BcD: Tensor, chunk_tokens: int) -> Tensor:
         """`[B, c, D]` to `[B, C, D]`."""
-        return _GatheredTokens.apply(x_BcD, self, part_lengths(chunk_tokens, self.size))
+        return _GatheredTokens.apply(x_BcD, self, rank_token_counts(chunk_tokens, self.size))
 
     def sum_over_ranks(self, x: Tensor) -> Tensor:
         """The sum over the ranks."""
@@ -110,7 +117,7 @@ class SequenceRanks:
             Exception: What `make` raised here.
             PipelineError: It raised on another rank.
         """
-        made, answers = all_make(make, self.control, say=better)
+        made, answers = make_on_all_ranks(make, self.control, say=better)
         best = min(range(self.size), key=answers.__getitem__)
         box = [made]
         first = dist.get_global_rank(self.control, best)
@@ -296,7 +303,7 @@ class _SummedOverRanks(torch.autograd.Function):
         return grad * ctx.size, None
 
 
-def refuse_unshareable(parts: ModelParts, sp_size: int) -> None:
+def check_shareable_sequences(parts: ModelParts, sp_size: int) -> None:
     """Refuse models whose sequences cannot be shared.
 
     A recurrent or convolutional mixer computes along all tokens, inside each family's own code.
@@ -357,21 +364,24 @@ class SequenceParallelEngine(Engine):
             mask = call.attention_mask
             read = {
                 "sum of attention_mask": -1 if mask is None else int(mask.sum()),
-                "trained parameters": zlib.crc32(which_train(self.parts.causal_lm.parameters())),
+                "trained parameters": zlib.crc32(trainable_mask(self.parts.causal_lm.parameters())),
             }
-            agree(self.mesh, facts_of(call, self.config) | read)
-            with own_random_numbers(self.group, call.device):
+            agree(self.mesh, call_facts(call, self.config) | read)
+            with rank_random_state(self.group, call.device):
                 output = super()._run(call)
         activity = f"in backward pass {self._calls}"
         for value in output.values():
             if isinstance(value, Tensor) and value.requires_grad:
-                value.register_hook(lambda _grad: self.watchdog.doing(activity))
+                value.register_hook(lambda _grad: self.watchdog.set_activity(activity))
         return output
 
     @contextmanager
     def _guarded(self, activity: str) -> Iterator[None]:
         """A part of a step: others hear where this rank is, and errors name what failed."""
         alike = (ConfigError, BudgetError, UnsupportedModelError, PipelineError)
-        with self.watchdog.explaining(activity), self.watchdog.ending_all(but=alike):
+        with (
+            self.watchdog.collective_section(activity),
+            self.watchdog.reporting_failures(but=alike),
+        ):
             yield
-        self.watchdog.doing(activity.replace("in ", "after ", 1))
+        self.watchdog.set_activity(activity.replace("in ", "after ", 1))

@@ -15,18 +15,23 @@ import torch
 from torch import distributed as dist
 
 from sppo_hf.config import SPPOConfig
-from sppo_hf.engine.device_facts import device_facts, dtype_name, leave_to_driver, whole_shape
+from sppo_hf.engine.device_facts import device_facts, dtype_name, reserve_driver_memory, whole_shape
 from sppo_hf.engine.offload_holder import offloaded_bytes
-from sppo_hf.engine.plan_cache import STEP_MEASURED, LastTrained, shared_plan, warn_of_less
+from sppo_hf.engine.plan_cache import (
+    STEP_MEASURED,
+    RecentTrainedSets,
+    shared_plan,
+    warn_reduced_host_memory,
+)
 from sppo_hf.errors import BudgetError, ConfigError
 from sppo_hf.offload.engine import OffloadStats
-from sppo_hf.pipeline.agreement import all_make, all_say, first_rank_says
+from sppo_hf.pipeline.agreement import all_say, make_on_all_ranks, make_on_first_rank
 from sppo_hf.planning.choices import read_budgets
 from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.cost import Correction, ModelCost
-from sppo_hf.planning.flops import peak_flops, step_flops
-from sppo_hf.planning.hardware import UNKNOWN_LINK
+from sppo_hf.planning.hardware import UNKNOWN_LINK, cpu_estimate, cuda_estimate, peak_flops
 from sppo_hf.planning.memory import CONTEXT_BYTES
+from sppo_hf.planning.model_shape import step_flops
 from sppo_hf.planning.pipeline_choice import (
     RULE,
     PipelineChoice,
@@ -39,7 +44,6 @@ from sppo_hf.planning.pipeline_choice import (
 from sppo_hf.planning.pipeline_cost import PipelineCost, bytes_of_slices
 from sppo_hf.planning.plan import PipelineStep, Plan, PlanRequest, make_plan, other_plan_warnings
 from sppo_hf.planning.prediction import MeasuredStep, learn, worth_correcting
-from sppo_hf.planning.profile_store import cpu_estimate, cuda_estimate
 from sppo_hf.planning.stages import stage_shape, streams_of
 from sppo_hf.planning.tiers import TIERS, Tier
 from sppo_hf.schedule.generate import MSP, Size, generate
@@ -178,7 +182,7 @@ class StagePlanCache:
         self._choices: dict[tuple[Any, ...], tuple[PipelineChoice, torch.dtype]] = {}
         self._steps: dict[tuple[Any, ...], PipelineStep] = {}
         self._warned: set[str] = set()
-        self._last_trained = LastTrained()
+        self._last_trained = RecentTrainedSets()
         self._accumulates = False
         self._seen: dict[tuple[Any, ...], int] = {}
         """Steps of each shape."""
@@ -210,9 +214,9 @@ class StagePlanCache:
         """
         training = torch.is_grad_enabled()
         self._accumulates |= training and self._holds_gradients_twice()
-        if self._engine.mesh.sets:  # then ranks plan together
+        if self._engine.mesh.unit_groups:  # then ranks plan together
             twice = torch.tensor(int(self._accumulates))
-            dist.all_reduce(twice, op=dist.ReduceOp.MAX, group=self._engine.mesh.control)
+            dist.all_reduce(twice, op=dist.ReduceOp.MAX, group=self._engine.mesh.control_group)
             self._accumulates = bool(twice)
         if training:
             self._forget(self._last_trained.use(self._engine.trained))
@@ -233,7 +237,7 @@ class StagePlanCache:
 
             said: list[_Said] = []
             if training and (shape not in self._steps or choice.schedule == MSP):
-                plans, said = all_make(make, self._engine.mesh.control, say=_say)
+                plans, said = make_on_all_ranks(make, self._engine.mesh.control_group, say=_say)
                 if choice.schedule == MSP:
                     # What of a unit is computed again must be the same on all that share it.
                     everyones = {s: plan for one in said for s, plan in one.plans.items()}
@@ -273,7 +277,7 @@ class StagePlanCache:
             """Only on the first rank, which alone simulates."""
             wanted: dict[str, Any] = {
                 "micro_batches": micro_batches,
-                "may_share": training and bool(engine.mesh.sets),
+                "may_share": training and bool(engine.mesh.unit_groups),
             }
             if training:
                 choice = choose_pipeline(
@@ -291,7 +295,7 @@ class StagePlanCache:
                 )
             return choice, parts.causal_lm.dtype
 
-        return first_rank_says(engine.mesh, choose)
+        return make_on_first_rank(engine.mesh, choose)
 
     def _show(self, shape: tuple[Any, ...], done: BatchPlans) -> None:
         corrected = self._corrected.pop(shape, None)
@@ -431,7 +435,9 @@ class StagePlanCache:
     def _holds_gradients_twice(self) -> bool:
         """Whether a step's gradients lie beside others: earlier ones, or those being reduced."""
         parameters = self._engine.parts.causal_lm.parameters()
-        return self._engine.mesh.replicas is not None or any(p.grad is not None for p in parameters)
+        return self._engine.mesh.replica_group is not None or any(
+            p.grad is not None for p in parameters
+        )
 
     def _make(
         self,
@@ -483,7 +489,7 @@ class StagePlanCache:
             # Each plan has a share of the budgets, and one pool serves them all.
             budgets = read_budgets(rank_request().config, rank_request().device)
             pooled = [replace(plan, budgets=budgets) for plan in plans.values()]
-            given_bytes = engine.plans.least_given(
+            given_bytes = engine.plans.min_granted_bytes(
                 functools.partial(
                     engine.offload_holder.prepare,
                     device,
@@ -494,7 +500,7 @@ class StagePlanCache:
             )
             if given_bytes is None or given_bytes >= (self._host_bytes or math.inf):
                 break
-            warn_of_less(batches * sum(map(offloaded_bytes, pooled)), given_bytes)
+            warn_reduced_host_memory(batches * sum(map(offloaded_bytes, pooled)), given_bytes)
             self._host_bytes = given_bytes
             rank_request.cache_clear()
         whole = engine.shape()
@@ -531,7 +537,7 @@ class StagePlanCache:
         backend, reason = engine.plans.describe_backends(shape, device)
         facts = device_facts(device, config)
         if config.device_memory is None:
-            leave_to_driver(device, CONTEXT_BYTES["cuda"])
+            reserve_driver_memory(device, CONTEXT_BYTES["cuda"])
         if engine.group is not None:
             shape = replace(shape, sp=engine.group.size)
         return PlanRequest(

@@ -31,10 +31,10 @@ from torch.autograd import Variable
 from transformers.modeling_outputs import ModelOutput
 
 from sppo_hf.engine.batch_layout import BatchLayout
-from sppo_hf.engine.engine import labels_of
+from sppo_hf.engine.engine import chunk_labels
 from sppo_hf.engine.forward_calls import ForwardCall
 from sppo_hf.engine.recompute import RunContext
-from sppo_hf.engine.sequence_group import SequenceGroup, part_of
+from sppo_hf.engine.sequence_group import SequenceGroup, rank_tokens
 from sppo_hf.engine.versions import ReadTensors
 from sppo_hf.errors import SPPOError, UnsupportedModelError
 from sppo_hf.pipeline.gradients import StepGradients, average_after_backward
@@ -77,8 +77,8 @@ class HeadOutputs:
         assert labels is not None, "a pipeline runs with labels"
         part = bounds = (tokens.start, tokens.stop)
         if self._group is not None:
-            part = part_of(*bounds, self._group.rank, self._group.size)
-        labels_BC = labels_of(labels[rows], bounds, self._group, self._call.ignore_index)
+            part = rank_tokens(*bounds, self._group.rank, self._group.size)
+        labels_BC = chunk_labels(labels[rows], bounds, self._group, self._call.ignore_index)
         output = self._head.run(hidden_BCD, shift_labels=labels_BC, **self._call.head_arguments)
         self.kind = type(output)
         total = torch.zeros((), device=hidden_BCD.device)
@@ -148,7 +148,7 @@ class TokenCall:
         last = mesh.world_rank(mesh.pp_size - 1)
         dtypes = {name: value.dtype for name, value in outputs.whole.items()}
         box: list[Any] = [(outputs.kind, dtypes)]
-        dist.broadcast_object_list(box, mesh.sharing_ranks[-1], group=mesh.control)
+        dist.broadcast_object_list(box, mesh.sharing_ranks[-1], group=mesh.control_group)
         outputs.kind, dtypes = box[0]
         if not dtypes:
             raise UnsupportedModelError(
@@ -165,9 +165,9 @@ class TokenCall:
                 value = torch.empty(shape, dtype=dtype, device=self._call.device)
             # Flags travel as bytes: not every backend sends truth values.
             sent = value.view(torch.uint8) if dtype == torch.bool else value
-            dist.broadcast(sent, last, group=mesh.pipeline)
-            if mesh.sequence is not None:
-                dist.all_reduce(sent, group=mesh.sequence)
+            dist.broadcast(sent, last, group=mesh.pp_group)
+            if mesh.sp_group is not None:
+                dist.all_reduce(sent, group=mesh.sp_group)
             whole[name] = value
         return whole
 

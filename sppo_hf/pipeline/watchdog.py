@@ -231,16 +231,16 @@ class Watchdog:
         """What this rank does, to be put after "failed"."""
         return ", ".join(part for part in (self._step, self._detail) if part)
 
-    def in_step(self, words: str) -> None:
+    def set_step(self, words: str) -> None:
         """The trainer has come to another step: "in step 3", "after step 3"."""
         self._step, self._detail, self._since = words, "", time.monotonic()
 
-    def doing(self, detail: str) -> None:
+    def set_activity(self, detail: str) -> None:
         """What this rank does in its step, for the words of others when it is lost."""
         self._detail, self._since, self._exit = detail, time.monotonic(), None
 
     @contextlib.contextmanager
-    def explaining(self, detail: str | None = None) -> Iterator[None]:
+    def collective_section(self, detail: str | None = None) -> Iterator[None]:
         """Where this rank needs the others: broken connections are explained.
 
         `detail` says what is done; of an error that passes through, this stays the place.
@@ -250,7 +250,7 @@ class Watchdog:
         """
         before = self._detail
         if detail is not None:
-            self.doing(detail)
+            self.set_activity(detail)
         self._depth += 1
         try:
             yield
@@ -263,12 +263,12 @@ class Watchdog:
             raise
         finally:
             self._depth -= 1
-        self.doing(before)
+        self.set_activity(before)
 
     # -- failures ----------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def ending_all(self, *, but: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
+    def reporting_failures(self, *, but: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
         """Context of work that the other ranks wait for: what is raised in it ends all of them.
 
         What all ranks raise alike (`but`), after which a script may go on, passes unchanged.
@@ -286,14 +286,14 @@ class Watchdog:
             self.report(error)
             if not isinstance(error, Exception):
                 raise  # an interrupt, which is nobody's failure
-            raise PipelineError(self.words_for(error)) from error
+            raise PipelineError(self.describe_failure(error)) from error
 
     def report(self, error: BaseException) -> None:
         """Tell the other ranks that this one failed by itself."""
         self._failed = True
-        self._accept(Failure(self.rank, self.rank, self.words_for(error)))
+        self._accept(Failure(self.rank, self.rank, self.describe_failure(error)))
 
-    def words_for(self, error: BaseException) -> str:
+    def describe_failure(self, error: BaseException) -> str:
         """This rank's failure in words: rank, step, action and error."""
         words = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         return f"rank {self.rank} failed {self.activity}: {words}"
@@ -634,7 +634,7 @@ def watch_launch(timeout_seconds: float) -> Watchdog:
         return made
 
 
-def watch_launch_soon(timeout_seconds: float) -> None:
+def watch_launch_when_joined(timeout_seconds: float) -> None:
     """Start the watchdog as soon as this process has joined a launch, if it is part of one.
 
     A rank may be lost while it loads its model or its data, long before it meets the others.
@@ -657,10 +657,10 @@ def watchdog() -> Watchdog | None:
 
 
 @contextlib.contextmanager
-def explaining(detail: str | None = None) -> Iterator[None]:
-    """`Watchdog.explaining` of this process's watchdog; also a decorator."""
+def collective_section(detail: str | None = None) -> Iterator[None]:
+    """`Watchdog.collective_section` of this process's watchdog; also a decorator."""
     current = watchdog()
-    with contextlib.nullcontext() if current is None else current.explaining(detail):
+    with contextlib.nullcontext() if current is None else current.collective_section(detail):
         yield
 
 

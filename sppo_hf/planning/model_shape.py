@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from sppo_hf.planning.activation_modes import Saved
-from sppo_hf.planning.lora import LoraShape
-from sppo_hf.planning.model_profile import FLOAT32_BYTES, LayerProfile, ModelProfile
+from sppo_hf.planning.model_profile import FLOAT32_BYTES, LayerProfile, LoraShape, ModelProfile
 
 # A model of which less than this share trains has its layers or adapters trained, not its ends.
 _MOSTLY = 0.5
@@ -132,7 +131,7 @@ class ModelShape:
     """Sequence-parallel ranks that share every chunk. FLOPs are of all of them, weights and their
     gradients on each; what tokens take on one of them is said by `one_rank`."""
 
-    granules: int | None = None
+    head_blocks: int | None = None
     """Runs of heads that these ranks do not divide further; None where they divide heads evenly."""
 
     @classmethod
@@ -393,11 +392,13 @@ class ModelShape:
         made: dict[LayerProfile, LayerProfile] = {}
         for layer in self.layers:
             if layer not in made:
-                heads = self.sp * layer.heads_of(self.sp, self.granules) if layer.num_heads else 0
+                heads = (
+                    self.sp * layer.heads_of(self.sp, self.head_blocks) if layer.num_heads else 0
+                )
                 returned = heads * layer.v_head_size * self.dtype_bytes
                 made[layer] = replace(
                     layer,
-                    num_kv_heads=self.sp * layer.kv_heads_of(self.sp, self.granules),
+                    num_kv_heads=self.sp * layer.kv_heads_of(self.sp, self.head_blocks),
                     window=None if layer.window is None else -(-layer.window // self.sp),
                     whole_bytes=layer.whole_bytes + returned,
                 )
@@ -443,3 +444,45 @@ class ModelShape:
         if self.lora is None:
             weights = int(self.trainable_fraction * weights)
         return work.input_gradient_flops + weights
+
+
+def visible_pairs(total_tokens: int, window: int | None) -> int:
+    """Number of (query, visible key) pairs of a causal sequence, each token seeing itself.
+
+    Args:
+        total_tokens: tokens of the sequence.
+        window: keys a query sees at most, its own included; None sees all before it.
+    """
+    seen = total_tokens if window is None else min(window, total_tokens)
+    return seen * (seen + 1) // 2 + (total_tokens - seen) * seen
+
+
+def forward_flops(shape: ModelShape, batch_rows: int, total_tokens: int) -> int:
+    """Model FLOPs of one forward over `batch_rows` rows of `total_tokens` tokens."""
+    attention = sum(
+        layer.attention_flops_per_key * visible_pairs(total_tokens, layer.window)
+        for layer in shape.layers
+    )
+    return batch_rows * (shape.linear_flops_per_token() * total_tokens + attention)
+
+
+def step_flops(shape: ModelShape, batch_rows: int, total_tokens: int) -> int:
+    """Model FLOPs of one forward and one backward over `batch_rows` rows of `total_tokens` tokens.
+
+    Linear: forward, the gradient of the input, and the gradient of what is trained of the weights;
+    `ModelShape.backward_linear_flops_per_token` says which. Attention has no weights and twice its
+    forward in backward. Recomputation is not counted.
+    """
+    linear = shape.linear_flops_per_token() * total_tokens * batch_rows
+    attention = forward_flops(shape, batch_rows, total_tokens) - linear
+    backward = shape.backward_linear_flops_per_token() * total_tokens * batch_rows
+    return linear + backward + 3 * attention
+
+
+def layer_costs(shape: ModelShape, total_tokens: int) -> tuple[list[int], int]:
+    """FLOPs of a training step of one row, layer by layer, and of the head."""
+    layers = [
+        step_flops(replace(shape, layers=(layer,), vocab_size=0), 1, total_tokens)
+        for layer in shape.layers
+    ]
+    return layers, step_flops(shape, 1, total_tokens) - sum(layers)

@@ -27,7 +27,7 @@ from sppo_hf.planning.tiers import DEVICE, HOST, TIERS, Tier, tiers_behind_host
 from sppo_hf.schedule.actions import Action, Kind, is_stream, stream_way
 from sppo_hf.schedule.generate import MSP, Size, generate
 from sppo_hf.schedule.schedule import Schedule
-from sppo_hf.schedule.simulate_pipeline import bubble_fraction, simulate_pipeline
+from sppo_hf.schedule.simulate import bubble_fraction, simulate_pipeline
 from sppo_hf.schedule.timeline import Timeline
 
 RULE = "seq1f1b"

@@ -31,17 +31,16 @@ from sppo_hf.planning.chunk_bounds import (
     even_bounds,
     partitions_of,
 )
+from sppo_hf.planning.config_file import check_config
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.hardware import HardwareProfile
-from sppo_hf.planning.lora import LoraShape
 from sppo_hf.planning.lowering import estimate, lower
 from sppo_hf.planning.machine import host_reserve_bytes
 from sppo_hf.planning.memory_snapshots import Budgets, MemoryEstimate
-from sppo_hf.planning.model_profile import Tracer, Training, find_profile
+from sppo_hf.planning.model_profile import LoraShape, Tracer, Training, find_profile
 from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.plan import Plan, PlanRequest, make_plan
-from sppo_hf.planning.refusals import check_config
 from sppo_hf.planning.search import Batch, chunk_cuts, longest, most_chunks, tiled_layers
 from sppo_hf.planning.solve import (
     BudgetViolation,

@@ -19,7 +19,7 @@ from sppo_hf.reporting import gantt as bars
 from sppo_hf.schedule.actions import KIND_NAMES, Action, Kind
 from sppo_hf.schedule.measured_timeline import Difference
 from sppo_hf.schedule.schedule import Schedule
-from sppo_hf.schedule.simulate_pipeline import alive_units, bubble_fraction
+from sppo_hf.schedule.simulate import alive_units, bubble_fraction
 from sppo_hf.schedule.timeline import COMPUTE, Timeline
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from sppo_hf.schedule.actions import COMPUTE_KINDS, Action, Kind
 from sppo_hf.schedule.dependencies import DependencyGraph
 from sppo_hf.schedule.messages import SENDS
 from sppo_hf.schedule.schedule import Schedule
-from sppo_hf.schedule.simulate_pipeline import simulate_pipeline
+from sppo_hf.schedule.simulate import simulate_pipeline
 from sppo_hf.schedule.timeline import Timeline
 
 

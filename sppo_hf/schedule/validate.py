@@ -36,9 +36,8 @@ from sppo_hf.schedule.actions import (
     stream_way,
 )
 from sppo_hf.schedule.dependencies import DependencyGraph
-from sppo_hf.schedule.grid import show_marked
 from sppo_hf.schedule.messages import SENDS, TRANSFERS, Message, messages
-from sppo_hf.schedule.schedule import Schedule
+from sppo_hf.schedule.schedule import Schedule, show_marked
 from sppo_hf.schedule.simulate import DeadlockError, simulate_positions
 
 _ENDS: frozenset[Kind] = frozenset({"B", "W"})

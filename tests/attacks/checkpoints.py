@@ -29,13 +29,13 @@ from torch.distributed import checkpoint as dcp
 from sppo_hf import SPPOPlugin
 from sppo_hf.errors import SPPOError
 from sppo_hf.integrations.checkpoints import export_optimizer
-from sppo_hf.pipeline.checkpoint import RankCoords, saving
+from sppo_hf.pipeline.checkpoint import RankCoords, load_weights, save_weights, saving
 from sppo_hf.pipeline.checkpoint_files import (
     MARK_NAME,
     STATE_FOLDER,
+    check_complete,
     mark_complete,
     newest_complete,
-    refuse_torn,
 )
 from sppo_hf.pipeline.checkpoint_state import (
     load_random_state,
@@ -43,7 +43,6 @@ from sppo_hf.pipeline.checkpoint_state import (
     random_state,
     save_state,
 )
-from sppo_hf.pipeline.checkpoint_weights import load_weights, save_weights
 from tests.attacks.outcomes import Case, Outcome, answered_in_process
 from tests.integrations.training import make_arguments, make_model, make_rows
 
@@ -153,7 +152,7 @@ def resume(checkpoint: Path, scratch: Path) -> float:
 def load(checkpoint: Path) -> str:
     """Verify and load, as a rank does."""
     mine = originals()
-    refuse_torn(checkpoint)
+    check_complete(checkpoint)
     load_weights(mine.model, checkpoint)
     load_state(checkpoint, mine.model, [mine.optimizer], [mine.scheduler])
     load_random_state(checkpoint, mine.model)

@@ -18,8 +18,7 @@ from unittest.mock import patch
 from typer.testing import CliRunner
 
 from sppo_hf.cli import app
-from sppo_hf.planning.hardware import profile_to_dict
-from sppo_hf.planning.profile_store import shipped_profiles
+from sppo_hf.planning.hardware import profile_to_dict, shipped_profiles
 from sppo_hf.schedule.generate import GENERATORS
 from tests.attacks.outcomes import Case, Outcome, answered_in_process
 from tests.cli.configs import LLAMA_8B, LLAMA_70B, TINY

@@ -12,8 +12,7 @@ from sppo_hf.cli import app
 from sppo_hf.cli.calibrate import _scaled
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.device_facts import device_facts
-from sppo_hf.planning.hardware import profile_from_json
-from sppo_hf.planning.profile_store import load_profile
+from sppo_hf.planning.hardware import load_profile, profile_from_json
 from sppo_hf.profiling import calibrate as runtime
 from tests.planning.profiles import PROFILE
 

@@ -20,14 +20,14 @@ from sppo_hf.engine.convert import convert, revert
 from sppo_hf.engine.device_facts import model_shape
 from sppo_hf.engine.family_guard import PROVED
 from sppo_hf.engine.selective import SavedTensor, SelectiveRecorder
-from sppo_hf.engine.stage_message import MessageLayout
+from sppo_hf.engine.stages import MessageLayout
 from sppo_hf.engine.structure import CACHE_ARGUMENTS, find_parts
 from sppo_hf.engine.trace_profile import trace_config
 from sppo_hf.errors import ConfigError, UnsupportedModelError
 from sppo_hf.planning.activation_modes import Saved, mode_of
 from sppo_hf.planning.config_file import load_config
-from sppo_hf.planning.lora import LoraShape
 from sppo_hf.planning.model_profile import (
+    LoraShape,
     ModelProfile,
     Training,
     find_profile,

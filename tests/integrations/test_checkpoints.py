@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from sppo_hf.errors import ConfigError
 from sppo_hf.integrations.checkpoints import EXPORT_NOTE_NAME
-from sppo_hf.pipeline.checkpoint_files import MARK_NAME, mark_incomplete, what_is_torn
+from sppo_hf.pipeline.checkpoint_files import MARK_NAME, find_damage, mark_incomplete
 from tests.integrations.checkpoint_ranks import make_trainer
 from tests.integrations.launch import run_ranks
 from tests.integrations.training import make_model
@@ -140,7 +140,7 @@ def test_folders_are_ordinary_and_complete(folder: Path, plain: dict, two: dict)
     assert (folder / "final" / "training_args.bin").exists()
     last = plain["trainer"].model
     for path in (folder / "final", folder / "whole" / "checkpoint-10"):
-        assert what_is_torn(path) is None
+        assert find_damage(path) is None
         loaded, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
         assert not info["missing_keys"]
         assert not info["unexpected_keys"]
@@ -178,9 +178,9 @@ def test_a_rank_that_dies_while_it_saves(tmp_path: Path):
     with pytest.raises(AssertionError, match="9"):
         launch(tmp_path, 2, [run])
     # Not deleted, though one is the limit and the new one lacks nothing but its mark.
-    assert what_is_torn(tmp_path / "run" / "checkpoint-2") is None
+    assert find_damage(tmp_path / "run" / "checkpoint-2") is None
     assert (tmp_path / "run" / "checkpoint-4" / "model.safetensors.index.json").exists()
-    assert what_is_torn(tmp_path / "run" / "checkpoint-4") == "its save did not come to its end"
+    assert find_damage(tmp_path / "run" / "checkpoint-4") == "its save did not come to its end"
     with pytest.warns(UserWarning, match=r"checkpoint-4.*resuming from '.*checkpoint-2'"):
         seen = train_here({**run, "settings": {"num_chunks": 3}}, tmp_path, True)
     assert [e["step"] for e in seen["history"] if "loss" in e] == list(range(1, 11))

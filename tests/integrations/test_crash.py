@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import Trainer
 
-from sppo_hf.pipeline.checkpoint_files import what_is_torn
+from sppo_hf.pipeline.checkpoint_files import find_damage
 from tests.integrations.launch import run_job
 from tests.integrations.training import FSDP2
 from tests.pipeline.nursery import Ended, shared_nursery
@@ -41,7 +41,7 @@ def _kill_last_rank_in_training(job: dict[str, Any], folder: Path, ranks: int) -
     def kill_later(numbers: list[int]) -> None:
         saved, deadline = folder / "checkpoint-2", time.monotonic() + 90
         while time.monotonic() < deadline:
-            if (saved / "trainer_state.json").exists() and what_is_torn(saved) is None:
+            if (saved / "trainer_state.json").exists() and find_damage(saved) is None:
                 break
             time.sleep(0.02)
         (folder / "reached").touch()
@@ -72,7 +72,7 @@ def test_a_killed_rank_ends_all_and_the_last_checkpoint_continues_the_curve(tmp_
     last = max(
         int(path.name.partition("-")[2])
         for path in (tmp_path / "run").glob("checkpoint-*")
-        if what_is_torn(path) is None
+        if find_damage(path) is None
     )
     job["arguments"] |= {"max_steps": last + 3}
     resumed = run_job({**job, "resume": True}, ranks, tmp_path / "run")

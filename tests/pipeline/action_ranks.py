@@ -32,10 +32,10 @@ from sppo_hf.pipeline.pipeline_engine import PipelineEngine
 from sppo_hf.pipeline.stage_plans import BatchPlans
 from sppo_hf.planning.choices import read_budgets
 from sppo_hf.planning.cost import ModelCost
+from sppo_hf.planning.hardware import load_profile
 from sppo_hf.planning.pipeline_cost import PipelineCost, bytes_of_slices
 from sppo_hf.planning.plan import Plan
 from sppo_hf.planning.prediction import MeasuredStep
-from sppo_hf.planning.profile_store import load_profile
 from sppo_hf.schedule.actions import COMPUTE_KINDS, Action
 from sppo_hf.schedule.generate import MSP, Size, generate
 from sppo_hf.schedule.lower import lower

@@ -19,15 +19,20 @@ from torch import distributed as dist
 from torch import nn
 
 from sppo_hf.config import SPPOConfig
-from sppo_hf.pipeline import checkpoint_weights
-from sppo_hf.pipeline.checkpoint import place_of, saving
+from sppo_hf.pipeline import checkpoint
+from sppo_hf.pipeline.checkpoint import (
+    gather_weights,
+    load_weights,
+    rank_coords_of,
+    save_weights,
+    saving,
+)
 from sppo_hf.pipeline.checkpoint_state import (
     load_random_state,
     load_state,
     random_state,
     save_state,
 )
-from sppo_hf.pipeline.checkpoint_weights import gather_weights, load_weights, save_weights
 from sppo_hf.pipeline.convert import convert_to_stages
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model
 
@@ -103,7 +108,7 @@ def run(task: dict[str, Any], out: Path) -> None:
     torch.manual_seed(100 + dist.get_rank())
     if task["do"] == "die" and dist.get_rank() == 1:
         _die_after(task["shards"])
-    with saving(folder, place_of(model)):
+    with saving(folder, rank_coords_of(model)):
         save_weights(model, folder, max_shard_size=task.get("max_shard_size", "50GB"))
         save_state(folder, model, [optimizer], [scheduler])
     assert random_state(model)["cpu"].equal(torch.random.get_rng_state()), "saving draws no numbers"
@@ -115,7 +120,7 @@ def run(task: dict[str, Any], out: Path) -> None:
 
 def _die_after(shards: int) -> None:
     """End this process, as kill -9 would, when it has written so many shards."""
-    write, written = checkpoint_weights.write_file, 0
+    write, written = checkpoint.write_file, 0
 
     def write_or_die(tensors: Any, path: Path) -> None:
         nonlocal written
@@ -124,7 +129,7 @@ def _die_after(shards: int) -> None:
         write(tensors, path)
         written += 1
 
-    checkpoint_weights.write_file = write_or_die
+    checkpoint.write_file = write_or_die
 
 
 def main(job: dict[str, Any]) -> None:

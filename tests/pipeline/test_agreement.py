@@ -6,7 +6,7 @@ import torch
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import PipelineError
 from sppo_hf.pipeline import agreement
-from sppo_hf.pipeline.agreement import agree, settings_number
+from sppo_hf.pipeline.agreement import agree, settings_checksum
 from sppo_hf.pipeline.mesh import PipelineMesh
 
 MESH = PipelineMesh(
@@ -38,7 +38,7 @@ def test_numbers_that_may_differ_are_everyones(monkeypatch):
 
 def test_settings_that_must_be_shared_have_a_number():
     numbers = {
-        settings_number(SPPOConfig(**changes))
+        settings_checksum(SPPOConfig(**changes))
         for changes in (
             {"pp_size": 2},
             {"pp_size": 4},
@@ -50,4 +50,4 @@ def test_settings_that_must_be_shared_have_a_number():
     }
     assert len(numbers) == 6
     # A rank's memory is its own affair.
-    assert settings_number(SPPOConfig(device_memory="1GiB")) == settings_number(SPPOConfig())
+    assert settings_checksum(SPPOConfig(device_memory="1GiB")) == settings_checksum(SPPOConfig())

@@ -7,6 +7,8 @@ import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,24 +17,24 @@ from safetensors import safe_open
 from torch.distributed import checkpoint as dcp
 from transformers import AutoModelForCausalLM
 
-from sppo_hf.engine.structure import quiet_peft
+from sppo_hf.engine.structure import suppress_peft_warnings
 from sppo_hf.errors import ConfigError, PipelineError
-from sppo_hf.pipeline.checkpoint import RankCoords, saving
+from sppo_hf.pipeline.checkpoint import RankCoords, load_weights, save_weights, saving
 from sppo_hf.pipeline.checkpoint_files import (
     MARK_NAME,
     STATE_FOLDER,
+    check_complete,
+    find_damage,
     newest_complete,
-    refuse_torn,
-    what_is_torn,
 )
 from sppo_hf.pipeline.checkpoint_state import (
     has_state,
     load_random_state,
     load_state,
-    read_plain_state,
+    random_state,
+    read_full_state,
     save_state,
 )
-from sppo_hf.pipeline.checkpoint_weights import load_weights, save_weights
 from sppo_hf.testing.tiny_models import build_tiny_model
 from tests.integrations.launch import run_ranks
 from tests.pipeline.checkpoint_ranks import fill_state, make_model, make_optimizer, moments
@@ -133,7 +135,7 @@ def test_the_folder_is_what_save_pretrained_writes(saved: Path, tmp_path: Path, 
 def test_peft_loads_the_adapters(saved: Path):
     expected, _ = reference("adapters")
     base = make_model({**MODELS["adapters"], "lora": False})
-    with quiet_peft():
+    with suppress_peft_warnings():
         loaded = peft.PeftModel.from_pretrained(base, saved / "adapters")
     assert_same_tensors(loaded.state_dict(), expected.state_dict())
     assert not (saved / "adapters" / "config.json").exists()
@@ -194,7 +196,7 @@ def test_one_process_loads_it_all(saved: Path, name: str):
     load_random_state(saved / name, model)
     assert torch.initial_seed() == 100
     # And an optimizer that numbers its parameters, as one without SPPO does.
-    plain, schedulers = read_plain_state(saved / name)
+    plain, schedulers = read_full_state(saved / name)
     theirs = optimizer.state_dict()
     assert plain["state"].keys() == theirs["state"].keys()
     for index, values in theirs["state"].items():
@@ -216,11 +218,11 @@ def test_a_save_that_a_rank_did_not_survive_is_torn(tmp_path: Path, shards: int)
     with pytest.raises(AssertionError, match="9"):
         run_ranks(JOB, {"tasks": tasks}, 2, tmp_path)
     torn = tmp_path / "checkpoint-2"
-    assert what_is_torn(torn) == "its save did not come to its end"
+    assert find_damage(torn) == "its save did not come to its end"
     assert not list(torn.glob("*.safetensors"))
     assert newest_complete(tmp_path)[0] == tmp_path / "checkpoint-1"
     with pytest.raises(ConfigError, match=r"checkpoint-2' is torn.*checkpoint-1', the newest"):
-        refuse_torn(torn)
+        check_complete(torn)
     AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-1")
 
 
@@ -234,7 +236,7 @@ def test_one_process_saves_and_loads(tmp_path: Path):
         save_state(tmp_path, model, [optimizer], [])
     drawn = random.random(), np.random.rand(), torch.rand(1).item()
     assert (tmp_path / "model.safetensors").exists()
-    assert what_is_torn(tmp_path) is None
+    assert find_damage(tmp_path) is None
     loaded, fresh = reference("tied", seed=5)
     load_weights(loaded, tmp_path)
     load_state(tmp_path, loaded, [fresh], [])
@@ -283,7 +285,7 @@ def test_a_save_that_the_disk_refuses_names_the_file(tmp_path: Path):
             save_weights(model, tmp_path / "checkpoint-2")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert what_is_torn(tmp_path / "checkpoint-2") == "its save did not come to its end"
+    assert find_damage(tmp_path / "checkpoint-2") == "its save did not come to its end"
     assert newest_complete(tmp_path)[0] == tmp_path / "checkpoint-1"
 
 
@@ -306,7 +308,7 @@ def test_the_former_format_is_refused_and_both_remedies_work(tmp_path: Path):
     (tmp_path / MARK_NAME).unlink()
     (tmp_path / "trainer_state.json").write_text("{}")
     assert not has_state(tmp_path)
-    assert what_is_torn(tmp_path) is None
+    assert find_damage(tmp_path) is None
 
 
 def test_another_model_is_refused(tmp_path: Path):
@@ -323,3 +325,18 @@ def test_another_model_is_refused(tmp_path: Path):
         load_weights(build_tiny_model("gemma2", intermediate_size=8), tmp_path)
     with pytest.raises(ConfigError, match="holds 1 optimizers"):
         load_state(tmp_path, model, [], [])
+
+
+def test_random_numbers_are_those_of_the_models_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", asked.append)
+
+    def on(*devices: str) -> Any:
+        parameters = [SimpleNamespace(device=torch.device(device)) for device in devices]
+        return SimpleNamespace(parameters=lambda: iter(parameters))
+
+    for devices in (("cuda:1", "cuda:1", "cpu"), ("cpu",), ("cuda:0", "cuda:1")):
+        random_state(on(*devices))
+    # The current one where the model has none, or several.
+    assert asked == [torch.device("cuda", 1), torch.device("cuda"), torch.device("cuda")]

@@ -24,7 +24,7 @@ from sppo_hf.pipeline.pipeline_engine import (
     _micro_batches,
 )
 from sppo_hf.pipeline.stage_plans import step_schedule
-from sppo_hf.planning.flops import forward_flops, step_flops
+from sppo_hf.planning.model_shape import forward_flops, step_flops
 from sppo_hf.schedule.actions import Action
 from sppo_hf.schedule.measured_timeline import ActionRecord
 from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
@@ -34,7 +34,7 @@ from tests.planning.shapes import tiny_shape
 class Watched:
     """Fails a test whose call gets as far as to the other ranks."""
 
-    def explaining(self, what: str) -> None:
+    def collective_section(self, what: str) -> None:
         raise AssertionError(f"went on to run: {what}")
 
 
@@ -47,9 +47,9 @@ def make(num_layers: int = 3, **settings: Any) -> Any:
         pp_rank=0,
         dp_size=1,
         dp_rank=0,
-        ends=None,
-        replicas=None,
-        replicas_control=None,
+        embedding_group=None,
+        replica_group=None,
+        replica_control_group=None,
     )
     make_engine = functools.partial(
         PipelineEngine,

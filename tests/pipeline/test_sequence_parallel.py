@@ -8,7 +8,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from sppo_hf.engine.structure import find_parts
 from sppo_hf.errors import ConfigError, UnsupportedModelError
-from sppo_hf.pipeline.sequence_parallel import refuse_unshareable
+from sppo_hf.pipeline.sequence_parallel import check_shareable_sequences
 from sppo_hf.testing.tiny_families import _STATES, FAMILIES
 from sppo_hf.testing.tiny_models import build_tiny_model
 
@@ -19,7 +19,7 @@ from sppo_hf.testing.tiny_models import build_tiny_model
 def test_every_family_with_states_is_refused_before_anything_runs(name: str) -> None:
     model = build_tiny_model(name)
     with pytest.raises(UnsupportedModelError) as caught:
-        refuse_unshareable(find_parts(model), 2)
+        check_shareable_sequences(find_parts(model), 2)
     said = str(caught.value)
     assert said.startswith(type(model).__name__)
     # Some are refused on one rank already.
@@ -30,6 +30,6 @@ def test_every_family_with_states_is_refused_before_anything_runs(name: str) -> 
 def test_layers_with_other_numbers_of_heads_count() -> None:
     heads = {"num_attention_heads_per_layer": [4, 6, 6], "num_key_value_heads": 2}
     parts = find_parts(build_tiny_model("laguna", **heads))
-    refuse_unshareable(parts, 2)
+    check_shareable_sequences(parts, 2)
     with pytest.raises(ConfigError, match=r"sp_size=4 does not divide the 2 .*Allowed: 1, 2\. "):
-        refuse_unshareable(parts, 4)
+        check_shareable_sequences(parts, 4)

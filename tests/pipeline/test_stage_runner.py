@@ -45,13 +45,13 @@ MORE_THAN_HIDDEN = ("gemma4_text", "gemma4_text-shared-kv", "gemma3n_text")
 def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no other rank to agree on chunks with, or to hear the other stage's speed from."""
     trace_short_scans(monkeypatch)
-    monkeypatch.setattr("sppo_hf.pipeline.stage_plans.first_rank_says", lambda _, make: make())
+    monkeypatch.setattr("sppo_hf.pipeline.stage_plans.make_on_first_rank", lambda _, make: make())
 
     def make_alone(make: Any, _: Any, *, say: Any) -> Any:
         made = make()
         return made, [say(made)._replace(seconds=None)]
 
-    monkeypatch.setattr("sppo_hf.pipeline.stage_plans.all_make", make_alone)
+    monkeypatch.setattr("sppo_hf.pipeline.stage_plans.make_on_all_ranks", make_alone)
 
 
 class Stage:
@@ -70,17 +70,17 @@ class Stage:
             dp_size=1,
             sp_size=1,
             dp_rank=0,
-            ends=None,
-            replicas=None,
-            replicas_control=None,
-            sets={},
-            control=None,
+            embedding_group=None,
+            replica_group=None,
+            replica_control_group=None,
+            unit_groups={},
+            control_group=None,
         )
         make = functools.partial(
             PipelineEngine,
             staged=self.staged,
             mesh=mesh,  # type: ignore[arg-type]
-            watchdog=SimpleNamespace(doing=lambda what: None),  # type: ignore[arg-type]
+            watchdog=SimpleNamespace(set_activity=lambda what: None),  # type: ignore[arg-type]
         )
         convert(model, config, make_engine=make)
         engine = get_engine(model)

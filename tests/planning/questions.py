@@ -4,9 +4,9 @@ from functools import cache
 from typing import Any
 
 from sppo_hf.config import SPPOConfig
+from sppo_hf.planning.hardware import load_profile
 from sppo_hf.planning.plan import PlanRequest
 from sppo_hf.planning.plan_request import PlanResult, question_for, request_plan
-from sppo_hf.planning.profile_store import load_profile
 from tests.planning.shapes import by_hand, llama_config
 
 GIB = 2**30

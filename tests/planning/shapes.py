@@ -10,8 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from sppo_hf.planning.config_file import load_config
-from sppo_hf.planning.lora import LoraShape
-from sppo_hf.planning.model_profile import LayerProfile, ModelProfile, Training
+from sppo_hf.planning.model_profile import LayerProfile, LoraShape, ModelProfile, Training
 from sppo_hf.planning.model_shape import ModelShape
 
 

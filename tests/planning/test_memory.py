@@ -12,11 +12,10 @@ from sppo_hf.planning.activation_modes import KEEP, FrameMode, all_modes
 from sppo_hf.planning.causes import Cause
 from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.decisions import Decisions
-from sppo_hf.planning.lora import LoraShape
 from sppo_hf.planning.lowering import StepProgram, estimate
 from sppo_hf.planning.memory import GRAPH_NODE_BYTES, check_budget
 from sppo_hf.planning.memory_snapshots import MemoryEstimate
-from sppo_hf.planning.model_profile import Training
+from sppo_hf.planning.model_profile import LoraShape, Training
 from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.policies import uniform_modes
 from sppo_hf.planning.tile_sizes import loss_tile_tokens

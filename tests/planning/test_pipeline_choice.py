@@ -10,7 +10,7 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.choices import DeviceFacts
 from sppo_hf.planning.cost import ModelCost
-from sppo_hf.planning.hardware import UNKNOWN_LINK
+from sppo_hf.planning.hardware import UNKNOWN_LINK, load_profile
 from sppo_hf.planning.pipeline_choice import (
     RULE,
     PipelineChoice,
@@ -20,11 +20,10 @@ from sppo_hf.planning.pipeline_choice import (
 )
 from sppo_hf.planning.pipeline_cost import PipelineCost
 from sppo_hf.planning.plan import PlanRequest, make_plan
-from sppo_hf.planning.profile_store import load_profile
 from sppo_hf.planning.stages import stage_shape
 from sppo_hf.schedule.generate import MSP, Size, generate
 from sppo_hf.schedule.lower import lower
-from sppo_hf.schedule.simulate_pipeline import simulate_pipeline
+from sppo_hf.schedule.simulate import simulate_pipeline
 from tests.planning.shapes import tiny_shape
 
 SHAPE = tiny_shape(num_hidden_layers=8, hidden_size=2048, intermediate_size=8192)

@@ -12,13 +12,13 @@ from sppo_hf.planning.choices import DeviceFacts
 from sppo_hf.planning.chunk_bounds import Bounds, PrefixCost, balanced_bounds, even_bounds
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions
+from sppo_hf.planning.hardware import load_profile
 from sppo_hf.planning.lowering import COMPUTE, StepProgram
 from sppo_hf.planning.lowering import lower as lower_stage
 from sppo_hf.planning.memory import CONTEXT_BYTES, GRAPH_NODE_BYTES
 from sppo_hf.planning.pipeline_cost import OffloadRule, PipelineCost
 from sppo_hf.planning.plan import PlanRequest, make_plan
 from sppo_hf.planning.policies import sppo_modes, uniform_modes
-from sppo_hf.planning.profile_store import load_profile
 from sppo_hf.planning.stages import stage_shape
 from sppo_hf.planning.tile_sizes import loss_tile_tokens
 from sppo_hf.schedule import formulas
@@ -26,7 +26,7 @@ from sppo_hf.schedule.actions import Action
 from sppo_hf.schedule.generate import Size, generate
 from sppo_hf.schedule.lower import lower
 from sppo_hf.schedule.schedule import Schedule
-from sppo_hf.schedule.simulate_pipeline import bubble_fraction, simulate_pipeline
+from sppo_hf.schedule.simulate import bubble_fraction, simulate_pipeline
 from sppo_hf.schedule.timeline import Timeline
 from sppo_hf.schedule.validate import validate
 from tests.planning.profiles import PROFILE

@@ -9,8 +9,8 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import BudgetError, ConfigError
 from sppo_hf.planning.activation_modes import KEEP, FrameMode
 from sppo_hf.planning.choices import HOLES, DeviceFacts, read_places
+from sppo_hf.planning.hardware import load_profile
 from sppo_hf.planning.plan import Plan, PlanRequest, make_plan
-from sppo_hf.planning.profile_store import load_profile
 from sppo_hf.planning.solve import fits
 from sppo_hf.reporting.plan_tables import again_text
 from tests.planning.modes import OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD, render_plan

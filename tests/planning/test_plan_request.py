@@ -9,6 +9,7 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import ConfigError, UnsupportedModelError
 from sppo_hf.planning import plan as plans
 from sppo_hf.planning import search
+from sppo_hf.planning.hardware import load_profile
 from sppo_hf.planning.plan_request import (
     PolicyResult,
     compare_policies,
@@ -17,7 +18,6 @@ from sppo_hf.planning.plan_request import (
     request_plan,
     timeline_of,
 )
-from sppo_hf.planning.profile_store import load_profile
 from sppo_hf.planning.solve import LESS_HOST_SECONDS, fits, over_budget
 from tests.planning.questions import GIB, TOO_LONG_TOKENS, answer, question
 from tests.planning.shapes import by_hand, llama_config

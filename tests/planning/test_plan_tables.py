@@ -6,9 +6,9 @@ import pytest
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.planning.choices import DeviceFacts
-from sppo_hf.planning.lora import LoraShape
+from sppo_hf.planning.hardware import load_profile
+from sppo_hf.planning.model_profile import LoraShape
 from sppo_hf.planning.plan import Plan, PlanRequest, make_plan
-from sppo_hf.planning.profile_store import load_profile
 from sppo_hf.reporting.plan_tables import (
     format_lengths,
     format_seconds,

@@ -14,10 +14,9 @@ from sppo_hf.planning.activation_modes import KEEP, mode_of
 from sppo_hf.planning.chunk_bounds import Bounds, chunk_bounds, even_bounds
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions
-from sppo_hf.planning.lora import LoraShape
 from sppo_hf.planning.lowering import StepProgram
 from sppo_hf.planning.memory_snapshots import Budgets
-from sppo_hf.planning.model_profile import Training
+from sppo_hf.planning.model_profile import LoraShape, Training
 from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.stages import (
     StageWeights,

@@ -9,8 +9,13 @@ import torch
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.device_facts import device_facts, device_versions
 from sppo_hf.errors import ConfigError
-from sppo_hf.planning.hardware import HardwareProfile, profile_from_json, profile_to_json
-from sppo_hf.planning.profile_store import profile_for, save_profile
+from sppo_hf.planning.hardware import (
+    HardwareProfile,
+    profile_for,
+    profile_from_json,
+    profile_to_json,
+    save_profile,
+)
 from sppo_hf.profiling import calibrate as module
 from sppo_hf.profiling.calibrate import SIZES, calibrate
 from tests.pipeline.fake_time import CPU

@@ -21,7 +21,7 @@ from sppo_hf.schedule.measured_timeline import (
     measured_timeline,
 )
 from sppo_hf.schedule.schedule import Schedule
-from sppo_hf.schedule.simulate_pipeline import bubble_fraction, fixed_seconds, simulate_pipeline
+from sppo_hf.schedule.simulate import bubble_fraction, fixed_seconds, simulate_pipeline
 from sppo_hf.schedule.timeline import Timeline
 
 CLOCK = 1000.0

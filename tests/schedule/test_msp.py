@@ -16,7 +16,7 @@ from sppo_hf.schedule.generate import Size, generate
 from sppo_hf.schedule.lower import add_offload, add_transfers, lower
 from sppo_hf.schedule.messages import messages
 from sppo_hf.schedule.schedule import Schedule
-from sppo_hf.schedule.simulate_pipeline import (
+from sppo_hf.schedule.simulate import (
     bubble_fraction,
     fixed_seconds,
     peak_units,

@@ -9,7 +9,7 @@ from sppo_hf.schedule.actions import Action
 from sppo_hf.schedule.generate import EVEN, GENERATORS, Size, generate
 from sppo_hf.schedule.lower import lower
 from sppo_hf.schedule.schedule import Schedule
-from sppo_hf.schedule.simulate_pipeline import fixed_seconds, peak_units, simulate_pipeline
+from sppo_hf.schedule.simulate import fixed_seconds, peak_units, simulate_pipeline
 from sppo_hf.schedule.validate import validate
 from tests.sweeps import examples
 

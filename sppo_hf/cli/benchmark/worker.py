@@ -44,13 +44,12 @@ from sppo_hf.cli.benchmark.training import choose_kernel
 from sppo_hf.config import SPPOConfig, parse_bytes
 from sppo_hf.engine.convert import get_engine
 from sppo_hf.engine.device_facts import device_facts
-from sppo_hf.engine.step_observer import Direction, StepObserver, StepRecord
-from sppo_hf.engine.step_timer import ChunkTimer
+from sppo_hf.engine.step_observer import ChunkTimer, Direction, StepObserver, StepRecord
 from sppo_hf.errors import BudgetError, OffloadError
 from sppo_hf.offload.host_memory import locked_bytes
-from sppo_hf.planning.flops import peak_flops, step_flops
+from sppo_hf.planning.hardware import peak_flops
 from sppo_hf.planning.machine import host_memory_bytes, nvidia_driver_version, processor_name
-from sppo_hf.planning.model_shape import ModelShape
+from sppo_hf.planning.model_shape import ModelShape, step_flops
 from sppo_hf.planning.plan import PlanRequest
 from sppo_hf.planning.plan_request import request_plan
 

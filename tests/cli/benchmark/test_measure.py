@@ -19,9 +19,8 @@ from sppo_hf.cli.benchmark.trace_summary import summarise
 from sppo_hf.cli.benchmark.worker import Measurement, UnitClock, _limit_memory, host_peak_bytes
 from sppo_hf.engine.trace_profile import trace_config
 from sppo_hf.planning.config_file import load_config
-from sppo_hf.planning.flops import step_flops
 from sppo_hf.planning.model_profile import Training
-from sppo_hf.planning.model_shape import ModelShape
+from sppo_hf.planning.model_shape import ModelShape, step_flops
 from tests.cli.benchmark.made_rows import JOB
 from tests.cli.benchmark.tiny import tiny_job
 

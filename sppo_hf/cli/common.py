@@ -27,11 +27,10 @@ from rich.text import Text
 from sppo_hf.config import SPPOConfig, parse_bytes
 from sppo_hf.errors import ConfigError, SPPOError
 from sppo_hf.planning.config_file import find_config, load_config, shipped_models
-from sppo_hf.planning.hardware import HardwareProfile
+from sppo_hf.planning.hardware import HardwareProfile, load_profile
 from sppo_hf.planning.model_profile import ModelProfile, Training
 from sppo_hf.planning.plan import PlanRequest
 from sppo_hf.planning.plan_request import question_for
-from sppo_hf.planning.profile_store import load_profile
 from sppo_hf.registry import OFFLOAD_POLICIES
 from sppo_hf.rules import show
 
