@@ -249,7 +249,9 @@ def test_several_forwards_before_their_backwards() -> None:
     engine.offload.assert_drained()
 
 
-def _force(patch: pytest.MonkeyPatch, mode: ActivationMode, kv: KVMode, **others: Any) -> list[LayerKV]:
+def _force(
+    patch: pytest.MonkeyPatch, mode: ActivationMode, kv: KVMode, **others: Any
+) -> list[LayerKV]:
     """Let plans go by layer with one mode for all; returns the stores that will be made."""
     make_plan, new_store = plans.make_plan, ChunkRunner._new_store
     stores: list[LayerKV] = []
