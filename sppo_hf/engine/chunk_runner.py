@@ -71,8 +71,8 @@ from sppo_hf.engine.step_observer import StepTimer
 from sppo_hf.engine.structure import ModelParts
 from sppo_hf.engine.versions import ReadTensors
 from sppo_hf.errors import UnsupportedModelError
-from sppo_hf.offload.engine import OffloadEngine, PrefetchOrder
-from sppo_hf.offload.layer_offload import LayerOffload, WeightCasts
+from sppo_hf.offload.engine import OffloadEngine
+from sppo_hf.offload.layer_offload import LayerOffload, PrefetchOrder, WeightCasts
 from sppo_hf.offload.weights import HostWeights
 from sppo_hf.planning.activation_modes import ActivationMode
 from sppo_hf.planning.chunk_bounds import Bounds
@@ -241,7 +241,8 @@ class ChunkRunner:
         plan = self._plan
         away = any(mode.offload for row in plan.layer_modes for mode in row)
         away = plan.training and (away or any(mode in offload_tiers() for mode in plan.kv_modes))
-        return self._offload.new_prefetch_order(
+        return PrefetchOrder(
+            self._offload,
             max_pending_d2h_bytes=plan.max_pending_d2h_bytes,
             # Without links the caller says when the frames of a chunk are to come.
             asked=plan.program().lowest_asked if away and self._linked else [],

@@ -46,7 +46,9 @@ from sppo_hf.engine.selective import (
 from sppo_hf.engine.sequence_group import RecomputeExchanges
 from sppo_hf.engine.versions import ReadTensors, Versions
 from sppo_hf.errors import SPPOError
-from sppo_hf.offload.engine import OffloadedTensor, OffloadEngine, PrefetchOrder
+from sppo_hf.offload.engine import OffloadEngine
+from sppo_hf.offload.layer_offload import PrefetchOrder
+from sppo_hf.offload.storage import OffloadedTensor
 from sppo_hf.planning.activation_modes import ActivationMode
 
 AroundLayers = Callable[[], contextlib.AbstractContextManager[object]]

@@ -57,8 +57,8 @@ from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sppo_hf.errors import SPPOError
-from sppo_hf.offload.engine import OffloadedTensor, OffloadEngine
-from sppo_hf.offload.storage import version_of
+from sppo_hf.offload.engine import OffloadEngine
+from sppo_hf.offload.storage import OffloadedTensor, version_of
 from sppo_hf.planning.tiers import OffloadTier
 
 

@@ -47,7 +47,7 @@ from sppo_hf.errors import ConfigError
 from sppo_hf.integrations.validation import refuse_arguments, refuse_for_sharing_ranks
 from sppo_hf.offload.engine import OffloadStats
 from sppo_hf.pipeline.watchdog import AFTER_TRAINING, collective_section, watchdog
-from sppo_hf.planning.model_shape import peak_flops
+from sppo_hf.planning.hardware import peak_flops
 from sppo_hf.rules import format_bytes
 
 if TYPE_CHECKING:
@@ -332,12 +332,12 @@ class SPPOCallback(TrainerCallback):
         """Tell the other ranks of a pipeline where this one is, for when it is lost."""
         current = watchdog() if self._active else None
         if current is not None:
-            current.in_step(words)
+            current.set_step(words)
 
     def _tell_detail(self, words: str) -> None:
         current = watchdog() if self._active else None
         if current is not None:
-            current.doing(words)
+            current.set_activity(words)
 
     def _shorten_console(self) -> None:
         """Have what prints logs print a summary in place of our numbers; loggers get them all."""

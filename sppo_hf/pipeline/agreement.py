@@ -67,7 +67,7 @@ def agree(mesh: PipelineMesh, facts: Mapping[str, int], *own: int) -> list[tuple
     """
     mine = torch.tensor([*facts.values(), *own])
     others = [torch.empty_like(mine) for _ in mesh.sharing_ranks]
-    dist.all_gather(others, mine, group=mesh.control)
+    dist.all_gather(others, mine, group=mesh.control_group)
     numbers = [tuple(other.tolist()) for other in others]
     for rank, other in zip(mesh.sharing_ranks, numbers, strict=True):
         differ = [
@@ -118,21 +118,21 @@ def refused(
     if summed is not None:
         number = zlib.crc32(trainable_mask(summed.values()))
         most = torch.tensor([refuses, number, -number])
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=mesh.replicas_control)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=mesh.replica_control_group)
         refuses, largest, smallest = most[0].item(), most[1].item(), -most[2].item()
         apart = largest != smallest
     answer = torch.tensor(int(refuses or apart))
-    dist.all_reduce(answer, op=dist.ReduceOp.MAX, group=mesh.control)
+    dist.all_reduce(answer, op=dist.ReduceOp.MAX, group=mesh.control_group)
     if not answer.item():
         return []
     said = [] if refusal is None else [_words(refusal)]
     if summed is not None:
         trained = {name for name, parameter in summed.items() if parameter.requires_grad}
-        everyones = _said_by_all((said, trained if apart else set()), mesh.replicas_control)
+        everyones = _said_by_all((said, trained if apart else set()), mesh.replica_control_group)
         said = [words for part, _ in everyones.values() for words in part]
         if apart:
             said.append(_differ({rank: trained for rank, (_, trained) in everyones.items()}))
-    parts = _said_by_all(said, mesh.control).values()
+    parts = _said_by_all(said, mesh.control_group).values()
     return sorted({words for part in parts for words in part})
 
 
@@ -183,7 +183,7 @@ def make_on_first_rank(mesh: PipelineMesh, make: Callable[[], ValueT]) -> ValueT
             box[1] = PipelineError(refusal_message([_words(error)]))
             if isinstance(error, SPPOError):
                 box[1] = type(error)(*error.args)
-    dist.broadcast_object_list(box, mesh.sharing_ranks[0], group=mesh.control)
+    dist.broadcast_object_list(box, mesh.sharing_ranks[0], group=mesh.control_group)
     value, told = box
     if told is not None:
         raise told if refusal is None else refusal
@@ -199,7 +199,7 @@ def all_say(mesh: PipelineMesh, make: Callable[[], ValueT]) -> list[ValueT]:
         Exception: What `make` raised here.
         PipelineError: It raised on another rank.
     """
-    return make_on_all_ranks(make, mesh.control, say=lambda made: made)[1]
+    return make_on_all_ranks(make, mesh.control_group, say=lambda made: made)[1]
 
 
 def make_on_all_ranks(

@@ -1,28 +1,61 @@
-"""Where a rank stands while a checkpoint is written, and the frame that every save runs in.
+"""Checkpoints of a cut model: the frame that every save runs in, and the weights.
 
-What is written is the business of `checkpoint_weights` and `checkpoint_state`; here is who writes,
-how ranks wait for each other, and when a folder counts as complete.
+`saving` marks a folder as incomplete before any rank writes, and as complete when all have
+written. Weights are written as an ordinary Hugging Face folder, and read back by each rank: each
+rank of the first replica writes the tensors it holds as safetensors shards, named and laid out
+as `save_pretrained` would (experts that are fused in memory but saved one by one, weights without
+their ties), and the first rank adds index and configuration. Reading is by name, so it does not
+matter how many ranks have written. PEFT adapters are small: the first rank gathers them and PEFT
+writes its one file. Optimizers are in `checkpoint_state`.
+
+[Note: weights are moved into place]
+Shards are written beside their place, in a folder of the same file system, and moved when all are
+there. Until then the folder's former weights are whole.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import json
+import re
+import shutil
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch import distributed as dist
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from sppo_hf.engine.convert import get_engine
+from sppo_hf.engine.structure import find_causal_lm
 from sppo_hf.errors import ConfigError, PipelineError
 from sppo_hf.pipeline.checkpoint_files import (
     Digest,
+    TensorFiles,
     find_damage,
     mark_complete,
     mark_incomplete,
+    read_json,
+    reading,
+    refuse_other_files,
     write_tensors,
     writing,
 )
@@ -89,7 +122,7 @@ def rank_coords_in(mesh: PipelineMesh) -> RankCoords:
         mesh.pp_size,
         mesh.dp_size * mesh.sp_size,
         everyone=_all_processes(dist.group.WORLD),
-        pipeline=mesh.storage,
+        pipeline=mesh.storage_group,
     )
 
 
@@ -185,3 +218,346 @@ def write_file(tensors: Mapping[str, Tensor], path: Path) -> None:
         if path.absolute().is_relative_to(folder):
             parts = path.absolute().relative_to(folder).parts
             digests["/".join(part for part in parts if part != STAGING)] = digest
+
+
+# -- weights --------------------------------------------------------------------------------
+
+_FILE = "adapter_model.safetensors"
+
+
+def wraps_adapters(model: nn.Module) -> bool:
+    """Whether `model` is a PEFT model, of which the adapters alone are saved."""
+    with contextlib.suppress(ImportError):
+        from peft import PeftModel
+
+        return isinstance(model, PeftModel)
+    return False
+
+
+def save_adapters(model: Any, folder: Path, place: RankCoords) -> None:
+    """Write all adapters so that `PeftModel.from_pretrained` loads them.
+
+    Every rank of the pipeline calls this. The folder exists; an adapter that is not named "default"
+    gets a folder in it, as PEFT does.
+    """
+    from peft import get_peft_model_state_dict
+
+    own: dict[str, dict[str, Tensor]] = {}
+    for name in model.peft_config:
+        state = get_peft_model_state_dict(model, model.state_dict(), adapter_name=name)
+        own[name] = {key: value.detach().cpu().contiguous() for key, value in state.items()}
+    parts = place.gather(own)
+    if not place.leads:
+        return
+    # Configurations and the card are PEFT's own; of the tensors it finds this stage's here.
+    type(model).save_pretrained(model, folder)
+    for name in model.peft_config:
+        whole = {key: value for part in parts for key, value in part[name].items()}
+        write_file(whole, _folder_of(folder, name) / _FILE)
+
+
+def load_adapters(model: Any, folder: Path) -> None:
+    """Read the adapters' tensors that this process holds, in place.
+
+    Raises:
+        ConfigError: An adapter, or a tensor of it, is not in the folder, or its file is damaged.
+    """
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+    for name in model.peft_config:
+        file = _folder_of(folder, name) / _FILE
+        if not file.is_file():
+            raise ConfigError(
+                f"{str(file)!r} is missing, so the adapter {name!r} cannot be read. Allowed: "
+                "checkpoints of a model with the same adapters. Remedy: build the model with the "
+                "adapters that were saved."
+            )
+        with reading(file):
+            refuse_other_files(file)
+            saved = load_file(file)
+        own = set(get_peft_model_state_dict(model, model.state_dict(), adapter_name=name))
+        if missing := sorted(own - set(saved)):
+            raise ConfigError(
+                f"{str(file)!r} lacks {len(missing)} tensors that this rank holds, among them "
+                f"{missing[:3]}. Allowed: checkpoints of a model with the same adapters. Remedy: "
+                "build the model with the adapters that were saved."
+            )
+        with reading(file):
+            set_peft_model_state_dict(model, {key: saved[key] for key in own}, adapter_name=name)
+
+
+def _folder_of(folder: Path, adapter: str) -> Path:
+    return folder if adapter == "default" else folder / adapter
+
+
+MAX_SHARD_SIZE = "50GB"
+"""As `save_pretrained` has it."""
+
+_WEIGHTS = re.compile(r"(pytorch_)?model(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
+
+
+def save_weights(
+    model: nn.Module, folder: str | Path, *, max_shard_size: int | str = MAX_SHARD_SIZE
+) -> None:
+    """Write a cut model, or its adapters, so that plain `from_pretrained` loads the folder.
+
+    Every process of the launch calls this. The folder is on a file system that all ranks see;
+    former weights in it are replaced. A file has `max_shard_size` bytes at most, as a number or
+    with a unit ("5GB"); a larger tensor has a file of its own.
+
+    Raises:
+        PipelineError: The ranks do not see the same folder.
+        ConfigError: The model is quantized and has no adapters.
+    """
+    place = rank_coords_of(model)
+    with saving(folder, place) as target:
+        staging = target / STAGING
+        if place.leads:
+            shutil.rmtree(staging, ignore_errors=True)
+            staging.mkdir()
+        place.wait()
+        if place.writes_weights:
+            if wraps_adapters(model):
+                save_adapters(model, staging, place)
+            else:
+                _write_shards(model, staging, place, max_shard_size)
+        place.wait()
+        if place.leads:
+            _move_into_place(staging, target)
+        place.wait()
+
+
+def load_weights(model: nn.Module, folder: str | Path) -> None:
+    """Read the tensors that this process holds, in place, of a model whole or cut, bare or in PEFT.
+
+    The folder is as `save_weights` or `save_pretrained` wrote it, safetensors.
+
+    Raises:
+        ConfigError: The folder lacks weights, they have other shapes, or a file is damaged.
+    """
+    folder = Path(folder)
+    if wraps_adapters(model):
+        load_adapters(model, folder)
+        return
+    causal_lm = find_causal_lm(model)
+    own = causal_lm.state_dict()
+    left = set(own) - set(causal_lm._keys_to_ignore_on_save or ())
+    files = _files_by_name(folder)
+    renamings, converters = _conversions(causal_lm)
+    by_pattern = {p: converter for converter in converters for p in converter.source_patterns}
+    mappings: dict[str, Any] = {}
+    readers = TensorFiles(folder)
+    # Converters stack what they are given in the order in which it comes.
+    for name in sorted(files, key=dot_natural_key):
+        target, pattern = rename_source_key(
+            name, renamings, converters, causal_lm.base_model_prefix, own
+        )
+        if target not in own and name in own:
+            target, pattern = name, None
+        if target not in own:
+            continue
+        fresh = deepcopy(by_pattern[pattern]) if pattern else WeightRenaming(name, target)
+        mapping = mappings.setdefault(target, fresh)
+        mapping.add_tensor(
+            target, name, pattern or name, functools.partial(readers.read, files[name], name)
+        )
+    for first, mapping in mappings.items():
+        with reading(folder):
+            converted = mapping.convert(first, model=causal_lm, config=causal_lm.config)
+        for target, value in converted.items():
+            _copy(own, target, value[0] if isinstance(value, list) else value, folder)
+            left.discard(target)
+    filled = {own[name].data_ptr() for name in set(own) - left}
+    missing = sorted(name for name in left if own[name].data_ptr() not in filled)
+    if missing:
+        raise ConfigError(
+            f"{str(folder)!r} lacks {len(missing)} of the {len(own)} tensors that this rank holds, "
+            f"among them {missing[:3]}. Allowed: checkpoints of the same model. Remedy: resume "
+            "from a checkpoint of this model, or start it from this folder by from_pretrained."
+        )
+
+
+def gather_weights(model: nn.Module) -> dict[str, Tensor]:
+    """The state of the whole model on the first rank, on the CPU; an empty one on all others.
+
+    Every process calls this. Costs the first rank's memory the whole model.
+    """
+    place = rank_coords_of(model)
+    own = {n: t for n, t in model.state_dict().items() if isinstance(t, Tensor)}
+    if not place.writes_weights:
+        return {}
+    ties = _names_by_storage(own)
+    held = place.gather(
+        {first: (names, own[first].dtype, own[first].shape) for first, names in ties.items()}
+    )
+    whole: dict[str, Any] = {}
+    for rank, described in enumerate(held):
+        for first, (names, dtype, shape) in described.items():
+            if first not in whole:
+                value = own[first].cpu().contiguous() if rank == place.pp_rank else None
+                value = _to_first(value, dtype, shape, rank, place)
+                whole[first] = value if place.leads else None
+            whole |= dict.fromkeys(names, whole[first])
+    return whole if place.leads else {}
+
+
+# -- writing ---------------------------------------------------------------------------------
+
+
+def _write_shards(
+    model: nn.Module, staging: Path, place: RankCoords, max_shard_size: int | str
+) -> None:
+    causal_lm = find_causal_lm(model)
+    if getattr(causal_lm, "hf_quantizer", None) is not None:
+        raise ConfigError(
+            f"{type(causal_lm).__name__} is quantized and has no adapters, so there is nothing to "
+            "save that was trained. Remedy: train adapters (PEFT); they are saved by themselves."
+        )
+    state, parameters = _own_state(causal_lm)
+    pattern = SAFE_WEIGHTS_NAME.replace(".safetensors", "{suffix}.safetensors")
+    split = split_torch_state_dict_into_shards(
+        state, filename_pattern=pattern, max_shard_size=max_shard_size
+    )
+    counts = place.gather(len(split.filename_to_tensors))
+    weight_map = {}
+    for number, names in enumerate(
+        split.filename_to_tensors.values(), sum(counts[: place.pp_rank])
+    ):
+        file = f"model-{number + 1:05d}-of-{sum(counts):05d}.safetensors"
+        file = SAFE_WEIGHTS_NAME if sum(counts) == 1 else file
+        shard = {name: state.pop(name).contiguous() for name in names}
+        write_file(shard, staging / file)
+        weight_map |= dict.fromkeys(names, file)
+    size = split.metadata["total_size"]
+    written = place.gather((weight_map, size, parameters))
+    if not place.leads:
+        return
+    _save_configs(causal_lm, staging)
+    if sum(counts) > 1:
+        index = {
+            "metadata": {
+                "total_parameters": sum(n for _, _, n in written),
+                "total_size": sum(n for _, n, _ in written),
+            },
+            "weight_map": {name: file for names, _, _ in written for name, file in names.items()},
+        }
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        (staging / SAFE_WEIGHTS_INDEX_NAME).write_text(text, encoding="utf-8")
+
+
+def _own_state(causal_lm: Any) -> tuple[dict[str, Tensor], int]:
+    """What this rank writes, as it is saved, and the number of its parameters."""
+    state = causal_lm.state_dict()
+    for name in causal_lm._keys_to_ignore_on_save or ():
+        state.pop(name, None)
+    state = remove_tied_weights_from_state_dict(state, causal_lm)
+    engine = get_engine(causal_lm)
+    twice = frozenset[str]()
+    if isinstance(engine, PipelineEngine) and not engine.staged.cut.has_first:
+        twice = engine.staged.shared_names  # the first stage writes these
+    count = sum(p.numel() for name, p in causal_lm.named_parameters() if name not in twice)
+    state = {name: tensor for name, tensor in state.items() if name not in twice}
+    return revert_weight_conversion(causal_lm, state), count
+
+
+def _save_configs(causal_lm: Any, folder: Path) -> None:
+    """Write what `save_pretrained` writes beside the weights."""
+    causal_lm.config.dtype = str(causal_lm.dtype).split(".")[1]
+    causal_lm.config.architectures = [type(causal_lm).__name__]
+    causal_lm.config.save_pretrained(folder)
+    if causal_lm.can_generate():
+        causal_lm.generation_config.save_pretrained(folder)
+
+
+def _move_into_place(staging: Path, target: Path) -> None:
+    fresh = {str(path.relative_to(staging)) for path in staging.rglob("*") if path.is_file()}
+    weights = {name for name in fresh if name.endswith(".safetensors")}
+    index = staging / SAFE_WEIGHTS_INDEX_NAME
+    if index.exists():
+        listed = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        if listed != weights:
+            raise PipelineError(
+                f"Of the {len(listed)} files that the ranks wrote for {str(target)!r}, rank 0 sees "
+                f"{len(weights)}. Allowed: folders on a file system that all nodes share, because "
+                "ranks write one checkpoint together. Remedy: another output_dir."
+            )
+    for path in target.iterdir():
+        if _WEIGHTS.fullmatch(path.name) and path.name not in fresh:
+            path.unlink()
+    # The index comes last: a folder with an index has what is in it.
+    for name in sorted(fresh, key=lambda name: name == SAFE_WEIGHTS_INDEX_NAME):
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        (staging / name).replace(target / name)
+    shutil.rmtree(staging)
+
+
+def _names_by_storage(state: Mapping[str, Tensor]) -> dict[str, list[str]]:
+    """Names of the same tensor, by the first of them."""
+    firsts: dict[tuple[int, torch.Size], str] = {}
+    ties: dict[str, list[str]] = {}
+    for name, tensor in state.items():
+        first = firsts.setdefault((tensor.data_ptr(), tensor.shape), name)
+        # Tensors without elements all lie at address 0.
+        first = first if tensor.numel() else name
+        ties.setdefault(first, []).append(name)
+    return ties
+
+
+def _to_first(
+    value: Tensor | None, dtype: torch.dtype, shape: torch.Size, rank: int, place: RankCoords
+) -> Tensor | None:
+    """Hand a tensor of `rank` to the first rank of the pipeline."""
+    if rank == 0:
+        return value
+    group = place.pipeline
+    if place.pp_rank == rank:
+        assert value is not None, "the rank that holds a tensor sends it"
+        torch.distributed.send(value.view(-1).view(torch.uint8), group=group, group_dst=0)
+    elif place.pp_rank == 0:
+        value = torch.empty(shape, dtype=dtype)
+        torch.distributed.recv(value.view(-1).view(torch.uint8), group=group, group_src=rank)
+    return value
+
+
+# -- reading ---------------------------------------------------------------------------------
+
+
+def _files_by_name(folder: Path) -> dict[str, str]:
+    """The file that each tensor of a folder is in."""
+    index, single = folder / SAFE_WEIGHTS_INDEX_NAME, folder / SAFE_WEIGHTS_NAME
+    if index.is_file():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ConfigError(
+                f"{str(index)!r} has no weight_map. Allowed: files as they were saved. Remedy: it "
+                "is damaged; resume from another checkpoint."
+            )
+        return {str(name): str(file) for name, file in weight_map.items()}
+    if single.is_file():
+        with reading(single), safe_open(single, framework="pt") as opened:
+            return dict.fromkeys(opened.keys(), SAFE_WEIGHTS_NAME)
+    raise ConfigError(
+        f"{str(folder)!r} holds neither {SAFE_WEIGHTS_INDEX_NAME} nor {SAFE_WEIGHTS_NAME}. "
+        "Allowed: folders with weights in safetensors. Remedy: name a checkpoint-N folder of the "
+        "run."
+    )
+
+
+def _conversions(causal_lm: Any) -> tuple[list[WeightRenaming], list[WeightConverter]]:
+    """How the names and tensors of a folder become those in memory."""
+    found: list[WeightTransform] = get_model_conversion_mapping(causal_lm)
+    renamings = [entry for entry in found if isinstance(entry, WeightRenaming)]
+    return renamings, [entry for entry in found if isinstance(entry, WeightConverter)]
+
+
+@torch.no_grad()
+def _copy(own: Mapping[str, Tensor], name: str, value: Tensor, folder: Path) -> None:
+    if name not in own:
+        return
+    if own[name].shape != value.shape:
+        raise ConfigError(
+            f"{name} has shape {list(value.shape)} in {str(folder)!r} and {list(own[name].shape)} "
+            "in the model. Allowed: checkpoints of the same model. Remedy: build the model from "
+            "the checkpoint's configuration."
+        )
+    own[name].copy_(value)

@@ -443,7 +443,7 @@ def _shares_units(parts: ModelParts, config: SPPOConfig, mesh: PipelineMesh) -> 
         check_shareable_units(parts, model_shape(parts).layers, config.pp_size)
     except (ConfigError, UnsupportedModelError):
         possible = False
-    return all_true(possible, mesh.control, mesh.replicas_control)
+    return all_true(possible, mesh.control_group, mesh.replica_control_group)
 
 
 def convert_to_shared_sequences(

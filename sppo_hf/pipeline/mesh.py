@@ -45,17 +45,17 @@ class PipelineMesh:
     pp_rank: int
     dp_rank: int
     device: torch.device
-    pipeline: Any = field(repr=False)
+    pp_group: Any = field(repr=False)
     """All ranks of this pipeline; None where it has one rank."""
-    control: Any = field(repr=False)
+    control_group: Any = field(repr=False)
     """All ranks that share this one's batches, for a few numbers on the CPU."""
-    storage: Any = field(repr=False)
+    storage_group: Any = field(repr=False)
     """This pipeline's again, for what waits for slow disks; None where it has one rank."""
-    replicas: Any = field(repr=False)
+    replica_group: Any = field(repr=False)
     """The ranks that hold the same stages; None where this one is alone."""
-    replicas_control: Any = field(repr=False)
+    replica_control_group: Any = field(repr=False)
     """The same, for a few numbers on the CPU."""
-    ends: Any = field(repr=False)
+    embedding_group: Any = field(repr=False)
     """First and last rank of this pipeline, which share tied embeddings; None on others. Two ranks
     are a pipeline: it is the same group."""
     links: dict[tuple[int, int], Any] = field(repr=False)
@@ -63,11 +63,11 @@ class PipelineMesh:
     way."""
     sp_size: int = 1
     sp_rank: int = 0
-    sequence: Any = field(default=None, repr=False)
+    sp_group: Any = field(default=None, repr=False)
     """The ranks that share a sequence and hold the same stages; None where there is one."""
-    sequence_control: Any = field(default=None, repr=False)
+    sp_control_group: Any = field(default=None, repr=False)
     """The same, for a few numbers on the CPU."""
-    sets: dict[tuple[int, ...], Any] = field(default_factory=dict, repr=False)
+    unit_groups: dict[tuple[int, ...], Any] = field(default_factory=dict, repr=False)
     """By ranks of the pipeline, this one among them: those that share units of a stage. Where there
     are any, there are links between all ranks of a pipeline."""
 
@@ -89,9 +89,15 @@ class PipelineMesh:
 
     def allow_seconds(self, seconds: float) -> None:
         """Let operations from now on wait for so long, in all groups but the one for storage."""
-        groups = (self.pipeline, self.control, self.replicas, self.replicas_control, self.ends)
-        groups += (self.sequence, self.sequence_control)
-        for group in (*groups, *self.links.values(), *self.sets.values()):
+        groups = (
+            self.pp_group,
+            self.control_group,
+            self.replica_group,
+            self.replica_control_group,
+            self.embedding_group,
+        )
+        groups += (self.sp_group, self.sp_control_group)
+        for group in (*groups, *self.links.values(), *self.unit_groups.values()):
             if group is not None:
                 dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
@@ -204,14 +210,14 @@ def make_mesh(
         dp_rank=dp_rank,
         sp_rank=sp_rank,
         device=device,
-        pipeline=pipeline,
-        control=_group(numbers, "gloo", "pp", "sp"),
-        storage=storage,
-        replicas=_group(tensors, fast, "dp", "sp"),
-        replicas_control=_group(numbers, "gloo", "dp", "sp"),
-        sequence=_group(tensors, fast, "sp"),
-        sequence_control=_group(numbers, "gloo", "sp"),
-        ends=pipeline if pp_size == 2 else ends,
+        pp_group=pipeline,
+        control_group=_group(numbers, "gloo", "pp", "sp"),
+        storage_group=storage,
+        replica_group=_group(tensors, fast, "dp", "sp"),
+        replica_control_group=_group(numbers, "gloo", "dp", "sp"),
+        sp_group=_group(tensors, fast, "sp"),
+        sp_control_group=_group(numbers, "gloo", "sp"),
+        embedding_group=pipeline if pp_size == 2 else ends,
         links=links,
     )
     mesh.allow_seconds(timeout_seconds)
@@ -241,9 +247,11 @@ def with_unit_groups(mesh: PipelineMesh, *, timeout_seconds: int) -> PipelineMes
             group = dist.new_group(pair, timeout=timeout, pg_options=options)
             if here and mesh.pp_rank in (source, target):
                 links[source, target] = group
-    more = replace(mesh, links=links, sets=sets, pipeline=None, ends=None, replicas=None)
+    more = replace(
+        mesh, links=links, unit_groups=sets, pp_group=None, embedding_group=None, replica_group=None
+    )
     _try_groups(more)
-    return replace(mesh, links={**mesh.links, **links}, sets=sets)
+    return replace(mesh, links={**mesh.links, **links}, unit_groups=sets)
 
 
 def _neighbours(rank: int, size: int) -> list[tuple[int, int]]:
@@ -316,8 +324,8 @@ def _try_groups(mesh: PipelineMesh) -> None:
     NCCL sets a group up when it is first used, and its ranks wait for each other then; within a
     schedule that would stall the first step, and here one that does not work is found at once.
     """
-    sets = (mesh.sets[ranks] for ranks in sorted(mesh.sets))
-    for group in (mesh.pipeline, mesh.ends, mesh.sequence, mesh.replicas, *sets):
+    sets = (mesh.unit_groups[ranks] for ranks in sorted(mesh.unit_groups))
+    for group in (mesh.pp_group, mesh.embedding_group, mesh.sp_group, mesh.replica_group, *sets):
         if group is not None:
             dist.all_reduce(torch.ones(1, device=mesh.device), group=group)
     for source, target in sorted(mesh.links):

@@ -42,8 +42,8 @@ gives the order, `sppo_hf.schedule.messages` says what moves.
   the last of them. So it waits, and is counted (`sppo_hf.planning.pipeline_cost`).
 - *Keys that layers share.* The rank that runs the first reader of a stage holds what came with the
   message, like keys of its own.
-- *Tokens.* Parts are cut as in sequence parallelism (`rank_tokens`), of any length; what passes between
-  stages is cut where the parts of both sets overlap, and what stays on its rank is not sent.
+- *Tokens.* Parts are cut as in sequence parallelism (`rank_tokens`), of any length; what passes
+  between stages is cut where parts of both sets overlap, and what stays on its rank is not sent.
 - *The loss* of a shared chunk is computed by all ranks of its set, each with the head, and summed.
 
 Not covered: `sp_size` above 1 besides, and recurrent layers. Evaluation, losses of a caller's own,
@@ -56,7 +56,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -72,7 +72,6 @@ from sppo_hf.engine.sequence_group import (
 from sppo_hf.engine.stages import StagedModel
 from sppo_hf.engine.structure import ModelParts
 from sppo_hf.errors import PipelineError, UnsupportedModelError
-from sppo_hf.pipeline.executor import Transport
 from sppo_hf.pipeline.gradients import buckets_of
 from sppo_hf.pipeline.mesh import PipelineMesh
 from sppo_hf.planning.chunk_bounds import Bounds
@@ -80,6 +79,9 @@ from sppo_hf.planning.model_profile import LayerProfile, count_head_blocks
 from sppo_hf.schedule.actions import COMPUTE_KINDS, Action, Kind
 from sppo_hf.schedule.messages import Message, messages
 from sppo_hf.schedule.schedule import Schedule
+
+if TYPE_CHECKING:
+    from sppo_hf.pipeline.executor import Transport
 
 # B batch rows, C tokens of a chunk, c tokens of a part of it, W width of a message, N query heads,
 # K key/value heads, H head size. P is the number of ranks.
@@ -98,7 +100,7 @@ class Run:
         return len(self.ranks) > 1
 
 
-class Visit(NamedTuple):
+class WeightUse(NamedTuple):
     """Shared units of one stage that a rank runs one after the other, on its weights."""
 
     stage: int
@@ -109,9 +111,11 @@ class Visit(NamedTuple):
     last: Action
 
 
-def visits_of(schedule: Schedule, rank: int, runs: Mapping[tuple[int, int], Run]) -> list[Visit]:
+def weight_uses(
+    schedule: Schedule, rank: int, runs: Mapping[tuple[int, int], Run]
+) -> list[WeightUse]:
     """What a rank needs the weights of helped or shared stages for, in order."""
-    found: list[Visit] = []
+    found: list[WeightUse] = []
     before: tuple[int, tuple[int, ...]] | None = None
     computes = [action for action in schedule.ranks[rank] if action.kind in COMPUTE_KINDS]
     for ahead, action in pairwise([computes[0], *computes]):
@@ -120,12 +124,12 @@ def visits_of(schedule: Schedule, rank: int, runs: Mapping[tuple[int, int], Run]
         if here == before:
             found[-1:] = [found[-1]._replace(last=action)] if run.is_shared else found[-1:]
         elif run.is_shared:
-            found.append(Visit(action.stage, run, ahead, action, action))
+            found.append(WeightUse(action.stage, run, ahead, action, action))
         before = here
     return found
 
 
-def runs_of(schedule: Schedule, num_chunks: int) -> dict[tuple[int, int], Run]:
+def chunk_runs(schedule: Schedule, num_chunks: int) -> dict[tuple[int, int], Run]:
     """The run of each (stage, chunk); all micro-batches have the same."""
     found: dict[tuple[int, int], Run] = {}
     for stage in range(schedule.num_stages):
@@ -249,7 +253,7 @@ class RemoteWeights:
             work = dist.broadcast(
                 flat,
                 self._mesh.world_rank(stage),
-                group=self._mesh.sets[run.ranks],
+                group=self._mesh.unit_groups[run.ranks],
                 async_op=True,
             )
             coming.append((work, flat, [] if alone else bucket))
@@ -282,7 +286,7 @@ class RemoteWeights:
             work = dist.reduce(
                 flat,
                 self._mesh.world_rank(stage),
-                group=self._mesh.sets[run.ranks],
+                group=self._mesh.unit_groups[run.ranks],
                 async_op=True,
             )
             self._leaving.append((work, flat, bucket if is_owner else []))
@@ -323,7 +327,7 @@ class RemoteWeights:
         self.wait_for_reduce()
         every = [p for parameters in self._trained.values() for p in parameters]
         there = torch.tensor([id(p) in self._there for p in every], dtype=torch.int32)
-        dist.all_reduce(there, group=self._mesh.control)
+        dist.all_reduce(there, group=self._mesh.control_group)
         self._join(p for p, count in zip(every, there.tolist(), strict=True) if count)
         self._there.clear()
         self._aside.clear()
@@ -362,7 +366,7 @@ class SharedUnits:
     transport: Transport
     _: KW_ONLY
     runs: Mapping[tuple[int, int], Run]
-    """`runs_of` the schedule."""
+    """`chunk_runs` the schedule."""
     bounds: Bounds
     """Of the chunks."""
     rows: list[tuple[int, int]]
@@ -403,7 +407,7 @@ class SharedUnits:
         """Stores of runs that have ended, with sums of a chunk's dK and dV that are to go back."""
         self._ending: list[KVStore] = []
         """Keys of the run whose last backward runs."""
-        visits = visits_of(self.schedule, self.rank, self.runs)
+        visits = weight_uses(self.schedule, self.rank, self.runs)
         self._fetched_in = {visit.ahead: visit for visit in visits}
         self._first = {visit.first: visit for visit in visits}
         self._last = {visit.last: visit for visit in visits}

@@ -59,8 +59,8 @@ from sppo_hf.pipeline.multiplex import (
     RemoteWeights,
     Run,
     SharedUnits,
+    chunk_runs,
     count_head_blocks,
-    runs_of,
 )
 from sppo_hf.pipeline.sequence_parallel import SequenceRanks
 from sppo_hf.pipeline.stage_plans import (
@@ -143,7 +143,7 @@ class PipelineStepTimer:
 
     def action(self, action: Action, words: str) -> None:
         """The rank is about to carry out `action`."""
-        self.engine.watchdog.doing(f"{self.name}, {words}")
+        self.engine.watchdog.set_activity(f"{self.name}, {words}")
         if action.kind == "F" or action.kind in _BACKWARDS:
             direction = "forward" if action.kind == "F" else "backward"
             units = self.step.schedule.num_units
@@ -264,7 +264,7 @@ class PipelineEngine(Engine):
         """What this rank did in the last step, and when."""
         self.loss_scaler: Any = None
         """The gradient scaler of float16 training, whose scale the loss will be multiplied by."""
-        self.replicas = Replicas(mesh.replicas, mesh.replicas_control)
+        self.replicas = Replicas(mesh.replica_group, mesh.replica_control_group)
         self._stage_plans = StagePlanCache(self)
         if self.traces is not None:
             self.traces.rank = mesh.world_rank(mesh.pp_rank)
@@ -365,7 +365,7 @@ class PipelineEngine(Engine):
                     output = run()
             except _RefusedByAll as refusal:
                 raise refusal.error from refusal.error.__cause__
-        self.watchdog.doing(f"after {kind} pass {self._calls}")
+        self.watchdog.set_activity(f"after {kind} pass {self._calls}")
         return output
 
     def _run(self, call: ForwardCall, layout: BatchLayout) -> ModelOutput:  # type: ignore[override]
@@ -526,7 +526,7 @@ class PipelineEngine(Engine):
             # run, with more idle time.
             check_size(step.name, Size(self.mesh.pp_size, len(rows), len(bounds), step.virtual))
             self._size_checked = True
-        runs = runs_of(step.schedule, len(bounds)) if name == MSP else None
+        runs = chunk_runs(step.schedule, len(bounds)) if name == MSP else None
         return Prepared(rows, plans, bounds, step, reduces, runs)
 
     def _allow_step(self, plans: BatchPlans) -> None:
@@ -662,10 +662,10 @@ class PipelineEngine(Engine):
 
     def _set_ranks(self, ranks: tuple[int, ...]) -> SequenceRanks:
         number = ranks.index(self.mesh.pp_rank)
-        group, head_blocks = self.mesh.sets[ranks], self._head_granules()
+        group, head_blocks = self.mesh.unit_groups[ranks], self._head_blocks()
         return SequenceRanks(group, number, len(ranks), head_blocks=head_blocks)
 
-    def _head_granules(self) -> int | None:
+    def _head_blocks(self) -> int | None:
         layers = (layer for layer in self.shape().layers if layer.num_heads)
         return count_head_blocks(layers, self.mesh.pp_size, self.parts.name)
 
@@ -758,7 +758,7 @@ class PipelineEngine(Engine):
             layers=lambda stage: {
                 index: shape.layers[index] for index in messages.kv_layers(stages[stage], attending)
             },
-            head_blocks=self._head_granules(),
+            head_blocks=self._head_blocks(),
             dtypes=(dtype, torch.get_autocast_dtype(kind) if autocast else dtype),
             stores=lambda stage, micro_batch, run: units.sequence(
                 stage, micro_batch, run.chunks.start
@@ -786,15 +786,15 @@ class PipelineEngine(Engine):
 
     def _finish_gradients(self, gradients: StepGradients, reduces: bool) -> None:
         shared = self.shared_parameters()
-        if shared and self.mesh.ends is not None:
-            gradients.add_shared(shared, self.mesh.ends)
+        if shared and self.mesh.embedding_group is not None:
+            gradients.add_shared(shared, self.mesh.embedding_group)
         if shared and reduces:
             gradients.start_reducing(shared, self.replicas)
         gradients.take()
 
     def shared_parameters(self) -> list[nn.Parameter]:
         """The trained parameters of this rank that the pipeline's other end holds as well."""
-        if self.mesh.ends is None:
+        if self.mesh.embedding_group is None:
             return []
         named = dict(self.parts.causal_lm.named_parameters())
         names = sorted(name for name in self.staged.shared_names if name in named)
@@ -838,11 +838,11 @@ class PipelineEngine(Engine):
 
     def reduces_replicas(self) -> bool:
         """Whether the gradients of this step are averaged over replicas."""
-        return self.mesh.replicas is not None and self.reduces()
+        return self.mesh.replica_group is not None and self.reduces()
 
     def agreed(self, value: bool) -> bool:
         """Whether all ranks of all replicas say so; all of them ask at the same moments."""
-        return all_true(value, self.mesh.control, self.mesh.replicas_control)
+        return all_true(value, self.mesh.control_group, self.mesh.replica_control_group)
 
     def _scaler_scale(self) -> Tensor | float:
         scaler = self.loss_scaler
@@ -852,7 +852,7 @@ class PipelineEngine(Engine):
         return scaler._init_scale if scaler._scale is None else scaler._scale.clone()
 
     def _sum_over_pipeline(self, x: Tensor) -> Tensor:
-        for group in (self.mesh.pipeline, self.mesh.sequence):
+        for group in (self.mesh.pp_group, self.mesh.sp_group):
             if group is not None:
                 dist.all_reduce(x, group=group)
         return x
@@ -866,9 +866,9 @@ class PipelineEngine(Engine):
         if units.losses:
             total = torch.stack(units.losses).sum().to(wide)
         # Zero on all but the last rank, unless they share its units.
-        dist.all_reduce(total, group=self.mesh.pipeline)
-        if self.mesh.sequence is not None:
-            dist.all_reduce(total, group=self.mesh.sequence)
+        dist.all_reduce(total, group=self.mesh.pp_group)
+        if self.mesh.sp_group is not None:
+            dist.all_reduce(total, group=self.mesh.sp_group)
         output = CausalLMOutputWithPast(loss=divide_loss(total, *self._count_and_divisor(call)))
         if units.router_loss is not None:
             if gradients is None:  # in training it was done before the first backward

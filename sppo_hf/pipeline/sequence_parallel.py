@@ -72,8 +72,8 @@ class SequenceRanks:
     @classmethod
     def of_mesh(cls, mesh: PipelineMesh) -> SequenceRanks:
         """The ranks of this process's sequence, in a mesh whose `sp_size` is above 1."""
-        assert mesh.sequence is not None, "ranks share a sequence only where sp_size is above 1"
-        return cls(mesh.sequence, mesh.sp_rank, mesh.sp_size, control=mesh.sequence_control)
+        assert mesh.sp_group is not None, "ranks share a sequence only where sp_size is above 1"
+        return cls(mesh.sp_group, mesh.sp_rank, mesh.sp_size, control=mesh.sp_control_group)
 
     def start_tokens_to_heads(self, x_BNcH: Tensor, chunk_tokens: int) -> Exchange:
         """`[B, N, c, H]` to `[B, n, C, H]`, n of the N heads."""
@@ -372,7 +372,7 @@ class SequenceParallelEngine(Engine):
         activity = f"in backward pass {self._calls}"
         for value in output.values():
             if isinstance(value, Tensor) and value.requires_grad:
-                value.register_hook(lambda _grad: self.watchdog.doing(activity))
+                value.register_hook(lambda _grad: self.watchdog.set_activity(activity))
         return output
 
     @contextmanager
@@ -384,4 +384,4 @@ class SequenceParallelEngine(Engine):
             self.watchdog.reporting_failures(but=alike),
         ):
             yield
-        self.watchdog.doing(activity.replace("in ", "after ", 1))
+        self.watchdog.set_activity(activity.replace("in ", "after ", 1))

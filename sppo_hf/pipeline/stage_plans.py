@@ -29,9 +29,9 @@ from sppo_hf.pipeline.agreement import all_say, make_on_all_ranks, make_on_first
 from sppo_hf.planning.choices import read_budgets
 from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.cost import Correction, ModelCost
-from sppo_hf.planning.hardware import UNKNOWN_LINK, cpu_estimate, cuda_estimate
+from sppo_hf.planning.hardware import UNKNOWN_LINK, cpu_estimate, cuda_estimate, peak_flops
 from sppo_hf.planning.memory import CONTEXT_BYTES
-from sppo_hf.planning.model_shape import peak_flops, step_flops
+from sppo_hf.planning.model_shape import step_flops
 from sppo_hf.planning.pipeline_choice import (
     RULE,
     PipelineChoice,
@@ -214,9 +214,9 @@ class StagePlanCache:
         """
         training = torch.is_grad_enabled()
         self._accumulates |= training and self._holds_gradients_twice()
-        if self._engine.mesh.sets:  # then ranks plan together
+        if self._engine.mesh.unit_groups:  # then ranks plan together
             twice = torch.tensor(int(self._accumulates))
-            dist.all_reduce(twice, op=dist.ReduceOp.MAX, group=self._engine.mesh.control)
+            dist.all_reduce(twice, op=dist.ReduceOp.MAX, group=self._engine.mesh.control_group)
             self._accumulates = bool(twice)
         if training:
             self._forget(self._last_trained.use(self._engine.trained))
@@ -237,7 +237,7 @@ class StagePlanCache:
 
             said: list[_Said] = []
             if training and (shape not in self._steps or choice.schedule == MSP):
-                plans, said = make_on_all_ranks(make, self._engine.mesh.control, say=_say)
+                plans, said = make_on_all_ranks(make, self._engine.mesh.control_group, say=_say)
                 if choice.schedule == MSP:
                     # What of a unit is computed again must be the same on all that share it.
                     everyones = {s: plan for one in said for s, plan in one.plans.items()}
@@ -277,7 +277,7 @@ class StagePlanCache:
             """Only on the first rank, which alone simulates."""
             wanted: dict[str, Any] = {
                 "micro_batches": micro_batches,
-                "may_share": training and bool(engine.mesh.sets),
+                "may_share": training and bool(engine.mesh.unit_groups),
             }
             if training:
                 choice = choose_pipeline(
@@ -435,7 +435,9 @@ class StagePlanCache:
     def _holds_gradients_twice(self) -> bool:
         """Whether a step's gradients lie beside others: earlier ones, or those being reduced."""
         parameters = self._engine.parts.causal_lm.parameters()
-        return self._engine.mesh.replicas is not None or any(p.grad is not None for p in parameters)
+        return self._engine.mesh.replica_group is not None or any(
+            p.grad is not None for p in parameters
+        )
 
     def _make(
         self,

@@ -148,7 +148,7 @@ class TokenCall:
         last = mesh.world_rank(mesh.pp_size - 1)
         dtypes = {name: value.dtype for name, value in outputs.whole.items()}
         box: list[Any] = [(outputs.kind, dtypes)]
-        dist.broadcast_object_list(box, mesh.sharing_ranks[-1], group=mesh.control)
+        dist.broadcast_object_list(box, mesh.sharing_ranks[-1], group=mesh.control_group)
         outputs.kind, dtypes = box[0]
         if not dtypes:
             raise UnsupportedModelError(
@@ -165,9 +165,9 @@ class TokenCall:
                 value = torch.empty(shape, dtype=dtype, device=self._call.device)
             # Flags travel as bytes: not every backend sends truth values.
             sent = value.view(torch.uint8) if dtype == torch.bool else value
-            dist.broadcast(sent, last, group=mesh.pipeline)
-            if mesh.sequence is not None:
-                dist.all_reduce(sent, group=mesh.sequence)
+            dist.broadcast(sent, last, group=mesh.pp_group)
+            if mesh.sp_group is not None:
+                dist.all_reduce(sent, group=mesh.sp_group)
             whole[name] = value
         return whole
 

@@ -231,11 +231,11 @@ class Watchdog:
         """What this rank does, to be put after "failed"."""
         return ", ".join(part for part in (self._step, self._detail) if part)
 
-    def in_step(self, words: str) -> None:
+    def set_step(self, words: str) -> None:
         """The trainer has come to another step: "in step 3", "after step 3"."""
         self._step, self._detail, self._since = words, "", time.monotonic()
 
-    def doing(self, detail: str) -> None:
+    def set_activity(self, detail: str) -> None:
         """What this rank does in its step, for the words of others when it is lost."""
         self._detail, self._since, self._exit = detail, time.monotonic(), None
 
@@ -250,7 +250,7 @@ class Watchdog:
         """
         before = self._detail
         if detail is not None:
-            self.doing(detail)
+            self.set_activity(detail)
         self._depth += 1
         try:
             yield
@@ -263,7 +263,7 @@ class Watchdog:
             raise
         finally:
             self._depth -= 1
-        self.doing(before)
+        self.set_activity(before)
 
     # -- failures ----------------------------------------------------------------------------
 

@@ -444,3 +444,45 @@ class ModelShape:
         if self.lora is None:
             weights = int(self.trainable_fraction * weights)
         return work.input_gradient_flops + weights
+
+
+def visible_pairs(total_tokens: int, window: int | None) -> int:
+    """Number of (query, visible key) pairs of a causal sequence, each token seeing itself.
+
+    Args:
+        total_tokens: tokens of the sequence.
+        window: keys a query sees at most, its own included; None sees all before it.
+    """
+    seen = total_tokens if window is None else min(window, total_tokens)
+    return seen * (seen + 1) // 2 + (total_tokens - seen) * seen
+
+
+def forward_flops(shape: ModelShape, batch_rows: int, total_tokens: int) -> int:
+    """Model FLOPs of one forward over `batch_rows` rows of `total_tokens` tokens."""
+    attention = sum(
+        layer.attention_flops_per_key * visible_pairs(total_tokens, layer.window)
+        for layer in shape.layers
+    )
+    return batch_rows * (shape.linear_flops_per_token() * total_tokens + attention)
+
+
+def step_flops(shape: ModelShape, batch_rows: int, total_tokens: int) -> int:
+    """Model FLOPs of one forward and one backward over `batch_rows` rows of `total_tokens` tokens.
+
+    Linear: forward, the gradient of the input, and the gradient of what is trained of the weights;
+    `ModelShape.backward_linear_flops_per_token` says which. Attention has no weights and twice its
+    forward in backward. Recomputation is not counted.
+    """
+    linear = shape.linear_flops_per_token() * total_tokens * batch_rows
+    attention = forward_flops(shape, batch_rows, total_tokens) - linear
+    backward = shape.backward_linear_flops_per_token() * total_tokens * batch_rows
+    return linear + backward + 3 * attention
+
+
+def layer_costs(shape: ModelShape, total_tokens: int) -> tuple[list[int], int]:
+    """FLOPs of a training step of one row, layer by layer, and of the head."""
+    layers = [
+        step_flops(replace(shape, layers=(layer,), vocab_size=0), 1, total_tokens)
+        for layer in shape.layers
+    ]
+    return layers, step_flops(shape, 1, total_tokens) - sum(layers)

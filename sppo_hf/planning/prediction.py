@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 
 from sppo_hf.planning.cost import Correction, ModelCost
 from sppo_hf.planning.decisions import Decisions
+from sppo_hf.planning.hardware import peak_flops
 from sppo_hf.planning.lowering import COMPUTE, D2H, H2D, HOST_COMPUTE, lower
-from sppo_hf.planning.model_shape import forward_flops, peak_flops, step_flops
+from sppo_hf.planning.model_shape import forward_flops, step_flops
 from sppo_hf.planning.tiers import TIERS, Tier
 from sppo_hf.schedule.timeline import Timeline
 

@@ -7,7 +7,7 @@ it takes (`simulate_pipeline`) or how it is written down (`grid`, `torch_csv`).
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -15,7 +15,6 @@ from itertools import accumulate, takewhile
 
 from sppo_hf.errors import ScheduleError
 from sppo_hf.schedule.actions import Action, Kind
-from sppo_hf.schedule.schedule import format_grid, parse_grid
 
 
 # No slots: a cached property needs the instance's dictionary.
@@ -230,3 +229,111 @@ def _live(
             yield alive
         if action.kind == last:
             alive -= share(action)
+
+
+NOTHING = "."
+"""Where a rank has no action."""
+
+_SHOWN_STEPS = 6
+_HEAD_LINES = 2
+
+
+def format_grid(ranks: Sequence[Sequence[str]], chunks: int | tuple[int, ...]) -> str:
+    """Returns the text form of a schedule's actions; `parse_grid` is its exact inverse."""
+    steps = range(max(map(len, ranks), default=0))
+    chunks = chunks if isinstance(chunks, tuple) else (chunks,)
+    return " ".join(("chunks", *map(str, chunks))) + "\n" + _table(ranks, steps)
+
+
+def parse_grid(text: str) -> tuple[tuple[tuple[Action, ...], ...], int | tuple[int, ...]]:
+    """Reads the text form; returns each rank's actions, and the chunks of each micro-batch.
+
+    Columns are told apart by spaces, so every cell is filled, with "." where a rank has nothing;
+    that may stand between actions too, and is then forgotten.
+
+    Raises:
+        ScheduleError: a line or an action is malformed; the message names the line.
+    """
+    lines = text.splitlines()
+    head = lines[0].split() if lines else []
+    counts = [int(word) for word in head[1:] if word.isdecimal()]
+    if head[:1] != ["chunks"] or not counts or len(counts) < len(head) - 1 or min(counts) < 1:
+        raise ScheduleError(
+            f"Line 1 of a schedule's text is {lines[0] if lines else ''!r}. Allowed: 'chunks N' "
+            "with the number of chunks of a micro-batch, 1 or more; or one number for each of them."
+        )
+    names = lines[1].split() if len(lines) > 1 else []
+    num_ranks = (len(names) - 1) // 2
+    if names != _header(num_ranks).split():
+        raise ScheduleError(
+            f"Line 2 of a schedule's text is {' '.join(names)!r}. Allowed: 'step' and then "
+            "'rank 0', 'rank 1' and so on."
+        )
+    ranks: list[list[Action]] = [[] for _ in range(num_ranks)]
+    for number, line in enumerate(lines[_HEAD_LINES:], _HEAD_LINES + 1):
+        step, *cells = line.split() or [""]
+        if step != str(number - _HEAD_LINES - 1) or len(cells) != num_ranks:
+            raise ScheduleError(
+                f"Line {number} of a schedule's text is {line!r}. Allowed: step "
+                f"{number - _HEAD_LINES - 1} and {num_ranks} cells, '{NOTHING}' for none."
+            )
+        for rank, cell in zip(ranks, cells, strict=True):
+            if cell != NOTHING:
+                rank.append(_parsed(cell, number))
+    return tuple(map(tuple, ranks)), counts[0] if len(counts) == 1 else tuple(counts)
+
+
+def show_marked(schedule: Schedule, marks: Collection[tuple[int, int]]) -> str:
+    """Returns the grid around some steps, with their actions in brackets.
+
+    Args:
+        schedule: any, in whatever order.
+        marks: (rank, step) of what is marked; a step past a rank's end marks the end.
+    """
+    ranks = [[str(action) for action in rank] for rank in schedule.ranks]
+    for rank, step in marks:
+        if step < len(ranks[rank]):
+            ranks[rank][step] = f"[{ranks[rank][step]}]"
+        else:
+            ranks[rank] += [NOTHING] * (step - len(ranks[rank])) + ["[end]"]
+    last = max(map(len, ranks), default=0)
+    wanted = sorted({at for _, step in marks for at in _around(step, last)})
+    return _table(ranks, wanted, {step for _, step in marks})
+
+
+def _header(num_ranks: int) -> str:
+    return "  ".join(("step", *(f"rank {rank}" for rank in range(num_ranks))))
+
+
+def _around(step: int, last: int) -> range:
+    return range(max(0, step - _SHOWN_STEPS), min(last, step + _SHOWN_STEPS + 1))
+
+
+def _table(
+    ranks: Sequence[Sequence[str]], steps: Sequence[int], pointed: Collection[int] = ()
+) -> str:
+    names = [f"rank {rank}" for rank in range(len(ranks))]
+    widths = [max((len(name), *map(len, rank))) for name, rank in zip(names, ranks, strict=True)]
+    widths = [max(len("step"), len(str(max(steps, default=0)))), *widths]
+    rows = [["step", *names]]
+    for at, step in enumerate(steps):
+        if at and step != steps[at - 1] + 1:
+            rows.append(["..."])
+        row = [rank[step] if step < len(rank) else NOTHING for rank in ranks]
+        rows.append([str(step), *row, *["<-- here"][: step in pointed]])
+    # A pointed row is longer than the columns.
+    widths.append(0)
+    return "".join(
+        "  ".join(
+            cell.ljust(width) for cell, width in zip(row, widths[: len(row)], strict=True)
+        ).rstrip()
+        + "\n"
+        for row in rows
+    )
+
+
+def _parsed(cell: str, number: int) -> Action:
+    try:
+        return Action.parse(cell)
+    except ScheduleError as error:
+        raise ScheduleError(f"Line {number} of a schedule's text: {error}") from error

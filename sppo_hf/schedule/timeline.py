@@ -250,3 +250,40 @@ def _curve(events: Sequence[ByteEvent]) -> list[tuple[float, int]]:
         held_bytes += num_bytes
     curve.append((last_seconds, held_bytes))
     return curve
+
+
+def over_time(timeline: Timeline, slot_seconds: float) -> str:
+    """Returns the compute of all ranks over time, a line for each rank and a column for each slot.
+
+    An action stands in the slot in which it begins, followed by "=" in those that it goes on
+    through; "." is a slot without work.
+
+    Args:
+        timeline: of a schedule over ranks.
+        slot_seconds: length of a slot; at most the shortest action, or some are not seen.
+
+    Raises:
+        ScheduleError: the length is not above zero.
+    """
+    if not slot_seconds > 0:
+        raise ScheduleError(f"slot_seconds is {slot_seconds}. Allowed: a number above zero.")
+    num_slots = round(timeline.end_seconds / slot_seconds)
+    rows: dict[str, list[str]] = {}
+    for lane in timeline.lanes:
+        if not lane.endswith(COMPUTE):
+            continue
+        row = rows[f"rank {lane.removesuffix(COMPUTE)}"] = ["."] * num_slots
+        for span in timeline.spans(lane):
+            first, stop = (
+                round(at / slot_seconds) for at in (span.start_seconds, span.end_seconds)
+            )
+            for slot in range(first, min(stop, num_slots)):
+                row[slot] = "="
+            if first < num_slots:
+                row[first] = str(span.action)
+    width = max((len(cell) for row in rows.values() for cell in row), default=0)
+    label = max(map(len, rows), default=0)
+    return "".join(
+        f"{name:<{label}}  {' '.join(cell.ljust(width) for cell in row).rstrip()}\n"
+        for name, row in rows.items()
+    )

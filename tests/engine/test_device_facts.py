@@ -1,34 +1,47 @@
-"""Facts of this machine and of devices, as the planner gets them."""
+"""What the planner is told of the machine and the model, and how processes bind to a device."""
 
+import os
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sppo_hf.config import SPPOConfig
-from sppo_hf.engine import device_facts as facts
+from sppo_hf.engine import device_facts
+from sppo_hf.engine.device_facts import model_shape
+from sppo_hf.engine.structure import find_parts, suppress_peft_warnings
 from sppo_hf.planning.machine import has_expandable_segments
+from sppo_hf.planning.model_profile import LoraShape
+from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
+
+pytestmark = pytest.mark.fake
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 3)
 
 
 def test_a_processor_has_a_name_and_the_hosts_memory() -> None:
-    found = facts.device_facts(CPU, SPPOConfig())
+    found = device_facts.device_facts(CPU, SPPOConfig())
     assert found.kind == "cpu"
     assert found.name
-    assert found.device_memory_bytes == found.host_memory_bytes == facts.host_memory_bytes()
+    assert found.device_memory_bytes == found.host_memory_bytes == device_facts.host_memory_bytes()
 
 
 def test_versions_of_a_processor_count_its_threads() -> None:
     threads = torch.get_num_threads()
-    assert facts.device_versions(CPU) == {"torch": torch.__version__, "threads": str(threads)}
+    assert device_facts.device_versions(CPU) == {
+        "torch": torch.__version__,
+        "threads": str(threads),
+    }
 
 
 def test_versions_of_cuda_name_toolkit_and_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
-    monkeypatch.setattr(facts, "nvidia_driver_version", lambda: "580.95.05")
-    assert facts.device_versions(GPU) == {
+    monkeypatch.setattr(device_facts, "nvidia_driver_version", lambda: "580.95.05")
+    assert device_facts.device_versions(GPU) == {
         "torch": torch.__version__,
         "cuda": "13.0",
         "cudnn": "91900",
@@ -45,10 +58,10 @@ def test_the_numa_node_is_asked_for_by_bus_address(monkeypatch: pytest.MonkeyPat
 
     properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(facts, "pci_numa_node", node)
-    assert facts.device_numa_node(GPU) == 1
+    monkeypatch.setattr(device_facts, "pci_numa_node", node)
+    assert device_facts.device_numa_node(GPU) == 1
     assert asked == ["0000:1b:00.0"]
-    assert facts.device_numa_node(CPU) is None
+    assert device_facts.device_numa_node(CPU) is None
     assert len(asked) == 1
 
 
@@ -63,9 +76,9 @@ def _gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     pinned = {"allocated_bytes.current": 0}
     monkeypatch.setattr(torch.cuda, "host_memory_stats", lambda: pinned)
     # Of other tests, whose cycles have not been collected.
-    monkeypatch.setattr(facts, "locked_bytes", lambda: 0)
-    monkeypatch.setattr(facts, "host_memory_bytes", lambda: 128 * gib)
-    monkeypatch.setattr(facts, "_profile", lambda *_: None)
+    monkeypatch.setattr(device_facts, "locked_bytes", lambda: 0)
+    monkeypatch.setattr(device_facts, "host_memory_bytes", lambda: 128 * gib)
+    monkeypatch.setattr(device_facts, "_profile", lambda *_: None)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     return pinned
 
@@ -75,8 +88,8 @@ def test_a_gpu_may_use_the_host_memory_that_is_free(monkeypatch: pytest.MonkeyPa
     pinned = _gpu(monkeypatch)
 
     def found(free_gib: int) -> float:
-        monkeypatch.setattr(facts, "free_host_memory_bytes", lambda: free_gib * gib)
-        size = facts.device_facts(GPU, SPPOConfig()).host_memory_bytes
+        monkeypatch.setattr(device_facts, "free_host_memory_bytes", lambda: free_gib * gib)
+        size = device_facts.device_facts(GPU, SPPOConfig()).host_memory_bytes
         assert size is not None
         return size / gib
 
@@ -85,7 +98,7 @@ def test_a_gpu_may_use_the_host_memory_that_is_free(monkeypatch: pytest.MonkeyPa
     assert found(56) == 120 - 16, "what is pinned already is ours"
     pinned["allocated_bytes.current"] = 0
     with monkeypatch.context() as ours:
-        ours.setattr(facts, "locked_bytes", lambda: 64 * gib)
+        ours.setattr(device_facts, "locked_bytes", lambda: 64 * gib)
         assert found(56) == 120 - 16, "by PyTorch or by slabs"
     assert found(10) == 0
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
@@ -99,8 +112,8 @@ def test_what_rests_on_the_host_already_is_not_counted_twice(
 ) -> None:
     gib = 2**30
     _gpu(monkeypatch)
-    monkeypatch.setattr(facts, "free_host_memory_bytes", lambda: 56 * gib)
-    rests = facts.device_facts(GPU, SPPOConfig(), counted_bytes=30 * gib)
+    monkeypatch.setattr(device_facts, "free_host_memory_bytes", lambda: 56 * gib)
+    rests = device_facts.device_facts(GPU, SPPOConfig(), counted_bytes=30 * gib)
     assert rests.host_memory_bytes == (56 - 16 + 30) * gib
 
 
@@ -118,20 +131,20 @@ def test_the_allocator_is_asked_for_expandable_segments(
             raise refusal
 
     environment: dict[str, str] = {}
-    monkeypatch.setattr(facts.os, "environ", environment)
+    monkeypatch.setattr(device_facts.os, "environ", environment)
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", tell)
-    facts.use_expandable_segments(CPU)
+    device_facts.use_expandable_segments(CPU)
     assert environment == {}
-    facts.use_expandable_segments(GPU)
+    device_facts.use_expandable_segments(GPU)
     assert told == ["expandable_segments:True"]
     assert has_expandable_segments(environment) is (refusal is None)
 
 
 def test_what_the_environment_says_of_the_allocator_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     environment = {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}
-    monkeypatch.setattr(facts.os, "environ", environment)
+    monkeypatch.setattr(device_facts.os, "environ", environment)
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", None)
-    facts.use_expandable_segments(GPU)
+    device_facts.use_expandable_segments(GPU)
     assert environment == {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}
 
 
@@ -142,8 +155,146 @@ def test_the_cache_leaves_a_part_of_a_gpu_to_the_driver(monkeypatch: pytest.Monk
     monkeypatch.setattr(
         torch.cuda, "set_per_process_memory_fraction", lambda *args: said.append(args)
     )
-    facts.reserve_driver_memory(torch.device("cpu"), 2 * gib)
+    device_facts.reserve_driver_memory(torch.device("cpu"), 2 * gib)
     assert not said
     gpu = torch.device("cuda", 0)
-    facts.reserve_driver_memory(gpu, 2 * gib)
+    device_facts.reserve_driver_memory(gpu, 2 * gib)
     assert said == [(78 / 80, gpu)]
+
+
+class _System:
+    """Allowed processors of this process, and the NUMA node of the device."""
+
+    def __init__(self, allowed: set[int], node: int | None, on_node: set[int]) -> None:
+        self.allowed = allowed
+        self.node = node
+        self.on_node = on_node
+        self.bound: set[int] = set()
+
+    def set(self, thread: int, processors: frozenset[int]) -> None:
+        """Stands for os.sched_setaffinity."""
+        self.allowed = set(processors)
+        self.bound.add(thread)
+
+
+def _system(
+    monkeypatch: pytest.MonkeyPatch, *, allowed: set[int], node: int | None, on_node: set[int]
+) -> _System:
+    system = _System(allowed, node, on_node)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: system.allowed)
+    monkeypatch.setattr(os, "sched_setaffinity", system.set)
+    monkeypatch.setattr(device_facts, "device_numa_node", lambda device: system.node)
+    monkeypatch.setattr(device_facts, "node_cpus", lambda node: frozenset(system.on_node))
+    return system
+
+
+def test_binds_all_threads_within_what_was_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    system = _system(monkeypatch, allowed={0, 1, 2, 3}, node=1, on_node={2, 3, 4, 5})
+    assert device_facts.bind_to_device(GPU) == {0, 1, 2, 3}
+    assert system.allowed == {2, 3}
+    assert os.getpid() in system.bound
+    assert {int(name) for name in os.listdir("/proc/self/task")} <= system.bound
+
+
+@pytest.mark.parametrize(
+    ("node", "on_node"),
+    [(None, {2, 3}), (1, set()), (1, {8, 9}), (1, {0, 1, 2, 3, 4})],
+)
+def test_changes_nothing_where_there_is_nothing_to_gain(
+    monkeypatch: pytest.MonkeyPatch, node: int | None, on_node: set[int]
+) -> None:
+    system = _system(monkeypatch, allowed={0, 1, 2, 3}, node=node, on_node=on_node)
+    assert device_facts.bind_to_device(GPU) is None
+    assert not system.bound
+
+
+def test_is_let_go_again_even_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    system = _system(monkeypatch, allowed={0, 1, 2, 3}, node=0, on_node={0, 1})
+
+    def fail_while_bound() -> None:
+        with device_facts.bound_to_device(GPU):
+            assert system.allowed == {0, 1}
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fail_while_bound()
+    assert system.allowed == {0, 1, 2, 3}
+
+
+def test_a_thread_that_has_just_ended_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+
+    def gone(thread: int, processors: frozenset[int]) -> None:
+        tried.append(thread)
+        raise ProcessLookupError
+
+    monkeypatch.setattr(os, "sched_setaffinity", gone)
+    device_facts.set_thread_affinity(frozenset({0}))
+    assert set(tried) >= {int(name) for name in os.listdir("/proc/self/task")}
+
+
+def test_a_processor_as_device_is_left_alone() -> None:
+    before = os.sched_getaffinity(0)
+    with device_facts.bound_to_device(torch.device("cpu")):
+        assert os.sched_getaffinity(0) == before
+
+
+def adapted(dtype: torch.dtype, **settings: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    model = build_tiny_model("llama", dtype=dtype)
+    with suppress_peft_warnings():
+        return peft.get_peft_model(model, peft.LoraConfig(**settings))
+
+
+def test_without_adapters_all_is_trained() -> None:
+    shape = model_shape(find_parts(build_tiny_model("llama", dtype=torch.bfloat16)))
+    assert shape.lora is None
+    assert shape.trainable_fraction == 1
+    assert (shape.dtype_bytes, shape.parameter_bytes) == (2, 2)
+
+
+def test_adapters_are_found_with_rank_targets_dtype_and_dropout() -> None:
+    model = adapted(torch.bfloat16, r=4, target_modules=["q_proj", "down_proj"], lora_dropout=0.1)
+    shape = model_shape(find_parts(model))
+    targets = ("down_proj", "q_proj")
+    assert shape.lora == LoraShape(rank=4, targets=targets, dtype_bytes=4, dropout=0.1)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert shape.trainable_parameters == sum(p.numel() for p in trained)
+    assert shape.gradient_bytes == sum(p.numel() * 4 for p in trained)
+
+
+def test_adapters_that_do_not_train_are_none() -> None:
+    model = adapted(torch.float32, r=4, target_modules=["q_proj"])
+    model.requires_grad_(False)
+    assert model_shape(find_parts(model)).lora is None
+
+
+def test_under_autocast_products_are_narrower_than_weights() -> None:
+    parts = find_parts(build_tiny_model("llama", dtype=torch.float32))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        shape = model_shape(parts)
+    assert (shape.dtype_bytes, shape.parameter_bytes) == (2, 4)
+    assert shape.kv_bytes_per_token(0) * 2 == model_shape(parts).kv_bytes_per_token(0)
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_autocast_keeps_as_many_bytes_of_casts_as_are_counted(adapters: bool) -> None:
+    model: Any = build_tiny_model("llama", dtype=torch.float32)
+    model = add_lora(model) if adapters else model
+
+    weights: list[tuple[StorageWeakRef, int]] = []
+
+    class Casts(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten._to_copy.default and isinstance(args[0], torch.nn.Parameter):
+                weights.append((StorageWeakRef(result.untyped_storage()), result.nbytes))
+            return result
+
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        shape = model_shape(find_parts(model))
+        with Casts():
+            model(**make_batch(tokens=7))
+        kept = sum(size for reference, size in weights if not reference.expired())
+    kept -= 0 if shape.lora is None else shape.lora_bytes // 2  # too small to be counted
+    assert kept == pytest.approx(shape.cached_cast_bytes, rel=0.01), "norms are counted, not cast"

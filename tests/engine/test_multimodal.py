@@ -16,8 +16,7 @@ from sppo_hf.engine.convert import convert, revert
 from sppo_hf.engine.mask import is_causal_with
 from sppo_hf.engine.structure import find_parts
 from sppo_hf.engine.trace_profile import trace_config
-from sppo_hf.planning import refusals
-from sppo_hf.planning.config_file import load_config
+from sppo_hf.planning.config_file import check_config, load_config
 from sppo_hf.planning.model_profile import Training
 from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.testing.exactness import compare
@@ -149,7 +148,7 @@ def test_planning_reads_what_training_runs(name: str, tmp_path: Path) -> None:
     model = build_tiny_model(name, dtype=torch.float32)
     model.config.save_pretrained(tmp_path)
     config = load_config(tmp_path)
-    refusals.check_config(config)
+    check_config(config)
     parts = find_parts(model)
     shape = ModelShape.from_profile(
         trace_config(config, Training(dtype_bytes=4, parameter_bytes=4))

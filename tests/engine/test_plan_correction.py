@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from sppo_hf.engine import step_timer
+from sppo_hf.engine import step_observer
 from sppo_hf.engine.plan_cache import ProfileCorrector
 from sppo_hf.engine.sequence_group import SequenceGroup
 from sppo_hf.engine.step_observer import ChunkTimer, StepTimer
@@ -125,7 +125,7 @@ class _Late:
 
 
 def test_seconds_are_known_when_the_device_has_passed_the_last_mark(monkeypatch):
-    monkeypatch.setattr(step_timer, "Mark", _Late)
+    monkeypatch.setattr(step_observer, "Mark", _Late)
     watch = ChunkTimer("cuda")
     for second, (phase, chunk) in enumerate(
         [("forward", 0), ("forward", 1), ("end", 0), ("backward", 1), ("backward", 0), ("end", 0)]

@@ -5,13 +5,16 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from sppo_hf.config import SPPOConfig
-from sppo_hf.engine.stages import AbsentLayer, StageCut, StagedModel
+from sppo_hf.engine.stages import AbsentLayer, MessageLayout, StageCut, StagedModel, _SharedKV
 from sppo_hf.engine.structure import find_causal_lm, find_parts
 from sppo_hf.errors import ConfigError
 from sppo_hf.pipeline.convert import choose_cut
@@ -239,3 +242,69 @@ def test_what_makes_and_joins_several_hidden_states_is_at_the_ends() -> None:
         StagedModel(find_parts(other), StageCut(halves, (stage,)))
         here.append([any(f".{end}." in name for name in names(other)) for end in ends])
     assert here == [[True, False, True], [False, True, False]]
+
+
+ROWS, TOKENS, WIDTH = 2, 5, 3
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[MessageLayout, int]:
+    """A layout, and the first layer of a stage behind the first."""
+    layers = draw(st.integers(2, 6))
+    kinds = [
+        _SharedKV(name, owner, readers, draw(st.integers(1, 3)), (4, draw(st.integers(1, 4))))
+        for name in ("full_attention", "sliding_attention")[: draw(st.integers(0, 2))]
+        for owner in [draw(st.integers(0, layers - 2))]
+        for readers in [tuple(range(draw(st.integers(owner + 1, layers - 1)), layers))]
+    ]
+    layout = MessageLayout(
+        num_layers=layers,
+        hidden_size=WIDTH,
+        num_streams=draw(st.integers(1, 3)),
+        per_layer_size=draw(st.sampled_from([0, 2])),
+        shared=tuple(kinds),
+    )
+    return layout, draw(st.integers(1, layers - 1))
+
+
+@given(drawn=layouts(), by_name=st.booleans())
+def test_what_was_packed_is_unpacked(drawn: tuple[MessageLayout, int], by_name: bool) -> None:
+    layout, start = drawn
+    streams, size = layout.num_streams, layout.per_layer_size
+    shape = (ROWS, TOKENS, WIDTH)
+    hidden = torch.rand(streams, *shape) if streams > 1 else torch.rand(shape)
+    own = [torch.rand(ROWS, TOKENS, size) for _ in range(start, layout.num_layers)] if size else []
+    sent = [k for k in layout.shared if k.owner < start]  # the last layer reads all of them
+    states: dict[Any, Any] = {
+        keys.name if by_name else keys.owner: tuple(
+            torch.rand(ROWS, keys.num_heads, TOKENS, width) for width in keys.sizes
+        )
+        for keys in sent
+    }
+    if not by_name and len({keys.owner for keys in sent}) < len(sent):
+        return  # a layer has keys of one kind
+
+    message = layout.pack(start, hidden, own, states)
+    assert layout.is_hidden_only or message.shape == (ROWS, TOKENS, layout.width(start))
+    found = layout.unpack(start, message)
+    assert torch.equal(found.hidden, hidden)
+    if size:
+        inputs = found.arguments["per_layer_inputs"]
+        assert inputs.shape == (ROWS, TOKENS, layout.num_layers, size)
+        for layer, given_to in enumerate(own, start):
+            assert torch.equal(inputs[:, :, layer], given_to)
+    for keys in sent:
+        for state, theirs in zip(
+            states[keys.name if by_name else keys.owner], found.shared[keys.name], strict=True
+        ):
+            assert torch.equal(theirs, state)
+    assert {*found.shared} == {name for keys in sent for name in (keys.name, keys.owner)}
+
+
+@pytest.mark.parametrize("layers", [range(0, 2), range(2, 4), range(3, 6)])
+def test_keys_of_an_earlier_stage_are_held_once(layers: range) -> None:
+    keys = _SharedKV("full_attention", 1, (2, 3, 5), 1, (4, 4))
+    layout = MessageLayout(6, WIDTH, 1, 0, (keys,))
+    held = layout.kv_layers(layers, {*range(6)})
+    # Layer 4 has its own. Of those that read layer 1's, the first of a stage behind it.
+    assert held == {0: [0, 1], 2: [2], 3: [3, 4]}[layers.start]

@@ -15,8 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from sppo_hf import ConfigError, SPPOConfig, UnsupportedModelError
 from sppo_hf.engine.convert import convert
 from sppo_hf.engine.structure import BUILD_ERRORS, auto_class_of, find_parts
-from sppo_hf.planning import refusals
-from sppo_hf.planning.config_file import load_config
+from sppo_hf.planning.config_file import check_config, load_config
 from sppo_hf.testing.tiny_models import build_tiny_model, make_batch, tiny_config
 
 NESTED = [
@@ -44,7 +43,7 @@ def test_nested_configs_of_plain_language_models_are_planned_as_they_train(
         model_class: Any = AutoModelForCausalLM._model_mapping[type(whole)]
         model = model_class._from_config(text)
     trained = _said(lambda: find_parts(model))
-    planned = _said(lambda: refusals.check_config(load_config(tmp_path)))
+    planned = _said(lambda: check_config(load_config(tmp_path)))
     assert trained == planned
 
 
@@ -60,7 +59,7 @@ def test_every_family_is_planned_as_it_trains(tmp_path: Path) -> None:
         except (ConfigError, *BUILD_ERRORS):
             continue  # of what cannot be built, nothing can be told
         trained = _said(lambda: find_parts(model))  # noqa: B023 — called at once
-        planned = _said(lambda: refusals.check_config(load_config(tmp_path)))
+        planned = _said(lambda: check_config(load_config(tmp_path)))
         if bool(trained) != bool(planned) and model.config.model_type not in FOUND_BY_TRYING:
             differ[name] = (trained, planned)
     assert not differ

@@ -19,7 +19,7 @@ from torch import distributed as dist
 from torch import nn
 
 from sppo_hf.config import SPPOConfig
-from sppo_hf.pipeline import checkpoint_weights
+from sppo_hf.pipeline import checkpoint
 from sppo_hf.pipeline.checkpoint import (
     gather_weights,
     load_weights,
@@ -120,7 +120,7 @@ def run(task: dict[str, Any], out: Path) -> None:
 
 def _die_after(shards: int) -> None:
     """End this process, as kill -9 would, when it has written so many shards."""
-    write, written = checkpoint_weights.write_file, 0
+    write, written = checkpoint.write_file, 0
 
     def write_or_die(tensors: Any, path: Path) -> None:
         nonlocal written
@@ -129,7 +129,7 @@ def _die_after(shards: int) -> None:
         write(tensors, path)
         written += 1
 
-    checkpoint_weights.write_file = write_or_die
+    checkpoint.write_file = write_or_die
 
 
 def main(job: dict[str, Any]) -> None:

@@ -7,6 +7,8 @@ import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,6 +31,7 @@ from sppo_hf.pipeline.checkpoint_state import (
     has_state,
     load_random_state,
     load_state,
+    random_state,
     read_full_state,
     save_state,
 )
@@ -322,3 +325,18 @@ def test_another_model_is_refused(tmp_path: Path):
         load_weights(build_tiny_model("gemma2", intermediate_size=8), tmp_path)
     with pytest.raises(ConfigError, match="holds 1 optimizers"):
         load_state(tmp_path, model, [], [])
+
+
+def test_random_numbers_are_those_of_the_models_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", asked.append)
+
+    def on(*devices: str) -> Any:
+        parameters = [SimpleNamespace(device=torch.device(device)) for device in devices]
+        return SimpleNamespace(parameters=lambda: iter(parameters))
+
+    for devices in (("cuda:1", "cuda:1", "cpu"), ("cpu",), ("cuda:0", "cuda:1")):
+        random_state(on(*devices))
+    # The current one where the model has none, or several.
+    assert asked == [torch.device("cuda", 1), torch.device("cuda"), torch.device("cuda")]

@@ -22,8 +22,8 @@ from sppo_hf.pipeline.multiplex import (
     RemoteWeights,
     Run,
     SharedUnits,
+    chunk_runs,
     count_head_blocks,
-    runs_of,
 )
 from sppo_hf.planning.model_profile import LayerProfile
 from sppo_hf.schedule.generate import MSP, Size, generate
@@ -94,7 +94,7 @@ def test_every_key_comes_once_from_a_rank_that_sends(queries: int, keys: int) ->
 
 def test_a_stage_has_up_to_three_runs() -> None:
     schedule = generate(MSP, Size(3, 2, 5))
-    runs = runs_of(schedule, 5)
+    runs = chunk_runs(schedule, 5)
     assert [(run.chunks, run.ranks) for run in dict.fromkeys(runs[1, c] for c in range(5))] == [
         (range(1), (1, 2)),
         (range(1, 4), (1,)),
@@ -143,7 +143,7 @@ def test_all_ranks_of_a_set_begin_its_collectives_in_one_order(
 ) -> None:
     """Else they would wait for each other. Weights that stay between two runs do not come again."""
     compute = generate(MSP, Size(ranks, rows, chunks))
-    runs = runs_of(compute, chunks)
+    runs = chunk_runs(compute, chunks)
     seen: list[dict[tuple[int, ...], list[str]]] = []
     for rank in range(ranks):
         weights, nothing = Passing(), cast(Any, None)
@@ -224,8 +224,8 @@ def test_a_weight_has_a_gradient_if_any_rank_has_one(
     monkeypatch.setattr(multiplex, "dist", other)
     mesh: Any = SimpleNamespace(
         pp_rank=0,
-        control="control",
-        sets={(0, 1): "both"},
+        control_group="control",
+        unit_groups={(0, 1): "both"},
         device=torch.device("cpu"),
         world_rank=lambda rank: rank,
     )

@@ -47,9 +47,9 @@ def make(num_layers: int = 3, **settings: Any) -> Any:
         pp_rank=0,
         dp_size=1,
         dp_rank=0,
-        ends=None,
-        replicas=None,
-        replicas_control=None,
+        embedding_group=None,
+        replica_group=None,
+        replica_control_group=None,
     )
     make_engine = functools.partial(
         PipelineEngine,

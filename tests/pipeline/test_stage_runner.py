@@ -70,17 +70,17 @@ class Stage:
             dp_size=1,
             sp_size=1,
             dp_rank=0,
-            ends=None,
-            replicas=None,
-            replicas_control=None,
-            sets={},
-            control=None,
+            embedding_group=None,
+            replica_group=None,
+            replica_control_group=None,
+            unit_groups={},
+            control_group=None,
         )
         make = functools.partial(
             PipelineEngine,
             staged=self.staged,
             mesh=mesh,  # type: ignore[arg-type]
-            watchdog=SimpleNamespace(doing=lambda what: None),  # type: ignore[arg-type]
+            watchdog=SimpleNamespace(set_activity=lambda what: None),  # type: ignore[arg-type]
         )
         convert(model, config, make_engine=make)
         engine = get_engine(model)

@@ -132,8 +132,8 @@ def eventually(condition: Callable[[], object], seconds: float = 10.0) -> bool:
 def test_ranks_that_live_are_left_alone(launch: Launch) -> None:
     # Slow machines hold threads up, so signs of life must be far closer than the timeout.
     first, _ = launch.start(0, timeout=2.0), launch.start(1, timeout=2.0)
-    first.in_step("in step 3")
-    first.doing("action 2 (0F0)")
+    first.set_step("in step 3")
+    first.set_activity("action 2 (0F0)")
     assert eventually(lambda: launch.store.note(0).doing == "in step 3, action 2 (0F0)")
     time.sleep(3.0)
     assert not launch.ended
@@ -246,10 +246,10 @@ def test_a_failure_is_told_to_the_others(launch: Launch) -> None:
     first, second = launch.start(0, timeout=60), launch.start(1, timeout=60)
     # They look only so often; here at once.
     first._tick = second._tick = 0.02
-    second.in_step("in step 3")
-    second.doing("action 9 (1F2)")
+    second.set_step("in step 3")
+    second.set_activity("action 9 (1F2)")
     second.report(ValueError("a bad number"))
-    first.doing("in forward pass 3")
+    first.set_activity("in forward pass 3")
     found = first.explain(BROKEN)
     assert isinstance(found, RankLostError)
     assert str(found) == (
@@ -289,8 +289,8 @@ def test_a_broken_connection_is_never_ones_own_failure(
 
 def test_where_no_rank_has_failed_nobody_is_blamed(launch: Launch) -> None:
     first, second = launch.start(0, 3, timeout=1.0), launch.start(1, 3, timeout=1.0)
-    second.doing("reading a batch")
-    first.doing("in forward pass 2")
+    second.set_activity("reading a batch")
+    first.set_activity("in forward pass 2")
     assert eventually(lambda: launch.store.note(1).doing == "reading a batch")
     said = str(first.explain(BROKEN))
     assert said.startswith("rank 0 lost its connection to other ranks in forward pass 2, or got no")
@@ -301,7 +301,7 @@ def test_where_no_rank_has_failed_nobody_is_blamed(launch: Launch) -> None:
 
 def test_a_rank_that_left_is_named_where_it_is_needed(launch: Launch) -> None:
     first, second = launch.start(0), launch.start(1)
-    second.in_step("in step 3")
+    second.set_step("in step 3")
     second.close()
     said = str(first.explain(BROKEN))
     assert said.startswith("lost rank 1, last seen in step 3: its process ended without an error")
@@ -320,7 +320,7 @@ def test_a_rank_that_left_before_it_began_is_missed_where_it_is_needed(launch: L
 
 def test_sys_exit_in_training_is_told(launch: Launch) -> None:
     first, second = launch.start(0), launch.start(1)
-    second.in_step("in step 3")
+    second.set_step("in step 3")
     with pytest.raises(SystemExit), second.collective_section("logging"):
         raise SystemExit(3)
     second.close()
@@ -330,7 +330,7 @@ def test_sys_exit_in_training_is_told(launch: Launch) -> None:
 def test_who_is_stuck_is_ended_by_anothers_failure(launch: Launch) -> None:
     launch.start(0)
     second = launch.start(1)
-    second.doing("in forward pass 3")
+    second.set_activity("in forward pass 3")
     second.report(ValueError("a bad number"))
     assert eventually(lambda: 0 in launch.ended)
     assert "because rank 1 failed in forward pass 3: ValueError: a bad number" in launch.ended[0]
@@ -352,14 +352,14 @@ def test_a_rank_that_needs_nobody_has_time_to_end(launch: Launch) -> None:
 def test_a_rank_that_was_held_up_says_so(launch: Launch) -> None:
     dog = launch.start(1)
     dog._held_up, dog._held_until = 9.0, time.monotonic()
-    dog.doing("in forward pass 3")
+    dog.set_activity("in forward pass 3")
     said = str(dog.explain(BROKEN))
     assert "rank 1 itself was stopped, or held up, for 9 seconds in forward pass 3" in said
 
 
 def test_what_passes_through_stays_the_place(launch: Launch) -> None:
     dog = launch.start(0)
-    dog.in_step("in step 2")
+    dog.set_step("in step 2")
     with dog.collective_section("clipping gradients"):
         assert dog.activity == "in step 2, clipping gradients"
     assert dog.activity == "in step 2"

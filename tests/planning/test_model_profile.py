@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from sppo_hf.errors import ConfigError
 from sppo_hf.planning.config_file import load_config, shipped_models
 from sppo_hf.planning.model_profile import (
     LoraShape,
@@ -173,3 +174,22 @@ def test_ranks_between_two_are_on_their_line() -> None:
 def test_profiles_survive_the_file() -> None:
     for digest, profiles in shipped_profiles().items():
         assert profiles_from_json(profiles_to_json(digest, profiles)) == (digest, profiles)
+
+
+def test_targets_by_name_or_all() -> None:
+    some = LoraShape(rank=8, targets=("q_proj", "v_proj"))
+    assert some.adapts("q_proj")
+    assert not some.adapts("o_proj")
+    everything = LoraShape(rank=8)
+    assert everything.adapts("o_proj")
+    # A product that is no module has no name.
+    assert not everything.adapts("")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"rank": 0}, "rank is 0"), ({"rank": 8, "targets": "q_proj"}, "'q_proj'; give")],
+)
+def test_bad_settings(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LoraShape(**settings)

@@ -9,8 +9,9 @@ from sppo_hf.errors import ScheduleError
 from sppo_hf.schedule import formulas
 from sppo_hf.schedule.generate import GENERATORS, INTERLEAVED, Size, generate
 from sppo_hf.schedule.lower import lower
-from sppo_hf.schedule.schedule import Schedule, over_time
+from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.simulate import fixed_seconds, peak_units, simulate_pipeline
+from sppo_hf.schedule.timeline import over_time
 from sppo_hf.schedule.validate import validate
 from tests.schedule.sizes import FEW, Named, named_sizes
 from tests.sweeps import sample, turn

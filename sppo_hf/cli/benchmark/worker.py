@@ -47,8 +47,9 @@ from sppo_hf.engine.device_facts import device_facts
 from sppo_hf.engine.step_observer import ChunkTimer, Direction, StepObserver, StepRecord
 from sppo_hf.errors import BudgetError, OffloadError
 from sppo_hf.offload.host_memory import locked_bytes
+from sppo_hf.planning.hardware import peak_flops
 from sppo_hf.planning.machine import host_memory_bytes, nvidia_driver_version, processor_name
-from sppo_hf.planning.model_shape import ModelShape, peak_flops, step_flops
+from sppo_hf.planning.model_shape import ModelShape, step_flops
 from sppo_hf.planning.plan import PlanRequest
 from sppo_hf.planning.plan_request import request_plan
 
