@@ -28,7 +28,7 @@ from accelerate.utils import reduce
 from torch import Tensor
 
 from sppo_hf.engine.engine import Engine
-from sppo_hf.engine.logits import LogitsRequest, NotTokenWise, join, map_tensors, same
+from sppo_hf.engine.logits import LogitsRequest, NotJoinable, join, map_tensors, same
 from sppo_hf.errors import BudgetError, ConfigError
 from sppo_hf.integrations.trainer import TrainerMethods
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
@@ -133,7 +133,7 @@ class TrainerEvaluation(TrainerMethods):
             logits_1MV = torch.randn(*labels_1M.shape, vocab).to(device, dtype)
             try:
                 self._in_two_parts(function, logits_1MV, labels_1M)
-            except NotTokenWise:
+            except NotJoinable:
                 return False
         return True
 
@@ -196,7 +196,7 @@ class TrainerEvaluation(TrainerMethods):
         known = self._verdict[1] if self._verdict and self._verdict[0] == function else None
         if not reducible or known is False:
             self._check_room(engine, *labels.shape)
-            return LogitsRequest(whole=True, asked_by=self._asked_by)
+            return LogitsRequest(whole=True, requested_by=self._asked_by)
         if known:
             return LogitsRequest(whole=False, reduce=self._reduce)
         fits = True
@@ -239,7 +239,7 @@ class TrainerEvaluation(TrainerMethods):
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            raise NotTokenWise(f"on a part it raised {type(error).__name__}: {error}") from error
+            raise NotJoinable(f"on a part it raised {type(error).__name__}: {error}") from error
 
     def _reduce_in_two_parts(self, logits_1MV: Tensor, labels_1M: Tensor) -> Any:
         return self._in_two_parts(self._function, self._as_the_trainer_sees(logits_1MV), labels_1M)
@@ -257,9 +257,9 @@ class TrainerEvaluation(TrainerMethods):
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            raise NotTokenWise(f"on a part it raised {type(error).__name__}: {error}") from error
+            raise NotJoinable(f"on a part it raised {type(error).__name__}: {error}") from error
         if not same(join(parts, dim=1), whole):
-            raise NotTokenWise("its parts differ from the whole")
+            raise NotJoinable("its parts differ from the whole")
         return whole
 
     def _preprocess(self, logits: Any, labels: Any) -> Any:
@@ -269,7 +269,7 @@ class TrainerEvaluation(TrainerMethods):
         if request is None or request.reduce is None or request.logits_tokens == 0:
             return function(logits, labels)
         reduced = None
-        with contextlib.suppress(NotTokenWise):
+        with contextlib.suppress(NotJoinable):
             reduced = self._with_padding(request, logits)
         if not request.whole:
             self._verdict = (function, True)
