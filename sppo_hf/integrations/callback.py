@@ -44,7 +44,7 @@ from sppo_hf.engine.convert import is_converted
 from sppo_hf.engine.step_observer import StepObserver, StepRecord
 from sppo_hf.engine.structure import own_recomputation
 from sppo_hf.errors import ConfigError
-from sppo_hf.integrations.validation import refuse_arguments, refuse_for_sharing_ranks
+from sppo_hf.integrations.validation import check_shared_batches, check_training_arguments
 from sppo_hf.offload.stats import OffloadStats
 from sppo_hf.pipeline.watchdog import AFTER_TRAINING, collective_section, watchdog
 from sppo_hf.planning.hardware import peak_flops
@@ -220,9 +220,9 @@ class SPPOCallback(TrainerCallback):
         asked_for: object = getattr(args, "parallelism_config", None)
         self._active = asked_for is self._plugin or asked_for == self._plugin
         if self._active:
-            refuse_arguments(args)
+            check_training_arguments(args)
             if self._plugin.config.sharing_ranks > 1:
-                refuse_for_sharing_ranks(args, self._plugin.config)
+                check_shared_batches(args, self._plugin.config)
             self._plugin.progress.bars_wanted = not args.disable_tqdm
             self._shorten_console()
 
