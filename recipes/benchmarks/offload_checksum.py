@@ -31,8 +31,8 @@ from smollm2 import DEFAULT_MODEL, load_model
 
 from sppo_hf import SPPOPlugin
 from sppo_hf.offload import disk, disk_queue
+from sppo_hf.offload.disk import Transfers
 from sppo_hf.offload.disk_files import Bytes, checksum
-from sppo_hf.offload.disk_queue import Transfers
 from sppo_hf.rules import format_bytes
 
 MOST_RATIO = 1.03
@@ -124,7 +124,7 @@ def show(taken: dict[str, Any]) -> None:
     table = Table(title="Forward and backward, medians", show_header=False)
     for name, text in (
         ("checked", f"{taken['seconds_checked']:.2f} s"),
-        ("unchecked", f"{taken['seconds_unchecked']:.2f} s"),
+        ("family_check_disabled", f"{taken['seconds_unchecked']:.2f} s"),
         ("ratio", f"{taken['ratio']:.3f}"),
         ("CPU time of the checks", f"{taken['checksum_cpu_seconds']:.3f} s"),
         ("bytes written and read", format_bytes(taken["checked_bytes"])),

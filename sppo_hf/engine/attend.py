@@ -19,23 +19,23 @@ from sppo_hf.attention.backends.base import AttentionSpec, Backend
 from sppo_hf.attention.chunk_attention import AttentionCall, chunk_attention
 from sppo_hf.attention.kv_cache import KVStore
 from sppo_hf.attention.segments import chunk_pieces
+from sppo_hf.engine.attention_interface import IMPLEMENTATION, MaskMeaning, attention_implementation
 from sppo_hf.engine.chunk_context import ChunkContext, current
-from sppo_hf.engine.mask import IMPLEMENTATION, MaskMeaning, attending_with
 from sppo_hf.engine.sequence_group import (
     SequenceGroup,
     check_heads,
-    key_heads,
-    key_heads_of,
-    own_heads,
-    part_of,
+    local_heads,
+    needed_kv_heads,
+    rank_tokens,
+    select_kv_heads,
 )
 from sppo_hf.errors import SPPOError, UnsupportedModelError
 
 
 @contextlib.contextmanager
-def attention_taken_over(context: ChunkContext) -> Iterator[None]:
+def chunked_attention(context: ChunkContext) -> Iterator[None]:
     """Let Transformers call our attention and masks in the context's model, in this context."""
-    with attending_with(IMPLEMENTATION, context.model.configs), context.entered():
+    with attention_implementation(IMPLEMENTATION, context.model.configs), context.entered():
         yield
 
 
@@ -82,8 +82,8 @@ def attention_forward(
         query, key, value, s_aux = _own_heads(
             context, context.group, query, key, value, s_aux, needs_keys=not borrowed
         )
-    if context.take_keys is not None:
-        context.take_keys(key.detach(), value.detach())
+    if context.on_kv is not None:
+        context.on_kv(key.detach(), value.detach())
     window, local = attention_mask.window, attention_mask.local
     out, context.attended.link = chunk_attention(
         query,
@@ -184,15 +184,15 @@ def _own_heads(
     """
     num_heads, tokens = q_BNcH.shape[1], context.end - context.start
     heads = None
-    if group.granules is None:
+    if group.head_blocks is None:
         check_heads(num_heads, group.size, f"layer {context.layer} of {context.model.name}")
-        heads = key_heads(num_heads, k_BKcH.shape[1], group.size)
-    first, end = part_of(context.start, context.end, group.rank, group.size)
+        heads = needed_kv_heads(num_heads, k_BKcH.shape[1], group.size)
+    first, end = rank_tokens(context.start, context.end, group.rank, group.size)
     if first == end:
         q_BNcH, k_BKcH, v_BKcH = (x[:, :, :0] for x in (q_BNcH, k_BKcH, v_BKcH))
-    k_BKcH, v_BKcH = key_heads_of(k_BKcH, heads), key_heads_of(v_BKcH, heads)
+    k_BKcH, v_BKcH = select_kv_heads(k_BKcH, heads), select_kv_heads(v_BKcH, heads)
     if sinks_N is not None:
-        mine = own_heads(num_heads, group.rank, group.size, group.granules)
+        mine = local_heads(num_heads, group.rank, group.size, group.head_blocks)
         sinks_N = sinks_N[mine.start : mine.stop]
     # See [Note: what an exchange hides behind] in sequence_group.
     again = context.exchanged
@@ -218,7 +218,7 @@ def _own_tokens(context: ChunkContext, group: SequenceGroup, out_BCNH: Tensor) -
 
 def _unsent(x_BKcH: Tensor, group: SequenceGroup, tokens: int) -> Tensor:
     rows, num_heads, _, head_size = x_BKcH.shape
-    own = own_heads(num_heads, group.rank, group.size, group.granules)
+    own = local_heads(num_heads, group.rank, group.size, group.head_blocks)
     return _as_of(x_BKcH, x_BKcH.detach().new_empty(rows, len(own), tokens, head_size))
 
 

@@ -29,24 +29,21 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.action_log import ActionLog, TraceFolder
 from sppo_hf.engine.batch_layout import BatchLayout
-from sppo_hf.engine.by_layer import NotByLayer
 from sppo_hf.engine.chunk_context import current_of
 from sppo_hf.engine.chunk_runner import ChunkInputs, ChunkRunner
 from sppo_hf.engine.cpu_heap import HeapWatch
 from sppo_hf.engine.device_facts import device_facts, model_shape
 from sppo_hf.engine.family_guard import check_router_loss
 from sppo_hf.engine.forward_calls import ForwardCall, read_call
-from sppo_hf.engine.head import ModelHead, fused_tile
 from sppo_hf.engine.layer_kernels import check_mixer_kernels, prepare_layers, restore_layers
-from sppo_hf.engine.layer_tiles import NotTokenWise
 from sppo_hf.engine.logits import LogitsCollector, LogitsRequest
-from sppo_hf.engine.loss import ChunkedLoss, divide_loss
+from sppo_hf.engine.loss import ChunkedLoss, ModelHead, RouterLoss, divide_loss, liger_tile
 from sppo_hf.engine.offload_holder import OffloadHolder
-from sppo_hf.engine.plan_cache import AttendingRows, PlanCache, which_train
+from sppo_hf.engine.plan_cache import PlanCache, StepRows, trainable_mask
 from sppo_hf.engine.recompute import RandomState
-from sppo_hf.engine.router_loss import RouterLoss
-from sppo_hf.engine.sequence_group import SequenceGroup, part_of
-from sppo_hf.engine.step_observer import Direction, StepObserver, StepTimer, let_go_of_failed
+from sppo_hf.engine.sequence_group import SequenceGroup, rank_tokens
+from sppo_hf.engine.sliced_calls import CannotRunByLayer, NotTokenWise
+from sppo_hf.engine.step_observer import Direction, StepObserver, StepTimer, release_failed_backward
 from sppo_hf.engine.structure import ModelParts, check_adapters, check_layers, check_trainable
 from sppo_hf.errors import ConfigError, SPPOError, UnsupportedModelError
 from sppo_hf.offload.engine import OffloadEngine, OffloadStats
@@ -92,7 +89,7 @@ class Engine:
         self.counters: dict[str, int] = {}
         self.logits_request: LogitsRequest | None = None
         """What calls in evaluation do with logits while it is set."""
-        self.loss_is_outside = ""
+        self.external_loss_name = ""
         """Who computes the loss from logits, as a script names it; "" where nobody said."""
         self.head = ModelHead(parts, original_forward)
         self.offload_holder = OffloadHolder(config)
@@ -167,7 +164,7 @@ class Engine:
         finally:
             self._passes_on = before
 
-    def layer_runs_outside(self, index: int) -> None:
+    def before_unchunked_layer(self, index: int) -> None:
         """A decoder layer is about to run, and no sequence of ours is running.
 
         Raises:
@@ -229,7 +226,7 @@ class Engine:
         if not self._has_run:
             prepare_layers(self.parts, self.config, call.device)
         self._has_run = True
-        let_go_of_failed(self._last_watch())
+        release_failed_backward(self._last_watch())
         logits = self._wanted_logits(call)
         layout = call.layout(all_positions=logits.whole or logits.reduce is not None)
         self.plans.correct(self.observer)
@@ -242,7 +239,7 @@ class Engine:
             random = None if self.plans.has_run(plan) else RandomState(device)
             try:
                 return self._run_plan(call, layout, plan, logits, began)
-            except NotByLayer as reason:
+            except CannotRunByLayer as reason:
                 if plan.order == "by_chunk":
                     raise UnsupportedModelError(
                         f"{self.parts.name} cannot run in parts: {reason}. Set "
@@ -261,7 +258,7 @@ class Engine:
             if device.type == "cuda":
                 torch.cuda.empty_cache()
 
-    def plan_after_failed_backward(self, error: RuntimeError) -> bool:
+    def replan_after_failed_backward(self, error: RuntimeError) -> bool:
         """Plan with less memory from now on, if it ran out in the first backward of a plan.
 
         Returns:
@@ -277,7 +274,7 @@ class Engine:
         # Sharded weights are gathered by all ranks together, and tokens of a shared sequence are
         # exchanged, so one cannot begin again by itself.
         together = self.parts.is_sharded() or self.group is not None
-        if not ran_out_of_memory(error) or together:
+        if not is_out_of_memory(error) or together:
             return False
         before, after = plan.budgets.device, self.plans.shrink(plan)
         if before is None or after is None:
@@ -323,7 +320,7 @@ class Engine:
         used = layout.used_tokens or call.total_tokens
         chunks = range(sum(start < used for start, _ in plan.bounds))
         step = (
-            AttendingRows(plan, end - start, layout.spans(start, end), chunks, self.group)
+            StepRows(plan, end - start, layout.spans(start, end), chunks, self.group)
             for start, end in call.row_groups(self.config)
         )
         self.plans.warm_up_attention(step, call.device, self.observer)
@@ -336,7 +333,7 @@ class Engine:
                 if router_loss is not None:
                     if self.group is not None:
                         router_loss.sum_over_ranks(self.group.sum_over_ranks)
-                    output = router_loss.added_to(output)
+                    output = router_loss.add_to_output(output)
             else:
                 self._warn_of_whole_logits(call, self._who_computes_the_loss(call))
                 output = self._whole_head(call, layout, plan, watch)
@@ -355,9 +352,9 @@ class Engine:
         request = self.logits_request
         if request is None or torch.is_grad_enabled():
             whole = self.config.return_logits
-            return LogitsRequest(whole=whole, asked_by="return_logits" if whole else "")
+            return LogitsRequest(whole=whole, requested_by="return_logits" if whole else "")
         if request.reduce is not None and call.aligned_labels is None:
-            return LogitsRequest(whole=True, asked_by=request.asked_by)
+            return LogitsRequest(whole=True, requested_by=request.requested_by)
         return request
 
     def _loss(
@@ -370,8 +367,8 @@ class Engine:
         router_loss: RouterLoss | None,
     ) -> CausalLMOutputWithPast:
         assert call.shift_labels is not None
-        if logits.whole and logits.asked_by:
-            self._warn_of_whole_logits(call, logits.asked_by)
+        if logits.whole and logits.requested_by:
+            self._warn_of_whole_logits(call, logits.requested_by)
         labels = call.shift_labels if call.aligned_labels is None else call.aligned_labels
         # Those of training are part of the graph, so that a loss may be made of them; they are
         # computed beside the tiles of the loss, whose gradients are there before its backward.
@@ -393,7 +390,7 @@ class Engine:
             tile_tokens=plan.tile_tokens,
             ignore_index=call.ignore_index,
             on_logits=on_logits if collectors and not in_graph else None,
-            fused=fused_tile(self.parts, self.head, call.device),
+            fused=liger_tile(self.parts, self.head, call.device),
             head_in_backward=head_in_backward,
             reads=self.parts.head_reads() if head_in_backward else None,
         )
@@ -420,7 +417,7 @@ class Engine:
             for chunk, hidden_BCD in hidden:
                 if chunk in counts:
                     start, end = plan.bounds[chunk]
-                    labels_BC = labels_of(labels_BT, (start, end), sharing, call.ignore_index)
+                    labels_BC = chunk_labels(labels_BT, (start, end), sharing, call.ignore_index)
                     final = (group, chunk) == last
                     for collector in collectors:
                         collector.begin_chunk(labels[group[0] : group[1], start:end])
@@ -435,7 +432,7 @@ class Engine:
             logits.reduced, logits.failure = reduced.result(), reduced.failure
             logits.logits_tokens = call.total_tokens
             logits.vocab_size, logits.logits_dtype = reduced.vocab_size, reduced.logits_dtype
-        kept = None if whole is None else call.kept_of(whole.result())
+        kept = None if whole is None else call.select_kept_logits(whole.result())
         if kept is None and reduced is not None:
             # Whoever collects outputs of several ranks learns the number of tokens from it.
             kept = torch.zeros(call.batch_rows, call.total_tokens, device=call.device)
@@ -458,16 +455,16 @@ class Engine:
         if call.has_labels:
             loss = self.parts.causal_lm.loss_function
             return f"the loss of the model's own ({getattr(loss, '__name__', type(loss).__name__)})"
-        return self.loss_is_outside or "whoever called the model without labels"
+        return self.external_loss_name or "whoever called the model without labels"
 
-    def _warn_of_whole_logits(self, call: ForwardCall, asked_by: str) -> None:
+    def _warn_of_whole_logits(self, call: ForwardCall, requested_by: str) -> None:
         vocab = self.parts.text_config.vocab_size
         size = call.batch_rows * call.total_tokens * vocab
         more = ", several times that while their gradient is computed"
-        outside = torch.is_grad_enabled() and asked_by != "return_logits"
+        outside = torch.is_grad_enabled() and requested_by != "return_logits"
         self._warn_once(
-            f"whole logits: {asked_by}",
-            f"logits of the whole sequence are made, asked for by {asked_by}: {call.batch_rows} x "
+            f"whole logits: {requested_by}",
+            f"logits of the whole sequence are made, asked for by {requested_by}: {call.batch_rows} x "
             f"{call.total_tokens} x {vocab} values, {format_bytes(4 * size)} in float32"
             f"{more if outside else ''}.",
         )
@@ -527,7 +524,7 @@ class Engine:
 
     def _inputs(self, call: ForwardCall) -> dict[str, Tensor]:
         """What is cut along the tokens."""
-        embedded = self.parts.embedded_once(call.tokens)
+        embedded = self.parts.embed_sequence(call.tokens)
         if embedded is None:
             return call.tokens
         others = {name: x for name, x in call.tokens.items() if name != "input_ids"}
@@ -545,7 +542,7 @@ class Engine:
     ) -> Plan:
         """The plan for batches of this shape; made, shown and remembered the first time."""
         if device.type == "cuda":
-            self.plans.resting_bytes = self._resting_bytes()
+            self.plans.host_resident_bytes = self._resting_bytes()
             locked = 0 if self.weights is None else self.weights.locked_gradient_bytes
             self.plans.locked_gradient_bytes = locked
         return self.plans.get(
@@ -606,10 +603,10 @@ class Engine:
             self._place_weights(device)
 
     def _which_train(self) -> bytes:
-        return which_train(self.parts.causal_lm.parameters())
+        return trainable_mask(self.parts.causal_lm.parameters())
 
     def _place_weights(self, device: torch.device) -> None:
-        rests = rests_on_host(self._placed)
+        rests = host_resident_predicate(self._placed)
         if rests is None:
             if self.weights is not None:
                 self.weights.close()
@@ -617,7 +614,7 @@ class Engine:
             return
         if self.weights is not None:
             self.weights.release()
-        layers, others = resting_parameters(self.parts, rests)
+        layers, others = host_resident_parameters(self.parts, rests)
         resting = {id(p) for group in [*layers, others] for p in group}
         for module in self.parts.causal_lm.modules():
             for parameter in module.parameters(recurse=False):
@@ -647,7 +644,7 @@ class Engine:
                     )
             self._optimizers[optimizer] = None
 
-    def offer_host(
+    def register_optimizer(
         self, optimizer: torch.optim.Optimizer, states_bytes: int | None, why_not: str = ""
     ) -> None:
         """An optimizer will update the model: what settings leave open may rest on the host.
@@ -668,11 +665,11 @@ class Engine:
         if states_bytes is not None:
             self.plans.optimizer_bytes = states_bytes + (self.plans.optimizer_bytes or 0)
         if len(self._optimizers) == 1 or why_not:
-            self.plans.stays_reason = why_not
+            self.plans.device_only_reason = why_not
 
-    def rest_for_any_length(self, device: torch.device) -> None:
+    def move_to_host_if_too_large(self, device: torch.device) -> None:
         """Put on the host what settings leave open and no length leaves room for on the device."""
-        if self.plans.stays_reason or self.weights is not None:
+        if self.plans.device_only_reason or self.weights is not None:
             return
         facts = device_facts(device, self.config)
         budget = read_budgets(self.config, facts).device
@@ -814,7 +811,7 @@ Rests = Callable[[torch.nn.Parameter], bool]
 """Whether a parameter of a decoder layer rests on the host."""
 
 
-def rests_on_host(config: SPPOConfig) -> Rests | None:
+def host_resident_predicate(config: SPPOConfig) -> Rests | None:
     """Which parameters of layers rest on the host; None where none do."""
     frozen, trained = config.rests
     if not frozen and not trained:
@@ -822,7 +819,7 @@ def rests_on_host(config: SPPOConfig) -> Rests | None:
     return lambda parameter: trained if parameter.requires_grad else frozen
 
 
-def resting_parameters(
+def host_resident_parameters(
     parts: ModelParts, rests: Rests
 ) -> tuple[list[list[torch.nn.Parameter]], list[torch.nn.Parameter]]:
     """Parameters that rest on the host: by decoder layer, and trained ones of all the rest."""
@@ -846,7 +843,7 @@ def resting_parameters(
 _RAN_OUT = ("out of memory", "outside pytorch's allocator", "alloc_failed")
 
 
-def ran_out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that the device's memory ran out, in PyTorch's allocator or beside it.
 
     cuDNN and cuBLAS take memory from the driver, and their errors are plain `RuntimeError`s.
@@ -855,11 +852,11 @@ def ran_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or any(words in said for words in _RAN_OUT)
 
 
-def labels_of(
+def chunk_labels(
     labels_BT: Tensor, bounds: tuple[int, int], group: SequenceGroup | None, ignore_index: int
 ) -> Tensor:
     """Labels of the tokens of a chunk whose hidden states are here."""
-    start, end = bounds if group is None else part_of(*bounds, group.rank, group.size)
+    start, end = bounds if group is None else rank_tokens(*bounds, group.rank, group.size)
     if start == end:  # see [Note: a rank without tokens] in sequence_group
         return labels_BT.new_full((len(labels_BT), 1), ignore_index)
     return labels_BT[:, start:end]

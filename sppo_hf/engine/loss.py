@@ -30,12 +30,12 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from sppo_hf.engine.structure import hooks_set_aside
+from sppo_hf.engine.structure import without_parameter_hooks
 from sppo_hf.engine.versions import ReadTensors
 from sppo_hf.errors import SPPOError
 
 if TYPE_CHECKING:
-    from sppo_hf.engine.head import LigerTile
+    from sppo_hf.engine.loss import LigerTile
 
 # B batch rows, C tokens of a chunk, M tokens of a tile, D model width, V vocabulary.
 
@@ -184,7 +184,7 @@ class ChunkedLoss:
             # The head's own hooks see the sum, when `_TiledLoss` hands it out.
             with (
                 torch.autocast(hidden_MD.device.type, enabled=False),
-                hooks_set_aside(self._trainable),
+                without_parameter_hooks(self._trainable),
             ):
                 dhidden_MD, *dweights = torch.autograd.grad(
                     loss * self.scale, [leaf_MD, *self._trainable], allow_unused=True

@@ -39,7 +39,7 @@ from transformers.cache_utils import Cache
 
 from sppo_hf.attention.segments import RowSpans
 from sppo_hf.engine.chunk_context import LayerStates, Spans, StateKey, current
-from sppo_hf.engine.structure import mixers_of, on_instances
+from sppo_hf.engine.structure import mixers_of, patched_attribute
 from sppo_hf.errors import UnsupportedModelError
 
 # B batch rows, C tokens of a chunk or document, D model width, E channels, K kernel size.
@@ -133,7 +133,7 @@ class StateCache(Cache):
         return query_length, 0
 
 
-def documents_in(
+def documents_in_chunk(
     rows: tuple[RowSpans, ...] | None, start: int, end: int
 ) -> tuple[Spans, ...] | None:
     """The documents of every row in the chunk `[start, end)`, counted from its start.
@@ -153,7 +153,7 @@ def documents_in(
 
 
 @contextlib.contextmanager
-def documents_apart(layer: nn.Module, states: LayerStates | None) -> Iterator[None]:
+def separate_documents(layer: nn.Module, states: LayerStates | None) -> Iterator[None]:
     """Let the mixers of `layer` see one document at a time; see [Note: packed documents].
 
     Nothing is done where its states name no documents.
@@ -163,7 +163,7 @@ def documents_apart(layer: nn.Module, states: LayerStates | None) -> Iterator[No
         return
     mixers = mixers_of(layer)
     apart = {mixer: functools.partial(_by_document, mixer.forward) for mixer in mixers}
-    with on_instances("forward", apart):
+    with patched_attribute("forward", apart):
         yield
 
 

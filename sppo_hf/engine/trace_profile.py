@@ -8,7 +8,7 @@ the experts that were chosen) runs on the CPU instead, on zeros.
 
 What is counted is what `sppo_hf.engine.recompute` does with a layer: all that autograd saves
 ("whole"); or the layer's input and attention's results ("inputs"); or these and the
-products that a `SelectiveRecorder` holds. Which products need not run again a `NeedlessRecorder`
+products that a `SelectiveRecorder` holds. Which products need not run again a `UnusedMatmulFinder`
 finds. Scans of recurrent layers are those of Transformers' torch code, from states of zeros;
 kernels save less. Not covered: what is elementwise costs no FLOPs, and what does not grow with the
 tokens (copies of weights under autocast) is left out.
@@ -45,35 +45,33 @@ from sppo_hf.attention.backends.base import (
 )
 from sppo_hf.attention.kv_cache import Keep, LayerKV
 from sppo_hf.attention.segments import AttentionSegment, Block
-from sppo_hf.engine.attend import attention_taken_over
-from sppo_hf.engine.by_layer import PrefixLength
+from sppo_hf.engine.attention_interface import MaskMeaning, chunked_attention
 from sppo_hf.engine.chunk_context import ChunkContext, LayerStates, States
 from sppo_hf.engine.fake_tensors import Fake, fake_like, run_fake
-from sppo_hf.engine.layer_tiles import is_searched, is_worth_tiles
-from sppo_hf.engine.mask import MaskMeaning
 from sppo_hf.engine.recurrent_state import StateCache
 from sppo_hf.engine.selective import (
     DependencyTracker,
     Mode,
-    NeedlessRecorder,
     Run,
     SelectiveRecorder,
+    UnusedMatmulFinder,
     operation,
     run_operation,
     storage_key,
     tensors_in,
 )
-from sppo_hf.engine.stages import SHARED_KEYS, MessageLayout
+from sppo_hf.engine.sliced_calls import PrefixLength, is_searched, is_worth_tiles
+from sppo_hf.engine.stages import SHARED_KV, MessageLayout
 from sppo_hf.engine.structure import (
     ATTENTION_DROPOUT_FIELDS,
     BUILD_ERRORS,
     ModelParts,
+    auto_class_of,
     decoder_config,
     find_parts,
-    loader_of,
-    modules_in_place,
-    on_instances,
-    quiet_peft,
+    patched_attribute,
+    suppress_peft_warnings,
+    swapped_modules,
 )
 from sppo_hf.errors import ConfigError, SPPOError, first_line
 from sppo_hf.planning.config_file import check_sizes, family, rotary_limit_tokens, to_fields
@@ -123,7 +121,7 @@ def trace_config(config: object, training: Training) -> ModelProfile:
             with _quiet_transformers():
                 config = AutoConfig.for_model(**fields)
         config = decoder_config(config)
-        loader = loader_of(config) or AutoModelForCausalLM
+        loader = auto_class_of(config) or AutoModelForCausalLM
         return trace_model(config, training, loader.from_config)
     except SPPOError:
         raise
@@ -195,7 +193,7 @@ def trace_model(config: PreTrainedConfig, training: Training, make: Any) -> Mode
         outer_adapter_weights=adapters,
         encoder_weights=encoders,
         message_elements=()
-        if messages.is_hidden_alone
+        if messages.is_hidden_only
         else tuple(map(messages.width, range(len(layers)))),
     )
 
@@ -236,7 +234,7 @@ def _only(
     """Leaves the other decoder layers out of a model for a while."""
     modules = parts.decoder._modules
     name = next(n for n, x in modules.items() if x is not None and parts.layers[0] in x.children())
-    return modules_in_place([(parts.decoder, name, nn.ModuleList(layers))])
+    return swapped_modules([(parts.decoder, name, nn.ModuleList(layers))])
 
 
 def _make_fake(module: nn.Module) -> None:
@@ -258,7 +256,7 @@ def _adapt(parts: ModelParts, lora: LoraShape) -> None:
     if not targets:
         return
     settings = LoraConfig(r=lora.rank, target_modules=targets, lora_dropout=lora.dropout)
-    with quiet_peft():
+    with suppress_peft_warnings():
         # Around the base model, because of whole ones PEFT takes names such as `gate_proj` to mean
         # the weights of experts, too.
         inject_adapter_in_model(settings, nn.ModuleList([parts.base]))
@@ -334,8 +332,8 @@ def _calls(parts: ModelParts, tokens: int, training: Training) -> list[_Call]:
         forwards = {layer: left_out(layer, returned) for layer in parts.layers}
         try:
             with (
-                on_instances("forward", forwards),
-                attention_taken_over(ChunkContext(model=parts)),
+                patched_attribute("forward", forwards),
+                chunked_attention(ChunkContext(model=parts)),
                 _autocast(training),
             ):
                 parts.base(**inputs)
@@ -555,7 +553,7 @@ class _Run:
             hold=_Size,
             without_memory=isinstance(self.hidden, Fake),
         )
-        self._needless = NeedlessRecorder(self.hidden, without_memory=True)
+        self._needless = UnusedMatmulFinder(self.hidden, without_memory=True)
         self._states = LayerStates({})
         rank = None if training.lora is None else training.lora.rank
         self._counter = _FlopCounter(call.layer, self.hidden, rank)
@@ -577,7 +575,7 @@ class _Run:
         self.largest_bytes = self.hidden.nbytes
 
     def _leaf(self, name: str, value: Any) -> Any:
-        if name == SHARED_KEYS:
+        if name == SHARED_KV:
             return value  # layers write into it what later ones read
 
         def leaf(tensor: Tensor) -> Tensor:
@@ -683,7 +681,7 @@ class _Run:
             if part is not self._layer and is_worth_tiles(part) and not is_searched(part)
         ]
         in_tiles = {part: functools.partial(self._in_tile, part, part.forward) for part in modules}
-        with on_instances("forward", in_tiles):
+        with patched_attribute("forward", in_tiles):
             yield
 
     def _in_tile(
@@ -695,7 +693,7 @@ class _Run:
         if args[0].requires_grad or any(p.requires_grad for p in part.parameters()):
             self._save_outside(args[0])
         tile = self._tile = _Tiled(len(self._counter.products))
-        self._tile_needless = NeedlessRecorder(args[0], without_memory=True)
+        self._tile_needless = UnusedMatmulFinder(args[0], without_memory=True)
         self._counter.trackers.append(self._tile_needless)
         try:
             output = forward(*args)
@@ -726,7 +724,7 @@ class _Run:
             states=self._states,
         )
         with (
-            attention_taken_over(context),
+            chunked_attention(context),
             saved_tensors_hooks(self._save, lambda packed: packed[0]),
             self._watching_tiles(),
             self._counter.watching(),

@@ -40,8 +40,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sppo_hf.engine.convert import check_convertible, convert, get_engine
 from sppo_hf.engine.device_facts import bind_to_device
-from sppo_hf.engine.engine import Engine, rests_on_host
-from sppo_hf.engine.structure import own_recomputation
+from sppo_hf.engine.engine import Engine, host_resident_predicate
+from sppo_hf.engine.structure import disable_gradient_checkpointing
 from sppo_hf.errors import ConfigError, UnsupportedModelError
 from sppo_hf.integrations.checkpoints import (
     is_cut,
@@ -129,7 +129,7 @@ class SPPOAccelerator(Accelerator):
             evaluation_mode = True
         elif engine is not None:
             engine.place_weights(self.device)
-            engine.rest_for_any_length(self.device)
+            engine.move_to_host_if_too_large(self.device)
             if engine.weights is not None:
                 device_placement = False  # it would move weights from the host to the device
         return super().prepare_model(model, device_placement, evaluation_mode)
@@ -142,7 +142,7 @@ class SPPOAccelerator(Accelerator):
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
         """Prepare an optimizer; where its weights are on the host, its step runs there."""
         config = self.sppo_plugin.config
-        on_host = rests_on_host(config) is not None
+        on_host = host_resident_predicate(config) is not None
         undecided = "auto" in (config.weights, config.optimizer) and not self._shares_batches
         is_prepared = getattr(optimizer, "_is_accelerate_prepared", False)
         if is_prepared or not (on_host or undecided):
@@ -169,7 +169,7 @@ class SPPOAccelerator(Accelerator):
         for engine in engines_of(models):
             if any(id(p) in parameter_ids for p in engine.parts.causal_lm.parameters()):
                 reason = reason_against_host(self, optimizer)
-                engine.offer_host(optimizer, optimizer_state_bytes(optimizer), reason)
+                engine.register_optimizer(optimizer, optimizer_state_bytes(optimizer), reason)
 
     def _weights_are_managed(self) -> bool:
         """Whether an engine moves weights between host and device."""
@@ -381,7 +381,7 @@ def convert_once(
     if not _has_transformers_model(model):
         logger.info("SPPO leaves %s alone: no Transformers model is in it", type(model).__name__)
         return
-    own_recomputation(model)
+    disable_gradient_checkpointing(model)
     engine, config, observer = get_engine(model), plugin.config, plugin.observer
     if engine is not None:
         _check_same_settings(model, engine, plugin)

@@ -73,14 +73,14 @@ class TrainerEvaluation(TrainerMethods):
         trainer, engine = self._trainer, self._engine()
         if engine is None:
             return
-        engine.loss_is_outside = self._loss_outside_model()
+        engine.external_loss_name = self._loss_outside_model()
         wants_logits = trainer.compute_metrics is not None and not trainer.args.prediction_loss_only
         if not wants_logits or trainer.eval_dataset is None:
             return
         if isinstance(engine, PipelineEngine):
             raise self._pipeline_error(engine)
         # Without labels for the model, its own forward makes whole logits.
-        if engine.loss_is_outside or self._overrides("get_eval_dataloader"):
+        if engine.external_loss_name or self._overrides("get_eval_dataloader"):
             return
         for labels_BT in self._longest_labels():
             try:
@@ -175,7 +175,7 @@ class TrainerEvaluation(TrainerMethods):
                 return self._kind.prediction_step(*step, ignore_keys=ignore_keys)
         if isinstance(engine, PipelineEngine):
             raise self._pipeline_error(engine)
-        engine.loss_is_outside = self._loss_outside_model()
+        engine.external_loss_name = self._loss_outside_model()
         request = engine.logits_request = self._new_request(engine, inputs)
         try:
             result = self._kind.prediction_step(*step, ignore_keys=ignore_keys)
@@ -196,14 +196,14 @@ class TrainerEvaluation(TrainerMethods):
     def _new_request(self, engine: Engine, inputs: dict[str, Any]) -> LogitsRequest | None:
         """Decide what the model does with the logits of a batch; None leaves it to the model."""
         labels = inputs.get("labels")
-        if not isinstance(labels, Tensor) or labels.ndim != 2 or engine.loss_is_outside:
+        if not isinstance(labels, Tensor) or labels.ndim != 2 or engine.external_loss_name:
             return None  # nothing runs chunk by chunk, or the engine refuses it with its own words
         function = self._function
         may_reduce = function is not None and self._may_reduce(engine)
         is_token_wise = self._verdict[1] if self._verdict and self._verdict[0] == function else None
         if not may_reduce or is_token_wise is False:
             self._check_logits_fit(engine, *labels.shape)
-            return LogitsRequest(whole=True, asked_by=self._logits_consumer)
+            return LogitsRequest(whole=True, requested_by=self._logits_consumer)
         if is_token_wise:
             return LogitsRequest(whole=False, reduce=self._reduce_tile)
         fits = True
@@ -305,7 +305,9 @@ class TrainerEvaluation(TrainerMethods):
         trainer = self._trainer
         # The device of the batches; the weights may be on the host.
         device = trainer.accelerator.device
-        needed_bytes, budget_bytes = engine.plans.need_for_logits(batch_rows, total_tokens, device)
+        needed_bytes, budget_bytes = engine.plans.device_bytes_with_logits(
+            batch_rows, total_tokens, device
+        )
         vocab = engine.parts.text_config.vocab_size
         if getattr(trainer.accelerator, "native_amp", False):
             needed_bytes += 4 * batch_rows * total_tokens * vocab  # Accelerate's float32 copy

@@ -20,7 +20,7 @@ import torch
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.convert import get_engine
-from sppo_hf.engine.engine import Engine, rests_on_host
+from sppo_hf.engine.engine import Engine, host_resident_predicate
 from sppo_hf.engine.recompute import RandomState
 from sppo_hf.errors import ConfigError
 
@@ -67,7 +67,7 @@ def set_model_placement(trainer: Any, config: SPPOConfig) -> None:
 
     The Accelerator places weights later, when it prepares the model.
     """
-    if rests_on_host(config) is not None:
+    if host_resident_predicate(config) is not None:
         trainer._move_model_to_device = lambda model, device: None
     elif "auto" in (config.weights, config.optimizer):
         move = trainer._move_model_to_device
@@ -182,7 +182,7 @@ class TrainerStep(TrainerMethods):
             first_inputs = copy.copy(inputs)  # some subclasses remove entries
             return self._kind.training_step(self._trainer, model, first_inputs, *args, **kwargs)
         except RuntimeError as error:
-            if not engine.plan_after_failed_backward(error):
+            if not engine.replan_after_failed_backward(error):
                 raise
         # Outside of the `except` block, where the error and the graph that it holds are released.
         del first_inputs

@@ -22,7 +22,7 @@ gives the order, `sppo_hf.schedule.messages` says what moves.
   With replicas of the pipeline, owners average theirs at the end of the step.
 - *Heads.* Sets have 2 to P ranks, and few models have heads for all of these sizes. Where query
   heads cannot be divided evenly, ranks divide key/value heads as evenly as can be
-  (`head_granules`).
+  (`count_head_blocks`).
 - *Keys and values.* In a set each rank has the heads that its size gives it. When the set of a
   stage changes, the ranks that come in get the heads that they will attend with, of all chunks so
   far; a chunk's are sent as soon as it has run. Each run of units that one set computes has a store
@@ -42,7 +42,7 @@ gives the order, `sppo_hf.schedule.messages` says what moves.
   the last of them. So it waits, and is counted (`sppo_hf.planning.pipeline_cost`).
 - *Keys that layers share.* The rank that runs the first reader of a stage holds what came with the
   message, like keys of its own.
-- *Tokens.* Parts are cut as in sequence parallelism (`part_of`), of any length; what passes between
+- *Tokens.* Parts are cut as in sequence parallelism (`rank_tokens`), of any length; what passes between
   stages is cut where the parts of both sets overlap, and what stays on its rank is not sent.
 - *The loss* of a shared chunk is computed by all ranks of its set, each with the head, and summed.
 
@@ -65,9 +65,9 @@ from torch import distributed as dist
 from sppo_hf.attention.kv_cache import KVStore
 from sppo_hf.engine.chunk_runner import ChunkRunner
 from sppo_hf.engine.sequence_group import (
-    held_keys,
-    key_positions,
-    part_of,
+    held_kv_heads,
+    kv_head_transfers,
+    rank_tokens,
 )
 from sppo_hf.engine.stages import StagedModel
 from sppo_hf.engine.structure import ModelParts
@@ -75,7 +75,7 @@ from sppo_hf.errors import PipelineError, UnsupportedModelError
 from sppo_hf.pipeline.gradients import buckets_of
 from sppo_hf.pipeline.mesh import PipelineMesh
 from sppo_hf.planning.chunk_bounds import Bounds
-from sppo_hf.planning.model_profile import LayerProfile, head_granules
+from sppo_hf.planning.model_profile import LayerProfile, count_head_blocks
 from sppo_hf.schedule.actions import COMPUTE_KINDS, Action, Kind
 from sppo_hf.schedule.messages import Message, messages
 from sppo_hf.schedule.schedule import Schedule
@@ -154,7 +154,7 @@ def check_shareable_units(parts: ModelParts, layers: Iterable[LayerProfile], pp_
             "layers, whose states go from token to token. Allowed: models in which every layer "
             "attends. Remedy: pp_msp='off'."
         )
-    head_granules((layer for layer in layers if layer.num_heads), pp_size, parts.name)
+    count_head_blocks((layer for layer in layers if layer.num_heads), pp_size, parts.name)
 
 
 class RemoteWeights:
@@ -186,7 +186,7 @@ class RemoteWeights:
     @property
     def resident_bytes(self) -> int:
         """Bytes of other ranks' weights that are here all along: those that do not train."""
-        modules = self._staged.helped_modules()
+        modules = self._staged.borrowed_modules()
         found = {id(p): p for module in modules for p in module.parameters()}
         return sum(
             p.nbytes for p in found.values() if not p.requires_grad and id(p) not in self._own
@@ -207,7 +207,7 @@ class RemoteWeights:
     def begin_step(self, device: torch.device) -> None:
         """Let helped stages be as the model is: on its device, and training or not."""
         training = self._staged.parts.causal_lm.training
-        for module in self._staged.helped_modules():
+        for module in self._staged.borrowed_modules():
             module.train(training)
             for child in module.modules():
                 for parameter in child._parameters.values():
@@ -375,8 +375,8 @@ class SharedUnits:
     """W of the messages to a stage."""
     layers: Callable[[int], Mapping[int, LayerProfile]]
     """The layers of a stage that hold keys and values, by number."""
-    granules: int | None
-    """How sets divide heads, see `head_granules`."""
+    head_blocks: int | None
+    """How sets divide heads, see `count_head_blocks`."""
     dtypes: tuple[torch.dtype, torch.dtype]
     """Of hidden states between stages, and of keys and values."""
     stores: Stores
@@ -418,7 +418,7 @@ class SharedUnits:
         """The tokens, counted in the chunk, that are of a compute's part."""
         start, end = self.bounds[self.schedule.chunk(action)]
         size = len(self.schedule.unit_ranks(action.stage, action.unit))
-        return part_of(0, end - start, action.part or 0, size)
+        return rank_tokens(0, end - start, action.part or 0, size)
 
     def take(self, action: Action, stage: int) -> Tensor:
         """What a compute is given: `[B, c, W]` from `stage`, put together."""
@@ -486,15 +486,15 @@ class SharedUnits:
     ) -> list[tuple[LayerProfile, list[int], list[int]]]:
         """By layer, the heads that pass from the ranks of one unit to those of a later one."""
         return [
-            (layer, *key_positions(self._held(layer, forward), self._held(layer, late)))
+            (layer, *kv_head_transfers(self._held(layer, forward), self._held(layer, late)))
             for layer in self.layers(forward.stage).values()
         ]
 
     def _held(self, layer: LayerProfile, action: Action) -> list[range]:
-        """What a rank holds of a layer's keys for one of its computes; see `held_keys`."""
+        """What a rank holds of a layer's keys for one of its computes; see `held_kv_heads`."""
         size = len(self.schedule.unit_ranks(action.stage, action.unit))
         heads = layer.num_heads, layer.num_kv_heads
-        return held_keys(*heads, action.part or 0, size, self.granules)
+        return held_kv_heads(*heads, action.part or 0, size, self.head_blocks)
 
     def _key_numbers(self, message: Message) -> int:
         """Numbers in a message of keys and values, or of their gradients."""
@@ -535,7 +535,7 @@ class SharedUnits:
         """Keys and values of the run of a compute, by layer."""
         stage = action.stage
         runner = self.stores(stage, self.schedule.micro_batch(action), self._run(action))
-        return runner.key_stores(list(self.layers(stage)))
+        return runner.kv_stores(list(self.layers(stage)))
 
     def _import_keys(self, action: Action) -> None:
         """Before the first unit of a run: keys and values of all chunks before it."""

@@ -30,17 +30,16 @@ from torch.overrides import TorchFunctionMode
 from sppo_hf.engine.batch_layout import BatchLayout
 from sppo_hf.engine.chunk_runner import ChunkInputs, ChunkRunner
 from sppo_hf.engine.forward_calls import ForwardCall
-from sppo_hf.engine.head import ModelHead
-from sppo_hf.engine.router_loss import RouterLoss
+from sppo_hf.engine.loss import ModelHead, RouterLoss
 from sppo_hf.engine.sequence_group import SequenceGroup
 from sppo_hf.engine.stages import (
-    SHARED_KEYS,
+    SHARED_KV,
+    InputGradient,
     MessageLayout,
-    Received,
     StagedModel,
-    StageInput,
     StateEnd,
     UnitGraph,
+    UnpackedMessage,
     enter,
 )
 from sppo_hf.errors import SPPOError, UnsupportedModelError
@@ -203,7 +202,7 @@ class StageRunner:
         """By stage, micro-batch and first chunk of a run."""
         self._due: dict[tuple[int, int, int], WeightGradients] = {}
         self._now = WeightGradients()
-        self._received: Received | None = None
+        self._received: UnpackedMessage | None = None
         self._given: tuple[Tensor, Mapping[Any, Any]] | None = None
         self.losses: list[Tensor] = []
         """Detached sums of the losses of the last stage's chunks."""
@@ -227,10 +226,10 @@ class StageRunner:
         if chunk != running.due_chunk:
             raise _out_of_order("forward", stage, micro_batch, chunk, running.due_chunk)
         running.due_chunk += 1
-        hidden, inlet, router = self._run_layers(
+        hidden, input_gradient, router = self._run_layers(
             stage, running, chunk, received, rows=self.rows[micro_batch]
         )
-        unit = UnitGraph.of(hidden, inlet, received)
+        unit = UnitGraph.of(hidden, input_gradient, received)
         unit.router = router
         given: Tensor | None = None
         if stage < self.staged.cut.num_stages - 1:
@@ -278,7 +277,7 @@ class StageRunner:
         slices = ChunkInputs(self.call.tokens, positions, constants).rows(start, end)
         with self.staged.running(stage):
             parts = self.staged.parts
-            embedded = parts.embedded_once(slices.tokens) if stage == 0 else None
+            embedded = parts.embed_sequence(slices.tokens) if stage == 0 else None
         if embedded is not None:
             others = {name: x for name, x in slices.tokens.items() if name != "input_ids"}
             slices = replace(slices, tokens={"inputs_embeds": embedded.detach(), **others})
@@ -295,7 +294,7 @@ class StageRunner:
         received: Tensor | None,
         *,
         rows: tuple[int, int],
-    ) -> tuple[Tensor, StageInput | None, Tensor | None]:
+    ) -> tuple[Tensor, InputGradient | None, Tensor | None]:
         """Run the stage's layers over a chunk.
 
         Returns:
@@ -304,11 +303,11 @@ class StageRunner:
             `RouterLoss.add` returned.
         """
         inputs = running.slices.chunk(*running.sequence.run_tokens(chunk))
-        inlet = None
+        input_gradient = None
         if received is not None:
             for name in ("input_ids", "inputs_embeds"):
                 inputs.pop(name, None)
-            message, inlet = enter(received)
+            message, input_gradient = enter(received)
             parts = self.messages.unpack(self.staged.cut.layers[stage].start, message)
             # Only for its shape and dtype: layers get another one, see `first_layer_input`.
             one_BCD = parts.hidden if parts.hidden.dim() == 3 else parts.hidden[0]
@@ -316,14 +315,14 @@ class StageRunner:
             inputs |= parts.arguments
             self._received = parts
         elif running.embedded is not None:
-            inputs["inputs_embeds"], inlet = enter(inputs["inputs_embeds"])
+            inputs["inputs_embeds"], input_gradient = enter(inputs["inputs_embeds"])
         try:
             with self.staged.running(stage):
                 output = running.sequence.run_chunk(chunk, inputs)
             given = self._given
         finally:
             self._received = self._given = None
-            own_inputs = self.staged.take_given(stage)
+            own_inputs = self.staged.take_layer_inputs(stage)
         self.head.output_class = type(output)
         router = None
         if self.router_loss is not None:
@@ -334,13 +333,13 @@ class StageRunner:
                 running.sequence.part(chunk),
             )
         if stage == self.staged.cut.num_stages - 1:
-            return output.last_hidden_state, inlet, router
+            return output.last_hidden_state, input_gradient, router
         assert given is not None, "the last layer of a stage ran"
         end = self.staged.cut.layers[stage].stop
         hidden, shared = given
-        return self.messages.pack(end, hidden, own_inputs, shared), inlet, router
+        return self.messages.pack(end, hidden, own_inputs, shared), input_gradient, router
 
-    def first_layer_input(self) -> Received | None:
+    def first_layer_input(self) -> UnpackedMessage | None:
         """What the first layer of the running stage must be given instead; None: what it gets.
 
         Models scale embeddings or add positions to them before their first layer, which must not
@@ -486,8 +485,12 @@ class StageRunner:
         self, stage: int, running: _MicroBatch, chunk: int, unit: UnitGraph
     ) -> Tensor | None:
         if stage > 0:
-            assert unit.inlet is not None, "a later stage received its input"
-            return unit.received_zeros() if unit.inlet.grad is None else unit.inlet.grad
+            assert unit.input_gradient is not None, "a later stage received its input"
+            return (
+                unit.received_zeros()
+                if unit.input_gradient.grad is None
+                else unit.input_gradient.grad
+            )
         if running.embedded is not None:
             self._collect_embedding(running, chunk, unit)
         return None
@@ -495,12 +498,12 @@ class StageRunner:
     def _collect_embedding(self, running: _MicroBatch, chunk: int, unit: UnitGraph) -> None:
         """Gather the embeddings' gradient; the last chunk to come sends it into the embedding."""
         assert running.embedded is not None, "tokens were embedded once"
-        assert unit.inlet is not None, "and chunks are slices of that"
+        assert unit.input_gradient is not None, "and chunks are slices of that"
         if running.embedded_grad is None:
             running.embedded_grad = torch.zeros_like(running.embedded)
         start, end = running.sequence.run_tokens(chunk)
-        if unit.inlet.grad is not None:
-            running.embedded_grad[:, start:end] = unit.inlet.grad
+        if unit.input_gradient.grad is not None:
+            running.embedded_grad[:, start:end] = unit.input_gradient.grad
         if chunk == running.chunks.start:
             with torch.autocast(running.embedded.device.type, enabled=False):
                 running.embedded.backward(running.embedded_grad)
@@ -546,7 +549,7 @@ def first_layer_hook(
         if received is None:
             return None
         if received.shared:
-            kwargs[SHARED_KEYS].update(received.shared)
+            kwargs[SHARED_KV].update(received.shared)
         if args:
             return (received.hidden, *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": received.hidden}
@@ -567,6 +570,6 @@ def last_layer_hook(units: Callable[[], StageRunner | None]) -> Callable[..., No
                 f"{type(layer).__name__} gives the next layer more than hidden states, which does "
                 "not travel between the stages of a pipeline. Train it on one device (pp_size=1)."
             )
-        running.last_layer_output(hidden, kwargs.get(SHARED_KEYS) or {})
+        running.last_layer_output(hidden, kwargs.get(SHARED_KV) or {})
 
     return hook

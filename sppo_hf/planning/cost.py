@@ -124,15 +124,15 @@ class ModelCost:
         return self.shape.sp
 
     def shared_by(
-        self, sp: int, exchange_bytes_per_second: float, granules: int | None = None
+        self, sp: int, exchange_bytes_per_second: float, head_blocks: int | None = None
     ) -> ModelCost:
         """Returns the costs of one of `sp` ranks that share each unit, and exchange so fast.
 
-        Of ranks with unequal numbers of heads (`granules`, see `ModelShape`), the one with most.
+        Of ranks with unequal numbers of heads (`head_blocks`, see `ModelShape`), the one with most.
         """
         return replace(
             self,
-            shape=replace(self.shape, sp=sp, granules=granules),
+            shape=replace(self.shape, sp=sp, head_blocks=head_blocks),
             exchange_bytes_per_second=exchange_bytes_per_second,
         )
 
@@ -150,10 +150,10 @@ class ModelCost:
         """
         if self.sp == 1:
             return 0.0
-        work, granules = self.shape.layers[layer], self.shape.granules
-        heads = work.heads_of(self.sp, granules)
+        work, head_blocks = self.shape.layers[layer], self.shape.head_blocks
+        heads = work.heads_of(self.sp, head_blocks)
         if keys and not work.borrows_keys:
-            heads += work.kv_heads_of(self.sp, granules)
+            heads += work.kv_heads_of(self.sp, head_blocks)
         elements = heads * (work.qk_head_size + work.v_head_size)
         sent = self.batch_rows * (self.sp - 1) * self.shape.own_tokens(tokens) * elements
         return sent * self.shape.dtype_bytes / self.exchange_bytes_per_second
@@ -304,19 +304,19 @@ class ModelCost:
             self._memo[key] = seconds * self.correction.forward
         return self._memo[key]
 
-    def frame_bytes(self, layer: int, tokens: int, saved: Saved) -> int:
+    def activation_bytes(self, layer: int, tokens: int, saved: Saved) -> int:
         """Bytes of one frame of `layer` over a chunk of `tokens` tokens."""
         key = ("A", self._kinds[layer], saved)
         if key not in self._memo:
-            self._memo[key] = self.shape.one_rank.frame_bytes_per_token(layer, saved)
+            self._memo[key] = self.shape.one_rank.activation_bytes_per_token(layer, saved)
         states = self.batch_rows * self.shape.state_bytes(layer)
         return self._own_rows(tokens) * int(self._memo[key]) + states
 
-    def frame_sizes(self, lengths: Sequence[int], saved: Saved) -> list[list[int]]:
+    def activation_sizes(self, lengths: Sequence[int], saved: Saved) -> list[list[int]]:
         """Bytes of every frame, by chunk of so many tokens and layer."""
         kinds, by_length = {*self._kinds}, dict[int, list[int]]()
         for tokens in {*lengths}:
-            sizes = {kind: self.frame_bytes(kind, tokens, saved) for kind in kinds}
+            sizes = {kind: self.activation_bytes(kind, tokens, saved) for kind in kinds}
             by_length[tokens] = [sizes[kind] for kind in self._kinds]
         return [by_length[tokens] for tokens in lengths]
 
@@ -366,7 +366,7 @@ class ModelCost:
             return flops
         # Where ranks are more than heads, several take a head, and each a part of its queries.
         each = max(1, self.sp // shape.num_heads)
-        return flops * shape.heads_of(self.sp, self.shape.granules) / (each * shape.num_heads)
+        return flops * shape.heads_of(self.sp, self.shape.head_blocks) / (each * shape.num_heads)
 
     def _launches(self, tokens: int, tile: int) -> float:
         """How many times as many kernels a layer in tiles has.
@@ -382,7 +382,7 @@ class ModelCost:
         return flops_per_token * rows / self._rate(self.profile.matmul_flops, at_once)
 
     def _elementwise_seconds(self, layer: int, tokens: int, traffic: int) -> float:
-        size = self._own_rows(tokens) * self.shape.frame_bytes_per_token(layer)
+        size = self._own_rows(tokens) * self.shape.activation_bytes_per_token(layer)
         size += self.batch_rows * self.shape.state_bytes(layer)
         return traffic * size / self.profile.memory_bytes_per_second
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from sppo_hf import BudgetError, ConfigError, SPPOConfig, SPPOError, UnsupportedModelError
 from sppo_hf.engine.convert import convert, get_engine, revert
 from sppo_hf.engine.step_observer import StepObserver
-from sppo_hf.engine.structure import quiet_peft
+from sppo_hf.engine.structure import suppress_peft_warnings
 from sppo_hf.testing.exactness import compare, float64_everywhere
 from sppo_hf.testing.tiny_models import build_tiny_model
 
@@ -338,7 +338,7 @@ def test_a_dropped_forward_frees_everything_at_once(model, ids, settings):
         del output
         assert len(kept) == 3
         assert all(reference() is None for reference in kept)
-        assert engine.offload.stats().live_handles == 0
+        assert engine.offload.engine().live_handles == 0
     finally:
         gc.enable()
 
@@ -361,7 +361,7 @@ def test_an_exception_inside_a_layer_leaves_the_next_step_right(model, ids, offl
     handle.remove()
     assert model.config._attn_implementation == "sdpa"
     _assert_same(_step(model, input_ids=ids, labels=ids), expected)
-    assert get_engine(model).offload.stats().live_handles == 0
+    assert get_engine(model).offload.engine().live_handles == 0
 
 
 def test_an_exception_in_backward_leaves_the_next_step_right(model, ids):
@@ -488,7 +488,7 @@ def test_adapters_that_begin_within_the_sequence_are_refused_while_active(model,
     settings = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj"], "init_lora_weights": False}
     invoked = peft.LoraConfig(**settings, alora_invocation_tokens=[int(ids[0, 4])])
     convert(model, _config())
-    with quiet_peft():
+    with suppress_peft_warnings():
         wrapped = peft.get_peft_model(model, invoked).train(training)
     with pytest.raises(UnsupportedModelError, match="'default' has alora_invocation_tokens"):
         wrapped(input_ids=ids, labels=ids)
