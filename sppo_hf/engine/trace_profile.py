@@ -46,13 +46,13 @@ from sppo_hf.attention.backends.base import (
 from sppo_hf.attention.kv_cache import Keep, LayerKV
 from sppo_hf.attention.segments import AttentionSegment, Block
 from sppo_hf.engine.attention_interface import MaskMeaning, chunked_attention
-from sppo_hf.engine.chunk_context import ChunkContext, LayerStates, States
+from sppo_hf.engine.chunk_context import ChunkContext
 from sppo_hf.engine.fake_tensors import Fake, fake_like, run_fake
-from sppo_hf.engine.recurrent_state import StateCache
+from sppo_hf.engine.recurrent_state import LayerStates, StateCache, States
 from sppo_hf.engine.selective import (
     DependencyTracker,
-    Mode,
-    Run,
+    LightDispatchMode,
+    RunOperation,
     SelectiveRecorder,
     UnusedMatmulFinder,
     operation,
@@ -842,16 +842,18 @@ class _WatchedRecorder(SelectiveRecorder):
     def _end(self) -> None:
         """Likewise."""
 
-    def watch(self, run: Run, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def watch(
+        self, run: RunOperation, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
         watched = super().watch if self.is_running else _tell_nobody
         return watched(run, func, args, kwargs)
 
 
-def _tell_nobody(run: Run, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _tell_nobody(run: RunOperation, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return run(func, args, kwargs)
 
 
-class _FlopCounter(Mode):
+class _FlopCounter(LightDispatchMode):
     """Counts the matrix products of one layer, and tells others what runs.
 
     One mode for all of them: torch takes as long to pass an operation on from mode to mode as they
@@ -890,7 +892,7 @@ class _FlopCounter(Mode):
                 handle.remove()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        run: Run = self._count
+        run: RunOperation = self._count
         for tracker in self.trackers:
             run = functools.partial(tracker.watch, run)
         return run(func, args, kwargs or {})

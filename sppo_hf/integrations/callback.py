@@ -324,7 +324,7 @@ class SPPOCallback(TrainerCallback):
             current.set_activity(activity)
 
     def _shorten_console(self) -> None:
-        """Have callbacks that print logs print a summary of SPPO's numbers; loggers get them all."""
+        """Have callbacks that print logs print a summary; loggers get all of SPPO's numbers."""
         trainer = self._trainer()
         if trainer is None:
             return

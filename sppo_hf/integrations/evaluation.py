@@ -26,7 +26,7 @@ from accelerate.utils import reduce
 from torch import Tensor
 
 from sppo_hf.engine.engine import Engine
-from sppo_hf.engine.logits import LogitsRequest, NotTokenWise, join, map_tensors, same
+from sppo_hf.engine.logits import LogitsRequest, NotJoinable, join, map_tensors, same
 from sppo_hf.errors import BudgetError, ConfigError
 from sppo_hf.integrations.trainer import TrainerMethods
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
@@ -133,7 +133,7 @@ class TrainerEvaluation(TrainerMethods):
             logits_1MV = torch.randn(*labels_1M.shape, vocab).to(device, dtype)
             try:
                 _call_and_compare_halves(function, logits_1MV, labels_1M)
-            except NotTokenWise:
+            except NotJoinable:
                 return False
         return True
 
@@ -254,7 +254,7 @@ class TrainerEvaluation(TrainerMethods):
         if request is None or request.reduce is None or request.logits_tokens == 0:
             return function(logits, labels)
         reduced = None
-        with contextlib.suppress(NotTokenWise):
+        with contextlib.suppress(NotJoinable):
             reduced = self._pad_as_gathered(request, logits)
         if not request.whole:
             self._verdict = (function, True)
@@ -346,7 +346,7 @@ def _call_and_compare_halves(function: Any, logits_1MV: Tensor, labels_1M: Tenso
     """Call a function on a tile and on its two halves, and return the result for the tile.
 
     Raises:
-        NotTokenWise: The halves' results, joined, differ from the tile's, or it raised an error.
+        NotJoinable: The halves' results, joined, differ from the tile's, or it raised an error.
     """
     cut = (labels_1M.shape[1] + 1) // 2
     with _errors_as_not_token_wise():
@@ -357,7 +357,7 @@ def _call_and_compare_halves(function: Any, logits_1MV: Tensor, labels_1M: Tenso
             if labels_1M[:, part].numel()
         ]
     if not same(join(halves, dim=1), whole):
-        raise NotTokenWise("its parts differ from the whole")
+        raise NotJoinable("its parts differ from the whole")
     return whole
 
 
@@ -369,7 +369,7 @@ def _errors_as_not_token_wise() -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        raise NotTokenWise(f"on a part it raised {type(error).__name__}: {error}") from error
+        raise NotJoinable(f"on a part it raised {type(error).__name__}: {error}") from error
 
 
 @contextlib.contextmanager

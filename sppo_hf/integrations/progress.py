@@ -33,8 +33,8 @@ _MIN_COLUMNS = 100
 class ProgressReporter(StepObserver):
     """Prints the first plan as a table, and shows "chunk 3/8 backward" during long steps.
 
-    The bar is a line below other bars of tqdm, the Trainer's among them, and is erased when its step
-    ends. It is drawn in terminals and notebooks only.
+    The bar is a line below other bars of tqdm, the Trainer's among them, and is erased when its
+    step ends. It is drawn in terminals and notebooks only.
 
     Args:
         show_plan: Whether to print the table.

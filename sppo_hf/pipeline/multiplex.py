@@ -42,8 +42,8 @@ gives the order, `sppo_hf.schedule.messages` says what moves.
   the last of them. So it waits, and is counted (`sppo_hf.planning.pipeline_cost`).
 - *Keys that layers share.* The rank that runs the first reader of a stage holds what came with the
   message, like keys of its own.
-- *Tokens.* Parts are cut as in sequence parallelism (`rank_tokens`), of any length; what passes between
-  stages is cut where the parts of both sets overlap, and what stays on its rank is not sent.
+- *Tokens.* Parts are cut as in sequence parallelism (`rank_tokens`), of any length; what passes
+  between stages is cut where parts of both sets overlap, and what stays on its rank is not sent.
 - *The loss* of a shared chunk is computed by all ranks of its set, each with the head, and summed.
 
 Not covered: `sp_size` above 1 besides, and recurrent layers. Evaluation, losses of a caller's own,

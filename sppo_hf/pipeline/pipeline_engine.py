@@ -660,10 +660,10 @@ class PipelineEngine(Engine):
 
     def _set_ranks(self, ranks: tuple[int, ...]) -> SequenceRanks:
         number = ranks.index(self.mesh.pp_rank)
-        group, head_blocks = self.mesh.unit_groups[ranks], self._head_granules()
+        group, head_blocks = self.mesh.unit_groups[ranks], self._head_blocks()
         return SequenceRanks(group, number, len(ranks), head_blocks=head_blocks)
 
-    def _head_granules(self) -> int | None:
+    def _head_blocks(self) -> int | None:
         layers = (layer for layer in self.shape().layers if layer.num_heads)
         return count_head_blocks(layers, self.mesh.pp_size, self.parts.name)
 
@@ -677,7 +677,7 @@ class PipelineEngine(Engine):
             self.parts.head_parameters(),
             tile_tokens=prepared.plans.by_stage[last_stage].tile_tokens,
             ignore_index=call.ignore_index,
-            fused=liger_tile(self.parts, self.head, call.device),
+            liger=liger_tile(self.parts, self.head, call.device),
             head_in_backward=head_in_backward,
             reads=self.parts.head_reads() if head_in_backward else None,
         )
@@ -756,7 +756,7 @@ class PipelineEngine(Engine):
             layers=lambda stage: {
                 index: shape.layers[index] for index in messages.kv_layers(stages[stage], attending)
             },
-            head_blocks=self._head_granules(),
+            head_blocks=self._head_blocks(),
             dtypes=(dtype, torch.get_autocast_dtype(kind) if autocast else dtype),
             stores=lambda stage, micro_batch, run: units.sequence(
                 stage, micro_batch, run.chunks.start

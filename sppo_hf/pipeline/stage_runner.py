@@ -330,7 +330,7 @@ class StageRunner:
                 output.router_logits,
                 self.call.attention_mask,
                 rows,
-                running.sequence.part(chunk),
+                running.sequence.rank_tokens(chunk),
             )
         if stage == self.staged.cut.num_stages - 1:
             return output.last_hidden_state, input_gradient, router
