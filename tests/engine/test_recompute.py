@@ -346,7 +346,7 @@ def test_offloaded_products_lie_between_skeleton_and_whole() -> None:
             engine = get_engine(model)
             assert engine is not None
             offload = engine.offload
-            sent[saved] = offload.engine().d2h_bytes
+            sent[saved] = offload.stats().d2h_bytes
             loss.backward()
             offload.assert_drained()
     assert sent["inputs"] < sent["matmuls"] < sent["whole"]

@@ -127,7 +127,9 @@ def test_a_loss_outside_of_the_model_is_named_with_what_it_costs(tmp_path):
         ({"compute_loss_func": _squared}, "compute_loss_func"),
     ):
         plain = _history(tmp_path, None, **settings, **given)
-        with pytest.warns(UserWarning, match=f"sequence are made, asked for by {requested_by}:"):
+        with pytest.warns(
+            UserWarning, match=f"whole sequence are made, asked for by {requested_by}:"
+        ):
             ours = _history(
                 tmp_path, SPPOPlugin(num_chunks=3, show_plan=False), **settings, **given
             )
