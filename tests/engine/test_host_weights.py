@@ -62,9 +62,9 @@ def _away_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
         for weight in weights._all():
             weight.parameter.data = weight.host
 
-    monkeypatch.setattr(host._Weight, "rest", put_away)
+    monkeypatch.setattr(host._Weight, "to_host", put_away)
     # The next forward would take the NaN for what somebody has put there.
-    monkeypatch.setattr(host._Weight, "settle", lambda weight: None)
+    monkeypatch.setattr(host._Weight, "adopt_replaced_data", lambda weight: None)
     monkeypatch.setattr(host.HostWeights, "start_forward", begin_in_the_dark)
     monkeypatch.setattr(host.HostWeights, "move_to_host", rest_in_the_light)
 
