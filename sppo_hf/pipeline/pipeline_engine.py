@@ -319,7 +319,7 @@ class PipelineEngine(Engine):
         # A batch that cannot be read is refused on all ranks alike, and the next one may be tried.
         layout = call.layout()
         kind = "forward" if torch.is_grad_enabled() else "evaluation"
-        with self._alone():
+        with self._exclusive():
             output = self.guarded(kind, lambda: self._run(call, layout))
         return output if call.return_dict else output.to_tuple()
 
@@ -367,7 +367,7 @@ class PipelineEngine(Engine):
         return output
 
     def _run(self, call: ForwardCall, layout: BatchLayout) -> ModelOutput:  # type: ignore[override]
-        self._try_kernels(call.device)
+        self._check_kernels(call.device)
         if call.head_arguments:
             return TokenCall(self, call, layout).forward()
         gradients, units = self.run_schedule(
@@ -547,7 +547,7 @@ class PipelineEngine(Engine):
         if training:
             self.trained = tuple(trained for trained, _ in everyones)
             self._refuse_apart(tuple(tied for _, tied in everyones))
-            self.plans.notice_trained()
+            self.plans.update_trainable()
 
     def _which_train_here(self) -> tuple[int, int]:
         """Numbers for which parameters train: of those of `trained`, and of tied ones."""

@@ -334,7 +334,7 @@ class StagePlanCache:
         waiting, before = self._waiting[0], Correction()
 
         def learn_own() -> dict[int, Correction] | None:
-            if not waiting.units[-1].end.passed():
+            if not waiting.units[-1].end.is_reached():
                 return None
             return {
                 stage: learn(plan.prediction, waiting.measured(stage), before)
