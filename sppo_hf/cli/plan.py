@@ -272,7 +272,7 @@ def _cluster_question(arguments: PlanArguments) -> ClusterQuestion:
         link_bytes_per_second=link_rate,
         node_bytes_per_second=profile.node_bytes_per_second,
         space=SearchSpace(activation_tiers=(HOST, *tiers_behind_host()) if has_disk else (HOST,)),
-        shares_units=not request.shape.has_states,
+        shares_units=not request.shape.has_recurrent_state,
     )
 
 

@@ -30,7 +30,7 @@ from sppo_hf.planning.plan import Plan
 from sppo_hf.planning.tiers import TIERS
 from sppo_hf.reporting.chrome_trace import write_trace
 from sppo_hf.schedule.actions import Action, Kind
-from sppo_hf.schedule.measured_timeline import ActionRecord, executed_timeline
+from sppo_hf.schedule.measured_timeline import ActionRecord, rank_timeline
 
 
 class ActionLog:
@@ -142,7 +142,7 @@ class LayerLog:
         if came:
             self._log.note(self._action("K", chunk, layer, 0))
         self._log.end()
-        moved = frame is not None and any(handle.is_moved for handle in frame.handles())
+        moved = frame is not None and any(handle.is_offloaded for handle in frame.handles())
         if moved:
             self._away.add((chunk, layer))
             self._log.note(self._action("D", chunk, layer))
@@ -263,4 +263,4 @@ class TraceFolder:
 
     def _write_times(self, done: Sequence[ActionRecord]) -> None:
         path = self._folder / f"rank{self.rank}.trace.json"
-        write_trace(executed_timeline(self.rank, done), path)
+        write_trace(rank_timeline(self.rank, done), path)

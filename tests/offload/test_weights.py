@@ -19,8 +19,8 @@ from torch.nn import Parameter
 from sppo_hf.errors import OffloadError
 from sppo_hf.offload.copy_streams import StreamCopier
 from sppo_hf.offload.host_memory import ALIGNMENT_BYTES
-from sppo_hf.offload.weights import HostWeights, _Sum, can_rest
-from sppo_hf.planning.model_shape import Resting
+from sppo_hf.offload.weights import HostWeights, _Sum, can_be_host_resident
+from sppo_hf.planning.model_shape import HostResident
 from tests.fakes.device import FakeDevice, RaceError
 
 LAYERS = 4
@@ -174,7 +174,7 @@ def _run(model: _Model, batches: int) -> list[torch.Tensor]:
 def test_what_is_locked_is_what_is_planned() -> None:
     model = _Model([50.0], [0.0], stays=False, locked=True)
     layers, other = [8 * 4 + 6 * 4] * LAYERS, 5 * 4
-    resting = Resting(
+    resting = HostResident(
         layer_bytes=tuple(layers),
         outer_bytes=other,
         stays=False,
@@ -256,7 +256,9 @@ def test_weights_at_rest_stay_where_they_are_for_the_next_owner() -> None:
 
 
 def test_what_is_more_than_its_bytes_stays() -> None:
-    assert can_rest(Parameter(torch.rand(2)))
-    assert not can_rest(Parameter(torch.zeros(2, dtype=torch.uint8), requires_grad=False))
-    assert not can_rest(Parameter(torch.rand(2, device="meta")))
-    assert not can_rest(Parameter(torch.rand(0)))
+    assert can_be_host_resident(Parameter(torch.rand(2)))
+    assert not can_be_host_resident(
+        Parameter(torch.zeros(2, dtype=torch.uint8), requires_grad=False)
+    )
+    assert not can_be_host_resident(Parameter(torch.rand(2, device="meta")))
+    assert not can_be_host_resident(Parameter(torch.rand(0)))
