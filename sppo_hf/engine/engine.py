@@ -680,7 +680,7 @@ class Engine:
         asked, *others = read_places(self.config, facts, adapters=whole.lora is not None)
 
         def least_bytes(places: Places) -> int:
-            shape = whole.resting_on_host(weights=places.weights, optimizer=places.optimizer)
+            shape = whole.with_host_residents(weights=places.weights, optimizer=places.optimizer)
             return standing_device_bytes(shape, device.type)
 
         if others and least_bytes(asked) > budget:
@@ -689,7 +689,7 @@ class Engine:
 
     def _rest_as_planned(self, plan: Plan, device: torch.device) -> None:
         """Put on the host what settings leave open and a plan has there."""
-        resting = plan.shape.resting
+        resting = plan.shape.host_resident
         if resting is None or not plan.training:
             return
         if self.weights is None or self.weights.stays != resting.stays:
