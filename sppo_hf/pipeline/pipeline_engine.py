@@ -879,7 +879,7 @@ class PipelineEngine(Engine):
         versions = reads.versions()
 
         def hand_out(grad: float) -> list[Tensor | None]:
-            reads.refuse_changes(versions, "the backward of a pipeline's loss")
+            reads.check_unchanged(versions, "the backward of a pipeline's loss")
             given = gradients.hand_out(grad / float(ran_with))
             self.note_gradient(grad, scaled_by)
             return given
