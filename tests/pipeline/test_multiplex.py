@@ -299,7 +299,7 @@ TWO = [
         settings={"chunk_lengths": UNEVEN, "recompute": "full", **KEYS_AWAY, **AWAY},
     ),
     case_of(
-        "shared keys, streams",
+        "shared keys, kv_copies",
         "gemma3n_text",
         layers=None,
         settings={"chunk_lengths": UNEVEN, "recompute": "full", **AWAY},
