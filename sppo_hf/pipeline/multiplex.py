@@ -400,7 +400,7 @@ class SharedUnits:
                     self._left[key] = self._left.get(key, 0) + 1
             if message.target == self.rank:
                 self._messages[message.receive] = message
-                self._used.setdefault(message.used, []).append(message)
+                self._used.setdefault(message.consumer, []).append(message)
         self._made: dict[tuple[Any, ...], tuple[int, Tensor]] = {}
         """What units gave on that is to be taken: its first token in the chunk, `[B, c, W]`."""
         self._sums: dict[tuple[Any, ...], tuple[list[KVStore], int]] = {}
@@ -469,7 +469,7 @@ class SharedUnits:
 
     def _overlap(self, message: Message) -> tuple[int, int]:
         """The tokens of the chunk that a message of hidden states or gradients carries."""
-        mine, yours = self.tokens(message.made), self.tokens(message.used)
+        mine, yours = self.tokens(message.producer), self.tokens(message.consumer)
         return max(mine[0], yours[0]), min(mine[1], yours[1])
 
     def _shape(self, action: Action, other: int, tokens: int) -> tuple[int, ...]:
@@ -499,7 +499,11 @@ class SharedUnits:
     def _key_numbers(self, message: Message) -> int:
         """Numbers in a message of keys and values, or of their gradients."""
         forward = message.send.kind == "SEND_KV"
-        ends = (message.made, message.used) if forward else (message.used, message.made)
+        ends = (
+            (message.producer, message.consumer)
+            if forward
+            else (message.consumer, message.producer)
+        )
         start, end = self.bounds[self.schedule.chunk(message.send)]
         row, row_end = self.rows[self.schedule.micro_batch(message.send)]
         widths = (
@@ -510,15 +514,15 @@ class SharedUnits:
 
     def _packed_keys(self, message: Message) -> Tensor:
         """Keys and values of one chunk, for a rank of the set after: all layers, one dim."""
-        stores = self._key_stores(message.made)
+        stores = self._key_stores(message.producer)
         chunk = self.schedule.chunk(message.send)
         flat: list[Tensor] = []
-        places = self._keys_of(message.made, message.used)
+        places = self._keys_of(message.producer, message.consumer)
         for (layer, source, _), keys in zip(places, stores, strict=True):
             for x_BKCH, size in zip(
                 keys.keys_and_values(chunk), (layer.qk_head_size, layer.v_head_size), strict=True
             ):
-                self._check_keys(message.made, layer, x_BKCH, size)
+                self._check_keys(message.producer, layer, x_BKCH, size)
                 flat.append(_heads(x_BKCH, source).reshape(-1))
         return torch.cat(flat)
 
@@ -555,7 +559,7 @@ class SharedUnits:
             for message in coming.get(chunk, ()):
                 if self._key_numbers(message):
                     flat = self.transport.take(message.receive)
-                    self._place_keys(made, message.made, action, chunk, flat)
+                    self._place_keys(made, message.producer, action, chunk, flat)
             if self.rank in before.ranks:
                 there = self._ahead(action, before, max(chunk, before.chunks.start))
                 own = self._key_stores(there)
@@ -631,7 +635,7 @@ class SharedUnits:
         for message in self._used.get(action, ()):
             if message.send.kind == "SEND_DKV" and self._key_numbers(message):
                 flat = self.transport.take(message.receive)
-                late = message.made._replace(kind="F")
+                late = message.producer._replace(kind="F")
                 self._add_sums(stores, forward, late, self.schedule.chunk(message.send), flat)
         after = self.runs[action.stage, run.chunks.stop]
         if self.rank not in after.ranks:
@@ -659,10 +663,10 @@ class SharedUnits:
 
     def _packed_sums(self, message: Message) -> Tensor:
         key = self._sums_key(
-            ("SEND_DKV", message.send.stage, message.send.unit), self._run(message.made)
+            ("SEND_DKV", message.send.stage, message.send.unit), self._run(message.producer)
         )
         flat: list[Tensor] = []
-        forward, late = (a._replace(kind="F") for a in (message.used, message.made))
+        forward, late = (a._replace(kind="F") for a in (message.consumer, message.producer))
         places, (stores, chunk) = self._keys_of(forward, late), self._sums[key]
         for (_, _, target), keys in zip(places, stores, strict=True):
             flat += (_heads(x_BKCH, target).reshape(-1) for x_BKCH in keys.sums(chunk))
@@ -723,7 +727,7 @@ class SharedUnits:
 
     def _sum_sends(self, action: Action, unit: int) -> int:
         return sum(
-            message.made == action and message.send.unit == unit
+            message.producer == action and message.send.unit == unit
             for send, message in self._messages.items()
             if send.kind == "SEND_DKV"
         )
@@ -740,7 +744,7 @@ class SharedUnits:
                 self.transport.send(flat, message.target)
             if action.kind == "SEND_DKV":
                 key = (action.kind, action.stage, action.unit)
-                self._release(self._sums_key(key, self._run(message.made)))
+                self._release(self._sums_key(key, self._run(message.producer)))
             return
         low, high = self._overlap(message)
         key = (action.kind, action.stage, action.unit)
@@ -762,7 +766,7 @@ class SharedUnits:
             return
         low, high = self._overlap(message)
         if low < high:
-            shape = self._shape(message.used, message.made.stage, high - low)
+            shape = self._shape(message.consumer, message.producer.stage, high - low)
             self.transport.receive(action, shape, self._dtype, message.source)
 
     def finished(self) -> bool:

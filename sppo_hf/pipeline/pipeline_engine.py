@@ -74,7 +74,7 @@ from sppo_hf.pipeline.watchdog import GROUP_MARGIN_SECONDS, Watchdog, is_broken_
 from sppo_hf.planning.activation_modes import mode_of
 from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.model_shape import forward_flops, step_flops
-from sppo_hf.planning.pipeline_choice import RULE
+from sppo_hf.planning.pipeline_choice import DEFAULT_SCHEDULE
 from sppo_hf.planning.plan import Plan
 from sppo_hf.schedule.actions import Action
 from sppo_hf.schedule.generate import MSP, Size
@@ -503,7 +503,7 @@ class PipelineEngine(Engine):
         bounds = tuple(b for b in plans.bounds if b[0] < max(1, layout.used_tokens))
         name = plans.schedule
         if name == MSP and (call.head_arguments or len(bounds) < self.mesh.pp_size):
-            name = RULE
+            name = DEFAULT_SCHEDULE
         if name == MSP:
             self.helped_weights()
         step = step_schedule(
@@ -515,7 +515,7 @@ class PipelineEngine(Engine):
             reduce=reduces,
             leaves=plans.leaves if training else frozenset(),
             stores=plans.stores if training else frozenset(),
-            streams=plans.streams,
+            kv_copies=plans.kv_copies,
         )
         if RouterLoss.of(self.parts) is not None:
             _check_router_schedule(self.parts.name, step, call.batch_rows)

@@ -33,7 +33,7 @@ from sppo_hf.planning.hardware import UNKNOWN_LINK, cpu_estimate, cuda_estimate,
 from sppo_hf.planning.memory import CONTEXT_BYTES
 from sppo_hf.planning.model_shape import step_flops
 from sppo_hf.planning.pipeline_choice import (
-    RULE,
+    DEFAULT_SCHEDULE,
     PipelineChoice,
     StageSeconds,
     choose_pipeline,
@@ -47,7 +47,7 @@ from sppo_hf.planning.prediction import MeasuredStep, learn, worth_correcting
 from sppo_hf.planning.stages import kv_copies_of, stage_shape
 from sppo_hf.planning.tiers import TIERS, Tier
 from sppo_hf.schedule.generate import MSP, Size, generate
-from sppo_hf.schedule.lower import Stream, add_kv_copies, add_transfers, lower
+from sppo_hf.schedule.lower import KVCopy, add_kv_copies, add_transfers, lower
 from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.validate import validate
 
@@ -67,7 +67,7 @@ class BatchPlans:
     by_stage: dict[int, Plan]
     """Of each stage of this rank."""
     micro_batches: int = 1
-    schedule: str = RULE
+    schedule: str = DEFAULT_SCHEDULE
     """Name of the schedule, the same on all ranks."""
     step: PipelineStep | None = None
     """What all ranks do together, once they have said what they take."""
@@ -93,9 +93,9 @@ class BatchPlans:
         )
 
     @property
-    def streams(self) -> frozenset[Stream]:
-        """What keys and values of this rank's stages do beside units, as `add_kv_copies` says it."""
-        found: set[Stream] = set()
+    def kv_copies(self) -> frozenset[KVCopy]:
+        """Copies of K/V beside units of this rank's stages, as `add_kv_copies` takes them."""
+        found: set[KVCopy] = set()
         for stage, plan in self.by_stage.items():
             if plan.kv_tier == "device":
                 continue
@@ -124,7 +124,7 @@ class _Said(NamedTuple):
     """By stage; None where speeds are not known."""
     leaves: frozenset[tuple[int, int]]
     stores: frozenset[tuple[int, int]]
-    streams: frozenset[Stream]
+    kv_copies: frozenset[KVCopy]
 
 
 def _say(plans: BatchPlans) -> _Said:
@@ -132,7 +132,7 @@ def _say(plans: BatchPlans) -> _Said:
     known = all(plan.prediction is not None for plan in of_stages.values())
     seconds = {stage: stage_seconds(plan) for stage, plan in of_stages.items()} if known else None
     shared = of_stages if plans.schedule == MSP else {}
-    return _Said(shared, seconds, plans.leaves, plans.stores, plans.streams)
+    return _Said(shared, seconds, plans.leaves, plans.stores, plans.kv_copies)
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,13 +391,13 @@ class StagePlanCache:
         stages = {s: table for said in everyone for s, table in (said.seconds or {}).items()}
         leaves = frozenset[tuple[int, int]]().union(*(said.leaves for said in everyone))
         stores = frozenset[tuple[int, int]]().union(*(said.stores for said in everyone))
-        streams = frozenset[Stream]().union(*(said.streams for said in everyone))
+        kv_copies = frozenset[KVCopy]().union(*(said.kv_copies for said in everyone))
         chunks = len(plans.bounds)
         whole = engine.shape()
 
         def message_seconds(stage: int, chunk: int) -> float:
             start, end = plans.bounds[chunk]
-            tokens = one.batch_rows * one.shape.own_tokens(end - start)
+            tokens = one.batch_rows * one.shape.tokens_per_rank(end - start)
             layer = engine.staged.cut.layers[stage].start
             return tokens * whole.message_bytes_per_token(layer) / UNKNOWN_LINK
 
@@ -412,7 +412,7 @@ class StagePlanCache:
                     reduce=reduces,
                     leaves=leaves,
                     stores=stores,
-                    streams=streams,
+                    kv_copies=kv_copies,
                 ).schedule
             ),
             stages,
@@ -641,17 +641,17 @@ def step_schedule(
     reduce: bool,
     leaves: frozenset[tuple[int, int]] = frozenset(),
     stores: frozenset[tuple[int, int]] = frozenset(),
-    streams: frozenset[Stream] = frozenset(),
+    kv_copies: frozenset[KVCopy] = frozenset(),
 ) -> StepSchedule:
     """Make (or find) the schedule of a step.
 
     A rank may leave the others out of `leaves`, the (stage, chunk) of which anything leaves the
     device, of `stores`, those of which anything goes on to a tier behind the host, and of
-    `streams`, what keys and values do beside units (see `add_kv_copies`): it does not run their
+    `kv_copies`, what keys and values do beside units (see `add_kv_copies`): it does not run their
     lists.
     """
     size = Size(config.pp_size, micro_batches, chunks, config.pp_virtual_stages)
-    return _make(name, size, forward_only, reduce, leaves, stores, streams)
+    return _make(name, size, forward_only, reduce, leaves, stores, kv_copies)
 
 
 def check_size(name: str, size: Size) -> None:
@@ -678,19 +678,19 @@ def _make(
     reduce: bool,
     leaves: frozenset[tuple[int, int]],
     stores: frozenset[tuple[int, int]],
-    streams: frozenset[Stream],
+    kv_copies: frozenset[KVCopy],
 ) -> StepSchedule:
     made = generate(name, size)
     if forward_only:
         forwards = made.keep(lambda action: action.kind == "F")
-        lowered = add_transfers(add_kv_copies(forwards, streams))
+        lowered = add_transfers(add_kv_copies(forwards, kv_copies))
     else:
         chunks = size.num_chunks
         lowered = lower(
             made,
             leaves=lambda stage, unit: (stage, unit % chunks) in leaves,
             stores=lambda stage, unit: (stage, unit % chunks) in stores,
-            streams=streams,
+            kv_copies=kv_copies,
             reduce=reduce,
         )
     validate(lowered)  # once for each size; nothing wrong is ever run
