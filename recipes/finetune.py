@@ -29,7 +29,7 @@ from transformers import (
     set_seed,
 )
 
-from sppo_hf.engine.structure import quiet_peft
+from sppo_hf.engine.structure import suppress_peft_warnings
 
 
 def prepare_rows(recipe: RecipeArguments, tokenizer: PreTrainedTokenizerBase, seed: int) -> Split:
@@ -75,7 +75,7 @@ def main(argv: list[str]) -> int:
         lora = LoraConfig(
             r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM"
         )
-        with quiet_peft():
+        with suppress_peft_warnings():
             model = get_peft_model(model, lora)
     loaded_host_bytes = host_bytes()
 
@@ -101,7 +101,7 @@ def main(argv: list[str]) -> int:
     if recipe.full_finetune:
         reloaded = load_base(str(saved_to))
     else:
-        with quiet_peft():
+        with suppress_peft_warnings():
             base = load_base(recipe.model_name_or_path)
             reloaded = PeftModel.from_pretrained(base, str(saved_to))
     report = summarise(

@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from sppo_hf import SPPOPlugin
 from sppo_hf.engine.step_observer import StepObserver, StepRecord
-from sppo_hf.engine.structure import quiet_peft
+from sppo_hf.engine.structure import suppress_peft_warnings
 from sppo_hf.planning.causes import Cause
 from sppo_hf.planning.plan import Plan
 
@@ -92,7 +92,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         from peft import LoraConfig, get_peft_model
 
         lora = LoraConfig(r=job["lora"], target_modules="all-linear", task_type="CAUSAL_LM")
-        with quiet_peft():
+        with suppress_peft_warnings():
             model = get_peft_model(model, lora)
     notes = _Notebook()
     plugin = SPPOPlugin(show_progress=False, show_plan=False, **job["settings"])

@@ -10,7 +10,7 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from sppo_hf.cli.planning_arguments import trace_unknown
+from sppo_hf.cli.common import trace_unknown
 from sppo_hf.planning.chunk_bounds import even_bounds
 from sppo_hf.planning.cluster import ClusterPlan, ClusterQuestion, simulate_layout, solve_cluster
 from sppo_hf.planning.config_file import load_config

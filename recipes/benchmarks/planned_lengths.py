@@ -22,7 +22,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from sppo_hf.cli.planning_arguments import trace_unknown
+from sppo_hf.cli.common import trace_unknown
 from sppo_hf.config import SPPOConfig
 from sppo_hf.planning.config_file import load_config
 from sppo_hf.planning.hardware import load_profile

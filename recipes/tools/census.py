@@ -24,7 +24,7 @@ from transformers.models.auto import modeling_auto
 
 from recipes.tools.family_table import CENSUS, ROOT, write_page
 from sppo_hf.config import SPPOConfig
-from sppo_hf.engine.family_guard import unchecked
+from sppo_hf.engine.family_guard import family_check_disabled
 from sppo_hf.errors import ConfigError
 from sppo_hf.testing.check import check_model
 
@@ -55,7 +55,7 @@ def census(names: Iterable[str] = TYPES) -> dict[str, tuple[str, str]]:
         error, or why.
     """
     # Tried here, and not a second time by the check that conversion makes of unknown families.
-    with unchecked(), warnings.catch_warnings():
+    with family_check_disabled(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return {name: _outcome(name) for name in names}
 

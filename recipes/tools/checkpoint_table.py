@@ -20,7 +20,7 @@ from typing import Any
 import transformers
 
 from recipes.tools.family_table import LONGEST, ROOT, checkpoints_markdown, write_page
-from sppo_hf.cli.planning_arguments import trace_unknown
+from sppo_hf.cli.common import trace_unknown
 from sppo_hf.config import SPPOConfig
 from sppo_hf.planning.config_file import load_config, namespace_of
 from sppo_hf.planning.hardware import load_profile

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 import yaml
 
-from sppo_hf.cli.planning_arguments import bad_input
+from sppo_hf.cli.common import bad_input
 from sppo_hf.config import SPPOConfig, field_help
 
 

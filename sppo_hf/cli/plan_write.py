@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sppo_hf.cli.planning_arguments import PlanningArguments
+from sppo_hf.cli.common import PlanningArguments
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.activation_modes import RECOMPUTE_BY_SAVED

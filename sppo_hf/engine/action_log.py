@@ -162,13 +162,13 @@ class LayerLog:
         else:
             layer, chunk = divmod(number, self._plan.num_chunks + 1)
         if chunk == self._plan.num_chunks:
-            self.keys_moved(layer, back=True)
+            self.kv_moved(layer, back=True)
         elif (chunk, layer) in self._away:
             if TIERS[self._plan.mode(layer, chunk).tier].behind_host:
                 self._log.note(self._action("L", chunk, layer))
             self._log.note(self._action("H", chunk, layer))
 
-    def keys_moved(self, layer: int, *, back: bool) -> None:
+    def kv_moved(self, layer: int, *, back: bool) -> None:
         """By layer: all keys and values of a layer are on their way."""
         copy = self._action("K" if back else "O", self._plan.num_chunks - 1, layer, 0)
         self._log.note(copy)

@@ -24,10 +24,10 @@ from sppo_hf.engine.mask import IMPLEMENTATION, MaskMeaning, attending_with
 from sppo_hf.engine.sequence_group import (
     SequenceGroup,
     check_heads,
-    key_heads,
-    key_heads_of,
-    own_heads,
-    part_of,
+    local_heads,
+    needed_kv_heads,
+    rank_tokens,
+    select_kv_heads,
 )
 from sppo_hf.errors import SPPOError, UnsupportedModelError
 
@@ -184,15 +184,15 @@ def _own_heads(
     """
     num_heads, tokens = q_BNcH.shape[1], context.end - context.start
     heads = None
-    if group.granules is None:
+    if group.head_blocks is None:
         check_heads(num_heads, group.size, f"layer {context.layer} of {context.model.name}")
-        heads = key_heads(num_heads, k_BKcH.shape[1], group.size)
-    first, end = part_of(context.start, context.end, group.rank, group.size)
+        heads = needed_kv_heads(num_heads, k_BKcH.shape[1], group.size)
+    first, end = rank_tokens(context.start, context.end, group.rank, group.size)
     if first == end:
         q_BNcH, k_BKcH, v_BKcH = (x[:, :, :0] for x in (q_BNcH, k_BKcH, v_BKcH))
-    k_BKcH, v_BKcH = key_heads_of(k_BKcH, heads), key_heads_of(v_BKcH, heads)
+    k_BKcH, v_BKcH = select_kv_heads(k_BKcH, heads), select_kv_heads(v_BKcH, heads)
     if sinks_N is not None:
-        mine = own_heads(num_heads, group.rank, group.size, group.granules)
+        mine = local_heads(num_heads, group.rank, group.size, group.head_blocks)
         sinks_N = sinks_N[mine.start : mine.stop]
     # See [Note: what an exchange hides behind] in sequence_group.
     again = context.exchanged
@@ -218,7 +218,7 @@ def _own_tokens(context: ChunkContext, group: SequenceGroup, out_BCNH: Tensor) -
 
 def _unsent(x_BKcH: Tensor, group: SequenceGroup, tokens: int) -> Tensor:
     rows, num_heads, _, head_size = x_BKcH.shape
-    own = own_heads(num_heads, group.rank, group.size, group.granules)
+    own = local_heads(num_heads, group.rank, group.size, group.head_blocks)
     return _as_of(x_BKcH, x_BKcH.detach().new_empty(rows, len(own), tokens, head_size))
 
 

@@ -27,7 +27,7 @@ from sppo_hf.attention.backends.base import AttentionSpec, Backend
 from sppo_hf.attention.chunk_attention import Stash
 from sppo_hf.attention.kv_cache import Keep, KeyOwners, KVStore
 from sppo_hf.attention.segments import RowSpans
-from sppo_hf.engine.sequence_group import ExchangedAgain, SequenceGroup
+from sppo_hf.engine.sequence_group import RecomputeExchanges, SequenceGroup
 from sppo_hf.engine.structure import ModelParts
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ class ChunkContext:
     """Gives keys and values that stay their place on the device."""
     take_keys: Callable[[Tensor, Tensor], None] | None = None
     """While a layer runs again for its keys and values alone: gets them, BKCH, and raises."""
-    exchanged: ExchangedAgain | None = None
+    exchanged: RecomputeExchanges | None = None
     """While a layer of a shared chunk runs again."""
     attended: Attended = dataclasses.field(default_factory=Attended)
 

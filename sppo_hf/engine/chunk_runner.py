@@ -65,7 +65,7 @@ from sppo_hf.engine.recurrent_state import (
     documents_apart,
     documents_in,
 )
-from sppo_hf.engine.sequence_group import SequenceGroup, part_of
+from sppo_hf.engine.sequence_group import SequenceGroup, rank_tokens
 from sppo_hf.engine.stages import StateEnd, enter
 from sppo_hf.engine.step_observer import StepTimer
 from sppo_hf.engine.structure import ModelParts
@@ -289,7 +289,7 @@ class ChunkRunner:
         start, end = self._plan.bounds[chunk]
         if self._group is None:
             return start, end
-        return part_of(start, end, self._group.rank, self._group.size)
+        return rank_tokens(start, end, self._group.rank, self._group.size)
 
     def run_tokens(self, chunk: int) -> tuple[int, int]:
         """`part`, or one token where it has none; see [Note: a rank without tokens]."""
@@ -559,9 +559,11 @@ class ChunkRunner:
         """`state` as the beginning of the running chunk's graph."""
         if not state.requires_grad:
             return state
-        given, inlet = enter(state)
-        assert inlet is not None, "what needs a gradient is computed with gradients enabled"
-        self._state_ends.setdefault(self._chunk - 1, []).append(StateEnd.of(state, inlet))
+        given, input_gradient = enter(state)
+        assert input_gradient is not None, (
+            "what needs a gradient is computed with gradients enabled"
+        )
+        self._state_ends.setdefault(self._chunk - 1, []).append(StateEnd.of(state, input_gradient))
         return given
 
     def _watch_heap(self, index: int, end: int, hidden: Tensor) -> None:
@@ -639,7 +641,7 @@ class ChunkRunner:
             for chunk in store.chunks:
                 frame, noted = frames.get(chunk), None
                 if self._log is not None and chunk == first:
-                    noted = functools.partial(self._log.keys_moved, position, back=True)
+                    noted = functools.partial(self._log.kv_moved, position, back=True)
                 if frame is not None or not torch.is_grad_enabled():
                     store.put_away(chunk, KeysAgain(index, chunk, frame, noted))
         elif torch.is_grad_enabled():
@@ -650,7 +652,7 @@ class ChunkRunner:
                 away.add(chunk, store)
             self._prefetch_order.record(away, self._number(self._plan.num_chunks, position))
             if self._log is not None:
-                self._log.keys_moved(position, back=False)
+                self._log.kv_moved(position, back=False)
             return away
         return None
 

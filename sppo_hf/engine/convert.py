@@ -248,7 +248,7 @@ def _before_layer(
     runner = engine.running
     if runner is not None:
         return runner.before_layer(index, layer, args, kwargs)
-    engine.layer_runs_outside(index)
+    engine.before_unchunked_layer(index)
     return None
 
 

@@ -70,7 +70,7 @@ def use_expandable_segments(device: torch.device) -> None:
         logger.info("PyTorch's allocator keeps its segments as they are: %s", error)
 
 
-def leave_to_driver(device: torch.device, num_bytes: int) -> None:
+def reserve_driver_memory(device: torch.device, num_bytes: int) -> None:
     """Keep PyTorch's cache from growing into the last `num_bytes` of a CUDA device.
 
     Kernels' code, cuBLAS's workspaces and cuDNN's plans come from the driver, which cannot take
@@ -314,7 +314,7 @@ def run_on(processors: frozenset[int]) -> None:
 
 
 @contextlib.contextmanager
-def near_device(device: torch.device) -> Iterator[None]:
+def bound_to_device(device: torch.device) -> Iterator[None]:
     """Be bound to the device's node for a while; see `bind_to_device`."""
     before = bind_to_device(device)
     try:

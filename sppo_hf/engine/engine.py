@@ -42,11 +42,11 @@ from sppo_hf.engine.layer_tiles import NotTokenWise
 from sppo_hf.engine.logits import LogitsCollector, LogitsRequest
 from sppo_hf.engine.loss import ChunkedLoss, divide_loss
 from sppo_hf.engine.offload_holder import OffloadHolder
-from sppo_hf.engine.plan_cache import AttendingRows, PlanCache, which_train
+from sppo_hf.engine.plan_cache import PlanCache, StepRows, trainable_mask
 from sppo_hf.engine.recompute import RandomState
 from sppo_hf.engine.router_loss import RouterLoss
-from sppo_hf.engine.sequence_group import SequenceGroup, part_of
-from sppo_hf.engine.step_observer import Direction, StepObserver, StepTimer, let_go_of_failed
+from sppo_hf.engine.sequence_group import SequenceGroup, rank_tokens
+from sppo_hf.engine.step_observer import Direction, StepObserver, StepTimer, release_failed_backward
 from sppo_hf.engine.structure import ModelParts, check_adapters, check_layers, check_trainable
 from sppo_hf.errors import ConfigError, SPPOError, UnsupportedModelError
 from sppo_hf.offload.engine import OffloadEngine, OffloadStats
@@ -92,7 +92,7 @@ class Engine:
         self.counters: dict[str, int] = {}
         self.logits_request: LogitsRequest | None = None
         """What calls in evaluation do with logits while it is set."""
-        self.loss_is_outside = ""
+        self.external_loss_name = ""
         """Who computes the loss from logits, as a script names it; "" where nobody said."""
         self.head = ModelHead(parts, original_forward)
         self.offload_holder = OffloadHolder(config)
@@ -167,7 +167,7 @@ class Engine:
         finally:
             self._passes_on = before
 
-    def layer_runs_outside(self, index: int) -> None:
+    def before_unchunked_layer(self, index: int) -> None:
         """A decoder layer is about to run, and no sequence of ours is running.
 
         Raises:
@@ -229,7 +229,7 @@ class Engine:
         if not self._has_run:
             prepare_layers(self.parts, self.config, call.device)
         self._has_run = True
-        let_go_of_failed(self._last_watch())
+        release_failed_backward(self._last_watch())
         logits = self._wanted_logits(call)
         layout = call.layout(all_positions=logits.whole or logits.reduce is not None)
         self.plans.correct(self.observer)
@@ -261,7 +261,7 @@ class Engine:
             if device.type == "cuda":
                 torch.cuda.empty_cache()
 
-    def plan_after_failed_backward(self, error: RuntimeError) -> bool:
+    def replan_after_failed_backward(self, error: RuntimeError) -> bool:
         """Plan with less memory from now on, if it ran out in the first backward of a plan.
 
         Returns:
@@ -277,7 +277,7 @@ class Engine:
         # Sharded weights are gathered by all ranks together, and tokens of a shared sequence are
         # exchanged, so one cannot begin again by itself.
         together = self.parts.is_sharded() or self.group is not None
-        if not ran_out_of_memory(error) or together:
+        if not is_out_of_memory(error) or together:
             return False
         before, after = plan.budgets.device, self.plans.shrink(plan)
         if before is None or after is None:
@@ -323,7 +323,7 @@ class Engine:
         used = layout.used_tokens or call.total_tokens
         chunks = range(sum(start < used for start, _ in plan.bounds))
         step = (
-            AttendingRows(plan, end - start, layout.spans(start, end), chunks, self.group)
+            StepRows(plan, end - start, layout.spans(start, end), chunks, self.group)
             for start, end in call.row_groups(self.config)
         )
         self.plans.warm_up_attention(step, call.device, self.observer)
@@ -420,7 +420,7 @@ class Engine:
             for chunk, hidden_BCD in hidden:
                 if chunk in counts:
                     start, end = plan.bounds[chunk]
-                    labels_BC = labels_of(labels_BT, (start, end), sharing, call.ignore_index)
+                    labels_BC = chunk_labels(labels_BT, (start, end), sharing, call.ignore_index)
                     final = (group, chunk) == last
                     for collector in collectors:
                         collector.begin_chunk(labels[group[0] : group[1], start:end])
@@ -435,7 +435,7 @@ class Engine:
             logits.reduced, logits.failure = reduced.result(), reduced.failure
             logits.logits_tokens = call.total_tokens
             logits.vocab_size, logits.logits_dtype = reduced.vocab_size, reduced.logits_dtype
-        kept = None if whole is None else call.kept_of(whole.result())
+        kept = None if whole is None else call.select_kept_logits(whole.result())
         if kept is None and reduced is not None:
             # Whoever collects outputs of several ranks learns the number of tokens from it.
             kept = torch.zeros(call.batch_rows, call.total_tokens, device=call.device)
@@ -458,7 +458,7 @@ class Engine:
         if call.has_labels:
             loss = self.parts.causal_lm.loss_function
             return f"the loss of the model's own ({getattr(loss, '__name__', type(loss).__name__)})"
-        return self.loss_is_outside or "whoever called the model without labels"
+        return self.external_loss_name or "whoever called the model without labels"
 
     def _warn_of_whole_logits(self, call: ForwardCall, asked_by: str) -> None:
         vocab = self.parts.text_config.vocab_size
@@ -527,7 +527,7 @@ class Engine:
 
     def _inputs(self, call: ForwardCall) -> dict[str, Tensor]:
         """What is cut along the tokens."""
-        embedded = self.parts.embedded_once(call.tokens)
+        embedded = self.parts.embed_sequence(call.tokens)
         if embedded is None:
             return call.tokens
         others = {name: x for name, x in call.tokens.items() if name != "input_ids"}
@@ -545,7 +545,7 @@ class Engine:
     ) -> Plan:
         """The plan for batches of this shape; made, shown and remembered the first time."""
         if device.type == "cuda":
-            self.plans.resting_bytes = self._resting_bytes()
+            self.plans.host_resident_bytes = self._resting_bytes()
             locked = 0 if self.weights is None else self.weights.locked_gradient_bytes
             self.plans.locked_gradient_bytes = locked
         return self.plans.get(
@@ -606,10 +606,10 @@ class Engine:
             self._place_weights(device)
 
     def _which_train(self) -> bytes:
-        return which_train(self.parts.causal_lm.parameters())
+        return trainable_mask(self.parts.causal_lm.parameters())
 
     def _place_weights(self, device: torch.device) -> None:
-        rests = rests_on_host(self._placed)
+        rests = host_resident_predicate(self._placed)
         if rests is None:
             if self.weights is not None:
                 self.weights.close()
@@ -617,7 +617,7 @@ class Engine:
             return
         if self.weights is not None:
             self.weights.release()
-        layers, others = resting_parameters(self.parts, rests)
+        layers, others = host_resident_parameters(self.parts, rests)
         resting = {id(p) for group in [*layers, others] for p in group}
         for module in self.parts.causal_lm.modules():
             for parameter in module.parameters(recurse=False):
@@ -647,7 +647,7 @@ class Engine:
                     )
             self._optimizers[optimizer] = None
 
-    def offer_host(
+    def register_optimizer(
         self, optimizer: torch.optim.Optimizer, states_bytes: int | None, why_not: str = ""
     ) -> None:
         """An optimizer will update the model: what settings leave open may rest on the host.
@@ -668,11 +668,11 @@ class Engine:
         if states_bytes is not None:
             self.plans.optimizer_bytes = states_bytes + (self.plans.optimizer_bytes or 0)
         if len(self._optimizers) == 1 or why_not:
-            self.plans.stays_reason = why_not
+            self.plans.device_only_reason = why_not
 
-    def rest_for_any_length(self, device: torch.device) -> None:
+    def move_to_host_if_too_large(self, device: torch.device) -> None:
         """Put on the host what settings leave open and no length leaves room for on the device."""
-        if self.plans.stays_reason or self.weights is not None:
+        if self.plans.device_only_reason or self.weights is not None:
             return
         facts = device_facts(device, self.config)
         budget = read_budgets(self.config, facts).device
@@ -814,7 +814,7 @@ Rests = Callable[[torch.nn.Parameter], bool]
 """Whether a parameter of a decoder layer rests on the host."""
 
 
-def rests_on_host(config: SPPOConfig) -> Rests | None:
+def host_resident_predicate(config: SPPOConfig) -> Rests | None:
     """Which parameters of layers rest on the host; None where none do."""
     frozen, trained = config.rests
     if not frozen and not trained:
@@ -822,7 +822,7 @@ def rests_on_host(config: SPPOConfig) -> Rests | None:
     return lambda parameter: trained if parameter.requires_grad else frozen
 
 
-def resting_parameters(
+def host_resident_parameters(
     parts: ModelParts, rests: Rests
 ) -> tuple[list[list[torch.nn.Parameter]], list[torch.nn.Parameter]]:
     """Parameters that rest on the host: by decoder layer, and trained ones of all the rest."""
@@ -846,7 +846,7 @@ def resting_parameters(
 _RAN_OUT = ("out of memory", "outside pytorch's allocator", "alloc_failed")
 
 
-def ran_out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that the device's memory ran out, in PyTorch's allocator or beside it.
 
     cuDNN and cuBLAS take memory from the driver, and their errors are plain `RuntimeError`s.
@@ -855,11 +855,11 @@ def ran_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or any(words in said for words in _RAN_OUT)
 
 
-def labels_of(
+def chunk_labels(
     labels_BT: Tensor, bounds: tuple[int, int], group: SequenceGroup | None, ignore_index: int
 ) -> Tensor:
     """Labels of the tokens of a chunk whose hidden states are here."""
-    start, end = bounds if group is None else part_of(*bounds, group.rank, group.size)
+    start, end = bounds if group is None else rank_tokens(*bounds, group.rank, group.size)
     if start == end:  # see [Note: a rank without tokens] in sequence_group
         return labels_BT.new_full((len(labels_BT), 1), ignore_index)
     return labels_BT[:, start:end]

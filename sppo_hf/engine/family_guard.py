@@ -69,7 +69,7 @@ _state = threading.local()
 
 
 @contextlib.contextmanager
-def unchecked() -> Iterator[None]:
+def family_check_disabled() -> Iterator[None]:
     """Lets this thread convert any family: for those who compare it with the unmodified one."""
     before = getattr(_state, "checking", False)
     _state.checking = True
@@ -89,7 +89,7 @@ def check_family(parts: ModelParts) -> None:
         return
     key = str(_own_config(parts).to_diff_dict())
     if key not in _verdicts:
-        with unchecked():
+        with family_check_disabled():
             _verdicts[key] = _verdict(parts)
     reason = _verdicts[key]
     if reason is not None:

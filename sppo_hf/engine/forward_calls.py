@@ -102,7 +102,7 @@ class ForwardCall:
         labels: Tensor | None = self.loss_arguments.get("labels")
         return labels if self.kept_positions is None else None
 
-    def kept_of(self, logits_BTV: Tensor) -> Tensor:
+    def select_kept_logits(self, logits_BTV: Tensor) -> Tensor:
         """The logits, `[B, K, V]`, of the tokens that `logits_to_keep` names."""
         if self.kept_positions is None:
             return logits_BTV

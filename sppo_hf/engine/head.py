@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from sppo_hf.engine.structure import ModelParts, on_instances
+from sppo_hf.engine.structure import ModelParts, patched_attribute
 
 
 class ModelHead:
@@ -50,7 +50,7 @@ class ModelHead:
     def run(self, hidden_BMD: Tensor, **kwargs: Any) -> Any:
         """Run the original forward on hidden states; `kwargs` are labels and loss arguments."""
         output = self.output_class(last_hidden_state=hidden_BMD)
-        with on_instances("forward", {self._parts.base: lambda *_, **__: output}):
+        with patched_attribute("forward", {self._parts.base: lambda *_, **__: output}):
             return self._forward(
                 inputs_embeds=hidden_BMD, use_cache=False, return_dict=True, **kwargs
             )

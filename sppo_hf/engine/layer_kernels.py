@@ -55,7 +55,7 @@ from sppo_hf.attention.backends.verify import TOLERANCE, relative_error
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.chunk_context import ChunkContext, LayerStates, current
 from sppo_hf.engine.recurrent_state import StateCache
-from sppo_hf.engine.structure import ModelParts, mixers_of, names_used
+from sppo_hf.engine.structure import ModelParts, mixers_of, referenced_names
 from sppo_hf.errors import ConfigError, first_line
 
 logger = logging.getLogger(__name__)
@@ -412,7 +412,7 @@ def _globals(mixer: nn.Module) -> dict[str, Any]:
 def _kernels(mixer: nn.Module) -> Iterator[str]:
     """Yield the functions of a mixer that Transformers may have a kernel for."""
     names = _globals(mixer)
-    for name in sorted(names_used(type(mixer)) & names.keys()):
+    for name in sorted(referenced_names(type(mixer)) & names.keys()):
         function = names[name]
         # Transformers' decorator leaves the torch code in `__wrapped__`.
         if callable(function) and inspect.isfunction(code := inspect.unwrap(function)):

@@ -32,7 +32,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from sppo_hf.engine.by_layer import Joint, Pieces
 from sppo_hf.engine.recompute import RecomputedLayer, is_compiled
-from sppo_hf.engine.structure import on_instances
+from sppo_hf.engine.structure import patched_attribute
 from sppo_hf.errors import SPPOError
 from sppo_hf.planning.chunk_bounds import Bounds
 
@@ -249,7 +249,7 @@ class LayerTiles:
             part.module: self._tiled(part, part.module.forward, frame)
             for part in token_wise(layer, hidden)
         }
-        with on_instances("forward", tiled):
+        with patched_attribute("forward", tiled):
             yield
 
     def _tiled(

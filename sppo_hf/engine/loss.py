@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from sppo_hf.engine.structure import hooks_set_aside
+from sppo_hf.engine.structure import without_parameter_hooks
 from sppo_hf.engine.versions import ReadTensors
 from sppo_hf.errors import SPPOError
 
@@ -184,7 +184,7 @@ class ChunkedLoss:
             # The head's own hooks see the sum, when `_TiledLoss` hands it out.
             with (
                 torch.autocast(hidden_MD.device.type, enabled=False),
-                hooks_set_aside(self._trainable),
+                without_parameter_hooks(self._trainable),
             ):
                 dhidden_MD, *dweights = torch.autograd.grad(
                     loss * self.scale, [leaf_MD, *self._trainable], allow_unused=True

@@ -27,12 +27,12 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.device_facts import (
     device_facts,
     dtype_name,
-    leave_to_driver,
     model_shape,
+    reserve_driver_memory,
     use_expandable_segments,
 )
 from sppo_hf.engine.offload_holder import OffloadHolder, offloaded_bytes
-from sppo_hf.engine.sequence_group import SequenceGroup, held_keys, own_heads
+from sppo_hf.engine.sequence_group import SequenceGroup, held_kv_heads, local_heads
 from sppo_hf.engine.step_observer import StepObserver, StepTimer
 from sppo_hf.engine.structure import ModelParts
 from sppo_hf.errors import ConfigError, RankLostError, SPPOError
@@ -79,7 +79,7 @@ class ProfileCorrector:
         if steps == STEP_MEASURED:
             self._waiting.append(watch)
 
-    def corrections_found(self) -> Iterator[ProfileCorrection]:
+    def new_corrections(self) -> Iterator[ProfileCorrection]:
         """Yields what has been learned since the last time; asks the device, never waits for it."""
         waiting, self._waiting = self._waiting, []
         for watch in waiting:
@@ -124,7 +124,7 @@ _FEW_GRADIENTS = 0.01
 _MOST_TRAINED = 8
 
 
-class LastTrained:
+class RecentTrainedSets:
     """The sets of parameters that trained last, of which plans are kept."""
 
     def __init__(self) -> None:
@@ -147,7 +147,7 @@ class LastTrained:
         return forgotten
 
 
-class AttendingRows(NamedTuple):
+class StepRows(NamedTuple):
     """Rows that run together in a step, and what of them runs here."""
 
     plan: Plan
@@ -182,7 +182,7 @@ class PlanCache:
         """Tokens of the rows that training has seen, until they are taken to vary."""
         self._trained = b""
         """Which parameters train, one byte each; empty until a batch trains any."""
-        self._last_trained = LastTrained()
+        self._last_trained = RecentTrainedSets()
         self._shapes: dict[bytes, ModelShape] = {}
         """By the same."""
         self._accumulates = False
@@ -198,11 +198,11 @@ class PlanCache:
         """Likewise."""
         self._shrunk = False
         self._warm_up = WarmUp(budget_seconds=_WARM_UP_SECONDS)
-        self.stays_reason = "no Accelerator has said which optimizer will update them"
+        self.device_only_reason = "no Accelerator has said which optimizer will update them"
         """Why weights and optimizer stay on the device where the settings leave that open."""
         self.optimizer_bytes: int | None = None
         """What the optimizer keeps, once that is known."""
-        self.resting_bytes = 0
+        self.host_resident_bytes = 0
         """Host memory, not pinned, that gradients and optimizer states at rest take already."""
         self.locked_gradient_bytes = 0
         """Page-locked memory that gradients at rest have; like the above it is in plans of training
@@ -315,19 +315,19 @@ class PlanCache:
             make = functools.partial(self._make_plan, device, batch_rows, total_tokens, **wanted)
             plan = shared_plan(make, self._group)
             if self._config.device_memory is None:
-                leave_to_driver(device, CONTEXT_BYTES["cuda"])
-            given_bytes = self.least_given(
+                reserve_driver_memory(device, CONTEXT_BYTES["cuda"])
+            given_bytes = self.min_granted_bytes(
                 functools.partial(
                     self._offload.prepare, device, plan, progress=observer.on_host_memory
                 )
             )
             if given_bytes is None or given_bytes >= least_bytes:
                 return plan
-            warn_of_less(offloaded_bytes(plan), given_bytes)
+            warn_reduced_host_memory(offloaded_bytes(plan), given_bytes)
             self._config = self._config.replace(host_memory=given_bytes)
             least_bytes = given_bytes
 
-    def least_given(self, prepare: Callable[[], int | None]) -> int | None:
+    def min_granted_bytes(self, prepare: Callable[[], int | None]) -> int | None:
         """The least that any rank was given of host memory; None where all got what they need.
 
         `prepare` asks for it on this rank. Where it raises, no rank waits for the others.
@@ -383,7 +383,7 @@ class PlanCache:
             device=device_facts(
                 device,
                 self._config,
-                counted_bytes=self.resting_bytes if training else -self.locked_gradient_bytes,
+                counted_bytes=self.host_resident_bytes if training else -self.locked_gradient_bytes,
             ),
             backend_name=name,
             backend_reason=reason,
@@ -393,14 +393,14 @@ class PlanCache:
             accumulates=training and self._accumulates,
             dtype_name=dtype_name(self._parts, device),
             by_layer=self._by_chunk_reason or True,
-            on_host=self.stays_reason or True,
+            on_host=self.device_only_reason or True,
             in_tiles=self._untiled_reason or True,
             **learned,
         )
         plan = make_plan(request)
         return replace(plan, warnings=(*plan.warnings, *others))
 
-    def need_for_logits(
+    def device_bytes_with_logits(
         self, batch_rows: int, total_tokens: int, device: torch.device
     ) -> tuple[int, int | None]:
         """What an evaluation takes that keeps the logits of all tokens of a batch.
@@ -426,7 +426,7 @@ class PlanCache:
         """Plan anew, once, what the first steps have shown to run at other speeds."""
         if not self._config.correct_plan:
             return
-        for correction_found in self._teacher.corrections_found():
+        for correction_found in self._teacher.new_corrections():
             before = correction_found.plan
             key = next((key for key, plan in self._plans.items() if plan is before), None)
             if key is None:
@@ -459,7 +459,7 @@ class PlanCache:
         To be called before each batch that trains any. An evaluation may freeze some for a while,
         as PEFT's `disable_adapter` does; that plans nothing anew.
         """
-        self._trained = which_train(self._parts.causal_lm.parameters())
+        self._trained = trainable_mask(self._parts.causal_lm.parameters())
         forgotten = self._last_trained.use(self._trained)
         if not isinstance(forgotten, bytes):
             return
@@ -522,8 +522,8 @@ class PlanCache:
         for layer in (layer for layer in shape.layers if layer.num_heads):
             heads = layer.num_heads, layer.num_kv_heads
             if group is not None:
-                part = (group.rank, group.size, group.granules)
-                heads = len(own_heads(heads[0], *part)), len(held_keys(*heads, *part))
+                part = (group.rank, group.size, group.head_blocks)
+                heads = len(local_heads(heads[0], *part)), len(held_kv_heads(*heads, *part))
             in_blocks = layer.window is not None and layer.window == block_tokens
             attention = LayerAttention(
                 num_heads=heads[0],
@@ -540,7 +540,7 @@ class PlanCache:
                 yield attention
 
     def warm_up_attention(
-        self, step: Iterable[AttendingRows], device: torch.device, observer: StepObserver
+        self, step: Iterable[StepRows], device: torch.device, observer: StepObserver
     ) -> None:
         """Let kernels that build a plan for each shape build those of a step now.
 
@@ -582,12 +582,12 @@ def _requirement(layer: LayerAttention, device: torch.device) -> AttentionSpec:
     return spec if layer.local is None else replace(spec, varied=True)
 
 
-def which_train(parameters: Iterable[torch.nn.Parameter]) -> bytes:
+def trainable_mask(parameters: Iterable[torch.nn.Parameter]) -> bytes:
     """Which of some parameters train, one byte each."""
     return bytes(parameter.requires_grad for parameter in parameters)
 
 
-def warn_of_less(planned_bytes: int, given_bytes: int) -> None:
+def warn_reduced_host_memory(planned_bytes: int, given_bytes: int) -> None:
     """Say that the system gives less host memory than was planned with."""
     logger.warning(
         "%s of host memory were planned with, and the system gave %s; planning with those",

@@ -43,7 +43,7 @@ from sppo_hf.engine.selective import (
     SelectiveRecorder,
     SelectiveReplayer,
 )
-from sppo_hf.engine.sequence_group import ExchangedAgain
+from sppo_hf.engine.sequence_group import RecomputeExchanges
 from sppo_hf.engine.versions import ReadTensors, Versions
 from sppo_hf.errors import SPPOError
 from sppo_hf.offload.engine import OffloadedTensor, OffloadEngine, PrefetchOrder
@@ -198,7 +198,7 @@ class RecomputedLayer:
         self._hidden: Holder | None = None
         self._given_states: States = {} if context.states is None else context.states.before
         self._states: dict[StateKey, tuple[Holder, bool]] = {}
-        self._exchanged: ExchangedAgain | None = None
+        self._exchanged: RecomputeExchanges | None = None
         """While the layer is recomputed: what the ranks that share its chunk exchange."""
         self._recorder: SelectiveRecorder | None = None
         self._products: tuple[Product, ...] | None = None
@@ -532,7 +532,7 @@ class RecomputedLayer:
         """
         given, group, stashed = self._context.states, self._context.group, self._recomputing
         if group is not None and stashed is not None and self._exchanged is None:
-            self._exchanged = ExchangedAgain(group.start_heads_to_tokens(stashed[0]))
+            self._exchanged = RecomputeExchanges(group.start_heads_to_tokens(stashed[0]))
         context = dataclasses.replace(
             self._context,
             stash=self,

@@ -39,7 +39,7 @@ from transformers.cache_utils import Cache
 
 from sppo_hf.attention.segments import RowSpans
 from sppo_hf.engine.chunk_context import LayerStates, Spans, StateKey, current
-from sppo_hf.engine.structure import mixers_of, on_instances
+from sppo_hf.engine.structure import mixers_of, patched_attribute
 from sppo_hf.errors import UnsupportedModelError
 
 # B batch rows, C tokens of a chunk or document, D model width, E channels, K kernel size.
@@ -163,7 +163,7 @@ def documents_apart(layer: nn.Module, states: LayerStates | None) -> Iterator[No
         return
     mixers = mixers_of(layer)
     apart = {mixer: functools.partial(_by_document, mixer.forward) for mixer in mixers}
-    with on_instances("forward", apart):
+    with patched_attribute("forward", apart):
         yield
 
 

@@ -62,7 +62,7 @@ ValueT = TypeVar("ValueT")
 
 
 @dataclass(slots=True)
-class ExchangedAgain:
+class RecomputeExchanges:
     """What ranks exchange while they recompute a layer; once, however often it must run."""
 
     out: Exchange
@@ -97,8 +97,8 @@ class SequenceGroup(Protocol):
         ...
 
     @property
-    def granules(self) -> int | None:
-        """See `own_heads`."""
+    def head_blocks(self) -> int | None:
+        """See `local_heads`."""
         ...
 
     def start_tokens_to_heads(self, x_BNcH: Tensor, chunk_tokens: int) -> Exchange:
@@ -132,7 +132,7 @@ class SequenceGroup(Protocol):
 
 
 @contextmanager
-def own_random_numbers(group: SequenceGroup | None, device: torch.device) -> Iterator[None]:
+def rank_random_state(group: SequenceGroup | None, device: torch.device) -> Iterator[None]:
     """Let dropout draw otherwise on each rank that shares a sequence; afterwards all are alike.
 
     Trainers give all ranks one seed, by which tokens of different ranks would be dropped alike.
@@ -147,7 +147,7 @@ def own_random_numbers(group: SequenceGroup | None, device: torch.device) -> Ite
         yield
 
 
-def part_of(start: int, end: int, rank: int, size: int) -> tuple[int, int]:
+def rank_tokens(start: int, end: int, rank: int, size: int) -> tuple[int, int]:
     """The tokens of `[start, end)` that a rank holds.
 
     Where there are fewer than ranks, the last ranks have one each and the others none.
@@ -156,7 +156,7 @@ def part_of(start: int, end: int, rank: int, size: int) -> tuple[int, int]:
     return start + tokens * rank // size, start + tokens * (rank + 1) // size
 
 
-def part_lengths(tokens: int, size: int) -> list[int]:
+def rank_token_counts(tokens: int, size: int) -> list[int]:
     """Tokens of each rank's part of a chunk of `tokens` tokens."""
     ends = [tokens * rank // size for rank in range(size + 1)]
     return [end - start for start, end in itertools.pairwise(ends)]
@@ -180,7 +180,7 @@ def check_heads(num_heads: int, size: int, name: str) -> None:
         )
 
 
-def key_heads(num_heads: int, num_kv_heads: int, size: int) -> list[int] | None:
+def needed_kv_heads(num_heads: int, num_kv_heads: int, size: int) -> list[int] | None:
     """Which key/value head each rank's groups of query heads need, rank by rank.
 
     Query heads `[r * N / n, (r + 1) * N / n)` are rank r's. They are cut into groups of equally
@@ -197,34 +197,34 @@ def key_heads(num_heads: int, num_kv_heads: int, size: int) -> list[int] | None:
     return [first // sharing for first in range(0, num_heads, group)]
 
 
-def own_heads(num_heads: int, part: int, size: int, granules: int | None = None) -> range:
+def local_heads(num_heads: int, part: int, size: int, head_blocks: int | None = None) -> range:
     """The heads, of so many queries, keys or values, of one of the ranks that divide them.
 
-    `granules` runs of equally many heads are not divided further; None where `size` divides
+    `head_blocks` runs of equally many heads are not divided further; None where `size` divides
     `num_heads`.
     """
-    runs = num_heads if granules is None else granules
+    runs = num_heads if head_blocks is None else head_blocks
     heads = num_heads // runs
     return range(heads * (runs * part // size), heads * (runs * (part + 1) // size))
 
 
-def held_keys(
-    num_heads: int, num_kv_heads: int, part: int, size: int, granules: int | None = None
+def held_kv_heads(
+    num_heads: int, num_kv_heads: int, part: int, size: int, head_blocks: int | None = None
 ) -> list[range]:
     """For each key/value head that a rank holds, in order, the query heads it is held for."""
-    order = None if granules is not None else key_heads(num_heads, num_kv_heads, size)
+    order = None if head_blocks is not None else needed_kv_heads(num_heads, num_kv_heads, size)
     count = num_kv_heads if order is None else len(order)
     group = num_heads // count
-    held = own_heads(count, part, size, granules)
+    held = local_heads(count, part, size, head_blocks)
     return [range(group * head, group * (head + 1)) for head in held]
 
 
-def key_positions(have: list[range], need: list[range]) -> tuple[list[int], list[int]]:
+def kv_head_transfers(have: list[range], need: list[range]) -> tuple[list[int], list[int]]:
     """Which keys pass between two ranks, of sets that divide the same heads otherwise.
 
     Each key/value head that the second rank holds comes from the rank that has the first of the
     query heads for which it is held; gradients go back the same way. What they hold is said by
-    `held_keys`.
+    `held_kv_heads`.
 
     Returns:
         Their places among the key/value heads that the first rank holds, and, as many, among those
@@ -239,8 +239,8 @@ def key_positions(have: list[range], need: list[range]) -> tuple[list[int], list
     return [source for source, _ in pairs], [target for _, target in pairs]
 
 
-def key_heads_of(x_BKcH: Tensor, heads: list[int] | None) -> Tensor:
-    """The heads of `key_heads`, `[B, len(heads), c, H]`; their gradients are summed."""
+def select_kv_heads(x_BKcH: Tensor, heads: list[int] | None) -> Tensor:
+    """The heads of `needed_kv_heads`, `[B, len(heads), c, H]`; their gradients are summed."""
     if heads is None:
         return x_BKcH
     # Not by an index: autograd would save it, and a copy on the host would wait for the device.

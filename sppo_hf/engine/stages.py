@@ -44,7 +44,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from sppo_hf.engine.structure import ModelParts, mixers_of, modules_in_place, on_instances
+from sppo_hf.engine.structure import ModelParts, mixers_of, patched_attribute, swapped_modules
 from sppo_hf.errors import ConfigError, UnsupportedModelError
 from sppo_hf.planning.model_profile import LayerProfile
 
@@ -112,7 +112,7 @@ class AbsentLayer(GradientCheckpointingLayer):
         self.carries_state = bool(mixers_of(layer))
         """Whether the layer has recurrent or convolutional mixers."""
         self.given: Tensor | None = None
-        """What the layer was given beside hidden states; see `StagedModel.take_given`."""
+        """What the layer was given beside hidden states; see `StagedModel.take_layer_inputs`."""
         # What models read off their layers: the kind of attention, the index.
         for name, value in vars(layer).items():
             is_plain = isinstance(value, str | int | float | bool)
@@ -220,8 +220,8 @@ class StagedModel:
         made_before = stage > 0 and hasattr(self.parts.decoder, _MAKES_PER_LAYER_INPUTS)
         as_made = {self.parts.decoder: lambda _, made: made} if made_before else {}
         with (
-            modules_in_place(self._places(self._views[stage], stage)),
-            on_instances(_MAKES_PER_LAYER_INPUTS, as_made),
+            swapped_modules(self._places(self._views[stage], stage)),
+            patched_attribute(_MAKES_PER_LAYER_INPUTS, as_made),
         ):
             yield
 
@@ -237,10 +237,10 @@ class StagedModel:
             yield
             return
         ends = {0, self.cut.num_stages - 1}
-        with modules_in_place(self._places(nn.ModuleList(self.parts.layers), *ends)):
+        with swapped_modules(self._places(nn.ModuleList(self.parts.layers), *ends)):
             yield
 
-    def helped_modules(self) -> list[nn.Module]:
+    def borrowed_modules(self) -> list[nn.Module]:
         """Layers and ends of other stages that are here."""
         own = {id(module) for module in self.parts.causal_lm.modules()}
         found = [*self.parts.layers, *(m for ends in self._ends.values() for *_, m in ends)]
@@ -253,7 +253,7 @@ class StagedModel:
         found = [p for module in modules if module is not None for p in module.parameters()]
         return list({id(p): p for p in found}.values())
 
-    def take_given(self, stage: int) -> list[Tensor]:
+    def take_layer_inputs(self, stage: int) -> list[Tensor]:
         """What the layers after `stage` were given beside hidden states when it ran, in order."""
         layers = list(self._views[stage])[self.cut.layers[stage].stop :]
         given = [layer.given for layer in layers if isinstance(layer, AbsentLayer)]
@@ -415,15 +415,15 @@ def _absent(module: nn.Module) -> nn.Module:
     return AbsentEmbedding(inner) if isinstance(inner, nn.Embedding) else AbsentModule()
 
 
-SHARED_KEYS = "shared_kv_states"
+SHARED_KV = "shared_kv_states"
 """The argument of layers that holds keys for others: `[B, K, C, H]` each, by the owner's type, or
 by its index (Gemma 3n before Transformers 5.23)."""
 
-_SharedStates = Mapping[Any, tuple[Tensor, Tensor]]
+_SharedKVStates = Mapping[Any, tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
-class _SharedKeys:
+class _SharedKV:
     """Keys and values of one layer that others read."""
 
     name: str
@@ -437,7 +437,7 @@ class _SharedKeys:
 
 
 @dataclass(frozen=True, slots=True)
-class Received:
+class UnpackedMessage:
     """A message taken apart."""
 
     hidden: Tensor
@@ -458,26 +458,26 @@ class MessageLayout:
     """S; 1 where layers give on one hidden state of each token."""
     per_layer_size: int
     """P; 0 where layers have no inputs of their own."""
-    shared: tuple[_SharedKeys, ...]
+    shared: tuple[_SharedKV, ...]
 
     @classmethod
     def of(cls, parts: ModelParts, layers: Sequence[LayerProfile]) -> MessageLayout:
         """Read the layout off a model's configuration and the profile of all of its layers."""
         text: Any = parts.text_config
         borrowers = [index for index, layer in enumerate(layers) if layer.borrows_keys]
-        shared: list[_SharedKeys] = []
+        shared: list[_SharedKV] = []
         for name in sorted({text.layer_types[index] for index in borrowers}):
             readers = [index for index in borrowers if text.layer_types[index] == name]
             owner = max(i for i in range(borrowers[0]) if text.layer_types[i] == name)
             layer = layers[owner]
             sizes = (layer.qk_head_size, layer.v_head_size)
-            shared.append(_SharedKeys(name, owner, tuple(readers), layer.num_kv_heads, sizes))
+            shared.append(_SharedKV(name, owner, tuple(readers), layer.num_kv_heads, sizes))
         size = getattr(text, "hidden_size_per_layer_input", 0) or 0
         streams = getattr(text, "altup_num_inputs", 0) or 1
         return cls(len(layers), text.hidden_size, streams, size, tuple(shared))
 
     @property
-    def is_hidden_alone(self) -> bool:
+    def is_hidden_only(self) -> bool:
         """Whether nothing but hidden states travels."""
         return self.num_streams == 1 and not self.per_layer_size and not self.shared
 
@@ -492,7 +492,7 @@ class MessageLayout:
         start: int,
         hidden: Tensor,
         per_layer: Sequence[Tensor],
-        shared: _SharedStates,
+        shared: _SharedKVStates,
     ) -> Tensor:
         """Pack the message to the stage whose first layer is `start`.
 
@@ -500,12 +500,12 @@ class MessageLayout:
             start: The first layer of the stage that it goes to.
             hidden: What the layer before it returned, `[B, C, D]` or `[S, B, C, D]`.
             per_layer: Own inputs `[B, C, P]` of layer `start` and of each after it, if they have.
-            shared: See `SHARED_KEYS`.
+            shared: See `SHARED_KV`.
 
         Returns:
             `[B, C, W]`, with the graphs of all.
         """
-        if self.is_hidden_alone:
+        if self.is_hidden_only:
             return hidden
         if self.num_streams > 1:
             hidden = hidden.movedim(0, -2).flatten(-2)
@@ -513,10 +513,10 @@ class MessageLayout:
         flat = [state.transpose(1, 2).flatten(2) for states in found for state in states]
         return torch.cat([hidden, *per_layer, *flat], dim=-1)
 
-    def unpack(self, start: int, message_BCW: Tensor) -> Received:
+    def unpack(self, start: int, message_BCW: Tensor) -> UnpackedMessage:
         """Take apart what came to the stage whose first layer is `start`."""
-        if self.is_hidden_alone:
-            return Received(message_BCW, {}, {})
+        if self.is_hidden_only:
+            return UnpackedMessage(message_BCW, {}, {})
         size = self.per_layer_size
         kinds = self._shared(start)
         per_layer = (self.num_layers - start) * size
@@ -535,9 +535,9 @@ class MessageLayout:
         for keys in kinds:
             key, value = _heads(keys, states)
             shared |= dict.fromkeys((keys.name, keys.owner), (key, value))
-        return Received(hidden.contiguous(), arguments, shared)
+        return UnpackedMessage(hidden.contiguous(), arguments, shared)
 
-    def key_holders(self, layers: range, attending: Collection[int]) -> list[int]:
+    def kv_layers(self, layers: range, attending: Collection[int]) -> list[int]:
         """The layers of a stage that hold keys and values, of which `attending` attend.
 
         Returns:
@@ -556,12 +556,12 @@ class MessageLayout:
             )
         ]
 
-    def _shared(self, start: int) -> list[_SharedKeys]:
+    def _shared(self, start: int) -> list[_SharedKV]:
         """Those that a layer before `start` has and one from there on reads."""
         return [keys for keys in self.shared if keys.owner < start <= keys.readers[-1]]
 
 
-def _heads(keys: _SharedKeys, states: Iterator[Tensor]) -> Iterator[Tensor]:
+def _heads(keys: _SharedKV, states: Iterator[Tensor]) -> Iterator[Tensor]:
     """The next key and value as attention takes them, `[B, K, C, H]`."""
     for size in keys.sizes:
         state = next(states).unflatten(-1, (keys.num_heads, size))
@@ -569,7 +569,7 @@ def _heads(keys: _SharedKeys, states: Iterator[Tensor]) -> Iterator[Tensor]:
 
 
 @dataclass(slots=True)
-class StageInput:
+class InputGradient:
     """Where the gradient of what a unit was given arrives."""
 
     grad: Tensor | None = None
@@ -579,14 +579,14 @@ class _Enter(torch.autograd.Function):
     """The beginning of a unit's graph, which holds none of what goes in."""
 
     @staticmethod
-    def forward(ctx: Any, _anchor: Tensor, x: Tensor, inlet: StageInput) -> Tensor:  # type: ignore[override]
-        ctx.inlet = inlet
+    def forward(ctx: Any, _anchor: Tensor, x: Tensor, input_gradient: InputGradient) -> Tensor:  # type: ignore[override]
+        ctx.input_gradient = input_gradient
         return x.detach()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:  # type: ignore[override]
-        ctx.inlet.grad = grad
+        ctx.input_gradient.grad = grad
         return None, None, None
 
 
@@ -595,17 +595,17 @@ class StateEnd:
     """A state that a unit left for the next one: where its gradient goes, and where it arrives."""
 
     end: GradientEdge
-    inlet: StageInput
+    input_gradient: InputGradient
 
     @property
     def grad(self) -> Tensor | None:
         """The state's gradient; None where nothing that the unit after trains depends on it."""
-        return self.inlet.grad
+        return self.input_gradient.grad
 
     @classmethod
-    def of(cls, state: Tensor, inlet: StageInput) -> StateEnd:
-        """Note the end of the graph that leads to `state`, and the unit after's inlet for it."""
-        return cls(get_gradient_edge(state), inlet)
+    def of(cls, state: Tensor, input_gradient: InputGradient) -> StateEnd:
+        """Note the end of the graph that leads to `state`, and the unit after's input_gradient for it."""
+        return cls(get_gradient_edge(state), input_gradient)
 
 
 @dataclass(slots=True)
@@ -620,7 +620,7 @@ class UnitGraph:
     """Of what it was given, likewise."""
     dtype: torch.dtype
     device: torch.device
-    inlet: StageInput | None
+    input_gradient: InputGradient | None
     """For what it was given; None where it began with tokens."""
     loss: Tensor | None = None
     """Sum of the chunk's losses, on the last stage, where it has labels."""
@@ -628,11 +628,13 @@ class UnitGraph:
     """The chunk's sums of router probabilities `[E]`, where the model has a loss of its routers."""
 
     @classmethod
-    def of(cls, given: Tensor, inlet: StageInput | None, received: Tensor | None) -> UnitGraph:
+    def of(
+        cls, given: Tensor, input_gradient: InputGradient | None, received: Tensor | None
+    ) -> UnitGraph:
         """Note the ends of a graph that leads from `received` to `given`."""
         end = get_gradient_edge(given) if given.requires_grad else None
         received_shape = given.shape if received is None else received.shape
-        return cls(end, given.shape, received_shape, given.dtype, given.device, inlet)
+        return cls(end, given.shape, received_shape, given.dtype, given.device, input_gradient)
 
     def zeros(self) -> Tensor:
         """No gradient of what it gave on."""
@@ -643,10 +645,10 @@ class UnitGraph:
         return torch.zeros(self.received_shape, dtype=self.dtype, device=self.device)
 
 
-def enter(x: Tensor) -> tuple[Tensor, StageInput | None]:
+def enter(x: Tensor) -> tuple[Tensor, InputGradient | None]:
     """`x` as the beginning of a graph, and where its gradient will be."""
     if not torch.is_grad_enabled():
         return x.detach(), None
-    inlet = StageInput()
+    input_gradient = InputGradient()
     anchor = torch.zeros((), device=x.device, requires_grad=True)
-    return _Enter.apply(anchor, x.detach(), inlet), inlet
+    return _Enter.apply(anchor, x.detach(), input_gradient), input_gradient

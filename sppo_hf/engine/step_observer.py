@@ -24,7 +24,7 @@ from torch.profiler import record_function
 from transformers.modeling_outputs import ModelOutput
 
 from sppo_hf.engine.cpu_heap import return_free_heap
-from sppo_hf.engine.sequence_group import part_of
+from sppo_hf.engine.sequence_group import rank_tokens
 from sppo_hf.offload.stats import OffloadStats
 from sppo_hf.planning.model_shape import ModelShape, forward_flops, step_flops
 from sppo_hf.planning.plan import Plan
@@ -225,7 +225,7 @@ class ChunkTimer:
         return tuple(sums)
 
 
-def let_go_of_failed(watch: StepTimer | None) -> None:
+def release_failed_backward(watch: StepTimer | None) -> None:
     """Free what a backward that raised has left, if that was the backward of `watch`.
 
     [Note: what a failed backward leaves] When a node raises, autograd forgets the graph, but on a
@@ -366,7 +366,7 @@ class StepTimer:
     def _record(self, *, training: bool, backward_seconds: float) -> None:
         rows, tokens = self.plan.batch_rows, self.plan.total_tokens
         flops = step_flops if training else forward_flops
-        start, end = part_of(0, rows * tokens, *self.share)
+        start, end = rank_tokens(0, rows * tokens, *self.share)
         self._stats = self.took()
         prediction = self.plan.prediction
         self.observer.on_record(

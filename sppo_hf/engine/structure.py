@@ -61,11 +61,11 @@ _WRITES = frozenset(("update_conv_state", "update_recurrent_state"))
 
 def mixers_of(module: nn.Module) -> tuple[nn.Module, ...]:
     """The modules in `module` that carry a state: those whose code writes it into a cache."""
-    return tuple(child for child in module.modules() if _WRITES & names_used(type(child)))
+    return tuple(child for child in module.modules() if _WRITES & referenced_names(type(child)))
 
 
 @functools.cache
-def names_used(kind: type[nn.Module]) -> frozenset[str]:
+def referenced_names(kind: type[nn.Module]) -> frozenset[str]:
     """The globals and attributes that methods of a class, not of its bases, refer to."""
     methods = (inspect.unwrap(value) for value in vars(kind).values() if inspect.isroutine(value))
     codes = (getattr(method, "__code__", None) for method in methods)
@@ -148,7 +148,7 @@ class ModelParts:
         own_tables = getattr(self.text_config, "hidden_size_per_layer_input", None)
         return bool(own_tables) or self.is_multimodal
 
-    def embedded_once(self, tokens: Mapping[str, Tensor]) -> Tensor | None:
+    def embed_sequence(self, tokens: Mapping[str, Tensor]) -> Tensor | None:
         """Embeddings `[B, T, D]` of the whole sequence, where chunks are to be cut from them.
 
         The gradient of an embedding is as large as the vocabulary, so on a CPU, where that costs
@@ -212,7 +212,7 @@ class ModelParts:
 
 
 @contextlib.contextmanager
-def on_instances(name: str, values: Mapping[Any, Any]) -> Iterator[None]:
+def patched_attribute(name: str, values: Mapping[Any, Any]) -> Iterator[None]:
     """Let objects have this attribute on the instance (a forward, say); at exit as before."""
     before = {owner: owner.__dict__.get(name) for owner in values}
     try:
@@ -227,7 +227,7 @@ def on_instances(name: str, values: Mapping[Any, Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def modules_in_place(
+def swapped_modules(
     places: Sequence[tuple[nn.Module, str, nn.Module | None]],
 ) -> Iterator[None]:
     """Let other modules stand in these places, each (parent, name, module); at exit as before."""
@@ -325,10 +325,10 @@ def check_trainable(parts: ModelParts) -> None:
         )
     layers = (parts.decoder, *parts.layers)
     if any(getattr(layer, "gradient_checkpointing", False) for layer in layers):
-        own_recomputation(parts.causal_lm)
+        disable_gradient_checkpointing(parts.causal_lm)
 
 
-def own_recomputation(model: nn.Module) -> bool:
+def disable_gradient_checkpointing(model: nn.Module) -> bool:
     """Switch the model's own activation checkpointing off, and say so.
 
     Under SPPO it would run attention a second time and hide the layers' insides from the engine;
@@ -458,7 +458,7 @@ def _decoder_layers(base: nn.Module) -> tuple[nn.Module, ...]:
 
 
 @contextlib.contextmanager
-def quiet_peft() -> Iterator[None]:
+def suppress_peft_warnings() -> Iterator[None]:
     """Context for PEFT's `get_peft_model` and `from_pretrained`.
 
     PEFT asks models for `is_gradient_checkpointing`, a name that newer releases of Transformers
@@ -485,12 +485,12 @@ def decoder_config(config: PreTrainedConfig) -> PreTrainedConfig:
         and sound included, or if its text decoder has none of its own.
     """
     text = config.get_text_config(decoder=True)
-    if loader_of(config) is None and loader_of(text) is not None:
+    if auto_class_of(config) is None and auto_class_of(text) is not None:
         return text
     return config
 
 
-def loader_of(config: PreTrainedConfig) -> Any:
+def auto_class_of(config: PreTrainedConfig) -> Any:
     """The automatic class that makes a language model of this very configuration, or None."""
     for loader in (AutoModelForCausalLM, AutoModelForMultimodalLM):
         if type(config) not in loader._model_mapping:
@@ -505,7 +505,7 @@ def loader_of(config: PreTrainedConfig) -> Any:
 
 
 @contextlib.contextmanager
-def hooks_set_aside(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+def without_parameter_hooks(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """Context in which backward runs no hook that was set on `parameters` before it."""
     aside: list[tuple[Any, dict[int, Any]]] = []
     for parameter in parameters:
@@ -523,6 +523,6 @@ def hooks_set_aside(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
             hooks.update(before | since)
 
 
-def any_hooks(parameters: Iterable[nn.Parameter]) -> bool:
+def has_parameter_hooks(parameters: Iterable[nn.Parameter]) -> bool:
     """Whether a hook is set on any of `parameters`."""
     return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters)

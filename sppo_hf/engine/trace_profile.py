@@ -63,17 +63,17 @@ from sppo_hf.engine.selective import (
     storage_key,
     tensors_in,
 )
-from sppo_hf.engine.stages import SHARED_KEYS, MessageLayout
+from sppo_hf.engine.stages import SHARED_KV, MessageLayout
 from sppo_hf.engine.structure import (
     ATTENTION_DROPOUT_FIELDS,
     BUILD_ERRORS,
     ModelParts,
+    auto_class_of,
     decoder_config,
     find_parts,
-    loader_of,
-    modules_in_place,
-    on_instances,
-    quiet_peft,
+    patched_attribute,
+    suppress_peft_warnings,
+    swapped_modules,
 )
 from sppo_hf.errors import ConfigError, SPPOError, first_line
 from sppo_hf.planning.config_file import check_sizes, family, rotary_limit_tokens, to_fields
@@ -123,7 +123,7 @@ def trace_config(config: object, training: Training) -> ModelProfile:
             with _quiet_transformers():
                 config = AutoConfig.for_model(**fields)
         config = decoder_config(config)
-        loader = loader_of(config) or AutoModelForCausalLM
+        loader = auto_class_of(config) or AutoModelForCausalLM
         return trace_model(config, training, loader.from_config)
     except SPPOError:
         raise
@@ -195,7 +195,7 @@ def trace_model(config: PreTrainedConfig, training: Training, make: Any) -> Mode
         outer_adapter_weights=adapters,
         encoder_weights=encoders,
         message_elements=()
-        if messages.is_hidden_alone
+        if messages.is_hidden_only
         else tuple(map(messages.width, range(len(layers)))),
     )
 
@@ -236,7 +236,7 @@ def _only(
     """Leaves the other decoder layers out of a model for a while."""
     modules = parts.decoder._modules
     name = next(n for n, x in modules.items() if x is not None and parts.layers[0] in x.children())
-    return modules_in_place([(parts.decoder, name, nn.ModuleList(layers))])
+    return swapped_modules([(parts.decoder, name, nn.ModuleList(layers))])
 
 
 def _make_fake(module: nn.Module) -> None:
@@ -258,7 +258,7 @@ def _adapt(parts: ModelParts, lora: LoraShape) -> None:
     if not targets:
         return
     settings = LoraConfig(r=lora.rank, target_modules=targets, lora_dropout=lora.dropout)
-    with quiet_peft():
+    with suppress_peft_warnings():
         # Around the base model, because of whole ones PEFT takes names such as `gate_proj` to mean
         # the weights of experts, too.
         inject_adapter_in_model(settings, nn.ModuleList([parts.base]))
@@ -334,7 +334,7 @@ def _calls(parts: ModelParts, tokens: int, training: Training) -> list[_Call]:
         forwards = {layer: left_out(layer, returned) for layer in parts.layers}
         try:
             with (
-                on_instances("forward", forwards),
+                patched_attribute("forward", forwards),
                 attention_taken_over(ChunkContext(model=parts)),
                 _autocast(training),
             ):
@@ -577,7 +577,7 @@ class _Run:
         self.largest_bytes = self.hidden.nbytes
 
     def _leaf(self, name: str, value: Any) -> Any:
-        if name == SHARED_KEYS:
+        if name == SHARED_KV:
             return value  # layers write into it what later ones read
 
         def leaf(tensor: Tensor) -> Tensor:
@@ -683,7 +683,7 @@ class _Run:
             if part is not self._layer and is_worth_tiles(part) and not is_searched(part)
         ]
         in_tiles = {part: functools.partial(self._in_tile, part, part.forward) for part in modules}
-        with on_instances("forward", in_tiles):
+        with patched_attribute("forward", in_tiles):
             yield
 
     def _in_tile(

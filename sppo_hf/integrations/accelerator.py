@@ -43,11 +43,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sppo_hf.engine.convert import check_convertible, convert, get_engine
 from sppo_hf.engine.device_facts import bind_to_device
-from sppo_hf.engine.engine import Engine, rests_on_host
-from sppo_hf.engine.structure import own_recomputation
+from sppo_hf.engine.engine import Engine, host_resident_predicate
+from sppo_hf.engine.structure import disable_gradient_checkpointing
 from sppo_hf.errors import ConfigError, UnsupportedModelError
 from sppo_hf.integrations.checkpoints import is_cut, refuse_partial_save
-from sppo_hf.integrations.limits import (
+from sppo_hf.integrations.validation import (
     COMPILED_PARTS,
     refuse_device_optimizer,
     states_bytes,
@@ -411,7 +411,7 @@ class SPPOAccelerator(Accelerator):
         converted = _engine_inside(model)
         if converted is not None and engine is None:
             converted.place_weights(self.device)
-            converted.rest_for_any_length(self.device)
+            converted.move_to_host_if_too_large(self.device)
             if converted.weights is not None:
                 # What rests on the host would be moved to the device with all else.
                 device_placement = False
@@ -423,7 +423,7 @@ class SPPOAccelerator(Accelerator):
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
         """Prepare an optimizer; one of weights that rest on the host works there."""
         config = self.sppo_plugin.config
-        rests = rests_on_host(config) is not None
+        rests = host_resident_predicate(config) is not None
         is_open = "auto" in (config.weights, config.optimizer) and not self._shares_batches
         done = getattr(optimizer, "_is_accelerate_prepared", False)
         if done or not (rests or is_open):
@@ -445,7 +445,7 @@ class SPPOAccelerator(Accelerator):
         for engine in self._engines(models):
             if any(id(p) in held for p in engine.parts.causal_lm.parameters()):
                 why_not = why_on_device(self, optimizer)
-                engine.offer_host(optimizer, states_bytes(optimizer), why_not)
+                engine.register_optimizer(optimizer, states_bytes(optimizer), why_not)
 
     def _begin_update(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self._each_engine(Engine.begin_update)
@@ -634,7 +634,7 @@ def convert_once(
     if not any(isinstance(module, PreTrainedModel) for module in model.modules()):
         logger.info("SPPO leaves %s alone: no Transformers model is in it", type(model).__name__)
         return
-    own_recomputation(model)
+    disable_gradient_checkpointing(model)
     engine = get_engine(model)
     if engine is None:
         if plugin.config.pp_size > 1:

@@ -42,9 +42,9 @@ from transformers import (
 
 from sppo_hf.engine.convert import is_converted
 from sppo_hf.engine.step_observer import StepObserver, StepRecord
-from sppo_hf.engine.structure import own_recomputation
+from sppo_hf.engine.structure import disable_gradient_checkpointing
 from sppo_hf.errors import ConfigError
-from sppo_hf.integrations.limits import refuse_arguments, refuse_for_sharing_ranks
+from sppo_hf.integrations.validation import refuse_arguments, refuse_for_sharing_ranks
 from sppo_hf.offload.stats import OffloadStats
 from sppo_hf.pipeline.watchdog import AFTER_TRAINING, collective_section, watchdog
 from sppo_hf.planning.hardware import peak_flops
@@ -245,7 +245,7 @@ class SPPOCallback(TrainerCallback):
             return
         self._tell(f"before step {state.global_step + 1}")
         # The Trainer switches checkpointing on at every train(), but prepares only at the first.
-        own_recomputation(model)
+        disable_gradient_checkpointing(model)
         if not is_converted(model):
             raise ConfigError(
                 f"{type(model).__name__} was not prepared by the Accelerator, so SPPO is not in "

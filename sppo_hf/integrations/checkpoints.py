@@ -35,9 +35,9 @@ from torch import nn
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.convert import get_engine
 from sppo_hf.engine.stages import staged_model_of
-from sppo_hf.engine.structure import find_causal_lm, on_instances
+from sppo_hf.engine.structure import find_causal_lm, patched_attribute
 from sppo_hf.errors import ConfigError
-from sppo_hf.integrations.training_step import TrainerMethods
+from sppo_hf.integrations.trainer import TrainerMethods
 from sppo_hf.pipeline.checkpoint import (
     find_damage_together,
     load_weights,
@@ -169,7 +169,7 @@ class TrainerCheckpoints(TrainerMethods):
         with saving(folder, rank_coords_of(trainer.model)):
             save_weights(trainer.model, folder)
             # Tokenizer, arguments, and whatever a subclass adds, without the weights.
-            with on_instances("save_pretrained", {trainer.model: lambda *_, **__: None}):
+            with patched_attribute("save_pretrained", {trainer.model: lambda *_, **__: None}):
                 self._kind.save_model(trainer, folder, _internal_call=True)
         if trainer.args.push_to_hub and not _internal_call:
             trainer.push_to_hub(commit_message="Model save", revision=trainer.args.hub_revision)

@@ -30,7 +30,7 @@ from torch import Tensor
 from sppo_hf.engine.engine import Engine
 from sppo_hf.engine.logits import LogitsRequest, NotTokenWise, join, map_tensors, same
 from sppo_hf.errors import BudgetError, ConfigError
-from sppo_hf.integrations.training_step import TrainerMethods
+from sppo_hf.integrations.trainer import TrainerMethods
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
 from sppo_hf.planning.memory import OPTIMIZER_BYTES_PER_PARAMETER
 from sppo_hf.rules import format_bytes
@@ -72,14 +72,14 @@ class TrainerEvaluation(TrainerMethods):
         trainer, engine = self._trainer, self._engine()
         if engine is None:
             return
-        engine.loss_is_outside = self._loss_outside()
+        engine.external_loss_name = self._loss_outside()
         wants_logits = trainer.compute_metrics is not None and not trainer.args.prediction_loss_only
         if not wants_logits or trainer.eval_dataset is None:
             return
         if isinstance(engine, PipelineEngine):
             self._refuse_pipeline(engine)
         # Without labels for the model, the model's own forward makes whole logits.
-        if engine.loss_is_outside or self._overrides("get_eval_dataloader"):
+        if engine.external_loss_name or self._overrides("get_eval_dataloader"):
             return
         for labels_BT in self._longest_labels():
             try:
@@ -175,7 +175,7 @@ class TrainerEvaluation(TrainerMethods):
                 return self._kind.prediction_step(*step, ignore_keys=ignore_keys)
         if isinstance(engine, PipelineEngine):
             self._refuse_pipeline(engine)
-        engine.loss_is_outside = self._loss_outside()
+        engine.external_loss_name = self._loss_outside()
         request = engine.logits_request = self._new_request(engine, inputs)
         try:
             result = self._kind.prediction_step(*step, ignore_keys=ignore_keys)
@@ -189,7 +189,7 @@ class TrainerEvaluation(TrainerMethods):
     def _new_request(self, engine: Engine, inputs: dict[str, Any]) -> LogitsRequest | None:
         """What the model is to do with the logits of a batch."""
         labels = inputs.get("labels")
-        if not isinstance(labels, Tensor) or labels.ndim != 2 or engine.loss_is_outside:
+        if not isinstance(labels, Tensor) or labels.ndim != 2 or engine.external_loss_name:
             return None  # nothing is run chunk by chunk, or it is refused by its own name
         function = self._function
         reducible = function is not None and self._may_reduce(engine)
@@ -320,7 +320,7 @@ class TrainerEvaluation(TrainerMethods):
         trainer = self._trainer
         # Where batches go; weights may rest on the host.
         device = trainer.accelerator.device
-        need, budget = engine.plans.need_for_logits(batch_rows, total_tokens, device)
+        need, budget = engine.plans.device_bytes_with_logits(batch_rows, total_tokens, device)
         vocab = engine.parts.text_config.vocab_size
         values = batch_rows * total_tokens * vocab
         if getattr(trainer.accelerator, "native_amp", False):

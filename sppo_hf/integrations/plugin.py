@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.convert import revert
-from sppo_hf.engine.engine import rests_on_host
+from sppo_hf.engine.engine import host_resident_predicate
 from sppo_hf.engine.step_observer import ObserverHub
 from sppo_hf.errors import ConfigError
 from sppo_hf.integrations.accelerator import attach, convert_once, without_mixed_precision_wrapper
@@ -30,7 +30,9 @@ from sppo_hf.integrations.checkpoints import (
     tell_sharing_ranks,
 )
 from sppo_hf.integrations.evaluation import TrainerEvaluation
-from sppo_hf.integrations.limits import (
+from sppo_hf.integrations.progress import ProgressReporter
+from sppo_hf.integrations.trainer import TrainerStep
+from sppo_hf.integrations.validation import (
     environment_sp_size,
     move_if_it_fits,
     refuse_accelerator,
@@ -39,8 +41,6 @@ from sppo_hf.integrations.limits import (
     refuse_host_weights,
     refuse_sizes,
 )
-from sppo_hf.integrations.progress import ProgressReporter
-from sppo_hf.integrations.training_step import TrainerStep
 from sppo_hf.pipeline.convert import launch_watchdog, load_model_stages
 from sppo_hf.pipeline.mesh import check_nodes, check_world
 from sppo_hf.pipeline.watchdog import watch_launch_when_joined
@@ -284,7 +284,7 @@ class SPPOPlugin(ParallelismConfig):
         trainer = calling_trainer(self)
         if trainer is None:
             return
-        if rests_on_host(self.config) is not None:
+        if host_resident_predicate(self.config) is not None:
             # What rests on the host need not fit on the device, not even once.
             trainer._move_model_to_device = lambda model, device: None
         elif "auto" in (self.config.weights, self.config.optimizer):

@@ -126,7 +126,7 @@ class TrainerStep(TrainerMethods):
             first = copy.copy(inputs)
             return self._kind.training_step(self._trainer, model, first, *args, **kwargs)
         except RuntimeError as error:
-            if not engine.plan_after_failed_backward(error):
+            if not engine.replan_after_failed_backward(error):
                 raise
         # Here, where the error and all that it holds of the failed step are gone.
         del first

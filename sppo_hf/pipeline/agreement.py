@@ -17,7 +17,7 @@ from torch import nn
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.forward_calls import ForwardCall
-from sppo_hf.engine.plan_cache import which_train
+from sppo_hf.engine.plan_cache import trainable_mask
 from sppo_hf.errors import PipelineError, SPPOError
 from sppo_hf.pipeline.mesh import PipelineMesh
 
@@ -116,7 +116,7 @@ def refused(
     # Through the replicas of a stage first: then the other stages hear what they have found.
     refuses, apart = int(refusal is not None), False
     if summed is not None:
-        number = zlib.crc32(which_train(summed.values()))
+        number = zlib.crc32(trainable_mask(summed.values()))
         most = torch.tensor([refuses, number, -number])
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=mesh.replica_control_group)
         refuses, largest, smallest = most[0].item(), most[1].item(), -most[2].item()

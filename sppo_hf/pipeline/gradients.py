@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.autograd import Variable
 
-from sppo_hf.engine.structure import any_hooks
+from sppo_hf.engine.structure import has_parameter_hooks
 from sppo_hf.errors import ConfigError, SPPOError
 from sppo_hf.pipeline.agreement import all_true
 
@@ -109,7 +109,7 @@ class StepGradients:
         given, reduced, replicas = self.parameters(), self._reduced, self._replicas
         averaged = [p for p in self._parameters if id(p) in reduced]
         if replicas is not None:
-            as_expected = factor == 1.0 and self._untouched() and not any_hooks(averaged)
+            as_expected = factor == 1.0 and self._untouched() and not has_parameter_hooks(averaged)
             if replicas.all_true(as_expected):
                 for parameter in averaged:
                     parameter.grad = reduced[id(parameter)]

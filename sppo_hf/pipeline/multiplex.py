@@ -23,7 +23,7 @@ what is sent.
   the pipeline, owners average their gradients at the end of the step.
 - *Heads.* Sets have 2 to P ranks, and few models have heads for all of these sizes. Where query
   heads cannot be divided evenly, ranks divide key/value heads as evenly as possible
-  (`head_granules`).
+  (`count_head_blocks`).
 - *K/V.* In a set each rank has the K/V of its share of the heads. When the set of a stage changes,
   the new ranks get the heads that they will attend with, of all chunks so far; a chunk's are sent
   as soon as it has run. Each run of units that one set computes has K/V stores of its own, so the
@@ -43,7 +43,7 @@ what is sent.
   wait on the device, and are counted (`sppo_hf.planning.pipeline_cost`).
 - *K/V that layers share.* The rank that runs the first reader of a stage holds what came with the
   message, like K/V of its own.
-- *Tokens.* Parts are cut as in sequence parallelism (`part_of`), of any length. What passes between
+- *Tokens.* Parts are cut as in sequence parallelism (`rank_tokens`), of any length. What passes between
   stages is cut where the parts of both sets overlap; what stays on its rank is not sent.
 - *The loss* of a shared chunk is computed by all ranks of its set, each with the head, and summed.
 
@@ -66,14 +66,14 @@ from torch import distributed as dist
 
 from sppo_hf.attention.kv_cache import KVStore
 from sppo_hf.engine.chunk_runner import ChunkRunner
-from sppo_hf.engine.sequence_group import held_keys, key_positions, part_of
+from sppo_hf.engine.sequence_group import held_kv_heads, kv_head_transfers, rank_tokens
 from sppo_hf.engine.stages import StagedModel
 from sppo_hf.engine.structure import ModelParts
 from sppo_hf.errors import PipelineError, UnsupportedModelError
 from sppo_hf.pipeline.gradients import buckets_of
 from sppo_hf.pipeline.mesh import PipelineMesh
 from sppo_hf.planning.chunk_bounds import Bounds
-from sppo_hf.planning.model_profile import LayerProfile, head_granules
+from sppo_hf.planning.model_profile import LayerProfile, count_head_blocks
 from sppo_hf.schedule.actions import COMPUTE_KINDS, Action, Kind
 from sppo_hf.schedule.messages import Message, messages
 from sppo_hf.schedule.schedule import Schedule
@@ -152,7 +152,7 @@ def check_shareable_units(parts: ModelParts, layers: Iterable[LayerProfile], pp_
             "layers, whose states go from token to token. Allowed: models in which every layer "
             "attends. Remedy: pp_msp='off'."
         )
-    head_granules((layer for layer in layers if layer.num_heads), pp_size, parts.name)
+    count_head_blocks((layer for layer in layers if layer.num_heads), pp_size, parts.name)
 
 
 class RemoteWeights:
@@ -185,7 +185,7 @@ class RemoteWeights:
     @property
     def resident_bytes(self) -> int:
         """Bytes of other stages' weights that are always here: those that do not train."""
-        modules = self._staged.helped_modules()
+        modules = self._staged.borrowed_modules()
         found = {id(p): p for module in modules for p in module.parameters()}
         return sum(
             p.nbytes for p in found.values() if not p.requires_grad and id(p) not in self._own
@@ -205,7 +205,7 @@ class RemoteWeights:
     def begin_step(self, device: torch.device) -> None:
         """Put other stages' modules on the model's device and in its training mode."""
         training = self._staged.parts.causal_lm.training
-        for module in self._staged.helped_modules():
+        for module in self._staged.borrowed_modules():
             module.train(training)
             for child in module.modules():
                 for parameter in child._parameters.values():
@@ -373,8 +373,8 @@ class SharedUnits:
     """Returns W of the messages to a stage."""
     layers: Callable[[int], Mapping[int, LayerProfile]]
     """Returns the layers of a stage that hold K/V, by index."""
-    granules: int | None
-    """How sets divide heads, see `head_granules`."""
+    head_blocks: int | None
+    """How sets divide heads, see `count_head_blocks`."""
     dtype: torch.dtype
     """Dtype of hidden states between stages."""
     kv_dtype: torch.dtype
@@ -415,7 +415,7 @@ class SharedUnits:
         """Return the half-open tokens, counted within the chunk, of a compute's part."""
         start, end = self.bounds[self.schedule.chunk(action)]
         size = len(self.schedule.unit_ranks(action.stage, action.unit))
-        return part_of(0, end - start, action.part or 0, size)
+        return rank_tokens(0, end - start, action.part or 0, size)
 
     def take_input(self, action: Action, stage: int) -> Tensor:
         """Assemble the input `[B, c, W]` of a compute from what ranks of `stage` computed."""
@@ -488,15 +488,15 @@ class SharedUnits:
         in what the rank of `later` holds.
         """
         return [
-            (layer, *key_positions(self._held(layer, earlier), self._held(layer, later)))
+            (layer, *kv_head_transfers(self._held(layer, earlier), self._held(layer, later)))
             for layer in self.layers(earlier.stage).values()
         ]
 
     def _held(self, layer: LayerProfile, action: Action) -> list[range]:
-        """Return the key/value heads that a rank holds for a compute; see `held_keys`."""
+        """Return the key/value heads that a rank holds for a compute; see `held_kv_heads`."""
         size = len(self.schedule.unit_ranks(action.stage, action.unit))
         heads = layer.num_heads, layer.num_kv_heads
-        return held_keys(*heads, action.part or 0, size, self.granules)
+        return held_kv_heads(*heads, action.part or 0, size, self.head_blocks)
 
     def _kv_numel(self, message: Message) -> int:
         """Return the number of elements in a message of K/V or of their gradients."""

@@ -27,17 +27,22 @@ from transformers.utils.output_capturing import maybe_install_capturing_hooks
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.batch_layout import BatchLayout
 from sppo_hf.engine.chunk_runner import ChunkRunner
-from sppo_hf.engine.engine import Engine, labelled_chunks, labels_of
+from sppo_hf.engine.engine import Engine, chunk_labels, labelled_chunks
 from sppo_hf.engine.family_guard import check_router_loss
 from sppo_hf.engine.forward_calls import ForwardCall, read_call
 from sppo_hf.engine.head import fused_tile
 from sppo_hf.engine.loss import ChunkedLoss, divide_loss
-from sppo_hf.engine.plan_cache import AttendingRows, which_train
+from sppo_hf.engine.plan_cache import StepRows, trainable_mask
 from sppo_hf.engine.router_loss import RouterLoss
-from sppo_hf.engine.sequence_group import SequenceGroup, own_random_numbers, part_of
+from sppo_hf.engine.sequence_group import SequenceGroup, rank_random_state, rank_tokens
 from sppo_hf.engine.stages import MessageLayout, StagedModel
 from sppo_hf.engine.step_observer import StepObserver, StepRecord
-from sppo_hf.engine.structure import ModelParts, check_adapters, check_trainable, hooks_set_aside
+from sppo_hf.engine.structure import (
+    ModelParts,
+    check_adapters,
+    check_trainable,
+    without_parameter_hooks,
+)
 from sppo_hf.engine.versions import ReadTensors
 from sppo_hf.errors import ConfigError, PipelineError, SPPOError, UnsupportedModelError
 from sppo_hf.offload.stats import OffloadStats
@@ -55,7 +60,7 @@ from sppo_hf.pipeline.multiplex import (
     Run,
     SharedUnits,
     chunk_runs,
-    head_granules,
+    count_head_blocks,
 )
 from sppo_hf.pipeline.sequence_parallel import SequenceRanks
 from sppo_hf.pipeline.stage_plans import (
@@ -159,7 +164,7 @@ class PipelineStepTimer:
         engine, call = self.engine, self.call
         mesh = engine.mesh
         sharing = len(mesh.sharing_ranks)
-        start, end = part_of(
+        start, end = rank_tokens(
             0, call.batch_rows * call.total_tokens, mesh.rank - mesh.sharing_ranks[0], sharing
         )
         flops = step_flops if training else forward_flops
@@ -414,7 +419,7 @@ class PipelineEngine(Engine):
             drawing = self.group
             if prepared.step.name == MSP:
                 drawing = self._set_ranks(tuple(range(self.mesh.pp_size)))
-            with hooks_set_aside(parameters), own_random_numbers(drawing, call.device):
+            with without_parameter_hooks(parameters), rank_random_state(drawing, call.device):
                 self._execute(prepared, units, gradients, scale)
             if self._helped is not None and prepared.runs is not None:
                 self._helped.end_step()
@@ -554,7 +559,7 @@ class PipelineEngine(Engine):
         if self.staged.helps:
             stages = range(self.staged.cut.num_stages)
             parameters = [p for stage in stages for p in self.staged.parameters_of(stage)]
-        return zlib.crc32(which_train(parameters)), zlib.crc32(which_train(tied))
+        return zlib.crc32(trainable_mask(parameters)), zlib.crc32(trainable_mask(tied))
 
     def _refuse_apart(self, tied: tuple[int, ...]) -> None:
         """Refuse that ranks sum gradients of different parameters; all of them do.
@@ -640,7 +645,7 @@ class PipelineEngine(Engine):
         self._units = units
         return units
 
-    def _attending(self, layout: BatchLayout, prepared: Prepared) -> Iterator[AttendingRows]:
+    def _attending(self, layout: BatchLayout, prepared: Prepared) -> Iterator[StepRows]:
         """What this rank's units attend to."""
         alone = Run(range(len(prepared.bounds)), (self.mesh.pp_rank,))
         own = {(stage, alone) for stage in self.staged.cut.own}
@@ -653,16 +658,16 @@ class PipelineEngine(Engine):
                 group = self._set_ranks(run.ranks)
             for start, end in prepared.rows:
                 spans = layout.spans(start, end)
-                yield AttendingRows(plan, end - start, spans, run.chunks, group)
+                yield StepRows(plan, end - start, spans, run.chunks, group)
 
     def _set_ranks(self, ranks: tuple[int, ...]) -> SequenceRanks:
         number = ranks.index(self.mesh.pp_rank)
-        group, granules = self.mesh.unit_groups[ranks], self._head_granules()
-        return SequenceRanks(group, number, len(ranks), granules=granules)
+        group, head_blocks = self.mesh.unit_groups[ranks], self._head_granules()
+        return SequenceRanks(group, number, len(ranks), head_blocks=head_blocks)
 
     def _head_granules(self) -> int | None:
         layers = (layer for layer in self.shape().layers if layer.num_heads)
-        return head_granules(layers, self.mesh.pp_size, self.parts.name)
+        return count_head_blocks(layers, self.mesh.pp_size, self.parts.name)
 
     def _label_loss(self, call: ForwardCall, layout: BatchLayout, prepared: Prepared) -> AddLoss:
         """Sums up the model's own loss, for the rank that has the last stage."""
@@ -684,7 +689,7 @@ class PipelineEngine(Engine):
         ) -> Tensor:
             assert call.shift_labels is not None, "calls without labels were refused"
             bounds_of = (tokens.start, tokens.stop)
-            labels_BC = labels_of(call.shift_labels[rows], bounds_of, group, call.ignore_index)
+            labels_BC = chunk_labels(call.shift_labels[rows], bounds_of, group, call.ignore_index)
             return loss.add(hidden_BCD, labels_BC, last=tokens.start == last_start)
 
         return add
@@ -707,7 +712,7 @@ class PipelineEngine(Engine):
             micro_batch, chunk = divmod(unit, len(bounds))
             (row, row_end), (start, end) = rows[micro_batch], bounds[chunk]
             if self.group is not None:  # one token where it has none of its own
-                start, end = part_of(start, end, self.group.rank, self.group.size)
+                start, end = rank_tokens(start, end, self.group.rank, self.group.size)
             return row_end - row, max(1, end - start), messages.width(layers[stage].start)
 
         def reduce(stage: int) -> None:
@@ -751,10 +756,9 @@ class PipelineEngine(Engine):
             rows=prepared.rows,
             widths=lambda stage: messages.width(stages[stage].start),
             layers=lambda stage: {
-                index: shape.layers[index]
-                for index in messages.key_holders(stages[stage], attending)
+                index: shape.layers[index] for index in messages.kv_layers(stages[stage], attending)
             },
-            granules=self._head_granules(),
+            head_blocks=self._head_granules(),
             dtypes=(dtype, torch.get_autocast_dtype(kind) if autocast else dtype),
             stores=lambda stage, micro_batch, run: units.sequence(
                 stage, micro_batch, run.chunks.start

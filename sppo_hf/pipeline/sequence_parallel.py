@@ -35,9 +35,14 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.device_facts import model_shape
 from sppo_hf.engine.engine import Engine
 from sppo_hf.engine.forward_calls import ForwardCall
-from sppo_hf.engine.plan_cache import which_train
+from sppo_hf.engine.plan_cache import trainable_mask
 from sppo_hf.engine.recurrent_state import mixers_of
-from sppo_hf.engine.sequence_group import check_heads, own_heads, own_random_numbers, part_lengths
+from sppo_hf.engine.sequence_group import (
+    check_heads,
+    local_heads,
+    rank_random_state,
+    rank_token_counts,
+)
 from sppo_hf.engine.step_observer import StepObserver
 from sppo_hf.engine.structure import ModelParts
 from sppo_hf.errors import BudgetError, ConfigError, PipelineError, UnsupportedModelError
@@ -59,8 +64,8 @@ class SequenceRanks:
     """Of this one, in the group."""
     size: int
     _: KW_ONLY
-    granules: int | None = None
-    """By which they divide heads, see `own_heads`."""
+    head_blocks: int | None = None
+    """By which they divide heads, see `local_heads`."""
     control: Any = None
     """A group for decisions, on processors."""
 
@@ -72,22 +77,24 @@ class SequenceRanks:
 
     def start_tokens_to_heads(self, x_BNcH: Tensor, chunk_tokens: int) -> Exchange:
         """`[B, N, c, H]` to `[B, n, C, H]`, n of the N heads."""
-        lengths = part_lengths(chunk_tokens, self.size)
+        lengths = rank_token_counts(chunk_tokens, self.size)
         assert x_BNcH.shape[2] == lengths[self.rank], "every rank has its part of the chunk"
         return self._exchange(x_BNcH, lengths, x_BNcH.shape[1], to_heads=True)
 
     def start_heads_to_tokens(self, x_BNCH: Tensor) -> Exchange:
         """`[B, n, C, H]`, n of the N heads, to `[B, N, c, H]`."""
         _, own, chunk_tokens, _ = x_BNCH.shape
-        runs = self.size if self.granules is None else self.granules
-        heads = own // len(own_heads(runs, self.rank, self.size, self.granules)) * runs
-        return self._exchange(x_BNCH, part_lengths(chunk_tokens, self.size), heads, to_heads=False)
+        runs = self.size if self.head_blocks is None else self.head_blocks
+        heads = own // len(local_heads(runs, self.rank, self.size, self.head_blocks)) * runs
+        return self._exchange(
+            x_BNCH, rank_token_counts(chunk_tokens, self.size), heads, to_heads=False
+        )
 
     def _exchange(
         self, x: Tensor, lengths: list[int], num_heads: int, *, to_heads: bool
     ) -> Exchange:
         every = range(self.size)
-        counts = [len(own_heads(num_heads, r, self.size, self.granules)) for r in every]
+        counts = [len(local_heads(num_heads, r, self.size, self.head_blocks)) for r in every]
         heads, tokens = _ToHeads(self, lengths, counts), _ToTokens(self, lengths, counts)
         return Exchange(x, heads, tokens) if to_heads else Exchange(x, tokens, heads)
 
@@ -97,7 +104,7 @@ class SequenceRanks:
 
     def gather_tokens(self, x_BcD: Tensor, chunk_tokens: int) -> Tensor:
         """`[B, c, D]` to `[B, C, D]`."""
-        return _GatheredTokens.apply(x_BcD, self, part_lengths(chunk_tokens, self.size))
+        return _GatheredTokens.apply(x_BcD, self, rank_token_counts(chunk_tokens, self.size))
 
     def sum_over_ranks(self, x: Tensor) -> Tensor:
         """The sum over the ranks."""
@@ -357,10 +364,10 @@ class SequenceParallelEngine(Engine):
             mask = call.attention_mask
             read = {
                 "sum of attention_mask": -1 if mask is None else int(mask.sum()),
-                "trained parameters": zlib.crc32(which_train(self.parts.causal_lm.parameters())),
+                "trained parameters": zlib.crc32(trainable_mask(self.parts.causal_lm.parameters())),
             }
             agree(self.mesh, call_facts(call, self.config) | read)
-            with own_random_numbers(self.group, call.device):
+            with rank_random_state(self.group, call.device):
                 output = super()._run(call)
         activity = f"in backward pass {self._calls}"
         for value in output.values():

@@ -15,9 +15,14 @@ import torch
 from torch import distributed as dist
 
 from sppo_hf.config import SPPOConfig
-from sppo_hf.engine.device_facts import device_facts, dtype_name, leave_to_driver, whole_shape
+from sppo_hf.engine.device_facts import device_facts, dtype_name, reserve_driver_memory, whole_shape
 from sppo_hf.engine.offload_holder import offloaded_bytes
-from sppo_hf.engine.plan_cache import STEP_MEASURED, LastTrained, shared_plan, warn_of_less
+from sppo_hf.engine.plan_cache import (
+    STEP_MEASURED,
+    RecentTrainedSets,
+    shared_plan,
+    warn_reduced_host_memory,
+)
 from sppo_hf.errors import BudgetError, ConfigError
 from sppo_hf.offload.stats import OffloadStats
 from sppo_hf.pipeline.agreement import all_say, make_on_all_ranks, make_on_first_rank
@@ -177,7 +182,7 @@ class StagePlanCache:
         self._choices: dict[tuple[Any, ...], tuple[PipelineChoice, torch.dtype]] = {}
         self._steps: dict[tuple[Any, ...], PipelineStep] = {}
         self._warned: set[str] = set()
-        self._last_trained = LastTrained()
+        self._last_trained = RecentTrainedSets()
         self._accumulates = False
         self._seen: dict[tuple[Any, ...], int] = {}
         """Steps of each shape."""
@@ -484,7 +489,7 @@ class StagePlanCache:
             # Each plan has a share of the budgets, and one pool serves them all.
             budgets = read_budgets(rank_request().config, rank_request().device)
             pooled = [replace(plan, budgets=budgets) for plan in plans.values()]
-            given_bytes = engine.plans.least_given(
+            given_bytes = engine.plans.min_granted_bytes(
                 functools.partial(
                     engine.offload_holder.prepare,
                     device,
@@ -495,7 +500,7 @@ class StagePlanCache:
             )
             if given_bytes is None or given_bytes >= (self._host_bytes or math.inf):
                 break
-            warn_of_less(batches * sum(map(offloaded_bytes, pooled)), given_bytes)
+            warn_reduced_host_memory(batches * sum(map(offloaded_bytes, pooled)), given_bytes)
             self._host_bytes = given_bytes
             rank_request.cache_clear()
         whole = engine.shape()
@@ -532,7 +537,7 @@ class StagePlanCache:
         backend, reason = engine.plans.describe_backends(shape, device)
         facts = device_facts(device, config)
         if config.device_memory is None:
-            leave_to_driver(device, CONTEXT_BYTES["cuda"])
+            reserve_driver_memory(device, CONTEXT_BYTES["cuda"])
         if engine.group is not None:
             shape = replace(shape, sp=engine.group.size)
         return PlanRequest(

@@ -35,13 +35,13 @@ from sppo_hf.engine.head import ModelHead
 from sppo_hf.engine.router_loss import RouterLoss
 from sppo_hf.engine.sequence_group import SequenceGroup
 from sppo_hf.engine.stages import (
-    SHARED_KEYS,
+    SHARED_KV,
+    InputGradient,
     MessageLayout,
-    Received,
     StagedModel,
-    StageInput,
     StateEnd,
     UnitGraph,
+    UnpackedMessage,
     enter,
 )
 from sppo_hf.errors import SPPOError, UnsupportedModelError
@@ -206,7 +206,7 @@ class StageRunner:
         self._deferred: dict[tuple[int, int, int], WeightGradients] = {}
         """By stage, micro-batch and chunk, first halves of backward whose second has not run."""
         self._current_deferred = WeightGradients()
-        self._received: Received | None = None
+        self._received: UnpackedMessage | None = None
         """Input of the running stage's first layer, see `first_layer_input`."""
         self._last_output: tuple[Tensor, Mapping[Any, Any]] | None = None
         """What `last_layer_output` was told."""
@@ -284,7 +284,7 @@ class StageRunner:
         embedded = None
         if stage == 0:
             with self.staged.running(stage):
-                embedded = self.staged.parts.embedded_once(inputs.tokens)
+                embedded = self.staged.parts.embed_sequence(inputs.tokens)
         if embedded is not None:
             others = {name: x for name, x in inputs.tokens.items() if name != "input_ids"}
             inputs = replace(inputs, tokens={"inputs_embeds": embedded.detach(), **others})
@@ -301,7 +301,7 @@ class StageRunner:
         received: Tensor | None,
         *,
         rows: tuple[int, int],
-    ) -> tuple[Tensor, StageInput | None, Tensor | None]:
+    ) -> tuple[Tensor, InputGradient | None, Tensor | None]:
         """Run the stage's layers over a chunk.
 
         Returns:
@@ -328,7 +328,7 @@ class StageRunner:
             last_output = self._last_output
         finally:
             self._received = self._last_output = None
-            own_inputs = self.staged.take_given(stage)
+            own_inputs = self.staged.take_layer_inputs(stage)
         self.head.output_class = type(output)
         router_sums = None
         if self.router_loss is not None:
@@ -345,7 +345,7 @@ class StageRunner:
         hidden, shared = last_output
         return self.messages.pack(end, hidden, own_inputs, shared), stage_input, router_sums
 
-    def first_layer_input(self) -> Received | None:
+    def first_layer_input(self) -> UnpackedMessage | None:
         """Return what the first layer of the running stage gets; None for its own arguments.
 
         Models scale embeddings or add positions to them before their first layer, which must not
@@ -494,8 +494,12 @@ class StageRunner:
         self, stage: int, run: _ActiveRun, chunk: int, unit: UnitGraph
     ) -> Tensor | None:
         if stage > 0:
-            assert unit.inlet is not None, "a later stage received its input"
-            return unit.received_zeros() if unit.inlet.grad is None else unit.inlet.grad
+            assert unit.input_gradient is not None, "a later stage received its input"
+            return (
+                unit.received_zeros()
+                if unit.input_gradient.grad is None
+                else unit.input_gradient.grad
+            )
         if run.embedded is not None:
             self._collect_embedding_gradient(run, chunk, unit)
         return None
@@ -503,12 +507,12 @@ class StageRunner:
     def _collect_embedding_gradient(self, run: _ActiveRun, chunk: int, unit: UnitGraph) -> None:
         """Collect the gradient of all tokens' embeddings; the last backward backpropagates it."""
         assert run.embedded is not None, "tokens were embedded once"
-        assert unit.inlet is not None, "and chunks are slices of that"
+        assert unit.input_gradient is not None, "and chunks are slices of that"
         if run.embedded_grad is None:
             run.embedded_grad = torch.zeros_like(run.embedded)
         start, end = run.runner.run_tokens(chunk)
-        if unit.inlet.grad is not None:
-            run.embedded_grad[:, start:end] = unit.inlet.grad
+        if unit.input_gradient.grad is not None:
+            run.embedded_grad[:, start:end] = unit.input_gradient.grad
         if chunk == run.chunks.start:
             with torch.autocast(run.embedded.device.type, enabled=False):
                 run.embedded.backward(run.embedded_grad)
@@ -555,7 +559,7 @@ def first_layer_hook(
         if received is None:
             return None
         if received.shared:
-            kwargs[SHARED_KEYS].update(received.shared)
+            kwargs[SHARED_KV].update(received.shared)
         if args:
             return (received.hidden, *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": received.hidden}
@@ -576,6 +580,6 @@ def last_layer_hook(get_runner: Callable[[], StageRunner | None]) -> Callable[..
                 f"{type(layer).__name__} returns more than hidden states to the next layer, which "
                 "is not sent between the stages of a pipeline. Train it on one device (pp_size=1)."
             )
-        runner.last_layer_output(hidden, kwargs.get(SHARED_KEYS) or {})
+        runner.last_layer_output(hidden, kwargs.get(SHARED_KV) or {})
 
     return hook

@@ -31,10 +31,10 @@ from torch.autograd import Variable
 from transformers.modeling_outputs import ModelOutput
 
 from sppo_hf.engine.batch_layout import BatchLayout
-from sppo_hf.engine.engine import labels_of
+from sppo_hf.engine.engine import chunk_labels
 from sppo_hf.engine.forward_calls import ForwardCall
 from sppo_hf.engine.recompute import RunContext
-from sppo_hf.engine.sequence_group import SequenceGroup, part_of
+from sppo_hf.engine.sequence_group import SequenceGroup, rank_tokens
 from sppo_hf.engine.versions import ReadTensors
 from sppo_hf.errors import SPPOError, UnsupportedModelError
 from sppo_hf.pipeline.gradients import StepGradients, average_after_backward
@@ -77,8 +77,8 @@ class HeadOutputs:
         assert labels is not None, "a pipeline runs with labels"
         part = bounds = (tokens.start, tokens.stop)
         if self._group is not None:
-            part = part_of(*bounds, self._group.rank, self._group.size)
-        labels_BC = labels_of(labels[rows], bounds, self._group, self._call.ignore_index)
+            part = rank_tokens(*bounds, self._group.rank, self._group.size)
+        labels_BC = chunk_labels(labels[rows], bounds, self._group, self._call.ignore_index)
         output = self._head.run(hidden_BCD, shift_labels=labels_BC, **self._call.head_arguments)
         self.kind = type(output)
         total = torch.zeros((), device=hidden_BCD.device)

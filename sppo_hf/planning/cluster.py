@@ -22,7 +22,7 @@ from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.hardware import UNKNOWN_LINK
 from sppo_hf.planning.layouts import Layout, LowerBounds, SearchSpace
 from sppo_hf.planning.memory_snapshots import Budgets
-from sppo_hf.planning.model_profile import head_granules
+from sppo_hf.planning.model_profile import count_head_blocks
 from sppo_hf.planning.pipeline_cost import PipelineCost
 from sppo_hf.planning.tiers import HOST, TIERS, Tier, tiers_behind_host
 from sppo_hf.schedule.generate import (
@@ -73,7 +73,7 @@ class ClusterQuestion:
     """What may be chosen."""
 
     shares_units: bool = True
-    """Whether ranks of a pipeline can share units of this model (`head_granules`), where its heads
+    """Whether ranks of a pipeline can share units of this model (`count_head_blocks`), where its heads
     can be divided among them."""
 
     @cached_property
@@ -134,7 +134,7 @@ class ClusterQuestion:
         found: list[int] = []
         for stages in range(2, min(self.gpus, self.cost.shape.num_layers) + 1):
             try:
-                head_granules(attending, stages, "the model")
+                count_head_blocks(attending, stages, "the model")
             except ConfigError:
                 break
             found.append(stages)

@@ -124,15 +124,15 @@ class ModelCost:
         return self.shape.sp
 
     def shared_by(
-        self, sp: int, exchange_bytes_per_second: float, granules: int | None = None
+        self, sp: int, exchange_bytes_per_second: float, head_blocks: int | None = None
     ) -> ModelCost:
         """Returns the costs of one of `sp` ranks that share each unit, and exchange so fast.
 
-        Of ranks with unequal numbers of heads (`granules`, see `ModelShape`), the one with most.
+        Of ranks with unequal numbers of heads (`head_blocks`, see `ModelShape`), the one with most.
         """
         return replace(
             self,
-            shape=replace(self.shape, sp=sp, granules=granules),
+            shape=replace(self.shape, sp=sp, head_blocks=head_blocks),
             exchange_bytes_per_second=exchange_bytes_per_second,
         )
 
@@ -150,10 +150,10 @@ class ModelCost:
         """
         if self.sp == 1:
             return 0.0
-        work, granules = self.shape.layers[layer], self.shape.granules
-        heads = work.heads_of(self.sp, granules)
+        work, head_blocks = self.shape.layers[layer], self.shape.head_blocks
+        heads = work.heads_of(self.sp, head_blocks)
         if keys and not work.borrows_keys:
-            heads += work.kv_heads_of(self.sp, granules)
+            heads += work.kv_heads_of(self.sp, head_blocks)
         elements = heads * (work.qk_head_size + work.v_head_size)
         sent = self.batch_rows * (self.sp - 1) * self.shape.own_tokens(tokens) * elements
         return sent * self.shape.dtype_bytes / self.exchange_bytes_per_second
@@ -366,7 +366,7 @@ class ModelCost:
             return flops
         # Where ranks are more than heads, several take a head, and each a part of its queries.
         each = max(1, self.sp // shape.num_heads)
-        return flops * shape.heads_of(self.sp, self.shape.granules) / (each * shape.num_heads)
+        return flops * shape.heads_of(self.sp, self.shape.head_blocks) / (each * shape.num_heads)
 
     def _launches(self, tokens: int, tile: int) -> float:
         """How many times as many kernels a layer in tiles has.

@@ -33,7 +33,7 @@ from sppo_hf.planning.chunk_bounds import (
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.memory import ByteTables, byte_tables
-from sppo_hf.planning.pipeline_cost import OffloadRule, granules_of
+from sppo_hf.planning.pipeline_cost import OffloadRule, head_blocks_of
 from sppo_hf.planning.policies import sppo_ratios, uniform_modes
 from sppo_hf.planning.stages import StageWeights, balanced_stages
 from sppo_hf.planning.tiers import HOST, TIERS, Tier
@@ -712,14 +712,14 @@ class LowerBounds:
 
     def _shares(self, layout: Layout, size: int) -> NDArray[np.float64]:
         """[kinds, chunks] Seconds of a layer's units on all ranks of a set of so many together."""
-        granules = granules_of(self.cost(layout), layout.stages)
-        key = (*_batch(layout), size, granules)
+        head_blocks = head_blocks_of(self.cost(layout), layout.stages)
+        key = (*_batch(layout), size, head_blocks)
         if key not in self._shared:
-            sharing = layout.sp, size, granules
+            sharing = layout.sp, size, head_blocks
             if sharing not in self._costs_of_sets:
                 cost = self.cost(layout)
                 if size > 1:
-                    cost = cost.shared_by(layout.sp * size, self._fastest_rate, granules)
+                    cost = cost.shared_by(layout.sp * size, self._fastest_rate, head_blocks)
                 self._costs_of_sets[sharing] = cost
             work = self._costs_of_sets[sharing].unit_seconds(self.bounds(layout))
             again = work.recompute[:, SAVED.index(layout.saved)]

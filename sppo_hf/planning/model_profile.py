@@ -169,26 +169,26 @@ class LayerProfile:
             return 0
         return self.num_kv_heads * (self.qk_head_size + self.v_head_size)
 
-    def heads_of(self, ranks: int, granules: int | None = None) -> int:
+    def heads_of(self, ranks: int, head_blocks: int | None = None) -> int:
         """Query heads of the rank that has most, if that many ranks divide them.
 
         Args:
             ranks: how many.
-            granules: runs of heads that are not divided, if there are such (`head_granules`).
+            head_blocks: runs of heads that are not divided, if there are such (`count_head_blocks`).
         """
-        if granules and self.num_heads:
-            return -(-granules // ranks) * (self.num_heads // granules)
+        if head_blocks and self.num_heads:
+            return -(-head_blocks // ranks) * (self.num_heads // head_blocks)
         return -(-self.num_heads // ranks)
 
-    def kv_heads_of(self, ranks: int, granules: int | None = None) -> int:
+    def kv_heads_of(self, ranks: int, head_blocks: int | None = None) -> int:
         """Key and value heads that the query heads of one of that many ranks read, at most.
 
         Those that several ranks read are on each of them.
         """
         if not self.num_heads or not self.num_kv_heads:
             return 0
-        if granules:
-            return -(-granules // ranks) * (self.num_kv_heads // granules)
+        if head_blocks:
+            return -(-head_blocks // ranks) * (self.num_kv_heads // head_blocks)
         group, heads = self.num_heads // self.num_kv_heads, self.num_heads
         ends = [rank * heads // ranks for rank in range(ranks + 1)]
         return max(
@@ -206,7 +206,7 @@ class LayerProfile:
         return self.num_heads * self.v_head_size
 
 
-def head_granules(layers: Iterable[LayerProfile], pp_size: int, name: str) -> int | None:
+def count_head_blocks(layers: Iterable[LayerProfile], pp_size: int, name: str) -> int | None:
     """How ranks that share units (`schedule.generate.msp`) divide the attention heads of a model.
 
     They come in sets of every size up to `pp_size`. The runtime refuses by what is said here, and
@@ -221,7 +221,7 @@ def head_granules(layers: Iterable[LayerProfile], pp_size: int, name: str) -> in
         name: Of the model.
 
     Returns:
-        See `own_heads`; one for all layers.
+        See `local_heads`; one for all layers.
 
     Raises:
         ConfigError: Some size does neither.

@@ -131,7 +131,7 @@ class ModelShape:
     """Sequence-parallel ranks that share every chunk. FLOPs are of all of them, weights and their
     gradients on each; what tokens take on one of them is said by `one_rank`."""
 
-    granules: int | None = None
+    head_blocks: int | None = None
     """Runs of heads that these ranks do not divide further; None where they divide heads evenly."""
 
     @classmethod
@@ -392,11 +392,13 @@ class ModelShape:
         made: dict[LayerProfile, LayerProfile] = {}
         for layer in self.layers:
             if layer not in made:
-                heads = self.sp * layer.heads_of(self.sp, self.granules) if layer.num_heads else 0
+                heads = (
+                    self.sp * layer.heads_of(self.sp, self.head_blocks) if layer.num_heads else 0
+                )
                 returned = heads * layer.v_head_size * self.dtype_bytes
                 made[layer] = replace(
                     layer,
-                    num_kv_heads=self.sp * layer.kv_heads_of(self.sp, self.granules),
+                    num_kv_heads=self.sp * layer.kv_heads_of(self.sp, self.head_blocks),
                     window=None if layer.window is None else -(-layer.window // self.sp),
                     whole_bytes=layer.whole_bytes + returned,
                 )

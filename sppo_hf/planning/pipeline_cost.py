@@ -13,7 +13,7 @@ to its like on the other rank. Where ranks share a unit, all their devices are o
 
 [Note: more devices than heads] Where the devices of a shared unit are more than query heads,
 several have the same head and divide its queries; then each holds that head's K/V whole. Where
-they cannot divide heads evenly (`head_granules`), the one with most sets the pace; its K/V are
+they cannot divide heads evenly (`count_head_blocks`), the one with most sets the pace; its K/V are
 counted as if they were even shares.
 
 [Note: weights of shared units] A rank that shares units of a stage not its own needs its weights.
@@ -53,7 +53,7 @@ from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.memory import CONTEXT_BYTES, ByteTables, byte_tables
 from sppo_hf.planning.memory_snapshots import Bytes
-from sppo_hf.planning.model_profile import head_granules
+from sppo_hf.planning.model_profile import count_head_blocks
 from sppo_hf.planning.policies import sppo_leaving, uniform_modes
 from sppo_hf.planning.stages import StageWeights, balanced_stages, streams_of
 from sppo_hf.planning.tiers import HOST, TIERS, Tier
@@ -183,9 +183,9 @@ class PipelineCost:
         return {end: message for message in found for end in (message.send, message.receive)}
 
     @cached_property
-    def granules(self) -> int | None:
-        """How the ranks of shared units divide heads, as `head_granules` says."""
-        return granules_of(self.cost, self.schedule.num_ranks) if self.shared_units else None
+    def head_blocks(self) -> int | None:
+        """How the ranks of shared units divide heads, as `count_head_blocks` says."""
+        return head_blocks_of(self.cost, self.schedule.num_ranks) if self.shared_units else None
 
     @cached_property
     def ratios(self) -> tuple[tuple[float, ...], ...]:
@@ -471,7 +471,7 @@ class PipelineCost:
     def _compute_of(self, ranks: int, rate: float) -> dict[Kind, NDArray[np.float64]]:
         """The same of units that so many ranks share, which exchange at that rate."""
         if (ranks, rate) not in self._of_ranks:
-            cost = self.cost.shared_by(self.cost.sp * ranks, rate, self.granules)
+            cost = self.cost.shared_by(self.cost.sp * ranks, rate, self.head_blocks)
             self._of_ranks[ranks, rate] = self._added_up(cost)
         return self._of_ranks[ranks, rate]
 
@@ -747,8 +747,8 @@ class PipelineCost:
         return byte_tables(self.cost.shape, self._decisions, self.cost.profile.kind)
 
 
-def granules_of(cost: ModelCost, num_ranks: int) -> int | None:
-    """Returns `head_granules` of a pipeline of so many ranks that share units.
+def head_blocks_of(cost: ModelCost, num_ranks: int) -> int | None:
+    """Returns `count_head_blocks` of a pipeline of so many ranks that share units.
 
     None, as if heads could be divided evenly, where the runtime refuses to share them.
     """
@@ -756,7 +756,7 @@ def granules_of(cost: ModelCost, num_ranks: int) -> int | None:
     if cost.sp > 1 or not attending:
         return None
     try:
-        return head_granules(attending, num_ranks, "the model")
+        return count_head_blocks(attending, num_ranks, "the model")
     except ConfigError:
         return None
 

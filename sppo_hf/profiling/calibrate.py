@@ -18,7 +18,12 @@ from typing import TypeVar
 import torch
 
 from sppo_hf.config import SPPOConfig
-from sppo_hf.engine.device_facts import device_facts, device_numa_node, device_versions, near_device
+from sppo_hf.engine.device_facts import (
+    bound_to_device,
+    device_facts,
+    device_numa_node,
+    device_versions,
+)
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.hardware import Curve, HardwareProfile
 from sppo_hf.planning.machine import free_disk_bytes, host_memory_bytes, lockable_bytes
@@ -133,7 +138,7 @@ def calibrate(
 ) -> HardwareProfile:
     """Measure `device`, its copies and, where a folder is given, a disk.
 
-    The process runs next to the device meanwhile, see `near_device`.
+    The process runs next to the device meanwhile, see `bound_to_device`.
 
     Args:
         device: a CPU or CUDA device.
@@ -149,7 +154,7 @@ def calibrate(
     device = _checked_device(device)
     sizes = QUICK if quick else SIZES[device.type]
     dtypes = {name: _dtype(name) for name in dtype_names or sizes.dtype_names}
-    with near_device(device), _current(device), torch.no_grad():
+    with bound_to_device(device), _current(device), torch.no_grad():
         measured = _measure(device, sizes, dtypes, offload_dir, on_progress or _silent)
     facts = device_facts(device, SPPOConfig())
     backends = ", ".join(

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig
 
 from sppo_hf.config import SPPOConfig
-from sppo_hf.engine.structure import BUILD_ERRORS, decoder_config, loader_of
+from sppo_hf.engine.structure import BUILD_ERRORS, auto_class_of, decoder_config
 from sppo_hf.errors import ConfigError, SPPOError, UnsupportedModelError, first_line
 from sppo_hf.planning.config_file import check_sizes, read_fields
 from sppo_hf.rules import format_bytes, refuse, show
@@ -245,7 +245,7 @@ def small_model(
     whole = decoder_config(config) is config
     if local and whole and path.is_dir() and _has_weights(path) and _is_small(config):
         try:
-            model = loader_of(config).from_pretrained(path, dtype=dtype)
+            model = auto_class_of(config).from_pretrained(path, dtype=dtype)
         except BUILD_ERRORS as error:
             raise ConfigError(
                 f"the model in {path} cannot be loaded ({first_line(error)}). {_NAMES}"
@@ -266,7 +266,7 @@ def _tiny_text_decoder(name: str, dtype: torch.dtype, whole: ConfigError) -> Pre
         text = AutoConfig.for_model(name).get_text_config(decoder=True)
     except BUILD_ERRORS:
         raise whole from None
-    if text.model_type == name or loader_of(text) is None:
+    if text.model_type == name or auto_class_of(text) is None:
         raise whole
     return build_tiny_model(text.model_type, dtype=dtype)
 

@@ -25,7 +25,12 @@ from transformers import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from sppo_hf.engine.structure import BUILD_ERRORS, decoder_config, loader_of, quiet_peft
+from sppo_hf.engine.structure import (
+    BUILD_ERRORS,
+    auto_class_of,
+    decoder_config,
+    suppress_peft_warnings,
+)
 from sppo_hf.errors import ConfigError, first_line
 from sppo_hf.planning.config_file import MOST_MODULES, check_sizes, walk
 from sppo_hf.rules import format_bytes
@@ -263,7 +268,7 @@ def _shares(total: int, parts: int) -> list[int]:
 
 
 def _check_causal(config: PreTrainedConfig) -> None:
-    if loader_of(config) is None or config.is_encoder_decoder:
+    if auto_class_of(config) is None or config.is_encoder_decoder:
         raise ConfigError(
             f"model type {config.model_type!r} has no causal language model in Transformers;"
             " only decoder-only causal language models can be fine-tuned"
@@ -440,7 +445,7 @@ def _construct(config: PreTrainedConfig) -> PreTrainedModel:
     """The causal language model of `config` in float64, on the device of the context."""
     _check_causal(config)
     try:
-        model: PreTrainedModel = loader_of(config).from_config(config, dtype=torch.float64)
+        model: PreTrainedModel = auto_class_of(config).from_config(config, dtype=torch.float64)
         return model
     except BUILD_ERRORS as error:
         raise _not_buildable(config.model_type, error) from error
@@ -538,7 +543,7 @@ def add_lora(model: PreTrainedModel, *, rank: int = 4, seed: int = 0) -> nn.Modu
         exclude_modules=sorted(routers) or None,
         bias="none",
     )
-    with quiet_peft():
+    with suppress_peft_warnings():
         wrapped = get_peft_model(model, settings)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)

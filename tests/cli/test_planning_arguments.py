@@ -8,7 +8,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub import errors
 
-from sppo_hf.cli.planning_arguments import (
+from sppo_hf.cli.common import (
     MOST_TOKENS,
     Dtype,
     Mode,

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.convert import convert
-from sppo_hf.engine.structure import find_parts, quiet_peft
+from sppo_hf.engine.structure import find_parts, suppress_peft_warnings
 from sppo_hf.offload.casts import WeightCasts
 from sppo_hf.testing.tiny_families import FAMILIES
 from sppo_hf.testing.tiny_models import tiny_config
@@ -202,7 +202,7 @@ def _asked_for(name: str, field: str) -> bool:
 def _add_lora(model: nn.Module, targets: Any) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
-    with quiet_peft():
+    with suppress_peft_warnings():
         return get_peft_model(model, LoraConfig(r=RANK, target_modules=targets)).train()
 
 

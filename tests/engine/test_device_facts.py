@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine import device_facts
 from sppo_hf.engine.device_facts import model_shape
-from sppo_hf.engine.structure import find_parts, quiet_peft
+from sppo_hf.engine.structure import find_parts, suppress_peft_warnings
 from sppo_hf.planning.machine import has_expandable_segments
 from sppo_hf.planning.model_profile import LoraShape
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
@@ -155,10 +155,10 @@ def test_the_cache_leaves_a_part_of_a_gpu_to_the_driver(monkeypatch: pytest.Monk
     monkeypatch.setattr(
         torch.cuda, "set_per_process_memory_fraction", lambda *args: said.append(args)
     )
-    device_facts.leave_to_driver(torch.device("cpu"), 2 * gib)
+    device_facts.reserve_driver_memory(torch.device("cpu"), 2 * gib)
     assert not said
     gpu = torch.device("cuda", 0)
-    device_facts.leave_to_driver(gpu, 2 * gib)
+    device_facts.reserve_driver_memory(gpu, 2 * gib)
     assert said == [(78 / 80, gpu)]
 
 
@@ -212,7 +212,7 @@ def test_is_let_go_again_even_after_an_error(monkeypatch: pytest.MonkeyPatch) ->
     system = _system(monkeypatch, allowed={0, 1, 2, 3}, node=0, on_node={0, 1})
 
     def fail_while_bound() -> None:
-        with device_facts.near_device(GPU):
+        with device_facts.bound_to_device(GPU):
             assert system.allowed == {0, 1}
             raise KeyboardInterrupt
 
@@ -235,14 +235,14 @@ def test_a_thread_that_has_just_ended_is_no_error(monkeypatch: pytest.MonkeyPatc
 
 def test_a_processor_as_device_is_left_alone() -> None:
     before = os.sched_getaffinity(0)
-    with device_facts.near_device(torch.device("cpu")):
+    with device_facts.bound_to_device(torch.device("cpu")):
         assert os.sched_getaffinity(0) == before
 
 
 def adapted(dtype: torch.dtype, **settings: Any) -> Any:
     peft = pytest.importorskip("peft")
     model = build_tiny_model("llama", dtype=dtype)
-    with quiet_peft():
+    with suppress_peft_warnings():
         return peft.get_peft_model(model, peft.LoraConfig(**settings))
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from sppo_hf import SPPOConfig
 from sppo_hf.engine.convert import convert
-from sppo_hf.engine.family_guard import unchecked
-from sppo_hf.engine.structure import quiet_peft
+from sppo_hf.engine.family_guard import family_check_disabled
+from sppo_hf.engine.structure import suppress_peft_warnings
 from sppo_hf.planning.activation_modes import FrameMode
 from sppo_hf.testing.exactness import compare
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
@@ -54,7 +54,7 @@ def test_gradients_are_exact(
     force_modes(monkeypatch, lambda chunk, layer: MODES[(chunk + 2 * layer) % len(MODES)])
     model = add_lora(build_tiny_model(family, dtype=torch.float64))
     config = SPPOConfig(min_offload_size=1, show_plan=False, **settings)
-    with unchecked(), on_a_thread() as thread:
+    with family_check_disabled(), on_a_thread() as thread:
         report = compare(model, make_batch(rows=2, tokens=sum(LENGTHS)), config)
     assert thread.backwards >= 2, "the unmodified model's, ours, and those of tiles of the loss"
     assert report.exact, str(report)
@@ -76,7 +76,7 @@ def with_dropout(model: Any) -> Any:
     lora = peft.LoraConfig(
         r=4, lora_dropout=0.2, target_modules="all-linear", init_lora_weights=False
     )
-    with quiet_peft():
+    with suppress_peft_warnings():
         return peft.get_peft_model(model, lora)
 
 

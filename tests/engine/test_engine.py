@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from sppo_hf import BudgetError, ConfigError, SPPOConfig, SPPOError, UnsupportedModelError
 from sppo_hf.engine.convert import convert, get_engine, revert
 from sppo_hf.engine.step_observer import StepObserver
-from sppo_hf.engine.structure import quiet_peft
+from sppo_hf.engine.structure import suppress_peft_warnings
 from sppo_hf.testing.exactness import compare, float64_everywhere
 from sppo_hf.testing.tiny_models import build_tiny_model
 
@@ -488,7 +488,7 @@ def test_adapters_that_begin_within_the_sequence_are_refused_while_active(model,
     settings = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj"], "init_lora_weights": False}
     invoked = peft.LoraConfig(**settings, alora_invocation_tokens=[int(ids[0, 4])])
     convert(model, _config())
-    with quiet_peft():
+    with suppress_peft_warnings():
         wrapped = peft.get_peft_model(model, invoked).train(training)
     with pytest.raises(UnsupportedModelError, match="'default' has alora_invocation_tokens"):
         wrapped(input_ids=ids, labels=ids)

@@ -29,7 +29,7 @@ from sppo_hf.attention.backends import base
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine import plan_cache
 from sppo_hf.engine.convert import convert, is_converted
-from sppo_hf.engine.family_guard import unchecked
+from sppo_hf.engine.family_guard import family_check_disabled
 from sppo_hf.errors import ConfigError, UnsupportedModelError
 from sppo_hf.planning.config_file import bypasses_attention_interface
 from sppo_hf.planning.plan import Plan
@@ -235,7 +235,7 @@ def _case(family: str, scenario: str) -> Case:
 def _assert_exact(family: str, cell: Cell) -> None:
     case = _case(family, cell.scenario)
     # What the check at conversion would find is found here.
-    with unchecked(), pytest.MonkeyPatch.context() as patch:
+    with family_check_disabled(), pytest.MonkeyPatch.context() as patch:
         if cell.recompute == AGAIN:
             _force_attention_again(patch)
         report = compare(

@@ -19,7 +19,7 @@ from sppo_hf.engine import engine as engines
 from sppo_hf.engine import plan_cache
 from sppo_hf.engine.convert import convert, get_engine, revert
 from sppo_hf.engine.device_facts import model_shape
-from sppo_hf.engine.family_guard import unchecked
+from sppo_hf.engine.family_guard import family_check_disabled
 from sppo_hf.engine.structure import find_parts
 from sppo_hf.errors import ConfigError, SPPOError
 from sppo_hf.offload import weights as host
@@ -83,7 +83,7 @@ def test_weights_on_the_host_are_exact(
     force_modes(monkeypatch, lambda chunk, layer: MODES[(chunk + layer) % len(MODES)])
     model = build_tiny_model(family, dtype=torch.float64)
     config = SPPOConfig(chunk_lengths=(5, 9, 7), **places)
-    with unchecked():  # what the check at conversion would find is found here
+    with family_check_disabled():  # what the check at conversion would find is found here
         report = compare(model, make_batch(rows=2, tokens=21), config)
     assert report.exact, str(report)
 
@@ -345,8 +345,8 @@ def test_what_leaves_no_room_for_any_length_rests_before_the_first(
         model = _converted()
         engine = get_engine(model)
         assert engine is not None
-        engine.offer_host(torch.optim.AdamW(model.parameters()), None)
-        engine.rest_for_any_length(torch.device("cpu"))
+        engine.register_optimizer(torch.optim.AdamW(model.parameters()), None)
+        engine.move_to_host_if_too_large(torch.device("cpu"))
         weights = engine.weights
         return [weights is not None and not weights.stays, weights is not None]
 
@@ -368,7 +368,7 @@ def test_an_optimizer_without_all_hooks_is_offered_the_host() -> None:
     engine = get_engine(model)
     assert engine is not None
     optimizer = Wraps(torch.optim.AdamW(model.parameters()))
-    engine.offer_host(optimizer, None)
+    engine.register_optimizer(optimizer, None)
     _loss(model).backward()
     before = engine._resting_bytes()
     optimizer.inner.step()
@@ -384,7 +384,7 @@ def test_what_rests_beside_weights_is_known_to_the_next_plan(
     engine = get_engine(model)
     assert engine is not None
     optimizer = torch.optim.AdamW(model.parameters())
-    engine.offer_host(optimizer, None)
+    engine.register_optimizer(optimizer, None)
     assert engine._resting_bytes() == 0
     _loss(model).backward()
     trained = sum(p.nbytes for p in model.parameters())
@@ -422,7 +422,7 @@ def test_gradients_at_rest_are_nobodys_in_an_evaluation(
     assert engine is not None
     _loss(model).backward()
     assert engine.weights is not None
-    engine.plans.resting_bytes = 7
+    engine.plans.host_resident_bytes = 7
     engine.plans.locked_gradient_bytes = engine.weights.locked_gradient_bytes
     with torch.no_grad():
         _loss(model.eval())

@@ -14,7 +14,7 @@ import torch
 
 from sppo_hf import SPPOConfig
 from sppo_hf.attention.backends.base import AttentionSpec
-from sppo_hf.engine.structure import quiet_peft
+from sppo_hf.engine.structure import suppress_peft_warnings
 from sppo_hf.testing.exactness import compare_drift
 from sppo_hf.testing.tiny_models import build_tiny_model
 from tests.attention.backends.usable import usable_backend
@@ -47,7 +47,7 @@ def with_adapters(model):
     """As users make them, but both factors have gradients."""
     peft = pytest.importorskip("peft")
     settings = peft.LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
-    with quiet_peft():
+    with suppress_peft_warnings():
         model = peft.get_peft_model(model, settings)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:

@@ -11,7 +11,12 @@ import torch
 
 from sppo_hf import SPPOConfig
 from sppo_hf.engine.convert import convert
-from sppo_hf.engine.structure import any_hooks, find_causal_lm, hooks_set_aside, quiet_peft
+from sppo_hf.engine.structure import (
+    find_causal_lm,
+    has_parameter_hooks,
+    suppress_peft_warnings,
+    without_parameter_hooks,
+)
 from sppo_hf.testing.exactness import GradientHooks, compare, run_batch
 from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
 
@@ -22,7 +27,7 @@ def _adapted():
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
     lora = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])
-    with quiet_peft():
+    with suppress_peft_warnings():
         return peft.get_peft_model(build_tiny_model("llama"), lora)
 
 
@@ -108,9 +113,9 @@ def test_hooks_come_back_and_may_change_meanwhile():
     parameter = torch.nn.Parameter(torch.ones(2))
     seen = []
     first = parameter.register_hook(lambda _: seen.append("first"))
-    assert any_hooks([parameter])
-    with hooks_set_aside([parameter]):
-        assert not any_hooks([parameter])
+    assert has_parameter_hooks([parameter])
+    with without_parameter_hooks([parameter]):
+        assert not has_parameter_hooks([parameter])
         parameter.sum().backward()
         parameter.register_hook(lambda _: seen.append("second"))
     assert not seen

@@ -12,7 +12,7 @@ from sppo_hf.engine.convert import convert, get_engine
 from sppo_hf.engine.offload_holder import OffloadHolder
 from sppo_hf.engine.plan_cache import PlanCache, ProfileCorrection
 from sppo_hf.engine.step_observer import StepObserver
-from sppo_hf.engine.structure import find_parts, quiet_peft
+from sppo_hf.engine.structure import find_parts, suppress_peft_warnings
 from sppo_hf.errors import BudgetError
 from sppo_hf.offload.engine import OffloadEngine
 from sppo_hf.planning.cost import Correction
@@ -87,7 +87,7 @@ def test_a_corrected_plan_is_for_the_device_of_the_first(monkeypatch: pytest.Mon
     seconds = (1.0,) * 3
     measured = MeasuredStep(forward_seconds=seconds, backward_seconds=seconds, stall_seconds=0.0)
     correction_found = ProfileCorrection(plan, measured, Correction(backward=2.0))
-    monkeypatch.setattr(book._teacher, "corrections_found", lambda: iter([correction_found]))
+    monkeypatch.setattr(book._teacher, "new_corrections", lambda: iter([correction_found]))
     book.correct(StepObserver())
     assert asked == [device] * 2
     assert book.get(1, 20, device, StepObserver()) is not plan
@@ -102,7 +102,7 @@ def test_plans_are_kept_by_what_trains():
     settings = {"task_type": "CAUSAL_LM", "init_lora_weights": False}
     few = peft.LoraConfig(**settings, r=2, target_modules=["q_proj"])
     many = peft.LoraConfig(**settings, r=8, target_modules=["q_proj", "down_proj"])
-    with quiet_peft():
+    with suppress_peft_warnings():
         wrapped = peft.get_peft_model(model, few, adapter_name="few").train()
         wrapped.add_adapter("many", many)
     for name in ("few", "many") * 3:
@@ -171,7 +171,7 @@ def test_a_correction_that_fits_nowhere_leaves_the_plan(monkeypatch: pytest.Monk
     seconds = (1.0,) * 3
     measured = MeasuredStep(forward_seconds=seconds, backward_seconds=seconds, stall_seconds=0.0)
     found = ProfileCorrection(plan, measured, Correction(backward=2.0))
-    monkeypatch.setattr(book._teacher, "corrections_found", lambda: iter([found]))
+    monkeypatch.setattr(book._teacher, "new_corrections", lambda: iter([found]))
 
     def refuse(request: Any):
         raise BudgetError("no room")

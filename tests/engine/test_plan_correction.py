@@ -51,23 +51,23 @@ def _step(teacher: ProfileCorrector, plan: Plan, took: MeasuredStep | None) -> _
 def test_the_second_step_teaches_and_no_other():
     teacher, plan = ProfileCorrector(), _plan()
     _step(teacher, plan, _slower(plan))
-    assert not list(teacher.corrections_found()), "the first step allocates and compiles"
+    assert not list(teacher.new_corrections()), "the first step allocates and compiles"
     _step(teacher, plan, _slower(plan))
-    (correction_found,) = teacher.corrections_found()
+    (correction_found,) = teacher.new_corrections()
     assert correction_found.plan is plan
     assert correction_found.correction.backward / correction_found.correction.forward > 2
     for _ in range(3):
         _step(teacher, plan, _slower(plan))
-        assert not list(teacher.corrections_found()), "once"
+        assert not list(teacher.new_corrections()), "once"
 
 
 def test_a_device_that_is_behind_is_asked_again_and_not_waited_for():
     teacher, plan = ProfileCorrector(), _plan()
     _step(teacher, plan, None)
     watch = _step(teacher, plan, None)
-    assert not list(teacher.corrections_found())
+    assert not list(teacher.new_corrections())
     watch.took = _slower(plan)
-    assert len(list(teacher.corrections_found())) == 1
+    assert len(list(teacher.new_corrections())) == 1
 
 
 def test_a_corrected_plan_is_not_corrected_again():
@@ -76,14 +76,14 @@ def test_a_corrected_plan_is_not_corrected_again():
     plan = replace(plan, cost=replace(plan.cost, correction=Correction(backward=2.0)))
     for _ in range(2):
         _step(teacher, plan, _slower(plan))
-    assert not list(teacher.corrections_found())
+    assert not list(teacher.new_corrections())
 
 
 def test_plans_without_a_prediction_are_left_alone():
     teacher = ProfileCorrector()
     for _ in range(2):
         _step(teacher, mixed_plan(6), None)
-    assert not list(teacher.corrections_found())
+    assert not list(teacher.new_corrections())
 
 
 class _Group:
@@ -101,9 +101,9 @@ def test_ranks_that_share_a_sequence_learn_from_the_slowest_once_all_are_there()
     slow = _slower(plan)
     for _ in range(2):
         _step(teacher, plan, replace(slow, forward_seconds=(0.0,) * len(slow.forward_seconds)))
-    assert not list(teacher.corrections_found()), "the other one's device is behind"
+    assert not list(teacher.new_corrections()), "the other one's device is behind"
     group.took = slow
-    (correction_found,) = teacher.corrections_found()
+    (correction_found,) = teacher.new_corrections()
     assert correction_found.measured is slow
 
 

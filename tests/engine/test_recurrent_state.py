@@ -21,7 +21,7 @@ from sppo_hf.attention.segments import RowSpans
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.chunk_context import LayerStates
 from sppo_hf.engine.convert import convert, get_engine
-from sppo_hf.engine.family_guard import unchecked
+from sppo_hf.engine.family_guard import family_check_disabled
 from sppo_hf.engine.recurrent_state import documents_in
 from sppo_hf.engine.structure import mixers_of
 from sppo_hf.errors import ConfigError, UnsupportedModelError
@@ -45,7 +45,7 @@ TOLERANCE = 1e-9
 def _short_traces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nor is a family checked when it is converted: what that finds is found here."""
     trace_short_scans(monkeypatch)
-    with unchecked():
+    with family_check_disabled():
         yield
 
 

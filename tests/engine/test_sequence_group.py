@@ -10,24 +10,24 @@ from hypothesis import strategies as st
 
 from sppo_hf.engine.sequence_group import (
     check_heads,
-    key_heads,
-    key_heads_of,
-    own_heads,
-    own_random_numbers,
-    part_lengths,
-    part_of,
+    local_heads,
+    needed_kv_heads,
+    rank_random_state,
+    rank_token_counts,
+    rank_tokens,
+    select_kv_heads,
 )
 from sppo_hf.errors import ConfigError
 
 
 @given(st.integers(0, 50), st.integers(0, 50), st.integers(2, 9))
 def test_parts_follow_each_other_and_are_even(start: int, tokens: int, size: int) -> None:
-    parts = [part_of(start, start + tokens, rank, size) for rank in range(size)]
+    parts = [rank_tokens(start, start + tokens, rank, size) for rank in range(size)]
     assert parts[0][0] == start
     assert parts[-1][1] == start + tokens
     assert all(one[1] == other[0] for one, other in itertools.pairwise(parts))
     lengths = [end - begin for begin, end in parts]
-    assert lengths == part_lengths(tokens, size)
+    assert lengths == rank_token_counts(tokens, size)
     assert max(lengths) - min(lengths) <= 1
 
 
@@ -37,7 +37,7 @@ def test_every_query_head_finds_its_key_head_on_its_rank(size: int, own: int, sh
     if heads % sharing:
         return
     keys = heads // sharing
-    found = key_heads(heads, keys, size) or list(range(keys))
+    found = needed_kv_heads(heads, keys, size) or list(range(keys))
     per_rank, group = len(found) // size, heads // len(found)
     for head in range(heads):
         rank, inside = divmod(head, own)
@@ -46,22 +46,22 @@ def test_every_query_head_finds_its_key_head_on_its_rank(size: int, own: int, sh
 
 @given(st.integers(1, 6), st.integers(1, 12), st.integers(1, 5))
 def test_ranks_divide_all_heads_in_whole_runs(size: int, runs: int, heads: int) -> None:
-    parts = [own_heads(runs * heads, part, size, runs) for part in range(size)]
+    parts = [local_heads(runs * heads, part, size, runs) for part in range(size)]
     assert [head for part in parts for head in part] == list(range(runs * heads))
     counts = [len(part) // heads for part in parts]
     assert all(len(part) % heads == 0 for part in parts)
     assert max(counts) - min(counts) <= 1
     if runs % size == 0:
-        assert parts == [own_heads(runs * heads, part, size) for part in range(size)]
+        assert parts == [local_heads(runs * heads, part, size) for part in range(size)]
 
 
 def test_heads_are_sent_once_where_ranks_divide_those_of_keys() -> None:
-    assert key_heads(8, 4, 2) is None
-    assert key_heads(8, 2, 4) == [0, 0, 1, 1]
-    assert key_heads(6, 2, 3) == [0, 0, 0, 1, 1, 1]
+    assert needed_kv_heads(8, 4, 2) is None
+    assert needed_kv_heads(8, 2, 4) == [0, 0, 1, 1]
+    assert needed_kv_heads(6, 2, 3) == [0, 0, 0, 1, 1, 1]
     x_BKcH = torch.randn(2, 3, 4, 5)
-    assert key_heads_of(x_BKcH, None) is x_BKcH
-    assert torch.equal(key_heads_of(x_BKcH, [0, 0, 2]), x_BKcH[:, [0, 0, 2]])
+    assert select_kv_heads(x_BKcH, None) is x_BKcH
+    assert torch.equal(select_kv_heads(x_BKcH, [0, 0, 2]), x_BKcH[:, [0, 0, 2]])
 
 
 def test_sizes_that_do_not_divide_the_heads_are_refused_with_those_that_do() -> None:
@@ -74,7 +74,7 @@ def test_ranks_drop_other_tokens_and_are_alike_afterwards() -> None:
     drawn, after = [], []
     for rank in range(2):
         torch.manual_seed(7)
-        with own_random_numbers(SimpleNamespace(rank=rank), torch.device("cpu")):  # type: ignore[arg-type]
+        with rank_random_state(SimpleNamespace(rank=rank), torch.device("cpu")):  # type: ignore[arg-type]
             drawn.append(torch.rand(4).tolist())
         after.append(torch.rand(4).tolist())
     assert drawn[0] != drawn[1]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from sppo_hf.config import SPPOConfig
-from sppo_hf.engine.stages import AbsentLayer, MessageLayout, StageCut, StagedModel, _SharedKeys
+from sppo_hf.engine.stages import AbsentLayer, MessageLayout, StageCut, StagedModel, _SharedKV
 from sppo_hf.engine.structure import find_causal_lm, find_parts
 from sppo_hf.errors import ConfigError
 from sppo_hf.pipeline.convert import choose_cut
@@ -252,7 +252,7 @@ def layouts(draw: st.DrawFn) -> tuple[MessageLayout, int]:
     """A layout, and the first layer of a stage behind the first."""
     layers = draw(st.integers(2, 6))
     kinds = [
-        _SharedKeys(name, owner, readers, draw(st.integers(1, 3)), (4, draw(st.integers(1, 4))))
+        _SharedKV(name, owner, readers, draw(st.integers(1, 3)), (4, draw(st.integers(1, 4))))
         for name in ("full_attention", "sliding_attention")[: draw(st.integers(0, 2))]
         for owner in [draw(st.integers(0, layers - 2))]
         for readers in [tuple(range(draw(st.integers(owner + 1, layers - 1)), layers))]
@@ -285,7 +285,7 @@ def test_what_was_packed_is_unpacked(drawn: tuple[MessageLayout, int], by_name: 
         return  # a layer has keys of one kind
 
     message = layout.pack(start, hidden, own, states)
-    assert layout.is_hidden_alone or message.shape == (ROWS, TOKENS, layout.width(start))
+    assert layout.is_hidden_only or message.shape == (ROWS, TOKENS, layout.width(start))
     found = layout.unpack(start, message)
     assert torch.equal(found.hidden, hidden)
     if size:
@@ -303,8 +303,8 @@ def test_what_was_packed_is_unpacked(drawn: tuple[MessageLayout, int], by_name: 
 
 @pytest.mark.parametrize("layers", [range(0, 2), range(2, 4), range(3, 6)])
 def test_keys_of_an_earlier_stage_are_held_once(layers: range) -> None:
-    keys = _SharedKeys("full_attention", 1, (2, 3, 5), 1, (4, 4))
+    keys = _SharedKV("full_attention", 1, (2, 3, 5), 1, (4, 4))
     layout = MessageLayout(6, WIDTH, 1, 0, (keys,))
-    held = layout.key_holders(layers, {*range(6)})
+    held = layout.kv_layers(layers, {*range(6)})
     # Layer 4 has its own. Of those that read layer 1's, the first of a stage behind it.
     assert held == {0: [0, 1], 2: [2], 3: [3, 4]}[layers.start]

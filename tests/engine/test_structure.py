@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from sppo_hf import ConfigError, SPPOConfig, UnsupportedModelError
 from sppo_hf.engine.convert import convert
-from sppo_hf.engine.structure import BUILD_ERRORS, find_parts, loader_of
+from sppo_hf.engine.structure import BUILD_ERRORS, auto_class_of, find_parts
 from sppo_hf.planning.config_file import check_config, load_config
 from sppo_hf.testing.tiny_models import build_tiny_model, make_batch, tiny_config
 
@@ -55,7 +55,7 @@ def test_every_family_is_planned_as_it_trains(tmp_path: Path) -> None:
             config = tiny_config(name)
             config.save_pretrained(tmp_path)
             with torch.device("meta"):
-                model = loader_of(config).from_config(config)
+                model = auto_class_of(config).from_config(config)
         except (ConfigError, *BUILD_ERRORS):
             continue  # of what cannot be built, nothing can be told
         trained = _said(lambda: find_parts(model))  # noqa: B023 — called at once

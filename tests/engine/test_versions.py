@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from sppo_hf import SPPOConfig, SPPOError
 from sppo_hf.engine.convert import convert
 from sppo_hf.engine.selective import SavedTensor
-from sppo_hf.engine.structure import quiet_peft
+from sppo_hf.engine.structure import suppress_peft_warnings
 from sppo_hf.engine.versions import ReadTensors
 from sppo_hf.planning.activation_modes import all_modes, mode_of
 from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
@@ -138,7 +138,7 @@ def _two_adapters(model: nn.Module, *more: str) -> nn.Module:
     targets = ["q_proj", "up_proj", *more]
     settings = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
     torch.manual_seed(0)
-    with quiet_peft():
+    with suppress_peft_warnings():
         wrapped = peft.get_peft_model(copy.deepcopy(model), settings)
         wrapped.add_adapter("other", settings)
     _train_both(wrapped, "default")

@@ -21,7 +21,7 @@ from torch import distributed as dist
 from transformers import Trainer
 
 from sppo_hf import SPPOPlugin
-from sppo_hf.engine.structure import quiet_peft
+from sppo_hf.engine.structure import suppress_peft_warnings
 from sppo_hf.errors import ConfigError
 from tests.integrations.training import make_arguments, make_model, make_rows
 
@@ -52,7 +52,7 @@ def make_trainer(run: dict[str, Any], folder: Path, **changes: Any) -> Trainer:
 
         torch.manual_seed(3)
         settings = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
-        with quiet_peft():
+        with suppress_peft_warnings():
             model = get_peft_model(model, settings)
     return Trainer(model, args, train_dataset=make_rows(16), eval_dataset=make_rows(8, seed=2))
 

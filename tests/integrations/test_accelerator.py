@@ -13,7 +13,7 @@ from transformers import LlamaForSequenceClassification
 
 from sppo_hf import ConfigError, SPPOPlugin, UnsupportedModelError
 from sppo_hf.engine.convert import get_engine, is_converted
-from sppo_hf.engine.structure import own_recomputation, quiet_peft
+from sppo_hf.engine.structure import disable_gradient_checkpointing, suppress_peft_warnings
 from sppo_hf.integrations import accelerator as accelerator_module
 from tests.integrations.training import (
     is_checkpointing,
@@ -34,7 +34,7 @@ def _accelerator(**settings: object) -> Accelerator:
 
 def _lora(model: nn.Module) -> nn.Module:
     peft = pytest.importorskip("peft")
-    with quiet_peft():
+    with suppress_peft_warnings():
         config = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
         return peft.get_peft_model(model, config)
 
@@ -244,7 +244,7 @@ def test_checkpointing_of_the_model_is_switched_off_with_a_word(caplog):
     assert not is_checkpointing(model)
     assert "recomputes by itself" in caplog.text
     caplog.clear()
-    assert not own_recomputation(model)
+    assert not disable_gradient_checkpointing(model)
     assert not caplog.records
 
 
@@ -263,7 +263,7 @@ def test_checkpointing_that_comes_after_the_conversion_is_switched_off_at_the_ne
 def test_checkpointing_of_a_peft_model_is_switched_off():
     model = _lora(make_model())
     switch_checkpointing_on(model.get_base_model())
-    assert own_recomputation(model)
+    assert disable_gradient_checkpointing(model)
     assert not is_checkpointing(model)
 
 

@@ -361,7 +361,7 @@ def test_room_is_asked_for_where_batches_go(tmp_path, monkeypatch):
         asked.append(device)
         return 0, None
 
-    monkeypatch.setattr(engine.plans, "need_for_logits", need)
+    monkeypatch.setattr(engine.plans, "device_bytes_with_logits", need)
     monkeypatch.setattr(trainer.accelerator.state, "device", torch.device("cuda", 3))
     TrainerEvaluation(trainer).before_training()
     assert asked == [torch.device("cuda", 3)]

@@ -15,7 +15,7 @@ from transformers import Trainer
 
 from sppo_hf import ConfigError, SPPOConfig, SPPOPlugin
 from sppo_hf.engine.convert import get_engine
-from sppo_hf.integrations.limits import refuse_host_weights, states_bytes, why_on_device
+from sppo_hf.integrations.validation import refuse_host_weights, states_bytes, why_on_device
 from sppo_hf.offload.copy_streams import HostCopier
 from sppo_hf.planning import plan
 from sppo_hf.planning.choices import Places

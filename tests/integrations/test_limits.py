@@ -6,7 +6,7 @@ import pytest
 from accelerate.utils import DistributedType, DynamoBackend
 
 from sppo_hf import ConfigError, SPPOConfig
-from sppo_hf.integrations.limits import (
+from sppo_hf.integrations.validation import (
     refuse_accelerator,
     refuse_arguments,
     refuse_for_sharing_ranks,

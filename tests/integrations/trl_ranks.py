@@ -26,7 +26,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from sppo_hf import SPPOPlugin
 from sppo_hf.engine.convert import get_engine
-from sppo_hf.engine.structure import quiet_peft
+from sppo_hf.engine.structure import suppress_peft_warnings
 from sppo_hf.errors import SPPOError
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
 from tests.fakes.tokenizer import byte_tokenizer
@@ -136,7 +136,7 @@ def _model_with_head(run: dict[str, Any]) -> torch.nn.Module:
     torch.manual_seed(3)
     targets = ["q_proj", "down_proj"]
     lora = LoraConfig(target_modules=targets, lora_dropout=0.4, init_lora_weights=False)
-    with quiet_peft():
+    with suppress_peft_warnings():
         return get_peft_model(model, lora)
 
 

@@ -32,7 +32,7 @@ from transformers import EarlyStoppingCallback, Trainer
 
 from sppo_hf import SPPOPlugin
 from sppo_hf.engine.convert import get_engine
-from sppo_hf.engine.structure import quiet_peft
+from sppo_hf.engine.structure import suppress_peft_warnings
 from sppo_hf.errors import SPPOError
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
 from sppo_hf.testing.exactness import float64_everywhere
@@ -43,7 +43,7 @@ def _lora(model: nn.Module) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(3)
-    with quiet_peft():
+    with suppress_peft_warnings():
         return get_peft_model(model, LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
 
 

@@ -32,7 +32,7 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.engine import layer_kernels, trace_profile
 from sppo_hf.engine.convert import get_engine, revert
 from sppo_hf.engine.device_facts import model_profile
-from sppo_hf.engine.family_guard import unchecked
+from sppo_hf.engine.family_guard import family_check_disabled
 from sppo_hf.engine.step_observer import StepObserver, StepRecord
 from sppo_hf.engine.structure import find_causal_lm, find_parts
 from sppo_hf.errors import SPPOError
@@ -332,7 +332,7 @@ def run_case(case: Case, pp_size: int, sp_size: int) -> dict[str, Any] | None:
     mine |= {"dp_rank": engine.mesh.dp_rank, "sp_rank": engine.mesh.sp_rank}
     mine["norm"] = total_norm(engine, list(model.parameters()), 2.0).item()
     mine["shared"] = sum(done.action.part is not None for done in engine.executed)
-    foreign = [p for module in engine.staged.helped_modules() for p in module.parameters()]
+    foreign = [p for module in engine.staged.borrowed_modules() for p in module.parameters()]
     own = {id(p) for p in model.parameters()}
     left = [p for p in foreign if p.requires_grad and id(p) not in own]
     # What trains in other ranks' stages takes no memory between steps.
@@ -514,7 +514,7 @@ def main(job: dict[str, Any]) -> None:
     for case in job["cases"]:
         start = time.perf_counter()
         try:
-            with unchecked():  # what it would find is found here
+            with family_check_disabled():  # what it would find is found here
                 found = run_case(case, job["pp_size"], job.get("sp_size", 1))
         except Exception as error:
             error.add_note(f"in the case {case['name']!r}")

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch.distributed import checkpoint as dcp
 from transformers import AutoModelForCausalLM
 
-from sppo_hf.engine.structure import quiet_peft
+from sppo_hf.engine.structure import suppress_peft_warnings
 from sppo_hf.errors import ConfigError, PipelineError
 from sppo_hf.pipeline.checkpoint import RankCoords, load_weights, save_weights, saving
 from sppo_hf.pipeline.checkpoint_files import (
@@ -135,7 +135,7 @@ def test_the_folder_is_what_save_pretrained_writes(saved: Path, tmp_path: Path, 
 def test_peft_loads_the_adapters(saved: Path):
     expected, _ = reference("adapters")
     base = make_model({**MODELS["adapters"], "lora": False})
-    with quiet_peft():
+    with suppress_peft_warnings():
         loaded = peft.PeftModel.from_pretrained(base, saved / "adapters")
     assert_same_tensors(loaded.state_dict(), expected.state_dict())
     assert not (saved / "adapters" / "config.json").exists()

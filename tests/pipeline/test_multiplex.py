@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sppo_hf.engine.sequence_group import held_keys, key_positions
+from sppo_hf.engine.sequence_group import held_kv_heads, kv_head_transfers
 from sppo_hf.engine.stages import StageCut, StagedModel
 from sppo_hf.engine.structure import find_parts
 from sppo_hf.errors import ConfigError
@@ -23,7 +23,7 @@ from sppo_hf.pipeline.multiplex import (
     Run,
     SharedUnits,
     chunk_runs,
-    head_granules,
+    count_head_blocks,
 )
 from sppo_hf.planning.model_profile import LayerProfile
 from sppo_hf.schedule.generate import MSP, Size, generate
@@ -43,20 +43,20 @@ def layers_of(*heads: tuple[int, int]) -> list[LayerProfile]:
 
 
 def test_heads_are_divided_evenly_or_by_keys() -> None:
-    assert head_granules(layers_of((12, 4), (24, 2)), 4, "it") is None
-    assert head_granules(layers_of((32, 8)), 2, "it") is None
-    assert head_granules(layers_of((32, 8)), 4, "it") == 8
-    assert head_granules(layers_of((32, 8), (32, 4)), 4, "it") == 4
+    assert count_head_blocks(layers_of((12, 4), (24, 2)), 4, "it") is None
+    assert count_head_blocks(layers_of((32, 8)), 2, "it") is None
+    assert count_head_blocks(layers_of((32, 8)), 4, "it") == 8
+    assert count_head_blocks(layers_of((32, 8), (32, 4)), 4, "it") == 4
     said = (
         r"3 ranks cannot divide its 4 attention heads, nor 3 its 2 key/value heads. Allowed: "
         r"pp_size=2 with this model. Remedy: one of these, or pp_msp='off'"
     )
     with pytest.raises(ConfigError, match=said):
-        head_granules(layers_of((4, 2)), 3, "it")
+        count_head_blocks(layers_of((4, 2)), 3, "it")
     with pytest.raises(ConfigError, match="Allowed: pp_size=2 or 3 or 4 with"):
-        head_granules(layers_of((28, 4)), 8, "it")
+        count_head_blocks(layers_of((28, 4)), 8, "it")
     with pytest.raises(ConfigError, match="Allowed: pp_size=none with this model"):
-        head_granules(layers_of((7, 1)), 2, "it")
+        count_head_blocks(layers_of((7, 1)), 2, "it")
 
 
 @pytest.mark.parametrize(("queries", "keys"), HEADS)
@@ -73,14 +73,14 @@ def test_every_key_comes_once_from_a_rank_that_sends(queries: int, keys: int) ->
             here = message.made.part or 0, len(schedule.unit_ranks(*message.made[1:3]))
             there = message.used.part or 0, len(schedule.unit_ranks(*message.used[1:3]))
             planned[here].add(there)
-    granules = head_granules(layers_of((queries, keys)), most, "it")
+    head_blocks = count_head_blocks(layers_of((queries, keys)), most, "it")
     for before, after in [(size, 1) for size in (2, 3, 4)] + [(1, size) for size in (2, 3, 4)]:
         for yours in range(after):
-            need = held_keys(queries, keys, yours, after, granules)
+            need = held_kv_heads(queries, keys, yours, after, head_blocks)
             came: list[int] = []
             for mine in range(before):
-                have = held_keys(queries, keys, mine, before, granules)
-                source, target = key_positions(have, need)
+                have = held_kv_heads(queries, keys, mine, before, head_blocks)
+                source, target = kv_head_transfers(have, need)
                 came += target
                 for one, other in zip(source, target, strict=True):
                     assert need[other].start in have[one]
@@ -156,7 +156,7 @@ def test_all_ranks_of_a_set_begin_its_collectives_in_one_order(
             rows=[(row, row + 1) for row in range(rows)],
             widths=nothing,
             layers=lambda stage: {},
-            granules=None,
+            head_blocks=None,
             dtypes=(torch.float32, torch.float32),
             stores=lambda *_: cast(Any, SimpleNamespace(key_stores=lambda layers: [])),
             weights=cast(Any, weights),

@@ -15,7 +15,7 @@ from transformers.utils import logging as transformers_logging
 
 from sppo_hf import SPPOConfig
 from sppo_hf.engine.stages import AbsentLayer, AbsentModule, StageCut, staged_model_of
-from sppo_hf.engine.structure import find_parts, quiet_peft
+from sppo_hf.engine.structure import find_parts, suppress_peft_warnings
 from sppo_hf.errors import ConfigError, UnsupportedModelError
 from sppo_hf.pipeline import convert as loading
 from sppo_hf.pipeline.convert import load_stages
@@ -280,12 +280,12 @@ def test_adapters_have_the_names_that_they_have_on_the_whole_model(settings, tmp
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(task_type="CAUSAL_LM", **settings)
     folder = _save("llama", tmp_path)
-    with quiet_peft():
+    with suppress_peft_warnings():
         whole = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder), lora)
     trained = {name for name, p in whole.named_parameters() if p.requires_grad}
     found = []
     for own in range(3):
-        with quiet_peft():
+        with suppress_peft_warnings():
             model = peft.get_peft_model(_load(folder, own), lora)
         mine = [name for name, p in model.named_parameters() if p.requires_grad]
         assert all(f".layers.{own}." in name or own == 2 for name in mine)

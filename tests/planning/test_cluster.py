@@ -23,7 +23,7 @@ from sppo_hf.planning.cluster import (
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.layouts import Layout, SearchSpace
 from sppo_hf.planning.memory_snapshots import Budgets
-from sppo_hf.planning.pipeline_cost import granules_of
+from sppo_hf.planning.pipeline_cost import head_blocks_of
 from sppo_hf.planning.tiers import Tier
 from sppo_hf.schedule.generate import INTERLEAVED, MSP, Size, begun_units, generate
 from tests.planning.profiles import PROFILE, changed
@@ -251,10 +251,11 @@ def test_units_are_shared_where_the_runtime_takes_them() -> None:
 def test_uneven_heads_set_the_pace_of_shared_units() -> None:
     """Of 8 key/value heads three ranks have 2, 3 and 3: attention takes 9/8 of a third."""
     cost, far = QUESTION.cost, 2**24
-    granules = granules_of(cost, 4)
-    assert granules == 8
+    head_blocks = head_blocks_of(cost, 4)
+    assert head_blocks == 8
     whole, share = (
-        c.forward_seconds(1, far, far + 3 * 4096) for c in (cost, cost.shared_by(3, 1e18, granules))
+        c.forward_seconds(1, far, far + 3 * 4096)
+        for c in (cost, cost.shared_by(3, 1e18, head_blocks))
     )
     assert share / whole == pytest.approx(3 / 8, rel=0.02)
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from sppo_hf.engine.structure import quiet_peft
+from sppo_hf.engine.structure import suppress_peft_warnings
 from tests.deprecations import assert_no_deprecation
 from tests.pipeline.nursery import shared_nursery
 from tests.recipes.tiny import save_jsonl, save_text_folder, save_tiny_model
@@ -104,7 +104,7 @@ def test_the_report_shows_that_training_helped_and_that_the_adapter_holds_it(pla
 
 def test_the_adapter_opens_without_us(place, run_on):
     assert run_on[0] == 0, run_on[1]
-    with quiet_peft():
+    with suppress_peft_warnings():
         model = peft.AutoPeftModelForCausalLM.from_pretrained(place / "on" / "adapter")
     changed = [p for name, p in model.named_parameters() if "lora_B" in name]
     assert changed

@@ -15,7 +15,7 @@ import typer
 from recipes.benchmarks.lacking import lacking
 from sppo_hf.cli import app
 from sppo_hf.cli.benchmark.contenders import parse_list
-from sppo_hf.cli.planning_arguments import parse_tokens
+from sppo_hf.cli.common import parse_tokens
 from sppo_hf.registry import ATTENTION_BACKENDS
 
 pytestmark = pytest.mark.process

@@ -16,7 +16,7 @@ from typing import Any
 
 from sppo_hf.cli.benchmark.contenders import IDEAL, parse
 from sppo_hf.cli.benchmark.results import Job, Kind, Numbers, ResultFile, Row, Status
-from sppo_hf.cli.planning_arguments import model_path, trace_unknown
+from sppo_hf.cli.common import model_path, trace_unknown
 from sppo_hf.planning.config_file import load_config, read_fields
 from sppo_hf.planning.hardware import peak_flops
 from sppo_hf.planning.model_profile import LoraShape, Training, find_profile

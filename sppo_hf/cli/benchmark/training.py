@@ -38,10 +38,10 @@ from sppo_hf.attention.backends.base import AttentionSpec
 from sppo_hf.attention.backends.select import select_backend
 from sppo_hf.cli.benchmark.contenders import Contender, parse
 from sppo_hf.cli.benchmark.results import Job
-from sppo_hf.cli.planning_arguments import model_path
+from sppo_hf.cli.common import model_path
 from sppo_hf.engine.head import ModelHead
 from sppo_hf.engine.loss import ChunkedLoss, divide_loss
-from sppo_hf.engine.structure import find_parts, quiet_peft
+from sppo_hf.engine.structure import find_parts, suppress_peft_warnings
 from sppo_hf.engine.trace_profile import trace_config
 from sppo_hf.integrations.plugin import SPPOPlugin
 from sppo_hf.planning.config_file import read_fields
@@ -207,7 +207,7 @@ def build_model(job: Job, config: Any, kernel: Kernel) -> nn.Module:
             task_type="CAUSAL_LM",
         )
         in_float32 = job.lora_dtype == "float32"
-        with quiet_peft():
+        with suppress_peft_warnings():
             model = get_peft_model(model, lora, autocast_adapter_dtype=in_float32)
     return model.train()
 
