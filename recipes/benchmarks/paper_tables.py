@@ -24,28 +24,439 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
-from paper_questions import (
-    PAPER,
-    PUBLISHED_LONGEST_K,
-    SCALED,
-    SCALED_LENGTHS_K,
-    SEQ1F1B,
-    K,
-    ablation_rows,
-    longest,
-    longest_7b,
-    paper_row,
-    scaling_row,
-    seq1f1b_row,
-    trl_row,
-)
 from rich.console import Console
 from rich.table import Table
 
+from sppo_hf.cli.common import trace_unknown
+from sppo_hf.planning.chunk_bounds import even_bounds
+from sppo_hf.planning.cluster import ClusterPlan, ClusterQuestion, simulate_layout, solve_cluster
+from sppo_hf.planning.config_file import load_config
+from sppo_hf.planning.cost import ModelCost
+from sppo_hf.planning.hardware import PEAK_FLOPS, HardwareProfile, load_profile
+from sppo_hf.planning.layouts import Layout, SearchSpace
+from sppo_hf.planning.memory_snapshots import Budgets
+from sppo_hf.planning.model_profile import Training, find_profile
+from sppo_hf.planning.model_shape import ModelShape, step_flops
+from sppo_hf.planning.pipeline_cost import OffloadRule
 from sppo_hf.rules import format_bytes
+
+DEVICE_SHARE, HOST_BYTES, GPUS_PER_NODE = 0.95, int(0.9 * 2e12), 8
+LINK_BYTES_PER_SECOND = 25e9
+SLACK = 0.02
+K = 1024
+
+
+class Published(NamedTuple):
+    """One model of SPPO's table (arXiv 2503.10377): total tokens/s by length."""
+
+    name: str
+    hidden_size: int
+    layers: int
+    gpus: int
+    lengths_k: tuple[int, ...]
+    sppo: tuple[int, ...]
+    megatron: tuple[int | None, ...]
+    """With recomputation; None where it was out of memory or no figure is given."""
+
+
+PAPER = (
+    Published(
+        *("7B", 4096, 32, 32, (512, 640, 768, 896, 1024)),
+        *((10_910, 8860, 6900, 5660, 5250), (9180, 7530, 6350, None, None)),
+    ),
+    Published(
+        *("13B", 5120, 40, 64, (512, 640, 768, 1024, 1280)),
+        *((13_430, 11_460, 8650, 6240, 5230), (10_900, 9330, None, None, None)),
+    ),
+    Published(
+        *("65B", 8192, 80, 128, (512, 600, 640, 768, 1024)),
+        *((6460, 6140, 5110, 2000, 2000), (5030, 1810, 1620, None, None)),
+    ),
+)
+# Seq1F1B (arXiv 2406.03488), 7B on 32 A100: length in K, its tokens/s, and plain 1F1B's.
+SEQ1F1B = ((32, 53_500, 48_200), (128, 30_400, None))
+SEQ1F1B_ROWS = 32
+# At which length SPPO's own ablation was made, and for 7B the first of its table.
+ABLATED_K = {"7B": 512, "13B": 512, "65B": 640}
+
+LONG = SearchSpace(
+    schedules=("seq1f1b", "interleaved_seq1f1b"),
+    partitions=("even", "bounded"),
+    frames=(("whole", "sppo"), ("matmuls", "full"), ("inputs", "none"), ("inputs", "full")),
+    sp=(1,),
+    chunk_tokens=(8 * K, 32 * K),
+    least_used=0.9,
+)
+_PLAIN = replace(
+    LONG,
+    schedules=("1f1b",),
+    partitions=("even",),
+    frames=(("whole", "none"), ("matmuls", "none"), ("inputs", "none")),
+    kv_tiers=("device",),
+)
+# Everything for one sequence a step, on the papers' machine.
+ONE_ROW = SearchSpace(
+    schedules=("seq1f1b", "zb_seq1f1b", "interleaved_seq1f1b", "msp"),
+    partitions=("bounded",),
+    frames=(("whole", "sppo"), ("matmuls", "full"), ("inputs", "none"), ("inputs", "full")),
+    sp=(4, 8, 16),
+    chunk_tokens=(K, 8 * K),
+    # SPPO shares units between sequence-parallel groups, which our runtime does not yet do.
+    beyond_runtime=True,
+)
+# What the figure of SPPO's own ablation adds, at its own layout: no recomputation.
+ABLATION: tuple[tuple[str, str, OffloadRule], ...] = (
+    ("nothing offloaded", "seq1f1b", "none"),
+    ("all offloaded", "seq1f1b", "full"),
+    ("the paper's share offloaded", "seq1f1b", "sppo"),
+    ("+ multiplexed partitioning", "msp", "sppo"),
+)
+ABLATED_LAYOUTS = {"7B": (8, 4, 32), "13B": (8, 8, 32), "65B": (16, 8, 80)}
+"""SP, PP and N of the paper's table at these lengths."""
+PUBLISHED_ABLATION = {"13B": (1.0, 0.91, 1.23, 1.44), "65B": (None, 2.1, 3.38, 3.48)}
+"""Read off figure 11. Of 13B relative to nothing offloaded; of 65B to Megatron, as printed."""
+COPY_BYTES_PER_SECOND = 13e9
+"""Each way, both at once: what figure 5's gigabytes and milliseconds come to."""
+MOST_ACTIONS = 60_000
+"""Simulated for one question; a longer search may find a somewhat faster layout."""
+PUBLISHED_LONGEST_K = {32: (1331, 1024), 64: (2048, 1408), 128: (4096, 2181)}
+"""7B on so many GPUs: SPPO's and Megatron's longest length, in K."""
+
+# Models by the numbers of stages that make them equal, and GPUs that their pipelines are made of.
+SCALED = {"Llama 8B": (8, 16, 32), "Llama 70B": (40, 80)}
+SCALED_GPUS = (128, 1024)
+SCALED_LENGTHS_K = (K, 4 * K, 16 * K)
+# Tokens of a step in each pipeline, if a row is shorter.
+PIPELINE_TOKENS = 4 * K * K
+
+
+@cache
+def gpt(name: str) -> ModelShape:
+    model = next(model for model in PAPER if model.name == name)
+    config = SimpleNamespace(
+        model_type="gpt2",
+        n_embd=model.hidden_size,
+        n_layer=model.layers,
+        n_head=model.hidden_size // 128,
+        vocab_size=50_257,
+    )
+    training = Training(dtype_bytes=2, parameter_bytes=2)
+    return ModelShape.from_profile(find_profile(config, training, trace_unknown))
+
+
+@cache
+def llama(name: str) -> ModelShape:
+    config = load_config("llama-3.1-8b")
+    if name == "Llama 70B":
+        sizes = {"hidden_size": 8192, "intermediate_size": 28_672, "num_hidden_layers": 80}
+        config = SimpleNamespace(**{**vars(config), **sizes, "num_attention_heads": 64})
+    training = Training(dtype_bytes=2, parameter_bytes=2)
+    return ModelShape.from_profile(find_profile(config, training, trace_unknown))
+
+
+def question(
+    shape: ModelShape, gpus: int, tokens: int, rows: int, space: SearchSpace = LONG
+) -> ClusterQuestion:
+    """Rows without sequence parallelism, every hop as slow as one between nodes."""
+    profile = load_profile("a100-80gb")
+    assert profile.device_bytes is not None, "the shipped profile knows its memory"
+    device = int(DEVICE_SHARE * profile.device_bytes)
+    return ClusterQuestion(
+        cost=ModelCost(shape=shape, profile=profile, dtype_name="bfloat16"),
+        total_tokens=tokens,
+        rows=rows,
+        gpus=gpus,
+        budgets=Budgets(device=device, host=HOST_BYTES, disk=0),
+        gpus_per_node=GPUS_PER_NODE,
+        link_bytes_per_second=LINK_BYTES_PER_SECOND,
+        space=space,
+    )
+
+
+def machine(copies: float | None = COPY_BYTES_PER_SECOND) -> HardwareProfile:
+    """The papers' A100, with copies as fast as their figure says."""
+    profile = load_profile("a100-80gb")
+    if copies is None:
+        return profile
+    return replace(
+        profile,
+        d2h_bytes_per_second=copies,
+        h2d_bytes_per_second=copies,
+        both_d2h_bytes_per_second=copies,
+        both_h2d_bytes_per_second=copies,
+    )
+
+
+def one_row(
+    shape: ModelShape,
+    gpus: int,
+    tokens: int,
+    space: SearchSpace = ONE_ROW,
+    profile: HardwareProfile | None = None,
+) -> ClusterQuestion:
+    """A step of one sequence; links have the profile's two speeds."""
+    profile = profile or machine()
+    assert profile.device_bytes is not None, "shipped profiles know their memory"
+    assert profile.network_bytes_per_second is not None, "and their links"
+    return ClusterQuestion(
+        cost=ModelCost(shape=shape, profile=profile, dtype_name="bfloat16"),
+        total_tokens=tokens,
+        rows=1,
+        gpus=gpus,
+        budgets=Budgets(device=int(DEVICE_SHARE * profile.device_bytes), host=HOST_BYTES, disk=0),
+        gpus_per_node=GPUS_PER_NODE,
+        link_bytes_per_second=profile.network_bytes_per_second,
+        node_bytes_per_second=profile.node_bytes_per_second,
+        space=space,
+    )
+
+
+def exchange_fraction(asked: ClusterQuestion, plan: ClusterPlan) -> float:
+    """Share of the ranks' compute that is all-to-alls, those of shared units left out."""
+    cost = asked.bounds_of_layout.cost(plan.layout)
+    layers = range(cost.shape.num_layers)
+    seconds = 2 * sum(
+        cost.exchange_seconds(layer, end - start) for start, end in plan.bounds for layer in layers
+    )
+    busy = plan.step_seconds * (1.0 - plan.bubble_fraction) * plan.layout.stages
+    return seconds / busy
+
+
+def ceilings(asked: ClusterQuestion) -> tuple[float, float]:
+    """Tokens/s if no GPU ever idled: nothing run twice, and every forward, attention too, twice.
+
+    Kernels at their best, in chunks of 16K. The second is more than full recomputation can reach.
+    """
+    cost, tokens = asked.cost, asked.total_tokens
+    once = twice = 0.0
+    for start, end in even_bounds(tokens, max(1, tokens // (16 * K))):
+        layers = range(cost.shape.num_layers)
+        forward = sum(cost.forward_seconds(layer, start, end) for layer in layers)
+        backward = sum(cost.backward_seconds(layer, start, end) for layer in layers)
+        once += forward + backward + cost.head_seconds(end - start)
+        twice += forward
+    return asked.gpus * tokens / once, asked.gpus * tokens / (once + twice)
+
+
+def as_row(asked: ClusterQuestion, plan: ClusterPlan | None) -> dict[str, Any]:
+    """What is said of a plan; of none, if nothing came near."""
+    if plan is None:
+        return {"fits": False, "lacks": None}
+    flops = step_flops(asked.cost.shape, asked.rows, asked.total_tokens)
+    return {
+        "fits": not plan.missing_bytes,
+        "lacks": plan.missing_bytes,
+        "rows": asked.rows,
+        "gpus": asked.gpus,
+        **plan.layout._asdict(),
+        "chunk_lengths": [end - start for start, end in plan.bounds],
+        "tokens_per_second": plan.tokens_per_second,
+        "mfu": flops / (plan.step_seconds * PEAK_FLOPS["A100"] * asked.gpus),
+        "idle": plan.bubble_fraction,
+        "again": plan.recompute_fraction,
+        "exchange": exchange_fraction(asked, plan),
+        "device_bytes": max(plan.peak_bytes),
+        "host_bytes": plan.host_bytes,
+    }
+
+
+def solved(asked: ClusterQuestion, most_actions: float = MOST_ACTIONS) -> dict[str, Any]:
+    answer = solve_cluster(asked, keep=1, slack=SLACK, most_actions=most_actions)
+    return as_row(asked, answer.best[0] if answer.best else answer.closest)
+
+
+def paper_row(at: tuple[int, int]) -> dict[str, Any]:
+    """(a) One model at one of its lengths: the best layout found, one sequence a step."""
+    model, place = PAPER[at[0]], at[1]
+    tokens = model.lengths_k[place] * K
+    asked = one_row(gpt(model.name), model.gpus, tokens)
+    once, twice = ceilings(asked)
+    # Of what the runtime takes: groups of one device may share units, so they are looked at too.
+    space = replace(asked.space, sp=(1, *asked.space.sp), beyond_runtime=False)
+    runs = solved(replace(asked, space=space))
+    # Layouts with shared units have many actions, and a quarter of a search is theirs.
+    shared = solved(
+        replace(asked, space=replace(asked.space, schedules=("msp",))), 4 * MOST_ACTIONS
+    )
+    found = (runs, solved(asked), shared)
+    ours = max(found, key=lambda row: (row["fits"], row.get("tokens_per_second", 0)))
+    return {
+        "model": model.name,
+        "tokens": tokens,
+        "sppo": model.sppo[place],
+        "megatron": model.megatron[place],
+        "never_idle": once,
+        "never_idle_recomputing": twice,
+        **ours,
+        "runs": runs,
+    }
+
+
+def seq1f1b_row(at: int) -> dict[str, Any]:
+    """Seq1F1B's 7B: our plan, and plain 1F1B with whole rows that keeps or recomputes."""
+    tokens_k, published, plain = SEQ1F1B[at]
+    space = replace(LONG, chunk_tokens=(2 * K, 32 * K), partitions=("flops",))
+    asked = question(gpt("7B"), 32, tokens_k * K, SEQ1F1B_ROWS, space)
+    whole = replace(_PLAIN, chunk_tokens=(tokens_k * K, tokens_k * K))
+    return {
+        "tokens": tokens_k * K,
+        "published": published,
+        "published_1f1b": plain,
+        "ours": solved(asked),
+        "ours_1f1b": solved(replace(asked, space=whole)),
+    }
+
+
+def ablation_rows(name: str) -> list[dict[str, Any]]:
+    """(b) SPPO's four steps at SPPO's own layout; what does not fit, as if it did."""
+    model = next(model for model in PAPER if model.name == name)
+    tokens, (sp, stages, chunks) = ABLATED_K[name] * K, ABLATED_LAYOUTS[name]
+    asked = one_row(gpt(name), model.gpus, tokens)
+    found: list[dict[str, Any]] = []
+    for place, (what, schedule, offload) in enumerate(ABLATION):
+        layout = Layout(schedule, stages, 1, 1, chunks, "flops", "whole", offload, sp=sp)
+        row = as_row(asked, simulate_layout(asked, layout))
+        published = PUBLISHED_ABLATION.get(name, (None,) * len(ABLATION))[place]
+        found.append(
+            {**row, "model": name, "tokens": tokens, "ingredient": what, "published": published}
+        )
+    return found
+
+
+def longest_7b(gpus: int) -> dict[str, Any]:
+    """(d) The longest row of SPPO's 7B, in steps of 128K: one pipeline of groups of 8."""
+    step = 128 * K
+    layouts = [Layout("seq1f1b", gpus // 8, 1, 1, 1, "bounded", "inputs", "full", "host", sp=8)]
+
+    def fits(count: int) -> bool:
+        tokens = count * step
+        asked = one_row(gpt("7B"), gpus, tokens)
+        return any(
+            not simulate_layout(asked, x._replace(num_chunks=tokens // chunk)).missing_bytes
+            for x in layouts
+            for chunk in (32 * K, 64 * K)
+        )
+
+    low, high = 0, 8
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    sppo, megatron = PUBLISHED_LONGEST_K[gpus]
+    return {"gpus": gpus, "tokens": low * step, "sppo": sppo * K, "megatron": megatron * K}
+
+
+def trl_row(tokens_k: int) -> dict[str, Any]:
+    """(e) Qwen3-8B, all weights, on one node of 8 H100: what TRL measured 380 s for at 1M."""
+    config = load_config("qwen3-4b")
+    sizes = {
+        "hidden_size": 4096,
+        "intermediate_size": 12_288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": False,
+    }
+    config = SimpleNamespace(**{**vars(config), **sizes})
+    if hasattr(config, "layer_types"):
+        config.layer_types = ["full_attention"] * 36
+    training = Training(dtype_bytes=2, parameter_bytes=2)
+    shape = ModelShape.from_profile(find_profile(config, training, trace_unknown))
+    space = SearchSpace(
+        schedules=("seq1f1b", "interleaved_seq1f1b", "msp"),
+        frames=(
+            ("whole", "sppo"),
+            ("matmuls", "full"),
+            ("inputs", "none"),
+            ("inputs", "full"),
+        ),
+        sp=(1, 2, 4, 8),
+        sharded=(False, True),
+        chunk_tokens=(4 * K, 16 * K),
+    )
+    asked = one_row(shape, 8, tokens_k * K, space, load_profile("h100"))
+    answer = solve_cluster(asked, keep=3, slack=SLACK, most_actions=MOST_ACTIONS)
+    plans = answer.best or ((answer.closest,) if answer.closest else ())
+    flops = step_flops(shape, 1, asked.total_tokens)
+    return {
+        "model": "Qwen3-8B",
+        "tokens": asked.total_tokens,
+        "trl_seconds": 380.0 if tokens_k == K else None,
+        "plans": [
+            {
+                **as_row(asked, plan),
+                "step_seconds": plan.step_seconds,
+                "mfu": flops / (plan.step_seconds * PEAK_FLOPS["H100"] * asked.gpus),
+            }
+            for plan in plans
+        ],
+    }
+
+
+def scaled_layout(asked: ClusterQuestion, chunk_tokens: int) -> Layout:
+    return Layout(
+        *("seq1f1b", asked.gpus, 1, 1, asked.total_tokens // chunk_tokens),
+        *("bounded", "inputs", "full", "host"),
+    )
+
+
+def scaled_chunks(tokens: int) -> tuple[int, ...]:
+    """Shorter chunks fill a pipeline sooner; past a few hundred, longer ones do too."""
+    return (16 * K, 32 * K) if tokens <= PIPELINE_TOKENS else (32 * K,)
+
+
+def scaling_row(at: tuple[str, int]) -> dict[str, Any]:
+    """(c) A length: the best pipeline, as often beside itself as there are GPUs.
+
+    Gradients are reduced over pipelines in less than a thousandth of such steps; left out.
+    """
+    name, tokens_k = at
+    shape, tokens = llama(name), tokens_k * K
+    rows = max(1, PIPELINE_TOKENS // tokens)
+    tried: list[dict[str, Any]] = []
+    for stages in SCALED[name] if tokens <= PIPELINE_TOKENS else SCALED[name][-1:]:
+        for chunk_tokens in scaled_chunks(tokens):
+            asked = question(shape, stages, tokens, rows)
+            tried.append(as_row(asked, simulate_layout(asked, scaled_layout(asked, chunk_tokens))))
+    per_gpu: dict[int, dict[str, Any]] = {}
+    for gpus in SCALED_GPUS:
+        speeds = [
+            {**row, "per_gpu": gpus // row["stages"] * row["tokens_per_second"] / gpus}
+            for row in tried
+        ]
+        fitting = [row for row in speeds if row["fits"]]
+        per_gpu[gpus] = max(fitting, key=lambda row: row["per_gpu"], default={})
+        if not fitting:
+            # On paper only: what a node's host would have to hold.
+            per_gpu[gpus] = min(speeds, key=lambda row: row["host_bytes"])
+    return {"model": name, "tokens": tokens, "gpus": per_gpu}
+
+
+def longest(at: tuple[str, int]) -> dict[str, Any]:
+    """(c) The longest row, in steps of 256K tokens, that a pipeline of so many GPUs holds."""
+    name, stages = at
+
+    def fits(count: int) -> bool:
+        asked = question(llama(name), stages, count * 256 * K, 1)
+        return any(
+            not simulate_layout(asked, scaled_layout(asked, chunk_tokens)).missing_bytes
+            for chunk_tokens in scaled_chunks(asked.total_tokens)
+        )
+
+    low, high = 0, 1
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return {"model": name, "stages": stages, "tokens": low * 256 * K}
 
 
 def collect(options: argparse.Namespace) -> dict[str, list[Any]]:

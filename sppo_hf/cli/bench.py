@@ -15,13 +15,11 @@ from typing import Annotated
 
 import typer
 
-from sppo_hf.cli import planning_arguments as given
+from sppo_hf.cli import common
 from sppo_hf.cli.benchmark.contenders import parse_list
-from sppo_hf.cli.benchmark.driver import Benchmark
-from sppo_hf.cli.benchmark.picture import draw
-from sppo_hf.cli.benchmark.process import run_in_process
+from sppo_hf.cli.benchmark.driver import Benchmark, run_in_process
+from sppo_hf.cli.benchmark.report import draw, progress_line, tables
 from sppo_hf.cli.benchmark.results import Job, ResultFile, Row
-from sppo_hf.cli.benchmark.table import progress_line, tables
 from sppo_hf.cli.benchmark.trace_summary import FILE as PROFILE_FILE
 from sppo_hf.cli.benchmark.trace_summary import profile_table, profiles
 from sppo_hf.config import parse_bytes
@@ -63,7 +61,7 @@ def bench(
             " that checkpoint also with +tiled (the ideal's loss)."
         ),
     ] = "all",
-    dtype: given.ComputeDtype = given.Dtype.bfloat16,
+    dtype: common.ComputeDtype = common.Dtype.bfloat16,
     lora: Annotated[
         str, typer.Option(help="Rank of adapters on all linear layers, or full: all weights train.")
     ] = "16",
@@ -134,7 +132,7 @@ def bench(
         typer.Option(help="Show the results in a folder again, and measure nothing."),
     ] = None,
     picture: Annotated[bool, typer.Option(help="Draw results.png.")] = True,
-    as_json: given.AsJson = False,
+    as_json: common.AsJson = False,
 ) -> None:
     """Measure MODEL at several lengths: sppo_hf, what users have today, and the ideal.
 
@@ -147,13 +145,13 @@ def bench(
 
     Exit code 0: done. 2: bad input.
     """
-    with given.bad_input(as_json):
+    with common.bad_input(as_json):
         if show is not None:
             _show_again(show, picture=picture, as_json=as_json)
             return
         if model is None:
             raise ConfigError("MODEL is missing. Remedy: name one, or a folder with --show.")
-        check_config(given.read_model(model))
+        check_config(common.read_model(model))
         lengths = _lengths(seq_lens, longest)
         step_tokens, most_tokens = _search_range(longest_step, longest_limit, longest)
         if hardware is not None:
@@ -204,7 +202,7 @@ def _show_again(folder: Path, *, picture: bool, as_json: bool) -> None:
 
 def _search_range(step: str, limit: str, longest: bool) -> tuple[int, int]:
     """Resolution and end of the search for the longest length, in tokens."""
-    step_tokens, most_tokens = given.parse_tokens(step), given.parse_tokens(limit)
+    step_tokens, most_tokens = common.parse_tokens(step), common.parse_tokens(limit)
     if longest and most_tokens < step_tokens:
         raise ConfigError(
             f"--longest-limit is {most_tokens:,} and --longest-step {step_tokens:,} tokens. "
@@ -243,9 +241,9 @@ def _report(
     if as_json:
         named = [str(path) for path in drawn]
         said = {"rows": [row.to_dict() for row in rows], "pictures": named, "profiles": found}
-        given.echo_json(said)
+        common.echo_json(said)
         return
-    out = given.console()
+    out = common.console()
     if not out.is_terminal:
         out.width = max(out.width, _SMALLEST_WIDTH)
     out.print(tables(rows))
@@ -258,7 +256,7 @@ def _report(
 def _lengths(text: str | None, longest: bool) -> list[int]:
     if text is None:
         text = "" if longest else LENGTHS
-    return [given.parse_tokens(part) for part in text.split(",") if part.strip()]
+    return [common.parse_tokens(part) for part in text.split(",") if part.strip()]
 
 
 def _rank(text: str) -> int | None:
@@ -285,7 +283,7 @@ def _budget(option: str, text: str | None) -> int | float | str | None:
     """A budget as settings take it."""
     if text is None:
         return None
-    value = given.read_budget(text)
+    value = common.read_budget(text)
     # A share is of what the worker finds; here any total will do.
     parse_bytes(value, field=option, total_bytes=1)
     return value

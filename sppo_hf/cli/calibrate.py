@@ -14,7 +14,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from sppo_hf.cli import planning_arguments as given
+from sppo_hf.cli import common
 from sppo_hf.planning.hardware import profile_to_json, save_profile
 from sppo_hf.rules import format_bytes
 
@@ -61,7 +61,7 @@ def calibrate(
     Exit code 0: measured. 2: bad input.
     """
     start_seconds = time.perf_counter()
-    with given.bad_input(as_json):
+    with common.bad_input(as_json):
         profile = _measure(device, dtype or [], offload_dir, quick)
         # What --quick measures would mislead every later plan, so only a named file gets it.
         path = None if quick and output is None else save_profile(profile, output)
@@ -72,7 +72,7 @@ def calibrate(
     seconds = time.perf_counter() - start_seconds
     kept = "not kept" if path is None else f"kept in {path}"
     said = f"Measured in {seconds:.0f} seconds; {kept}"
-    given.console().print(said, highlight=False, soft_wrap=True)
+    common.console().print(said, highlight=False, soft_wrap=True)
 
 
 def _measure(
@@ -98,7 +98,7 @@ def _measure(
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=given.console(stderr=True), transient=True) as progress:
+    with Progress(*columns, console=common.console(stderr=True), transient=True) as progress:
         task = progress.add_task("starting", total=None)
 
         def show(title: str, done: int, total: int) -> None:
@@ -116,7 +116,7 @@ def _measure(
 def _print(profile: HardwareProfile) -> None:
     """The curves as one table, all else as another."""
     title = f"[bold]{profile.name}[/bold], {profile.source}"
-    given.console().print(title, highlight=False, soft_wrap=True)
+    common.console().print(title, highlight=False, soft_wrap=True)
     curves = Table(title="FLOP/s by tokens of a chunk", title_justify="left")
     curves.add_column("tokens", justify="right")
     columns = [
@@ -133,7 +133,7 @@ def _print(profile: HardwareProfile) -> None:
     for tokens in sorted({tokens for _, points in columns for tokens in points}):
         cells = [_scaled(points.get(tokens)) for _, points in columns]
         curves.add_row(str(tokens), *cells)
-    given.console().print(curves)
+    common.console().print(curves)
     others = Table(show_header=False)
     others.add_column(style="bold")
     others.add_column(justify="right")
@@ -156,7 +156,7 @@ def _print(profile: HardwareProfile) -> None:
     ):
         others.add_row(title, "not known" if size is None else format_bytes(size))
     others.add_row("NUMA node", "only one" if profile.numa_node is None else str(profile.numa_node))
-    given.console().print(others)
+    common.console().print(others)
 
 
 def _scaled(rate: float | None) -> str:

@@ -17,7 +17,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from sppo_hf.cli import planning_arguments as given
+from sppo_hf.cli import common
 from sppo_hf.config import SPPOConfig
 from sppo_hf.planning.config_file import check_sizes, read_fields
 
@@ -66,8 +66,8 @@ def check(
             help="float64 and float32 compare directly, bfloat16 compares distances from float32."
         ),
     ] = Dtype.float64,
-    recompute: Annotated[given.Mode, typer.Option(help="Mode under test.")] = given.Mode.full,
-    offload: Annotated[given.Mode, typer.Option(help="Mode under test.")] = given.Mode.full,
+    recompute: Annotated[common.Mode, typer.Option(help="Mode under test.")] = common.Mode.full,
+    offload: Annotated[common.Mode, typer.Option(help="Mode under test.")] = common.Mode.full,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object and nothing else.")
     ] = False,
@@ -81,7 +81,7 @@ def check(
         return
     if model is None:
         raise typer.BadParameter("name a model, or use --list", param_hint="MODEL")
-    with given.bad_input(as_json, name=model):
+    with common.bad_input(as_json, name=model):
         config = SPPOConfig(
             **_chunks(chunks), recompute=recompute.value, offload=offload.value, min_offload_size=1
         )
@@ -116,7 +116,7 @@ def _print_families(found: dict[str, Any]) -> None:
             f"[green]{row['error']:.0e}[/green]" if exact else f"[yellow]{row['status']}[/yellow]"
         )
         table.add_row(row["name"], verdict, escape(row["feature"] if exact else row["reason"]))
-    given.console().print(table, highlight=False)
+    common.console().print(table, highlight=False)
 
 
 def _print_checkpoints(found: dict[str, Any]) -> None:
@@ -137,7 +137,7 @@ def _print_checkpoints(found: dict[str, Any]) -> None:
             f"{row['longest_tokens']:,}" if row["longest_tokens"] else "none fits",
             f"{row['positions_tokens']:,}" if row["positions_tokens"] else "any",
         )
-    given.console().print(table, highlight=False)
+    common.console().print(table, highlight=False)
 
 
 def _chunks(text: str) -> dict[str, Any]:
@@ -194,4 +194,4 @@ def _print(result: CheckResult, tokens: int) -> None:
         table.add_row(kind, f"{result.error:.2e} (allowed {result.allowed:.2e})")
         for index, (name, error) in enumerate(result.worst_parameters):
             table.add_row("worst parameters" if index == 0 else "", f"{name}  {error:.2e}")
-    given.console().print(table)
+    common.console().print(table)

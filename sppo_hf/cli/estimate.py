@@ -10,7 +10,7 @@ import dataclasses
 
 import typer
 
-from sppo_hf.cli import planning_arguments as given
+from sppo_hf.cli import common
 from sppo_hf.planning.plan_request import is_possible, request_plan
 from sppo_hf.reporting.answer_tables import estimate_table
 from sppo_hf.reporting.plan_json import answer_to_dict
@@ -19,24 +19,24 @@ _USUAL_RANK = 16
 
 
 def estimate(
-    model: given.Model,
-    seq_len: given.SeqLen,
-    device_memory: given.DeviceMemory = None,
-    host_memory: given.HostMemory = None,
-    disk: given.Disk = None,
-    hardware: given.Hardware = None,
-    lora: given.Lora = None,
-    rows: given.Rows = 1,
-    accumulate: given.Accumulate = False,
-    dtype: given.ComputeDtype = given.Dtype.bfloat16,
-    partition: given.Cut = given.Partition.auto,
-    num_chunks: given.NumChunks = "auto",
-    recompute: given.Recompute = None,
-    attention_once: given.AttentionOnce = False,
-    offload_kv: given.OffloadKv = given.Mode.auto,
-    weights: given.Weights = given.Place.auto,
-    optimizer: given.Optimizer = given.Place.auto,
-    as_json: given.AsJson = False,
+    model: common.Model,
+    seq_len: common.SeqLen,
+    device_memory: common.DeviceMemory = None,
+    host_memory: common.HostMemory = None,
+    disk: common.Disk = None,
+    hardware: common.Hardware = None,
+    lora: common.Lora = None,
+    rows: common.Rows = 1,
+    accumulate: common.Accumulate = False,
+    dtype: common.ComputeDtype = common.Dtype.bfloat16,
+    partition: common.Cut = common.Partition.auto,
+    num_chunks: common.NumChunks = "auto",
+    recompute: common.Recompute = None,
+    attention_once: common.AttentionOnce = False,
+    offload_kv: common.OffloadKv = common.Mode.auto,
+    weights: common.Weights = common.Place.auto,
+    optimizer: common.Optimizer = common.Place.auto,
+    as_json: common.AsJson = False,
 ) -> None:
     """Say whether training MODEL at a length fits a machine, how fast, and what breaks first.
 
@@ -44,21 +44,21 @@ def estimate(
 
     Exit code 0: it fits. 1: it does not. 2: bad input.
     """
-    arguments = given.from_options(given.PlanningArguments, locals())
-    with given.bad_input(as_json):
+    arguments = common.from_options(common.PlanningArguments, locals())
+    with common.bad_input(as_json):
         question = arguments.question()
         answer = request_plan(question)
         also = [] if answer.fits or as_json else _adapters_that_fit(arguments)
     if as_json:
-        given.echo_json(answer_to_dict(answer))
+        common.echo_json(answer_to_dict(answer))
     else:
-        out = given.console()
+        out = common.console()
         out.print(estimate_table(answer, arguments.title, also))
         out.print(arguments.hardware_note(question), style="dim", highlight=False)
-    raise typer.Exit(given.FITS if answer.fits else given.FITS_NOT)
+    raise typer.Exit(common.FITS if answer.fits else common.FITS_NOT)
 
 
-def _adapters_that_fit(arguments: given.PlanningArguments) -> list[str]:
+def _adapters_that_fit(arguments: common.PlanningArguments) -> list[str]:
     """Says so where adapters would fit in place of all weights."""
     if arguments.lora is not None:
         return []

@@ -8,7 +8,9 @@ torch nor Transformers is imported, and matplotlib only to draw.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -17,16 +19,19 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from sppo_hf.cli import planning_arguments as given
-from sppo_hf.cli.plan_write import Launch, actions_of_layout, launch_of_layout, launch_of_plan
-from sppo_hf.config import parse_bytes
+from sppo_hf.cli import common
+from sppo_hf.cli.common import PlanningArguments
+from sppo_hf.config import SPPOConfig, parse_bytes
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.activation_modes import RECOMPUTE_BY_SAVED
 from sppo_hf.planning.choices import read_budgets
+from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.cluster import ClusterAnswer, ClusterPlan, ClusterQuestion, solve_cluster
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.hardware import UNKNOWN_LINK
 from sppo_hf.planning.layouts import SearchSpace
+from sppo_hf.planning.pipeline_cost import PipelineCost
+from sppo_hf.planning.plan import Plan, PlanRequest, make_plan, planned_for
 from sppo_hf.planning.plan_request import (
     PlanResult,
     PolicyResult,
@@ -36,48 +41,49 @@ from sppo_hf.planning.plan_request import (
     timeline_of,
 )
 from sppo_hf.planning.tiers import HOST, TIERS, tiers_behind_host
+from sppo_hf.reading import write_yaml
 from sppo_hf.reporting.answer_tables import plan_tables
 from sppo_hf.reporting.chrome_trace import write_trace
 from sppo_hf.reporting.plan_figure import draw_plan
 from sppo_hf.reporting.plan_json import actions_to_list, answer_to_dict, policies_to_list
 from sppo_hf.reporting.schedule_figure import ENDINGS
 from sppo_hf.rules import format_bytes
-from sppo_hf.schedule.generate import MSP
+from sppo_hf.schedule.generate import MSP, Size, generate
 
 _COLUMNS = (
     *("schedule", "dp/pp/sp", "chunks", "recompute", "K/V", "tokens/s", "step", "idle"),
     *("device", "host"),
 )
-_MOST_ACTIONS = 240_000
+_MAX_SIMULATED_ACTIONS = 240_000
 """Simulated for one answer; at about ten microseconds each that is two to three seconds."""
 
 _OFFLOADED = {"full": "offloaded", "sppo": "partly offloaded"}
 
 
 def plan(
-    model: given.Model,
-    seq_len: given.SeqLen,
-    device_memory: given.DeviceMemory = None,
-    host_memory: given.HostMemory = None,
-    disk: given.Disk = None,
-    offload_dir: given.OffloadDir = None,
-    hardware: given.Hardware = None,
-    lora: given.Lora = None,
-    rows: given.Rows = 1,
-    accumulate: given.Accumulate = False,
-    dtype: given.ComputeDtype = given.Dtype.bfloat16,
-    partition: given.Cut = given.Partition.auto,
-    num_chunks: given.NumChunks = "auto",
-    recompute: given.Recompute = None,
-    attention_once: given.AttentionOnce = False,
-    offload_kv: given.OffloadKv = given.Mode.auto,
-    weights: given.Weights = given.Place.auto,
-    optimizer: given.Optimizer = given.Place.auto,
+    model: common.Model,
+    seq_len: common.SeqLen,
+    device_memory: common.DeviceMemory = None,
+    host_memory: common.HostMemory = None,
+    disk: common.Disk = None,
+    offload_dir: common.OffloadDir = None,
+    hardware: common.Hardware = None,
+    lora: common.Lora = None,
+    rows: common.Rows = 1,
+    accumulate: common.Accumulate = False,
+    dtype: common.ComputeDtype = common.Dtype.bfloat16,
+    partition: common.Cut = common.Partition.auto,
+    num_chunks: common.NumChunks = "auto",
+    recompute: common.Recompute = None,
+    attention_once: common.AttentionOnce = False,
+    offload_kv: common.OffloadKv = common.Mode.auto,
+    weights: common.Weights = common.Place.auto,
+    optimizer: common.Optimizer = common.Place.auto,
     policy: Annotated[
         str,
         typer.Option(
             "--offload",
-            help=f"What leaves the device, one of {', '.join(given.POLICIES)}: auto solves for"
+            help=f"What leaves the device, one of {', '.join(common.POLICIES)}: auto solves for"
             " time; the others (sppo is the paper's) are fixed, and recompute nothing unless"
             " --recompute says so.",
         ),
@@ -113,7 +119,7 @@ def plan(
             metavar="DIR",
         ),
     ] = None,
-    as_json: given.AsJson = False,
+    as_json: common.AsJson = False,
 ) -> None:
     """Show the plan for training MODEL at a length on a machine, beside every fixed policy.
 
@@ -121,21 +127,21 @@ def plan(
 
     Exit code 0: it fits. 1: it does not. 2: bad input.
     """
-    arguments = given.from_options(given.PlanningArguments, locals())
+    arguments = common.from_options(common.PlanningArguments, locals())
     if gpus > 1:
         _plan_cluster(arguments, gpus, gpus_per_node, link, as_json, figure or trace, write)
     _plan_one(arguments, as_json, figure, trace, write)
 
 
 def _plan_one(
-    arguments: given.PlanningArguments,
+    arguments: common.PlanningArguments,
     as_json: bool,
     figure: Path | None,
     trace: Path | None,
     write: Path | None,
 ) -> NoReturn:
-    with given.bad_input(as_json):
-        given.check_figure(figure)
+    with common.bad_input(as_json):
+        common.check_figure(figure)
         question = arguments.question()
         answer = request_plan(question)
         results = _compare(arguments, answer)
@@ -147,17 +153,17 @@ def _plan_one(
     if as_json:
         policies, actions = policies_to_list(results), actions_to_list(answer.plan)
         said = {"policies": policies, "actions": actions, **_launched(launch, write)}
-        given.echo_json({**answer_to_dict(answer), **said})
+        common.echo_json({**answer_to_dict(answer), **said})
     else:
-        out = given.console()
+        out = common.console()
         out.print(plan_tables(answer, results, arguments.title))
         out.print(arguments.hardware_note(question), style="dim", highlight=False)
         _print_launch(launch, write)
-    raise typer.Exit(given.FITS if answer.fits else given.FITS_NOT)
+    raise typer.Exit(common.FITS if answer.fits else common.FITS_NOT)
 
 
 def _plan_cluster(
-    arguments: given.PlanningArguments,
+    arguments: common.PlanningArguments,
     gpus: int,
     gpus_per_node: int,
     link: str | None,
@@ -165,14 +171,14 @@ def _plan_cluster(
     file: Path | None,
     write: Path | None,
 ) -> NoReturn:
-    with given.bad_input(as_json):
+    with common.bad_input(as_json):
         if file is not None:
             raise ConfigError(
                 f"{file} was asked for with --gpus {gpus}. Allowed: pictures and traces of one "
                 "device's plan. Remedy: `sppo simulate` draws a layout over several."
             )
         question = _cluster_question(arguments, gpus=gpus, gpus_per_node=gpus_per_node, link=link)
-        answer = solve_cluster(question, most_actions=_MOST_ACTIONS)
+        answer = solve_cluster(question, most_actions=_MAX_SIMULATED_ACTIONS)
         launch: Launch | None = None
         actions: list[list[str]] | None = []
         if answer.best and (as_json or write is not None):
@@ -186,14 +192,14 @@ def _plan_cluster(
                 actions = actions_of_layout(question, single, launch, best)
     if as_json:
         said = {"actions": actions, **_launched(launch, write)}
-        given.echo_json({**_cluster_to_dict(answer), **said})
+        common.echo_json({**_cluster_to_dict(answer), **said})
     else:
-        out = given.console()
+        out = common.console()
         out.print(_cluster_table(answer, f"{arguments.title} on {gpus} devices"))
         shared = dataclasses.replace(arguments, devices_of_host=min(gpus, gpus_per_node))
         out.print(shared.hardware_note(shared.question()), style="dim", highlight=False)
         _print_launch(launch, write)
-    raise typer.Exit(given.FITS if answer.best else given.FITS_NOT)
+    raise typer.Exit(common.FITS if answer.best else common.FITS_NOT)
 
 
 def _launched(launch: Launch | None, folder: Path | None) -> dict[str, str]:
@@ -206,14 +212,14 @@ def _launched(launch: Launch | None, folder: Path | None) -> dict[str, str]:
 def _print_launch(launch: Launch | None, folder: Path | None) -> None:
     said = _launched(launch, folder)
     if said:
-        out = given.console()
+        out = common.console()
         out.print(f"Launch, with {said['arguments']}:", highlight=False)
         out.print(said["launch"], soft_wrap=True, highlight=False)
     elif folder is not None:
-        given.console(stderr=True).print("Nothing fits, so there is nothing to write.")
+        common.console(stderr=True).print("Nothing fits, so there is nothing to write.")
 
 
-def _compare(arguments: given.PlanningArguments, answer: PlanResult) -> Sequence[PolicyResult]:
+def _compare(arguments: common.PlanningArguments, answer: PlanResult) -> Sequence[PolicyResult]:
     """Lays all policies side by side, whichever of them was asked for."""
     if arguments.policy == "auto":
         return compare_policies(answer.question, answer.plan or plan_for(answer.question))
@@ -225,11 +231,11 @@ def _write_files(answer: PlanResult, title: str, figure: Path | None, trace: Pat
     if figure is None and trace is None:
         return
     if answer.plan is None:
-        given.console(stderr=True).print("Nothing fits, so there is no plan to draw or trace.")
+        common.console(stderr=True).print("Nothing fits, so there is no plan to draw or trace.")
         return
     timeline = timeline_of(answer.plan)
     budgets = {tier: answer.budgets.of(tier) for tier in TIERS}
-    with given.writing(figure, trace):
+    with common.writing(figure, trace):
         if figure is not None:
             draw_plan(answer.plan, timeline, budgets=budgets, path=figure, title=title)
         if trace is not None:
@@ -237,7 +243,7 @@ def _write_files(answer: PlanResult, title: str, figure: Path | None, trace: Pat
 
 
 def _cluster_question(
-    arguments: given.PlanningArguments, *, gpus: int, gpus_per_node: int, link: str | None
+    arguments: common.PlanningArguments, *, gpus: int, gpus_per_node: int, link: str | None
 ) -> ClusterQuestion:
     """Reads the model, length and machine of the command line."""
     chosen = {
@@ -374,3 +380,264 @@ def _name(plan: ClusterPlan) -> str:
         f"{layout.num_chunks} chunks, recompute {RECOMPUTE_BY_SAVED[layout.saved]}, offload "
         f"{layout.offload}, K/V on the {layout.kv_tier}"
     )
+
+
+_ACCELERATE, _SPPO = "accelerate.yaml", "sppo.yaml"
+
+# Listed with --json: about three seconds, and 3 MB. A unit has about so many.
+_MAX_LISTED_ACTIONS = 300_000
+_ACTIONS_PER_UNIT = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """A run: its settings, processes and rows."""
+
+    config: SPPOConfig
+    """The settings of every process."""
+
+    title: str
+    """Model, length and devices, for whoever opens the files."""
+
+    processes: int = 1
+    """Of all machines."""
+
+    machines: int = 1
+    """As many processes on each."""
+
+    batch_rows: int = 1
+    """Rows that a process is given at once."""
+
+    accumulated: int = 1
+    """Batches of a step."""
+
+    dtype_name: str = "bfloat16"
+    """Dtype of the compute."""
+
+    @property
+    def arguments(self) -> str:
+        """What the training script must be told."""
+        said = f"per_device_train_batch_size {self.batch_rows}"
+        if self.accumulated > 1:
+            said += f", gradient_accumulation_steps {self.accumulated}"
+        return said
+
+    def command(self, folder: Path) -> str:
+        """Returns what starts it."""
+        words = ["accelerate launch", f"--config_file {folder / _ACCELERATE}"]
+        if self.machines > 1:
+            words.append("--machine_rank 0 --main_process_ip ADDRESS_OF_THE_FIRST")
+        return " ".join([*words, f"-m sppo_hf.run --config {folder / _SPPO} train.py"])
+
+    def write(self, folder: Path) -> None:
+        """Writes both files.
+
+        Raises:
+            ConfigError: the folder has other files of these names, or cannot be written to.
+        """
+        texts = {_ACCELERATE: self._accelerate(folder), _SPPO: self._sppo()}
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, text in texts.items():
+                path = folder / name
+                if path.exists() and path.read_text(encoding="utf-8") != text:
+                    raise ConfigError(
+                        f"--write is {str(folder)!r}, which has another {name}. Allowed: a folder "
+                        f"without {_ACCELERATE} and {_SPPO}, or with the same ones. Remedy: name "
+                        "another folder, or remove them."
+                    )
+            for name, text in texts.items():
+                (folder / name).write_text(text, encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"--write is {str(folder)!r}, which cannot be used: "
+                f"{getattr(error, 'strerror', None) or error}. Remedy: name a folder that can be "
+                "written to."
+            ) from error
+
+    def _accelerate(self, folder: Path) -> str:
+        several = self.processes > 1
+        precision = {"bfloat16": "bf16", "float16": "fp16"}.get(self.dtype_name, "no")
+        settings: dict[str, Any] = {
+            "compute_environment": "LOCAL_MACHINE",
+            "distributed_type": "MULTI_GPU" if several else "NO",
+            "mixed_precision": precision,
+            "num_machines": self.machines,
+            "num_processes": self.processes,
+        }
+        if self.machines > 1:
+            settings |= {
+                "machine_rank": 0,
+                "main_process_ip": "127.0.0.1",
+                "main_process_port": 29500,
+                "rdzv_backend": "static",
+                "same_network": True,
+            }
+        head = f"# {self.title}. Start{' on each machine' if self.machines > 1 else ''}:\n"
+        return head + f"# {self.command(folder)}\n" + _yaml(settings)
+
+    def _sppo(self) -> str:
+        plain = SPPOConfig().to_dict()
+        chosen = {
+            name: value for name, value in self.config.to_dict().items() if value != plain[name]
+        }
+        return f"# {self.title}.\n# The training script's: {self.arguments}.\n" + _yaml(chosen)
+
+
+def launch_of_plan(arguments: PlanningArguments, question: PlanRequest, plan: Plan) -> Launch:
+    """Returns the run of one device's plan: its chunks, and the settings that were asked for.
+
+    Which layers leave or are recomputed the run decides as the plan did, from the same settings.
+    """
+    config = question.config
+    return Launch(
+        config=config.replace(
+            **{"host_memory": None, **_given(arguments, config)},
+            **_cut(plan.bounds),
+            planned_for=planned_for(question.shape, question.total_tokens),
+            num_chunks="auto",
+            partition="auto",
+        ),
+        title=f"{arguments.title}, {question.total_tokens:,} tokens, one device",
+        batch_rows=question.batch_rows,
+        dtype_name=str(arguments.dtype),
+    )
+
+
+def launch_of_layout(
+    arguments: PlanningArguments,
+    question: ClusterQuestion,
+    base: SPPOConfig,
+    plan: ClusterPlan,
+    *,
+    written: bool,
+) -> Launch:
+    """Returns the run of a layout: every decision of it as a setting.
+
+    Files (`written`) name a folder where there is a disk.
+    """
+    layout = plan.layout
+    # Of what a node has, what each of its processes may take.
+    local = min(layout.devices, question.gpus_per_node)
+    given = {
+        name: value // local if name in ("host_memory", "disk_memory") else value
+        for name, value in _given(arguments, base, written=written).items()
+        # Each stage of a pipeline would plan for its own peak, as if all were at theirs at once.
+        if layout.stages == 1 or name not in ("host_memory", "disk_memory")
+    }
+    settings: dict[str, Any] = {
+        **given,
+        **_cut(plan.bounds),
+        "planned_for": planned_for(question.cost.shape, question.total_tokens),
+        "recompute": RECOMPUTE_BY_SAVED[layout.saved],
+        "offload": layout.offload,
+        "offload_kv": "none" if layout.kv_tier == "device" else "full",
+    }
+    pipeline = layout.stages > 1
+    if pipeline:
+        settings |= {
+            "pp_size": layout.stages,
+            "pp_virtual_stages": layout.virtual,
+            "pp_layers": [len(held) for held in plan.layers],
+        }
+        shares = layout.schedule == MSP
+        settings |= {"pp_msp": "on"} if shares else {"pp_schedule": layout.schedule}
+    if layout.frame_tier != HOST:
+        settings["offload_tier"] = layout.frame_tier
+    elif layout.offload != "none" and base.offload_dir is not None:
+        settings["offload_tier"] = HOST
+    processes = layout.stages * layout.replicas * layout.sp
+    machines = max(1, -(-processes // question.gpus_per_node))
+    if layout.sp > 1:
+        settings["sp_size"] = layout.sp
+        # The launcher starts as many processes on each machine.
+        if machines > 1 and processes // machines % layout.sp:
+            settings["sp_across_nodes"] = True
+    rows = question.rows // layout.replicas
+    return Launch(
+        config=SPPOConfig.from_dict(settings),
+        title=f"{arguments.title}, {question.total_tokens:,} tokens, {processes} devices",
+        processes=processes,
+        machines=machines,
+        # Rows of a batch pass a pipeline one after the other; a device takes one at a time.
+        batch_rows=rows if pipeline else 1,
+        accumulated=1 if pipeline else rows,
+        dtype_name=str(arguments.dtype),
+    )
+
+
+def actions_of_layout(
+    question: ClusterQuestion, single: PlanRequest, launch: Launch, plan: ClusterPlan
+) -> list[list[str]] | None:
+    """Returns what every rank of one replica does, all rows of it; the others do the same.
+
+    A single stage is a device of its own, whose program lists single layers and one row. None where
+    there are more actions than are worth listing.
+    """
+    layout = plan.layout
+    if layout.stages == 1:
+        shared = layout.sp > 1
+        config = launch.config
+        request = replace(
+            single,
+            # As `sppo_hf.engine.plan_cache` does for ranks that share sequences.
+            config=config.replace(order="by_chunk") if shared else config,
+            shape=replace(single.shape, sp=layout.sp),
+            total_tokens=question.total_tokens,
+            batch_rows=1,
+            accumulates=launch.accumulated > 1,
+            # Of several processes none has its weights on the host by itself.
+            on_host=False,
+        )
+        made = make_plan(request)
+        return [[str(action) for action in made.program().actions] for _ in range(layout.sp)]
+    rows = question.rows // layout.replicas
+    if (
+        _ACTIONS_PER_UNIT * rows * layout.num_chunks * layout.stages * layout.virtual
+        > _MAX_LISTED_ACTIONS
+    ):
+        return None
+    schedule = generate(
+        layout.schedule, Size(layout.stages, rows, layout.num_chunks, layout.virtual)
+    )
+    costs = PipelineCost(
+        schedule,
+        question.cost,
+        plan.bounds,
+        saved=layout.saved,
+        offload=layout.offload,
+        frame_tier=layout.frame_tier,
+        kv_tier=layout.kv_tier,
+    )
+    listed = costs.lowered(schedule, reduce=layout.replicas > 1).texts()
+    return [texts for texts in listed for _ in range(layout.sp)]
+
+
+def _given(
+    arguments: PlanningArguments, config: SPPOConfig, *, written: bool = True
+) -> Mapping[str, Any]:
+    """Machine and budgets of the command line, where they were named."""
+    given: dict[str, Any] = {
+        "device_memory": config.device_memory,
+        # What was assumed of a machine is not a setting of it.
+        "host_memory": None if arguments.host_memory is None else config.host_memory,
+        "hardware": arguments.hardware,
+    }
+    if config.offload_dir is not None:
+        if written and arguments.offload_dir is None:
+            raise ConfigError(
+                "--write was given with --disk-memory, but without a folder on that disk. "
+                "Allowed: with --offload-dir, or without a disk. Remedy: add --offload-dir DIR."
+            )
+        given |= {"offload_dir": config.offload_dir, "disk_memory": config.disk_memory}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _cut(bounds: Bounds) -> Mapping[str, Any]:
+    return {"chunk_lengths": [end - start for start, end in bounds]}
+
+
+def _yaml(settings: Mapping[str, Any]) -> str:
+    file = io.StringIO()
+    write_yaml(settings, file)
+    return file.getvalue()

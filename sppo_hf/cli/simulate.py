@@ -18,7 +18,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from sppo_hf.cli import planning_arguments as given
+from sppo_hf.cli import common
 from sppo_hf.config import SPPOConfig, parse_bytes
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.chunk_bounds import chunk_bounds
@@ -107,9 +107,9 @@ class PipelineArguments:
     hardware: str | None
     link: str | None
     rows: int
-    dtype: given.Dtype
+    dtype: common.Dtype
     lora: int | None
-    partition: given.Partition
+    partition: common.Partition
     offload: Offload
     recompute: bool
 
@@ -162,17 +162,17 @@ class PipelineArguments:
     def _simulate_model(self, schedule: Schedule) -> Simulated:
         assert self.model is not None, "asked only with one"
         assert self.seq_len is not None, "checked before"
-        profile = load_profile(self.hardware or given.DEFAULT_HARDWARE)
+        profile = load_profile(self.hardware or common.DEFAULT_HARDWARE)
         config = SPPOConfig(num_chunks=self.chunks, partition=self.partition.value)
         question = question_for(
-            given.read_model(self.model),
+            common.read_model(self.model),
             config,
             profile=profile,
-            total_tokens=given.parse_tokens(self.seq_len),
+            total_tokens=common.parse_tokens(self.seq_len),
             batch_rows=self.rows,
             dtype_name=str(self.dtype),
             lora_rank=self.lora,
-            trace=given.trace_unknown,
+            trace=common.trace_unknown,
         )
         bounds = chunk_bounds(
             config,
@@ -303,15 +303,15 @@ def simulate(
     seq_len: Annotated[
         str | None, typer.Option(help="Tokens of each row, with --model: 131072, 128K or 1M.")
     ] = None,
-    hardware: given.Hardware = None,
+    hardware: common.Hardware = None,
     link: Annotated[
         str | None,
         typer.Option(help="Bytes per second between ranks, each way.  [default: 25GiB]"),
     ] = None,
-    rows: given.Rows = 1,
-    dtype: given.ComputeDtype = given.Dtype.bfloat16,
-    lora: given.Lora = None,
-    partition: given.Cut = given.Partition.auto,
+    rows: common.Rows = 1,
+    dtype: common.ComputeDtype = common.Dtype.bfloat16,
+    lora: common.Lora = None,
+    partition: common.Cut = common.Partition.auto,
     offload: Annotated[
         Offload, typer.Option(help="What is offloaded of each layer and chunk, by a fixed rule.")
     ] = Offload.none,
@@ -329,7 +329,7 @@ def simulate(
         Path | None,
         typer.Option(help="Write the timeline as JSON for ui.perfetto.dev."),
     ] = None,
-    as_json: given.AsJson = False,
+    as_json: common.AsJson = False,
 ) -> None:
     """Simulate a pipeline schedule: its bubbles, and what each rank holds.
 
@@ -337,20 +337,20 @@ def simulate(
 
     Exit code 0: simulated. 2: bad input.
     """
-    arguments = given.from_options(PipelineArguments, locals())
-    with given.bad_input(as_json):
-        given.check_figure(figure)
+    arguments = common.from_options(PipelineArguments, locals())
+    with common.bad_input(as_json):
+        common.check_figure(figure)
         simulated = arguments.simulate()
-        with given.writing(figure, trace):
+        with common.writing(figure, trace):
             if figure is not None:
                 timeline, name = simulated.timeline, arguments.name
                 draw_schedule(simulated.lowered, timeline, path=figure, title=name)
             if trace is not None:
                 write_trace(simulated.timeline, trace)
     if as_json:
-        given.echo_json(_to_dict(simulated))
+        common.echo_json(_to_dict(simulated))
     else:
-        out = given.console()
+        out = common.console()
         out.print(_table(simulated, arguments.title))
         _print_over_time(out, simulated, arguments)
 

@@ -291,8 +291,8 @@ def bind_to_device(device: torch.device) -> frozenset[int] | None:
     that run elsewhere.
 
     Returns:
-        The processors that were allowed before, for `run_on`; None where nothing was changed:
-        the node is not known or the only one, all allowed processors are on it already, or none is.
+        The processors that were allowed before, for `set_thread_affinity`. None if nothing was
+        changed: the node is unknown, or all of the allowed processors are on it, or none is.
     """
     node = device_numa_node(device)
     if node is None or not hasattr(os, "sched_setaffinity"):
@@ -301,11 +301,11 @@ def bind_to_device(device: torch.device) -> frozenset[int] | None:
     near = allowed & node_cpus(node)
     if not near or near == allowed:
         return None
-    run_on(near)
+    set_thread_affinity(near)
     return allowed
 
 
-def run_on(processors: frozenset[int]) -> None:
+def set_thread_affinity(processors: frozenset[int]) -> None:
     """Let all threads of this process, and those they will start, run on these processors."""
     for entry in list(_THREADS.iterdir()):
         # A thread may end between the listing and the call.
@@ -321,4 +321,4 @@ def bound_to_device(device: torch.device) -> Iterator[None]:
         yield
     finally:
         if before is not None:
-            run_on(before)
+            set_thread_affinity(before)

@@ -604,7 +604,7 @@ class StateEnd:
 
     @classmethod
     def of(cls, state: Tensor, input_gradient: InputGradient) -> StateEnd:
-        """Note the end of the graph that leads to `state`, and the unit after's input_gradient for it."""
+        """Keep the end of the graph that leads to `state`, and where its gradient arrives."""
         return cls(get_gradient_edge(state), input_gradient)
 
 

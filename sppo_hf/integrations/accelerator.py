@@ -19,10 +19,8 @@ import dataclasses
 import functools
 import logging
 import math
-import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -46,7 +44,12 @@ from sppo_hf.engine.device_facts import bind_to_device
 from sppo_hf.engine.engine import Engine, host_resident_predicate
 from sppo_hf.engine.structure import disable_gradient_checkpointing
 from sppo_hf.errors import ConfigError, UnsupportedModelError
-from sppo_hf.integrations.checkpoints import is_cut, refuse_partial_save
+from sppo_hf.integrations.checkpoints import (
+    is_cut,
+    load_pipeline_state,
+    refuse_partial_save,
+    save_pipeline_state,
+)
 from sppo_hf.integrations.validation import (
     COMPILED_PARTS,
     refuse_device_optimizer,
@@ -55,22 +58,7 @@ from sppo_hf.integrations.validation import (
     why_on_device,
 )
 from sppo_hf.pipeline.agreement import make_on_first_rank
-from sppo_hf.pipeline.checkpoint import (
-    find_damage_together,
-    gather_weights,
-    load_weights,
-    rank_coords_of,
-    save_weights,
-    saving,
-)
-from sppo_hf.pipeline.checkpoint_files import check_complete, read_mark, reading
-from sppo_hf.pipeline.checkpoint_state import (
-    has_state,
-    load_full_optimizer_state,
-    load_random_state,
-    load_state,
-    save_state,
-)
+from sppo_hf.pipeline.checkpoint import gather_weights, save_weights
 from sppo_hf.pipeline.convert import convert_to_shared_sequences, convert_to_stages, shared_mesh
 from sppo_hf.pipeline.mesh import PipelineMesh
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
@@ -273,79 +261,6 @@ def once_per_pipeline(mesh: PipelineMesh, gathered: Any) -> Any:
     if isinstance(gathered, list | tuple):
         return type(gathered)(once_per_pipeline(mesh, x) for x in gathered)
     return gathered
-
-
-def save_pipeline_state(accelerator: Any, save: Callable[..., Any], *args: Any, **kw: Any) -> Any:
-    """Save everything into a folder that Accelerate's own `save` makes; every process calls this.
-
-    Raises:
-        ConfigError: More than one model was prepared.
-    """
-    with _taken_out(accelerator) as (model, optimizers):
-        folder = save(*args, **kw)
-    with saving(folder, rank_coords_of(model)):
-        save_weights(model, folder)
-        save_state(folder, model, optimizers, [])
-    return folder
-
-
-def load_pipeline_state(
-    accelerator: Any, load: Callable[..., Any], input_dir: str | None, *args: Any, **kw: Any
-) -> None:
-    """Load what `save_pipeline_state` or Accelerate's own `save_state` wrote.
-
-    `input_dir` is the folder; None for the newest of those that are named automatically.
-
-    Raises:
-        ConfigError: The folder is torn or damaged, or holds another model or other optimizers.
-    """
-    folder = Path(os.path.expanduser(input_dir)) if input_dir else _newest(accelerator)
-    if folder is None or not folder.is_dir():
-        load(input_dir, *args, **kw)  # which says what is wrong
-        return
-    if read_mark(folder) is not None:
-        check_complete(folder, find_damage_together)
-    with _taken_out(accelerator) as (model, optimizers):
-        load(str(folder), *args, **kw)
-    load_weights(model, folder)
-    if has_state(folder):
-        load_state(folder, model, optimizers, [])
-        load_random_state(folder, model)
-        return
-    for number, optimizer in enumerate(optimizers):
-        name = f"optimizer_{number}.bin" if number else "optimizer.bin"
-        with reading(folder / name):
-            state = torch.load(folder / name, map_location="cpu", weights_only=True)
-            load_full_optimizer_state(state, model, optimizer)
-
-
-@contextlib.contextmanager
-def _taken_out(accelerator: Any) -> Iterator[tuple[Any, list[Any]]]:
-    """Hide the model and the optimizers, which Accelerate would save from the first rank alone."""
-    models, optimizers = accelerator._models, accelerator._optimizers
-    if len(models) != 1:
-        raise ConfigError(
-            f"{len(models)} models are prepared, and the state of a pipeline run holds one. "
-            "Allowed: one model per Accelerator with pp_size > 1. Remedy: prepare the others by "
-            "another Accelerator, or save them by hand."
-        )
-    accelerator._models, accelerator._optimizers = [], []
-    try:
-        yield accelerator.unwrap_model(models[0]), optimizers
-    finally:
-        accelerator._models, accelerator._optimizers = models, optimizers
-
-
-def _newest(accelerator: Any) -> Path | None:
-    if not accelerator.project_configuration.automatic_checkpoint_naming:
-        return None
-    folder = Path(accelerator.project_dir) / "checkpoints"
-    numbered = [p for p in folder.glob("checkpoint_*") if p.name.rpartition("_")[2].isdigit()]
-    for found in sorted(numbered, key=lambda p: int(p.name.rpartition("_")[2]), reverse=True):
-        # What Accelerate itself saved has no mark.
-        if read_mark(found) is None or find_damage_together(found) is None:
-            return found
-    return None
 
 
 _left_alone: weakref.WeakSet[nn.Module] = weakref.WeakSet()

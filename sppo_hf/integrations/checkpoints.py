@@ -21,10 +21,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import sys
 import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +31,6 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.convert import get_engine
 from sppo_hf.engine.stages import staged_model_of
 from sppo_hf.engine.structure import find_causal_lm, patched_attribute
@@ -67,9 +65,7 @@ from sppo_hf.pipeline.pipeline_engine import PipelineEngine
 from sppo_hf.pipeline.watchdog import collective_section
 
 if TYPE_CHECKING:
-    from transformers import Trainer
-
-    from sppo_hf.integrations.plugin import SPPOPlugin
+    pass
 
 logger = logging.getLogger(__name__)
 
@@ -89,37 +85,6 @@ machine whose memory holds the whole optimizer (8 bytes per trained parameter fo
 def is_cut(model: nn.Module | None) -> bool:
     """Whether `model` is one of a pipeline, of which this rank holds a part."""
     return model is not None and isinstance(get_engine(model), PipelineEngine)
-
-
-def calling_trainer(plugin: SPPOPlugin) -> Trainer | None:
-    """The Trainer that is making an Accelerator with `plugin` now; None where none is.
-
-    It is found on the stack, because nothing hands it to us.
-    """
-    module = sys.modules.get("transformers.trainer")
-    frame: Any = sys._getframe(1)
-    while module is not None and frame is not None:
-        caller = frame.f_locals.get("self")
-        if isinstance(caller, module.Trainer):
-            asked_for = getattr(caller.args, "parallelism_config", None)
-            return caller if asked_for == plugin else None
-        frame = frame.f_back
-    return None
-
-
-def tell_sharing_ranks(trainer: Any, config: SPPOConfig) -> None:
-    """Tell the Trainer how many ranks share a batch, as `parallelism_config.tp_size` says.
-
-    Transformers 5.17 has a method for it that looks at the model alone, which TRL asks.
-    """
-    if config.sharing_ranks > 1:
-        trainer.__dict__["get_tp_size"] = lambda: config.sharing_ranks
-    if config.sp_size > 1:
-        # Each counts those of all tokens; the Trainer sums over the ranks.
-        count = type(trainer).floating_point_ops
-        trainer.__dict__["floating_point_ops"] = lambda inputs: (
-            count(trainer, inputs) // config.sp_size
-        )
 
 
 class TrainerCheckpoints(TrainerMethods):
@@ -395,3 +360,80 @@ def _newest(run_folder: Path) -> Path | None:
             stacklevel=3,
         )
     return newest
+
+
+def save_pipeline_state(accelerator: Any, save: Callable[..., Any], *args: Any, **kw: Any) -> Any:
+    """Save everything into a folder that Accelerate's own `save` makes; every process calls this.
+
+    Raises:
+        ConfigError: More than one model was prepared.
+    """
+    with _taken_out(accelerator) as (model, optimizers):
+        folder = save(*args, **kw)
+    with saving(folder, rank_coords_of(model)):
+        save_weights(model, folder)
+        save_state(folder, model, optimizers, [])
+    return folder
+
+
+def load_pipeline_state(
+    accelerator: Any, load: Callable[..., Any], input_dir: str | None, *args: Any, **kw: Any
+) -> None:
+    """Load what `save_pipeline_state` or Accelerate's own `save_state` wrote.
+
+    `input_dir` is the folder; None for the newest of those that are named automatically.
+
+    Raises:
+        ConfigError: The folder is torn or damaged, or holds another model or other optimizers.
+    """
+    folder = (
+        Path(os.path.expanduser(input_dir))
+        if input_dir
+        else _newest_named_automatically(accelerator)
+    )
+    if folder is None or not folder.is_dir():
+        load(input_dir, *args, **kw)  # which says what is wrong
+        return
+    if read_mark(folder) is not None:
+        check_complete(folder, find_damage_together)
+    with _taken_out(accelerator) as (model, optimizers):
+        load(str(folder), *args, **kw)
+    load_weights(model, folder)
+    if has_state(folder):
+        load_state(folder, model, optimizers, [])
+        load_random_state(folder, model)
+        return
+    for number, optimizer in enumerate(optimizers):
+        name = f"optimizer_{number}.bin" if number else "optimizer.bin"
+        with reading(folder / name):
+            state = torch.load(folder / name, map_location="cpu", weights_only=True)
+            load_full_optimizer_state(state, model, optimizer)
+
+
+@contextlib.contextmanager
+def _taken_out(accelerator: Any) -> Iterator[tuple[Any, list[Any]]]:
+    """Hide the model and the optimizers, which Accelerate would save from the first rank alone."""
+    models, optimizers = accelerator._models, accelerator._optimizers
+    if len(models) != 1:
+        raise ConfigError(
+            f"{len(models)} models are prepared, and the state of a pipeline run holds one. "
+            "Allowed: one model per Accelerator with pp_size > 1. Remedy: prepare the others by "
+            "another Accelerator, or save them by hand."
+        )
+    accelerator._models, accelerator._optimizers = [], []
+    try:
+        yield accelerator.unwrap_model(models[0]), optimizers
+    finally:
+        accelerator._models, accelerator._optimizers = models, optimizers
+
+
+def _newest_named_automatically(accelerator: Any) -> Path | None:
+    if not accelerator.project_configuration.automatic_checkpoint_naming:
+        return None
+    folder = Path(accelerator.project_dir) / "checkpoints"
+    numbered = [p for p in folder.glob("checkpoint_*") if p.name.rpartition("_")[2].isdigit()]
+    for found in sorted(numbered, key=lambda p: int(p.name.rpartition("_")[2]), reverse=True):
+        # What Accelerate itself saved has no mark.
+        if read_mark(found) is None or find_damage_together(found) is None:
+            return found
+    return None

@@ -24,14 +24,10 @@ from sppo_hf.engine.step_observer import ObserverHub
 from sppo_hf.errors import ConfigError
 from sppo_hf.integrations.accelerator import attach, convert_once, without_mixed_precision_wrapper
 from sppo_hf.integrations.callback import offer_callback
-from sppo_hf.integrations.checkpoints import (
-    TrainerCheckpoints,
-    calling_trainer,
-    tell_sharing_ranks,
-)
+from sppo_hf.integrations.checkpoints import TrainerCheckpoints
 from sppo_hf.integrations.evaluation import TrainerEvaluation
 from sppo_hf.integrations.progress import ProgressReporter
-from sppo_hf.integrations.trainer import TrainerStep
+from sppo_hf.integrations.trainer import TrainerStep, calling_trainer, tell_sharing_ranks
 from sppo_hf.integrations.validation import (
     environment_sp_size,
     move_if_it_fits,

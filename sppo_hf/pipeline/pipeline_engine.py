@@ -662,10 +662,14 @@ class PipelineEngine(Engine):
 
     def _set_ranks(self, ranks: tuple[int, ...]) -> SequenceRanks:
         number = ranks.index(self.mesh.pp_rank)
+<<<<<<< HEAD
         group, head_blocks = self.mesh.unit_groups[ranks], self._head_granules()
+=======
+        group, head_blocks = self.mesh.unit_groups[ranks], self._head_blocks()
+>>>>>>> main
         return SequenceRanks(group, number, len(ranks), head_blocks=head_blocks)
 
-    def _head_granules(self) -> int | None:
+    def _head_blocks(self) -> int | None:
         layers = (layer for layer in self.shape().layers if layer.num_heads)
         return count_head_blocks(layers, self.mesh.pp_size, self.parts.name)
 
@@ -758,7 +762,11 @@ class PipelineEngine(Engine):
             layers=lambda stage: {
                 index: shape.layers[index] for index in messages.kv_layers(stages[stage], attending)
             },
+<<<<<<< HEAD
             head_blocks=self._head_granules(),
+=======
+            head_blocks=self._head_blocks(),
+>>>>>>> main
             dtypes=(dtype, torch.get_autocast_dtype(kind) if autocast else dtype),
             stores=lambda stage, micro_batch, run: units.sequence(
                 stage, micro_batch, run.chunks.start

@@ -73,8 +73,8 @@ class ClusterQuestion:
     """What may be chosen."""
 
     shares_units: bool = True
-    """Whether ranks of a pipeline can share units of this model (`count_head_blocks`), where its heads
-    can be divided among them."""
+    """Whether ranks of a pipeline can share units of this model (`count_head_blocks`), where its
+    heads can be divided among them."""
 
     @cached_property
     def bounds_of_layout(self) -> LowerBounds:

@@ -174,7 +174,7 @@ class LayerProfile:
 
         Args:
             ranks: how many.
-            head_blocks: runs of heads that are not divided, if there are such (`count_head_blocks`).
+            head_blocks: runs of heads that are not divided, if any (`count_head_blocks`).
         """
         if head_blocks and self.num_heads:
             return -(-head_blocks // ranks) * (self.num_heads // head_blocks)

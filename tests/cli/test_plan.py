@@ -1,14 +1,33 @@
 """`sppo plan`: the plan, chunk by chunk, policies with the winner first, pictures and traces."""
 
+from __future__ import annotations
+
+import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from sppo_hf.cli import app
+from sppo_hf.cli.plan import actions_of_layout
+from sppo_hf.config import SPPOConfig
+from sppo_hf.errors import BudgetError, ConfigError
+from sppo_hf.planning.activation_modes import mode_of
+from sppo_hf.planning.choices import DeviceFacts
+from sppo_hf.planning.chunk_bounds import chunk_bounds
+from sppo_hf.planning.hardware import load_profile
+from sppo_hf.planning.model_profile import LoraShape
+from sppo_hf.planning.plan import Plan, PlanRequest, make_plan, other_plan_warnings, planned_for
+from sppo_hf.planning.stages import stage_shape
+from sppo_hf.schedule.actions import Action
+from sppo_hf.schedule.generate import Size, generate
 from tests.cli.configs import LLAMA_8B, TINY, write_config
+from tests.planning.shapes import llama_config, shape_of
 
 MACHINE = ("--device-memory", "40GiB", "--host-memory", "64GiB", "--lora", "16")
 TINY_MACHINE = ("--device-memory", "2GiB", "--host-memory", "1GiB")
@@ -111,3 +130,312 @@ def test_a_picture_of_an_unknown_kind(tmp_path: Path) -> None:
     code, _, err = run(write_config(tmp_path, TINY), "--seq-len", "1K", "--figure", "plan.gif")
     assert code == 2
     assert ".svg" in err
+
+
+MODEL: dict[str, Any] = {**LLAMA_8B, "num_hidden_layers": 8, "vocab_size": 32_000}
+
+
+def test_the_best_five_and_why(tmp_path: Path) -> None:
+    model = write_config(tmp_path, MODEL)
+    question = (model, "--gpus", "2", "--seq-len", "64K", "--host-memory", "512GiB")
+    code, out, err = run(*question, "--json")
+    assert (code, err) == (0, "")
+    result = json.loads(out)
+    assert result["fits"] is True
+    assert len(result["plans"]) == 5
+    seconds = [plan["step_seconds"] for plan in result["plans"]]
+    assert seconds == sorted(seconds)
+    best = result["plans"][0]
+    assert best["stages"] * best["replicas"] * best["sp"] == 2
+    assert sum(best["chunk_lengths"]) == 65_536
+    assert best["layers"][0][0] == 0
+    assert best["layers"][-1][1] == 8
+    assert best["why"].startswith("idle ")
+    code, out, err = run(*question)
+    assert (code, err) == (0, "")
+    assert f"{best['tokens_per_second']:,.0f}" in out
+    assert "layouts were simulated" in out
+    assert "\N{HORIZONTAL ELLIPSIS}" not in out
+
+
+def test_what_leaves_nothing_is_not_called_offloaded(tmp_path: Path) -> None:
+    """Nor shown beside the same layout without."""
+    model = write_config(tmp_path, MODEL)
+    question = (model, "--gpus", "2", "--micro-batch-size", "2", "--seq-len", "1")
+    code, out, _ = run(*question)
+    assert code == 0
+    assert "offloaded" not in out
+    plans = json.loads(run(*question, "--json")[1])["plans"]
+    assert {plan["offload"] for plan in plans} == {"none"}
+    # Of equals the first moves nothing.
+    assert plans[0]["kv_tier"] == "device"
+
+
+def test_stages_share_units_where_the_runtime_can(tmp_path: Path) -> None:
+    """One long row over two stages: they fill and drain together, and the files say so."""
+    model = write_config(tmp_path, MODEL)
+    question = (model, "--gpus", "2", "--seq-len", "256K", "--host-memory", "512GiB")
+    question += ("--lora", "16", "--gpus-per-node", "1")
+    code, out, _ = run(*question, "--write", str(tmp_path / "run"))
+    assert code == 0
+    assert "msp: ranks share the units that fill and drain the pipeline (pp_msp: on)." in flat(out)
+    assert "msp 1/2/1" in flat(out)
+    settings = yaml.safe_load((tmp_path / "run" / "sppo.yaml").read_text())
+    assert settings["pp_msp"] == "on"
+    assert settings["pp_size"] == 2
+    assert "pp_schedule" not in settings
+
+
+def test_a_disk_is_used_where_it_is_allowed_and_nothing_else_fits(tmp_path: Path) -> None:
+    model = write_config(tmp_path, MODEL)
+    question = (model, "--gpus", "2", "--seq-len", "512K", "--lora", "16")
+    question += ("--device-memory", "32GiB", "--host-memory", "16GiB")
+    code, out, _ = run(*question, "--json")
+    assert (code, json.loads(out)["plans"]) == (1, [])
+    disk = ("--disk-memory", "4TiB", "--offload-dir", "/fast")
+    code, out, _ = run(*question, *disk, "--json", "--write", str(tmp_path / "run"))
+    best = json.loads(out)["plans"][0]
+    assert (code, best["frame_tier"]) == (0, "disk")
+    assert best["host_bytes"] < 16 * 2**30 < best["disk_bytes"]
+    settings = yaml.safe_load((tmp_path / "run" / "sppo.yaml").read_text())
+    assert (settings["offload_tier"], settings["offload_dir"]) == ("disk", "/fast")
+    # Two processes of one machine share what it has; stages of a pipeline do not peak together.
+    shares = {"disk_memory": 2 * 2**40, "host_memory": 8 * 2**30} if best["stages"] == 1 else {}
+    assert {name: settings.get(name) for name in shares} == shares
+    assert best["stages"] == 1 or not {"disk_memory", "host_memory"} & settings.keys()
+    code, out, _ = run(*question, "--disk-memory", "4TiB", "--json")
+    assert (code, json.loads(out)["plans"][0]["frame_tier"]) == (0, "disk")
+
+
+def flat(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_what_does_not_fit(tmp_path: Path) -> None:
+    model = write_config(tmp_path, MODEL)
+    question = (model, "--gpus", "2", "--seq-len", "64K", "--device-memory", "8GiB")
+    code, out, _ = run(*question, "--json")
+    assert code == 1
+    result = json.loads(out)
+    assert (result["fits"], result["plans"]) == (False, [])
+    assert result["closest"]["missing_bytes"] > 0
+    code, out, _ = run(*question)
+    assert code == 1
+    assert "None fits; the one shown comes closest and lacks" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--num-chunks", "4"), "--num-chunks was given with --gpus 2"),
+        (("--partition", "even"), "--partition was given"),
+        (("--policy", "full"), "--offload was given"),
+        (("--figure", "a.png"), "a.png was asked for with --gpus 2"),
+        (("--link", "fast"), "--link is 'fast'"),
+    ],
+)
+def test_refusals(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    model = write_config(tmp_path, TINY)
+    code, out, err = run(model, "--gpus", "2", "--seq-len", "8K", *arguments)
+    assert (code, out) == (2, "")
+    assert message in err
+
+
+def written(folder: Path) -> tuple[dict[str, Any], SPPOConfig]:
+    launch = yaml.safe_load((folder / "accelerate.yaml").read_text())
+    return launch, SPPOConfig.from_yaml(folder / "sppo.yaml")
+
+
+def test_one_device(tmp_path: Path) -> None:
+    model = write_config(tmp_path, TINY)
+    question = (model, "--seq-len", "16K", "--hardware", "h100", "--device-memory", "2GiB")
+    code, out, err = run(*question, "--write", str(tmp_path / "run"))
+    assert (code, err) == (0, "")
+    launch, config = written(tmp_path / "run")
+    assert (launch["distributed_type"], launch["num_processes"]) == ("NO", 1)
+    assert launch["mixed_precision"] == "bf16"
+    assert (config.hardware, config.device_memory) == ("h100", 2 * 2**30)
+    assert sum(config.chunk_lengths or ()) == 16_384
+    assert config == SPPOConfig(
+        chunk_lengths=config.chunk_lengths,
+        hardware="h100",
+        device_memory=2 * 2**30,
+        planned_for=config.planned_for,
+    )
+    flat = " ".join(out.split())
+    assert f"accelerate launch --config_file {tmp_path / 'run' / 'accelerate.yaml'}" in out
+    assert "Launch, with per_device_train_batch_size 1:" in flat
+
+
+def test_a_pipeline_over_nodes(tmp_path: Path) -> None:
+    model = write_config(tmp_path, {**LLAMA_8B, "num_hidden_layers": 32})
+    question = (model, "--seq-len", "512K", "--gpus", "16", "--rows", "1", "--lora", "16")
+    code, out, _ = run(*question, "--write", str(tmp_path), "--json")
+    assert code == 0
+    answer = json.loads(out)
+    best = answer["plans"][0]
+    launch, config = written(tmp_path)
+    sharing = best["stages"] * best["sp"]
+    assert launch["num_processes"] == sharing * best["replicas"]
+    assert (config.pp_size, config.sp_size) == (best["stages"], best["sp"])
+    assert launch["num_machines"] == -(-launch["num_processes"] // 8)
+    assert list(config.chunk_lengths or ()) == best["chunk_lengths"]
+    assert list(config.pp_layers or ()) == [end - start for start, end in best["layers"]]
+    if best["schedule"] == "msp":
+        assert (config.pp_schedule, config.pp_msp) == ("auto", "on")
+    else:
+        assert config.pp_schedule == best["schedule"]
+    assert config.recompute != "auto"
+    assert config.offload == best["offload"]
+    assert len(answer["actions"]) == sharing
+    assert ("--machine_rank" in answer["launch"]) == (launch["num_machines"] > 1)
+
+
+@pytest.mark.slow
+def test_stages_of_a_tight_host_do_not_share_it_as_if_all_were_at_their_peak(
+    tmp_path: Path,
+) -> None:
+    """Together they fit; each with half of the host, which the files do not name, they do not."""
+    model = write_config(tmp_path, {**LLAMA_8B, "num_hidden_layers": 8, "vocab_size": 32_000})
+    question = (model, "--gpus", "2", "--seq-len", "256K", "--rows", "4", "--lora", "16")
+    tight = ("--device-memory", "22GiB", "--host-memory", "48GiB")
+    code, out, _ = run(*question, *tight, "--json", "--write", str(tmp_path / "run"))
+    best = json.loads(out)["plans"][0]
+    assert (code, best["stages"], best["offload"]) == (0, 2, "full")
+    assert 46 * 2**30 < best["host_bytes"] <= 48 * 2**30
+    _, config = written(tmp_path / "run")
+    assert (config.device_memory, config.host_memory) == (22 * 2**30, None)
+
+    shape = shape_of(
+        llama_config(num_hidden_layers=8, vocab_size=32_000), lora=LoraShape(rank=16, dtype_bytes=4)
+    )
+    bounds = tuple(itertools.pairwise(itertools.accumulate(config.chunk_lengths or (), initial=0)))
+    schedule = generate(config.pp_schedule, Size(2, 4, len(bounds), config.pp_virtual_stages))
+
+    def first_stage(**budgets: Any) -> Plan:
+        # As `sppo_hf.pipeline.stage_plans` asks for it.
+        return make_plan(
+            PlanRequest(
+                config=config.replace(**budgets),
+                shape=stage_shape(shape, range(*best["layers"][0]), last=False),
+                device=DeviceFacts(
+                    kind="cuda",
+                    name="a GPU",
+                    device_memory_bytes=80 * 2**30,
+                    host_memory_bytes=24 * 2**30,
+                    profile=load_profile("h100"),
+                ),
+                total_tokens=bounds[-1][1],
+                bounds=bounds,
+                alive=schedule.live_units[0] / len(bounds),
+            )
+        )
+
+    assert {mode for row in first_stage().layer_modes for mode in row} == {
+        mode_of("inputs", "host")
+    }
+    with pytest.raises(BudgetError, match="host"):
+        first_stage(host_memory=24 * 2**30)
+
+
+def test_a_sequence_shared_between_nodes_is_allowed_where_nothing_else_fits(tmp_path: Path) -> None:
+    model = write_config(tmp_path, {**TINY, "num_hidden_layers": 1})
+    question = (model, "--seq-len", "16K", "--gpus", "2", "--rows", "1")
+    for per_node, across in (("1", True), ("2", False)):
+        folder = tmp_path / per_node
+        code, _, _ = run(*question, "--gpus-per-node", per_node, "--write", str(folder))
+        assert code == 0
+        launch, config = written(folder)
+        assert (config.sp_size, config.sp_across_nodes) == (2, across)
+        assert launch["num_machines"] == 2 // int(per_node)
+
+
+def test_ranks_of_one_stage_have_their_weights_on_the_device() -> None:
+    """Of several processes none can have them on the host by itself, whatever does not fit."""
+    config = SPPOConfig(num_chunks=2)
+    device = DeviceFacts(
+        kind="cuda",
+        name="a GPU",
+        device_memory_bytes=4 * 2**30,
+        host_memory_bytes=64 * 2**30,
+        profile=load_profile("h100"),
+    )
+    single = PlanRequest(
+        shape=shape_of(llama_config(num_hidden_layers=2)),
+        config=config,
+        device=device,
+        total_tokens=4096,
+    )
+    question: Any = SimpleNamespace(total_tokens=4096)
+    layout: Any = SimpleNamespace(layout=SimpleNamespace(stages=1, sp=1, replicas=2))
+    launch: Any = SimpleNamespace(config=config, accumulated=1)
+    actions = actions_of_layout(question, single, launch, layout)
+    assert actions is not None
+    assert not {Action.parse(text).kind for text in actions[0]} & {"P", "G", "U"}
+
+
+def test_a_folder_with_other_files_is_refused_and_left_alone(tmp_path: Path) -> None:
+    model = write_config(tmp_path, TINY)
+    (tmp_path / "sppo.yaml").write_text("num_chunks: 3\n")
+    question = (model, "--seq-len", "8K", "--write", str(tmp_path))
+    code, out, err = run(*question)
+    assert (code, out) == (2, "")
+    said = " ".join(err.split())
+    assert "which has another sppo.yaml. Allowed: a folder without" in said
+    assert "Remedy" in said
+    assert (tmp_path / "sppo.yaml").read_text() == "num_chunks: 3\n"
+    assert not (tmp_path / "accelerate.yaml").exists()
+    (tmp_path / "sppo.yaml").unlink()
+    assert run(*question)[0] == 0
+    assert run(*question)[0] == 0, "the same files may be there"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("--disk-memory", "1TiB"), 2, "--write was given with --disk-memory, but without a"),
+        (("--device-memory", "1MiB"), 1, "Nothing fits, so there is nothing to write"),
+    ],
+)
+def test_what_cannot_be_written(
+    arguments: tuple[str, ...], code: int, message: str, tmp_path: Path
+) -> None:
+    model = write_config(tmp_path, TINY)
+    folder = tmp_path / "run"
+    found, _, err = run(model, "--seq-len", "8K", *arguments, "--write", str(folder))
+    assert found == code
+    assert message in " ".join(err.split())
+    assert not folder.exists()
+
+
+def test_a_file_in_place_of_a_folder_is_refused(tmp_path: Path) -> None:
+    model = write_config(tmp_path, TINY)
+    code, _, err = run(model, "--seq-len", "8K", "--write", model)
+    assert code == 2
+    assert "cannot be used" in err
+
+
+def test_what_it_was_planned_for_is_checked(tmp_path: Path) -> None:
+    model = write_config(tmp_path, TINY)
+    question = (model, "--seq-len", "2K", "--hardware", "h100", "--write", str(tmp_path / "run"))
+    assert run(*question)[0] == 0
+    _, config = written(tmp_path / "run")
+    shape = shape_of(SimpleNamespace(**TINY))
+    assert config.planned_for == planned_for(shape, 2048)
+    assert list(other_plan_warnings(config, shape, 2048, training=True)) == []
+    assert list(other_plan_warnings(SPPOConfig(), shape, 1024, training=True)) == []
+    (longer,) = other_plan_warnings(config, shape, 4096, training=True)
+    assert "rows of 2048 tokens; these have 4096" in longer
+    assert "write it again" in longer
+    (other,) = other_plan_warnings(config, replace(shape, vocab_size=77), 512, training=False)
+    assert f"this one has {shape.num_layers} layers of {shape.hidden_size}, vocabulary 77" in other
+    with pytest.raises(ConfigError, match=r"4,096 tokens long.* --seq-len 4096 --write"):
+        chunk_bounds(config, shape, 4096, device_kind="cuda")
+    path = tmp_path / "run" / "sppo.yaml"
+    text = path.read_text()
+    path.write_text(text.replace("plan 1:", "plan 2:"))
+    with pytest.raises(ConfigError, match=r"sppo.yaml: planned_for .* version 2 .*write it again"):
+        SPPOConfig.from_yaml(path)
+    path.write_text(text.replace("plan 1:", "a plan"))
+    with pytest.raises(ConfigError, match="drop planned_for"):
+        SPPOConfig.from_yaml(path)

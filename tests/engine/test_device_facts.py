@@ -229,7 +229,7 @@ def test_a_thread_that_has_just_ended_is_no_error(monkeypatch: pytest.MonkeyPatc
         raise ProcessLookupError
 
     monkeypatch.setattr(os, "sched_setaffinity", gone)
-    device_facts.run_on(frozenset({0}))
+    device_facts.set_thread_affinity(frozenset({0}))
     assert set(tried) >= {int(name) for name in os.listdir("/proc/self/task")}
 
 

@@ -15,7 +15,6 @@ from sppo_hf.planning.model_shape import step_flops
 FOLDER = Path(__file__).parents[3] / "recipes" / "benchmarks"
 sys.path.insert(0, str(FOLDER))
 try:
-    questions = importlib.import_module("paper_questions")
     tables = importlib.import_module("paper_tables")
 finally:
     sys.path.remove(str(FOLDER))
@@ -24,19 +23,19 @@ K = 1024
 
 def test_models_have_the_sizes_that_they_are_called_by() -> None:
     for name, billions in (("7B", 6.7), ("13B", 12.8), ("65B", 64.9)):
-        assert questions.gpt(name).total_parameters / 1e9 == pytest.approx(billions, rel=0.01)
-    assert questions.llama("Llama 8B").total_parameters / 1e9 == pytest.approx(8.03, rel=0.01)
-    assert questions.llama("Llama 70B").total_parameters / 1e9 == pytest.approx(70.6, rel=0.01)
+        assert tables.gpt(name).total_parameters / 1e9 == pytest.approx(billions, rel=0.01)
+    assert tables.llama("Llama 8B").total_parameters / 1e9 == pytest.approx(8.03, rel=0.01)
+    assert tables.llama("Llama 70B").total_parameters / 1e9 == pytest.approx(70.6, rel=0.01)
 
 
 def test_published_figures_agree_with_what_the_papers_say_of_them() -> None:
-    for model in questions.PAPER:
+    for model in tables.PAPER:
         assert len(model.lengths_k) == len(model.sppo) == len(model.megatron) == 5
         assert sorted(model.sppo, reverse=True) == list(model.sppo)
     # "Speed-ups 1.13x to 3.38x": the ends of the table's own ratios, but for its rounding.
     gains = [
         ours / theirs
-        for model in questions.PAPER
+        for model in tables.PAPER
         for ours, theirs in zip(model.sppo, model.megatron, strict=True)
         if theirs is not None
     ]
@@ -44,24 +43,24 @@ def test_published_figures_agree_with_what_the_papers_say_of_them() -> None:
     assert min(gains) == pytest.approx(1.09, abs=0.02)
     # Notes on the table: about 155 TFLOP/s per GPU for 7B and 124 for 65B, at 512K.
     for name, speed, gpus, tera in (("7B", 10_910, 32, 155), ("65B", 6460, 128, 124)):
-        flops = step_flops(questions.gpt(name), 1, 512 * K) / (512 * K)
+        flops = step_flops(tables.gpt(name), 1, 512 * K) / (512 * K)
         assert speed * flops / gpus / 1e12 == pytest.approx(tera, rel=0.02)
 
 
 def test_our_row_is_what_the_library_simulates(monkeypatch: pytest.MonkeyPatch) -> None:
-    small = replace(questions.LONG, partitions=("bounded",), chunk_tokens=(32 * K, 32 * K))
-    monkeypatch.setattr(questions, "LONG", small)
-    asked = questions.question(questions.gpt("7B"), 32, 512 * K, 4, small)
-    row = questions.solved(asked)
+    small = replace(tables.LONG, partitions=("bounded",), chunk_tokens=(32 * K, 32 * K))
+    monkeypatch.setattr(tables, "LONG", small)
+    asked = tables.question(tables.gpt("7B"), 32, 512 * K, 4, small)
+    row = tables.solved(asked)
     assert row["fits"]
-    layout = questions.Layout(**{name: row[name] for name in questions.Layout._fields})
+    layout = tables.Layout(**{name: row[name] for name in tables.Layout._fields})
     again = simulate_layout(asked, layout)
     assert row["tokens_per_second"] == again.tokens_per_second
     assert row["device_bytes"] == max(again.peak_bytes) <= asked.budgets.device
-    assert row["host_bytes"] == again.host_bytes <= asked.budgets.host == questions.HOST_BYTES
+    assert row["host_bytes"] == again.host_bytes <= asked.budgets.host == tables.HOST_BYTES
     assert asked.budgets.device < asked.cost.profile.device_bytes
     assert layout.stages * layout.replicas <= 32
-    never_idle, recomputing = questions.ceilings(asked)
+    never_idle, recomputing = tables.ceilings(asked)
     assert row["tokens_per_second"] < never_idle
     assert recomputing < never_idle
     # Even GPUs that never idle do not reach the datasheet's peak.
@@ -69,8 +68,8 @@ def test_our_row_is_what_the_library_simulates(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_papers_four_steps_at_its_own_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(questions, "ABLATED_K", {"7B": 128})
-    rows = questions.ablation_rows("7B")
+    monkeypatch.setattr(tables, "ABLATED_K", {"7B": 128})
+    rows = tables.ablation_rows("7B")
     assert [(row["schedule"], row["offload"]) for row in rows] == [
         ("seq1f1b", "none"),
         ("seq1f1b", "full"),
@@ -82,12 +81,12 @@ def test_the_papers_four_steps_at_its_own_layout(monkeypatch: pytest.MonkeyPatch
     assert full <= share <= none
     # Shared units save no more than the whole bubble.
     assert share < shared < share * (32 + 3) / 32
-    published = questions.PUBLISHED_ABLATION["13B"]
+    published = tables.PUBLISHED_ABLATION["13B"]
     assert published[3] / published[2] == pytest.approx(1.171, abs=1e-3)
 
 
 def test_one_row_is_asked_on_the_machine_that_the_figure_implies() -> None:
-    asked = questions.one_row(questions.gpt("7B"), 32, 512 * K)
+    asked = tables.one_row(tables.gpt("7B"), 32, 512 * K)
     profile = asked.cost.profile
     rates = {
         getattr(profile, f"{both}{way}_bytes_per_second")
@@ -102,10 +101,10 @@ def test_one_row_is_asked_on_the_machine_that_the_figure_implies() -> None:
 
 
 def test_reducing_gradients_over_pipelines_hardly_shows() -> None:
-    shape = questions.llama("Llama 8B")
-    one = questions.question(shape, 8, 256 * K, 4)
-    layout = questions.scaled_layout(one, 16 * K)
-    many = questions.question(shape, 1024, 256 * K, 4 * 128)
+    shape = tables.llama("Llama 8B")
+    one = tables.question(shape, 8, 256 * K, 4)
+    layout = tables.scaled_layout(one, 16 * K)
+    many = tables.question(shape, 1024, 256 * K, 4 * 128)
     alone = simulate_layout(one, layout)
     beside = simulate_layout(many, layout._replace(replicas=128))
     assert beside.peak_bytes == alone.peak_bytes

@@ -14,12 +14,14 @@ import contextlib
 import copy
 import gc
 import inspect
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.convert import get_engine
 from sppo_hf.engine.engine import Engine
 from sppo_hf.engine.recompute import RandomState
@@ -29,8 +31,41 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import Trainer
 
+    from sppo_hf.integrations.plugin import SPPOPlugin
+
 _SIGNS = ("'NoneType'", "'logits'", "tuple index out of range")
 """What Python says where `outputs.logits`, `outputs["logits"]` or `outputs[1]` is missing."""
+
+
+def calling_trainer(plugin: SPPOPlugin) -> Trainer | None:
+    """The Trainer that is making an Accelerator with `plugin` now; None where none is.
+
+    It is found on the stack, because nothing hands it to us.
+    """
+    module = sys.modules.get("transformers.trainer")
+    frame: Any = sys._getframe(1)
+    while module is not None and frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, module.Trainer):
+            asked_for = getattr(caller.args, "parallelism_config", None)
+            return caller if asked_for == plugin else None
+        frame = frame.f_back
+    return None
+
+
+def tell_sharing_ranks(trainer: Any, config: SPPOConfig) -> None:
+    """Tell the Trainer how many ranks share a batch, as `parallelism_config.tp_size` says.
+
+    Transformers 5.17 has a method for it that looks at the model alone, which TRL asks.
+    """
+    if config.sharing_ranks > 1:
+        trainer.__dict__["get_tp_size"] = lambda: config.sharing_ranks
+    if config.sp_size > 1:
+        # Each counts those of all tokens; the Trainer sums over the ranks.
+        count = type(trainer).floating_point_ops
+        trainer.__dict__["floating_point_ops"] = lambda inputs: (
+            count(trainer, inputs) // config.sp_size
+        )
 
 
 class TrainerMethods:
