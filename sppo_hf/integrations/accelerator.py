@@ -321,7 +321,7 @@ class SPPOAccelerator(Accelerator):
         convert_once(model, self.sppo_plugin, self.device, evaluated=evaluation_mode or frozen)
         engine = engine_of([model])
         if engine is not None:
-            engine.reduces = lambda: self.sync_gradients
+            engine.syncs_gradients = lambda: self.sync_gradients
             engine.loss_scaler = self.scaler
         converted = _engine_inside(model)
         if converted is not None and engine is None:

@@ -22,7 +22,6 @@ what is sent.
   so nobody can freeze or unfreeze them: conversion settles which weights train. With replicas of
   the pipeline, owners average their gradients at the end of the step.
 - *Heads.* Sets have 2 to P ranks, and few models have heads for all of these sizes. Where query
-<<<<<<< HEAD
   heads cannot be divided evenly, ranks divide key/value heads as evenly as possible
   (`count_head_blocks`).
 - *K/V.* In a set each rank has the K/V of its share of the heads. When the set of a stage changes,
@@ -46,31 +45,6 @@ what is sent.
   message, like K/V of its own.
 - *Tokens.* Parts are cut as in sequence parallelism (`rank_tokens`), of any length. What passes between
   stages is cut where the parts of both sets overlap; what stays on its rank is not sent.
-=======
-  heads cannot be divided evenly, ranks divide key/value heads as evenly as can be
-  (`count_head_blocks`).
-- *Keys and values.* In a set each rank has the heads that its size gives it. When the set of a
-  stage changes, the ranks that come in get the heads that they will attend with, of all chunks so
-  far; a chunk's are sent as soon as it has run. Each run of units that one set computes has a store
-  of its own, so the old set's stay where they are for backward.
-- *Their gradients.* What later sets add to the gradients of a chunk's keys comes back the same way,
-  in the precision in which it was summed, before that chunk's own backward. Until then it waits in
-  the store that summed it, of which nothing else is left when its run has ended. In float32 that is
-  twice what 16-bit keys are, so chunks' sums are not packed all at once: they go a unit apart.
-- *Keys and values elsewhere.* Where a plan has them wait on the host or a disk, each rank's heads
-  of a shared unit do, too, and stream in and out beside its share. What comes from another set
-  comes in the units before the set's first one, a chunk's beside each, and is on the device until
-  that one begins, which sends it away: at most a rank's share of a stage's keys and values. To send
-  it away as it comes somebody has to wait for it in the middle of other units, of other stages.
-  Without an action of its own in the program nobody would know that they cannot wait for each
-  other (a message comes when its sender has come that far), and in a copy's lane it would stand
-  between theirs; and where a chunk's heads come from several ranks, a store can take it only with
-  the last of them. So it waits, and is counted (`sppo_hf.planning.pipeline_cost`).
-- *Keys that layers share.* The rank that runs the first reader of a stage holds what came with the
-  message, like keys of its own.
-- *Tokens.* Parts are cut as in sequence parallelism (`rank_tokens`), of any length; what passes
-  between stages is cut where parts of both sets overlap, and what stays on its rank is not sent.
->>>>>>> main
 - *The loss* of a shared chunk is computed by all ranks of its set, each with the head, and summed.
 
 Not covered: `sp_size` above 1 besides, and recurrent layers. Evaluation, losses computed by the
@@ -92,15 +66,7 @@ from torch import distributed as dist
 
 from sppo_hf.attention.kv_cache import KVStore
 from sppo_hf.engine.chunk_runner import ChunkRunner
-<<<<<<< HEAD
 from sppo_hf.engine.sequence_group import held_kv_heads, kv_head_transfers, rank_tokens
-=======
-from sppo_hf.engine.sequence_group import (
-    held_kv_heads,
-    kv_head_transfers,
-    rank_tokens,
-)
->>>>>>> main
 from sppo_hf.engine.stages import StagedModel
 from sppo_hf.engine.structure import ModelParts
 from sppo_hf.errors import PipelineError, UnsupportedModelError
@@ -218,11 +184,7 @@ class RemoteWeights:
 
     @property
     def resident_bytes(self) -> int:
-<<<<<<< HEAD
         """Bytes of other stages' weights that are always here: those that do not train."""
-=======
-        """Bytes of other ranks' weights that are here all along: those that do not train."""
->>>>>>> main
         modules = self._staged.borrowed_modules()
         found = {id(p): p for module in modules for p in module.parameters()}
         return sum(
@@ -410,7 +372,6 @@ class SharedUnits:
     message_width: Callable[[int], int]
     """Returns W of the messages to a stage."""
     layers: Callable[[int], Mapping[int, LayerProfile]]
-<<<<<<< HEAD
     """Returns the layers of a stage that hold K/V, by index."""
     head_blocks: int | None
     """How sets divide heads, see `count_head_blocks`."""
@@ -419,15 +380,6 @@ class SharedUnits:
     kv_dtype: torch.dtype
     stores: Callable[[int, int, ChunkRun], ChunkRunner]
     """Returns the chunk runner, which has the K/V stores, of (stage, micro-batch, run)."""
-=======
-    """The layers of a stage that hold keys and values, by number."""
-    head_blocks: int | None
-    """How sets divide heads, see `count_head_blocks`."""
-    dtypes: tuple[torch.dtype, torch.dtype]
-    """Of hidden states between stages, and of keys and values."""
-    stores: Stores
-    """Gives a run's keys and values."""
->>>>>>> main
     weights: RemoteWeights
 
     def __post_init__(self) -> None:
@@ -536,21 +488,12 @@ class SharedUnits:
         in what the rank of `later` holds.
         """
         return [
-<<<<<<< HEAD
             (layer, *kv_head_transfers(self._held(layer, earlier), self._held(layer, later)))
             for layer in self.layers(earlier.stage).values()
         ]
 
     def _held(self, layer: LayerProfile, action: Action) -> list[range]:
         """Return the key/value heads that a rank holds for a compute; see `held_kv_heads`."""
-=======
-            (layer, *kv_head_transfers(self._held(layer, forward), self._held(layer, late)))
-            for layer in self.layers(forward.stage).values()
-        ]
-
-    def _held(self, layer: LayerProfile, action: Action) -> list[range]:
-        """What a rank holds of a layer's keys for one of its computes; see `held_kv_heads`."""
->>>>>>> main
         size = len(self.schedule.unit_ranks(action.stage, action.unit))
         heads = layer.num_heads, layer.num_kv_heads
         return held_kv_heads(*heads, action.part or 0, size, self.head_blocks)

@@ -203,7 +203,6 @@ class StageRunner:
         self._router_gradient: Tensor | None = None
         self._active: dict[tuple[int, int, int], _ActiveRun] = {}
         """By stage, micro-batch and first chunk of a run."""
-<<<<<<< HEAD
         self._deferred: dict[tuple[int, int, int], WeightGradients] = {}
         """By stage, micro-batch and chunk, first halves of backward whose second has not run."""
         self._current_deferred = WeightGradients()
@@ -211,12 +210,6 @@ class StageRunner:
         """Input of the running stage's first layer, see `first_layer_input`."""
         self._last_output: tuple[Tensor, Mapping[Any, Any]] | None = None
         """What `last_layer_output` was told."""
-=======
-        self._due: dict[tuple[int, int, int], WeightGradients] = {}
-        self._now = WeightGradients()
-        self._received: UnpackedMessage | None = None
-        self._given: tuple[Tensor, Mapping[Any, Any]] | None = None
->>>>>>> main
         self.losses: list[Tensor] = []
         """Detached sums of the losses of the last stage's chunks."""
 
@@ -235,7 +228,6 @@ class StageRunner:
         Raises:
             SPPOError: The chunk is out of order.
         """
-<<<<<<< HEAD
         run = self._get_or_begin(stage, micro_batch, chunk)
         if chunk != run.next_chunk:
             raise _out_of_order("forward", stage, micro_batch, chunk, run.next_chunk)
@@ -246,18 +238,6 @@ class StageRunner:
         unit = UnitGraph.of(hidden, stage_input, received)
         unit.router = router_sums
         output: Tensor | None = None
-=======
-        running = self._open(stage, micro_batch, chunk)
-        if chunk != running.due_chunk:
-            raise _out_of_order("forward", stage, micro_batch, chunk, running.due_chunk)
-        running.due_chunk += 1
-        hidden, input_gradient, router = self._run_layers(
-            stage, running, chunk, received, rows=self.rows[micro_batch]
-        )
-        unit = UnitGraph.of(hidden, input_gradient, received)
-        unit.router = router
-        given: Tensor | None = None
->>>>>>> main
         if stage < self.staged.cut.num_stages - 1:
             output = hidden.detach()
         else:
@@ -300,18 +280,11 @@ class StageRunner:
         constants = dict(self.call.constants)
         if self.router_loss is not None:
             constants["output_router_logits"] = True
-<<<<<<< HEAD
         inputs = ChunkInputs(self.call.tokens, positions, constants).rows(start, end)
         embedded = None
         if stage == 0:
             with self.staged.running(stage):
                 embedded = self.staged.parts.embed_sequence(inputs.tokens)
-=======
-        slices = ChunkInputs(self.call.tokens, positions, constants).rows(start, end)
-        with self.staged.running(stage):
-            parts = self.staged.parts
-            embedded = parts.embed_sequence(slices.tokens) if stage == 0 else None
->>>>>>> main
         if embedded is not None:
             others = {name: x for name, x in inputs.tokens.items() if name != "input_ids"}
             inputs = replace(inputs, tokens={"inputs_embeds": embedded.detach(), **others})
@@ -335,44 +308,26 @@ class StageRunner:
             The output for the next stage `[B, C, W]`, or from the last to the head `[B, C, D]`;
             where the gradient of the stage's input will be; and what `RouterLoss.add` returned.
         """
-<<<<<<< HEAD
         inputs = run.inputs.chunk(*run.runner.run_tokens(chunk))
         stage_input = None
         if received is not None:
             for name in ("input_ids", "inputs_embeds"):
                 inputs.pop(name, None)
             message, stage_input = enter(received)
-=======
-        inputs = running.slices.chunk(*running.sequence.run_tokens(chunk))
-        input_gradient = None
-        if received is not None:
-            for name in ("input_ids", "inputs_embeds"):
-                inputs.pop(name, None)
-            message, input_gradient = enter(received)
->>>>>>> main
             parts = self.messages.unpack(self.staged.cut.layers[stage].start, message)
             # Only its shape and dtype are used: layers get another one, see `first_layer_input`.
             placeholder_BCD = parts.hidden if parts.hidden.dim() == 3 else parts.hidden[0]
             inputs["inputs_embeds"] = placeholder_BCD.detach()
             inputs |= parts.arguments
             self._received = parts
-<<<<<<< HEAD
         elif run.embedded is not None:
             inputs["inputs_embeds"], stage_input = enter(inputs["inputs_embeds"])
-=======
-        elif running.embedded is not None:
-            inputs["inputs_embeds"], input_gradient = enter(inputs["inputs_embeds"])
->>>>>>> main
         try:
             with self.staged.running(stage):
                 output = run.runner.run_chunk(chunk, inputs)
             last_output = self._last_output
         finally:
-<<<<<<< HEAD
             self._received = self._last_output = None
-=======
-            self._received = self._given = None
->>>>>>> main
             own_inputs = self.staged.take_layer_inputs(stage)
         self.head.output_class = type(output)
         router_sums = None
@@ -384,7 +339,6 @@ class StageRunner:
                 run.runner.part(chunk),
             )
         if stage == self.staged.cut.num_stages - 1:
-<<<<<<< HEAD
             return output.last_hidden_state, stage_input, router_sums
         assert last_output is not None, "the last layer of a stage ran"
         end = self.staged.cut.layers[stage].stop
@@ -393,16 +347,6 @@ class StageRunner:
 
     def first_layer_input(self) -> UnpackedMessage | None:
         """Return what the first layer of the running stage gets; None for its own arguments.
-=======
-            return output.last_hidden_state, input_gradient, router
-        assert given is not None, "the last layer of a stage ran"
-        end = self.staged.cut.layers[stage].stop
-        hidden, shared = given
-        return self.messages.pack(end, hidden, own_inputs, shared), input_gradient, router
-
-    def first_layer_input(self) -> UnpackedMessage | None:
-        """What the first layer of the running stage must be given instead; None: what it gets.
->>>>>>> main
 
         Models scale embeddings or add positions to them before their first layer, which must not
         happen again to hidden states that come from another stage.
@@ -556,7 +500,6 @@ class StageRunner:
                 if unit.input_gradient.grad is None
                 else unit.input_gradient.grad
             )
-<<<<<<< HEAD
         if run.embedded is not None:
             self._collect_embedding_gradient(run, chunk, unit)
         return None
@@ -573,24 +516,6 @@ class StageRunner:
         if chunk == run.chunks.start:
             with torch.autocast(run.embedded.device.type, enabled=False):
                 run.embedded.backward(run.embedded_grad)
-=======
-        if running.embedded is not None:
-            self._collect_embedding(running, chunk, unit)
-        return None
-
-    def _collect_embedding(self, running: _MicroBatch, chunk: int, unit: UnitGraph) -> None:
-        """Gather the embeddings' gradient; the last chunk to come sends it into the embedding."""
-        assert running.embedded is not None, "tokens were embedded once"
-        assert unit.input_gradient is not None, "and chunks are slices of that"
-        if running.embedded_grad is None:
-            running.embedded_grad = torch.zeros_like(running.embedded)
-        start, end = running.sequence.run_tokens(chunk)
-        if unit.input_gradient.grad is not None:
-            running.embedded_grad[:, start:end] = unit.input_gradient.grad
-        if chunk == running.chunks.start:
-            with torch.autocast(running.embedded.device.type, enabled=False):
-                running.embedded.backward(running.embedded_grad)
->>>>>>> main
 
     def backward_weights(self, stage: int, micro_batch: int, chunk: int) -> None:
         """Run the second half of a unit's backward.
@@ -655,10 +580,6 @@ def last_layer_hook(get_runner: Callable[[], StageRunner | None]) -> Callable[..
                 f"{type(layer).__name__} returns more than hidden states to the next layer, which "
                 "is not sent between the stages of a pipeline. Train it on one device (pp_size=1)."
             )
-<<<<<<< HEAD
         runner.last_layer_output(hidden, kwargs.get(SHARED_KV) or {})
-=======
-        running.last_layer_output(hidden, kwargs.get(SHARED_KV) or {})
->>>>>>> main
 
     return hook
