@@ -31,8 +31,8 @@ from smollm2 import DEFAULT_MODEL, load_model
 
 from sppo_hf import SPPOPlugin
 from sppo_hf.offload import disk, disk_queue
+from sppo_hf.offload.disk import Transfers
 from sppo_hf.offload.disk_files import Bytes, checksum
-from sppo_hf.offload.disk_queue import Transfers
 from sppo_hf.rules import format_bytes
 
 MOST_RATIO = 1.03

@@ -24,7 +24,7 @@ from sppo_hf.attention.streamed_kv import KVStream
 from sppo_hf.engine.kv_offload import EngineTransfer
 from sppo_hf.engine.step_observer import Mark
 from sppo_hf.errors import ConfigError
-from sppo_hf.offload.prefetch_order import Frame
+from sppo_hf.offload.layer_offload import Frame
 from sppo_hf.offload.weights import HostWeights
 from sppo_hf.planning.plan import Plan
 from sppo_hf.planning.tiers import TIERS

@@ -19,8 +19,8 @@ from sppo_hf.attention.backends.base import AttentionSpec, Backend
 from sppo_hf.attention.chunk_attention import AttentionCall, chunk_attention
 from sppo_hf.attention.kv_cache import KVStore
 from sppo_hf.attention.segments import chunk_pieces
+from sppo_hf.engine.attention_interface import IMPLEMENTATION, MaskMeaning, attention_implementation
 from sppo_hf.engine.chunk_context import ChunkContext, current
-from sppo_hf.engine.mask import IMPLEMENTATION, MaskMeaning, attending_with
 from sppo_hf.engine.sequence_group import (
     SequenceGroup,
     check_heads,
@@ -33,9 +33,9 @@ from sppo_hf.errors import SPPOError, UnsupportedModelError
 
 
 @contextlib.contextmanager
-def attention_taken_over(context: ChunkContext) -> Iterator[None]:
+def chunked_attention(context: ChunkContext) -> Iterator[None]:
     """Let Transformers call our attention and masks in the context's model, in this context."""
-    with attending_with(IMPLEMENTATION, context.model.configs), context.entered():
+    with attention_implementation(IMPLEMENTATION, context.model.configs), context.entered():
         yield
 
 
@@ -82,8 +82,8 @@ def attention_forward(
         query, key, value, s_aux = _own_heads(
             context, context.group, query, key, value, s_aux, needs_keys=not borrowed
         )
-    if context.take_keys is not None:
-        context.take_keys(key.detach(), value.detach())
+    if context.on_kv is not None:
+        context.on_kv(key.detach(), value.detach())
     window, local = attention_mask.window, attention_mask.local
     out, context.attended.link = chunk_attention(
         query,

@@ -3,7 +3,7 @@
 With order "by_layer" the untouched base model runs once over the whole sequence, and each decoder
 layer's hooks run the layer's forward chunk by chunk. Here is what that takes: which dims of a
 layer's arguments are the tokens (`layer_examples`), and the way from whole tensors to those of a
-chunk and back (`CutCall`). It knows neither attention nor what becomes of saved activations.
+chunk and back (`SlicedCall`). It knows neither attention nor what becomes of saved activations.
 
 [Note: which dims are the tokens] A size says nothing: a width or a number of heads may happen to be
 the number of tokens. So the model's own code is asked: it runs on two tokens with layers that hand
@@ -46,21 +46,21 @@ EXAMPLE_TOKENS = 2
 _CAPTURES = "_output_capturing_hooks_installed"
 
 
-class NotByLayer(Exception):
+class CannotRunByLayer(Exception):
     """The model cannot run layer by layer; the message is the reason, as a part of a sentence."""
 
 
-class NextToForward(functools.partial[Any]):
+class InnermostHook(functools.partial[Any]):
     """A hook of ours: by layer, no hook of others may stand between it and the layer's forward.
 
     Theirs are about the layer's call over all tokens: FSDP2's gather and free its weights.
     """
 
 
-def put_next_to_forward(module: nn.Module) -> None:
+def move_hooks_innermost(module: nn.Module) -> None:
     """Move our hooks of `module` behind all others before forward, and before all others after."""
     for hooks, last in ((module._forward_pre_hooks, True), (module._forward_hooks, False)):
-        ours = [key for key, hook in hooks.items() if isinstance(hook, NextToForward)]
+        ours = [key for key, hook in hooks.items() if isinstance(hook, InnermostHook)]
         for key in ours:
             hooks.move_to_end(key, last=last)  # type: ignore[attr-defined]
 
@@ -153,7 +153,7 @@ def layer_examples(parts: ModelParts, run_base: Callable[[], object]) -> dict[in
             to get, cut short.
 
     Raises:
-        NotByLayer: The base model does not run without its layers.
+        CannotRunByLayer: The base model does not run without its layers.
     """
     examples: dict[int, Example] = {}
 
@@ -189,7 +189,7 @@ def layer_examples(parts: ModelParts, run_base: Callable[[], object]) -> dict[in
         raise  # says nothing of the model
     # The model's own code, which is given what its layers did not compute, fails with anything.
     except Exception as error:
-        raise NotByLayer(
+        raise CannotRunByLayer(
             f"how {parts.name} calls its layers cannot be seen without running them "
             f"({first_line(error)})"
         ) from error
@@ -201,7 +201,7 @@ def layer_examples(parts: ModelParts, run_base: Callable[[], object]) -> dict[in
     return examples
 
 
-class CutCall:
+class SlicedCall:
     """One call of a module over all tokens, given chunk by chunk, and its joined output."""
 
     def __init__(
@@ -223,38 +223,38 @@ class CutCall:
             where: What is cut, for messages.
 
         Raises:
-            NotByLayer: The tokens cannot be told from the arguments' other dims.
+            CannotRunByLayer: The tokens cannot be told from the arguments' other dims.
         """
         self._bounds = bounds
         self._where = where
         self._whole: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
-        self._joint: Joint | None = None
+        self._joint: TokenJoin | None = None
         self._hidden_shape: torch.Size = torch.Size()
         if len(bounds) == 1:
             return
         assert example is not None, "a call that is cut has an example"
         leaves, spec = tree_flatten((args, kwargs))
         if spec != example.spec:
-            raise NotByLayer(f"{where} is called with other arguments for fewer tokens")
+            raise CannotRunByLayer(f"{where} is called with other arguments for fewer tokens")
         tokens = bounds[-1][1]
         hidden = args[0] if args else kwargs.get("hidden_states")
         dims = [_token_dim(*pair, tokens) for pair in zip(leaves, example.shapes, strict=True)]
         unclear = [leaf for leaf, dim in zip(leaves, dims, strict=True) if dim == _UNCLEAR]
         if unclear:
-            raise NotByLayer(
+            raise CannotRunByLayer(
                 f"{where} is given a tensor of shape {tuple(unclear[0].shape)}, which has no dim "
                 f"that is the {tokens} tokens alone"
             )
         dim = next((d for x, d in zip(leaves, dims, strict=True) if x is hidden), None)
         if dim is None:
-            raise NotByLayer(f"{where} is given hidden states without a dim of tokens")
+            raise CannotRunByLayer(f"{where} is given hidden states without a dim of tokens")
         self._spec = spec
         self._cuts: list[Callable[[int, int], Any]] = [
             _cut(leaf, dim) for leaf, dim in zip(leaves, dims, strict=True)
         ]
         self._dim = dim
         self._whole = None
-        self._joint = Joint(dim, tokens, len(bounds))
+        self._joint = TokenJoin(dim, tokens, len(bounds))
 
     def take(self, index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of the `index`-th chunk; chunks come in order, each once."""
@@ -273,14 +273,16 @@ class CutCall:
         """Take the output of the `index`-th chunk; returns its hidden states.
 
         Raises:
-            NotByLayer: It has more in it than hidden states.
+            CannotRunByLayer: It has more in it than hidden states.
         """
         assert self._joint is not None, "the output of a call that was cut"
         hidden, *others = output if isinstance(output, tuple) else (output,)
         if any(isinstance(leaf, Tensor) for leaf in tree_flatten(others)[0]):
-            raise NotByLayer(f"{self._where} returns more than hidden states")
+            raise CannotRunByLayer(f"{self._where} returns more than hidden states")
         if not isinstance(hidden, Tensor) or hidden.shape != self._hidden_shape:
-            raise NotByLayer(f"{self._where} returns hidden states of another shape than it gets")
+            raise CannotRunByLayer(
+                f"{self._where} returns hidden states of another shape than it gets"
+            )
         self._others = tuple(others) if isinstance(output, tuple) else None
         self._joint.put(hidden, *self._bounds[index])
         return hidden
@@ -349,7 +351,7 @@ class Pieces:
         return _Take.apply(self._link, part, self._gradient, start, end)
 
 
-class Joint:
+class TokenJoin:
     """Chunks' tensors on their way into one over all tokens."""
 
     def __init__(self, dim: int, tokens: int, num_chunks: int) -> None:

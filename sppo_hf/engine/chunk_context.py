@@ -8,7 +8,7 @@ find it, and another around each chunk of each layer, with that chunk's keys, va
 [Note: backward has no context] A ContextVar belongs to a thread. Autograd runs the backward of CUDA
 on a thread of its own, and a caller may call `backward` on any: nothing is entered there, or
 something else. So what runs a layer again enters the context itself, from what its frame kept of
-the first (`ChunkContext.of_frame`), and each forward has its own keys and values: two forwards
+the first (`ChunkContext.for_recompute`), and each forward has its own keys and values: two forwards
 before one backward do not mix.
 """
 
@@ -147,13 +147,13 @@ class ChunkContext:
     forward, and has them in the second."""
     keep: Keep | None = None
     """Gives keys and values that stay their place on the device."""
-    take_keys: Callable[[Tensor, Tensor], None] | None = None
+    on_kv: Callable[[Tensor, Tensor], None] | None = None
     """While a layer runs again for its keys and values alone: gets them, BKCH, and raises."""
     exchanged: RecomputeExchanges | None = None
     """While a layer of a shared chunk runs again."""
     attended: Attended = dataclasses.field(default_factory=Attended)
 
-    def of_frame(self) -> ChunkContext:
+    def for_recompute(self) -> ChunkContext:
         """What a frame keeps, to run its layer again; see [Note: what a frame must not hold]."""
         states = None if self.states is None else self.states.without_tensors()
         return dataclasses.replace(

@@ -36,18 +36,7 @@ from torch import Tensor, nn
 from sppo_hf.attention.kv_cache import KeyOwners, KVStore, LayerKV
 from sppo_hf.attention.segments import RowSpans
 from sppo_hf.engine.action_log import ActionLog, LayerLog
-from sppo_hf.engine.attend import attention_taken_over
-from sppo_hf.engine.by_layer import (
-    EXAMPLE_TOKENS,
-    NORM,
-    CutCall,
-    Example,
-    NotByLayer,
-    Pieces,
-    PrefixLength,
-    layer_examples,
-    put_next_to_forward,
-)
+from sppo_hf.engine.attention_interface import chunked_attention
 from sppo_hf.engine.chunk_context import (
     Attended,
     ChooseBackend,
@@ -58,28 +47,38 @@ from sppo_hf.engine.chunk_context import (
 )
 from sppo_hf.engine.cpu_heap import CpuChunkArena, HeapWatch, return_free_heap
 from sppo_hf.engine.kv_offload import KeysAgain, KeysAway, kv_stream
-from sppo_hf.engine.layer_tiles import LayerTiles
 from sppo_hf.engine.recompute import AroundLayers, RecomputedLayer
 from sppo_hf.engine.recurrent_state import (
     StateCache,
-    documents_apart,
-    documents_in,
+    documents_in_chunk,
+    separate_documents,
 )
 from sppo_hf.engine.sequence_group import SequenceGroup, rank_tokens
+from sppo_hf.engine.sliced_calls import (
+    EXAMPLE_TOKENS,
+    NORM,
+    CannotRunByLayer,
+    Example,
+    LayerTiles,
+    Pieces,
+    PrefixLength,
+    SlicedCall,
+    layer_examples,
+    move_hooks_innermost,
+)
 from sppo_hf.engine.stages import StateEnd, enter
 from sppo_hf.engine.step_observer import StepTimer
 from sppo_hf.engine.structure import ModelParts
 from sppo_hf.engine.versions import ReadTensors
 from sppo_hf.errors import UnsupportedModelError
-from sppo_hf.offload.casts import WeightCasts
 from sppo_hf.offload.engine import OffloadEngine, PrefetchOrder
-from sppo_hf.offload.layer_offload import LayerOffload
+from sppo_hf.offload.layer_offload import LayerOffload, WeightCasts
 from sppo_hf.offload.weights import HostWeights
-from sppo_hf.planning.activation_modes import FrameMode
+from sppo_hf.planning.activation_modes import ActivationMode
 from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.decisions import KVMode
 from sppo_hf.planning.plan import Plan
-from sppo_hf.planning.tiers import away_tiers
+from sppo_hf.planning.tiers import offload_tiers
 
 # B batch rows, C tokens of a chunk, T tokens of the sequence, D model width.
 
@@ -143,7 +142,7 @@ class ChunkInputs:
         }
 
 
-_RECOMPUTED = FrameMode("inputs", "device")
+_RECOMPUTED = ActivationMode("inputs", "device")
 
 # Layers times tokens of prefix between two times that free heap is given back in backward.
 _TRIM_TOKENS = 8192
@@ -231,7 +230,7 @@ class ChunkRunner:
         self._chunk = 0
         self._arena = CpuChunkArena(len(self._layers))
         self._examples: dict[int, Example] = {}
-        self._cut: CutCall | None = None
+        self._cut: SlicedCall | None = None
         self._open: _OpenLayer | None = None
         self._norm: RecomputedLayer | None = None
         self._norm_parts = 1
@@ -241,7 +240,7 @@ class ChunkRunner:
     def _new_prefetch_order(self) -> PrefetchOrder:
         plan = self._plan
         away = any(mode.offload for row in plan.layer_modes for mode in row)
-        away = plan.training and (away or any(mode in away_tiers() for mode in plan.kv_modes))
+        away = plan.training and (away or any(mode in offload_tiers() for mode in plan.kv_modes))
         return self._offload.new_prefetch_order(
             max_pending_d2h_bytes=plan.max_pending_d2h_bytes,
             # Without links the caller says when the frames of a chunk are to come.
@@ -264,7 +263,7 @@ class ChunkRunner:
             watch: Is told of each unit before it runs.
 
         Raises:
-            NotByLayer: The plan goes layer by layer, and the model cannot be run so.
+            CannotRunByLayer: The plan goes layer by layer, and the model cannot be run so.
         """
         self._watch = watch
         chunks = range(sum(start < stop_token for start, _ in self._plan.bounds))
@@ -279,7 +278,7 @@ class ChunkRunner:
                 self._log.end_head()  # the loss is done when the next chunk is asked for
         self.end_forward()
 
-    def key_stores(self, layers: Sequence[int]) -> list[KVStore]:
+    def kv_stores(self, layers: Sequence[int]) -> list[KVStore]:
         """Keys and values of some of the layers that run here, which have some of their own."""
         found = (self._between_chunks[layer - self._layers.start].kv for layer in layers)
         return [store for store in found if store is not None]
@@ -308,7 +307,7 @@ class ChunkRunner:
         bounds = self._plan.bounds[: chunks.stop]
         for module in (*self._parts.layers, self._parts.final_norm()):
             if module is not None:
-                put_next_to_forward(module)
+                move_hooks_innermost(module)
         if len(chunks) > 1:
             few = min(EXAMPLE_TOKENS, bounds[-1][1] - 1)
             inputs = slices.chunk(0, few)
@@ -354,7 +353,7 @@ class ChunkRunner:
             inputs = {**inputs, self._parts.cache_argument(): prefix}
         # Not kept: it has this runner, and both would wait for Python's garbage collector.
         context = dataclasses.replace(self._sequence, runner=self, owners=KeyOwners())
-        with attention_taken_over(context), self._around_layers():
+        with chunked_attention(context), self._around_layers():
             try:
                 inputs = self._with_cache(inputs, start, end)
                 output = self._parts.base(**inputs, return_dict=True)
@@ -451,12 +450,16 @@ class ChunkRunner:
         self._layer_frames = {}
         if len(self._chunks) > 1:
             if layer._backward_hooks:
-                raise NotByLayer(f"{where} has backward hooks, which would see one chunk of all")
+                raise CannotRunByLayer(
+                    f"{where} has backward hooks, which would see one chunk of all"
+                )
             modes = {self._plan.mode(index - self._layers.start, c) for c in self._chunks}
             stays = all(mode.recompute and mode.tier == "device" for mode in modes)
             self._arena = CpuChunkArena(len(self._chunks), inputs_stay=stays)
         example = self._examples.get(index)
-        self._cut = CutCall(args, kwargs, bounds=self._call_bounds(), example=example, where=where)
+        self._cut = SlicedCall(
+            args, kwargs, bounds=self._call_bounds(), example=example, where=where
+        )
         return self._open_layer(index, layer, self._chunks.start)
 
     def _call_bounds(self) -> Bounds:
@@ -531,7 +534,7 @@ class ChunkRunner:
         with contextlib.ExitStack() as entered:
             entered.enter_context(self._tiles.inside(layer, hidden, tiled))
             entered.enter_context(context.entered())
-            entered.enter_context(documents_apart(layer, context.states))
+            entered.enter_context(separate_documents(layer, context.states))
             self._open = _OpenLayer(context, entered.pop_all(), frame)
         if isinstance(frame, RecomputedLayer):
             frame.open(args, kwargs)
@@ -553,7 +556,7 @@ class ChunkRunner:
         assert not before or end - start > 1, "see [Note: chunks of one token] in states"
         if not self._linked:
             before = {key: self._enter_state(state) for key, state in before.items()}
-        return LayerStates(before, documents_in(self._rows, start, end))
+        return LayerStates(before, documents_in_chunk(self._rows, start, end))
 
     def _enter_state(self, state: Tensor) -> Tensor:
         """`state` as the beginning of the running chunk's graph."""
@@ -703,7 +706,7 @@ class ChunkRunner:
         if len(tiles) > len(bounds):  # called with [B, T, D] alone
             bounds, example = tiles, Example.of((args[0][:, :EXAMPLE_TOKENS],), {})
         self._norm_parts = len(bounds)
-        self._cut = CutCall(args, kwargs, bounds=bounds, example=example, where="the final norm")
+        self._cut = SlicedCall(args, kwargs, bounds=bounds, example=example, where="the final norm")
         return self._open_norm(norm, 0)
 
     def _open_norm(self, norm: nn.Module, index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -20,7 +20,7 @@ from torch import nn
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.structure import ModelParts
 from sppo_hf.engine.trace_profile import trace_model
-from sppo_hf.offload.disk_folder import refuse_missing_parent, refuse_unusable
+from sppo_hf.offload.disk_files import refuse_missing_parent, refuse_unusable
 from sppo_hf.offload.host_memory import locked_bytes
 from sppo_hf.planning.choices import DeviceFacts
 from sppo_hf.planning.hardware import HardwareProfile, load_profile, profile_for

@@ -4,7 +4,7 @@ The causal language model's original `forward` runs, but for its duration the ba
 hidden states it is given. So soft-capping, scaling, biases, adapters on the head and whatever else
 a family does after its last norm are the model's own code, not a copy of it.
 
-Liger's fused linear + cross-entropy kernel stands in its place (`fused_tile`) on CUDA alone, where
+Liger's fused linear + cross-entropy kernel stands in its place (`liger_tile`) on CUDA alone, where
 liger-kernel is installed and the head was seen to be one plain matrix product: one that scales,
 caps or adapts its logits keeps its own code. That is found out by trying both on a few random
 hidden states, not by a list of families, and remembered, since the answer makes the host wait.
@@ -40,7 +40,7 @@ class ModelHead:
         self.output_class: type = BaseModelOutputWithPast
         """Class of what the base model returns; set it to what it really returned."""
         self.plain: tuple[Hashable, bool] | None = None
-        """For `fused_tile`: in which state of the model it asked last, and whether logits were one
+        """For `liger_tile`: in which state of the model it asked last, and whether logits were one
         plain product."""
 
     def logits(self, hidden_BMD: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ class ModelHead:
 # M tokens of a tile, D model width, V vocabulary.
 
 
-def fused_tile(parts: ModelParts, head: ModelHead, device: torch.device) -> LigerTile | None:
+def liger_tile(parts: ModelParts, head: ModelHead, device: torch.device) -> LigerTile | None:
     """A kernel for head and loss of a tile at once; None where the model's head must run."""
     if device.type != "cuda" or importlib.util.find_spec("liger_kernel") is None:
         return None

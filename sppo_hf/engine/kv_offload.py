@@ -22,7 +22,7 @@ from sppo_hf.engine.recompute import RecomputedLayer
 from sppo_hf.errors import SPPOError
 from sppo_hf.offload.engine import OffloadedTensor, OffloadEngine, PrefetchOrder
 from sppo_hf.planning.plan import Plan
-from sppo_hf.planning.tiers import AwayTier
+from sppo_hf.planning.tiers import OffloadTier
 
 LABEL = "keys, values or their gradients"
 
@@ -42,7 +42,7 @@ class EngineTransfer(KVTransfer):
         self,
         engine: OffloadEngine,
         *,
-        tier: AwayTier = "host",
+        tier: OffloadTier = "host",
         max_pending_d2h_bytes: int | None = None,
     ) -> None:
         """Adapt `engine`.
@@ -54,7 +54,7 @@ class EngineTransfer(KVTransfer):
                 those of the last block be on their way.
         """
         self._engine = engine
-        self._tier: AwayTier = tier
+        self._tier: OffloadTier = tier
         self._leave_bytes = max_pending_d2h_bytes
         self._trims = engine.device.type == "cpu"
         self._fetched_bytes = 0
@@ -145,18 +145,18 @@ class KeysAgain:
             )
         if self._noted is not None:
             self._noted()
-        return frame.keys_again()
+        return frame.recompute_kv()
 
 
 class KeysAway:
     """Keys and values of one layer on another tier, as one frame of the prefetch order."""
 
     def __init__(
-        self, engine: OffloadEngine, prefetch_order: PrefetchOrder, tier: AwayTier, label: str
+        self, engine: OffloadEngine, prefetch_order: PrefetchOrder, tier: OffloadTier, label: str
     ) -> None:
         self._engine = engine
         self._prefetch_order = prefetch_order
-        self._tier: AwayTier = tier
+        self._tier: OffloadTier = tier
         self._label = label
         self._handles: dict[int, tuple[OffloadedTensor, OffloadedTensor]] = {}
 
@@ -178,7 +178,7 @@ class KeysAway:
         return self._engine.start_offload(x, label=self._label, tier=self._tier)
 
     def handles(self) -> Iterator[OffloadedTensor]:
-        """See `sppo_hf.offload.prefetch_order.Frame`."""
+        """See `sppo_hf.offload.layer_offload.Frame`."""
         for pair in self._handles.values():
             yield from pair
 

@@ -4,7 +4,7 @@ A layer over all tokens calls attention once, at its kernel's best; what is heav
 temporaries of everything else: the MLP's intermediates, norms in float32, what adapters compute. A
 module that treats each token by itself gives the same on a part of them, so it runs tile by tile,
 and each tile's temporaries are gone before the next one begins. Where the layer is recomputed, each
-tile is a frame of its own (`recompute.FramePart`): in backward the layer runs again without these
+tile is a frame of its own (`recompute.RecomputedTile`): in backward the layer runs again without these
 modules, and then one tile at a time.
 
 [Note: which modules are token-wise] No family is known here. The largest modules are looked for
@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from sppo_hf.engine.by_layer import Joint, Pieces
 from sppo_hf.engine.recompute import RecomputedLayer, is_compiled
+from sppo_hf.engine.sliced_calls import Pieces, TokenJoin
 from sppo_hf.engine.structure import patched_attribute
 from sppo_hf.errors import SPPOError
 from sppo_hf.planning.chunk_bounds import Bounds
@@ -328,7 +328,7 @@ class _TiledCall:
 
     def _run(self, forward: Callable[[Tensor], Any]) -> list[Tensor]:
         tokens, tiles = self._bounds[-1][1], len(self._tiles)
-        joints = [Joint(dim, tokens, tiles) for dim in self._part.dims]
+        joints = [TokenJoin(dim, tokens, tiles) for dim in self._part.dims]
         for (start, end), tile in zip(self._bounds, self._tiles, strict=True):
             leaves, _ = tree_flatten(forward(tile))
             for joint, leaf in zip(joints, leaves, strict=True):

@@ -27,7 +27,7 @@ class LogitsRequest:
 
     whole: bool
     """Whether the output carries the logits of every token."""
-    asked_by: str = ""
+    requested_by: str = ""
     """Who wants whole logits, for a warning of their size; "" for none."""
     reduce: Reduce | None = None
     """Called tile by tile, if the call has labels of the inputs' shape; else `whole` holds."""

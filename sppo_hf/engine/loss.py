@@ -35,7 +35,7 @@ from sppo_hf.engine.versions import ReadTensors
 from sppo_hf.errors import SPPOError
 
 if TYPE_CHECKING:
-    from sppo_hf.engine.head import LigerTile
+    from sppo_hf.engine.loss import LigerTile
 
 # B batch rows, C tokens of a chunk, M tokens of a tile, D model width, V vocabulary.
 

@@ -40,7 +40,7 @@ IMPLEMENTATION = "sppo"
 """Name under which attention and mask are registered with Transformers."""
 
 QUESTION = "sppo_question"
-"""Name of a mask that ends a model's forward by `MaskAsked`."""
+"""Name of a mask that ends a model's forward by `MaskFound`."""
 
 # B batch rows, T tokens of the sequence, A axes of positions.
 
@@ -92,7 +92,7 @@ class MaskMeaning:
         )
 
 
-class MaskAsked(Exception):
+class MaskFound(Exception):
     """Ends a forward of which only the mask was wanted."""
 
     def __init__(self, mask_function: Callable[..., Any]) -> None:
@@ -101,7 +101,9 @@ class MaskAsked(Exception):
 
 
 @contextlib.contextmanager
-def attending_with(implementation: str, configs: tuple[PreTrainedConfig, ...]) -> Iterator[None]:
+def attention_implementation(
+    implementation: str, configs: tuple[PreTrainedConfig, ...]
+) -> Iterator[None]:
     """Let a model take its attention and masks by this name, by its configs; at exit as before."""
     # The attribute behind the property: its setter would also walk into sub-configs.
     before = [config._attn_implementation_internal for config in configs]
@@ -243,7 +245,7 @@ def _not_causal(kwargs: dict[str, Any]) -> UnsupportedModelError:
 
 
 def _end_forward(*_: Any, mask_function: Callable[..., Any], **__: Any) -> None:
-    raise MaskAsked(mask_function)
+    raise MaskFound(mask_function)
 
 
 _answers: weakref.WeakKeyDictionary[nn.Module, dict[int, tuple[int, ...]]]
@@ -253,7 +255,7 @@ _causal: weakref.WeakKeyDictionary[nn.Module, dict[tuple[str, int, bool], bool]]
 _causal = weakref.WeakKeyDictionary()
 
 
-def separating_positions(parts: ModelParts, position_ids: Tensor) -> Tensor | None:
+def document_positions(parts: ModelParts, position_ids: Tensor) -> Tensor | None:
     """The positions in which `parts` looks for packed documents where no attention mask is given.
 
     They are given as `[B or 1, T]` or `[A, B or 1, T]`.
@@ -303,7 +305,7 @@ def _first_mask(
     """The function of the first mask that the model builds for two tokens; None if it fails."""
     ids = torch.zeros(1, 2, dtype=torch.long, device=position_ids.device)
     try:
-        with torch.no_grad(), attending_with(QUESTION, parts.configs):
+        with torch.no_grad(), attention_implementation(QUESTION, parts.configs):
             # Without hooks: what shards a model must not see a forward that does not end.
             parts.base.forward(
                 input_ids=ids,
@@ -312,7 +314,7 @@ def _first_mask(
                 use_cache=False,
                 return_dict=True,
             )
-    except MaskAsked as asked:
+    except MaskFound as asked:
         return asked.mask_function
     except Exception:
         # Nobody has asked the model to run: callers take the default, or say no.

@@ -28,26 +28,26 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from sppo_hf.engine.attend import attention_taken_over
+from sppo_hf.engine.attention_interface import chunked_attention
 from sppo_hf.engine.chunk_context import Attended, ChunkContext, LayerStates, StateKey, States
-from sppo_hf.engine.recurrent_state import documents_apart
+from sppo_hf.engine.recurrent_state import separate_documents
 from sppo_hf.engine.selective import (
     Changed,
-    Holder,
-    Needless,
-    NeedlessPlayer,
-    NeedlessRecorder,
-    Product,
+    Matmul,
     SavedOffloaded,
+    SavedOnDevice,
     SavedTensor,
     SelectiveRecorder,
     SelectiveReplayer,
+    UnusedMatmulFinder,
+    UnusedMatmuls,
+    UnusedMatmulSkipper,
 )
 from sppo_hf.engine.sequence_group import RecomputeExchanges
 from sppo_hf.engine.versions import ReadTensors, Versions
 from sppo_hf.errors import SPPOError
 from sppo_hf.offload.engine import OffloadedTensor, OffloadEngine, PrefetchOrder
-from sppo_hf.planning.activation_modes import FrameMode
+from sppo_hf.planning.activation_modes import ActivationMode
 
 AroundLayers = Callable[[], contextlib.AbstractContextManager[object]]
 """Makes a context in which layers run."""
@@ -69,17 +69,17 @@ class _Nothing(contextlib.nullcontext[None]):
         """Autograd saves `tensor`."""
 
 
-_Aside = SelectiveReplayer | NeedlessRecorder | NeedlessPlayer | _Nothing
+_Aside = SelectiveReplayer | UnusedMatmulFinder | UnusedMatmulSkipper | _Nothing
 """What runs beside a layer's second forward."""
 
 
-_UNKNOWN = Needless((), ())
+_UNKNOWN = UnusedMatmuls((), ())
 _NO_READS = ReadTensors(())
-_found: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Needless | None]]
+_found: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, UnusedMatmuls | None]]
 _found = weakref.WeakKeyDictionary()
 
 
-def _needless(layer: nn.Module) -> dict[Hashable, Needless | None]:
+def _needless(layer: nn.Module) -> dict[Hashable, UnusedMatmuls | None]:
     """What was found of `layer`, by kind of its forward; see [Note: needless products]."""
     return _found.setdefault(layer, {})
 
@@ -122,7 +122,7 @@ class _Unseen(NamedTuple):
 class _OfParts:
     """What the parts of a layer have come to that have frames of their own."""
 
-    products: list[Product] = field(default_factory=list[Product])
+    products: list[Matmul] = field(default_factory=list[Matmul])
     """Those that they hold."""
     multiply: bool = False
     """Whether those that ran last have products."""
@@ -143,7 +143,7 @@ class RecomputedLayer:
         prefetch_order: PrefetchOrder | None,
         offload: OffloadEngine,
         keep: Callable[[str, Tensor], Tensor],
-        mode: FrameMode,
+        mode: ActivationMode,
         label: str,
         reads: ReadTensors,
         in_tiles: InTiles = lambda layer, hidden, frame: contextlib.nullcontext(),
@@ -167,12 +167,12 @@ class RecomputedLayer:
             in_tiles: Lets its token-wise modules run in tiles in the second forward.
             number: Its place in the order of forward, for the prefetch order.
             before_recompute: Is called before the layer runs again, while the frame still has what
-                `keys_again` needs.
+                `recompute_kv` needs.
             before_use: Called before the layer runs again, and before backward gets what it saved.
         """
         assert mode.recompute, f"a frame that is saved whole has nothing to recompute: {mode}"
         self._layer = layer
-        self._context = context.of_frame()
+        self._context = context.for_recompute()
         self._around_layers = around_layers
         self._in_tiles = in_tiles
         self._prefetch_order = prefetch_order
@@ -194,14 +194,14 @@ class RecomputedLayer:
         self._arguments: tuple[ReadTensors, Versions] | None = None
         self._meta: list[tuple[torch.Size, torch.dtype]] = []
         self._again: dict[int, Tensor] | None = None
-        self._stash: tuple[Holder, Holder] | None = None
-        self._hidden: Holder | None = None
+        self._stash: tuple[SavedTensor, SavedTensor] | None = None
+        self._hidden: SavedTensor | None = None
         self._given_states: States = {} if context.states is None else context.states.before
-        self._states: dict[StateKey, tuple[Holder, bool]] = {}
+        self._states: dict[StateKey, tuple[SavedTensor, bool]] = {}
         self._exchanged: RecomputeExchanges | None = None
         """While the layer is recomputed: what the ranks that share its chunk exchange."""
         self._recorder: SelectiveRecorder | None = None
-        self._products: tuple[Product, ...] | None = None
+        self._products: tuple[Matmul, ...] | None = None
         self._rest: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
         self._hooks: Any = None
         self._recomputing: tuple[Tensor, Tensor] | None = None
@@ -295,7 +295,7 @@ class RecomputedLayer:
             self._recorder.resume(out_BNCH, lse_BNC)
         elif self._attends:
             self._attended()
-            if isinstance(self._beside, NeedlessRecorder):
+            if isinstance(self._beside, UnusedMatmulFinder):
                 self._beside.given(out_BNCH, lse_BNC)
 
     @property
@@ -311,7 +311,7 @@ class RecomputedLayer:
 
     # -- parts of the layer that have frames of their own ----------------------------------------
 
-    def part(self, module: nn.Module, label: str, hidden: Holder) -> FramePart:
+    def part(self, module: nn.Module, label: str, hidden: SavedTensor) -> RecomputedTile:
         """A frame for a call of `module` on a part of the tokens, inside the layer's forward.
 
         `label` says what it is, and which tokens: the same in all layers of a kind. `hidden` has
@@ -319,7 +319,7 @@ class RecomputedLayer:
         """
         keep = self._keep
         assert keep is not None, "parts are made while the frame is open"
-        return FramePart(
+        return RecomputedTile(
             module,
             hidden,
             context=self._context,
@@ -375,23 +375,23 @@ class RecomputedLayer:
                 outputs = run()
         finally:
             beside.__enter__()
-        if isinstance(beside, NeedlessRecorder):
+        if isinstance(beside, UnusedMatmulFinder):
             beside.given(*outputs)
         return outputs, before.need_grads
 
-    def _hold(self, kind: str, tensor: Tensor) -> Holder:
+    def _hold(self, kind: str, tensor: Tensor) -> SavedTensor:
         if self._mode.tier != "device":
             return SavedOffloaded(self._offload, tensor, self._mode.tier)
         assert self._keep is not None, "what is kept is kept while the frame is open"
-        return SavedTensor(self._keep(kind, tensor))
+        return SavedOnDevice(self._keep(kind, tensor))
 
-    def _hold_product(self, kind: str, tensor: Tensor) -> Holder:
+    def _hold_product(self, kind: str, tensor: Tensor) -> SavedTensor:
         # Experts have as many tokens as chose them, so there are no other tensors of that shape to
         # lie beside; and a subclass is more than its bytes.
         usual = tensor.numel() == self._shape[:-1].numel() * tensor.shape[-1]
         if self._mode.offload or (usual and type(tensor) is Tensor):
             return self._hold(kind, tensor)
-        return SavedTensor(tensor)
+        return SavedOnDevice(tensor)
 
     def _pack(self, tensor: Tensor) -> _Slot:
         if self._recorder is not None:
@@ -454,7 +454,7 @@ class RecomputedLayer:
         self._check_repeated(again)
         self._again = dict(enumerate(again))
 
-    def keys_again(self) -> tuple[Tensor, Tensor]:
+    def recompute_kv(self) -> tuple[Tensor, Tensor]:
         """Keys and values of the first forward, BKCH: the layer runs again up to its attention.
 
         Comes before backward asks for what autograd saved; what the frame keeps, it keeps.
@@ -507,7 +507,7 @@ class RecomputedLayer:
         finally:
             self._beside = _Nothing()
         assert found, "a layer whose keys are made again attends"
-        if isinstance(aside, NeedlessRecorder):
+        if isinstance(aside, UnusedMatmulFinder):
             _needless(self._layer)[kind] = aside.result()
         return found[0]
 
@@ -523,12 +523,12 @@ class RecomputedLayer:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         states: States,
-        take_keys: Callable[[Tensor, Tensor], None] | None = None,
+        on_kv: Callable[[Tensor, Tensor], None] | None = None,
     ) -> None:
         """Run the layer's forward once more; attention's results come from `get`.
 
         See [Note: backward has no context] in `chunk_context`. Of `states` what mixers write was
-        written in forward; `take_keys` gets keys and values, BKCH, and ends the run.
+        written in forward; `on_kv` gets keys and values, BKCH, and ends the run.
         """
         given, group, stashed = self._context.states, self._context.group, self._recomputing
         if group is not None and stashed is not None and self._exchanged is None:
@@ -538,13 +538,13 @@ class RecomputedLayer:
             stash=self,
             exchanged=self._exchanged,
             states=None if given is None else LayerStates(states, given.documents),
-            take_keys=take_keys,
+            on_kv=on_kv,
             attended=Attended(),
         )
         with (
-            attention_taken_over(context),
+            chunked_attention(context),
             self._in_tiles(self._layer, args[0] if args else kwargs["hidden_states"], self),
-            documents_apart(self._layer, context.states),
+            separate_documents(self._layer, context.states),
             self._around_layers(),
         ):
             # `forward`, not a call: hooks (ours, FSDP's) belong to the first forward.
@@ -580,9 +580,11 @@ class RecomputedLayer:
         finally:
             self._beside = _Nothing()
         # Something in it may have minded the dispatch mode.
-        if isinstance(aside, NeedlessRecorder | NeedlessPlayer) and not self._is_repeated(again):
+        if isinstance(aside, UnusedMatmulFinder | UnusedMatmulSkipper) and not self._is_repeated(
+            again
+        ):
             return None
-        if isinstance(aside, NeedlessRecorder):
+        if isinstance(aside, UnusedMatmulFinder):
             _needless(self._layer)[self._kind()] = aside.result()
         return again
 
@@ -597,10 +599,10 @@ class RecomputedLayer:
         """What runs beside a second forward that computes all products but needless ones."""
         known = _needless(self._layer).get(kind, _UNKNOWN)
         if known is _UNKNOWN and not is_compiled(self._layer):
-            return NeedlessRecorder(hidden)
+            return UnusedMatmulFinder(hidden)
         if known is _UNKNOWN:
             known = _needless(self._layer)[kind] = None
-        return _Nothing() if known is None else NeedlessPlayer(known, width=hidden.shape[-1])
+        return _Nothing() if known is None else UnusedMatmulSkipper(known, width=hidden.shape[-1])
 
     def _kind(self) -> Hashable:
         """What a layer's forwards have in common whose needless products are the same."""
@@ -619,7 +621,7 @@ class RecomputedLayer:
                 "something that changed in between. Set recompute='none' for this model."
             )
 
-    def _holders(self) -> Iterator[Holder]:
+    def _holders(self) -> Iterator[SavedTensor]:
         if self._hidden is not None:
             yield self._hidden
         yield from self._stash or ()
@@ -636,7 +638,7 @@ class RecomputedLayer:
         self._rest = ((), {})
 
 
-class FramePart(RecomputedLayer):
+class RecomputedTile(RecomputedLayer):
     """Frame of a part of a layer's work, on some of its tokens; see `RecomputedLayer.part`.
 
     Its input is what the layer's own frame has, or makes again, so it keeps products alone.
@@ -645,7 +647,7 @@ class FramePart(RecomputedLayer):
     def __init__(
         self,
         module: nn.Module,
-        hidden: Holder,
+        hidden: SavedTensor,
         *,
         of_parts: _OfParts,
         like: RunContext,
@@ -663,7 +665,7 @@ class FramePart(RecomputedLayer):
         self._of_parts = of_parts
         self._like = like
 
-    def _hold(self, kind: str, tensor: Tensor) -> Holder:
+    def _hold(self, kind: str, tensor: Tensor) -> SavedTensor:
         return self._input if kind == "inputs" else super()._hold(kind, tensor)
 
     def close(self) -> None:
@@ -678,7 +680,7 @@ class FramePart(RecomputedLayer):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         states: States,
-        take_keys: Callable[[Tensor, Tensor], None] | None = None,
+        on_kv: Callable[[Tensor, Tensor], None] | None = None,
     ) -> None:
         """Run the part again: it has no attention and no states."""
         with self._around_layers():

@@ -133,7 +133,7 @@ class StateCache(Cache):
         return query_length, 0
 
 
-def documents_in(
+def documents_in_chunk(
     rows: tuple[RowSpans, ...] | None, start: int, end: int
 ) -> tuple[Spans, ...] | None:
     """The documents of every row in the chunk `[start, end)`, counted from its start.
@@ -153,7 +153,7 @@ def documents_in(
 
 
 @contextlib.contextmanager
-def documents_apart(layer: nn.Module, states: LayerStates | None) -> Iterator[None]:
+def separate_documents(layer: nn.Module, states: LayerStates | None) -> Iterator[None]:
     """Let the mixers of `layer` see one document at a time; see [Note: packed documents].
 
     Nothing is done where its states name no documents.

@@ -158,7 +158,7 @@ class RouterLoss:
         share_E, mean_E = self._chosen_E / self._tokens, self._probability_E / self._tokens
         return torch.sum(share_E * mean_E) * self.num_experts
 
-    def added_to(self, output: Any) -> MoeCausalLMOutputWithPast:
+    def add_to_output(self, output: Any) -> MoeCausalLMOutputWithPast:
         """`output` (loss and logits) with this loss on top of its own, as such models return it."""
         value: Any = self.value()
         loss = output.loss

@@ -59,10 +59,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sppo_hf.errors import SPPOError
 from sppo_hf.offload.engine import OffloadedTensor, OffloadEngine
 from sppo_hf.offload.storage import version_of
-from sppo_hf.planning.tiers import AwayTier
+from sppo_hf.planning.tiers import OffloadTier
 
 
-class Holder(Protocol):
+class SavedTensor(Protocol):
     """One tensor between forward and backward."""
 
     def handles(self) -> Iterable[OffloadedTensor]:
@@ -82,7 +82,7 @@ class Holder(Protocol):
         ...
 
 
-class SavedTensor:
+class SavedOnDevice:
     """A tensor that stays on the device, and perhaps is still in use there."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -90,11 +90,11 @@ class SavedTensor:
         self._version = version_of(tensor)
 
     def handles(self) -> Iterable[OffloadedTensor]:
-        """See `Holder`."""
+        """See `SavedTensor`."""
         return ()
 
     def take(self) -> Tensor:
-        """See `Holder`.
+        """See `SavedTensor`.
 
         Raises:
             SPPOError: The tensor was changed in place since.
@@ -104,7 +104,7 @@ class SavedTensor:
         return tensor
 
     def borrow(self) -> contextlib.AbstractContextManager[Tensor]:
-        """See `Holder`."""
+        """See `SavedTensor`."""
         return contextlib.nullcontext(self._checked())
 
     def _checked(self) -> Tensor:
@@ -119,23 +119,23 @@ class SavedTensor:
         return tensor
 
     def drop(self) -> None:
-        """See `Holder`."""
+        """See `SavedTensor`."""
         self._tensor = None
 
 
 class SavedOffloaded:
     """A tensor that travels to `tier` and back."""
 
-    def __init__(self, engine: OffloadEngine, tensor: Tensor, tier: AwayTier) -> None:
+    def __init__(self, engine: OffloadEngine, tensor: Tensor, tier: OffloadTier) -> None:
         self._engine = engine
         self._handle: OffloadedTensor | None = engine.start_offload(tensor, tier=tier)
 
     def handles(self) -> Iterable[OffloadedTensor]:
-        """See `Holder`."""
+        """See `SavedTensor`."""
         return () if self._handle is None else (self._handle,)
 
     def take(self) -> Tensor:
-        """See `Holder`."""
+        """See `SavedTensor`."""
         assert self._handle is not None, "an offloaded tensor is taken once"
         tensor = self._engine.wait_for(self._handle)
         self.drop()
@@ -143,7 +143,7 @@ class SavedOffloaded:
 
     @contextlib.contextmanager
     def borrow(self) -> Iterator[Tensor]:
-        """See `Holder`."""
+        """See `SavedTensor`."""
         assert self._handle is not None, "an offloaded tensor is taken once"
         was_away = self._engine.bytes_to_fetch(self.handles()) > 0
         tensor = self._engine.wait_for(self._handle)
@@ -155,7 +155,7 @@ class SavedOffloaded:
                 self._engine.evict(self._handle)
 
     def drop(self) -> None:
-        """See `Holder`."""
+        """See `SavedTensor`."""
         if self._handle is not None:
             self._engine.release(self._handle)
             self._handle = None
@@ -202,7 +202,7 @@ _UNSEEN = "a module in tiles"
 
 
 @dataclass(slots=True)
-class Product:
+class Matmul:
     """One matrix product of a layer's first forward."""
 
     name: str
@@ -211,7 +211,7 @@ class Product:
     """Of its arguments."""
     blank: Callable[[], Tensor]
     """Makes zeros of the output's layout."""
-    holder: Holder | None = None
+    holder: SavedTensor | None = None
     """The output, if it is needed again."""
     of_weights: bool = False
     """Whether no activation took part: computed again."""
@@ -341,7 +341,7 @@ class SelectiveRecorder(DependencyTracker):
         layer: nn.Module,
         hidden: Tensor,
         *,
-        hold: Callable[[str, Tensor], Holder],
+        hold: Callable[[str, Tensor], SavedTensor],
         model: nn.Module | None = None,
         without_memory: bool = False,
     ) -> None:
@@ -363,7 +363,7 @@ class SelectiveRecorder(DependencyTracker):
         self._hold = hold
         self._without_memory = without_memory
         self._copies = not without_memory and self._written_unseen.get(self._kind, True)
-        self._products: list[Product] = []
+        self._products: list[Matmul] = []
         self._fresh: list[_Fresh] = []
         self._index_of: dict[int, int] = {}
         self._needed = 0
@@ -407,7 +407,7 @@ class SelectiveRecorder(DependencyTracker):
             self._need(depends)
             self.resume()
 
-    def stop(self) -> tuple[Product, ...]:
+    def stop(self) -> tuple[Matmul, ...]:
         """Stop watching; returns all products in order."""
         self.abandon()
         if self._kind not in self._written_unseen and not self._without_memory:
@@ -431,7 +431,7 @@ class SelectiveRecorder(DependencyTracker):
         depends = self._read(given)
         for output in outputs:
             if as_products:
-                self._add(Product(_UNSEEN, (), _zeros_like(output)), output)
+                self._add(Matmul(_UNSEEN, (), _zeros_like(output)), output)
             else:
                 self._set(output, depends)
 
@@ -440,10 +440,10 @@ class SelectiveRecorder(DependencyTracker):
     def _product(
         self, func: Any, op: Operation, args: Sequence[Any], output: Tensor, depends: int
     ) -> None:
-        product = Product(op.name, _shapes(args), _zeros_like(output), of_weights=depends == 0)
+        product = Matmul(op.name, _shapes(args), _zeros_like(output), of_weights=depends == 0)
         self._add(product, output)
 
-    def _add(self, product: Product, output: Tensor) -> None:
+    def _add(self, product: Matmul, output: Tensor) -> None:
         index = self._num_products
         self._products.append(product)
         self._num_products += 1
@@ -485,7 +485,7 @@ class SelectiveRecorder(DependencyTracker):
 class SelectiveReplayer(Mode):
     """Answers a layer's matrix products, in order, by what a recorder held."""
 
-    def __init__(self, products: Sequence[Product], *, width: int, label: str) -> None:
+    def __init__(self, products: Sequence[Matmul], *, width: int, label: str) -> None:
         """Prepare to play `selective` of a layer of `width`; `label` names it in errors."""
         super().__init__()
         self._products = products
@@ -512,7 +512,7 @@ class SelectiveReplayer(Mode):
         """What the next thing that ran unseen returned, `count` tensors; zeros if not needed."""
         return [_played(self._expect(_UNSEEN, ())) for _ in range(count)]
 
-    def _expect(self, name: str, shapes: tuple[torch.Size, ...]) -> Product:
+    def _expect(self, name: str, shapes: tuple[torch.Size, ...]) -> Matmul:
         index, self._next = self._next, self._next + 1
         expected = self._products[index] if index < len(self._products) else None
         if expected is None or (expected.name, expected.shapes) != (name, shapes):
@@ -525,13 +525,13 @@ class SelectiveReplayer(Mode):
         return expected
 
 
-def _played(product: Product) -> Tensor:
+def _played(product: Matmul) -> Tensor:
     # Detached: autograd makes a result its own, and must not meet a view of something else.
     return product.blank() if product.holder is None else product.holder.take().detach()
 
 
 @dataclass(frozen=True, slots=True)
-class Needless:
+class UnusedMatmuls:
     """Which of the products of a layer's second forward nothing depends on that backward reads."""
 
     signatures: tuple[Hashable, ...]
@@ -540,7 +540,7 @@ class Needless:
     """Whether zeros can stand for the product."""
 
 
-class NeedlessRecorder(DependencyTracker):
+class UnusedMatmulFinder(DependencyTracker):
     """Finds, while a layer runs for the second time, which of its products nobody needs.
 
     See [Note: needless products]. Use as a context; call `saved` for all that autograd saves.
@@ -561,7 +561,7 @@ class NeedlessRecorder(DependencyTracker):
         self._always |= self._read(tensor)
         self._num_saved += 1
 
-    def result(self) -> Needless | None:
+    def result(self) -> UnusedMatmuls | None:
         """What was found; None if there is nothing to save, or the layer decides by values."""
         needed, seen = self._always >> 1, 0
         while fresh := needed & ~seen:
@@ -571,7 +571,7 @@ class NeedlessRecorder(DependencyTracker):
         blank = tuple(not needed >> index & 1 for index in range(self._num_products))
         if self._reveals or not any(blank):
             return None
-        return Needless(tuple(self._signatures), blank)
+        return UnusedMatmuls(tuple(self._signatures), blank)
 
     def _product(
         self, func: Any, op: Operation, args: Sequence[Any], output: Tensor, depends: int
@@ -594,13 +594,13 @@ class NeedlessRecorder(DependencyTracker):
 
 
 class Changed(Exception):
-    """The layer's products are not those that a `Needless` was found for."""
+    """The layer's products are not those that a `UnusedMatmuls` was found for."""
 
 
-class NeedlessPlayer(Mode):
+class UnusedMatmulSkipper(Mode):
     """Lets zeros stand for needless products; a context for a layer's second forward."""
 
-    def __init__(self, needless: Needless, *, width: int) -> None:
+    def __init__(self, needless: UnusedMatmuls, *, width: int) -> None:
         super().__init__()
         self._needless = needless
         self._width = width

@@ -45,7 +45,7 @@ from sppo_hf.engine.step_observer import StepObserver, StepRecord
 from sppo_hf.engine.structure import disable_gradient_checkpointing
 from sppo_hf.errors import ConfigError
 from sppo_hf.integrations.validation import refuse_arguments, refuse_for_sharing_ranks
-from sppo_hf.offload.stats import OffloadStats
+from sppo_hf.offload.engine import OffloadStats
 from sppo_hf.pipeline.watchdog import AFTER_TRAINING, collective_section, watchdog
 from sppo_hf.planning.hardware import peak_flops
 from sppo_hf.rules import format_bytes

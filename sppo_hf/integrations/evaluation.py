@@ -196,7 +196,7 @@ class TrainerEvaluation(TrainerMethods):
         known = self._verdict[1] if self._verdict and self._verdict[0] == function else None
         if not reducible or known is False:
             self._check_room(engine, *labels.shape)
-            return LogitsRequest(whole=True, asked_by=self._asked_by)
+            return LogitsRequest(whole=True, requested_by=self._asked_by)
         if known:
             return LogitsRequest(whole=False, reduce=self._reduce)
         fits = True

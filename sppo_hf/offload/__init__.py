@@ -67,13 +67,11 @@ stream changes, the new one first waits for the old one, and the rules hold for 
 
 from sppo_hf.offload.copy_streams import Copier, HostCopier, StreamCopier, Ticket
 from sppo_hf.offload.disk import DiskStore
-from sppo_hf.offload.engine import OffloadEngine, make_engine
-from sppo_hf.offload.layer_offload import LayerOffload
-from sppo_hf.offload.pool import HostPool, Region
-from sppo_hf.offload.prefetch_order import Frame, PrefetchOrder
-from sppo_hf.offload.staging import Staging
-from sppo_hf.offload.stats import OffloadStats
+from sppo_hf.offload.engine import OffloadEngine, OffloadStats, make_engine
+from sppo_hf.offload.host_memory import HostPool, Region
+from sppo_hf.offload.layer_offload import Frame, LayerOffload, PrefetchOrder
 from sppo_hf.offload.storage import OffloadedTensor
+from sppo_hf.offload.tiers import Staging
 
 __all__ = [
     "Copier",

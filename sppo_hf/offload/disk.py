@@ -22,10 +22,8 @@ import torch
 from torch import Tensor
 
 from sppo_hf.errors import OffloadError
-from sppo_hf.offload.disk_files import Bytes
-from sppo_hf.offload.disk_folder import StoreFolder
-from sppo_hf.offload.disk_queue import DiskTicket, Transfers
-from sppo_hf.offload.disk_space import DiskExtent, DiskSpace
+from sppo_hf.offload.disk import DiskExtent, DiskSpace, DiskTicket, Transfers
+from sppo_hf.offload.disk_files import Bytes, StoreFolder
 
 DEFAULT_DISK_SLAB_BYTES = 2**30
 DEFAULT_QUEUED_BYTES = 256 * 2**20

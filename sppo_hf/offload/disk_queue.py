@@ -16,9 +16,8 @@ from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 
 from sppo_hf.errors import BudgetError, OffloadError
-from sppo_hf.offload.disk_files import Bytes, checksum
-from sppo_hf.offload.disk_folder import StoreFolder
-from sppo_hf.offload.disk_space import DiskExtent, DiskSpace, describe
+from sppo_hf.offload.disk import DiskExtent, DiskSpace, describe
+from sppo_hf.offload.disk_files import Bytes, StoreFolder, checksum
 
 logger = logging.getLogger(__name__)
 

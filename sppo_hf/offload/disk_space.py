@@ -12,9 +12,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from sppo_hf.errors import BudgetError, OffloadError
-from sppo_hf.offload.disk_files import BLOCK_BYTES, NO_ROOM, SlabFile, round_up
-from sppo_hf.offload.disk_folder import StoreFolder
-from sppo_hf.offload.free_list import FreeList, Slab, Slabs
+from sppo_hf.offload.disk_files import BLOCK_BYTES, NO_ROOM, SlabFile, StoreFolder, round_up
+from sppo_hf.offload.host_memory import FreeList, Slab, Slabs
 
 logger = logging.getLogger(__name__)
 

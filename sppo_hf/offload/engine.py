@@ -19,15 +19,13 @@ from torch import Tensor
 from sppo_hf.errors import OffloadError
 from sppo_hf.offload.copy_streams import Copier, CudaRuntime, HostCopier, StreamCopier
 from sppo_hf.offload.disk import DiskStore
-from sppo_hf.offload.pool import HostPool, Progress
-from sppo_hf.offload.prefetch_order import PrefetchOrder
-from sppo_hf.offload.staging import DEFAULT_STAGING_BYTES, Staging
-from sppo_hf.offload.stats import OffloadStats
+from sppo_hf.offload.engine import OffloadStats, TransferManager
+from sppo_hf.offload.host_memory import HostPool, Progress
+from sppo_hf.offload.layer_offload import PrefetchOrder
 from sppo_hf.offload.storage import MODIFIED, OffloadedTensor
-from sppo_hf.offload.tiers import HostTier, Tier
-from sppo_hf.offload.transfers import TransferManager
+from sppo_hf.offload.tiers import DEFAULT_STAGING_BYTES, HostTier, Staging, Tier
 from sppo_hf.planning.memory import HOST_SLAB_BYTES
-from sppo_hf.planning.tiers import AwayTier
+from sppo_hf.planning.tiers import OffloadTier
 
 
 class OffloadEngine:
@@ -125,7 +123,7 @@ class OffloadEngine:
 
     @torch.no_grad()
     def start_offload(
-        self, tensor: Tensor, *, label: object = None, tier: AwayTier = "host"
+        self, tensor: Tensor, *, label: object = None, tier: OffloadTier = "host"
     ) -> OffloadedTensor:
         """Start copying `tensor` to the host or on to the disk; return what stands for it.
 

@@ -19,9 +19,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
-from sppo_hf.offload.casts import WeightCasts
 from sppo_hf.offload.engine import OffloadEngine
-from sppo_hf.offload.prefetch_order import PrefetchOrder
+from sppo_hf.offload.layer_offload import PrefetchOrder, WeightCasts
 from sppo_hf.offload.storage import OffloadedTensor, SavedWeight
 from sppo_hf.offload.weights import HostWeights
 from sppo_hf.planning.tiers import Tier

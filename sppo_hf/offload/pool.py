@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from sppo_hf.errors import BudgetError, OffloadError
-from sppo_hf.offload.free_list import FreeList, Slab, Slabs
-from sppo_hf.offload.host_memory import PageLocker, host_memory
+from sppo_hf.offload.host_memory import FreeList, PageLocker, Slab, Slabs, host_memory
 from sppo_hf.planning.memory import HOST_SLAB_BYTES
 
 ALIGNMENT_BYTES = 512

@@ -30,10 +30,8 @@ from dataclasses import dataclass
 
 from sppo_hf.errors import BudgetError, SPPOError
 from sppo_hf.offload.copy_streams import Ticket
-from sppo_hf.offload.disk import DiskStore
-from sppo_hf.offload.disk_queue import DiskTicket
-from sppo_hf.offload.host_memory import PAGE_BYTES, PageLocker
-from sppo_hf.offload.pool import HostPool, Progress, Region
+from sppo_hf.offload.disk import DiskStore, DiskTicket
+from sppo_hf.offload.host_memory import PAGE_BYTES, HostPool, PageLocker, Progress, Region
 from sppo_hf.offload.storage import DiskState, OffloadedStorage
 from sppo_hf.offload.tiers import Land, Tier
 

@@ -22,8 +22,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from sppo_hf.errors import OffloadError, SPPOError
 from sppo_hf.offload.copy_streams import Ticket
-from sppo_hf.offload.disk_queue import DiskTicket
-from sppo_hf.offload.pool import Region
+from sppo_hf.offload.disk import DiskTicket
+from sppo_hf.offload.host_memory import Region
 
 if TYPE_CHECKING:
     from sppo_hf.offload.tiers import Tier

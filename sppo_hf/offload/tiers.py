@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar
 
 from sppo_hf.errors import BudgetError
-from sppo_hf.offload.pool import HostPool, Progress, Region
+from sppo_hf.offload.host_memory import HostPool, Progress, Region
 from sppo_hf.offload.storage import DiskState, OffloadedStorage
-from sppo_hf.planning.tiers import AwayTier
+from sppo_hf.planning.tiers import OffloadTier
 
 Land = Callable[[OffloadedStorage], None]
 """Starts the copy to the device of a storage whose bytes are on the host; then calls `landed`."""
@@ -25,7 +25,7 @@ Land = Callable[[OffloadedStorage], None]
 class Tier:
     """Stores bytes that leave the device, and loads them into host memory for their way back."""
 
-    name: ClassVar[AwayTier]
+    name: ClassVar[OffloadTier]
     pool: HostPool
     """Host memory that its regions are from; its budget is the tier's, or that of the way there."""
     reads_ahead: ClassVar[bool] = False

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sppo_hf.errors import OffloadError
 from sppo_hf.offload.copy_streams import Copier, wait_for_all
-from sppo_hf.offload.pool import Region
+from sppo_hf.offload.host_memory import Region
 from sppo_hf.offload.storage import (
     ByteRange,
     OffloadedStorage,
@@ -26,7 +26,7 @@ from sppo_hf.offload.storage import (
     bytes_of,
 )
 from sppo_hf.offload.tiers import HostTier, Tier, allocate
-from sppo_hf.planning.tiers import AwayTier
+from sppo_hf.planning.tiers import OffloadTier
 
 
 class PendingCopies:
@@ -116,7 +116,7 @@ class TransferManager:
     def _waiting_of(self, tier: Tier) -> list[OffloadedStorage]:
         return [stored for stored in self.limbo if stored.tier is tier]
 
-    def move(self, tensor: Tensor, wanted: AwayTier) -> StorageRef:
+    def move(self, tensor: Tensor, wanted: OffloadTier) -> StorageRef:
         """Start copying out what `tensor` reaches, unless a move before has it."""
         owner = self.registry.owner_of(tensor)
         if owner is not None:
@@ -149,7 +149,7 @@ class TransferManager:
         tier.store(stored)
         return owner
 
-    def _room(self, num_bytes: int, wanted: AwayTier) -> tuple[Tier, Region]:
+    def _room(self, num_bytes: int, wanted: OffloadTier) -> tuple[Tier, Region]:
         """A region for a copy out, and the tier that it is of."""
         names = [tier.name for tier in self.tiers]
         if wanted not in names:

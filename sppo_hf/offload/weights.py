@@ -39,8 +39,14 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from sppo_hf.offload.copy_streams import Copier, Ticket
-from sppo_hf.offload.host_memory import PageLocker, host_memory
-from sppo_hf.offload.pool import ALIGNMENT_BYTES, HostPool, Progress, Region
+from sppo_hf.offload.host_memory import (
+    ALIGNMENT_BYTES,
+    HostPool,
+    PageLocker,
+    Progress,
+    Region,
+    host_memory,
+)
 from sppo_hf.offload.storage import SavedWeight
 from sppo_hf.planning.model_shape import arriving_bytes
 

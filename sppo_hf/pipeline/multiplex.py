@@ -538,7 +538,7 @@ class SharedUnits:
         """Return the K/V stores, by layer, of the run that a compute belongs to."""
         stage = action.stage
         runner = self.stores(stage, self.schedule.micro_batch(action), self._run(action))
-        return runner.key_stores(list(self.layers(stage)))
+        return runner.kv_stores(list(self.layers(stage)))
 
     def _import_kv(self, action: Action) -> None:
         """Fill the K/V stores of a new run with all chunks before it, before its first unit."""

@@ -24,7 +24,7 @@ from sppo_hf.engine.plan_cache import (
     warn_reduced_host_memory,
 )
 from sppo_hf.errors import BudgetError, ConfigError
-from sppo_hf.offload.stats import OffloadStats
+from sppo_hf.offload.engine import OffloadStats
 from sppo_hf.pipeline.agreement import make_and_gather, make_on_all_ranks, make_on_first_rank
 from sppo_hf.planning.choices import read_budgets
 from sppo_hf.planning.chunk_bounds import Bounds

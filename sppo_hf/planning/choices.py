@@ -99,7 +99,7 @@ def read_choices(
     if config.compile:
         # What sees products is a dispatch mode, beside which compiled code does not run.
         saved = tuple(one for one in saved if one != "matmuls")
-    away, frames_away = away_tiers(config, facts), frame_tiers(config, facts)
+    away, frames_away = offload_tiers(config, facts), frame_tiers(config, facts)
     tiers: tuple[Tier, ...] = (DEVICE, *frames_away)
     if config.offload == "none":
         tiers = (DEVICE,)
@@ -187,14 +187,14 @@ def set_by_rule(config: SPPOConfig, facts: DeviceFacts) -> bool:
 
 
 def frame_tiers(config: SPPOConfig, facts: DeviceFacts) -> tuple[Tier, ...]:
-    """Returns those of `away_tiers` that saved activations may leave for."""
-    away = away_tiers(config, facts)
+    """Returns those of `offload_tiers` that saved activations may leave for."""
+    away = offload_tiers(config, facts)
     if config.offload_tier == "auto":
         return away
     return tuple(tier for tier in away if tier == config.offload_tier)
 
 
-def away_tiers(config: SPPOConfig, facts: DeviceFacts) -> tuple[Tier, ...]:
+def offload_tiers(config: SPPOConfig, facts: DeviceFacts) -> tuple[Tier, ...]:
     """Returns the tiers that are away from the device, nearest first.
 
     On a CPU host memory is the device's own, so only what is behind it is away.

@@ -304,19 +304,19 @@ class ModelCost:
             self._memo[key] = seconds * self.correction.forward
         return self._memo[key]
 
-    def frame_bytes(self, layer: int, tokens: int, saved: Saved) -> int:
+    def activation_bytes(self, layer: int, tokens: int, saved: Saved) -> int:
         """Bytes of one frame of `layer` over a chunk of `tokens` tokens."""
         key = ("A", self._kinds[layer], saved)
         if key not in self._memo:
-            self._memo[key] = self.shape.one_rank.frame_bytes_per_token(layer, saved)
+            self._memo[key] = self.shape.one_rank.activation_bytes_per_token(layer, saved)
         states = self.batch_rows * self.shape.state_bytes(layer)
         return self._own_rows(tokens) * int(self._memo[key]) + states
 
-    def frame_sizes(self, lengths: Sequence[int], saved: Saved) -> list[list[int]]:
+    def activation_sizes(self, lengths: Sequence[int], saved: Saved) -> list[list[int]]:
         """Bytes of every frame, by chunk of so many tokens and layer."""
         kinds, by_length = {*self._kinds}, dict[int, list[int]]()
         for tokens in {*lengths}:
-            sizes = {kind: self.frame_bytes(kind, tokens, saved) for kind in kinds}
+            sizes = {kind: self.activation_bytes(kind, tokens, saved) for kind in kinds}
             by_length[tokens] = [sizes[kind] for kind in self._kinds]
         return [by_length[tokens] for tokens in lengths]
 
@@ -382,7 +382,7 @@ class ModelCost:
         return flops_per_token * rows / self._rate(self.profile.matmul_flops, at_once)
 
     def _elementwise_seconds(self, layer: int, tokens: int, traffic: int) -> float:
-        size = self._own_rows(tokens) * self.shape.frame_bytes_per_token(layer)
+        size = self._own_rows(tokens) * self.shape.activation_bytes_per_token(layer)
         size += self.batch_rows * self.shape.state_bytes(layer)
         return traffic * size / self.profile.memory_bytes_per_second
 

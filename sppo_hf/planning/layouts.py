@@ -785,7 +785,9 @@ class LowerBounds:
         key = (layout.sp, tokens, layout.saved)
         if key not in self._frames:
             cost, saved = self.cost(layout), layout.saved
-            self._frames[key] = min(cost.frame_bytes(kind, tokens, saved) for kind in self._kinds)
+            self._frames[key] = min(
+                cost.activation_bytes(kind, tokens, saved) for kind in self._kinds
+            )
         return self._frames[key]
 
     def _kept_bytes(self, layout: Layout) -> int:
@@ -818,6 +820,8 @@ class LowerBounds:
         room = cost.unit_seconds(bounds).forward.sum(axis=1).min() / cost.d2h_seconds(1, both=True)
         room -= self._tables(layout).kv_out_forward.sum(axis=1).max()
         lengths = (end - start for start, end in bounds)
-        sizes = [max(cost.frame_bytes(i, n, layout.saved) for i in self._kinds) for n in lengths]
+        sizes = [
+            max(cost.activation_bytes(i, n, layout.saved) for i in self._kinds) for n in lengths
+        ]
         ratios = sppo_ratios(sizes, max(0.0, float(room)) / len(bounds))
         return tuple(max(0.0, ratio - layout.virtual / (2 * layers)) for ratio in ratios)

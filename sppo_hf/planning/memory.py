@@ -115,7 +115,7 @@ class ByteTables:
         self.kinds: list[int] = kinds.tolist()
         """[kinds] A layer of each kind; [layers] the kind of each layer."""
         tokens = batch_rows * self.lengths
-        per_token = [[shape.frame_bytes_per_token(i, s) for s in SAVED] for i in self.kinds]
+        per_token = [[shape.activation_bytes_per_token(i, s) for s in SAVED] for i in self.kinds]
         states = batch_rows * _by_kind(shape.state_bytes, self.kinds)
         self.saved = np.array(per_token, dtype=np.int64)[:, :, None] * tokens + states[:, :, None]
         """[kinds, saved, chunks] What is saved of a layer, by how much of it is (`SAVED`)."""
@@ -410,7 +410,7 @@ class ByteTables:
     @property
     def _hidden_bytes(self) -> int:
         """What a layer is given of a token, and returns."""
-        return self.shape.frame_bytes_per_token(self.shape.num_layers - 1, "hidden")
+        return self.shape.activation_bytes_per_token(self.shape.num_layers - 1, "hidden")
 
     @cached_property
     def hidden(self) -> tuple[Bytes, int, int]:

@@ -355,7 +355,7 @@ class ModelShape:
             * max(FLOAT32_BYTES, self.dtype_bytes)
         )
 
-    def frame_bytes_per_token(self, layer: int, saved: Saved = "whole") -> int:
+    def activation_bytes_per_token(self, layer: int, saved: Saved = "whole") -> int:
         """What is kept of one layer between forward and backward; keys and values left out.
 
         Args:

@@ -230,7 +230,7 @@ def stage_seconds(plan: Plan) -> StageSeconds:
     forward = program.seconds[:ahead].reshape(chunks, -1).sum(axis=1)
     backward = program.seconds[ahead:].reshape(chunks, -1).sum(axis=1)[::-1]
     weight = cost.unit_seconds(plan.bounds).weight[tables.kind_of].sum(axis=0)
-    away = program.away_bytes.sum(axis=1)
+    away = program.offloaded_bytes.sum(axis=1)
     tier = plan.kv_tier
     found: dict[tuple[Kind, int | None], list[float]] = {}
     for part, come, leave in (
@@ -246,7 +246,7 @@ def stage_seconds(plan: Plan) -> StageSeconds:
     copies = away.tolist()
     names = list(TIERS)
     stored = {
-        name: np.where(program.tiers == names.index(name), program.away_bytes, 0).sum(axis=1)
+        name: np.where(program.tiers == names.index(name), program.offloaded_bytes, 0).sum(axis=1)
         for name in tiers_behind_host()
     }
 

@@ -309,7 +309,7 @@ class PipelineCost:
         _, keys, sums = self._tables.kv_passing
         return {**whole, "device": int((keys + sums).max())}
 
-    def frame_bytes(self, stage: int, chunk: int) -> int:
+    def activation_bytes(self, stage: int, chunk: int) -> int:
         """Returns what is saved of a chunk in all layers of a stage."""
         return int(self._frames[stage, chunk])
 
@@ -613,7 +613,7 @@ class PipelineCost:
         device, host = f"{rank}.device", f"{rank}.host"
         cause = OF_SAVED[self.saved]
         if kind == "F":
-            yield Change(device, cause, self.frame_bytes(stage, chunk))
+            yield Change(device, cause, self.activation_bytes(stage, chunk))
             yield Change(device, Cause.GRAPH, int(self._graph[stage, chunk]))
         if kind in ("F", "B", "I"):
             yield from self._passing(device, kind, stage, chunk)
@@ -622,7 +622,7 @@ class PipelineCost:
         if not self.messages:
             yield from self._transferred(kind, stage, chunk)
         if kind in ("B", "W"):
-            yield Change(device, cause, -self.frame_bytes(stage, chunk), "end")
+            yield Change(device, cause, -self.activation_bytes(stage, chunk), "end")
             yield Change(device, Cause.GRAPH, -int(self._graph[stage, chunk]), "end")
         if kind == "D":
             size = self._leaving_bytes(stage, chunk)
@@ -642,7 +642,7 @@ class PipelineCost:
             yield Change(host, cause, -size if stores else size, "end" if stores else "start")
 
     def _leaving_bytes(self, stage: int, chunk: int) -> int:
-        return round(self.ratios[stage][chunk] * self.frame_bytes(stage, chunk))
+        return round(self.ratios[stage][chunk] * self.activation_bytes(stage, chunk))
 
     def _gathered(self, device: str, kind: Kind, stage: int) -> Iterator[Change]:
         """Whole weights of two layers of a sharded stage, and the gradients of one."""

@@ -15,7 +15,13 @@ from functools import partial
 
 from sppo_hf.config import PLAN_VERSION, SPPOConfig
 from sppo_hf.errors import BudgetError, ConfigError
-from sppo_hf.planning.activation_modes import KEEP, SAVED_BY_RECOMPUTE, FrameMode, Saved, mode_of
+from sppo_hf.planning.activation_modes import (
+    KEEP,
+    SAVED_BY_RECOMPUTE,
+    ActivationMode,
+    Saved,
+    mode_of,
+)
 from sppo_hf.planning.choices import (
     HOLES,
     DeviceFacts,
@@ -226,7 +232,7 @@ def _largest_cause(predicted: MemoryEstimate, tier: Tier) -> str:
     return f"most of it {cause}, {format_bytes(size)}"
 
 
-def _remedy(modes: frozenset[FrameMode], tier: Tier) -> str:
+def _remedy(modes: frozenset[ActivationMode], tier: Tier) -> str:
     if tier == "device" and not all(mode.recompute for mode in modes):
         return "recompute='full' holds less"
     if tier == "device" and not all(mode.offload for mode in modes):
@@ -851,7 +857,7 @@ def _by_rule(task: _Task) -> _Decided:
     )
 
 
-def _ruled(task: _Task, base: Decisions, mode: FrameMode) -> Iterator[Decisions]:
+def _ruled(task: _Task, base: Decisions, mode: ActivationMode) -> Iterator[Decisions]:
     """Every frame in one mode, and K/V on the nearest tier with which everything fits.
 
     By layer on a CPU with K/V on each tier, nearest first: what is nearly as small with K/V nearer

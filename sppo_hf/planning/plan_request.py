@@ -55,7 +55,7 @@ from sppo_hf.planning.solve import (
     play,
     with_kv,
 )
-from sppo_hf.planning.tiers import TIERS, Tier, away_tiers
+from sppo_hf.planning.tiers import TIERS, Tier, offload_tiers
 from sppo_hf.schedule.timeline import Timeline
 
 _MOST_CHUNKS = 1024
@@ -361,7 +361,7 @@ def _closest(placed: list[PlanRequest], plan: Plan) -> tuple[BudgetViolation, Me
 def _enough(placed: list[PlanRequest], plan: Plan) -> dict[Tier, int]:
     """Returns what each tier by itself must hold for some plan to fit, if any amount will do."""
     found: dict[Tier, int] = {}
-    for tier in away_tiers():
+    for tier in offload_tiers():
         if not TIERS[tier].called:
             continue
         sizes = (size for question in placed for size in _sizes_that_fit(question, plan, tier))

@@ -204,7 +204,7 @@ def asked_by_unit(decisions: Decisions, shape: ModelShape, device_kind: str) -> 
     While a unit computes, one is on its way out (D), and the one that is used next on its way back
     (H), all layers of it (`schedule.lower.add_offload`).
     """
-    away = StepProgram(decisions, shape, device_kind).away_bytes.sum(axis=1)
+    away = StepProgram(decisions, shape, device_kind).offloaded_bytes.sum(axis=1)
     if not away.any():
         return decisions
     max_pending_d2h_bytes = max(int(away.max()), decisions.max_pending_d2h_bytes or 0)

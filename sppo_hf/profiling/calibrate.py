@@ -27,7 +27,7 @@ from sppo_hf.engine.device_facts import (
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.hardware import Curve, HardwareProfile
 from sppo_hf.planning.machine import free_disk_bytes, host_memory_bytes, lockable_bytes
-from sppo_hf.profiling.measure import (
+from sppo_hf.profiling.calibrate import (
     AttentionSpeed,
     BenchTimer,
     CopySpeed,

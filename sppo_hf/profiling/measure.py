@@ -35,7 +35,7 @@ from sppo_hf.attention.backends.autotune import Workload, device_seconds
 from sppo_hf.attention.backends.base import AttentionSpec
 from sppo_hf.attention.backends.select import select_backend
 from sppo_hf.errors import ConfigError
-from sppo_hf.offload.disk_folder import refuse_missing_parent
+from sppo_hf.offload.disk_files import refuse_missing_parent
 from sppo_hf.planning.hardware import Curve
 from sppo_hf.planning.machine import free_disk_bytes
 from sppo_hf.testing.tiny_models import VOCAB_SIZE, build_tiny_model

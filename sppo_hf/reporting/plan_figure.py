@@ -13,19 +13,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from sppo_hf.planning.activation_modes import SAVED, FrameMode, mode_of
+from sppo_hf.planning.activation_modes import SAVED, ActivationMode, mode_of
 from sppo_hf.planning.causes import OF_SAVED, Cause
 from sppo_hf.planning.plan import Plan
 from sppo_hf.planning.tiers import TIERS
 from sppo_hf.reporting import gantt as bars
-from sppo_hf.reporting.plan_tables import format_lengths, format_tokens
-from sppo_hf.reporting.schedule_figure import (
+from sppo_hf.reporting.figures import (
     add_legend,
     kind_handles,
     new_figure,
     share_time_axis,
     write_title,
 )
+from sppo_hf.reporting.plan_tables import format_lengths, format_tokens
 from sppo_hf.rules import format_bytes
 from sppo_hf.schedule.actions import COMPUTE_KINDS, Kind
 from sppo_hf.schedule.timeline import Timeline
@@ -230,7 +230,7 @@ def _lane_handles(kinds: set[Kind], *, waited: bool) -> list[Artist]:
     return handles
 
 
-def mode_colour(mode: FrameMode) -> str:
+def mode_colour(mode: ActivationMode) -> str:
     """Returns the tier's colour, paler the less of the frame is saved."""
     paler = 0.15 * (mode.saved == "hidden")  # than what its bytes are counted with
     return bars.mixed(TIERS[mode.tier].colour, OF_SAVED[mode.saved].paleness + paler)

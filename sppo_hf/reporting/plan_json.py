@@ -124,7 +124,7 @@ def offload_ratio(plan: Plan, chunk: int) -> float:
     start, end = plan.bounds[chunk]
     saved = leaving = 0
     for layer, mode in enumerate(plan.layer_modes[chunk]):
-        size = plan.cost.frame_bytes(layer, end - start, mode.saved)
+        size = plan.cost.activation_bytes(layer, end - start, mode.saved)
         saved += size
         leaving += size if mode.offload else 0
     return leaving / saved if saved else 0.0

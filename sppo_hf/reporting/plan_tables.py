@@ -16,12 +16,12 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from sppo_hf.planning.activation_modes import FrameMode, Saved, all_modes
+from sppo_hf.planning.activation_modes import ActivationMode, Saved, all_modes
 from sppo_hf.planning.decisions import Decisions, Order
 from sppo_hf.planning.memory_snapshots import Budgets, MemoryEstimate
 from sppo_hf.planning.plan import PipelineStep, Plan
 from sppo_hf.planning.prediction import MeasuredStep
-from sppo_hf.planning.tiers import TIERS, away_tiers
+from sppo_hf.planning.tiers import TIERS, offload_tiers
 from sppo_hf.rules import format_bytes
 
 
@@ -35,7 +35,7 @@ class ChunkGroup:
     last: int
     """Index of the last chunk."""
 
-    layers: dict[FrameMode, tuple[int, int]]
+    layers: dict[ActivationMode, tuple[int, int]]
     """Fewest and most layers per chunk, of modes that occur, in the order of `all_modes`."""
 
     @property
@@ -79,7 +79,7 @@ def group_chunks(decisions: Decisions, *, most: int) -> list[ChunkGroup]:
     return [_group(group, counts) for group in groups]
 
 
-def words(mode: FrameMode) -> str:
+def words(mode: ActivationMode) -> str:
     """Says what becomes of a layer's activations: "kept", "to host", "full recompute to host"."""
     recomputed = {
         "whole": "",
@@ -96,8 +96,8 @@ def span(low: int, high: int) -> str:
     return f"{low:,}" if low == high else f"{low:,}-{high:,}"
 
 
-def _group(chunks: Sequence[int], counts: Sequence[Counter[FrameMode]]) -> ChunkGroup:
-    layers: dict[FrameMode, tuple[int, int]] = {}
+def _group(chunks: Sequence[int], counts: Sequence[Counter[ActivationMode]]) -> ChunkGroup:
+    layers: dict[ActivationMode, tuple[int, int]] = {}
     for mode in all_modes():
         numbers = [counts[chunk][mode] for chunk in chunks]
         if any(numbers):
@@ -120,7 +120,7 @@ ORDERS: dict[Order, str] = {
 def keys_text(plan: Decisions) -> str:
     """Says what becomes of keys and values by layer: "20 kept, 12 recomputed"."""
     counts = Counter(map(plan.kv_mode, range(plan.num_layers)))
-    texts = {"device": "kept", **{tier: f"to {tier}" for tier in away_tiers()}}
+    texts = {"device": "kept", **{tier: f"to {tier}" for tier in offload_tiers()}}
     texts["recompute"] = "recomputed"
     return ", ".join(f"{counts[mode]} {text}" for mode, text in texts.items() if counts[mode])
 

@@ -2,7 +2,7 @@
 
 Also of a measured step over the simulation of its schedule, on one axis of time. Imports matplotlib
 only to draw, and leaves its global state alone. Pictures of one rank's plan are
-`sppo_hf.reporting.plan_figure`.
+`sppo_hf.reporting.figures`.
 """
 
 # pyright: basic

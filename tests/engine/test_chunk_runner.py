@@ -12,7 +12,7 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.convert import convert, get_engine
 from sppo_hf.engine.loss import ChunkedLoss
 from sppo_hf.engine.structure import ModelParts
-from sppo_hf.offload.prefetch_order import PrefetchOrder
+from sppo_hf.offload.layer_offload import PrefetchOrder
 from sppo_hf.planning.activation_modes import mode_of
 from sppo_hf.testing.tiny_models import build_tiny_model
 from tests.engine.forced_plans import force_modes
@@ -54,10 +54,10 @@ def test_the_last_frame_is_on_its_way_when_forward_returns(log: list[str]) -> No
     assert log == ["loss"] * 3 + ["start of backward"]
     engine = get_engine(model)
     assert engine is not None
-    ahead_bytes = engine.offload.stats().h2d_bytes
+    ahead_bytes = engine.offload.engine().h2d_bytes
     assert ahead_bytes > 0
     loss.backward()
-    stats = engine.offload.stats()
+    stats = engine.offload.engine()
     assert stats.h2d_bytes == stats.d2h_bytes, "all came back, and once"
     assert ahead_bytes < stats.h2d_bytes / 2
     engine.offload.assert_drained()

@@ -24,7 +24,7 @@ from sppo_hf.engine.structure import find_parts
 from sppo_hf.errors import ConfigError, SPPOError
 from sppo_hf.offload import weights as host
 from sppo_hf.offload.copy_streams import HostCopier
-from sppo_hf.planning.activation_modes import KEEP, FrameMode
+from sppo_hf.planning.activation_modes import KEEP, ActivationMode
 from sppo_hf.planning.choices import DeviceFacts, Places
 from sppo_hf.planning.memory import CONTEXT_BYTES
 from sppo_hf.planning.memory_snapshots import Budgets
@@ -35,7 +35,7 @@ from tests.fakes.device import FakeDevice
 from tests.sweeps import turn
 
 FAMILIES = ("llama", "gemma3_text", "gpt_oss", "deepseek_v3", "qwen3_moe", "gpt2", "qwen3_next")
-MODES = (KEEP, FrameMode("matmuls", "device"), FrameMode("inputs", "device"))
+MODES = (KEEP, ActivationMode("matmuls", "device"), ActivationMode("inputs", "device"))
 PLACES = ({"weights": "host"}, {"optimizer": "host"}, {"weights": "host", "optimizer": "device"})
 
 
@@ -115,7 +115,7 @@ def locked(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
 def test_weights_in_locked_memory_are_exact(
     locked: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    modes = (*MODES, FrameMode("whole", "host"))
+    modes = (*MODES, ActivationMode("whole", "host"))
     force_modes(monkeypatch, lambda chunk, layer: modes[(chunk + layer) % len(modes)])
     most = [0]
     locked.on_lock = lambda *_: most.append(sum(locked.locked.values()))

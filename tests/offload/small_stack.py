@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from sppo_hf.offload.copy_streams import HostCopier
 from sppo_hf.offload.engine import OffloadEngine
-from sppo_hf.offload.layer_offload import LayerOffload
-from sppo_hf.offload.pool import HostPool
-from sppo_hf.offload.prefetch_order import PrefetchOrder
+from sppo_hf.offload.host_memory import HostPool
+from sppo_hf.offload.layer_offload import LayerOffload, PrefetchOrder
 
 WIDTH = 16
 TOKENS = 12

@@ -21,8 +21,7 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.device_facts import device_facts
 from sppo_hf.errors import ConfigError
 from sppo_hf.offload import disk_folder
-from sppo_hf.offload.disk_files import BLOCK_BYTES
-from sppo_hf.offload.disk_folder import StoreFolder
+from sppo_hf.offload.disk_files import BLOCK_BYTES, StoreFolder
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from sppo_hf.errors import BudgetError, OffloadError
 from sppo_hf.offload import disk_space
-from sppo_hf.offload.disk_files import BLOCK_BYTES
-from sppo_hf.offload.disk_folder import StoreFolder
-from sppo_hf.offload.disk_space import DiskExtent, DiskSpace, describe
+from sppo_hf.offload.disk import DiskExtent, DiskSpace, describe
+from sppo_hf.offload.disk_files import BLOCK_BYTES, StoreFolder
 
 SLAB_BYTES = 8 * BLOCK_BYTES
 

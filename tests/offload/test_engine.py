@@ -11,7 +11,7 @@ import torch
 from sppo_hf.errors import BudgetError, OffloadError
 from sppo_hf.offload.copy_streams import HostCopier, StreamCopier
 from sppo_hf.offload.engine import OffloadEngine, make_engine
-from sppo_hf.offload.pool import ALIGNMENT_BYTES, HostPool
+from sppo_hf.offload.host_memory import ALIGNMENT_BYTES, HostPool
 from tests.fakes.device import FakeDevice
 
 SLAB_BYTES = 2**14

@@ -13,12 +13,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from sppo_hf.errors import BudgetError, OffloadError
 from sppo_hf.offload.copy_streams import StreamCopier, StreamTicket
-from sppo_hf.offload.engine import OffloadEngine
-from sppo_hf.offload.pool import HostPool
-from sppo_hf.offload.prefetch_order import PrefetchOrder
-from sppo_hf.offload.staging import Staging
+from sppo_hf.offload.engine import OffloadEngine, PendingCopies
+from sppo_hf.offload.host_memory import HostPool
+from sppo_hf.offload.layer_offload import PrefetchOrder
 from sppo_hf.offload.storage import OffloadedStorage, OffloadedTensor
-from sppo_hf.offload.transfers import PendingCopies
+from sppo_hf.offload.tiers import Staging
 from tests.fakes.device import FakeDevice, RaceError
 from tests.fakes.disk import FakeDisk
 from tests.sweeps import examples
@@ -64,10 +63,10 @@ class _Training:
     def forward(self, sizes: list[list[int]], compute_seconds: Callable[[], float]) -> list[_Frame]:
         prefetch_order, frames = self.engine.new_prefetch_order(), []
         carried = self.device.tensor(torch.rand(8))
-        for frame_sizes in sizes:
+        for activation_sizes in sizes:
             # What one frame hands to the next is saved by both, as a layer's output is.
             handles = [self._save(carried)]
-            for size in frame_sizes:
+            for size in activation_sizes:
                 carried = self.device.tensor(torch.rand(size), compute_seconds())
                 handles.append(self._save(carried))
             frames.append(_Frame(self.engine, prefetch_order, handles))

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from sppo_hf.errors import BudgetError, OffloadError
 from sppo_hf.offload.copy_streams import StreamCopier, StreamTicket
 from sppo_hf.offload.engine import OffloadEngine, make_engine
+from sppo_hf.offload.host_memory import HostPool
 from sppo_hf.offload.layer_offload import LayerOffload
-from sppo_hf.offload.pool import HostPool
 from tests.fakes.device import FakeDevice, RaceError
 from tests.offload.small_stack import (
     SLAB_BYTES,

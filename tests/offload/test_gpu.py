@@ -15,8 +15,7 @@ from torch import Tensor
 from sppo_hf.errors import OffloadError
 from sppo_hf.offload.copy_streams import CudaRuntime, StreamCopier, StreamTicket
 from sppo_hf.offload.engine import OffloadEngine, make_engine
-from sppo_hf.offload.host_memory import host_memory, locked_bytes
-from sppo_hf.offload.pool import HostPool
+from sppo_hf.offload.host_memory import HostPool, host_memory, locked_bytes
 from tests.fakes.delays import DelayedRuntime, delayed_cuda, delayed_fake
 from tests.fakes.device import FakeDevice, RaceError
 from tests.offload.small_stack import SLAB_BYTES, TOKENS, WIDTH, assert_same, loss_of, make_blocks

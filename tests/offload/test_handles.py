@@ -5,7 +5,7 @@ import torch
 
 from sppo_hf.offload.copy_streams import HostCopier
 from sppo_hf.offload.engine import OffloadEngine
-from sppo_hf.offload.pool import HostPool
+from sppo_hf.offload.host_memory import HostPool
 
 VIEWS = {
     "contiguous": lambda t: t,

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from sppo_hf.offload.copy_streams import HostCopier
 from sppo_hf.offload.engine import OffloadEngine
+from sppo_hf.offload.host_memory import HostPool
 from sppo_hf.offload.layer_offload import LayerOffload
-from sppo_hf.offload.pool import HostPool
 from sppo_hf.offload.storage import OffloadedTensor
 from tests.offload.small_stack import (
     SLAB_BYTES,
@@ -112,7 +112,7 @@ def test_frames_come_back_one_ahead() -> None:
     prefetch_order = engine.new_prefetch_order()
     hidden_CD = torch.rand(TOKENS, WIDTH)
     log: list[str] = []
-    frame_bytes = [0]
+    activation_bytes = [0]
     prefetch = engine.prefetch
 
     def logged(handle: OffloadedTensor) -> None:
@@ -126,9 +126,9 @@ def test_frames_come_back_one_ahead() -> None:
         with frame:
             hidden_CD = block(hidden_CD)
         hidden_CD.register_hook(lambda gradient, number=number: log.append(f"backward {number}"))
-        frame_bytes.append(engine.stats().d2h_bytes)
+        activation_bytes.append(engine.stats().d2h_bytes)
     hidden_CD.sum().backward()
-    assert all(one < other for one, other in pairwise(frame_bytes))
+    assert all(one < other for one, other in pairwise(activation_bytes))
     assert [entry for entry, _ in groupby(log)] == [
         "backward 3", "prefetch 3", "prefetch 2",
         "backward 2", "prefetch 1",

@@ -21,11 +21,10 @@ from hypothesis import strategies as st
 
 from sppo_hf.offload.copy_streams import StreamCopier, StreamTicket
 from sppo_hf.offload.engine import OffloadEngine
-from sppo_hf.offload.host_memory import PAGE_BYTES
-from sppo_hf.offload.pool import HostPool
-from sppo_hf.offload.prefetch_order import PrefetchOrder
-from sppo_hf.offload.staging import Staging, _Return
+from sppo_hf.offload.host_memory import PAGE_BYTES, HostPool
+from sppo_hf.offload.layer_offload import PrefetchOrder
 from sppo_hf.offload.storage import OffloadedStorage, OffloadedTensor
+from sppo_hf.offload.tiers import Staging, _Return
 from tests.fakes.device import FakeDevice, RaceError
 from tests.fakes.disk import FakeDisk
 from tests.offload.orders import asked_within
@@ -131,9 +130,9 @@ class Training:
                 carried = self.device.tensor(torch.rand(size), self.seconds())
                 self._save(frame, mode, carried)
                 self._event()
-            frame_bytes = sum(4 * value.numel() for _, value in frame.held)
-            self.largest_bytes = max(self.largest_bytes, frame_bytes)
-            assert self._leaving_bytes() <= before_bytes + frame_bytes
+            activation_bytes = sum(4 * value.numel() for _, value in frame.held)
+            self.largest_bytes = max(self.largest_bytes, activation_bytes)
+            assert self._leaving_bytes() <= before_bytes + activation_bytes
             prefetch_order.record(frame, len(frames))
             left_bytes = (
                 self.largest_bytes
@@ -301,7 +300,7 @@ MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         _Return, "is_over", lambda self: True
     ),
     "reads count as over from the start": lambda patch: patch.setattr(
-        "sppo_hf.offload.staging.Staging._end_reads", _end_reads_at_once
+        "sppo_hf.offload.tiers.Staging._end_reads", _end_reads_at_once
     ),
 }
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sppo_hf.offload.prefetch_order import PrefetchOrder
+from sppo_hf.offload.layer_offload import PrefetchOrder
 from tests.offload.orders import asked_within
 
 

@@ -8,10 +8,9 @@ import torch
 from sppo_hf.errors import BudgetError, OffloadError
 from sppo_hf.offload.copy_streams import StreamCopier
 from sppo_hf.offload.engine import OffloadEngine, make_engine
-from sppo_hf.offload.host_memory import PAGE_BYTES
-from sppo_hf.offload.pool import HostPool
-from sppo_hf.offload.staging import Staging
+from sppo_hf.offload.host_memory import PAGE_BYTES, HostPool
 from sppo_hf.offload.storage import OffloadedTensor
+from sppo_hf.offload.tiers import Staging
 from tests.fakes.device import FakeDevice, RaceError
 from tests.fakes.disk import FakeDisk
 

@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 from sppo_hf.errors import OffloadError
 from sppo_hf.offload.copy_streams import StreamCopier
-from sppo_hf.offload.pool import ALIGNMENT_BYTES
+from sppo_hf.offload.host_memory import ALIGNMENT_BYTES
 from sppo_hf.offload.weights import HostWeights, _Sum, can_rest
 from sppo_hf.planning.model_shape import Resting
 from tests.fakes.device import FakeDevice, RaceError

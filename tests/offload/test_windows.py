@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sppo_hf.errors import OffloadError
 from sppo_hf.offload.copy_streams import StreamCopier
 from sppo_hf.offload.engine import OffloadEngine
-from sppo_hf.offload.pool import HostPool
+from sppo_hf.offload.host_memory import HostPool
 from sppo_hf.offload.storage import OffloadedTensor
 from tests.fakes.device import FakeDevice
 from tests.offload.orders import asked_within

@@ -14,7 +14,7 @@ from sppo_hf.engine.convert import convert, get_engine
 from sppo_hf.engine.step_observer import StepRecord
 from sppo_hf.engine.structure import find_parts
 from sppo_hf.errors import ConfigError, UnsupportedModelError
-from sppo_hf.offload.stats import OffloadStats
+from sppo_hf.offload.engine import OffloadStats
 from sppo_hf.pipeline import pipeline_engine
 from sppo_hf.pipeline.convert import staged_model
 from sppo_hf.pipeline.pipeline_engine import (

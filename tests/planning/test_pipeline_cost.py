@@ -194,7 +194,7 @@ def test_frames_go_on_behind_the_host() -> None:
 def test_the_papers_rule_moves_the_same_bytes_of_every_chunk() -> None:
     _, costs = made("seq1f1b", Size(2, 1, 8), offload="sppo")
     for stage in range(2):
-        sizes = [costs.ratios[stage][c] * costs.frame_bytes(stage, c) for c in range(8)]
+        sizes = [costs.ratios[stage][c] * costs.activation_bytes(stage, c) for c in range(8)]
         partly = [size for size, ratio in zip(sizes, costs.ratios[stage], strict=True) if ratio < 1]
         assert sizes[-1] == 0
         assert partly[:-1] == pytest.approx([partly[0]] * (len(partly) - 1))

@@ -7,7 +7,7 @@ import pytest
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import BudgetError, ConfigError
-from sppo_hf.planning.activation_modes import KEEP, FrameMode
+from sppo_hf.planning.activation_modes import KEEP, ActivationMode
 from sppo_hf.planning.choices import HOLES, DeviceFacts, read_places
 from sppo_hf.planning.hardware import load_profile
 from sppo_hf.planning.plan import Plan, PlanRequest, make_plan
@@ -64,7 +64,7 @@ def plan(
         (CPU, {"offload": "full"}, RECOMPUTE_OFFLOAD),
     ],
 )
-def test_modes(device: DeviceFacts, settings: dict[str, str], mode: FrameMode) -> None:
+def test_modes(device: DeviceFacts, settings: dict[str, str], mode: ActivationMode) -> None:
     made = plan(device=device, order="by_chunk", **settings)
     keeps_last = device is CPU and not settings
     for chunk in range(made.num_chunks):

@@ -57,10 +57,16 @@ def run(name: str, size: Size, cost: ModelCost, **changes: object) -> tuple[Pipe
 def test_bytes_of_a_layer_are_divided(sp: int, kv_heads: int) -> None:
     one = shared(sp)
     tokens = 24_000
-    assert one.frame_bytes(1, tokens, "inputs") == COST.frame_bytes(1, tokens, "inputs") // sp
+    assert (
+        one.activation_bytes(1, tokens, "inputs")
+        == COST.activation_bytes(1, tokens, "inputs") // sp
+    )
     # What attention returns is saved as its heads of all tokens, too.
     heads = -(-8 // sp) * 128 * tokens * 2
-    assert one.frame_bytes(1, tokens, "whole") == COST.frame_bytes(1, tokens, "whole") // sp + heads
+    assert (
+        one.activation_bytes(1, tokens, "whole")
+        == COST.activation_bytes(1, tokens, "whole") // sp + heads
+    )
     # Of 2 K/V heads; those that several ranks read are on each of them.
     assert one.kv_bytes(1, tokens) * 2 == COST.kv_bytes(1, tokens) * kv_heads
     assert one.dkv_bytes(1, tokens) * 2 == COST.dkv_bytes(1, tokens) * kv_heads

@@ -14,6 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sppo_hf.attention.backends.adapters import (
+    BottomRightBackend,
+    KernelCall,
+    KernelNeeds,
+    Offsets,
+    with_documents,
+)
 from sppo_hf.attention.backends.base import (
     HALF_DTYPES,
     AttentionSpec,
@@ -22,13 +29,6 @@ from sppo_hf.attention.backends.base import (
     missing_kernel,
     register_backend,
 )
-from sppo_hf.attention.backends.bottom_right import (
-    BottomRightBackend,
-    KernelCall,
-    Offsets,
-    with_documents,
-)
-from sppo_hf.attention.backends.heads import KernelNeeds
 
 
 @register_backend("aten_flash", cuda=4)

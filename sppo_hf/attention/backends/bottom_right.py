@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sppo_hf.attention.backends.adapters import KernelNeeds, adapted_backward, adapted_forward
 from sppo_hf.attention.backends.base import (
     AttentionOutput,
     Backend,
@@ -33,7 +34,6 @@ from sppo_hf.attention.backends.base import (
     accumulation_dtype,
     empty_forward,
 )
-from sppo_hf.attention.backends.heads import KernelNeeds, adapted_backward, adapted_forward
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sppo_hf.attention.backends.adapters import (
+    KernelNeeds,
+    TopLeftBackend,
+    repeat_heads,
+    sum_repeated_heads,
+)
 from sppo_hf.attention.backends.base import (
     HALF_DTYPES,
     AttentionOutput,
@@ -29,8 +35,6 @@ from sppo_hf.attention.backends.base import (
     missing_kernel,
     register_backend,
 )
-from sppo_hf.attention.backends.heads import KernelNeeds, repeat_heads, sum_repeated_heads
-from sppo_hf.attention.backends.top_left import TopLeftBackend
 from sppo_hf.planning.tile_sizes import MOST_COPIED_BYTES, parallel_heads
 
 _DTYPES = (torch.float64, torch.float32, *HALF_DTYPES)

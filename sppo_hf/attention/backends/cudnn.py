@@ -29,7 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sppo_hf.attention.backends.aten_flash import AtenFlash
+from sppo_hf.attention.backends.adapters import KernelNeeds, TopLeftBackend, head_variants
+from sppo_hf.attention.backends.aten import AtenFlash
 from sppo_hf.attention.backends.base import (
     HALF_DTYPES,
     AttentionOutput,
@@ -43,9 +44,7 @@ from sppo_hf.attention.backends.base import (
     missing_kernel,
     register_backend,
 )
-from sppo_hf.attention.backends.heads import KernelNeeds, head_variants
 from sppo_hf.attention.backends.reference import Reference
-from sppo_hf.attention.backends.top_left import TopLeftBackend
 
 
 @register_backend("cudnn", cuda=5)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from sppo_hf.attention.backends.adapters import KernelNeeds, TopLeftBackend
 from sppo_hf.attention.backends.base import (
     HALF_DTYPES,
     AttentionOutput,
@@ -23,8 +24,6 @@ from sppo_hf.attention.backends.base import (
     missing_kernel,
     register_backend,
 )
-from sppo_hf.attention.backends.heads import KernelNeeds
-from sppo_hf.attention.backends.top_left import TopLeftBackend
 
 _DTYPES = (torch.float32, *HALF_DTYPES)
 _LSE_MULTIPLE = 32

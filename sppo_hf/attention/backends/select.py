@@ -17,7 +17,7 @@ import torch
 
 from sppo_hf.attention.backends.autotune import autotune, autotune_key, run_apart
 from sppo_hf.attention.backends.base import AttentionSpec, Backend, determinism
-from sppo_hf.attention.backends.verify import find_mismatch
+from sppo_hf.attention.backends.select import find_mismatch
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.autotune_store import (
     AutotuneResult,

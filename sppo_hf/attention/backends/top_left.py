@@ -31,6 +31,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sppo_hf.attention.backends.adapters import KernelNeeds, adapted_backward, adapted_forward
 from sppo_hf.attention.backends.base import (
     AttentionOutput,
     Backend,
@@ -43,7 +44,6 @@ from sppo_hf.attention.backends.base import (
     empty_forward,
     merge_into,
 )
-from sppo_hf.attention.backends.heads import KernelNeeds, adapted_backward, adapted_forward
 
 
 class Form(enum.Enum):
