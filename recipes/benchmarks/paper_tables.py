@@ -254,7 +254,7 @@ def as_row(asked: ClusterQuestion, plan: ClusterPlan | None) -> dict[str, Any]:
         "lacks": plan.missing_bytes,
         "rows": asked.rows,
         "gpus": asked.gpus,
-        **plan.layout._asdict(),
+        **plan.layout.to_json(),
         "chunk_lengths": [end - start for start, end in plan.bounds],
         "tokens_per_second": plan.tokens_per_second,
         "mfu": flops / (plan.step_seconds * PEAK_FLOPS["A100"] * asked.gpus),

@@ -280,7 +280,7 @@ def _cluster_question(
         gpus_per_node=gpus_per_node,
         link_bytes_per_second=rate,
         node_bytes_per_second=profile.node_bytes_per_second,
-        space=SearchSpace(frame_tiers=(HOST, *tiers_behind_host()) if has_disk else (HOST,)),
+        space=SearchSpace(activation_tiers=(HOST, *tiers_behind_host()) if has_disk else (HOST,)),
         shares_units=not question.shape.has_states,
     )
 
@@ -338,7 +338,7 @@ def _cluster_table(answer: ClusterAnswer, title: str) -> Group:
 
 def _plan_to_dict(plan: ClusterPlan) -> dict[str, Any]:
     return {
-        **plan.layout._asdict(),
+        **plan.layout.to_json(),
         "layers": [[held.start, held.stop] for held in plan.layers],
         "chunk_lengths": [end - start for start, end in plan.bounds],
         "step_seconds": plan.step_seconds,
@@ -357,7 +357,7 @@ def _cells(plan: ClusterPlan) -> tuple[str, ...]:
     layout = plan.layout
     virtual = f" {layout.virtual}" if layout.virtual > 1 else ""
     offloaded = f", {_OFFLOADED[layout.offload]}" if plan.offloads else ""
-    offloaded += "" if layout.frame_tier == HOST else f" to {layout.frame_tier}"
+    offloaded += "" if layout.activation_tier == HOST else f" to {layout.activation_tier}"
     return (
         layout.schedule.removesuffix("_seq1f1b") + virtual,
         f"{layout.replicas}/{layout.stages}/{layout.sp}",
@@ -541,8 +541,8 @@ def launch_of_layout(
         }
         shares = layout.schedule == MSP
         settings |= {"pp_msp": "on"} if shares else {"pp_schedule": layout.schedule}
-    if layout.frame_tier != HOST:
-        settings["offload_tier"] = layout.frame_tier
+    if layout.activation_tier != HOST:
+        settings["offload_tier"] = layout.activation_tier
     elif layout.offload != "none" and base.offload_dir is not None:
         settings["offload_tier"] = HOST
     processes = layout.stages * layout.replicas * layout.sp
@@ -605,7 +605,7 @@ def actions_of_layout(
         plan.bounds,
         saved=layout.saved,
         offload=layout.offload,
-        frame_tier=layout.frame_tier,
+        activation_tier=layout.activation_tier,
         kv_tier=layout.kv_tier,
     )
     listed = costs.lowered(schedule, reduce=layout.replicas > 1).texts()

@@ -41,15 +41,15 @@ from sppo_hf.engine.chunk_context import (
     Attended,
     ChooseBackend,
     ChunkContext,
-    LayerStates,
-    States,
     current_of,
 )
 from sppo_hf.engine.cpu_heap import CpuChunkArena, HeapWatch, return_free_heap
 from sppo_hf.engine.kv_offload import KeysAgain, KeysAway, kv_stream
 from sppo_hf.engine.recompute import AroundLayers, RecomputedLayer
 from sppo_hf.engine.recurrent_state import (
+    LayerStates,
     StateCache,
+    States,
     documents_in_chunk,
     separate_documents,
 )
@@ -57,12 +57,12 @@ from sppo_hf.engine.sequence_group import SequenceGroup, rank_tokens
 from sppo_hf.engine.sliced_calls import (
     EXAMPLE_TOKENS,
     NORM,
+    CallExample,
     CannotRunByLayer,
-    Example,
     LayerTiles,
-    Pieces,
     PrefixLength,
     SlicedCall,
+    TokenSlices,
     layer_examples,
     move_hooks_innermost,
 )
@@ -71,8 +71,8 @@ from sppo_hf.engine.step_observer import StepTimer
 from sppo_hf.engine.structure import ModelParts
 from sppo_hf.engine.versions import ReadTensors
 from sppo_hf.errors import UnsupportedModelError
-from sppo_hf.offload.engine import OffloadEngine, PrefetchOrder
-from sppo_hf.offload.layer_offload import LayerOffload, WeightCasts
+from sppo_hf.offload.engine import OffloadEngine
+from sppo_hf.offload.layer_offload import LayerOffload, PrefetchOrder, WeightCasts
 from sppo_hf.offload.weights import HostWeights
 from sppo_hf.planning.activation_modes import ActivationMode
 from sppo_hf.planning.chunk_bounds import Bounds
@@ -82,7 +82,7 @@ from sppo_hf.planning.tiers import offload_tiers
 
 # B batch rows, C tokens of a chunk, T tokens of the sequence, D model width.
 
-Frame = RecomputedLayer | LayerOffload
+SavedActivations = RecomputedLayer | LayerOffload
 
 
 class _OpenLayer(NamedTuple):
@@ -91,7 +91,7 @@ class _OpenLayer(NamedTuple):
     context: ChunkContext
     entered: contextlib.ExitStack
     """Its context, and what else holds while it runs."""
-    frame: Frame | None
+    frame: SavedActivations | None
 
 
 @dataclasses.dataclass(slots=True)
@@ -229,7 +229,7 @@ class ChunkRunner:
         self._chunks = range(0)
         self._chunk = 0
         self._arena = CpuChunkArena(len(self._layers))
-        self._examples: dict[int, Example] = {}
+        self._examples: dict[int, CallExample] = {}
         self._cut: SlicedCall | None = None
         self._open: _OpenLayer | None = None
         self._norm: RecomputedLayer | None = None
@@ -241,7 +241,8 @@ class ChunkRunner:
         plan = self._plan
         away = any(mode.offload for row in plan.layer_modes for mode in row)
         away = plan.training and (away or any(mode in offload_tiers() for mode in plan.kv_modes))
-        return self._offload.new_prefetch_order(
+        return PrefetchOrder(
+            self._offload,
             max_pending_d2h_bytes=plan.max_pending_d2h_bytes,
             # Without links the caller says when the frames of a chunk are to come.
             asked=plan.program().lowest_asked if away and self._linked else [],
@@ -283,7 +284,7 @@ class ChunkRunner:
         found = (self._between_chunks[layer - self._layers.start].kv for layer in layers)
         return [store for store in found if store is not None]
 
-    def part(self, chunk: int) -> tuple[int, int]:
+    def rank_tokens(self, chunk: int) -> tuple[int, int]:
         """The tokens of a chunk that are this rank's: all, or its part of them."""
         start, end = self._plan.bounds[chunk]
         if self._group is None:
@@ -291,8 +292,8 @@ class ChunkRunner:
         return rank_tokens(start, end, self._group.rank, self._group.size)
 
     def run_tokens(self, chunk: int) -> tuple[int, int]:
-        """`part`, or one token where it has none; see [Note: a rank without tokens]."""
-        start, end = self.part(chunk)
+        """`rank_tokens`, or one token where it has none; see [Note: a rank without tokens]."""
+        start, end = self.rank_tokens(chunk)
         return start, max(start + 1, end)
 
     def _run_by_chunk(
@@ -315,7 +316,7 @@ class ChunkRunner:
                 self._parts, lambda: self._run_base(inputs, range(1), few)
             )
         output = self._run_base(slices.chunk(0, bounds[-1][1]), chunks, bounds[-1][1])
-        output_class, hidden = type(output), Pieces(output.last_hidden_state, dim=1)
+        output_class, hidden = type(output), TokenSlices(output.last_hidden_state, dim=1)
         # Of each layer with a router, those of all chunks.
         router_logits = output.get("router_logits")
         del output
@@ -349,7 +350,7 @@ class ChunkRunner:
         self._arena = CpuChunkArena(len(self._layers) if self._plan.num_chunks > 1 else 1)
         start = self._plan.bounds[chunks.start][0]
         if getattr(self._parts.text_config, "attn_temperature_tuning", False):
-            prefix = PrefixLength(self.part(chunks.start)[0])
+            prefix = PrefixLength(self.rank_tokens(chunks.start)[0])
             inputs = {**inputs, self._parts.cache_argument(): prefix}
         # Not kept: it has this runner, and both would wait for Python's garbage collector.
         context = dataclasses.replace(self._sequence, runner=self, owners=KeyOwners())
@@ -704,7 +705,7 @@ class ChunkRunner:
         bounds, example = self._call_bounds(), self._examples.get(NORM)
         tiles = self._tiles.bounds(args, kwargs) if len(bounds) == 1 else bounds
         if len(tiles) > len(bounds):  # called with [B, T, D] alone
-            bounds, example = tiles, Example.of((args[0][:, :EXAMPLE_TOKENS],), {})
+            bounds, example = tiles, CallExample.of((args[0][:, :EXAMPLE_TOKENS],), {})
         self._norm_parts = len(bounds)
         self._cut = SlicedCall(args, kwargs, bounds=bounds, example=example, where="the final norm")
         return self._open_norm(norm, 0)
@@ -759,7 +760,7 @@ class ChunkRunner:
             self._reads[module] = ReadTensors.of_module(module)
         return self._reads[module]
 
-    def _frame(self, layer: nn.Module, context: ChunkContext) -> Frame | None:
+    def _frame(self, layer: nn.Module, context: ChunkContext) -> SavedActivations | None:
         index, chunk = context.layer, context.chunk
         assert index is not None, "the context of a layer"
         position = index - self._layers.start

@@ -390,7 +390,7 @@ class Engine:
             tile_tokens=plan.tile_tokens,
             ignore_index=call.ignore_index,
             on_logits=on_logits if collectors and not in_graph else None,
-            fused=liger_tile(self.parts, self.head, call.device),
+            liger=liger_tile(self.parts, self.head, call.device),
             head_in_backward=head_in_backward,
             reads=self.parts.head_reads() if head_in_backward else None,
         )
@@ -464,8 +464,9 @@ class Engine:
         outside = torch.is_grad_enabled() and requested_by != "return_logits"
         self._warn_once(
             f"whole logits: {requested_by}",
-            f"logits of the whole sequence are made, asked for by {requested_by}: {call.batch_rows} x "
-            f"{call.total_tokens} x {vocab} values, {format_bytes(4 * size)} in float32"
+            f"logits of the whole sequence are made, asked for by {requested_by}: "
+            f"{call.batch_rows} x {call.total_tokens} x {vocab} values, "
+            f"{format_bytes(4 * size)} in float32"
             f"{more if outside else ''}.",
         )
 
@@ -512,7 +513,7 @@ class Engine:
             hidden_BCD = output.last_hidden_state
             if router_loss is not None:
                 router_loss.add(
-                    output.router_logits, call.attention_mask, group, sequence.part(chunk)
+                    output.router_logits, call.attention_mask, group, sequence.rank_tokens(chunk)
                 )
             watch.watch_backward(chunk, hidden_BCD)
             if whole_chunks and self.group is not None:

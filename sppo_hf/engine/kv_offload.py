@@ -20,7 +20,9 @@ from sppo_hf.attention.streamed_kv import KVStream, KVTransfer
 from sppo_hf.engine.cpu_heap import return_free_heap
 from sppo_hf.engine.recompute import RecomputedLayer
 from sppo_hf.errors import SPPOError
-from sppo_hf.offload.engine import OffloadedTensor, OffloadEngine, PrefetchOrder
+from sppo_hf.offload.engine import OffloadEngine
+from sppo_hf.offload.layer_offload import PrefetchOrder
+from sppo_hf.offload.storage import OffloadedTensor
 from sppo_hf.planning.plan import Plan
 from sppo_hf.planning.tiers import OffloadTier
 

@@ -20,23 +20,20 @@ import contextlib
 import dataclasses
 import weakref
 from collections import UserDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from sppo_hf.engine.attention_interface import chunked_attention
-from sppo_hf.engine.chunk_context import Attended, ChunkContext, LayerStates, StateKey, States
-from sppo_hf.engine.recurrent_state import separate_documents
+from sppo_hf.engine.chunk_context import Attended, ChunkContext
+from sppo_hf.engine.recurrent_state import LayerStates, StateKey, States, separate_documents
 from sppo_hf.engine.selective import (
-    Changed,
     Matmul,
-    SavedOffloaded,
-    SavedOnDevice,
-    SavedTensor,
+    MatmulsChanged,
     SelectiveRecorder,
     SelectiveReplayer,
     UnusedMatmulFinder,
@@ -46,8 +43,11 @@ from sppo_hf.engine.selective import (
 from sppo_hf.engine.sequence_group import RecomputeExchanges
 from sppo_hf.engine.versions import ReadTensors, Versions
 from sppo_hf.errors import SPPOError
-from sppo_hf.offload.engine import OffloadedTensor, OffloadEngine, PrefetchOrder
+from sppo_hf.offload.engine import OffloadEngine
+from sppo_hf.offload.layer_offload import PrefetchOrder
+from sppo_hf.offload.storage import OffloadedTensor, version_of
 from sppo_hf.planning.activation_modes import ActivationMode
+from sppo_hf.planning.tiers import OffloadTier
 
 AroundLayers = Callable[[], contextlib.AbstractContextManager[object]]
 """Makes a context in which layers run."""
@@ -55,7 +55,106 @@ AroundLayers = Callable[[], contextlib.AbstractContextManager[object]]
 InTiles = Callable[
     [nn.Module, Tensor, "RecomputedLayer | None"], contextlib.AbstractContextManager[None]
 ]
-"""Makes a context in which a layer's token-wise modules run in tiles; see `layer_tiles`."""
+"""Makes a context in which a layer's token-wise modules run in tiles; see `sliced_calls`."""
+
+
+class SavedTensor(Protocol):
+    """One tensor between forward and backward."""
+
+    def handles(self) -> Iterable[OffloadedTensor]:
+        """The handle of the tensor, if it is away."""
+        ...
+
+    def take(self) -> Tensor:
+        """The tensor, on the device; the holder lets go of it."""
+        ...
+
+    def borrow(self) -> contextlib.AbstractContextManager[Tensor]:
+        """The tensor, on the device, for a while; it waits where it did before and after."""
+        ...
+
+    def drop(self) -> None:
+        """Let go of the tensor, taken or not."""
+        ...
+
+
+class SavedOnDevice:
+    """A tensor that stays on the device, and perhaps is still in use there."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor: Tensor | None = tensor
+        self._version = version_of(tensor)
+
+    def handles(self) -> Iterable[OffloadedTensor]:
+        """See `SavedTensor`."""
+        return ()
+
+    def take(self) -> Tensor:
+        """See `SavedTensor`.
+
+        Raises:
+            SPPOError: The tensor was changed in place since.
+        """
+        tensor = self._checked()
+        self.drop()
+        return tensor
+
+    def borrow(self) -> contextlib.AbstractContextManager[Tensor]:
+        """See `SavedTensor`."""
+        return contextlib.nullcontext(self._checked())
+
+    def _checked(self) -> Tensor:
+        assert self._tensor is not None, "a kept tensor is taken once"
+        tensor = self._tensor
+        if version_of(tensor) != self._version:
+            raise SPPOError(
+                f"a tensor of shape {tuple(tensor.shape)} that is kept for recomputation was "
+                "changed in place between forward and backward. Use operations that are not in "
+                "place in the layer's hooks, or set recompute='none'."
+            )
+        return tensor
+
+    def drop(self) -> None:
+        """See `SavedTensor`."""
+        self._tensor = None
+
+
+class SavedOffloaded:
+    """A tensor that travels to `tier` and back."""
+
+    def __init__(self, engine: OffloadEngine, tensor: Tensor, tier: OffloadTier) -> None:
+        self._engine = engine
+        self._handle: OffloadedTensor | None = engine.start_offload(tensor, tier=tier)
+
+    def handles(self) -> Iterable[OffloadedTensor]:
+        """See `SavedTensor`."""
+        return () if self._handle is None else (self._handle,)
+
+    def take(self) -> Tensor:
+        """See `SavedTensor`."""
+        assert self._handle is not None, "an offloaded tensor is taken once"
+        tensor = self._engine.wait_for(self._handle)
+        self.drop()
+        return tensor
+
+    @contextlib.contextmanager
+    def borrow(self) -> Iterator[Tensor]:
+        """See `SavedTensor`."""
+        assert self._handle is not None, "an offloaded tensor is taken once"
+        was_away = self._engine.bytes_to_fetch(self.handles()) > 0
+        tensor = self._engine.wait_for(self._handle)
+        try:
+            yield tensor
+        finally:
+            if was_away and self._handle is not None:
+                del tensor
+                self._engine.evict(self._handle)
+
+    def drop(self) -> None:
+        """See `SavedTensor`."""
+        if self._handle is not None:
+            self._engine.release(self._handle)
+            self._handle = None
 
 
 class _Stop(Exception):
@@ -502,7 +601,7 @@ class RecomputedLayer:
                 aside,
             ):
                 self._run_layer(*_with_hidden(hidden, *self._rest), states, take)
-        except Changed:
+        except MatmulsChanged:
             return None
         finally:
             self._beside = _Nothing()
@@ -575,7 +674,7 @@ class RecomputedLayer:
                 aside,
             ):
                 self._run_layer(args, kwargs, states)
-        except Changed:
+        except MatmulsChanged:
             return None
         finally:
             self._beside = _Nothing()

@@ -44,12 +44,11 @@ product, and where it is not so the layer runs once more, with all of its produc
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -57,108 +56,9 @@ from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sppo_hf.errors import SPPOError
-from sppo_hf.offload.engine import OffloadedTensor, OffloadEngine
-from sppo_hf.offload.storage import version_of
-from sppo_hf.planning.tiers import OffloadTier
 
-
-class SavedTensor(Protocol):
-    """One tensor between forward and backward."""
-
-    def handles(self) -> Iterable[OffloadedTensor]:
-        """The handle of the tensor, if it is away."""
-        ...
-
-    def take(self) -> Tensor:
-        """The tensor, on the device; the holder lets go of it."""
-        ...
-
-    def borrow(self) -> contextlib.AbstractContextManager[Tensor]:
-        """The tensor, on the device, for a while; it waits where it did before and after."""
-        ...
-
-    def drop(self) -> None:
-        """Let go of the tensor, taken or not."""
-        ...
-
-
-class SavedOnDevice:
-    """A tensor that stays on the device, and perhaps is still in use there."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor: Tensor | None = tensor
-        self._version = version_of(tensor)
-
-    def handles(self) -> Iterable[OffloadedTensor]:
-        """See `SavedTensor`."""
-        return ()
-
-    def take(self) -> Tensor:
-        """See `SavedTensor`.
-
-        Raises:
-            SPPOError: The tensor was changed in place since.
-        """
-        tensor = self._checked()
-        self.drop()
-        return tensor
-
-    def borrow(self) -> contextlib.AbstractContextManager[Tensor]:
-        """See `SavedTensor`."""
-        return contextlib.nullcontext(self._checked())
-
-    def _checked(self) -> Tensor:
-        assert self._tensor is not None, "a kept tensor is taken once"
-        tensor = self._tensor
-        if version_of(tensor) != self._version:
-            raise SPPOError(
-                f"a tensor of shape {tuple(tensor.shape)} that is kept for recomputation was "
-                "changed in place between forward and backward. Use operations that are not in "
-                "place in the layer's hooks, or set recompute='none'."
-            )
-        return tensor
-
-    def drop(self) -> None:
-        """See `SavedTensor`."""
-        self._tensor = None
-
-
-class SavedOffloaded:
-    """A tensor that travels to `tier` and back."""
-
-    def __init__(self, engine: OffloadEngine, tensor: Tensor, tier: OffloadTier) -> None:
-        self._engine = engine
-        self._handle: OffloadedTensor | None = engine.start_offload(tensor, tier=tier)
-
-    def handles(self) -> Iterable[OffloadedTensor]:
-        """See `SavedTensor`."""
-        return () if self._handle is None else (self._handle,)
-
-    def take(self) -> Tensor:
-        """See `SavedTensor`."""
-        assert self._handle is not None, "an offloaded tensor is taken once"
-        tensor = self._engine.wait_for(self._handle)
-        self.drop()
-        return tensor
-
-    @contextlib.contextmanager
-    def borrow(self) -> Iterator[Tensor]:
-        """See `SavedTensor`."""
-        assert self._handle is not None, "an offloaded tensor is taken once"
-        was_away = self._engine.bytes_to_fetch(self.handles()) > 0
-        tensor = self._engine.wait_for(self._handle)
-        try:
-            yield tensor
-        finally:
-            if was_away and self._handle is not None:
-                del tensor
-                self._engine.evict(self._handle)
-
-    def drop(self) -> None:
-        """See `SavedTensor`."""
-        if self._handle is not None:
-            self._engine.release(self._handle)
-            self._handle = None
+if TYPE_CHECKING:
+    from sppo_hf.engine.recompute import SavedTensor
 
 
 # Sets of products are bits of an integer: a union is one operation, for 400 products too. The
@@ -226,7 +126,7 @@ class _Fresh:
     written: bool = False
 
 
-class Mode(TorchDispatchMode):
+class LightDispatchMode(TorchDispatchMode):
     """A dispatch mode that does not ask torch.compile to leave its code alone.
 
     That takes a fifth of what a mode costs each operation, and there is nothing to leave alone: no
@@ -238,7 +138,7 @@ class Mode(TorchDispatchMode):
         return False
 
 
-Run = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
+RunOperation = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
 """Runs an operation on arguments, by position and by name."""
 
 
@@ -247,7 +147,7 @@ def run_operation(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
     return func(*args, **kwargs)
 
 
-class DependencyTracker(Mode):
+class DependencyTracker(LightDispatchMode):
     """Follows, by storage, which of a layer's products each tensor depends on."""
 
     def __init__(self, hidden: Tensor) -> None:
@@ -279,7 +179,9 @@ class DependencyTracker(Mode):
         """Run the operation; see `watch`."""
         return self.watch(run_operation, func, args, kwargs or {})
 
-    def watch(self, run: Run, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def watch(
+        self, run: RunOperation, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
         """Let `run` run the operation, and note which products its results depend on."""
         op = operation(func)
         if op.writes:
@@ -297,7 +199,7 @@ class DependencyTracker(Mode):
                 self._set(tensor, _ALLOCATED.get(op.allocates, depends))
         return output
 
-    def _write(self, run: Run, func: Any, op: Operation, args: Any, kwargs: Any) -> Any:
+    def _write(self, run: RunOperation, func: Any, op: Operation, args: Any, kwargs: Any) -> Any:
         written = tuple(op.written(args, kwargs))
         for tensor in written:
             self._before_write(tensor)
@@ -482,7 +384,7 @@ class SelectiveRecorder(DependencyTracker):
         self._needed |= 1 << index
 
 
-class SelectiveReplayer(Mode):
+class SelectiveReplayer(LightDispatchMode):
     """Answers a layer's matrix products, in order, by what a recorder held."""
 
     def __init__(self, products: Sequence[Matmul], *, width: int, label: str) -> None:
@@ -593,11 +495,11 @@ class UnusedMatmulFinder(DependencyTracker):
         self._reveals = self._reveals or depends > 0
 
 
-class Changed(Exception):
+class MatmulsChanged(Exception):
     """The layer's products are not those that a `UnusedMatmuls` was found for."""
 
 
-class UnusedMatmulSkipper(Mode):
+class UnusedMatmulSkipper(LightDispatchMode):
     """Lets zeros stand for needless products; a context for a layer's second forward."""
 
     def __init__(self, needless: UnusedMatmuls, *, width: int) -> None:
@@ -615,14 +517,14 @@ class UnusedMatmulSkipper(Mode):
         """Run the operation, unless it is a needless product.
 
         Raises:
-            Changed: The product is another one than was recorded.
+            MatmulsChanged: The product is another one than was recorded.
         """
         if not operation(func).is_product(args, self._width):
             return func(*args, **(kwargs or {}))
         index, self._next = self._next, self._next + 1
         signatures = self._needless.signatures
         if index >= len(signatures) or signatures[index] != _signature(func, args, self._num_saved):
-            raise Changed
+            raise MatmulsChanged
         if not self._needless.blank[index] or not _is_plain(args):
             return func(*args, **(kwargs or {}))
         left, right = _BLANKS[func](args)

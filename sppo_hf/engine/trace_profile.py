@@ -29,6 +29,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
     UnsupportedOperatorException,
 )
 from torch.autograd.graph import saved_tensors_hooks
@@ -46,13 +48,12 @@ from sppo_hf.attention.backends.base import (
 from sppo_hf.attention.kv_cache import Keep, LayerKV
 from sppo_hf.attention.segments import AttentionSegment, Block
 from sppo_hf.engine.attention_interface import MaskMeaning, chunked_attention
-from sppo_hf.engine.chunk_context import ChunkContext, LayerStates, States
-from sppo_hf.engine.fake_tensors import Fake, fake_like, run_fake
-from sppo_hf.engine.recurrent_state import StateCache
+from sppo_hf.engine.chunk_context import ChunkContext
+from sppo_hf.engine.recurrent_state import LayerStates, StateCache, States
 from sppo_hf.engine.selective import (
     DependencyTracker,
-    Mode,
-    Run,
+    LightDispatchMode,
+    RunOperation,
     SelectiveRecorder,
     UnusedMatmulFinder,
     operation,
@@ -94,6 +95,8 @@ _LOOKS_AT_VALUES = (
 )
 
 _DTYPES = {1: torch.bfloat16, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+
+_CPU = torch.device("cpu")
 
 _HIDDEN = "hidden_states"
 
@@ -239,7 +242,35 @@ def _only(
 
 def _make_fake(module: nn.Module) -> None:
     """Takes tensors from the meta device to the CPU, without giving them memory."""
-    _replace_tensors(module, lambda x: fake_like(x.detach()) if x.is_meta else x)
+
+    def fake(tensor: Tensor) -> Tensor:
+        return FakeTensor(_fake_mode(), tensor.detach(), _CPU) if _is_bare_meta(tensor) else tensor
+
+    _replace_tensors(module, fake)
+
+
+@functools.cache
+def _fake_mode() -> FakeTensorMode:
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def _is_bare_meta(tensor: Tensor) -> bool:
+    return tensor.is_meta and not isinstance(tensor, FakeTensor)
+
+
+def _run_fake(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Runs an operation on fake tensors; whatever it makes of nothing is fake, too."""
+    if func is torch.ops.aten._grouped_mm.default:
+        return _grouped_product(*args, **kwargs)
+    return func(*args, **kwargs)
+
+
+def _grouped_product(left: Tensor, right: Tensor, offs: Tensor | None = None, **_: Any) -> Tensor:
+    """The shape of what `torch._grouped_mm` returns; torch's own check wants 16 bits."""
+    if left.dim() == right.dim() == 2:
+        assert offs is not None, "groups of a summed dim have ends"
+        return left.new_empty(offs.shape[0], left.shape[0], right.shape[1])
+    return left.new_empty(*left.shape[:-1], right.shape[-1])
 
 
 def _adapt(parts: ModelParts, lora: LoraShape) -> None:
@@ -537,6 +568,7 @@ class _Run:
         self._layer = call.layer
         self._training = training
         self.keys = _SeenKeys(tokens, call.stored)
+        self._is_fake = isinstance(call.hidden, FakeTensor)
         own = (*call.layer.parameters(), *call.layer.buffers())
         self._others = {storage_key(tensor) for tensor in own}
         """Memory that is not the layer's activations."""
@@ -551,7 +583,7 @@ class _Run:
             call.layer,
             self.hidden,
             hold=_Size,
-            without_memory=isinstance(self.hidden, Fake),
+            without_memory=isinstance(self.hidden, FakeTensor),
         )
         self._needless = UnusedMatmulFinder(self.hidden, without_memory=True)
         self._states = LayerStates({})
@@ -579,7 +611,8 @@ class _Run:
             return value  # layers write into it what later ones read
 
         def leaf(tensor: Tensor) -> Tensor:
-            own = tensor.detach().requires_grad_(tensor.requires_grad)
+            own = _fake_mode().from_tensor(tensor) if self._is_fake else tensor
+            own = own.detach().requires_grad_(tensor.requires_grad)
             if name.startswith(_POSITIONS):
                 self._others.add(storage_key(own))
             else:
@@ -842,16 +875,18 @@ class _WatchedRecorder(SelectiveRecorder):
     def _end(self) -> None:
         """Likewise."""
 
-    def watch(self, run: Run, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def watch(
+        self, run: RunOperation, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
         watched = super().watch if self.is_running else _tell_nobody
         return watched(run, func, args, kwargs)
 
 
-def _tell_nobody(run: Run, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _tell_nobody(run: RunOperation, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return run(func, args, kwargs)
 
 
-class _FlopCounter(Mode):
+class _FlopCounter(LightDispatchMode):
     """Counts the matrix products of one layer, and tells others what runs.
 
     One mode for all of them: torch takes as long to pass an operation on from mode to mode as they
@@ -861,7 +896,7 @@ class _FlopCounter(Mode):
     def __init__(self, layer: nn.Module, hidden: Tensor, rank: int | None = None) -> None:
         super().__init__()
         # Where the layer's input is fake, so is what it makes of nothing.
-        self._run = run_fake if isinstance(hidden, Fake) else run_operation
+        self._run = _run_fake if isinstance(hidden, FakeTensor) else run_operation
         self._rank = rank
         self._layer = layer
         self._width = hidden.shape[-1]
@@ -882,15 +917,16 @@ class _FlopCounter(Mode):
         for name, child in self._layer.named_children():
             handles.append(child.register_forward_pre_hook(entered(name)))
             handles.append(child.register_forward_hook(entered(None)))
+        fake = _fake_mode() if self._run is _run_fake else contextlib.nullcontext()
         try:
-            with self:
+            with fake, self:
                 yield
         finally:
             for handle in handles:
                 handle.remove()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        run: Run = self._count
+        run: RunOperation = self._count
         for tracker in self.trackers:
             run = functools.partial(tracker.watch, run)
         return run(func, args, kwargs or {})

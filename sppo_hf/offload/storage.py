@@ -340,43 +340,6 @@ class OffloadedTensor:
         return f"an offloaded tensor{where}, {self.dtype}, shape {tuple(self.shape)},"
 
 
-@dataclass(slots=True, eq=False)
-class SavedWeight:
-    """Stands for a weight that autograd saved, a cast of one or a view of either: has no bytes."""
-
-    weight: Tensor
-    """A parameter, whose bytes may have moved since, or a part of one."""
-    version: int
-    dtype: torch.dtype
-    """What the weight was cast to; its own where it was not."""
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    """Of the view within the weight or its cast, in elements."""
-    label: object
-
-    @classmethod
-    def of(cls, weight: Tensor, saved: Tensor, label: object) -> SavedWeight:
-        """What stands for `saved`, a view of `weight` or of its cast."""
-        offset = int(saved.storage_offset())
-        shape, stride = saved.shape, saved.stride()
-        return cls(weight, version_of(weight), saved.dtype, shape, stride, offset, label)
-
-    @torch.no_grad()
-    def make(self) -> Tensor:
-        """The view of the bytes that the weight has now.
-
-        Raises:
-            OffloadError: the weight was written into since forward.
-        """
-        if version_of(self.weight) != self.version:
-            of = f" of {self.label}" if self.label is not None else ""
-            shape = tuple(self.weight.shape)
-            raise OffloadError(f"a weight{of}, {self.weight.dtype}, shape {shape}, {MODIFIED}")
-        cast = self.weight.detach().to(self.dtype)
-        return cast.as_strided(self.shape, self.stride, self.offset)
-
-
 def version_of(tensor: Tensor) -> int:
     """How often `tensor`, or what it is a view of, was written into in place."""
     return 0 if tensor.is_inference() else tensor._version

@@ -653,7 +653,7 @@ class PipelineEngine(Engine):
             self.parts.head_parameters(),
             tile_tokens=prepared.plans.by_stage[last_stage].tile_tokens,
             ignore_index=call.ignore_index,
-            fused=liger_tile(self.parts, self.head, call.device),
+            liger=liger_tile(self.parts, self.head, call.device),
             head_in_backward=head_in_backward,
             reads=self.parts.head_reads() if head_in_backward else None,
         )

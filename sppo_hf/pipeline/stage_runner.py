@@ -335,7 +335,7 @@ class StageRunner:
                 output.router_logits,
                 self.call.attention_mask,
                 rows,
-                run.runner.part(chunk),
+                run.runner.rank_tokens(chunk),
             )
         if stage == self.staged.cut.num_stages - 1:
             return output.last_hidden_state, stage_input, router_sums

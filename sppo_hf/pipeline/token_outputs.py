@@ -61,7 +61,7 @@ class HeadOutputs:
 
         `gradients`, `[B, T]` by output's name, are backpropagated; None where no backward runs.
         """
-        self._head, self._group = engine.loss, engine.group
+        self._head, self._group = engine.head, engine.group
         self._call = call
         self._gradients = gradients or {}
         self.output_class: type[Any] = ModelOutput

@@ -441,7 +441,7 @@ class _Search:
         stays = layout.saved, "none"
         if layout.offload != "none" and not plan.offloads and stays in self._question.space.frames:
             # Nothing leaves: it is another of the layouts, and known with it.
-            layout = layout._replace(offload="none", frame_tier=HOST)
+            layout = layout._replace(offload="none", activation_tier=HOST)
             if self.has_seen(layout):
                 return True
             self._missing[layout] = plan.missing_bytes
@@ -572,7 +572,7 @@ def _simulated(
         split=question.bounds_of_layout.stages(layout),
         saved=layout.saved,
         offload=layout.offload,
-        frame_tier=layout.frame_tier,
+        activation_tier=layout.activation_tier,
         kv_tier=layout.kv_tier,
         link_bytes_per_second=question.link_bytes_per_second,
         node_bytes_per_second=question.node_bytes_per_second,
@@ -622,7 +622,7 @@ def _num_actions(layout: Layout, rows: int) -> int:
     stages, chunks = layout.stages * layout.virtual, layout.num_chunks
     computes = 3 if layout.schedule == "zb_seq1f1b" else 2
     copies = 0 if layout.offload == "none" else 2
-    copies *= 2 if TIERS[layout.frame_tier].behind_host else 1
+    copies *= 2 if TIERS[layout.activation_tier].behind_host else 1
     copies += 0 if layout.kv_tier == "device" else 4
     units, passes = stages * chunks, 4 * (stages - 1) * chunks
     if layout.schedule in SHARING:

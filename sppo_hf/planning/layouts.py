@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,13 +89,19 @@ class Layout(NamedTuple):
     """Whether weights, gradients and optimizer states are sharded over all devices of a stage
     (FSDP); only without a pipeline."""
 
-    frame_tier: Tier = HOST
+    activation_tier: Tier = HOST
     """Where what leaves goes."""
 
     @property
     def devices(self) -> int:
         """Devices in use."""
         return self.stages * self.replicas * self.sp
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the fields by the names that they have in JSON."""
+        row = self._asdict()
+        row["frame_tier"] = row.pop("activation_tier")
+        return row
 
     def nodes_of(self, rank: int, devices_per_node: int) -> tuple[tuple[int, int], ...]:
         """Returns the first and last node that a rank's devices are on, in every replica.
@@ -151,7 +157,7 @@ class SearchSpace:
     kv_tiers: tuple[Tier, ...] = ("device", "host")
     """Where K/V may wait."""
 
-    frame_tiers: tuple[Tier, ...] = (HOST,)
+    activation_tiers: tuple[Tier, ...] = (HOST,)
     """Where what leaves of frames may go."""
 
     sp: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
@@ -225,7 +231,7 @@ class SearchSpace:
                 for partition in cuts:
                     for (saved, offload), kv_tier in product(self.frames, self.kv_tiers):
                         for sharded in self.sharded if stages == 1 else (False,):
-                            for tier in (HOST,) if offload == "none" else self.frame_tiers:
+                            for tier in (HOST,) if offload == "none" else self.activation_tiers:
                                 yield Layout(
                                     *(schedule, stages, replicas, virtual, num_chunks),
                                     *(partition, saved, offload, kv_tier, 1, sharded, tier),
@@ -556,9 +562,9 @@ class LowerBounds:
             self._cost.d2h_seconds(out, both=True),
             self._cost.h2d_seconds(back, both=True),
         ]
-        if frames and TIERS[layout.frame_tier].behind_host:
-            seconds.append(self._cost.store_seconds(layout.frame_tier, frames))
-            seconds.append(self._cost.load_seconds(layout.frame_tier, frames))
+        if frames and TIERS[layout.activation_tier].behind_host:
+            seconds.append(self._cost.store_seconds(layout.activation_tier, frames))
+            seconds.append(self._cost.load_seconds(layout.activation_tier, frames))
         return rows * layers * max(seconds)
 
     def device_bytes(self, layout: Layout) -> int:
@@ -611,7 +617,7 @@ class LowerBounds:
         # The paper's rule sends whole layers, and no more than K/V and the last stage leave room:
         # at least what devices cannot hold.
         by_rule = layout.offload == "sppo"
-        if by_rule or layout.frame_tier != HOST:
+        if by_rule or layout.activation_tier != HOST:
             ratios = (0.0,) * len(bounds)
         sizes: dict[tuple[int, int], int] = {}
         anywhere: dict[tuple[int, int], int] = {}
@@ -619,7 +625,7 @@ class LowerBounds:
             frame, kv = self._frame_bytes(layout, end - start), self._kv_bytes(layout, end - start)
             sizes[start, end] = int(ratio * frame) + (kv if on_host else 0)
             anywhere[start, end] = frame + kv
-        limited = by_rule and layout.frame_tier == HOST and device_bytes is not None
+        limited = by_rule and layout.activation_tier == HOST and device_bytes is not None
         ranks: list[int] = []
         # The first ranks hold most.
         for rank in range(min(layout.stages, ranks_per_node)):

@@ -166,7 +166,7 @@ class _Search:
         self._budgets = read_budgets(config, device)
         self._ways = list(_ways(config, device))
         away = (tier for tier in read_choices(config, device).tiers if tier != DEVICE)
-        self._frame_tier = next(away, HOST)
+        self._activation_tier = next(away, HOST)
         self.found: list[tuple[int, float, int, str, Bounds]] = []
         """Bytes that are missing, seconds of a step; of equals the first; schedule and chunks."""
 
@@ -202,7 +202,7 @@ class _Search:
                 bounds,
                 saved=saved,
                 offload=offload,
-                frame_tier=self._frame_tier,
+                activation_tier=self._activation_tier,
                 kv_tier=kv_tier,
                 link_bytes_per_second=UNKNOWN_LINK,
             )

@@ -121,7 +121,7 @@ class PipelineCost:
     offload: OffloadRule = "none"
     """What of that leaves the device."""
 
-    frame_tier: Tier = HOST
+    activation_tier: Tier = HOST
     """Where what leaves goes."""
 
     kv_tier: Tier = "device"
@@ -218,7 +218,7 @@ class PipelineCost:
 
     def stores(self, stage: int, unit: int) -> bool:
         """Returns whether anything of a frame goes on to a tier behind the host."""
-        return TIERS[self.frame_tier].behind_host and self.leaves(stage, unit)
+        return TIERS[self.activation_tier].behind_host and self.leaves(stage, unit)
 
     @property
     def streams(self) -> frozenset[Stream]:
@@ -368,7 +368,7 @@ class PipelineCost:
         if kind in ("S", "L"):
             size = self._leaving_bytes(stage, chunk)
             passed = self.cost.store_seconds if kind == "S" else self.cost.load_seconds
-            return passed(self.frame_tier, size) * self._share(stage, chunk)
+            return passed(self.activation_tier, size) * self._share(stage, chunk)
         if kind in ("D", "H"):
             size = self._leaving_bytes(stage, chunk)
             copied = self.cost.d2h_seconds if kind == "D" else self.cost.h2d_seconds
@@ -632,13 +632,13 @@ class PipelineCost:
             size = self._leaving_bytes(stage, chunk)
             yield Change(device, cause, size)
             yield Change(host, cause, -size, "end")
-            if TIERS[self.frame_tier].behind_host:
-                yield Change(f"{rank}.{self.frame_tier}", cause, -size, "end")
+            if TIERS[self.activation_tier].behind_host:
+                yield Change(f"{rank}.{self.activation_tier}", cause, -size, "end")
         if kind in ("S", "L"):
             # On the host they are only while they pass.
             size, stores = self._leaving_bytes(stage, chunk), kind == "S"
             if stores:
-                yield Change(f"{rank}.{self.frame_tier}", cause, size)
+                yield Change(f"{rank}.{self.activation_tier}", cause, size)
             yield Change(host, cause, -size if stores else size, "end" if stores else "start")
 
     def _leaving_bytes(self, stage: int, chunk: int) -> int:

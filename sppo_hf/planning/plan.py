@@ -26,7 +26,7 @@ from sppo_hf.planning.choices import (
     HOLES,
     DeviceFacts,
     Places,
-    frame_tiers,
+    allowed_activation_tiers,
     leaves_holes,
     may_attend_again,
     named_budgets,
@@ -832,7 +832,7 @@ def _by_rule(task: _Task) -> _Decided:
     recompute_reason = "auto: least memory, and attention is not run again"
     if config.recompute != "auto":
         saved, recompute_reason = SAVED_BY_RECOMPUTE[config.recompute], "set by the user"
-    away = frame_tiers(config, device)
+    away = allowed_activation_tiers(config, device)
     offload, offload_reason = bool(away), "auto: copies overlap with compute on their own streams"
     if config.offload != "auto":
         offload, offload_reason = config.offload == "full", "set by the user"

@@ -290,8 +290,8 @@ _OTHERS = {
     "falcon": _family("falcon", "own attention", alibi=True),
     "bloom": _family("bloom", "ALiBi"),
     "mpt": _family("mpt", "ALiBi"),
-    "gptj": _family("gptj", "partial rotary, parallel blocks", rotary_dim=4),
-    "codegen": _family("codegen", "partial rotary, parallel blocks", rotary_dim=4),
+    "gptj": _family("gptj", "parallel blocks; from Transformers 5.24 on", rotary_dim=4),
+    "codegen": _family("codegen", "parallel blocks; from Transformers 5.24 on", rotary_dim=4),
     "gpt_neo": _family("gpt_neo", "own attention"),
     "llama4_text": _family(
         "llama4_text", "attention within blocks, queries scaled by index", **_LLAMA4

@@ -19,8 +19,8 @@ from sppo_hf.engine.chunk_runner import ChunkRunner
 from sppo_hf.engine.convert import convert, get_engine
 from sppo_hf.engine.recompute import RecomputedLayer
 from sppo_hf.engine.sliced_calls import (
+    CallExample,
     CannotRunByLayer,
-    Example,
     PrefixLength,
     SlicedCall,
     layer_examples,
@@ -40,7 +40,9 @@ BOUNDS = ((0, 3), (3, 7), (7, 8))
 
 
 def _cut(args: tuple[Any, ...], few: tuple[Any, ...], **kwargs: Any) -> SlicedCall:
-    return SlicedCall(args, kwargs, bounds=BOUNDS, example=Example.of(few, kwargs), where="layer 0")
+    return SlicedCall(
+        args, kwargs, bounds=BOUNDS, example=CallExample.of(few, kwargs), where="layer 0"
+    )
 
 
 def _config(**settings: Any) -> SPPOConfig:
@@ -350,12 +352,12 @@ def test_a_dropped_graph_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, 
     loss = model(**make_batch(tokens=23)).loss
     engine = get_engine(model)
     assert engine is not None
-    assert engine.offload.engine().live_handles > 0
+    assert engine.offload.stats().live_handles > 0
     stores.clear()
     gc.disable()
     try:
         del loss
-        assert engine.offload.engine().live_handles == 0, "something waits for the collector"
+        assert engine.offload.stats().live_handles == 0, "something waits for the collector"
     finally:
         gc.enable()
 

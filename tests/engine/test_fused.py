@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sppo_hf.engine import head as head_module
+from sppo_hf.engine import loss as loss_module
 from sppo_hf.engine.loss import ChunkedLoss, ModelHead, liger_tile
 from sppo_hf.engine.structure import ModelParts, find_parts
 from sppo_hf.testing.tiny_models import build_tiny_model
@@ -102,13 +102,13 @@ def probes(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     _Kernel.calls.clear()
     _Kernel.counts_by.clear()
     seen: list[None] = []
-    probe = head_module.is_plain_head
+    probe = loss_module.is_plain_head
 
     def noted(linear: nn.Linear, head: ModelHead) -> bool:
         seen.append(None)
         return probe(linear, head)
 
-    monkeypatch.setattr(head_module, "is_plain_head", noted)
+    monkeypatch.setattr(loss_module, "is_plain_head", noted)
     return seen
 
 
@@ -197,7 +197,7 @@ def test_calls_are_few_and_take_no_more_memory_than_a_tile(probes: list[None]) -
     assert _Kernel.counts_by == [3, 1], "the probe: with the number, and without"
     _Kernel.calls.clear()
     for tile_tokens in (1, 7, 64, 100, 512):
-        tokens = kernel.most_tokens(tile_tokens)
+        tokens = kernel.max_tokens(tile_tokens)
         assert tokens >= tile_tokens
         parts_of_a_call = -(-vocab // width)
         part_tokens = -(-tokens // parts_of_a_call)
@@ -207,7 +207,7 @@ def test_calls_are_few_and_take_no_more_memory_than_a_tile(probes: list[None]) -
     labels[0, 3:9] = -100
     losses = []
     for used in (kernel, None):
-        loss = ChunkedLoss(head.logits, [linear.weight], tile_tokens=8, fused=used)
+        loss = ChunkedLoss(head.logits, [linear.weight], tile_tokens=8, liger=used)
         chunks = ((0, 60), (60, 100))
         for start, end in chunks:
             part = loss.add(hidden[:, start:end], labels[:, start:end], last=end == 100)
@@ -228,7 +228,7 @@ def test_without_gradients_or_with_logits_kept_the_models_head_runs(probes: list
     _Kernel.calls.clear()
     hidden, labels = torch.randn(1, 9, weight.shape[1]), torch.zeros(1, 9, dtype=torch.int64)
     with torch.no_grad():
-        ChunkedLoss(head.logits, [weight], tile_tokens=4, fused=kernel).add(
+        ChunkedLoss(head.logits, [weight], tile_tokens=4, liger=kernel).add(
             hidden, labels, last=True
         )
     seen: list[torch.Size] = []
@@ -236,7 +236,7 @@ def test_without_gradients_or_with_logits_kept_the_models_head_runs(probes: list
         head.logits,
         [weight],
         tile_tokens=4,
-        fused=kernel,
+        liger=kernel,
         on_logits=lambda logits, tile: seen.append(logits.shape),
     )
     asked.add(hidden, labels, last=True)

@@ -164,7 +164,7 @@ def assert_clean(model: torch.nn.Module, *, running: bool = False) -> None:
     offload.assert_drained()
     if offload.device.type == "cuda":
         torch.cuda.synchronize()
-    stats = offload.engine()
+    stats = offload.stats()
     assert stats.live_handles == stats.host_used_bytes == 0
     assert (get_engine(model).running is not None) is running
 

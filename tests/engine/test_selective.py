@@ -11,7 +11,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from sppo_hf import SPPOError
-from sppo_hf.engine.selective import Matmul, SavedOnDevice, SelectiveRecorder, SelectiveReplayer
+from sppo_hf.engine.recompute import SavedOnDevice
+from sppo_hf.engine.selective import Matmul, SelectiveRecorder, SelectiveReplayer
 
 D = 16
 ROWS = 5

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from sppo_hf import SPPOConfig, SPPOError
 from sppo_hf.engine.convert import convert
-from sppo_hf.engine.selective import SavedOnDevice
+from sppo_hf.engine.recompute import SavedOnDevice
 from sppo_hf.engine.structure import suppress_peft_warnings
 from sppo_hf.engine.versions import ReadTensors
 from sppo_hf.planning.activation_modes import all_modes, mode_of

@@ -63,7 +63,7 @@ def loss_of(
     before_move: BeforeMove | None = None,
     tiers: tuple[Literal["host", "disk"], ...] = ("host",),
 ) -> Tensor:
-    prefetch_order = engine.new_prefetch_order() if engine is not None else None
+    prefetch_order = PrefetchOrder(engine) if engine is not None else None
     for number, block in enumerate(blocks):
         if engine is None or prefetch_order is None:
             hidden_CD = block(hidden_CD)

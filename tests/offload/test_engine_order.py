@@ -61,7 +61,7 @@ class _Training:
         self.values: dict[int, torch.Tensor] = {}
 
     def forward(self, sizes: list[list[int]], compute_seconds: Callable[[], float]) -> list[_Frame]:
-        prefetch_order, frames = self.engine.new_prefetch_order(), []
+        prefetch_order, frames = PrefetchOrder(self.engine), []
         carried = self.device.tensor(torch.rand(8))
         for activation_sizes in sizes:
             # What one frame hands to the next is saved by both, as a layer's output is.
@@ -143,7 +143,7 @@ def test_the_device_never_holds_more_than_two_frames(
     # ahead. No clock is looked at: the host runs ahead of the device without limit.
     device = FakeDevice(lambda stream, num_bytes: lane_seconds[stream.endswith("2")])
     engine = _engine(device)
-    prefetch_order, frames = engine.new_prefetch_order(), []
+    prefetch_order, frames = PrefetchOrder(engine), []
     for size in sizes:
         tensor = device.tensor(torch.rand(size), data.draw(DURATIONS))
         frames.append(_Frame(engine, prefetch_order, [engine.start_offload(tensor)]))

@@ -114,8 +114,8 @@ class Training:
             for long, (mode, sizes) in zip(handed, plan, strict=False)
         ]
         asked = asked_within(away, machine.max_prefetch_bytes)
-        prefetch_order = self.engine.new_prefetch_order(
-            max_pending_d2h_bytes=machine.max_pending_d2h_bytes, asked=asked
+        prefetch_order = PrefetchOrder(
+            self.engine, max_pending_d2h_bytes=machine.max_pending_d2h_bytes, asked=asked
         )
         frames: list[Frame] = []
         carried = self.device.tensor(torch.rand(8))

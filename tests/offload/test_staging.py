@@ -9,6 +9,7 @@ from sppo_hf.errors import BudgetError, OffloadError
 from sppo_hf.offload.copy_streams import StreamCopier
 from sppo_hf.offload.engine import OffloadEngine, make_engine
 from sppo_hf.offload.host_memory import PAGE_BYTES, HostPool
+from sppo_hf.offload.layer_offload import PrefetchOrder
 from sppo_hf.offload.storage import OffloadedTensor
 from sppo_hf.offload.tiers import Staging
 from tests.fakes.device import FakeDevice, RaceError
@@ -160,7 +161,7 @@ def test_a_full_host_spills_to_disk() -> None:
 
 def test_reads_start_before_copies_and_within_half_of_staging() -> None:
     bench = _Bench(staging_pages=8)
-    prefetch_order = bench.engine.new_prefetch_order(max_pending_d2h_bytes=0)
+    prefetch_order = PrefetchOrder(bench.engine, max_pending_d2h_bytes=0)
     frames = []
     for _ in range(12):
         frames.append(_Frame(bench.send()))

@@ -11,6 +11,7 @@ from sppo_hf.errors import OffloadError
 from sppo_hf.offload.copy_streams import StreamCopier
 from sppo_hf.offload.engine import OffloadEngine
 from sppo_hf.offload.host_memory import HostPool
+from sppo_hf.offload.layer_offload import PrefetchOrder
 from sppo_hf.offload.storage import OffloadedTensor
 from tests.fakes.device import FakeDevice
 from tests.offload.orders import asked_within
@@ -64,7 +65,7 @@ def test_the_device_holds_the_frame_in_work_and_one_window(
     sizes_bytes = [4 * size for size in sizes]
     asked = asked_within(sizes_bytes, max_prefetch_bytes)
     prefetch_order, frames = (
-        engine.new_prefetch_order(max_pending_d2h_bytes=max_pending_d2h_bytes, asked=asked),
+        PrefetchOrder(engine, max_pending_d2h_bytes=max_pending_d2h_bytes, asked=asked),
         [],
     )
     largest_bytes = max(sizes_bytes)
@@ -105,7 +106,7 @@ def test_the_device_holds_the_frame_in_work_and_one_window(
 
 def test_what_leaves_is_bounded_for_all_tapes_together() -> None:
     engine = _engine(_slow_device())
-    prefetch_orders = [engine.new_prefetch_order(max_pending_d2h_bytes=800) for _ in range(2)]
+    prefetch_orders = [PrefetchOrder(engine, max_pending_d2h_bytes=800) for _ in range(2)]
     held = []
     for _ in range(4):
         for prefetch_order in prefetch_orders:
@@ -116,7 +117,7 @@ def test_what_leaves_is_bounded_for_all_tapes_together() -> None:
 
 def test_without_a_window_one_frame_leaves_whatever_left_before_it() -> None:
     engine = _engine(_slow_device())
-    prefetch_order = engine.new_prefetch_order()
+    prefetch_order = PrefetchOrder(engine)
     held = [engine.start_offload(torch.rand(500)), engine.start_offload(torch.rand(100))]
     prefetch_order.record(_Frame(*held))
     assert _leaving_bytes(engine) == 2400
@@ -128,7 +129,7 @@ def test_without_a_window_one_frame_leaves_whatever_left_before_it() -> None:
 def test_a_frame_that_closes_puts_one_wait_at_most_on_compute() -> None:
     device = _slow_device()
     engine = _engine(device)
-    prefetch_order, frames = engine.new_prefetch_order(max_pending_d2h_bytes=1000), []
+    prefetch_order, frames = PrefetchOrder(engine, max_pending_d2h_bytes=1000), []
     for _ in range(5):
         frames.append(_Frame(*(engine.start_offload(torch.rand(100)) for _ in range(7))))
         before = device.compute.waits
@@ -161,7 +162,7 @@ def test_what_was_dropped_under_copies_puts_one_wait_for_each_lane_on_compute() 
 
 def test_frames_that_were_kept_are_passed_over() -> None:
     engine = _engine(_slow_device())
-    prefetch_order = engine.new_prefetch_order(max_pending_d2h_bytes=0, asked=[0, 0, 0, 0])
+    prefetch_order = PrefetchOrder(engine, max_pending_d2h_bytes=0, asked=[0, 0, 0, 0])
     frames = [
         _Frame(engine.start_offload(torch.rand(100))),
         _Frame(),

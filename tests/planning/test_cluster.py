@@ -91,7 +91,7 @@ def test_of_the_papers_rule_no_more_is_counted_than_whole_layers_of_a_stage() ->
     """Of few layers perhaps none leaves, where a disk would take longer than all computes."""
     slow = replace(PROFILE, disk_write_bytes_per_second=5e8, disk_read_bytes_per_second=5e8)
     cost = ModelCost(shape=SHAPE, profile=slow, dtype_name="bfloat16")
-    space = SearchSpace(frames=(("whole", "sppo"),), frame_tiers=("host", "disk"))
+    space = SearchSpace(frames=(("whole", "sppo"),), activation_tiers=("host", "disk"))
     question, stored = replace(QUESTION, cost=cost, space=space), 0
     for layout in list(layouts(question))[:: 1 if ALL else 3]:
         plan = simulate_layout(question, layout)
@@ -231,15 +231,15 @@ def test_units_that_ranks_have_begun_are_known_without_their_schedule(name: str)
 def test_units_are_shared_where_the_runtime_takes_them() -> None:
     def sharing(question: ClusterQuestion) -> set[tuple[int, int, str, str]]:
         looked_at = (x for x in layouts(question) if x.schedule == MSP)
-        return {(x.stages, x.sp, x.kv_tier, x.frame_tier) for x in looked_at}
+        return {(x.stages, x.sp, x.kv_tier, x.activation_tier) for x in looked_at}
 
-    space = SearchSpace(frame_tiers=("host", "disk"))
+    space = SearchSpace(activation_tiers=("host", "disk"))
     question = replace(QUESTION, space=space)
     assert sharing(question) == {
-        (stages, 1, kv_tier, frame_tier)
+        (stages, 1, kv_tier, activation_tier)
         for stages in (2, 4)
         for kv_tier in ("device", "host")
-        for frame_tier in ("host", "disk")
+        for activation_tier in ("host", "disk")
     }
     assert sharing(replace(question, shares_units=False)) == set()
     # Three ranks cannot divide 8 query heads, nor 2 key/value heads; so neither can four.

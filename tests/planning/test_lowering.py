@@ -323,6 +323,8 @@ class _Frame:
 class _Mover:
     """Counts as the engine does, without tensors."""
 
+    reads_ahead = False
+
     def __init__(self) -> None:
         self.asked: list[int] = []
 

@@ -170,7 +170,7 @@ def test_what_leaves_comes_back_and_lowers_the_peak(offload: OffloadRule) -> Non
 def test_frames_go_on_behind_the_host() -> None:
     size = Size(2, 1, 8)
     _, near = made("seq1f1b", size, offload="full")
-    schedule, far = made("seq1f1b", size, offload="full", frame_tier="disk", kv_tier="disk")
+    schedule, far = made("seq1f1b", size, offload="full", activation_tier="disk", kv_tier="disk")
     lowered = lower(schedule, leaves=far.leaves, stores=far.stores, streams=far.streams)
     validate(lowered)
     timeline = simulate_pipeline(lowered, seconds=far.seconds, changes=far.changes)

@@ -281,13 +281,15 @@ def test_shared_units_fill_the_pipeline(frames: tuple[str, str], kv_tier: str) -
 
 
 @pytest.mark.parametrize(
-    ("kv_tier", "frame_tier"), [("device", "host"), ("host", "host"), ("host", "disk")]
+    ("kv_tier", "activation_tier"), [("device", "host"), ("host", "host"), ("host", "disk")]
 )
 @pytest.mark.parametrize("rows", [1, 2])
-def test_what_shared_units_take_they_give_back(kv_tier: str, frame_tier: str, rows: int) -> None:
-    tiers = {"kv_tier": kv_tier, "frame_tier": frame_tier}
+def test_what_shared_units_take_they_give_back(
+    kv_tier: str, activation_tier: str, rows: int
+) -> None:
+    tiers = {"kv_tier": kv_tier, "activation_tier": activation_tier}
     costs, timeline = run("msp", Size(4, rows, 8), shared(2), offload="full", **tiers)
-    if frame_tier == "disk":
+    if activation_tier == "disk":
         for rank in range(4):
             # In host memory frames are while they pass: one that leaves, and one that comes.
             frames = {
