@@ -142,7 +142,7 @@ class LayerLog:
         if came:
             self._log.note(self._action("K", chunk, layer, 0))
         self._log.end()
-        moved = frame is not None and any(handle.is_moved for handle in frame.handles())
+        moved = frame is not None and any(handle.is_offloaded for handle in frame.handles())
         if moved:
             self._away.add((chunk, layer))
             self._log.note(self._action("D", chunk, layer))

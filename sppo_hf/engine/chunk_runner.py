@@ -44,7 +44,7 @@ from sppo_hf.engine.chunk_context import (
     current_of,
 )
 from sppo_hf.engine.cpu_heap import CpuChunkArena, HeapWatch, return_free_heap
-from sppo_hf.engine.kv_offload import KeysAgain, KeysAway, kv_stream
+from sppo_hf.engine.kv_offload import OffloadedKV, RecomputedKV, kv_stream
 from sppo_hf.engine.recompute import AroundLayers, RecomputedLayer
 from sppo_hf.engine.recurrent_state import (
     LayerStates,
@@ -245,7 +245,7 @@ class ChunkRunner:
             self._offload,
             max_pending_d2h_bytes=plan.max_pending_d2h_bytes,
             # Without links the caller says when the frames of a chunk are to come.
-            asked=plan.program().lowest_asked if away and self._linked else [],
+            asked=plan.program().lowest_prefetched if away and self._linked else [],
             # Not a method of ours: see [Note: what a frame must not hold].
             on_prefetch=None if self._log is None else self._log.prefetched,
         )
@@ -430,7 +430,7 @@ class ChunkRunner:
 
     def settle(self) -> None:
         """Let compute wait until few enough bytes are on their way out."""
-        self._offload.close_frame(self._plan.max_pending_d2h_bytes)
+        self._offload.limit_pending_d2h(self._plan.max_pending_d2h_bytes)
 
     def _number(self, chunk: int, layer: int) -> int:
         """A frame's number: its place in the order of forward; `layer` counts from the first.
@@ -456,7 +456,7 @@ class ChunkRunner:
                 )
             modes = {self._plan.mode(index - self._layers.start, c) for c in self._chunks}
             stays = all(mode.recompute and mode.tier == "device" for mode in modes)
-            self._arena = CpuChunkArena(len(self._chunks), inputs_stay=stays)
+            self._arena = CpuChunkArena(len(self._chunks), keep_whole_inputs=stays)
         example = self._examples.get(index)
         self._cut = SlicedCall(
             args, kwargs, bounds=self._call_bounds(), example=example, where=where
@@ -580,7 +580,7 @@ class ChunkRunner:
         if hidden.device.type != "cpu":
             return
         heap = self._heap
-        if heap.knows_most or index % max(1, _TRIM_TOKENS // (end * hidden.shape[0])) == 0:
+        if heap.may_keep_free_heap or index % max(1, _TRIM_TOKENS // (end * hidden.shape[0])) == 0:
             heap.between_layers()
             if hidden.requires_grad:
                 hidden.register_hook(lambda _grad: heap.between_layers())
@@ -615,14 +615,14 @@ class ChunkRunner:
         whole = output if joined is None else joined
         hidden = whole[0] if isinstance(whole, tuple) else whole
         if away is not None and hidden.requires_grad:
-            away.come_before(hidden)
+            away.prefetch_before_backward(hidden)
         return joined
 
     def _kv_mode(self, layer: int) -> KVMode:
         modes = self._plan.kv_modes
         return modes[layer - self._layers.start] if modes else "device"
 
-    def _end_layer(self, index: int) -> KeysAway | None:
+    def _end_layer(self, index: int) -> OffloadedKV | None:
         """All chunks of layer `index` are done: its keys and values wait as the plan says.
 
         Returns:
@@ -647,9 +647,9 @@ class ChunkRunner:
                 if self._log is not None and chunk == first:
                     noted = functools.partial(self._log.kv_moved, position, back=True)
                 if frame is not None or not torch.is_grad_enabled():
-                    store.put_away(chunk, KeysAgain(index, chunk, frame, noted))
+                    store.put_away(chunk, RecomputedKV(index, chunk, frame, noted))
         elif torch.is_grad_enabled():
-            away = KeysAway(
+            away = OffloadedKV(
                 self._offload, self._prefetch_order, mode, f"keys and values of layer {index}"
             )
             for chunk in store.chunks:

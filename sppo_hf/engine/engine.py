@@ -47,7 +47,7 @@ from sppo_hf.engine.step_observer import Direction, StepObserver, StepTimer, rel
 from sppo_hf.engine.structure import ModelParts, check_adapters, check_layers, check_trainable
 from sppo_hf.errors import ConfigError, SPPOError, UnsupportedModelError
 from sppo_hf.offload.engine import OffloadEngine, OffloadStats
-from sppo_hf.offload.weights import HostWeights, can_rest
+from sppo_hf.offload.weights import HostWeights, can_be_host_resident
 from sppo_hf.planning.choices import Places, read_budgets, read_places
 from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.memory import standing_device_bytes
@@ -544,8 +544,8 @@ class Engine:
         """The plan for batches of this shape; made, shown and remembered the first time."""
         if device.type == "cuda":
             self.plans.host_resident_bytes = self._resting_bytes()
-            locked = 0 if self.weights is None else self.weights.locked_gradient_bytes
-            self.plans.locked_gradient_bytes = locked
+            locked = 0 if self.weights is None else self.weights.pinned_gradient_bytes
+            self.plans.pinned_gradient_bytes = locked
         return self.plans.get(
             batch_rows, total_tokens, device, self.observer, return_logits=return_logits
         )
@@ -832,7 +832,7 @@ def host_resident_parameters(
     others: list[torch.nn.Parameter] = []
     for parameter in parts.causal_lm.parameters():
         of = owners.get(id(parameter), set())
-        if not can_rest(parameter) or not rests(parameter):
+        if not can_be_host_resident(parameter) or not rests(parameter):
             continue
         if len(of) == 1:
             layers[next(iter(of))].append(parameter)

@@ -205,7 +205,7 @@ class PrefetchOrder:
         self._recorded += 1
         if number is not None:
             self._frames[number] = weakref.ref(frame)
-        self._mover.close_frame(self._leave_bytes)
+        self._mover.limit_pending_d2h(self._leave_bytes)
 
     def on_backward(self, frame: Frame) -> None:
         """Prefetch `frame` and those that are listed with it; call at its first use.
@@ -381,7 +381,7 @@ class LayerOffload:
         if self._tier == "device" or _is_parameter(tensor):
             return _Saved(self, OffloadedTensor.stayed(tensor, self._label))
         handle = self._engine.start_offload(tensor, label=self._label, tier=self._tier)
-        if handle.is_moved:
+        if handle.is_offloaded:
             self._handles.append(weakref.ref(handle))
         return _Saved(self, handle)
 

@@ -55,7 +55,7 @@ _SLOTS = 2
 """Layers whose weights are on the device at a time: the one in use and the next."""
 
 
-def can_rest(parameter: Parameter) -> bool:
+def can_be_host_resident(parameter: Parameter) -> bool:
     """Whether a parameter is no more than its bytes: quantized and sharded ones stay."""
     return (
         type(parameter) is Parameter
@@ -249,7 +249,7 @@ class HostWeights:
         return sum(weight.host.nbytes for weight in self._all())
 
     @property
-    def locked_gradient_bytes(self) -> int:
+    def pinned_gradient_bytes(self) -> int:
         """Page-locked memory for gradients, whether they are there or not."""
         places = sum(weight.place.nbytes for weight in self._all() if weight.place is not None)
         return places + (0 if self._arriving is None else self._arriving.reserved_bytes)

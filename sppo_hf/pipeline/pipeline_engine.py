@@ -866,7 +866,7 @@ class PipelineEngine(Engine):
         versions = reads.versions()
 
         def release_gradients(grad: float) -> list[Tensor | None]:
-            reads.refuse_changes(versions, "the backward of a pipeline's loss")
+            reads.check_unchanged(versions, "the backward of a pipeline's loss")
             released = gradients.release(grad / float(used_gradient))
             self.note_gradient(grad, loss_scale)
             return released

@@ -193,7 +193,7 @@ class TokenCall:
 
     def _run_backward(self, grads: dict[str, Tensor]) -> list[Tensor | None]:
         engine = self._engine
-        self._reads.refuse_changes(self._versions, "the backward of what a pipeline returned")
+        self._reads.check_unchanged(self._versions, "the backward of what a pipeline returned")
         grad = self._uniform_gradient(grads)
         is_uniform = engine.all_ranks_true(grad is not None)
         if is_uniform and grad is not None and math.isfinite(grad) and grad != 0.0:

@@ -423,7 +423,7 @@ def test_gradients_at_rest_are_nobodys_in_an_evaluation(
     _loss(model).backward()
     assert engine.weights is not None
     engine.plans.host_resident_bytes = 7
-    engine.plans.locked_gradient_bytes = engine.weights.locked_gradient_bytes
+    engine.plans.pinned_gradient_bytes = engine.weights.pinned_gradient_bytes
     with torch.no_grad():
         _loss(model.eval())
     engine.plans._plans.clear()

@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from sppo_hf.errors import OffloadError
 from sppo_hf.offload.copy_streams import StreamCopier
 from sppo_hf.offload.host_memory import ALIGNMENT_BYTES
-from sppo_hf.offload.weights import HostWeights, _Sum, can_rest
+from sppo_hf.offload.weights import HostWeights, _Sum, can_be_host_resident
 from sppo_hf.planning.model_shape import Resting
 from tests.fakes.device import FakeDevice, RaceError
 
@@ -256,7 +256,9 @@ def test_weights_at_rest_stay_where_they_are_for_the_next_owner() -> None:
 
 
 def test_what_is_more_than_its_bytes_stays() -> None:
-    assert can_rest(Parameter(torch.rand(2)))
-    assert not can_rest(Parameter(torch.zeros(2, dtype=torch.uint8), requires_grad=False))
-    assert not can_rest(Parameter(torch.rand(2, device="meta")))
-    assert not can_rest(Parameter(torch.rand(0)))
+    assert can_be_host_resident(Parameter(torch.rand(2)))
+    assert not can_be_host_resident(
+        Parameter(torch.zeros(2, dtype=torch.uint8), requires_grad=False)
+    )
+    assert not can_be_host_resident(Parameter(torch.rand(2, device="meta")))
+    assert not can_be_host_resident(Parameter(torch.rand(0)))

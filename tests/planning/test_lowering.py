@@ -328,7 +328,7 @@ class _Mover:
     def __init__(self) -> None:
         self.asked: list[int] = []
 
-    def close_frame(self, max_pending_d2h_bytes: int | None = None) -> None:
+    def limit_pending_d2h(self, max_pending_d2h_bytes: int | None = None) -> None:
         pass
 
     def prefetch(self, handle: _Handle) -> None:
@@ -346,7 +346,7 @@ def test_the_engine_prefetches_where_the_program_does(run: tuple[ModelCost, Deci
     what = keys_here(what)
     lanes = lanes_of(what, cost)
     mover = _Mover()
-    prefetch_order = PrefetchOrder(mover, asked=lower(what, cost).lowest_asked)  # type: ignore[arg-type]
+    prefetch_order = PrefetchOrder(mover, asked=lower(what, cost).lowest_prefetched)  # type: ignore[arg-type]
     frames: dict[tuple[int, int], _Frame] = {}
     order = in_order(what)
     for at, (chunk, layer) in enumerate(order):
