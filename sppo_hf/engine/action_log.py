@@ -24,7 +24,7 @@ from sppo_hf.attention.streamed_kv import KVStream
 from sppo_hf.engine.kv_offload import EngineTransfer
 from sppo_hf.engine.step_observer import Mark
 from sppo_hf.errors import ConfigError
-from sppo_hf.offload.layer_offload import Frame
+from sppo_hf.offload.layer_offload import PrefetchGroup
 from sppo_hf.offload.weights import HostWeights
 from sppo_hf.planning.plan import Plan
 from sppo_hf.planning.tiers import TIERS
@@ -136,7 +136,7 @@ class LayerLog:
             return None
         return (self._last_chunk if self._plan.order == "by_layer" else chunk), layer - 1
 
-    def end_layer(self, chunk: int, layer: int, frame: Frame | None) -> None:
+    def end_layer(self, chunk: int, layer: int, frame: PrefetchGroup | None) -> None:
         """Forward has left a layer."""
         came, left = self._streamed()
         if came:
@@ -185,7 +185,7 @@ class LayerLog:
                 # With the first layer's are those of what is outside of the layers.
                 ends = (layer,) if layer else (layer, self._plan.num_layers)
                 for sent in ends:
-                    if sent in self._weights.sent:
+                    if sent in self._weights.layers_with_sent_gradients:
                         self._log.note(Action("G", 0, 0, sent))
 
         self._log.begin(self._action("B", chunk, layer), ended)

@@ -446,7 +446,7 @@ class ChunkRunner:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Open the frame of layer `index` and the first chunk; returns that chunk's arguments."""
         if self._weights is not None:
-            self._weights.enter(index)
+            self._weights.enter_layer(index)
         where = f"layer {index} ({type(layer).__name__})"
         self._layer_frames = {}
         if len(self._chunks) > 1:
@@ -529,7 +529,7 @@ class ChunkRunner:
         if self._weights is not None and index > 0 and chunk == 0 and hidden.requires_grad:
             # The layer below is entered, and those of the one below that are on their way, before
             # anything else is asked for.
-            enter = functools.partial(self._weights.enter, index - 1, backward=True)
+            enter = functools.partial(self._weights.enter_layer, index - 1, backward=True)
             hidden.register_hook(lambda _grad: enter())
         tiled = frame if isinstance(frame, RecomputedLayer) else None
         with contextlib.ExitStack() as entered:
@@ -768,7 +768,7 @@ class ChunkRunner:
         number, label = self._number(chunk, position), f"layer {index}, chunk {chunk}"
         weights, before_use = self._weights, None
         if weights is not None:
-            before_use = functools.partial(weights.enter, index, backward=True)
+            before_use = functools.partial(weights.enter_layer, index, backward=True)
         if mode.recompute:
             return RecomputedLayer(
                 layer,

@@ -39,8 +39,8 @@ class CpuChunkArena:
 
         Args:
             num_layers: Parts of a slab.
-            keep_whole_inputs: By layer, whether all chunks keep their inputs: these are parts of one
-                tensor, which then is slab enough. If not, none may keep the whole of it alive.
+            keep_whole_inputs: By layer, whether all chunks keep their inputs: these are parts of
+                one tensor, which then is slab enough. If not, none may keep the whole alive.
                 None chunk by chunk.
         """
         self._num_layers = num_layers

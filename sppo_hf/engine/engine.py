@@ -172,7 +172,7 @@ class Engine:
                 before the conversion, so all of training would go on without chunks.
         """
         if self._passes_on and self.weights is not None:
-            self.weights.enter(index)
+            self.weights.enter_layer(index)
         trains = self.parts.causal_lm.training and torch.is_grad_enabled()
         if self._passes_on or not trains:
             return
@@ -630,14 +630,14 @@ class Engine:
             layers,
             others,
             copier=copier,
-            stays=self._placed.weights != "host",
+            keep_device_copies=self._placed.weights != "host",
             locker=copier.page_locker if self.config.use_pin_memory else None,
-            before=self.weights,
+            previous=self.weights,
             progress=self.observer.on_host_memory,
         )
         for optimizer in self._optimizers:
             for parameter, state in optimizer.state.items():
-                if self.weights.holds(parameter):
+                if self.weights.has(parameter):
                     state.update(
                         (name, value.to("cpu"))
                         for name, value in state.items()
@@ -692,7 +692,7 @@ class Engine:
         resting = plan.shape.resting
         if resting is None or not plan.training:
             return
-        if self.weights is None or self.weights.stays != resting.stays:
+        if self.weights is None or self.weights.keep_device_copies != resting.stays:
             places = Places(weights=not resting.stays, optimizer=resting.gradient_bytes > 0)
             self._rest(places, device, plan)
 
@@ -734,7 +734,7 @@ class Engine:
         states = (
             value
             for parameter, state in optimizer.state.items()
-            if self.weights.holds(parameter)
+            if self.weights.has(parameter)
             for value in state.values()
             if isinstance(value, Tensor) and value.device.type == "cpu"
         )
@@ -744,7 +744,7 @@ class Engine:
         """The optimizer's step begins: what rests on the host is there, and whole."""
         if self.weights is not None:
             # A forward whose loss was dropped has left weights on the device.
-            self.weights.rest()
+            self.weights.move_to_host()
             if self.traces is not None:
                 self.traces.begin_update()
 
@@ -761,14 +761,14 @@ class Engine:
             return
         log = self._log
         self.weights.on_fetch = None if log is None else functools.partial(_note_weights, log)
-        self.weights.begin()
+        self.weights.start_forward()
         try:
             yield
         except BaseException:
-            self.weights.rest()
+            self.weights.move_to_host()
             raise
         if not backward_follows:
-            self.weights.rest()
+            self.weights.move_to_host()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
         """A fresh engine for the copied model; streams, slabs and plans are made anew."""

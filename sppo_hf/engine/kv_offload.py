@@ -180,7 +180,7 @@ class OffloadedKV:
         return self._engine.start_offload(x, label=self._label, tier=self._tier)
 
     def handles(self) -> Iterator[OffloadedTensor]:
-        """See `sppo_hf.offload.layer_offload.Frame`."""
+        """See `sppo_hf.offload.layer_offload.PrefetchGroup`."""
         for pair in self._handles.values():
             yield from pair
 
