@@ -56,7 +56,7 @@ class Transport:
 
     def send(self, tensor: Tensor, target: int) -> None:
         """Start sending to a rank of the pipeline; the tensor must not be written to afterwards."""
-        # Gloo reports completion only to `wait`: with it, sent tensors are kept until the step ends.
+        # Gloo reports completion only to `wait`, so it keeps sent tensors until the step ends.
         self._sends = [(work, x) for work, x in self._sends if not work.is_completed()]
         tensor = tensor.detach().contiguous()
         group = self._mesh.links[self._mesh.pp_rank, target]

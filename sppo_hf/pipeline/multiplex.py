@@ -43,8 +43,8 @@ what is sent.
   wait on the device, and are counted (`sppo_hf.planning.pipeline_cost`).
 - *K/V that layers share.* The rank that runs the first reader of a stage holds what came with the
   message, like K/V of its own.
-- *Tokens.* Parts are cut as in sequence parallelism (`rank_tokens`), of any length. What passes between
-  stages is cut where the parts of both sets overlap; what stays on its rank is not sent.
+- *Tokens.* Parts are cut as in sequence parallelism (`rank_tokens`), of any length. What passes
+  between stages is cut where parts of both sets overlap; what stays on its rank is not sent.
 - *The loss* of a shared chunk is computed by all ranks of its set, each with the head, and summed.
 
 Not covered: `sp_size` above 1 besides, and recurrent layers. Evaluation, losses computed by the

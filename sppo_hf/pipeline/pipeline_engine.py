@@ -554,8 +554,8 @@ class PipelineEngine(Engine):
             difference = f"{names} trains on one end of the pipeline and is frozen on the other"
         if difference:
             raise PipelineError(
-                f"{difference}. Allowed: the same on all ranks that hold a parameter. Remedy: freeze and "
-                "unfreeze before the model is converted, or on all ranks alike, by the names in "
+                f"{difference}. Allowed: the same on all ranks that hold a parameter. Remedy: freeze "
+                "and unfreeze before the model is converted, or on all ranks alike, by the names in "
                 "model.named_parameters() (of tied weights the output embedding is on the last "
                 "rank alone, the input embedding on the first and the last)."
             )

@@ -56,7 +56,7 @@ class WeightGradients:
         self._deferred: list[tuple[Tensor, Tensor, Tensor, Tensor | None]] = []
 
     def add(self, x: Tensor, grad: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        """Defer the gradients of a matmul `x @ weight.T + bias` whose output has gradient `grad`."""
+        """Defer the gradients of `x @ weight.T + bias`, whose output has gradient `grad`."""
         self._deferred.append((x, grad, weight, bias))
 
     def __len__(self) -> int:
