@@ -91,7 +91,7 @@ LONG = SearchSpace(
     frames=(("whole", "sppo"), ("matmuls", "full"), ("inputs", "none"), ("inputs", "full")),
     sp=(1,),
     chunk_tokens=(8 * K, 32 * K),
-    least_used=0.9,
+    min_device_share=0.9,
 )
 _PLAIN = replace(
     LONG,
@@ -222,7 +222,9 @@ def exchange_fraction(asked: ClusterQuestion, plan: ClusterPlan) -> float:
     cost = asked.bounds_of_layout.cost(plan.layout)
     layers = range(cost.shape.num_layers)
     seconds = 2 * sum(
-        cost.exchange_seconds(layer, end - start) for start, end in plan.bounds for layer in layers
+        cost.all_to_all_seconds(layer, end - start)
+        for start, end in plan.bounds
+        for layer in layers
     )
     busy = plan.step_seconds * (1.0 - plan.bubble_fraction) * plan.layout.stages
     return seconds / busy

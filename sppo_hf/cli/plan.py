@@ -281,7 +281,7 @@ def _cluster_question(
         link_bytes_per_second=rate,
         node_bytes_per_second=profile.node_bytes_per_second,
         space=SearchSpace(activation_tiers=(HOST, *tiers_behind_host()) if has_disk else (HOST,)),
-        shares_units=not question.shape.has_states,
+        shares_units=not question.shape.has_recurrent_state,
     )
 
 

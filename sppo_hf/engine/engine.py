@@ -680,7 +680,7 @@ class Engine:
         asked, *others = read_places(self.config, facts, adapters=whole.lora is not None)
 
         def least_bytes(places: Places) -> int:
-            shape = whole.resting_on_host(weights=places.weights, optimizer=places.optimizer)
+            shape = whole.with_host_residents(weights=places.weights, optimizer=places.optimizer)
             return standing_device_bytes(shape, device.type)
 
         if others and least_bytes(asked) > budget:

@@ -31,8 +31,8 @@ from sppo_hf.schedule.actions import (
     KIND_NAMES,
     Action,
     Kind,
-    is_stream,
-    stream_way,
+    is_kv_copy,
+    kv_copy_pass,
 )
 from sppo_hf.schedule.measured_timeline import ActionRecord
 from sppo_hf.schedule.messages import SENDS
@@ -149,7 +149,7 @@ class Executor:
             "S": self._store,
             "L": self._load,
             "K": lambda action: self.runner.begin_stream(
-                *self._place(action), backward=stream_way(action) == 1
+                *self._place(action), backward=kv_copy_pass(action) == 1
             ),
             "O": lambda action: self.runner.end_stream(*self._place(action)),
             "SEND_F": lambda action: self._send(action, action.stage + 1),
@@ -260,14 +260,14 @@ class Executor:
     # -- copies and messages -----------------------------------------------------------------
 
     def _store(self, action: Action) -> None:
-        if is_stream(action):
+        if is_kv_copy(action):
             self.runner.end_stream(*self._place(action))
         else:
             self.runner.store(*self._place(action))
 
     def _load(self, action: Action) -> None:
-        if is_stream(action):
-            self.runner.begin_stream(*self._place(action), backward=stream_way(action) == 2)
+        if is_kv_copy(action):
+            self.runner.begin_stream(*self._place(action), backward=kv_copy_pass(action) == 2)
         else:
             self.runner.load(*self._place(action))
 

@@ -146,7 +146,7 @@ def check_shareable_units(parts: ModelParts, layers: Iterable[LayerProfile], pp_
         ConfigError: Heads cannot be divided among the ranks of every set.
         UnsupportedModelError: Layers carry a state along the tokens.
     """
-    if parts.has_states:
+    if parts.has_recurrent_state:
         raise UnsupportedModelError(
             f"{parts.name} cannot be trained with pp_msp='on': it has recurrent or convolutional "
             "layers, whose states go from token to token. Allowed: models in which every layer "

@@ -37,17 +37,17 @@ from sppo_hf.planning.pipeline_choice import (
     PipelineChoice,
     StageSeconds,
     choose_pipeline,
+    default_choice,
     pipeline_step,
-    rule_choice,
     stage_seconds,
 )
-from sppo_hf.planning.pipeline_cost import PipelineCost, bytes_of_slices
+from sppo_hf.planning.pipeline_cost import PipelineCost, extra_shared_unit_bytes
 from sppo_hf.planning.plan import PipelineStep, Plan, PlanRequest, make_plan, other_plan_warnings
 from sppo_hf.planning.prediction import MeasuredStep, learn, worth_correcting
-from sppo_hf.planning.stages import stage_shape, streams_of
+from sppo_hf.planning.stages import kv_copies_of, stage_shape
 from sppo_hf.planning.tiers import TIERS, Tier
 from sppo_hf.schedule.generate import MSP, Size, generate
-from sppo_hf.schedule.lower import Stream, add_streams, add_transfers, lower
+from sppo_hf.schedule.lower import Stream, add_kv_copies, add_transfers, lower
 from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.validate import validate
 
@@ -93,14 +93,14 @@ class BatchPlans:
 
     @property
     def streams(self) -> frozenset[Stream]:
-        """Copies of K/V of this rank's stages beside units, as `add_streams` takes them."""
+        """Copies of K/V of this rank's stages beside units, as `add_kv_copies` takes them."""
         found: set[Stream] = set()
         for stage, plan in self.by_stage.items():
             if plan.kv_tier == "device":
                 continue
             tables = plan.program().tables
             layers = np.bincount(tables.kind_of, minlength=len(tables.kinds))
-            of_stage = streams_of(tables, plan.kv_tier, [layers])
+            of_stage = kv_copies_of(tables, plan.kv_tier, [layers])
             found |= {(kind, stage, chunk, part) for kind, _, chunk, part in of_stage}
         return frozenset(found)
 
@@ -304,7 +304,7 @@ class StagePlanCache:
                     **options,
                 )
             else:
-                choice = rule_choice(
+                choice = default_choice(
                     config, engine.shape(), total_tokens, device_kind=device.type, **options
                 )
             return choice, parts.causal_lm.dtype
@@ -620,7 +620,7 @@ class StagePlanCache:
             kv_tier=kv_tier,
             link_bytes_per_second=UNKNOWN_LINK,
         )
-        return bytes_of_slices(costs, compute, engine.mesh.pp_rank)
+        return extra_shared_unit_bytes(costs, compute, engine.mesh.pp_rank)
 
     def _alive(self, name: str, micro_batches: int, chunks: int) -> float:
         """Return how many micro-batches' activations a stage of this rank holds at most.
@@ -663,7 +663,7 @@ def step_schedule(
     """Make (or find) the schedule of a step.
 
     `offloaded` are the (stage, chunk) with offloaded activations, `stored` those of which anything
-    goes to a tier behind the host, `streams` copies of K/V beside units (see `add_streams`). A rank
+    goes to a tier behind the host, `streams` copies of K/V beside units (see `add_kv_copies`). A rank
     may leave out those of other ranks, whose actions it does not run.
     """
     size = Size(config.pp_size, micro_batches, chunks, config.pp_virtual_stages)
@@ -699,7 +699,7 @@ def _make_schedule(
     made = generate(name, size)
     if forward_only:
         forwards = made.keep(lambda action: action.kind == "F")
-        lowered = add_transfers(add_streams(forwards, streams))
+        lowered = add_transfers(add_kv_copies(forwards, streams))
     else:
         chunks = size.num_chunks
         lowered = lower(

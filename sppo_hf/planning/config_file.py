@@ -25,7 +25,7 @@ from sppo_hf.rules import refuse, show
 # Sub-configurations of multimodal models; other nested objects (rotary parameters) stay dicts.
 _SUB_CONFIGS = ("text_config", "vision_config", "audio_config")
 
-MOST_MODULES = 2048
+MAX_MODULES = 2048
 """Most layers, or experts of a layer, that a model may have where it is built.
 
 Known models have a few hundred; each is a module that Python makes, also without memory.
@@ -72,7 +72,7 @@ def load_config(path: str | Path) -> object:
         ConfigError: there is no such file, it is no regular file, it has more than 4 MiB, it holds
             no JSON object, or it names no `model_type`.
     """
-    return namespace_of(read_fields(path))
+    return to_namespace(read_fields(path))
 
 
 def read_fields(path: str | Path) -> dict[str, Any]:
@@ -128,8 +128,8 @@ def check_sizes(settings: Mapping[str, Any]) -> None:
             continue
         if value < 1 and name in _AT_LEAST_ONE:
             refuse(path, value, allowed="a whole number from 1", remedy=remedy)
-        if _COUNTS.search(name) and value > MOST_MODULES:
-            allowed = f"at most {MOST_MODULES:,} (known models have a few hundred)"
+        if _COUNTS.search(name) and value > MAX_MODULES:
+            allowed = f"at most {MAX_MODULES:,} (known models have a few hundred)"
             refuse(path, value, allowed=allowed, remedy=remedy)
 
 
@@ -149,11 +149,11 @@ def to_fields(config: object) -> dict[str, Any]:
     }
 
 
-def namespace_of(fields: dict[str, Any]) -> SimpleNamespace:
+def to_namespace(fields: dict[str, Any]) -> SimpleNamespace:
     """Makes of a configuration's JSON object what `load_config` returns."""
     for name in _SUB_CONFIGS:
         if isinstance(fields.get(name), dict):
-            fields = {**fields, name: namespace_of(cast("dict[str, Any]", fields[name]))}
+            fields = {**fields, name: to_namespace(cast("dict[str, Any]", fields[name]))}
     return SimpleNamespace(**fields)
 
 

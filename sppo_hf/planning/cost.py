@@ -101,7 +101,7 @@ class ModelCost:
     batch_rows: int = 1
     """Rows that go through together; all seconds and bytes are of all of them."""
 
-    exchange_bytes_per_second: float = math.inf
+    all_to_all_bytes_per_second: float = math.inf
     """Between ranks that share every unit (`ModelShape.sp`), each way, while all of them exchange
     tokens for heads. Seconds and bytes are those of one of them."""
 
@@ -123,8 +123,8 @@ class ModelCost:
         """Sequence-parallel ranks that share each unit."""
         return self.shape.sp
 
-    def shared_by(
-        self, sp: int, exchange_bytes_per_second: float, head_blocks: int | None = None
+    def with_sequence_parallel(
+        self, sp: int, all_to_all_bytes_per_second: float, head_blocks: int | None = None
     ) -> ModelCost:
         """Returns the costs of one of `sp` ranks that share each unit, and exchange so fast.
 
@@ -133,10 +133,10 @@ class ModelCost:
         return replace(
             self,
             shape=replace(self.shape, sp=sp, head_blocks=head_blocks),
-            exchange_bytes_per_second=exchange_bytes_per_second,
+            all_to_all_bytes_per_second=all_to_all_bytes_per_second,
         )
 
-    def exchange_seconds(self, layer: int, tokens: int, *, keys: bool = True) -> float:
+    def all_to_all_seconds(self, layer: int, tokens: int, *, keys: bool = True) -> float:
         """All-to-alls of a layer over a chunk of `tokens` tokens, tokens to heads and back.
 
         Each rank sends every other one that one's heads of its own tokens' queries, keys and
@@ -156,7 +156,7 @@ class ModelCost:
             heads += work.kv_heads_of(self.sp, head_blocks)
         elements = heads * (work.qk_head_size + work.v_head_size)
         sent = self.batch_rows * (self.sp - 1) * self.shape.own_tokens(tokens) * elements
-        return sent * self.shape.dtype_bytes / self.exchange_bytes_per_second
+        return sent * self.shape.dtype_bytes / self.all_to_all_bytes_per_second
 
     def unit_seconds(self, bounds: Bounds, layer_tile_tokens: int = 0) -> UnitSeconds:
         """Returns the seconds of every unit of a batch, once for each kind of layer."""
@@ -185,7 +185,7 @@ class ModelCost:
                         for i in kinds
                     ]
                 ),
-                keys=table(lambda i, start, end: self.keys_seconds(i, end - start)),
+                keys=table(lambda i, start, end: self.kv_recompute_seconds(i, end - start)),
                 head=np.array([self.head_seconds(n) for n in lengths]),
                 head_evaluated=np.array([self.head_seconds(n, training=False) for n in lengths]),
             )
@@ -203,7 +203,7 @@ class ModelCost:
             )
             busy = linear + attention + self._elementwise_seconds(layer, tokens, _FORWARD_TRAFFIC)
             seconds = max(busy, self._launches(tokens, tile) * self.profile.launch_seconds)
-            exchange = self.exchange_seconds(layer, tokens)
+            exchange = self.all_to_all_seconds(layer, tokens)
             self._memo[key] = seconds * self.correction.forward + exchange
         return self._memo[key]
 
@@ -223,7 +223,7 @@ class ModelCost:
             busy = linear + attention + self._elementwise_seconds(layer, tokens, _BACKWARD_TRAFFIC)
             # About two kernels for each of forward's.
             seconds = max(busy, 2 * self._launches(tokens, tile) * self.profile.launch_seconds)
-            exchange = self.exchange_seconds(layer, tokens)
+            exchange = self.all_to_all_seconds(layer, tokens)
             self._memo[key] = seconds * self.correction.backward + exchange
         return self._memo[key]
 
@@ -263,7 +263,7 @@ class ModelCost:
             again = max(seconds, host - beside) * self.correction.backward
             if saved == "inputs":
                 # Queries go to heads once more, and attention's output, kept there, comes back.
-                again += self.exchange_seconds(layer, tokens, keys=False)
+                again += self.all_to_all_seconds(layer, tokens, keys=False)
             self._memo[key] = again
         return self._memo[key]
 
@@ -273,7 +273,7 @@ class ModelCost:
         rate = self._rate(self.profile.attention_forward_flops, end - start)
         return flops / rate * self.correction.backward
 
-    def keys_seconds(self, layer: int, tokens: int) -> float:
+    def kv_recompute_seconds(self, layer: int, tokens: int) -> float:
         """Making keys and values of a chunk again: the layer runs up to its attention.
 
         Norm, projections (queries' too) and rotary embedding.

@@ -24,7 +24,7 @@ def arriving_bytes(layer_gradient_bytes: Sequence[int], outer_gradient_bytes: in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Resting:
+class HostResident:
     """What rests in host memory (`sppo_hf.offload.weights`), in bytes of the host."""
 
     layer_bytes: tuple[int, ...]
@@ -115,7 +115,7 @@ class ModelShape:
     optimizer_bytes: int | None = None
     """States of the optimizer; None where it is not known: AdamW's, two float32 of a parameter."""
 
-    resting: Resting | None = None
+    resting: HostResident | None = None
     """What rests in host memory; `weight_bytes` and `gradient_bytes` are then what the device holds
     of each in a step. None where nothing does."""
 
@@ -185,7 +185,7 @@ class ModelShape:
             message_elements=profile.message_elements,
         )
 
-    def resting_on_host(self, *, weights: bool, optimizer: bool) -> ModelShape:
+    def with_host_residents(self, *, weights: bool, optimizer: bool) -> ModelShape:
         """Returns the shape of a model of which a part rests in host memory.
 
         Args:
@@ -223,7 +223,7 @@ class ModelShape:
             gradient_bytes=(
                 min(self.gradient_bytes, 2 * max(trained)) if optimizer else self.gradient_bytes
             ),
-            resting=Resting(
+            resting=HostResident(
                 layer_bytes=tuple(away),
                 outer_bytes=outer,
                 stays=not weights,
@@ -414,7 +414,7 @@ class ModelShape:
         return self.layers[layer].state_bytes
 
     @property
-    def has_states(self) -> bool:
+    def has_recurrent_state(self) -> bool:
         """Whether any layer carries a state from chunk to chunk."""
         return any(layer.state_bytes for layer in self.layers)
 

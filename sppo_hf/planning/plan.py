@@ -68,7 +68,7 @@ from sppo_hf.planning.solve import (
     with_kv,
     with_less_host,
 )
-from sppo_hf.planning.stages import asked_by_unit, shared_budgets
+from sppo_hf.planning.stages import budgets_per_micro_batch, with_copies_by_unit
 from sppo_hf.planning.tiers import TIERS, Tier
 from sppo_hf.planning.tile_sizes import loss_tile_tokens
 from sppo_hf.registry import OFFLOAD_POLICIES
@@ -395,12 +395,12 @@ class PlanRequest:
     """Chunks that must stay as they are; None where they are decided too."""
 
     alive: float | None = None
-    """Of a stage of a pipeline, batches that share the budgets; see `shared_budgets`. None for a
+    """Of a stage of a pipeline, batches that share the budgets; see `budgets_per_micro_batch`. None for a
     device of its own."""
 
     slices: Mapping[Tier, int] = field(default_factory=dict[Tier, int])
     """Of a stage whose rank shares other stages' units: bytes of their keys and values by tier,
-    which are not the stage's to use; see `pipeline_cost.bytes_of_slices`."""
+    which are not the stage's to use; see `pipeline_cost.extra_shared_unit_bytes`."""
 
     by_layer: bool | str = True
     """Whether the model's layers can be called on parts of a sequence; a part of a sentence says
@@ -470,7 +470,7 @@ def _planned(request: PlanRequest) -> Plan:
     config, shape, on_host = request.config, request.shape, request.on_host
 
     def resting(places: Places) -> ModelShape:
-        return shape.resting_on_host(weights=places.weights, optimizer=places.optimizer)
+        return shape.with_host_residents(weights=places.weights, optimizer=places.optimizer)
 
     def made_with(
         places: Places, *, attention_again: bool, under_seconds: float = float("inf")
@@ -636,7 +636,7 @@ def _make_plan(request: PlanRequest, *, attention_again: bool, under_seconds: fl
         budgets = budgets.replace(**{tier: None if budget is None else max(0, budget - size)})
     if alive is not None and alive > 1:
         standing_bytes = shape.weight_bytes + shape.gradient_bytes
-        budgets = shared_budgets(budgets, standing_bytes=standing_bytes, alive=alive)
+        budgets = budgets_per_micro_batch(budgets, standing_bytes=standing_bytes, alive=alive)
     task = _Task(
         config=config,
         shape=shape,
@@ -664,7 +664,7 @@ def _make_plan(request: PlanRequest, *, attention_again: bool, under_seconds: fl
             profile=device.profile,
             dtype_name=request.dtype_name,
             batch_rows=request.batch_rows,
-            exchange_bytes_per_second=_exchange_rate(config, device.profile),
+            all_to_all_bytes_per_second=_exchange_rate(config, device.profile),
             correction=request.correction or Correction(),
         ),
         bounds=request.bounds,
@@ -757,7 +757,7 @@ def _decide_by_unit(task: _Task) -> _Decided:
 
 
 def _copied_by_unit(task: _Task, decided: _Decided) -> _Decided:
-    made = asked_by_unit(decided.decisions, task.shape, task.device.kind)
+    made = with_copies_by_unit(decided.decisions, task.shape, task.device.kind)
     if made is decided.decisions:
         return decided
     if task.cost is None or decided.prediction is None:

@@ -233,7 +233,9 @@ def _placed(question: PlanRequest) -> list[PlanRequest]:
         adapters=question.shape.lora is not None,
         by_layer="by_layer" in orders,
     ):
-        shape = question.shape.resting_on_host(weights=places.weights, optimizer=places.optimizer)
+        shape = question.shape.with_host_residents(
+            weights=places.weights, optimizer=places.optimizer
+        )
         found.append(replace(question, config=places.set_in(question.config), shape=shape))
     return found
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from itertools import accumulate, chain
 
-from sppo_hf.schedule.actions import COMPUTE_KINDS, Action, Kind, frame_part, stream_part
+from sppo_hf.schedule.actions import COMPUTE_KINDS, Action, Kind, kv_copy_part, store_part
 from sppo_hf.schedule.dependencies import DependencyGraph
 from sppo_hf.schedule.messages import Message, messages
 from sppo_hf.schedule.schedule import Schedule
@@ -46,7 +46,7 @@ def lower(
         streams: what keys and values do.
         reduce: whether gradients are reduced over data-parallel replicas of the pipeline.
     """
-    schedule = add_streams(add_offload(schedule, leaves, stores), streams)
+    schedule = add_kv_copies(add_offload(schedule, leaves, stores), streams)
     return add_transfers(add_reductions(schedule) if reduce else schedule)
 
 
@@ -146,7 +146,7 @@ def add_reductions(schedule: Schedule) -> Schedule:
     return places.schedule()
 
 
-def add_streams(schedule: Schedule, streams: Streams) -> Schedule:
+def add_kv_copies(schedule: Schedule, streams: Streams) -> Schedule:
     """Adds what keys and values do beside their units: in before it, out behind it.
 
     When they run, and what waits for them: `dependencies`. Each rank that shares a unit has its
@@ -166,14 +166,14 @@ def add_streams(schedule: Schedule, streams: Streams) -> Schedule:
             kinds: tuple[tuple[Kind, int], ...]
             kinds = (("L", way + 1), ("K", way), ("O", way), ("S", way + 1))
             beside = [
-                Action(kind, stage, unit, None, stream_part(at, part))
+                Action(kind, stage, unit, None, kv_copy_part(at, part))
                 for kind, at in kinds
                 if (kind, stage, chunk, at) in streams
             ]
             coming = sum(one.kind in ("L", "K") for one in beside)
             longer += [*beside[:coming], action, *beside[coming:]]
         ranks.append(tuple(longer))
-    return schedule.with_beside(tuple(ranks))
+    return schedule.with_added(tuple(ranks))
 
 
 def add_offload(schedule: Schedule, leaves: Leaves, stores: Leaves = ()) -> Schedule:
@@ -210,7 +210,7 @@ def add_offload(schedule: Schedule, leaves: Leaves, stores: Leaves = ()) -> Sche
                 continue
             places.add_after(rank, places.step(rank, action), _like(action, "D"))
             if _is_in(stores, action):
-                store = _like(action, "S")._replace(part=frame_part(action.part))
+                store = _like(action, "S")._replace(part=store_part(action.part))
                 places.add_after(rank, places.step(rank, action), store)
                 read = places.compute_before(rank, ahead, early + 1)
                 read = max(read, places.compute_after(rank, action, 1))
@@ -298,7 +298,7 @@ class _Places:
                 if step in after:
                     longer += after[step]
             ranks.append(tuple(longer))
-        return self._schedule.with_beside(tuple(ranks))
+        return self._schedule.with_added(tuple(ranks))
 
 
 def _like(action: Action, kind: Kind) -> Action:

@@ -30,10 +30,10 @@ from sppo_hf.schedule.actions import (
     KIND_NAMES,
     Action,
     Kind,
-    is_stream,
-    share_part,
-    stream_share,
-    stream_way,
+    is_kv_copy,
+    kv_copy_pass,
+    kv_copy_share,
+    unit_share,
 )
 from sppo_hf.schedule.dependencies import DependencyGraph
 from sppo_hf.schedule.messages import SENDS, TRANSFERS, Message, messages
@@ -392,8 +392,8 @@ class _Check:
     def _part(self, action: Action, place: tuple[int, int]) -> None:
         """Checks that shares are of units that are shared as they are, and others of whole ones."""
         shared = self._schedule.shared_units.get(action[1:3])
-        if is_stream(action):
-            share, ranks = stream_share(action), shared or (self._ranks[action.stage],)
+        if is_kv_copy(action):
+            share, ranks = kv_copy_share(action), shared or (self._ranks[action.stage],)
             if share >= len(ranks) or ranks[share] != place[0]:
                 wrong = "is not of a unit of this rank, or not of its share"
                 self._fail(action, place, wrong, "K/V beside what the rank computes")
@@ -401,7 +401,7 @@ class _Check:
             if action.part is None and shared and action.kind != "REDUCE_GRAD":
                 self._fail(action, place, "is of a shared unit", "one action for each #part")
         else:
-            share = share_part(action) or 0
+            share = unit_share(action) or 0
             if shared is None or share >= len(shared) or shared[share] != place[0]:
                 wrong = "is no share of a unit whose forward this rank shares as that part"
                 self._fail(action, place, wrong, "the same ranks and parts in all of a unit")
@@ -525,13 +525,13 @@ class _Check:
 
     def _beside(self, action: Action) -> Iterator[_Fault]:
         """Keys and values come before their unit and leave behind it."""
-        if not is_stream(action):
+        if not is_kv_copy(action):
             yield from self._needs(action)
             return
-        way = -1 if action.part is None else stream_way(action) - (action.kind in ("S", "L"))
+        way = -1 if action.part is None else kv_copy_pass(action) - (action.kind in ("S", "L"))
         kinds: tuple[Kind, ...] = ("F",) if way == 0 else ("B", "I")
         units = [
-            self._schedule.unit_action(kind, *action[1:3], stream_share(action)) for kind in kinds
+            self._schedule.unit_action(kind, *action[1:3], kv_copy_share(action)) for kind in kinds
         ]
         if way not in (0, 1) or not any(unit in self._where for unit in units):
             yield _Fault("is beside no unit", "part 0 of a forward and 1 of a backward")

@@ -33,7 +33,7 @@ from sppo_hf.pipeline.stage_plans import BatchPlans
 from sppo_hf.planning.choices import read_budgets
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.hardware import load_profile
-from sppo_hf.planning.pipeline_cost import PipelineCost, bytes_of_slices
+from sppo_hf.planning.pipeline_cost import PipelineCost, extra_shared_unit_bytes
 from sppo_hf.planning.plan import Plan
 from sppo_hf.planning.prediction import MeasuredStep
 from sppo_hf.schedule.actions import COMPUTE_KINDS, Action
@@ -144,7 +144,7 @@ class Held:
         plan = self.plans().by_stage[rank]
         budgets = read_budgets(config, device_facts(torch.device("cpu"), config))
         compute, costs = self.costs()
-        slices, own = bytes_of_slices(costs, compute, rank), costs.own_keys(rank)
+        slices, own = extra_shared_unit_bytes(costs, compute, rank), costs.own_kv_bytes(rank)
         return {
             tier: (
                 slices.get(tier, 0),

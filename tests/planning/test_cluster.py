@@ -25,7 +25,7 @@ from sppo_hf.planning.layouts import Layout, SearchSpace
 from sppo_hf.planning.memory_snapshots import Budgets
 from sppo_hf.planning.pipeline_cost import head_blocks_of
 from sppo_hf.planning.tiers import Tier
-from sppo_hf.schedule.generate import INTERLEAVED, MSP, Size, begun_units, generate
+from sppo_hf.schedule.generate import INTERLEAVED, MSP, Size, forwards_before_backward, generate
 from tests.planning.profiles import PROFILE, changed
 from tests.planning.shapes import llama_config, shape_of
 from tests.sweeps import ALL, examples
@@ -84,7 +84,7 @@ def test_no_layout_needs_less_than_a_glance_says(tokens: int) -> None:
         device_bytes = max(plan.peak_bytes)
         assert bounds_of_layout.host_bytes(layout, 4) <= plan.host_bytes, layout
         assert bounds_of_layout.host_bytes(layout, 4, device_bytes) <= plan.host_bytes, layout
-        assert question.least_seconds(layout) <= plan.step_seconds, layout
+        assert question.min_step_seconds(layout) <= plan.step_seconds, layout
 
 
 def test_of_the_papers_rule_no_more_is_counted_than_whole_layers_of_a_stage() -> None:
@@ -95,7 +95,7 @@ def test_of_the_papers_rule_no_more_is_counted_than_whole_layers_of_a_stage() ->
     question, stored = replace(QUESTION, cost=cost, space=space), 0
     for layout in list(layouts(question))[:: 1 if ALL else 3]:
         plan = simulate_layout(question, layout)
-        assert question.least_seconds(layout) <= plan.step_seconds, layout
+        assert question.min_step_seconds(layout) <= plan.step_seconds, layout
         stored += plan.disk_bytes > 0
     assert stored
 
@@ -116,7 +116,7 @@ def _drawn(random: Random) -> tuple[ClusterQuestion, Layout]:
         schedules=(random.choice(schedules),),
         virtual=(2, 3),
         chunk_tokens=(random.choice((512, 2048)), 16_384),
-        least_used=0.7,
+        min_device_share=0.7,
     )
     question = replace(
         QUESTION,
@@ -139,7 +139,7 @@ _ALONE = Layout("seq1f1b", 1, 1, 1, 1, "flops", "whole", "none")
 def test_no_step_is_faster_than_the_least_that_its_layout_takes(seed: int) -> None:
     question, layout = _drawn(Random(seed))
     found = simulate_layout(question, layout).step_seconds
-    assert question.least_seconds(layout) <= found, layout
+    assert question.min_step_seconds(layout) <= found, layout
 
 
 def test_gradients_are_reduced_while_the_last_sums_still_come() -> None:
@@ -156,7 +156,7 @@ def test_gradients_are_reduced_while_the_last_sums_still_come() -> None:
             *("seq1f1b", stages, replicas, 1, 2, "flops", "inputs", "none"), kv_tier="host"
         )
         plan = simulate_layout(question, layout)
-        assert question.least_seconds(layout) <= plan.step_seconds, layout
+        assert question.min_step_seconds(layout) <= plan.step_seconds, layout
 
 
 def test_units_are_shared_as_fast_as_devices_exchange() -> None:
@@ -169,7 +169,7 @@ def test_units_are_shared_as_fast_as_devices_exchange() -> None:
         link_bytes_per_second=math.inf,
         node_bytes_per_second=1e8,
     )
-    assert question.least_seconds(layout) <= simulate_layout(question, layout).step_seconds
+    assert question.min_step_seconds(layout) <= simulate_layout(question, layout).step_seconds
 
 
 @pytest.mark.parametrize("schedule", ["seq1f1b", "zb_seq1f1b", "interleaved_seq1f1b", "msp"])
@@ -225,7 +225,10 @@ def test_units_that_ranks_have_begun_are_known_without_their_schedule(name: str)
     for ranks, rows, chunks in product((1, 2, 3, 5), (1, 2, 3, 7), (1, 2, 4, 9)):
         for virtual in (1, 2, 3) if name in INTERLEAVED else (1,):
             size = Size(ranks, rows, chunks, virtual)
-            assert begun_units(name, size) == generate(name, size).begun_units, size
+            assert (
+                forwards_before_backward(name, size)
+                == generate(name, size).forwards_before_backward
+            ), size
 
 
 def test_units_are_shared_where_the_runtime_takes_them() -> None:
@@ -255,7 +258,7 @@ def test_uneven_heads_set_the_pace_of_shared_units() -> None:
     assert head_blocks == 8
     whole, share = (
         c.forward_seconds(1, far, far + 3 * 4096)
-        for c in (cost, cost.shared_by(3, 1e18, head_blocks))
+        for c in (cost, cost.with_sequence_parallel(3, 1e18, head_blocks))
     )
     assert share / whole == pytest.approx(3 / 8, rel=0.02)
 

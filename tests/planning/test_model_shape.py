@@ -3,7 +3,7 @@
 import pytest
 
 from sppo_hf.planning.model_profile import LoraShape
-from sppo_hf.planning.model_shape import Resting, forward_flops, step_flops, visible_pairs
+from sppo_hf.planning.model_shape import HostResident, forward_flops, step_flops, visible_pairs
 from tests.planning.shapes import llama_config, shape_of, tiny_shape
 
 
@@ -64,16 +64,16 @@ def test_float64_keeps_float64_accumulators() -> None:
 def test_what_rests_on_the_host_is_not_on_the_device(lora: int | None) -> None:
     whole = shape_of(llama_config(), lora=None if lora is None else LoraShape(rank=lora))
     layer = whole.layers[0].total_weights * 2
-    rests = whole.resting_on_host(weights=True, optimizer=lora is None)
+    rests = whole.with_host_residents(weights=True, optimizer=lora is None)
     assert rests.resting is not None
     assert whole.weight_bytes - rests.weight_bytes == (len(whole.layers) - 2) * layer
-    assert rests.resting_on_host(weights=True, optimizer=True) is rests
+    assert rests.with_host_residents(weights=True, optimizer=True) is rests
     if lora is None:
         assert rests.gradient_bytes == 2 * layer
         # bfloat16 weights and gradients, two float32 moments; the latter are away.
         assert whole.standing_bytes == (2 + 2 + 8) * whole.total_parameters
         assert rests.standing_bytes == rests.weight_bytes + 2 * layer
-        assert rests.resting == Resting(
+        assert rests.resting == HostResident(
             layer_bytes=(layer,) * len(whole.layers),
             outer_bytes=whole.gradient_bytes - len(whole.layers) * layer,
             stays=False,
@@ -88,7 +88,7 @@ def test_what_rests_on_the_host_is_not_on_the_device(lora: int | None) -> None:
         assert rests.gradient_bytes == whole.gradient_bytes
         assert rests.resting.weight_bytes == len(whole.layers) * layer
         assert rests.standing_bytes == whole.standing_bytes - (len(whole.layers) - 2) * layer
-    assert whole.resting_on_host(weights=False, optimizer=False) is whole
+    assert whole.with_host_residents(weights=False, optimizer=False) is whole
 
 
 @pytest.mark.parametrize("total_tokens", [1, 2, 7, 20])

@@ -77,7 +77,7 @@ def test_a_stage_offloads_by_the_papers_rule_what_its_rank_will() -> None:
 def test_one_rank_is_what_the_planner_simulates(saved: Saved, sp: int) -> None:
     """Also where ranks share every chunk: `sppo plan --gpus` and the runtime's plan agree."""
     schedule, costs = made("gpipe", Size(1, 1, 8), saved=saved)
-    cost = COST.shared_by(sp, 1e11)
+    cost = COST.with_sequence_parallel(sp, 1e11)
     timeline = run(schedule, replace(costs, cost=cost))
     decisions = Decisions(
         batch_rows=1,

@@ -172,7 +172,7 @@ def test_a_rank_holds_its_share_of_what_it_shares() -> None:
     schedule = msp(2, 4)
     timeline = simulate_pipeline(schedule, seconds=shared_seconds(schedule, fixed_seconds()))
     assert peak_units(schedule, timeline) == list(schedule.live_units) == [4, 4]
-    assert schedule.begun_units == (4, 4)
+    assert schedule.forwards_before_backward == (4, 4)
     assert max(msp(8, 16).live_units) < 16.6
 
 

@@ -316,7 +316,7 @@ def test_a_list_says_how_many_units_live_whatever_actions_take(case: Named) -> N
     for seconds in (fixed_seconds(1, 2), fixed_seconds(5, 1, weight=0.25, send=0.5)):
         timeline = simulate_pipeline(schedule, seconds=seconds)
         assert list(schedule.live_units) == peak_units(schedule, timeline)
-        for rank, begun in enumerate(schedule.begun_units):
+        for rank, begun in enumerate(schedule.forwards_before_backward):
             kinds = [span.action.kind for span in timeline.spans(f"{rank}.compute")]
             assert set(kinds[:begun]) <= {"F"}
             assert kinds[begun] != "F"

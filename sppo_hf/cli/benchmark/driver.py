@@ -27,7 +27,7 @@ from sppo_hf.cli.benchmark.results import Job, Kind, Numbers, ResultFile, Row, S
 from sppo_hf.cli.common import model_path, trace_unknown
 from sppo_hf.planning.config_file import load_config, read_fields
 from sppo_hf.planning.hardware import peak_flops
-from sppo_hf.planning.machine import connect_all_streams, expand_segments
+from sppo_hf.planning.machine import request_expandable_segments, set_max_connections
 from sppo_hf.planning.model_profile import LoraShape, Training, find_profile
 from sppo_hf.planning.model_shape import ModelShape, step_flops
 from sppo_hf.planning.plan_request import DTYPE_BYTES
@@ -428,8 +428,8 @@ def worker_environment(variables: Mapping[str, str]) -> dict[str, str]:
     """
     shown = variables.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     found = {**variables, "CUDA_VISIBLE_DEVICES": shown}
-    expand_segments(found)
-    connect_all_streams(found)
+    request_expandable_segments(found)
+    set_max_connections(found)
     return found
 
 
