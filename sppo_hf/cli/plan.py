@@ -291,10 +291,10 @@ def _cluster_to_dict(answer: ClusterAnswer) -> dict[str, Any]:
         "fits": bool(answer.best),
         "plans": [_plan_to_dict(plan) for plan in answer.best],
         "closest": None if answer.closest is None else _plan_to_dict(answer.closest),
-        "tried": answer.tried,
-        "candidates": answer.candidates,
-        "unseen": answer.unseen,
-        "unseen_step_seconds": answer.unseen_seconds,
+        "tried": answer.num_simulated,
+        "candidates": answer.num_candidates,
+        "unseen": answer.num_skipped,
+        "unseen_step_seconds": answer.skipped_min_seconds,
     }
 
 
@@ -320,15 +320,15 @@ def _cluster_table(answer: ClusterAnswer, title: str) -> Group:
         said += " interleaved N: interleaved_seq1f1b with N stages on each rank."
     if any(plan.layout.schedule == MSP for plan in rows):
         said += " msp: ranks share the units that fill and drain the pipeline (pp_msp: on)."
-    said += f"\n{answer.tried} of {answer.candidates} layouts were simulated."
-    if answer.unseen_seconds is not None:
+    said += f"\n{answer.num_simulated} of {answer.num_candidates} layouts were simulated."
+    if answer.skipped_min_seconds is not None:
         said += (
-            f" {answer.unseen} more might be faster and were not, so that this takes seconds; each"
-            f" needs {answer.unseen_seconds:,.1f} s a step at least."
+            f" {answer.num_skipped} more might be faster and were not, so that this takes seconds;"
+            f" each needs {answer.skipped_min_seconds:,.1f} s a step at least."
         )
     if not answer.best and answer.closest is not None:
         missing = format_bytes(answer.closest.missing_bytes)
-        which = "None" if answer.unseen_seconds is None else "None of those simulated"
+        which = "None" if answer.skipped_min_seconds is None else "None of those simulated"
         said += f" {which} fits; the one shown comes closest and lacks {missing}."
     elif answer.closest is not None:
         missing = format_bytes(answer.closest.missing_bytes)
@@ -349,7 +349,7 @@ def _plan_to_dict(plan: ClusterPlan) -> dict[str, Any]:
         "host_bytes": plan.host_bytes,
         "disk_bytes": plan.disk_bytes,
         "missing_bytes": plan.missing_bytes,
-        "why": plan.why,
+        "why": plan.reason,
     }
 
 

@@ -689,7 +689,7 @@ class Engine:
 
     def _rest_as_planned(self, plan: Plan, device: torch.device) -> None:
         """Put on the host what settings leave open and a plan has there."""
-        resting = plan.shape.resting
+        resting = plan.shape.host_resident
         if resting is None or not plan.training:
             return
         if self.weights is None or self.weights.keep_device_copies != resting.stays:

@@ -397,7 +397,7 @@ class SharedUnits:
                     self._num_takers[send.kind, send.stage, send.unit] += 1
             if message.target == self.rank:
                 self._messages[message.receive] = message
-                self._incoming.setdefault(message.used, []).append(message)
+                self._incoming.setdefault(message.consumer, []).append(message)
         self._outputs: dict[_UnitKey, tuple[int, Tensor]] = {}
         """Results of units still to be read: first token within the chunk, and `[B, c, W]`."""
         self._sums: dict[tuple[Any, ...], tuple[list[KVStore], int]] = {}
@@ -467,7 +467,7 @@ class SharedUnits:
 
     def _overlap(self, message: Message) -> tuple[int, int]:
         """Return the tokens of the chunk that a message of hidden states or gradients carries."""
-        made, used = self.tokens(message.made), self.tokens(message.used)
+        made, used = self.tokens(message.producer), self.tokens(message.consumer)
         return max(made[0], used[0]), min(made[1], used[1])
 
     def _message_shape(self, action: Action, other_stage: int, tokens: int) -> tuple[int, ...]:
@@ -501,7 +501,11 @@ class SharedUnits:
     def _kv_numel(self, message: Message) -> int:
         """Return the number of elements in a message of K/V or of their gradients."""
         is_forward = message.send.kind == "SEND_KV"
-        ends = (message.made, message.used) if is_forward else (message.used, message.made)
+        ends = (
+            (message.producer, message.consumer)
+            if is_forward
+            else (message.consumer, message.producer)
+        )
         start, end = self.bounds[self.schedule.chunk(message.send)]
         row, row_end = self.rows[self.schedule.micro_batch(message.send)]
         widths = (
@@ -512,14 +516,14 @@ class SharedUnits:
 
     def _pack_kv(self, message: Message) -> Tensor:
         """Flatten the K/V of one chunk, of all layers, for a rank of the next set."""
-        stores = self._kv_stores(message.made)
+        stores = self._kv_stores(message.producer)
         chunk = self.schedule.chunk(message.send)
         flat: list[Tensor] = []
-        heads = self._passing_heads(message.made, message.used)
+        heads = self._passing_heads(message.producer, message.consumer)
         for (layer, positions, _), store in zip(heads, stores, strict=True):
             sizes = layer.qk_head_size, layer.v_head_size
             for x_BKCH, head_size in zip(store.keys_and_values(chunk), sizes, strict=True):
-                self._check_kv(message.made, layer, x_BKCH, head_size)
+                self._check_kv(message.producer, layer, x_BKCH, head_size)
                 flat.append(_heads(x_BKCH, positions).reshape(-1))
         return torch.cat(flat)
 
@@ -558,7 +562,7 @@ class SharedUnits:
             for message in incoming.get(chunk, ()):
                 if self._kv_numel(message):
                     flat = self.transport.take(message.receive)
-                    self._place_kv(assembled, message.made, action, chunk, flat)
+                    self._place_kv(assembled, message.producer, action, chunk, flat)
             if self.rank in previous_run.ranks:
                 chunk_here = max(chunk, previous_run.chunks.start)
                 earlier = self._forward_in(action, previous_run, chunk_here)
@@ -636,7 +640,7 @@ class SharedUnits:
         for message in self._incoming.get(action, ()):
             if message.send.kind == "SEND_DKV" and self._kv_numel(message):
                 flat = self.transport.take(message.receive)
-                later = message.made._replace(kind="F")
+                later = message.producer._replace(kind="F")
                 self._add_sums(stores, forward, later, self.schedule.chunk(message.send), flat)
         next_run = self.runs[action.stage, run.chunks.stop]
         if self.rank not in next_run.ranks:
@@ -668,7 +672,7 @@ class SharedUnits:
 
     def _pack_sums(self, message: Message) -> Tensor:
         """Flatten a chunk's sums of dK/dV, of all layers, for a rank of the previous set."""
-        earlier, later = (a._replace(kind="F") for a in (message.used, message.made))
+        earlier, later = (a._replace(kind="F") for a in (message.consumer, message.producer))
         stores, chunk = self._sums[self._key_of_sums(message)]
         flat: list[Tensor] = []
         for (_, _, positions), store in zip(
@@ -679,7 +683,7 @@ class SharedUnits:
 
     def _key_of_sums(self, message: Message) -> tuple[Any, ...]:
         send = message.send
-        return self._sums_key(send.stage, send.unit, self._run(message.made))
+        return self._sums_key(send.stage, send.unit, self._run(message.producer))
 
     def _keep_sums(self, action: Action, run: ChunkRun) -> None:
         """After a run's last backward: keep the sums for earlier chunks, free everything else."""
@@ -693,7 +697,7 @@ class SharedUnits:
             for store in stores:
                 store.drop_keys(chunk)
             num_sends = sum(
-                message.made == action and message.send.unit == unit
+                message.producer == action and message.send.unit == unit
                 for send, message in self._messages.items()
                 if send.kind == "SEND_DKV"
             )
@@ -772,7 +776,7 @@ class SharedUnits:
             return
         low, high = self._overlap(message)
         if low < high:
-            shape = self._message_shape(message.used, message.made.stage, high - low)
+            shape = self._message_shape(message.consumer, message.producer.stage, high - low)
             self.transport.receive(action, shape, self.dtype, message.source)
 
     @property

@@ -80,7 +80,7 @@ from sppo_hf.pipeline.watchdog import GROUP_MARGIN_SECONDS, Watchdog, is_broken_
 from sppo_hf.planning.activation_modes import mode_of
 from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.model_shape import forward_flops, step_flops
-from sppo_hf.planning.pipeline_choice import RULE
+from sppo_hf.planning.pipeline_choice import DEFAULT_SCHEDULE
 from sppo_hf.planning.plan import Plan
 from sppo_hf.schedule.actions import Action
 from sppo_hf.schedule.generate import MSP, Size
@@ -474,7 +474,7 @@ class PipelineEngine(Engine):
         bounds = tuple(b for b in plans.bounds if b[0] < max(1, layout.used_tokens))
         name = plans.schedule
         if name == MSP and (call.head_arguments or len(bounds) < self.mesh.pp_size):
-            name = RULE
+            name = DEFAULT_SCHEDULE
         if name == MSP:
             self.remote_weights()
         step = step_schedule(
@@ -486,7 +486,7 @@ class PipelineEngine(Engine):
             reduce=reduces,
             offloaded=plans.offloaded if training else frozenset(),
             stored=plans.stored if training else frozenset(),
-            streams=plans.streams,
+            kv_copies=plans.kv_copies,
         )
         if RouterLoss.of(self.parts) is not None:
             _check_router_schedule(self.parts.name, step, call.batch_rows)
@@ -554,10 +554,10 @@ class PipelineEngine(Engine):
             difference = f"{names} trains on one end of the pipeline and is frozen on the other"
         if difference:
             raise PipelineError(
-                f"{difference}. Allowed: the same on all ranks that hold a parameter. Remedy: freeze "
-                "and unfreeze before the model is converted, or on all ranks alike, by the names in "
-                "model.named_parameters() (of tied weights the output embedding is on the last "
-                "rank alone, the input embedding on the first and the last)."
+                f"{difference}. Allowed: the same on all ranks that hold a parameter. Remedy: "
+                "freeze and unfreeze before the model is converted, or on all ranks alike, by the "
+                "names in model.named_parameters() (of tied weights the output embedding is on the "
+                "last rank alone, the input embedding on the first and the last)."
             )
 
     def _make_stage_runner(

@@ -33,7 +33,7 @@ from sppo_hf.planning.hardware import UNKNOWN_LINK, cpu_estimate, cuda_estimate,
 from sppo_hf.planning.memory import CONTEXT_BYTES
 from sppo_hf.planning.model_shape import step_flops
 from sppo_hf.planning.pipeline_choice import (
-    RULE,
+    DEFAULT_SCHEDULE,
     PipelineChoice,
     StageSeconds,
     choose_pipeline,
@@ -47,7 +47,7 @@ from sppo_hf.planning.prediction import MeasuredStep, learn, worth_correcting
 from sppo_hf.planning.stages import kv_copies_of, stage_shape
 from sppo_hf.planning.tiers import TIERS, Tier
 from sppo_hf.schedule.generate import MSP, Size, generate
-from sppo_hf.schedule.lower import Stream, add_kv_copies, add_transfers, lower
+from sppo_hf.schedule.lower import KVCopy, add_kv_copies, add_transfers, lower
 from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.validate import validate
 
@@ -67,7 +67,7 @@ class BatchPlans:
     by_stage: dict[int, Plan]
     """Plans of this rank's stages; where ranks share units, of all stages."""
     micro_batches: int = 1
-    schedule: str = RULE
+    schedule: str = DEFAULT_SCHEDULE
     """Name of the schedule, the same on all ranks."""
     step: PipelineStep | None = None
     """Prediction of the step of all ranks, once they have exchanged their plans."""
@@ -92,9 +92,9 @@ class BatchPlans:
         )
 
     @property
-    def streams(self) -> frozenset[Stream]:
+    def kv_copies(self) -> frozenset[KVCopy]:
         """Copies of K/V of this rank's stages beside units, as `add_kv_copies` takes them."""
-        found: set[Stream] = set()
+        found: set[KVCopy] = set()
         for stage, plan in self.by_stage.items():
             if plan.kv_tier == "device":
                 continue
@@ -123,7 +123,7 @@ class _SharedPlans(NamedTuple):
     """By stage; None where speeds are not known."""
     offloaded: frozenset[tuple[int, int]]
     stored: frozenset[tuple[int, int]]
-    streams: frozenset[Stream]
+    kv_copies: frozenset[KVCopy]
 
     @staticmethod
     def of(plans: BatchPlans) -> _SharedPlans:
@@ -133,7 +133,7 @@ class _SharedPlans(NamedTuple):
         if all(plan.prediction is not None for plan in by_stage.values()):
             seconds = {stage: stage_seconds(plan) for stage, plan in by_stage.items()}
         shared = by_stage if plans.schedule == MSP else {}
-        return _SharedPlans(shared, seconds, plans.offloaded, plans.stored, plans.streams)
+        return _SharedPlans(shared, seconds, plans.offloaded, plans.stored, plans.kv_copies)
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,12 +412,12 @@ class StagePlanCache:
         seconds_of = {s: table for one in shared for s, table in (one.seconds or {}).items()}
         offloaded = frozenset[tuple[int, int]]().union(*(one.offloaded for one in shared))
         stored = frozenset[tuple[int, int]]().union(*(one.stored for one in shared))
-        streams = frozenset[Stream]().union(*(one.streams for one in shared))
+        kv_copies = frozenset[KVCopy]().union(*(one.kv_copies for one in shared))
         whole = engine.shape()
 
         def message_seconds(stage: int, chunk: int) -> float:
             start, end = plans.bounds[chunk]
-            tokens = one.batch_rows * one.shape.own_tokens(end - start)
+            tokens = one.batch_rows * one.shape.tokens_per_rank(end - start)
             layer = engine.staged.cut.layers[stage].start
             return tokens * whole.message_bytes_per_token(layer) / UNKNOWN_LINK
 
@@ -431,7 +431,7 @@ class StagePlanCache:
                 reduce=reduces,
                 offloaded=offloaded,
                 stored=stored,
-                streams=streams,
+                kv_copies=kv_copies,
             )
             return made.schedule
 
@@ -658,16 +658,16 @@ def step_schedule(
     reduce: bool,
     offloaded: frozenset[tuple[int, int]] = frozenset(),
     stored: frozenset[tuple[int, int]] = frozenset(),
-    streams: frozenset[Stream] = frozenset(),
+    kv_copies: frozenset[KVCopy] = frozenset(),
 ) -> StepSchedule:
     """Make (or find) the schedule of a step.
 
     `offloaded` are the (stage, chunk) with offloaded activations, `stored` those of which anything
-    goes to a tier behind the host, `streams` copies of K/V beside units (see `add_kv_copies`). A rank
-    may leave out those of other ranks, whose actions it does not run.
+    goes to a tier behind the host, `kv_copies` copies of K/V beside units (see `add_kv_copies`). A
+    rank may leave out those of other ranks, whose actions it does not run.
     """
     size = Size(config.pp_size, micro_batches, chunks, config.pp_virtual_stages)
-    return _make_schedule(name, size, forward_only, reduce, offloaded, stored, streams)
+    return _make_schedule(name, size, forward_only, reduce, offloaded, stored, kv_copies)
 
 
 def check_size(name: str, size: Size) -> None:
@@ -694,19 +694,19 @@ def _make_schedule(
     reduce: bool,
     offloaded: frozenset[tuple[int, int]],
     stored: frozenset[tuple[int, int]],
-    streams: frozenset[Stream],
+    kv_copies: frozenset[KVCopy],
 ) -> StepSchedule:
     made = generate(name, size)
     if forward_only:
         forwards = made.keep(lambda action: action.kind == "F")
-        lowered = add_transfers(add_kv_copies(forwards, streams))
+        lowered = add_transfers(add_kv_copies(forwards, kv_copies))
     else:
         chunks = size.num_chunks
         lowered = lower(
             made,
             leaves=lambda stage, unit: (stage, unit % chunks) in offloaded,
             stores=lambda stage, unit: (stage, unit % chunks) in stored,
-            streams=streams,
+            kv_copies=kv_copies,
             reduce=reduce,
         )
     validate(lowered)  # once for each size; nothing wrong is ever run

@@ -109,7 +109,7 @@ class ClusterQuestion:
         Layers without attention over all heads (recurrent ones, states) are not shared.
         """
         shape = self.cost.shape
-        kinds = {shape.layers[i] for i in shape.alike}
+        kinds = {shape.layers[i] for i in shape.layer_kinds}
         return tuple(
             sp
             for sp in self.space.sp
@@ -186,7 +186,7 @@ class ClusterPlan:
     """Whether anything of frames leaves a device: not where backward follows forward at once."""
 
     @property
-    def why(self) -> str:
+    def reason(self) -> str:
         """What the time goes into, in words."""
         parts = [f"idle {self.bubble_fraction:.1%}"]
         if self.recompute_fraction > 0:
@@ -206,16 +206,16 @@ class ClusterAnswer:
     closest: ClusterPlan | None
     """Of those that do not fit, the one that lacks least; None if all that were tried fit."""
 
-    tried: int
+    num_simulated: int
     """Layouts that were simulated; others were too large at a glance, or too slow."""
 
-    candidates: int
+    num_candidates: int
     """Layouts that there are."""
 
-    unseen: int = 0
+    num_skipped: int = 0
     """Layouts that might be among the best, and were not simulated, to be done sooner."""
 
-    unseen_seconds: float | None = None
+    skipped_min_seconds: float | None = None
     """What the step of any of these takes at least; None where there are none."""
 
 
@@ -267,8 +267,8 @@ def _together(within: ClusterAnswer | None, across: ClusterAnswer) -> ClusterAns
     return replace(
         across,
         closest=min(closest, key=lambda plan: plan.missing_bytes, default=None),
-        tried=within.tried + across.tried,
-        candidates=within.candidates + across.candidates,
+        num_simulated=within.num_simulated + across.num_simulated,
+        num_candidates=within.num_candidates + across.num_candidates,
     )
 
 
@@ -305,10 +305,10 @@ def _solved(
     return ClusterAnswer(
         best=tuple(search.best),
         closest=search.closest,
-        tried=search.tried,
-        candidates=len(ranked),
-        unseen=len(seconds),
-        unseen_seconds=min(seconds, default=None),
+        num_simulated=search.num_simulated,
+        num_candidates=len(ranked),
+        num_skipped=len(seconds),
+        skipped_min_seconds=min(seconds, default=None),
     )
 
 
@@ -328,7 +328,7 @@ class _Search:
         self.closest: ClusterPlan | None = None
 
     @property
-    def tried(self) -> int:
+    def num_simulated(self) -> int:
         """Layouts that were simulated."""
         return len(self._missing)
 
@@ -418,7 +418,7 @@ class _Search:
 
         Where nothing was simulated and some may fit, the smallest of these.
         """
-        if unseen and not self.tried:
+        if unseen and not self.num_simulated:
             self._simulate(min(unseen, key=self._all_actions), math.inf)
             return
         # Little is known of what units take that ranks share.
@@ -431,7 +431,7 @@ class _Search:
             lacking, layout = small[0]
             if self.closest is None or lacking < self.closest.missing_bytes:
                 self._simulate(layout, math.inf)
-        elif not self.tried:
+        elif not self.num_simulated:
             self._simulate(min((x for _, x in hopeless), key=self._all_actions), math.inf)
 
     def _all_actions(self, layout: Layout) -> int:

@@ -120,7 +120,7 @@ def check_sizes(settings: Mapping[str, Any]) -> None:
         ConfigError: naming the setting.
     """
     remedy = "correct it in the configuration"
-    for path, value in walk(settings):
+    for path, value in iter_settings(settings):
         name = path.rpartition(".")[2]
         if isinstance(value, str) and value.isdigit() and _SIZES.search(name):
             refuse(path, value, allowed="a whole number", remedy="take the quotation marks off")
@@ -133,12 +133,12 @@ def check_sizes(settings: Mapping[str, Any]) -> None:
             refuse(path, value, allowed=allowed, remedy=remedy)
 
 
-def walk(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def iter_settings(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Every setting and its dotted name, those of nested configurations too."""
     for name, value in settings.items():
         yield f"{prefix}{name}", value
         if isinstance(value, Mapping):
-            yield from walk(cast("Mapping[str, Any]", value), f"{prefix}{name}.")
+            yield from iter_settings(cast("Mapping[str, Any]", value), f"{prefix}{name}.")
 
 
 def to_fields(config: object) -> dict[str, Any]:

@@ -60,7 +60,7 @@ class Correction:
 class UnitSeconds:
     """Seconds of every unit of one batch, [kinds, chunks] where nothing else is said.
 
-    Kinds are the layers that cost the same, in the order of `ModelShape.alike`.
+    Kinds are the layers that cost the same, in the order of `ModelShape.layer_kinds`.
     """
 
     forward: NDArray[np.float64]
@@ -116,7 +116,7 @@ class ModelCost:
 
     def __post_init__(self) -> None:
         """Number the kinds of layers, for layers of one kind cost the same."""
-        object.__setattr__(self, "_kinds", self.shape.alike)
+        object.__setattr__(self, "_kinds", self.shape.layer_kinds)
 
     @property
     def sp(self) -> int:
@@ -155,7 +155,7 @@ class ModelCost:
         if keys and not work.borrows_keys:
             heads += work.kv_heads_of(self.sp, head_blocks)
         elements = heads * (work.qk_head_size + work.v_head_size)
-        sent = self.batch_rows * (self.sp - 1) * self.shape.own_tokens(tokens) * elements
+        sent = self.batch_rows * (self.sp - 1) * self.shape.tokens_per_rank(tokens) * elements
         return sent * self.shape.dtype_bytes / self.all_to_all_bytes_per_second
 
     def unit_seconds(self, bounds: Bounds, layer_tile_tokens: int = 0) -> UnitSeconds:
@@ -245,7 +245,7 @@ class ModelCost:
         if saved == "whole":
             return 0.0
         if saved == "hidden":
-            again = self.attention_again_seconds(layer, start, start + tokens)
+            again = self.attention_recompute_seconds(layer, start, start + tokens)
             return self.recompute_seconds(layer, tokens, "inputs", tile) + again
         key = ("R", self._kinds[layer], tokens, saved, tile)
         if key not in self._memo:
@@ -267,7 +267,7 @@ class ModelCost:
             self._memo[key] = again
         return self._memo[key]
 
-    def attention_again_seconds(self, layer: int, start: int, end: int) -> float:
+    def attention_recompute_seconds(self, layer: int, start: int, end: int) -> float:
         """What it takes backward to run attention of tokens [start, end) forward once more."""
         flops = self._pairs_flops(self.shape.layers[layer], start, end)
         rate = self._rate(self.profile.attention_forward_flops, end - start)
@@ -308,7 +308,7 @@ class ModelCost:
         """Bytes of one frame of `layer` over a chunk of `tokens` tokens."""
         key = ("A", self._kinds[layer], saved)
         if key not in self._memo:
-            self._memo[key] = self.shape.one_rank.activation_bytes_per_token(layer, saved)
+            self._memo[key] = self.shape.per_rank.activation_bytes_per_token(layer, saved)
         states = self.batch_rows * self.shape.state_bytes(layer)
         return self._own_rows(tokens) * int(self._memo[key]) + states
 
@@ -322,11 +322,11 @@ class ModelCost:
 
     def kv_bytes(self, layer: int, tokens: int) -> int:
         """K and V of `tokens` tokens of `layer`."""
-        return self._own_rows(tokens) * self.shape.one_rank.kv_bytes_per_token(layer)
+        return self._own_rows(tokens) * self.shape.per_rank.kv_bytes_per_token(layer)
 
     def dkv_bytes(self, layer: int, tokens: int) -> int:
         """Gradient sums of K and V of `tokens` tokens of `layer`."""
-        return self._own_rows(tokens) * self.shape.one_rank.dkv_bytes_per_token(layer)
+        return self._own_rows(tokens) * self.shape.per_rank.dkv_bytes_per_token(layer)
 
     def d2h_seconds(self, num_bytes: float, *, both: bool = False) -> float:
         """A copy to the host; `both` while another runs the other way."""
@@ -341,7 +341,7 @@ class ModelCost:
     @property
     def update_seconds(self) -> float:
         """The optimizer's update where it works in host memory; 0 where it does not."""
-        resting = self.shape.resting
+        resting = self.shape.host_resident
         if resting is None:
             return 0.0
         rate = self.profile.host_update_bytes_per_second or UNKNOWN_HOST_UPDATE
@@ -357,7 +357,7 @@ class ModelCost:
 
     def _own_rows(self, tokens: int) -> int:
         """A rank's tokens of a chunk, of all rows."""
-        return self.batch_rows * self.shape.own_tokens(tokens)
+        return self.batch_rows * self.shape.tokens_per_rank(tokens)
 
     def _pairs_flops(self, shape: LayerProfile, start: int, end: int) -> float:
         pairs = visible_pairs(end, shape.window) - visible_pairs(start, shape.window)

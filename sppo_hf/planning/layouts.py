@@ -46,7 +46,7 @@ from sppo_hf.schedule.generate import (
     micro_batch_groups,
 )
 
-Cut = Literal["even", "flops", "bounded"]
+PartitionMode = Literal["even", "flops", "bounded"]
 """How a sequence is cut: equal lengths; equal FLOPs; equal FLOPs as far as no chunk is much longer
 or shorter than the mean, so that no frame is."""
 
@@ -69,7 +69,7 @@ class Layout(NamedTuple):
     num_chunks: int
     """Chunks of a sequence."""
 
-    partition: Cut
+    partition: PartitionMode
     """How it is cut."""
 
     saved: Saved
@@ -141,7 +141,7 @@ class SearchSpace:
     virtual: tuple[int, ...] = (2, 4)
     """Stages of a rank, for schedules that put several on one."""
 
-    partitions: tuple[Cut, ...] = ("flops",)
+    partitions: tuple[PartitionMode, ...] = ("flops",)
     """How sequences are cut."""
 
     frames: tuple[tuple[Saved, OffloadRule], ...] = (
@@ -240,7 +240,9 @@ class SearchSpace:
                                 )
 
 
-def bounds_of(curve: PrefixCost, total_tokens: int, num_chunks: int, partition: Cut) -> Bounds:
+def bounds_of(
+    curve: PrefixCost, total_tokens: int, num_chunks: int, partition: PartitionMode
+) -> Bounds:
     """Cuts a sequence as a layout says."""
     if partition == "even":
         return even_bounds(total_tokens, num_chunks)
@@ -321,7 +323,7 @@ class _Shared(NamedTuple):
     """Of the last chunks, which its rank and all before it compute together."""
 
 
-_Batch = tuple[Cut, int, Saved, Tier, int]
+_Batch = tuple[PartitionMode, int, Saved, Tier, int]
 """What a sequence's seconds and bytes on all ranks depend on."""
 
 
@@ -408,15 +410,15 @@ class LowerBounds:
         self._tokens = total_tokens
         self._rows = rows
         self._curve = PrefixCost.of(cost.shape)
-        alike = cost.shape.alike
+        alike = cost.shape.layer_kinds
         self._kinds = {kind: alike.count(kind) for kind in sorted(set(alike))}
-        self._bounds: dict[tuple[Cut, int], Bounds] = {}
+        self._bounds: dict[tuple[PartitionMode, int], Bounds] = {}
         self._work: dict[_Batch, _Work] = {}
         self._passing: dict[tuple[_Batch, int, int, bool], _Passing] = {}
         self._rooms: dict[_Batch, list[_Room]] = {}
         self._shared: dict[tuple[object, ...], NDArray[np.float64]] = {}
         self._costs_of_sets: dict[tuple[int, int, int | None], ModelCost] = {}
-        self._stages: dict[tuple[Cut, int, int, int], tuple[range, ...]] = {}
+        self._stages: dict[tuple[PartitionMode, int, int, int], tuple[range, ...]] = {}
         self._layers: dict[tuple[range, ...], NDArray[np.int64]] = {}
         self._gradients: dict[tuple[range, ...], int] = {}
         self._frames: dict[tuple[int, int, Saved], int] = {}
@@ -530,7 +532,7 @@ class LowerBounds:
         """[stages, kinds] How many layers of each kind a stage has."""
         stages = self.stages(layout)
         if stages not in self._layers:
-            alike = np.array(self._cost.shape.alike)
+            alike = np.array(self._cost.shape.layer_kinds)
             held = [alike[layers.start : layers.stop] for layers in stages]
             counts = [[(kinds == kind).sum() for kind in self._kinds] for kinds in held]
             self._layers[stages] = np.array(counts)
@@ -771,7 +773,7 @@ class LowerBounds:
         if self._states is None:
             self._states, shape = 0, self._cost.shape
             # A layer of each kind that is not first or last; a kind that is only there counts 0.
-            inner = {shape.alike[i]: i for i in range(1, shape.num_layers - 1)}
+            inner = {shape.layer_kinds[i]: i for i in range(1, shape.num_layers - 1)}
             held = [StageWeights.of(shape, range(i, i + 1)) for i in inner.values()]
             if len(inner) == len(self._kinds):
                 self._states = min(w.weights + w.gradients + w.optimizer for w in held)

@@ -30,11 +30,11 @@ from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.simulate import bubble_fraction, simulate_pipeline
 from sppo_hf.schedule.timeline import Timeline
 
-RULE = "seq1f1b"
+DEFAULT_SCHEDULE = "seq1f1b"
 """What "auto" is where nothing is known of speeds: idles least of whole backwards with one stage on
 a rank."""
 
-AUTO: tuple[str, ...] = (RULE, "zb_seq1f1b")
+AUTO_SCHEDULES: tuple[str, ...] = (DEFAULT_SCHEDULE, "zb_seq1f1b")
 """Schedules that "auto" chooses from: those for one stage on a rank that may be the fastest."""
 
 # Actions of one simulation: about a third of a second.
@@ -82,7 +82,7 @@ def default_choice(
     )
     if shares and _is_open(config) and len(bounds) < config.pp_size <= total_tokens:
         bounds = bounds_with_count(config, shape, total_tokens, config.pp_size)
-    name = RULE if config.pp_schedule == "auto" else config.pp_schedule
+    name = DEFAULT_SCHEDULE if config.pp_schedule == "auto" else config.pp_schedule
     if shares:
         if len(bounds) < config.pp_size:
             raise ConfigError(
@@ -135,7 +135,7 @@ def choose_pipeline(
     if config.pp_schedule == "auto" and config.pp_msp != "on":
         cuts = [bounds for *_, bounds in sorted(search.found)]
         for bounds in cuts[:2]:
-            for name in AUTO[1:]:
+            for name in AUTO_SCHEDULES[1:]:
                 search.look_at(name, bounds)
         # Idle time no longer asks for many chunks then: coarse cuts may be the best.
         for bounds in cuts if may_share and config.pp_msp == "auto" else ():
@@ -144,7 +144,7 @@ def choose_pipeline(
     reason = f"auto: {seconds:,.3g} s a step, the fastest of {len(search.found)} simulated"
     others = [
         f"{other} {min(found)[1]:,.3g} s"
-        for other in dict.fromkeys((ruled.schedule, *AUTO, MSP))
+        for other in dict.fromkeys((ruled.schedule, *AUTO_SCHEDULES, MSP))
         if other != name and (found := [one for one in search.found if one[3] == other])
     ]
     if others:

@@ -67,7 +67,7 @@ from sppo_hf.schedule.actions import (
     kv_copy_share,
     unit_share,
 )
-from sppo_hf.schedule.lower import Stream, lower
+from sppo_hf.schedule.lower import KVCopy, lower
 from sppo_hf.schedule.messages import SENDS, Message, messages
 from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.simulate import Change, simulate_pipeline
@@ -221,7 +221,7 @@ class PipelineCost:
         return TIERS[self.activation_tier].behind_host and self.leaves(stage, unit)
 
     @property
-    def streams(self) -> frozenset[Stream]:
+    def kv_copies(self) -> frozenset[KVCopy]:
         """What K/V do beside units."""
         if self.kv_tier == "device":
             return frozenset()
@@ -229,8 +229,8 @@ class PipelineCost:
 
     def lowered(self, schedule: Schedule, *, reduce: bool = False) -> Schedule:
         """Returns a schedule of compute with all that goes beside it at these costs."""
-        leaves, stores, streams = self.leaves, self.stores, self.streams
-        return lower(schedule, leaves=leaves, stores=stores, streams=streams, reduce=reduce)
+        leaves, stores, kv_copies = self.leaves, self.stores, self.kv_copies
+        return lower(schedule, leaves=leaves, stores=stores, kv_copies=kv_copies, reduce=reduce)
 
     def simulate(self, lowered: Schedule) -> Timeline:
         """Returns when all of a lowered schedule runs, with the bytes of every rank's tiers."""
@@ -320,7 +320,7 @@ class PipelineCost:
     @cached_property
     def _message_bytes(self) -> list[list[int]]:
         shape, rows = self.cost.shape, self.cost.batch_rows
-        tokens = [rows * shape.own_tokens(end - start) for start, end in self.bounds]
+        tokens = [rows * shape.tokens_per_rank(end - start) for start, end in self.bounds]
         sizes = [shape.message_bytes_per_token(layers[0]) for layers in self.stages]
         return [[size * count for count in tokens] for size in sizes]
 
@@ -350,7 +350,7 @@ class PipelineCost:
             given = stage + (kind == "SEND_F")
             return int(self.message_bytes(given, chunk) * message.share)
         sizes = self._kv if kind == "SEND_KV" else self._dkv
-        end = message.used if kind == "SEND_KV" else message.made
+        end = message.consumer if kind == "SEND_KV" else message.producer
         run = self._runs[end.stage, end.unit % len(self.bounds)]
         return int(int(sizes[stage, chunk]) * message.share * run.copies)
 
@@ -535,7 +535,7 @@ class PipelineCost:
         elif action.kind == "SEND_DKV":
             yield Change(target, Cause.MESSAGES, size)
             yield from _during(source, {Cause.MESSAGES: size})
-            stage, chunk = message.used.stage, message.used.unit % len(self.bounds)
+            stage, chunk = message.consumer.stage, message.consumer.unit % len(self.bounds)
             if message.source not in self._runs[stage, chunk].ranks:
                 yield Change(f"{message.source}.{self.kv_tier}", Cause.DKV, -size)
 
@@ -595,12 +595,12 @@ class PipelineCost:
     @cached_property
     def _used(self) -> dict[Action, list[Message]]:
         """K/V and their sums that come for a unit of the first micro-batch."""
-        return self._keys_by(lambda message: message.used)
+        return self._keys_by(lambda message: message.consumer)
 
     @cached_property
     def _made(self) -> dict[Action, list[Message]]:
         """The same that are sent when such a unit has run."""
-        return self._keys_by(lambda message: message.made)
+        return self._keys_by(lambda message: message.producer)
 
     def _keys_by(self, end: Callable[[Message], Action]) -> dict[Action, list[Message]]:
         found: dict[Action, list[Message]] = {}
@@ -767,7 +767,7 @@ def extra_shared_unit_bytes(costs: PipelineCost, schedule: Schedule, rank: int) 
     At most, and of K/V, their sums and messages: what the note on slices says. The stage's own plan
     counts one row's K/V and their sums.
     """
-    lowered = lower(schedule, streams=costs.streams)
+    lowered = lower(schedule, kv_copies=costs.kv_copies)
     timeline = simulate_pipeline(lowered, seconds=costs.seconds, changes=costs.changes)
     own = costs.own_kv_bytes(costs.stage_ranks.index(rank))
     found: dict[Tier, int] = {}

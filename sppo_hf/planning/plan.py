@@ -100,12 +100,12 @@ def check_standing_bytes(
     """
     # Only a budget that the user named is a reason to refuse: without one, the weights are already
     # where they are, or sharded over devices in a way that is not visible here.
-    if shape.resting is not None and "host" in named_budgets(config) and training:
+    if shape.host_resident is not None and "host" in named_budgets(config) and training:
         assert budgets.host is not None, "a budget that is named is known"
         check_budget(
             "host",
             "weights, gradients and optimizer states that rest there",
-            need_bytes=shape.resting.held_bytes,
+            need_bytes=shape.host_resident.held_bytes,
             have_bytes=budgets.host,
             remedy="Raise host_memory, train fewer parameters, or leave more on the device "
             "(weights='device', optimizer='device'). No choice of chunks changes these bytes.",
@@ -395,8 +395,8 @@ class PlanRequest:
     """Chunks that must stay as they are; None where they are decided too."""
 
     alive: float | None = None
-    """Of a stage of a pipeline, batches that share the budgets; see `budgets_per_micro_batch`. None for a
-    device of its own."""
+    """Of a stage of a pipeline, batches that share the budgets; see `budgets_per_micro_batch`.
+    None for a device of its own."""
 
     slices: Mapping[Tier, int] = field(default_factory=dict[Tier, int])
     """Of a stage whose rank shares other stages' units: bytes of their keys and values by tier,
@@ -603,7 +603,7 @@ def _first_that_fits(
             first, last = refused[places[0]], refused[places[-1]]
             raise BudgetError(f"{first} Nor with weights and optimizer on the host: {last}")
         best = min(plans, key=_lacking)
-    if best.shape.resting is None:
+    if best.shape.host_resident is None:
         return best
     reason = "auto: not all fits on the device"
     if len(fitting) > 1 and best.prediction is not None:
@@ -627,9 +627,9 @@ def _make_plan(request: PlanRequest, *, attention_again: bool, under_seconds: fl
     tile_tokens = loss_tile_tokens(shape, device_kind=device.kind) if tile == "auto" else tile
     layer_tile_tokens = 0 if config.layer_tile_tokens == "auto" else config.layer_tile_tokens
     budgets = read_budgets(config, device)
-    if device.kind == "cpu" and shape.resting is not None and config.device_memory is None:
+    if device.kind == "cpu" and shape.host_resident is not None and config.device_memory is None:
         # What rests is in the memory that the device computes in.
-        rest = None if budgets.device is None else budgets.device - shape.resting.held_bytes
+        rest = None if budgets.device is None else budgets.device - shape.host_resident.held_bytes
         budgets = budgets.replace(device=rest)
     for tier, size in request.slices.items():
         budget = budgets.of(tier)
@@ -684,7 +684,7 @@ def _make_plan(request: PlanRequest, *, attention_again: bool, under_seconds: fl
         recompute_reason=decided.recompute_reason,
         offload_reason=decided.offload_reason,
         order_reason=_order_reason(task, decided),
-        places_reason="" if shape.resting is None else "set by the user",
+        places_reason="" if shape.host_resident is None else "set by the user",
         estimate=predicted,
         budgets=budgets,
         prediction=decided.prediction,

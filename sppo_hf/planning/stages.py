@@ -35,7 +35,7 @@ from sppo_hf.planning.model_profile import LayerProfile
 from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.tiers import TIERS, Tier
 from sppo_hf.schedule.actions import Kind
-from sppo_hf.schedule.lower import Stream
+from sppo_hf.schedule.lower import KVCopy
 
 
 def split_layers(
@@ -94,10 +94,10 @@ def balanced_stages(cost: ModelCost, bounds: Bounds, num_stages: int) -> tuple[r
     """
     seconds = {
         i: sum(cost.forward_seconds(i, *b) + cost.backward_seconds(i, *b) for b in bounds)
-        for i in set(cost.shape.alike)
+        for i in set(cost.shape.layer_kinds)
     }
     head = sum(cost.head_seconds(end - start) for start, end in bounds)
-    return split_layers([seconds[i] for i in cost.shape.alike], num_stages, last=head)
+    return split_layers([seconds[i] for i in cost.shape.layer_kinds], num_stages, last=head)
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +218,7 @@ def with_copies_by_unit(decisions: Decisions, shape: ModelShape, device_kind: st
     )
 
 
-def kv_copies_of(tables: ByteTables, kv_tier: Tier, stages: Sequence[Bytes]) -> frozenset[Stream]:
+def kv_copies_of(tables: ByteTables, kv_tier: Tier, stages: Sequence[Bytes]) -> frozenset[KVCopy]:
     """Returns what keys and values do beside the units of stages, where they wait elsewhere.
 
     `stages` are the layers of each kind of each stage: [kinds].
@@ -230,7 +230,7 @@ def kv_copies_of(tables: ByteTables, kv_tier: Tier, stages: Sequence[Bytes]) -> 
         ("K", 1, tables.kv_in_backward),
         ("O", 1, tables.kv_out_backward),
     )
-    found: set[Stream] = set()
+    found: set[KVCopy] = set()
     for kind, part, sizes in copies:
         moved = [counts @ sizes for counts in stages]
         for stage, chunk in np.argwhere(np.array(moved) > 0).tolist():

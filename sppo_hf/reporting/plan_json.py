@@ -59,7 +59,7 @@ def answer_to_dict(answer: PlanResult) -> dict[str, Any]:
 
 def places_of(plan: Plan) -> tuple[str, str]:
     """Returns where layers' weights and the optimizer rest: "device" or "host"."""
-    resting = plan.shape.resting
+    resting = plan.shape.host_resident
     weights = resting is not None and not resting.stays
     optimizer = resting is not None and resting.gradient_bytes > 0
     return "host" if weights else "device", "host" if optimizer else "device"

@@ -232,7 +232,7 @@ def add_plan_rows(table: Table, plan: Plan, *, layers: bool = True) -> None:
 
 def _add_places(table: Table, plan: Plan) -> None:
     """Says what of the model rests on the host."""
-    resting = plan.shape.resting
+    resting = plan.shape.host_resident
     if resting is None:
         return
     if not resting.stays:

@@ -125,7 +125,7 @@ class DependencyGraph:
         """By position: the positions of what must be done before."""
         for receive in self._alone if self._messages else ():
             if receive.kind in ("RECV_KV", "RECV_DKV") and receive in self._messages:
-                used = self._position(self._messages[receive].used)
+                used = self._position(self._messages[receive].consumer)
                 if used >= 0:
                     self.needs[used].append(self._alone[receive])
         for action, streams in self._awaited.items():
@@ -348,8 +348,8 @@ class DependencyGraph:
         elif action == message.receive:
             needed.append(self._position(message.send))
         else:
-            needed.append(self._position(message.made))
-            needed += map(self._position, self._streams.get(message.made, ()))
+            needed.append(self._position(message.producer))
+            needed += map(self._position, self._streams.get(message.producer, ()))
             receive = self._alone.get(message.receive, _NOWHERE)
             if receive >= 0 and self._waited[receive] >= 0:
                 needed.append(self._waited[receive])

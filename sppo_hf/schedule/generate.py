@@ -277,7 +277,7 @@ def generate(name: str, size: Size) -> Schedule:
 
 @lru_cache(maxsize=4096)
 def forwards_before_backward(name: str, size: Size) -> tuple[int, ...]:
-    """Returns `generate(name, size).forwards_before_backward`; made without the schedule where it takes turns.
+    """Returns `generate(name, size).forwards_before_backward`, by formula for 1F1B-like schedules.
 
     Raises:
         ScheduleError: as `generate`, where it is asked.

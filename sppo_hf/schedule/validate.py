@@ -369,7 +369,7 @@ class _Check:
         self._received = {message.receive: message for message in self._messages.values()}
         self._used: dict[Action, list[Message]] = {}
         for message in self._messages.values():
-            self._used.setdefault(message.used, []).append(message)
+            self._used.setdefault(message.consumer, []).append(message)
         for action, place in self._where.items():
             if action.kind not in self._rules or action.layer is not None:
                 wrong = "has no place in a schedule over ranks"
@@ -577,7 +577,7 @@ class _Check:
         elif other not in self._where:
             yield _Fault(f"has no match: no rank has {other}", "sends and receives in pairs")
         elif sends:
-            yield from self._listed(message.made, "what it sends")
+            yield from self._listed(message.producer, "what it sends")
 
     def _message(self, action: Action) -> Message | None:
         """What a transfer is an end of."""

@@ -32,7 +32,7 @@ from sppo_hf.engine.structure import (
     suppress_peft_warnings,
 )
 from sppo_hf.errors import ConfigError, first_line
-from sppo_hf.planning.config_file import MAX_MODULES, check_sizes, walk
+from sppo_hf.planning.config_file import MAX_MODULES, check_sizes, iter_settings
 from sppo_hf.rules import format_bytes
 from sppo_hf.testing.tiny_families import FAMILIES, UNLISTED, TinyFamily
 
@@ -417,7 +417,7 @@ def _check_bytes(config: PreTrainedConfig) -> None:
     sizes = {size for size in largest.shape if size >= MAX_MODULES} or set(largest.shape)
     causes = ", ".join(
         f"{setting}={value}"
-        for setting, value in walk(config.to_dict())
+        for setting, value in iter_settings(config.to_dict())
         if isinstance(value, int) and value in sizes
     )
     shape = " x ".join(map(str, largest.shape))

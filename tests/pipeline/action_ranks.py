@@ -161,7 +161,7 @@ class Held:
         sends = {message.receive: send for send, message in messages(compute).items()}
         held = {f"{where} {cause}": 0 for where in ("device", tier) for cause in ("kv", "dkv")}
         found: list[tuple[str, dict[str, int]]] = []
-        for action in lower(compute, streams=costs.streams).ranks[rank]:
+        for action in lower(compute, kv_copies=costs.kv_copies).ranks[rank]:
             if action.kind in COMPUTE_KINDS:
                 found.append((str(action), dict(held)))
             # What is sent changes bytes at both ends.

@@ -65,13 +65,13 @@ def test_every_key_comes_once_from_a_rank_that_sends(queries: int, keys: int) ->
     most = 4
     schedule = generate(MSP, Size(most, 1, 6))
     planned = {
-        (m.made.part or 0, len(schedule.unit_ranks(*m.made[1:3]))): set[tuple[int, int]]()
+        (m.producer.part or 0, len(schedule.unit_ranks(*m.producer[1:3]))): set[tuple[int, int]]()
         for m in messages(schedule).values()
     }
     for message in messages(schedule).values():
         if message.send.kind == "SEND_KV":
-            here = message.made.part or 0, len(schedule.unit_ranks(*message.made[1:3]))
-            there = message.used.part or 0, len(schedule.unit_ranks(*message.used[1:3]))
+            here = message.producer.part or 0, len(schedule.unit_ranks(*message.producer[1:3]))
+            there = message.consumer.part or 0, len(schedule.unit_ranks(*message.consumer[1:3]))
             planned[here].add(there)
     head_blocks = count_head_blocks(layers_of((queries, keys)), most, "it")
     for before, after in [(size, 1) for size in (2, 3, 4)] + [(1, size) for size in (2, 3, 4)]:
@@ -300,7 +300,7 @@ TWO = [
         settings={"chunk_lengths": UNEVEN, "recompute": "full", **KEYS_AWAY, **AWAY},
     ),
     case_of(
-        "shared keys, streams",
+        "shared keys, kv_copies",
         "gemma3n_text",
         layers=None,
         settings={"chunk_lengths": UNEVEN, "recompute": "full", **AWAY},

@@ -133,9 +133,9 @@ def test_weights_on_the_host_by_hand() -> None:
     # Gradients of one layer may be on their way.
     assert after(lanes, "0B1.1") == {"0P0.1#1", "0G0.3"}
     assert after(lanes, "0U0") == {"0B0.0", "0G0.4"}
-    assert shape.resting is not None
+    assert shape.host_resident is not None
     seconds = seconds_of(lanes, Action.parse("0P0.2#0"))
-    assert seconds == pytest.approx(shape.resting.layer_bytes[2] / 4e8)
+    assert seconds == pytest.approx(shape.host_resident.layer_bytes[2] / 4e8)
     assert seconds_of(lanes, Action.parse("0U0")) == pytest.approx(
         (3 * 2 + 2 * 8) * shape.trainable_parameters / 1e9
     )

@@ -236,7 +236,7 @@ FAST = replace(CUDA, host_memory_bytes=512 * 2**30, profile=load_profile("h100")
 
 
 def places(made: Plan) -> str:
-    resting = made.shape.resting
+    resting = made.shape.host_resident
     if resting is None:
         return "device"
     return "optimizer" if resting.stays else "weights"
@@ -385,4 +385,4 @@ def test_a_host_without_room_is_refused() -> None:
 def test_on_a_cpu_what_rests_is_in_the_device_s_memory() -> None:
     whole = plan(device=CPU, trains_all=True)
     rests = plan(device=CPU, trains_all=True, weights="host", optimizer="host")
-    assert rests.budgets.device == whole.budgets.device - rests.shape.resting.held_bytes
+    assert rests.budgets.device == whole.budgets.device - rests.shape.host_resident.held_bytes

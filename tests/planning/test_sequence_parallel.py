@@ -242,7 +242,7 @@ def test_groups_leave_a_node_only_where_nothing_else_fits() -> None:
     # The same answer as before, and what was looked at in vain besides.
     none = solve_cluster(replace(QUESTION, budgets=Budgets(device=GIB, host=None, disk=0)), keep=1)
     assert not none.best
-    assert none.candidates == sum(
+    assert none.num_candidates == sum(
         1 for across in (False, True) for _ in layouts(QUESTION, across=across)
     )
 
