@@ -463,7 +463,7 @@ class SharedUnits:
             if key in self._sums:
                 stores, chunk = self._sums.pop(key)
                 for store in stores:
-                    store.drop_sums(chunk)
+                    store.free_gradient_sums(chunk)
 
     def _overlap(self, message: Message) -> tuple[int, int]:
         """Return the tokens of the chunk that a message of hidden states or gradients carries."""
@@ -522,7 +522,7 @@ class SharedUnits:
         heads = self._passing_heads(message.producer, message.consumer)
         for (layer, positions, _), store in zip(heads, stores, strict=True):
             sizes = layer.qk_head_size, layer.v_head_size
-            for x_BKCH, head_size in zip(store.keys_and_values(chunk), sizes, strict=True):
+            for x_BKCH, head_size in zip(store.chunk_kv(chunk), sizes, strict=True):
                 self._check_kv(message.producer, layer, x_BKCH, head_size)
                 flat.append(_heads(x_BKCH, positions).reshape(-1))
         return torch.cat(flat)
@@ -566,11 +566,11 @@ class SharedUnits:
             if self.rank in previous_run.ranks:
                 chunk_here = max(chunk, previous_run.chunks.start)
                 earlier = self._forward_in(action, previous_run, chunk_here)
-                own = [store.keys_and_values(chunk) for store in self._kv_stores(earlier)]
+                own = [store.chunk_kv(chunk) for store in self._kv_stores(earlier)]
                 self._place_kv(assembled, earlier, action, chunk, own)
             for store, tensors in zip(stores, assembled, strict=True):
                 assert tensors is not None, "some rank of the previous set has each layer's K/V"
-                store.put_earlier(chunk, *tensors)
+                store.put_attended(chunk, *tensors)
 
     def _forward_in(self, action: Action, run: ChunkRun, chunk: int) -> Action:
         """Return this rank's forward of another chunk, in `run`, of the same stage and row."""
@@ -649,7 +649,7 @@ class SharedUnits:
         for earlier in range(chunk + 1) if chunk == run.chunks.start else (chunk,):
             key = self._sums_key(action.stage, action.unit - chunk + earlier, next_run)
             ended, _ = self._sums[key]
-            sums = [store.sums(earlier) for store in ended]
+            sums = [store.gradient_sums(earlier) for store in ended]
             self._add_sums(stores, forward, later, earlier, sums)
             self._release(key)
 
@@ -668,7 +668,7 @@ class SharedUnits:
         heads = self._split_heads(earlier, later, chunk, source, by_later=True)
         for store, (_, in_earlier, in_later, (dk_BKCH, dv_BKCH)) in zip(stores, heads, strict=True):
             if in_later:
-                store.add_sums(chunk, dk_BKCH, dv_BKCH, in_earlier)
+                store.add_gradient_sums(chunk, dk_BKCH, dv_BKCH, in_earlier)
 
     def _pack_sums(self, message: Message) -> Tensor:
         """Flatten a chunk's sums of dK/dV, of all layers, for a rank of the previous set."""
@@ -678,7 +678,7 @@ class SharedUnits:
         for (_, _, positions), store in zip(
             self._passing_heads(earlier, later), stores, strict=True
         ):
-            flat += (_heads(x_BKCH, positions).reshape(-1) for x_BKCH in store.sums(chunk))
+            flat += (_heads(x_BKCH, positions).reshape(-1) for x_BKCH in store.gradient_sums(chunk))
         return torch.cat(flat)
 
     def _key_of_sums(self, message: Message) -> tuple[Any, ...]:
@@ -695,7 +695,7 @@ class SharedUnits:
         for chunk in range(first):
             unit = action.unit - first + chunk
             for store in stores:
-                store.drop_keys(chunk)
+                store.free_kv(chunk)
             num_sends = sum(
                 message.producer == action and message.send.unit == unit
                 for send, message in self._messages.items()
