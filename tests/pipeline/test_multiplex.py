@@ -19,8 +19,8 @@ from sppo_hf.engine.structure import find_parts
 from sppo_hf.errors import ConfigError
 from sppo_hf.pipeline import multiplex
 from sppo_hf.pipeline.multiplex import (
+    ChunkRun,
     RemoteWeights,
-    Run,
     SharedUnits,
     chunk_runs,
     count_head_blocks,
@@ -114,7 +114,7 @@ class Passing:
         self.here: list[int] = []
         """Stages whose weights are on their way or here."""
 
-    def start_fetch(self, stage: int, run: Run) -> None:
+    def start_fetch(self, stage: int, run: ChunkRun) -> None:
         """Weights start; those of two stages at most are held."""
         self.seen.setdefault(run.ranks, []).append(f"weights {stage}")
         self.here.append(stage)
@@ -128,7 +128,7 @@ class Passing:
         """They are given back, first the first."""
         assert self.here.pop(0) == stage
 
-    def start_reduce(self, stage: int, run: Run) -> None:
+    def start_reduce(self, stage: int, run: ChunkRun) -> None:
         """Gradients start."""
         assert stage in self.here
         self.seen[run.ranks].append(f"gradients {stage}")
@@ -154,20 +154,21 @@ def test_all_ranks_of_a_set_begin_its_collectives_in_one_order(
             runs=runs,
             bounds=tuple((chunk, chunk + 1) for chunk in range(chunks)),
             rows=[(row, row + 1) for row in range(rows)],
-            widths=nothing,
+            message_width=nothing,
             layers=lambda stage: {},
             head_blocks=None,
-            dtypes=(torch.float32, torch.float32),
+            dtype=torch.float32,
+            kv_dtype=torch.float32,
             stores=lambda *_: cast(Any, SimpleNamespace(kv_stores=lambda layers: [])),
             weights=cast(Any, weights),
         )
         for action in compute.ranks[rank]:
-            shared.start(action)
-            shared.begin(action)
+            shared.start_prefetch(action)
+            shared.wait_for_inputs(action)
             if action.part is not None:  # tokens for heads, in every layer
                 unit_ranks = compute.unit_ranks(action.stage, action.unit)
                 weights.seen[unit_ranks].append(str(action._replace(part=None)))
-            shared.end(action)
+            shared.finish_unit(action)
         assert not weights.here
         seen.append(weights.seen)
     for ranks_of_set in {ranks for one in seen for ranks in one}:
@@ -233,7 +234,7 @@ def test_a_weight_has_a_gradient_if_any_rank_has_one(
     trained_elsewhere = [p for p in staged.parameters_of(1) if p.requires_grad]
     assert trained_elsewhere
     assert not any(p.untyped_storage().nbytes() for p in trained_elsewhere)
-    run = Run(range(1), (0, 1))
+    run = ChunkRun(range(1), (0, 1))
     helped.begin_step(mesh.device)
     helped.start_fetch(0, run)
     helped.wait_for_fetch(0)
