@@ -30,7 +30,7 @@ from sppo_hf.planning.plan import Plan
 from sppo_hf.planning.tiers import TIERS
 from sppo_hf.reporting.chrome_trace import write_trace
 from sppo_hf.schedule.actions import Action, Kind
-from sppo_hf.schedule.measured_timeline import ActionRecord, executed_timeline
+from sppo_hf.schedule.measured_timeline import ActionRecord, rank_timeline
 
 
 class ActionLog:
@@ -263,4 +263,4 @@ class TraceFolder:
 
     def _write_times(self, done: Sequence[ActionRecord]) -> None:
         path = self._folder / f"rank{self.rank}.trace.json"
-        write_trace(executed_timeline(self.rank, done), path)
+        write_trace(rank_timeline(self.rank, done), path)

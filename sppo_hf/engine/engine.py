@@ -683,7 +683,7 @@ class Engine:
         default, *others = read_places(self.config, facts, adapters=whole.lora is not None)
 
         def standing_bytes(places: Places) -> int:
-            shape = whole.resting_on_host(weights=places.weights, optimizer=places.optimizer)
+            shape = whole.with_host_residents(weights=places.weights, optimizer=places.optimizer)
             return standing_device_bytes(shape, device.type)
 
         if others and standing_bytes(default) > budget:
@@ -692,7 +692,7 @@ class Engine:
 
     def _place_as_planned(self, plan: Plan, device: torch.device) -> None:
         """Move weights to the host if settings leave that open and the plan has them there."""
-        resting = plan.shape.resting
+        resting = plan.shape.host_resident
         if resting is None or not plan.training:
             return
         if self.weights is None or self.weights.keep_device_copies != resting.stays:
@@ -818,7 +818,7 @@ IsHostResident = Callable[[torch.nn.Parameter], bool]
 
 def host_resident_predicate(config: SPPOConfig) -> IsHostResident | None:
     """Tell which parameters of layers are on the host under `config`; None if none are."""
-    frozen, trained = config.rests
+    frozen, trained = config.host_resident
     if not frozen and not trained:
         return None
     return lambda parameter: trained if parameter.requires_grad else frozen

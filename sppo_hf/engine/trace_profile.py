@@ -153,7 +153,7 @@ def trace_model(config: PreTrainedConfig, training: Training, make: Any) -> Mode
         parts = find_parts(_build(config, training, make))
         with _only_layers(parts, ()):
             _make_fake(parts.causal_lm)
-        lengths = _SCAN_LENGTHS if parts.has_states else _LENGTHS
+        lengths = _SCAN_LENGTHS if parts.has_recurrent_state else _LENGTHS
         calls = [_layer_calls(parts, tokens, training) for tokens in lengths]
         # With adapters nothing before the first layer needs a gradient, so that layer is a kind.
         kinds = [
@@ -345,7 +345,7 @@ def _layer_calls(parts: ModelParts, tokens: int, training: Training) -> list[_La
         "use_cache": False,
         "return_dict": True,
     }
-    if parts.has_states:
+    if parts.has_recurrent_state:
         inputs["use_cache"] = True
         inputs[parts.cache_argument()] = StateCache(len(parts.layers))
         if "position_ids" not in parts.base_arguments():
@@ -417,7 +417,7 @@ def _trace_kind(
     except _DATA_DEPENDENT as error:
         logger.info("%s is traced on the CPU: %s", type(calls[0].layer).__name__, error)
     layer = calls[0].layer
-    lengths = _SCAN_CPU_LENGTHS if parts.has_states else _CPU_LENGTHS
+    lengths = _SCAN_CPU_LENGTHS if parts.has_recurrent_state else _CPU_LENGTHS
     calls = [
         next(call for call in _layer_calls(parts, tokens, training) if call.layer is layer)
         for tokens in lengths
@@ -618,7 +618,7 @@ class _LayerRun:
         return tree_map_only(Tensor, leaf, value)
 
     @property
-    def again(self) -> bool:
+    def is_recompute(self) -> bool:
         return False
 
     def get(self) -> None:
@@ -1007,10 +1007,14 @@ class _ObservedKV(LayerKV):
         super().put(chunk, k_BKCH, v_BKCH, keep=keep)
 
     def blocks(
-        self, pieces: tuple[AttentionSegment, ...], *, window: int | None, local: int | None = None
+        self,
+        segments: tuple[AttentionSegment, ...],
+        *,
+        window: int | None,
+        local: int | None = None,
     ) -> tuple[Block, ...]:
         self.window = local if window is None else window
-        return super().blocks(pieces, window=window, local=local)
+        return super().blocks(segments, window=window, local=local)
 
 
 class _NoCompute(Backend):

@@ -358,7 +358,7 @@ class StepProgram:
         away = self.tiers[self.offloaded_bytes > 0]
         through = any((away == list(TIERS).index(tier)).any() for tier in behind)
         host = standing["host"]
-        host.update(tables.resting)
+        host.update(tables.host_resident)
         if what.kv_tier in behind or through or self.kv_bytes(*behind).any():
             # A region through which bytes pass on their way to a tier behind the host and back.
             host[Cause.COPIES] = what.staging_bytes
@@ -814,7 +814,7 @@ class _Laying:
         self._streams = tables.streams
         self._both = tables.both_ways
         """Whether copies run both ways at once, in forward and in backward."""
-        self._resting = tables.shape.resting
+        self._resting = tables.shape.host_resident
         behind = [TIERS[tier] for tier in tiers_behind_host()]
         self._lanes = [COMPUTE, D2H, H2D, HOST_COMPUTE]
         self._lanes += [lane for tier in behind for lane in (tier.store_lane, tier.load_lane)]

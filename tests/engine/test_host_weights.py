@@ -331,7 +331,7 @@ def test_what_leaves_no_room_for_any_length_rests_before_the_first(
     choices = [Places(*away) for away in ((False, False), (False, True), (True, True))]
     whole = model_shape(find_parts(_converted()), torch.device("cpu"))
     standing = [
-        whole.resting_on_host(weights=p.weights, optimizer=p.optimizer).standing_bytes
+        whole.with_host_residents(weights=p.weights, optimizer=p.optimizer).standing_bytes
         for p in choices
     ]
     assert standing == sorted(set(standing), reverse=True)
