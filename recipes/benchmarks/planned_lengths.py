@@ -22,7 +22,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from sppo_hf.cli.common import trace_unknown
+from sppo_hf.cli.common import trace_unknown_model
 from sppo_hf.config import SPPOConfig
 from sppo_hf.planning.config_file import load_config
 from sppo_hf.planning.hardware import load_profile
@@ -66,7 +66,7 @@ def plan_length(options: argparse.Namespace, tokens: int, *, disk: bool) -> dict
             profile=load_profile(options.hardware),
             total_tokens=tokens,
             lora_rank=options.lora,
-            trace=trace_unknown,
+            trace=trace_unknown_model,
         )
 
     by_chunk = request_plan(question(order="by_chunk"))
@@ -123,7 +123,7 @@ def plan_all_weights(options: argparse.Namespace, tokens: int, *, longest: bool)
             ),
             profile=load_profile(options.hardware),
             total_tokens=tokens,
-            trace=trace_unknown,
+            trace=trace_unknown_model,
         )
         plan = plan_for(question)
         predicted = plan.prediction

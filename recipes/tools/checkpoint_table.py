@@ -20,7 +20,7 @@ from typing import Any
 import transformers
 
 from recipes.tools.family_table import LONGEST, ROOT, checkpoints_markdown, write_page
-from sppo_hf.cli.common import trace_unknown
+from sppo_hf.cli.common import trace_unknown_model
 from sppo_hf.config import SPPOConfig
 from sppo_hf.planning.config_file import load_config, to_namespace
 from sppo_hf.planning.hardware import load_profile
@@ -42,7 +42,7 @@ def longest(name: str, config: str | dict[str, Any]) -> dict[str, Any]:
             profile=load_profile(HARDWARE),
             total_tokens=TOKENS,
             lora_rank=RANK,
-            trace=trace_unknown,
+            trace=trace_unknown_model,
         )
     )
     shape = answer.question.shape

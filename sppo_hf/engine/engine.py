@@ -814,7 +814,7 @@ Rests = Callable[[torch.nn.Parameter], bool]
 
 def host_resident_predicate(config: SPPOConfig) -> Rests | None:
     """Which parameters of layers rest on the host; None where none do."""
-    frozen, trained = config.rests
+    frozen, trained = config.host_resident
     if not frozen and not trained:
         return None
     return lambda parameter: trained if parameter.requires_grad else frozen

@@ -381,7 +381,7 @@ class RecomputedLayer:
         """
         if self._recorder is not None:
             self._recorder.pause()
-        elif self.again and self._recomputing is None:
+        elif self.is_recompute and self._recomputing is None:
             self._beside.__exit__(None, None, None)
             self._attends = True
         return self._recomputing
@@ -398,7 +398,7 @@ class RecomputedLayer:
                 self._beside.given(out_BNCH, lse_BNC)
 
     @property
-    def again(self) -> bool:
+    def is_recompute(self) -> bool:
         """Whether the layer runs again."""
         return not self.is_open
 

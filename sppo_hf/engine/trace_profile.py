@@ -618,7 +618,7 @@ class _LayerRun:
         return tree_map_only(Tensor, leaf, value)
 
     @property
-    def again(self) -> bool:
+    def is_recompute(self) -> bool:
         return False
 
     def get(self) -> None:
@@ -1007,10 +1007,14 @@ class _ObservedKV(LayerKV):
         super().put(chunk, k_BKCH, v_BKCH, keep=keep)
 
     def blocks(
-        self, pieces: tuple[AttentionSegment, ...], *, window: int | None, local: int | None = None
+        self,
+        segments: tuple[AttentionSegment, ...],
+        *,
+        window: int | None,
+        local: int | None = None,
     ) -> tuple[Block, ...]:
         self.window = local if window is None else window
-        return super().blocks(pieces, window=window, local=local)
+        return super().blocks(segments, window=window, local=local)
 
 
 class _NoCompute(Backend):
