@@ -37,7 +37,7 @@ gives the order, `sppo_hf.schedule.messages` says what moves.
   that one begins, which sends it away: at most a rank's share of a stage's keys and values. To send
   it away as it comes somebody has to wait for it in the middle of other units, of other stages.
   Without an action of its own in the program nobody would know that they cannot wait for each
-  other (a message comes when its sender has come that far), and in a copy's lane it would stand
+  other (a message comes when its sender has come that far), and in a copy's resource it would stand
   between theirs; and where a chunk's heads come from several ranks, a store can take it only with
   the last of them. So it waits, and is counted (`sppo_hf.planning.pipeline_cost`).
 - *Keys that layers share.* The rank that runs the first reader of a stage holds what came with the

@@ -123,7 +123,7 @@ class Bar(NamedTuple):
 
 
 def join_spans(spans: Iterable[Span], finest_seconds: float) -> list[Bar]:
-    """Joins what a lane did for one chunk, across gaps of at most `finest_seconds`."""
+    """Joins what a resource did for one chunk, across gaps of at most `finest_seconds`."""
     bars: list[Bar] = []
     for action, _, start, end, _ in spans:
         last = bars[-1] if bars else None

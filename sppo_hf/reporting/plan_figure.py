@@ -1,4 +1,4 @@
-"""The picture of a plan: what each chunk does, the bytes of every tier, the lanes over time.
+"""The picture of a plan: what each chunk does, the bytes of every tier, the resources over time.
 
 Imports matplotlib only to draw, and leaves its global state alone.
 """
@@ -47,7 +47,7 @@ def draw_plan(
     path: str | Path,
     title: str,
 ) -> None:
-    """Draws a plan into a file: modes by chunk, memory of each tier over time, lanes over time.
+    """Draws a plan into a file: modes by chunk, memory of each tier over time, resources over time.
 
     Budgets are dashed lines; None where unknown. The timeline is the simulated step, or a measured
     one.
@@ -60,9 +60,13 @@ def draw_plan(
         OSError: the file cannot be written.
     """
     tiers = [tier for tier in timeline.tiers if timeline.peak(tier).num_bytes > 0]
-    lanes = [lane for lane in timeline.lanes if next(timeline.spans(lane), None) is not None]
+    resources = [
+        resource
+        for resource in timeline.resources
+        if next(timeline.spans(resource), None) is not None
+    ]
     memory_inches = [2.2 if at == 0 else 1.1 for at in range(len(tiers))]
-    inches = [0.6, 2.2, *memory_inches, 0.2 + 0.4 * max(len(lanes), 1)]
+    inches = [0.6, 2.2, *memory_inches, 0.2 + 0.4 * max(len(resources), 1)]
     height = sum(inches) + 0.8 + 0.35 * len(inches)
     figure = new_figure(path, height_inches=height, what="a plan")
     grid = figure.subplots(len(inches), 1, squeeze=False, height_ratios=inches)
@@ -72,7 +76,7 @@ def draw_plan(
     _draw_modes(modes, plan)
     for axes, tier in zip(memory, tiers, strict=True):
         _draw_memory(axes, timeline, tier, budget_bytes=budgets.get(tier), clock=clock)
-    _draw_lanes(below, timeline, lanes, clock)
+    _draw_resources(below, timeline, resources, clock)
     share_time_axis([*memory, below], clock)
     figure.savefig(path, dpi=150)
 
@@ -176,12 +180,14 @@ def _draw_memory(
     add_legend(axes, _stacked(axes))
 
 
-def _draw_lanes(axes: Axes, timeline: Timeline, lanes: Sequence[str], clock: bars.Clock) -> None:
+def _draw_resources(
+    axes: Axes, timeline: Timeline, resources: Sequence[str], clock: bars.Clock
+) -> None:
     finest_seconds = timeline.end_seconds * bars.FINEST
     kinds: set[Kind] = set()
     waits: dict[str, float] = {}
-    for row, lane in enumerate(lanes):
-        drawn = bars.join_spans(timeline.spans(lane), finest_seconds)
+    for row, resource in enumerate(resources):
+        drawn = bars.join_spans(timeline.spans(resource), finest_seconds)
         here: set[Kind] = {bar.kind for bar in drawn}
         kinds |= here
         axes.broken_barh(
@@ -196,20 +202,29 @@ def _draw_lanes(axes: Axes, timeline: Timeline, lanes: Sequence[str], clock: bar
             place = {"ha": "center", "va": "center", "fontsize": 8}
             axes.text(start + length / 2, row, str(bar.unit), color=colour, **place)
         if here & COMPUTE_KINDS:
-            waits[lane] = timeline.stall_seconds(lane)
-            _draw_stalls(axes, row, timeline, lane=lane, clock=clock)
+            waits[resource] = timeline.stall_seconds(resource)
+            _draw_stalls(axes, row, timeline, resource=resource, clock=clock)
     end_seconds = timeline.end_seconds or 1.0
-    labels = [f"{lane}\n{timeline.busy_seconds(lane) / end_seconds:.0%} busy" for lane in lanes]
-    axes.set_yticks(range(len(lanes)), labels, fontsize=9)
-    axes.set_ylim(max(len(lanes), 1) - 0.5, -0.5)
-    said = ", ".join(f"{lane} waits {clock.say(seconds)}" for lane, seconds in waits.items())
+    labels = [
+        f"{resource}\n{timeline.busy_seconds(resource) / end_seconds:.0%} busy"
+        for resource in resources
+    ]
+    axes.set_yticks(range(len(resources)), labels, fontsize=9)
+    axes.set_ylim(max(len(resources), 1) - 0.5, -0.5)
+    said = ", ".join(
+        f"{resource} waits {clock.say(seconds)}" for resource, seconds in waits.items()
+    )
     # Of many ranks each, the waits are left to the eye.
-    axes.set_title(f"lanes: {said}" if 1 <= len(waits) <= 3 else "lanes", loc="left", size=10)
-    add_legend(axes, _lane_handles(kinds, waited=any(waits.values())))
+    axes.set_title(
+        f"resources: {said}" if 1 <= len(waits) <= 3 else "resources", loc="left", size=10
+    )
+    add_legend(axes, _resource_handles(kinds, waited=any(waits.values())))
 
 
-def _draw_stalls(axes: Axes, row: int, timeline: Timeline, *, lane: str, clock: bars.Clock) -> None:
-    stalls = timeline.stalls(lane, over_seconds=timeline.end_seconds * bars.FINEST)
+def _draw_stalls(
+    axes: Axes, row: int, timeline: Timeline, *, resource: str, clock: bars.Clock
+) -> None:
+    stalls = timeline.stalls(resource, over_seconds=timeline.end_seconds * bars.FINEST)
     axes.broken_barh(
         [clock.place(stall.start_seconds, stall.start_seconds + stall.seconds) for stall in stalls],
         (row - 0.4, 0.8),
@@ -220,7 +235,7 @@ def _draw_stalls(axes: Axes, row: int, timeline: Timeline, *, lane: str, clock: 
     )
 
 
-def _lane_handles(kinds: set[Kind], *, waited: bool) -> list[Artist]:
+def _resource_handles(kinds: set[Kind], *, waited: bool) -> list[Artist]:
     from matplotlib.patches import Patch
 
     handles = kind_handles(kinds)

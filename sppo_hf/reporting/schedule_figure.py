@@ -46,24 +46,24 @@ def draw_schedule(schedule: Schedule, timeline: Timeline, *, path: str | Path, t
     """Draws a simulated or measured schedule into a file.
 
     Above, a row for each rank: compute, numbered by micro-batch (and chunk, where there are
-    several), and below it the lanes that run beside it. Forwards of odd micro-batches are paler.
-    Below, the bytes on each rank's device over time where the timeline has them, otherwise the
-    units that are alive.
+    several), and below it the resources that run beside it. Forwards of odd micro-batches are
+    paler. Below, the bytes on each rank's device over time where the timeline has them, otherwise
+    the units that are alive.
 
     Raises:
         ConfigError: matplotlib is missing, or the path's ending is none of `ENDINGS`.
         OSError: the file cannot be written.
     """
     rows = _rows(schedule, timeline)
-    height = sum(_row_height(lanes) for lanes in rows)
+    height = sum(_row_height(resources) for resources in rows)
     inches = [0.6, 0.3 + 0.42 * height, 2.2]
     figure = new_figure(path, height_inches=sum(inches) + 1.2)
-    head, lanes, held = figure.subplots(3, 1, height_ratios=inches)
+    head, resources, held = figure.subplots(3, 1, height_ratios=inches)
     clock = bars.Clock.of(timeline)
     _write_title(head, schedule, timeline, clock=clock, title=title)
-    _draw_rows(lanes, schedule, timeline, rows=rows, clock=clock)
+    _draw_rows(resources, schedule, timeline, rows=rows, clock=clock)
     _draw_held(held, schedule, timeline, clock)
-    share_time_axis([lanes, held], clock)
+    share_time_axis([resources, held], clock)
     figure.savefig(path, dpi=150)
 
 
@@ -101,19 +101,25 @@ def new_figure(
 
 
 def _rows(schedule: Schedule, timeline: Timeline) -> list[list[str]]:
-    """Each rank's lanes, compute first."""
+    """Each rank's resources, compute first."""
     rows: list[list[str]] = []
     for rank in range(schedule.num_ranks):
         compute = f"{rank}{COMPUTE}"
-        own = [lane for lane in timeline.lanes if lane.partition(".")[0] == str(rank)]
+        own = [
+            resource for resource in timeline.resources if resource.partition(".")[0] == str(rank)
+        ]
         # Receives take no time of their own: their sends are in the picture.
-        beside = [lane for lane in own if lane != compute and timeline.busy_seconds(lane) > 0]
+        beside = [
+            resource
+            for resource in own
+            if resource != compute and timeline.busy_seconds(resource) > 0
+        ]
         rows.append([compute, *beside])
     return rows
 
 
-def _row_height(lanes: Sequence[str]) -> float:
-    return 1.0 + _BESIDE_HEIGHT * (len(lanes) - 1)
+def _row_height(resources: Sequence[str]) -> float:
+    return 1.0 + _BESIDE_HEIGHT * (len(resources) - 1)
 
 
 def _write_title(
@@ -139,15 +145,15 @@ def _draw_rows(
     kinds: set[Kind] = set()
     ticks: dict[float, str] = {}
     at = 0.0
-    for rank, lanes in enumerate(rows):
+    for rank, resources in enumerate(rows):
         ticks[at + COMPUTE_HEIGHT / 2] = f"rank {rank}"
-        draw_compute(axes, schedule, timeline, lane=lanes[0], at=at, clock=clock)
-        kinds |= {span.action.kind for lane in lanes for span in timeline.spans(lane)}
-        for below, lane in enumerate(lanes[1:]):
+        draw_compute(axes, schedule, timeline, resource=resources[0], at=at, clock=clock)
+        kinds |= {span.action.kind for resource in resources for span in timeline.spans(resource)}
+        for below, resource in enumerate(resources[1:]):
             place = at + COMPUTE_HEIGHT + 0.04 + below * _BESIDE_HEIGHT
-            ticks[place + 0.1] = lane.partition(".")[2]
-            _draw_beside(axes, timeline, lane=lane, at=place, clock=clock)
-        at += _row_height(lanes)
+            ticks[place + 0.1] = resource.partition(".")[2]
+            _draw_beside(axes, timeline, resource=resource, at=place, clock=clock)
+        at += _row_height(resources)
     axes.set_ylim(at, -0.2)
     axes.set_yticks(list(ticks), list(ticks.values()))
     for label in axes.get_yticklabels():
@@ -161,13 +167,13 @@ def draw_compute(
     schedule: Schedule,
     timeline: Timeline,
     *,
-    lane: str,
+    resource: str,
     at: float,
     clock: bars.Clock,
     height: float = COMPUTE_HEIGHT,
 ) -> None:
     """Draws the bars of a rank's compute, from `at` downwards, with their units' numbers."""
-    spans = list(timeline.spans(lane))
+    spans = list(timeline.spans(resource))
     colours = [
         bars.mixed(
             bars.KIND_COLOURS[span.action.kind], 0.3 * (schedule.micro_batch(span.action) % 2)
@@ -206,9 +212,9 @@ def _numbered(schedule: Schedule, unit: int) -> str:
 
 
 def _draw_beside(
-    axes: Axes, timeline: Timeline, *, lane: str, at: float, clock: bars.Clock
+    axes: Axes, timeline: Timeline, *, resource: str, at: float, clock: bars.Clock
 ) -> None:
-    spans = list(timeline.spans(lane))
+    spans = list(timeline.spans(resource))
     axes.broken_barh(
         [clock.place(span.start_seconds, span.end_seconds) for span in spans],
         (at, _BESIDE_HEIGHT - 0.08),
@@ -320,16 +326,18 @@ def draw_comparison(
     kinds: set[Kind] = set()
     ticks: dict[float, str] = {}
     for rank in range(schedule.num_ranks):
-        lane, top = f"{rank}{COMPUTE}", rank * _PAIR_HEIGHT
+        resource, top = f"{rank}{COMPUTE}", rank * _PAIR_HEIGHT
         below = top + _MEASURED_HEIGHT + 0.06
         for timeline, at, height in (
             (measured, top, _MEASURED_HEIGHT),
             (simulated, below, _SIMULATED_HEIGHT),
         ):
-            draw_compute(axes, schedule, timeline, lane=lane, at=at, clock=clock, height=height)
+            draw_compute(
+                axes, schedule, timeline, resource=resource, at=at, clock=clock, height=height
+            )
         ticks[top + _MEASURED_HEIGHT / 2] = f"rank {rank}, measured"
         ticks[below + _SIMULATED_HEIGHT / 2] = "simulated"
-        kinds |= {span.action.kind for span in measured.spans(lane)}
+        kinds |= {span.action.kind for span in measured.spans(resource)}
     bottom = schedule.num_ranks * _PAIR_HEIGHT - 0.2
     ends = [
         axes.axvline(

@@ -475,7 +475,7 @@ class _Check:
         if any(needed and min(needed) < 0 for needed in waits.needs):
             waits = DependencyGraph(self._schedule)  # says what is missing
         try:
-            simulate_positions(waits.lanes, seconds=[0.0] * len(waits.needs), needs=waits.needs)
+            simulate_positions(waits.resources, seconds=[0.0] * len(waits.needs), needs=waits.needs)
         except DeadlockError as error:
             lines = [
                 f"  {self._place(action)}: {action} waits for {other}, {self._place(other)}"
