@@ -308,7 +308,7 @@ def check_figure(figure: Path | None) -> None:
     Raises:
         ConfigError: its name does not end as that of a kind.
     """
-    from sppo_hf.reporting.schedule_figure import ENDINGS
+    from sppo_hf.reporting.figures import ENDINGS
 
     if figure is not None and figure.suffix.lower() not in ENDINGS:
         raise ConfigError(

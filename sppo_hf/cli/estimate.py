@@ -12,8 +12,8 @@ import typer
 
 from sppo_hf.cli import common
 from sppo_hf.planning.plan_request import is_possible, request_plan
-from sppo_hf.reporting.answer_tables import estimate_table
 from sppo_hf.reporting.plan_json import answer_to_dict
+from sppo_hf.reporting.plan_tables import estimate_table
 
 _USUAL_RANK = 16
 

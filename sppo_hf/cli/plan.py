@@ -42,11 +42,10 @@ from sppo_hf.planning.plan_request import (
 )
 from sppo_hf.planning.tiers import HOST, TIERS, tiers_behind_host
 from sppo_hf.reading import write_yaml
-from sppo_hf.reporting.answer_tables import plan_tables
 from sppo_hf.reporting.chrome_trace import write_trace
-from sppo_hf.reporting.plan_figure import draw_plan
+from sppo_hf.reporting.figures import ENDINGS, draw_plan
 from sppo_hf.reporting.plan_json import actions_to_list, answer_to_dict, policies_to_list
-from sppo_hf.reporting.schedule_figure import ENDINGS
+from sppo_hf.reporting.plan_tables import plan_tables
 from sppo_hf.rules import format_bytes
 from sppo_hf.schedule.generate import MSP, Size, generate
 

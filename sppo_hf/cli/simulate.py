@@ -27,7 +27,7 @@ from sppo_hf.planning.hardware import UNKNOWN_LINK, load_profile
 from sppo_hf.planning.pipeline_cost import PipelineCost
 from sppo_hf.planning.plan_request import question_for
 from sppo_hf.reporting.chrome_trace import write_trace
-from sppo_hf.reporting.schedule_figure import ENDINGS, draw_schedule
+from sppo_hf.reporting.figures import ENDINGS, draw_schedule
 from sppo_hf.rules import format_bytes, show
 from sppo_hf.schedule.generate import ALL_SCHEDULES, INTERLEAVED, Size, generate
 from sppo_hf.schedule.lower import lower

@@ -147,7 +147,7 @@ class KeysAgain:
             )
         if self._noted is not None:
             self._noted()
-        return frame.keys_again()
+        return frame.recompute_kv()
 
 
 class KeysAway:

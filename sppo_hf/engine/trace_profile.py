@@ -8,7 +8,7 @@ the experts that were chosen) runs on the CPU instead, on zeros.
 
 What is counted is what `sppo_hf.engine.recompute` does with a layer: all that autograd saves
 ("whole"); or the layer's input and attention's results ("inputs"); or these and the
-products that a `SelectiveRecorder` holds. Which products need not run again a `NeedlessRecorder`
+products that a `SelectiveRecorder` holds. Which products need not run again a `UnusedMatmulFinder`
 finds. Scans of recurrent layers are those of Transformers' torch code, from states of zeros;
 kernels save less. Not covered: what is elementwise costs no FLOPs, and what does not grow with the
 tokens (copies of weights under autocast) is left out.
@@ -45,24 +45,22 @@ from sppo_hf.attention.backends.base import (
 )
 from sppo_hf.attention.kv_cache import Keep, LayerKV
 from sppo_hf.attention.segments import AttentionSegment, Block
-from sppo_hf.engine.attend import attention_taken_over
-from sppo_hf.engine.by_layer import PrefixLength
-from sppo_hf.engine.chunk_context import ChunkContext, LayerStates, States
+from sppo_hf.engine.attention_interface import MaskMeaning, chunked_attention
+from sppo_hf.engine.chunk_context import ChunkContext
 from sppo_hf.engine.fake_tensors import Fake, fake_like, run_fake
-from sppo_hf.engine.layer_tiles import is_searched, is_worth_tiles
-from sppo_hf.engine.mask import MaskMeaning
-from sppo_hf.engine.recurrent_state import StateCache
+from sppo_hf.engine.recurrent_state import LayerStates, StateCache, States
 from sppo_hf.engine.selective import (
     DependencyTracker,
-    Mode,
-    NeedlessRecorder,
-    Run,
+    LightDispatchMode,
+    RunOperation,
     SelectiveRecorder,
+    UnusedMatmulFinder,
     operation,
     run_operation,
     storage_key,
     tensors_in,
 )
+from sppo_hf.engine.sliced_calls import PrefixLength, is_searched, is_worth_tiles
 from sppo_hf.engine.stages import SHARED_KV, MessageLayout
 from sppo_hf.engine.structure import (
     ATTENTION_DROPOUT_FIELDS,
@@ -335,7 +333,7 @@ def _calls(parts: ModelParts, tokens: int, training: Training) -> list[_Call]:
         try:
             with (
                 patched_attribute("forward", forwards),
-                attention_taken_over(ChunkContext(model=parts)),
+                chunked_attention(ChunkContext(model=parts)),
                 _autocast(training),
             ):
                 parts.base(**inputs)
@@ -555,7 +553,7 @@ class _Run:
             hold=_Size,
             without_memory=isinstance(self.hidden, Fake),
         )
-        self._needless = NeedlessRecorder(self.hidden, without_memory=True)
+        self._needless = UnusedMatmulFinder(self.hidden, without_memory=True)
         self._states = LayerStates({})
         rank = None if training.lora is None else training.lora.rank
         self._counter = _FlopCounter(call.layer, self.hidden, rank)
@@ -695,7 +693,7 @@ class _Run:
         if args[0].requires_grad or any(p.requires_grad for p in part.parameters()):
             self._save_outside(args[0])
         tile = self._tile = _Tiled(len(self._counter.products))
-        self._tile_needless = NeedlessRecorder(args[0], without_memory=True)
+        self._tile_needless = UnusedMatmulFinder(args[0], without_memory=True)
         self._counter.trackers.append(self._tile_needless)
         try:
             output = forward(*args)
@@ -726,7 +724,7 @@ class _Run:
             states=self._states,
         )
         with (
-            attention_taken_over(context),
+            chunked_attention(context),
             saved_tensors_hooks(self._save, lambda packed: packed[0]),
             self._watching_tiles(),
             self._counter.watching(),
@@ -844,16 +842,18 @@ class _WatchedRecorder(SelectiveRecorder):
     def _end(self) -> None:
         """Likewise."""
 
-    def watch(self, run: Run, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def watch(
+        self, run: RunOperation, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
         watched = super().watch if self.is_running else _tell_nobody
         return watched(run, func, args, kwargs)
 
 
-def _tell_nobody(run: Run, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _tell_nobody(run: RunOperation, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return run(func, args, kwargs)
 
 
-class _FlopCounter(Mode):
+class _FlopCounter(LightDispatchMode):
     """Counts the matrix products of one layer, and tells others what runs.
 
     One mode for all of them: torch takes as long to pass an operation on from mode to mode as they
@@ -892,7 +892,7 @@ class _FlopCounter(Mode):
                 handle.remove()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        run: Run = self._count
+        run: RunOperation = self._count
         for tracker in self.trackers:
             run = functools.partial(tracker.watch, run)
         return run(func, args, kwargs or {})

@@ -535,7 +535,7 @@ class SharedUnits:
         """Keys and values of the run of a compute, by layer."""
         stage = action.stage
         runner = self.stores(stage, self.schedule.micro_batch(action), self._run(action))
-        return runner.key_stores(list(self.layers(stage)))
+        return runner.kv_stores(list(self.layers(stage)))
 
     def _import_keys(self, action: Action) -> None:
         """Before the first unit of a run: keys and values of all chunks before it."""

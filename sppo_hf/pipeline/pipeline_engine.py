@@ -30,10 +30,8 @@ from sppo_hf.engine.chunk_runner import ChunkRunner
 from sppo_hf.engine.engine import Engine, chunk_labels, labelled_chunks
 from sppo_hf.engine.family_guard import check_router_loss
 from sppo_hf.engine.forward_calls import ForwardCall, read_call
-from sppo_hf.engine.head import fused_tile
-from sppo_hf.engine.loss import ChunkedLoss, divide_loss
+from sppo_hf.engine.loss import ChunkedLoss, RouterLoss, divide_loss, liger_tile
 from sppo_hf.engine.plan_cache import StepRows, trainable_mask
-from sppo_hf.engine.router_loss import RouterLoss
 from sppo_hf.engine.sequence_group import SequenceGroup, rank_random_state, rank_tokens
 from sppo_hf.engine.stages import MessageLayout, StagedModel
 from sppo_hf.engine.step_observer import StepObserver, StepRecord
@@ -679,7 +677,7 @@ class PipelineEngine(Engine):
             self.parts.head_parameters(),
             tile_tokens=prepared.plans.by_stage[last_stage].tile_tokens,
             ignore_index=call.ignore_index,
-            fused=fused_tile(self.parts, self.head, call.device),
+            liger=liger_tile(self.parts, self.head, call.device),
             head_in_backward=head_in_backward,
             reads=self.parts.head_reads() if head_in_backward else None,
         )
@@ -873,7 +871,7 @@ class PipelineEngine(Engine):
         if units.router_loss is not None:
             if gradients is None:  # in training it was done before the first backward
                 units.router_loss.sum_over_ranks(self._sum_over_pipeline, call.device)
-            output = units.router_loss.added_to(output)
+            output = units.router_loss.add_to_output(output)
         if gradients is None:
             return output
         ran_with, scaled_by = self.expected_gradient(), self._scaler_scale()

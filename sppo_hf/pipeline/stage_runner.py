@@ -30,8 +30,7 @@ from torch.overrides import TorchFunctionMode
 from sppo_hf.engine.batch_layout import BatchLayout
 from sppo_hf.engine.chunk_runner import ChunkInputs, ChunkRunner
 from sppo_hf.engine.forward_calls import ForwardCall
-from sppo_hf.engine.head import ModelHead
-from sppo_hf.engine.router_loss import RouterLoss
+from sppo_hf.engine.loss import ModelHead, RouterLoss
 from sppo_hf.engine.sequence_group import SequenceGroup
 from sppo_hf.engine.stages import (
     SHARED_KV,
@@ -331,7 +330,7 @@ class StageRunner:
                 output.router_logits,
                 self.call.attention_mask,
                 rows,
-                running.sequence.part(chunk),
+                running.sequence.rank_tokens(chunk),
             )
         if stage == self.staged.cut.num_stages - 1:
             return output.last_hidden_state, input_gradient, router

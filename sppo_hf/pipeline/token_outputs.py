@@ -61,7 +61,7 @@ class HeadOutputs:
 
         `gradients`, `[B, T]` by name, are for the outputs' backward; None where there is none.
         """
-        self._head, self._group = engine.head, engine.group
+        self._head, self._group = engine.loss, engine.group
         self._call = call
         self._gradients = gradients or {}
         self.kind: type[Any] = ModelOutput

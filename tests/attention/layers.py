@@ -2,7 +2,7 @@
 
 import torch
 
-from sppo_hf.attention.backends.cpu_flash import CPUFlash
+from sppo_hf.attention.backends.aten import CPUFlash
 from sppo_hf.attention.backends.reference import Reference
 from sppo_hf.attention.chunk_attention import AttentionCall, chunk_attention
 from sppo_hf.attention.segments import chunk_pieces

@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 
-from sppo_hf.attention.backends.aten_flash import AtenFlash
+from sppo_hf.attention.backends.aten import AtenFlash
 from sppo_hf.attention.backends.base import AttentionSpec
 from sppo_hf.attention.backends.select import select_backend
 from sppo_hf.attention.chunk_attention import AttentionCall, chunk_attention

@@ -54,10 +54,10 @@ def test_the_last_frame_is_on_its_way_when_forward_returns(log: list[str]) -> No
     assert log == ["loss"] * 3 + ["start of backward"]
     engine = get_engine(model)
     assert engine is not None
-    ahead_bytes = engine.offload.engine().h2d_bytes
+    ahead_bytes = engine.offload.stats().h2d_bytes
     assert ahead_bytes > 0
     loss.backward()
-    stats = engine.offload.engine()
+    stats = engine.offload.stats()
     assert stats.h2d_bytes == stats.d2h_bytes, "all came back, and once"
     assert ahead_bytes < stats.h2d_bytes / 2
     engine.offload.assert_drained()

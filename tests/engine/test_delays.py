@@ -68,7 +68,7 @@ def assert_exact(monkeypatch, family, device, copier, around, seed):
             for one, other in zip(ours, expected, strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
             get_engine(model).offload.assert_drained()
-    stats = get_engine(model).offload.engine()
+    stats = get_engine(model).offload.stats()
     assert stats.d2h_bytes > 0
     assert stats.h2d_bytes > 0
     get_engine(model).close()

@@ -338,7 +338,7 @@ def test_a_dropped_forward_frees_everything_at_once(model, ids, settings):
         del output
         assert len(kept) == 3
         assert all(reference() is None for reference in kept)
-        assert engine.offload.engine().live_handles == 0
+        assert engine.offload.stats().live_handles == 0
     finally:
         gc.enable()
 
@@ -361,7 +361,7 @@ def test_an_exception_inside_a_layer_leaves_the_next_step_right(model, ids, offl
     handle.remove()
     assert model.config._attn_implementation == "sdpa"
     _assert_same(_step(model, input_ids=ids, labels=ids), expected)
-    assert get_engine(model).offload.engine().live_handles == 0
+    assert get_engine(model).offload.stats().live_handles == 0
 
 
 def test_an_exception_in_backward_leaves_the_next_step_right(model, ids):

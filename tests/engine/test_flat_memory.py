@@ -50,7 +50,7 @@ def growth(kind, *, steps, settings):
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        stats = get_engine(model).offload.engine()
+        stats = get_engine(model).offload.stats()
         ours = (process.memory_info().rss, stats.host_bytes)
         if kind == "cuda":
             ours += (torch.cuda.memory_allocated(), torch.cuda.memory_reserved())
@@ -60,12 +60,12 @@ def growth(kind, *, steps, settings):
     resident = max(kept[0]) - kept[0][0]
     spread = Bytes(resident, *(max(values) - min(values) for values in kept[1:]))
     offload = get_engine(model).offload
-    stats = offload.engine()
+    stats = offload.stats()
     assert stats.d2h_bytes > 0
     offload.assert_drained()
     if kind == "cuda":
         torch.cuda.synchronize()
-        stats = offload.engine()
+        stats = offload.stats()
     assert stats.live_handles == stats.host_used_bytes == 0
     return spread
 

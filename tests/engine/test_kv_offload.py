@@ -160,7 +160,7 @@ def test_a_step_leaves_nothing_away(monkeypatch, recompute):
     batch = make_batch(rows=3, tokens=TOKENS, padding=(6, 9, 22))  # whole chunks of padding
     for _ in range(3):
         loss = model(**batch).loss
-        assert offload.engine().host_used_bytes > 0
+        assert offload.stats().host_used_bytes > 0
         loss.backward()
         offload.assert_drained()  # while the loss is still held
 
@@ -170,7 +170,7 @@ def test_an_evaluation_streams_and_leaves_nothing_away(monkeypatch):
     batch = make_batch(rows=2, tokens=TOKENS)
     with torch.no_grad():
         loss = model.eval()(**batch).loss
-    assert offload.engine().h2d_bytes > 0
+    assert offload.stats().h2d_bytes > 0
     offload.assert_drained()
     plain = build_tiny_model("llama").eval()(**batch).loss
     torch.testing.assert_close(loss.float(), plain.float())
@@ -179,11 +179,11 @@ def test_an_evaluation_streams_and_leaves_nothing_away(monkeypatch):
 def test_a_dropped_loss_gives_all_back(monkeypatch):
     model, offload = _trained(monkeypatch)
     loss = model(**make_batch(tokens=TOKENS)).loss
-    assert offload.engine().live_handles > 0
+    assert offload.stats().live_handles > 0
     gc.disable()
     try:
         del loss
-        assert offload.engine().live_handles == 0
+        assert offload.stats().live_handles == 0
     finally:
         gc.enable()
     offload.assert_drained()
@@ -270,7 +270,7 @@ def test_keys_on_disk(monkeypatch, tmp_path, recompute):
         build_tiny_model("gemma2"), make_batch(rows=2, tokens=TOKENS), recompute=recompute
     )
     (offload,) = engines
-    stats = offload.engine()
+    stats = offload.stats()
     assert stats.disk_write_bytes == stats.d2h_bytes > 0, "keys and sums went there, nothing else"
     assert stats.disk_read_bytes > 0
     offload.assert_drained()
@@ -284,10 +284,10 @@ def test_on_a_cpu_free_heap_goes_back_while_blocks_come_and_go(monkeypatch):
     batch = make_batch(tokens=TOKENS)
     model(**batch).loss.backward()
     assert not trims, "so few bytes are not worth it"
-    before = offload.engine().h2d_bytes
+    before = offload.stats().h2d_bytes
     monkeypatch.setattr(stream_module, "TRIM_BYTES", 2**12)
     model(**batch).loss.backward()
-    came_back_bytes = offload.engine().h2d_bytes - before
+    came_back_bytes = offload.stats().h2d_bytes - before
     assert 0 < len(trims) <= came_back_bytes / 2**12
 
 

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.convert import convert, get_engine
 from sppo_hf.engine.cpu_heap import CpuChunkArena
-from sppo_hf.engine.layer_tiles import token_wise
 from sppo_hf.engine.recompute import RecomputedLayer
+from sppo_hf.engine.sliced_calls import token_wise
 from sppo_hf.engine.step_observer import StepObserver
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.plan import Plan
@@ -211,11 +211,11 @@ def test_nothing_is_left_on_the_model_or_in_the_offload_engine() -> None:
     assert not any("forward" in part.__dict__ for part in model.model.layers.modules())
     engine = get_engine(model)
     assert engine is not None
-    assert engine.offload.engine().live_handles > 0
+    assert engine.offload.stats().live_handles > 0
     gc.disable()
     try:
         del loss
-        assert engine.offload.engine().live_handles == 0, "something waits for the collector"
+        assert engine.offload.stats().live_handles == 0, "something waits for the collector"
     finally:
         gc.enable()
 

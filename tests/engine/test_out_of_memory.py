@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from sppo_hf import SPPOConfig
-from sppo_hf.attention.backends.cpu_flash import CPUFlash
+from sppo_hf.attention.backends.aten import CPUFlash
 from sppo_hf.engine.convert import convert, get_engine
-from sppo_hf.engine.head import ModelHead
+from sppo_hf.engine.loss import ModelHead
 from sppo_hf.engine.step_observer import StepObserver
 from sppo_hf.offload.copy_streams import HostCopier
 from sppo_hf.offload.host_memory import HostPool
@@ -164,7 +164,7 @@ def assert_clean(model: torch.nn.Module, *, running: bool = False) -> None:
     offload.assert_drained()
     if offload.device.type == "cuda":
         torch.cuda.synchronize()
-    stats = offload.engine()
+    stats = offload.stats()
     assert stats.live_handles == stats.host_used_bytes == 0
     assert (get_engine(model).running is not None) is running
 

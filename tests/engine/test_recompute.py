@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from sppo_hf import SPPOConfig, SPPOError
 from sppo_hf.engine import recompute
-from sppo_hf.engine import selective as holders
 from sppo_hf.engine.convert import convert, get_engine
 from sppo_hf.engine.recompute import RecomputedLayer
 from sppo_hf.engine.structure import find_parts
@@ -310,7 +309,7 @@ class _Bytes:
         self.by_kind: dict[str, int] = {}
         hold = RecomputedLayer._hold
 
-        def counted(frame: RecomputedLayer, kind: str, tensor: Tensor) -> holders.Holder:
+        def counted(frame: RecomputedLayer, kind: str, tensor: Tensor) -> recompute.SavedOnDevice:
             name = kind.split()[0]
             self.by_kind[name] = self.by_kind.get(name, 0) + tensor.nbytes
             return hold(frame, kind, tensor)
@@ -347,7 +346,7 @@ def test_offloaded_products_lie_between_skeleton_and_whole() -> None:
             engine = get_engine(model)
             assert engine is not None
             offload = engine.offload
-            sent[saved] = offload.engine().d2h_bytes
+            sent[saved] = offload.stats().d2h_bytes
             loss.backward()
             offload.assert_drained()
     assert sent["inputs"] < sent["matmuls"] < sent["whole"]

@@ -15,7 +15,8 @@ from transformers import Trainer
 
 from sppo_hf import ConfigError, SPPOConfig, SPPOPlugin
 from sppo_hf.engine.convert import get_engine
-from sppo_hf.integrations.validation import refuse_host_weights, states_bytes, why_on_device
+from sppo_hf.integrations.accelerator import optimizer_state_bytes, reason_against_host
+from sppo_hf.integrations.validation import check_host_placement
 from sppo_hf.offload.copy_streams import HostCopier
 from sppo_hf.planning import plan
 from sppo_hf.planning.choices import Places
@@ -162,7 +163,7 @@ def test_what_keeps_weights_on_the_device_is_said(
     kind: Any, changes: dict[str, Any], named: str
 ) -> None:
     accelerator = SimpleNamespace(**{"num_processes": 1, "mixed_precision": "no", **changes})
-    said = why_on_device(accelerator, kind([torch.nn.Parameter(torch.rand(2))]))
+    said = reason_against_host(accelerator, kind([torch.nn.Parameter(torch.rand(2))]))
     assert named in said
     assert bool(said) == bool(named)
 
@@ -181,7 +182,7 @@ def test_what_an_optimizer_keeps_is_known_before_its_first_step(
 ) -> None:
     parameter = torch.nn.Parameter(torch.rand(64, dtype=torch.bfloat16))
     optimizer = kind([parameter], **options)
-    said = states_bytes(optimizer)
+    said = optimizer_state_bytes(optimizer)
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     kept = sum(x.nbytes for x in optimizer.state[parameter].values() if x.numel() > 1)
@@ -206,7 +207,7 @@ def test_an_optimizer_that_cannot_live_there_is_refused(kind, options, named: st
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(cpu=True, parallelism_config=SPPOPlugin(optimizer="host"))
     model = make_model()
-    with pytest.raises(ConfigError, match=f"cannot live on the host: {named}"):
+    with pytest.raises(ConfigError, match=f"cannot be on the host: {named}"):
         accelerator.prepare(model, kind(model.parameters(), **options))
 
 
@@ -235,7 +236,7 @@ def test_the_trainer_never_moves_all_of_the_model_to_the_device(tmp_path: Path) 
 def test_what_needs_the_device_is_refused(seen: dict[str, Any], said: str) -> None:
     accelerator = SimpleNamespace(**{"num_processes": 1, "mixed_precision": "no", **seen})
     with pytest.raises(ConfigError, match=said):
-        refuse_host_weights(accelerator, SPPOConfig(weights="host"))
+        check_host_placement(accelerator, SPPOConfig(weights="host"))
 
 
 def test_what_a_step_did_ends_with_the_update(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ class Held:
         units = self.engine._units
         assert units is not None
         runners = [running.sequence for running in units._running.values()]
-        stores = {s for runner in runners for s in runner.key_stores(runner._layers)}
+        stores = {s for runner in runners for s in runner.kv_stores(runner._layers)}
         stores |= {store for ended, _ in shared._sums.values() for store in ended}
         keys = sums = 0
         for store in stores:

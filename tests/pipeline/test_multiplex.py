@@ -158,7 +158,7 @@ def test_all_ranks_of_a_set_begin_its_collectives_in_one_order(
             layers=lambda stage: {},
             head_blocks=None,
             dtypes=(torch.float32, torch.float32),
-            stores=lambda *_: cast(Any, SimpleNamespace(key_stores=lambda layers: [])),
+            stores=lambda *_: cast(Any, SimpleNamespace(kv_stores=lambda layers: [])),
             weights=cast(Any, weights),
         )
         for action in compute.ranks[rank]:

@@ -241,11 +241,11 @@ def test_a_backward_finds_what_was_prefetched(recompute: str) -> None:
     for place in backwards([1, 0]):
         for stage, one in enumerate((pair.first, pair.last)):
             one.units.prefetch(stage, *place)
-        copied.append(pair.first.engine.offload.engine().h2d_bytes)
+        copied.append(pair.first.engine.offload.stats().h2d_bytes)
         pair.backward(*place)
-        assert pair.first.engine.offload.engine().h2d_bytes == copied[-1]
+        assert pair.first.engine.offload.stats().h2d_bytes == copied[-1]
     assert all(one < other for one, other in pairwise(copied))
-    assert copied[-1] == pair.first.engine.offload.engine().d2h_bytes
+    assert copied[-1] == pair.first.engine.offload.stats().d2h_bytes
     pair.assert_exact()
 
 

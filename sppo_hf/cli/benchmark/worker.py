@@ -252,7 +252,7 @@ class Measurement:
         def step_ended() -> None:
             engine = get_engine(model) if plugin is not None else None
             if engine is not None:
-                self._units.step_ended(engine.offload.engine().stall_seconds)
+                self._units.step_ended(engine.offload.stats().stall_seconds)
             on_step()
 
         self._steps.on_step = step_ended
