@@ -141,7 +141,7 @@ class SavedOffloaded:
     def borrow(self) -> Iterator[Tensor]:
         """See `SavedTensor`."""
         assert self._handle is not None, "an offloaded tensor is taken once"
-        was_away = self._engine.bytes_to_fetch(self.handles()) > 0
+        was_away = self._engine.bytes_to_prefetch(self.handles()) > 0
         tensor = self._engine.wait_for(self._handle)
         try:
             yield tensor
@@ -355,7 +355,7 @@ class RecomputedLayer:
             self._recorder = None
         self._unhook()
         self._keep = None
-        self._reads.leave_out_own_writes(self._versions)
+        self._reads.ignore_own_writes(self._versions)
         if not self._meta:
             self._release()  # nothing in the layer needs a gradient
         elif self._prefetch_order is not None:
@@ -381,7 +381,7 @@ class RecomputedLayer:
         """
         if self._recorder is not None:
             self._recorder.pause()
-        elif self.again and self._recomputing is None:
+        elif self.is_recompute and self._recomputing is None:
             self._beside.__exit__(None, None, None)
             self._attends = True
         return self._recomputing
@@ -398,7 +398,7 @@ class RecomputedLayer:
                 self._beside.given(out_BNCH, lse_BNC)
 
     @property
-    def again(self) -> bool:
+    def is_recompute(self) -> bool:
         """Whether the layer runs again."""
         return not self.is_open
 
@@ -614,8 +614,8 @@ class RecomputedLayer:
         assert self._arguments is not None, "what was opened has its arguments"
         arguments, versions = self._arguments
         where = f"recomputing {self._label}"
-        self._reads.refuse_changes(self._versions, where)
-        arguments.refuse_changes(versions, where)
+        self._reads.check_unchanged(self._versions, where)
+        arguments.check_unchanged(versions, where)
 
     def _run_layer(
         self,
