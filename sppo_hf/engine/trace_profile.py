@@ -633,8 +633,8 @@ class _Run:
         self._attending_child = self._counter.child
         self._attention_bytes = out_BNCH.nbytes + lse_BNC.nbytes
         self.largest_bytes = max(self.largest_bytes, out_BNCH.nbytes)
-        self._needless.given(out_BNCH, lse_BNC)
-        self._recorder.resume(out_BNCH, lse_BNC)
+        self._needless.add_inputs(out_BNCH, lse_BNC)
+        self._recorder.start(out_BNCH, lse_BNC)
 
     def forward(self) -> _Counts:
         with _autocast(self._training):
@@ -656,20 +656,20 @@ class _Run:
             ),
         )
         counts.matmuls_bytes = counts.inputs_bytes + sum(
-            product.holder.nbytes for product in held if isinstance(product.holder, _Size)
+            product.output.nbytes for product in held if isinstance(product.output, _Size)
         )
-        sizes = (x.holder.nbytes for x in held if isinstance(x.holder, _Size))
+        sizes = (x.output.nbytes for x in held if isinstance(x.output, _Size))
         saved = map(self._saved_bytes, self._saved)
         self.largest_bytes = max(self.largest_bytes, *sizes, *saved)
         found = self._needless.result()
-        blank = iter(() if found is None else found.blank)
+        blank = iter(() if found is None else found.is_unused)
         counts.inputs_recompute_flops = sum(
             product.flops
             for product in forward[: self._last_save]
             if not (product.thick and next(blank, False))
         )
         counts.tiled_bytes, counts.tile_bytes = self._tiles_bytes(counts.whole_bytes)
-        counts.tiles_recompute_flops = self._tiles_flops(() if found is None else found.blank)
+        counts.tiles_recompute_flops = self._tiles_flops(() if found is None else found.is_unused)
         thick = iter(held)
         # A thick product of weights alone is computed again, too.
         counts.matmuls_recompute_flops = sum(
@@ -734,7 +734,7 @@ class _Run:
             self._counter.trackers.remove(self._tile_needless)
             self._tile = None
         found = self._tile_needless.result()
-        tile.blank = () if found is None else found.blank
+        tile.blank = () if found is None else found.is_unused
         tile.end = len(self._counter.products)
         self._tiles.append(tile)
         return output
@@ -780,8 +780,8 @@ class _Run:
         vars(self).clear()
 
     def _save(self, tensor: Tensor) -> list[Tensor]:
-        self._recorder.saved(tensor)
-        self._needless.saved(tensor)
+        self._recorder.on_saved(tensor)
+        self._needless.on_saved(tensor)
         self._last_save = len(self._counter.products)
         key = storage_key(tensor)
         if key not in self._others and key not in self._saved:
@@ -789,7 +789,7 @@ class _Run:
         if self._tile is None:
             self._save_outside(tensor)
         else:
-            self._tile_needless.saved(tensor)
+            self._tile_needless.on_saved(tensor)
             self._tile.last_save = self._last_save
             if key not in self._others:
                 self._tile.saved.add(key)
@@ -943,7 +943,7 @@ class _FlopCounter(LightDispatchMode):
                 self._weights[storage_key(tensor)] = made
         if op.left_factor is not None and len(args) > op.left_factor:
             left = args[op.left_factor]
-            thick = op.is_product(args, self._width)
+            thick = op.is_thick_matmul(args, self._width)
             second = self._rank is not None and any(given) and left.shape[-1] == self._rank
             inner = second and out.shape[-1] not in (self._width, self._rank)
             self.products.append(
