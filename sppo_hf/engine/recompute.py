@@ -139,7 +139,7 @@ class SavedOffloaded:
     def borrow(self) -> Iterator[Tensor]:
         """Have the tensor on the device; afterwards it is offloaded again if it was before."""
         assert self._handle is not None, "a saved tensor is borrowed before it is taken"
-        was_offloaded = self._engine.bytes_to_fetch(self.handles()) > 0
+        was_offloaded = self._engine.bytes_to_prefetch(self.handles()) > 0
         tensor = self._engine.wait_for(self._handle)
         try:
             yield tensor
@@ -347,7 +347,7 @@ class RecomputedLayer:
             self._recorder = None
         self._unhook()
         self._keep = None
-        self._reads.leave_out_own_writes(self._versions)
+        self._reads.ignore_own_writes(self._versions)
         if not self._meta:
             self._release()  # nothing in the layer needs a gradient
         elif self._prefetch_order is not None:
@@ -713,8 +713,8 @@ class RecomputedLayer:
         assert self._read_arguments is not None, "forward has noted the arguments"
         arguments, versions = self._read_arguments
         where = f"recomputing {self._label}"
-        self._reads.refuse_changes(self._versions, where)
-        arguments.refuse_changes(versions, where)
+        self._reads.check_unchanged(self._versions, where)
+        arguments.check_unchanged(versions, where)
 
     def _is_repeated(self, recomputed: list[Tensor]) -> bool:
         return [(t.shape, t.dtype) for t in recomputed] == self._meta

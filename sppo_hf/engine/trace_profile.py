@@ -155,7 +155,7 @@ def trace_model(config: PreTrainedConfig, training: Training, make: Any) -> Mode
         parts = find_parts(_build(config, training, make))
         with _only(parts, ()):
             _make_fake(parts.causal_lm)
-        lengths = _SCAN_LENGTHS if parts.has_states else _LENGTHS
+        lengths = _SCAN_LENGTHS if parts.has_recurrent_state else _LENGTHS
         calls = [_calls(parts, tokens, training) for tokens in lengths]
         # What comes before the first adapter needs no gradient, so the first layer stands alone.
         kinds = [(_kind(call), training.lora and index == 0) for index, call in enumerate(calls[0])]
@@ -350,7 +350,7 @@ def _calls(parts: ModelParts, tokens: int, training: Training) -> list[_Call]:
         "use_cache": False,
         "return_dict": True,
     }
-    if parts.has_states:
+    if parts.has_recurrent_state:
         inputs["use_cache"] = True
         inputs[parts.cache_argument()] = StateCache(len(parts.layers))
         if "position_ids" not in parts.base_arguments():
@@ -419,7 +419,7 @@ def _trace_kind(
     except _LOOKS_AT_VALUES as error:
         logger.info("%s is traced on the CPU: %s", type(calls[0].layer).__name__, error)
     layer = calls[0].layer
-    lengths = _SCAN_CPU_LENGTHS if parts.has_states else _CPU_LENGTHS
+    lengths = _SCAN_CPU_LENGTHS if parts.has_recurrent_state else _CPU_LENGTHS
     calls = [
         next(call for call in _calls(parts, tokens, training) if call.layer is layer)
         for tokens in lengths
