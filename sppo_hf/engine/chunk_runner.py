@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sppo_hf.attention.kv_cache import KeyOwners, KVStore, LayerKV
+from sppo_hf.attention.kv_cache import KVOwners, KVStore, LayerKV
 from sppo_hf.attention.segments import RowSpans
 from sppo_hf.engine.action_log import ActionLog, LayerLog
 from sppo_hf.engine.attention_interface import chunked_attention
@@ -44,7 +44,7 @@ from sppo_hf.engine.chunk_context import (
     current_of,
 )
 from sppo_hf.engine.cpu_heap import CpuChunkArena, HeapWatch, return_free_heap
-from sppo_hf.engine.kv_offload import KeysAgain, KeysAway, kv_stream
+from sppo_hf.engine.kv_offload import OffloadedKV, RecomputedKV, kv_stream
 from sppo_hf.engine.recompute import AroundLayers, RecomputedLayer
 from sppo_hf.engine.recurrent_state import (
     LayerStates,
@@ -245,7 +245,7 @@ class ChunkRunner:
             self._offload,
             max_pending_d2h_bytes=plan.max_pending_d2h_bytes,
             # Without links the caller says when the frames of a chunk are to come.
-            asked=plan.program().lowest_asked if away and self._linked else [],
+            asked=plan.program().lowest_prefetched if away and self._linked else [],
             # Not a method of ours: see [Note: what a frame must not hold].
             on_prefetch=None if self._log is None else self._log.prefetched,
         )
@@ -353,7 +353,7 @@ class ChunkRunner:
             prefix = PrefixLength(self.rank_tokens(chunks.start)[0])
             inputs = {**inputs, self._parts.cache_argument(): prefix}
         # Not kept: it has this runner, and both would wait for Python's garbage collector.
-        context = dataclasses.replace(self._sequence, runner=self, owners=KeyOwners())
+        context = dataclasses.replace(self._sequence, runner=self, owners=KVOwners())
         with chunked_attention(context), self._around_layers():
             try:
                 inputs = self._with_cache(inputs, start, end)
@@ -430,7 +430,7 @@ class ChunkRunner:
 
     def settle(self) -> None:
         """Let compute wait until few enough bytes are on their way out."""
-        self._offload.close_frame(self._plan.max_pending_d2h_bytes)
+        self._offload.limit_pending_d2h(self._plan.max_pending_d2h_bytes)
 
     def _number(self, chunk: int, layer: int) -> int:
         """A frame's number: its place in the order of forward; `layer` counts from the first.
@@ -446,7 +446,7 @@ class ChunkRunner:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Open the frame of layer `index` and the first chunk; returns that chunk's arguments."""
         if self._weights is not None:
-            self._weights.enter(index)
+            self._weights.enter_layer(index)
         where = f"layer {index} ({type(layer).__name__})"
         self._layer_frames = {}
         if len(self._chunks) > 1:
@@ -456,7 +456,7 @@ class ChunkRunner:
                 )
             modes = {self._plan.mode(index - self._layers.start, c) for c in self._chunks}
             stays = all(mode.recompute and mode.tier == "device" for mode in modes)
-            self._arena = CpuChunkArena(len(self._chunks), inputs_stay=stays)
+            self._arena = CpuChunkArena(len(self._chunks), keep_whole_inputs=stays)
         example = self._examples.get(index)
         self._cut = SlicedCall(
             args, kwargs, bounds=self._call_bounds(), example=example, where=where
@@ -529,7 +529,7 @@ class ChunkRunner:
         if self._weights is not None and index > 0 and chunk == 0 and hidden.requires_grad:
             # The layer below is entered, and those of the one below that are on their way, before
             # anything else is asked for.
-            enter = functools.partial(self._weights.enter, index - 1, backward=True)
+            enter = functools.partial(self._weights.enter_layer, index - 1, backward=True)
             hidden.register_hook(lambda _grad: enter())
         tiled = frame if isinstance(frame, RecomputedLayer) else None
         with contextlib.ExitStack() as entered:
@@ -580,7 +580,7 @@ class ChunkRunner:
         if hidden.device.type != "cpu":
             return
         heap = self._heap
-        if heap.knows_most or index % max(1, _TRIM_TOKENS // (end * hidden.shape[0])) == 0:
+        if heap.may_keep_free_heap or index % max(1, _TRIM_TOKENS // (end * hidden.shape[0])) == 0:
             heap.between_layers()
             if hidden.requires_grad:
                 hidden.register_hook(lambda _grad: heap.between_layers())
@@ -615,14 +615,14 @@ class ChunkRunner:
         whole = output if joined is None else joined
         hidden = whole[0] if isinstance(whole, tuple) else whole
         if away is not None and hidden.requires_grad:
-            away.come_before(hidden)
+            away.prefetch_before_backward(hidden)
         return joined
 
     def _kv_mode(self, layer: int) -> KVMode:
         modes = self._plan.kv_modes
         return modes[layer - self._layers.start] if modes else "device"
 
-    def _end_layer(self, index: int) -> KeysAway | None:
+    def _end_layer(self, index: int) -> OffloadedKV | None:
         """All chunks of layer `index` are done: its keys and values wait as the plan says.
 
         Returns:
@@ -647,9 +647,9 @@ class ChunkRunner:
                 if self._log is not None and chunk == first:
                     noted = functools.partial(self._log.kv_moved, position, back=True)
                 if frame is not None or not torch.is_grad_enabled():
-                    store.put_away(chunk, KeysAgain(index, chunk, frame, noted))
+                    store.offload_chunk(chunk, RecomputedKV(index, chunk, frame, noted))
         elif torch.is_grad_enabled():
-            away = KeysAway(
+            away = OffloadedKV(
                 self._offload, self._prefetch_order, mode, f"keys and values of layer {index}"
             )
             for chunk in store.chunks:
@@ -768,7 +768,7 @@ class ChunkRunner:
         number, label = self._number(chunk, position), f"layer {index}, chunk {chunk}"
         weights, before_use = self._weights, None
         if weights is not None:
-            before_use = functools.partial(weights.enter, index, backward=True)
+            before_use = functools.partial(weights.enter_layer, index, backward=True)
         if mode.recompute:
             return RecomputedLayer(
                 layer,
@@ -778,7 +778,7 @@ class ChunkRunner:
                 # The layer's keys are made again from what this frame is about to let go of.
                 before_recompute=None
                 if self._kv_mode(index) != "recompute" or not isinstance(context.kv, LayerKV)
-                else functools.partial(context.kv.bring_until, chunk),
+                else functools.partial(context.kv.load_until, chunk),
                 prefetch_order=self._prefetch_order,
                 offload=self._offload,
                 keep=self._arena.keep,

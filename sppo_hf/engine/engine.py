@@ -47,7 +47,7 @@ from sppo_hf.engine.step_observer import Direction, StepObserver, StepTimer, rel
 from sppo_hf.engine.structure import ModelParts, check_adapters, check_layers, check_trainable
 from sppo_hf.errors import ConfigError, SPPOError, UnsupportedModelError
 from sppo_hf.offload.engine import OffloadEngine, OffloadStats
-from sppo_hf.offload.weights import HostWeights, can_rest
+from sppo_hf.offload.weights import HostWeights, can_be_host_resident
 from sppo_hf.planning.choices import Places, read_budgets, read_places
 from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.memory import standing_device_bytes
@@ -172,7 +172,7 @@ class Engine:
                 before the conversion, so all of training would go on without chunks.
         """
         if self._passes_on and self.weights is not None:
-            self.weights.enter(index)
+            self.weights.enter_layer(index)
         trains = self.parts.causal_lm.training and torch.is_grad_enabled()
         if self._passes_on or not trains:
             return
@@ -544,8 +544,8 @@ class Engine:
         """The plan for batches of this shape; made, shown and remembered the first time."""
         if device.type == "cuda":
             self.plans.host_resident_bytes = self._resting_bytes()
-            locked = 0 if self.weights is None else self.weights.locked_gradient_bytes
-            self.plans.locked_gradient_bytes = locked
+            locked = 0 if self.weights is None else self.weights.pinned_gradient_bytes
+            self.plans.pinned_gradient_bytes = locked
         return self.plans.get(
             batch_rows, total_tokens, device, self.observer, return_logits=return_logits
         )
@@ -630,14 +630,14 @@ class Engine:
             layers,
             others,
             copier=copier,
-            stays=self._placed.weights != "host",
+            keep_device_copies=self._placed.weights != "host",
             locker=copier.page_locker if self.config.use_pin_memory else None,
-            before=self.weights,
+            previous=self.weights,
             progress=self.observer.on_host_memory,
         )
         for optimizer in self._optimizers:
             for parameter, state in optimizer.state.items():
-                if self.weights.holds(parameter):
+                if self.weights.has(parameter):
                     state.update(
                         (name, value.to("cpu"))
                         for name, value in state.items()
@@ -680,7 +680,7 @@ class Engine:
         asked, *others = read_places(self.config, facts, adapters=whole.lora is not None)
 
         def least_bytes(places: Places) -> int:
-            shape = whole.resting_on_host(weights=places.weights, optimizer=places.optimizer)
+            shape = whole.with_host_residents(weights=places.weights, optimizer=places.optimizer)
             return standing_device_bytes(shape, device.type)
 
         if others and least_bytes(asked) > budget:
@@ -689,10 +689,10 @@ class Engine:
 
     def _rest_as_planned(self, plan: Plan, device: torch.device) -> None:
         """Put on the host what settings leave open and a plan has there."""
-        resting = plan.shape.resting
+        resting = plan.shape.host_resident
         if resting is None or not plan.training:
             return
-        if self.weights is None or self.weights.stays != resting.stays:
+        if self.weights is None or self.weights.keep_device_copies != resting.stays:
             places = Places(weights=not resting.stays, optimizer=resting.gradient_bytes > 0)
             self._rest(places, device, plan)
 
@@ -734,7 +734,7 @@ class Engine:
         states = (
             value
             for parameter, state in optimizer.state.items()
-            if self.weights.holds(parameter)
+            if self.weights.has(parameter)
             for value in state.values()
             if isinstance(value, Tensor) and value.device.type == "cpu"
         )
@@ -744,7 +744,7 @@ class Engine:
         """The optimizer's step begins: what rests on the host is there, and whole."""
         if self.weights is not None:
             # A forward whose loss was dropped has left weights on the device.
-            self.weights.rest()
+            self.weights.move_to_host()
             if self.traces is not None:
                 self.traces.begin_update()
 
@@ -761,14 +761,14 @@ class Engine:
             return
         log = self._log
         self.weights.on_fetch = None if log is None else functools.partial(_note_weights, log)
-        self.weights.begin()
+        self.weights.start_forward()
         try:
             yield
         except BaseException:
-            self.weights.rest()
+            self.weights.move_to_host()
             raise
         if not backward_follows:
-            self.weights.rest()
+            self.weights.move_to_host()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
         """A fresh engine for the copied model; streams, slabs and plans are made anew."""
@@ -814,7 +814,7 @@ Rests = Callable[[torch.nn.Parameter], bool]
 
 def host_resident_predicate(config: SPPOConfig) -> Rests | None:
     """Which parameters of layers rest on the host; None where none do."""
-    frozen, trained = config.rests
+    frozen, trained = config.host_resident
     if not frozen and not trained:
         return None
     return lambda parameter: trained if parameter.requires_grad else frozen
@@ -832,7 +832,7 @@ def host_resident_parameters(
     others: list[torch.nn.Parameter] = []
     for parameter in parts.causal_lm.parameters():
         of = owners.get(id(parameter), set())
-        if not can_rest(parameter) or not rests(parameter):
+        if not can_be_host_resident(parameter) or not rests(parameter):
             continue
         if len(of) == 1:
             layers[next(iter(of))].append(parameter)

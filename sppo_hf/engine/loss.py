@@ -310,22 +310,22 @@ class ChunkedLoss:
         for start in range(0, hidden_MD.shape[0], self.tile_tokens):
             tile = slice(start, start + self.tile_tokens)
             loss, logits_MV = checkpoint(run, hidden_MD[tile], labels_M[tile], use_reentrant=False)
-            reads.leave_out_own_writes(versions)
+            reads.ignore_own_writes(versions)
             losses.append(loss)
             if self.on_logits is not None:
                 self.on_logits(logits_MV.detach(), tile)
         return torch.stack(losses).sum()
 
-    def refuse_changes(self) -> None:
+    def check_unchanged(self) -> None:
         """Refuse weights of the head that are not those of forward, as autograd would.
 
         Raises:
             SPPOError: They were changed in place.
         """
-        self._reads.refuse_changes(self._versions, "the loss's backward")
+        self._reads.check_unchanged(self._versions, "the loss's backward")
 
     def _tile_loss(self, hidden_MD: Tensor, labels_M: Tensor) -> tuple[Tensor, Tensor]:
-        self.refuse_changes()  # this may be backward, see `_checkpointed`
+        self.check_unchanged()  # this may be backward, see `_checkpointed`
         # Not indexed, or backward would make zeros for another tile of logits.
         logits_MV = self.head(hidden_MD[None]).squeeze(0)
         labels_M = labels_M.to(logits_MV.device)
@@ -521,7 +521,7 @@ class _TiledLoss(torch.autograd.Function):
             )
         ctx.spent = True
         if ctx.last:  # later on a hook may have stepped an optimizer
-            ctx.loss.refuse_changes()
+            ctx.loss.check_unchanged()
         (dhidden_BCD,) = ctx.saved_tensors
         # In the wide type: a bfloat16 scale would bias every gradient, a float16 one could vanish.
         factor = dtotal / ctx.loss.scale

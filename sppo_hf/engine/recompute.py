@@ -389,7 +389,7 @@ class RecomputedLayer:
     # -- attention's results; see `chunk_attention.Stash` --------------------------------------
 
     @property
-    def again(self) -> bool:
+    def is_recompute(self) -> bool:
         """Whether the layer is rerun."""
         return not self.is_open
 
@@ -401,7 +401,7 @@ class RecomputedLayer:
         """
         if self._recorder is not None:
             self._recorder.pause()
-        elif self.again and self._attention_results is None:
+        elif self.is_recompute and self._attention_results is None:
             self._rerun_mode.__exit__(None, None, None)
             self._attends = True
         return self._attention_results

@@ -64,29 +64,3 @@ The host's side has one lock, held by every public method of the engine, because
 in its own thread on CUDA. Work of one engine is assumed to be on one compute stream; if the current
 stream changes, the new one first waits for the old one, and the rules hold for it as well.
 """
-
-from sppo_hf.offload.copy_streams import Copier, HostCopier, StreamCopier, Ticket
-from sppo_hf.offload.disk import DiskStore
-from sppo_hf.offload.engine import OffloadEngine, OffloadStats, make_engine
-from sppo_hf.offload.host_memory import HostPool, Region
-from sppo_hf.offload.layer_offload import Frame, LayerOffload, PrefetchOrder
-from sppo_hf.offload.storage import OffloadedTensor
-from sppo_hf.offload.tiers import Staging
-
-__all__ = [
-    "Copier",
-    "DiskStore",
-    "Frame",
-    "HostCopier",
-    "HostPool",
-    "LayerOffload",
-    "OffloadEngine",
-    "OffloadStats",
-    "OffloadedTensor",
-    "PrefetchOrder",
-    "Region",
-    "Staging",
-    "StreamCopier",
-    "Ticket",
-    "make_engine",
-]

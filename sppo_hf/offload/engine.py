@@ -127,7 +127,7 @@ class PendingCopies:
         self._queue.append((self._frame, stored))
         self.num_bytes += stored.span.num_bytes
 
-    def close_frame(self, max_pending_d2h_bytes: int | None) -> None:
+    def limit_pending_d2h(self, max_pending_d2h_bytes: int | None) -> None:
         """Let compute wait for the oldest copies until at most `max_pending_d2h_bytes` are left.
 
         With None, until nothing but the frame that closes is left. Which copies are waited for
@@ -385,7 +385,7 @@ class OffloadEngine:
             short = self.pool.refusal and self.pool.reserved_bytes < host_bytes
             return self.pool.reserved_bytes if short else None
 
-    def can_move(self, tensor: Tensor) -> bool:
+    def can_offload(self, tensor: Tensor) -> bool:
         """Whether `start_offload` would move `tensor` rather than keep it in the handle."""
         return (
             tensor.numel() >= max(self._min_elements, 1)
@@ -409,7 +409,7 @@ class OffloadEngine:
         a storage that is away already cost no bytes.
 
         Args:
-            tensor: any strides, any dtype; kept in the handle if it is not `can_move`.
+            tensor: any strides, any dtype; kept in the handle if it is not `can_offload`.
             label: what the tensor belongs to, for messages.
             tier: where its bytes are to wait. What finds no room on the host goes to the disk, if
                 there is one. The host waits where the disk is slower than what goes there.
@@ -420,7 +420,7 @@ class OffloadEngine:
         """
         with self._lock:
             self._moves.tend()
-            if not self.can_move(tensor):
+            if not self.can_offload(tensor):
                 return OffloadedTensor.stayed(tensor, label)
             return OffloadedTensor.moved(tensor, self._moves.move(tensor, tier), label)
 
@@ -435,7 +435,7 @@ class OffloadEngine:
         """
         with self._lock:
             self._moves.tend()
-            if handle.is_moved:
+            if handle.is_offloaded:
                 self._moves.fetch(handle.stored())
 
     def poll(self) -> None:
@@ -454,7 +454,7 @@ class OffloadEngine:
             False if there is no room for it yet, so that a later call may do more.
         """
         with self._lock:
-            return not handle.is_away or handle.stored().tier.read_ahead(handle.stored())
+            return not handle.is_loadable or handle.stored().tier.read_ahead(handle.stored())
 
     @torch.no_grad()
     def wait_for(self, handle: OffloadedTensor) -> Tensor:
@@ -470,8 +470,8 @@ class OffloadEngine:
         """
         with self._lock:
             self._moves.tend()
-            if not handle.is_moved:
-                return handle.stayed_tensor()
+            if not handle.is_offloaded:
+                return handle.kept_tensor()
             stored = handle.stored()
             self._moves.bring(stored)
             stored.check_overwritten()
@@ -491,10 +491,10 @@ class OffloadEngine:
             handle.forget()
             self._moves.pass_on()
 
-    def bytes_to_fetch(self, handles: Iterable[OffloadedTensor]) -> int:
+    def bytes_to_prefetch(self, handles: Iterable[OffloadedTensor]) -> int:
         """Device bytes that a prefetch of all `handles` would take; aliases count once."""
         with self._lock:
-            storages = {handle.stored() for handle in handles if handle.is_away}
+            storages = {handle.stored() for handle in handles if handle.is_loadable}
             return sum(stored.span.num_bytes for stored in storages if not stored.coming)
 
     def evict(self, handle: OffloadedTensor) -> None:
@@ -510,10 +510,10 @@ class OffloadEngine:
         """
         with self._lock:
             self._moves.tend()
-            if handle.is_moved:
+            if handle.is_offloaded:
                 handle.stored().evict()
 
-    def close_frame(self, max_pending_d2h_bytes: int | None = None) -> None:
+    def limit_pending_d2h(self, max_pending_d2h_bytes: int | None = None) -> None:
         """Mark a frame boundary: compute waits until few enough bytes are on their way out.
 
         With `max_pending_d2h_bytes` None, until no frame but this one is, so that at most two
@@ -524,7 +524,7 @@ class OffloadEngine:
         """
         with self._lock:
             self._moves.tend()
-            self._moves.pending.close_frame(max_pending_d2h_bytes)
+            self._moves.pending.limit_pending_d2h(max_pending_d2h_bytes)
 
     def abandon(self) -> None:
         """Give up everything that is away, after an exception; its handles raise from now on.

@@ -144,7 +144,7 @@ def _remembered(saved: Tensor) -> Tensor | None:
     return leaf if type(leaf) is Parameter else None
 
 
-class Frame(Protocol):
+class PrefetchGroup(Protocol):
     """All that backward needs of one (layer, chunk), as far as the prefetch order must know it."""
 
     def handles(self) -> Iterable[OffloadedTensor]:
@@ -179,8 +179,10 @@ class PrefetchOrder:
         self._mover = mover
         self._leave_bytes = max_pending_d2h_bytes
         self._asked = asked
-        self._frames: dict[int, weakref.ref[Frame]] = {}
-        self._number_of: weakref.WeakKeyDictionary[Frame, int | None] = weakref.WeakKeyDictionary()
+        self._frames: dict[int, weakref.ref[PrefetchGroup]] = {}
+        self._number_of: weakref.WeakKeyDictionary[PrefetchGroup, int | None] = (
+            weakref.WeakKeyDictionary()
+        )
         self._reads_ahead = mover.reads_ahead
         self._on_prefetch = on_prefetch
         self._told: set[int] = set()
@@ -192,7 +194,7 @@ class PrefetchOrder:
     def __len__(self) -> int:
         return self._recorded
 
-    def record(self, frame: Frame, number: int | None = None) -> None:
+    def record(self, frame: PrefetchGroup, number: int | None = None) -> None:
         """Take `frame` (weakly referenced, hashed by identity) when it closes.
 
         Args:
@@ -205,9 +207,9 @@ class PrefetchOrder:
         self._recorded += 1
         if number is not None:
             self._frames[number] = weakref.ref(frame)
-        self._mover.close_frame(self._leave_bytes)
+        self._mover.limit_pending_d2h(self._leave_bytes)
 
-    def on_backward(self, frame: Frame) -> None:
+    def on_backward(self, frame: PrefetchGroup) -> None:
         """Prefetch `frame` and those that are listed with it; call at its first use.
 
         Cheap when called again: what is there or under way is not asked for twice.
@@ -375,13 +377,13 @@ class LayerOffload:
         cast = None if self._casts is None else self._casts.cast_of(tensor)
         if cast is not None:
             return _Saved(self, cast)
-        view = None if self._weights is None else self._weights.view_of(tensor, self._label)
+        view = None if self._weights is None else self._weights.saved_view_of(tensor, self._label)
         if view is not None:
             return _Saved(self, view)
         if self._tier == "device" or _is_parameter(tensor):
             return _Saved(self, OffloadedTensor.stayed(tensor, self._label))
         handle = self._engine.start_offload(tensor, label=self._label, tier=self._tier)
-        if handle.is_moved:
+        if handle.is_offloaded:
             self._handles.append(weakref.ref(handle))
         return _Saved(self, handle)
 

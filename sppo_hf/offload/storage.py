@@ -277,12 +277,12 @@ class OffloadedTensor:
         return cls(kept.shape, (), 0, kept.dtype, None, kept, version_of(kept), label)
 
     @property
-    def is_moved(self) -> bool:
+    def is_offloaded(self) -> bool:
         """Whether the bytes go to the host (else the tensor stays on the device)."""
         return self._stayed is None
 
     @property
-    def is_away(self) -> bool:
+    def is_loadable(self) -> bool:
         """Whether the tensor was moved and can still be had."""
         return self._owner is not None and not self._owner.stored.abandoned
 
@@ -309,7 +309,7 @@ class OffloadedTensor:
             )
         return stored
 
-    def stayed_tensor(self) -> Tensor:
+    def kept_tensor(self) -> Tensor:
         """The tensor that stayed.
 
         Raises:

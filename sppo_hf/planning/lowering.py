@@ -18,7 +18,7 @@ the next unit waits until no more than `max_pending_d2h_bytes` are on their way 
 enters a frame that leaves or is recomputed, frames are asked for in the order of backward, as long
 as those ahead of their use stay within `max_prefetch_bytes`; one frame may always be ahead. Frames
 that are kept whole ask for nothing. In a pipeline whole chunks are asked for, as `fetch_chunks`
-says. `sppo_hf.offload` carries this out: its prefetch order is given `lowest_asked`.
+says. `sppo_hf.offload` carries this out: its prefetch order is given `lowest_prefetched`.
 
 [Note: the order of work] By chunk, keys and values of all layers wait for their gradients, and so
 do the gradient sums: a pipeline must pass a chunk on before it begins the next. By layer, a layer's
@@ -264,7 +264,7 @@ class StepProgram:
         return sums[self.asked][np.append(np.flatnonzero(np.diff(places)), places.size - 1)]
 
     @cached_property
-    def lowest_asked(self) -> list[int]:
+    def lowest_prefetched(self) -> list[int]:
         """The same as the engine counts: by a frame's number, the lowest number asked for.
 
         By chunk that is the number of its forward among all layers' forwards. By layer a layer's
@@ -358,7 +358,7 @@ class StepProgram:
         away = self.tiers[self.offloaded_bytes > 0]
         through = any((away == list(TIERS).index(tier)).any() for tier in behind)
         host = standing["host"]
-        host.update(tables.resting)
+        host.update(tables.host_resident)
         if what.kv_tier in behind or through or self.kv_bytes(*behind).any():
             # A region through which bytes pass on their way to a tier behind the host and back.
             host[Cause.COPIES] = what.staging_bytes
@@ -814,7 +814,7 @@ class _Laying:
         self._streams = tables.streams
         self._both = tables.both_ways
         """Whether copies run both ways at once, in forward and in backward."""
-        self._resting = tables.shape.resting
+        self._resting = tables.shape.host_resident
         behind = [TIERS[tier] for tier in tiers_behind_host()]
         self._lanes = [COMPUTE, D2H, H2D, HOST_COMPUTE]
         self._lanes += [lane for tier in behind for lane in (tier.store_lane, tier.load_lane)]

@@ -106,7 +106,9 @@ def _decided(places: Places) -> Callable[..., tuple[Places, ...]]:
     """As if a GPU had no room, where settings and optimizer leave the place open."""
 
     def read(config: SPPOConfig, *_: object, **__: object):
-        return (places,) if config.rests != (True, True) else (Places(*config.rests),)
+        return (
+            (places,) if config.host_resident != (True, True) else (Places(*config.host_resident),)
+        )
 
     return read
 
@@ -121,7 +123,7 @@ def test_what_a_plan_puts_on_the_host_goes_there_before_the_first_step(
     monkeypatch.setattr(plan, "read_places", _decided(places))
     auto = _train(tmp_path / "auto", SPPOPlugin(chunk_tokens=16), **steps)
     weights = get_engine(auto.model).weights
-    assert weights.stays is not places.weights
+    assert weights.keep_device_copies is not places.weights
     assert weights.host_bytes == sum(p.nbytes for p in auto.model.parameters())
     for ours, theirs in zip(auto.model.parameters(), plain.model.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
@@ -143,7 +145,7 @@ def test_weights_follow_the_optimizer_where_longer_rows_ask_for_it(
             one(input_ids=ids, labels=ids).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert get_engine(model).weights.stays is (places == Places(False, True))
+        assert get_engine(model).weights.keep_device_copies is (places == Places(False, True))
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
     assert optimizers[0].param_groups[0]["fused"], "torch's fused kernel updates host memory"

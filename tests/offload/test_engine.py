@@ -119,7 +119,7 @@ def test_a_source_modified_before_it_left_is_refused(prefetched: bool) -> None:
 def test_what_cannot_move_stays_in_the_handle(tensor: torch.Tensor) -> None:
     engine = _engine(_slow_device())
     handle = engine.start_offload(tensor)
-    assert not handle.is_moved
+    assert not handle.is_offloaded
     engine.prefetch(handle)
     back = engine.wait_for(handle)
     assert back.shape == tensor.shape

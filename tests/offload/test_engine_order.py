@@ -231,8 +231,8 @@ class EngineUnderAnyUse(RuleBasedStateMachine):
     def evict(self, which: int) -> None:
         handle, _ = self.held[which % len(self.held)]
         self.engine.evict(handle)
-        if handle.is_moved:
-            assert self.engine.bytes_to_fetch([handle, handle]) == handle.stored().span.num_bytes
+        if handle.is_offloaded:
+            assert self.engine.bytes_to_prefetch([handle, handle]) == handle.stored().span.num_bytes
 
     @precondition(lambda self: self.held)
     @rule(which=st.integers(0, 99), by_dropping=st.booleans())
@@ -242,8 +242,8 @@ class EngineUnderAnyUse(RuleBasedStateMachine):
             self.engine.release(handle)
 
     @rule()
-    def close_frame(self) -> None:
-        self.engine.close_frame()
+    def limit_pending_d2h(self) -> None:
+        self.engine.limit_pending_d2h()
 
     @rule(seconds=DURATIONS)
     def advance(self, seconds: float) -> None:
@@ -252,8 +252,8 @@ class EngineUnderAnyUse(RuleBasedStateMachine):
     @rule()
     def fail(self) -> None:
         self.engine.abandon()
-        self.orphans = [handle for handle, _ in self.held if handle.is_moved]
-        self.held = [(handle, value) for handle, value in self.held if not handle.is_moved]
+        self.orphans = [handle for handle, _ in self.held if handle.is_offloaded]
+        self.held = [(handle, value) for handle, value in self.held if not handle.is_offloaded]
 
     @invariant()
     def within_budget(self) -> None:
@@ -326,7 +326,7 @@ def _forget_source(pending: PendingCopies, max_pending_d2h_bytes: int | None) ->
 
 MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "a source is freed without waiting for its copy": lambda patch: patch.setattr(
-        PendingCopies, "close_frame", _forget_source
+        PendingCopies, "limit_pending_d2h", _forget_source
     ),
     "a copy counts as ordered from the start": lambda patch: patch.setattr(
         StreamTicket, "ordered", property(lambda self: True)

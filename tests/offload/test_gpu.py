@@ -149,7 +149,7 @@ def check_round_trip(device: torch.device, *, num_elements: int, pin: bool) -> N
         values[at] = number + 1
     handle = engine.start_offload(values)
     del values
-    engine.close_frame(0)
+    engine.limit_pending_d2h(0)
     back = engine.wait_for(handle)
     assert [int(back[at]) for at in marks] == [1, 2, 3, 4]
     assert int(back.count_nonzero()) == 4

@@ -116,7 +116,7 @@ def test_frames_come_back_one_ahead() -> None:
     prefetch = engine.prefetch
 
     def logged(handle: OffloadedTensor) -> None:
-        if engine.bytes_to_fetch([handle]):
+        if engine.bytes_to_prefetch([handle]):
             log.append(f"prefetch {handle.label}")
         prefetch(handle)
 

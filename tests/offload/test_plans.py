@@ -173,7 +173,7 @@ class Training:
         self.engine.assert_drained()
         for _ in range(3):
             self.device.finish()
-            self.engine.close_frame(0)
+            self.engine.limit_pending_d2h(0)
         stats = self.engine.stats()
         assert stats.host_used_bytes == stats.live_handles == 0
         assert self.disk.used_bytes == 0
@@ -207,12 +207,12 @@ class Training:
         """Only what the window allows was asked for of frames that are not in use yet."""
         # What frames share was planned with twice.
         most_bytes = max(self.machine.max_prefetch_bytes or 0, self.largest_bytes)
-        in_use = {handle.stored() for handle, _ in entered.held if handle.is_moved}
+        in_use = {handle.stored() for handle, _ in entered.held if handle.is_offloaded}
         assert all(stored.coming for stored in in_use)
         if self.dropped:
             return  # what a dropped frame shared with one that is left is in nobody's window
         held = {
-            handle.stored() for frame in frames for handle in frame.handles() if handle.is_moved
+            handle.stored() for frame in frames for handle in frame.handles() if handle.is_offloaded
         }
         # What was in use and is shared with a frame before stays for that one's use.
         self.used |= in_use

@@ -39,7 +39,7 @@ class _Mover:
         self.offload_holder = 0
         self.closed: list[int | None] = []
 
-    def close_frame(self, max_pending_d2h_bytes: int | None = None) -> None:
+    def limit_pending_d2h(self, max_pending_d2h_bytes: int | None = None) -> None:
         self.closed.append(max_pending_d2h_bytes)
 
     def prefetch(self, handle: _Handle) -> None:

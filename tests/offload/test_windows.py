@@ -149,11 +149,11 @@ def test_what_was_dropped_under_copies_puts_one_wait_for_each_lane_on_compute() 
     device = _slow_device()
     engine = _engine(device)
     handles = [engine.start_offload(torch.rand(100)) for _ in range(8)]
-    engine.close_frame(max_pending_d2h_bytes=0)
+    engine.limit_pending_d2h(max_pending_d2h_bytes=0)
     for handle in handles:
         engine.prefetch(handle)
     handles += [engine.start_offload(torch.rand(100)) for _ in range(8)]
-    engine.close_frame()
+    engine.limit_pending_d2h()
     before = device.compute.waits
     handles.clear()
     engine.close()
@@ -181,13 +181,13 @@ def test_bytes_to_fetch_count_aliases_once_and_nothing_twice() -> None:
     whole = device.tensor(torch.rand(20, 30))
     handles = [engine.start_offload(part) for part in (whole, *whole.split(10, dim=1))]
     handles.append(OffloadedTensor.stayed(whole, None))
-    assert engine.bytes_to_fetch(handles) == 2400
+    assert engine.bytes_to_prefetch(handles) == 2400
     engine.prefetch(handles[1])
-    assert engine.bytes_to_fetch(handles) == 0
+    assert engine.bytes_to_prefetch(handles) == 0
     engine.evict(handles[2])
-    assert engine.bytes_to_fetch(handles) == 2400
+    assert engine.bytes_to_prefetch(handles) == 2400
     engine.abandon()
-    assert engine.bytes_to_fetch(handles) == 0
+    assert engine.bytes_to_prefetch(handles) == 0
 
 
 def test_an_evicted_tensor_comes_back_as_often_as_it_is_wanted() -> None:
@@ -195,7 +195,7 @@ def test_an_evicted_tensor_comes_back_as_often_as_it_is_wanted() -> None:
     engine = _engine(device)
     values = torch.rand(100)
     handle = engine.start_offload(device.tensor(values))
-    engine.close_frame(0)
+    engine.limit_pending_d2h(0)
     for _ in range(3):
         engine.prefetch(handle)
         tensor = engine.wait_for(handle)
@@ -237,7 +237,7 @@ def test_evicting_the_source_that_served_after_it_had_left() -> None:
     engine.evict(handle)
     device.look_for_freed()
     assert device.device_bytes == 0
-    assert engine.bytes_to_fetch([handle]) == 400
+    assert engine.bytes_to_prefetch([handle]) == 400
 
 
 def test_evict_does_nothing_for_what_stayed_and_refuses_what_is_gone() -> None:

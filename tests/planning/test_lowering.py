@@ -133,9 +133,9 @@ def test_weights_on_the_host_by_hand() -> None:
     # Gradients of one layer may be on their way.
     assert after(lanes, "0B1.1") == {"0P0.1#1", "0G0.3"}
     assert after(lanes, "0U0") == {"0B0.0", "0G0.4"}
-    assert shape.resting is not None
+    assert shape.host_resident is not None
     seconds = seconds_of(lanes, Action.parse("0P0.2#0"))
-    assert seconds == pytest.approx(shape.resting.layer_bytes[2] / 4e8)
+    assert seconds == pytest.approx(shape.host_resident.layer_bytes[2] / 4e8)
     assert seconds_of(lanes, Action.parse("0U0")) == pytest.approx(
         (3 * 2 + 2 * 8) * shape.trainable_parameters / 1e9
     )
@@ -179,7 +179,7 @@ def test_keys_that_are_made_again_take_time_and_inputs_once_more() -> None:
     modes: tuple[KVMode, KVMode] = ("device", "recompute")
     kept, again = (lower(by_layer("device", m, mode=RECOMPUTE_OFFLOAD), cost) for m in modes)
     seconds = again.seconds - kept.seconds
-    assert seconds[6] == pytest.approx(2 * cost.keys_seconds(1, 512))
+    assert seconds[6] == pytest.approx(2 * cost.kv_recompute_seconds(1, 512))
     assert seconds.sum() == pytest.approx(seconds[6])
     one = 512 * 256 * 2
     assert again.copied_bytes[1] - kept.copied_bytes[1] == one
@@ -328,7 +328,7 @@ class _Mover:
     def __init__(self) -> None:
         self.asked: list[int] = []
 
-    def close_frame(self, max_pending_d2h_bytes: int | None = None) -> None:
+    def limit_pending_d2h(self, max_pending_d2h_bytes: int | None = None) -> None:
         pass
 
     def prefetch(self, handle: _Handle) -> None:
@@ -346,7 +346,7 @@ def test_the_engine_prefetches_where_the_program_does(run: tuple[ModelCost, Deci
     what = keys_here(what)
     lanes = lanes_of(what, cost)
     mover = _Mover()
-    prefetch_order = PrefetchOrder(mover, asked=lower(what, cost).lowest_asked)  # type: ignore[arg-type]
+    prefetch_order = PrefetchOrder(mover, asked=lower(what, cost).lowest_prefetched)  # type: ignore[arg-type]
     frames: dict[tuple[int, int], _Frame] = {}
     order = in_order(what)
     for at, (chunk, layer) in enumerate(order):
@@ -474,7 +474,7 @@ def test_compute_is_the_sum_of_what_each_unit_takes(
                 expected += cost.backward_seconds(layer, start, end)
                 expected += cost.recompute_seconds(layer, end - start, saved, start=start)
                 if what.by_layer and what.kv_mode(layer) == "recompute" and saved != "whole":
-                    expected += cost.keys_seconds(layer, end - start)
+                    expected += cost.kv_recompute_seconds(layer, end - start)
     assert compute_seconds(what, cost) == pytest.approx(expected)
 
 
