@@ -20,7 +20,7 @@ from typing import Any, Literal, NoReturn, cast
 import yaml
 
 from sppo_hf.errors import ConfigError
-from sppo_hf.reading import MOST_SETTINGS_BYTES, parse_yaml, read_text, write_yaml
+from sppo_hf.reading import MAX_SETTINGS_BYTES, parse_yaml, read_text, write_yaml
 from sppo_hf.registry import ATTENTION_BACKENDS, OFFLOAD_POLICIES, SCHEDULES, TIERS, Registry
 from sppo_hf.rules import (
     Rule,
@@ -242,7 +242,7 @@ class SPPOConfig:
         return settings
 
     @property
-    def rests(self) -> tuple[bool, bool]:
+    def host_resident(self) -> tuple[bool, bool]:
         """Whether layers' frozen weights, and trained ones with their optimizer, rest on the host.
 
         "auto" of the optimizer follows the weights: it works where they rest.
@@ -262,7 +262,7 @@ class SPPOConfig:
         text = read_text(
             path,
             what="settings file",
-            most_bytes=MOST_SETTINGS_BYTES,
+            max_bytes=MAX_SETTINGS_BYTES,
             remedy="give the path of a YAML file with one 'name: value' per line",
         )
         try:
@@ -283,7 +283,7 @@ class SPPOConfig:
             write_yaml(self.to_dict(), file)
 
     @property
-    def offload_chooses(self) -> bool:
+    def offload_is_partial(self) -> bool:
         """Whether `offload` is a rule by which some activations leave and others stay."""
         facts = OFFLOAD_POLICIES.facts(self.offload)
         return bool(facts.get("keeps") and facts.get("leaves"))
@@ -521,7 +521,7 @@ def _check_pipeline(config: SPPOConfig) -> None:
             "a pipeline. Allowed: either alone. Remedy: drop compile."
         )
     seen = f"pp_virtual_stages={config.pp_virtual_stages}"
-    interleaved = SCHEDULES.where("interleaved")
+    interleaved = SCHEDULES.names_with("interleaved")
     if config.pp_virtual_stages > 1 and config.pp_schedule not in interleaved:
         raise ConfigError(
             f"{seen} contradicts pp_schedule={config.pp_schedule!r}, which puts one stage on a "

@@ -22,7 +22,7 @@ from sppo_hf import SPPOConfig
 from sppo_hf.attention.backends.select import BACKENDS
 from sppo_hf.engine.device_facts import device_facts, device_versions
 from sppo_hf.errors import SPPOError
-from sppo_hf.profiling.measure import Heads
+from sppo_hf.profiling.calibrate import Heads
 from sppo_hf.profiling.measure_backends import (
     Group,
     backends_table,

@@ -30,9 +30,9 @@ from rich.table import Table
 from smollm2 import DEFAULT_MODEL, load_model
 
 from sppo_hf import SPPOPlugin
-from sppo_hf.offload import disk, disk_queue
+from sppo_hf.offload import disk
+from sppo_hf.offload.disk import Transfers
 from sppo_hf.offload.disk_files import Bytes, checksum
-from sppo_hf.offload.disk_queue import Transfers
 from sppo_hf.rules import format_bytes
 
 MOST_RATIO = 1.03
@@ -81,7 +81,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     with (
         tempfile.TemporaryDirectory(dir=options.dir) as folder,
         patch.object(disk, "Transfers", switch.make),
-        patch.object(disk_queue, "checksum", switch.checksum),
+        patch.object(disk, "checksum", switch.checksum),
     ):
         plugin = SPPOPlugin(
             show_progress=False,

@@ -29,7 +29,7 @@ from sppo_hf.pipeline.convert import convert_to_stages
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
 from sppo_hf.registry import SCHEDULES
 from sppo_hf.reporting.chrome_trace import write_trace
-from sppo_hf.reporting.schedule_figure import draw_comparison
+from sppo_hf.reporting.figures import draw_comparison
 from sppo_hf.schedule.generate import Size, generate
 from sppo_hf.schedule.lower import lower
 from sppo_hf.schedule.measured_timeline import (

@@ -63,9 +63,13 @@ class KVStore(Protocol):
         ...
 
     def blocks(
-        self, pieces: tuple[AttentionSegment, ...], *, window: int | None, local: int | None = None
+        self,
+        segments: tuple[AttentionSegment, ...],
+        *,
+        window: int | None,
+        local: int | None = None,
     ) -> tuple[Block, ...]:
-        """The blocks in which `pieces` (of a layer with this mask) can be read."""
+        """The blocks in which `segments` (of a layer with this mask) can be read."""
         ...
 
     def walk(
@@ -91,31 +95,33 @@ class KVStore(Protocol):
 
     # Where units of a pipeline change ranks, a later store takes over what earlier ones have:
 
-    def put_earlier(self, chunk: int, k_BKCH: Tensor, v_BKCH: Tensor) -> None:
+    def put_attended(self, chunk: int, k_BKCH: Tensor, v_BKCH: Tensor) -> None:
         """Take keys and values of a `chunk` that has attended, with another store."""
         ...
 
-    def keys_and_values(self, chunk: int) -> tuple[Tensor, Tensor]:
+    def chunk_kv(self, chunk: int) -> tuple[Tensor, Tensor]:
         """Keys and values of `chunk`, each BKCH, which stay here too."""
         ...
 
-    def drop_keys(self, chunk: int) -> None:
+    def free_kv(self, chunk: int) -> None:
         """Free keys and values of `chunk`, whose own backward runs with another store.
 
         The sums of their gradients wait here.
         """
         ...
 
-    def sums(self, chunk: int) -> tuple[Tensor, Tensor]:
+    def gradient_sums(self, chunk: int) -> tuple[Tensor, Tensor]:
         """Those sums of dK and dV, as they were summed, each BKCH; they stay here too."""
         ...
 
-    def drop_sums(self, chunk: int) -> None:
+    def free_gradient_sums(self, chunk: int) -> None:
         """Free them."""
         ...
 
-    def add_sums(self, chunk: int, dk_BKCH: Tensor, dv_BKCH: Tensor, heads: list[int]) -> None:
-        """Add what another store's `sums` has returned, for some heads; one may come twice."""
+    def add_gradient_sums(
+        self, chunk: int, dk_BKCH: Tensor, dv_BKCH: Tensor, heads: list[int]
+    ) -> None:
+        """Add another store's `gradient_sums` for some heads; a head may occur twice."""
         ...
 
 
@@ -141,7 +147,11 @@ class LayerKV:
         self._keys[chunk] = (_kept("keys", k_BKCH, keep), _kept("values", v_BKCH, keep))
 
     def blocks(
-        self, pieces: tuple[AttentionSegment, ...], *, window: int | None, local: int | None = None
+        self,
+        segments: tuple[AttentionSegment, ...],
+        *,
+        window: int | None,
+        local: int | None = None,
     ) -> tuple[Block, ...]:
         """One block: everything is here."""
         return (self.block,)
@@ -150,17 +160,17 @@ class LayerKV:
         self, chunk: int, blocks: tuple[Block, ...], *, borrowed: bool = False
     ) -> Iterator[Keys]:
         """See `KVStore.walk`."""
-        self.bring_until(chunk)
+        self.load_until(chunk)
         yield self
 
     def walk_back(
         self, chunk: int, blocks: tuple[Block, ...], *, borrowed: bool = False
     ) -> Iterator[Keys]:
         """See `KVStore.walk_back`."""
-        self.bring_until(chunk)
+        self.load_until(chunk)
         yield self
 
-    def put_away(self, chunk: int, bring: Bring) -> tuple[Tensor, Tensor]:
+    def offload_chunk(self, chunk: int, bring: Bring) -> tuple[Tensor, Tensor]:
         """Let go of keys and values of `chunk`, which are returned, until a chunk attends to them.
 
         `bring` gives them back then.
@@ -180,7 +190,7 @@ class LayerKV:
         """Chunks whose keys and values are on the device."""
         return tuple(self._keys)
 
-    def bring_until(self, last: int) -> None:
+    def load_until(self, last: int) -> None:
         """Bring back what is away of the chunks up to `last`."""
         for chunk in sorted(chunk for chunk in self._away if chunk <= last):
             self.restore(chunk, *self._away[chunk]())
@@ -219,7 +229,7 @@ class LayerKV:
 
     def take_gradient(self, chunk: int) -> tuple[Tensor, Tensor]:
         """Return dK and dV of `chunk` in the keys' own dtype, and free the chunk's entry."""
-        self.bring_until(chunk)
+        self.load_until(chunk)
         k, v = self._keys.pop(chunk)
         self._taken.add(chunk)
         sums = self._grads.pop(chunk, None)
@@ -227,31 +237,33 @@ class LayerKV:
             return torch.zeros_like(k), torch.zeros_like(v)
         return sums[0].to(k.dtype), sums[1].to(v.dtype)
 
-    def put_earlier(self, chunk: int, k_BKCH: Tensor, v_BKCH: Tensor) -> None:
-        """See `KVStore.put_earlier`."""
+    def put_attended(self, chunk: int, k_BKCH: Tensor, v_BKCH: Tensor) -> None:
+        """See `KVStore.put_attended`."""
         self.put(chunk, k_BKCH, v_BKCH)
 
-    def keys_and_values(self, chunk: int) -> tuple[Tensor, Tensor]:
-        """See `KVStore.keys_and_values`."""
+    def chunk_kv(self, chunk: int) -> tuple[Tensor, Tensor]:
+        """See `KVStore.chunk_kv`."""
         return self._keys[chunk]
 
-    def drop_keys(self, chunk: int) -> None:
-        """See `KVStore.drop_keys`."""
+    def free_kv(self, chunk: int) -> None:
+        """See `KVStore.free_kv`."""
         k, v = self._keys.pop(chunk)
         self._taken.add(chunk)
         if chunk not in self._grads:
             self._grads[chunk] = sum_zeros(k), sum_zeros(v)
 
-    def sums(self, chunk: int) -> tuple[Tensor, Tensor]:
-        """See `KVStore.sums`."""
+    def gradient_sums(self, chunk: int) -> tuple[Tensor, Tensor]:
+        """See `KVStore.gradient_sums`."""
         return self._grads[chunk]
 
-    def drop_sums(self, chunk: int) -> None:
-        """See `KVStore.drop_sums`."""
+    def free_gradient_sums(self, chunk: int) -> None:
+        """See `KVStore.free_gradient_sums`."""
         del self._grads[chunk]
 
-    def add_sums(self, chunk: int, dk_BKCH: Tensor, dv_BKCH: Tensor, heads: list[int]) -> None:
-        """See `KVStore.add_sums`."""
+    def add_gradient_sums(
+        self, chunk: int, dk_BKCH: Tensor, dv_BKCH: Tensor, heads: list[int]
+    ) -> None:
+        """See `KVStore.add_gradient_sums`."""
         if chunk not in self._grads:
             k, v = self._keys[chunk]
             self._grads[chunk] = sum_zeros(k), sum_zeros(v)
@@ -276,7 +288,7 @@ class LayerKV:
                 yield chunk, inner, slice(low - start, high - start)
 
 
-class KeyOwners:
+class KVOwners:
     """Which layer's store holds the keys that a layer attends to, for one chunk.
 
     Layers that share keys (Gemma 3n, Gemma 4) are given the very tensors of an earlier layer.
@@ -314,7 +326,7 @@ def rows_of(x: Tensor, row: int | None) -> Tensor:
 def join_tokens(parts_BKCH: Sequence[Tensor]) -> Tensor:
     """One run of the tokens of all parts, BKTH, in the layout in which the parts lie.
 
-    A projection gives keys as views of BCKH memory. Joined as such they are whole pieces of memory,
+    A projection gives keys as views of BCKH memory. Joined as such they are contiguous runs,
     which CUDA copies in wide words; along their third dim it would go element by element. Kernels
     that want BCKH get what they want.
     """

@@ -24,13 +24,13 @@ from sppo_hf.attention.streamed_kv import KVStream
 from sppo_hf.engine.kv_offload import EngineTransfer
 from sppo_hf.engine.step_observer import Mark
 from sppo_hf.errors import ConfigError
-from sppo_hf.offload.prefetch_order import Frame
+from sppo_hf.offload.layer_offload import PrefetchGroup
 from sppo_hf.offload.weights import HostWeights
 from sppo_hf.planning.plan import Plan
 from sppo_hf.planning.tiers import TIERS
 from sppo_hf.reporting.chrome_trace import write_trace
 from sppo_hf.schedule.actions import Action, Kind
-from sppo_hf.schedule.measured_timeline import ActionRecord, executed_timeline
+from sppo_hf.schedule.measured_timeline import ActionRecord, rank_timeline
 
 
 class ActionLog:
@@ -136,13 +136,13 @@ class LayerLog:
             return None
         return (self._last_chunk if self._plan.order == "by_layer" else chunk), layer - 1
 
-    def end_layer(self, chunk: int, layer: int, frame: Frame | None) -> None:
+    def end_layer(self, chunk: int, layer: int, frame: PrefetchGroup | None) -> None:
         """Forward has left a layer."""
         came, left = self._streamed()
         if came:
             self._log.note(self._action("K", chunk, layer, 0))
         self._log.end()
-        moved = frame is not None and any(handle.is_moved for handle in frame.handles())
+        moved = frame is not None and any(handle.is_offloaded for handle in frame.handles())
         if moved:
             self._away.add((chunk, layer))
             self._log.note(self._action("D", chunk, layer))
@@ -185,7 +185,7 @@ class LayerLog:
                 # With the first layer's are those of what is outside of the layers.
                 ends = (layer,) if layer else (layer, self._plan.num_layers)
                 for sent in ends:
-                    if sent in self._weights.sent:
+                    if sent in self._weights.layers_with_sent_gradients:
                         self._log.note(Action("G", 0, 0, sent))
 
         self._log.begin(self._action("B", chunk, layer), ended)
@@ -263,4 +263,4 @@ class TraceFolder:
 
     def _write_times(self, done: Sequence[ActionRecord]) -> None:
         path = self._folder / f"rank{self.rank}.trace.json"
-        write_trace(executed_timeline(self.rank, done), path)
+        write_trace(rank_timeline(self.rank, done), path)

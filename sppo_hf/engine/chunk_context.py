@@ -8,7 +8,7 @@ find it, and another around each chunk of each layer, with that chunk's keys, va
 [Note: backward has no context] A ContextVar belongs to a thread. Autograd runs the backward of CUDA
 on a thread of its own, and a caller may call `backward` on any: nothing is entered there, or
 something else. So what runs a layer again enters the context itself, from what its frame kept of
-the first (`ChunkContext.of_frame`), and each forward has its own keys and values: two forwards
+the first (`ChunkContext.for_recompute`), and each forward has its own keys and values: two forwards
 before one backward do not mix.
 """
 
@@ -16,90 +16,24 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sppo_hf.attention.backends.base import AttentionSpec, Backend
 from sppo_hf.attention.chunk_attention import Stash
-from sppo_hf.attention.kv_cache import Keep, KeyOwners, KVStore
+from sppo_hf.attention.kv_cache import Keep, KVOwners, KVStore
 from sppo_hf.attention.segments import RowSpans
 from sppo_hf.engine.sequence_group import RecomputeExchanges, SequenceGroup
 from sppo_hf.engine.structure import ModelParts
 
 if TYPE_CHECKING:
     from sppo_hf.engine.chunk_runner import ChunkRunner
-
-# B batch rows, C tokens of a chunk, E channels.
+    from sppo_hf.engine.recurrent_state import LayerStates
 
 ChooseBackend = Callable[[AttentionSpec], Backend]
-
-
-StateKey = tuple[str, int, int]
-"""Kind ("conv" or "recurrent"), the layer's index and which of its states it is."""
-
-States = Mapping[StateKey, Tensor]
-"""States after some chunk, each with the batch rows first."""
-
-Spans = tuple[tuple[int, int, bool], ...]
-"""Runs of tokens of one row of a chunk: start, end, and whether it goes on from before."""
-
-
-class LayerStates:
-    """States of one layer in one chunk: what is there before it, and what it leaves."""
-
-    def __init__(self, before: States, documents: tuple[Spans, ...] | None = None) -> None:
-        """Begin a chunk with the states that the one before left; nothing in the first chunk.
-
-        `documents` are those of every row in this chunk, where there are several.
-        """
-        self.documents = documents
-        self.after: dict[StateKey, Tensor] = {}
-        self.before = before
-
-    @property
-    def begun(self) -> bool:
-        """Whether there are states from before."""
-        return bool(self.before)
-
-    def read(self, key: StateKey) -> Tensor | None:
-        """A copy of the state from before; None where there is none."""
-        state = self.before.get(key)
-        return None if state is None else state.clone()
-
-    def write_conv(self, key: StateKey, x_BEC: Tensor, kernel: int | None) -> Tensor:
-        """Take the inputs of a causal convolution; returns them behind those kept from before.
-
-        `kernel` inputs are kept; as many as are kept already if None, all in the first chunk.
-        """
-        before = self.before.get(key)
-        if before is not None:
-            kernel = before.shape[-1]
-            x_BEC = torch.cat([before, x_BEC], dim=-1)
-        kernel = x_BEC.shape[-1] if kernel is None else kernel
-        if x_BEC.shape[-1] < kernel:
-            x_BEC = nn.functional.pad(x_BEC, (kernel - x_BEC.shape[-1], 0))
-        self.after[key] = x_BEC[..., -kernel:].clone()  # a view would keep the whole chunk's inputs
-        return x_BEC
-
-    def write_recurrent(self, key: StateKey, state: Tensor) -> Tensor:
-        """Take the state after the chunk's last token, and return it."""
-        whole = state.untyped_storage().nbytes() <= state.nbytes
-        self.after[key] = state if whole else state.clone()
-        return state
-
-    def without_tensors(self) -> LayerStates:
-        """The documents alone."""
-        return LayerStates({}, self.documents)
-
-    def rows(self, row: int, *, fresh: bool) -> LayerStates:
-        """For one document of `row`: with the states of the row, or `fresh` without any."""
-        if fresh:
-            return LayerStates({})
-        return LayerStates({key: state[row : row + 1] for key, state in self.before.items()})
 
 
 @dataclasses.dataclass(slots=True)
@@ -128,7 +62,7 @@ class ChunkContext:
     counters: dict[str, int] = dataclasses.field(default_factory=dict)
     group: SequenceGroup | None = None
     """The ranks that share the chunk; None where this one has all of it."""
-    owners: KeyOwners | None = None
+    owners: KVOwners | None = None
     """Who has stored which keys in this chunk; None while a layer runs again."""
 
     layer: int | None = None
@@ -147,13 +81,13 @@ class ChunkContext:
     forward, and has them in the second."""
     keep: Keep | None = None
     """Gives keys and values that stay their place on the device."""
-    take_keys: Callable[[Tensor, Tensor], None] | None = None
+    on_kv: Callable[[Tensor, Tensor], None] | None = None
     """While a layer runs again for its keys and values alone: gets them, BKCH, and raises."""
     exchanged: RecomputeExchanges | None = None
     """While a layer of a shared chunk runs again."""
     attended: Attended = dataclasses.field(default_factory=Attended)
 
-    def of_frame(self) -> ChunkContext:
+    def for_recompute(self) -> ChunkContext:
         """What a frame keeps, to run its layer again; see [Note: what a frame must not hold]."""
         states = None if self.states is None else self.states.without_tensors()
         return dataclasses.replace(

@@ -33,57 +33,56 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sppo_hf.attention.kv_cache import KeyOwners, KVStore, LayerKV
+from sppo_hf.attention.kv_cache import KVOwners, KVStore, LayerKV
 from sppo_hf.attention.segments import RowSpans
 from sppo_hf.engine.action_log import ActionLog, LayerLog
-from sppo_hf.engine.attend import attention_taken_over
-from sppo_hf.engine.by_layer import (
-    EXAMPLE_TOKENS,
-    NORM,
-    CutCall,
-    Example,
-    NotByLayer,
-    Pieces,
-    PrefixLength,
-    layer_examples,
-    put_next_to_forward,
-)
+from sppo_hf.engine.attention_interface import chunked_attention
 from sppo_hf.engine.chunk_context import (
     Attended,
     ChooseBackend,
     ChunkContext,
-    LayerStates,
-    States,
     current_of,
 )
 from sppo_hf.engine.cpu_heap import CpuChunkArena, HeapWatch, return_free_heap
-from sppo_hf.engine.kv_offload import KeysAgain, KeysAway, kv_stream
-from sppo_hf.engine.layer_tiles import LayerTiles
+from sppo_hf.engine.kv_offload import OffloadedKV, RecomputedKV, kv_stream
 from sppo_hf.engine.recompute import AroundLayers, RecomputedLayer
 from sppo_hf.engine.recurrent_state import (
+    LayerStates,
     StateCache,
-    documents_apart,
-    documents_in,
+    States,
+    documents_in_chunk,
+    separate_documents,
 )
 from sppo_hf.engine.sequence_group import SequenceGroup, rank_tokens
+from sppo_hf.engine.sliced_calls import (
+    EXAMPLE_TOKENS,
+    NORM,
+    CallExample,
+    CannotRunByLayer,
+    LayerTiles,
+    PrefixLength,
+    SlicedCall,
+    TokenSlices,
+    layer_examples,
+    move_hooks_innermost,
+)
 from sppo_hf.engine.stages import StateEnd, enter
 from sppo_hf.engine.step_observer import StepTimer
 from sppo_hf.engine.structure import ModelParts
 from sppo_hf.engine.versions import ReadTensors
 from sppo_hf.errors import UnsupportedModelError
-from sppo_hf.offload.casts import WeightCasts
-from sppo_hf.offload.engine import OffloadEngine, PrefetchOrder
-from sppo_hf.offload.layer_offload import LayerOffload
+from sppo_hf.offload.engine import OffloadEngine
+from sppo_hf.offload.layer_offload import LayerOffload, PrefetchOrder, WeightCasts
 from sppo_hf.offload.weights import HostWeights
-from sppo_hf.planning.activation_modes import FrameMode
+from sppo_hf.planning.activation_modes import ActivationMode
 from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.decisions import KVMode
 from sppo_hf.planning.plan import Plan
-from sppo_hf.planning.tiers import away_tiers
+from sppo_hf.planning.tiers import offload_tiers
 
 # B batch rows, C tokens of a chunk, T tokens of the sequence, D model width.
 
-Frame = RecomputedLayer | LayerOffload
+SavedActivations = RecomputedLayer | LayerOffload
 
 
 class _OpenLayer(NamedTuple):
@@ -92,7 +91,7 @@ class _OpenLayer(NamedTuple):
     context: ChunkContext
     entered: contextlib.ExitStack
     """Its context, and what else holds while it runs."""
-    frame: Frame | None
+    frame: SavedActivations | None
 
 
 @dataclasses.dataclass(slots=True)
@@ -143,7 +142,7 @@ class ChunkInputs:
         }
 
 
-_RECOMPUTED = FrameMode("inputs", "device")
+_RECOMPUTED = ActivationMode("inputs", "device")
 
 # Layers times tokens of prefix between two times that free heap is given back in backward.
 _TRIM_TOKENS = 8192
@@ -230,8 +229,8 @@ class ChunkRunner:
         self._chunks = range(0)
         self._chunk = 0
         self._arena = CpuChunkArena(len(self._layers))
-        self._examples: dict[int, Example] = {}
-        self._cut: CutCall | None = None
+        self._examples: dict[int, CallExample] = {}
+        self._cut: SlicedCall | None = None
         self._open: _OpenLayer | None = None
         self._norm: RecomputedLayer | None = None
         self._norm_parts = 1
@@ -241,11 +240,12 @@ class ChunkRunner:
     def _new_prefetch_order(self) -> PrefetchOrder:
         plan = self._plan
         away = any(mode.offload for row in plan.layer_modes for mode in row)
-        away = plan.training and (away or any(mode in away_tiers() for mode in plan.kv_modes))
-        return self._offload.new_prefetch_order(
+        away = plan.training and (away or any(mode in offload_tiers() for mode in plan.kv_modes))
+        return PrefetchOrder(
+            self._offload,
             max_pending_d2h_bytes=plan.max_pending_d2h_bytes,
             # Without links the caller says when the frames of a chunk are to come.
-            asked=plan.program().lowest_asked if away and self._linked else [],
+            asked=plan.program().lowest_prefetched if away and self._linked else [],
             # Not a method of ours: see [Note: what a frame must not hold].
             on_prefetch=None if self._log is None else self._log.prefetched,
         )
@@ -264,7 +264,7 @@ class ChunkRunner:
             watch: Is told of each unit before it runs.
 
         Raises:
-            NotByLayer: The plan goes layer by layer, and the model cannot be run so.
+            CannotRunByLayer: The plan goes layer by layer, and the model cannot be run so.
         """
         self._watch = watch
         chunks = range(sum(start < stop_token for start, _ in self._plan.bounds))
@@ -279,12 +279,12 @@ class ChunkRunner:
                 self._log.end_head()  # the loss is done when the next chunk is asked for
         self.end_forward()
 
-    def key_stores(self, layers: Sequence[int]) -> list[KVStore]:
+    def kv_stores(self, layers: Sequence[int]) -> list[KVStore]:
         """Keys and values of some of the layers that run here, which have some of their own."""
         found = (self._between_chunks[layer - self._layers.start].kv for layer in layers)
         return [store for store in found if store is not None]
 
-    def part(self, chunk: int) -> tuple[int, int]:
+    def rank_tokens(self, chunk: int) -> tuple[int, int]:
         """The tokens of a chunk that are this rank's: all, or its part of them."""
         start, end = self._plan.bounds[chunk]
         if self._group is None:
@@ -292,8 +292,8 @@ class ChunkRunner:
         return rank_tokens(start, end, self._group.rank, self._group.size)
 
     def run_tokens(self, chunk: int) -> tuple[int, int]:
-        """`part`, or one token where it has none; see [Note: a rank without tokens]."""
-        start, end = self.part(chunk)
+        """`rank_tokens`, or one token where it has none; see [Note: a rank without tokens]."""
+        start, end = self.rank_tokens(chunk)
         return start, max(start + 1, end)
 
     def _run_by_chunk(
@@ -308,7 +308,7 @@ class ChunkRunner:
         bounds = self._plan.bounds[: chunks.stop]
         for module in (*self._parts.layers, self._parts.final_norm()):
             if module is not None:
-                put_next_to_forward(module)
+                move_hooks_innermost(module)
         if len(chunks) > 1:
             few = min(EXAMPLE_TOKENS, bounds[-1][1] - 1)
             inputs = slices.chunk(0, few)
@@ -316,7 +316,7 @@ class ChunkRunner:
                 self._parts, lambda: self._run_base(inputs, range(1), few)
             )
         output = self._run_base(slices.chunk(0, bounds[-1][1]), chunks, bounds[-1][1])
-        output_class, hidden = type(output), Pieces(output.last_hidden_state, dim=1)
+        output_class, hidden = type(output), TokenSlices(output.last_hidden_state, dim=1)
         # Of each layer with a router, those of all chunks.
         router_logits = output.get("router_logits")
         del output
@@ -350,11 +350,11 @@ class ChunkRunner:
         self._arena = CpuChunkArena(len(self._layers) if self._plan.num_chunks > 1 else 1)
         start = self._plan.bounds[chunks.start][0]
         if getattr(self._parts.text_config, "attn_temperature_tuning", False):
-            prefix = PrefixLength(self.part(chunks.start)[0])
+            prefix = PrefixLength(self.rank_tokens(chunks.start)[0])
             inputs = {**inputs, self._parts.cache_argument(): prefix}
         # Not kept: it has this runner, and both would wait for Python's garbage collector.
-        context = dataclasses.replace(self._sequence, runner=self, owners=KeyOwners())
-        with attention_taken_over(context), self._around_layers():
+        context = dataclasses.replace(self._sequence, runner=self, owners=KVOwners())
+        with chunked_attention(context), self._around_layers():
             try:
                 inputs = self._with_cache(inputs, start, end)
                 output = self._parts.base(**inputs, return_dict=True)
@@ -430,7 +430,7 @@ class ChunkRunner:
 
     def settle(self) -> None:
         """Let compute wait until few enough bytes are on their way out."""
-        self._offload.close_frame(self._plan.max_pending_d2h_bytes)
+        self._offload.limit_pending_d2h(self._plan.max_pending_d2h_bytes)
 
     def _number(self, chunk: int, layer: int) -> int:
         """A frame's number: its place in the order of forward; `layer` counts from the first.
@@ -446,17 +446,21 @@ class ChunkRunner:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Open the frame of layer `index` and the first chunk; returns that chunk's arguments."""
         if self._weights is not None:
-            self._weights.enter(index)
+            self._weights.enter_layer(index)
         where = f"layer {index} ({type(layer).__name__})"
         self._layer_frames = {}
         if len(self._chunks) > 1:
             if layer._backward_hooks:
-                raise NotByLayer(f"{where} has backward hooks, which would see one chunk of all")
+                raise CannotRunByLayer(
+                    f"{where} has backward hooks, which would see one chunk of all"
+                )
             modes = {self._plan.mode(index - self._layers.start, c) for c in self._chunks}
             stays = all(mode.recompute and mode.tier == "device" for mode in modes)
-            self._arena = CpuChunkArena(len(self._chunks), inputs_stay=stays)
+            self._arena = CpuChunkArena(len(self._chunks), keep_whole_inputs=stays)
         example = self._examples.get(index)
-        self._cut = CutCall(args, kwargs, bounds=self._call_bounds(), example=example, where=where)
+        self._cut = SlicedCall(
+            args, kwargs, bounds=self._call_bounds(), example=example, where=where
+        )
         return self._open_layer(index, layer, self._chunks.start)
 
     def _call_bounds(self) -> Bounds:
@@ -525,13 +529,13 @@ class ChunkRunner:
         if self._weights is not None and index > 0 and chunk == 0 and hidden.requires_grad:
             # The layer below is entered, and those of the one below that are on their way, before
             # anything else is asked for.
-            enter = functools.partial(self._weights.enter, index - 1, backward=True)
+            enter = functools.partial(self._weights.enter_layer, index - 1, backward=True)
             hidden.register_hook(lambda _grad: enter())
         tiled = frame if isinstance(frame, RecomputedLayer) else None
         with contextlib.ExitStack() as entered:
             entered.enter_context(self._tiles.inside(layer, hidden, tiled))
             entered.enter_context(context.entered())
-            entered.enter_context(documents_apart(layer, context.states))
+            entered.enter_context(separate_documents(layer, context.states))
             self._open = _OpenLayer(context, entered.pop_all(), frame)
         if isinstance(frame, RecomputedLayer):
             frame.open(args, kwargs)
@@ -553,7 +557,7 @@ class ChunkRunner:
         assert not before or end - start > 1, "see [Note: chunks of one token] in states"
         if not self._linked:
             before = {key: self._enter_state(state) for key, state in before.items()}
-        return LayerStates(before, documents_in(self._rows, start, end))
+        return LayerStates(before, documents_in_chunk(self._rows, start, end))
 
     def _enter_state(self, state: Tensor) -> Tensor:
         """`state` as the beginning of the running chunk's graph."""
@@ -576,7 +580,7 @@ class ChunkRunner:
         if hidden.device.type != "cpu":
             return
         heap = self._heap
-        if heap.knows_most or index % max(1, _TRIM_TOKENS // (end * hidden.shape[0])) == 0:
+        if heap.may_keep_free_heap or index % max(1, _TRIM_TOKENS // (end * hidden.shape[0])) == 0:
             heap.between_layers()
             if hidden.requires_grad:
                 hidden.register_hook(lambda _grad: heap.between_layers())
@@ -611,14 +615,14 @@ class ChunkRunner:
         whole = output if joined is None else joined
         hidden = whole[0] if isinstance(whole, tuple) else whole
         if away is not None and hidden.requires_grad:
-            away.come_before(hidden)
+            away.prefetch_before_backward(hidden)
         return joined
 
     def _kv_mode(self, layer: int) -> KVMode:
         modes = self._plan.kv_modes
         return modes[layer - self._layers.start] if modes else "device"
 
-    def _end_layer(self, index: int) -> KeysAway | None:
+    def _end_layer(self, index: int) -> OffloadedKV | None:
         """All chunks of layer `index` are done: its keys and values wait as the plan says.
 
         Returns:
@@ -643,9 +647,9 @@ class ChunkRunner:
                 if self._log is not None and chunk == first:
                     noted = functools.partial(self._log.kv_moved, position, back=True)
                 if frame is not None or not torch.is_grad_enabled():
-                    store.put_away(chunk, KeysAgain(index, chunk, frame, noted))
+                    store.offload_chunk(chunk, RecomputedKV(index, chunk, frame, noted))
         elif torch.is_grad_enabled():
-            away = KeysAway(
+            away = OffloadedKV(
                 self._offload, self._prefetch_order, mode, f"keys and values of layer {index}"
             )
             for chunk in store.chunks:
@@ -701,9 +705,9 @@ class ChunkRunner:
         bounds, example = self._call_bounds(), self._examples.get(NORM)
         tiles = self._tiles.bounds(args, kwargs) if len(bounds) == 1 else bounds
         if len(tiles) > len(bounds):  # called with [B, T, D] alone
-            bounds, example = tiles, Example.of((args[0][:, :EXAMPLE_TOKENS],), {})
+            bounds, example = tiles, CallExample.of((args[0][:, :EXAMPLE_TOKENS],), {})
         self._norm_parts = len(bounds)
-        self._cut = CutCall(args, kwargs, bounds=bounds, example=example, where="the final norm")
+        self._cut = SlicedCall(args, kwargs, bounds=bounds, example=example, where="the final norm")
         return self._open_norm(norm, 0)
 
     def _open_norm(self, norm: nn.Module, index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -756,7 +760,7 @@ class ChunkRunner:
             self._reads[module] = ReadTensors.of_module(module)
         return self._reads[module]
 
-    def _frame(self, layer: nn.Module, context: ChunkContext) -> Frame | None:
+    def _frame(self, layer: nn.Module, context: ChunkContext) -> SavedActivations | None:
         index, chunk = context.layer, context.chunk
         assert index is not None, "the context of a layer"
         position = index - self._layers.start
@@ -764,7 +768,7 @@ class ChunkRunner:
         number, label = self._number(chunk, position), f"layer {index}, chunk {chunk}"
         weights, before_use = self._weights, None
         if weights is not None:
-            before_use = functools.partial(weights.enter, index, backward=True)
+            before_use = functools.partial(weights.enter_layer, index, backward=True)
         if mode.recompute:
             return RecomputedLayer(
                 layer,
@@ -774,7 +778,7 @@ class ChunkRunner:
                 # The layer's keys are made again from what this frame is about to let go of.
                 before_recompute=None
                 if self._kv_mode(index) != "recompute" or not isinstance(context.kv, LayerKV)
-                else functools.partial(context.kv.bring_until, chunk),
+                else functools.partial(context.kv.load_until, chunk),
                 prefetch_order=self._prefetch_order,
                 offload=self._offload,
                 keep=self._arena.keep,

@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from sppo_hf.config import SPPOConfig
-from sppo_hf.engine.by_layer import NextToForward
 from sppo_hf.engine.engine import Engine
 from sppo_hf.engine.family_guard import check_family
+from sppo_hf.engine.sliced_calls import InnermostHook
 from sppo_hf.engine.stages import AbsentLayer, staged_model_of
 from sppo_hf.engine.step_observer import StepObserver
 from sppo_hf.engine.structure import find_causal_lm, find_parts
@@ -206,17 +206,17 @@ def _attach(
             continue
         conversion.handles += [
             layer.register_forward_pre_hook(
-                NextToForward(_before_layer, engine, index), with_kwargs=True
+                InnermostHook(_before_layer, engine, index), with_kwargs=True
             ),
             layer.register_forward_hook(
-                NextToForward(_after_layer, engine, index), always_call=True
+                InnermostHook(_after_layer, engine, index), always_call=True
             ),
         ]
     norm = parts.final_norm()
     if norm is not None:
         conversion.handles += [
-            norm.register_forward_pre_hook(NextToForward(_before_norm, engine), with_kwargs=True),
-            norm.register_forward_hook(NextToForward(_after_norm, engine), always_call=True),
+            norm.register_forward_pre_hook(InnermostHook(_before_norm, engine), with_kwargs=True),
+            norm.register_forward_hook(InnermostHook(_after_norm, engine), always_call=True),
         ]
     for rotary in filter(_depends_on_length, parts.base.modules()):
         conversion.handles += [

@@ -34,17 +34,17 @@ class CpuChunkArena:
     By layer, for those of one layer: "layers" here are then its chunks.
     """
 
-    def __init__(self, num_layers: int, *, inputs_stay: bool | None = None) -> None:
+    def __init__(self, num_layers: int, *, keep_whole_inputs: bool | None = None) -> None:
         """Prepare for tensors that every one of `num_layers` layers keeps once.
 
         Args:
             num_layers: Parts of a slab.
-            inputs_stay: By layer, whether all chunks keep their inputs: these are parts of one
-                tensor, which then is slab enough. If not, none may keep the whole of it alive.
+            keep_whole_inputs: By layer, whether all chunks keep their inputs: these are parts of
+                one tensor, which then is slab enough. If not, none may keep the whole alive.
                 None chunk by chunk.
         """
         self._num_layers = num_layers
-        self._inputs_stay = inputs_stay
+        self._inputs_stay = keep_whole_inputs
         self._slabs: dict[tuple[str, torch.Size, torch.dtype], tuple[Tensor, int]] = {}
 
     def keep(self, kind: str, tensor: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ class HeapWatch:
         """Watch one step.
 
         Args:
-            most: See `most_resident_bytes`; None gives free heap back every time.
+            most: See `max_resident_bytes`; None gives free heap back every time.
             passing: Bytes that come and go while a layer runs.
         """
         self._most = most
@@ -138,11 +138,11 @@ class HeapWatch:
         most: float | None = None
         again = [mode.recompute for row in plan.layer_modes for mode in row]
         if plan.device.kind == "cpu" and 2 * sum(again) >= len(again):
-            most = most_resident_bytes(plan.estimate, parameters)
+            most = max_resident_bytes(plan.estimate, parameters)
         return cls(most, passing=plan.estimate.most_bytes(Cause.WORKSPACE))
 
     @property
-    def knows_most(self) -> bool:
+    def may_keep_free_heap(self) -> bool:
         """Whether some free heap may stay."""
         return self._most is not None
 
@@ -168,7 +168,7 @@ def resident_bytes() -> float:
     return (int(resident) - int(shared)) * mmap.PAGESIZE
 
 
-def most_resident_bytes(estimate: MemoryEstimate, parameters: Iterable[Tensor]) -> float:
+def max_resident_bytes(estimate: MemoryEstimate, parameters: Iterable[Tensor]) -> float:
     """What may be resident in a step that is about to begin.
 
     The step then takes no more than its estimate says, even if none of the holes is used again.

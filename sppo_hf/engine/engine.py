@@ -29,28 +29,25 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.action_log import ActionLog, TraceFolder
 from sppo_hf.engine.batch_layout import BatchLayout
-from sppo_hf.engine.by_layer import NotByLayer
 from sppo_hf.engine.chunk_context import current_of
 from sppo_hf.engine.chunk_runner import ChunkInputs, ChunkRunner
 from sppo_hf.engine.cpu_heap import HeapWatch
 from sppo_hf.engine.device_facts import device_facts, model_shape
 from sppo_hf.engine.family_guard import check_router_loss
 from sppo_hf.engine.forward_calls import ForwardCall, read_call
-from sppo_hf.engine.head import ModelHead, fused_tile
 from sppo_hf.engine.layer_kernels import check_mixer_kernels, prepare_layers, restore_layers
-from sppo_hf.engine.layer_tiles import NotTokenWise
 from sppo_hf.engine.logits import LogitsCollector, LogitsRequest
-from sppo_hf.engine.loss import ChunkedLoss, divide_loss
+from sppo_hf.engine.loss import ChunkedLoss, ModelHead, RouterLoss, divide_loss, liger_tile
 from sppo_hf.engine.offload_holder import OffloadHolder
 from sppo_hf.engine.plan_cache import PlanCache, StepRows, trainable_mask
 from sppo_hf.engine.recompute import RandomState
-from sppo_hf.engine.router_loss import RouterLoss
 from sppo_hf.engine.sequence_group import SequenceGroup, rank_tokens
+from sppo_hf.engine.sliced_calls import CannotRunByLayer, NotTokenWise
 from sppo_hf.engine.step_observer import Direction, StepObserver, StepTimer, release_failed_backward
 from sppo_hf.engine.structure import ModelParts, check_adapters, check_layers, check_trainable
 from sppo_hf.errors import ConfigError, SPPOError, UnsupportedModelError
 from sppo_hf.offload.engine import OffloadEngine, OffloadStats
-from sppo_hf.offload.weights import HostWeights, can_rest
+from sppo_hf.offload.weights import HostWeights, can_be_host_resident
 from sppo_hf.planning.choices import Places, read_budgets, read_places
 from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.memory import standing_device_bytes
@@ -175,7 +172,7 @@ class Engine:
                 before the conversion, so all of training would go on without chunks.
         """
         if self._passes_on and self.weights is not None:
-            self.weights.enter(index)
+            self.weights.enter_layer(index)
         trains = self.parts.causal_lm.training and torch.is_grad_enabled()
         if self._passes_on or not trains:
             return
@@ -242,7 +239,7 @@ class Engine:
             random = None if self.plans.has_run(plan) else RandomState(device)
             try:
                 return self._run_plan(call, layout, plan, logits, began)
-            except NotByLayer as reason:
+            except CannotRunByLayer as reason:
                 if plan.order == "by_chunk":
                     raise UnsupportedModelError(
                         f"{self.parts.name} cannot run in parts: {reason}. Set "
@@ -336,7 +333,7 @@ class Engine:
                 if router_loss is not None:
                     if self.group is not None:
                         router_loss.sum_over_ranks(self.group.sum_over_ranks)
-                    output = router_loss.added_to(output)
+                    output = router_loss.add_to_output(output)
             else:
                 self._warn_of_whole_logits(call, self._who_computes_the_loss(call))
                 output = self._whole_head(call, layout, plan, watch)
@@ -355,9 +352,9 @@ class Engine:
         request = self.logits_request
         if request is None or torch.is_grad_enabled():
             whole = self.config.return_logits
-            return LogitsRequest(whole=whole, asked_by="return_logits" if whole else "")
+            return LogitsRequest(whole=whole, requested_by="return_logits" if whole else "")
         if request.reduce is not None and call.aligned_labels is None:
-            return LogitsRequest(whole=True, asked_by=request.asked_by)
+            return LogitsRequest(whole=True, requested_by=request.requested_by)
         return request
 
     def _loss(
@@ -370,8 +367,8 @@ class Engine:
         router_loss: RouterLoss | None,
     ) -> CausalLMOutputWithPast:
         assert call.shift_labels is not None
-        if logits.whole and logits.asked_by:
-            self._warn_of_whole_logits(call, logits.asked_by)
+        if logits.whole and logits.requested_by:
+            self._warn_of_whole_logits(call, logits.requested_by)
         labels = call.shift_labels if call.aligned_labels is None else call.aligned_labels
         # Those of training are part of the graph, so that a loss may be made of them; they are
         # computed beside the tiles of the loss, whose gradients are there before its backward.
@@ -393,7 +390,7 @@ class Engine:
             tile_tokens=plan.tile_tokens,
             ignore_index=call.ignore_index,
             on_logits=on_logits if collectors and not in_graph else None,
-            fused=fused_tile(self.parts, self.head, call.device),
+            liger=liger_tile(self.parts, self.head, call.device),
             head_in_backward=head_in_backward,
             reads=self.parts.head_reads() if head_in_backward else None,
         )
@@ -460,15 +457,16 @@ class Engine:
             return f"the loss of the model's own ({getattr(loss, '__name__', type(loss).__name__)})"
         return self.external_loss_name or "whoever called the model without labels"
 
-    def _warn_of_whole_logits(self, call: ForwardCall, asked_by: str) -> None:
+    def _warn_of_whole_logits(self, call: ForwardCall, requested_by: str) -> None:
         vocab = self.parts.text_config.vocab_size
         size = call.batch_rows * call.total_tokens * vocab
         more = ", several times that while their gradient is computed"
-        outside = torch.is_grad_enabled() and asked_by != "return_logits"
+        outside = torch.is_grad_enabled() and requested_by != "return_logits"
         self._warn_once(
-            f"whole logits: {asked_by}",
-            f"logits of the whole sequence are made, asked for by {asked_by}: {call.batch_rows} x "
-            f"{call.total_tokens} x {vocab} values, {format_bytes(4 * size)} in float32"
+            f"whole logits: {requested_by}",
+            f"logits of the whole sequence are made, asked for by {requested_by}: "
+            f"{call.batch_rows} x {call.total_tokens} x {vocab} values, "
+            f"{format_bytes(4 * size)} in float32"
             f"{more if outside else ''}.",
         )
 
@@ -515,7 +513,7 @@ class Engine:
             hidden_BCD = output.last_hidden_state
             if router_loss is not None:
                 router_loss.add(
-                    output.router_logits, call.attention_mask, group, sequence.part(chunk)
+                    output.router_logits, call.attention_mask, group, sequence.rank_tokens(chunk)
                 )
             watch.watch_backward(chunk, hidden_BCD)
             if whole_chunks and self.group is not None:
@@ -546,8 +544,8 @@ class Engine:
         """The plan for batches of this shape; made, shown and remembered the first time."""
         if device.type == "cuda":
             self.plans.host_resident_bytes = self._resting_bytes()
-            locked = 0 if self.weights is None else self.weights.locked_gradient_bytes
-            self.plans.locked_gradient_bytes = locked
+            locked = 0 if self.weights is None else self.weights.pinned_gradient_bytes
+            self.plans.pinned_gradient_bytes = locked
         return self.plans.get(
             batch_rows, total_tokens, device, self.observer, return_logits=return_logits
         )
@@ -632,14 +630,14 @@ class Engine:
             layers,
             others,
             copier=copier,
-            stays=self._placed.weights != "host",
+            keep_device_copies=self._placed.weights != "host",
             locker=copier.page_locker if self.config.use_pin_memory else None,
-            before=self.weights,
+            previous=self.weights,
             progress=self.observer.on_host_memory,
         )
         for optimizer in self._optimizers:
             for parameter, state in optimizer.state.items():
-                if self.weights.holds(parameter):
+                if self.weights.has(parameter):
                     state.update(
                         (name, value.to("cpu"))
                         for name, value in state.items()
@@ -682,7 +680,7 @@ class Engine:
         asked, *others = read_places(self.config, facts, adapters=whole.lora is not None)
 
         def least_bytes(places: Places) -> int:
-            shape = whole.resting_on_host(weights=places.weights, optimizer=places.optimizer)
+            shape = whole.with_host_residents(weights=places.weights, optimizer=places.optimizer)
             return standing_device_bytes(shape, device.type)
 
         if others and least_bytes(asked) > budget:
@@ -691,10 +689,10 @@ class Engine:
 
     def _rest_as_planned(self, plan: Plan, device: torch.device) -> None:
         """Put on the host what settings leave open and a plan has there."""
-        resting = plan.shape.resting
+        resting = plan.shape.host_resident
         if resting is None or not plan.training:
             return
-        if self.weights is None or self.weights.stays != resting.stays:
+        if self.weights is None or self.weights.keep_device_copies != resting.stays:
             places = Places(weights=not resting.stays, optimizer=resting.gradient_bytes > 0)
             self._rest(places, device, plan)
 
@@ -736,7 +734,7 @@ class Engine:
         states = (
             value
             for parameter, state in optimizer.state.items()
-            if self.weights.holds(parameter)
+            if self.weights.has(parameter)
             for value in state.values()
             if isinstance(value, Tensor) and value.device.type == "cpu"
         )
@@ -746,7 +744,7 @@ class Engine:
         """The optimizer's step begins: what rests on the host is there, and whole."""
         if self.weights is not None:
             # A forward whose loss was dropped has left weights on the device.
-            self.weights.rest()
+            self.weights.move_to_host()
             if self.traces is not None:
                 self.traces.begin_update()
 
@@ -763,14 +761,14 @@ class Engine:
             return
         log = self._log
         self.weights.on_fetch = None if log is None else functools.partial(_note_weights, log)
-        self.weights.begin()
+        self.weights.start_forward()
         try:
             yield
         except BaseException:
-            self.weights.rest()
+            self.weights.move_to_host()
             raise
         if not backward_follows:
-            self.weights.rest()
+            self.weights.move_to_host()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
         """A fresh engine for the copied model; streams, slabs and plans are made anew."""
@@ -816,7 +814,7 @@ Rests = Callable[[torch.nn.Parameter], bool]
 
 def host_resident_predicate(config: SPPOConfig) -> Rests | None:
     """Which parameters of layers rest on the host; None where none do."""
-    frozen, trained = config.rests
+    frozen, trained = config.host_resident
     if not frozen and not trained:
         return None
     return lambda parameter: trained if parameter.requires_grad else frozen
@@ -834,7 +832,7 @@ def host_resident_parameters(
     others: list[torch.nn.Parameter] = []
     for parameter in parts.causal_lm.parameters():
         of = owners.get(id(parameter), set())
-        if not can_rest(parameter) or not rests(parameter):
+        if not can_be_host_resident(parameter) or not rests(parameter):
             continue
         if len(of) == 1:
             layers[next(iter(of))].append(parameter)

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sppo_hf.config import SPPOConfig
+from sppo_hf.engine.attention_interface import document_positions, is_causal_with
 from sppo_hf.engine.batch_layout import BatchLayout, read_layout
 from sppo_hf.engine.family_guard import is_proved
-from sppo_hf.engine.mask import is_causal_with, separating_positions
 from sppo_hf.engine.structure import CACHE_ARGUMENTS, ModelParts
 from sppo_hf.errors import ConfigError
 
@@ -127,7 +127,7 @@ class ForwardCall:
             )
         positions = self.position_ids
         if positions is not None and self.attention_mask is None and self.cu_seq_lens is None:
-            positions = separating_positions(self.parts, positions)
+            positions = document_positions(self.parts, positions)
         elif positions is not None and positions.ndim > 2:
             positions = None
         return read_layout(

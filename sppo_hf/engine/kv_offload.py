@@ -3,7 +3,7 @@
 The attention room walks over blocks and asks a `KVTransfer` for them; the offload room moves
 tensors and knows no attention. Here is the adapter between the two (`EngineTransfer`), for keys
 that stream while a layer runs. Layer by layer, a layer's keys and values may wait for its backward:
-on another tier (`KeysAway`), or to be made again from what its frames keep (`KeysAgain`).
+on another tier (`OffloadedKV`), or to be made again from what its frames keep (`RecomputedKV`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from sppo_hf.attention.streamed_kv import KVStream, KVTransfer
 from sppo_hf.engine.cpu_heap import return_free_heap
 from sppo_hf.engine.recompute import RecomputedLayer
 from sppo_hf.errors import SPPOError
-from sppo_hf.offload.engine import OffloadedTensor, OffloadEngine, PrefetchOrder
+from sppo_hf.offload.engine import OffloadEngine
+from sppo_hf.offload.layer_offload import PrefetchOrder
+from sppo_hf.offload.storage import OffloadedTensor
 from sppo_hf.planning.plan import Plan
-from sppo_hf.planning.tiers import AwayTier
+from sppo_hf.planning.tiers import OffloadTier
 
 LABEL = "keys, values or their gradients"
 
@@ -42,7 +44,7 @@ class EngineTransfer(KVTransfer):
         self,
         engine: OffloadEngine,
         *,
-        tier: AwayTier = "host",
+        tier: OffloadTier = "host",
         max_pending_d2h_bytes: int | None = None,
     ) -> None:
         """Adapt `engine`.
@@ -54,7 +56,7 @@ class EngineTransfer(KVTransfer):
                 those of the last block be on their way.
         """
         self._engine = engine
-        self._tier: AwayTier = tier
+        self._tier: OffloadTier = tier
         self._leave_bytes = max_pending_d2h_bytes
         self._trims = engine.device.type == "cpu"
         self._fetched_bytes = 0
@@ -92,7 +94,7 @@ class EngineTransfer(KVTransfer):
 
     def settle(self) -> None:
         """Let compute wait until few enough bytes are on their way out."""
-        self._engine.close_frame(self._leave_bytes)
+        self._engine.limit_pending_d2h(self._leave_bytes)
 
 
 def kv_stream(
@@ -121,7 +123,7 @@ def kv_stream(
     )
 
 
-class KeysAgain:
+class RecomputedKV:
     """Makes keys and values of one (layer, chunk) again from what its frame keeps."""
 
     def __init__(
@@ -145,27 +147,27 @@ class KeysAgain:
             )
         if self._noted is not None:
             self._noted()
-        return frame.keys_again()
+        return frame.recompute_kv()
 
 
-class KeysAway:
+class OffloadedKV:
     """Keys and values of one layer on another tier, as one frame of the prefetch order."""
 
     def __init__(
-        self, engine: OffloadEngine, prefetch_order: PrefetchOrder, tier: AwayTier, label: str
+        self, engine: OffloadEngine, prefetch_order: PrefetchOrder, tier: OffloadTier, label: str
     ) -> None:
         self._engine = engine
         self._prefetch_order = prefetch_order
-        self._tier: AwayTier = tier
+        self._tier: OffloadTier = tier
         self._label = label
         self._handles: dict[int, tuple[OffloadedTensor, OffloadedTensor]] = {}
 
     def add(self, chunk: int, store: LayerKV) -> None:
         """Send those of `chunk` away."""
-        k_BKCH, v_BKCH = store.put_away(chunk, functools.partial(self._bring, chunk))
+        k_BKCH, v_BKCH = store.offload_chunk(chunk, functools.partial(self._bring, chunk))
         self._handles[chunk] = (self._send(k_BKCH), self._send(v_BKCH))
 
-    def come_before(self, hidden: Tensor) -> None:
+    def prefetch_before_backward(self, hidden: Tensor) -> None:
         """Come back when the gradient of `hidden` `[B, C, D]` is there: before the layer's frames.
 
         The hook has no reference to what is away: see [Note: what a frame must not hold].
@@ -178,7 +180,7 @@ class KeysAway:
         return self._engine.start_offload(x, label=self._label, tier=self._tier)
 
     def handles(self) -> Iterator[OffloadedTensor]:
-        """See `sppo_hf.offload.prefetch_order.Frame`."""
+        """See `sppo_hf.offload.layer_offload.PrefetchGroup`."""
         for pair in self._handles.values():
             yield from pair
 
@@ -190,7 +192,7 @@ class KeysAway:
         return k, v
 
 
-def _enter_keys(prefetch_order: PrefetchOrder, away: weakref.ref[KeysAway], _: Tensor) -> None:
+def _enter_keys(prefetch_order: PrefetchOrder, away: weakref.ref[OffloadedKV], _: Tensor) -> None:
     keys = away()
     if keys is not None:
         prefetch_order.on_backward(keys)

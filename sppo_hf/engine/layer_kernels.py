@@ -51,10 +51,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from sppo_hf.attention.backends.verify import TOLERANCE, relative_error
+from sppo_hf.attention.backends.select import TOLERANCE, relative_error
 from sppo_hf.config import SPPOConfig
-from sppo_hf.engine.chunk_context import ChunkContext, LayerStates, current
-from sppo_hf.engine.recurrent_state import StateCache
+from sppo_hf.engine.chunk_context import ChunkContext, current
+from sppo_hf.engine.recurrent_state import LayerStates, StateCache
 from sppo_hf.engine.structure import ModelParts, mixers_of, referenced_names
 from sppo_hf.errors import ConfigError, first_line
 

@@ -27,7 +27,7 @@ class LogitsRequest:
 
     whole: bool
     """Whether the output carries the logits of every token."""
-    asked_by: str = ""
+    requested_by: str = ""
     """Who wants whole logits, for a warning of their size; "" for none."""
     reduce: Reduce | None = None
     """Called tile by tile, if the call has labels of the inputs' shape; else `whole` holds."""
@@ -43,7 +43,7 @@ class LogitsRequest:
     """Of that call."""
 
 
-class NotTokenWise(Exception):
+class NotJoinable(Exception):
     """The parts that a function returned cannot be joined along the tokens."""
 
 
@@ -52,7 +52,7 @@ class LogitsCollector:
 
     Args:
         reduce: Is given each tile; None keeps the logits themselves. Where it raises
-            `NotTokenWise`, or its results cannot be joined, the rest is left out.
+            `NotJoinable`, or its results cannot be joined, the rest is left out.
     """
 
     def __init__(self, reduce: Reduce | None = None) -> None:
@@ -106,7 +106,7 @@ class LogitsCollector:
             with torch.autocast(logits_1MV.device.type, enabled=False):
                 reduced = self._reduce(logits_1MV, labels_1M)
             _check_leading(reduced, labels_1M.shape)
-        except NotTokenWise as answer:
+        except NotJoinable as answer:
             self.failure = str(answer)
             return None
         return reduced
@@ -125,7 +125,7 @@ class LogitsCollector:
             return None
         try:
             return join(parts, dim=dim)
-        except NotTokenWise as answer:
+        except NotJoinable as answer:
             self.failure = str(answer)
             return None
 
@@ -135,7 +135,7 @@ def _check_leading(nest: Any, shape: Sequence[int]) -> None:
 
     def check(x: Tensor) -> Tensor:
         if tuple(x.shape[:2]) != tuple(shape):
-            raise NotTokenWise(
+            raise NotJoinable(
                 f"of logits of {tuple(shape)} rows and tokens it made a tensor of {tuple(x.shape)}"
             )
         return x
@@ -147,37 +147,37 @@ def map_tensors(function: Callable[..., Any], nest: Any, *more: Any) -> Any:
     """Apply a function to the tensors of a nest of tuples, lists and dicts, or of several alike.
 
     Raises:
-        NotTokenWise: There is something else in it, or the nests differ.
+        NotJoinable: There is something else in it, or the nests differ.
     """
     if isinstance(nest, Tensor) and all(isinstance(x, Tensor) for x in more):
         return function(nest, *more)
     if any(type(x) is not type(nest) for x in more):
-        raise NotTokenWise(f"it made a {type(nest).__name__} of one part and not of another")
+        raise NotJoinable(f"it made a {type(nest).__name__} of one part and not of another")
     if isinstance(nest, Mapping):
         if any(x.keys() != nest.keys() for x in more):
-            raise NotTokenWise("it made other keys of one part than of another")
+            raise NotJoinable("it made other keys of one part than of another")
         return {k: map_tensors(function, v, *(x[k] for x in more)) for k, v in nest.items()}
     if isinstance(nest, list | tuple):
         if any(len(x) != len(nest) for x in more):
-            raise NotTokenWise("it made other lengths of one part than of another")
+            raise NotJoinable("it made other lengths of one part than of another")
         mapped = [map_tensors(function, *items) for items in zip(nest, *more, strict=True)]
         if hasattr(nest, "_fields"):
             return type(nest)(*mapped)
         return type(nest)(mapped)
-    raise NotTokenWise(f"it made a {type(nest).__name__}, not a tensor")
+    raise NotJoinable(f"it made a {type(nest).__name__}, not a tensor")
 
 
 def join(parts: Sequence[Any], *, dim: int) -> Any:
     """Concatenate nests of tensors.
 
     Raises:
-        NotTokenWise: The nests are not alike, or their tensors are along another dim as well.
+        NotJoinable: The nests are not alike, or their tensors are along another dim as well.
     """
 
     def concatenate(*tensors: Tensor) -> Tensor:
         rests = {(*x.shape[:dim], None, *x.shape[dim + 1 :]) for x in tensors if x.ndim > dim}
         if len(rests) != 1 or any(x.ndim <= dim for x in tensors):
-            raise NotTokenWise("it made tensors of other shapes of one part than of another")
+            raise NotJoinable("it made tensors of other shapes of one part than of another")
         return torch.cat(tensors, dim=dim)
 
     return parts[0] if len(parts) == 1 else map_tensors(concatenate, *parts)
@@ -194,11 +194,11 @@ def same(ours: Any, theirs: Any) -> bool:
         elif alike:
             alike = torch.equal(x, y)
         if not alike:
-            raise NotTokenWise("its parts differ from the whole")
+            raise NotJoinable("its parts differ from the whole")
         return x
 
     try:
         map_tensors(check, ours, theirs)
-    except NotTokenWise:
+    except NotJoinable:
         return False
     return True

@@ -1,27 +1,49 @@
-"""The model's own next-token loss, without logits of the whole sequence.
+"""Head and loss of hidden states that were computed chunk by chunk.
 
-Hidden states of a chunk go through the model's own head in tiles; each tile's cross-entropy and its
-gradient are computed on the spot and the tile's logits are dropped. Forward thus leaves behind one
-gradient of the size of the hidden states and one of the size of the head's trainable weights,
-nothing runs twice, and backward only multiplies by the scale that arrives.
+`ModelHead` runs the causal language model's own `forward`, for whose duration the base model gives
+the hidden states that it is handed. So soft-capping, scaling, biases, adapters on the head and
+whatever else a family does after its last norm are the model's own code, not a copy of it.
 
-What is large is made once: a tile's gradient of the logits lies where its logarithms of
-probabilities were, and a product with a trained weight adds its gradient to the sum over tiles
-(where they are of one dtype), so that no tile has a gradient of the size of the head beside it.
+`ChunkedLoss` is the model's own next-token loss without logits of the whole sequence. Hidden states
+of a chunk go through the head in tiles; each tile's cross-entropy and its gradient are computed on
+the spot and the tile's logits are dropped. Forward thus leaves behind one gradient of the size of
+the hidden states and one of the size of the head's trainable weights, nothing runs twice, and
+backward only multiplies by the scale that arrives. A tile's gradient of the logits overwrites its
+log-probabilities, and a matmul with a trained weight adds its gradient to the sum over tiles (where
+they have one dtype), so that no tile has a gradient of the size of the head beside it. The sum over
+chunks is then divided as Transformers divides: by `num_items_in_batch`, or by the number of labels
+that count; with none that count the loss is NaN and every gradient zero, as in PyTorch. Losses that
+are not a sum over tokens are not covered; the engine gives such a model whole-sequence logits.
 
-The sum over chunks is then divided as Transformers divides: by `num_items_in_batch`, or by the
-number of labels that count; with none that count the loss is NaN and every gradient zero, as in
-PyTorch.
+Liger's fused linear + cross-entropy kernel replaces both (`liger_tile`) on CUDA, where liger-kernel
+is installed and the head was seen to be one plain matmul: one that scales, caps or adapts its
+logits keeps its own code. That is found out by trying both on a few random hidden states, not by a
+list of families, and remembered, since the answer makes the host wait.
+`torch.nn.functional.linear_cross_entropy` (PyTorch 2.13) is not used: asked for little memory, it
+rounds the summed loss to the hidden states' dtype, three digits in bfloat16.
 
-Not covered: losses that are not a sum over tokens; the engine gives such a model whole-sequence
-logits instead.
+`RouterLoss` is the load-balancing loss of routers (Switch Transformer, arXiv 2101.03961, equations
+4 to 6). For E experts it is `E * sum_e f_e * P_e`: f_e the share of tokens that chose expert e, P_e
+the mean probability that routers give it, both over all layers and all tokens that are no padding.
+Both are made of sums over tokens, which are carried over the chunks (those of probabilities with
+their graph) and put together after the last one. It keeps the probabilities until backward: 4 bytes
+per token, layer with a router, and expert.
+
+[Note: gradient of the router loss by chunks] The gradient by a chunk's sums of probabilities is
+`coefficient * E * chosen_e / tokens^2`: chunks need nothing of each other but how often each expert
+was chosen, and by how many tokens. So the stages of a pipeline add up their numbers once, after
+their last forward and before their first backward, and each chunk's backward begins at its own sums
+as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import importlib.util
+import inspect
+import weakref
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,15 +51,184 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
+from transformers.modeling_outputs import BaseModelOutputWithPast, MoeCausalLMOutputWithPast
 
-from sppo_hf.engine.structure import without_parameter_hooks
+from sppo_hf.engine.structure import ModelParts, patched_attribute, without_parameter_hooks
 from sppo_hf.engine.versions import ReadTensors
-from sppo_hf.errors import SPPOError
+from sppo_hf.errors import SPPOError, UnsupportedModelError
 
-if TYPE_CHECKING:
-    from sppo_hf.engine.head import LigerTile
+# B batch rows, C tokens of a chunk, M tokens of a tile, T tokens of the sequence, D model width,
+# V vocabulary, E experts.
 
-# B batch rows, C tokens of a chunk, M tokens of a tile, D model width, V vocabulary.
+
+class ModelHead:
+    """Logits, or the model's own loss, from hidden states."""
+
+    def __init__(self, parts: ModelParts, original_forward: Callable[..., Any]) -> None:
+        self._parts = parts
+        self._forward = original_forward
+        self.output_class: type = BaseModelOutputWithPast
+        """Class of what the base model returns; set it to what it really returned."""
+        self.plain: tuple[Hashable, bool] | None = None
+        """For `liger_tile`: in which state of the model it asked last, and whether logits were one
+        plain product."""
+
+    def logits(self, hidden_BMD: Tensor) -> Tensor:
+        """Logits `[B, M, V]` of hidden states `[B, M, D]`."""
+        return self.run(hidden_BMD).logits
+
+    def run(self, hidden_BMD: Tensor, **kwargs: Any) -> Any:
+        """Run the original forward on hidden states; `kwargs` are labels and loss arguments."""
+        output = self.output_class(last_hidden_state=hidden_BMD)
+        with patched_attribute("forward", {self._parts.base: lambda *_, **__: output}):
+            return self._forward(
+                inputs_embeds=hidden_BMD, use_cache=False, return_dict=True, **kwargs
+            )
+
+
+def liger_tile(parts: ModelParts, head: ModelHead, device: torch.device) -> LigerTile | None:
+    """A kernel for head and loss of a tile at once; None where the model's head must run."""
+    if device.type != "cuda" or importlib.util.find_spec("liger_kernel") is None:
+        return None
+    linear = parts.causal_lm.get_output_embeddings()
+    # The kernel knows no scale for float16, and no wider type than float32.
+    if type(linear) is not nn.Linear or linear.weight.dtype not in (torch.bfloat16, torch.float32):
+        return None
+    # A parameter beside the product's own could be neutral now (a scale of one) and not later.
+    own = {id(linear.weight), id(linear.bias)}
+    if any(id(parameter) not in own for parameter in parts.head_parameters()):
+        return None
+    state = _state(parts, linear)
+    tile = LigerTile(linear)
+    if linear.weight.requires_grad and not tile.sums_wide:
+        return None
+    if head.plain is None or head.plain[0] != state:
+        head.plain = (state, is_plain_head(linear, head) and tile.counts_nothing())
+    return tile if head.plain[1] else None
+
+
+def _state(parts: ModelParts, linear: nn.Linear) -> Hashable:
+    """What the answer hangs on: the module and what is hooked to it, not the weights' values."""
+    return (
+        weakref.ref(linear),
+        weakref.ref(linear.weight),
+        linear.weight.requires_grad,
+        parts.causal_lm.training,
+        "forward" in linear.__dict__,
+        (*linear._forward_hooks, *linear._forward_pre_hooks),
+    )
+
+
+@torch.no_grad()
+def is_plain_head(linear: nn.Linear, head: ModelHead) -> bool:
+    """Whether the model's logits are exactly `hidden @ weight.T + bias`; waits for the device."""
+    weight = linear.weight
+    # A generator of its own, or whoever draws next would draw other numbers than without us.
+    generator = torch.Generator(weight.device).manual_seed(0)
+    probe_1MD = torch.randn(
+        1, 4, linear.in_features, device=weight.device, dtype=weight.dtype, generator=generator
+    )
+    # Large enough that a soft cap would show.
+    probe_1MD = probe_1MD * 100
+    return torch.equal(head.logits(probe_1MD), F.linear(probe_1MD, weight, linear.bias))
+
+
+class _NotCounted(TorchFunctionMode):
+    """Gives Liger a 1 for the number of labels that count, for which it would wait for the device.
+
+    It divides a mean by it, and we ask for sums.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answer `Tensor.item`; all else is as it is."""
+        return 1 if func is Tensor.item else func(*args, **(kwargs or {}))
+
+
+class LigerTile:
+    """One tile through Liger's kernel, which computes gradients in its forward as we do."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        from liger_kernel.ops.fused_linear_cross_entropy import (  # type: ignore[import-not-found]
+            LigerFusedLinearCrossEntropyFunction,
+        )
+
+        self._linear = linear
+        self._function: Any = LigerFusedLinearCrossEntropyFunction
+        named = inspect.signature(self._function.forward).parameters
+        self._defaults = {name: p.default for name, p in named.items() if name != "ctx"}
+
+    @property
+    def sums_wide(self) -> bool:
+        """Whether the kernel can sum the weight's gradient over its parts in float32."""
+        return "accum_dtype" in self._defaults
+
+    def counts_nothing(self) -> bool:
+        """Whether a sum is the same when the kernel is not told how many labels count."""
+        weight = self._linear.weight
+        generator = torch.Generator(weight.device).manual_seed(0)
+        hidden_MD = torch.randn(
+            5, weight.shape[1], device=weight.device, dtype=weight.dtype, generator=generator
+        )
+        labels_M = torch.tensor([1, -100, 0, -100, 2], device=weight.device) % weight.shape[0]
+        labels_M[1::2] = -100
+        told = self._run(hidden_MD, labels_M, weight.detach(), None, -100)
+        with _NotCounted():
+            untold = self._run(hidden_MD, labels_M, weight.detach(), None, -100)
+        return all(torch.equal(one, other) for one, other in zip(told, untold, strict=True))
+
+    def max_tokens(self, tile_tokens: int) -> int:
+        """The tokens of a call that takes no more memory than a tile of `tile_tokens` does.
+
+        The kernel cuts a call by itself, into parts whose logits have about as many elements as the
+        hidden states of all; it rounds their tokens up to a power of two.
+        """
+        vocab, width = self._linear.weight.shape
+        power_of_two = 1 << (tile_tokens.bit_length() - 1)
+        return power_of_two * -(-vocab // width)
+
+    def __call__(
+        self,
+        hidden_MD: Tensor,
+        labels_M: Tensor,
+        trainable: Sequence[nn.Parameter],
+        ignore_index: int,
+    ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+        """Loss sum, gradient of the hidden states, gradients of `trainable`."""
+        weight, bias = self._linear.weight, self._linear.bias
+        leaf = weight.detach().requires_grad_(weight.requires_grad)
+        bias_leaf = None if bias is None else bias.detach().requires_grad_(bias.requires_grad)
+        with _NotCounted():
+            loss, dhidden_MD, *dweights = self._run(
+                hidden_MD, labels_M, leaf, bias_leaf, ignore_index
+            )
+        trained = [x for x in (weight, bias) if x is not None and x.requires_grad]
+        by_parameter = dict(zip(map(id, trained), dweights, strict=True))
+        return loss, dhidden_MD, [by_parameter.get(id(parameter)) for parameter in trainable]
+
+    def _run(
+        self,
+        hidden_MD: Tensor,
+        labels_M: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        ignore_index: int,
+    ) -> list[Tensor]:
+        """The summed loss, its gradients of the hidden states and of the leaves that need one."""
+        hidden_leaf = hidden_MD.detach().requires_grad_()
+        asked = {
+            "ignore_index": ignore_index,
+            "reduction": "sum",
+            # Or the sum over parts would be in the weight's dtype.
+            "accum_dtype": torch.float32,
+        }
+        others = list(self._defaults.items())[4:]
+        arguments = [asked.get(name, default) for name, default in others]
+        with torch.enable_grad():
+            result: Any = self._function.apply(hidden_leaf, weight, labels_M, bias, *arguments)
+            loss = result[0] if isinstance(result, tuple) else result
+            wanted = [x for x in (hidden_leaf, weight, bias) if x is not None and x.requires_grad]
+            return [loss.detach().float(), *torch.autograd.grad(loss, wanted)]
+
 
 _HALF_SCALE = 1024.0
 """Gradients of float16 logits are computed at this scale, or small ones would underflow."""
@@ -62,7 +253,7 @@ class ChunkedLoss:
     on_logits: Callable[[Tensor, slice], None] | None = None
     """Is given the logits `[M, V]` of each tile, and which tokens of the chunk, its rows laid one
     behind the other, they are of."""
-    fused: LigerTile | None = None
+    liger: LigerTile | None = None
     """A kernel that does head and loss of a tile at once, or None."""
     head_in_backward: bool = False
     """Whether the head's gradients must come out of the ordinary backward, as FSDP2 and hooks on
@@ -119,22 +310,22 @@ class ChunkedLoss:
         for start in range(0, hidden_MD.shape[0], self.tile_tokens):
             tile = slice(start, start + self.tile_tokens)
             loss, logits_MV = checkpoint(run, hidden_MD[tile], labels_M[tile], use_reentrant=False)
-            reads.leave_out_own_writes(versions)
+            reads.ignore_own_writes(versions)
             losses.append(loss)
             if self.on_logits is not None:
                 self.on_logits(logits_MV.detach(), tile)
         return torch.stack(losses).sum()
 
-    def refuse_changes(self) -> None:
+    def check_unchanged(self) -> None:
         """Refuse weights of the head that are not those of forward, as autograd would.
 
         Raises:
             SPPOError: They were changed in place.
         """
-        self._reads.refuse_changes(self._versions, "the loss's backward")
+        self._reads.check_unchanged(self._versions, "the loss's backward")
 
     def _tile_loss(self, hidden_MD: Tensor, labels_M: Tensor) -> tuple[Tensor, Tensor]:
-        self.refuse_changes()  # this may be backward, see `_checkpointed`
+        self.check_unchanged()  # this may be backward, see `_checkpointed`
         # Not indexed, or backward would make zeros for another tile of logits.
         logits_MV = self.head(hidden_MD[None]).squeeze(0)
         labels_M = labels_M.to(logits_MV.device)
@@ -148,11 +339,11 @@ class ChunkedLoss:
         labels_M = labels_BC.reshape(-1)
         total: Tensor | None = None
         dhidden_MD = torch.empty_like(hidden_MD) if grad else None
-        fused = self.fused if grad and self.on_logits is None else None
-        tile_tokens = self.tile_tokens if fused is None else fused.most_tokens(self.tile_tokens)
+        liger = self.liger if grad and self.on_logits is None else None
+        tile_tokens = self.tile_tokens if liger is None else liger.max_tokens(self.tile_tokens)
         for start in range(0, hidden_MD.shape[0], tile_tokens):
             tile = slice(start, start + tile_tokens)
-            loss, dtile, logits_MV = self._tile(hidden_MD[tile], labels_M[tile], grad, fused)
+            loss, dtile, logits_MV = self._tile(hidden_MD[tile], labels_M[tile], grad, liger)
             total = loss if total is None else total + loss
             if dhidden_MD is not None and dtile is not None:
                 dhidden_MD[tile] = dtile
@@ -163,11 +354,11 @@ class ChunkedLoss:
         return total, None if dhidden_MD is None else dhidden_MD.view_as(hidden_BCD)
 
     def _tile(
-        self, hidden_MD: Tensor, labels_M: Tensor, grad: bool, fused: LigerTile | None
+        self, hidden_MD: Tensor, labels_M: Tensor, grad: bool, liger: LigerTile | None
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        if fused is not None:
+        if liger is not None:
             args = (hidden_MD, labels_M, self._trainable, self.ignore_index)
-            loss, dhidden_MD, dweights = fused(*args)
+            loss, dhidden_MD, dweights = liger(*args)
             self._add_head_grads(dweights)
             return loss, dhidden_MD, hidden_MD
         if not grad:
@@ -330,7 +521,7 @@ class _TiledLoss(torch.autograd.Function):
             )
         ctx.spent = True
         if ctx.last:  # later on a hook may have stepped an optimizer
-            ctx.loss.refuse_changes()
+            ctx.loss.check_unchanged()
         (dhidden_BCD,) = ctx.saved_tensors
         # In the wide type: a bfloat16 scale would bias every gradient, a float16 one could vanish.
         factor = dtotal / ctx.loss.scale
@@ -375,3 +566,139 @@ class _Divide(torch.autograd.Function):
 def _scaled(x: Tensor, factor: Tensor) -> Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
     return x.mul_(factor) if x.dtype == wide else x.to(wide).mul_(factor.to(wide)).to(x.dtype)
+
+
+@dataclass(eq=False)
+class RouterLoss:
+    """The sums of one forward call."""
+
+    num_experts: int
+    """E."""
+    top_k: int
+    """Experts that a token chooses."""
+    coefficient: float
+    """Factor of this loss in the model's loss."""
+    _: KW_ONLY
+    backward_by_chunk: bool = False
+    """Whether backward begins at each chunk's sums, which `add` returns, and not at `value`; see
+    [Note: gradient of the router loss by chunks]."""
+
+    def __post_init__(self) -> None:
+        self._chosen_E: Tensor | None = None
+        self._probability_E: Tensor | None = None
+        self._tokens: Tensor | int = 0
+
+    @classmethod
+    def of(cls, parts: ModelParts, *, backward_by_chunk: bool = False) -> RouterLoss | None:
+        """The loss that `parts` adds to the loss of its labels; None where it is switched off.
+
+        Raises:
+            UnsupportedModelError: It is switched on, and what it is made of is not known.
+        """
+        config: Any = parts.text_config
+        if not getattr(config, "output_router_logits", False):
+            return None
+        owners = (parts.causal_lm, config)
+        values = [
+            next((getattr(o, n) for o in owners for n in names if hasattr(o, n)), None)
+            for names in (
+                ("num_experts", "num_local_experts"),
+                ("num_experts_per_tok",),
+                ("router_aux_loss_coef", "aux_loss_coef"),
+            )
+        ]
+        if any(value is None for value in values):
+            raise UnsupportedModelError(
+                f"{parts.name}: config.output_router_logits=True adds an auxiliary loss whose "
+                "experts, choices and coefficient are not where Transformers' models have them. "
+                "Set model.config.output_router_logits = False to train without it."
+            )
+        return cls(*values, backward_by_chunk=backward_by_chunk)  # type: ignore[arg-type]
+
+    def add(
+        self,
+        router_logits: tuple[Tensor, ...] | None,
+        mask_BT: Tensor | None,
+        rows: tuple[int, int],
+        tokens: tuple[int, int],
+    ) -> Tensor | None:
+        """Add a chunk.
+
+        Args:
+            router_logits: `[B * C, E]` for every layer with a router, as the base model gives them.
+            mask_BT: Nonzero for tokens of the batch that are no padding; None where all count.
+            rows: Half-open, of the batch: those of the chunk.
+            tokens: Likewise; none where one ran that counts for nothing (see
+                [Note: a rank without tokens] in `sequence_group`).
+
+        Returns:
+            The chunk's sums of probabilities, `[E]`, with their graph; None without a router.
+        """
+        weight = None
+        if mask_BT is not None:
+            mask_BC = mask_BT[slice(*rows), slice(*tokens)]
+            weight = mask_BC.reshape(-1).to(dtype=torch.float32)
+        whole_E: Tensor | None = None
+        for logits in router_logits or ():
+            weights = torch.softmax(logits, dim=-1)
+            _, chosen = torch.topk(weights, self.top_k, dim=-1)
+            if tokens[0] == tokens[1]:
+                weight = weights.new_zeros(len(weights), dtype=torch.float32)
+            counts = torch.ones_like(chosen, dtype=torch.float32)
+            if weight is None:
+                probability_E = weights.float().sum(dim=0)
+                self._tokens = self._tokens + weights.shape[0]
+            else:
+                probability_E = (weights.float() * weight[:, None]).sum(dim=0)
+                counts = counts * weight[:, None]
+                self._tokens = self._tokens + weight.sum()
+            whole_E = probability_E if whole_E is None else whole_E + probability_E
+            ones_E = torch.zeros_like(probability_E, requires_grad=False)
+            ones_E.scatter_add_(0, chosen.reshape(-1), counts.reshape(-1))
+            # Into a new tensor: the sum before is none that anybody's graph has saved.
+            self._chosen_E = ones_E if self._chosen_E is None else self._chosen_E + ones_E
+        if whole_E is not None:
+            kept_E = whole_E.detach() if self.backward_by_chunk else whole_E
+            before_E = self._probability_E
+            self._probability_E = kept_E if before_E is None else before_E + kept_E
+        return whole_E
+
+    def sum_over_ranks(
+        self, total: Callable[[Tensor], Tensor], device: torch.device | None = None
+    ) -> None:
+        """Add up the sums of several ranks, by `total`; after the last chunk.
+
+        A rank without a router has zeros on `device`; None where all have one or none.
+        """
+        if self._chosen_E is None or self._probability_E is None:
+            if device is None:
+                return
+            zeros_E = torch.zeros(self.num_experts, dtype=torch.float32, device=device)
+            self._chosen_E, self._probability_E = zeros_E, zeros_E
+        tokens = torch.as_tensor(
+            self._tokens, dtype=self._chosen_E.dtype, device=self._chosen_E.device
+        )
+        sums = total(torch.cat([self._chosen_E, self._probability_E, tokens.view(1)]))
+        self._chosen_E, self._probability_E, (self._tokens,) = sums.split(
+            [self.num_experts, self.num_experts, 1]
+        )
+
+    def gradient(self) -> Tensor:
+        """Of this loss with its coefficient, by what `add` returned for any chunk, `[E]`."""
+        assert self._chosen_E is not None, "a chunk was added, or sums of other ranks were"
+        return self.coefficient * self.num_experts * self._chosen_E / self._tokens**2
+
+    def value(self) -> Tensor | None:
+        """The loss without its coefficient, shape `[]`; None where no layer has a router."""
+        if self._chosen_E is None or self._probability_E is None:
+            return None
+        share_E, mean_E = self._chosen_E / self._tokens, self._probability_E / self._tokens
+        return torch.sum(share_E * mean_E) * self.num_experts
+
+    def add_to_output(self, output: Any) -> MoeCausalLMOutputWithPast:
+        """`output` (loss and logits) with this loss on top of its own, as such models return it."""
+        value: Any = self.value()
+        loss = output.loss
+        if value is not None:
+            loss = loss + self.coefficient * value.to(loss.device)
+        return MoeCausalLMOutputWithPast(loss=loss, aux_loss=value, logits=output.logits)

@@ -204,7 +204,7 @@ class PlanCache:
         """What the optimizer keeps, once that is known."""
         self.host_resident_bytes = 0
         """Host memory, not pinned, that gradients and optimizer states at rest take already."""
-        self.locked_gradient_bytes = 0
+        self.pinned_gradient_bytes = 0
         """Page-locked memory that gradients at rest have; like the above it is in plans of training
         alone, and in an evaluation nobody's to use."""
 
@@ -383,7 +383,7 @@ class PlanCache:
             device=device_facts(
                 device,
                 self._config,
-                counted_bytes=self.host_resident_bytes if training else -self.locked_gradient_bytes,
+                counted_bytes=self.host_resident_bytes if training else -self.pinned_gradient_bytes,
             ),
             backend_name=name,
             backend_reason=reason,

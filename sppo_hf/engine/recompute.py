@@ -20,34 +20,34 @@ import contextlib
 import dataclasses
 import weakref
 from collections import UserDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from sppo_hf.engine.attend import attention_taken_over
-from sppo_hf.engine.chunk_context import Attended, ChunkContext, LayerStates, StateKey, States
-from sppo_hf.engine.recurrent_state import documents_apart
+from sppo_hf.engine.attention_interface import chunked_attention
+from sppo_hf.engine.chunk_context import Attended, ChunkContext
+from sppo_hf.engine.recurrent_state import LayerStates, StateKey, States, separate_documents
 from sppo_hf.engine.selective import (
-    Changed,
-    Holder,
-    Needless,
-    NeedlessPlayer,
-    NeedlessRecorder,
-    Product,
-    SavedOffloaded,
-    SavedTensor,
+    Matmul,
+    MatmulsChanged,
     SelectiveRecorder,
     SelectiveReplayer,
+    UnusedMatmulFinder,
+    UnusedMatmuls,
+    UnusedMatmulSkipper,
 )
 from sppo_hf.engine.sequence_group import RecomputeExchanges
 from sppo_hf.engine.versions import ReadTensors, Versions
 from sppo_hf.errors import SPPOError
-from sppo_hf.offload.engine import OffloadedTensor, OffloadEngine, PrefetchOrder
-from sppo_hf.planning.activation_modes import FrameMode
+from sppo_hf.offload.engine import OffloadEngine
+from sppo_hf.offload.layer_offload import PrefetchOrder
+from sppo_hf.offload.storage import OffloadedTensor, version_of
+from sppo_hf.planning.activation_modes import ActivationMode
+from sppo_hf.planning.tiers import OffloadTier
 
 AroundLayers = Callable[[], contextlib.AbstractContextManager[object]]
 """Makes a context in which layers run."""
@@ -55,7 +55,106 @@ AroundLayers = Callable[[], contextlib.AbstractContextManager[object]]
 InTiles = Callable[
     [nn.Module, Tensor, "RecomputedLayer | None"], contextlib.AbstractContextManager[None]
 ]
-"""Makes a context in which a layer's token-wise modules run in tiles; see `layer_tiles`."""
+"""Makes a context in which a layer's token-wise modules run in tiles; see `sliced_calls`."""
+
+
+class SavedTensor(Protocol):
+    """One tensor between forward and backward."""
+
+    def handles(self) -> Iterable[OffloadedTensor]:
+        """The handle of the tensor, if it is away."""
+        ...
+
+    def take(self) -> Tensor:
+        """The tensor, on the device; the holder lets go of it."""
+        ...
+
+    def borrow(self) -> contextlib.AbstractContextManager[Tensor]:
+        """The tensor, on the device, for a while; it waits where it did before and after."""
+        ...
+
+    def drop(self) -> None:
+        """Let go of the tensor, taken or not."""
+        ...
+
+
+class SavedOnDevice:
+    """A tensor that stays on the device, and perhaps is still in use there."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor: Tensor | None = tensor
+        self._version = version_of(tensor)
+
+    def handles(self) -> Iterable[OffloadedTensor]:
+        """See `SavedTensor`."""
+        return ()
+
+    def take(self) -> Tensor:
+        """See `SavedTensor`.
+
+        Raises:
+            SPPOError: The tensor was changed in place since.
+        """
+        tensor = self._checked()
+        self.drop()
+        return tensor
+
+    def borrow(self) -> contextlib.AbstractContextManager[Tensor]:
+        """See `SavedTensor`."""
+        return contextlib.nullcontext(self._checked())
+
+    def _checked(self) -> Tensor:
+        assert self._tensor is not None, "a kept tensor is taken once"
+        tensor = self._tensor
+        if version_of(tensor) != self._version:
+            raise SPPOError(
+                f"a tensor of shape {tuple(tensor.shape)} that is kept for recomputation was "
+                "changed in place between forward and backward. Use operations that are not in "
+                "place in the layer's hooks, or set recompute='none'."
+            )
+        return tensor
+
+    def drop(self) -> None:
+        """See `SavedTensor`."""
+        self._tensor = None
+
+
+class SavedOffloaded:
+    """A tensor that travels to `tier` and back."""
+
+    def __init__(self, engine: OffloadEngine, tensor: Tensor, tier: OffloadTier) -> None:
+        self._engine = engine
+        self._handle: OffloadedTensor | None = engine.start_offload(tensor, tier=tier)
+
+    def handles(self) -> Iterable[OffloadedTensor]:
+        """See `SavedTensor`."""
+        return () if self._handle is None else (self._handle,)
+
+    def take(self) -> Tensor:
+        """See `SavedTensor`."""
+        assert self._handle is not None, "an offloaded tensor is taken once"
+        tensor = self._engine.wait_for(self._handle)
+        self.drop()
+        return tensor
+
+    @contextlib.contextmanager
+    def borrow(self) -> Iterator[Tensor]:
+        """See `SavedTensor`."""
+        assert self._handle is not None, "an offloaded tensor is taken once"
+        was_away = self._engine.bytes_to_prefetch(self.handles()) > 0
+        tensor = self._engine.wait_for(self._handle)
+        try:
+            yield tensor
+        finally:
+            if was_away and self._handle is not None:
+                del tensor
+                self._engine.evict(self._handle)
+
+    def drop(self) -> None:
+        """See `SavedTensor`."""
+        if self._handle is not None:
+            self._engine.release(self._handle)
+            self._handle = None
 
 
 class _Stop(Exception):
@@ -69,17 +168,17 @@ class _Nothing(contextlib.nullcontext[None]):
         """Autograd saves `tensor`."""
 
 
-_Aside = SelectiveReplayer | NeedlessRecorder | NeedlessPlayer | _Nothing
+_Aside = SelectiveReplayer | UnusedMatmulFinder | UnusedMatmulSkipper | _Nothing
 """What runs beside a layer's second forward."""
 
 
-_UNKNOWN = Needless((), ())
+_UNKNOWN = UnusedMatmuls((), ())
 _NO_READS = ReadTensors(())
-_found: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Needless | None]]
+_found: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, UnusedMatmuls | None]]
 _found = weakref.WeakKeyDictionary()
 
 
-def _needless(layer: nn.Module) -> dict[Hashable, Needless | None]:
+def _needless(layer: nn.Module) -> dict[Hashable, UnusedMatmuls | None]:
     """What was found of `layer`, by kind of its forward; see [Note: needless products]."""
     return _found.setdefault(layer, {})
 
@@ -122,7 +221,7 @@ class _Unseen(NamedTuple):
 class _OfParts:
     """What the parts of a layer have come to that have frames of their own."""
 
-    products: list[Product] = field(default_factory=list[Product])
+    products: list[Matmul] = field(default_factory=list[Matmul])
     """Those that they hold."""
     multiply: bool = False
     """Whether those that ran last have products."""
@@ -143,7 +242,7 @@ class RecomputedLayer:
         prefetch_order: PrefetchOrder | None,
         offload: OffloadEngine,
         keep: Callable[[str, Tensor], Tensor],
-        mode: FrameMode,
+        mode: ActivationMode,
         label: str,
         reads: ReadTensors,
         in_tiles: InTiles = lambda layer, hidden, frame: contextlib.nullcontext(),
@@ -167,12 +266,12 @@ class RecomputedLayer:
             in_tiles: Lets its token-wise modules run in tiles in the second forward.
             number: Its place in the order of forward, for the prefetch order.
             before_recompute: Is called before the layer runs again, while the frame still has what
-                `keys_again` needs.
+                `recompute_kv` needs.
             before_use: Called before the layer runs again, and before backward gets what it saved.
         """
         assert mode.recompute, f"a frame that is saved whole has nothing to recompute: {mode}"
         self._layer = layer
-        self._context = context.of_frame()
+        self._context = context.for_recompute()
         self._around_layers = around_layers
         self._in_tiles = in_tiles
         self._prefetch_order = prefetch_order
@@ -194,14 +293,14 @@ class RecomputedLayer:
         self._arguments: tuple[ReadTensors, Versions] | None = None
         self._meta: list[tuple[torch.Size, torch.dtype]] = []
         self._again: dict[int, Tensor] | None = None
-        self._stash: tuple[Holder, Holder] | None = None
-        self._hidden: Holder | None = None
+        self._stash: tuple[SavedTensor, SavedTensor] | None = None
+        self._hidden: SavedTensor | None = None
         self._given_states: States = {} if context.states is None else context.states.before
-        self._states: dict[StateKey, tuple[Holder, bool]] = {}
+        self._states: dict[StateKey, tuple[SavedTensor, bool]] = {}
         self._exchanged: RecomputeExchanges | None = None
         """While the layer is recomputed: what the ranks that share its chunk exchange."""
         self._recorder: SelectiveRecorder | None = None
-        self._products: tuple[Product, ...] | None = None
+        self._products: tuple[Matmul, ...] | None = None
         self._rest: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
         self._hooks: Any = None
         self._recomputing: tuple[Tensor, Tensor] | None = None
@@ -256,7 +355,7 @@ class RecomputedLayer:
             self._recorder = None
         self._unhook()
         self._keep = None
-        self._reads.leave_out_own_writes(self._versions)
+        self._reads.ignore_own_writes(self._versions)
         if not self._meta:
             self._release()  # nothing in the layer needs a gradient
         elif self._prefetch_order is not None:
@@ -282,7 +381,7 @@ class RecomputedLayer:
         """
         if self._recorder is not None:
             self._recorder.pause()
-        elif self.again and self._recomputing is None:
+        elif self.is_recompute and self._recomputing is None:
             self._beside.__exit__(None, None, None)
             self._attends = True
         return self._recomputing
@@ -295,11 +394,11 @@ class RecomputedLayer:
             self._recorder.resume(out_BNCH, lse_BNC)
         elif self._attends:
             self._attended()
-            if isinstance(self._beside, NeedlessRecorder):
+            if isinstance(self._beside, UnusedMatmulFinder):
                 self._beside.given(out_BNCH, lse_BNC)
 
     @property
-    def again(self) -> bool:
+    def is_recompute(self) -> bool:
         """Whether the layer runs again."""
         return not self.is_open
 
@@ -311,7 +410,7 @@ class RecomputedLayer:
 
     # -- parts of the layer that have frames of their own ----------------------------------------
 
-    def part(self, module: nn.Module, label: str, hidden: Holder) -> FramePart:
+    def part(self, module: nn.Module, label: str, hidden: SavedTensor) -> RecomputedTile:
         """A frame for a call of `module` on a part of the tokens, inside the layer's forward.
 
         `label` says what it is, and which tokens: the same in all layers of a kind. `hidden` has
@@ -319,7 +418,7 @@ class RecomputedLayer:
         """
         keep = self._keep
         assert keep is not None, "parts are made while the frame is open"
-        return FramePart(
+        return RecomputedTile(
             module,
             hidden,
             context=self._context,
@@ -375,23 +474,23 @@ class RecomputedLayer:
                 outputs = run()
         finally:
             beside.__enter__()
-        if isinstance(beside, NeedlessRecorder):
+        if isinstance(beside, UnusedMatmulFinder):
             beside.given(*outputs)
         return outputs, before.need_grads
 
-    def _hold(self, kind: str, tensor: Tensor) -> Holder:
+    def _hold(self, kind: str, tensor: Tensor) -> SavedTensor:
         if self._mode.tier != "device":
             return SavedOffloaded(self._offload, tensor, self._mode.tier)
         assert self._keep is not None, "what is kept is kept while the frame is open"
-        return SavedTensor(self._keep(kind, tensor))
+        return SavedOnDevice(self._keep(kind, tensor))
 
-    def _hold_product(self, kind: str, tensor: Tensor) -> Holder:
+    def _hold_product(self, kind: str, tensor: Tensor) -> SavedTensor:
         # Experts have as many tokens as chose them, so there are no other tensors of that shape to
         # lie beside; and a subclass is more than its bytes.
         usual = tensor.numel() == self._shape[:-1].numel() * tensor.shape[-1]
         if self._mode.offload or (usual and type(tensor) is Tensor):
             return self._hold(kind, tensor)
-        return SavedTensor(tensor)
+        return SavedOnDevice(tensor)
 
     def _pack(self, tensor: Tensor) -> _Slot:
         if self._recorder is not None:
@@ -454,7 +553,7 @@ class RecomputedLayer:
         self._check_repeated(again)
         self._again = dict(enumerate(again))
 
-    def keys_again(self) -> tuple[Tensor, Tensor]:
+    def recompute_kv(self) -> tuple[Tensor, Tensor]:
         """Keys and values of the first forward, BKCH: the layer runs again up to its attention.
 
         Comes before backward asks for what autograd saved; what the frame keeps, it keeps.
@@ -502,12 +601,12 @@ class RecomputedLayer:
                 aside,
             ):
                 self._run_layer(*_with_hidden(hidden, *self._rest), states, take)
-        except Changed:
+        except MatmulsChanged:
             return None
         finally:
             self._beside = _Nothing()
         assert found, "a layer whose keys are made again attends"
-        if isinstance(aside, NeedlessRecorder):
+        if isinstance(aside, UnusedMatmulFinder):
             _needless(self._layer)[kind] = aside.result()
         return found[0]
 
@@ -515,20 +614,20 @@ class RecomputedLayer:
         assert self._arguments is not None, "what was opened has its arguments"
         arguments, versions = self._arguments
         where = f"recomputing {self._label}"
-        self._reads.refuse_changes(self._versions, where)
-        arguments.refuse_changes(versions, where)
+        self._reads.check_unchanged(self._versions, where)
+        arguments.check_unchanged(versions, where)
 
     def _run_layer(
         self,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         states: States,
-        take_keys: Callable[[Tensor, Tensor], None] | None = None,
+        on_kv: Callable[[Tensor, Tensor], None] | None = None,
     ) -> None:
         """Run the layer's forward once more; attention's results come from `get`.
 
         See [Note: backward has no context] in `chunk_context`. Of `states` what mixers write was
-        written in forward; `take_keys` gets keys and values, BKCH, and ends the run.
+        written in forward; `on_kv` gets keys and values, BKCH, and ends the run.
         """
         given, group, stashed = self._context.states, self._context.group, self._recomputing
         if group is not None and stashed is not None and self._exchanged is None:
@@ -538,13 +637,13 @@ class RecomputedLayer:
             stash=self,
             exchanged=self._exchanged,
             states=None if given is None else LayerStates(states, given.documents),
-            take_keys=take_keys,
+            on_kv=on_kv,
             attended=Attended(),
         )
         with (
-            attention_taken_over(context),
+            chunked_attention(context),
             self._in_tiles(self._layer, args[0] if args else kwargs["hidden_states"], self),
-            documents_apart(self._layer, context.states),
+            separate_documents(self._layer, context.states),
             self._around_layers(),
         ):
             # `forward`, not a call: hooks (ours, FSDP's) belong to the first forward.
@@ -575,14 +674,16 @@ class RecomputedLayer:
                 aside,
             ):
                 self._run_layer(args, kwargs, states)
-        except Changed:
+        except MatmulsChanged:
             return None
         finally:
             self._beside = _Nothing()
         # Something in it may have minded the dispatch mode.
-        if isinstance(aside, NeedlessRecorder | NeedlessPlayer) and not self._is_repeated(again):
+        if isinstance(aside, UnusedMatmulFinder | UnusedMatmulSkipper) and not self._is_repeated(
+            again
+        ):
             return None
-        if isinstance(aside, NeedlessRecorder):
+        if isinstance(aside, UnusedMatmulFinder):
             _needless(self._layer)[self._kind()] = aside.result()
         return again
 
@@ -597,10 +698,10 @@ class RecomputedLayer:
         """What runs beside a second forward that computes all products but needless ones."""
         known = _needless(self._layer).get(kind, _UNKNOWN)
         if known is _UNKNOWN and not is_compiled(self._layer):
-            return NeedlessRecorder(hidden)
+            return UnusedMatmulFinder(hidden)
         if known is _UNKNOWN:
             known = _needless(self._layer)[kind] = None
-        return _Nothing() if known is None else NeedlessPlayer(known, width=hidden.shape[-1])
+        return _Nothing() if known is None else UnusedMatmulSkipper(known, width=hidden.shape[-1])
 
     def _kind(self) -> Hashable:
         """What a layer's forwards have in common whose needless products are the same."""
@@ -619,7 +720,7 @@ class RecomputedLayer:
                 "something that changed in between. Set recompute='none' for this model."
             )
 
-    def _holders(self) -> Iterator[Holder]:
+    def _holders(self) -> Iterator[SavedTensor]:
         if self._hidden is not None:
             yield self._hidden
         yield from self._stash or ()
@@ -636,7 +737,7 @@ class RecomputedLayer:
         self._rest = ((), {})
 
 
-class FramePart(RecomputedLayer):
+class RecomputedTile(RecomputedLayer):
     """Frame of a part of a layer's work, on some of its tokens; see `RecomputedLayer.part`.
 
     Its input is what the layer's own frame has, or makes again, so it keeps products alone.
@@ -645,7 +746,7 @@ class FramePart(RecomputedLayer):
     def __init__(
         self,
         module: nn.Module,
-        hidden: Holder,
+        hidden: SavedTensor,
         *,
         of_parts: _OfParts,
         like: RunContext,
@@ -663,7 +764,7 @@ class FramePart(RecomputedLayer):
         self._of_parts = of_parts
         self._like = like
 
-    def _hold(self, kind: str, tensor: Tensor) -> Holder:
+    def _hold(self, kind: str, tensor: Tensor) -> SavedTensor:
         return self._input if kind == "inputs" else super()._hold(kind, tensor)
 
     def close(self) -> None:
@@ -678,7 +779,7 @@ class FramePart(RecomputedLayer):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         states: States,
-        take_keys: Callable[[Tensor, Tensor], None] | None = None,
+        on_kv: Callable[[Tensor, Tensor], None] | None = None,
     ) -> None:
         """Run the part again: it has no attention and no states."""
         with self._around_layers():

@@ -30,7 +30,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -38,11 +38,75 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from sppo_hf.attention.segments import RowSpans
-from sppo_hf.engine.chunk_context import LayerStates, Spans, StateKey, current
+from sppo_hf.engine.chunk_context import current
 from sppo_hf.engine.structure import mixers_of, patched_attribute
 from sppo_hf.errors import UnsupportedModelError
 
 # B batch rows, C tokens of a chunk or document, D model width, E channels, K kernel size.
+
+
+StateKey = tuple[str, int, int]
+"""Kind ("conv" or "recurrent"), the layer's index and which of its states it is."""
+
+States = Mapping[StateKey, Tensor]
+"""States after some chunk, each with the batch rows first."""
+
+Spans = tuple[tuple[int, int, bool], ...]
+"""Runs of tokens of one row of a chunk: start, end, and whether it goes on from before."""
+
+
+class LayerStates:
+    """States of one layer in one chunk: what is there before it, and what it leaves."""
+
+    def __init__(self, before: States, documents: tuple[Spans, ...] | None = None) -> None:
+        """Begin a chunk with the states that the one before left; nothing in the first chunk.
+
+        `documents` are those of every row in this chunk, where there are several.
+        """
+        self.documents = documents
+        self.after: dict[StateKey, Tensor] = {}
+        self.before = before
+
+    @property
+    def begun(self) -> bool:
+        """Whether there are states from before."""
+        return bool(self.before)
+
+    def read(self, key: StateKey) -> Tensor | None:
+        """A copy of the state from before; None where there is none."""
+        state = self.before.get(key)
+        return None if state is None else state.clone()
+
+    def write_conv(self, key: StateKey, x_BEC: Tensor, kernel: int | None) -> Tensor:
+        """Take the inputs of a causal convolution; returns them behind those kept from before.
+
+        `kernel` inputs are kept; as many as are kept already if None, all in the first chunk.
+        """
+        before = self.before.get(key)
+        if before is not None:
+            kernel = before.shape[-1]
+            x_BEC = torch.cat([before, x_BEC], dim=-1)
+        kernel = x_BEC.shape[-1] if kernel is None else kernel
+        if x_BEC.shape[-1] < kernel:
+            x_BEC = nn.functional.pad(x_BEC, (kernel - x_BEC.shape[-1], 0))
+        self.after[key] = x_BEC[..., -kernel:].clone()  # a view would keep the whole chunk's inputs
+        return x_BEC
+
+    def write_recurrent(self, key: StateKey, state: Tensor) -> Tensor:
+        """Take the state after the chunk's last token, and return it."""
+        whole = state.untyped_storage().nbytes() <= state.nbytes
+        self.after[key] = state if whole else state.clone()
+        return state
+
+    def without_tensors(self) -> LayerStates:
+        """The documents alone."""
+        return LayerStates({}, self.documents)
+
+    def rows(self, row: int, *, fresh: bool) -> LayerStates:
+        """For one document of `row`: with the states of the row, or `fresh` without any."""
+        if fresh:
+            return LayerStates({})
+        return LayerStates({key: state[row : row + 1] for key, state in self.before.items()})
 
 
 class _CacheLayer:
@@ -133,7 +197,7 @@ class StateCache(Cache):
         return query_length, 0
 
 
-def documents_in(
+def documents_in_chunk(
     rows: tuple[RowSpans, ...] | None, start: int, end: int
 ) -> tuple[Spans, ...] | None:
     """The documents of every row in the chunk `[start, end)`, counted from its start.
@@ -153,7 +217,7 @@ def documents_in(
 
 
 @contextlib.contextmanager
-def documents_apart(layer: nn.Module, states: LayerStates | None) -> Iterator[None]:
+def separate_documents(layer: nn.Module, states: LayerStates | None) -> Iterator[None]:
     """Let the mixers of `layer` see one document at a time; see [Note: packed documents].
 
     Nothing is done where its states name no documents.

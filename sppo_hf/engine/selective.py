@@ -44,12 +44,11 @@ product, and where it is not so the layer runs once more, with all of its produc
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -57,108 +56,9 @@ from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sppo_hf.errors import SPPOError
-from sppo_hf.offload.engine import OffloadedTensor, OffloadEngine
-from sppo_hf.offload.storage import version_of
-from sppo_hf.planning.tiers import AwayTier
 
-
-class Holder(Protocol):
-    """One tensor between forward and backward."""
-
-    def handles(self) -> Iterable[OffloadedTensor]:
-        """The handle of the tensor, if it is away."""
-        ...
-
-    def take(self) -> Tensor:
-        """The tensor, on the device; the holder lets go of it."""
-        ...
-
-    def borrow(self) -> contextlib.AbstractContextManager[Tensor]:
-        """The tensor, on the device, for a while; it waits where it did before and after."""
-        ...
-
-    def drop(self) -> None:
-        """Let go of the tensor, taken or not."""
-        ...
-
-
-class SavedTensor:
-    """A tensor that stays on the device, and perhaps is still in use there."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor: Tensor | None = tensor
-        self._version = version_of(tensor)
-
-    def handles(self) -> Iterable[OffloadedTensor]:
-        """See `Holder`."""
-        return ()
-
-    def take(self) -> Tensor:
-        """See `Holder`.
-
-        Raises:
-            SPPOError: The tensor was changed in place since.
-        """
-        tensor = self._checked()
-        self.drop()
-        return tensor
-
-    def borrow(self) -> contextlib.AbstractContextManager[Tensor]:
-        """See `Holder`."""
-        return contextlib.nullcontext(self._checked())
-
-    def _checked(self) -> Tensor:
-        assert self._tensor is not None, "a kept tensor is taken once"
-        tensor = self._tensor
-        if version_of(tensor) != self._version:
-            raise SPPOError(
-                f"a tensor of shape {tuple(tensor.shape)} that is kept for recomputation was "
-                "changed in place between forward and backward. Use operations that are not in "
-                "place in the layer's hooks, or set recompute='none'."
-            )
-        return tensor
-
-    def drop(self) -> None:
-        """See `Holder`."""
-        self._tensor = None
-
-
-class SavedOffloaded:
-    """A tensor that travels to `tier` and back."""
-
-    def __init__(self, engine: OffloadEngine, tensor: Tensor, tier: AwayTier) -> None:
-        self._engine = engine
-        self._handle: OffloadedTensor | None = engine.start_offload(tensor, tier=tier)
-
-    def handles(self) -> Iterable[OffloadedTensor]:
-        """See `Holder`."""
-        return () if self._handle is None else (self._handle,)
-
-    def take(self) -> Tensor:
-        """See `Holder`."""
-        assert self._handle is not None, "an offloaded tensor is taken once"
-        tensor = self._engine.wait_for(self._handle)
-        self.drop()
-        return tensor
-
-    @contextlib.contextmanager
-    def borrow(self) -> Iterator[Tensor]:
-        """See `Holder`."""
-        assert self._handle is not None, "an offloaded tensor is taken once"
-        was_away = self._engine.bytes_to_fetch(self.handles()) > 0
-        tensor = self._engine.wait_for(self._handle)
-        try:
-            yield tensor
-        finally:
-            if was_away and self._handle is not None:
-                del tensor
-                self._engine.evict(self._handle)
-
-    def drop(self) -> None:
-        """See `Holder`."""
-        if self._handle is not None:
-            self._engine.release(self._handle)
-            self._handle = None
+if TYPE_CHECKING:
+    from sppo_hf.engine.recompute import SavedTensor
 
 
 # Sets of products are bits of an integer: a union is one operation, for 400 products too. The
@@ -202,7 +102,7 @@ _UNSEEN = "a module in tiles"
 
 
 @dataclass(slots=True)
-class Product:
+class Matmul:
     """One matrix product of a layer's first forward."""
 
     name: str
@@ -211,7 +111,7 @@ class Product:
     """Of its arguments."""
     blank: Callable[[], Tensor]
     """Makes zeros of the output's layout."""
-    holder: Holder | None = None
+    holder: SavedTensor | None = None
     """The output, if it is needed again."""
     of_weights: bool = False
     """Whether no activation took part: computed again."""
@@ -226,7 +126,7 @@ class _Fresh:
     written: bool = False
 
 
-class Mode(TorchDispatchMode):
+class LightDispatchMode(TorchDispatchMode):
     """A dispatch mode that does not ask torch.compile to leave its code alone.
 
     That takes a fifth of what a mode costs each operation, and there is nothing to leave alone: no
@@ -238,7 +138,7 @@ class Mode(TorchDispatchMode):
         return False
 
 
-Run = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
+RunOperation = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
 """Runs an operation on arguments, by position and by name."""
 
 
@@ -247,7 +147,7 @@ def run_operation(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
     return func(*args, **kwargs)
 
 
-class DependencyTracker(Mode):
+class DependencyTracker(LightDispatchMode):
     """Follows, by storage, which of a layer's products each tensor depends on."""
 
     def __init__(self, hidden: Tensor) -> None:
@@ -279,7 +179,9 @@ class DependencyTracker(Mode):
         """Run the operation; see `watch`."""
         return self.watch(run_operation, func, args, kwargs or {})
 
-    def watch(self, run: Run, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def watch(
+        self, run: RunOperation, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
         """Let `run` run the operation, and note which products its results depend on."""
         op = operation(func)
         if op.writes:
@@ -297,7 +199,7 @@ class DependencyTracker(Mode):
                 self._set(tensor, _ALLOCATED.get(op.allocates, depends))
         return output
 
-    def _write(self, run: Run, func: Any, op: Operation, args: Any, kwargs: Any) -> Any:
+    def _write(self, run: RunOperation, func: Any, op: Operation, args: Any, kwargs: Any) -> Any:
         written = tuple(op.written(args, kwargs))
         for tensor in written:
             self._before_write(tensor)
@@ -341,7 +243,7 @@ class SelectiveRecorder(DependencyTracker):
         layer: nn.Module,
         hidden: Tensor,
         *,
-        hold: Callable[[str, Tensor], Holder],
+        hold: Callable[[str, Tensor], SavedTensor],
         model: nn.Module | None = None,
         without_memory: bool = False,
     ) -> None:
@@ -363,7 +265,7 @@ class SelectiveRecorder(DependencyTracker):
         self._hold = hold
         self._without_memory = without_memory
         self._copies = not without_memory and self._written_unseen.get(self._kind, True)
-        self._products: list[Product] = []
+        self._products: list[Matmul] = []
         self._fresh: list[_Fresh] = []
         self._index_of: dict[int, int] = {}
         self._needed = 0
@@ -407,7 +309,7 @@ class SelectiveRecorder(DependencyTracker):
             self._need(depends)
             self.resume()
 
-    def stop(self) -> tuple[Product, ...]:
+    def stop(self) -> tuple[Matmul, ...]:
         """Stop watching; returns all products in order."""
         self.abandon()
         if self._kind not in self._written_unseen and not self._without_memory:
@@ -431,7 +333,7 @@ class SelectiveRecorder(DependencyTracker):
         depends = self._read(given)
         for output in outputs:
             if as_products:
-                self._add(Product(_UNSEEN, (), _zeros_like(output)), output)
+                self._add(Matmul(_UNSEEN, (), _zeros_like(output)), output)
             else:
                 self._set(output, depends)
 
@@ -440,10 +342,10 @@ class SelectiveRecorder(DependencyTracker):
     def _product(
         self, func: Any, op: Operation, args: Sequence[Any], output: Tensor, depends: int
     ) -> None:
-        product = Product(op.name, _shapes(args), _zeros_like(output), of_weights=depends == 0)
+        product = Matmul(op.name, _shapes(args), _zeros_like(output), of_weights=depends == 0)
         self._add(product, output)
 
-    def _add(self, product: Product, output: Tensor) -> None:
+    def _add(self, product: Matmul, output: Tensor) -> None:
         index = self._num_products
         self._products.append(product)
         self._num_products += 1
@@ -482,10 +384,10 @@ class SelectiveRecorder(DependencyTracker):
         self._needed |= 1 << index
 
 
-class SelectiveReplayer(Mode):
+class SelectiveReplayer(LightDispatchMode):
     """Answers a layer's matrix products, in order, by what a recorder held."""
 
-    def __init__(self, products: Sequence[Product], *, width: int, label: str) -> None:
+    def __init__(self, products: Sequence[Matmul], *, width: int, label: str) -> None:
         """Prepare to play `selective` of a layer of `width`; `label` names it in errors."""
         super().__init__()
         self._products = products
@@ -512,7 +414,7 @@ class SelectiveReplayer(Mode):
         """What the next thing that ran unseen returned, `count` tensors; zeros if not needed."""
         return [_played(self._expect(_UNSEEN, ())) for _ in range(count)]
 
-    def _expect(self, name: str, shapes: tuple[torch.Size, ...]) -> Product:
+    def _expect(self, name: str, shapes: tuple[torch.Size, ...]) -> Matmul:
         index, self._next = self._next, self._next + 1
         expected = self._products[index] if index < len(self._products) else None
         if expected is None or (expected.name, expected.shapes) != (name, shapes):
@@ -525,13 +427,13 @@ class SelectiveReplayer(Mode):
         return expected
 
 
-def _played(product: Product) -> Tensor:
+def _played(product: Matmul) -> Tensor:
     # Detached: autograd makes a result its own, and must not meet a view of something else.
     return product.blank() if product.holder is None else product.holder.take().detach()
 
 
 @dataclass(frozen=True, slots=True)
-class Needless:
+class UnusedMatmuls:
     """Which of the products of a layer's second forward nothing depends on that backward reads."""
 
     signatures: tuple[Hashable, ...]
@@ -540,7 +442,7 @@ class Needless:
     """Whether zeros can stand for the product."""
 
 
-class NeedlessRecorder(DependencyTracker):
+class UnusedMatmulFinder(DependencyTracker):
     """Finds, while a layer runs for the second time, which of its products nobody needs.
 
     See [Note: needless products]. Use as a context; call `saved` for all that autograd saves.
@@ -561,7 +463,7 @@ class NeedlessRecorder(DependencyTracker):
         self._always |= self._read(tensor)
         self._num_saved += 1
 
-    def result(self) -> Needless | None:
+    def result(self) -> UnusedMatmuls | None:
         """What was found; None if there is nothing to save, or the layer decides by values."""
         needed, seen = self._always >> 1, 0
         while fresh := needed & ~seen:
@@ -571,7 +473,7 @@ class NeedlessRecorder(DependencyTracker):
         blank = tuple(not needed >> index & 1 for index in range(self._num_products))
         if self._reveals or not any(blank):
             return None
-        return Needless(tuple(self._signatures), blank)
+        return UnusedMatmuls(tuple(self._signatures), blank)
 
     def _product(
         self, func: Any, op: Operation, args: Sequence[Any], output: Tensor, depends: int
@@ -593,14 +495,14 @@ class NeedlessRecorder(DependencyTracker):
         self._reveals = self._reveals or depends > 0
 
 
-class Changed(Exception):
-    """The layer's products are not those that a `Needless` was found for."""
+class MatmulsChanged(Exception):
+    """The layer's products are not those that a `UnusedMatmuls` was found for."""
 
 
-class NeedlessPlayer(Mode):
+class UnusedMatmulSkipper(LightDispatchMode):
     """Lets zeros stand for needless products; a context for a layer's second forward."""
 
-    def __init__(self, needless: Needless, *, width: int) -> None:
+    def __init__(self, needless: UnusedMatmuls, *, width: int) -> None:
         super().__init__()
         self._needless = needless
         self._width = width
@@ -615,14 +517,14 @@ class NeedlessPlayer(Mode):
         """Run the operation, unless it is a needless product.
 
         Raises:
-            Changed: The product is another one than was recorded.
+            MatmulsChanged: The product is another one than was recorded.
         """
         if not operation(func).is_product(args, self._width):
             return func(*args, **(kwargs or {}))
         index, self._next = self._next, self._next + 1
         signatures = self._needless.signatures
         if index >= len(signatures) or signatures[index] != _signature(func, args, self._num_saved):
-            raise Changed
+            raise MatmulsChanged
         if not self._needless.blank[index] or not _is_plain(args):
             return func(*args, **(kwargs or {}))
         left, right = _BLANKS[func](args)

@@ -25,7 +25,7 @@ from transformers.modeling_outputs import ModelOutput
 
 from sppo_hf.engine.cpu_heap import return_free_heap
 from sppo_hf.engine.sequence_group import rank_tokens
-from sppo_hf.offload.stats import OffloadStats
+from sppo_hf.offload.engine import OffloadStats
 from sppo_hf.planning.model_shape import ModelShape, forward_flops, step_flops
 from sppo_hf.planning.plan import Plan
 from sppo_hf.planning.prediction import MeasuredStep

@@ -123,7 +123,7 @@ class ReadTensors:
         """How often each was written into so far."""
         return tuple(version_of(read.tensor) for read in self._reads)
 
-    def leave_out_own_writes(self, versions: Versions) -> None:
+    def ignore_own_writes(self, versions: Versions) -> None:
         """Compare no more what the module's own forward has written into since `versions`.
 
         PEFT's adapters on experts do so, with the values that were there; counters are another
@@ -137,7 +137,7 @@ class ReadTensors:
             if version_of(read.tensor) != before or (read.may_change and read.is_replaced())
         }
 
-    def refuse_changes(self, versions: Versions, where: str) -> None:
+    def check_unchanged(self, versions: Versions, where: str) -> None:
         """Refuse to go on where a tensor is not what it was when `versions` was asked in forward.
 
         Raises:

@@ -23,7 +23,7 @@ _PREFIX = "sppo_"
 
 @dataclasses.dataclass
 class _Options:
-    """What SPPOArguments has besides one option per setting."""
+    """The part of SPPOArguments that is not generated from the settings."""
 
     sppo_config: str | None = dataclasses.field(
         default=None, metadata={"help": "YAML file with settings of SPPO."}

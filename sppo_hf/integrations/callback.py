@@ -1,22 +1,19 @@
 """SPPOCallback: puts SPPO's numbers into the Trainer's own log stream.
 
-The plugin installs it by itself: the Trainer reads `transformers.trainer.DEFAULT_CALLBACKS` after
-it has made its Accelerator, so a callback that is put there while the Accelerator is made reaches
-exactly that Trainer, if it is taken out again in time. This file sees that it is.
-
-`StepMeter` sums what the engine reports between two log entries and makes numbers of it: pure
-arithmetic on StepRecords and seconds that are given to it.
+The plugin installs it: the Trainer reads `transformers.trainer.DEFAULT_CALLBACKS` after it has made
+its Accelerator, so a callback that is put there while the Accelerator is made reaches exactly that
+Trainer, provided that it is removed in time (`offer_callback`).
 
 [Note: what the numbers mean]
 Tokens are those that the model was given, padding included. Model FLOPs are what one forward and
 backward of the unmodified model need, attention counted once per visible key (the causal half),
 recomputation not counted. MFU is model FLOPs per second over the device's dense bf16 peak from its
-data sheet. Planned seconds are the predicted time of forward and backward, to lay beside
-`sppo/step_seconds`, which is longer by the optimizer's step. Seconds are the wall time of optimizer
-steps, from the Trainer's on_step_begin to its on_step_end, so waiting for data, evaluation and
-saving are not in them. Stall seconds and copied bytes are means per optimizer step. Every number is
-of the rank that logs it (rank 0 in the logs), except `sppo/tokens_per_second`, which counts the
-tokens of all ranks.
+data sheet. Planned seconds are the predicted time of forward and backward, to compare with
+`sppo/step_seconds`, which includes the optimizer's step. Seconds are the wall time of optimizer
+steps, from the Trainer's on_step_begin to its on_step_end: without waiting for data, evaluation and
+saving. Stall seconds and copied bytes are means per optimizer step. Every number is of the rank
+that logs it (rank 0 in the logs), except `sppo/tokens_per_second`, which counts the tokens of all
+ranks.
 """
 
 from __future__ import annotations
@@ -44,8 +41,8 @@ from sppo_hf.engine.convert import is_converted
 from sppo_hf.engine.step_observer import StepObserver, StepRecord
 from sppo_hf.engine.structure import disable_gradient_checkpointing
 from sppo_hf.errors import ConfigError
-from sppo_hf.integrations.validation import refuse_arguments, refuse_for_sharing_ranks
-from sppo_hf.offload.stats import OffloadStats
+from sppo_hf.integrations.validation import check_shared_batches, check_training_arguments
+from sppo_hf.offload.engine import OffloadStats
 from sppo_hf.pipeline.watchdog import AFTER_TRAINING, collective_section, watchdog
 from sppo_hf.planning.hardware import peak_flops
 from sppo_hf.rules import format_bytes
@@ -59,48 +56,47 @@ if TYPE_CHECKING:
 
 TERA = 1e12
 
-_LONGEST_SUMMARY = 100
-"""Characters; the Trainer's progress bar shows no longer text."""
+_MAX_SUMMARY_CHARS = 100
+"""The Trainer's progress bar shows no longer text."""
 
 
 def summary(numbers: Mapping[str, float], *, device_bytes: int | None = None) -> str:
-    """Say in one line what a log entry's numbers say; what is zero is left out.
+    """Summarize a log entry in one line, without what is zero.
 
     Args:
-        numbers: As `StepMeter.drain` and the callback name them.
+        numbers: By the keys that the callback logs.
         device_bytes: Memory of the device; None where it is the host's.
 
     Returns:
-        "1,912 tokens/s, peak 3.1 GiB of 8.0 GiB, offloaded 1.2 GiB, stalled 0.3 s", the rear cut
-        off where it is too long for a progress bar.
+        "1,912 tokens/s, peak 3.1 GiB of 8.0 GiB, offloaded 1.2 GiB, stalled 0.3 s"; its last parts
+        are left out where it is too long for a progress bar.
     """
-    parts: list[str] = []
-
-    def add(name: str, text: Callable[[float], str]) -> None:
-        value = numbers.get(f"sppo/{name}", 0.0)
-        if text(value) != text(0.0):
-            parts.append(text(value))
-
-    own = "" if "sppo/tokens_per_second" in numbers else "_per_device"
-    add(f"tokens_per_second{own}", lambda rate: f"{rate:,.0f} tokens/s")
-    add("mfu", lambda share: f"MFU {share:.0%}")
-    of = "" if device_bytes is None else f" of {format_bytes(device_bytes)}"
-    add("device_peak_bytes", lambda size: f"peak {format_bytes(int(size))}{of}")
-    if "sppo/device_peak_bytes" not in numbers:
-        add("host_rss_bytes", lambda size: f"host {format_bytes(int(size))}")
-    add("d2h_bytes", lambda size: f"offloaded {format_bytes(int(size))}")
-    add("disk_write_bytes", lambda size: f"to disk {format_bytes(int(size))}")
-    add("stall_seconds", lambda seconds: f"stalled {seconds:.1f} s")
-    while len(text := ", ".join(parts)) > _LONGEST_SUMMARY:
+    rate = "tokens_per_second"
+    if "sppo/tokens_per_second" not in numbers:
+        rate = "tokens_per_second_per_device"
+    total = "" if device_bytes is None else f" of {format_bytes(device_bytes)}"
+    texts: dict[str, Callable[[float], str]] = {
+        rate: lambda value: f"{value:,.0f} tokens/s",
+        "mfu": lambda value: f"MFU {value:.0%}",
+        "device_peak_bytes": lambda value: f"peak {format_bytes(int(value))}{total}",
+        "host_rss_bytes": lambda value: f"host {format_bytes(int(value))}",
+        "d2h_bytes": lambda value: f"offloaded {format_bytes(int(value))}",
+        "disk_write_bytes": lambda value: f"to disk {format_bytes(int(value))}",
+        "stall_seconds": lambda value: f"stalled {value:.1f} s",
+    }
+    if "sppo/device_peak_bytes" in numbers:
+        del texts["host_rss_bytes"]
+    shown = [(text(numbers.get(f"sppo/{name}", 0.0)), text(0.0)) for name, text in texts.items()]
+    parts = [text for text, text_of_zero in shown if text != text_of_zero]
+    while len(summary_text := ", ".join(parts)) > _MAX_SUMMARY_CHARS:
         parts.pop()
-    return text
+    return summary_text
 
 
 class StepMeter(StepObserver):
-    """Adds up the records of training steps until `drain` empties it.
+    """Adds up the engine's records of training steps from one `drain` to the next.
 
-    It counts only while `listening` is True: the engine also reports evaluation, and the same
-    plugin may serve another Trainer.
+    It counts only while `listening` is True, because the same plugin may serve another Trainer.
     """
 
     def __init__(self) -> None:
@@ -127,13 +123,15 @@ class StepMeter(StepObserver):
     def drain(
         self, *, world_tokens: int | None, peak_flops_per_second: float | None
     ) -> dict[str, float]:
-        """Return the numbers since the last drain, and start anew.
+        """Return the numbers since the last drain, and start from zero.
 
-        Where `world_tokens`, those of all ranks since the last drain, are not known, there is no
-        `sppo/tokens_per_second`; where the device's peak is not, no MFU.
+        Args:
+            world_tokens: Tokens of all ranks since the last drain; None leaves out
+                `sppo/tokens_per_second`.
+            peak_flops_per_second: Of the device; None leaves out `sppo/mfu`.
 
         Returns:
-            Numbers by name, or nothing if no step has ended. [Note: what the numbers mean]
+            Numbers by log key, see [Note: what the numbers mean]; {} if no step has ended.
         """
         steps, seconds = self.steps, self.step_seconds
         if steps == 0 or seconds <= 0 or self.tokens == 0:
@@ -166,7 +164,7 @@ class StepMeter(StepObserver):
         return numbers
 
     def clear(self) -> None:
-        """Forget everything since the last drain."""
+        """Reset all sums."""
         self.tokens = 0
         self.model_flops = 0.0
         self.offload = OffloadStats()
@@ -179,14 +177,9 @@ class StepMeter(StepObserver):
 class SPPOCallback(TrainerCallback):
     """Checks that a Trainer really trains through SPPO, and logs what that costs.
 
-    What prints logs to the console gets one summary, `sppo`. TensorBoard and all other loggers get,
-    in every training log entry, `sppo/tokens_per_second` (all ranks), and of the logging rank
-    `sppo/tokens_per_second_per_device`, `sppo/tflops_per_device`, `sppo/mfu` (where the device's
-    peak is known), `sppo/device_peak_bytes` (on CUDA, since the process began),
-    `sppo/host_rss_bytes`, `sppo/pinned_bytes`, `sppo/host_fragmentation`, `sppo/stall_seconds`,
-    `sppo/d2h_bytes`, `sppo/h2d_bytes`, `sppo/step_seconds`, `sppo/planned_seconds` (where speeds
-    are known), and with a disk tier `sppo/disk_write_bytes`, `sppo/disk_read_bytes`,
-    `sppo/spilled_bytes`. They are defined in [Note: what the numbers mean].
+    Trackers get the keys `sppo/...` in every training log entry, see [Note: what the numbers mean];
+    callbacks that print get a one-line summary, `sppo`. In a pipeline the callback also tells the
+    watchdog where this rank is, for the message of the others if it is lost.
 
     It does nothing in a Trainer whose arguments do not hold the plugin.
 
@@ -198,31 +191,31 @@ class SPPOCallback(TrainerCallback):
         self._plugin = plugin
         self._meter = StepMeter()
         self._active = False
-        self._step_began_seconds: float | None = None
+        self._step_start_seconds: float | None = None
         self._world_tokens: int | None = None
-        # Weakly: the callback waits in a list of the process, where it must keep nothing alive.
+        # Weak, because DEFAULT_CALLBACKS holds the callback and must not keep a Trainer alive.
         self._trainer: Callable[[], Trainer | None] = lambda: None
         self._evaluation: Callable[[], TrainerEvaluation | None] = lambda: None
 
     def watch(self, trainer: Trainer, evaluation: TrainerEvaluation) -> None:
-        """Get to know the Trainer that is being made."""
+        """Remember the Trainer that is being made, weakly."""
         self._trainer, self._evaluation = weakref.ref(trainer), weakref.ref(evaluation)
 
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Leave the list of default callbacks, and look at the Trainer that took us.
+        """Leave the default callbacks, and check the arguments of the Trainer that took this one.
 
         Raises:
             ConfigError: The Trainer would bypass the Accelerator.
         """
         _withdraw(self)
-        asked_for: object = getattr(args, "parallelism_config", None)
-        self._active = asked_for is self._plugin or asked_for == self._plugin
+        requested: object = getattr(args, "parallelism_config", None)
+        self._active = requested is self._plugin or requested == self._plugin
         if self._active:
-            refuse_arguments(args)
+            check_training_arguments(args)
             if self._plugin.config.sharing_ranks > 1:
-                refuse_for_sharing_ranks(args, self._plugin.config)
+                check_shared_batches(args, self._plugin.config)
             self._plugin.progress.bars_wanted = not args.disable_tqdm
             self._shorten_console()
 
@@ -243,7 +236,7 @@ class SPPOCallback(TrainerCallback):
         """
         if not self._active or model is None:
             return
-        self._tell(f"before step {state.global_step + 1}")
+        self._report_step(f"before step {state.global_step + 1}")
         # The Trainer switches checkpointing on at every train(), but prepares only at the first.
         disable_gradient_checkpointing(model)
         if not is_converted(model):
@@ -260,48 +253,40 @@ class SPPOCallback(TrainerCallback):
         self._meter.listening = True
         self._plugin.observer.subscribe(self._meter)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, *_: Any, **__: Any) -> None:
         """Stop counting."""
-        self._tell(AFTER_TRAINING)
+        self._report_step(AFTER_TRAINING)
         self._meter.listening = False
         self._plugin.observer.unsubscribe(self._meter)
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
         """Start the clock of an optimizer step."""
-        self._tell(f"in step {state.global_step + 1}")
-        self._step_began_seconds = time.perf_counter()
+        self._report_step(f"in step {state.global_step + 1}")
+        self._step_start_seconds = time.perf_counter()
 
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """Stop the clock."""
-        self._tell(f"after step {state.global_step}")
-        if self._step_began_seconds is not None:
-            self._meter.add_step(time.perf_counter() - self._step_began_seconds)
-            self._step_began_seconds = None
+        """Stop the clock, and prepare a log entry that is due."""
+        self._report_step(f"after step {state.global_step}")
+        if self._step_start_seconds is not None:
+            self._meter.add_step(time.perf_counter() - self._step_start_seconds)
+            self._step_start_seconds = None
         self._count_world_tokens(args, control)
 
     def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """Prepare the log entry of an epoch, if there is to be one."""
+        """Prepare a log entry that is due."""
         self._count_world_tokens(args, control)
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Tell the other ranks."""
-        self._tell_detail("in the optimizer")
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        """Tell the watchdog."""
+        self._report_activity("in the optimizer")
 
-    def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Tell the other ranks."""
-        self._tell_detail("after the optimizer")
+    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+        """Tell the watchdog."""
+        self._report_activity("after the optimizer")
 
     def on_log(
         self,
@@ -311,11 +296,10 @@ class SPPOCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Add our numbers to a training log entry, in place: loggers that come later see them."""
-        self._tell_detail("logging")
-        # Entries without a loss are evaluations and summaries.
-        wanted = self._active and self._plugin.config.log_metrics
-        if not wanted or not self._meter.listening or logs is None or "loss" not in logs:
+        """Add SPPO's numbers to a training log entry in place, for the loggers after this one."""
+        self._report_activity("logging")
+        is_on = self._active and self._plugin.config.log_metrics and self._meter.listening
+        if not is_on or logs is None or "loss" not in logs:  # without: evaluations and summaries
             return
         numbers = self._meter.drain(
             world_tokens=self._world_tokens, peak_flops_per_second=_peak_flops(args.device)
@@ -328,30 +312,31 @@ class SPPOCallback(TrainerCallback):
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
             state.log_history[-1].update(numbers)
 
-    def _tell(self, words: str) -> None:
-        """Tell the other ranks of a pipeline where this one is, for when it is lost."""
+    def _report_step(self, place: str) -> None:
+        """Tell the watchdog, if there is one, in which step this rank is."""
         current = watchdog() if self._active else None
         if current is not None:
-            current.set_step(words)
+            current.set_step(place)
 
-    def _tell_detail(self, words: str) -> None:
+    def _report_activity(self, activity: str) -> None:
         current = watchdog() if self._active else None
         if current is not None:
-            current.set_activity(words)
+            current.set_activity(activity)
 
     def _shorten_console(self) -> None:
-        """Have what prints logs print a summary in place of our numbers; loggers get them all."""
+        """Have callbacks that print logs print a summary; loggers get all of SPPO's numbers."""
         trainer = self._trainer()
         if trainer is None:
             return
         for callback in trainer.callback_handler.callbacks:
             if isinstance(callback, ProgressCallback | PrinterCallback):
-                callback.__dict__.setdefault("on_log", _Shortened(callback))
+                callback.__dict__.setdefault("on_log", _log_summary_only(callback))
 
     def _count_world_tokens(self, args: TrainingArguments, control: TrainerControl) -> None:
-        """Sum tokens over ranks, at a point where the Trainer is about to gather its loss anyway.
+        """Sum tokens over ranks if a log entry is due.
 
-        Collectives in on_log would hang where a script logs on one rank only.
+        Here all ranks are about to gather the loss. A collective in on_log would hang where a
+        script logs on one rank only.
         """
         if not self._active or not control.should_log or not self._plugin.config.log_metrics:
             return
@@ -363,33 +348,31 @@ class SPPOCallback(TrainerCallback):
         self._world_tokens = tokens
 
 
-class _Shortened:
-    """The `on_log` of a callback that prints: it is given a summary of our numbers."""
+def _log_summary_only(callback: TrainerCallback) -> Callable[..., Any]:
+    """Return an `on_log` for a callback that prints, with a summary in place of SPPO's numbers."""
+    print_logs = type(callback).on_log
 
-    def __init__(self, callback: TrainerCallback) -> None:
-        self._on_log = type(callback).on_log
-        self._callback = callback
-
-    def __call__(
-        self,
+    def on_log(
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> Any:
-        ours = {k: v for k, v in (logs or {}).items() if k.startswith("sppo/")}
-        if logs is not None and ours:
-            logs = {k: v for k, v in logs.items() if k not in ours}
-            if text := summary(ours, device_bytes=_device_bytes(args.device)):
+        numbers = {k: v for k, v in (logs or {}).items() if k.startswith("sppo/")}
+        if logs is not None and numbers:
+            logs = {k: v for k, v in logs.items() if k not in numbers}
+            if text := summary(numbers, device_bytes=_device_bytes(args.device)):
                 logs["sppo"] = text
-        return self._on_log(self._callback, args, state, control, logs=logs, **kwargs)
+        return print_logs(callback, args, state, control, logs=logs, **kwargs)
+
+    return on_log
 
 
 def offer_callback(accelerator: Accelerator, plugin: SPPOPlugin) -> SPPOCallback | None:
-    """Have the Trainer that is making this Accelerator, if one is, install an `SPPOCallback`.
+    """Put an `SPPOCallback` where the Trainer that is making this Accelerator, if any, installs it.
 
-    The offer ends when any Trainer has been made, when the Accelerator is gone (its Trainer's
+    It is removed again when any Trainer has been made, when the Accelerator is gone (its Trainer's
     constructor failed), or when the next plugin is attached.
     """
     module = sys.modules.get("transformers.trainer")
@@ -404,7 +387,7 @@ def offer_callback(accelerator: Accelerator, plugin: SPPOPlugin) -> SPPOCallback
 
 
 def _withdraw(callback: SPPOCallback) -> None:
-    """Take a callback out of the defaults for future Trainers."""
+    """Remove a callback from the defaults of future Trainers."""
     defaults = sys.modules["transformers.trainer"].DEFAULT_CALLBACKS
     defaults[:] = [entry for entry in defaults if entry is not callback]
 

@@ -1,19 +1,23 @@
-"""Checkpoints of a Trainer in a pipeline run, and the resuming of such checkpoints anywhere.
+"""Checkpoints of pipeline runs, by Trainer or Accelerator, and resuming from them anywhere.
 
-A few methods of the one Trainer that made the Accelerator are replaced on the *instance*; its class
-stays. Each of them does what its namesake does, with all ranks writing or reading what they hold,
-and leaves the rest to the Trainer's own. Formats are the business of
-`sppo_hf.pipeline.checkpoint*`.
+In a pipeline all ranks write and read what they hold. The Trainer's methods are replaced on the
+instance (`TrainerMethods`) and call the Trainer's own for everything else. The formats of the files
+are in `sppo_hf.pipeline.checkpoint*`.
 
 [Note: rotation comes last]
 The Trainer deletes old checkpoints inside `_save_checkpoint`. Here that waits until the new one is
 marked as complete, so that a crash at any moment leaves a complete one.
 
 [Note: no optimizer.pt]
-A Trainer without SPPO wants the whole optimizer in one file, written by one process that holds it
-all in memory: 64 GB for Adam and 8 billion parameters, beside the same bytes in the ranks' own
-files. So it is made when it is asked for, by `export_optimizer`, and a text that says so lies in
-its place: the Trainer's error names `optimizer.pt`, and the text's name begins with that.
+A Trainer without SPPO wants the whole optimizer in one file, written by one process that holds all
+of it in memory: 64 GB for Adam and 8 billion parameters, and as much again on disk beside the
+ranks' own files. So that file is made on request, by `export_optimizer`. A text file next to where
+it would be explains this; its name begins with `optimizer.pt`, which the Trainer's error names.
+
+[Note: what is unpickled]
+`save_state` and `load_state` leave schedulers, samplers, counters and registered objects to
+Accelerate, which unpickles registered objects (`register_for_checkpointing`); that may run code.
+Nothing else that is loaded here does.
 """
 
 from __future__ import annotations
@@ -83,12 +87,12 @@ machine whose memory holds the whole optimizer (8 bytes per trained parameter fo
 
 
 def is_cut(model: nn.Module | None) -> bool:
-    """Whether `model` is one of a pipeline, of which this rank holds a part."""
+    """Whether `model` runs in a pipeline, so that this rank holds only a part of it."""
     return model is not None and isinstance(get_engine(model), PipelineEngine)
 
 
 class TrainerCheckpoints(TrainerMethods):
-    """What one Trainer does differently about checkpoints."""
+    """The methods of one Trainer that save and load."""
 
     replaced = (
         *("train", "save_model", "_save_checkpoint", "_save_optimizer_and_scheduler"),
@@ -104,27 +108,28 @@ class TrainerCheckpoints(TrainerMethods):
     def train(
         self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """Train; a torn checkpoint is refused, or passed over where the choice is ours.
+        """Train; `resume_from_checkpoint=True` takes the newest complete checkpoint.
 
         Raises:
-            ConfigError: The named checkpoint is torn, or all are; or a file of it is damaged.
+            ConfigError: The named checkpoint is incomplete, or all are; or one of its files is
+                damaged.
         """
         if resume_from_checkpoint is True:
-            found = _newest(Path(self._trainer.args.output_dir))
+            found = _newest_checkpoint(Path(self._trainer.args.output_dir))
             resume_from_checkpoint = True if found is None else str(found)
         elif resume_from_checkpoint:
             check_complete(Path(resume_from_checkpoint), find_damage_together)
         if isinstance(resume_from_checkpoint, str | os.PathLike):
-            _refuse_other_trainer_state(Path(resume_from_checkpoint) / TRAINER_STATE_NAME)
+            _check_trainer_state(Path(resume_from_checkpoint) / TRAINER_STATE_NAME)
         if getattr(self._trainer, "_tp_size", 1) > 1:
-            # By which TRL divides the tokens that it gathers: ours come once per pipeline already.
+            # TRL divides gathered token counts by it, but `gather_for_metrics` counts each once.
             self._trainer._tp_size = 1
         return self._kind.train(self._trainer, resume_from_checkpoint, *args, **kwargs)
 
     # -- saving ------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model; every process calls this."""
+        """Save the model; in a pipeline every process calls this."""
         trainer = self._trainer
         folder = trainer.args.output_dir if output_dir is None else output_dir
         if not self._in_pipeline:
@@ -140,7 +145,7 @@ class TrainerCheckpoints(TrainerMethods):
             trainer.push_to_hub(commit_message="Model save", revision=trainer.args.hub_revision)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Save a checkpoint; see [Note: rotation comes last]."""
+        """Save a checkpoint, and delete old ones after that; see [Note: rotation comes last]."""
         from transformers.trainer_utils import rotate_checkpoints
 
         trainer = self._trainer
@@ -173,11 +178,10 @@ class TrainerCheckpoints(TrainerMethods):
             return
         save_state(output_dir, trainer.model, [trainer.optimizer], [trainer.lr_scheduler])
         if trainer.args.should_save:
-            # With this file beside the optimizer's folder, a Trainer without SPPO misses
-            # optimizer.pt and says so; without it, it would go on with a fresh optimizer.
+            # A Trainer without SPPO that finds this file fails for want of optimizer.pt; without
+            # it, it would silently go on with a fresh optimizer.
             state = trainer.lr_scheduler.state_dict()
             torch.save(state, os.path.join(output_dir, SCHEDULER_NAME))
-            # See [Note: no optimizer.pt].
             Path(output_dir, EXPORT_NOTE_NAME).write_text(_EXPORT_NOTE, encoding="utf-8")
 
     def _save_rng_state(self, output_dir: str) -> None:
@@ -193,9 +197,9 @@ class TrainerCheckpoints(TrainerMethods):
         trainer = self._trainer
         model = model or trainer.model
         assert model is not None, "a Trainer that resumes has a model"
-        ours = read_mark(Path(resume_from_checkpoint)) is not None
-        if not is_cut(model) and (not ours or trainer.is_fsdp_enabled):
-            with _blaming(resume_from_checkpoint):
+        from_pipeline = read_mark(Path(resume_from_checkpoint)) is not None
+        if not is_cut(model) and (not from_pipeline or trainer.is_fsdp_enabled):
+            with _naming_damaged_file(resume_from_checkpoint):
                 self._kind._load_from_checkpoint(trainer, resume_from_checkpoint, model)
             return
         logger.info("Loading model from %s.", resume_from_checkpoint)
@@ -211,7 +215,7 @@ class TrainerCheckpoints(TrainerMethods):
         load_weights(trainer.model, best)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Load both, from a checkpoint of any layout."""
+        """Load both, from a checkpoint of any number of ranks, with or without a pipeline."""
         trainer = self._trainer
         if checkpoint is not None and has_state(checkpoint):
             if trainer.is_fsdp_enabled:
@@ -224,7 +228,7 @@ class TrainerCheckpoints(TrainerMethods):
             return
         plain = None if checkpoint is None else os.path.join(checkpoint, OPTIMIZER_NAME)
         if plain is None or not self._in_pipeline or not os.path.isfile(plain):
-            with _blaming(checkpoint):
+            with _naming_damaged_file(checkpoint):
                 self._kind._load_optimizer_and_scheduler(trainer, checkpoint)
             return
         with reading(plain):
@@ -235,7 +239,7 @@ class TrainerCheckpoints(TrainerMethods):
             trainer.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Load random numbers; see [Note: whose random numbers]."""
+        """Load the random states; of which rank, says [Note: whose random numbers]."""
         if checkpoint is None or not has_state(checkpoint):
             args = self._trainer.args
             name = f"rng_state_{args.process_index}" if args.world_size > 1 else "rng_state"
@@ -288,10 +292,10 @@ def export_optimizer(folder: str | Path) -> None:
 
 
 def refuse_partial_save(model: nn.Module) -> None:
-    """Have `save_pretrained` of a cut model refuse to write the part that this rank holds."""
-    for whole in {id(m): m for m in (model, find_causal_lm(model))}.values():
-        if hasattr(whole, "save_pretrained"):
-            whole.__dict__["save_pretrained"] = types.MethodType(_save_pretrained, whole)
+    """Make `save_pretrained` of a cut model, and of its PEFT wrapper, refuse to write a part."""
+    for module in {id(m): m for m in (model, find_causal_lm(model))}.values():
+        if hasattr(module, "save_pretrained"):
+            module.__dict__["save_pretrained"] = types.MethodType(_save_pretrained, module)
 
 
 def _save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -303,14 +307,14 @@ def _save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
             "rank of the pipeline holds. Allowed: saves by all ranks together. Remedy: "
             "trainer.save_model(folder) or accelerator.save_model(model, folder), on every rank."
         )
-    # What is given has been gathered: Accelerator.get_state_dict.
+    # A given state dict holds the whole model's weights, from Accelerator.get_state_dict.
     staged = staged_model_of(find_causal_lm(self))
     with contextlib.nullcontext() if staged is None else staged.whole_ties():
         return type(self).save_pretrained(self, *args, **kwargs)
 
 
 @contextlib.contextmanager
-def _blaming(folder: str | None) -> Iterator[None]:
+def _naming_damaged_file(folder: str | None) -> Iterator[None]:
     """Where the Trainer fails to read a checkpoint of its own, name the file that is damaged."""
     try:
         yield
@@ -324,7 +328,7 @@ def _blaming(folder: str | None) -> Iterator[None]:
 
 
 def _read_whole(path: Path) -> None:
-    """Read what a Trainer loads when it resumes; any error says that it cannot be read."""
+    """Read a file that a Trainer loads when it resumes; raises whatever reading it raises."""
     if path.suffix == ".safetensors":
         with safe_open(path, framework="pt") as file:
             file.keys()
@@ -334,8 +338,8 @@ def _read_whole(path: Path) -> None:
         torch.load(path, map_location="cpu", weights_only=True)
 
 
-def _refuse_other_trainer_state(path: Path) -> None:
-    """Refuse a state of the Trainer that it cannot read."""
+def _check_trainer_state(path: Path) -> None:
+    """Refuse a file of the Trainer's state that the Trainer cannot read."""
     from transformers import TrainerState
 
     if path.exists():
@@ -344,18 +348,21 @@ def _refuse_other_trainer_state(path: Path) -> None:
             TrainerState.load_from_json(str(path))
 
 
-def _newest(run_folder: Path) -> Path | None:
-    """The newest complete checkpoint of a run; None where there is none at all."""
-    newest, torn = newest_complete(run_folder, find_damage_together)
-    if torn:
-        lacks = "; ".join(f"{str(folder)!r}: {why}" for folder, why in torn.items())
+def _newest_checkpoint(run_folder: Path) -> Path | None:
+    """Return the newest complete checkpoint of a run, with a warning about newer incomplete ones.
+
+    None where there is no checkpoint at all.
+    """
+    newest, incomplete = newest_complete(run_folder, find_damage_together)
+    if incomplete:
+        reasons = "; ".join(f"{str(folder)!r}: {reason}" for folder, reason in incomplete.items())
         if newest is None:
             raise ConfigError(
-                f"No checkpoint in {str(run_folder)!r} is complete ({lacks}). Allowed: resuming "
+                f"No checkpoint in {str(run_folder)!r} is complete ({reasons}). Allowed: resuming "
                 "from complete ones. Remedy: delete the torn ones and start anew."
             )
         warnings.warn(
-            f"Torn checkpoints are passed over ({lacks}); resuming from {str(newest)!r}, the "
+            f"Torn checkpoints are passed over ({reasons}); resuming from {str(newest)!r}, the "
             "newest complete one.",
             stacklevel=3,
         )
@@ -363,12 +370,22 @@ def _newest(run_folder: Path) -> Path | None:
 
 
 def save_pipeline_state(accelerator: Any, save: Callable[..., Any], *args: Any, **kw: Any) -> Any:
-    """Save everything into a folder that Accelerate's own `save` makes; every process calls this.
+    """Save the state of a pipeline run; every process calls this.
+
+    Args:
+        accelerator: The SPPOAccelerator.
+        save: Accelerate's own `save_state`, which makes the folder and writes all but models and
+            optimizers.
+        *args: Of `save`.
+        **kw: Of `save`.
+
+    Returns:
+        The folder.
 
     Raises:
         ConfigError: More than one model was prepared.
     """
-    with _taken_out(accelerator) as (model, optimizers):
+    with _without_model_and_optimizers(accelerator) as (model, optimizers):
         folder = save(*args, **kw)
     with saving(folder, rank_coords_of(model)):
         save_weights(model, folder)
@@ -381,10 +398,15 @@ def load_pipeline_state(
 ) -> None:
     """Load what `save_pipeline_state` or Accelerate's own `save_state` wrote.
 
-    `input_dir` is the folder; None for the newest of those that are named automatically.
+    Args:
+        accelerator: The SPPOAccelerator.
+        load: Accelerate's own `load_state`.
+        input_dir: The folder; None takes the newest of those that Accelerate names automatically.
+        *args: Of `load`.
+        **kw: Of `load`.
 
     Raises:
-        ConfigError: The folder is torn or damaged, or holds another model or other optimizers.
+        ConfigError: The folder is incomplete or damaged, or holds another model or optimizers.
     """
     folder = (
         Path(os.path.expanduser(input_dir))
@@ -392,11 +414,11 @@ def load_pipeline_state(
         else _newest_named_automatically(accelerator)
     )
     if folder is None or not folder.is_dir():
-        load(input_dir, *args, **kw)  # which says what is wrong
+        load(input_dir, *args, **kw)  # raises Accelerate's own error
         return
     if read_mark(folder) is not None:
         check_complete(folder, find_damage_together)
-    with _taken_out(accelerator) as (model, optimizers):
+    with _without_model_and_optimizers(accelerator) as (model, optimizers):
         load(str(folder), *args, **kw)
     load_weights(model, folder)
     if has_state(folder):
@@ -411,8 +433,12 @@ def load_pipeline_state(
 
 
 @contextlib.contextmanager
-def _taken_out(accelerator: Any) -> Iterator[tuple[Any, list[Any]]]:
-    """Hide the model and the optimizers, which Accelerate would save from the first rank alone."""
+def _without_model_and_optimizers(accelerator: Any) -> Iterator[tuple[Any, list[Any]]]:
+    """Hide the model and the optimizers from Accelerate, which would save those of rank 0 alone.
+
+    Yields:
+        The unwrapped model and the optimizers.
+    """
     models, optimizers = accelerator._models, accelerator._optimizers
     if len(models) != 1:
         raise ConfigError(
@@ -428,6 +454,7 @@ def _taken_out(accelerator: Any) -> Iterator[tuple[Any, list[Any]]]:
 
 
 def _newest_named_automatically(accelerator: Any) -> Path | None:
+    """Return the newest complete `checkpoint_N` of an Accelerator's project folder, if any."""
     if not accelerator.project_configuration.automatic_checkpoint_naming:
         return None
     folder = Path(accelerator.project_dir) / "checkpoints"

@@ -1,11 +1,8 @@
-"""A Trainer's training step, run once more with less memory where its first backward had none left.
+"""What changes on the Trainer that makes an attached Accelerator.
 
-It also says what a `compute_loss` that reads logits must do, where the model returns none.
-
-A forward that runs out of memory is run again by the engine itself. A backward cannot be: the graph
-may be larger than the model's, and whoever called it still holds the loss. The Trainer's step is
-the one place that has the batch and nothing of the failed step, so it is replaced on the
-*instance*.
+Nothing hands the plugin that Trainer, so it is found on the stack. Its methods are replaced on the
+*instance* (`TrainerMethods`); its class, and all other Trainers, stay as they are. Evaluation and
+checkpoints have files of their own.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ import torch
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.convert import get_engine
-from sppo_hf.engine.engine import Engine
+from sppo_hf.engine.engine import Engine, host_resident_predicate
 from sppo_hf.engine.recompute import RandomState
 from sppo_hf.errors import ConfigError
 
@@ -33,57 +30,75 @@ if TYPE_CHECKING:
 
     from sppo_hf.integrations.plugin import SPPOPlugin
 
-_SIGNS = ("'NoneType'", "'logits'", "tuple index out of range")
-"""What Python says where `outputs.logits`, `outputs["logits"]` or `outputs[1]` is missing."""
+_MISSING_LOGITS_ERRORS = ("'NoneType'", "'logits'", "tuple index out of range")
+"""Parts of Python's errors for a missing `outputs.logits`, `outputs["logits"]` or `outputs[1]`."""
 
 
-def calling_trainer(plugin: SPPOPlugin) -> Trainer | None:
-    """The Trainer that is making an Accelerator with `plugin` now; None where none is.
-
-    It is found on the stack, because nothing hands it to us.
-    """
+def find_calling_trainer(plugin: SPPOPlugin) -> Trainer | None:
+    """Return the Trainer whose constructor is making an Accelerator with `plugin`, if any."""
     module = sys.modules.get("transformers.trainer")
     frame: Any = sys._getframe(1)
     while module is not None and frame is not None:
         caller = frame.f_locals.get("self")
         if isinstance(caller, module.Trainer):
-            asked_for = getattr(caller.args, "parallelism_config", None)
-            return caller if asked_for == plugin else None
+            requested = getattr(caller.args, "parallelism_config", None)
+            return caller if requested == plugin else None
         frame = frame.f_back
     return None
 
 
-def tell_sharing_ranks(trainer: Any, config: SPPOConfig) -> None:
-    """Tell the Trainer how many ranks share a batch, as `parallelism_config.tp_size` says.
+def report_sharing_ranks(trainer: Any, config: SPPOConfig) -> None:
+    """Have the Trainer's own counts know how many ranks share a batch.
 
-    Transformers 5.17 has a method for it that looks at the model alone, which TRL asks.
+    Transformers 5.17 has a method for it that looks at the model only, and that TRL calls.
     """
     if config.sharing_ranks > 1:
         trainer.__dict__["get_tp_size"] = lambda: config.sharing_ranks
     if config.sp_size > 1:
-        # Each counts those of all tokens; the Trainer sums over the ranks.
-        count = type(trainer).floating_point_ops
+        # The Trainer sums FLOPs over ranks, and each would count those of whole sequences.
+        count_flops = type(trainer).floating_point_ops
         trainer.__dict__["floating_point_ops"] = lambda inputs: (
-            count(trainer, inputs) // config.sp_size
+            count_flops(trainer, inputs) // config.sp_size
         )
 
 
-class TrainerMethods:
-    """Methods of one Trainer that are replaced on the *instance*; its class stays.
+def set_model_placement(trainer: Any, config: SPPOConfig) -> None:
+    """Keep the Trainer from moving a model to the device that may not fit there.
 
-    Each does what its namesake does, and leaves to the Trainer's own what it can.
+    The Accelerator places weights later, when it prepares the model.
+    """
+    if host_resident_predicate(config) is not None:
+        trainer._move_model_to_device = lambda model, device: None
+    elif "auto" in (config.weights, config.optimizer):
+        move = trainer._move_model_to_device
+
+        def move_if_weights_fit(model: torch.nn.Module, device: Any) -> None:
+            device = torch.device(device)
+            if device.type == "cuda":
+                held_bytes = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+                if held_bytes > torch.cuda.mem_get_info(device)[1]:
+                    return
+            move(model, device)
+
+        trainer._move_model_to_device = move_if_weights_fit
+
+
+class TrainerMethods:
+    """Methods of one Trainer that are replaced on the instance.
+
+    Each is called like the Trainer's method of its name, and leaves to that what it can.
     """
 
     replaced: ClassVar[tuple[str, ...]]
-    """Their names."""
+    """Names of the methods."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._kind: Any = type(trainer)
-        # A cycle, and no weak reference: in Trainer(...).train() nothing else holds the Trainer.
+        # A strong reference (a cycle): in Trainer(...).train() nothing else holds the Trainer.
         self._trainer: Any = trainer
 
     def install(self) -> None:
-        """Put the methods onto the Trainer; again is fine."""
+        """Put the methods onto the Trainer; a second call changes nothing."""
         for name in self.replaced:
             self._trainer.__dict__[name] = getattr(self, name)
 
@@ -93,22 +108,25 @@ class TrainerMethods:
         return engine if engine is not None and engine.enabled else None
 
     def _overrides(self, name: str) -> bool:
+        """Whether the Trainer is of a subclass that overrides a method."""
         from transformers import Trainer
 
         return getattr(self._kind, name) is not getattr(Trainer, name)
 
     @contextlib.contextmanager
     def _explaining_missing_logits(self, engine: Engine | None) -> Iterator[None]:
-        """Say what to do about logits that a `compute_loss` of a subclass seems to have missed."""
+        """Say what to do where a subclass's `compute_loss` seems to have read missing logits."""
         try:
             yield
         except (AttributeError, IndexError, KeyError, TypeError) as error:
-            missed = engine is not None and not engine.config.return_logits
-            seen = missed and any(sign in str(error) for sign in _SIGNS)
             # A pipeline has no logits to return, whatever is set.
-            if engine is None or not seen or engine.config.pp_size > 1:
+            if engine is None or engine.config.return_logits or engine.config.pp_size > 1:
                 raise
-            if not self._overrides("compute_loss") or not _ended(self._kind.compute_loss, error):
+            if not any(text in str(error) for text in _MISSING_LOGITS_ERRORS):
+                raise
+            if not self._overrides("compute_loss") or not _was_raised_in(
+                self._kind.compute_loss, error
+            ):
                 raise
             raise ConfigError(
                 f"{self._kind.__name__}.compute_loss ended in {type(error).__name__}: {error}. "
@@ -119,8 +137,8 @@ class TrainerMethods:
             ) from error
 
 
-def _ended(function: Callable[..., Any], error: Exception) -> bool:
-    """Whether an error came out of a call of `function`; True of one that is no plain function."""
+def _was_raised_in(function: Callable[..., Any], error: Exception) -> bool:
+    """Whether a call of `function` is in an error's traceback; True if it is no plain function."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return code is None or any(
         frame.f_code is code for frame, _ in traceback.walk_tb(error.__traceback__)
@@ -128,12 +146,16 @@ def _ended(function: Callable[..., Any], error: Exception) -> bool:
 
 
 class TrainerStep(TrainerMethods):
-    """The training step of one Trainer.
+    """The training step of one Trainer: run again with less memory if its first backward runs out.
 
-    Not run again, so that the error is the user's: steps of several processes, which would have to
-    agree; a backward that adds to gradients which are there already, as those of an earlier
-    micro-batch; whatever is not the first backward of a plan; and a second time. What a subclass
-    counts of a batch in `compute_loss` (TRL's `num_tokens`) it counts twice for that batch.
+    A forward that runs out of memory is run again by the engine. A backward cannot be, because its
+    graph may be larger than the model's and its caller still holds the loss. The Trainer's step is
+    the one place that has the batch and keeps nothing of the failed step.
+
+    Not run again, so that the error reaches the user, are: steps of several processes, which would
+    have to agree; a backward that adds to gradients of an earlier micro-batch; any backward but the
+    first of a plan; and a step that fails twice. What a subclass counts of a batch in
+    `compute_loss` (TRL's `num_tokens`) is counted twice for a batch that is run again.
     """
 
     replaced = ("training_step",)
@@ -141,10 +163,10 @@ class TrainerStep(TrainerMethods):
     def training_step(
         self, model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Run the Trainer's own, and again if memory ran out in the first backward of a plan.
+        """Run the Trainer's training step, and again if memory ran out in a plan's first backward.
 
         Raises:
-            ConfigError: A `compute_loss` of a subclass missed logits.
+            ConfigError: The `compute_loss` of a subclass read logits that are None.
         """
         engine = self._engine()
         with self._explaining_missing_logits(engine):
@@ -153,25 +175,24 @@ class TrainerStep(TrainerMethods):
     def _step(
         self, engine: Engine | None, model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any
     ) -> Tensor:
-        if engine is None or not self._can_begin_again(model):
+        if engine is None or not self._can_be_repeated(model):
             return self._kind.training_step(self._trainer, model, inputs, *args, **kwargs)
-        random = RandomState(self._trainer.args.device)
+        random_state = RandomState(self._trainer.args.device)
         try:
-            # Some subclasses take entries out.
-            first = copy.copy(inputs)
-            return self._kind.training_step(self._trainer, model, first, *args, **kwargs)
+            first_inputs = copy.copy(inputs)  # some subclasses remove entries
+            return self._kind.training_step(self._trainer, model, first_inputs, *args, **kwargs)
         except RuntimeError as error:
             if not engine.replan_after_failed_backward(error):
                 raise
-        # Here, where the error and all that it holds of the failed step are gone.
-        del first
+        # Outside of the `except` block, where the error and the graph that it holds are released.
+        del first_inputs
         gc.collect()
         model.zero_grad(set_to_none=True)
-        random.restore()
+        random_state.restore()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         return self._kind.training_step(self._trainer, model, inputs, *args, **kwargs)
 
-    def _can_begin_again(self, model: torch.nn.Module) -> bool:
-        alone = self._trainer.accelerator.num_processes == 1
-        return alone and all(parameter.grad is None for parameter in model.parameters())
+    def _can_be_repeated(self, model: torch.nn.Module) -> bool:
+        is_single = self._trainer.accelerator.num_processes == 1
+        return is_single and all(parameter.grad is None for parameter in model.parameters())

@@ -1,13 +1,15 @@
-"""What SPPO does not combine with, refused by name before the first step."""
+"""Checks of launches and training arguments: what SPPO does not combine with raises before step 1.
+
+Every message says what was seen, what is allowed, and what to do.
+"""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
 from accelerate.utils import DistributedType, DynamoBackend
 
 from sppo_hf.config import SPPOConfig
@@ -18,44 +20,42 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from transformers import TrainingArguments
 
-_FORBIDDEN_SIZES = {
-    "tp": "tensor parallelism",
-    "cp": "context parallelism",
-}
-_ALLOWED_TYPES = (
+_REFUSED_AXES = {"tp": "tensor parallelism", "cp": "context parallelism"}
+"""Axes of `ParallelismConfig` that must have size 1."""
+
+_SUPPORTED_TYPES = (
     DistributedType.NO,
     DistributedType.MULTI_CPU,
     DistributedType.MULTI_GPU,
     DistributedType.FSDP,
 )
-_TRL_IN_PIPELINE = ("SFT", "DPO", "KTO")
-"""Trainers of TRL whose losses need nothing but log-probabilities of labels."""
-_SEVERAL = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
-_ALLOWED_WORDS = "one process, DDP, or FSDP2"
-COMPILED_PARTS = "SPPOPlugin(compile=True) compiles what holds no attention"
-"""What works in place of compiling the model."""
+
+_TRL_TRAINERS_ON_SHARED_BATCHES = ("SFT", "DPO", "KTO")
+"""Trainers of TRL whose losses need only the log-probabilities of the labels."""
+
+COMPILE_REMEDY = "SPPOPlugin(compile=True) compiles what holds no attention"
+"""What users who want torch.compile can have instead."""
 
 
-def refuse_sizes(given: Mapping[str, object]) -> None:
-    """Refuse parallel sizes that are none, and those that would cut what SPPO needs whole.
+def check_parallel_sizes(sizes: Mapping[str, object]) -> None:
+    """Check the sizes given to a `ParallelismConfig`, and those it takes from the environment.
 
-    Of fields of Accelerate's `ParallelismConfig` that are missing or None, Accelerate takes the
-    environment's.
+    Accelerate reads PARALLELISM_CONFIG_<AXIS>_SIZE for every size that is missing or None.
 
     Raises:
         ConfigError: A size is no whole number of at least 1, or a tensor or context parallel size
             is above 1.
     """
-    for axis in ("dp_replicate", "dp_shard", *_FORBIDDEN_SIZES):
+    for axis in ("dp_replicate", "dp_shard", *_REFUSED_AXES):
         field, variable = f"{axis}_size", f"PARALLELISM_CONFIG_{axis.upper()}_SIZE"
-        size = given.get(field)
+        size = sizes.get(field)
         if size is None and variable in os.environ:
-            field, size = variable, _number(os.environ[variable])
+            field, size = variable, _parse_size(os.environ[variable])
         if size is None:
             continue
-        if axis in _FORBIDDEN_SIZES and isinstance(size, int) and size > 1:
+        if axis in _REFUSED_AXES and isinstance(size, int) and size > 1:
             raise ConfigError(
-                f"{field}={show(size)} asks for {_FORBIDDEN_SIZES[axis]}, which SPPO does not "
+                f"{field}={show(size)} asks for {_REFUSED_AXES[axis]}, which SPPO does not "
                 "combine with: it cuts sequences and layers itself. Allowed: dp_shard_size and "
                 f"dp_replicate_size, sp_size and pp_size. Remedy: drop {axis}_size (also "
                 f"{variable} in the environment)."
@@ -63,200 +63,92 @@ def refuse_sizes(given: Mapping[str, object]) -> None:
         count(1)(field, size)
 
 
-def environment_sp_size() -> int | str:
-    """The size that an accelerate launch gives in the environment; 1 where none is."""
-    return _number(os.environ.get("PARALLELISM_CONFIG_SP_SIZE", "1"))
+def sp_size_from_environment() -> int | str:
+    """The sequence-parallel size of an `accelerate launch`; 1 where it sets none."""
+    return _parse_size(os.environ.get("PARALLELISM_CONFIG_SP_SIZE", "1"))
 
 
-def _number(text: str) -> int | str:
-    """The number that a text is; the text itself if it is none, for a message."""
+def _parse_size(text: str) -> int | str:
+    """The whole number that a text says; else the text itself, which later checks show."""
     return int(text) if re.fullmatch(r"\s*[0-9]{1,9}\s*", text) else text
 
 
-def refuse_accelerator(accelerator: Accelerator) -> None:
-    """Refuse launch modes that SPPO is not exact or not tested in.
+def check_accelerator(accelerator: Accelerator) -> None:
+    """Refuse launch modes in which SPPO is not exact or not tested.
 
     Raises:
         ConfigError: The Accelerator runs DeepSpeed, Megatron-LM, FSDP version 1, FSDP's activation
-            checkpointing, torch.compile, or on a kind of device that is not supported.
+            checkpointing or torch.compile, or on an unsupported kind of device.
     """
     kind = accelerator.distributed_type
-    if kind not in _ALLOWED_TYPES:
-        _refuse(f"The Accelerator runs {kind.value}", "launch with one of these instead")
+    if kind not in _SUPPORTED_TYPES:
+        raise _unsupported(f"The Accelerator runs {kind.value}", "launch with one of these instead")
     if kind == DistributedType.FSDP:
         if not accelerator.is_fsdp2:
-            _refuse(
+            raise _unsupported(
                 "The Accelerator runs FSDP version 1",
                 "set fsdp_version: 2 (TrainingArguments: fsdp_config={'version': 2})",
             )
-        fsdp: Any = accelerator.state.fsdp_plugin
-        if fsdp.activation_checkpointing:
-            _refuse(
+        fsdp_plugin: Any = accelerator.state.fsdp_plugin
+        if fsdp_plugin.activation_checkpointing:
+            raise _unsupported(
                 "FSDP's activation_checkpointing is on, and SPPO recomputes by itself",
                 "switch fsdp_activation_checkpointing off and set SPPO's recompute instead",
             )
-    dynamo: Any = accelerator.state.dynamo_plugin
-    backend = dynamo.backend
-    if backend != DynamoBackend.NO:
-        _refuse(
-            f"torch.compile is on (dynamo backend {backend.value})",
+    dynamo_plugin: Any = accelerator.state.dynamo_plugin
+    if dynamo_plugin.backend != DynamoBackend.NO:
+        raise _unsupported(
+            f"torch.compile is on (dynamo backend {dynamo_plugin.backend.value})",
             "drop torch_compile (TrainingArguments) or dynamo_backend (Accelerate); instead, "
-            f"{COMPILED_PARTS}",
+            f"{COMPILE_REMEDY}",
         )
 
 
-def refuse_host_weights(accelerator: Accelerator, config: SPPOConfig) -> None:
-    """Refuse weights or an optimizer on the host where several processes or a scaler need them.
+def check_host_placement(accelerator: Accelerator, config: SPPOConfig) -> None:
+    """Refuse weights or an optimizer on the host where gradients are needed on the device.
 
     Raises:
         ConfigError: `weights` or `optimizer` is "host", and the Accelerator runs several processes
             or trains in fp16.
     """
-    places = [
-        f"{name}='host'" for name in ("weights", "optimizer") if getattr(config, name) == "host"
-    ]
-    if not places:
+    on_host = [name for name in ("weights", "optimizer") if getattr(config, name) == "host"]
+    if not on_host:
         return
-    seen = " and ".join(places)
+    seen = " and ".join(f"{name}='host'" for name in on_host)
     if accelerator.num_processes > 1:
         raise ConfigError(
-            f"{seen} with {accelerator.num_processes} processes: gradients would leave for the "
-            "host before they are reduced. Allowed: one process. Remedy: shard weights and "
-            "optimizer over the GPUs with FSDP2 instead, which needs less of each."
+            f"{seen} with {accelerator.num_processes} processes: gradients would go to the host "
+            "before they are reduced. Allowed: one process. Remedy: shard weights and optimizer "
+            "over the GPUs with FSDP2 instead, which needs less of each."
         )
     if accelerator.mixed_precision == "fp16":
         raise ConfigError(
-            f"{seen} with mixed_precision='fp16', whose gradient scaler works on the device alone. "
+            f"{seen} with mixed_precision='fp16', whose gradient scaler works on the device only. "
             "Allowed: 'bf16' or 'no'. Remedy: bf16=True, or load the model in bfloat16."
         )
 
 
-_ON_DEVICE_ALONE = (
-    "bitsandbytes",
-    "apex",
-    "torchao",
-    "transformer_engine",
-    "deepspeed.ops.adam.fused",
-)
-
-
-def move_if_it_fits(
-    move: Callable[[Any, Any], object], model: torch.nn.Module, device: Any
-) -> None:
-    """Move a model to a GPU unless its weights alone are more than that holds.
-
-    What is too large is put on the host when it is prepared, if it may rest there.
-    """
-    device = torch.device(device)
-    if device.type == "cuda":
-        held = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-        if held > torch.cuda.mem_get_info(device)[1]:
-            return
-    move(model, device)
-
-
-_STATES: dict[str, float] = {
-    **dict.fromkeys(("Adam", "AdamW", "NAdam", "RAdam", "Adamax"), 2.0),
-    **{"Adagrad": 1.0, "Adafactor": 0.0},
-}
-"""What torch's optimizers keep of each parameter, in sizes of the parameter."""
-
-
-def states_bytes(optimizer: torch.optim.Optimizer) -> int | None:
-    """What an optimizer keeps once it has made a step; None of one that is not known."""
-    kind = type(optimizer)
-    if not kind.__module__.startswith("torch.optim."):
-        return None
-    total = 0.0
-    for group in optimizer.param_groups:
-        share = _STATES.get(kind.__name__)
-        if kind.__name__ == "SGD":
-            share = float(bool(group["momentum"]))
-        if share is None:
-            return None
-        share += bool(group.get("amsgrad"))
-        total += share * sum(parameter.nbytes for parameter in group["params"])
-    return int(total)
-
-
-def why_on_device(accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> str:
-    """Why weights that an optimizer updates cannot rest on the host; "" where they can.
-
-    For settings that leave it open: what `refuse_host_weights` refuses, and besides optimizers of
-    which it is not known what they keep.
-    """
-    if accelerator.num_processes > 1:
-        return f"{accelerator.num_processes} processes reduce gradients on their devices"
-    if accelerator.mixed_precision == "fp16":
-        return "the gradient scaler of mixed_precision='fp16' works there alone"
-    kind = type(optimizer)
-    name = f"{kind.__module__}.{kind.__name__}"
-    if _on_device_alone(optimizer):
-        return f"{name} works on a GPU alone"
-    if states_bytes(optimizer) is None:
-        return f"it is not known what {name} keeps (optimizer='host' puts it on the host)"
-    return ""
-
-
-def use_fused_kernel(optimizer: torch.optim.Optimizer) -> None:
-    """Let torch's Adam and AdamW update host memory with their fused kernel, unless told otherwise.
-
-    It passes over memory once, where the default goes over each parameter about ten times. Others,
-    DeepSpeed's CPUAdam among them, have a kernel of their own, or none.
-    """
-    if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
-        for group in optimizer.param_groups:
-            said = (group.get(name) for name in ("fused", "foreach"))
-            bound = group.get("differentiable") or group.get("capturable")
-            usual = all(p.device.type == "cpu" and p.is_floating_point() for p in group["params"])
-            if all(value is None for value in said) and usual and not bound:
-                group["fused"] = True
-
-
-def _on_device_alone(optimizer: torch.optim.Optimizer) -> bool:
-    capturable = any(group.get("capturable") for group in optimizer.param_groups)
-    return capturable or type(optimizer).__module__.startswith(_ON_DEVICE_ALONE)
-
-
-def refuse_device_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that cannot work in host memory.
-
-    Raises:
-        ConfigError: Its kernels are for GPUs alone, or it was told to be capturable.
-    """
-    if _on_device_alone(optimizer):
-        kind = type(optimizer)
-        capturable = any(group.get("capturable") for group in optimizer.param_groups)
-        why = "capturable=True" if capturable else f"{kind.__module__}.{kind.__name__}"
-        raise ConfigError(
-            f"The optimizer cannot live on the host: {why} works on a GPU alone. Allowed with "
-            "optimizer='host': torch's optimizers (optim='adamw_torch_fused' is the fastest) and "
-            "DeepSpeed's CPUAdam. Remedy: choose one of these, or optimizer='device'."
-        )
-
-
-def refuse_arguments(args: TrainingArguments) -> None:
+def check_training_arguments(args: TrainingArguments) -> None:
     """Refuse a Trainer that would bypass the Accelerator.
 
     Raises:
-        ConfigError: Several GPUs are visible to one process, for which the Trainer takes
-            `nn.DataParallel`.
+        ConfigError: One process sees several GPUs, for which the Trainer uses `nn.DataParallel`.
     """
     if args.n_gpu > 1:
-        _refuse(
+        raise _unsupported(
             f"One process sees {args.n_gpu} GPUs, for which the Trainer would use nn.DataParallel",
             "start with `accelerate launch` or `torchrun`, or export CUDA_VISIBLE_DEVICES=0",
         )
 
 
-def refuse_for_pipeline(accelerator: Accelerator, pp_size: int) -> None:
-    """Refuse launches in which a pipeline cannot run.
+def check_pipeline_launch(accelerator: Accelerator, pp_size: int) -> None:
+    """Refuse a launch that cannot run a pipeline.
 
     Raises:
-        ConfigError: One process, or FSDP.
+        ConfigError: It has one process, or uses FSDP.
     """
     kind = accelerator.distributed_type
-    if kind not in _SEVERAL:
+    if kind not in (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
         raise ConfigError(
             f"pp_size={pp_size} and the Accelerator runs {kind.value}. Allowed: several processes "
             "without FSDP (data-parallel replicas of the pipeline replicate). Remedy: accelerate "
@@ -265,14 +157,13 @@ def refuse_for_pipeline(accelerator: Accelerator, pp_size: int) -> None:
         )
 
 
-def refuse_for_shared_sequences(accelerator: Accelerator, sp_size: int) -> None:
-    """Refuse launches in which no ranks can share a sequence.
+def check_sequence_parallel_launch(accelerator: Accelerator, sp_size: int) -> None:
+    """Refuse a launch of a single process, which cannot share sequences.
 
     Raises:
-        ConfigError: One process.
+        ConfigError: It has one process.
     """
-    kind = accelerator.distributed_type
-    if kind == DistributedType.NO:
+    if accelerator.distributed_type == DistributedType.NO:
         raise ConfigError(
             f"sp_size={sp_size} and the Accelerator runs a single process. Allowed: sp_size "
             "processes or a multiple, with DDP or FSDP2. Remedy: accelerate launch --multi_gpu "
@@ -281,23 +172,23 @@ def refuse_for_shared_sequences(accelerator: Accelerator, sp_size: int) -> None:
         )
 
 
-def refuse_for_sharing_ranks(args: TrainingArguments, config: SPPOConfig) -> None:
-    """Refuse what the Trainer cannot do over ranks that share batches.
+def check_shared_batches(args: TrainingArguments, config: SPPOConfig) -> None:
+    """Refuse training arguments that do not work where several ranks get the same batches.
 
     Raises:
-        ConfigError: Batch sizes are to be searched, tokens counted by gathering over all ranks, or
-            TRL is to generate or to read logits.
+        ConfigError: The batch size is to be searched, tokens are counted by gathering over all
+            ranks, or a trainer of TRL would generate text or read logits.
     """
     name = "pp_size" if config.pp_size > 1 else "sp_size"
     size = config.pp_size * config.sp_size
     trl = [kind.__name__ for kind in type(args).__mro__ if kind.__module__.startswith("trl.")]
-    if trl and not any(f"{name}Config" in trl for name in _TRL_IN_PIPELINE):
+    if trl and not any(f"{one}Config" in trl for one in _TRL_TRAINERS_ON_SHARED_BATCHES):
         trainer = trl[0].removesuffix("Config") + "Trainer"
         raise ConfigError(
             f"TRL's {trainer} generates text or reads logits of whole sequences while it trains, "
             f"which ranks that share batches ({name}={size}) cannot do. Allowed with {name} > 1: "
-            f"{', '.join(f'{trl}Trainer' for trl in _TRL_IN_PIPELINE)}. Remedy: {trainer} with "
-            f"{name}=1."
+            f"{', '.join(f'{one}Trainer' for one in _TRL_TRAINERS_ON_SHARED_BATCHES)}. Remedy: "
+            f"{trainer} with {name}=1."
         )
     if args.auto_find_batch_size:
         raise ConfigError(
@@ -313,5 +204,5 @@ def refuse_for_sharing_ranks(args: TrainingArguments, config: SPPOConfig) -> Non
         )
 
 
-def _refuse(seen: str, remedy: str) -> None:
-    raise ConfigError(f"{seen}. Allowed with SPPO: {_ALLOWED_WORDS}. Remedy: {remedy}.")
+def _unsupported(seen: str, remedy: str) -> ConfigError:
+    return ConfigError(f"{seen}. Allowed with SPPO: one process, DDP, or FSDP2. Remedy: {remedy}.")

@@ -64,31 +64,3 @@ The host's side has one lock, held by every public method of the engine, because
 in its own thread on CUDA. Work of one engine is assumed to be on one compute stream; if the current
 stream changes, the new one first waits for the old one, and the rules hold for it as well.
 """
-
-from sppo_hf.offload.copy_streams import Copier, HostCopier, StreamCopier, Ticket
-from sppo_hf.offload.disk import DiskStore
-from sppo_hf.offload.engine import OffloadEngine, make_engine
-from sppo_hf.offload.layer_offload import LayerOffload
-from sppo_hf.offload.pool import HostPool, Region
-from sppo_hf.offload.prefetch_order import Frame, PrefetchOrder
-from sppo_hf.offload.staging import Staging
-from sppo_hf.offload.stats import OffloadStats
-from sppo_hf.offload.storage import OffloadedTensor
-
-__all__ = [
-    "Copier",
-    "DiskStore",
-    "Frame",
-    "HostCopier",
-    "HostPool",
-    "LayerOffload",
-    "OffloadEngine",
-    "OffloadStats",
-    "OffloadedTensor",
-    "PrefetchOrder",
-    "Region",
-    "Staging",
-    "StreamCopier",
-    "Ticket",
-    "make_engine",
-]

@@ -1,4 +1,15 @@
-"""The owner of everything that is away from the device: starts, awaits, frees and accounts for it.
+"""What an offload engine has moved and holds, as plain numbers; knows nothing of how.
+
+All storages of an engine: how each is moved, brought back and given up.
+
+The engine's inner half: it is called under the engine's lock, looks at storages and not at handles,
+and leaves to the engine what callers are promised. Why there is no race: [Note: offload lifetimes].
+
+What is on its way out waits in a queue, oldest first. One stream copies in order, so what compute
+waits for, and what the host sees done, is always a prefix of this queue: rules 2 and 3 of the note.
+
+
+The owner of everything that is away from the device: starts, awaits, frees and accounts for it.
 
 Two verbs for a copy, `prefetch` and `wait_for`, and one for its end, `release` (dropping the handle
 does the same). `layer_offload` brings layers and autograd in. Why there is no race: [Note: offload
@@ -10,24 +21,308 @@ Not covered: CUDA graph capture, and tensors that other streams than the compute
 from __future__ import annotations
 
 import gc
+import operator
 import threading
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from sppo_hf.errors import OffloadError
-from sppo_hf.offload.copy_streams import Copier, CudaRuntime, HostCopier, StreamCopier
+from sppo_hf.offload.copy_streams import Copier, CudaRuntime, HostCopier, StreamCopier, wait_for_all
 from sppo_hf.offload.disk import DiskStore
-from sppo_hf.offload.pool import HostPool, Progress
-from sppo_hf.offload.prefetch_order import PrefetchOrder
-from sppo_hf.offload.staging import DEFAULT_STAGING_BYTES, Staging
-from sppo_hf.offload.stats import OffloadStats
-from sppo_hf.offload.storage import MODIFIED, OffloadedTensor
-from sppo_hf.offload.tiers import HostTier, Tier
-from sppo_hf.offload.transfers import TransferManager
+from sppo_hf.offload.host_memory import HostPool, Progress, Region
+from sppo_hf.offload.storage import (
+    MODIFIED,
+    ByteRange,
+    OffloadedStorage,
+    OffloadedTensor,
+    StorageRef,
+    StorageRegistry,
+    bytes_of,
+)
+from sppo_hf.offload.tiers import DEFAULT_STAGING_BYTES, HostTier, Staging, Tier, allocate
 from sppo_hf.planning.memory import HOST_SLAB_BYTES
-from sppo_hf.planning.tiers import AwayTier
+from sppo_hf.planning.tiers import OffloadTier
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadStats:
+    """What an engine has moved, which only grows, and what it holds now."""
+
+    d2h_bytes: int = 0
+    """Bytes copied from the device to the host."""
+    h2d_bytes: int = 0
+    """Bytes copied from the host to the device."""
+    stall_seconds: float = 0.0
+    """Compute standing still for copies; on an accelerator, of the waits passed so far. Includes
+    `disk_stall_seconds`."""
+    grown_bytes: int = 0
+    """Host bytes reserved after the first `reserve`: growth that a step had to pay for."""
+    disk_write_bytes: int = 0
+    """Bytes written to `offload_dir`."""
+    disk_read_bytes: int = 0
+    """Bytes read from it."""
+    disk_stall_seconds: float = 0.0
+    """The host standing still for disk reads, disk writes or the staging bytes they hold."""
+    spilled_bytes: int = 0
+    """Bytes meant for the host that went to disk because the host budget was full."""
+    pinned_bytes: int = 0
+    """Page-locked bytes reserved now."""
+    host_bytes: int = 0
+    """Bytes of host slabs reserved now, pinned or not."""
+    host_used_bytes: int = 0
+    """Bytes of host slabs in use now."""
+    live_handles: int = 0
+    """Moved storages that a handle still owns now."""
+    host_peak_bytes: int = 0
+    """The most bytes of host slabs that were in use at once since the engine was made."""
+    fragmentation: float = 0.0
+    """Share of the host slabs' free bytes outside the largest hole, from 0 to 1, now."""
+
+    def since(self, before: OffloadStats) -> OffloadStats:
+        """The same, with what only ever grows counted from `before` on."""
+        return self._counted(operator.sub, before)
+
+    def __add__(self, before: OffloadStats) -> OffloadStats:
+        """The same, with what was moved `before` added."""
+        return self._counted(operator.add, before)
+
+    def _counted(
+        self, combine: Callable[[float, float], float], other: OffloadStats
+    ) -> OffloadStats:
+        counted = {name: combine(getattr(self, name), getattr(other, name)) for name in _GROWING}
+        return replace(self, **counted)
+
+
+_GROWING = (
+    "d2h_bytes",
+    "h2d_bytes",
+    "stall_seconds",
+    "grown_bytes",
+    "disk_write_bytes",
+    "disk_read_bytes",
+    "disk_stall_seconds",
+    "spilled_bytes",
+)
+
+
+class PendingCopies:
+    """The storages whose source is still on the device although its copy has been enqueued.
+
+    One for all prefetch orders of an engine: the device's memory is one, and so is the lane.
+    """
+
+    def __init__(self) -> None:
+        self._queue: deque[tuple[int, OffloadedStorage]] = deque()  # (frame, storage)
+        self._frame = 0
+        self.num_bytes = 0
+        """Bytes enqueued and not yet ordered."""
+
+    def add(self, stored: OffloadedStorage) -> None:
+        """Append a storage whose copy has just been enqueued; it belongs to the open frame."""
+        self._queue.append((self._frame, stored))
+        self.num_bytes += stored.span.num_bytes
+
+    def limit_pending_d2h(self, max_pending_d2h_bytes: int | None) -> None:
+        """Let compute wait for the oldest copies until at most `max_pending_d2h_bytes` are left.
+
+        With None, until nothing but the frame that closes is left. Which copies are waited for
+        follows from sizes alone, not from time. One wait, for the last of them, does for all.
+        """
+        going: list[OffloadedStorage] = []
+        while self._queue:
+            frame, _ = self._queue[0]
+            enough = (
+                frame == self._frame
+                if max_pending_d2h_bytes is None
+                else self.num_bytes <= max_pending_d2h_bytes
+            )
+            if enough:
+                break
+            going.append(self._pop())
+        wait_for_all(stored.out_ticket for stored in going)
+        for stored in going:
+            stored.drop_source()
+        self._frame += 1
+
+    def poll(self) -> None:
+        """Free the sources whose copies have ended; never blocks."""
+        while self._queue and self._queue[0][1].out_ticket.ordered:
+            self._pop().drop_source()
+
+    def forget(self) -> None:
+        """Empty the queue; who owns the storages sees to their copies."""
+        self._queue.clear()
+        self.num_bytes = 0
+
+    def _pop(self) -> OffloadedStorage:
+        _, stored = self._queue.popleft()
+        self.num_bytes -= stored.span.num_bytes
+        return stored
+
+
+class TransferManager:
+    """Storages by state, and the copies that change it.
+
+    Args:
+        copier: how bytes travel.
+        tiers: where they wait, nearest first; what finds no room on one goes to the next.
+    """
+
+    def __init__(self, copier: Copier, tiers: Sequence[Tier]) -> None:
+        self.tiers = tuple(tiers)
+        for tier in self.tiers:
+            if isinstance(tier, HostTier):
+                tier.make_room = self.settle_limbo
+        self._copier = copier
+        self.live: set[OffloadedStorage] = set()
+        self.registry = StorageRegistry()
+        self.pending = PendingCopies()
+        # Filled by finalizers at any moment, hence only appended to; see rule 6 of the note.
+        self.retired: deque[OffloadedStorage] = deque()
+        self.limbo: list[OffloadedStorage] = []
+        self.d2h_bytes = 0
+        self.h2d_bytes = 0
+        self.spilled_bytes = 0
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether no host bytes are in use but for copies under way; asked when nothing lives."""
+        return all(tier.is_drained(self._waiting_of(tier)) for tier in self.tiers)
+
+    def _waiting_of(self, tier: Tier) -> list[OffloadedStorage]:
+        return [stored for stored in self.limbo if stored.tier is tier]
+
+    def move(self, tensor: Tensor, wanted: OffloadTier) -> StorageRef:
+        """Start copying out what `tensor` reaches, unless a move before has it."""
+        owner = self.registry.owner_of(tensor)
+        if owner is not None:
+            return owner
+        span = ByteRange.to_move(tensor)
+        source = bytes_of(tensor, span)
+        tier, region = self._room(span.num_bytes, wanted)
+        try:
+            ticket = self._copier.start_d2h(source, region.memory)
+        except BaseException:
+            tier.pool.release(region)
+            raise
+        self.d2h_bytes += span.num_bytes
+        stored = OffloadedStorage(
+            span=span,
+            storage_key=tensor.untyped_storage()._cdata,
+            region=region,
+            out_ticket=ticket,
+            source=source,
+            watched=tensor.detach(),
+            version=tensor._version,
+            tier=tier,
+            disk=tier.on_disk(),
+        )
+        owner = StorageRef(stored)
+        weakref.finalize(owner, self.retired.append, stored).atexit = False
+        self.live.add(stored)
+        self.pending.add(stored)
+        self.registry.add(tensor, owner)
+        tier.store(stored)
+        return owner
+
+    def _room(self, num_bytes: int, wanted: OffloadTier) -> tuple[Tier, Region]:
+        """A region for a copy out, and the tier that it is of."""
+        names = [tier.name for tier in self.tiers]
+        if wanted not in names:
+            raise OffloadError(
+                f"a tensor was to go to {wanted}, but this engine has none; set offload_dir to a "
+                "folder on a fast disk"
+            )
+        tier, region = allocate(self.tiers[names.index(wanted) :], num_bytes, self.land)
+        self.spilled_bytes += num_bytes if tier.name != wanted else 0
+        return tier, region
+
+    def fetch(self, stored: OffloadedStorage) -> None:
+        """Start bringing a storage back to the device, unless it is there or on its way."""
+        if stored.on_device is not None:
+            return
+        if stored.source is not None:
+            stored.on_device = stored.source  # not gone yet: spare the way back
+        elif stored.host_bytes is not None:
+            self.land(stored)
+        else:
+            stored.tier.load(stored)
+
+    def bring(self, stored: OffloadedStorage) -> None:
+        """Like `fetch`, but the copy to the device is enqueued when it returns."""
+        self.fetch(stored)
+        if stored.on_device is None:
+            stored.tier.wait_loaded(stored, self.land)
+            self.fetch(stored)
+
+    def land(self, stored: OffloadedStorage) -> None:
+        """Start the copy to the device from the bytes on the host."""
+        # What nobody wants any more leaves the device before more comes back to it.
+        self.settle_limbo()
+        if stored.retired:
+            return
+        assert stored.host_bytes is not None, "a copy to the device has a source"
+        stored.on_device, stored.in_ticket = self._copier.start_h2d(
+            stored.host_bytes, stored.out_ticket
+        )
+        self.h2d_bytes += stored.span.num_bytes
+        stored.tier.landed(stored)
+
+    def tend(self) -> None:
+        """Move on what has ended; never blocks but for a disk whose queue is full.
+
+        Raises:
+            OffloadError: something went wrong in the background.
+        """
+        self.pass_on()
+        for tier in self.tiers:
+            tier.raise_failure()
+
+    def pass_on(self) -> None:
+        """Like `tend`, but leaves it to a later call to raise."""
+        self.collect()
+        for tier in self.tiers:
+            tier.poll(self.land)
+
+    def abandon(self) -> None:
+        """Give all storages up."""
+        for stored in self.live:
+            stored.abandoned = True
+            self.retired.append(stored)
+        self.pending.forget()
+        self.collect()
+        for tier in self.tiers:
+            tier.forget()
+
+    def collect(self) -> None:
+        """Free what no copy touches any more; polls, never blocks."""
+        self.pending.poll()
+        while self.retired:
+            stored = self.retired.popleft()
+            if not stored.retired:
+                stored.retired = True
+                self.live.discard(stored)
+                self.registry.forget(stored)
+                self.limbo.append(stored)
+                stored.tier.retire(stored)
+        limbo, self.limbo = self.limbo, []
+        for stored in limbo:
+            if stored.ordered:  # asked once: a copy may end between two looks
+                stored.drop_device_bytes()
+                if stored.region is not None:
+                    stored.tier.pool.release(stored.region)
+            else:
+                self.limbo.append(stored)
+
+    def settle_limbo(self) -> None:
+        """Free what was dropped under a copy, by letting compute wait for that copy."""
+        wait_for_all(ticket for stored in self.limbo for ticket in stored.tickets)
+        self.collect()
 
 
 class OffloadEngine:
@@ -64,30 +359,10 @@ class OffloadEngine:
         """The device whose tensors move."""
         return self.copier.device
 
-    def new_prefetch_order(
-        self,
-        *,
-        max_pending_d2h_bytes: int | None = None,
-        asked: Sequence[int] | None = None,
-        on_prefetch: Callable[[int], None] | None = None,
-    ) -> PrefetchOrder:
-        """A prefetch order for one sequence; its `record` is this engine's frame boundary.
-
-        Args:
-            max_pending_d2h_bytes: when a frame closes, compute waits until no more than these
-                device bytes are on their way out. The engine's, whichever prefetch order or K/V
-                store they are from: the device's memory is one. None: until only the frame that
-                closes is on its way.
-            asked: which frames each frame prefetches; see `PrefetchOrder`.
-            on_prefetch: is told the number of each frame that is prefetched.
-        """
-        return PrefetchOrder(
-            self,
-            max_pending_d2h_bytes=max_pending_d2h_bytes,
-            asked=asked,
-            reads_ahead=any(tier.reads_ahead for tier in self._tiers),
-            on_prefetch=on_prefetch,
-        )
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether some tier takes time to load bytes into host memory."""
+        return any(tier.reads_ahead for tier in self._tiers)
 
     def reserve(self, host_bytes: int, progress: Progress | None = None) -> int | None:
         """Make the host slabs that a step will need before it starts, and those of staging.
@@ -110,7 +385,7 @@ class OffloadEngine:
             short = self.pool.refusal and self.pool.reserved_bytes < host_bytes
             return self.pool.reserved_bytes if short else None
 
-    def can_move(self, tensor: Tensor) -> bool:
+    def can_offload(self, tensor: Tensor) -> bool:
         """Whether `start_offload` would move `tensor` rather than keep it in the handle."""
         return (
             tensor.numel() >= max(self._min_elements, 1)
@@ -125,7 +400,7 @@ class OffloadEngine:
 
     @torch.no_grad()
     def start_offload(
-        self, tensor: Tensor, *, label: object = None, tier: AwayTier = "host"
+        self, tensor: Tensor, *, label: object = None, tier: OffloadTier = "host"
     ) -> OffloadedTensor:
         """Start copying `tensor` to the host or on to the disk; return what stands for it.
 
@@ -134,7 +409,7 @@ class OffloadEngine:
         a storage that is away already cost no bytes.
 
         Args:
-            tensor: any strides, any dtype; kept in the handle if it is not `can_move`.
+            tensor: any strides, any dtype; kept in the handle if it is not `can_offload`.
             label: what the tensor belongs to, for messages.
             tier: where its bytes are to wait. What finds no room on the host goes to the disk, if
                 there is one. The host waits where the disk is slower than what goes there.
@@ -145,7 +420,7 @@ class OffloadEngine:
         """
         with self._lock:
             self._moves.tend()
-            if not self.can_move(tensor):
+            if not self.can_offload(tensor):
                 return OffloadedTensor.stayed(tensor, label)
             return OffloadedTensor.moved(tensor, self._moves.move(tensor, tier), label)
 
@@ -160,7 +435,7 @@ class OffloadEngine:
         """
         with self._lock:
             self._moves.tend()
-            if handle.is_moved:
+            if handle.is_offloaded:
                 self._moves.fetch(handle.stored())
 
     def poll(self) -> None:
@@ -179,7 +454,7 @@ class OffloadEngine:
             False if there is no room for it yet, so that a later call may do more.
         """
         with self._lock:
-            return not handle.is_away or handle.stored().tier.read_ahead(handle.stored())
+            return not handle.is_loadable or handle.stored().tier.read_ahead(handle.stored())
 
     @torch.no_grad()
     def wait_for(self, handle: OffloadedTensor) -> Tensor:
@@ -195,8 +470,8 @@ class OffloadEngine:
         """
         with self._lock:
             self._moves.tend()
-            if not handle.is_moved:
-                return handle.stayed_tensor()
+            if not handle.is_offloaded:
+                return handle.kept_tensor()
             stored = handle.stored()
             self._moves.bring(stored)
             stored.check_overwritten()
@@ -216,10 +491,10 @@ class OffloadEngine:
             handle.forget()
             self._moves.pass_on()
 
-    def bytes_to_fetch(self, handles: Iterable[OffloadedTensor]) -> int:
+    def bytes_to_prefetch(self, handles: Iterable[OffloadedTensor]) -> int:
         """Device bytes that a prefetch of all `handles` would take; aliases count once."""
         with self._lock:
-            storages = {handle.stored() for handle in handles if handle.is_away}
+            storages = {handle.stored() for handle in handles if handle.is_loadable}
             return sum(stored.span.num_bytes for stored in storages if not stored.coming)
 
     def evict(self, handle: OffloadedTensor) -> None:
@@ -235,10 +510,10 @@ class OffloadEngine:
         """
         with self._lock:
             self._moves.tend()
-            if handle.is_moved:
+            if handle.is_offloaded:
                 handle.stored().evict()
 
-    def close_frame(self, max_pending_d2h_bytes: int | None = None) -> None:
+    def limit_pending_d2h(self, max_pending_d2h_bytes: int | None = None) -> None:
         """Mark a frame boundary: compute waits until few enough bytes are on their way out.
 
         With `max_pending_d2h_bytes` None, until no frame but this one is, so that at most two
@@ -249,7 +524,7 @@ class OffloadEngine:
         """
         with self._lock:
             self._moves.tend()
-            self._moves.pending.close_frame(max_pending_d2h_bytes)
+            self._moves.pending.limit_pending_d2h(max_pending_d2h_bytes)
 
     def abandon(self) -> None:
         """Give up everything that is away, after an exception; its handles raise from now on.

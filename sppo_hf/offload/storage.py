@@ -22,8 +22,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from sppo_hf.errors import OffloadError, SPPOError
 from sppo_hf.offload.copy_streams import Ticket
-from sppo_hf.offload.disk_queue import DiskTicket
-from sppo_hf.offload.pool import Region
+from sppo_hf.offload.disk import DiskTicket
+from sppo_hf.offload.host_memory import Region
 
 if TYPE_CHECKING:
     from sppo_hf.offload.tiers import Tier
@@ -277,12 +277,12 @@ class OffloadedTensor:
         return cls(kept.shape, (), 0, kept.dtype, None, kept, version_of(kept), label)
 
     @property
-    def is_moved(self) -> bool:
+    def is_offloaded(self) -> bool:
         """Whether the bytes go to the host (else the tensor stays on the device)."""
         return self._stayed is None
 
     @property
-    def is_away(self) -> bool:
+    def is_loadable(self) -> bool:
         """Whether the tensor was moved and can still be had."""
         return self._owner is not None and not self._owner.stored.abandoned
 
@@ -309,7 +309,7 @@ class OffloadedTensor:
             )
         return stored
 
-    def stayed_tensor(self) -> Tensor:
+    def kept_tensor(self) -> Tensor:
         """The tensor that stayed.
 
         Raises:
@@ -338,43 +338,6 @@ class OffloadedTensor:
     def __str__(self) -> str:
         where = f" of {self.label}" if self.label is not None else ""
         return f"an offloaded tensor{where}, {self.dtype}, shape {tuple(self.shape)},"
-
-
-@dataclass(slots=True, eq=False)
-class SavedWeight:
-    """Stands for a weight that autograd saved, a cast of one or a view of either: has no bytes."""
-
-    weight: Tensor
-    """A parameter, whose bytes may have moved since, or a part of one."""
-    version: int
-    dtype: torch.dtype
-    """What the weight was cast to; its own where it was not."""
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    """Of the view within the weight or its cast, in elements."""
-    label: object
-
-    @classmethod
-    def of(cls, weight: Tensor, saved: Tensor, label: object) -> SavedWeight:
-        """What stands for `saved`, a view of `weight` or of its cast."""
-        offset = int(saved.storage_offset())
-        shape, stride = saved.shape, saved.stride()
-        return cls(weight, version_of(weight), saved.dtype, shape, stride, offset, label)
-
-    @torch.no_grad()
-    def make(self) -> Tensor:
-        """The view of the bytes that the weight has now.
-
-        Raises:
-            OffloadError: the weight was written into since forward.
-        """
-        if version_of(self.weight) != self.version:
-            of = f" of {self.label}" if self.label is not None else ""
-            shape = tuple(self.weight.shape)
-            raise OffloadError(f"a weight{of}, {self.weight.dtype}, shape {shape}, {MODIFIED}")
-        cast = self.weight.detach().to(self.dtype)
-        return cast.as_strided(self.shape, self.stride, self.offset)
 
 
 def version_of(tensor: Tensor) -> int:

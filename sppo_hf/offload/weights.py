@@ -38,17 +38,24 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from sppo_hf.errors import OffloadError
 from sppo_hf.offload.copy_streams import Copier, Ticket
-from sppo_hf.offload.host_memory import PageLocker, host_memory
-from sppo_hf.offload.pool import ALIGNMENT_BYTES, HostPool, Progress, Region
-from sppo_hf.offload.storage import SavedWeight
+from sppo_hf.offload.host_memory import (
+    ALIGNMENT_BYTES,
+    HostPool,
+    PageLocker,
+    Progress,
+    Region,
+    host_memory,
+)
+from sppo_hf.offload.storage import MODIFIED, version_of
 from sppo_hf.planning.model_shape import arriving_bytes
 
 _SLOTS = 2
 """Layers whose weights are on the device at a time: the one in use and the next."""
 
 
-def can_rest(parameter: Parameter) -> bool:
+def can_be_host_resident(parameter: Parameter) -> bool:
     """Whether a parameter is no more than its bytes: quantized and sharded ones stay."""
     return (
         type(parameter) is Parameter
@@ -57,6 +64,43 @@ def can_rest(parameter: Parameter) -> bool:
         and not parameter.is_meta
         and parameter.numel() > 0
     )
+
+
+@dataclass(slots=True, eq=False)
+class SavedWeight:
+    """Stands for a weight that autograd saved, a cast of one or a view of either: has no bytes."""
+
+    weight: Tensor
+    """A parameter, whose bytes may have moved since, or a part of one."""
+    version: int
+    dtype: torch.dtype
+    """What the weight was cast to; its own where it was not."""
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    """Of the view within the weight or its cast, in elements."""
+    label: object
+
+    @classmethod
+    def of(cls, weight: Tensor, saved: Tensor, label: object) -> SavedWeight:
+        """What stands for `saved`, a view of `weight` or of its cast."""
+        offset = int(saved.storage_offset())
+        shape, stride = saved.shape, saved.stride()
+        return cls(weight, version_of(weight), saved.dtype, shape, stride, offset, label)
+
+    @torch.no_grad()
+    def make(self) -> Tensor:
+        """The view of the bytes that the weight has now.
+
+        Raises:
+            OffloadError: the weight was written into since forward.
+        """
+        if version_of(self.weight) != self.version:
+            of = f" of {self.label}" if self.label is not None else ""
+            shape = tuple(self.weight.shape)
+            raise OffloadError(f"a weight{of}, {self.weight.dtype}, shape {shape}, {MODIFIED}")
+        cast = self.weight.detach().to(self.dtype)
+        return cast.as_strided(self.shape, self.stride, self.offset)
 
 
 @dataclass(slots=True, eq=False)
@@ -153,22 +197,22 @@ class HostWeights:
         others: Sequence[Parameter],
         *,
         copier: Copier,
-        stays: bool = False,
+        keep_device_copies: bool = False,
         locker: PageLocker | None = None,
-        before: HostWeights | None = None,
+        previous: HostWeights | None = None,
         progress: Progress | None = None,
     ) -> None:
         self._copier = copier
         self._locker = locker
-        self.stays = stays
+        self.keep_device_copies = keep_device_copies
         """Whether layers' copies stay from forward to backward."""
-        self._most = len(layers) if stays else _SLOTS
-        known = {} if before is None else before._of
+        self._most = len(layers) if keep_device_copies else _SLOTS
+        known = {} if previous is None else previous._of
         *self._layers, self._others = self._take_over([*layers, others], known, progress)
         self.on_fetch: Callable[[int, bool], None] | None = None
         """Is told the layer whose weights are on their way, and whether for its backward; what is
         outside of the layers counts as the layer behind the last."""
-        self.sent: set[int] = set()
+        self.layers_with_sent_gradients: set[int] = set()
         """Layers of which gradients have left since the last forward began; numbers as there."""
         self.peak_bytes = 0
         """Most bytes of copies on the device at a time, so far."""
@@ -205,7 +249,7 @@ class HostWeights:
         return sum(weight.host.nbytes for weight in self._all())
 
     @property
-    def locked_gradient_bytes(self) -> int:
+    def pinned_gradient_bytes(self) -> int:
         """Page-locked memory for gradients, whether they are there or not."""
         places = sum(weight.place.nbytes for weight in self._all() if weight.place is not None)
         return places + (0 if self._arriving is None else self._arriving.reserved_bytes)
@@ -223,13 +267,13 @@ class HostWeights:
         """Of the copies that are on the device now."""
         return sum(w.device.nbytes for w in self._all() if w.device is not None)
 
-    def holds(self, parameter: Tensor) -> bool:
+    def has(self, parameter: Tensor) -> bool:
         """Whether `parameter` is one of them."""
         return id(parameter) in self._of
 
     # -- a pass ------------------------------------------------------------------------------
 
-    def begin(self) -> None:
+    def start_forward(self) -> None:
         """A forward begins: bring what is needed throughout, as it is now.
 
         After a backward that raised, the gradients so far are given up, those of earlier batches
@@ -241,17 +285,17 @@ class HostWeights:
                 self._forget(self._sums.popleft())
             for weight in self._all():
                 weight.gradient = None
-            self.rest()
+            self.move_to_host()
         for weight in self._all():
             weight.settle()
         self._rest_all()
-        self.sent.clear()
+        self.layers_with_sent_gradients.clear()
         self._start_fetch(self._others, len(self._layers), backward=False)
         for weight in self._others:
             weight.use()
         self.peak_bytes = max(self.peak_bytes, self.device_bytes)
 
-    def enter(self, layer: int, *, backward: bool = False) -> None:
+    def enter_layer(self, layer: int, *, backward: bool = False) -> None:
         """Layer `layer` is about to be used; the next one in this direction comes beside it."""
         if backward:
             self._notice_end()
@@ -265,7 +309,7 @@ class HostWeights:
         if 0 <= following < len(self._layers):
             self._fetch(following, keep=layer, backward=backward)
 
-    def rest(self) -> None:
+    def move_to_host(self) -> None:
         """Put everything to rest, gradients too; before anybody else reads or writes parameters."""
         self._rest_all()
         # Lanes end in order. What is at rest may be written by the host from now on, and gradients
@@ -283,7 +327,7 @@ class HostWeights:
             if weight.gradient is not None:
                 weight.parameter.grad, weight.gradient = weight.gradient, None
 
-    def view_of(self, saved: Tensor, label: object = None) -> SavedWeight | None:
+    def saved_view_of(self, saved: Tensor, label: object = None) -> SavedWeight | None:
         """What stands for `saved` if it is a parameter that rests, or a view of one; else None."""
         parameter: Any = saved if saved._base is None else saved._base
         if id(parameter) not in self._of:
@@ -292,7 +336,7 @@ class HostWeights:
 
     def release(self) -> None:
         """Leave every parameter where it rests, for others to take over."""
-        self.rest()
+        self.move_to_host()
         for hook in self._hooks:
             hook.remove()
 
@@ -378,7 +422,7 @@ class HostWeights:
 
     def _end_backward(self) -> None:
         self._backward = False
-        self.rest()
+        self.move_to_host()
 
     def _before_gradient(self, weight: _Weight, _: Tensor) -> None:
         """Autograd is about to add a gradient: it must find none of another device."""
@@ -395,7 +439,7 @@ class HostWeights:
         arrived, region = self._room_for(weight, gradient)
         ticket = self._copier.start_d2h(_bytes_of(gradient), _bytes_of(arrived))
         self._last_out = ticket
-        self.sent.add(self._layer_of[id(parameter)])
+        self.layers_with_sent_gradients.add(self._layer_of[id(parameter)])
         self._leaving.append((gradient, ticket))
         self._let_go()
         if weight.gradient is None:

@@ -53,7 +53,7 @@ from sppo_hf.pipeline.multiplex import check_shareable_units
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
 from sppo_hf.pipeline.sequence_parallel import SequenceParallelEngine, check_shareable_sequences
 from sppo_hf.pipeline.watchdog import GROUP_MARGIN_SECONDS, Watchdog, watch_launch
-from sppo_hf.planning.model_shape import layer_costs
+from sppo_hf.planning.model_shape import layer_step_flops
 from sppo_hf.planning.stages import split_layers
 
 logger = logging.getLogger(__name__)
@@ -369,7 +369,7 @@ def choose_cut(parts: ModelParts, config: SPPOConfig, pp_rank: int) -> StageCut:
         ends = list(accumulate(config.pp_layers, initial=0))
         cut = tuple(range(start, end) for start, end in pairwise(ends))
     else:
-        layers, head = layer_costs(shape, BALANCE_TOKENS)
+        layers, head = layer_step_flops(shape, BALANCE_TOKENS)
         cut = split_layers(layers, stages, last=head)
     return StageCut(cut, tuple(range(pp_rank, stages, config.pp_size)))
 

@@ -46,7 +46,7 @@ from sppo_hf.engine.sequence_group import (
 from sppo_hf.engine.step_observer import StepObserver
 from sppo_hf.engine.structure import ModelParts
 from sppo_hf.errors import BudgetError, ConfigError, PipelineError, UnsupportedModelError
-from sppo_hf.pipeline.agreement import agree, call_facts, make_on_all_ranks
+from sppo_hf.pipeline.agreement import call_facts, check_agreement, make_on_all_ranks
 from sppo_hf.pipeline.mesh import PipelineMesh
 from sppo_hf.pipeline.watchdog import Watchdog
 
@@ -117,7 +117,7 @@ class SequenceRanks:
             Exception: What `make` raised here.
             PipelineError: It raised on another rank.
         """
-        made, answers = make_on_all_ranks(make, self.control, say=better)
+        made, answers = make_on_all_ranks(make, self.control, share=better)
         best = min(range(self.size), key=answers.__getitem__)
         box = [made]
         first = dist.get_global_rank(self.control, best)
@@ -366,7 +366,7 @@ class SequenceParallelEngine(Engine):
                 "sum of attention_mask": -1 if mask is None else int(mask.sum()),
                 "trained parameters": zlib.crc32(trainable_mask(self.parts.causal_lm.parameters())),
             }
-            agree(self.mesh, call_facts(call, self.config) | read)
+            check_agreement(self.mesh, call_facts(call, self.config) | read)
             with rank_random_state(self.group, call.device):
                 output = super()._run(call)
         activity = f"in backward pass {self._calls}"
@@ -381,7 +381,7 @@ class SequenceParallelEngine(Engine):
         alike = (ConfigError, BudgetError, UnsupportedModelError, PipelineError)
         with (
             self.watchdog.collective_section(activity),
-            self.watchdog.reporting_failures(but=alike),
+            self.watchdog.reporting_failures(except_for=alike),
         ):
             yield
         self.watchdog.set_activity(activity.replace("in ", "after ", 1))

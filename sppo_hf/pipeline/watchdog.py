@@ -268,17 +268,19 @@ class Watchdog:
     # -- failures ----------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def reporting_failures(self, *, but: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
+    def reporting_failures(
+        self, *, except_for: tuple[type[BaseException], ...] = ()
+    ) -> Iterator[None]:
         """Context of work that the other ranks wait for: what is raised in it ends all of them.
 
-        What all ranks raise alike (`but`), after which a script may go on, passes unchanged.
+        What all ranks raise alike (`except_for`), after which a script may go on, passes unchanged.
 
         Raises:
             PipelineError: In place of an exception, with what this rank was doing.
         """
         try:
             yield
-        except but:
+        except except_for:
             raise
         except BaseException as error:
             if is_broken_connection(error):

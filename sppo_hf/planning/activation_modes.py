@@ -1,6 +1,6 @@
 """What becomes of a frame between forward and backward: how much is saved, and where it waits.
 
-A `FrameMode` is chosen per (layer, chunk) by the plan and carried out by the engine.
+A `ActivationMode` is chosen per (layer, chunk) by the plan and carried out by the engine.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ RECOMPUTE_BY_SAVED: dict[Saved, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class FrameMode:
+class ActivationMode:
     """How one (layer, chunk) bridges the time between its forward and its backward."""
 
     saved: Saved
@@ -75,19 +75,19 @@ ATTENTION_ONCE: tuple[Saved, ...] = tuple(saved for saved in SAVED if saved != "
 """Those in which attention's forward runs once."""
 
 
-def all_modes() -> tuple[FrameMode, ...]:
+def all_modes() -> tuple[ActivationMode, ...]:
     """Returns all modes of the tiers that there are, tier by tier."""
     return tuple(mode_of(saved, tier) for tier in TIERS for saved in SAVED)
 
 
 @cache
-def mode_of(saved: Saved, tier: Tier) -> FrameMode:
+def mode_of(saved: Saved, tier: Tier) -> ActivationMode:
     """Returns the shared constant for the two answers, so that plans hold few objects.
 
     Raises:
         KeyError: there is no such tier.
     """
-    return FrameMode(saved, TIERS[tier].name)
+    return ActivationMode(saved, TIERS[tier].name)
 
 
 KEEP = mode_of("whole", DEVICE)

@@ -99,12 +99,15 @@ def read_choices(
     if config.compile:
         # What sees products is a dispatch mode, beside which compiled code does not run.
         saved = tuple(one for one in saved if one != "matmuls")
-    away, frames_away = away_tiers(config, facts), frame_tiers(config, facts)
-    tiers: tuple[Tier, ...] = (DEVICE, *frames_away)
+    away, activation_tiers = (
+        allowed_offload_tiers(config, facts),
+        allowed_activation_tiers(config, facts),
+    )
+    tiers: tuple[Tier, ...] = (DEVICE, *activation_tiers)
     if config.offload == "none":
         tiers = (DEVICE,)
     elif config.offload == "full":
-        tiers = frames_away or (HOST,)
+        tiers = activation_tiers or (HOST,)
     kv_tiers: tuple[Tier, ...] = (DEVICE, *away)
     if config.offload_kv == "none":
         kv_tiers = (DEVICE,)
@@ -165,7 +168,7 @@ def read_places(
         adapters: whether adapters alone are trained, whose optimizer by itself makes no room.
         by_layer: whether the model's layers can be called on parts of a sequence.
     """
-    asked = Places(*config.rests)
+    asked = Places(*config.host_resident)
     # On a CPU the host's memory is the device's; ranks need their weights for each other's chunks.
     if facts.kind == "cpu" or config.sharing_ranks > 1:
         return (asked,)
@@ -181,20 +184,20 @@ def read_places(
 def set_by_rule(config: SPPOConfig, facts: DeviceFacts) -> bool:
     """Whether nothing is left to search: modes are fixed, and what leaves has one place to go."""
     # Where two tiers are away, something has to say what goes to which.
-    one_place = config.offload == "none" or len(frame_tiers(config, facts)) < 2
+    one_place = config.offload == "none" or len(allowed_activation_tiers(config, facts)) < 2
     fixed = config.offload != "auto" and config.recompute != "auto" and one_place
-    return fixed or config.offload_chooses
+    return fixed or config.offload_is_partial
 
 
-def frame_tiers(config: SPPOConfig, facts: DeviceFacts) -> tuple[Tier, ...]:
-    """Returns those of `away_tiers` that saved activations may leave for."""
-    away = away_tiers(config, facts)
+def allowed_activation_tiers(config: SPPOConfig, facts: DeviceFacts) -> tuple[Tier, ...]:
+    """Returns those of `allowed_offload_tiers` that saved activations may leave for."""
+    away = allowed_offload_tiers(config, facts)
     if config.offload_tier == "auto":
         return away
     return tuple(tier for tier in away if tier == config.offload_tier)
 
 
-def away_tiers(config: SPPOConfig, facts: DeviceFacts) -> tuple[Tier, ...]:
+def allowed_offload_tiers(config: SPPOConfig, facts: DeviceFacts) -> tuple[Tier, ...]:
     """Returns the tiers that are away from the device, nearest first.
 
     On a CPU host memory is the device's own, so only what is behind it is away.

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from sppo_hf.planning.activation_modes import FrameMode
+from sppo_hf.planning.activation_modes import ActivationMode
 from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.tiers import TIERS, Tier
 
@@ -22,21 +22,21 @@ KVMode = str
 """By layer: the tier where a layer's keys and values wait between its forward and its backward, or
 "recompute": they are made again from the layer's inputs."""
 
-LayerModes = tuple[tuple[FrameMode, ...], ...]
+LayerModes = tuple[tuple[ActivationMode, ...], ...]
 """`layer_modes[chunk][layer]`."""
 
 
-def layer_modes_of(rows: Sequence[Sequence[FrameMode]], *, by_layer: bool) -> LayerModes:
+def layer_modes_of(rows: Sequence[Sequence[ActivationMode]], *, by_layer: bool) -> LayerModes:
     """Returns `layer_modes` of rows that are those of chunks, or by layer those of layers.
 
     Rows that are equal are one object, which readers need to look at only once.
     """
     chosen = zip(*rows, strict=True) if by_layer else rows
-    seen: dict[tuple[int, ...], tuple[FrameMode, ...]] = {}
+    seen: dict[tuple[int, ...], tuple[ActivationMode, ...]] = {}
     return tuple(seen.setdefault(tuple(map(id, row)), tuple(row)) for row in chosen)
 
 
-def modes_used(layer_modes: LayerModes) -> frozenset[FrameMode]:
+def modes_used(layer_modes: LayerModes) -> frozenset[ActivationMode]:
     """Returns the modes that there are among all frames."""
     rows = {id(row): row for row in layer_modes}
     return frozenset({id(mode): mode for row in rows.values() for mode in row}.values())
@@ -132,7 +132,7 @@ class Decisions:
         """Tokens per chunk."""
         return tuple(end - start for start, end in self.bounds)
 
-    def mode(self, layer: int, chunk: int) -> FrameMode:
+    def mode(self, layer: int, chunk: int) -> ActivationMode:
         """Returns what becomes of the frame of (layer, chunk)."""
         return self.layer_modes[chunk][layer]
 

@@ -26,13 +26,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from sppo_hf.planning.activation_modes import SAVED, FrameMode
+from sppo_hf.planning.activation_modes import SAVED, ActivationMode
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions, KVMode
 from sppo_hf.planning.lowering import LAYERS_THERE, least_device_bytes, mode_free_levels
 from sppo_hf.planning.memory import FRAGMENTATION, byte_tables
 from sppo_hf.planning.memory_snapshots import Budgets, Bytes
-from sppo_hf.planning.tiers import Tier, away_tiers, tiers_behind_host
+from sppo_hf.planning.tiers import Tier, offload_tiers, tiers_behind_host
 
 if TYPE_CHECKING:
     from highspy import Highs
@@ -73,7 +73,7 @@ class LayerKinds:
         return cls(tuple(group[-1] for group in members), members)
 
 
-def chunk_groups(num_chunks: int, modes: Sequence[FrameMode]) -> tuple[tuple[int, ...], ...]:
+def chunk_groups(num_chunks: int, modes: Sequence[ActivationMode]) -> tuple[tuple[int, ...], ...]:
     """Returns the chunks that are taken as equal by layer: all, or an eighth each.
 
     Eighths where attention may run again: it takes the first a fifteenth of the last's time.
@@ -226,7 +226,7 @@ class LinearProgram:
         decisions: Decisions,
         cost: ModelCost,
         budgets: Budgets,
-        modes: Sequence[FrameMode],
+        modes: Sequence[ActivationMode],
         *,
         kv_modes: Sequence[KVMode] = (),
         device_kind: str,
@@ -260,7 +260,7 @@ class LinearProgram:
         self._at = np.arange(self._x).reshape(self._slots, self._ways)
         """[slots, ways] Columns of the counts."""
         # Behind the counts: one column per slot and purpose.
-        self._away = away_tiers()
+        self._away = offload_tiers()
         self._behind = tiers_behind_host()
         written, stored, read = (
             [f"{what} {tier}" for tier in self._behind] for what in ("written", "stored", "read")
@@ -498,7 +498,7 @@ class LinearProgram:
             if budget is None:
                 continue
             if tier == "host":
-                budget -= what.staging_bytes * passing + sum(self._tables.resting.values())
+                budget -= what.staging_bytes * passing + sum(self._tables.host_resident.values())
             levels = mode_free_levels(self._tables)[tier].values()
             # Where forward ends, and after the first chunk's backward, when most gradient sums
             # wait.
@@ -602,7 +602,7 @@ class LinearProgram:
 
         Those that the first unit waits for are left out.
         """
-        resting, layers = self._cost.shape.resting, self._tables.points.num_layers
+        resting, layers = self._cost.shape.host_resident, self._tables.points.num_layers
         found = np.zeros((2, self._slots))
         if resting is None:
             return found
@@ -618,7 +618,7 @@ class LinearProgram:
 
     def _gradients_gib(self) -> NDArray[np.float64]:
         """[slots] GiB of gradients of weights that each slot's backward sends to the host."""
-        resting = self._cost.shape.resting
+        resting = self._cost.shape.host_resident
         found = np.zeros(self._slots)
         if resting is not None:
             sizes = np.array(resting.layer_gradient_bytes) / _GIB

@@ -18,7 +18,7 @@ the next unit waits until no more than `max_pending_d2h_bytes` are on their way 
 enters a frame that leaves or is recomputed, frames are asked for in the order of backward, as long
 as those ahead of their use stay within `max_prefetch_bytes`; one frame may always be ahead. Frames
 that are kept whole ask for nothing. In a pipeline whole chunks are asked for, as `fetch_chunks`
-says. `sppo_hf.offload` carries this out: its prefetch order is given `lowest_asked`.
+says. `sppo_hf.offload` carries this out: its prefetch order is given `lowest_prefetched`.
 
 [Note: the order of work] By chunk, keys and values of all layers wait for their gradients, and so
 do the gradient sums: a pipeline must pass a chunk on before it begins the next. By layer, a layer's
@@ -60,7 +60,7 @@ from sppo_hf.planning.memory import (
 )
 from sppo_hf.planning.memory_snapshots import Bytes, Level, MemoryEstimate, Points
 from sppo_hf.planning.model_shape import ModelShape
-from sppo_hf.planning.tiers import TIERS, Tier, away_tiers, tiers_behind_host
+from sppo_hf.planning.tiers import TIERS, Tier, offload_tiers, tiers_behind_host
 from sppo_hf.schedule.actions import Action
 from sppo_hf.schedule.simulate import Change, simulate_positions
 from sppo_hf.schedule.timeline import Timeline
@@ -143,16 +143,16 @@ class StepProgram:
         return self.modes // len(SAVED)
 
     @cached_property
-    def frame_bytes(self) -> Bytes:
+    def activation_bytes(self) -> Bytes:
         """[chunks, layers] What is saved of each."""
         tables = self.tables
         chunks = np.arange(self.points.num_chunks)[:, None]
         return tables.saved[tables.kind_of, self.modes % len(SAVED), chunks]
 
     @cached_property
-    def away_bytes(self) -> Bytes:
+    def offloaded_bytes(self) -> Bytes:
         """[chunks, layers] The same of what leaves the device; 0 elsewhere."""
-        return np.where(self.modes >= len(SAVED), self.frame_bytes, 0) * self.points.training
+        return np.where(self.modes >= len(SAVED), self.activation_bytes, 0) * self.points.training
 
     def kv_bytes(self, *modes: KVMode) -> Bytes:
         """[layers] By layer: keys and values that are treated in one of these ways; 0 elsewhere."""
@@ -165,7 +165,7 @@ class StepProgram:
     @cached_property
     def kv_away_bytes(self) -> Bytes:
         """[layers] By layer: keys and values that leave the device, in training."""
-        return self.kv_bytes(*away_tiers()) * self.points.training
+        return self.kv_bytes(*offload_tiers()) * self.points.training
 
     @cached_property
     def kept_keys(self) -> Bytes:
@@ -185,7 +185,7 @@ class StepProgram:
         Those of the last chunk are back for its recomputation.
         """
         again = (self.kv_bytes("recompute") > 0) & (self.modes[:-1] % len(SAVED) > 0)
-        inputs = np.where(self.away_bytes[:-1] > 0, self.tables.hidden_states[:-1, None], 0)
+        inputs = np.where(self.offloaded_bytes[:-1] > 0, self.tables.hidden_states[:-1, None], 0)
         return np.where(again, inputs, 0).sum(axis=0)
 
     @cached_property
@@ -213,7 +213,7 @@ class StepProgram:
     @cached_property
     def copied_bytes(self) -> tuple[int, int]:
         """Bytes to the host and back over a step."""
-        tables, away = self.tables, self.away_bytes
+        tables, away = self.tables, self.offloaded_bytes
         kinds = np.bincount(tables.kind_of)
 
         def summed(forward: Bytes, backward: Bytes) -> int:
@@ -264,7 +264,7 @@ class StepProgram:
         return sums[self.asked][np.append(np.flatnonzero(np.diff(places)), places.size - 1)]
 
     @cached_property
-    def lowest_asked(self) -> list[int]:
+    def lowest_prefetched(self) -> list[int]:
         """The same as the engine counts: by a frame's number, the lowest number asked for.
 
         By chunk that is the number of its forward among all layers' forwards. By layer a layer's
@@ -307,7 +307,7 @@ class StepProgram:
     def _tape(self) -> _Tape:
         """What may come back, in the order of backward."""
         points = self.points
-        sizes = points.in_backward(self.away_bytes)
+        sizes = points.in_backward(self.offloaded_bytes)
         enters = points.in_backward(self.modes) != SAVED.index("whole")
         places = np.arange(sizes.size)
         keys = np.zeros(sizes.size, dtype=bool)
@@ -355,10 +355,10 @@ class StepProgram:
         standing: dict[Tier, dict[Cause, int]] = {tier: {} for tier in TIERS}
         standing["device"] = dict(tables.standing)
         behind = tiers_behind_host()
-        away = self.tiers[self.away_bytes > 0]
+        away = self.tiers[self.offloaded_bytes > 0]
         through = any((away == list(TIERS).index(tier)).any() for tier in behind)
         host = standing["host"]
-        host.update(tables.resting)
+        host.update(tables.host_resident)
         if what.kv_tier in behind or through or self.kv_bytes(*behind).any():
             # A region through which bytes pass on their way to a tier behind the host and back.
             host[Cause.COPIES] = what.staging_bytes
@@ -395,7 +395,7 @@ class StepProgram:
         for index in np.flatnonzero(present).tolist():
             mode = all_modes()[index]
             here = self.modes == index
-            size = np.where(here, self.frame_bytes, 0)
+            size = np.where(here, self.activation_bytes, 0)
             cause = OF_SAVED[mode.saved]
             inputs = np.where(here & self._shares_inputs, self.tables.hidden_states[:, None], 0)
             if inputs.any():
@@ -441,7 +441,7 @@ class StepProgram:
             given = np.zeros_like(taken)
             given[-1] = taken.sum()
             return _add(levels["device"], Cause.KV, _running(0, taken, given))
-        sizes = {tier: self.kv_bytes(tier) for tier in away_tiers()}
+        sizes = {tier: self.kv_bytes(tier) for tier in offload_tiers()}
         sizes["device"] = self.kept_keys.sum(axis=0)
         for tier in TIERS:
             if not sizes[tier].any():
@@ -470,7 +470,7 @@ class StepProgram:
     def _copies(self) -> Level:
         """[points] Device bytes on their way out or back, the running frame's among them."""
         tables, points, limit = self.tables, self.points, self.decisions.max_pending_d2h_bytes
-        away = self.away_bytes
+        away = self.offloaded_bytes
         ahead = points.num_forward
 
         def still_leaving(left: Bytes) -> Bytes:
@@ -814,7 +814,7 @@ class _Laying:
         self._streams = tables.streams
         self._both = tables.both_ways
         """Whether copies run both ways at once, in forward and in backward."""
-        self._resting = tables.shape.resting
+        self._resting = tables.shape.host_resident
         behind = [TIERS[tier] for tier in tiers_behind_host()]
         self._lanes = [COMPUTE, D2H, H2D, HOST_COMPUTE]
         self._lanes += [lane for tier in behind for lane in (tier.store_lane, tier.load_lane)]
@@ -824,7 +824,7 @@ class _Laying:
         self._seconds: list[list[float]] = [[] for _ in self._lanes]
         self._needs: list[list[list[int]]] = [[] for _ in self._lanes]
         self._listed: list[Action] = []
-        self._sizes = program.away_bytes.tolist()
+        self._sizes = program.offloaded_bytes.tolist()
         self._tiers = np.array(list(TIERS), dtype=object)[program.tiers].tolist()
         self._streamed = [
             [tables.of_layers(table).tolist() for table in tables_of_phase]

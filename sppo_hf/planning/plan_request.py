@@ -55,7 +55,7 @@ from sppo_hf.planning.solve import (
     play,
     with_kv,
 )
-from sppo_hf.planning.tiers import TIERS, Tier, away_tiers
+from sppo_hf.planning.tiers import TIERS, Tier, offload_tiers
 from sppo_hf.schedule.timeline import Timeline
 
 _MOST_CHUNKS = 1024
@@ -233,7 +233,9 @@ def _placed(question: PlanRequest) -> list[PlanRequest]:
         adapters=question.shape.lora is not None,
         by_layer="by_layer" in orders,
     ):
-        shape = question.shape.resting_on_host(weights=places.weights, optimizer=places.optimizer)
+        shape = question.shape.with_host_residents(
+            weights=places.weights, optimizer=places.optimizer
+        )
         found.append(replace(question, config=places.set_in(question.config), shape=shape))
     return found
 
@@ -361,7 +363,7 @@ def _closest(placed: list[PlanRequest], plan: Plan) -> tuple[BudgetViolation, Me
 def _enough(placed: list[PlanRequest], plan: Plan) -> dict[Tier, int]:
     """Returns what each tier by itself must hold for some plan to fit, if any amount will do."""
     found: dict[Tier, int] = {}
-    for tier in away_tiers():
+    for tier in offload_tiers():
         if not TIERS[tier].called:
             continue
         sizes = (size for question in placed for size in _sizes_that_fit(question, plan, tier))
@@ -450,7 +452,7 @@ def _bases(
     config, kind = question.config, question.device.kind
     choices = _choices(question)
     # A rule that chooses frames is about chunks, and does not look for a place for K/V.
-    chooses = config.offload_chooses
+    chooses = config.offload_is_partial
     orders = read_orders(config)
     cuts = islice(_cuts(question, cost, total_tokens), most_cuts)
     batch = _batch(plan, config)

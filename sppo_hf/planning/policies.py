@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-from sppo_hf.planning.activation_modes import FrameMode, Saved, mode_of
+from sppo_hf.planning.activation_modes import ActivationMode, Saved, mode_of
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions, KVMode, LayerModes, layer_modes_of
 from sppo_hf.planning.tiers import Tier
@@ -63,10 +63,10 @@ def register_policy(
     return register
 
 
-Chosen = TypeVar("Chosen", FrameMode, KVMode)
+Chosen = TypeVar("Chosen", ActivationMode, KVMode)
 
 
-def uniform_modes(num_chunks: int, num_layers: int, mode: FrameMode) -> LayerModes:
+def uniform_modes(num_chunks: int, num_layers: int, mode: ActivationMode) -> LayerModes:
     """Returns the same mode for every frame."""
     return ((mode,) * num_layers,) * num_chunks
 
@@ -106,7 +106,7 @@ def sppo_modes(
     """
     lengths, bounds = base.chunk_lengths, base.bounds
     slots = [base.units(slot) for slot in base.slots]
-    sizes = [sum(cost.frame_bytes(i, lengths[chunk], saved) for chunk, i in s) for s in slots]
+    sizes = [sum(cost.activation_bytes(i, lengths[chunk], saved) for chunk, i in s) for s in slots]
     layers = range(base.num_layers)
     forward = sum(cost.forward_seconds(i, start, end) for i in layers for start, end in bounds)
     keep, away = mode_of(saved, "device"), mode_of(saved, tier)
@@ -118,7 +118,7 @@ def sppo_modes(
 
 def sppo_leaving(
     cost: ModelCost,
-    frame_bytes: Sequence[float],
+    activation_bytes: Sequence[float],
     forward_seconds: float,
     *,
     members: int,
@@ -133,13 +133,13 @@ def sppo_leaving(
 
     Args:
         cost: Its rate of copies is looked at.
-        frame_bytes: A_i of every chunk, all layers of the stage together.
+        activation_bytes: A_i of every chunk, all layers of the stage together.
         forward_seconds: Of all chunks through all layers.
         members: Layers of the stage; by layer, chunks, and the other way round in all of the above.
         kv_bytes: What K/V of all chunks copy to the host meanwhile.
     """
     room = max(0.0, forward_seconds / cost.d2h_seconds(1.0, both=True) - kv_bytes)
-    ratios = sppo_ratios(frame_bytes, room / len(frame_bytes))
+    ratios = sppo_ratios(activation_bytes, room / len(activation_bytes))
     return [round(ratio * members) for ratio in ratios]
 
 

@@ -23,7 +23,7 @@ from sppo_hf.planning.activation_modes import (
     ATTENTION_ONCE,
     RECOMPUTE_BY_SAVED,
     SAVED,
-    FrameMode,
+    ActivationMode,
     Saved,
     mode_of,
 )
@@ -54,7 +54,7 @@ from sppo_hf.planning.memory import (
 from sppo_hf.planning.memory_snapshots import Budgets, MemoryEstimate
 from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.policies import Chosen, spread_kinds, uniform_modes
-from sppo_hf.planning.tiers import TIERS, Tier, away_tiers, tiers_behind_host
+from sppo_hf.planning.tiers import TIERS, Tier, offload_tiers, tiers_behind_host
 from sppo_hf.planning.tile_sizes import kv_block_tokens, passing_bytes
 from sppo_hf.registry import OFFLOAD_POLICIES
 from sppo_hf.schedule.timeline import Timeline
@@ -80,7 +80,7 @@ class Choices:
     """Where K/V may wait; of those that fit, the fastest is taken, and the first of equals."""
 
     @property
-    def modes(self) -> tuple[FrameMode, ...]:
+    def modes(self) -> tuple[ActivationMode, ...]:
         """All allowed modes."""
         return tuple(mode_of(saved, tier) for saved in self.saved for tier in self.tiers)
 
@@ -157,9 +157,9 @@ def least_missing(
     running = np.minimum(whole - frames, tables.rebuilt)[kind, -1]
     running += tables.workspace_backward[kind, -1]
     held = always[begin] + float(tables.of_layers(frames).sum() + running)
-    held += sum(tables.resting.values())
+    held += sum(tables.host_resident.values())
     held += sum(int(program.kv_bytes(tier)[:-1].sum()) for tier in TIERS)
-    for tier in away_tiers():
+    for tier in offload_tiers():
         held += sum(int(level.during[begin]) for level in mode_free_levels(tables)[tier].values())
     return max(0.0, over, held - sum(size for size in room if size is not None))
 
@@ -204,11 +204,11 @@ def _as_far_as_possible(
     device_kind: str,
 ) -> LayerModes:
     """Frames of one kind on the farthest tiers that have room, frame by frame."""
-    away: list[Tier] = [tier for tier in away_tiers() if tier in choices.tiers]
+    away: list[Tier] = [tier for tier in offload_tiers() if tier in choices.tiers]
     room = {tier: _room_bytes(cost, base, budgets, tier, away, device_kind) for tier in away}
     places: dict[Tier, float] = {}
     # All bytes, less what fits away, stay: the device takes that much, from the latest frame on.
-    sizes: list[Sequence[int]] = [*cost.frame_sizes(base.chunk_lengths, saved)]
+    sizes: list[Sequence[int]] = [*cost.activation_sizes(base.chunk_lengths, saved)]
     if base.by_layer:
         sizes = [*zip(*sizes, strict=True)]
     total = float(sum(map(sum, sizes)))
@@ -217,7 +217,7 @@ def _as_far_as_possible(
     for tier in away:
         places[tier] = room[tier]
     overfull = next(iter(places))
-    rows: list[tuple[FrameMode, ...]] = []
+    rows: list[tuple[ActivationMode, ...]] = []
     for frames in reversed(sizes):
         whole, size = _next_place(places, 0), sum(frames)
         if places[whole] >= size:
@@ -229,7 +229,7 @@ def _as_far_as_possible(
             places[overfull] -= size
             rows.append((mode_of(saved, overfull),) * len(frames))
             continue
-        row: list[FrameMode] = []
+        row: list[ActivationMode] = []
         for size in reversed(frames):
             tier = _next_place(places, size)
             places[tier] -= size
@@ -260,7 +260,7 @@ def _room_bytes(
     if budget is None:
         return float("inf")
     if tier == "host":
-        budget -= sum(byte_tables(cost.shape, base, device_kind).resting.values())
+        budget -= sum(byte_tables(cost.shape, base, device_kind).host_resident.values())
     if tier == "host" and device_kind == "cuda":
         budget -= max(0, budget) % HOST_SLAB_BYTES
     passing = set(tiers_behind_host())
@@ -286,21 +286,21 @@ def with_lookahead(
     return looking_ahead(cost, replace(base, layer_modes=modes), ahead)
 
 
-def looking_ahead(cost: ModelCost, decisions: Decisions, frame_bytes: int) -> Decisions:
+def looking_ahead(cost: ModelCost, decisions: Decisions, activation_bytes: int) -> Decisions:
     """Lets so many bytes of frames be on their way, and one layer's streamed gradient sums.
 
     By layer, its keys and values where any leave.
     """
     tables = byte_tables(cost.shape, decisions, cost.profile.kind)
     sums = int(tables.kv_out_backward[:, -1].max())
-    if decisions.by_layer and set(away_tiers()) & set(decisions.kv_modes):
+    if decisions.by_layer and set(offload_tiers()) & set(decisions.kv_modes):
         sums = int(tables.layer_kv.max())
-    max_pending_d2h_bytes = frame_bytes + sums
+    max_pending_d2h_bytes = activation_bytes + sums
     # With nothing to move, the engine's own rule, whose bounds are never reached.
     return replace(
         decisions,
         max_pending_d2h_bytes=max_pending_d2h_bytes or None,
-        max_prefetch_bytes=frame_bytes or None,
+        max_prefetch_bytes=activation_bytes or None,
     )
 
 
@@ -308,7 +308,7 @@ def lookahead_bytes(cost: ModelCost, base: Decisions, saved: Iterable[Saved], fr
     """Returns the bytes of so many of the largest frames of these kinds."""
     longest = max(base.chunk_lengths)
     layers = LayerKinds.of(cost).representative
-    sizes = [cost.frame_bytes(i, longest, kind) for i in layers for kind in set(saved)]
+    sizes = [cost.activation_bytes(i, longest, kind) for i in layers for kind in set(saved)]
     return frames * max(sizes, default=0)
 
 
@@ -572,7 +572,7 @@ def fixed_policy(
     cost: ModelCost, base: Decisions, policy: str, saved: Saved, choices: Choices
 ) -> Decisions | None:
     """Returns one fixed policy, or None where it needs a tier that is not allowed."""
-    away: Tier | None = next((tier for tier in away_tiers() if tier in choices.tiers), None)
+    away: Tier | None = next((tier for tier in offload_tiers() if tier in choices.tiers), None)
     facts = OFFLOAD_POLICIES.facts(policy)
     if facts["keeps"] and "device" not in choices.tiers:
         return None
@@ -643,14 +643,14 @@ def _in_slabs(budgets: Budgets, cost: ModelCost, base: Decisions, device_kind: s
     """Returns budgets that the host's pool, made of slabs, can fill beside what rests there."""
     if budgets.host is None or device_kind != "cuda":
         return budgets
-    resting = sum(byte_tables(cost.shape, base, device_kind).resting.values())
+    resting = sum(byte_tables(cost.shape, base, device_kind).host_resident.values())
     spare = max(0, budgets.host - resting) % HOST_SLAB_BYTES
     return budgets.replace(host=budgets.host - spare)
 
 
 def _mode_sets(
     choices: Choices, kv_tier: Tier, kv_modes: tuple[KVMode, ...]
-) -> Iterator[tuple[tuple[FrameMode, ...], tuple[KVMode, ...]]]:
+) -> Iterator[tuple[tuple[ActivationMode, ...], tuple[KVMode, ...]]]:
     """Allowed modes of frames and, by layer, of K/V, with less and less that leaves the device.
 
     What leaves needs room for its look-ahead. That of whole frames is ten times that of a layer's
@@ -669,7 +669,7 @@ def _mode_sets(
 
 def _leaving_less(
     choices: Choices, kv_modes: tuple[KVMode, ...]
-) -> Iterator[tuple[tuple[FrameMode, ...], tuple[KVMode, ...]]]:
+) -> Iterator[tuple[tuple[ActivationMode, ...], tuple[KVMode, ...]]]:
     stays: tuple[KVMode, ...] = tuple(mode for mode in kv_modes if not _leaves(mode))
     for keys in (kv_modes, stays) if stays and stays != kv_modes else (kv_modes,):
         if choices.tiers != ("device",):
@@ -682,7 +682,7 @@ def _leaving_less(
 
 
 def _leaves(mode: KVMode) -> bool:
-    return mode in away_tiers()
+    return mode in offload_tiers()
 
 
 def _rounded(

@@ -23,7 +23,7 @@ from sppo_hf.registry import TIERS as TIERS
 Tier = str
 """Name of a tier: "device" beside the compute, "host" memory, "disk" below `offload_dir` ..."""
 
-AwayTier = Tier
+OffloadTier = Tier
 """Name of one that bytes leave the device for; what stores them is a class (`offload.tiers`)."""
 
 DEVICE: Tier = "device"
@@ -123,7 +123,7 @@ def register_tier(name: Tier) -> Callable[[type[TierModel]], type[TierModel]]:
     return register
 
 
-def away_tiers() -> tuple[Tier, ...]:
+def offload_tiers() -> tuple[Tier, ...]:
     """Returns the tiers that a frame leaves the device for, nearest first."""
     return tuple(name for name in TIERS if name != DEVICE)
 

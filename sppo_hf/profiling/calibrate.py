@@ -1,22 +1,44 @@
-"""Measuring a HardwareProfile on this machine: what is measured, how large, and in which order.
+"""Measuring how fast this machine computes, copies, and reads and writes its disk.
 
-Takes under a minute on a CPU and under two on a GPU, because every measurement has a limit in
-seconds of its own. This synchronises with the device; it is no part of a training step.
+`calibrate` returns a `HardwareProfile`. It takes under a minute on a CPU and under two on a GPU,
+because every measurement has a time limit of its own. `BenchTimer` times one piece of work: warmed
+up, repeated, the median. The `measure_` functions time one kind of work each:
+
+- matrix products, attention, elementwise work, and kernel launches;
+- copies between device and host, each way alone and both at once: on CUDA from and into pinned
+  memory on two streams, on a CPU from memory to memory in two threads;
+- the disk under a folder, past the page cache: one large file in aligned blocks with O_DIRECT where
+  the file system has it, else through the cache with a flush and the file's pages dropped before
+  reading.
+
+All of it waits for the device, so nothing here may be called in a training step.
 """
 
 from __future__ import annotations
 
 import datetime
 import difflib
+import errno
+import math
+import mmap
 import os
-from collections.abc import Callable, Mapping, Sequence
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch.nn import functional
 
+from sppo_hf.attention.backends.autotune import Workload, device_seconds
+from sppo_hf.attention.backends.base import AttentionSpec
+from sppo_hf.attention.backends.select import select_backend
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.device_facts import (
     bound_to_device,
@@ -25,22 +47,456 @@ from sppo_hf.engine.device_facts import (
     device_versions,
 )
 from sppo_hf.errors import ConfigError
+from sppo_hf.offload.disk_files import refuse_missing_parent
 from sppo_hf.planning.hardware import Curve, HardwareProfile
 from sppo_hf.planning.machine import free_disk_bytes, host_memory_bytes, lockable_bytes
-from sppo_hf.profiling.measure import (
-    AttentionSpeed,
-    BenchTimer,
-    CopySpeed,
-    DiskSpeed,
-    Heads,
-    measure_attention,
-    measure_copies,
-    measure_disk,
-    measure_host_update,
-    measure_launch,
-    measure_matmul,
-    measure_memory,
-)
+from sppo_hf.testing.tiny_models import VOCAB_SIZE, build_tiny_model
+
+# So short that a clock or an event's own cost would show: shorter work is timed in groups.
+_LEAST_SAMPLE_SECONDS = 3e-3
+_MOST_CALLS = 200
+
+
+class BenchTimer:
+    """Measures seconds of work that is given as a function without arguments."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        repeats: int = 5,
+        most_seconds: float = 1.0,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Make one.
+
+        Args:
+            device: where the work runs; on CUDA its current stream is timed with events.
+            repeats: samples that the median is taken of.
+            most_seconds: no further sample is begun once this much time has gone into them.
+            clock: seconds that pass on the host.
+        """
+        self.device = device
+        self.clock = clock
+        self._repeats = repeats
+        self._most_seconds = most_seconds
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        """Median seconds of one call of `work`, after calls that warm it up.
+
+        The first call is never the measurement, however long it takes: it may build kernels, which
+        takes up to a hundred times what they then do. Work whose second call takes more than a
+        third of `most_seconds` is not repeated.
+        """
+        return self._timed(work)[0]
+
+    def _timed(self, work: Callable[[], object]) -> tuple[float, float]:
+        """Median seconds of a call, and the seconds of all calls but what the first one built."""
+        first = self._sample(work, 1)
+        single = self._sample(work, 1)
+        # A kernel that plans (cuDNN) takes a second for each new size, before it does anything.
+        spent = min(first, single) + single
+        if 3 * single > self._most_seconds:
+            return single, spent
+        wanted = math.ceil(_LEAST_SAMPLE_SECONDS / max(single, 1e-9))
+        calls = min(max(1, wanted), _MOST_CALLS)
+        samples: list[float] = []
+        while len(samples) < self._repeats:
+            sample = self._sample(work, calls)
+            samples.append(sample / calls)
+            spent += sample
+            if spent > self._most_seconds:
+                break
+        return statistics.median(samples), spent
+
+    def curve(
+        self,
+        tokens: Iterable[int],
+        work_of: Callable[[int], tuple[Callable[[], object], float]],
+        *,
+        budget_seconds: float,
+    ) -> Curve:
+        """Rates of work by tokens.
+
+        Args:
+            tokens: strictly increasing.
+            work_of: makes the work for so many tokens, and says how much it is (FLOPs).
+            budget_seconds: larger sizes are left out when two more calls, as long as the rate so
+                far lets expect, would exceed this; the first is always measured. Building kernels
+                does not count: the sizes that matter are the last.
+
+        Returns:
+            The curve up to the largest size that fits into time and memory.
+        """
+        spent = 0.0
+        points: list[tuple[int, float]] = []
+        for count in tokens:
+            try:
+                work, amount = work_of(count)
+                if points and spent + 2 * amount / points[-1][1] > budget_seconds:
+                    break
+                seconds, took = self._timed(work)
+                points.append((count, amount / seconds))
+                spent += took
+            except torch.OutOfMemoryError:
+                if not points:
+                    raise
+                break
+        return Curve(tuple(points))
+
+    def _sample(self, work: Callable[[], object], calls: int) -> float:
+        """Seconds that `calls` calls take together."""
+        return device_seconds(work, self.device, calls=calls, clock=self.clock)
+
+
+# Copies per direction that run into each other, so that their beginning and end do not show.
+_ROUNDS = 6
+_REPEATS = 3
+
+
+class CopySpeed(NamedTuple):
+    """Bytes per second."""
+
+    d2h: float
+    h2d: float
+    both_d2h: float
+    both_h2d: float
+
+
+def measure_copies(watch: BenchTimer, num_bytes: int) -> CopySpeed:
+    """Time copies of `num_bytes` bytes.
+
+    Args:
+        watch: on the device to measure.
+        num_bytes: of one copy; two times as many are taken on the device and on the host.
+
+    Raises:
+        RuntimeError: the host memory cannot be pinned (CUDA's own message).
+    """
+    pinned = watch.device.type == "cuda"
+    # Filled, not merely allocated: pages that nobody has touched copy faster than any memory.
+    host_in, host_out = (
+        torch.ones(num_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)
+    )
+    device_in, device_out = (
+        torch.ones(num_bytes, dtype=torch.uint8, device=watch.device) for _ in range(2)
+    )
+
+    def d2h() -> None:
+        host_out.copy_(device_out, non_blocking=True)
+
+    def h2d() -> None:
+        device_in.copy_(host_in, non_blocking=True)
+
+    at_once = _on_two_streams if pinned else _in_two_threads
+    both = [at_once(d2h, h2d) for _ in range(_REPEATS)]
+    both_d2h, both_h2d = (statistics.median(seconds) for seconds in zip(*both, strict=True))
+    return CopySpeed(
+        d2h=num_bytes / watch.seconds(d2h),
+        h2d=num_bytes / watch.seconds(h2d),
+        both_d2h=num_bytes / both_d2h,
+        both_h2d=num_bytes / both_h2d,
+    )
+
+
+def _on_two_streams(d2h: Callable[[], None], h2d: Callable[[], None]) -> tuple[float, float]:
+    """Seconds of one copy each way while the other runs; both streams start together."""
+    torch.cuda.synchronize()
+    events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+    for copy, stream in ((d2h, torch.cuda.Stream()), (h2d, torch.cuda.Stream())):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.cuda.stream(stream):
+            start.record()
+            for _ in range(_ROUNDS):
+                copy()
+            end.record()
+        events.append((start, end))
+    torch.cuda.synchronize()
+    down, up = (start.elapsed_time(end) / 1e3 / _ROUNDS for start, end in events)
+    return down, up
+
+
+def _in_two_threads(d2h: Callable[[], None], h2d: Callable[[], None]) -> tuple[float, float]:
+    """Seconds of one copy each way while the other runs; both threads start together."""
+    ready = threading.Barrier(2)
+    seconds: dict[Callable[[], None], float] = {}
+
+    def run(copy: Callable[[], None]) -> None:
+        ready.wait()
+        start_seconds = time.perf_counter()
+        for _ in range(_ROUNDS):
+            copy()
+        seconds[copy] = (time.perf_counter() - start_seconds) / _ROUNDS
+
+    other = threading.Thread(target=run, args=(h2d,))
+    other.start()
+    run(d2h)
+    other.join()
+    return seconds[d2h], seconds[h2d]
+
+
+_BLOCK_BYTES = 8 * 2**20
+_LEAST_BLOCKS = 4
+# What file systems answer that know no O_DIRECT (tmpfs and some network ones).
+_NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
+
+
+class DiskSpeed(NamedTuple):
+    """Bytes per second."""
+
+    write: float
+    read: float
+    direct: bool
+    """Whether the page cache was bypassed; if not, reads may still have come from it in part."""
+
+
+def measure_disk(
+    folder: str | os.PathLike[str],
+    num_bytes: int,
+    *,
+    most_seconds: float = 15.0,
+    clock: Callable[[], float] = time.perf_counter,
+) -> DiskSpeed:
+    """Time writing and reading a file of `num_bytes` bytes that is removed afterwards.
+
+    Args:
+        folder: made where it does not exist.
+        num_bytes: of the file; less where less than four times as much is free.
+        most_seconds: each direction stops here and is measured by what it did.
+        clock: seconds that pass.
+
+    Raises:
+        ConfigError: the folder cannot be made or written, or its disk is full; the message names
+            it and what the system said.
+    """
+    path = Path(folder)
+    try:
+        refuse_missing_parent(path)
+        path.mkdir(exist_ok=True)
+        blocks = min(num_bytes, free_disk_bytes(path) // 4) // _BLOCK_BYTES
+        if blocks < _LEAST_BLOCKS:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        with tempfile.NamedTemporaryFile(dir=path, prefix=".sppo-calibrate-") as file:
+            try:
+                return _run(file.name, blocks, most_seconds, clock, direct=True)
+            except OSError as error:
+                if error.errno not in _NO_DIRECT:
+                    raise
+            return _run(file.name, blocks, most_seconds, clock, direct=False)
+    # A ValueError where no file can have that name.
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError(
+            f"offload_dir={os.fspath(folder)!r} cannot be measured: {reason}. Allowed: a "
+            f"folder that can be written, with at least {4 * _LEAST_BLOCKS * _BLOCK_BYTES >> 20} "
+            "MiB free. Remedy: name another folder, or make room there."
+        ) from error
+
+
+def _run(
+    name: str, blocks: int, most_seconds: float, clock: Callable[[], float], *, direct: bool
+) -> DiskSpeed:
+    """Write and read `blocks` blocks.
+
+    Raises:
+        OSError: from the system; EINVAL or EOPNOTSUPP where `direct` is not known there.
+    """
+    flag = getattr(os, "O_DIRECT", 0) if direct else 0
+    # Anonymous memory of mmap is aligned to pages, which O_DIRECT asks for.
+    with mmap.mmap(-1, _BLOCK_BYTES) as block:
+        # Not zeros: some disks and file systems store those as nothing.
+        block.write(os.urandom(_BLOCK_BYTES))
+        descriptor = os.open(name, os.O_RDWR | flag)
+        try:
+            start_seconds = clock()
+            written = 0
+            while written < blocks and clock() - start_seconds < most_seconds:
+                _whole(os.pwrite(descriptor, block, written * _BLOCK_BYTES))
+                written += 1
+            os.fsync(descriptor)
+            write_seconds = clock() - start_seconds
+            if not direct and hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            start_seconds = clock()
+            read = 0
+            while read < written and clock() - start_seconds < most_seconds:
+                _whole(os.preadv(descriptor, [block], read * _BLOCK_BYTES))
+                read += 1
+            read_seconds = clock() - start_seconds
+        finally:
+            os.close(descriptor)
+    return DiskSpeed(
+        write=written * _BLOCK_BYTES / write_seconds,
+        read=read * _BLOCK_BYTES / read_seconds,
+        direct=bool(flag),
+    )
+
+
+def _whole(moved_bytes: int) -> None:
+    """Refuse a short transfer: it happens when the disk runs full."""
+    if moved_bytes != _BLOCK_BYTES:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+PREFIX_CHUNKS = 4
+"""Chunks before the one whose attention is timed: neither the first nor the last of a sequence."""
+
+_LAYERS = 8
+_LAYER_TOKENS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Heads of an attention layer."""
+
+    query: int
+    """N."""
+
+    key_value: int
+    """K."""
+
+    size: int
+    """Elements of one query, key or value."""
+
+    def __str__(self) -> str:
+        """As people write it: "32/8 heads of 128"."""
+        return f"{self.query}/{self.key_value} heads of {self.size}"
+
+
+class AttentionSpeed(NamedTuple):
+    """FLOP/s by chunk tokens, and the backend they belong to."""
+
+    forward: Curve
+    backward: Curve
+    backend: str
+
+
+def measure_matmul(
+    watch: BenchTimer,
+    dtype: torch.dtype,
+    *,
+    weights: Sequence[tuple[int, int]],
+    tokens: Sequence[int],
+    budget_seconds: float,
+) -> Curve:
+    """FLOP/s of linear layers by tokens.
+
+    Args:
+        watch: on the device to measure.
+        dtype: of inputs and weights.
+        weights: (inputs, outputs) of each layer; one sample runs all of them.
+        tokens: rows of the input, increasing.
+        budget_seconds: see `BenchTimer.curve`.
+    """
+    matrices = [
+        torch.randn(outputs, inputs, device=watch.device, dtype=dtype)
+        for inputs, outputs in weights
+    ]
+    flops_per_token = sum(2 * inputs * outputs for inputs, outputs in weights)
+
+    def work_of(count: int) -> tuple[Callable[[], object], float]:
+        rows = [
+            torch.randn(count, matrix.shape[1], device=watch.device, dtype=dtype)
+            for matrix in matrices
+        ]
+
+        def work() -> None:
+            for row, matrix in zip(rows, matrices, strict=True):
+                functional.linear(row, matrix)
+
+        return work, float(flops_per_token * count)
+
+    return watch.curve(tokens, work_of, budget_seconds=budget_seconds)
+
+
+def measure_attention(
+    watch: BenchTimer,
+    dtype: torch.dtype,
+    *,
+    heads: Heads,
+    tokens: Sequence[int],
+    budget_seconds: float,
+) -> AttentionSpeed:
+    """FLOP/s of attention forward and backward by chunk tokens, as the engine would run it.
+
+    The backend is the one that "auto" takes on this device. FLOPs are those of a `Workload`.
+
+    Args:
+        watch: on the device to measure.
+        dtype: of queries, keys and values.
+        heads: of the layer.
+        tokens: of the chunk, increasing; keys are `PREFIX_CHUNKS + 1` times as many.
+        budget_seconds: for each direction, see `BenchTimer.curve`.
+    """
+    requirement = AttentionSpec(
+        device_type=watch.device.type,
+        dtype=dtype,
+        qk_head_size=heads.size,
+        v_head_size=heads.size,
+        gqa_ratio=heads.query // heads.key_value,
+    )
+    backend = select_backend("auto", requirement).backend
+
+    def load_of(count: int) -> Workload:
+        return Workload(
+            requirement=requirement,
+            query_heads=heads.query,
+            chunk_tokens=count,
+            prefix_tokens=PREFIX_CHUNKS * count,
+        )
+
+    def forward_of(count: int) -> tuple[Callable[[], object], float]:
+        load = load_of(count)
+        made = load.make(watch.device)
+        return lambda: made.forward(backend), load.forward_flops
+
+    def backward_of(count: int) -> tuple[Callable[[], object], float]:
+        load = load_of(count)
+        made = load.make(watch.device)
+        attended = made.forward(backend)
+        return lambda: made.backward(backend, attended), load.backward_flops
+
+    forward = watch.curve(tokens, forward_of, budget_seconds=budget_seconds)
+    # What forward could not do in its time, backward need not even prepare.
+    measured = [count for count, _ in forward.points]
+    backward = watch.curve(measured, backward_of, budget_seconds=budget_seconds)
+    return AttentionSpeed(forward, backward, backend.name)
+
+
+def measure_memory(watch: BenchTimer, num_bytes: int) -> float:
+    """Bytes per second, read and written together, of elementwise work on the device."""
+    source = torch.ones(num_bytes // 4, device=watch.device)
+    target = torch.ones_like(source)
+    seconds = watch.seconds(lambda: torch.mul(source, 2.0, out=target))
+    return 2 * source.nbytes / seconds
+
+
+def measure_host_update(watch: BenchTimer, num_parameters: int) -> float:
+    """Bytes per second that AdamW's update in host memory reads and writes, with torch's kernel.
+
+    Args:
+        watch: of the CPU, whose threads all take part.
+        num_parameters: float32; the host holds 16 bytes of each.
+    """
+    parameter = torch.nn.Parameter(torch.ones(num_parameters))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+    # Weights and both moments are read and written, the gradient is read.
+    return 7 * parameter.nbytes / watch.seconds(optimizer.step)
+
+
+def measure_launch(watch: BenchTimer) -> float:
+    """Seconds that the forward of one decoder layer takes when it has almost nothing to do.
+
+    A tiny Llama of Transformers, in training, over a few tokens; embedding and head are in it, a
+    small part. The hooks of this package come on top.
+    """
+    model: Any = build_tiny_model("llama", dtype=torch.float32, num_hidden_layers=_LAYERS)
+    model.to(watch.device)
+    ids = torch.arange(_LAYER_TOKENS, device=watch.device)[None] % VOCAB_SIZE
+    with torch.enable_grad():
+        return watch.seconds(lambda: model(input_ids=ids, use_cache=False)) / _LAYERS
+
 
 Progress = Callable[[str, int, int], None]
 """Called with the next measurement's name, the number of those done, and of all."""

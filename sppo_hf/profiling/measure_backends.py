@@ -19,14 +19,13 @@ from rich.text import Text
 
 from sppo_hf.attention.backends.autotune import Workload, short
 from sppo_hf.attention.backends.base import AttentionSpec, Backend
-from sppo_hf.attention.backends.select import BACKENDS, find_backend, select_backend
-from sppo_hf.attention.backends.verify import find_mismatch
+from sppo_hf.attention.backends.select import BACKENDS, find_backend, find_mismatch, select_backend
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.autotune_store import format_tflops
 from sppo_hf.planning.machine import host_memory_bytes
-from sppo_hf.profiling.measure import BenchTimer, Heads
+from sppo_hf.profiling.calibrate import BenchTimer, Heads
+from sppo_hf.reporting.figures import new_figure
 from sppo_hf.reporting.plan_tables import format_seconds
-from sppo_hf.reporting.schedule_figure import new_figure
 from sppo_hf.rules import format_bytes
 
 logger = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
-"""The plan as one table, alone and beside a measured step, and how tokens and seconds are written.
+"""Tables for people: plans, answers of `sppo estimate` and `sppo plan`, measured steps.
 
 Neighbouring chunks that are treated alike share a row, so that sixty-four of them read like six.
-Uses rich and prints nothing by itself.
+Everything is built with rich and returned; nothing is printed here.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from sppo_hf.planning.activation_modes import FrameMode, Saved, all_modes
+from sppo_hf.planning.activation_modes import ActivationMode, Saved, all_modes
 from sppo_hf.planning.decisions import Decisions, Order
 from sppo_hf.planning.memory_snapshots import Budgets, MemoryEstimate
 from sppo_hf.planning.plan import PipelineStep, Plan
+from sppo_hf.planning.plan_request import PlanResult, PolicyResult
 from sppo_hf.planning.prediction import MeasuredStep
-from sppo_hf.planning.tiers import TIERS, away_tiers
+from sppo_hf.planning.solve import BudgetViolation, over_budget
+from sppo_hf.planning.tiers import TIERS, Tier, offload_tiers
+from sppo_hf.reporting.plan_json import offload_ratio
 from sppo_hf.rules import format_bytes
 
 
@@ -35,7 +38,7 @@ class ChunkGroup:
     last: int
     """Index of the last chunk."""
 
-    layers: dict[FrameMode, tuple[int, int]]
+    layers: dict[ActivationMode, tuple[int, int]]
     """Fewest and most layers per chunk, of modes that occur, in the order of `all_modes`."""
 
     @property
@@ -79,7 +82,7 @@ def group_chunks(decisions: Decisions, *, most: int) -> list[ChunkGroup]:
     return [_group(group, counts) for group in groups]
 
 
-def words(mode: FrameMode) -> str:
+def words(mode: ActivationMode) -> str:
     """Says what becomes of a layer's activations: "kept", "to host", "full recompute to host"."""
     recomputed = {
         "whole": "",
@@ -96,8 +99,8 @@ def span(low: int, high: int) -> str:
     return f"{low:,}" if low == high else f"{low:,}-{high:,}"
 
 
-def _group(chunks: Sequence[int], counts: Sequence[Counter[FrameMode]]) -> ChunkGroup:
-    layers: dict[FrameMode, tuple[int, int]] = {}
+def _group(chunks: Sequence[int], counts: Sequence[Counter[ActivationMode]]) -> ChunkGroup:
+    layers: dict[ActivationMode, tuple[int, int]] = {}
     for mode in all_modes():
         numbers = [counts[chunk][mode] for chunk in chunks]
         if any(numbers):
@@ -117,10 +120,10 @@ ORDERS: dict[Order, str] = {
 """Orders of work in words."""
 
 
-def keys_text(plan: Decisions) -> str:
+def kv_modes_text(plan: Decisions) -> str:
     """Says what becomes of keys and values by layer: "20 kept, 12 recomputed"."""
     counts = Counter(map(plan.kv_mode, range(plan.num_layers)))
-    texts = {"device": "kept", **{tier: f"to {tier}" for tier in away_tiers()}}
+    texts = {"device": "kept", **{tier: f"to {tier}" for tier in offload_tiers()}}
     texts["recompute"] = "recomputed"
     return ", ".join(f"{counts[mode]} {text}" for mode, text in texts.items() if counts[mode])
 
@@ -203,14 +206,14 @@ def add_plan_rows(table: Table, plan: Plan, *, layers: bool = True) -> None:
             f"of {format_tokens(plan.layer_tile_tokens)}",
             "MLPs, norms and adapters inside a layer; attention over a chunk at once",
         )
-    table.add_row("device", plan.device.name, speeds_known(plan))
+    table.add_row("device", plan.device.name, speeds_source(plan))
     table.add_row("attention", plan.backend_name, plan.backend_reason)
     if plan.training:
         _add_adapters(table, plan)
         _add_modes(table, plan, layers=layers)
     _add_places(table, plan)
     if plan.training and plan.by_layer and set(plan.kv_modes) - {"device"}:
-        table.add_row("K/V", keys_text(plan), f"of {plan.num_layers} layers, until backward")
+        table.add_row("K/V", kv_modes_text(plan), f"of {plan.num_layers} layers, until backward")
     if plan.kv_tier != "device":
         blocks = f"in blocks of {format_tokens(plan.kv_block_tokens)}"
         if plan.kv_block_tokens >= plan.total_tokens:
@@ -229,7 +232,7 @@ def add_plan_rows(table: Table, plan: Plan, *, layers: bool = True) -> None:
 
 def _add_places(table: Table, plan: Plan) -> None:
     """Says what of the model rests on the host."""
-    resting = plan.shape.resting
+    resting = plan.shape.host_resident
     if resting is None:
         return
     if not resting.stays:
@@ -256,7 +259,7 @@ def _add_pipeline(table: Table, plan: Plan, step: PipelineStep) -> None:
         table.add_row("step", format_seconds(step.step_seconds), said)
 
 
-def speeds_known(plan: Plan) -> str:
+def speeds_source(plan: Plan) -> str:
     """Says where the plan's speeds come from: "" where there are none."""
     profile = plan.device.profile
     if profile is None:
@@ -310,10 +313,12 @@ def _add_attention_again(table: Table, plan: Plan) -> None:
     program = plan.program()
     seconds = program.attention_again_seconds
     why = f"{format_seconds(seconds)}, {seconds / plan.prediction.step_seconds:.1%} of the step; "
-    table.add_row("attention again", again_text(plan), why + "memory has no room for its output")
+    table.add_row(
+        "attention again", attention_recompute_text(plan), why + "memory has no room for its output"
+    )
 
 
-def again_text(plan: Plan) -> str:
+def attention_recompute_text(plan: Plan) -> str:
     """Says where attention runs again: "chunks 1-4 of layers 1-20; chunks 1-8 of layers 21-32"."""
     again = plan.program().attends_again
     layers: dict[tuple[int, ...], list[int]] = {}
@@ -433,3 +438,164 @@ def _conclusion(before: Plan, after: Plan) -> str:
         f"{before.num_chunks * before.num_layers} layers of chunks are treated otherwise, "
         f"{after.prediction.step_seconds:.3g} s a step predicted."
     )
+
+
+MFU_NOTE = (
+    "MFU = model FLOPs / (seconds x the device's dense bf16 peak): every multiply-add as two, the "
+    "causal half of attention once, recomputation not counted."
+)
+"""What MFU means here."""
+
+_MOST_ROWS = 16
+
+
+def estimate_table(answer: PlanResult, model_name: str, also: Sequence[str] = ()) -> Group:
+    """Lays out the verdict, what is done and how fast it is, and bytes by tier and cause.
+
+    `also` says what else would make it fit, where it does not.
+    """
+    table = start_table(f"SPPO estimate: {model_name}")
+    _add_verdict(table, answer, also)
+    table.add_section()
+    if answer.plan is None:
+        _add_question(table, answer)
+    else:
+        add_plan_rows(table, answer.plan)
+    table.add_section()
+    add_byte_rows(table, answer.estimate, answer.budgets)
+    return Group(table, *_notes(answer))
+
+
+def plan_tables(answer: PlanResult, results: Sequence[PolicyResult], model_name: str) -> Group:
+    """Lays out a plan: the verdict and the plan, chunk by chunk, and policies side by side."""
+    table = start_table(f"SPPO plan: {model_name}")
+    _add_verdict(table, answer)
+    table.add_section()
+    if answer.plan is None:
+        _add_question(table, answer)
+        table.add_section()
+        add_byte_rows(table, answer.estimate, answer.budgets)
+        return Group(table, policy_table(results, answer.budgets), *_notes(answer))
+    add_plan_rows(table, answer.plan, layers=False)
+    for tier in TIERS:
+        moment = answer.estimate.peak(tier)
+        if moment.tier(tier).total:
+            size = _of_budget(moment.tier(tier).total, answer.budgets.of(tier))
+            table.add_row(f"{tier} memory", size, f"at the {moment.name}")
+    chunks, policies = chunk_table(answer.plan), policy_table(results, answer.budgets)
+    return Group(table, chunks, policies, *_notes(answer))
+
+
+def chunk_table(plan: Plan) -> Table:
+    """Lays out what becomes of each chunk's layers and what that takes.
+
+    Equal neighbours share a row. Seconds are sums over the chunks of a row, forward and backward.
+    """
+    table = _numbers_table("Chunks: what becomes of their layers, seconds of each lane")
+    said = () if plan.prediction is None else plan.prediction.chunks
+    behind = [tier for tier in TIERS if any(chunk.tier_seconds.get(tier) for chunk in said)]
+    table.add_column("chunk", no_wrap=True)
+    table.add_column("tokens", justify="right", no_wrap=True)
+    table.add_column("layers", ratio=1, overflow="fold")
+    for header in ("offloaded", "compute", "to host", "to device", *behind):
+        table.add_column(header, justify="right", no_wrap=True)
+    for group in group_chunks(plan, most=_MOST_ROWS):
+        lengths = plan.chunk_lengths[group.first : group.last + 1]
+        tokens = span(min(lengths), max(lengths))
+        table.add_row(group.numbers, tokens, group.text, *_lanes(plan, group, behind))
+    return table
+
+
+def policy_table(results: Sequence[PolicyResult], budgets: Budgets) -> Table:
+    """Lays policies side by side, in the order in which they are given."""
+    table = _numbers_table("Policies, in the same chunks and with K/V on the same tier")
+    tiers: list[Tier] = [t for t in TIERS if any(r.estimate.peak(t).tier(t).total for r in results)]
+    for header in ("policy", "recompute"):
+        table.add_column(header, no_wrap=True)
+    for header in ("step", "tokens/s", *(f"{tier} peak" for tier in tiers)):
+        table.add_column(header, justify="right", no_wrap=True)
+    table.add_column("fits")
+    for result in results:
+        limit, seconds, speed = result.first_limit, result.step_seconds, result.tokens_per_second
+        table.add_row(
+            result.policy,
+            result.frames,
+            "-" if seconds is None else format_seconds(seconds),
+            "-" if speed is None else format_speed(speed, None).removesuffix(" tokens/s"),
+            *(format_bytes(result.estimate.peak(tier).tier(tier).total) for tier in tiers),
+            Text("yes", style="green") if limit is None else f"no: {_lacking(limit)}",
+        )
+    said = [
+        f"{tier} {'unlimited' if budget is None else format_bytes(budget)}"
+        for tier, budget in ((tier, budgets.of(tier)) for tier in tiers)
+    ]
+    table.caption = "Budgets: " + ", ".join(said)
+    table.caption_justify = "left"
+    return table
+
+
+def _add_verdict(table: Table, answer: PlanResult, also: Sequence[str] = ()) -> None:
+    limit = answer.first_limit
+    if limit is None:
+        table.add_row("fits", Text("yes", style="green"), "")
+    else:
+        lacking = over_budget(answer.estimate, answer.budgets)
+        why = " and ".join(f"{_lacking(one)} at the {one.moment}" for one in lacking)
+        table.add_row("fits", Text("no", style="red"), f"{why}, in the plan that comes closest")
+    if answer.max_seq_len:
+        what = "rows that fit these budgets and settings"
+        table.add_row("longest", format_tokens(answer.max_seq_len), what)
+    else:
+        table.add_row("longest", "none", "no row is short enough for these budgets and settings")
+    if limit is not None:
+        _add_remedies(table, answer, also)
+
+
+def _add_remedies(table: Table, answer: PlanResult, also: Sequence[str]) -> None:
+    """Adds what would make it fit, each by itself."""
+    alone = [(one, "adapters in place of all weights") for one in also]
+    for tier, size in answer.enough.items():
+        alone.append((f"{format_bytes(size)} of {TIERS[tier].called}", TIERS[tier].option))
+    for index, (value, how) in enumerate(alone):
+        table.add_row("would do" if index == 0 else "", value, how)
+    several = "several GPUs" if alone else "neither host memory nor a disk is enough: several GPUs"
+    table.add_row("" if alone else "would do", several, "--gpus 8 of `sppo plan` says which layout")
+
+
+def _add_question(table: Table, answer: PlanResult) -> None:
+    question = answer.question
+    rows = "" if question.batch_rows == 1 else f"{question.batch_rows} rows x "
+    table.add_row("tokens", rows + format_tokens(question.total_tokens), "training")
+    table.add_row("device", question.device.name, "")
+
+
+def _notes(answer: PlanResult) -> list[Text]:
+    notes = [] if answer.plan is None else warning_lines(answer.plan)
+    return [*notes, Text(MFU_NOTE, style="dim")] if answer.plan is not None else notes
+
+
+def _lacking(limit: BudgetViolation) -> str:
+    return f"{limit.tier} lacks {format_bytes(limit.missing_bytes)}"
+
+
+def _of_budget(size_bytes: int, budget_bytes: int | None) -> str:
+    size = format_bytes(size_bytes)
+    return size if budget_bytes is None else f"{size} of {format_bytes(budget_bytes)}"
+
+
+def _numbers_table(title: str) -> Table:
+    return Table(box=SIMPLE_HEAD, title=title, title_justify="left")
+
+
+def _lanes(plan: Plan, group: ChunkGroup, behind: Sequence[Tier]) -> list[str]:
+    ratios = [round(100 * offload_ratio(plan, i)) for i in range(group.first, group.last + 1)]
+    assert plan.prediction is not None, "a plan made with a profile is predicted"
+    said = plan.prediction.chunks[group.first : group.last + 1]
+    sums = [
+        sum(chunk.compute_seconds for chunk in said),
+        sum(chunk.d2h_seconds for chunk in said),
+        sum(chunk.h2d_seconds for chunk in said),
+        *(sum(chunk.tier_seconds.get(tier, 0.0) for chunk in said) for tier in behind),
+    ]
+    leaves = f"{span(min(ratios), max(ratios))}%"
+    return [leaves, *(format_seconds(seconds) if seconds else "-" for seconds in sums)]

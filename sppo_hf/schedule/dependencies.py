@@ -32,9 +32,9 @@ from sppo_hf.schedule.actions import (
     KIND_NAMES,
     Action,
     Kind,
-    frame_part,
-    is_stream,
-    share_part,
+    is_kv_copy,
+    store_part,
+    unit_share,
 )
 from sppo_hf.schedule.messages import TRANSFERS, Message, messages
 from sppo_hf.schedule.schedule import Schedule
@@ -125,7 +125,7 @@ class DependencyGraph:
         """By position: the positions of what must be done before."""
         for receive in self._alone if self._messages else ():
             if receive.kind in ("RECV_KV", "RECV_DKV") and receive in self._messages:
-                used = self._position(self._messages[receive].used)
+                used = self._position(self._messages[receive].consumer)
                 if used >= 0:
                     self.needs[used].append(self._alone[receive])
         for action, streams in self._awaited.items():
@@ -208,7 +208,7 @@ class DependencyGraph:
                     lanes[key] = self._lane_of(f"{rank}.{self._lane(action)}")
                 lane, places = lanes[key]
             lane.append(action)
-            streams = action.part is not None and is_stream(action)
+            streams = action.part is not None and is_kv_copy(action)
             if streams and kind in ("O", "S") and compute:
                 # Beside the unit that it is listed behind, so after the one before that.
                 self._streams.setdefault(compute[-1], []).append(action)
@@ -290,7 +290,7 @@ class DependencyGraph:
         else:
             if part is None:
                 self._add_others(needed, kind, here)
-            elif kind not in _PLAIN or not is_stream(action):
+            elif kind not in _PLAIN or not is_kv_copy(action):
                 self._add_parts(needed, action)
             if kind == "D" and action in self._room:
                 needed.append(self._position(self._room[action]))
@@ -336,9 +336,9 @@ class DependencyGraph:
         kind, stage, unit = action[:3]
         message = self._messages.get(action)
         if message is None:
-            share = share_part(action)
+            share = unit_share(action)
             if kind in ("H", "L"):
-                behind = Action("L" if kind == "H" else "S", stage, unit, None, frame_part(share))
+                behind = Action("L" if kind == "H" else "S", stage, unit, None, store_part(share))
                 if kind == "L" or behind in self._alone:
                     needed.append(self._position(behind))
             if kind != "L":
@@ -348,8 +348,8 @@ class DependencyGraph:
         elif action == message.receive:
             needed.append(self._position(message.send))
         else:
-            needed.append(self._position(message.made))
-            needed += map(self._position, self._streams.get(message.made, ()))
+            needed.append(self._position(message.producer))
+            needed += map(self._position, self._streams.get(message.producer, ()))
             receive = self._alone.get(message.receive, _NOWHERE)
             if receive >= 0 and self._waited[receive] >= 0:
                 needed.append(self._waited[receive])

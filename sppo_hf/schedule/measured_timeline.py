@@ -52,7 +52,7 @@ def measured_timeline(schedule: Schedule, executed: Sequence[Sequence[ActionReco
     return _timeline(lanes, _begin(executed), waits.needs)
 
 
-def executed_timeline(rank: int, executed: Sequence[ActionRecord]) -> Timeline:
+def rank_timeline(rank: int, executed: Sequence[ActionRecord]) -> Timeline:
     """Makes a Timeline of what one rank did: compute without the time that it waited, and others.
 
     Args:

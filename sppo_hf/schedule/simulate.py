@@ -15,7 +15,7 @@ from math import inf
 from typing import Literal, NamedTuple
 
 from sppo_hf.errors import ScheduleError
-from sppo_hf.schedule.actions import STREAM_KINDS, Action, Kind
+from sppo_hf.schedule.actions import KV_COPY_KINDS, Action, Kind
 from sppo_hf.schedule.dependencies import DependencyGraph
 from sppo_hf.schedule.messages import messages
 from sppo_hf.schedule.schedule import Schedule
@@ -334,7 +334,7 @@ def fixed_seconds(
         "RECV_F": 0.0,
         "RECV_B": 0.0,
         "REDUCE_GRAD": reduce,
-        **dict.fromkeys(STREAM_KINDS, 0.0),
+        **dict.fromkeys(KV_COPY_KINDS, 0.0),
     }
     return lambda action: table.get(action.kind, copy)
 

@@ -33,7 +33,7 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.engine import offload_holder
 from sppo_hf.engine.convert import convert
 from sppo_hf.errors import BudgetError, ConfigError, OffloadError, SPPOError
-from sppo_hf.offload import disk_folder
+from sppo_hf.offload import disk_files
 from sppo_hf.offload.disk import DiskStore
 from sppo_hf.offload.disk_files import BLOCK_BYTES
 from sppo_hf.testing.exactness import Gradients, parameter_errors
@@ -114,7 +114,7 @@ class Run:
         refused = "an attack says so" if self.keeps_names else None
         with (
             mock.patch.object(offload_holder, "DiskStore", small),
-            mock.patch.object(disk_folder, "_why_not_nameless", return_value=refused),
+            mock.patch.object(disk_files, "_why_not_nameless", return_value=refused),
         ):
             ours = _gradients(self.model, number, before_backward)
         worst = parameter_errors(ours, _reference(number))[0]

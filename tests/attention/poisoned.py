@@ -78,7 +78,7 @@ class PoisoningMover:
         return sum(_bytes(p.here) for p in self.parcels if p.here is not None)
 
     @property
-    def away_bytes(self) -> int:
+    def offloaded_bytes(self) -> int:
         """Bytes that are away."""
         return sum(p.away.nbytes for p in self.parcels if p.away is not None)
 

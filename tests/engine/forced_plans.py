@@ -8,11 +8,13 @@ import pytest
 
 from sppo_hf.engine import plan_cache as plans
 from sppo_hf.engine import trace_profile
-from sppo_hf.planning.activation_modes import FrameMode
+from sppo_hf.planning.activation_modes import ActivationMode
 from sppo_hf.planning.plan import Plan
 
 
-def force_modes(monkeypatch: pytest.MonkeyPatch, chooser: Callable[[int, int], FrameMode]) -> None:
+def force_modes(
+    monkeypatch: pytest.MonkeyPatch, chooser: Callable[[int, int], ActivationMode]
+) -> None:
     """Let every engine run plans whose mode of (chunk, layer) is `chooser(chunk, layer)`.
 
     All else is as planned; the plan's estimate is still that of its own modes.

@@ -14,7 +14,7 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.engine import plan_cache as plans
 from sppo_hf.engine.convert import convert, get_engine
 from sppo_hf.errors import ConfigError
-from sppo_hf.planning.activation_modes import KEEP, FrameMode, mode_of
+from sppo_hf.planning.activation_modes import KEEP, ActivationMode, mode_of
 from sppo_hf.schedule.actions import Action
 from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
 from tests.engine.forced_kv import force_kv
@@ -24,7 +24,7 @@ TOKENS = 40
 LENGTHS = [9, 12, 8, 11]
 
 
-def _mixed(chunk: int, layer: int) -> FrameMode:
+def _mixed(chunk: int, layer: int) -> ActivationMode:
     return [
         KEEP,
         mode_of("whole", "host"),

@@ -15,15 +15,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sppo_hf.attention.kv_cache import LayerKV
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine import plan_cache as plans
-from sppo_hf.engine.by_layer import CutCall, Example, NotByLayer, PrefixLength, layer_examples
 from sppo_hf.engine.chunk_runner import ChunkRunner
 from sppo_hf.engine.convert import convert, get_engine
 from sppo_hf.engine.recompute import RecomputedLayer
+from sppo_hf.engine.sliced_calls import (
+    CallExample,
+    CannotRunByLayer,
+    PrefixLength,
+    SlicedCall,
+    layer_examples,
+)
 from sppo_hf.engine.step_observer import StepObserver
 from sppo_hf.engine.structure import find_parts
 from sppo_hf.errors import UnsupportedModelError
-from sppo_hf.offload.prefetch_order import PrefetchOrder
-from sppo_hf.planning.activation_modes import FrameMode, mode_of
+from sppo_hf.offload.layer_offload import PrefetchOrder
+from sppo_hf.planning.activation_modes import ActivationMode, mode_of
 from sppo_hf.planning.causes import Cause
 from sppo_hf.planning.decisions import KVMode
 from sppo_hf.planning.plan import Plan
@@ -33,8 +39,10 @@ from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
 BOUNDS = ((0, 3), (3, 7), (7, 8))
 
 
-def _cut(args: tuple[Any, ...], few: tuple[Any, ...], **kwargs: Any) -> CutCall:
-    return CutCall(args, kwargs, bounds=BOUNDS, example=Example.of(few, kwargs), where="layer 0")
+def _cut(args: tuple[Any, ...], few: tuple[Any, ...], **kwargs: Any) -> SlicedCall:
+    return SlicedCall(
+        args, kwargs, bounds=BOUNDS, example=CallExample.of(few, kwargs), where="layer 0"
+    )
 
 
 def _config(**settings: Any) -> SPPOConfig:
@@ -92,7 +100,7 @@ def test_what_is_no_tensor_goes_to_every_chunk() -> None:
 )
 def test_a_tensor_without_one_dim_of_tokens_is_refused(other: Any, few: Any) -> None:
     hidden = torch.randn(1, 8, 4)
-    with pytest.raises(NotByLayer, match="no dim"):
+    with pytest.raises(CannotRunByLayer, match="no dim"):
         _cut((hidden, torch.zeros(other)), (hidden[:, :2], torch.zeros(few)))
 
 
@@ -103,7 +111,7 @@ def test_an_output_that_is_not_hidden_states_alone_is_refused(returned: Any) -> 
     hidden = torch.randn(1, 8, 4)
     cut = _cut((hidden,), (hidden[:, :2],))
     ((part,), _) = cut.take(0)
-    with pytest.raises(NotByLayer, match="returns"):
+    with pytest.raises(CannotRunByLayer, match="returns"):
         cut.put(0, returned(part))
 
 
@@ -154,7 +162,7 @@ def test_no_memory_is_no_reason_against_an_order() -> None:
 
     with pytest.raises(torch.OutOfMemoryError, match="no room"):
         layer_examples(engine.parts, run_out)
-    with pytest.raises(NotByLayer, match=r"ValueError: .*odd"):
+    with pytest.raises(CannotRunByLayer, match=r"ValueError: .*odd"):
         layer_examples(engine.parts, lambda: int("odd"))
 
 
@@ -166,7 +174,7 @@ def test_a_model_that_runs_in_no_order_is_refused_and_not_tried_for_ever(
     def refuse(runner: ChunkRunner, *_: Any, **__: Any) -> Any:
         tried.append(runner._plan.order)
         assert len(tried) < 5, "it is tried for ever"
-        raise NotByLayer("its layers return strings")
+        raise CannotRunByLayer("its layers return strings")
 
     monkeypatch.setattr(ChunkRunner, "run", refuse)
     model = convert(build_tiny_model("llama"), _config())
@@ -249,7 +257,9 @@ def test_several_forwards_before_their_backwards() -> None:
     engine.offload.assert_drained()
 
 
-def _force(patch: pytest.MonkeyPatch, mode: FrameMode, kv: KVMode, **others: Any) -> list[LayerKV]:
+def _force(
+    patch: pytest.MonkeyPatch, mode: ActivationMode, kv: KVMode, **others: Any
+) -> list[LayerKV]:
     """Let plans go by layer with one mode for all; returns the stores that will be made."""
     make_plan, new_store = plans.make_plan, ChunkRunner._new_store
     stores: list[LayerKV] = []
@@ -319,14 +329,14 @@ def test_keys_that_are_made_again_need_no_queries(monkeypatch: pytest.MonkeyPatc
             products[-1] += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
             return func(*args, **(kwargs or {}))
 
-    keys_again = RecomputedLayer.keys_again
+    recompute_kv = RecomputedLayer.recompute_kv
 
     def counted(frame: RecomputedLayer) -> tuple[torch.Tensor, torch.Tensor]:
         products.append(0)
         with Counts():  # sees what the frame's own mode lets through
-            return keys_again(frame)
+            return recompute_kv(frame)
 
-    monkeypatch.setattr(RecomputedLayer, "keys_again", counted)
+    monkeypatch.setattr(RecomputedLayer, "recompute_kv", counted)
     model = build_tiny_model("llama")
     convert(model, _config())
     model(**make_batch(tokens=23)).loss.backward()

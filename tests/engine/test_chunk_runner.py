@@ -12,7 +12,7 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.convert import convert, get_engine
 from sppo_hf.engine.loss import ChunkedLoss
 from sppo_hf.engine.structure import ModelParts
-from sppo_hf.offload.prefetch_order import PrefetchOrder
+from sppo_hf.offload.layer_offload import PrefetchOrder
 from sppo_hf.planning.activation_modes import mode_of
 from sppo_hf.testing.tiny_models import build_tiny_model
 from tests.engine.forced_plans import force_modes

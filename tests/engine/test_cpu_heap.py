@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine import cpu_heap
 from sppo_hf.engine.convert import convert
-from sppo_hf.engine.cpu_heap import CpuChunkArena, HeapWatch, most_resident_bytes
+from sppo_hf.engine.cpu_heap import CpuChunkArena, HeapWatch, max_resident_bytes
 from sppo_hf.planning.causes import Cause
 from sppo_hf.planning.memory_snapshots import Level, MemoryEstimate, Points
 from sppo_hf.planning.tiers import TIERS, Tier
@@ -185,7 +185,7 @@ def test_a_step_may_hold_what_its_plan_says(
     monkeypatch.setattr(cpu_heap, "resident_bytes", lambda: 1000)
     weight = torch.nn.Parameter(torch.zeros(4))
     weight.grad = torch.zeros(4)
-    assert most_resident_bytes(estimate, [weight]) == 1000 + 80 - 16
+    assert max_resident_bytes(estimate, [weight]) == 1000 + 80 - 16
     assert len(trims) == 1, "holes of the step before are not the step's own"
 
 

@@ -17,7 +17,7 @@ from sppo_hf import SPPOConfig
 from sppo_hf.engine.convert import convert
 from sppo_hf.engine.family_guard import family_check_disabled
 from sppo_hf.engine.structure import suppress_peft_warnings
-from sppo_hf.planning.activation_modes import FrameMode
+from sppo_hf.planning.activation_modes import ActivationMode
 from sppo_hf.testing.exactness import compare
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
 from tests.engine.forced_kv import force_kv
@@ -26,11 +26,11 @@ from tests.fakes.device_thread import on_a_thread
 
 LENGTHS = (5, 9, 7)
 MODES = [
-    FrameMode("whole", "host"),
-    FrameMode("matmuls", "host"),
-    FrameMode("inputs", "device"),
-    FrameMode("hidden", "device"),
-    FrameMode("inputs", "host"),
+    ActivationMode("whole", "host"),
+    ActivationMode("matmuls", "host"),
+    ActivationMode("inputs", "device"),
+    ActivationMode("hidden", "device"),
+    ActivationMode("inputs", "host"),
 ]
 BY_CHUNK: dict[str, Any] = {"order": "by_chunk", "chunk_lengths": LENGTHS}
 BY_LAYER: dict[str, Any] = {"order": "by_layer", "chunk_lengths": LENGTHS}
@@ -85,7 +85,7 @@ def test_a_layer_runs_again_under_the_autocast_and_the_dropout_of_its_forward(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:
     """To the bit: a thread's autocast casts to another dtype, and random numbers go on."""
-    force_modes(monkeypatch, lambda chunk, layer: FrameMode("inputs", "device"))
+    force_modes(monkeypatch, lambda chunk, layer: ActivationMode("inputs", "device"))
     model: Any = build_tiny_model("llama", dtype=torch.float32)
     model = with_dropout(model).train()
     convert(model, SPPOConfig(show_plan=False, **settings))

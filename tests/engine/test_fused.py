@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sppo_hf.engine import head as head_module
-from sppo_hf.engine.head import ModelHead, fused_tile
-from sppo_hf.engine.loss import ChunkedLoss
+from sppo_hf.engine import loss as loss_module
+from sppo_hf.engine.loss import ChunkedLoss, ModelHead, liger_tile
 from sppo_hf.engine.structure import ModelParts, find_parts
 from sppo_hf.testing.tiny_models import build_tiny_model
 
@@ -103,13 +102,13 @@ def probes(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     _Kernel.calls.clear()
     _Kernel.counts_by.clear()
     seen: list[None] = []
-    probe = head_module.is_plain_head
+    probe = loss_module.is_plain_head
 
     def noted(linear: nn.Linear, head: ModelHead) -> bool:
         seen.append(None)
         return probe(linear, head)
 
-    monkeypatch.setattr(head_module, "is_plain_head", noted)
+    monkeypatch.setattr(loss_module, "is_plain_head", noted)
     return seen
 
 
@@ -121,36 +120,36 @@ def _model(family: str = "llama", **changes: Any) -> tuple[ModelParts, ModelHead
 def test_a_head_is_tried_once_and_draws_no_random_numbers(probes: list[None]) -> None:
     parts, head = _model()
     before = torch.get_rng_state()
-    assert fused_tile(parts, head, CUDA) is not None
+    assert liger_tile(parts, head, CUDA) is not None
     assert torch.equal(torch.get_rng_state(), before)
     with torch.no_grad():
         parts.causal_lm.get_output_embeddings().weight.mul_(2.0)  # as an optimizer does
-    assert fused_tile(parts, head, CUDA) is not None
+    assert liger_tile(parts, head, CUDA) is not None
     assert len(probes) == 1
-    assert fused_tile(parts, head, torch.device("cpu")) is None
+    assert liger_tile(parts, head, torch.device("cpu")) is None
 
 
 def test_a_head_that_caps_its_logits_is_not_plain_and_not_asked_again(probes: list[None]) -> None:
     parts, head = _model("gemma2")
-    assert fused_tile(parts, head, CUDA) is None
-    assert fused_tile(parts, head, CUDA) is None
+    assert liger_tile(parts, head, CUDA) is None
+    assert liger_tile(parts, head, CUDA) is None
     assert len(probes) == 1
 
 
 def test_another_head_is_tried_anew(probes: list[None]) -> None:
     parts, head = _model()
     model: Any = parts.causal_lm
-    assert fused_tile(parts, head, CUDA) is not None
+    assert liger_tile(parts, head, CUDA) is not None
     model.lm_head = copy.deepcopy(model.lm_head)
-    assert fused_tile(parts, head, CUDA) is not None
+    assert liger_tile(parts, head, CUDA) is not None
     assert len(probes) == 2
     hook = model.lm_head.register_forward_hook(lambda module, args, logits: 2 * logits)
-    assert fused_tile(parts, head, CUDA) is None, "the kernel would not run the hook"
+    assert liger_tile(parts, head, CUDA) is None, "the kernel would not run the hook"
     hook.remove()
-    assert fused_tile(parts, head, CUDA) is not None
+    assert liger_tile(parts, head, CUDA) is not None
     assert len(probes) == 4
     model.eval()
-    assert fused_tile(parts, head, CUDA) is not None
+    assert liger_tile(parts, head, CUDA) is not None
     assert len(probes) == 5, "a dropout before the head shows in training alone"
 
 
@@ -158,7 +157,7 @@ def test_a_head_with_other_parameters_keeps_its_code(probes: list[None]) -> None
     """They may be neutral at first, and the kernel gives them no gradient."""
     parts, head = _model()
     parts.causal_lm.register_parameter("logit_scale", nn.Parameter(torch.ones(())))
-    assert fused_tile(parts, head, CUDA) is None
+    assert liger_tile(parts, head, CUDA) is None
     assert not probes
 
 
@@ -168,7 +167,7 @@ def test_dtypes_that_the_kernel_cannot_do_exactly_are_left_to_the_head(
 ) -> None:
     parts, head = _model()
     parts.causal_lm.to(dtype)
-    assert fused_tile(parts, head, CUDA) is None
+    assert liger_tile(parts, head, CUDA) is None
     assert not probes
 
 
@@ -176,7 +175,7 @@ def test_a_kernel_that_needs_the_number_of_labels_is_not_used(
     probes: list[None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_Kernel, "scaled_by_count", True)
-    assert fused_tile(*_model(), CUDA) is None
+    assert liger_tile(*_model(), CUDA) is None
 
 
 def test_a_kernel_that_sums_in_16_bits_is_for_frozen_heads(
@@ -184,21 +183,21 @@ def test_a_kernel_that_sums_in_16_bits_is_for_frozen_heads(
 ) -> None:
     monkeypatch.setattr(sys.modules[KERNEL], "LigerFusedLinearCrossEntropyFunction", _OldKernel)
     parts, head = _model()
-    assert fused_tile(parts, head, CUDA) is None
+    assert liger_tile(parts, head, CUDA) is None
     parts.causal_lm.get_output_embeddings().weight.requires_grad_(False)
-    assert fused_tile(parts, head, CUDA) is not None
+    assert liger_tile(parts, head, CUDA) is not None
 
 
 def test_calls_are_few_and_take_no_more_memory_than_a_tile(probes: list[None]) -> None:
     parts, head = _model(vocab_size=1000)
     linear: Any = parts.causal_lm.get_output_embeddings()
     vocab, width = linear.weight.shape
-    kernel = fused_tile(parts, head, CUDA)
+    kernel = liger_tile(parts, head, CUDA)
     assert kernel is not None
     assert _Kernel.counts_by == [3, 1], "the probe: with the number, and without"
     _Kernel.calls.clear()
     for tile_tokens in (1, 7, 64, 100, 512):
-        tokens = kernel.most_tokens(tile_tokens)
+        tokens = kernel.max_tokens(tile_tokens)
         assert tokens >= tile_tokens
         parts_of_a_call = -(-vocab // width)
         part_tokens = -(-tokens // parts_of_a_call)
@@ -208,7 +207,7 @@ def test_calls_are_few_and_take_no_more_memory_than_a_tile(probes: list[None]) -
     labels[0, 3:9] = -100
     losses = []
     for used in (kernel, None):
-        loss = ChunkedLoss(head.logits, [linear.weight], tile_tokens=8, fused=used)
+        loss = ChunkedLoss(head.logits, [linear.weight], tile_tokens=8, liger=used)
         chunks = ((0, 60), (60, 100))
         for start, end in chunks:
             part = loss.add(hidden[:, start:end], labels[:, start:end], last=end == 100)
@@ -225,11 +224,11 @@ def test_calls_are_few_and_take_no_more_memory_than_a_tile(probes: list[None]) -
 def test_without_gradients_or_with_logits_kept_the_models_head_runs(probes: list[None]) -> None:
     parts, head = _model()
     weight: Any = parts.causal_lm.get_output_embeddings().weight
-    kernel = fused_tile(parts, head, CUDA)
+    kernel = liger_tile(parts, head, CUDA)
     _Kernel.calls.clear()
     hidden, labels = torch.randn(1, 9, weight.shape[1]), torch.zeros(1, 9, dtype=torch.int64)
     with torch.no_grad():
-        ChunkedLoss(head.logits, [weight], tile_tokens=4, fused=kernel).add(
+        ChunkedLoss(head.logits, [weight], tile_tokens=4, liger=kernel).add(
             hidden, labels, last=True
         )
     seen: list[torch.Size] = []
@@ -237,7 +236,7 @@ def test_without_gradients_or_with_logits_kept_the_models_head_runs(probes: list
         head.logits,
         [weight],
         tile_tokens=4,
-        fused=kernel,
+        liger=kernel,
         on_logits=lambda logits, tile: seen.append(logits.shape),
     )
     asked.add(hidden, labels, last=True)
@@ -248,7 +247,7 @@ def test_without_gradients_or_with_logits_kept_the_models_head_runs(probes: list
 _IN_THE_INTERPRETER = """
 import torch
 from torch.nn import functional as F
-from sppo_hf.engine.head import LigerTile
+from sppo_hf.engine.loss import LigerTile
 
 torch.manual_seed(0)
 linear = torch.nn.Linear(32, 97, bias=False)

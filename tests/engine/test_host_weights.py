@@ -24,7 +24,7 @@ from sppo_hf.engine.structure import find_parts
 from sppo_hf.errors import ConfigError, SPPOError
 from sppo_hf.offload import weights as host
 from sppo_hf.offload.copy_streams import HostCopier
-from sppo_hf.planning.activation_modes import KEEP, FrameMode
+from sppo_hf.planning.activation_modes import KEEP, ActivationMode
 from sppo_hf.planning.choices import DeviceFacts, Places
 from sppo_hf.planning.memory import CONTEXT_BYTES
 from sppo_hf.planning.memory_snapshots import Budgets
@@ -35,13 +35,13 @@ from tests.fakes.device import FakeDevice
 from tests.sweeps import turn
 
 FAMILIES = ("llama", "gemma3_text", "gpt_oss", "deepseek_v3", "qwen3_moe", "gpt2", "qwen3_next")
-MODES = (KEEP, FrameMode("matmuls", "device"), FrameMode("inputs", "device"))
+MODES = (KEEP, ActivationMode("matmuls", "device"), ActivationMode("inputs", "device"))
 PLACES = ({"weights": "host"}, {"optimizer": "host"}, {"weights": "host", "optimizer": "device"})
 
 
 @pytest.fixture(autouse=True)
 def _away_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    begin, rest = host.HostWeights.begin, host.HostWeights.rest
+    begin, rest = host.HostWeights.start_forward, host.HostWeights.move_to_host
 
     def put_away(weight: host._Weight) -> None:
         if weight.device is not None:
@@ -65,8 +65,8 @@ def _away_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host._Weight, "rest", put_away)
     # The next forward would take the NaN for what somebody has put there.
     monkeypatch.setattr(host._Weight, "settle", lambda weight: None)
-    monkeypatch.setattr(host.HostWeights, "begin", begin_in_the_dark)
-    monkeypatch.setattr(host.HostWeights, "rest", rest_in_the_light)
+    monkeypatch.setattr(host.HostWeights, "start_forward", begin_in_the_dark)
+    monkeypatch.setattr(host.HostWeights, "move_to_host", rest_in_the_light)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def locked(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
 def test_weights_in_locked_memory_are_exact(
     locked: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    modes = (*MODES, FrameMode("whole", "host"))
+    modes = (*MODES, ActivationMode("whole", "host"))
     force_modes(monkeypatch, lambda chunk, layer: modes[(chunk + layer) % len(modes)])
     most = [0]
     locked.on_lock = lambda *_: most.append(sum(locked.locked.values()))
@@ -170,13 +170,13 @@ def test_no_more_than_two_layers_are_on_the_device(
     places: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[int] = []
-    enter = host.HostWeights.enter
+    enter = host.HostWeights.enter_layer
 
     def watch(weights: host.HostWeights, *args: int, **kwargs: bool) -> None:
         enter(weights, *args, **kwargs)
         seen.append(weights.device_bytes)
 
-    monkeypatch.setattr(host.HostWeights, "enter", watch)
+    monkeypatch.setattr(host.HostWeights, "enter_layer", watch)
     model = _converted(**places)
     layers = [sum(p.nbytes for p in layer.parameters()) for layer in model.model.layers]
     outside = sum(p.nbytes for p in model.parameters()) - sum(layers)
@@ -296,7 +296,7 @@ def test_weights_that_came_to_the_host_by_themselves_leave_it_with_the_order(
     engine._rest(Places(weights=True, optimizer=optimizer), torch.device("cpu"))
     held = engine.weights
     assert held is not None
-    assert not held.stays
+    assert not held.keep_device_copies
     for model in (hosted, plain):
         _loss(model).backward()
     for ours, theirs in zip(hosted.parameters(), plain.parameters(), strict=True):
@@ -304,7 +304,7 @@ def test_weights_that_came_to_the_host_by_themselves_leave_it_with_the_order(
     assert held is not engine.weights
     if optimizer:
         assert engine.weights is not None
-        assert engine.weights.stays
+        assert engine.weights.keep_device_copies
     else:
         assert engine.weights is None
 
@@ -331,7 +331,7 @@ def test_what_leaves_no_room_for_any_length_rests_before_the_first(
     choices = [Places(*away) for away in ((False, False), (False, True), (True, True))]
     whole = model_shape(find_parts(_converted()), torch.device("cpu"))
     standing = [
-        whole.resting_on_host(weights=p.weights, optimizer=p.optimizer).standing_bytes
+        whole.with_host_residents(weights=p.weights, optimizer=p.optimizer).standing_bytes
         for p in choices
     ]
     assert standing == sorted(set(standing), reverse=True)
@@ -348,7 +348,7 @@ def test_what_leaves_no_room_for_any_length_rests_before_the_first(
         engine.register_optimizer(torch.optim.AdamW(model.parameters()), None)
         engine.move_to_host_if_too_large(torch.device("cpu"))
         weights = engine.weights
-        return [weights is not None and not weights.stays, weights is not None]
+        return [weights is not None and not weights.keep_device_copies, weights is not None]
 
     for place, room in zip(choices, standing, strict=True):
         assert rests(room) == [place.weights, place.optimizer]
@@ -423,7 +423,7 @@ def test_gradients_at_rest_are_nobodys_in_an_evaluation(
     _loss(model).backward()
     assert engine.weights is not None
     engine.plans.host_resident_bytes = 7
-    engine.plans.locked_gradient_bytes = engine.weights.locked_gradient_bytes
+    engine.plans.pinned_gradient_bytes = engine.weights.pinned_gradient_bytes
     with torch.no_grad():
         _loss(model.eval())
     engine.plans._plans.clear()

@@ -17,7 +17,7 @@ from sppo_hf.engine.kv_offload import EngineTransfer
 from sppo_hf.offload.copy_streams import StreamCopier, StreamTicket
 from sppo_hf.offload.disk import DiskStore
 from sppo_hf.offload.engine import OffloadEngine, make_engine
-from sppo_hf.offload.pool import HostPool
+from sppo_hf.offload.host_memory import HostPool
 from sppo_hf.testing.exactness import compare, compare_drift
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
 from tests.attention.layers import KV_BYTES_PER_TOKEN, Layers

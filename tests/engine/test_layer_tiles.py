@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.convert import convert, get_engine
 from sppo_hf.engine.cpu_heap import CpuChunkArena
-from sppo_hf.engine.layer_tiles import token_wise
 from sppo_hf.engine.recompute import RecomputedLayer
+from sppo_hf.engine.sliced_calls import token_wise
 from sppo_hf.engine.step_observer import StepObserver
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.plan import Plan

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from sppo_hf import SPPOConfig
-from sppo_hf.attention.backends.cpu_flash import CPUFlash
+from sppo_hf.attention.backends.aten import CPUFlash
 from sppo_hf.engine.convert import convert, get_engine
-from sppo_hf.engine.head import ModelHead
+from sppo_hf.engine.loss import ModelHead
 from sppo_hf.engine.step_observer import StepObserver
 from sppo_hf.offload.copy_streams import HostCopier
-from sppo_hf.offload.pool import HostPool
+from sppo_hf.offload.host_memory import HostPool
 from sppo_hf.planning.plan import Plan
 from sppo_hf.testing.tiny_models import build_tiny_model
 from tests.sweeps import pairs

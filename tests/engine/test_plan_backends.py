@@ -8,9 +8,7 @@ import torch
 
 from sppo_hf import SPPOConfig
 from sppo_hf.attention import warm_up
-from sppo_hf.attention.backends.aten_flash import AtenFlash
-from sppo_hf.attention.backends.cpu_flash import CPUFlash
-from sppo_hf.attention.backends.cudnn import CuDNN
+from sppo_hf.attention.backends.aten import AtenFlash, CPUFlash, CuDNN
 from sppo_hf.attention.backends.reference import Reference
 from sppo_hf.attention.backends.select import Selection
 from sppo_hf.attention.segments import RowSpans

@@ -18,11 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from sppo_hf import SPPOConfig, SPPOError
 from sppo_hf.engine import recompute
-from sppo_hf.engine import selective as holders
 from sppo_hf.engine.convert import convert, get_engine
 from sppo_hf.engine.recompute import RecomputedLayer
 from sppo_hf.engine.structure import find_parts
-from sppo_hf.planning.activation_modes import FrameMode, all_modes, mode_of
+from sppo_hf.planning.activation_modes import ActivationMode, all_modes, mode_of
 from sppo_hf.testing.exactness import (
     Gradients,
     compare,
@@ -53,7 +52,7 @@ def _config(**others: Any) -> SPPOConfig:
     )
 
 
-def _always(mode: FrameMode) -> Callable[[int, int], FrameMode]:
+def _always(mode: ActivationMode) -> Callable[[int, int], ActivationMode]:
     return lambda chunk, layer: mode
 
 
@@ -104,7 +103,7 @@ class Draw(NamedTuple):
     family: str
     lora: bool
     chunk_lengths: tuple[int, ...]
-    modes: tuple[tuple[FrameMode, ...], ...]
+    modes: tuple[tuple[ActivationMode, ...], ...]
     padding: tuple[int, ...]
 
 
@@ -158,7 +157,7 @@ def test_dropout_of_adapters_repeats(monkeypatch: pytest.MonkeyPatch, saved: Any
             module.lora_dropout[name] = nn.Dropout(0.4)  # type: ignore[index]
     batch = make_batch(tokens=TOKENS)
 
-    def gradients(mode: FrameMode) -> dict[str, Tensor | None]:
+    def gradients(mode: ActivationMode) -> dict[str, Tensor | None]:
         with pytest.MonkeyPatch.context() as inner:
             force_modes(inner, _always(mode))
             copied = convert(copy.deepcopy(model), _config())
@@ -176,7 +175,7 @@ def test_dropout_of_adapters_repeats(monkeypatch: pytest.MonkeyPatch, saved: Any
 def test_autocast_is_the_same_the_second_time(monkeypatch: pytest.MonkeyPatch, saved: Any) -> None:
     batch = make_batch(rows=2, tokens=TOKENS)
 
-    def gradients(mode: FrameMode) -> dict[str, Tensor | None]:
+    def gradients(mode: ActivationMode) -> dict[str, Tensor | None]:
         with pytest.MonkeyPatch.context() as inner:
             force_modes(inner, _always(mode))
             model = convert(build_tiny_model("qwen3", dtype=torch.float32), _config())
@@ -220,7 +219,7 @@ class _Multiplications(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _products_in_backward(mode: FrameMode, family: str, *, lora: bool = False) -> int:
+def _products_in_backward(mode: ActivationMode, family: str, *, lora: bool = False) -> int:
     model: nn.Module = build_tiny_model(family, dtype=torch.float32, num_hidden_layers=2)
     if lora:
         model = add_lora(model, rank=2)  # type: ignore[arg-type]
@@ -310,7 +309,7 @@ class _Bytes:
         self.by_kind: dict[str, int] = {}
         hold = RecomputedLayer._hold
 
-        def counted(frame: RecomputedLayer, kind: str, tensor: Tensor) -> holders.Holder:
+        def counted(frame: RecomputedLayer, kind: str, tensor: Tensor) -> recompute.SavedOnDevice:
             name = kind.split()[0]
             self.by_kind[name] = self.by_kind.get(name, 0) + tensor.nbytes
             return hold(frame, kind, tensor)

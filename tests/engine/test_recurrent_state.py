@@ -19,13 +19,12 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from sppo_hf.attention.segments import RowSpans
 from sppo_hf.config import SPPOConfig
-from sppo_hf.engine.chunk_context import LayerStates
 from sppo_hf.engine.convert import convert, get_engine
 from sppo_hf.engine.family_guard import family_check_disabled
-from sppo_hf.engine.recurrent_state import documents_in
+from sppo_hf.engine.recurrent_state import LayerStates, documents_in_chunk
 from sppo_hf.engine.structure import mixers_of
 from sppo_hf.errors import ConfigError, UnsupportedModelError
-from sppo_hf.planning.activation_modes import FrameMode, Saved
+from sppo_hf.planning.activation_modes import ActivationMode, Saved
 from sppo_hf.testing.exactness import (
     Gradients,
     compare,
@@ -96,12 +95,12 @@ def test_a_state_is_read_as_a_copy_with_its_graph() -> None:
 
 def test_documents_of_a_chunk_are_counted_from_its_start() -> None:
     rows = (RowSpans(((0, 4), (4, 5), (5, 12)), 12), RowSpans(((0, 12),), 12))
-    assert documents_in(rows, 3, 9) == (
+    assert documents_in_chunk(rows, 3, 9) == (
         ((0, 1, True), (1, 2, False), (2, 6, False)),
         ((0, 6, True),),
     )
-    assert documents_in(rows[1:], 3, 9) is None
-    assert documents_in(None, 0, 9) is None
+    assert documents_in_chunk(rows[1:], 3, 9) is None
+    assert documents_in_chunk(None, 0, 9) is None
 
 
 def test_layers_know_their_mixers_and_whether_they_attend() -> None:
@@ -147,7 +146,7 @@ def test_only_layers_with_attention_attend(family: str, recompute: Any) -> None:
 def test_every_mode_is_exact(
     monkeypatch: pytest.MonkeyPatch, family: str, saved: Saved, offload: bool
 ) -> None:
-    mode = FrameMode(saved, "host" if offload else "device")
+    mode = ActivationMode(saved, "host" if offload else "device")
     force_modes(monkeypatch, lambda chunk, layer: mode)
     report = compare(
         build_tiny_model(family),

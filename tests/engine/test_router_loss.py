@@ -9,7 +9,7 @@ from torch import Tensor
 from sppo_hf import SPPOConfig, UnsupportedModelError
 from sppo_hf.engine import family_guard as guard
 from sppo_hf.engine.convert import convert
-from sppo_hf.engine.router_loss import RouterLoss
+from sppo_hf.engine.loss import RouterLoss
 from sppo_hf.engine.structure import find_parts
 from sppo_hf.pipeline.pipeline_engine import refuse_call
 from sppo_hf.testing.exactness import compare, float64_everywhere

@@ -11,7 +11,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from sppo_hf import SPPOError
-from sppo_hf.engine.selective import Product, SavedTensor, SelectiveRecorder, SelectiveReplayer
+from sppo_hf.engine.recompute import SavedOnDevice
+from sppo_hf.engine.selective import Matmul, SelectiveRecorder, SelectiveReplayer
 
 D = 16
 ROWS = 5
@@ -51,7 +52,7 @@ def _input() -> Tensor:
 
 def _record(
     layer: Weights, forward: Forward, x: Tensor, *, model: nn.Module | None = None
-) -> tuple[Tensor, list[Tensor], tuple[Product, ...]]:
+) -> tuple[Tensor, list[Tensor], tuple[Matmul, ...]]:
     saved: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:
@@ -59,7 +60,9 @@ def _record(
         saved.append(tensor.detach().clone())
         return tensor
 
-    recorder = SelectiveRecorder(layer, x, hold=lambda _, tensor: SavedTensor(tensor), model=model)
+    recorder = SelectiveRecorder(
+        layer, x, hold=lambda _, tensor: SavedOnDevice(tensor), model=model
+    )
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         recorder.start()
         output = forward(layer, x)
@@ -68,7 +71,7 @@ def _record(
 
 
 def _play(
-    layer: Weights, forward: Forward, x: Tensor, products: tuple[Product, ...]
+    layer: Weights, forward: Forward, x: Tensor, products: tuple[Matmul, ...]
 ) -> tuple[list[Tensor], int]:
     """What autograd saves the second time, and how many products were computed."""
     saved: list[Tensor] = []
@@ -84,7 +87,7 @@ def _play(
     return saved, counter.count
 
 
-def _kept(products: tuple[Product, ...]) -> list[bool]:
+def _kept(products: tuple[Matmul, ...]) -> list[bool]:
     return [product.holder is not None for product in products]
 
 
@@ -260,7 +263,7 @@ def test_the_first_layer_of_a_kind_copies_for_all_of_its_model() -> None:
 
 def test_operations_while_paused_are_not_products() -> None:
     layer, x = Weights(), _input().requires_grad_()
-    recorder = SelectiveRecorder(layer, x, hold=lambda _, tensor: SavedTensor(tensor))
+    recorder = SelectiveRecorder(layer, x, hold=lambda _, tensor: SavedOnDevice(tensor))
     recorder.start()
     y = x @ layer.a
     recorder.pause()

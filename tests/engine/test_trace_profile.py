@@ -19,7 +19,8 @@ from sppo_hf.engine import device_facts as facts
 from sppo_hf.engine.convert import convert, revert
 from sppo_hf.engine.device_facts import model_shape
 from sppo_hf.engine.family_guard import PROVED
-from sppo_hf.engine.selective import SavedTensor, SelectiveRecorder
+from sppo_hf.engine.recompute import SavedOnDevice
+from sppo_hf.engine.selective import SelectiveRecorder
 from sppo_hf.engine.stages import MessageLayout
 from sppo_hf.engine.structure import CACHE_ARGUMENTS, find_parts
 from sppo_hf.engine.trace_profile import trace_config
@@ -149,7 +150,7 @@ def _check_flops_and_products(
         expected = sum(shape.recompute_flops_per_token(layer, saved) for layer in layers)
         assert expected == _about(again)
     beside = [
-        shape.frame_bytes_per_token(layer, "matmuls") - shape.layers[layer].inputs_bytes
+        shape.activation_bytes_per_token(layer, "matmuls") - shape.layers[layer].inputs_bytes
         for layer in layers
     ]
     assert beside == _about([num_bytes / TOKENS for num_bytes in kept])
@@ -181,7 +182,7 @@ def test_frame_bytes_of_wide_adapters(family: str) -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             shape = model_shape(find_parts(model))
             assert _whole_frames(shape) == _about(saved_bytes(model)[0])
-        frames.append(shape.frame_bytes_per_token(1))
+        frames.append(shape.activation_bytes_per_token(1))
     assert frames[1] < 0.9 * frames[0]
 
 
@@ -201,7 +202,7 @@ def test_adapters_of_modules_whose_names_others_have_too(family: str) -> None:
 def test_states_are_those_that_transformers_keeps_for_generation(family: str) -> None:
     model = build_tiny_model(family, dtype=torch.float32)
     shape = model_shape(find_parts(model))
-    assert shape.has_states
+    assert shape.has_recurrent_state
     with torch.no_grad():
         output = model.eval()(make_batch(rows=1, tokens=9)["input_ids"], use_cache=True)
     cache = next(output[name] for name in CACHE_ARGUMENTS if name in output)
@@ -449,7 +450,7 @@ def _shipped(config: object, training: Training) -> ModelProfile:
 
 
 def _whole_frames(shape: ModelShape) -> dict[int, int]:
-    return {layer: shape.frame_bytes_per_token(layer) for layer in range(shape.num_layers)}
+    return {layer: shape.activation_bytes_per_token(layer) for layer in range(shape.num_layers)}
 
 
 def _about(measured: Any) -> Any:
@@ -478,7 +479,7 @@ def _watch_kept_products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         products = stop(self)
         # Tracing records products too, of other holders.
         holders = (p.holder for p in products)
-        tensors: list[Any] = [x._tensor for x in holders if isinstance(x, SavedTensor)]
+        tensors: list[Any] = [x._tensor for x in holders if isinstance(x, SavedOnDevice)]
         if tensors:
             kept.append(sum(x.numel() * x.element_size() for x in tensors))
         return products

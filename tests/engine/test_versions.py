@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from sppo_hf import SPPOConfig, SPPOError
 from sppo_hf.engine.convert import convert
-from sppo_hf.engine.selective import SavedTensor
+from sppo_hf.engine.recompute import SavedOnDevice
 from sppo_hf.engine.structure import suppress_peft_warnings
 from sppo_hf.engine.versions import ReadTensors
 from sppo_hf.planning.activation_modes import all_modes, mode_of
@@ -128,7 +128,7 @@ def test_buffers_that_a_module_replaces_itself_are_not_put_back() -> None:
     reads = ReadTensors.of_module(module)
     before = reads.versions()
     module.scale = grown = torch.ones(2)
-    reads.leave_out_own_writes(before)
+    reads.ignore_own_writes(before)
     with reads.as_in_forward():
         assert module.scale is grown
 
@@ -255,7 +255,7 @@ def test_settings_that_a_module_changes_itself_are_not_put_back() -> None:
     reads = ReadTensors.of_module(module)
     before = reads.versions()
     module()
-    reads.leave_out_own_writes(before)
+    reads.ignore_own_writes(before)
     module.scale = 2.0
     with reads.as_in_forward():
         assert (module.calls, module.scale) == (1, 1.0)
@@ -316,26 +316,26 @@ def test_buffers_may_grow_and_be_written_into_by_their_own_module_alone() -> Non
     reads = ReadTensors.of_module(module)
     before = reads.versions()
     module.register_buffer("table", torch.zeros(4))
-    reads.refuse_changes(before, "here")
+    reads.check_unchanged(before, "here")
     module = nn.BatchNorm1d(3)
     reads = ReadTensors.of_module(module)
     before = reads.versions()
     module(torch.randn(4, 3))
     with pytest.raises(SPPOError, match="here: num_batches_tracked was changed in place"):
-        reads.refuse_changes(before, "here")
-    reads.leave_out_own_writes(before)
-    reads.refuse_changes(before, "here")
+        reads.check_unchanged(before, "here")
+    reads.ignore_own_writes(before)
+    reads.check_unchanged(before, "here")
     with torch.no_grad():
         module.weight.mul_(2)
     with pytest.raises(SPPOError, match="here: weight was changed in place"):
-        reads.refuse_changes(before, "here")
+        reads.check_unchanged(before, "here")
 
 
 def test_a_kept_tensor_is_refused_when_it_was_written_into() -> None:
-    kept = SavedTensor(torch.zeros(2))
+    kept = SavedOnDevice(torch.zeros(2))
     assert kept.take() is not None
     tensor = torch.zeros(2)
-    kept = SavedTensor(tensor.detach())
+    kept = SavedOnDevice(tensor.detach())
     tensor.add_(1)
     with pytest.raises(SPPOError, match="kept for recomputation was changed in place"):
         kept.take()

@@ -7,8 +7,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
+from sppo_hf.attention.backends.aten import CPUFlash
 from sppo_hf.attention.backends.base import Backend
-from sppo_hf.attention.backends.cpu_flash import CPUFlash
 from sppo_hf.attention.backends.reference import Reference
 from sppo_hf.attention.warm_up import WarmUp
 

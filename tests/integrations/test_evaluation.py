@@ -430,7 +430,7 @@ def test_padding_up_to_the_longest_rank_is_what_the_function_makes_of_it(functio
     expected = function(padded, torch.nn.functional.pad(labels, (0, 3), value=-100))
     request = LogitsRequest(whole=False, reduce=function, reduced=function(logits, labels),
                             logits_tokens=6, vocab_size=11, logits_dtype=logits.dtype)  # fmt: skip
-    ours = evaluation._with_padding(request, torch.zeros(2, 9))
+    ours = evaluation._pad_as_gathered(request, torch.zeros(2, 9))
     torch.testing.assert_close(ours, expected)
 
 

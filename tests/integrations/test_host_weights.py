@@ -15,7 +15,8 @@ from transformers import Trainer
 
 from sppo_hf import ConfigError, SPPOConfig, SPPOPlugin
 from sppo_hf.engine.convert import get_engine
-from sppo_hf.integrations.validation import refuse_host_weights, states_bytes, why_on_device
+from sppo_hf.integrations.accelerator import optimizer_state_bytes, reason_against_host
+from sppo_hf.integrations.validation import check_host_placement
 from sppo_hf.offload.copy_streams import HostCopier
 from sppo_hf.planning import plan
 from sppo_hf.planning.choices import Places
@@ -105,7 +106,9 @@ def _decided(places: Places) -> Callable[..., tuple[Places, ...]]:
     """As if a GPU had no room, where settings and optimizer leave the place open."""
 
     def read(config: SPPOConfig, *_: object, **__: object):
-        return (places,) if config.rests != (True, True) else (Places(*config.rests),)
+        return (
+            (places,) if config.host_resident != (True, True) else (Places(*config.host_resident),)
+        )
 
     return read
 
@@ -120,7 +123,7 @@ def test_what_a_plan_puts_on_the_host_goes_there_before_the_first_step(
     monkeypatch.setattr(plan, "read_places", _decided(places))
     auto = _train(tmp_path / "auto", SPPOPlugin(chunk_tokens=16), **steps)
     weights = get_engine(auto.model).weights
-    assert weights.stays is not places.weights
+    assert weights.keep_device_copies is not places.weights
     assert weights.host_bytes == sum(p.nbytes for p in auto.model.parameters())
     for ours, theirs in zip(auto.model.parameters(), plain.model.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
@@ -142,7 +145,7 @@ def test_weights_follow_the_optimizer_where_longer_rows_ask_for_it(
             one(input_ids=ids, labels=ids).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert get_engine(model).weights.stays is (places == Places(False, True))
+        assert get_engine(model).weights.keep_device_copies is (places == Places(False, True))
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
     assert optimizers[0].param_groups[0]["fused"], "torch's fused kernel updates host memory"
@@ -162,7 +165,7 @@ def test_what_keeps_weights_on_the_device_is_said(
     kind: Any, changes: dict[str, Any], named: str
 ) -> None:
     accelerator = SimpleNamespace(**{"num_processes": 1, "mixed_precision": "no", **changes})
-    said = why_on_device(accelerator, kind([torch.nn.Parameter(torch.rand(2))]))
+    said = reason_against_host(accelerator, kind([torch.nn.Parameter(torch.rand(2))]))
     assert named in said
     assert bool(said) == bool(named)
 
@@ -181,7 +184,7 @@ def test_what_an_optimizer_keeps_is_known_before_its_first_step(
 ) -> None:
     parameter = torch.nn.Parameter(torch.rand(64, dtype=torch.bfloat16))
     optimizer = kind([parameter], **options)
-    said = states_bytes(optimizer)
+    said = optimizer_state_bytes(optimizer)
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     kept = sum(x.nbytes for x in optimizer.state[parameter].values() if x.numel() > 1)
@@ -206,7 +209,7 @@ def test_an_optimizer_that_cannot_live_there_is_refused(kind, options, named: st
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(cpu=True, parallelism_config=SPPOPlugin(optimizer="host"))
     model = make_model()
-    with pytest.raises(ConfigError, match=f"cannot live on the host: {named}"):
+    with pytest.raises(ConfigError, match=f"cannot be on the host: {named}"):
         accelerator.prepare(model, kind(model.parameters(), **options))
 
 
@@ -235,7 +238,7 @@ def test_the_trainer_never_moves_all_of_the_model_to_the_device(tmp_path: Path) 
 def test_what_needs_the_device_is_refused(seen: dict[str, Any], said: str) -> None:
     accelerator = SimpleNamespace(**{"num_processes": 1, "mixed_precision": "no", **seen})
     with pytest.raises(ConfigError, match=said):
-        refuse_host_weights(accelerator, SPPOConfig(weights="host"))
+        check_host_placement(accelerator, SPPOConfig(weights="host"))
 
 
 def test_what_a_step_did_ends_with_the_update(tmp_path: Path) -> None:

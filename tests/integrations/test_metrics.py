@@ -7,7 +7,7 @@ import pytest
 
 from sppo_hf.engine.step_observer import StepRecord
 from sppo_hf.integrations.callback import StepMeter, summary
-from sppo_hf.offload.stats import OffloadStats
+from sppo_hf.offload.engine import OffloadStats
 
 _OFFLOAD = {field.name for field in fields(OffloadStats)}
 MOVED = {

@@ -8,7 +8,11 @@ import torch
 from sppo_hf import SPPOPlugin
 from sppo_hf.engine.convert import get_engine
 from sppo_hf.errors import ConfigError
-from sppo_hf.integrations.accelerator import engine_of, keep_own_parameters, once_per_pipeline
+from sppo_hf.integrations.accelerator import (
+    keep_one_per_batch,
+    keep_own_parameters,
+    pipeline_engine_of,
+)
 from sppo_hf.pipeline.mesh import PipelineMesh
 from tests.integrations.launch import run_job
 from tests.integrations.training import FSDP2, make_model
@@ -332,11 +336,11 @@ def test_foreign_parameters_leave_the_optimizer_and_groups_stay():
 def test_norms_are_of_the_model_that_is_trained_not_of_a_reference_beside_it():
     reference, trained = make(), make()
     models = [torch.nn.Linear(1, 1), reference, trained]
-    assert engine_of(models) is get_engine(reference)
-    assert engine_of(models, trained.parameters()) is get_engine(trained)
+    assert pipeline_engine_of(models) is get_engine(reference)
+    assert pipeline_engine_of(models, trained.parameters()) is get_engine(trained)
     # A rank may hold nothing of what is trained, and takes part in the sum all the same.
-    assert engine_of(models, []) is get_engine(trained)
-    assert engine_of(models[:1], trained.parameters()) is None
+    assert pipeline_engine_of(models, []) is get_engine(trained)
+    assert pipeline_engine_of(models[:1], trained.parameters()) is None
 
 
 def test_gathered_metrics_are_taken_once_per_pipeline():
@@ -344,6 +348,6 @@ def test_gathered_metrics_are_taken_once_per_pipeline():
         *(2, 2, 0, 0, torch.device("cpu")), None, None, None, None, None, None, links={}
     )
     gathered = torch.tensor([0, 1, 0, 1, 2, 3, 2, 3])
-    assert once_per_pipeline(mesh, gathered).tolist() == [0, 1, 2, 3]
-    assert once_per_pipeline(mesh, {"a": (gathered,)})["a"][0].tolist() == [0, 1, 2, 3]
-    assert once_per_pipeline(mesh, ["a", "a", "b", "b"]) == ["a", "b"]
+    assert keep_one_per_batch(mesh, gathered).tolist() == [0, 1, 2, 3]
+    assert keep_one_per_batch(mesh, {"a": (gathered,)})["a"][0].tolist() == [0, 1, 2, 3]
+    assert keep_one_per_batch(mesh, ["a", "a", "b", "b"]) == ["a", "b"]

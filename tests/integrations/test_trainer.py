@@ -122,12 +122,14 @@ def _squared(outputs, labels, num_items_in_batch=None):
 
 def test_a_loss_outside_of_the_model_is_named_with_what_it_costs(tmp_path):
     settings = {"max_steps": 2}
-    for given, asked_by in (
+    for given, requested_by in (
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1"),
         ({"compute_loss_func": _squared}, "compute_loss_func"),
     ):
         plain = _history(tmp_path, None, **settings, **given)
-        with pytest.warns(UserWarning, match=f"whole sequence are made, asked for by {asked_by}:"):
+        with pytest.warns(
+            UserWarning, match=f"whole sequence are made, asked for by {requested_by}:"
+        ):
             ours = _history(
                 tmp_path, SPPOPlugin(num_chunks=3, show_plan=False), **settings, **given
             )

@@ -15,7 +15,7 @@ from accelerate.state import AcceleratorState
 from transformers import Trainer
 
 from sppo_hf import ConfigError, SPPOPlugin, StepObserver
-from sppo_hf.attention.backends.cpu_flash import CPUFlash
+from sppo_hf.attention.backends.aten import CPUFlash
 from tests.integrations.training import make_arguments, make_model, make_rows
 
 BUDGET = 64 * 2**20

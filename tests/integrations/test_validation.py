@@ -7,10 +7,10 @@ from accelerate.utils import DistributedType, DynamoBackend
 
 from sppo_hf import ConfigError, SPPOConfig
 from sppo_hf.integrations.validation import (
-    refuse_accelerator,
-    refuse_arguments,
-    refuse_for_sharing_ranks,
-    refuse_sizes,
+    check_accelerator,
+    check_parallel_sizes,
+    check_shared_batches,
+    check_training_arguments,
 )
 
 
@@ -36,7 +36,7 @@ def _accelerator(
     ],
 )
 def test_what_works_is_let_through(kind):
-    assert refuse_accelerator(_accelerator(kind)) is None  # raises for those below
+    assert check_accelerator(_accelerator(kind)) is None  # raises for those below
 
 
 @pytest.mark.parametrize(
@@ -44,52 +44,52 @@ def test_what_works_is_let_through(kind):
 )
 def test_other_engines_are_refused_by_name(kind):
     with pytest.raises(ConfigError, match=rf"{kind.value}.*DDP, or FSDP2.*Remedy"):
-        refuse_accelerator(_accelerator(kind))
+        check_accelerator(_accelerator(kind))
 
 
 def test_fsdp_version_one_is_refused():
     with pytest.raises(ConfigError, match="fsdp_version: 2"):
-        refuse_accelerator(_accelerator(DistributedType.FSDP, version=1))
+        check_accelerator(_accelerator(DistributedType.FSDP, version=1))
 
 
 def test_checkpointing_by_fsdp_is_refused():
     with pytest.raises(ConfigError, match="fsdp_activation_checkpointing"):
-        refuse_accelerator(_accelerator(DistributedType.FSDP, checkpointing=True))
+        check_accelerator(_accelerator(DistributedType.FSDP, checkpointing=True))
 
 
 def test_torch_compile_is_refused():
     with pytest.raises(ConfigError, match="INDUCTOR"):
-        refuse_accelerator(_accelerator(DistributedType.NO, dynamo="INDUCTOR"))
+        check_accelerator(_accelerator(DistributedType.NO, dynamo="INDUCTOR"))
 
 
 def test_data_parallel_is_refused():
-    refuse_arguments(SimpleNamespace(n_gpu=1))
+    check_training_arguments(SimpleNamespace(n_gpu=1))
     with pytest.raises(ConfigError, match=r"2 GPUs.*nn\.DataParallel.*accelerate launch"):
-        refuse_arguments(SimpleNamespace(n_gpu=2))
+        check_training_arguments(SimpleNamespace(n_gpu=2))
 
 
 def test_sizes_of_one_are_let_through(monkeypatch):
     sizes = {"dp_replicate_size": 4, "dp_shard_size": 2, "tp_size": 1, "cp_size": None}
-    refuse_sizes(sizes)
+    check_parallel_sizes(sizes)
     with pytest.raises(ConfigError, match="context parallelism"):
-        refuse_sizes({**sizes, "cp_size": 2})
+        check_parallel_sizes({**sizes, "cp_size": 2})
     monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "2")
     with pytest.raises(ConfigError, match="PARALLELISM_CONFIG_CP_SIZE=2 asks for context"):
-        refuse_sizes(sizes)
+        check_parallel_sizes(sizes)
 
 
 @pytest.mark.parametrize("size", [-1, 0, "x", "2", 1.5, True, 10**40])
 def test_sizes_that_are_none_are_refused_by_name(size):
     with pytest.raises(ConfigError, match=r"dp_shard_size is .* whole number >= 1.*Remedy"):
-        refuse_sizes({"dp_shard_size": size})
+        check_parallel_sizes({"dp_shard_size": size})
 
 
 def test_sizes_of_the_environment_are_checked_too(monkeypatch):
     monkeypatch.setenv("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", " 2 ")
-    refuse_sizes({})
+    check_parallel_sizes({})
     monkeypatch.setenv("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "x")
     with pytest.raises(ConfigError, match="PARALLELISM_CONFIG_DP_REPLICATE_SIZE is 'x'"):
-        refuse_sizes({})
+        check_parallel_sizes({})
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_trainers_of_trl_that_a_pipeline_cannot_run_are_refused_by_name(name, fi
     theirs = type(f"{name}Config", (), {"__module__": "trl.trainer", **settings})
     args = type("MyArguments", (theirs,), {})()  # a script may add fields of its own
     if fits:
-        refuse_for_sharing_ranks(args, SPPOConfig(pp_size=2))
+        check_shared_batches(args, SPPOConfig(pp_size=2))
         return
     with pytest.raises(ConfigError, match=rf"TRL's {name}Trainer.*SFTTrainer.*pp_size=1"):
-        refuse_for_sharing_ranks(args, SPPOConfig(pp_size=2))
+        check_shared_batches(args, SPPOConfig(pp_size=2))

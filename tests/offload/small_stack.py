@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from sppo_hf.offload.copy_streams import HostCopier
 from sppo_hf.offload.engine import OffloadEngine
-from sppo_hf.offload.layer_offload import LayerOffload
-from sppo_hf.offload.pool import HostPool
-from sppo_hf.offload.prefetch_order import PrefetchOrder
+from sppo_hf.offload.host_memory import HostPool
+from sppo_hf.offload.layer_offload import LayerOffload, PrefetchOrder
 
 WIDTH = 16
 TOKENS = 12
@@ -64,7 +63,7 @@ def loss_of(
     before_move: BeforeMove | None = None,
     tiers: tuple[Literal["host", "disk"], ...] = ("host",),
 ) -> Tensor:
-    prefetch_order = engine.new_prefetch_order() if engine is not None else None
+    prefetch_order = PrefetchOrder(engine) if engine is not None else None
     for number, block in enumerate(blocks):
         if engine is None or prefetch_order is None:
             hidden_CD = block(hidden_CD)

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from sppo_hf import SPPOConfig
 from sppo_hf.engine.convert import convert, get_engine
 from sppo_hf.errors import OffloadError
-from sppo_hf.offload.casts import WeightCasts
-from sppo_hf.offload.layer_offload import LayerOffload
+from sppo_hf.offload.layer_offload import LayerOffload, PrefetchOrder, WeightCasts
 from sppo_hf.planning.activation_modes import mode_of
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
 from tests.engine.forced_plans import force_modes
@@ -79,9 +78,7 @@ def _frame(weight: nn.Parameter, x: Tensor, body: Any) -> Tensor:
     engine = cpu_engine()
     with (
         torch.autocast("cpu", torch.bfloat16),
-        LayerOffload(
-            engine, engine.new_prefetch_order(), casts=WeightCasts(watch=True, label="layer 3")
-        ),
+        LayerOffload(engine, PrefetchOrder(engine), casts=WeightCasts(watch=True, label="layer 3")),
     ):
         return body(x, weight)
 

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from sppo_hf.errors import BudgetError, OffloadError
 from sppo_hf.offload.disk import DiskStore, DiskWrite
-from sppo_hf.offload.disk_files import BLOCK_BYTES, aligned_bytes
-from sppo_hf.offload.disk_folder import StoreFolder
+from sppo_hf.offload.disk_files import BLOCK_BYTES, StoreFolder, aligned_bytes
 from tests.offload.faulty_disk import PATIENCE_SECONDS, FaultyDisk
 from tests.sweeps import examples
 

@@ -20,9 +20,8 @@ import torch
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.device_facts import device_facts
 from sppo_hf.errors import ConfigError
-from sppo_hf.offload import disk_folder
-from sppo_hf.offload.disk_files import BLOCK_BYTES
-from sppo_hf.offload.disk_folder import StoreFolder
+from sppo_hf.offload import disk_files
+from sppo_hf.offload.disk_files import BLOCK_BYTES, StoreFolder
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -33,7 +32,7 @@ import gc, json, os, signal, sys, time, warnings
 from pathlib import Path
 import torch
 from sppo_hf.errors import OffloadError
-from sppo_hf.offload import disk_folder
+from sppo_hf.offload import disk_files
 from sppo_hf.offload.disk import DiskStore
 
 warnings.simplefilter("ignore")  # newer Pythons warn of fork beside threads, which is the point
@@ -41,7 +40,7 @@ directory = Path(sys.argv[1])
 names = lambda: sorted(path.name for path in directory.iterdir())
 memory = torch.arange(9000, dtype=torch.int16).view(torch.uint8)
 if sys.argv[2] == "named":
-    disk_folder._why_not_nameless = lambda directory: "a test says so"
+    disk_files._why_not_nameless = lambda directory: "a test says so"
 
 
 def make():
@@ -161,11 +160,11 @@ def test_where_files_keep_their_names_the_next_store_removes_what_a_kill_left(
 @pytest.fixture
 def named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend that a removed file cannot be used."""
-    monkeypatch.setattr(disk_folder, "_why_not_nameless", lambda directory: "a test says so")
+    monkeypatch.setattr(disk_files, "_why_not_nameless", lambda directory: "a test says so")
 
 
 def folder_name(*, host: str | None = None, number: int = 1) -> str:
-    return f"sppo-{host or disk_folder._host()}-{os.getpid()}-{number:016x}"
+    return f"sppo-{host or disk_files._host()}-{os.getpid()}-{number:016x}"
 
 
 def make_leftover(directory: Path, name: str, *, num_bytes: int = 5000) -> Path:
@@ -273,7 +272,7 @@ def test_folders_whose_owner_lives_are_kept(tmp_path: Path) -> None:
 def test_leftovers_are_removed_and_told_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, logger=disk_folder.__name__)
+    caplog.set_level(logging.INFO, logger=disk_files.__name__)
     leftovers = [make_leftover(tmp_path, folder_name(number=number)) for number in range(3)]
     taken_bytes = sum(
         file.stat().st_blocks * 512 for leftover in leftovers for file in leftover.iterdir()
@@ -325,7 +324,7 @@ def test_another_name_is_tried_where_the_lock_was_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = [False, True]
-    monkeypatch.setattr(disk_folder, "_take_lock", lambda descriptor: answers.pop(0))
+    monkeypatch.setattr(disk_files, "_take_lock", lambda descriptor: answers.pop(0))
     folder = StoreFolder(tmp_path)
     assert not answers
     assert len(list(tmp_path.iterdir())) == 2  # the other process is about to remove one
@@ -336,7 +335,7 @@ def test_another_name_is_tried_where_the_lock_was_taken(
 def test_another_name_is_tried_where_the_new_folder_was_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    take_lock = disk_folder._take_lock
+    take_lock = disk_files._take_lock
     removed: list[Path] = []
 
     def remove_first(descriptor: int) -> bool:
@@ -347,7 +346,7 @@ def test_another_name_is_tried_where_the_new_folder_was_removed(
             path.rmdir()
         return take_lock(descriptor)
 
-    monkeypatch.setattr(disk_folder, "_take_lock", remove_first)
+    monkeypatch.setattr(disk_files, "_take_lock", remove_first)
     folder = StoreFolder(tmp_path)
     assert folder.path not in removed
     assert folder.path.is_dir()
@@ -361,7 +360,7 @@ def test_a_filesystem_without_locks_works_and_is_told(
     def no_locks(descriptor: int) -> bool:
         raise OSError("No locks available")
 
-    monkeypatch.setattr(disk_folder, "_take_lock", no_locks)
+    monkeypatch.setattr(disk_files, "_take_lock", no_locks)
     first = StoreFolder(tmp_path)
     second = StoreFolder(tmp_path)
     assert first.path.is_dir()

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from sppo_hf.errors import OffloadError
-from sppo_hf.offload import disk_queue
+from sppo_hf.offload import disk
 from sppo_hf.offload.disk import DiskStore
 from sppo_hf.offload.disk_files import BLOCK_BYTES
 from tests.offload.faulty_disk import FaultyDisk
@@ -164,8 +164,8 @@ def test_a_slow_disk_is_told_once_with_its_speed(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level(logging.WARNING, logger=disk_queue.__name__)
-    monkeypatch.setattr(disk_queue, "SLOW_WAIT_SECONDS", 0.01)
+    caplog.set_level(logging.WARNING, logger=disk.__name__)
+    monkeypatch.setattr(disk, "SLOW_WAIT_SECONDS", 0.01)
     store = make_store(tmp_path, max_queued_bytes=BLOCK_BYTES)
     for _ in range(2):
         faulty.writes_flow.clear()
@@ -188,7 +188,7 @@ def test_a_full_queue_tells_of_a_slow_disk_too(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(disk_queue, "SLOW_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(disk, "SLOW_WAIT_SECONDS", 0.01)
     store = make_store(tmp_path, max_queued_bytes=BLOCK_BYTES)
     faulty.writes_flow.clear()
     store.start_write(host_bytes(BLOCK_BYTES))

@@ -13,10 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sppo_hf.errors import BudgetError, OffloadError
-from sppo_hf.offload import disk_space
-from sppo_hf.offload.disk_files import BLOCK_BYTES
-from sppo_hf.offload.disk_folder import StoreFolder
-from sppo_hf.offload.disk_space import DiskExtent, DiskSpace, describe
+from sppo_hf.offload import disk
+from sppo_hf.offload.disk import DiskExtent, DiskSpace, describe
+from sppo_hf.offload.disk_files import BLOCK_BYTES, StoreFolder
 
 SLAB_BYTES = 8 * BLOCK_BYTES
 
@@ -112,7 +111,7 @@ def test_a_full_disk_names_the_folder_and_leaves_all_as_it_was(
 def test_what_is_reserved_is_told_because_nobody_sees_it_in_the_folder(
     folder: StoreFolder, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, logger=disk_space.__name__)
+    caplog.set_level(logging.INFO, logger=disk.__name__)
     space = DiskSpace(folder, slab_bytes=SLAB_BYTES, budget_bytes=100 * SLAB_BYTES)
     for _ in range(2):
         space.allocate(SLAB_BYTES)

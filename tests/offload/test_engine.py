@@ -11,7 +11,7 @@ import torch
 from sppo_hf.errors import BudgetError, OffloadError
 from sppo_hf.offload.copy_streams import HostCopier, StreamCopier
 from sppo_hf.offload.engine import OffloadEngine, make_engine
-from sppo_hf.offload.pool import ALIGNMENT_BYTES, HostPool
+from sppo_hf.offload.host_memory import ALIGNMENT_BYTES, HostPool
 from tests.fakes.device import FakeDevice
 
 SLAB_BYTES = 2**14
@@ -119,7 +119,7 @@ def test_a_source_modified_before_it_left_is_refused(prefetched: bool) -> None:
 def test_what_cannot_move_stays_in_the_handle(tensor: torch.Tensor) -> None:
     engine = _engine(_slow_device())
     handle = engine.start_offload(tensor)
-    assert not handle.is_moved
+    assert not handle.is_offloaded
     engine.prefetch(handle)
     back = engine.wait_for(handle)
     assert back.shape == tensor.shape

@@ -13,12 +13,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from sppo_hf.errors import BudgetError, OffloadError
 from sppo_hf.offload.copy_streams import StreamCopier, StreamTicket
-from sppo_hf.offload.engine import OffloadEngine
-from sppo_hf.offload.pool import HostPool
-from sppo_hf.offload.prefetch_order import PrefetchOrder
-from sppo_hf.offload.staging import Staging
+from sppo_hf.offload.engine import OffloadEngine, PendingCopies
+from sppo_hf.offload.host_memory import HostPool
+from sppo_hf.offload.layer_offload import PrefetchOrder
 from sppo_hf.offload.storage import OffloadedStorage, OffloadedTensor
-from sppo_hf.offload.transfers import PendingCopies
+from sppo_hf.offload.tiers import Staging
 from tests.fakes.device import FakeDevice, RaceError
 from tests.fakes.disk import FakeDisk
 from tests.sweeps import examples
@@ -62,12 +61,12 @@ class _Training:
         self.values: dict[int, torch.Tensor] = {}
 
     def forward(self, sizes: list[list[int]], compute_seconds: Callable[[], float]) -> list[_Frame]:
-        prefetch_order, frames = self.engine.new_prefetch_order(), []
+        prefetch_order, frames = PrefetchOrder(self.engine), []
         carried = self.device.tensor(torch.rand(8))
-        for frame_sizes in sizes:
+        for activation_sizes in sizes:
             # What one frame hands to the next is saved by both, as a layer's output is.
             handles = [self._save(carried)]
-            for size in frame_sizes:
+            for size in activation_sizes:
                 carried = self.device.tensor(torch.rand(size), compute_seconds())
                 handles.append(self._save(carried))
             frames.append(_Frame(self.engine, prefetch_order, handles))
@@ -144,7 +143,7 @@ def test_the_device_never_holds_more_than_two_frames(
     # ahead. No clock is looked at: the host runs ahead of the device without limit.
     device = FakeDevice(lambda stream, num_bytes: lane_seconds[stream.endswith("2")])
     engine = _engine(device)
-    prefetch_order, frames = engine.new_prefetch_order(), []
+    prefetch_order, frames = PrefetchOrder(engine), []
     for size in sizes:
         tensor = device.tensor(torch.rand(size), data.draw(DURATIONS))
         frames.append(_Frame(engine, prefetch_order, [engine.start_offload(tensor)]))
@@ -232,8 +231,8 @@ class EngineUnderAnyUse(RuleBasedStateMachine):
     def evict(self, which: int) -> None:
         handle, _ = self.held[which % len(self.held)]
         self.engine.evict(handle)
-        if handle.is_moved:
-            assert self.engine.bytes_to_fetch([handle, handle]) == handle.stored().span.num_bytes
+        if handle.is_offloaded:
+            assert self.engine.bytes_to_prefetch([handle, handle]) == handle.stored().span.num_bytes
 
     @precondition(lambda self: self.held)
     @rule(which=st.integers(0, 99), by_dropping=st.booleans())
@@ -243,8 +242,8 @@ class EngineUnderAnyUse(RuleBasedStateMachine):
             self.engine.release(handle)
 
     @rule()
-    def close_frame(self) -> None:
-        self.engine.close_frame()
+    def limit_pending_d2h(self) -> None:
+        self.engine.limit_pending_d2h()
 
     @rule(seconds=DURATIONS)
     def advance(self, seconds: float) -> None:
@@ -253,8 +252,8 @@ class EngineUnderAnyUse(RuleBasedStateMachine):
     @rule()
     def fail(self) -> None:
         self.engine.abandon()
-        self.orphans = [handle for handle, _ in self.held if handle.is_moved]
-        self.held = [(handle, value) for handle, value in self.held if not handle.is_moved]
+        self.orphans = [handle for handle, _ in self.held if handle.is_offloaded]
+        self.held = [(handle, value) for handle, value in self.held if not handle.is_offloaded]
 
     @invariant()
     def within_budget(self) -> None:
@@ -327,7 +326,7 @@ def _forget_source(pending: PendingCopies, max_pending_d2h_bytes: int | None) ->
 
 MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "a source is freed without waiting for its copy": lambda patch: patch.setattr(
-        PendingCopies, "close_frame", _forget_source
+        PendingCopies, "limit_pending_d2h", _forget_source
     ),
     "a copy counts as ordered from the start": lambda patch: patch.setattr(
         StreamTicket, "ordered", property(lambda self: True)

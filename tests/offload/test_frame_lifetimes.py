@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from sppo_hf.errors import BudgetError, OffloadError
 from sppo_hf.offload.copy_streams import StreamCopier, StreamTicket
 from sppo_hf.offload.engine import OffloadEngine, make_engine
-from sppo_hf.offload.layer_offload import LayerOffload
-from sppo_hf.offload.pool import HostPool
+from sppo_hf.offload.host_memory import HostPool
+from sppo_hf.offload.layer_offload import LayerOffload, PrefetchOrder
 from tests.fakes.device import FakeDevice, RaceError
 from tests.offload.small_stack import (
     SLAB_BYTES,
@@ -162,13 +162,13 @@ def test_a_spent_budget_ends_the_step_and_not_the_engine() -> None:
 
 def test_in_place_changes_of_what_stays_are_refused() -> None:
     engine = cpu_engine()
-    prefetch_order = engine.new_prefetch_order()
+    prefetch_order = PrefetchOrder(engine)
     weight = nn.Parameter(torch.rand(100))
     loss = in_a_frame(engine, prefetch_order, lambda: (weight * torch.rand(100)).sin().sum())
     loss.backward()
     scale = torch.rand(4)
     small = torch.rand(4, requires_grad=True)
-    loss = in_a_frame(engine, engine.new_prefetch_order(), lambda: (small * scale).sum())
+    loss = in_a_frame(engine, PrefetchOrder(engine), lambda: (small * scale).sum())
     scale.add_(1.0)
     with pytest.raises(OffloadError, match="modified in place"):
         loss.backward()
@@ -176,7 +176,7 @@ def test_in_place_changes_of_what_stays_are_refused() -> None:
 
 def test_frames_open_and_close_once() -> None:
     engine = cpu_engine()
-    frame = LayerOffload(engine, engine.new_prefetch_order())
+    frame = LayerOffload(engine, PrefetchOrder(engine))
     with pytest.raises(AssertionError, match="while it is open"):
         frame.close()
     frame.open()

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sppo_hf.offload.free_list import FreeList
+from sppo_hf.offload.host_memory import FreeList
 
 NUM_BYTES = 64
 

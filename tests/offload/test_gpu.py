@@ -15,8 +15,7 @@ from torch import Tensor
 from sppo_hf.errors import OffloadError
 from sppo_hf.offload.copy_streams import CudaRuntime, StreamCopier, StreamTicket
 from sppo_hf.offload.engine import OffloadEngine, make_engine
-from sppo_hf.offload.host_memory import host_memory, locked_bytes
-from sppo_hf.offload.pool import HostPool
+from sppo_hf.offload.host_memory import HostPool, host_memory, locked_bytes
 from tests.fakes.delays import DelayedRuntime, delayed_cuda, delayed_fake
 from tests.fakes.device import FakeDevice, RaceError
 from tests.offload.small_stack import SLAB_BYTES, TOKENS, WIDTH, assert_same, loss_of, make_blocks
@@ -150,7 +149,7 @@ def check_round_trip(device: torch.device, *, num_elements: int, pin: bool) -> N
         values[at] = number + 1
     handle = engine.start_offload(values)
     del values
-    engine.close_frame(0)
+    engine.limit_pending_d2h(0)
     back = engine.wait_for(handle)
     assert [int(back[at]) for at in marks] == [1, 2, 3, 4]
     assert int(back.count_nonzero()) == 4

@@ -5,7 +5,7 @@ import torch
 
 from sppo_hf.offload.copy_streams import HostCopier
 from sppo_hf.offload.engine import OffloadEngine
-from sppo_hf.offload.pool import HostPool
+from sppo_hf.offload.host_memory import HostPool
 
 VIEWS = {
     "contiguous": lambda t: t,
@@ -27,7 +27,7 @@ def test_views_come_back_as_they_were(view: str, dtype: torch.dtype) -> None:
     engine = OffloadEngine(HostCopier(), HostPool(2**16), min_offload_elements=1)
     tensor = VIEWS[view](torch.arange(4 * 6 * 10).reshape(4, 6, 10).to(dtype))
     handle = engine.start_offload(tensor)
-    assert handle.is_moved
+    assert handle.is_offloaded
     back = engine.wait_for(handle)
     assert torch.equal(back, tensor)
     assert back.stride() == tensor.stride()

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from sppo_hf.offload.copy_streams import HostCopier
 from sppo_hf.offload.engine import OffloadEngine
-from sppo_hf.offload.layer_offload import LayerOffload
-from sppo_hf.offload.pool import HostPool
+from sppo_hf.offload.host_memory import HostPool
+from sppo_hf.offload.layer_offload import LayerOffload, PrefetchOrder
 from sppo_hf.offload.storage import OffloadedTensor
 from tests.offload.small_stack import (
     SLAB_BYTES,
@@ -57,7 +57,7 @@ def test_gradients_are_equal_under_autocast() -> None:
 
 def test_aliases_move_once() -> None:
     engine = cpu_engine()
-    prefetch_order = engine.new_prefetch_order()
+    prefetch_order = PrefetchOrder(engine)
     hidden = torch.rand(50, 30, requires_grad=True)
     with LayerOffload(engine, prefetch_order):
         whole = hidden.sigmoid()  # saves its result
@@ -73,7 +73,7 @@ def test_aliases_move_once() -> None:
 
 def test_what_one_frame_hands_to_the_next_moves_once() -> None:
     engine = cpu_engine()
-    prefetch_order = engine.new_prefetch_order()
+    prefetch_order = PrefetchOrder(engine)
     hidden = torch.rand(100, requires_grad=True)
     with LayerOffload(engine, prefetch_order):
         hidden = hidden.exp()
@@ -86,7 +86,7 @@ def test_what_one_frame_hands_to_the_next_moves_once() -> None:
 
 def test_parameters_and_their_views_never_move() -> None:
     engine = cpu_engine()
-    prefetch_order = engine.new_prefetch_order()
+    prefetch_order = PrefetchOrder(engine)
     linear = nn.Linear(WIDTH, WIDTH, bias=False)
     hidden = torch.rand(TOKENS, WIDTH, requires_grad=True)
     with LayerOffload(engine, prefetch_order):
@@ -99,7 +99,7 @@ def test_parameters_and_their_views_never_move() -> None:
 
 def test_small_tensors_stay() -> None:
     engine = OffloadEngine(HostCopier(), HostPool(SLAB_BYTES), min_offload_elements=100)
-    prefetch_order = engine.new_prefetch_order()
+    prefetch_order = PrefetchOrder(engine)
     small = torch.rand(99, requires_grad=True)
     loss = in_a_frame(engine, prefetch_order, lambda: small.sin().sum())
     assert engine.stats().d2h_bytes == 0
@@ -109,14 +109,14 @@ def test_small_tensors_stay() -> None:
 
 def test_frames_come_back_one_ahead() -> None:
     engine, blocks = cpu_engine(), make_blocks()
-    prefetch_order = engine.new_prefetch_order()
+    prefetch_order = PrefetchOrder(engine)
     hidden_CD = torch.rand(TOKENS, WIDTH)
     log: list[str] = []
-    frame_bytes = [0]
+    activation_bytes = [0]
     prefetch = engine.prefetch
 
     def logged(handle: OffloadedTensor) -> None:
-        if engine.bytes_to_fetch([handle]):
+        if engine.bytes_to_prefetch([handle]):
             log.append(f"prefetch {handle.label}")
         prefetch(handle)
 
@@ -126,9 +126,9 @@ def test_frames_come_back_one_ahead() -> None:
         with frame:
             hidden_CD = block(hidden_CD)
         hidden_CD.register_hook(lambda gradient, number=number: log.append(f"backward {number}"))
-        frame_bytes.append(engine.stats().d2h_bytes)
+        activation_bytes.append(engine.stats().d2h_bytes)
     hidden_CD.sum().backward()
-    assert all(one < other for one, other in pairwise(frame_bytes))
+    assert all(one < other for one, other in pairwise(activation_bytes))
     assert [entry for entry, _ in groupby(log)] == [
         "backward 3", "prefetch 3", "prefetch 2",
         "backward 2", "prefetch 1",
@@ -145,9 +145,7 @@ def test_checkpoints_inside_a_frame(reentrant: bool) -> None:
     def gradients(with_engine: OffloadEngine | None) -> list[Tensor]:
         blocks.zero_grad()
         prefetch_order = (
-            cpu_engine().new_prefetch_order()
-            if with_engine is None
-            else with_engine.new_prefetch_order()
+            PrefetchOrder(cpu_engine()) if with_engine is None else PrefetchOrder(with_engine)
         )
         out = hidden_CD
         for block in blocks:
@@ -198,7 +196,7 @@ def test_a_saved_tensor_may_be_read_twice() -> None:
 
     engine = cpu_engine()
     tensor = torch.rand(100, requires_grad=True)
-    loss = in_a_frame(engine, engine.new_prefetch_order(), lambda: Twice.apply(tensor).sum())
+    loss = in_a_frame(engine, PrefetchOrder(engine), lambda: Twice.apply(tensor).sum())
     loss.backward()
     assert torch.equal(tensor.grad, 2 * tensor.detach())
     assert engine.stats().h2d_bytes == 400
@@ -206,7 +204,7 @@ def test_a_saved_tensor_may_be_read_twice() -> None:
 
 def test_a_gradient_taken_inside_the_frame() -> None:
     engine = cpu_engine()
-    prefetch_order = engine.new_prefetch_order()
+    prefetch_order = PrefetchOrder(engine)
     tensor = torch.rand(100, requires_grad=True)
     with LayerOffload(engine, prefetch_order):
         out = tensor.exp()

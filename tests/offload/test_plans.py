@@ -21,11 +21,10 @@ from hypothesis import strategies as st
 
 from sppo_hf.offload.copy_streams import StreamCopier, StreamTicket
 from sppo_hf.offload.engine import OffloadEngine
-from sppo_hf.offload.host_memory import PAGE_BYTES
-from sppo_hf.offload.pool import HostPool
-from sppo_hf.offload.prefetch_order import PrefetchOrder
-from sppo_hf.offload.staging import Staging, _Return
+from sppo_hf.offload.host_memory import PAGE_BYTES, HostPool
+from sppo_hf.offload.layer_offload import PrefetchOrder
 from sppo_hf.offload.storage import OffloadedStorage, OffloadedTensor
+from sppo_hf.offload.tiers import Staging, _Return
 from tests.fakes.device import FakeDevice, RaceError
 from tests.fakes.disk import FakeDisk
 from tests.offload.orders import asked_within
@@ -115,8 +114,8 @@ class Training:
             for long, (mode, sizes) in zip(handed, plan, strict=False)
         ]
         asked = asked_within(away, machine.max_prefetch_bytes)
-        prefetch_order = self.engine.new_prefetch_order(
-            max_pending_d2h_bytes=machine.max_pending_d2h_bytes, asked=asked
+        prefetch_order = PrefetchOrder(
+            self.engine, max_pending_d2h_bytes=machine.max_pending_d2h_bytes, asked=asked
         )
         frames: list[Frame] = []
         carried = self.device.tensor(torch.rand(8))
@@ -131,9 +130,9 @@ class Training:
                 carried = self.device.tensor(torch.rand(size), self.seconds())
                 self._save(frame, mode, carried)
                 self._event()
-            frame_bytes = sum(4 * value.numel() for _, value in frame.held)
-            self.largest_bytes = max(self.largest_bytes, frame_bytes)
-            assert self._leaving_bytes() <= before_bytes + frame_bytes
+            activation_bytes = sum(4 * value.numel() for _, value in frame.held)
+            self.largest_bytes = max(self.largest_bytes, activation_bytes)
+            assert self._leaving_bytes() <= before_bytes + activation_bytes
             prefetch_order.record(frame, len(frames))
             left_bytes = (
                 self.largest_bytes
@@ -174,7 +173,7 @@ class Training:
         self.engine.assert_drained()
         for _ in range(3):
             self.device.finish()
-            self.engine.close_frame(0)
+            self.engine.limit_pending_d2h(0)
         stats = self.engine.stats()
         assert stats.host_used_bytes == stats.live_handles == 0
         assert self.disk.used_bytes == 0
@@ -208,12 +207,12 @@ class Training:
         """Only what the window allows was asked for of frames that are not in use yet."""
         # What frames share was planned with twice.
         most_bytes = max(self.machine.max_prefetch_bytes or 0, self.largest_bytes)
-        in_use = {handle.stored() for handle, _ in entered.held if handle.is_moved}
+        in_use = {handle.stored() for handle, _ in entered.held if handle.is_offloaded}
         assert all(stored.coming for stored in in_use)
         if self.dropped:
             return  # what a dropped frame shared with one that is left is in nobody's window
         held = {
-            handle.stored() for frame in frames for handle in frame.handles() if handle.is_moved
+            handle.stored() for frame in frames for handle in frame.handles() if handle.is_offloaded
         }
         # What was in use and is shared with a frame before stays for that one's use.
         self.used |= in_use
@@ -301,7 +300,7 @@ MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         _Return, "is_over", lambda self: True
     ),
     "reads count as over from the start": lambda patch: patch.setattr(
-        "sppo_hf.offload.staging.Staging._end_reads", _end_reads_at_once
+        "sppo_hf.offload.tiers.Staging._end_reads", _end_reads_at_once
     ),
 }
 

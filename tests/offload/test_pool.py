@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sppo_hf.errors import BudgetError, OffloadError
-from sppo_hf.offload import pool as pool_module
-from sppo_hf.offload.host_memory import PAGE_BYTES
-from sppo_hf.offload.pool import ALIGNMENT_BYTES, HostPool, Region
+from sppo_hf.offload import host_memory as pool_module
+from sppo_hf.offload.host_memory import ALIGNMENT_BYTES, PAGE_BYTES, HostPool, Region
 from tests.fakes.device import FakeDevice
 
 SLAB_BYTES = 8 * ALIGNMENT_BYTES

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sppo_hf.offload.prefetch_order import PrefetchOrder
+from sppo_hf.offload.layer_offload import PrefetchOrder
 from tests.offload.orders import asked_within
 
 
@@ -31,13 +31,15 @@ class _Frame:
 class _Mover:
     """Notes what the prefetch order asks for; what was asked for has no bytes to fetch any more."""
 
+    reads_ahead = True
+
     def __init__(self) -> None:
         self.log: list[int] = []
         self.read: list[int] = []
         self.offload_holder = 0
         self.closed: list[int | None] = []
 
-    def close_frame(self, max_pending_d2h_bytes: int | None = None) -> None:
+    def limit_pending_d2h(self, max_pending_d2h_bytes: int | None = None) -> None:
         self.closed.append(max_pending_d2h_bytes)
 
     def prefetch(self, handle: _Handle) -> None:
@@ -190,7 +192,7 @@ def test_the_tape_keeps_no_frame_alive() -> None:
 
 def test_reads_run_ahead_of_prefetches_as_far_as_there_is_room() -> None:
     mover = _Mover()
-    prefetch_order = PrefetchOrder(mover, asked=asked_within([5] * 12, 10), reads_ahead=True)
+    prefetch_order = PrefetchOrder(mover, asked=asked_within([5] * 12, 10))
     frames = [_Frame(name, 5) for name in range(12)]
     for number, frame in enumerate(frames):
         prefetch_order.record(frame, number)

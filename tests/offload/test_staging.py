@@ -8,10 +8,10 @@ import torch
 from sppo_hf.errors import BudgetError, OffloadError
 from sppo_hf.offload.copy_streams import StreamCopier
 from sppo_hf.offload.engine import OffloadEngine, make_engine
-from sppo_hf.offload.host_memory import PAGE_BYTES
-from sppo_hf.offload.pool import HostPool
-from sppo_hf.offload.staging import Staging
+from sppo_hf.offload.host_memory import PAGE_BYTES, HostPool
+from sppo_hf.offload.layer_offload import PrefetchOrder
 from sppo_hf.offload.storage import OffloadedTensor
+from sppo_hf.offload.tiers import Staging
 from tests.fakes.device import FakeDevice, RaceError
 from tests.fakes.disk import FakeDisk
 
@@ -51,7 +51,7 @@ class _Bench:
         """Let everything that goes on by itself come to its end."""
         for _ in range(4):
             self.device.finish()
-            self.engine.close_frame(0)
+            self.engine.limit_pending_d2h(0)
 
 
 def test_bytes_pass_through_staging_to_disk_and_back() -> None:
@@ -71,7 +71,7 @@ def test_bytes_pass_through_staging_to_disk_and_back() -> None:
     assert bench.engine.stats().disk_read_bytes == PAGE_BYTES
     assert bench.engine.stats().h2d_bytes == 0, "a read is under way"
     bench.device.advance(6.0)
-    bench.engine.close_frame()
+    bench.engine.limit_pending_d2h()
     assert bench.engine.stats().h2d_bytes == PAGE_BYTES, "the next call sent it on"
     assert torch.equal(bench.engine.wait_for(handle), values)
     assert bench.engine.stats().disk_stall_seconds == 0.0
@@ -98,7 +98,7 @@ def test_waiting_for_what_is_on_disk_blocks_the_host_and_counts_it() -> None:
 def test_what_is_wanted_before_it_is_written_comes_from_staging() -> None:
     bench = _Bench(disk_seconds=100.0)
     handle = bench.send()
-    bench.engine.close_frame(0)  # the source is free, its bytes are on the host
+    bench.engine.limit_pending_d2h(0)  # the source is free, its bytes are on the host
     bench.engine.wait_for(handle)
     bench.device.advance(10.0)
     bench.engine.evict(handle)  # now they are being written
@@ -161,7 +161,7 @@ def test_a_full_host_spills_to_disk() -> None:
 
 def test_reads_start_before_copies_and_within_half_of_staging() -> None:
     bench = _Bench(staging_pages=8)
-    prefetch_order = bench.engine.new_prefetch_order(max_pending_d2h_bytes=0)
+    prefetch_order = PrefetchOrder(bench.engine, max_pending_d2h_bytes=0)
     frames = []
     for _ in range(12):
         frames.append(_Frame(bench.send()))
@@ -188,7 +188,7 @@ def test_what_was_read_ahead_makes_room() -> None:
     assert bench.engine.read_ahead(handles[3])
     assert not bench.engine.read_ahead(handles[2]), "half of staging is one page"
     bench.device.advance(10.0)
-    bench.engine.close_frame()
+    bench.engine.limit_pending_d2h()
     big = bench.send(2)  # wants all of staging
     bench.settle()
     for handle in (*handles, big):
@@ -201,11 +201,11 @@ def test_an_evicted_read_waits_on_the_host_for_its_next_use() -> None:
     handle = bench.send()
     bench.settle()
     bench.engine.prefetch(handle)
-    assert bench.engine.bytes_to_fetch([handle]) == 0
+    assert bench.engine.bytes_to_prefetch([handle]) == 0
     bench.engine.evict(handle)
-    assert bench.engine.bytes_to_fetch([handle]) == PAGE_BYTES
+    assert bench.engine.bytes_to_prefetch([handle]) == PAGE_BYTES
     bench.device.advance(10.0)
-    bench.engine.close_frame()
+    bench.engine.limit_pending_d2h()
     assert bench.engine.stats().h2d_bytes == 0, "nobody wants it on the device any more"
     bench.engine.wait_for(handle)
     assert bench.disk.reads == 1
@@ -221,7 +221,7 @@ def test_a_failed_transfer_surfaces_once_and_its_bytes_are_lost(fails: str) -> N
         bench.engine.prefetch(handle)
     with pytest.raises(OffloadError, match="/fake/slab failed"):
         bench.settle()
-    bench.engine.close_frame()  # said once, and not again
+    bench.engine.limit_pending_d2h()  # said once, and not again
     with pytest.raises(OffloadError, match="/fake/slab failed"):
         bench.engine.wait_for(handle)
     bench.engine.abandon()
@@ -289,7 +289,7 @@ def test_the_fake_device_sees_a_region_lent_under_its_write() -> None:
     bench = _Bench(staging_pages=1, disk_seconds=100.0)
     handle = bench.send()
     bench.device.advance(2.0)
-    bench.engine.close_frame()
+    bench.engine.limit_pending_d2h()
     stored = handle.stored()
     assert stored.region is not None
     bench.staging.pool.release(stored.region)  # as a broken engine would

@@ -2,7 +2,7 @@
 
 from dataclasses import astuple, fields
 
-from sppo_hf.offload.stats import OffloadStats
+from sppo_hf.offload.engine import OffloadStats
 
 AS_NOW = {
     "pinned_bytes",

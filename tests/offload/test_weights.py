@@ -18,9 +18,9 @@ from torch.nn import Parameter
 
 from sppo_hf.errors import OffloadError
 from sppo_hf.offload.copy_streams import StreamCopier
-from sppo_hf.offload.pool import ALIGNMENT_BYTES
-from sppo_hf.offload.weights import HostWeights, _Sum, can_rest
-from sppo_hf.planning.model_shape import Resting
+from sppo_hf.offload.host_memory import ALIGNMENT_BYTES
+from sppo_hf.offload.weights import HostWeights, _Sum, can_be_host_resident
+from sppo_hf.planning.model_shape import HostResident
 from tests.fakes.device import FakeDevice, RaceError
 
 LAYERS = 4
@@ -31,7 +31,12 @@ class _Model:
     """Four layers of two weights and one weight outside, as the host would enqueue their work."""
 
     def __init__(
-        self, copies: list[float], work: list[float], *, stays: bool, locked: bool = False
+        self,
+        copies: list[float],
+        work: list[float],
+        *,
+        keep_device_copies: bool,
+        locked: bool = False,
     ) -> None:
         self.copies, self.work = itertools.cycle(copies), itertools.cycle(work)
         self.device = FakeDevice(lambda stream, num_bytes: next(self.copies))
@@ -43,7 +48,7 @@ class _Model:
             self.layers,
             [self.other],
             copier=StreamCopier(self.device),
-            stays=stays,
+            keep_device_copies=keep_device_copies,
             locker=self.device if locked else None,
         )
         self.processor = self.device.new_stream()
@@ -70,19 +75,19 @@ class _Model:
         self.device.kernel(reads=[p.data for p in parameters], seconds=next(self.work))
 
     def forward(self) -> None:
-        self.weights.begin()
+        self.weights.start_forward()
         for index, layer in enumerate(self.layers):
-            self.weights.enter(index)
+            self.weights.enter_layer(index)
             self.use([*layer, self.other])
 
     def backward(self, value: float) -> None:
         for index in reversed(range(LAYERS)):
-            self.weights.enter(index, backward=True)
+            self.weights.enter_layer(index, backward=True)
             self.use([*self.layers[index], self.other])
             for parameter in self.layers[index]:
                 self.take(parameter, value)
         self.take(self.other, value)
-        self.weights.rest()
+        self.weights.move_to_host()
 
     def take(self, parameter: Parameter, value: float) -> None:
         weight = self.weights._of[id(parameter)]
@@ -101,15 +106,15 @@ class _Model:
 @given(
     copies=SECONDS,
     work=SECONDS,
-    stays=st.booleans(),
+    keep_device_copies=st.booleans(),
     batches=st.integers(1, 3),
     locked=st.booleans(),
 )
 @settings(max_examples=25, deadline=None)
 def test_nothing_races(
-    copies: list[float], work: list[float], stays: bool, batches: int, locked: bool
+    copies: list[float], work: list[float], keep_device_copies: bool, batches: int, locked: bool
 ) -> None:
-    model = _Model(copies, work, stays=stays, locked=locked)
+    model = _Model(copies, work, keep_device_copies=keep_device_copies, locked=locked)
     for _ in range(2):
         for batch in range(batches):
             model.forward()
@@ -119,37 +124,37 @@ def test_nothing_races(
             assert torch.all(parameter.grad == 2.0**batches - 1)
             parameter.grad = None
         model.forward()  # its loss is dropped
-        model.weights.rest()
+        model.weights.move_to_host()
         model.step()
 
 
-@pytest.mark.parametrize("stays", [False, True])
-def test_the_layer_in_use_and_the_next_are_on_the_device(stays: bool) -> None:
-    model = _Model([1.0], [1.0], stays=stays)
+@pytest.mark.parametrize("keep_device_copies", [False, True])
+def test_the_layer_in_use_and_the_next_are_on_the_device(keep_device_copies: bool) -> None:
+    model = _Model([1.0], [1.0], keep_device_copies=keep_device_copies)
     model.forward()
     model.backward(1.0)
     layer, other = 4 * (8 + 2 * 3), 4 * 5
-    assert model.weights.peak_bytes == (LAYERS if stays else 2) * layer + other
+    assert model.weights.peak_bytes == (LAYERS if keep_device_copies else 2) * layer + other
     assert model.weights.device_bytes == 0
 
 
 def test_the_host_waits_for_copies_out_of_what_it_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = _Model([50.0], [0.0], stays=False)
+    model = _Model([50.0], [0.0], keep_device_copies=False)
     model.forward()
     model.weights._last_in = None  # as if nobody had to wait
-    model.weights.rest()
+    model.weights.move_to_host()
     with pytest.raises(RaceError):
         model.step()
 
 
 def test_a_view_of_a_weight_is_made_of_the_bytes_of_its_time() -> None:
-    model = _Model([1.0], [1.0], stays=False)
+    model = _Model([1.0], [1.0], keep_device_copies=False)
     parameter = model.layers[0][1]
     model.forward()
-    view = model.weights.view_of(parameter.t(), "layer 0")
+    view = model.weights.saved_view_of(parameter.t(), "layer 0")
     assert view is not None
-    assert model.weights.view_of(torch.rand(2, 3)) is None
-    model.weights.enter(0, backward=True)
+    assert model.weights.saved_view_of(torch.rand(2, 3)) is None
+    model.weights.enter_layer(0, backward=True)
     made = view.make()
     assert torch.equal(made, parameter.detach().t())
     assert made.data_ptr() == parameter.data_ptr()
@@ -172,9 +177,9 @@ def _run(model: _Model, batches: int) -> list[torch.Tensor]:
 
 
 def test_what_is_locked_is_what_is_planned() -> None:
-    model = _Model([50.0], [0.0], stays=False, locked=True)
+    model = _Model([50.0], [0.0], keep_device_copies=False, locked=True)
     layers, other = [8 * 4 + 6 * 4] * LAYERS, 5 * 4
-    resting = Resting(
+    resting = HostResident(
         layer_bytes=tuple(layers),
         outer_bytes=other,
         stays=False,
@@ -203,7 +208,7 @@ def test_what_is_locked_is_what_is_planned() -> None:
 
 
 def test_a_gradient_that_somebody_keeps_is_not_overwritten() -> None:
-    model = _Model([1.0], [1.0], stays=False, locked=True)
+    model = _Model([1.0], [1.0], keep_device_copies=False, locked=True)
     kept = _run(model, 1)
     _run(model, 2)
     assert all(torch.all(gradient == 1.0) for gradient in kept)
@@ -222,7 +227,7 @@ def test_a_gradient_of_another_dtype_keeps_it() -> None:
 
 
 def test_what_rests_in_one_piece_is_saved_tensor_by_tensor(tmp_path: Path) -> None:
-    model = _Model([1.0], [1.0], stays=False, locked=True)
+    model = _Model([1.0], [1.0], keep_device_copies=False, locked=True)
     _run(model, 1)
     parameters = itertools.chain(*model.layers)
     state = {f"weight {number}": p.detach() for number, p in enumerate(parameters)}
@@ -238,7 +243,7 @@ def test_what_rests_in_one_piece_is_saved_tensor_by_tensor(tmp_path: Path) -> No
 
 
 def test_weights_at_rest_stay_where_they_are_for_the_next_owner() -> None:
-    model = _Model([1.0], [1.0], stays=True, locked=True)
+    model = _Model([1.0], [1.0], keep_device_copies=True, locked=True)
     copier = StreamCopier(model.device)
     at = [p.data_ptr() for p in model.layers[0]]
     locked = dict(model.device.locked)
@@ -246,7 +251,7 @@ def test_weights_at_rest_stay_where_they_are_for_the_next_owner() -> None:
     more = Parameter(torch.rand(7), requires_grad=False)
     model.layers[0].append(more)
     model.weights = HostWeights(
-        model.layers, [model.other], copier=copier, locker=model.device, before=model.weights
+        model.layers, [model.other], copier=copier, locker=model.device, previous=model.weights
     )
     model.weights._notice_end = lambda: None  # type: ignore[method-assign]
     assert [p.data_ptr() for p in model.layers[0][:2]] == at
@@ -256,7 +261,9 @@ def test_weights_at_rest_stay_where_they_are_for_the_next_owner() -> None:
 
 
 def test_what_is_more_than_its_bytes_stays() -> None:
-    assert can_rest(Parameter(torch.rand(2)))
-    assert not can_rest(Parameter(torch.zeros(2, dtype=torch.uint8), requires_grad=False))
-    assert not can_rest(Parameter(torch.rand(2, device="meta")))
-    assert not can_rest(Parameter(torch.rand(0)))
+    assert can_be_host_resident(Parameter(torch.rand(2)))
+    assert not can_be_host_resident(
+        Parameter(torch.zeros(2, dtype=torch.uint8), requires_grad=False)
+    )
+    assert not can_be_host_resident(Parameter(torch.rand(2, device="meta")))
+    assert not can_be_host_resident(Parameter(torch.rand(0)))

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from sppo_hf.errors import OffloadError
 from sppo_hf.offload.copy_streams import StreamCopier
 from sppo_hf.offload.engine import OffloadEngine
-from sppo_hf.offload.pool import HostPool
+from sppo_hf.offload.host_memory import HostPool
+from sppo_hf.offload.layer_offload import PrefetchOrder
 from sppo_hf.offload.storage import OffloadedTensor
 from tests.fakes.device import FakeDevice
 from tests.offload.orders import asked_within
@@ -64,7 +65,7 @@ def test_the_device_holds_the_frame_in_work_and_one_window(
     sizes_bytes = [4 * size for size in sizes]
     asked = asked_within(sizes_bytes, max_prefetch_bytes)
     prefetch_order, frames = (
-        engine.new_prefetch_order(max_pending_d2h_bytes=max_pending_d2h_bytes, asked=asked),
+        PrefetchOrder(engine, max_pending_d2h_bytes=max_pending_d2h_bytes, asked=asked),
         [],
     )
     largest_bytes = max(sizes_bytes)
@@ -105,7 +106,7 @@ def test_the_device_holds_the_frame_in_work_and_one_window(
 
 def test_what_leaves_is_bounded_for_all_tapes_together() -> None:
     engine = _engine(_slow_device())
-    prefetch_orders = [engine.new_prefetch_order(max_pending_d2h_bytes=800) for _ in range(2)]
+    prefetch_orders = [PrefetchOrder(engine, max_pending_d2h_bytes=800) for _ in range(2)]
     held = []
     for _ in range(4):
         for prefetch_order in prefetch_orders:
@@ -116,7 +117,7 @@ def test_what_leaves_is_bounded_for_all_tapes_together() -> None:
 
 def test_without_a_window_one_frame_leaves_whatever_left_before_it() -> None:
     engine = _engine(_slow_device())
-    prefetch_order = engine.new_prefetch_order()
+    prefetch_order = PrefetchOrder(engine)
     held = [engine.start_offload(torch.rand(500)), engine.start_offload(torch.rand(100))]
     prefetch_order.record(_Frame(*held))
     assert _leaving_bytes(engine) == 2400
@@ -128,7 +129,7 @@ def test_without_a_window_one_frame_leaves_whatever_left_before_it() -> None:
 def test_a_frame_that_closes_puts_one_wait_at_most_on_compute() -> None:
     device = _slow_device()
     engine = _engine(device)
-    prefetch_order, frames = engine.new_prefetch_order(max_pending_d2h_bytes=1000), []
+    prefetch_order, frames = PrefetchOrder(engine, max_pending_d2h_bytes=1000), []
     for _ in range(5):
         frames.append(_Frame(*(engine.start_offload(torch.rand(100)) for _ in range(7))))
         before = device.compute.waits
@@ -148,11 +149,11 @@ def test_what_was_dropped_under_copies_puts_one_wait_for_each_lane_on_compute() 
     device = _slow_device()
     engine = _engine(device)
     handles = [engine.start_offload(torch.rand(100)) for _ in range(8)]
-    engine.close_frame(max_pending_d2h_bytes=0)
+    engine.limit_pending_d2h(max_pending_d2h_bytes=0)
     for handle in handles:
         engine.prefetch(handle)
     handles += [engine.start_offload(torch.rand(100)) for _ in range(8)]
-    engine.close_frame()
+    engine.limit_pending_d2h()
     before = device.compute.waits
     handles.clear()
     engine.close()
@@ -161,7 +162,7 @@ def test_what_was_dropped_under_copies_puts_one_wait_for_each_lane_on_compute() 
 
 def test_frames_that_were_kept_are_passed_over() -> None:
     engine = _engine(_slow_device())
-    prefetch_order = engine.new_prefetch_order(max_pending_d2h_bytes=0, asked=[0, 0, 0, 0])
+    prefetch_order = PrefetchOrder(engine, max_pending_d2h_bytes=0, asked=[0, 0, 0, 0])
     frames = [
         _Frame(engine.start_offload(torch.rand(100))),
         _Frame(),
@@ -180,13 +181,13 @@ def test_bytes_to_fetch_count_aliases_once_and_nothing_twice() -> None:
     whole = device.tensor(torch.rand(20, 30))
     handles = [engine.start_offload(part) for part in (whole, *whole.split(10, dim=1))]
     handles.append(OffloadedTensor.stayed(whole, None))
-    assert engine.bytes_to_fetch(handles) == 2400
+    assert engine.bytes_to_prefetch(handles) == 2400
     engine.prefetch(handles[1])
-    assert engine.bytes_to_fetch(handles) == 0
+    assert engine.bytes_to_prefetch(handles) == 0
     engine.evict(handles[2])
-    assert engine.bytes_to_fetch(handles) == 2400
+    assert engine.bytes_to_prefetch(handles) == 2400
     engine.abandon()
-    assert engine.bytes_to_fetch(handles) == 0
+    assert engine.bytes_to_prefetch(handles) == 0
 
 
 def test_an_evicted_tensor_comes_back_as_often_as_it_is_wanted() -> None:
@@ -194,7 +195,7 @@ def test_an_evicted_tensor_comes_back_as_often_as_it_is_wanted() -> None:
     engine = _engine(device)
     values = torch.rand(100)
     handle = engine.start_offload(device.tensor(values))
-    engine.close_frame(0)
+    engine.limit_pending_d2h(0)
     for _ in range(3):
         engine.prefetch(handle)
         tensor = engine.wait_for(handle)
@@ -236,7 +237,7 @@ def test_evicting_the_source_that_served_after_it_had_left() -> None:
     engine.evict(handle)
     device.look_for_freed()
     assert device.device_bytes == 0
-    assert engine.bytes_to_fetch([handle]) == 400
+    assert engine.bytes_to_prefetch([handle]) == 400
 
 
 def test_evict_does_nothing_for_what_stayed_and_refuses_what_is_gone() -> None:

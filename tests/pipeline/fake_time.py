@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from sppo_hf.profiling.measure import BenchTimer
+from sppo_hf.profiling.calibrate import BenchTimer
 
 CPU = torch.device("cpu")
 

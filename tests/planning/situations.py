@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from sppo_hf.planning.activation_modes import KEEP, FrameMode, all_modes
+from sppo_hf.planning.activation_modes import KEEP, ActivationMode, all_modes
 from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions, LayerModes, Order
@@ -45,7 +45,7 @@ def on_host(shape: ModelShape, *, weights: bool) -> ModelShape:
     trained = replace(
         shape, trainable_parameters=shape.total_parameters, gradient_bytes=shape.weight_bytes
     )
-    return trained.resting_on_host(weights=weights, optimizer=True)
+    return trained.with_host_residents(weights=weights, optimizer=True)
 
 
 def slow_cost(shape: ModelShape, **changes: Any) -> ModelCost:
@@ -68,10 +68,10 @@ def slow_cost(shape: ModelShape, **changes: Any) -> ModelCost:
 
 
 def decided(
-    bounds: Bounds, modes: LayerModes | FrameMode = KEEP, *, layers: int = 4, **changes: Any
+    bounds: Bounds, modes: LayerModes | ActivationMode = KEEP, *, layers: int = 4, **changes: Any
 ) -> Decisions:
     """Training decisions; one mode for all frames or one for each."""
-    if isinstance(modes, FrameMode):
+    if isinstance(modes, ActivationMode):
         modes = uniform_modes(len(bounds), layers, modes)
     settings: dict[str, Any] = {"tile_tokens": 64, "staging_bytes": MIB, **changes}
     return Decisions(batch_rows=1, bounds=bounds, layer_modes=modes, training=True, **settings)
@@ -133,7 +133,7 @@ def runs(
     base = decided(bounds, draw(any_modes(len(bounds), layers)), layers=layers)
     largest = max(
         (
-            cost.frame_bytes(layer, end - start, base.mode(layer, chunk).saved)
+            cost.activation_bytes(layer, end - start, base.mode(layer, chunk).saved)
             for chunk, (start, end) in enumerate(bounds)
             for layer in range(layers)
         ),

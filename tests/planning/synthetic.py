@@ -3,7 +3,7 @@
 from dataclasses import fields
 from itertools import pairwise
 
-from sppo_hf.planning.activation_modes import KEEP, FrameMode, mode_of
+from sppo_hf.planning.activation_modes import KEEP, ActivationMode, mode_of
 from sppo_hf.planning.choices import DeviceFacts
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions
@@ -46,7 +46,7 @@ def mixed_plan(num_chunks: int, layers: int = 32) -> Plan:
     )
 
 
-def _row(chunk: int, num_chunks: int, layers: int) -> tuple[FrameMode, ...]:
+def _row(chunk: int, num_chunks: int, layers: int) -> tuple[ActivationMode, ...]:
     if chunk == num_chunks - 1:
         return (KEEP,) * layers
     disk = layers // 4 if chunk < num_chunks // 4 else 0

@@ -2,7 +2,7 @@
 
 import pytest
 
-from sppo_hf.planning.activation_modes import KEEP, FrameMode, all_modes, mode_of
+from sppo_hf.planning.activation_modes import KEEP, ActivationMode, all_modes, mode_of
 from tests.planning.modes import OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD
 
 
@@ -19,7 +19,7 @@ from tests.planning.modes import OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD
         (mode_of("hidden", "host"), "recompute with attention+offload"),
     ],
 )
-def test_text(mode: FrameMode, text: str) -> None:
+def test_text(mode: ActivationMode, text: str) -> None:
     assert str(mode) == text
 
 

@@ -6,8 +6,7 @@ import pytest
 from rich.console import Console, RenderableType
 
 from sppo_hf.planning.plan_request import compare_policies, plan_for, request_plan
-from sppo_hf.reporting.answer_tables import chunk_table, estimate_table, plan_tables
-from sppo_hf.reporting.plan_tables import format_seconds
+from sppo_hf.reporting.plan_tables import chunk_table, estimate_table, format_seconds, plan_tables
 from sppo_hf.rules import format_bytes
 from tests.planning.questions import TOO_LONG_TOKENS, answer, question
 

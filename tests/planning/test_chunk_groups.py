@@ -2,13 +2,13 @@
 
 import pytest
 
-from sppo_hf.planning.activation_modes import KEEP, FrameMode, all_modes, mode_of
+from sppo_hf.planning.activation_modes import KEEP, ActivationMode, all_modes, mode_of
 from sppo_hf.planning.decisions import Decisions
 from sppo_hf.reporting.plan_tables import ChunkGroup, group_chunks, span, words
 from tests.planning.modes import OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD
 
 
-def decisions(*rows: tuple[FrameMode, ...]) -> Decisions:
+def decisions(*rows: tuple[ActivationMode, ...]) -> Decisions:
     return Decisions(
         batch_rows=1,
         bounds=tuple((i, i + 1) for i in range(len(rows))),
@@ -18,7 +18,7 @@ def decisions(*rows: tuple[FrameMode, ...]) -> Decisions:
     )
 
 
-def mixed(kept: int) -> tuple[FrameMode, ...]:
+def mixed(kept: int) -> tuple[ActivationMode, ...]:
     return (KEEP,) * kept + (OFFLOAD,) * (8 - kept)
 
 

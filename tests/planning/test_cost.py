@@ -82,7 +82,7 @@ def test_a_mode_that_keeps_python_busy_costs_that_of_short_chunks_alone() -> Non
 def test_rows_multiply_bytes_and_work() -> None:
     one = slow_cost(small_shape())
     two = replace(one, batch_rows=2)
-    assert two.frame_bytes(0, 10, "whole") == 2 * one.frame_bytes(0, 10, "whole")
+    assert two.activation_bytes(0, 10, "whole") == 2 * one.activation_bytes(0, 10, "whole")
     assert two.kv_bytes(0, 10) == 2 * one.kv_bytes(0, 10) == 40 * 2 * 2 * 64
     assert two.dkv_bytes(0, 10) == 2 * two.kv_bytes(0, 10)
     assert two.forward_seconds(0, 0, 500) == pytest.approx(2 * one.forward_seconds(0, 0, 500))

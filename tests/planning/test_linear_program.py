@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from sppo_hf.planning.activation_modes import KEEP, FrameMode, all_modes
+from sppo_hf.planning.activation_modes import KEEP, ActivationMode, all_modes
 from sppo_hf.planning.causes import Cause
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions
@@ -36,7 +36,7 @@ def optimum(
     what: Decisions,
     cost: ModelCost,
     budgets: Budgets = NO_LIMIT,
-    modes: tuple[FrameMode, ...] = all_modes(),
+    modes: tuple[ActivationMode, ...] = all_modes(),
 ) -> Mix:
     kv_modes = (*TIERS, "recompute") if what.by_layer else ()
     program = LinearProgram(what, cost, budgets, modes, kv_modes=kv_modes, device_kind="cuda")
@@ -83,7 +83,7 @@ def test_no_room_no_answer() -> None:
 def test_free_copies_are_preferred_to_recomputation_and_slow_ones_are_not() -> None:
     for rate, preferred in ((1e12, OFFLOAD), (1e5, RECOMPUTE)):
         cost = slow_cost(small_shape(), d2h_bytes_per_second=rate, h2d_bytes_per_second=rate)
-        frame = cost.frame_bytes(0, 768, "whole")
+        frame = cost.activation_bytes(0, 768, "whole")
         what = decided(
             falling_bounds(6), max_pending_d2h_bytes=2 * frame, max_prefetch_bytes=2 * frame
         )
@@ -101,7 +101,7 @@ def test_free_copies_are_preferred_to_recomputation_and_slow_ones_are_not() -> N
 def test_the_optimum_bounds_every_simulation(run: tuple[ModelCost, Decisions]) -> None:
     cost, what = run
     largest = max(
-        cost.frame_bytes(layer, end - start, "whole")
+        cost.activation_bytes(layer, end - start, "whole")
         for start, end in what.bounds
         for layer in range(what.num_layers)
     )
@@ -150,7 +150,7 @@ def _fixed_seconds(what: Decisions, cost: ModelCost) -> float:
 
 def test_the_bound_is_near() -> None:
     cost = slow_cost(small_shape(16), d2h_bytes_per_second=2e8, h2d_bytes_per_second=2e8)
-    frame = cost.frame_bytes(0, 800, "whole")
+    frame = cost.activation_bytes(0, 800, "whole")
     what = decided(
         falling_bounds(8),
         uniform_modes(8, 16, OFFLOAD),

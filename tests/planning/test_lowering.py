@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sppo_hf.planning.activation_modes import KEEP, FrameMode, mode_of
+from sppo_hf.planning.activation_modes import KEEP, ActivationMode, mode_of
 from sppo_hf.planning.causes import Cause
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions, KVMode
@@ -72,7 +72,7 @@ def lanes_of(what: Decisions, cost: ModelCost) -> Lanes:
 
 
 def frame(cost: ModelCost, tokens: int = 512) -> int:
-    return cost.frame_bytes(0, tokens, "whole")
+    return cost.activation_bytes(0, tokens, "whole")
 
 
 def in_order(what: Decisions) -> list[tuple[int, int]]:
@@ -112,7 +112,7 @@ def test_order_of_units_by_layer() -> None:
     ]
 
 
-def by_layer(*kv_modes: KVMode, mode: FrameMode = KEEP) -> Decisions:
+def by_layer(*kv_modes: KVMode, mode: ActivationMode = KEEP) -> Decisions:
     """Two layers of two chunks."""
     return decided(TWO_BY_TWO, mode, layers=2, order="by_layer", kv_modes=kv_modes)
 
@@ -133,9 +133,9 @@ def test_weights_on_the_host_by_hand() -> None:
     # Gradients of one layer may be on their way.
     assert after(lanes, "0B1.1") == {"0P0.1#1", "0G0.3"}
     assert after(lanes, "0U0") == {"0B0.0", "0G0.4"}
-    assert shape.resting is not None
+    assert shape.host_resident is not None
     seconds = seconds_of(lanes, Action.parse("0P0.2#0"))
-    assert seconds == pytest.approx(shape.resting.layer_bytes[2] / 4e8)
+    assert seconds == pytest.approx(shape.host_resident.layer_bytes[2] / 4e8)
     assert seconds_of(lanes, Action.parse("0U0")) == pytest.approx(
         (3 * 2 + 2 * 8) * shape.trainable_parameters / 1e9
     )
@@ -179,7 +179,7 @@ def test_keys_that_are_made_again_take_time_and_inputs_once_more() -> None:
     modes: tuple[KVMode, KVMode] = ("device", "recompute")
     kept, again = (lower(by_layer("device", m, mode=RECOMPUTE_OFFLOAD), cost) for m in modes)
     seconds = again.seconds - kept.seconds
-    assert seconds[6] == pytest.approx(2 * cost.keys_seconds(1, 512))
+    assert seconds[6] == pytest.approx(2 * cost.kv_recompute_seconds(1, 512))
     assert seconds.sum() == pytest.approx(seconds[6])
     one = 512 * 256 * 2
     assert again.copied_bytes[1] - kept.copied_bytes[1] == one
@@ -323,10 +323,12 @@ class _Frame:
 class _Mover:
     """Counts as the engine does, without tensors."""
 
+    reads_ahead = False
+
     def __init__(self) -> None:
         self.asked: list[int] = []
 
-    def close_frame(self, max_pending_d2h_bytes: int | None = None) -> None:
+    def limit_pending_d2h(self, max_pending_d2h_bytes: int | None = None) -> None:
         pass
 
     def prefetch(self, handle: _Handle) -> None:
@@ -338,20 +340,20 @@ class _Mover:
 @given(run=runs())
 @examples(20, whole=60)
 def test_the_engine_prefetches_where_the_program_does(run: tuple[ModelCost, Decisions]) -> None:
-    from sppo_hf.offload.prefetch_order import PrefetchOrder
+    from sppo_hf.offload.layer_offload import PrefetchOrder
 
     cost, what = run
     what = keys_here(what)
     lanes = lanes_of(what, cost)
     mover = _Mover()
-    prefetch_order = PrefetchOrder(mover, asked=lower(what, cost).lowest_asked)  # type: ignore[arg-type]
+    prefetch_order = PrefetchOrder(mover, asked=lower(what, cost).lowest_prefetched)  # type: ignore[arg-type]
     frames: dict[tuple[int, int], _Frame] = {}
     order = in_order(what)
     for at, (chunk, layer) in enumerate(order):
         mode, (start, end) = what.mode(layer, chunk), what.bounds[chunk]
         if mode == KEEP:
             continue
-        size = cost.frame_bytes(layer, end - start, mode.saved)
+        size = cost.activation_bytes(layer, end - start, mode.saved)
         frames[chunk, layer] = _Frame([_Handle(at, size)] if mode.offload else [])
         # By layer a layer's keys have the number behind its frames.
         number = at + layer * what.by_layer
@@ -407,7 +409,7 @@ def test_windows_of_the_look_ahead(run: tuple[ModelCost, Decisions]) -> None:
 
     def size(chunk: int, layer: int) -> int:
         start, end = what.bounds[chunk]
-        return cost.frame_bytes(layer, end - start, what.mode(layer, chunk).saved)
+        return cost.activation_bytes(layer, end - start, what.mode(layer, chunk).saved)
 
     away = [
         (chunk, layer)
@@ -472,7 +474,7 @@ def test_compute_is_the_sum_of_what_each_unit_takes(
                 expected += cost.backward_seconds(layer, start, end)
                 expected += cost.recompute_seconds(layer, end - start, saved, start=start)
                 if what.by_layer and what.kv_mode(layer) == "recompute" and saved != "whole":
-                    expected += cost.keys_seconds(layer, end - start)
+                    expected += cost.kv_recompute_seconds(layer, end - start)
     assert compute_seconds(what, cost) == pytest.approx(expected)
 
 
@@ -551,7 +553,7 @@ def test_copies_hold_no_less_than_what_is_under_way(run: tuple[ModelCost, Decisi
     for action, at in computed.items():
         begins = timeline.span(action).start_seconds
         here = 0
-        for chunk, row in enumerate(program.away_bytes.tolist()):
+        for chunk, row in enumerate(program.offloaded_bytes.tolist()):
             for layer, size in enumerate(row):
                 if not size:
                     continue
@@ -577,7 +579,7 @@ def test_staging_is_bounded(run: tuple[ModelCost, Decisions]) -> None:
     program = lower(what, cost)
     timeline = program.simulate()
     events: list[tuple[float, int]] = []
-    for chunk, row in enumerate(program.away_bytes.tolist()):
+    for chunk, row in enumerate(program.offloaded_bytes.tolist()):
         for layer, size in enumerate(row):
             for first, last in (("D", "S"), ("L", "H")):
                 if size:
@@ -594,7 +596,7 @@ def test_kept_frames_by_hand() -> None:
     cost = slow_cost(small_shape(2))
     what = decided(TWO_BY_TWO, layers=2)
     causes = lower(what, cost).simulate(with_bytes=True).curves_by_cause("device")
-    assert max(held for _, held in causes["frames"]) == 2 * cost.frame_bytes(0, 1024, "whole")
+    assert max(held for _, held in causes["frames"]) == 2 * cost.activation_bytes(0, 1024, "whole")
     assert max(held for _, held in causes["kv"]) == 2 * cost.kv_bytes(0, 1024)
     assert max(held for _, held in causes["dkv"]) == 2 * cost.dkv_bytes(0, 512)
 
@@ -620,5 +622,5 @@ def test_what_recomputed_frames_keep_on_a_cpu_goes_chunk_by_chunk() -> None:
         StepProgram(what, cost.shape, kind).levels["device"][Cause.INPUTS].after[-3:-1].tolist()
         for kind in ("cuda", "cpu")
     ]
-    one = cost.frame_bytes(0, 512, "inputs")
+    one = cost.activation_bytes(0, 512, "inputs")
     assert sizes == [[2 * one, one], [2 * one, 2 * one]]

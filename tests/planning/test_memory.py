@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sppo_hf.errors import BudgetError
-from sppo_hf.planning.activation_modes import KEEP, FrameMode, all_modes
+from sppo_hf.planning.activation_modes import KEEP, ActivationMode, all_modes
 from sppo_hf.planning.causes import Cause
 from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.decisions import Decisions
@@ -29,13 +29,13 @@ SHAPE = shape_of(llama_config(), dtype_bytes=2, trainable_parameters=1000)
 
 
 def predict(
-    mode: FrameMode, bounds: Bounds = BOUNDS, rows: int = 1, training: bool = True
+    mode: ActivationMode, bounds: Bounds = BOUNDS, rows: int = 1, training: bool = True
 ) -> MemoryEstimate:
     return estimate(SHAPE, decided(mode, bounds, rows=rows, training=training))
 
 
 def decided(
-    mode: FrameMode,
+    mode: ActivationMode,
     bounds: Bounds = BOUNDS,
     *,
     layers: int = 32,
@@ -100,7 +100,7 @@ def test_kept_frames_peak_where_forward_ends() -> None:
     predicted = predict(KEEP)
     shape = SHAPE
     assert predicted.moment == "start of backward of chunk 2 of 2"
-    assert predicted.device["frames"] == 32 * 1000 * shape.frame_bytes_per_token(0)
+    assert predicted.device["frames"] == 32 * 1000 * shape.activation_bytes_per_token(0)
     assert predicted.device["kv"] == 1000 * shape.kv_bytes_per_token()
     # Of the layer whose backward begins, the keys of the chunk before.
     assert predicted.device["dkv"] == 600 * shape.dkv_bytes_per_token() // 32
@@ -131,7 +131,7 @@ def test_mixed_modes_split_between_tiers() -> None:
     shape = SHAPE
     rows = ((KEEP, OFFLOAD, *[KEEP] * 30), (KEEP,) * 32)
     predicted = estimate(shape, replace(decided(KEEP), layer_modes=rows))
-    frame = shape.frame_bytes_per_token(0)
+    frame = shape.activation_bytes_per_token(0)
     assert predicted.host["frames"] == 600 * frame
     assert predicted.device["frames"] == (32 * 1000 - 600) * frame
 
@@ -166,7 +166,7 @@ def test_returned_logits_are_counted_whole() -> None:
     rows=st.integers(1, 4),
     mode=st.sampled_from(all_modes()),
 )
-def test_rows_scale_what_rows_hold(ends: list[int], rows: int, mode: FrameMode) -> None:
+def test_rows_scale_what_rows_hold(ends: list[int], rows: int, mode: ActivationMode) -> None:
     bounds = tuple(zip([0, *ends[:-1]], ends, strict=True))
     one, many = predict(mode, bounds), predict(mode, bounds, rows=rows)
     for a, b in zip(one.moments, many.moments, strict=True):
@@ -220,7 +220,7 @@ def test_budget_error_names_tier_need_have_and_remedy() -> None:
 
 def test_under_lora_the_first_layer_does_not_speak_for_the_others() -> None:
     shape = shape_of(llama_config(), dtype_bytes=2, lora=LoraShape(rank=16))
-    frames = [shape.frame_bytes_per_token(layer) for layer in range(32)]
+    frames = [shape.activation_bytes_per_token(layer) for layer in range(32)]
     assert frames[0] < frames[1] == frames[31]
     assert estimate(shape, decided(KEEP)).device["frames"] == 1000 * sum(frames)
 
@@ -273,15 +273,18 @@ def test_the_graph_takes_memory_of_a_cpu_from_forward_to_backward() -> None:
 
 def test_gradients_that_add_up_on_the_host_have_room_to_arrive() -> None:
     shape = on_host(small_shape(), weights=True)
-    assert shape.resting is not None
-    layer, outer = shape.resting.layer_gradient_bytes[0], shape.resting.outer_gradient_bytes
+    assert shape.host_resident is not None
+    layer, outer = (
+        shape.host_resident.layer_gradient_bytes[0],
+        shape.host_resident.outer_gradient_bytes,
+    )
 
     def held(kind: str, *, accumulates: bool) -> int:
         what = decided(KEEP, layers=shape.num_layers, accumulates=accumulates)
         return estimate(shape, what, device_kind=kind).host[Cause.GRADIENTS]
 
-    assert held("cuda", accumulates=False) == shape.resting.gradient_bytes
-    more = held("cuda", accumulates=True) - shape.resting.gradient_bytes
+    assert held("cuda", accumulates=False) == shape.host_resident.gradient_bytes
+    more = held("cuda", accumulates=True) - shape.host_resident.gradient_bytes
     assert more == max(2 * layer, outer)
     # On a CPU each is added as soon as it is there.
-    assert held("cpu", accumulates=True) == shape.resting.gradient_bytes
+    assert held("cpu", accumulates=True) == shape.host_resident.gradient_bytes

@@ -20,8 +20,7 @@ from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.lowering import lower
 from sppo_hf.planning.plan import Plan
-from sppo_hf.reporting.gantt import FINEST, join_spans
-from sppo_hf.reporting.plan_figure import draw_plan, mode_colour, stack_causes
+from sppo_hf.reporting.figures import FINEST, draw_plan, join_spans, mode_colour, stack_causes
 from sppo_hf.rules import format_bytes
 from sppo_hf.schedule.actions import Action
 from sppo_hf.schedule.simulate import Change

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sppo_hf.planning.activation_modes import KEEP, FrameMode, all_modes
+from sppo_hf.planning.activation_modes import KEEP, ActivationMode, all_modes
 from sppo_hf.planning.policies import sppo_modes, spread, spread_kinds, uniform_modes
 from tests.planning.modes import OFFLOAD, RECOMPUTE
 from tests.planning.situations import decided, falling_bounds, slow_cost, small_shape
@@ -28,7 +28,7 @@ def test_spread_alternates() -> None:
         lambda counts: sum(counts.values()) > 0
     )
 )
-def test_spread_keeps_counts_and_never_lags_far(counts: dict[FrameMode, int]) -> None:
+def test_spread_keeps_counts_and_never_lags_far(counts: dict[ActivationMode, int]) -> None:
     layers = sum(counts.values())
     chosen = spread(counts, layers)
     assert Counter(chosen) == Counter(counts)
@@ -59,7 +59,7 @@ def test_sppo_moves_what_one_chunk_can_copy() -> None:
     assert 0 < counts[0] < 40
     assert counts[:-1] == sorted(counts[:-1])
     for (start, end), count in zip(bounds[:-1], counts, strict=False):
-        frame = cost.frame_bytes(0, end - start, "whole")
+        frame = cost.activation_bytes(0, end - start, "whole")
         assert count * frame == pytest.approx(min(threshold, 40 * frame), abs=0.5 * frame + 1)
     assert {mode for row in modes for mode in row} == {KEEP, OFFLOAD}
 

@@ -87,7 +87,7 @@ def test_copied_bytes_count_every_frame_and_every_block() -> None:
     cost = slow_cost(small_shape())
     said = predicted(cost)
     frames = sum(
-        cost.frame_bytes(layer, length, "whole")
+        cost.activation_bytes(layer, length, "whole")
         for length in WHAT.chunk_lengths
         for layer in range(4)
     )

@@ -10,9 +10,9 @@ from sppo_hf.planning.activation_modes import SAVED, all_modes, mode_of
 from sppo_hf.planning.hardware import HardwareProfile
 from sppo_hf.planning.plan_request import PlanResult, compare_policies, request_plan, timeline_of
 from sppo_hf.planning.tiers import TIERS, TierModel, register_tier
-from sppo_hf.reporting.answer_tables import plan_tables
-from sppo_hf.reporting.plan_figure import mode_colour, stack_causes
+from sppo_hf.reporting.figures import mode_colour, stack_causes
 from sppo_hf.reporting.plan_json import answer_to_dict
+from sppo_hf.reporting.plan_tables import plan_tables
 from tests.planning.questions import GIB, question
 from tests.planning.test_answer_tables import shown
 
@@ -61,7 +61,7 @@ def test_it_is_planned_with(found: PlanResult) -> None:
     assert any(mode.tier == "remote" for row in plan.layer_modes for mode in row)
     assert found.budgets.of("remote") == 256 * GIB
     held = plan.estimate.of("remote").total
-    away = plan.program().away_bytes[plan.program().tiers == list(TIERS).index("remote")]
+    away = plan.program().offloaded_bytes[plan.program().tiers == list(TIERS).index("remote")]
     assert held == away.sum() > 0
 
 

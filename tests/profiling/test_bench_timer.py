@@ -92,7 +92,7 @@ def test_a_curve_stops_where_memory_ends() -> None:
 
 @pytest.mark.gpu
 def test_cuda_work_is_timed_to_its_end() -> None:
-    from sppo_hf.profiling.measure import BenchTimer
+    from sppo_hf.profiling.calibrate import BenchTimer
 
     device = torch.device("cuda")
     small, large = (torch.randn(size, size, device=device) for size in (512, 8192))

@@ -12,7 +12,7 @@ from sppo_hf.attention.backends.autotune import Workload
 from sppo_hf.attention.backends.base import AttentionSpec
 from sppo_hf.errors import ConfigError
 from sppo_hf.profiling import measure_backends as measuring
-from sppo_hf.profiling.measure import Heads
+from sppo_hf.profiling.calibrate import Heads
 from sppo_hf.profiling.measure_backends import (
     Group,
     Point,

@@ -6,8 +6,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from sppo_hf.attention.backends.base import AttentionOutput, Backend, Gradients
 from sppo_hf.attention.backends.select import Selection
-from sppo_hf.profiling import measure as measure_compute
-from sppo_hf.profiling.measure import (
+from sppo_hf.profiling import calibrate as measure_compute
+from sppo_hf.profiling.calibrate import (
     BenchTimer,
     Heads,
     measure_attention,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sppo_hf.profiling.measure import BenchTimer, measure_copies
+from sppo_hf.profiling.calibrate import BenchTimer, measure_copies
 from tests.pipeline.fake_time import CPU, FakeClock
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from sppo_hf.errors import ConfigError
-from sppo_hf.profiling import measure as module
-from sppo_hf.profiling.measure import measure_disk
+from sppo_hf.profiling import calibrate as module
+from sppo_hf.profiling.calibrate import measure_disk
 
 MIB = 2**20
 

@@ -94,10 +94,10 @@ def test_whatever_may_be_answered(
     command = importlib.import_module("sppo_hf.cli.plan")
     monkeypatch.setattr(command, "solve_cluster", answer_with)
     disk = ("--disk-memory", "1GiB", "--offload-dir", str(tmp_path / "disk"))
-    asked = disk if layout.frame_tier == "disk" else ()
+    asked = disk if layout.activation_tier == "disk" else ()
     model, answer = _plan(tmp_path, "--gpus", "2", "--rows", "2", *asked)
     kinds = {Action.parse(text).kind for text in answer["actions"][0]}
-    assert ("S" in kinds) == (layout.frame_tier == "disk")
+    assert ("S" in kinds) == (layout.activation_tier == "disk")
     assert ("RECV_KV" in kinds) == (layout.schedule == MSP)
     assert any("D" in Action.parse(a).kind for a in answer["actions"][0])
     assert _launch(tmp_path, model, answer) == answer["actions"]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sppo_hf.reporting.gantt import (
+from sppo_hf.reporting.figures import (
     DARK_KINDS,
     FINEST,
     KIND_COLOURS,

@@ -10,7 +10,7 @@ import pytest
 
 from sppo_hf.errors import ScheduleError
 from sppo_hf.reporting.chrome_trace import compared_trace
-from sppo_hf.reporting.schedule_figure import draw_comparison
+from sppo_hf.reporting.figures import draw_comparison
 from sppo_hf.schedule.actions import COMPUTE_KINDS, Action
 from sppo_hf.schedule.generate import GENERATORS, Size, generate
 from sppo_hf.schedule.lower import lower

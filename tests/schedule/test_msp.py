@@ -172,7 +172,7 @@ def test_a_rank_holds_its_share_of_what_it_shares() -> None:
     schedule = msp(2, 4)
     timeline = simulate_pipeline(schedule, seconds=shared_seconds(schedule, fixed_seconds()))
     assert peak_units(schedule, timeline) == list(schedule.live_units) == [4, 4]
-    assert schedule.begun_units == (4, 4)
+    assert schedule.forwards_before_backward == (4, 4)
     assert max(msp(8, 16).live_units) < 16.6
 
 
@@ -237,7 +237,7 @@ def test_units_wait_for_keys_and_sums_and_none_waits_for_itself(ranks: int, chun
     moved = [m for m in messages(schedule).values() if m.send.kind in ("SEND_KV", "SEND_DKV")]
     assert len(moved) > ranks
     for message in moved:
-        assert timeline.span(message.receive).end_seconds <= begins[message.used]
+        assert timeline.span(message.receive).end_seconds <= begins[message.consumer]
 
 
 def test_sums_that_are_sent_behind_what_waits_for_their_use_are_a_deadlock(
@@ -255,8 +255,8 @@ def test_sums_that_are_sent_behind_what_waits_for_their_use_are_a_deadlock(
 
 def test_keys_that_wait_elsewhere_stream_beside_each_share() -> None:
     kinds = [("K", 0), ("O", 0), ("L", 1), ("S", 1), ("K", 1), ("O", 1), ("L", 2), ("S", 2)]
-    streams = {(kind, stage, 2, way) for kind, way in kinds for stage in range(2)}
-    lowered = lower(msp(2, 3), streams=streams)  # type: ignore[arg-type]
+    kv_copies = {(kind, stage, 2, way) for kind, way in kinds for stage in range(2)}
+    lowered = lower(msp(2, 3), kv_copies=kv_copies)  # type: ignore[arg-type]
     validate(lowered)
     assert Schedule.parse(str(lowered)) == lowered
     forward, backward = (

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from sppo_hf.errors import ConfigError
-from sppo_hf.reporting.schedule_figure import ENDINGS, draw_schedule
+from sppo_hf.reporting.figures import ENDINGS, draw_schedule
 from sppo_hf.schedule.actions import Action
 from sppo_hf.schedule.generate import Size, generate
 from sppo_hf.schedule.lower import lower

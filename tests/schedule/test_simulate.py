@@ -248,8 +248,8 @@ def test_copies_run_beside_compute_and_hold_up_the_unit_after_next() -> None:
 
 
 def test_keys_and_values_pass_beside_their_unit_and_hold_up_what_follows() -> None:
-    streams = {("K", 0, 1, 0), ("O", 0, 0, 0), ("K", 0, 0, 1), ("O", 0, 1, 1), ("L", 0, 0, 2)}
-    schedule = lower(generate("seq1f1b", Size(2, 1, 2)), streams=streams)
+    kv_copies = {("K", 0, 1, 0), ("O", 0, 0, 0), ("K", 0, 0, 1), ("O", 0, 1, 1), ("L", 0, 0, 2)}
+    schedule = lower(generate("seq1f1b", Size(2, 1, 2)), kv_copies=kv_copies)
     assert list(map(str, schedule.ranks[0][:6])) == "0F0 0SEND_F0 0O0#0 0K1#0 0F1 0SEND_F1".split()
     seconds = {"K": 2.5, "O": 1.5, "L": 3.0}
     fixed = fixed_seconds(1, 1, send=0.25)
@@ -316,7 +316,7 @@ def test_a_list_says_how_many_units_live_whatever_actions_take(case: Named) -> N
     for seconds in (fixed_seconds(1, 2), fixed_seconds(5, 1, weight=0.25, send=0.5)):
         timeline = simulate_pipeline(schedule, seconds=seconds)
         assert list(schedule.live_units) == peak_units(schedule, timeline)
-        for rank, begun in enumerate(schedule.begun_units):
+        for rank, begun in enumerate(schedule.forwards_before_backward):
             kinds = [span.action.kind for span in timeline.spans(f"{rank}.compute")]
             assert set(kinds[:begun]) <= {"F"}
             assert kinds[begun] != "F"

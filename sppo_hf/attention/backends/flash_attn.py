@@ -19,6 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sppo_hf.attention.backends.adapters import (
+    BottomRightBackend,
+    KernelCall,
+    KernelNeeds,
+    head_variants,
+    with_documents,
+)
 from sppo_hf.attention.backends.base import (
     HALF_DTYPES,
     AttentionSpec,
@@ -27,12 +34,6 @@ from sppo_hf.attention.backends.base import (
     missing_kernel,
     register_backend,
 )
-from sppo_hf.attention.backends.bottom_right import (
-    BottomRightBackend,
-    KernelCall,
-    with_documents,
-)
-from sppo_hf.attention.backends.heads import KernelNeeds, head_variants
 
 _UNLIMITED = -1
 """An unlimited window side, in the packages' words."""

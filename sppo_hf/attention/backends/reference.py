@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sppo_hf.attention.backends.adapters import group_queries, ungroup_queries
 from sppo_hf.attention.backends.base import (
     AttentionOutput,
     AttentionSpec,
@@ -29,7 +30,6 @@ from sppo_hf.attention.backends.base import (
     merge_into,
     register_backend,
 )
-from sppo_hf.attention.backends.heads import group_queries, ungroup_queries
 
 _TILE_BYTES = 32 << 20
 _TILE_ROWS = 128

@@ -24,10 +24,10 @@ from typing import Any
 
 from sppo_hf.cli.benchmark.contenders import IDEAL, parse
 from sppo_hf.cli.benchmark.results import Job, Kind, Numbers, ResultFile, Row, Status
-from sppo_hf.cli.common import model_path, trace_unknown
+from sppo_hf.cli.common import model_path, trace_unknown_model
 from sppo_hf.planning.config_file import load_config, read_fields
 from sppo_hf.planning.hardware import peak_flops
-from sppo_hf.planning.machine import connect_all_streams, expand_segments
+from sppo_hf.planning.machine import request_expandable_segments, set_max_connections
 from sppo_hf.planning.model_profile import LoraShape, Training, find_profile
 from sppo_hf.planning.model_shape import ModelShape, step_flops
 from sppo_hf.planning.plan_request import DTYPE_BYTES
@@ -193,10 +193,10 @@ class Benchmark:
             for name in self.contenders:
                 self.on_row(self._speed(self._job(name, total_tokens)))
 
-    def find_longest(self, *, step_tokens: int, most_tokens: int) -> None:
+    def find_longest(self, *, step_tokens: int, max_tokens: int) -> None:
         """Searches the longest length that each contender trains."""
         for name in self.contenders:
-            self.on_row(self._longest(name, step_tokens, most_tokens))
+            self.on_row(self._longest(name, step_tokens, max_tokens))
 
     def _job(self, name: str, total_tokens: int) -> Job:
         trace = None
@@ -282,11 +282,11 @@ class Benchmark:
             shorter_row, longer, total_tokens=job.total_tokens, model_flops=flops
         )
 
-    def _longest(self, name: str, step_tokens: int, most_tokens: int) -> Row:
+    def _longest(self, name: str, step_tokens: int, max_tokens: int) -> Row:
         ours = parse(name).offload is not None
         # Ours plans anew after its second step, and that plan has to fit as well.
         base = self.base.replace(contender=name, warm_up=1 + ours, steps=1, predict=ours)
-        job = base.replace(total_tokens=most_tokens)
+        job = base.replace(total_tokens=max_tokens)
         there = self._there("longest", job)
         if there is not None:
             return there
@@ -302,7 +302,7 @@ class Benchmark:
             tries[total_tokens] = row
             return -1 if row.trained else 1
 
-        found = search_longest(missing, step_tokens=step_tokens, most_tokens=most_tokens)
+        found = search_longest(missing, step_tokens=step_tokens, most_tokens=max_tokens)
         best = tries.get(found.longest_tokens)
         worst = None if found.failed_tokens is None else tries[found.failed_tokens]
         last = best or worst
@@ -333,7 +333,7 @@ def _shape(job: Job) -> ModelShape:
     config, size = load_config(model_path(job.model)), DTYPE_BYTES[job.dtype]
     lora = None if job.lora_rank is None else LoraShape(rank=job.lora_rank)
     training = Training(dtype_bytes=size, parameter_bytes=size, lora=lora)
-    return ModelShape.from_profile(find_profile(config, training, trace_unknown))
+    return ModelShape.from_profile(find_profile(config, training, trace_unknown_model))
 
 
 def _unavailable(job: Job) -> Row | None:
@@ -428,8 +428,8 @@ def worker_environment(variables: Mapping[str, str]) -> dict[str, str]:
     """
     shown = variables.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     found = {**variables, "CUDA_VISIBLE_DEVICES": shown}
-    expand_segments(found)
-    connect_all_streams(found)
+    request_expandable_segments(found)
+    set_max_connections(found)
     return found
 
 

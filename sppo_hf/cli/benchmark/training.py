@@ -39,8 +39,7 @@ from sppo_hf.attention.backends.select import select_backend
 from sppo_hf.cli.benchmark.contenders import Contender, parse
 from sppo_hf.cli.benchmark.results import Job
 from sppo_hf.cli.common import model_path
-from sppo_hf.engine.head import ModelHead
-from sppo_hf.engine.loss import ChunkedLoss, divide_loss
+from sppo_hf.engine.loss import ChunkedLoss, ModelHead, divide_loss
 from sppo_hf.engine.structure import find_parts, suppress_peft_warnings
 from sppo_hf.engine.trace_profile import trace_config
 from sppo_hf.integrations.plugin import SPPOPlugin

@@ -2,7 +2,7 @@
 
 import pytest
 
-from sppo_hf.attention.backends.aten_flash import AtenFlash
+from sppo_hf.attention.backends.aten import AtenFlash
 from tests.attention.backends.cases import CASES, check
 from tests.attention.backends.fake_kernels import FakeAten
 from tests.sweeps import pairs

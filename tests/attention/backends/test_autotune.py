@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 
+from sppo_hf.attention.backends.aten import CPUFlash
 from sppo_hf.attention.backends.autotune import (
     BUDGET_SECONDS,
     Workload,
@@ -15,7 +16,6 @@ from sppo_hf.attention.backends.autotune import (
     representative,
 )
 from sppo_hf.attention.backends.base import AttentionSpec
-from sppo_hf.attention.backends.cpu_flash import CPUFlash
 from sppo_hf.attention.backends.reference import Reference
 from tests.attention.backends.cases import deterministic
 from tests.attention.backends.racers import FakeClock, Racer, raising

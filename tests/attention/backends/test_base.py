@@ -4,11 +4,8 @@ import pytest
 import torch
 from hypothesis import given
 
-from sppo_hf.attention.backends.aten_flash import AtenFlash
+from sppo_hf.attention.backends.aten import AtenFlash, CPUFlash, CuDNN, Efficient
 from sppo_hf.attention.backends.base import AttentionSpec
-from sppo_hf.attention.backends.cpu_flash import CPUFlash
-from sppo_hf.attention.backends.cudnn import CuDNN
-from sppo_hf.attention.backends.efficient import Efficient
 from sppo_hf.attention.backends.reference import Reference
 from tests.attention.backends.cases import bands
 from tests.attention.backends.fake_kernels import FakeAten

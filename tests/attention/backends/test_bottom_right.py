@@ -3,8 +3,8 @@
 import torch
 from hypothesis import given
 
+from sppo_hf.attention.backends.adapters import align_band
 from sppo_hf.attention.backends.base import CausalBand
-from sppo_hf.attention.backends.bottom_right import align_band
 from tests.attention.backends.cases import bands
 from tests.attention.backends.fake_kernels import _bottom_right
 from tests.attention.oracle import visible

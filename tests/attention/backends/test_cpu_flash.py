@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from sppo_hf.attention.backends.aten import CPUFlash
 from sppo_hf.attention.backends.base import CausalBand
-from sppo_hf.attention.backends.cpu_flash import CPUFlash
 from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.memory import byte_tables
 from sppo_hf.planning.tile_sizes import parallel_heads

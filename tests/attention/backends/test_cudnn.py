@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from sppo_hf.attention.backends.aten import CuDNN
 from sppo_hf.attention.backends.base import AttentionSpec, BackwardInputs, CausalBand
-from sppo_hf.attention.backends.cudnn import CuDNN
 from tests.attention.backends.cases import CASES, check, deterministic
 from tests.attention.backends.fake_kernels import FakeAten
 from tests.attention.oracle import Answer, Problem, assert_equal, make_problem, solve

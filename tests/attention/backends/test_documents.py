@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sppo_hf.attention.backends.aten_flash import AtenFlash
+from sppo_hf.attention.backends.aten import AtenFlash
 from sppo_hf.attention.backends.base import AttentionSpec, Documents
 from sppo_hf.attention.backends.flash_attn import (
     FlashAttention2,
@@ -13,7 +13,7 @@ from sppo_hf.attention.backends.flash_attn import (
     FlashAttention4,
 )
 from sppo_hf.attention.backends.reference import Reference
-from sppo_hf.attention.backends.verify import find_mismatch
+from sppo_hf.attention.backends.select import find_mismatch
 from tests.attention.backends.fake_kernels import (
     FakeAten,
     FakeFlash2,

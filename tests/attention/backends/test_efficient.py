@@ -2,8 +2,8 @@
 
 import pytest
 
+from sppo_hf.attention.backends.aten import Efficient
 from sppo_hf.attention.backends.base import CausalBand
-from sppo_hf.attention.backends.efficient import Efficient
 from tests.attention.backends.cases import CASES, check
 from tests.attention.backends.fake_kernels import FakeAten
 

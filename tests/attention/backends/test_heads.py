@@ -5,8 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sppo_hf.attention.backends.base import AttentionOutput, BackwardInputs, Gradients
-from sppo_hf.attention.backends.heads import (
+from sppo_hf.attention.backends.adapters import (
     KernelNeeds,
     adapted_backward,
     adapted_forward,
@@ -14,6 +13,7 @@ from sppo_hf.attention.backends.heads import (
     sum_repeated_heads,
     ungroup_queries,
 )
+from sppo_hf.attention.backends.base import AttentionOutput, BackwardInputs, Gradients
 from tests.attention.backends.fake_kernels import _attend, _attend_backward
 from tests.attention.oracle import Answer, assert_equal, make_problem, solve
 

@@ -7,13 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sppo_hf.attention.backends.aten import CPUFlash
 from sppo_hf.attention.backends.base import (
     AttentionOutput,
     CausalBand,
     merge_into,
     merge_partials,
 )
-from sppo_hf.attention.backends.cpu_flash import CPUFlash
 from sppo_hf.attention.backends.reference import Reference
 from tests.attention.backends.cases import bands
 from tests.attention.oracle import Answer, assert_equal, make_problem, solve, visible

@@ -9,10 +9,8 @@ import inspect
 import pytest
 import torch
 
-from sppo_hf.attention.backends.aten_flash import AtenFlash
+from sppo_hf.attention.backends.aten import AtenFlash, CuDNN, Efficient
 from sppo_hf.attention.backends.base import CausalBand, Documents
-from sppo_hf.attention.backends.cudnn import CuDNN
-from sppo_hf.attention.backends.efficient import Efficient
 from tests.attention.backends.fake_kernels import FakeAten
 
 ROWS, HEADS, KV_HEADS = 2, 8, 2

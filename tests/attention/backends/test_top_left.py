@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sppo_hf.attention.backends.adapters import Form, Rectangle, cut_band
+from sppo_hf.attention.backends.aten import CuDNN
 from sppo_hf.attention.backends.base import CausalBand
-from sppo_hf.attention.backends.cudnn import CuDNN
-from sppo_hf.attention.backends.top_left import Form, Rectangle, cut_band
 from tests.attention.backends.cases import bands, check
 from tests.attention.backends.fake_kernels import FakeAten
 from tests.attention.oracle import visible

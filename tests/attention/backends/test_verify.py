@@ -3,14 +3,11 @@
 import pytest
 import torch
 
-from sppo_hf.attention.backends.aten_flash import AtenFlash
+from sppo_hf.attention.backends.aten import AtenFlash, CPUFlash, CuDNN, Efficient
 from sppo_hf.attention.backends.base import AttentionSpec
-from sppo_hf.attention.backends.cpu_flash import CPUFlash
-from sppo_hf.attention.backends.cudnn import CuDNN
-from sppo_hf.attention.backends.efficient import Efficient
 from sppo_hf.attention.backends.flash_attn import FlashAttention2, FlashAttention4
 from sppo_hf.attention.backends.reference import Reference
-from sppo_hf.attention.backends.verify import find_mismatch
+from sppo_hf.attention.backends.select import find_mismatch
 from tests.attention.backends.fake_kernels import FakeAten, FakeFlash2, FakeFlash4Early
 
 CPU = torch.device("cpu")

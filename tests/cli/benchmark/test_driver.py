@@ -23,8 +23,8 @@ from tests.cli.benchmark.tiny import FIELDS, tiny_job
 class PretendedWorker:
     """Trains up to a length by contender, with seconds that are linear in layers."""
 
-    def __init__(self, **most_tokens: int) -> None:
-        self.most_tokens = {name.replace("_", "-"): tokens for name, tokens in most_tokens.items()}
+    def __init__(self, **max_tokens: int) -> None:
+        self.max_tokens = {name.replace("_", "-"): tokens for name, tokens in max_tokens.items()}
         self.jobs: list[Job] = []
         self.fails: Callable[[Job], Row] = lambda job: Row(
             status="out of memory", job=job, reason="device: full", environment=ENVIRONMENT
@@ -32,7 +32,7 @@ class PretendedWorker:
 
     def __call__(self, job: Job) -> Row:
         self.jobs.append(job)
-        most = self.most_tokens.get(job.contender, 10**9)
+        most = self.max_tokens.get(job.contender, 10**9)
         if job.layers is None and job.total_tokens > most:
             return self.fails(job)
         if job.trace is not None:
@@ -219,7 +219,7 @@ def test_traces_of_ours_are_made_and_made_up_for(tmp_path: Path) -> None:
 def test_the_longest_is_searched_and_resumed(tmp_path: Path) -> None:
     worker = PretendedWorker(checkpointing=200, sppo_auto=700)
     asked = benchmark(tmp_path, worker, "checkpointing", "sppo-auto")
-    asked.find_longest(step_tokens=64, most_tokens=4096)
+    asked.find_longest(step_tokens=64, max_tokens=4096)
     rows = {row.job.contender: row for row in ResultFile(tmp_path).rows("longest")}
     theirs, ours = rows["checkpointing"].numbers, rows["sppo-auto"].numbers
     assert (theirs.longest_tokens, theirs.failed_tokens) == (192, 256)
@@ -234,7 +234,7 @@ def test_the_longest_is_searched_and_resumed(tmp_path: Path) -> None:
     (tmp_path / "results.jsonl").write_text("".join(lines[:-3]))
     again = PretendedWorker(sppo_auto=700)
     benchmark(tmp_path, again, "checkpointing", "sppo-auto").find_longest(
-        step_tokens=64, most_tokens=4096
+        step_tokens=64, max_tokens=4096
     )
     assert len(again.jobs) == 2
     assert ResultFile(tmp_path).rows("longest") == list(rows.values())
@@ -242,7 +242,7 @@ def test_the_longest_is_searched_and_resumed(tmp_path: Path) -> None:
 
 def test_searches_that_end_at_either_end(tmp_path: Path) -> None:
     benchmark(tmp_path, PretendedWorker(plain=0), "plain", "ideal").find_longest(
-        step_tokens=64, most_tokens=128
+        step_tokens=64, max_tokens=128
     )
     plain, ideal = ResultFile(tmp_path).rows("longest")
     assert (plain.status, plain.numbers.longest_tokens) == ("out of memory", 0)

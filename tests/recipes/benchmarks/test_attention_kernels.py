@@ -6,7 +6,7 @@ import json
 import pytest
 
 from recipes.benchmarks.attention_kernels import heads_of, main
-from sppo_hf.profiling.measure import Heads
+from sppo_hf.profiling.calibrate import Heads
 
 
 def test_table_json_and_picture(tmp_path, capsys):

@@ -7,7 +7,12 @@ import torch
 from transformers import masking_utils as masks
 
 from sppo_hf import UnsupportedModelError
-from sppo_hf.engine.mask import MaskAsked, MaskMeaning, mask_meaning, separating_positions
+from sppo_hf.engine.attention_interface import (
+    MaskFound,
+    MaskMeaning,
+    document_positions,
+    mask_meaning,
+)
 from sppo_hf.testing.tiny_models import tiny_config
 
 
@@ -103,13 +108,13 @@ def test_restarts_are_documents_unless_the_model_is_known_to_join_them(axes, see
             if sees_all is None:
                 raise ValueError("two tokens are too few")
             restarts = (position_ids.diff(dim=-1) != 1).any()
-            raise MaskAsked(lambda b, h, q, k: (k <= q) & (sees_all or (k == q) | ~restarts))
+            raise MaskFound(lambda b, h, q, k: (k <= q) & (sees_all or (k == q) | ~restarts))
 
     parts = SimpleNamespace(base=Base(), configs=(), name="a model")
     positions = torch.tensor([[0, 1, 0]]).repeat(axes, 1, 1)
     given = positions if axes > 1 else positions[0]
     for _ in range(2):  # asked once, known then
-        found = separating_positions(parts, given)
+        found = document_positions(parts, given)
         if sees_all or (sees_all is None and axes > 1):
             assert found is None
         else:

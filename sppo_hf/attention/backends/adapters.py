@@ -1,0 +1,689 @@
+"""Base classes that turn a fused kernel's abilities into a full `Backend`.
+
+Kernels differ in the masks and heads that they accept. `TopLeftBackend` serves kernels that know
+only "no mask" and "causal square": the band is cut into such rectangles, whose results are merged
+by log-sum-exp. `BottomRightBackend` serves flash-attention kernels, which take more keys than
+queries, align the causal mask at the bottom right and know windows and packed documents: usually
+one call. `adapted_forward` and `adapted_backward` pad head sizes and repeat or group heads. A
+subclass supplies the two kernel calls; the index arithmetic is tested on the CPU with fake kernels.
+
+Shapes: B batch, N query heads, K key/value heads, G = N/K, C query tokens, T key tokens, H head
+size; R = G*C for queries grouped by key head.
+
+[Note: cutting a window]
+For rows a..b-1 (at most as many as the window has keys) the band consists of three rectangles: the
+*causal* square of the rows' own keys, the *full* rectangle of keys that all rows see, and at the
+far end the *edge* square, where row i sees keys from i on. With both directions reversed, the edge
+is a causal square again:
+
+    keys  ──►   edge      full      causal
+    row 0       ■ ■ ■   ■ ■ ■ ■ ■   ■ · · ·
+    row 1       · ■ ■   ■ ■ ■ ■ ■   ■ ■ · ·
+    row 2       · · ■   ■ ■ ■ ■ ■   ■ ■ ■ ·
+    row 3       · · ·   ■ ■ ■ ■ ■   ■ ■ ■ ■
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import itertools
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from sppo_hf.attention.backends.base import (
+    AttentionOutput,
+    Backend,
+    BackwardInputs,
+    CausalBand,
+    Documents,
+    Extent,
+    Gradients,
+    Mask,
+    accumulation_dtype,
+    empty_forward,
+    merge_into,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelNeeds:
+    """What a kernel demands of its heads."""
+
+    grouped_heads: bool
+    """Takes fewer key/value heads than query heads."""
+
+    head_multiple: int = 1
+    """Head sizes must be a multiple of this."""
+
+    equal_head_sizes: bool = True
+    """Values must have the head size of queries and keys."""
+
+    def padded_sizes(self, qk_head_size: int, v_head_size: int) -> tuple[int, int]:
+        """Head sizes of queries/keys and of values that the kernel sees."""
+        qk_size, v_size = (
+            -(-size // self.head_multiple) * self.head_multiple
+            for size in (qk_head_size, v_head_size)
+        )
+        if self.equal_head_sizes:
+            qk_size = v_size = max(qk_size, v_size)
+        return qk_size, v_size
+
+
+def head_variants(
+    make: Callable[..., Backend], *, native_sizes: bool
+) -> tuple[Callable[[], Backend], ...]:
+    """Variants of a backend that leave more and more of the heads' adaptation to us.
+
+    With `native_sizes` values of another head size than the keys' are tried unpadded first.
+    """
+    sizes = (False, True) if native_sizes else (True,)
+    return tuple(
+        functools.partial(make, grouped_heads=grouped, equal_head_sizes=equal)
+        for grouped in (True, False)
+        for equal in sizes
+    )
+
+
+def adapted_forward(
+    kernel: Callable[[Tensor, Tensor, Tensor], AttentionOutput],
+    q_BNCH: Tensor,
+    k_BKTH: Tensor,
+    v_BKTH: Tensor,
+    *,
+    needs: KernelNeeds,
+    unmasked: bool,
+) -> AttentionOutput:
+    """Call a forward kernel with heads as it needs them.
+
+    Args:
+        kernel: takes queries, keys and values in this order.
+        q_BNCH: queries, any strides and head size.
+        k_BKTH: keys.
+        v_BKTH: values.
+        needs: the kernel's demands.
+        unmasked: every query sees every key, so grouped queries may stand behind each other.
+
+    Returns:
+        What the kernel returned, in the callers' heads and head sizes.
+    """
+    num_heads, num_kv_heads = q_BNCH.shape[1], k_BKTH.shape[1]
+    qk_size, v_size = needs.padded_sizes(q_BNCH.shape[3], v_BKTH.shape[3])
+    q, k, v = _shape(q_BNCH, qk_size), _shape(k_BKTH, qk_size), _shape(v_BKTH, v_size)
+    ungrouped = num_heads != num_kv_heads and not needs.grouped_heads
+    if ungrouped and unmasked:
+        q = group_queries(q, num_kv_heads)
+    elif ungrouped:
+        k, v = repeat_heads(k, num_heads), repeat_heads(v, num_heads)
+    out, lse = kernel(q, k, v)
+    if ungrouped and unmasked:
+        out = ungroup_queries(out, num_heads)
+        lse = ungroup_queries(lse.unsqueeze(-1), num_heads).squeeze(-1)
+    return AttentionOutput(out[..., : v_BKTH.shape[3]], lse)
+
+
+def adapted_backward(
+    kernel: Callable[[BackwardInputs], Gradients],
+    given: BackwardInputs,
+    *,
+    needs: KernelNeeds,
+    unmasked: bool,
+) -> Gradients:
+    """Call a backward kernel as `adapted_forward` calls a forward one."""
+    num_heads, num_kv_heads = given.q.shape[1], given.k.shape[1]
+    qk_size, v_size = needs.padded_sizes(given.q.shape[3], given.v.shape[3])
+    q, k = (_shape(x, qk_size) for x in (given.q, given.k))
+    dout, v, out = (_shape(x, v_size) for x in (given.dout, given.v, given.out))
+    lse = given.lse
+    ungrouped = num_heads != num_kv_heads and not needs.grouped_heads
+    if ungrouped and unmasked:
+        dout, q, out = (group_queries(x, num_kv_heads) for x in (dout, q, out))
+        lse = group_queries(lse.unsqueeze(-1), num_kv_heads).squeeze(-1)
+    elif ungrouped:
+        k, v = repeat_heads(k, num_heads), repeat_heads(v, num_heads)
+    dq, dk, dv = kernel(BackwardInputs(dout, q, k, v, out, lse))
+    if ungrouped and unmasked:
+        dq = ungroup_queries(dq, num_heads)
+    dk, dv = sum_repeated_heads(dk, num_kv_heads), sum_repeated_heads(dv, num_kv_heads)
+    qk_size, v_size = given.q.shape[3], given.v.shape[3]
+    return Gradients(dq[..., :qk_size], dk[..., :qk_size], dv[..., :v_size])
+
+
+def repeat_heads(x_BKTH: Tensor, num_heads: int) -> Tensor:
+    """Repeat key heads until there are as many as query heads: N/K times the bytes."""
+    num_kv_heads = x_BKTH.shape[1]
+    return x_BKTH.repeat_interleave(num_heads // num_kv_heads, dim=1)
+
+
+def sum_repeated_heads(dx_BNTH: Tensor, num_kv_heads: int) -> Tensor:
+    """Gradient of `repeat_heads`; the sum runs in float32 at least and is returned so."""
+    batch, num_heads, tokens, size = dx_BNTH.shape
+    if num_kv_heads == num_heads:
+        return dx_BNTH
+    grouped_BKGTH = dx_BNTH.reshape(batch, num_kv_heads, -1, tokens, size)
+    return grouped_BKGTH.sum(dim=2, dtype=torch.promote_types(dx_BNTH.dtype, torch.float32))
+
+
+def group_queries(x_BNCH: Tensor, num_kv_heads: int) -> Tensor:
+    """Put the queries that share a key head behind each other: [B, K, R, H].
+
+    A kernel without grouped heads then needs no repeated keys. Only for unmasked attention.
+    """
+    batch, num_heads, tokens, size = x_BNCH.shape
+    return x_BNCH.reshape(batch, num_kv_heads, num_heads // num_kv_heads * tokens, size)
+
+
+def ungroup_queries(x_BKRH: Tensor, num_heads: int) -> Tensor:
+    """Undo `group_queries`."""
+    batch, num_kv_heads, rows, size = x_BKRH.shape
+    return x_BKRH.reshape(batch, num_heads, rows * num_kv_heads // num_heads, size)
+
+
+def _shape(x_BNCH: Tensor, head_size: int) -> Tensor:
+    """Pad heads with zeros and lay them out without gaps, as all kernels read them.
+
+    Zeros in queries and keys add nothing to scores; zeros in values give zeros in the output.
+    """
+    missing = head_size - x_BNCH.shape[3]
+    if missing:
+        return functional.pad(x_BNCH, (0, missing))
+    return x_BNCH if x_BNCH.stride(3) == 1 else x_BNCH.contiguous()
+
+
+class Form(enum.Enum):
+    """What is visible inside a rectangle."""
+
+    FULL = "full"
+    """Every row sees every key."""
+    CAUSAL = "causal"
+    """A square; row i sees keys up to i."""
+    EDGE = "edge"
+    """A square; row i sees keys from i on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rectangle(Extent):
+    """A rectangle of rows and keys, and what is visible in it."""
+
+    form: Form
+
+
+def cut_band(
+    band: CausalBand, num_rows: int, num_keys: int, *, tile_rows: int = 512
+) -> list[Rectangle]:
+    """Cut a band over so many rows and keys into rectangles: each visible pair once, no hidden one.
+
+    Args:
+        band: the band.
+        num_rows: query rows, C.
+        num_keys: keys, T.
+        tile_rows: rows that share their rectangles under a window. More rows mean fewer calls and
+            more work at the two slanted sides.
+
+    Returns:
+        Rectangles in an order in which they may be merged. Without a window at most three.
+    """
+    rectangles: list[Rectangle] = []
+    seen = band.trim(num_rows, num_keys)
+    height = seen.row_stop - seen.row_start
+    tile = height if seen.band.window is None else min(tile_rows, seen.band.window)
+    for first in range(0, height, max(tile, 1)):
+        rectangles += _cut_tile(
+            seen.band, first, min(first + tile, height), seen.key_stop - seen.key_start
+        )
+    return [
+        Rectangle(
+            rectangle.row_start + seen.row_start,
+            rectangle.row_stop + seen.row_start,
+            rectangle.key_start + seen.key_start,
+            rectangle.key_stop + seen.key_start,
+            rectangle.form,
+        )
+        for rectangle in rectangles
+        if not rectangle.empty
+    ]
+
+
+def _cut_tile(band: CausalBand, first: int, last: int, num_keys: int) -> Iterator[Rectangle]:
+    """Rectangles of the rows first..last-1, of which there are no more than the window has keys."""
+    own = band.q_start + first
+    if last - first == 1:
+        # All that one row sees lies side by side, its own key included; squares of one key are
+        # what kernels do slowly or not at all.
+        far = 0 if band.window is None else max(0, own - band.window + 1)
+        yield Rectangle(first, last, far, min(own + 1, num_keys), Form.FULL)
+        return
+    square = min(max(num_keys - own, 0), last - first)
+    yield Rectangle(first, first + square, own, own + square, Form.CAUSAL)
+    yield Rectangle(first + square, last, own, num_keys, Form.FULL)  # rows behind the last key
+    if band.window is None:
+        yield Rectangle(first, last, 0, min(own, num_keys), Form.FULL)
+        return
+    shared = band.q_start + last - band.window
+    yield Rectangle(first, last, max(0, shared), min(own, num_keys), Form.FULL)
+    # Keys far..shared-1 are the edge; where the sequence begins inside it, or the keys end, only
+    # the square cut_off..stop of it exists, and the rows above see all of that square's keys.
+    far = own - band.window + 1
+    cut_off = max(0, -far)
+    stop = min(shared, num_keys) - far
+    yield Rectangle(first + cut_off, first + stop, far + cut_off, far + stop, Form.EDGE)
+    yield Rectangle(first, first + cut_off, far + cut_off, far + stop, Form.FULL)
+
+
+class TopLeftBackend(Backend):
+    """Backend on a kernel that can do a full rectangle and a causal square.
+
+    The kernel calls get heads as `needs` demands them: padded, repeated or grouped by then.
+    """
+
+    needs: KernelNeeds
+
+    widens = False
+    """True if the kernel calls return results in the accumulation dtype."""
+
+    def __init__(self, needs: KernelNeeds, *, tile_rows: int = 512) -> None:
+        self.needs = needs
+        self._tile_rows = tile_rows
+
+    @abstractmethod
+    def kernel_forward(
+        self, q_BNCH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, *, causal: bool, scale: float
+    ) -> AttentionOutput:
+        """Attend over everything, or (C = T only) causally."""
+
+    @abstractmethod
+    def kernel_backward(self, given: BackwardInputs, *, causal: bool, scale: float) -> Gradients:
+        """Gradient of `kernel_forward` given merged values."""
+
+    @torch.no_grad()
+    def forward(
+        self,
+        q_BNCH: Tensor,
+        k_BKTH: Tensor,
+        v_BKTH: Tensor,
+        *,
+        band: Mask,
+        scale: float,
+        softcap: float | None = None,
+    ) -> AttentionOutput:
+        """See `Backend.forward`."""
+        assert softcap is None, f"{self.name} was chosen although scores are soft-capped"
+        assert isinstance(band, CausalBand), f"{self.name} takes one document at a time"
+        num_rows = q_BNCH.shape[2]
+        rectangles = cut_band(band, num_rows, k_BKTH.shape[2], tile_rows=self._tile_rows)
+        if not q_BNCH.shape[0]:
+            return empty_forward(q_BNCH, v_BKTH.shape[3])
+        if len(rectangles) == 1 and rectangles[0].rows == slice(0, num_rows):
+            part = self._forward_rectangle(rectangles[0], q_BNCH, k_BKTH, v_BKTH, scale)
+            return AttentionOutput(part.out_BNCH.to(q_BNCH.dtype), part.lse_BNC)
+        rows = _Filling([rectangle.rows for rectangle in rectangles], num_rows)
+        sums_dtype = accumulation_dtype(q_BNCH.dtype)
+        out_dtype = sums_dtype if rows.overlap else q_BNCH.dtype
+        out_BNCH = _empty_by_token(q_BNCH, v_BKTH.shape[3], out_dtype)
+        lse_BNC = q_BNCH.new_empty(q_BNCH.shape[:3], dtype=sums_dtype)
+        for gap in rows.gaps:
+            out_BNCH[:, :, gap] = 0.0
+            lse_BNC[:, :, gap] = float("-inf")
+        for rectangle, first in zip(rectangles, rows.first, strict=True):
+            part = self._forward_rectangle(rectangle, q_BNCH, k_BKTH, v_BKTH, scale)
+            out, lse = out_BNCH[:, :, rectangle.rows], lse_BNC[:, :, rectangle.rows]
+            if first:
+                out.copy_(part.out_BNCH)
+                lse.copy_(part.lse_BNC)
+            else:
+                merge_into(out, lse, part)
+        return AttentionOutput(out_BNCH.to(q_BNCH.dtype), lse_BNC)
+
+    @torch.no_grad()
+    def backward(
+        self,
+        dout_BNCH: Tensor,
+        q_BNCH: Tensor,
+        k_BKTH: Tensor,
+        v_BKTH: Tensor,
+        out_BNCH: Tensor,
+        lse_BNC: Tensor,
+        *,
+        band: Mask,
+        scale: float,
+        softcap: float | None = None,
+    ) -> Gradients:
+        """See `Backend.backward`."""
+        assert softcap is None, f"{self.name} was chosen although scores are soft-capped"
+        assert isinstance(band, CausalBand), f"{self.name} takes one document at a time"
+        sums_dtype = accumulation_dtype(q_BNCH.dtype)
+        rectangles = cut_band(band, q_BNCH.shape[2], k_BKTH.shape[2], tile_rows=self._tile_rows)
+        rows = _Filling([rectangle.rows for rectangle in rectangles], q_BNCH.shape[2])
+        keys = _Filling([rectangle.keys for rectangle in rectangles], k_BKTH.shape[2])
+        # Only rectangles that overlap sum over the same keys; else what the kernel gives is enough.
+        keys_dtype = sums_dtype if self.widens or keys.overlap else k_BKTH.dtype
+        given = BackwardInputs(dout_BNCH, q_BNCH, k_BKTH, v_BKTH, out_BNCH, lse_BNC)
+        dq_BNCH = _empty_by_token(q_BNCH, q_BNCH.shape[3], sums_dtype)
+        dk_BKTH, dv_BKTH = (torch.empty_like(x, dtype=keys_dtype) for x in (k_BKTH, v_BKTH))
+        if not q_BNCH.shape[0]:
+            rectangles = []
+        for sums, filling in ((dq_BNCH, rows), (dk_BKTH, keys), (dv_BKTH, keys)):
+            for gap in filling.gaps:
+                sums[:, :, gap] = 0.0
+        for rectangle, *first in zip(rectangles, rows.first, keys.first, strict=False):
+            grads = self._backward_rectangle(rectangle, given, scale)
+            _write(dq_BNCH[:, :, rectangle.rows], grads.dq_BNCH, first=first[0])
+            _write(dk_BKTH[:, :, rectangle.keys], grads.dk_BKTH, first=first[1])
+            _write(dv_BKTH[:, :, rectangle.keys], grads.dv_BKTH, first=first[1])
+        return Gradients(dq_BNCH.to(q_BNCH.dtype), dk_BKTH, dv_BKTH)
+
+    def _forward_rectangle(
+        self, rectangle: Rectangle, q_BNCH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, scale: float
+    ) -> AttentionOutput:
+        """Attend over one rectangle; an edge is turned around."""
+        form = rectangle.form
+        q = _turn(q_BNCH[:, :, rectangle.rows], form)
+        k, v = (_turn(x[:, :, rectangle.keys], form) for x in (k_BKTH, v_BKTH))
+        unmasked = form is Form.FULL
+        kernel = functools.partial(self.kernel_forward, causal=not unmasked, scale=scale)
+        attended = adapted_forward(kernel, q, k, v, needs=self.needs, unmasked=unmasked)
+        return AttentionOutput(*(_turn(x, form) for x in attended))
+
+    def _backward_rectangle(
+        self, rectangle: Rectangle, given: BackwardInputs, scale: float
+    ) -> Gradients:
+        """Gradient of `_forward_rectangle`."""
+        form, rows, keys = rectangle.form, rectangle.rows, rectangle.keys
+        parts = zip(given, (rows, rows, keys, keys, rows, rows), strict=True)
+        turned = BackwardInputs(*(_turn(x[:, :, part], form) for x, part in parts))
+        unmasked = form is Form.FULL
+        kernel = functools.partial(self.kernel_backward, causal=not unmasked, scale=scale)
+        grads = adapted_backward(kernel, turned, needs=self.needs, unmasked=unmasked)
+        return Gradients(*(_turn(grad, form) for grad in grads))
+
+
+def _turn(x: Tensor, form: Form) -> Tensor:
+    """Reverse the tokens of an edge, which makes a causal square of it, or back."""
+    return x.flip(2) if form is Form.EDGE else x
+
+
+class _Filling:
+    """How parts that may overlap fill a run of tokens without zeros to begin with.
+
+    A part that meets no part before it is written, any other is added; what no written part covers
+    must be blanked first. Over tens of thousands of tokens a pass for zeros and one to add to them
+    cost more than the part itself takes to be written.
+    """
+
+    def __init__(self, parts: Sequence[slice], num_tokens: int) -> None:
+        """Plan the parts, half-open ranges in tokens, in the order in which they come."""
+        written: list[slice] = []
+        self.first: list[bool] = []
+        """Of each part: whether it is written rather than added."""
+        for part in parts:
+            new = all(part.stop <= other.start or other.stop <= part.start for other in written)
+            self.first.append(new)
+            written += [part] if new else []
+        self.overlap = not all(self.first)
+        """Whether any part is added."""
+        self.gaps: list[slice] = []
+        """Tokens that no written part covers."""
+        end = 0
+        for part in [*sorted(written, key=lambda x: x.start), slice(num_tokens, num_tokens)]:
+            self.gaps += [slice(end, part.start)] if part.start > end else []
+            end = part.stop
+
+
+def _write(sums: Tensor, part: Tensor, *, first: bool) -> None:
+    if first:
+        sums.copy_(part)
+    else:
+        sums += part
+
+
+def _empty_by_token(q_BNCH: Tensor, head_size: int, dtype: torch.dtype) -> Tensor:
+    """Memory for `[B, N, C, H]` that lies as projections give and take it: `[B, C, N, H]`."""
+    num_rows, num_heads, num_tokens, _ = q_BNCH.shape
+    return q_BNCH.new_empty(num_rows, num_tokens, num_heads, head_size, dtype=dtype).transpose(1, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """How far a row sees around its own key, where the last row's own key is the last key.
+
+    Attributes are in tokens; None is unlimited.
+    """
+
+    left: int | None
+    right: int | None
+
+    @property
+    def causal(self) -> bool:
+        """True if a row sees nothing behind its own key."""
+        return self.right == 0
+
+    @property
+    def unmasked(self) -> bool:
+        """True if every row sees every key."""
+        return self.left is None and self.right is None
+
+
+@dataclass(frozen=True, slots=True)
+class AlignedCall(Extent):
+    """One kernel call: its rows and keys, and the reach between them."""
+
+    reach: Reach
+    offsets: Offsets | None = None
+    """Where documents begin in these rows and keys, if they are several."""
+
+
+def align_band(band: CausalBand, num_rows: int, num_keys: int) -> list[AlignedCall]:
+    """Say a band over so many rows and keys as at most two bottom-right-aligned calls.
+
+    Returns:
+        The calls, with disjoint rows; none if no row sees a key. Rows in no call see nothing.
+    """
+    seen = band.trim(num_rows, num_keys)
+    if seen.empty:
+        return []
+    window = seen.band.window
+    # Position of the first row, in the coordinates of `num_keys`.
+    position = seen.key_start + seen.band.q_start
+    split = seen.row_start + max(0, seen.key_stop - position)
+    calls: list[AlignedCall] = []
+    if split > seen.row_start:
+        reach = Reach(None if window is None else window - 1, 0)
+        calls.append(AlignedCall(seen.row_start, split, seen.key_start, seen.key_stop, reach))
+    if split < seen.row_stop:
+        # The kernel takes these rows to end at the last key; they stand `behind` tokens later.
+        behind = position + (seen.row_stop - seen.row_start) - seen.key_stop
+        reach = Reach(None, None)
+        if window is not None:
+            reach = Reach(window - 1 - behind, behind)
+        calls.append(AlignedCall(split, seen.row_stop, seen.key_start, seen.key_stop, reach))
+    return calls
+
+
+class Offsets(NamedTuple):
+    """Where documents begin, as kernels for variable lengths take it."""
+
+    cu_q: Tensor
+    """First query of each document, and their number: int32, `[documents + 1]`."""
+
+    cu_k: Tensor
+    """The same of keys."""
+
+    max_q: int
+    """Queries of the longest document."""
+
+    max_k: int
+    """Keys of the longest document."""
+
+
+@functools.lru_cache(maxsize=64)
+def _offsets(documents: Documents, device: torch.device) -> Offsets:
+    """The offsets on a device; layer after layer asks for the same."""
+
+    def sums(lengths: tuple[int, ...]) -> Tensor:
+        made = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+        # From pinned memory, or the host would wait for the device.
+        return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
+
+    queries, keys = documents.num_queries, documents.num_keys
+    return Offsets(sums(queries), sums(keys), max(queries), max(keys))
+
+
+def with_documents(
+    variants: tuple[Callable[..., Backend], ...],
+) -> tuple[Callable[[], Backend], ...]:
+    """Each variant with packed documents left to the kernel, then without."""
+    return tuple(
+        functools.partial(make, documents_at_once=at_once)
+        for make in variants
+        for at_once in (True, False)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelCall:
+    """What a kernel is told beside its tensors."""
+
+    reach: Reach
+    scale: float
+    softcap: float | None
+    offsets: Offsets | None
+    """Where documents begin; None where rows are one each."""
+
+
+class BottomRightBackend(Backend):
+    """Backend on a kernel that aligns masks at the bottom right.
+
+    The kernel calls get tensors as [B, tokens, heads, H], and heads as `needs` demands them; given
+    `offsets`, as [tokens, heads, H] and the log-sum-exp as [N, C].
+    """
+
+    needs: KernelNeeds
+
+    @abstractmethod
+    def kernel_forward(
+        self, q_BCNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, call: KernelCall
+    ) -> tuple[Tensor, Tensor]:
+        """Attend; returns `out_BCNH` and `lse_BNC`."""
+
+    @abstractmethod
+    def kernel_backward(
+        self, given: BackwardInputs, call: KernelCall
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradient of `kernel_forward` given merged values; same layout as the inputs."""
+
+    @torch.no_grad()
+    def forward(
+        self,
+        q_BNCH: Tensor,
+        k_BKTH: Tensor,
+        v_BKTH: Tensor,
+        *,
+        band: Mask,
+        scale: float,
+        softcap: float | None = None,
+    ) -> AttentionOutput:
+        """See `Backend.forward`."""
+        parts: list[tuple[AlignedCall, AttentionOutput]] = []
+        for call in _calls(band, q_BNCH, k_BKTH):
+            told = KernelCall(reach=call.reach, scale=scale, softcap=softcap, offsets=call.offsets)
+            part = adapted_forward(
+                functools.partial(self._dense_forward, told),
+                q_BNCH[:, :, call.rows],
+                k_BKTH[:, :, call.keys],
+                v_BKTH[:, :, call.keys],
+                needs=self.needs,
+                unmasked=call.reach.unmasked,
+            )
+            if call.rows == slice(0, q_BNCH.shape[2]):
+                return part
+            parts.append((call, part))
+        out_BNCH, lse_BNC = empty_forward(q_BNCH, v_BKTH.shape[3])
+        for call, part in parts:
+            out_BNCH[:, :, call.rows] = part.out_BNCH
+            lse_BNC[:, :, call.rows] = part.lse_BNC
+        return AttentionOutput(out_BNCH, lse_BNC)
+
+    @torch.no_grad()
+    def backward(
+        self,
+        dout_BNCH: Tensor,
+        q_BNCH: Tensor,
+        k_BKTH: Tensor,
+        v_BKTH: Tensor,
+        out_BNCH: Tensor,
+        lse_BNC: Tensor,
+        *,
+        band: Mask,
+        scale: float,
+        softcap: float | None = None,
+    ) -> Gradients:
+        """See `Backend.backward`."""
+        whole = slice(0, q_BNCH.shape[2]), slice(0, k_BKTH.shape[2])
+        parts: list[tuple[AlignedCall, Gradients]] = []
+        for call in _calls(band, q_BNCH, k_BKTH):
+            told = KernelCall(reach=call.reach, scale=scale, softcap=softcap, offsets=call.offsets)
+            part = adapted_backward(
+                functools.partial(self._dense_backward, told),
+                BackwardInputs(
+                    dout_BNCH[:, :, call.rows],
+                    q_BNCH[:, :, call.rows],
+                    k_BKTH[:, :, call.keys],
+                    v_BKTH[:, :, call.keys],
+                    out_BNCH[:, :, call.rows],
+                    lse_BNC[:, :, call.rows],
+                ),
+                needs=self.needs,
+                unmasked=call.reach.unmasked,
+            )
+            if (call.rows, call.keys) == whole:
+                return part
+            parts.append((call, part))
+        # Two calls share their keys, so their gradients are summed in the accumulation dtype.
+        keys_dtype = accumulation_dtype(k_BKTH.dtype) if len(parts) > 1 else k_BKTH.dtype
+        dq_BNCH = torch.zeros_like(q_BNCH)
+        dk_BKTH, dv_BKTH = (torch.zeros_like(x, dtype=keys_dtype) for x in (k_BKTH, v_BKTH))
+        for call, part in parts:
+            dq_BNCH[:, :, call.rows] = part.dq_BNCH
+            dk_BKTH[:, :, call.keys] += part.dk_BKTH
+            dv_BKTH[:, :, call.keys] += part.dv_BKTH
+        return Gradients(dq_BNCH, dk_BKTH, dv_BKTH)
+
+    def _dense_forward(
+        self, call: KernelCall, q_BNCH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor
+    ) -> AttentionOutput:
+        tensors = (_by_token(x, call) for x in (q_BNCH, k_BKTH, v_BKTH))
+        out_BCNH, lse_BNC = self.kernel_forward(*tensors, call=call)
+        if call.offsets is not None:
+            out_BCNH, lse_BNC = out_BCNH.unsqueeze(0), lse_BNC.unsqueeze(0)
+        return AttentionOutput(out_BCNH.transpose(1, 2), lse_BNC)
+
+    def _dense_backward(self, call: KernelCall, given: BackwardInputs) -> Gradients:
+        # Kernels step through the log-sum-exp by its shape, whatever its strides are.
+        lse = given.lse.contiguous()
+        lse = lse if call.offsets is None else lse.squeeze(0)
+        by_token = (_by_token(x, call) for x in given[:5])
+        grads = self.kernel_backward(BackwardInputs(*by_token, lse=lse), call)
+        batched = grads if call.offsets is None else (grad.unsqueeze(0) for grad in grads)
+        return Gradients(*(grad.transpose(1, 2) for grad in batched))
+
+
+def _calls(band: Mask, q_BNCH: Tensor, k_BKTH: Tensor) -> list[AlignedCall]:
+    """The kernel calls of a mask; none if no row sees a key."""
+    num_rows, num_keys = q_BNCH.shape[2], k_BKTH.shape[2]
+    if isinstance(band, Documents):
+        reach = Reach(None if band.window is None else band.window - 1, 0)
+        offsets = _offsets(band, q_BNCH.device)
+        return [AlignedCall(0, num_rows, 0, num_keys, reach, offsets)]
+    return align_band(band, num_rows, num_keys) if q_BNCH.shape[0] else []
+
+
+def _by_token(x_BNCH: Tensor, call: KernelCall) -> Tensor:
+    """Tokens before heads, as kernels take them; without the batch where there are offsets."""
+    x_BCNH = x_BNCH.transpose(1, 2)
+    return x_BCNH if call.offsets is None else x_BCNH.squeeze(0)

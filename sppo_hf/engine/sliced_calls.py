@@ -1,0 +1,860 @@
+"""Module calls over all tokens, run slice by slice along the tokens.
+
+With order "by_layer" the untouched base model runs once over the whole sequence, and each decoder
+layer's hooks run the layer's forward chunk by chunk. `layer_examples` finds which dims of a layer's
+arguments are the tokens; `SlicedCall` cuts whole tensors into chunks and joins the outputs.
+
+A layer over all tokens calls attention once, at its kernel's best; what is heavy then are the
+temporaries of everything else: the MLP's intermediates, norms in float32, what adapters compute. A
+module that treats each token by itself gives the same on a part of them, so `LayerTiles` runs it
+tile by tile, and each tile's temporaries are gone before the next one begins. Where the layer is
+recomputed, each tile has saved activations of its own (`recompute.RecomputedTile`): in backward the
+layer runs again without these modules, and then one tile at a time.
+
+[Note: which dims are the tokens] A size says nothing: a width or a number of heads may happen to be
+the number of tokens. So the model's own code is asked: it runs on two tokens with layers that hand
+hidden states on, and a dim that is two there and T in the real call is the tokens. A layer must
+return hidden states as it gets them, alone or as the first of a tuple with nothing else in it;
+anything else cannot be joined, and such a model runs chunk by chunk.
+
+[Note: hidden states between layers] A layer has one buffer `[B, T, D]` as input, one as output.
+An output is copied into its buffer as soon as a chunk is done, and a gradient is taken from (or
+written into) a buffer's slice when a chunk's backward asks for it (or has it), so that at no time
+all chunks' tensors wait beside the buffer that they are to be joined in. Between a chunk's tensors
+and the buffers autograd sees empty tensors, which only say what comes after what.
+
+[Note: which modules are token-wise] No family is known here. The largest modules are looked for
+that take `[B, T, D]` alone and return tensors with as many tokens; each runs once on a few random
+tokens, many of which are alike (experts with a limited capacity overflow), at once and in parts,
+and what comes out must be the same. A module that knows its place in the stack of layers has
+attention or a recurrence in it and is only searched. One matmul of a plain `nn.Linear` has no
+temporaries; and where others have hooks inside a module, they are to see calls over all tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from sppo_hf.engine.recompute import RecomputedLayer, is_compiled
+from sppo_hf.engine.stages import AbsentLayer
+from sppo_hf.engine.structure import ModelParts, patched_attribute
+from sppo_hf.errors import SPPOError, first_line
+from sppo_hf.planning.chunk_bounds import Bounds
+
+# B batch rows, C tokens of a chunk, T tokens of the sequence, M = B * T tokens of all rows, D model
+# width.
+
+EXAMPLE_TOKENS = 2
+"""Tokens of the call that shows which dims are the tokens; one where there are two in all."""
+
+
+# Transformers sets it on a model when it puts hooks on layers and routers to collect their outputs,
+# once, at the first call that asks for them; that must not be one whose layers are others.
+_CAPTURES = "_output_capturing_hooks_installed"
+
+
+class CannotRunByLayer(Exception):
+    """The model cannot run layer by layer; the message is the reason, as a part of a sentence."""
+
+
+class InnermostHook(functools.partial[Any]):
+    """A hook of ours: by layer, no hook of others may stand between it and the layer's forward.
+
+    Theirs are about the layer's call over all tokens: FSDP2's gather and free its weights.
+    """
+
+
+def move_hooks_innermost(module: nn.Module) -> None:
+    """Move our hooks of `module` behind all others before forward, and before all others after."""
+    for hooks, last in ((module._forward_pre_hooks, True), (module._forward_hooks, False)):
+        ours = [key for key, hook in hooks.items() if isinstance(hook, InnermostHook)]
+        for key in ours:
+            hooks.move_to_end(key, last=last)  # type: ignore[attr-defined]
+
+
+class PrefixLength:
+    """A cache that holds nothing and says how many tokens came before the chunk.
+
+    Llama 4 scales queries by their index and counts it from what its cache holds.
+    """
+
+    is_compileable = False
+
+    def __init__(self, tokens: int) -> None:
+        """Come after `tokens` tokens."""
+        self._tokens = tokens
+
+    def get_seq_length(self, *_: Any, **__: Any) -> int:
+        """The tokens before the chunk."""
+        return self._tokens
+
+    get_query_offset = get_seq_length
+
+    def get_mask_sizes(self, query_length: Any, *_: Any, **__: Any) -> tuple[Any, int]:
+        """Number of keys and index of the first."""
+        return self._tokens + query_length, 0
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """The chunk's keys and values as they are: attention finds the others."""
+        return keys, values
+
+
+@dataclass(frozen=True, slots=True)
+class CallExample:
+    """The arguments of a layer for `EXAMPLE_TOKENS` tokens."""
+
+    shapes: tuple[torch.Size | None, ...]
+    """Of every leaf; None of what is no tensor."""
+    spec: TreeSpec
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallExample:
+        """Take note of a call."""
+        leaves, spec = tree_flatten((args, kwargs))
+        return cls(tuple(x.shape if isinstance(x, Tensor) else None for x in leaves), spec)
+
+
+NORM = -1
+"""The final norm, where layers are numbered from zero."""
+
+
+class _Attributes:
+    """Of a module that takes another's place: what it lacks is the other's (a weight's dtype)."""
+
+    def __init__(self, *args: Any, other: nn.Module, note: Callable[[CallExample], None]) -> None:
+        super().__init__(*args)
+        self._note = note
+        self._other = (other,)  # in a tuple: it is no part of this module
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)  # type: ignore[misc]
+        except AttributeError:
+            return getattr(self.__dict__["_other"][0], name)
+
+
+class _WatchedNorm(_Attributes, nn.Module):
+    """Takes the place of the final norm, notes how it is called, and hands its input on."""
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return `hidden` as it is."""
+        self._note(CallExample.of((hidden, *args), kwargs))
+        return hidden
+
+
+class _Watched(_Attributes, AbsentLayer):
+    """Takes the place of a layer, notes how it is called, and hands hidden states on."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the hidden states as they are, in a tuple where the layer returns one."""
+        self._note(CallExample.of(args, kwargs))
+        return super().forward(*args, **kwargs)
+
+
+def layer_examples(parts: ModelParts, run_base: Callable[[], object]) -> dict[int, CallExample]:
+    """How the base model calls each decoder layer, and `NORM`; none of them runs.
+
+    Args:
+        parts: The model.
+        run_base: Runs the base model on `EXAMPLE_TOKENS` tokens, with the inputs that it is about
+            to get, cut short.
+
+    Raises:
+        CannotRunByLayer: The base model does not run without its layers.
+    """
+    examples: dict[int, CallExample] = {}
+
+    def note(index: int) -> Callable[[CallExample], None]:
+        return lambda seen: examples.update({index: seen})
+
+    owner = next(
+        child
+        for child in parts.decoder.children()
+        if isinstance(child, nn.ModuleList) and parts.layers[0] in child.children()
+    )
+    norm = parts.final_norm()
+    stand_ins: list[tuple[nn.Module, str, nn.Module]] = [
+        (owner, name, _Watched(layer, other=layer, note=note(index)))
+        for index, (name, layer) in enumerate(zip(owner._modules, parts.layers, strict=True))
+    ]
+    stand_ins += [
+        (parts.decoder, name, _WatchedNorm(other=child, note=note(NORM)))
+        for name, child in parts.decoder.named_children()
+        if child is norm
+    ]
+    before = [module._modules[name] for module, name, _ in stand_ins]
+    models = {parts.base, parts.decoder}
+    uncaptured = [model for model in models if not getattr(model, _CAPTURES, False)]
+    try:
+        for model in uncaptured:
+            setattr(model, _CAPTURES, True)
+        for module, name, stand_in in stand_ins:
+            module._modules[name] = stand_in
+        with torch.no_grad():
+            run_base()
+    except torch.OutOfMemoryError:
+        raise  # says nothing of the model
+    # The model's own code, which is given what its layers did not compute, fails with anything.
+    except Exception as error:
+        raise CannotRunByLayer(
+            f"how {parts.name} calls its layers cannot be seen without running them "
+            f"({first_line(error)})"
+        ) from error
+    finally:
+        for (module, name, _), own in zip(stand_ins, before, strict=True):
+            module._modules[name] = own
+        for model in uncaptured:
+            delattr(model, _CAPTURES)
+    return examples
+
+
+class SlicedCall:
+    """One call of a module over all tokens, given chunk by chunk, and its joined output."""
+
+    def __init__(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        bounds: Bounds,
+        example: CallExample | None,
+        where: str,
+    ) -> None:
+        """Prepare to cut a call.
+
+        Args:
+            args: The module's arguments.
+            kwargs: Its keyword arguments.
+            bounds: The chunks, in tokens; a call of a single chunk is left as it is.
+            example: How the module is called for `EXAMPLE_TOKENS` tokens; None for one chunk.
+            where: What is cut, for messages.
+
+        Raises:
+            CannotRunByLayer: The tokens cannot be told from the arguments' other dims.
+        """
+        self._bounds = bounds
+        self._where = where
+        self._whole: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
+        self._joint: TokenJoin | None = None
+        self._hidden_shape: torch.Size = torch.Size()
+        if len(bounds) == 1:
+            return
+        assert example is not None, "a call that is cut has an example"
+        leaves, spec = tree_flatten((args, kwargs))
+        if spec != example.spec:
+            raise CannotRunByLayer(f"{where} is called with other arguments for fewer tokens")
+        tokens = bounds[-1][1]
+        hidden = args[0] if args else kwargs.get("hidden_states")
+        dims = [_token_dim(*pair, tokens) for pair in zip(leaves, example.shapes, strict=True)]
+        unclear = [leaf for leaf, dim in zip(leaves, dims, strict=True) if dim == _UNCLEAR]
+        if unclear:
+            raise CannotRunByLayer(
+                f"{where} is given a tensor of shape {tuple(unclear[0].shape)}, which has no dim "
+                f"that is the {tokens} tokens alone"
+            )
+        dim = next((d for x, d in zip(leaves, dims, strict=True) if x is hidden), None)
+        if dim is None:
+            raise CannotRunByLayer(f"{where} is given hidden states without a dim of tokens")
+        self._spec = spec
+        self._cuts: list[Callable[[int, int], Any]] = [
+            _cut(leaf, dim) for leaf, dim in zip(leaves, dims, strict=True)
+        ]
+        self._dim = dim
+        self._whole = None
+        self._joint = TokenJoin(dim, tokens, len(bounds))
+
+    def take(self, index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of the `index`-th chunk; chunks come in order, each once."""
+        if self._whole is not None:
+            whole, self._whole = self._whole, None
+            return whole
+        start, end = self._bounds[index]
+        leaves = [cut(start, end) for cut in self._cuts]
+        if index == len(self._bounds) - 1:
+            self._cuts = []  # the whole tensors are theirs who made them
+        args, kwargs = tree_unflatten(leaves, self._spec)
+        self._hidden_shape = (args[0] if args else kwargs["hidden_states"]).shape
+        return args, kwargs
+
+    def put(self, index: int, output: Any) -> Tensor:
+        """Take the output of the `index`-th chunk; returns its hidden states.
+
+        Raises:
+            CannotRunByLayer: It has more in it than hidden states.
+        """
+        assert self._joint is not None, "the output of a call that was cut"
+        hidden, *others = output if isinstance(output, tuple) else (output,)
+        if any(isinstance(leaf, Tensor) for leaf in tree_flatten(others)[0]):
+            raise CannotRunByLayer(f"{self._where} returns more than hidden states")
+        if not isinstance(hidden, Tensor) or hidden.shape != self._hidden_shape:
+            raise CannotRunByLayer(
+                f"{self._where} returns hidden states of another shape than it gets"
+            )
+        self._others = tuple(others) if isinstance(output, tuple) else None
+        self._joint.put(hidden, *self._bounds[index])
+        return hidden
+
+    def joined(self) -> Any:
+        """The module's output over all tokens."""
+        assert self._joint is not None, "the output of a call that was cut"
+        hidden = self._joint.close()
+        return hidden if self._others is None else (hidden, *self._others)
+
+
+_UNCLEAR = -1
+
+
+def _token_dim(leaf: Any, example: torch.Size | None, tokens: int) -> int | None:
+    """The dim of `leaf` that is the tokens; None if there is none, `_UNCLEAR` if it is no one dim.
+
+    See [Note: which dims are the tokens].
+    """
+    if not isinstance(leaf, Tensor) and example is None:
+        return None
+    if not isinstance(leaf, Tensor) or example is None or len(example) != leaf.ndim:
+        return _UNCLEAR
+    changed = [dim for dim in range(leaf.ndim) if example[dim] != leaf.shape[dim]]
+    if not changed:
+        return None
+    dim = changed[0]
+    clear = len(changed) == 1 and example[dim] <= EXAMPLE_TOKENS and leaf.shape[dim] == tokens
+    return dim if clear else _UNCLEAR
+
+
+def _cut(leaf: Any, dim: int | None) -> Callable[[int, int], Any]:
+    """What gives a leaf's part of the tokens `[start, end)`."""
+    if isinstance(leaf, PrefixLength):
+        return lambda start, _: PrefixLength(start)
+    if dim is None:
+        return lambda *_: leaf
+    return TokenSlices(leaf, dim).take
+
+
+def _part(x: Tensor, dim: int, start: int, end: int) -> Tensor:
+    """Tokens `[start, end)`, as dense as `x` is: layers take views of what they are given."""
+    part = x.narrow(dim, start, end - start)
+    return part.contiguous() if x.is_contiguous() else part
+
+
+class TokenSlices:
+    """A tensor to be taken apart along the tokens; see [Note: hidden states between layers]."""
+
+    def __init__(self, whole: Tensor, dim: int) -> None:
+        """Prepare to cut `whole` along `dim`."""
+        self._whole = whole.detach()
+        self._dim = dim
+        self._gradient = _Gradient(dim, whole.shape)
+        needs_grad = whole.requires_grad and torch.is_grad_enabled()
+        self._link: Tensor | None = _Open.apply(whole, self._gradient) if needs_grad else None
+
+    def take(self, start: int, end: int) -> Tensor:
+        """Tokens `[start, end)`."""
+
+        def part() -> Tensor:
+            return _part(self._whole, self._dim, start, end)
+
+        if self._link is None:
+            return part()
+        return _Take.apply(self._link, part, self._gradient, start, end)
+
+
+class TokenJoin:
+    """Chunks' tensors on their way into one over all tokens."""
+
+    def __init__(self, dim: int, tokens: int, num_chunks: int) -> None:
+        """Prepare to join so many along `dim`, which will be `tokens` long."""
+        self._dim = dim
+        self._tokens = tokens
+        self._whole: Tensor | None = None
+        self._gradient: _Gradient | None = None
+        self._links: list[Tensor] = []
+        self._num_chunks = num_chunks
+
+    def put(self, part: Tensor, start: int, end: int) -> None:
+        """Copy the part of tokens `[start, end)` into the whole."""
+        if self._whole is None or self._gradient is None:
+            shape = torch.Size(
+                (*part.shape[: self._dim], self._tokens, *part.shape[self._dim + 1 :])
+            )
+            self._whole = part.new_empty(shape)
+            self._gradient = _Gradient(self._dim, shape, uses=self._num_chunks)
+        self._whole.narrow(self._dim, start, end - start).copy_(part.detach())
+        if part.requires_grad and torch.is_grad_enabled():
+            self._links.append(_Put.apply(part, self._gradient, start, end))
+
+    def close(self) -> Tensor:
+        """The whole; all parts are in it."""
+        whole, self._whole = self._whole, None
+        assert whole is not None, "something was put in"
+        links, self._links = self._links, []
+        if not links:
+            return whole
+        return _Close.apply(lambda: whole, self._gradient, *links)
+
+
+class _Gradient:
+    """The gradient of a whole tensor, while backward goes through its parts."""
+
+    def __init__(self, dim: int, shape: torch.Size, *, uses: int = 0) -> None:
+        self.value: Tensor | None = None
+        self._dim = dim
+        self._shape = shape
+        self._uses = uses
+
+    def add(self, part: Tensor, start: int, end: int) -> None:
+        """Write a part; what nobody writes is zero."""
+        if self.value is None:
+            self.value = part.new_zeros(self._shape)
+        self.value.narrow(self._dim, start, end - start).copy_(part)
+
+    def part(self, start: int, end: int) -> Tensor | None:
+        """A part; the last of them lets go of the whole."""
+        whole, self._uses = self.value, self._uses - 1
+        if self._uses == 0:
+            self.value = None
+        return None if whole is None else _part(whole, self._dim, start, end)
+
+
+class _Open(torch.autograd.Function):
+    """From a whole tensor to a link, behind which its parts are taken."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, gradient: _Gradient) -> Tensor:  # type: ignore[override]
+        ctx.gradient = gradient
+        return whole.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, None]:  # type: ignore[override]
+        grad, ctx.gradient.value = ctx.gradient.value, None
+        return grad, None
+
+
+class _Take(torch.autograd.Function):
+    """From the link to the part of one chunk."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        link: Tensor,
+        part: Callable[[], Tensor],
+        gradient: _Gradient,
+        start: int,
+        end: int,
+    ) -> Tensor:
+        ctx.gradient, ctx.start, ctx.end = gradient, start, end
+        ctx.set_materialize_grads(False)
+        return part()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None, None, None]:  # type: ignore[override]
+        if grad is None:
+            return None, None, None, None, None
+        ctx.gradient.add(grad, ctx.start, ctx.end)
+        return grad.new_empty(0), None, None, None, None
+
+
+class _Put(torch.autograd.Function):
+    """From the part of one chunk, which was copied into the whole, to a link."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, gradient: _Gradient, start: int, end: int) -> Tensor:  # type: ignore[override]
+        ctx.gradient, ctx.start, ctx.end = gradient, start, end
+        return part.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, None, None, None]:  # type: ignore[override]
+        return ctx.gradient.part(ctx.start, ctx.end), None, None, None
+
+
+class _Close(torch.autograd.Function):
+    """From the links of all chunks to the whole tensor."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, whole: Callable[[], Tensor], gradient: _Gradient, *links: Tensor
+    ) -> Tensor:  # type: ignore[override]
+        ctx.gradient = gradient
+        ctx.num_links = len(links)
+        return whole()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        ctx.gradient.value = grad
+        return None, None, *(grad.new_empty(0) for _ in range(ctx.num_links))
+
+
+_PROBE_TOKENS = 34
+"""Twice a prime number: no size of a model."""
+_ALIKE = 24
+"""Tokens of the probe that are the same."""
+_SPLIT = 5
+"""Where it is cut."""
+
+_MIN_TOKENS = 4
+"""More than the example of a call has."""
+
+_DOES_NOT_TAKE_TOKENS = (
+    *(TypeError, ValueError, RuntimeError, LookupError, AttributeError, AssertionError),
+    *(NotImplementedError, SPPOError),
+)
+
+
+class NotTokenWise(Exception):
+    """A module mixes tokens; the message is the reason, as a part of a sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenWise:
+    """A module that gives the same on a part of the tokens."""
+
+    name: str
+    module: nn.Module
+    spec: TreeSpec
+    """Of what it returns."""
+    dims: tuple[int, ...]
+    """Of each tensor in it the dim of the tokens: 1 of `[B, T, ...]`, 0 of `[M, ...]`."""
+
+
+_found: weakref.WeakKeyDictionary[nn.Module, tuple[object, tuple[TokenWise, ...]]]
+_found = weakref.WeakKeyDictionary()
+
+
+def token_wise(layer: nn.Module, hidden: Tensor) -> tuple[TokenWise, ...]:
+    """The token-wise modules of a layer that is about to get `hidden`; probed the first time.
+
+    Raises:
+        NotTokenWise: A module takes hidden states alone, and mixes tokens.
+    """
+    state = tuple((id(module), _is_hooked(module)) for module in layer.modules())
+    known = _found.get(layer)
+    if known is None or known[0] != state:
+        children = layer.named_children()
+        probe = _Probe(hidden)
+        found = tuple(x for name, child in children for x in _search(name, child, probe))
+        known = _found[layer] = (state, found)
+    return known[1]
+
+
+def is_searched(module: nn.Module) -> bool:
+    """Whether a module cannot run in tiles as a whole, though parts of it may."""
+    return any("layer_idx" in part.__dict__ for part in module.modules()) or any(
+        map(_is_hooked, itertools.islice(module.modules(), 1, None))
+    )
+
+
+def is_worth_tiles(module: nn.Module) -> bool:
+    """Whether a module has temporaries that are worth it; see the note above."""
+    product = type(module) is nn.Linear or type(module).__name__ == "Conv1D"
+    return not product and any(True for _ in module.parameters())
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
+    return any(hooks)
+
+
+def _search(name: str, module: nn.Module, probe: _Probe) -> Iterator[TokenWise]:
+    if not is_worth_tiles(module):
+        return
+    if not is_searched(module):
+        found = probe.of(name, module)
+        if found is not None:
+            yield found
+            return
+    for child_name, child in module.named_children():
+        yield from _search(f"{name}.{child_name}" if name else child_name, child, probe)
+
+
+def input_width(module: nn.Module, width: int) -> int:
+    """Width of a module's input in a layer of `width`."""
+    own = getattr(module, "in_features", None)
+    if isinstance(own, int):
+        return own
+    parameters = list(module.parameters())
+    is_norm = bool(parameters) and all(p.ndim == 1 for p in parameters)
+    return parameters[0].shape[0] if is_norm else width
+
+
+class _Probe:
+    """Runs modules on a few random tokens."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._like = like
+
+    def of(self, name: str, module: nn.Module) -> TokenWise | None:
+        """What `module` returns; None if it does not take hidden states alone."""
+        if is_compiled(module):
+            return None
+        like = self._like
+        shape = (1, _PROBE_TOKENS, input_width(module, like.shape[-1]))
+        generator = torch.Generator(like.device).manual_seed(0)
+        x_1MD = torch.randn(shape, device=like.device, dtype=like.dtype, generator=generator)
+        x_1MD[:, -_ALIKE:] = x_1MD[:, -1:]
+        with torch.no_grad(), torch.random.fork_rng(_cuda(like)), _without_dropout(module):
+            try:
+                leaves, spec = tree_flatten(module.forward(x_1MD))
+            except _DOES_NOT_TAKE_TOKENS:
+                return None
+            dims = tuple(_probed_token_dim(leaf) for leaf in leaves)
+            if not leaves or any(dim is None for dim in dims):
+                return None
+            found = TokenWise(name, module, spec, tuple(dim or 0 for dim in dims))
+            for parts in _ways_to_cut(x_1MD):
+                self._compare(found, leaves, [module.forward(part) for part in parts])
+        return found
+
+    def _compare(self, found: TokenWise, whole: list[Tensor], parts: list[Any]) -> None:
+        leaves = zip(*(tree_flatten(part)[0] for part in parts), strict=True)
+        for expected, given, dim in zip(whole, leaves, found.dims, strict=True):
+            # Rows of tokens become one row.
+            joined = torch.cat([x.flatten(0, 1)[None] if dim else x for x in given], dim)
+            if not _is_close(joined, expected):
+                raise NotTokenWise(f"{_named(found)} gives something else on a part of the tokens")
+
+
+def _ways_to_cut(x_1MD: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    yield x_1MD[:, :_SPLIT], x_1MD[:, _SPLIT:]
+    yield (x_1MD.reshape(2, -1, x_1MD.shape[-1]),)
+
+
+def _named(found: TokenWise) -> str:
+    return f"{found.name} ({type(found.module).__name__})"
+
+
+def _cuda(like: Tensor) -> list[torch.device]:
+    return [like.device] if like.device.type == "cuda" else []
+
+
+def _probed_token_dim(leaf: Any) -> int | None:
+    if not isinstance(leaf, Tensor):
+        return None
+    if leaf.ndim > 1 and leaf.shape[:2] == (1, _PROBE_TOKENS):
+        return 1
+    return 0 if leaf.ndim > 0 and leaf.shape[0] == _PROBE_TOKENS else None
+
+
+def _is_close(one: Tensor, other: Tensor) -> bool:
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    narrow = one.element_size() < 4 or torch.is_autocast_enabled(one.device.type)
+    # Products over as many elements as a layer is wide, summed in another order.
+    rounding = 0.125 if narrow else 1024 * torch.finfo(one.dtype).eps
+    difference = (one - other).abs().max()
+    return bool(difference <= rounding * other.abs().max())
+
+
+@contextlib.contextmanager
+def _without_dropout(module: nn.Module) -> Iterator[None]:
+    drops = [part for part in module.modules() if isinstance(part, nn.Dropout)]
+    before = [part.p for part in drops]
+    try:
+        for part in drops:
+            part.p = 0.0
+        yield
+    finally:
+        for part, p in zip(drops, before, strict=True):
+            part.p = p
+
+
+class LayerTiles:
+    """Runs token-wise modules of layers in tiles."""
+
+    def __init__(self, tile_tokens: int) -> None:
+        """Prepare for tiles of so many tokens, over all rows; 0 leaves everything as it is."""
+        self._tile_tokens = tile_tokens
+
+    def bounds(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bounds:
+        """Bounds of tiles, in tokens of each row, for a token-wise call; one where none are made.
+
+        A token-wise call has `[B, T, D]` alone as its argument.
+        """
+        (x, *others), tiles = args or (None,), 1
+        if not isinstance(x, Tensor) or x.ndim != 3 or others or kwargs:
+            return ((0, 0),)
+        tokens = x.shape[1]
+        if self._tile_tokens:
+            tiles = min(-(-x.shape[0] * tokens // self._tile_tokens), tokens // _MIN_TOKENS)
+        return _even_bounds(tokens, max(tiles, 1))
+
+    @contextlib.contextmanager
+    def inside(
+        self, layer: nn.Module, hidden: Tensor, frame: RecomputedLayer | None
+    ) -> Iterator[None]:
+        """Let token-wise modules of `layer` run in tiles, for the first time or again.
+
+        `frame` recomputes the layer; None where autograd keeps what it saves.
+
+        Raises:
+            NotTokenWise: See `token_wise`.
+        """
+        if not self._tile_tokens or hidden.shape[:-1].numel() <= self._tile_tokens:
+            yield
+            return
+        tiled = {
+            part.module: self._tiled(part, part.module.forward, frame)
+            for part in token_wise(layer, hidden)
+        }
+        with patched_attribute("forward", tiled):
+            yield
+
+    def _tiled(
+        self, part: TokenWise, forward: Callable[..., Any], frame: RecomputedLayer | None
+    ) -> Callable[..., Any]:
+        def tiled(*args: Any, **kwargs: Any) -> Any:
+            if len(args) != 1 or kwargs or args[0].ndim != 3:
+                return forward(*args, **kwargs)
+            call = _TiledCall(part, forward, args[0], self._tile_tokens)
+            if call.needs_grad and frame is not None:
+                return call.recomputed(frame)
+            return call.kept()
+
+        return tiled
+
+
+def _even_bounds(tokens: int, tiles: int) -> Bounds:
+    ends = (tokens * tile // tiles for tile in range(tiles + 1))
+    return tuple(itertools.pairwise(ends))
+
+
+class _TiledCall:
+    """One call of a token-wise module."""
+
+    def __init__(
+        self, part: TokenWise, forward: Callable[..., Any], x_BTD: Tensor, tile_tokens: int
+    ) -> None:
+        self._part = part
+        self._forward = forward
+        self._x = x_BTD.detach()
+        self._rows = x_BTD.shape[:2]
+        tokens = self._rows.numel()
+        self._bounds = _even_bounds(tokens, -(-tokens // tile_tokens))
+        self.needs_grad = torch.is_grad_enabled() and (
+            x_BTD.requires_grad or any(p.requires_grad for p in part.module.parameters())
+        )
+        pieces = TokenSlices(x_BTD.reshape(1, tokens, -1), 1)
+        self._tiles = [pieces.take(*bounds) for bounds in self._bounds]
+
+    def kept(self) -> Any:
+        """Its result, with whatever autograd saves of each tile."""
+        return self._shaped(self._run(self._forward))
+
+    def recomputed(self, frame: RecomputedLayer) -> Any:
+        """Its result; each tile is recomputed by itself. In a second forward, its value alone."""
+        # All before the first tile runs: often a second forward needs nothing more.
+        anchor = torch.empty(0, device=self._tiles[0].device, requires_grad=True)
+        saved = [_Save.apply(anchor, tile.detach()) for tile in self._tiles]
+        count = len(self._part.dims)
+        if not frame.is_open:
+            outputs, need_grads = frame.run_unseen(lambda: self._run(self._forward), self._x, count)
+            return self._shaped(
+                [
+                    _Stand.apply(anchor, functools.partial(_itself, x)) if needs_grad else x
+                    for x, needs_grad in zip(outputs, need_grads, strict=True)
+                ]
+            )
+        numbered = iter(enumerate(saved))
+
+        def run(x_1MD: Tensor) -> Any:
+            index, input_of_tile = next(numbered)
+            inner = frame.part(
+                self._part.module, f"{self._part.name}, tile {index}", _OfGraph(input_of_tile)
+            )
+            inner.open((x_1MD,), {})
+            try:
+                output = self._forward(x_1MD)
+            except BaseException:
+                inner.cancel()
+                raise
+            inner.close()
+            return output
+
+        outputs, _ = frame.run_unseen(lambda: self._run(run), self._x, count)
+        return self._shaped(outputs)
+
+    def _run(self, forward: Callable[[Tensor], Any]) -> list[Tensor]:
+        tokens, tiles = self._bounds[-1][1], len(self._tiles)
+        joints = [TokenJoin(dim, tokens, tiles) for dim in self._part.dims]
+        for (start, end), tile in zip(self._bounds, self._tiles, strict=True):
+            leaves, _ = tree_flatten(forward(tile))
+            for joint, leaf in zip(joints, leaves, strict=True):
+                joint.put(leaf, start, end)
+            del leaves
+        self._tiles = []
+        return [joint.close() for joint in joints]
+
+    def _shaped(self, leaves: list[Tensor]) -> Any:
+        shaped = [
+            leaf.reshape(*self._rows, *leaf.shape[2:]) if dim else leaf
+            for leaf, dim in zip(leaves, self._part.dims, strict=True)
+        ]
+        return tree_unflatten(shaped, self._part.spec)
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x
+
+
+class _Save(torch.autograd.Function):
+    """Saves a tensor as the layer's own operations do, for `_OfGraph` to ask for."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, x: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x)
+        return anchor.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[None, None]:  # type: ignore[override]
+        raise AssertionError("nothing comes behind what is saved here")
+
+
+class _Stand(torch.autograd.Function):
+    """Lets what was computed without gradients look as if it needed one."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, made: Callable[[], Tensor]) -> Tensor:  # type: ignore[override]
+        return made()  # were it an argument, nobody could write into it
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[None, None]:  # type: ignore[override]
+        raise AssertionError("the graph of a recomputed layer is never run backward")
+
+
+class _OfGraph:
+    """A tensor that `_Save` has saved, or that the layer's frame makes again."""
+
+    def __init__(self, output: Tensor) -> None:
+        # Not its node: before PyTorch 2.13 a node lets go of what it saved when its output is gone.
+        self._output: Tensor | None = output
+
+    def handles(self) -> tuple[()]:
+        """What is away is the layer's."""
+        return ()
+
+    def take(self) -> Tensor:
+        assert self._output is not None, "a tensor is taken once"
+        (x,) = self._output.grad_fn.saved_tensors  # type: ignore[union-attr]
+        self.drop()
+        return x
+
+    def borrow(self) -> contextlib.AbstractContextManager[Tensor]:
+        raise AssertionError("a part of a layer has no keys")
+
+    def drop(self) -> None:
+        self._output = None
