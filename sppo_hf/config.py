@@ -20,7 +20,7 @@ from typing import Any, Literal, NoReturn, cast
 import yaml
 
 from sppo_hf.errors import ConfigError
-from sppo_hf.reading import MOST_SETTINGS_BYTES, parse_yaml, read_text, write_yaml
+from sppo_hf.reading import MAX_SETTINGS_BYTES, parse_yaml, read_text, write_yaml
 from sppo_hf.registry import ATTENTION_BACKENDS, OFFLOAD_POLICIES, SCHEDULES, TIERS, Registry
 from sppo_hf.rules import (
     Rule,
@@ -262,7 +262,7 @@ class SPPOConfig:
         text = read_text(
             path,
             what="settings file",
-            most_bytes=MOST_SETTINGS_BYTES,
+            most_bytes=MAX_SETTINGS_BYTES,
             remedy="give the path of a YAML file with one 'name: value' per line",
         )
         try:
@@ -283,7 +283,7 @@ class SPPOConfig:
             write_yaml(self.to_dict(), file)
 
     @property
-    def offload_chooses(self) -> bool:
+    def offload_is_partial(self) -> bool:
         """Whether `offload` is a rule by which some activations leave and others stay."""
         facts = OFFLOAD_POLICIES.facts(self.offload)
         return bool(facts.get("keeps") and facts.get("leaves"))

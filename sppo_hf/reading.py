@@ -20,11 +20,11 @@ import yaml
 from sppo_hf.errors import ConfigError
 from sppo_hf.rules import show
 
-MOST_SETTINGS_BYTES = 128 * 2**10
+MAX_SETTINGS_BYTES = 128 * 2**10
 """Of a YAML text. A file with every setting takes three kilobytes; `chunk_lengths` of ten thousand
 chunks, one a line, take ninety."""
 
-MOST_JSON_BYTES = 4 * 2**20
+MAX_JSON_BYTES = 4 * 2**20
 """Of a JSON text. The largest model configurations, which name every quantised layer, take one."""
 
 _MOST_DEPTH = 32
@@ -123,8 +123,8 @@ def parse_yaml(text: str) -> object:
         yaml.YAMLError: It is not YAML, is too long or too deep, or a value is not what its tag
             says. The message names line and column.
     """
-    if len(text) > MOST_SETTINGS_BYTES:
-        raise yaml.YAMLError(f"it has more than {MOST_SETTINGS_BYTES:,} characters")
+    if len(text) > MAX_SETTINGS_BYTES:
+        raise yaml.YAMLError(f"it has more than {MAX_SETTINGS_BYTES:,} characters")
     return yaml.load(text, Loader=_Loader)
 
 

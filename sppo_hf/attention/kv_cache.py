@@ -91,7 +91,7 @@ class KVStore(Protocol):
 
     # Where units of a pipeline change ranks, a later store takes over what earlier ones have:
 
-    def put_earlier(self, chunk: int, k_BKCH: Tensor, v_BKCH: Tensor) -> None:
+    def put_attended(self, chunk: int, k_BKCH: Tensor, v_BKCH: Tensor) -> None:
         """Take keys and values of a `chunk` that has attended, with another store."""
         ...
 
@@ -99,7 +99,7 @@ class KVStore(Protocol):
         """Keys and values of `chunk`, each BKCH, which stay here too."""
         ...
 
-    def drop_keys(self, chunk: int) -> None:
+    def free_kv(self, chunk: int) -> None:
         """Free keys and values of `chunk`, whose own backward runs with another store.
 
         The sums of their gradients wait here.
@@ -110,11 +110,13 @@ class KVStore(Protocol):
         """Those sums of dK and dV, as they were summed, each BKCH; they stay here too."""
         ...
 
-    def drop_sums(self, chunk: int) -> None:
+    def free_gradient_sums(self, chunk: int) -> None:
         """Free them."""
         ...
 
-    def add_sums(self, chunk: int, dk_BKCH: Tensor, dv_BKCH: Tensor, heads: list[int]) -> None:
+    def add_gradient_sums(
+        self, chunk: int, dk_BKCH: Tensor, dv_BKCH: Tensor, heads: list[int]
+    ) -> None:
         """Add what another store's `sums` has returned, for some heads; one may come twice."""
         ...
 
@@ -150,14 +152,14 @@ class LayerKV:
         self, chunk: int, blocks: tuple[Block, ...], *, borrowed: bool = False
     ) -> Iterator[Keys]:
         """See `KVStore.walk`."""
-        self.bring_until(chunk)
+        self.load_until(chunk)
         yield self
 
     def walk_back(
         self, chunk: int, blocks: tuple[Block, ...], *, borrowed: bool = False
     ) -> Iterator[Keys]:
         """See `KVStore.walk_back`."""
-        self.bring_until(chunk)
+        self.load_until(chunk)
         yield self
 
     def put_away(self, chunk: int, bring: Bring) -> tuple[Tensor, Tensor]:
@@ -180,7 +182,7 @@ class LayerKV:
         """Chunks whose keys and values are on the device."""
         return tuple(self._keys)
 
-    def bring_until(self, last: int) -> None:
+    def load_until(self, last: int) -> None:
         """Bring back what is away of the chunks up to `last`."""
         for chunk in sorted(chunk for chunk in self._away if chunk <= last):
             self.restore(chunk, *self._away[chunk]())
@@ -219,7 +221,7 @@ class LayerKV:
 
     def take_gradient(self, chunk: int) -> tuple[Tensor, Tensor]:
         """Return dK and dV of `chunk` in the keys' own dtype, and free the chunk's entry."""
-        self.bring_until(chunk)
+        self.load_until(chunk)
         k, v = self._keys.pop(chunk)
         self._taken.add(chunk)
         sums = self._grads.pop(chunk, None)
@@ -227,16 +229,16 @@ class LayerKV:
             return torch.zeros_like(k), torch.zeros_like(v)
         return sums[0].to(k.dtype), sums[1].to(v.dtype)
 
-    def put_earlier(self, chunk: int, k_BKCH: Tensor, v_BKCH: Tensor) -> None:
-        """See `KVStore.put_earlier`."""
+    def put_attended(self, chunk: int, k_BKCH: Tensor, v_BKCH: Tensor) -> None:
+        """See `KVStore.put_attended`."""
         self.put(chunk, k_BKCH, v_BKCH)
 
     def keys_and_values(self, chunk: int) -> tuple[Tensor, Tensor]:
         """See `KVStore.keys_and_values`."""
         return self._keys[chunk]
 
-    def drop_keys(self, chunk: int) -> None:
-        """See `KVStore.drop_keys`."""
+    def free_kv(self, chunk: int) -> None:
+        """See `KVStore.free_kv`."""
         k, v = self._keys.pop(chunk)
         self._taken.add(chunk)
         if chunk not in self._grads:
@@ -246,12 +248,14 @@ class LayerKV:
         """See `KVStore.sums`."""
         return self._grads[chunk]
 
-    def drop_sums(self, chunk: int) -> None:
-        """See `KVStore.drop_sums`."""
+    def free_gradient_sums(self, chunk: int) -> None:
+        """See `KVStore.free_gradient_sums`."""
         del self._grads[chunk]
 
-    def add_sums(self, chunk: int, dk_BKCH: Tensor, dv_BKCH: Tensor, heads: list[int]) -> None:
-        """See `KVStore.add_sums`."""
+    def add_gradient_sums(
+        self, chunk: int, dk_BKCH: Tensor, dv_BKCH: Tensor, heads: list[int]
+    ) -> None:
+        """See `KVStore.add_gradient_sums`."""
         if chunk not in self._grads:
             k, v = self._keys[chunk]
             self._grads[chunk] = sum_zeros(k), sum_zeros(v)
@@ -276,7 +280,7 @@ class LayerKV:
                 yield chunk, inner, slice(low - start, high - start)
 
 
-class KeyOwners:
+class KVOwners:
     """Which layer's store holds the keys that a layer attends to, for one chunk.
 
     Layers that share keys (Gemma 3n, Gemma 4) are given the very tensors of an earlier layer.

@@ -47,7 +47,7 @@ class RowSpans:
     """Keys at and after this index are padding that no query may see."""
 
 
-def chunk_pieces(
+def chunk_segments(
     start: int,
     end: int,
     rows: tuple[RowSpans, ...] | None,

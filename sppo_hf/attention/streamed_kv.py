@@ -45,7 +45,7 @@ from sppo_hf.attention.segments import (
     Block,
     Bounds,
     RowSpans,
-    chunk_pieces,
+    chunk_segments,
     cut_blocks,
 )
 
@@ -316,8 +316,8 @@ class StreamedKV:
                     self._stream.release(handle)
         return gradient
 
-    def put_earlier(self, chunk: int, k_BKCH: Tensor, v_BKCH: Tensor) -> None:
-        """See `KVStore.put_earlier`."""
+    def put_attended(self, chunk: int, k_BKCH: Tensor, v_BKCH: Tensor) -> None:
+        """See `KVStore.put_attended`."""
         self.put(chunk, k_BKCH, v_BKCH)
         self._own = None
         self._stream.mover.settle()  # many chunks' follow each other
@@ -326,8 +326,8 @@ class StreamedKV:
         """See `KVStore.keys_and_values`; copies, for what was brought is given up at once."""
         return self._copies(self._keys[chunk])
 
-    def drop_keys(self, chunk: int) -> None:
-        """See `KVStore.drop_keys`."""
+    def free_kv(self, chunk: int) -> None:
+        """See `KVStore.free_kv`."""
         for handle in self._keys.pop(chunk):
             self._stream.release(handle)
 
@@ -338,13 +338,15 @@ class StreamedKV:
             return like.zeros(like.sum_dtype)
         return self._copies(self._sums[chunk])
 
-    def drop_sums(self, chunk: int) -> None:
-        """See `KVStore.drop_sums`."""
+    def free_gradient_sums(self, chunk: int) -> None:
+        """See `KVStore.free_gradient_sums`."""
         for handle in self._sums.pop(chunk, ()):
             self._stream.release(handle)
 
-    def add_sums(self, chunk: int, dk_BKCH: Tensor, dv_BKCH: Tensor, heads: list[int]) -> None:
-        """See `KVStore.add_sums`."""
+    def add_gradient_sums(
+        self, chunk: int, dk_BKCH: Tensor, dv_BKCH: Tensor, heads: list[int]
+    ) -> None:
+        """See `KVStore.add_gradient_sums`."""
         before, like = self._sums.pop(chunk, None), self._like[chunk]
         if before is None:
             sums = like.zeros(like.sum_dtype)
@@ -369,7 +371,7 @@ class StreamedKV:
             return []
         start, end = self._stream.bounds[chunk]
         rows = self._stream.rows
-        pieces = chunk_pieces(start, end, rows, window=self._window, local=self._local)
+        pieces = chunk_segments(start, end, rows, window=self._window, local=self._local)
         return [h for block in self._cut(pieces)[:1] for h in self._handles(block)]
 
     def first_of_walk_back(self, chunk: int) -> list[Handle]:

@@ -38,7 +38,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from sppo_hf.attention.backends.base import AttentionSpec, Backend
 from sppo_hf.attention.chunk_attention import AttentionCall, chunk_attention
 from sppo_hf.attention.kv_cache import KVStore
-from sppo_hf.attention.segments import chunk_pieces
+from sppo_hf.attention.segments import chunk_segments
 from sppo_hf.engine.chunk_context import ChunkContext, current
 from sppo_hf.engine.sequence_group import (
     SequenceGroup,
@@ -408,7 +408,7 @@ def attention_forward(
             kv=store,
             chunk=context.chunk,
             chunk_start=context.start,
-            pieces=chunk_pieces(
+            pieces=chunk_segments(
                 context.start, context.end, context.rows, window=window, local=local
             ),
             backend=_backend(context, query, key, value, attention_mask, softcap),

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sppo_hf.attention.kv_cache import KeyOwners, KVStore, LayerKV
+from sppo_hf.attention.kv_cache import KVOwners, KVStore, LayerKV
 from sppo_hf.attention.segments import RowSpans
 from sppo_hf.engine.action_log import ActionLog, LayerLog
 from sppo_hf.engine.attention_interface import chunked_attention
@@ -353,7 +353,7 @@ class ChunkRunner:
             prefix = PrefixLength(self.rank_tokens(chunks.start)[0])
             inputs = {**inputs, self._parts.cache_argument(): prefix}
         # Not kept: it has this runner, and both would wait for Python's garbage collector.
-        context = dataclasses.replace(self._sequence, runner=self, owners=KeyOwners())
+        context = dataclasses.replace(self._sequence, runner=self, owners=KVOwners())
         with chunked_attention(context), self._around_layers():
             try:
                 inputs = self._with_cache(inputs, start, end)
@@ -778,7 +778,7 @@ class ChunkRunner:
                 # The layer's keys are made again from what this frame is about to let go of.
                 before_recompute=None
                 if self._kv_mode(index) != "recompute" or not isinstance(context.kv, LayerKV)
-                else functools.partial(context.kv.bring_until, chunk),
+                else functools.partial(context.kv.load_until, chunk),
                 prefetch_order=self._prefetch_order,
                 offload=self._offload,
                 keep=self._arena.keep,

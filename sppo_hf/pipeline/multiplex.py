@@ -463,7 +463,7 @@ class SharedUnits:
             if key in self._sums:
                 stores, chunk = self._sums.pop(key)
                 for store in stores:
-                    store.drop_sums(chunk)
+                    store.free_gradient_sums(chunk)
 
     def _overlap(self, message: Message) -> tuple[int, int]:
         """Return the tokens of the chunk that a message of hidden states or gradients carries."""
@@ -570,7 +570,7 @@ class SharedUnits:
                 self._place_kv(assembled, earlier, action, chunk, own)
             for store, tensors in zip(stores, assembled, strict=True):
                 assert tensors is not None, "some rank of the previous set has each layer's K/V"
-                store.put_earlier(chunk, *tensors)
+                store.put_attended(chunk, *tensors)
 
     def _forward_in(self, action: Action, run: ChunkRun, chunk: int) -> Action:
         """Return this rank's forward of another chunk, in `run`, of the same stage and row."""
@@ -668,7 +668,7 @@ class SharedUnits:
         heads = self._split_heads(earlier, later, chunk, source, by_later=True)
         for store, (_, in_earlier, in_later, (dk_BKCH, dv_BKCH)) in zip(stores, heads, strict=True):
             if in_later:
-                store.add_sums(chunk, dk_BKCH, dv_BKCH, in_earlier)
+                store.add_gradient_sums(chunk, dk_BKCH, dv_BKCH, in_earlier)
 
     def _pack_sums(self, message: Message) -> Tensor:
         """Flatten a chunk's sums of dK/dV, of all layers, for a rank of the previous set."""
@@ -695,7 +695,7 @@ class SharedUnits:
         for chunk in range(first):
             unit = action.unit - first + chunk
             for store in stores:
-                store.drop_keys(chunk)
+                store.free_kv(chunk)
             num_sends = sum(
                 message.producer == action and message.send.unit == unit
                 for send, message in self._messages.items()

@@ -186,7 +186,7 @@ def set_by_rule(config: SPPOConfig, facts: DeviceFacts) -> bool:
     # Where two tiers are away, something has to say what goes to which.
     one_place = config.offload == "none" or len(allowed_activation_tiers(config, facts)) < 2
     fixed = config.offload != "auto" and config.recompute != "auto" and one_place
-    return fixed or config.offload_chooses
+    return fixed or config.offload_is_partial
 
 
 def allowed_activation_tiers(config: SPPOConfig, facts: DeviceFacts) -> tuple[Tier, ...]:

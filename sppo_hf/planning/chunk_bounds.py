@@ -174,7 +174,7 @@ def partition_of(config: SPPOConfig, *, stages: int = 1) -> Literal["flops", "ev
     """
     if config.partition != "auto":
         return config.partition
-    return "flops" if stages > 1 or config.offload_chooses else "even"
+    return "flops" if stages > 1 or config.offload_is_partial else "even"
 
 
 def partitions_of(config: SPPOConfig) -> tuple[Literal["flops", "even"], ...]:

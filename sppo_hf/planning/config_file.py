@@ -19,7 +19,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from sppo_hf.errors import ConfigError, UnsupportedModelError
-from sppo_hf.reading import MOST_JSON_BYTES, parse_json, read_text
+from sppo_hf.reading import MAX_JSON_BYTES, parse_json, read_text
 from sppo_hf.rules import refuse, show
 
 # Sub-configurations of multimodal models; other nested objects (rotary parameters) stay dicts.
@@ -85,7 +85,7 @@ def read_fields(path: str | Path) -> dict[str, Any]:
     text = read_text(
         file,
         what="model configuration",
-        most_bytes=MOST_JSON_BYTES,
+        most_bytes=MAX_JSON_BYTES,
         remedy="give a model's config.json, the folder that holds it (the model's page on the "
         f"Hugging Face hub has the file), or one of {', '.join(shipped_models())}",
     )

@@ -727,7 +727,7 @@ def _decide(task: _Task) -> _Decided:
     config = task.config
     if not task.batch.training:
         return _evaluation(task)
-    if config.offload_chooses:
+    if config.offload_is_partial:
         return _chosen(task)
     saves_memory = task.device.kind == "cpu" and config.device_memory is None
     if set_by_rule(config, task.device) or saves_memory or task.cost is None:

@@ -452,7 +452,7 @@ def _bases(
     config, kind = question.config, question.device.kind
     choices = _choices(question)
     # A rule that chooses frames is about chunks, and does not look for a place for K/V.
-    chooses = config.offload_chooses
+    chooses = config.offload_is_partial
     orders = read_orders(config)
     cuts = islice(_cuts(question, cost, total_tokens), most_cuts)
     batch = _batch(plan, config)

@@ -120,7 +120,7 @@ ORDERS: dict[Order, str] = {
 """Orders of work in words."""
 
 
-def keys_text(plan: Decisions) -> str:
+def kv_modes_text(plan: Decisions) -> str:
     """Says what becomes of keys and values by layer: "20 kept, 12 recomputed"."""
     counts = Counter(map(plan.kv_mode, range(plan.num_layers)))
     texts = {"device": "kept", **{tier: f"to {tier}" for tier in offload_tiers()}}
@@ -206,14 +206,14 @@ def add_plan_rows(table: Table, plan: Plan, *, layers: bool = True) -> None:
             f"of {format_tokens(plan.layer_tile_tokens)}",
             "MLPs, norms and adapters inside a layer; attention over a chunk at once",
         )
-    table.add_row("device", plan.device.name, speeds_known(plan))
+    table.add_row("device", plan.device.name, speeds_source(plan))
     table.add_row("attention", plan.backend_name, plan.backend_reason)
     if plan.training:
         _add_adapters(table, plan)
         _add_modes(table, plan, layers=layers)
     _add_places(table, plan)
     if plan.training and plan.by_layer and set(plan.kv_modes) - {"device"}:
-        table.add_row("K/V", keys_text(plan), f"of {plan.num_layers} layers, until backward")
+        table.add_row("K/V", kv_modes_text(plan), f"of {plan.num_layers} layers, until backward")
     if plan.kv_tier != "device":
         blocks = f"in blocks of {format_tokens(plan.kv_block_tokens)}"
         if plan.kv_block_tokens >= plan.total_tokens:
@@ -259,7 +259,7 @@ def _add_pipeline(table: Table, plan: Plan, step: PipelineStep) -> None:
         table.add_row("step", format_seconds(step.step_seconds), said)
 
 
-def speeds_known(plan: Plan) -> str:
+def speeds_source(plan: Plan) -> str:
     """Says where the plan's speeds come from: "" where there are none."""
     profile = plan.device.profile
     if profile is None:
@@ -313,10 +313,12 @@ def _add_attention_again(table: Table, plan: Plan) -> None:
     program = plan.program()
     seconds = program.attention_again_seconds
     why = f"{format_seconds(seconds)}, {seconds / plan.prediction.step_seconds:.1%} of the step; "
-    table.add_row("attention again", again_text(plan), why + "memory has no room for its output")
+    table.add_row(
+        "attention again", attention_recompute_text(plan), why + "memory has no room for its output"
+    )
 
 
-def again_text(plan: Plan) -> str:
+def attention_recompute_text(plan: Plan) -> str:
     """Says where attention runs again: "chunks 1-4 of layers 1-20; chunks 1-8 of layers 21-32"."""
     again = plan.program().attends_again
     layers: dict[tuple[int, ...], list[int]] = {}

@@ -12,7 +12,7 @@ from sppo_hf.attention.segments import (
     AttentionSegment,
     Block,
     RowSpans,
-    chunk_pieces,
+    chunk_segments,
     cut_blocks,
     side_by_side,
     whole_sequence,
@@ -54,7 +54,7 @@ def _problems(draw):
 def test_pieces_cover_exactly_what_is_visible(problem):
     rows, start, end, window, local = problem
     covered: dict[tuple[int, int, int], int] = {}
-    for piece in chunk_pieces(start, end, rows, window=window, local=local):
+    for piece in chunk_segments(start, end, rows, window=window, local=local):
         assert start <= piece.q_start < piece.q_end <= end
         assert piece.k_start < piece.k_end
         for row in range(len(rows)) if piece.row is None else [piece.row]:
@@ -74,7 +74,7 @@ def test_pieces_cover_exactly_what_is_visible(problem):
 
 
 def test_plain_rows_are_one_piece_cut_at_the_window():
-    (piece,) = chunk_pieces(8, 12, None, window=3)
+    (piece,) = chunk_segments(8, 12, None, window=3)
     assert (piece.row, piece.q_start, piece.q_end, piece.k_start, piece.k_end) == (
         None,
         8,
@@ -85,7 +85,7 @@ def test_plain_rows_are_one_piece_cut_at_the_window():
 
 
 def test_plain_rows_are_cut_where_blocks_end_and_read_no_key_before_them():
-    pieces = chunk_pieces(5, 15, None, window=None, local=7)
+    pieces = chunk_segments(5, 15, None, window=None, local=7)
     assert [(p.q_start, p.q_end, p.k_start, p.k_end) for p in pieces] == [
         (5, 7, 0, 7),
         (7, 14, 7, 14),
@@ -95,20 +95,20 @@ def test_plain_rows_are_cut_where_blocks_end_and_read_no_key_before_them():
 
 def test_chunks_of_earlier_blocks_are_not_brought_back():
     bounds = ((0, 4), (4, 8), (8, 12), (12, 16))
-    pieces = chunk_pieces(12, 16, None, window=None, local=10)
+    pieces = chunk_segments(12, 16, None, window=None, local=10)
     (block,) = cut_blocks(bounds, pieces, block_tokens=16)
     assert (block.chunks, block.start, block.end) == (range(2, 4), 8, 16)
 
 
 def test_rows_that_are_alike_share_one_piece():
     spans = RowSpans(((0, 4), (4, 9)), 9)
-    assert all(piece.row is None for piece in chunk_pieces(0, 9, (spans, spans), window=None))
+    assert all(piece.row is None for piece in chunk_segments(0, 9, (spans, spans), window=None))
 
 
 @given(_problems())
 def test_runs_keep_all_pieces_in_order_and_are_what_one_call_can_do(problem):
     rows, start, end, window, local = problem
-    pieces = chunk_pieces(start, end, rows, window=window, local=local)
+    pieces = chunk_segments(start, end, rows, window=window, local=local)
     runs = list(side_by_side(pieces))
     assert tuple(piece for run in runs for piece in run) == pieces
     for run in runs:
@@ -123,7 +123,7 @@ def test_runs_keep_all_pieces_in_order_and_are_what_one_call_can_do(problem):
 
 def test_documents_are_one_run_and_padding_is_its_own():
     spans = RowSpans(((0, 4), (4, 6), (6, 12)), 9)
-    pieces = chunk_pieces(2, 12, (spans,), window=None)
+    pieces = chunk_segments(2, 12, (spans,), window=None)
     assert [len(run) for run in side_by_side(pieces)] == [3, 1]
 
 

@@ -14,7 +14,7 @@ from sppo_hf.attention.backends.base import AttentionOutput, Gradients
 from sppo_hf.attention.backends.reference import Reference
 from sppo_hf.attention.chunk_attention import AttentionCall, chunk_attention
 from sppo_hf.attention.kv_cache import LayerKV
-from sppo_hf.attention.segments import RowSpans, chunk_pieces
+from sppo_hf.attention.segments import RowSpans, chunk_segments
 from sppo_hf.attention.streamed_kv import KVStream
 from sppo_hf.errors import SPPOError
 from tests.attention.layers import KV_BYTES_PER_TOKEN, B, Layers, N
@@ -109,7 +109,7 @@ def test_a_block_of_several_chunks_lies_in_memory_as_they_do():
     for chunk, (start, end) in enumerate(bounds):
         k, v = (x[:, start:end].clone().transpose(1, 2) for x in whole)
         store.put(chunk, k, v)
-        blocks = store.blocks(chunk_pieces(start, end, None, window=None), window=None)
+        blocks = store.blocks(chunk_segments(start, end, None, window=None), window=None)
         for keys in store.walk(chunk, blocks):
             for got, want in zip(keys.run(0, end, None), whole, strict=True):
                 assert torch.equal(got.transpose(1, 2), want[:, :end])
@@ -155,7 +155,7 @@ def test_bytes_away_fall_chunk_by_chunk():
     layers.gradients(outs[:2])
     assert mover.offloaded_bytes == 0, "backward of chunk 0 ends the life of all later ones"
     with pytest.raises(SPPOError, match=r"chunk 0.*one backward per forward"):
-        list(store.walk_back(1, store.blocks(chunk_pieces(4, 8, None, window=None), window=None)))
+        list(store.walk_back(1, store.blocks(chunk_segments(4, 8, None, window=None), window=None)))
 
 
 def test_every_block_but_the_first_is_prefetched():
@@ -194,7 +194,7 @@ def test_a_walk_evicts_what_was_guessed_for_another():
     stores, mover, _ = streamed(bounds, layers=2, block_tokens=4)
     Layers(bounds, stores, windows=(4,)).forward(chunks=3)
     assert mover.here_bytes == 4 * KV_BYTES_PER_TOKEN, "chunk 3 would read chunk 2"
-    walk = stores[0].walk_back(1, stores[0].blocks(chunk_pieces(4, 8, None, window=4), window=4))
+    walk = stores[0].walk_back(1, stores[0].blocks(chunk_segments(4, 8, None, window=4), window=4))
     next(walk)
     assert mover.here_bytes == 8 * KV_BYTES_PER_TOKEN, "chunk 0, and chunk 1 ahead"
     walk.close()
@@ -236,7 +236,7 @@ def test_bfloat16_gradients_meet_in_float32():
     for chunk in (0, 1):
         store.put(chunk, k, v)
         store._own = None
-    pieces = chunk_pieces(4, 8, None, window=None)
+    pieces = chunk_segments(4, 8, None, window=None)
     blocks = store.blocks(pieces, window=None)
     for step, value in enumerate([1.0] + [2**-9] * 8):
         for keys in store.walk_back(1, blocks):
@@ -276,7 +276,7 @@ def test_bfloat16_blocks_meet_in_float32():
         kv=stores[0],
         chunk=8,
         chunk_start=8,
-        pieces=chunk_pieces(8, 9, None, window=None),
+        pieces=chunk_segments(8, 9, None, window=None),
         backend=_Shares([1.0] + [0.0] * 8, [1.0] + [2**-9] * 8),
         scale=1.0,
     )
