@@ -242,7 +242,7 @@ class SPPOConfig:
         return settings
 
     @property
-    def rests(self) -> tuple[bool, bool]:
+    def host_resident(self) -> tuple[bool, bool]:
         """Whether layers' frozen weights, and trained ones with their optimizer, rest on the host.
 
         "auto" of the optimizer follows the weights: it works where they rest.
@@ -262,7 +262,7 @@ class SPPOConfig:
         text = read_text(
             path,
             what="settings file",
-            most_bytes=MAX_SETTINGS_BYTES,
+            max_bytes=MAX_SETTINGS_BYTES,
             remedy="give the path of a YAML file with one 'name: value' per line",
         )
         try:
@@ -521,7 +521,7 @@ def _check_pipeline(config: SPPOConfig) -> None:
             "a pipeline. Allowed: either alone. Remedy: drop compile."
         )
     seen = f"pp_virtual_stages={config.pp_virtual_stages}"
-    interleaved = SCHEDULES.where("interleaved")
+    interleaved = SCHEDULES.names_with("interleaved")
     if config.pp_virtual_stages > 1 and config.pp_schedule not in interleaved:
         raise ConfigError(
             f"{seen} contradicts pp_schedule={config.pp_schedule!r}, which puts one stage on a "

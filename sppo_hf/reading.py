@@ -30,14 +30,14 @@ MAX_JSON_BYTES = 4 * 2**20
 _MOST_DEPTH = 32
 
 
-def read_text(path: str | os.PathLike[str], *, what: str, most_bytes: int, remedy: str = "") -> str:
+def read_text(path: str | os.PathLike[str], *, what: str, max_bytes: int, remedy: str = "") -> str:
     """Read a whole file as UTF-8.
 
     Args:
         path: Of a regular file, or of a link to one. Nothing else is opened: a pipe or a device may
             never end.
         what: What the file should be, for the message: "settings file".
-        most_bytes: Largest file that is read.
+        max_bytes: Largest file that is read.
         remedy: What to do about a file that cannot be read.
 
     Raises:
@@ -45,7 +45,7 @@ def read_text(path: str | os.PathLike[str], *, what: str, most_bytes: int, remed
             or it is not UTF-8 text.
     """
     try:
-        reason, data = _read_bytes(path, most_bytes)
+        reason, data = _read_bytes(path, max_bytes)
         if data is not None:
             return data.decode("utf-8")
     except UnicodeDecodeError:
@@ -58,7 +58,7 @@ def read_text(path: str | os.PathLike[str], *, what: str, most_bytes: int, remed
     raise ConfigError(f"The {what} {show(os.fspath(path))} cannot be read: {reason}.{said}")
 
 
-def _read_bytes(path: str | os.PathLike[str], most_bytes: int) -> tuple[str, bytes | None]:
+def _read_bytes(path: str | os.PathLike[str], max_bytes: int) -> tuple[str, bytes | None]:
     """Return why nothing is read, or what is.
 
     Raises:
@@ -72,11 +72,11 @@ def _read_bytes(path: str | os.PathLike[str], most_bytes: int) -> tuple[str, byt
     if not stat.S_ISREG(mode):
         return "it is a pipe, a socket or a device, not a regular file", None
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-        data = cast("bytes | None", file.read(most_bytes + 1))
+        data = cast("bytes | None", file.read(max_bytes + 1))
     if data is None:
         return "reading it would wait for data", None
-    if len(data) > most_bytes:
-        return f"it has more than {most_bytes:,} bytes", None
+    if len(data) > max_bytes:
+        return f"it has more than {max_bytes:,} bytes", None
     return "", data
 
 

@@ -66,7 +66,7 @@ class Registry(dict[str, T], Generic[T]):
         """Keywords of an entry's decorator; none for a name that there is not."""
         return self._added.get(name) or self._written.get(name) or {}
 
-    def where(self, fact: str) -> tuple[str, ...]:
+    def names_with(self, fact: str) -> tuple[str, ...]:
         """Names of entries of which a fact is true."""
         return tuple(name for name in self.names() if self.facts(name).get(fact))
 

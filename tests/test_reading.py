@@ -15,7 +15,7 @@ from sppo_hf.reading import MAX_SETTINGS_BYTES, parse_json, parse_yaml, read_tex
 
 
 def read(path: str | os.PathLike[str]) -> str:
-    return read_text(path, what="settings file", most_bytes=1000, remedy="give another")
+    return read_text(path, what="settings file", max_bytes=1000, remedy="give another")
 
 
 def test_a_regular_file_is_read(tmp_path: Path) -> None:

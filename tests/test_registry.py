@@ -92,4 +92,4 @@ def test_a_file_may_have_any_number_of_entries(tmp_path, monkeypatch):
     assert known.names() == ("a", "b", "c")
     assert known.facts("b") == {"text": "(x)"}
     assert known.facts("d") == {}
-    assert known.where("rank") == ("a",)
+    assert known.names_with("rank") == ("a",)

@@ -1,7 +1,7 @@
 """Attention of one chunk against all keys so far, as one autograd node.
 
 The node owns the mathematics of a (layer, chunk): it stores the chunk's keys and values, runs a
-backend over the pieces of the chunk, and in backward adds dK/dV of the whole prefix to the store.
+backend over the segments of the chunk, and in backward adds dK/dV of the whole prefix to the store.
 The store may bring the prefix in several blocks; their results are merged by log-sum-exp. What
 recomputation needs comes in as a `Stash`.
 
@@ -50,7 +50,7 @@ class Stash(Protocol):
     """
 
     @property
-    def again(self) -> bool:
+    def is_recompute(self) -> bool:
         """Whether this is the second forward."""
         ...
 
@@ -70,7 +70,7 @@ class AttentionCall:
     kv: KVStore
     chunk: int
     chunk_start: int
-    pieces: tuple[AttentionSegment, ...]
+    segments: tuple[AttentionSegment, ...]
     backend: Backend
     scale: float
     window: int | None = None
@@ -107,7 +107,7 @@ def chunk_attention(
         sinks_N: One learned logit per head that takes part in the softmax without a value
             (gpt-oss), or None.
         link: The link returned by the previous chunk's call in this layer; None for the first.
-        call: Store, pieces, backend and scale.
+        call: Store, segments, backend and scale.
         keep: Gives keys and values that stay their place on the device.
 
     Returns:
@@ -133,7 +133,7 @@ class _ChunkAttention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         stashed = call.stash.get() if call.stash is not None else None
         if stashed is None:
-            again = call.stash is not None and call.stash.again
+            again = call.stash is not None and call.stash.is_recompute
             if not (call.borrowed or again):
                 call.kv.put(call.chunk, k_BKCH, v_BKCH, keep=keep)
             out_BNCH, lse_BNC = _attend(q_BNCH, sinks_N, v_BKCH.shape[-1], call, again=again)
@@ -187,7 +187,7 @@ def _attend_to_keys(
     q_BNCH: Tensor, v_head_size: int, call: AttentionCall, *, again: bool
 ) -> AttentionOutput:
     """Attention to all keys so far; the output is still in float32 where it was merged."""
-    blocks = call.kv.blocks(call.pieces, window=call.window, local=call.local)
+    blocks = call.kv.blocks(call.segments, window=call.window, local=call.local)
     merging = len(blocks) > 1
     sums_dtype = accumulation_dtype(q_BNCH.dtype)
     attended: AttentionOutput | None = None
@@ -202,9 +202,9 @@ def _attend_to_keys(
         )
     # In backward another layer's forward does not come next.
     for keys in call.kv.walk(call.chunk, blocks, borrowed=call.borrowed or again):
-        for pieces in _calls(keys, call, len(q_BNCH)):
-            rows, tokens = _where(pieces, call)
-            part = _forward(q_BNCH[rows, :, tokens], pieces, keys, call)
+        for segments in _calls(keys, call, len(q_BNCH)):
+            rows, tokens = _where(segments, call)
+            part = _forward(q_BNCH[rows, :, tokens], segments, keys, call)
             if attended is None:
                 attended = part
             elif merging:
@@ -213,7 +213,7 @@ def _attend_to_keys(
             else:
                 attended.out_BNCH[rows, :, tokens] = part.out_BNCH
                 attended.lse_BNC[rows, :, tokens] = part.lse_BNC
-    assert attended is not None, "a piece that is the whole chunk sees keys"
+    assert attended is not None, "a segment that is the whole chunk sees keys"
     return attended
 
 
@@ -225,7 +225,7 @@ def _attend_backward(
     call: AttentionCall,
     needs_kv: bool,
 ) -> Tensor:
-    blocks = call.kv.blocks(call.pieces, window=call.window, local=call.local)
+    blocks = call.kv.blocks(call.segments, window=call.window, local=call.local)
     merging = len(blocks) > 1
     dq_BNCH: Tensor | None = None
     if merging:
@@ -233,41 +233,41 @@ def _attend_backward(
     elif not _is_whole(q_BNCH, call):
         dq_BNCH = torch.zeros_like(q_BNCH)
     for keys in call.kv.walk_back(call.chunk, blocks, borrowed=call.borrowed):
-        for pieces in _calls(keys, call, len(q_BNCH)):
-            rows, tokens = _where(pieces, call)
+        for segments in _calls(keys, call, len(q_BNCH)):
+            rows, tokens = _where(segments, call)
             attended = AttentionOutput(out_BNCH[rows, :, tokens], lse_BNC[rows, :, tokens])
             dout, q = dout_BNCH[rows, :, tokens], q_BNCH[rows, :, tokens]
-            dq = _backward(dout, q, attended, pieces, keys, call, needs_kv)
+            dq = _backward(dout, q, attended, segments, keys, call, needs_kv)
             if dq_BNCH is None:
                 dq_BNCH = dq
             elif merging:
                 dq_BNCH[rows, :, tokens] += dq
             else:
                 dq_BNCH[rows, :, tokens] = dq
-    assert dq_BNCH is not None, "a piece that is the whole chunk sees keys"
+    assert dq_BNCH is not None, "a segment that is the whole chunk sees keys"
     return dq_BNCH.to(q_BNCH.dtype)
 
 
 def _calls(
     keys: Keys, call: AttentionCall, num_rows: int
 ) -> Iterator[tuple[AttentionSegment, ...]]:
-    """The backend's calls over these keys: the pieces of each."""
-    pieces = keys.block.cut(call.pieces)
-    for run in side_by_side(pieces):
+    """The backend's calls over these keys: the segments of each."""
+    segments = keys.block.cut(call.segments)
+    for run in side_by_side(segments):
         # A kernel for documents takes tokens without rows.
         if call.backend.documents_at_once and (num_rows == 1 or run[0].row is not None):
             yield run
         else:
-            yield from ((piece,) for piece in run)
+            yield from ((segment,) for segment in run)
 
 
 def _forward(
-    q_BNCH: Tensor, pieces: tuple[AttentionSegment, ...], keys: Keys, call: AttentionCall
+    q_BNCH: Tensor, segments: tuple[AttentionSegment, ...], keys: Keys, call: AttentionCall
 ) -> AttentionOutput:
-    k_BKTH, v_BKTH = keys.run(pieces[0].k_start, pieces[-1].k_end, pieces[0].row)
+    k_BKTH, v_BKTH = keys.run(segments[0].k_start, segments[-1].k_end, segments[0].row)
     return call.backend.forward(
         *(q_BNCH, k_BKTH, v_BKTH),
-        band=_mask(pieces, call.window),
+        band=_mask(segments, call.window),
         scale=call.scale,
         softcap=call.softcap,
     )
@@ -277,42 +277,42 @@ def _backward(
     dout_BNCH: Tensor,
     q_BNCH: Tensor,
     attended: AttentionOutput,
-    pieces: tuple[AttentionSegment, ...],
+    segments: tuple[AttentionSegment, ...],
     keys: Keys,
     call: AttentionCall,
     needs_kv: bool,
 ) -> Tensor:
-    k_BKTH, v_BKTH = keys.run(pieces[0].k_start, pieces[-1].k_end, pieces[0].row)
+    k_BKTH, v_BKTH = keys.run(segments[0].k_start, segments[-1].k_end, segments[0].row)
     grads = call.backend.backward(
         *(dout_BNCH, q_BNCH, k_BKTH, v_BKTH, *attended),
-        band=_mask(pieces, call.window),
+        band=_mask(segments, call.window),
         scale=call.scale,
         softcap=call.softcap,
     )
     if needs_kv:
-        keys.add_gradient(pieces[0].k_start, grads.dk_BKTH, grads.dv_BKTH, pieces[0].row)
+        keys.add_gradient(segments[0].k_start, grads.dk_BKTH, grads.dv_BKTH, segments[0].row)
     return grads.dq_BNCH
 
 
-def _mask(pieces: tuple[AttentionSegment, ...], window: int | None) -> Mask:
-    if len(pieces) == 1:
-        return CausalBand(pieces[0].q_start - pieces[0].k_start, window)
-    num_queries = tuple(piece.q_end - piece.q_start for piece in pieces)
-    num_keys = tuple(piece.k_end - piece.k_start for piece in pieces)
+def _mask(segments: tuple[AttentionSegment, ...], window: int | None) -> Mask:
+    if len(segments) == 1:
+        return CausalBand(segments[0].q_start - segments[0].k_start, window)
+    num_queries = tuple(segment.q_end - segment.q_start for segment in segments)
+    num_keys = tuple(segment.k_end - segment.k_start for segment in segments)
     return Documents(num_queries, num_keys, window)
 
 
-def _where(pieces: tuple[AttentionSegment, ...], call: AttentionCall) -> tuple[slice, slice]:
-    row, start = pieces[0].row, call.chunk_start
+def _where(segments: tuple[AttentionSegment, ...], call: AttentionCall) -> tuple[slice, slice]:
+    row, start = segments[0].row, call.chunk_start
     rows = slice(None) if row is None else slice(row, row + 1)
-    return rows, slice(pieces[0].q_start - start, pieces[-1].q_end - start)
+    return rows, slice(segments[0].q_start - start, segments[-1].q_end - start)
 
 
 def _is_whole(q_BNCH: Tensor, call: AttentionCall) -> bool:
-    if len(call.pieces) != 1:
+    if len(call.segments) != 1:
         return False
-    (piece,) = call.pieces
-    return piece.row is None and piece.q_end - piece.q_start == q_BNCH.shape[2]
+    (segment,) = call.segments
+    return segment.row is None and segment.q_end - segment.q_start == q_BNCH.shape[2]
 
 
 def _sinks_backward(

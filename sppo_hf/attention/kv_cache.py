@@ -63,9 +63,13 @@ class KVStore(Protocol):
         ...
 
     def blocks(
-        self, pieces: tuple[AttentionSegment, ...], *, window: int | None, local: int | None = None
+        self,
+        segments: tuple[AttentionSegment, ...],
+        *,
+        window: int | None,
+        local: int | None = None,
     ) -> tuple[Block, ...]:
-        """The blocks in which `pieces` (of a layer with this mask) can be read."""
+        """The blocks in which `segments` (of a layer with this mask) can be read."""
         ...
 
     def walk(
@@ -95,7 +99,7 @@ class KVStore(Protocol):
         """Take keys and values of a `chunk` that has attended, with another store."""
         ...
 
-    def keys_and_values(self, chunk: int) -> tuple[Tensor, Tensor]:
+    def chunk_kv(self, chunk: int) -> tuple[Tensor, Tensor]:
         """Keys and values of `chunk`, each BKCH, which stay here too."""
         ...
 
@@ -106,7 +110,7 @@ class KVStore(Protocol):
         """
         ...
 
-    def sums(self, chunk: int) -> tuple[Tensor, Tensor]:
+    def gradient_sums(self, chunk: int) -> tuple[Tensor, Tensor]:
         """Those sums of dK and dV, as they were summed, each BKCH; they stay here too."""
         ...
 
@@ -117,7 +121,7 @@ class KVStore(Protocol):
     def add_gradient_sums(
         self, chunk: int, dk_BKCH: Tensor, dv_BKCH: Tensor, heads: list[int]
     ) -> None:
-        """Add what another store's `sums` has returned, for some heads; one may come twice."""
+        """Add another store's `gradient_sums` for some heads; a head may occur twice."""
         ...
 
 
@@ -143,7 +147,11 @@ class LayerKV:
         self._keys[chunk] = (_kept("keys", k_BKCH, keep), _kept("values", v_BKCH, keep))
 
     def blocks(
-        self, pieces: tuple[AttentionSegment, ...], *, window: int | None, local: int | None = None
+        self,
+        segments: tuple[AttentionSegment, ...],
+        *,
+        window: int | None,
+        local: int | None = None,
     ) -> tuple[Block, ...]:
         """One block: everything is here."""
         return (self.block,)
@@ -162,7 +170,7 @@ class LayerKV:
         self.load_until(chunk)
         yield self
 
-    def put_away(self, chunk: int, bring: Bring) -> tuple[Tensor, Tensor]:
+    def offload_chunk(self, chunk: int, bring: Bring) -> tuple[Tensor, Tensor]:
         """Let go of keys and values of `chunk`, which are returned, until a chunk attends to them.
 
         `bring` gives them back then.
@@ -233,8 +241,8 @@ class LayerKV:
         """See `KVStore.put_attended`."""
         self.put(chunk, k_BKCH, v_BKCH)
 
-    def keys_and_values(self, chunk: int) -> tuple[Tensor, Tensor]:
-        """See `KVStore.keys_and_values`."""
+    def chunk_kv(self, chunk: int) -> tuple[Tensor, Tensor]:
+        """See `KVStore.chunk_kv`."""
         return self._keys[chunk]
 
     def free_kv(self, chunk: int) -> None:
@@ -244,8 +252,8 @@ class LayerKV:
         if chunk not in self._grads:
             self._grads[chunk] = sum_zeros(k), sum_zeros(v)
 
-    def sums(self, chunk: int) -> tuple[Tensor, Tensor]:
-        """See `KVStore.sums`."""
+    def gradient_sums(self, chunk: int) -> tuple[Tensor, Tensor]:
+        """See `KVStore.gradient_sums`."""
         return self._grads[chunk]
 
     def free_gradient_sums(self, chunk: int) -> None:
@@ -318,7 +326,7 @@ def rows_of(x: Tensor, row: int | None) -> Tensor:
 def join_tokens(parts_BKCH: Sequence[Tensor]) -> Tensor:
     """One run of the tokens of all parts, BKTH, in the layout in which the parts lie.
 
-    A projection gives keys as views of BCKH memory. Joined as such they are whole pieces of memory,
+    A projection gives keys as views of BCKH memory. Joined as such they are contiguous runs,
     which CUDA copies in wide words; along their third dim it would go element by element. Kernels
     that want BCKH get what they want.
     """

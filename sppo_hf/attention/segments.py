@@ -1,6 +1,6 @@
 """Which keys a chunk's queries see, as a list of plain causal problems; which are read together.
 
-A chunk of a padded or packed batch is cut into *pieces*: a run of queries of some rows that
+A chunk of a padded or packed batch is cut into *segments*: a run of queries of some rows that
 attends to one run of keys, causally. Block-diagonal masks (packed documents) and key padding
 then need no mask tensor and no special kernel: every backend that can do causal attention can
 do them, exactly. Over keys that do not all fit on the device, attention runs block by block of
@@ -55,7 +55,7 @@ def chunk_segments(
     window: int | None,
     local: int | None = None,
 ) -> tuple[AttentionSegment, ...]:
-    """Cut chunk `[start, end)` into pieces.
+    """Cut chunk `[start, end)` into segments.
 
     Args:
         start: First token of the chunk.
@@ -67,7 +67,7 @@ def chunk_segments(
 
     Returns:
         Pieces in order of row and query. Queries that see no key at all (a row without real
-        tokens, padding further than a window behind the last real token) are in no piece.
+        tokens, padding further than a window behind the last real token) are in no segment.
     """
     if rows is None:
         return tuple(
@@ -75,25 +75,25 @@ def chunk_segments(
             for first, q_start, q_end in _own_blocks(0, start, end, local)
         )
     same = all(spans == rows[0] for spans in rows)
-    pieces: list[AttentionSegment] = []
+    segments: list[AttentionSegment] = []
     for row, spans in enumerate(rows[:1] if same else rows):
-        pieces += _row_pieces(None if same else row, spans, start, end, window, local)
-    return tuple(pieces)
+        segments += _row_segments(None if same else row, spans, start, end, window, local)
+    return tuple(segments)
 
 
-def side_by_side(pieces: Iterable[AttentionSegment]) -> Iterator[tuple[AttentionSegment, ...]]:
-    """Group the pieces that a kernel for documents of any length can do in one call.
+def side_by_side(segments: Iterable[AttentionSegment]) -> Iterator[tuple[AttentionSegment, ...]]:
+    """Group the segments that a kernel for documents of any length can do in one call.
 
     Yields:
-        Runs of pieces of one row whose queries and whose keys follow each other, and each of which
-        ends at its last query's own key. Any other piece is a run of its own.
+        Runs of segments of one row whose queries and keys are adjacent and each of which ends at
+        its last query's own key. Any other segment is a run of its own.
     """
     run: list[AttentionSegment] = []
-    for piece in pieces:
-        if run and not _follows(run[-1], piece):
+    for segment in segments:
+        if run and not _follows(run[-1], segment):
             yield tuple(run)
             run = []
-        run.append(piece)
+        run.append(segment)
     if run:
         yield tuple(run)
 
@@ -104,7 +104,7 @@ def _follows(one: AttentionSegment, other: AttentionSegment) -> bool:
     return one.row == other.row and ends_alike and adjacent
 
 
-def _row_pieces(
+def _row_segments(
     row: int | None,
     spans: RowSpans,
     start: int,
@@ -112,20 +112,20 @@ def _row_pieces(
     window: int | None,
     local: int | None,
 ) -> list[AttentionSegment]:
-    pieces: list[AttentionSegment] = []
+    segments: list[AttentionSegment] = []
     for document_start, document_end in spans.documents:
         begin = max(start, document_start)
         stop = min(end, document_end, max(spans.valid_tokens, document_start))
         for first, q_start, q_end in _own_blocks(document_start, begin, stop, local):
             first_key = _first_key(first, q_start, window)
-            pieces.append(AttentionSegment(row, q_start, q_end, first_key, q_end))
+            segments.append(AttentionSegment(row, q_start, q_end, first_key, q_end))
     pad_start = max(start, spans.valid_tokens)
     document_start = max(s for s, _ in spans.documents if s <= spans.valid_tokens)
     for first, q_start, q_end in _own_blocks(document_start, pad_start, end, local):
         first_key = _first_key(first, q_start, window)
         if first_key < spans.valid_tokens:
-            pieces.append(AttentionSegment(row, q_start, q_end, first_key, spans.valid_tokens))
-    return pieces
+            segments.append(AttentionSegment(row, q_start, q_end, first_key, spans.valid_tokens))
+    return segments
 
 
 def _own_blocks(
@@ -156,16 +156,16 @@ class Block:
     end: int
     """One past the last token."""
 
-    def cut(self, pieces: Iterable[AttentionSegment]) -> Iterator[AttentionSegment]:
-        """What is left of `pieces` when only this block's keys are there.
+    def cut(self, segments: Iterable[AttentionSegment]) -> Iterator[AttentionSegment]:
+        """What is left of `segments` when only this block's keys are there.
 
         Queries stay as they are, also where a window hides the whole block from some of them:
         backends give those a log-sum-exp of -inf, and merging weighs them with zero.
         """
-        for piece in pieces:
-            k_start, k_end = max(piece.k_start, self.start), min(piece.k_end, self.end)
+        for segment in segments:
+            k_start, k_end = max(segment.k_start, self.start), min(segment.k_end, self.end)
             if k_start < k_end:
-                yield replace(piece, k_start=k_start, k_end=k_end)
+                yield replace(segment, k_start=k_start, k_end=k_end)
 
 
 def whole_sequence(bounds: Bounds) -> Block:
@@ -174,15 +174,15 @@ def whole_sequence(bounds: Bounds) -> Block:
 
 
 def cut_blocks(
-    bounds: Bounds, pieces: tuple[AttentionSegment, ...], *, block_tokens: int
+    bounds: Bounds, segments: tuple[AttentionSegment, ...], *, block_tokens: int
 ) -> tuple[Block, ...]:
-    """The blocks that `pieces` read, in order of their tokens.
+    """The blocks that `segments` read, in order of their tokens.
 
     Chunks without any of their keys are in no block; one longer than `block_tokens` has its own.
     """
     blocks: list[Block] = []
     for chunk, (start, end) in enumerate(bounds):
-        if not any(piece.k_start < end and start < piece.k_end for piece in pieces):
+        if not any(segment.k_start < end and start < segment.k_end for segment in segments):
             continue
         last = blocks[-1] if blocks else None
         if last is not None and last.chunks.stop == chunk and end - last.start <= block_tokens:

@@ -262,11 +262,15 @@ class StreamedKV:
         self._like[chunk] = _Like(own.k.shape, own.v.shape, own.k.dtype, own.k.device)
 
     def blocks(
-        self, pieces: tuple[AttentionSegment, ...], *, window: int | None, local: int | None = None
+        self,
+        segments: tuple[AttentionSegment, ...],
+        *,
+        window: int | None,
+        local: int | None = None,
     ) -> tuple[Block, ...]:
-        """The blocks in which `pieces` are read; remembers the mask for what is ahead."""
+        """The blocks in which `segments` are read; remembers the mask for what is ahead."""
         self._window, self._local = window, local
-        return self._cut(pieces)
+        return self._cut(segments)
 
     def walk(
         self, chunk: int, blocks: tuple[Block, ...], *, borrowed: bool = False
@@ -322,8 +326,8 @@ class StreamedKV:
         self._own = None
         self._stream.mover.settle()  # many chunks' follow each other
 
-    def keys_and_values(self, chunk: int) -> tuple[Tensor, Tensor]:
-        """See `KVStore.keys_and_values`; copies, for what was brought is given up at once."""
+    def chunk_kv(self, chunk: int) -> tuple[Tensor, Tensor]:
+        """See `KVStore.chunk_kv`; copies, for what was brought is given up at once."""
         return self._copies(self._keys[chunk])
 
     def free_kv(self, chunk: int) -> None:
@@ -331,8 +335,8 @@ class StreamedKV:
         for handle in self._keys.pop(chunk):
             self._stream.release(handle)
 
-    def sums(self, chunk: int) -> tuple[Tensor, Tensor]:
-        """See `KVStore.sums`; copies, for what was brought is given up at once."""
+    def gradient_sums(self, chunk: int) -> tuple[Tensor, Tensor]:
+        """See `KVStore.gradient_sums`; copies, for what was brought is given up at once."""
         like = self._like[chunk]
         if chunk not in self._sums:
             return like.zeros(like.sum_dtype)
@@ -371,8 +375,8 @@ class StreamedKV:
             return []
         start, end = self._stream.bounds[chunk]
         rows = self._stream.rows
-        pieces = chunk_segments(start, end, rows, window=self._window, local=self._local)
-        return [h for block in self._cut(pieces)[:1] for h in self._handles(block)]
+        segments = chunk_segments(start, end, rows, window=self._window, local=self._local)
+        return [h for block in self._cut(segments)[:1] for h in self._handles(block)]
 
     def first_of_walk_back(self, chunk: int) -> list[Handle]:
         """What backward of `chunk` will read first."""
@@ -382,8 +386,8 @@ class StreamedKV:
             for handle in self._handles(block, sums=True)
         ]
 
-    def _cut(self, pieces: tuple[AttentionSegment, ...]) -> tuple[Block, ...]:
-        return cut_blocks(self._stream.bounds, pieces, block_tokens=self._stream.block_tokens)
+    def _cut(self, segments: tuple[AttentionSegment, ...]) -> tuple[Block, ...]:
+        return cut_blocks(self._stream.bounds, segments, block_tokens=self._stream.block_tokens)
 
     def _handles(self, block: Block, *, sums: bool = False) -> list[Handle]:
         """What must come for `block`, in the order in which it is used."""

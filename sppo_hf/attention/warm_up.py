@@ -160,7 +160,7 @@ def _attend_layer(
             kv=store,
             chunk=chunk,
             chunk_start=start,
-            pieces=chunk_segments(start, end, rows.spans, window=layer.window, local=layer.local),
+            segments=chunk_segments(start, end, rows.spans, window=layer.window, local=layer.local),
             backend=backend,
             scale=layer.qk_head_size**-0.5,
             window=layer.window,

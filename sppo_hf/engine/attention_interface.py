@@ -408,7 +408,7 @@ def attention_forward(
             kv=store,
             chunk=context.chunk,
             chunk_start=context.start,
-            pieces=chunk_segments(
+            segments=chunk_segments(
                 context.start, context.end, context.rows, window=window, local=local
             ),
             backend=_backend(context, query, key, value, attention_mask, softcap),

@@ -647,7 +647,7 @@ class ChunkRunner:
                 if self._log is not None and chunk == first:
                     noted = functools.partial(self._log.kv_moved, position, back=True)
                 if frame is not None or not torch.is_grad_enabled():
-                    store.put_away(chunk, RecomputedKV(index, chunk, frame, noted))
+                    store.offload_chunk(chunk, RecomputedKV(index, chunk, frame, noted))
         elif torch.is_grad_enabled():
             away = OffloadedKV(
                 self._offload, self._prefetch_order, mode, f"keys and values of layer {index}"

@@ -164,7 +164,7 @@ class OffloadedKV:
 
     def add(self, chunk: int, store: LayerKV) -> None:
         """Send those of `chunk` away."""
-        k_BKCH, v_BKCH = store.put_away(chunk, functools.partial(self._bring, chunk))
+        k_BKCH, v_BKCH = store.offload_chunk(chunk, functools.partial(self._bring, chunk))
         self._handles[chunk] = (self._send(k_BKCH), self._send(v_BKCH))
 
     def prefetch_before_backward(self, hidden: Tensor) -> None:

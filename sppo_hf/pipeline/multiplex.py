@@ -522,7 +522,7 @@ class SharedUnits:
         heads = self._passing_heads(message.producer, message.consumer)
         for (layer, positions, _), store in zip(heads, stores, strict=True):
             sizes = layer.qk_head_size, layer.v_head_size
-            for x_BKCH, head_size in zip(store.keys_and_values(chunk), sizes, strict=True):
+            for x_BKCH, head_size in zip(store.chunk_kv(chunk), sizes, strict=True):
                 self._check_kv(message.producer, layer, x_BKCH, head_size)
                 flat.append(_heads(x_BKCH, positions).reshape(-1))
         return torch.cat(flat)
@@ -566,7 +566,7 @@ class SharedUnits:
             if self.rank in previous_run.ranks:
                 chunk_here = max(chunk, previous_run.chunks.start)
                 earlier = self._forward_in(action, previous_run, chunk_here)
-                own = [store.keys_and_values(chunk) for store in self._kv_stores(earlier)]
+                own = [store.chunk_kv(chunk) for store in self._kv_stores(earlier)]
                 self._place_kv(assembled, earlier, action, chunk, own)
             for store, tensors in zip(stores, assembled, strict=True):
                 assert tensors is not None, "some rank of the previous set has each layer's K/V"
@@ -649,7 +649,7 @@ class SharedUnits:
         for earlier in range(chunk + 1) if chunk == run.chunks.start else (chunk,):
             key = self._sums_key(action.stage, action.unit - chunk + earlier, next_run)
             ended, _ = self._sums[key]
-            sums = [store.sums(earlier) for store in ended]
+            sums = [store.gradient_sums(earlier) for store in ended]
             self._add_sums(stores, forward, later, earlier, sums)
             self._release(key)
 
@@ -678,7 +678,7 @@ class SharedUnits:
         for (_, _, positions), store in zip(
             self._passing_heads(earlier, later), stores, strict=True
         ):
-            flat += (_heads(x_BKCH, positions).reshape(-1) for x_BKCH in store.sums(chunk))
+            flat += (_heads(x_BKCH, positions).reshape(-1) for x_BKCH in store.gradient_sums(chunk))
         return torch.cat(flat)
 
     def _key_of_sums(self, message: Message) -> tuple[Any, ...]:

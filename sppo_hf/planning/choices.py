@@ -168,7 +168,7 @@ def read_places(
         adapters: whether adapters alone are trained, whose optimizer by itself makes no room.
         by_layer: whether the model's layers can be called on parts of a sequence.
     """
-    asked = Places(*config.rests)
+    asked = Places(*config.host_resident)
     # On a CPU the host's memory is the device's; ranks need their weights for each other's chunks.
     if facts.kind == "cpu" or config.sharing_ranks > 1:
         return (asked,)

@@ -85,7 +85,7 @@ def read_fields(path: str | Path) -> dict[str, Any]:
     text = read_text(
         file,
         what="model configuration",
-        most_bytes=MAX_JSON_BYTES,
+        max_bytes=MAX_JSON_BYTES,
         remedy="give a model's config.json, the folder that holds it (the model's page on the "
         f"Hugging Face hub has the file), or one of {', '.join(shipped_models())}",
     )

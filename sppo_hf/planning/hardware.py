@@ -593,7 +593,7 @@ def _read_file(path: Path) -> HardwareProfile:
     text = read_text(
         path,
         what="hardware profile",
-        most_bytes=MOST_PROFILE_BYTES,
+        max_bytes=MOST_PROFILE_BYTES,
         remedy="give the path of a JSON file that `sppo calibrate --output` wrote, or a shipped "
         "name",
     )

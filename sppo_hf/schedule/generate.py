@@ -233,10 +233,10 @@ names."""
 ALL_SCHEDULES: dict[str, Generator] = {**GENERATORS, **SHARED_UNIT_SCHEDULES}
 """All of them."""
 
-INTERLEAVED = frozenset(SCHEDULES.where("interleaved"))
+INTERLEAVED = frozenset(SCHEDULES.names_with("interleaved"))
 """Names of those that put several stages on a rank."""
 
-EVEN = frozenset(SCHEDULES.where("even"))
+EVEN = frozenset(SCHEDULES.names_with("even"))
 """Names of those that need as many chunks in each micro-batch."""
 
 

@@ -46,7 +46,7 @@ class Layers:
                     kv=kv,
                     chunk=chunk,
                     chunk_start=start,
-                    pieces=chunk_segments(start, end, self.rows, window=window),
+                    segments=chunk_segments(start, end, self.rows, window=window),
                     backend=self.backend,
                     scale=0.3,
                     window=window,

@@ -63,7 +63,7 @@ def _chunked(q, k, v, sinks, rows, window, scale, bounds, counters, backend=None
             kv=kv,
             chunk=chunk,
             chunk_start=start,
-            pieces=chunk_segments(start, end, rows, window=window),
+            segments=chunk_segments(start, end, rows, window=window),
             backend=backend,
             scale=scale,
             window=window,

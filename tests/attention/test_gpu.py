@@ -75,7 +75,7 @@ def check(name, device, dtype, *, head_size, groups, sinks, window, rows):
             kv=kv,
             chunk=chunk,
             chunk_start=start,
-            pieces=chunk_segments(start, end, ROWS[rows], window=window),
+            segments=chunk_segments(start, end, ROWS[rows], window=window),
             backend=backend,
             scale=head_size**-0.5,
             window=window,

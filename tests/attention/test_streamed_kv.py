@@ -236,8 +236,8 @@ def test_bfloat16_gradients_meet_in_float32():
     for chunk in (0, 1):
         store.put(chunk, k, v)
         store._own = None
-    pieces = chunk_segments(4, 8, None, window=None)
-    blocks = store.blocks(pieces, window=None)
+    segments = chunk_segments(4, 8, None, window=None)
+    blocks = store.blocks(segments, window=None)
     for step, value in enumerate([1.0] + [2**-9] * 8):
         for keys in store.walk_back(1, blocks):
             start, row = keys.block.start, None
@@ -276,7 +276,7 @@ def test_bfloat16_blocks_meet_in_float32():
         kv=stores[0],
         chunk=8,
         chunk_start=8,
-        pieces=chunk_segments(8, 9, None, window=None),
+        segments=chunk_segments(8, 9, None, window=None),
         backend=_Shares([1.0] + [0.0] * 8, [1.0] + [2**-9] * 8),
         scale=1.0,
     )

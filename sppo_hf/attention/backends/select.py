@@ -57,7 +57,7 @@ BACKENDS: dict[str, tuple[Callable[[], Backend], ...]] = ATTENTION_BACKENDS.load
 
 
 def _auto_order(device_type: str) -> tuple[str, ...]:
-    able = ATTENTION_BACKENDS.where(device_type)
+    able = ATTENTION_BACKENDS.names_with(device_type)
     return tuple(sorted(able, key=lambda name: ATTENTION_BACKENDS.facts(name)[device_type]))
 
 

@@ -346,7 +346,7 @@ def _read(path: Path) -> list[Row]:
     if not os.path.lexists(path):
         return []
     remedy = "name another folder"
-    text = read_text(path, what="results", most_bytes=_MAX_FILE_BYTES, remedy=remedy)
+    text = read_text(path, what="results", max_bytes=_MAX_FILE_BYTES, remedy=remedy)
     rows = []
     for number, line in enumerate(text.splitlines(), start=1):
         try:
