@@ -80,7 +80,7 @@ class ActionLog:
 
     def done(self) -> list[ActionRecord] | None:
         """The same with seconds since the log began; None while the device is not there yet."""
-        if not all(end.passed() for _, _, end in self._noted[-1:]):
+        if not all(end.is_reached() for _, _, end in self._noted[-1:]):
             return None
         return [
             ActionRecord(action, start, self._begin.seconds_until(end), start)

@@ -553,9 +553,9 @@ def _planned(
         disk_bytes=sum(behind.values()),
         offloads=any(
             span.action.kind == "D"
-            for lane in timeline.lanes
-            if lane.endswith(".d2h")
-            for span in timeline.spans(lane)
+            for resource in timeline.resources
+            if resource.endswith(".d2h")
+            for span in timeline.spans(resource)
         ),
         missing_bytes=_over(max(peaks), budgets.device)
         + _over(host_bytes, budgets.host)

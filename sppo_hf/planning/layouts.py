@@ -545,7 +545,7 @@ class LowerBounds:
         return rows * max(whole, float(self._busy_sharing(layout).max()))
 
     def _copy_seconds(self, layout: Layout) -> float:
-        """Copies of frames out and back, and K/V on the same lanes."""
+        """Copies of frames out and back, and K/V on the same resources."""
         bounds, rows = self.bounds(layout), self._rows // layout.replicas
         layers: float = self._layer_counts(layout)[0]
         if layout.schedule in SHARED_UNIT_SCHEDULES:

@@ -4,8 +4,8 @@
 the memory estimate, so a pipeline of one rank and the planner agree.
 
 [Note: K/V that wait on the host] Blocks of the prefix pass beside the attention that they are for:
-actions of their own (K, O; L and S behind the host) on the lanes that frames are copied on. Each
-rank that shares a unit has its own, of its heads.
+actions of their own (K, O; L and S behind the host) on the resources that frames are copied on.
+Each rank that shares a unit has its own, of its heads.
 
 [Note: what a rank is] A rank of a schedule stands for all devices that share its units by sequence
 parallelism (`ModelCost.sp`); seconds and bytes are those of one of them, and messages go from each
@@ -381,7 +381,7 @@ class PipelineCost:
         return seconds
 
     def _streaming_seconds(self, action: Action) -> float:
-        """How long a lane is busy with K/V and their gradient sums of a unit."""
+        """How long a resource is busy with K/V and their gradient sums of a unit."""
         kind, stage, chunk, _, _ = action
         forward = kv_copy_pass(action) == (0 if kind in ("K", "O") else 1)
         come, leave = self._streamed_bytes("F" if forward else "B", stage, chunk)

@@ -491,7 +491,7 @@ def chunk_table(plan: Plan) -> Table:
 
     Equal neighbours share a row. Seconds are sums over the chunks of a row, forward and backward.
     """
-    table = _numbers_table("Chunks: what becomes of their layers, seconds of each lane")
+    table = _numbers_table("Chunks: what becomes of their layers, seconds of each resource")
     said = () if plan.prediction is None else plan.prediction.chunks
     behind = [tier for tier in TIERS if any(chunk.tier_seconds.get(tier) for chunk in said)]
     table.add_column("chunk", no_wrap=True)
@@ -502,7 +502,7 @@ def chunk_table(plan: Plan) -> Table:
     for group in group_chunks(plan, most=_MOST_ROWS):
         lengths = plan.chunk_lengths[group.first : group.last + 1]
         tokens = span(min(lengths), max(lengths))
-        table.add_row(group.numbers, tokens, group.text, *_lanes(plan, group, behind))
+        table.add_row(group.numbers, tokens, group.text, *_resources(plan, group, behind))
     return table
 
 
@@ -587,7 +587,7 @@ def _numbers_table(title: str) -> Table:
     return Table(box=SIMPLE_HEAD, title=title, title_justify="left")
 
 
-def _lanes(plan: Plan, group: ChunkGroup, behind: Sequence[Tier]) -> list[str]:
+def _resources(plan: Plan, group: ChunkGroup, behind: Sequence[Tier]) -> list[str]:
     ratios = [round(100 * offload_ratio(plan, i)) for i in range(group.first, group.last + 1)]
     assert plan.prediction is not None, "a plan made with a profile is predicted"
     said = plan.prediction.chunks[group.first : group.last + 1]

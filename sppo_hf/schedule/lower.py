@@ -87,9 +87,11 @@ def _compute_turns(schedule: Schedule) -> dict[Action, float]:
     """In how many turns computes begin, if each takes one: none needs one with a later turn."""
     graph = DependencyGraph(schedule.keep(lambda action: action.kind in COMPUTE_KINDS))
     seconds = [1.0] * len(graph.actions)
-    timeline = simulate_positions(graph.lanes, seconds=seconds, needs=graph.needs)
+    timeline = simulate_positions(graph.resources, seconds=seconds, needs=graph.needs)
     return {
-        span.action: span.start_seconds for lane in timeline.lanes for span in timeline.spans(lane)
+        span.action: span.start_seconds
+        for resource in timeline.resources
+        for span in timeline.spans(resource)
     }
 
 

@@ -222,7 +222,7 @@ class _Validator:
         if any(needed and min(needed) < 0 for needed in graph.needs):
             graph = DependencyGraph(self._schedule)  # raises, and names what is missing
         try:
-            simulate_positions(graph.lanes, seconds=[0.0] * len(graph.needs), needs=graph.needs)
+            simulate_positions(graph.resources, seconds=[0.0] * len(graph.needs), needs=graph.needs)
         except DeadlockError as error:
             lines = [
                 f"  {self._place(action)}: {action} waits for {other}, {self._place(other)}"

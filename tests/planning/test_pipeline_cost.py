@@ -330,17 +330,17 @@ def test_what_a_unit_streams_runs_beside_it_and_holds_up_what_follows() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-def test_copies_of_frames_share_lanes_with_keys_and_values(rows: int) -> None:
+def test_copies_of_frames_share_resources_with_keys_and_values(rows: int) -> None:
     size = Size(2, rows, 4)
     schedule, away = made("seq1f1b", size, offload="full", kv_tier="host")
     lowered = lower(schedule, leaves=away.leaves, kv_copies=away.kv_copies)
     timeline = simulate_pipeline(lowered, seconds=away.seconds)
-    for lane, copy, stream in (("0.d2h", "D", "O"), ("0.h2d", "H", "K")):
+    for resource, copy, stream in (("0.d2h", "D", "O"), ("0.h2d", "H", "K")):
         listed = [a for a in lowered.ranks[0] if a.kind in (copy, stream)]
         assert {a.kind for a in listed} == {copy, stream}
-        spans = timeline.spans(lane)
+        spans = timeline.spans(resource)
         assert sorted(span.action for span in spans) == sorted(listed)
-        assert timeline.busy_seconds(lane) == pytest.approx(sum(map(away.seconds, listed)))
+        assert timeline.busy_seconds(resource) == pytest.approx(sum(map(away.seconds, listed)))
     # Of its own, a copy takes as long as where keys and values stay.
     _, here = made("seq1f1b", size, offload="full")
     assert away.seconds(Action("H", 0, 2)) == here.seconds(Action("H", 0, 2))

@@ -127,7 +127,7 @@ def test_ranks_of_a_unit_compute_it_together() -> None:
             spans = [timeline.span(a) for a in schedule.unit_actions(kind, stage, unit)]
             assert len({span.start_seconds for span in spans}) == 1
             assert len({span.end_seconds for span in spans}) == 1
-            assert len({span.lane for span in spans}) == len(spans) > 1
+            assert len({span.resource for span in spans}) == len(spans) > 1
 
 
 @pytest.mark.parametrize(("ranks", "chunks", "rows"), [(1, 2, 1), (2, 2, 2), (4, 4, 1), (3, 7, 2)])
@@ -233,7 +233,11 @@ def test_units_wait_for_keys_and_sums_and_none_waits_for_itself(ranks: int, chun
     schedule = lower(msp(ranks, chunks))
     validate(schedule)
     timeline = simulate_pipeline(schedule, seconds=fixed_seconds(send=0.7))
-    begins = {s.action: s.start_seconds for lane in timeline.lanes for s in timeline.spans(lane)}
+    begins = {
+        s.action: s.start_seconds
+        for resource in timeline.resources
+        for s in timeline.spans(resource)
+    }
     moved = [m for m in messages(schedule).values() if m.send.kind in ("SEND_KV", "SEND_DKV")]
     assert len(moved) > ranks
     for message in moved:
