@@ -106,7 +106,7 @@ class LayerLog:
         self._log = log
         self._weights = weights
         self._plan = plan
-        self._mover = None if stream is None else cast(EngineTransfer, stream.mover)
+        self._mover = None if stream is None else cast(EngineTransfer, stream.transfer)
         self._first_unit = first_unit
         self._num_copies = (0, 0)
         """K/V copies so far: to the device, and to the host."""
