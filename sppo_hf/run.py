@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sppo_hf.errors import ConfigError
-from sppo_hf.planning.machine import connect_all_streams, expand_segments
+from sppo_hf.planning.machine import request_expandable_segments, set_max_connections
 from sppo_hf.rules import show
 
 if TYPE_CHECKING:
@@ -67,8 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = _parser()
     options = parser.parse_args(argv)
-    expand_segments(os.environ)
-    connect_all_streams(os.environ)
+    request_expandable_segments(os.environ)
+    set_max_connections(os.environ)
     with _as_if_started(options.program, options.arguments, is_module=options.module):
         run = _find(parser, options.program, is_module=options.module)
         plugin = _plugin(parser, options.config)

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sppo_hf.errors import ConfigError
-from sppo_hf.reading import MOST_SETTINGS_BYTES, parse_json, parse_yaml, read_text, write_yaml
+from sppo_hf.reading import MAX_SETTINGS_BYTES, parse_json, parse_yaml, read_text, write_yaml
 
 
 def read(path: str | os.PathLike[str]) -> str:
-    return read_text(path, what="settings file", most_bytes=1000, remedy="give another")
+    return read_text(path, what="settings file", max_bytes=1000, remedy="give another")
 
 
 def test_a_regular_file_is_read(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_every_error_of_yaml_names_its_line(text: str, reason: str) -> None:
 def test_yaml_takes_neither_long_nor_growing_texts() -> None:
     lines = ", ".join(f"&a{i} [{f'*a{i - 1}, ' * 9}]" for i in range(1, 40))
     start = time.monotonic()
-    for text in (f"[&a0 x, {lines}]", "x" * (MOST_SETTINGS_BYTES + 1), "[" * MOST_SETTINGS_BYTES):
+    for text in (f"[&a0 x, {lines}]", "x" * (MAX_SETTINGS_BYTES + 1), "[" * MAX_SETTINGS_BYTES):
         with pytest.raises(yaml.YAMLError):
             parse_yaml(text)
     assert time.monotonic() - start < 5

@@ -70,7 +70,7 @@ def test_a_schedule_is_one_decorator(forgets):
     assert SPPOConfig(pp_size=2, pp_schedule="mine").pp_schedule == "mine"
     size = Size(2, 2, 2)
     assert generate("mine", size) == generate("seq1f1b", size)
-    with pytest.raises(ConfigError, match="puts one stage on a rank"):
+    with pytest.raises(ConfigError, match="has one stage on each rank"):
         SPPOConfig(pp_size=2, pp_schedule="mine", pp_virtual_stages=2)
 
 
@@ -92,4 +92,4 @@ def test_a_file_may_have_any_number_of_entries(tmp_path, monkeypatch):
     assert known.names() == ("a", "b", "c")
     assert known.facts("b") == {"text": "(x)"}
     assert known.facts("d") == {}
-    assert known.where("rank") == ("a",)
+    assert known.names_with("rank") == ("a",)

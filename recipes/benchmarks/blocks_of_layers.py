@@ -24,7 +24,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from sppo_hf.cli.common import trace_unknown
+from sppo_hf.cli.common import trace_unknown_model
 from sppo_hf.config import SPPOConfig
 from sppo_hf.planning.config_file import load_config
 from sppo_hf.planning.cost import ATTENTION_BACKWARD_FLOPS, ModelCost
@@ -113,7 +113,7 @@ def rows(model: str) -> Iterator[list[str]]:
         profile=load_profile("h100"),
         total_tokens=TOKENS[0],
         lora_rank=16,
-        trace=trace_unknown,
+        trace=trace_unknown_model,
     )
     shape, profile = question.shape, question.device.profile
     assert profile is not None, "it was named"

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from sppo_hf.cli.common import trace_unknown
+from sppo_hf.cli.common import trace_unknown_model
 from sppo_hf.planning.chunk_bounds import even_bounds
 from sppo_hf.planning.cluster import ClusterPlan, ClusterQuestion, simulate_layout, solve_cluster
 from sppo_hf.planning.config_file import load_config
@@ -91,7 +91,7 @@ LONG = SearchSpace(
     frames=(("whole", "sppo"), ("matmuls", "full"), ("inputs", "none"), ("inputs", "full")),
     sp=(1,),
     chunk_tokens=(8 * K, 32 * K),
-    least_used=0.9,
+    min_device_share=0.9,
 )
 _PLAIN = replace(
     LONG,
@@ -147,7 +147,7 @@ def gpt(name: str) -> ModelShape:
         vocab_size=50_257,
     )
     training = Training(dtype_bytes=2, parameter_bytes=2)
-    return ModelShape.from_profile(find_profile(config, training, trace_unknown))
+    return ModelShape.from_profile(find_profile(config, training, trace_unknown_model))
 
 
 @cache
@@ -157,7 +157,7 @@ def llama(name: str) -> ModelShape:
         sizes = {"hidden_size": 8192, "intermediate_size": 28_672, "num_hidden_layers": 80}
         config = SimpleNamespace(**{**vars(config), **sizes, "num_attention_heads": 64})
     training = Training(dtype_bytes=2, parameter_bytes=2)
-    return ModelShape.from_profile(find_profile(config, training, trace_unknown))
+    return ModelShape.from_profile(find_profile(config, training, trace_unknown_model))
 
 
 def question(
@@ -222,7 +222,9 @@ def exchange_fraction(asked: ClusterQuestion, plan: ClusterPlan) -> float:
     cost = asked.bounds_of_layout.cost(plan.layout)
     layers = range(cost.shape.num_layers)
     seconds = 2 * sum(
-        cost.exchange_seconds(layer, end - start) for start, end in plan.bounds for layer in layers
+        cost.all_to_all_seconds(layer, end - start)
+        for start, end in plan.bounds
+        for layer in layers
     )
     busy = plan.step_seconds * (1.0 - plan.bubble_fraction) * plan.layout.stages
     return seconds / busy
@@ -368,7 +370,7 @@ def trl_row(tokens_k: int) -> dict[str, Any]:
     if hasattr(config, "layer_types"):
         config.layer_types = ["full_attention"] * 36
     training = Training(dtype_bytes=2, parameter_bytes=2)
-    shape = ModelShape.from_profile(find_profile(config, training, trace_unknown))
+    shape = ModelShape.from_profile(find_profile(config, training, trace_unknown_model))
     space = SearchSpace(
         schedules=("seq1f1b", "interleaved_seq1f1b", "msp"),
         frames=(

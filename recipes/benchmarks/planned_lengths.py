@@ -22,7 +22,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from sppo_hf.cli.common import trace_unknown
+from sppo_hf.cli.common import trace_unknown_model
 from sppo_hf.config import SPPOConfig
 from sppo_hf.planning.config_file import load_config
 from sppo_hf.planning.hardware import load_profile
@@ -36,8 +36,8 @@ from sppo_hf.planning.plan_request import (
     timeline_of,
 )
 from sppo_hf.planning.solve import LESS_HOST_SECONDS, over_budget
-from sppo_hf.reporting.plan_json import places_of
-from sppo_hf.reporting.plan_tables import format_seconds, keys_text
+from sppo_hf.reporting.plan_json import weight_placement
+from sppo_hf.reporting.plan_tables import format_seconds, kv_modes_text
 from sppo_hf.rules import format_bytes
 
 POLICIES = ("auto", "none", "full", "sppo")
@@ -66,7 +66,7 @@ def plan_length(options: argparse.Namespace, tokens: int, *, disk: bool) -> dict
             profile=load_profile(options.hardware),
             total_tokens=tokens,
             lora_rank=options.lora,
-            trace=trace_unknown,
+            trace=trace_unknown_model,
         )
 
     by_chunk = request_plan(question(order="by_chunk"))
@@ -93,7 +93,7 @@ def plan_length(options: argparse.Namespace, tokens: int, *, disk: bool) -> dict
         "simulation_seconds": time.perf_counter() - began,
         "order": plan.order,
         "kv_tier": plan.farthest_keys,
-        "keys": keys_text(plan) if plan.by_layer else plan.kv_tier,
+        "keys": kv_modes_text(plan) if plan.by_layer else plan.kv_tier,
         "num_chunks": plan.num_chunks,
         "attention_again": bool(plan.program().attends_again.any()),
     }
@@ -123,7 +123,7 @@ def plan_all_weights(options: argparse.Namespace, tokens: int, *, longest: bool)
             ),
             profile=load_profile(options.hardware),
             total_tokens=tokens,
-            trace=trace_unknown,
+            trace=trace_unknown_model,
         )
         plan = plan_for(question)
         predicted = plan.prediction
@@ -135,8 +135,8 @@ def plan_all_weights(options: argparse.Namespace, tokens: int, *, longest: bool)
             "stall_seconds": predicted.stall_seconds,
             "order": plan.order,
             "chunks": plan.num_chunks,
-            "weights": places_of(plan)[0],
-            "optimizer": places_of(plan)[1],
+            "weights": weight_placement(plan)[0],
+            "optimizer": weight_placement(plan)[1],
         }
         if longest:
             row["places"][name]["longest"] = request_plan(question).max_seq_len

@@ -26,7 +26,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from sppo_hf.cli.common import trace_unknown
+from sppo_hf.cli.common import trace_unknown_model
 from sppo_hf.config import SPPOConfig
 from sppo_hf.planning.chunk_bounds import even_bounds
 from sppo_hf.planning.config_file import load_config
@@ -72,7 +72,7 @@ def measure(options: argparse.Namespace) -> dict[str, list[float]]:
         profile=load_profile("h100"),
         total_tokens=CHUNKS * CHUNK_TOKENS,
         lora_rank=16,
-        trace=trace_unknown,
+        trace=trace_unknown_model,
     )
     assert question.device.profile is not None, "a profile was named"
     cost = ModelCost(

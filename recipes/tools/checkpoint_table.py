@@ -20,9 +20,9 @@ from typing import Any
 import transformers
 
 from recipes.tools.family_table import LONGEST, ROOT, checkpoints_markdown, write_page
-from sppo_hf.cli.common import trace_unknown
+from sppo_hf.cli.common import trace_unknown_model
 from sppo_hf.config import SPPOConfig
-from sppo_hf.planning.config_file import load_config, namespace_of
+from sppo_hf.planning.config_file import load_config, to_namespace
 from sppo_hf.planning.hardware import load_profile
 from sppo_hf.planning.plan_request import question_for, request_plan
 
@@ -34,7 +34,7 @@ TOKENS = 8192
 
 def longest(name: str, config: str | dict[str, Any]) -> dict[str, Any]:
     """One row: a checkpoint's parameters, and its longest sequence in tokens (0: none fits)."""
-    model = load_config(config) if isinstance(config, str) else namespace_of(config)
+    model = load_config(config) if isinstance(config, str) else to_namespace(config)
     answer = request_plan(
         question_for(
             model,
@@ -42,7 +42,7 @@ def longest(name: str, config: str | dict[str, Any]) -> dict[str, Any]:
             profile=load_profile(HARDWARE),
             total_tokens=TOKENS,
             lora_rank=RANK,
-            trace=trace_unknown,
+            trace=trace_unknown_model,
         )
     )
     shape = answer.question.shape

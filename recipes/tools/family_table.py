@@ -117,7 +117,7 @@ def line_of_code(name: str) -> str:
 
 def _has_states(name: str) -> bool:
     try:
-        return find_parts(build_tiny_model(name)).has_states
+        return find_parts(build_tiny_model(name)).has_recurrent_state
     except SPPOError:
         return False  # the reason of the refusal comes from the check
 

@@ -33,7 +33,7 @@ from sppo_hf.attention.backends.base import (
 )
 from sppo_hf.attention.chunk_attention import AttentionCall, chunk_attention
 from sppo_hf.attention.kv_cache import KVStore, LayerKV
-from sppo_hf.attention.segments import Bounds, RowSpans, chunk_pieces
+from sppo_hf.attention.segments import Bounds, RowSpans, chunk_segments
 from sppo_hf.attention.streamed_kv import KVStream, KVTransfer
 
 # B batch rows, N query heads, K key/value heads, C tokens of a chunk, T tokens of a run of keys, H
@@ -152,7 +152,7 @@ def _attend_layer(
         )
         store = stream.add_layer()
     for chunk in range(rows.chunks.stop):
-        store.put_earlier(chunk, *keys_and_values(chunk))
+        store.put_attended(chunk, *keys_and_values(chunk))
     # In reverse, so that each backward frees the keys that no other chunk reads.
     for chunk in reversed(rows.chunks):
         start, end = rows.bounds[chunk]
@@ -160,7 +160,7 @@ def _attend_layer(
             kv=store,
             chunk=chunk,
             chunk_start=start,
-            pieces=chunk_pieces(start, end, rows.spans, window=layer.window, local=layer.local),
+            segments=chunk_segments(start, end, rows.spans, window=layer.window, local=layer.local),
             backend=backend,
             scale=layer.qk_head_size**-0.5,
             window=layer.window,

@@ -1,7 +1,8 @@
-"""The `sppo` command line; nothing may import it, and it does its work through the rooms below.
+"""The `sppo` command line.
 
-A command's module is imported when the command is called: `sppo --help` reads what each does from
-its text. Commands import torch and Transformers when they run.
+Each command is a module, imported when the command is called; `sppo --help` reads the docstrings
+from the modules' source. Torch and Transformers are imported by commands that need them, when they
+run.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import typer
 import typer.core
 
 _COMMANDS = ("bench", "calibrate", "check", "config", "estimate", "plan", "simulate")
-"""Each is the function of its name in the module of its name."""
+"""Each is a function in the module of the same name."""
 
 _OLD_NAMES = {
     "--disk": "--disk-memory",
@@ -27,15 +28,15 @@ _OLD_NAMES = {
     "--virtual": "--pp-virtual-stages",
     "--chunks": "--num-chunks",
 }
-"""Of options that are called as the setting they stand for, and were called otherwise before: still
-taken by every command that has the new one, and shown nowhere."""
+"""Former names of options, which are now called as the settings that they stand for. They are still
+accepted by every command that has the new option, and not shown by --help."""
 
 
 class _Command(typer.core.TyperCommand):
-    """A command that takes the old names of its options too."""
+    """A command that accepts the former names of its options too."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Put new names for old ones, where this command has the new one."""
+        """Replace former names of options by the present ones."""
         known = {name for parameter in self.params for name in parameter.opts}
         return super().parse_args(ctx, [_renamed(word, known) for word in args])
 
@@ -47,17 +48,17 @@ def _renamed(word: str, known: set[str]) -> str:
 
 
 class _Commands(typer.core.TyperGroup):
-    """All commands by name; in place of each stands one that does nothing until it is called."""
+    """All commands by name; each is a placeholder until it is called."""
 
     _listing = False
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Returns a command, imported unless it is only listed; None where there is none."""
+        """Return a command, imported unless only listed; None if there is none of this name."""
         found = super().get_command(ctx, cmd_name)
         return found if found is None or self._listing else _imported(cmd_name)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Writes the help of `sppo` itself."""
+        """Write the help of `sppo` itself."""
         self._listing = True
         for name, command in self.commands.items():
             command.help = _summary(name)
@@ -75,7 +76,7 @@ def _imported(name: str) -> Any:
 
 
 def _summary(name: str) -> str:
-    """The docstring of a command's function, read from its file."""
+    """Read the docstring of a command's function from its source."""
     text = (Path(__file__).parent / f"{name}.py").read_text(encoding="utf-8")
     functions = (node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef))
     return ast.get_docstring(next(node for node in functions if node.name == name)) or ""
@@ -95,6 +96,6 @@ for _name in _COMMANDS:
 
 def main() -> None:
     """Entry point of the console script."""
-    # Plans are many small objects and no circles: to look for these less often saves time.
+    # Plans are many small objects without reference cycles: collecting less often saves time.
     gc.set_threshold(50_000)
     app()

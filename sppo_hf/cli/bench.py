@@ -1,7 +1,7 @@
 """`sppo bench MODEL`: how fast, how large and how long, beside the ways that users have today.
 
-Only arguments, progress and printing; measuring is `sppo_hf.cli.benchmark`. Torch is imported when
-a benchmark runs, and not to show one.
+Measuring is `sppo_hf.cli.benchmark`. Torch is imported when a benchmark runs, not when results are
+shown.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LENGTHS = "8192,32768"
 OUTPUT = Path("bench")
 ATTENTION = ("auto", "cudnn", "flash", "efficient", "sdpa")
 _CUDA_ONLY = ("cudnn", "flash", "efficient")
-_SMALLEST_WIDTH = 150
+_MIN_WIDTH = 150
 
 
 def bench(
@@ -61,7 +61,7 @@ def bench(
             " that checkpoint also with +tiled (the ideal's loss)."
         ),
     ] = "all",
-    dtype: common.ComputeDtype = common.Dtype.bfloat16,
+    dtype: common.Dtype = "bfloat16",
     lora: Annotated[
         str, typer.Option(help="Rank of adapters on all linear layers, or full: all weights train.")
     ] = "16",
@@ -77,14 +77,14 @@ def bench(
         typer.Option(
             min=0,
             max=10_000,
-            help="Steps before. Ours plans anew within its third step, so three show it at rest.",
+            help="Steps before those. sppo may correct its plan until its third step.",
         ),
     ] = 3,
     attention: Annotated[
         str,
         typer.Option(
-            help="Kernel for everyone: auto (what ours takes), cudnn, flash, efficient; sdpa"
-            " leaves everyone their default."
+            help="Attention kernel for all contenders: auto (the one that sppo takes), cudnn,"
+            " flash, efficient; sdpa leaves each its default."
         ),
     ] = "auto",
     device: Annotated[str, typer.Option(help="cuda, cpu, or auto.")] = "auto",
@@ -93,14 +93,14 @@ def bench(
     ] = False,
     device_memory: Annotated[
         str | None,
-        typer.Option(help="Budget on the device, 40GiB: ours plans for it, on CUDA all have it."),
+        typer.Option(help="Budget on the device, 40GiB: on CUDA a limit for all contenders."),
     ] = None,
     host_memory: Annotated[
-        str | None, typer.Option(help="Budget in host memory, for ours only.")
+        str | None, typer.Option(help="Budget in host memory, for sppo only.")
     ] = None,
     hardware: Annotated[
         str | None,
-        typer.Option(help="Profile that ours plans with; by default what is known of the device."),
+        typer.Option(help="Profile that sppo plans with; by default what is known of the device."),
     ] = None,
     longest: Annotated[
         bool, typer.Option("--longest", help="Search the longest length each contender trains.")
@@ -110,14 +110,14 @@ def bench(
     ] = "4096",
     longest_limit: Annotated[str, typer.Option(help="Lengths above are not searched.")] = "16M",
     trace: Annotated[
-        bool, typer.Option("--trace", help="Profile one more step of ours into trace-*.json.gz.")
+        bool, typer.Option("--trace", help="Profile one more step of sppo into trace-*.json.gz.")
     ] = False,
     profile: Annotated[
         bool,
         typer.Option(
             "--profile",
-            help="Trace one more step of everyone; profile.json and a table say where each"
-            " microsecond of a token goes.",
+            help="Profile one more step of all contenders; profile.json and a table say how long"
+            " each kind of kernel takes per token.",
         ),
     ] = False,
     timeout: Annotated[float, typer.Option(min=1, max=10**6, help="Seconds for one row.")] = 3600.0,
@@ -125,11 +125,11 @@ def bench(
         Path, typer.Option(help="Folder of results.jsonl, results.png, logs and traces.")
     ] = OUTPUT,
     again: Annotated[
-        bool, typer.Option("--again", help="Measure also what results.jsonl has already.")
+        bool, typer.Option("--again", help="Also measure what results.jsonl already has.")
     ] = False,
     show: Annotated[
         Path | None,
-        typer.Option(help="Show the results in a folder again, and measure nothing."),
+        typer.Option(help="Show the results in a folder, and measure nothing."),
     ] = None,
     picture: Annotated[bool, typer.Option(help="Draw results.png.")] = True,
     as_json: common.AsJson = False,
@@ -147,25 +147,25 @@ def bench(
     """
     with common.bad_input(as_json):
         if show is not None:
-            _show_again(show, picture=picture, as_json=as_json)
+            _show_results(show, picture=picture, as_json=as_json)
             return
         if model is None:
             raise ConfigError("MODEL is missing. Remedy: name one, or a folder with --show.")
         check_config(common.read_model(model))
         lengths = _lengths(seq_lens, longest)
-        step_tokens, most_tokens = _search_range(longest_step, longest_limit, longest)
+        step_tokens, max_tokens = _search_range(longest_step, longest_limit, longest)
         if hardware is not None:
-            load_profile(hardware)  # better refused here than in every worker
-        kind = _device(device, attention)
+            load_profile(hardware)  # refused here rather than by every worker
+        kind = _device_kind(device, attention)
         job = Job(
             model=model,
             contender="plain",
             total_tokens=1,
             device=kind,
             device_name=_device_name(kind),
-            dtype=str(dtype),
-            lora_rank=_rank(lora),
-            lora_dtype=_lora_dtype(lora_dtype, str(dtype)),
+            dtype=dtype,
+            lora_rank=_lora_rank(lora),
+            lora_dtype=_lora_dtype(lora_dtype, dtype),
             steps=steps,
             warm_up=warm_up,
             attention=attention,
@@ -189,11 +189,11 @@ def bench(
         )
         benchmark.measure(lengths)
         if longest:
-            benchmark.find_longest(step_tokens=step_tokens, most_tokens=most_tokens)
+            benchmark.find_longest(step_tokens=step_tokens, max_tokens=max_tokens)
         _report(file, file.rows(), output, picture=picture, as_json=as_json)
 
 
-def _show_again(folder: Path, *, picture: bool, as_json: bool) -> None:
+def _show_results(folder: Path, *, picture: bool, as_json: bool) -> None:
     file = ResultFile(folder)
     if not file.rows():
         raise ConfigError(f"there is no result in {file.path}. Remedy: name its folder.")
@@ -201,14 +201,14 @@ def _show_again(folder: Path, *, picture: bool, as_json: bool) -> None:
 
 
 def _search_range(step: str, limit: str, longest: bool) -> tuple[int, int]:
-    """Resolution and end of the search for the longest length, in tokens."""
-    step_tokens, most_tokens = common.parse_tokens(step), common.parse_tokens(limit)
-    if longest and most_tokens < step_tokens:
+    """Return the resolution and the end of the search for the longest length, in tokens."""
+    step_tokens, max_tokens = common.parse_tokens(step), common.parse_tokens(limit)
+    if longest and max_tokens < step_tokens:
         raise ConfigError(
-            f"--longest-limit is {most_tokens:,} and --longest-step {step_tokens:,} tokens. "
+            f"--longest-limit is {max_tokens:,} and --longest-step {step_tokens:,} tokens. "
             "Allowed: a limit of at least one step. Remedy: raise the one or lower the other."
         )
-    return step_tokens, most_tokens
+    return step_tokens, max_tokens
 
 
 def _run(timeout: float, output: Path, job: Job) -> Row:
@@ -218,34 +218,34 @@ def _run(timeout: float, output: Path, job: Job) -> Row:
 
 
 class _Progress:
-    """A line on stderr for every row."""
+    """Prints a line on stderr for every row."""
 
     def __init__(self, total: int) -> None:
         self._total = total
-        self._done = 0
-        self._began = time.monotonic()
+        self._num_done = 0
+        self._start_seconds = time.monotonic()
 
     def __call__(self, row: Row) -> None:
-        self._done += row.kind != "try"
-        elapsed = time.monotonic() - self._began
-        line = progress_line(row, done=self._done, total=self._total, elapsed_seconds=elapsed)
+        self._num_done += row.kind != "try"
+        seconds = time.monotonic() - self._start_seconds
+        line = progress_line(row, done=self._num_done, total=self._total, elapsed_seconds=seconds)
         typer.echo(line, err=True)
 
 
 def _report(
     file: ResultFile, rows: Sequence[Row], folder: Path, *, picture: bool, as_json: bool
 ) -> None:
-    """Draws and prints what the file holds, or prints it as one JSON object."""
+    """Draw and print what the file holds, or print it as one JSON object."""
     drawn = draw(rows, folder) if picture else []
     found = profiles(rows, folder)
     if as_json:
-        named = [str(path) for path in drawn]
-        said = {"rows": [row.to_dict() for row in rows], "pictures": named, "profiles": found}
-        common.echo_json(said)
+        pictures = [str(path) for path in drawn]
+        data = {"rows": [row.to_dict() for row in rows], "pictures": pictures, "profiles": found}
+        common.echo_json(data)
         return
     out = common.console()
     if not out.is_terminal:
-        out.width = max(out.width, _SMALLEST_WIDTH)
+        out.width = max(out.width, _MIN_WIDTH)
     out.print(tables(rows))
     if found:
         out.print(profile_table(found))
@@ -259,7 +259,7 @@ def _lengths(text: str | None, longest: bool) -> list[int]:
     return [common.parse_tokens(part) for part in text.split(",") if part.strip()]
 
 
-def _rank(text: str) -> int | None:
+def _lora_rank(text: str) -> int | None:
     """The rank of adapters; None where all weights train."""
     if text == "full":
         return None
@@ -271,7 +271,7 @@ def _rank(text: str) -> int | None:
 
 
 def _lora_dtype(name: str | None, weights: str) -> str:
-    """The dtype of adapters."""
+    """Check --lora-dtype; return the dtype of adapters."""
     if name in (None, "float32", weights):
         return name or "float32"
     raise ConfigError(
@@ -284,7 +284,7 @@ def _budget(option: str, text: str | None) -> int | float | str | None:
     if text is None:
         return None
     value = common.read_budget(text)
-    # A share is of what the worker finds; here any total will do.
+    # Only checked here, with any total: the worker knows the device's.
     parse_bytes(value, field=option, total_bytes=1)
     return value
 
@@ -294,11 +294,11 @@ def _device_name(kind: str) -> str:
         return processor_name()
     import torch
 
-    return torch.cuda.get_device_name(0)  # the one that workers are shown
+    return torch.cuda.get_device_name(0)  # the only one that workers see
 
 
-def _device(name: str, attention: str) -> str:
-    """The device's name for workers."""
+def _device_kind(name: str, attention: str) -> str:
+    """Check --device and --attention; return "cuda" or "cpu"."""
     if name not in ("auto", "cuda", "cpu"):
         raise ConfigError(
             f"--device is {name!r}. Allowed: auto, cuda, cpu. Remedy: choose one of several GPUs "

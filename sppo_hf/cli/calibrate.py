@@ -1,7 +1,7 @@
 """`sppo calibrate`: measure this machine, and keep the figures for the planner.
 
-Only arguments, progress and the printed tables; measuring is `sppo_hf.profiling.calibrate`, keeping
-`sppo_hf.planning.hardware`. Torch is imported when the command runs.
+Measuring is `sppo_hf.profiling.calibrate`, and `sppo_hf.planning.hardware` keeps the figures. Torch
+is imported when the command runs.
 """
 
 from __future__ import annotations
@@ -48,9 +48,7 @@ def calibrate(
         bool,
         typer.Option("--quick", help="Seconds only; figures too rough to plan with, not kept."),
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the profile as JSON and nothing else.")
-    ] = False,
+    as_json: common.AsJson = False,
 ) -> None:
     """Measure how fast this machine computes, copies and writes, for the planner.
 
@@ -63,7 +61,7 @@ def calibrate(
     start_seconds = time.perf_counter()
     with common.bad_input(as_json):
         profile = _measure(device, dtype or [], offload_dir, quick)
-        # What --quick measures would mislead every later plan, so only a named file gets it.
+        # Rough figures would mislead every later plan, so --quick writes only a named file.
         path = None if quick and output is None else save_profile(profile, output)
     if as_json:
         typer.echo(profile_to_json(profile), nl=False)
@@ -71,8 +69,8 @@ def calibrate(
     _print(profile)
     seconds = time.perf_counter() - start_seconds
     kept = "not kept" if path is None else f"kept in {path}"
-    said = f"Measured in {seconds:.0f} seconds; {kept}"
-    common.console().print(said, highlight=False, soft_wrap=True)
+    text = f"Measured in {seconds:.0f} seconds; {kept}"
+    common.console().print(text, highlight=False, soft_wrap=True)
 
 
 def _measure(
@@ -114,7 +112,7 @@ def _measure(
 
 
 def _print(profile: HardwareProfile) -> None:
-    """The curves as one table, all else as another."""
+    """Print the curves as one table, all other figures as another."""
     title = f"[bold]{profile.name}[/bold], {profile.source}"
     common.console().print(title, highlight=False, soft_wrap=True)
     curves = Table(title="FLOP/s by tokens of a chunk", title_justify="left")
@@ -160,7 +158,7 @@ def _print(profile: HardwareProfile) -> None:
 
 
 def _scaled(rate: float | None) -> str:
-    """A rate with three digits and its SI prefix: "412 T", "25.1 G"."""
+    """Format a rate with three digits and its SI prefix: "412 T", "25.1 G"."""
     if rate is None:
         return ""
     for prefix, factor in (("T", 1e12), ("G", 1e9), ("M", 1e6)):

@@ -1,7 +1,6 @@
-"""`sppo check MODEL`: is this family exact under chunks? Loss and every gradient, in numbers.
+"""`sppo check MODEL`: is this model exact chunk by chunk? Compares the loss and every gradient.
 
-Only arguments and the printed table; the comparison is `sppo_hf.testing.check`. Torch is imported
-when the command runs.
+The comparison is `sppo_hf.testing.check`. Torch is imported when the command runs.
 """
 
 from __future__ import annotations
@@ -9,9 +8,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.markup import escape
@@ -25,16 +23,11 @@ if TYPE_CHECKING:
     from sppo_hf.testing.check import CheckResult
 
 EXIT_CODES = {"exact": 0, "not exact": 1, "refused": 2}
-MOST_TOKENS = 4096
-"""What even a model of one head may be checked with; see `sppo_hf.testing.check`."""
+MAX_TOKENS = 4096
+"""Longest sequence, even for a model of one head; `sppo_hf.testing.check` has the reason."""
 
-
-class Dtype(StrEnum):
-    """Weights' dtype; a choice on the command line."""
-
-    float64 = "float64"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
+Dtype = Literal["float64", "float32", "bfloat16"]
+Mode = Annotated[Literal["auto", "none", "full"], typer.Option(help="Mode under test.")]
 
 
 def check(
@@ -58,19 +51,17 @@ def check(
         typer.Option(help="Number of chunks, or their lengths in tokens: 9,6,14."),
     ] = "4",
     tokens: Annotated[
-        int, typer.Option(min=1, max=MOST_TOKENS, help="Length of the sequences, in tokens.")
+        int, typer.Option(min=1, max=MAX_TOKENS, help="Length of the sequences, in tokens.")
     ] = 29,
     dtype: Annotated[
         Dtype,
         typer.Option(
             help="float64 and float32 compare directly, bfloat16 compares distances from float32."
         ),
-    ] = Dtype.float64,
-    recompute: Annotated[common.Mode, typer.Option(help="Mode under test.")] = common.Mode.full,
-    offload: Annotated[common.Mode, typer.Option(help="Mode under test.")] = common.Mode.full,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object and nothing else.")
-    ] = False,
+    ] = "float64",
+    recompute: Mode = "full",
+    offload: Mode = "full",
+    as_json: common.AsJson = False,
 ) -> None:
     """Compare loss and all gradients of a small MODEL with and without sppo_hf.
 
@@ -83,7 +74,7 @@ def check(
         raise typer.BadParameter("name a model, or use --list", param_hint="MODEL")
     with common.bad_input(as_json, name=model):
         config = SPPOConfig(
-            **_chunks(chunks), recompute=recompute.value, offload=offload.value, min_offload_size=1
+            **_parse_chunks(chunks), recompute=recompute, offload=offload, min_offload_size=1
         )
         result = _run(model, config, tokens, dtype)
     if as_json:
@@ -94,23 +85,23 @@ def check(
 
 
 def _print_list(*, as_json: bool) -> None:
-    """The tables of `recipes/tools`: families as they were tried, checkpoints as predicted."""
-    found, longest = (
+    """Print the tables made by `recipes/tools`: tested families, and predicted lengths."""
+    families, checkpoints = (
         json.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
         for name in ("families.json", "checkpoints.json")
     )
     if as_json:
-        typer.echo(json.dumps(found | {"longest": longest}, indent=1))
+        typer.echo(json.dumps(families | {"longest": checkpoints}, indent=1))
         return
-    _print_families(found)
-    _print_checkpoints(longest)
+    _print_families(families)
+    _print_checkpoints(checkpoints)
 
 
-def _print_families(found: dict[str, Any]) -> None:
-    table = Table(title=f"Transformers {found['transformers']}, float64", title_justify="left")
+def _print_families(listed: dict[str, Any]) -> None:
+    table = Table(title=f"Transformers {listed['transformers']}, float64", title_justify="left")
     for column in ("family", "", "what it exercises, or why it is refused"):
         table.add_column(column, overflow="fold")
-    for row in found["families"]:
+    for row in listed["families"]:
         exact = row["status"] == "exact"
         verdict = (
             f"[green]{row['error']:.0e}[/green]" if exact else f"[yellow]{row['status']}[/yellow]"
@@ -119,17 +110,17 @@ def _print_families(found: dict[str, Any]) -> None:
     common.console().print(table, highlight=False)
 
 
-def _print_checkpoints(found: dict[str, Any]) -> None:
+def _print_checkpoints(listed: dict[str, Any]) -> None:
     table = Table(
         title="Longest sequence on one 80 GB H100, predicted, not measured: LoRA rank"
-        f" {found['lora_rank']}, bf16, {found['host_memory']} of host memory",
+        f" {listed['lora_rank']}, bf16, {listed['host_memory']} of host memory",
         title_justify="left",
     )
     table.add_column("checkpoint", no_wrap=True)
     table.add_column("family")
     for column in ("parameters", "tokens", "made for"):
         table.add_column(column, justify="right")
-    for row in found["checkpoints"]:
+    for row in listed["checkpoints"]:
         table.add_row(
             row["name"],
             row["family"],
@@ -140,8 +131,8 @@ def _print_checkpoints(found: dict[str, Any]) -> None:
     common.console().print(table, highlight=False)
 
 
-def _chunks(text: str) -> dict[str, Any]:
-    """`num_chunks` or `chunk_lengths` from "4" or "9,6,14"."""
+def _parse_chunks(text: str) -> dict[str, Any]:
+    """Return the setting `num_chunks` or `chunk_lengths` from "4" or "9,6,14"."""
     try:
         numbers = tuple(int(part) for part in text.split(","))
     except ValueError:
@@ -154,22 +145,21 @@ def _chunks(text: str) -> dict[str, Any]:
 
 def _run(model: str, config: SPPOConfig, tokens: int, dtype: Dtype) -> CheckResult:
     path = Path(model).expanduser()
-    if os.path.exists(path):  # False for what can be no path, where Path raises
-        # Before torch is imported, which takes seconds.
-        check_sizes(read_fields(path))
+    if os.path.exists(path):  # unlike Path.exists, False for texts that can be no path
+        check_sizes(read_fields(path))  # before torch is imported, which takes seconds
     import torch
     import transformers
 
     from sppo_hf.testing.check import check_model
 
     transformers.logging.set_verbosity_error()
-    # Products of a few thousand numbers: handing them to other threads takes ten times as long.
+    # Tensors of a few thousand numbers: with several threads each operator takes ten times as long.
     torch.set_num_threads(1)
-    return check_model(model, config, tokens=tokens, dtype=getattr(torch, dtype.value))
+    return check_model(model, config, tokens=tokens, dtype=getattr(torch, dtype))
 
 
 def _print(result: CheckResult, tokens: int) -> None:
-    """The result as a table, the verdict in its title."""
+    """Print the result as a table with the verdict in its title."""
     colour = {"exact": "green", "not exact": "red", "refused": "yellow"}[result.status]
     table = Table(
         title=f"{result.name}: [{colour}]{result.status}[/{colour}]",

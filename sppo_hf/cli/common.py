@@ -1,24 +1,24 @@
-"""Arguments that `sppo estimate` and `sppo plan` share, and the question that they ask.
+"""What the commands share: options, the plan request that these make, models by name, output.
 
-Only words into values; answering is `sppo_hf.planning.plan_request`. Imports the hub's client only
-where MODEL is a hub id, and torch only where nobody has traced the model before.
+Imports the hub's client only where MODEL is a hub id, and torch only for a model that was never
+traced.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from difflib import SequenceMatcher
-from enum import StrEnum
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 from rich.console import Console
@@ -31,105 +31,34 @@ from sppo_hf.planning.hardware import HardwareProfile, load_profile
 from sppo_hf.planning.model_profile import ModelProfile, Training
 from sppo_hf.planning.plan import PlanRequest
 from sppo_hf.planning.plan_request import question_for
-from sppo_hf.registry import OFFLOAD_POLICIES
 from sppo_hf.rules import show
 
 logger = logging.getLogger(__name__)
 
-FITS, FITS_NOT, BAD_INPUT = 0, 1, 2
+EXIT_FITS, EXIT_DOES_NOT_FIT, EXIT_BAD_INPUT = 0, 1, 2
 DEFAULT_HARDWARE = "h100-80gb"
 
 ASSUMED_HOST_MEMORY = "128GiB"
-"""Of each device of a profile that does not say: about what small GPU servers have."""
+"""Host memory per device where a profile does not say: about what small GPU servers have."""
 
-UNNAMED_FOLDER = "--disk-memory"
-"""Stands for `offload_dir` where only its size is known."""
+PLACEHOLDER_FOLDER = "--disk-memory"
+"""Stands for `offload_dir` where only the size of the disk is known."""
 
-MOST_TOKENS = 2**31 - 1
+MAX_TOKENS = 2**31 - 1
 """Longest row that is planned for."""
 
 _WIDTH = 100
 _TOKENS = re.compile(r"(\d+(?:\.\d+)?)([KM]?)", re.IGNORECASE)
 _TOKENS_PER_UNIT = {"": 1, "K": 1024, "M": 1024**2}
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_HUB_TIMEOUT_SECONDS = 5.0
+_MIN_SIMILARITY = 0.7
+"""Least share of letters in common for a name to be suggested."""
 
+Place = Literal["auto", "device", "host"]
 
-class Dtype(StrEnum):
-    """Dtype of weights and compute; a choice on the command line."""
+# -- options of several commands -------------------------------------------------------------
 
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-    float32 = "float32"
-
-
-class Partition(StrEnum):
-    """Setting of `partition`; a choice on the command line."""
-
-    auto = "auto"
-    flops = "flops"
-    even = "even"
-
-
-class Recomputed(StrEnum):
-    """Setting of `recompute`; a choice on the command line."""
-
-    auto = "auto"
-    none = "none"
-    selective = "selective"
-    full = "full"
-
-
-class Mode(StrEnum):
-    """Setting of `offload_kv`; a choice on the command line."""
-
-    auto = "auto"
-    none = "none"
-    full = "full"
-
-
-class Place(StrEnum):
-    """Setting of `weights` and `optimizer`; a choice on the command line."""
-
-    auto = "auto"
-    device = "device"
-    host = "host"
-
-
-POLICIES = ("auto", *OFFLOAD_POLICIES.names())
-"""Values of the setting `offload`."""
-
-
-Model = Annotated[
-    str,
-    typer.Argument(
-        help="A local model folder, a config.json, a shipped name (llama-3.1-8b, llama-3.1-70b,"
-        " qwen3-4b, qwen3-30b-a3b, smollm2-135m, gpt-oss-20b), or a hub id.",
-        metavar="MODEL",
-    ),
-]
-SeqLen = Annotated[
-    str, typer.Option(help="Tokens of each row: 131072, 128K (x 1024) or 1M (x 1024 x 1024).")
-]
-DeviceMemory = Annotated[
-    str | None,
-    typer.Option(help="Budget on the device, 80GiB, or a share of the profile's, 0.9."),
-]
-HostMemory = Annotated[
-    str | None,
-    typer.Option(
-        help="Budget in host memory, 256GiB. By default most of what a calibrated machine has;"
-        f" {ASSUMED_HOST_MEMORY} for each device of a shipped profile, which does not say.",
-        show_default=False,
-    ),
-]
-Disk = Annotated[
-    str | None,
-    typer.Option("--disk-memory", help="Budget on a fast disk, 1TiB; no disk is used by default."),
-]
-OffloadDir = Annotated[
-    str | None,
-    typer.Option(help="Folder on that disk, for --write; naming it allows the disk, too."),
-]
 Hardware = Annotated[
     str | None,
     typer.Option(
@@ -142,82 +71,127 @@ Lora = Annotated[
     int | None,
     typer.Option(help="Rank of LoRA adapters on all linear layers; without it all weights train."),
 ]
-Rows = Annotated[
-    int,
-    typer.Option("--micro-batch-size", min=1, max=2**20, help="Rows that go through together."),
+MicroBatchSize = Annotated[int, typer.Option(min=1, max=2**20, help="Rows of a micro-batch.")]
+Dtype = Annotated[
+    Literal["bfloat16", "float16", "float32"], typer.Option(help="Dtype of weights and compute.")
 ]
-Accumulate = Annotated[
-    bool,
-    typer.Option(
-        "--accumulate", help="Gradients are accumulated over batches, so backward has two of each."
-    ),
-]
-ComputeDtype = Annotated[Dtype, typer.Option(help="Dtype of weights and compute.")]
-Cut = Annotated[Partition, typer.Option(help="How chunks are cut.")]
-NumChunks = Annotated[str, typer.Option(help="Number of chunks, or auto.")]
-Recompute = Annotated[
-    Recomputed | None, typer.Option(help="What backward computes again. [default: auto]")
-]
-AttentionOnce = Annotated[
-    bool,
-    typer.Option(
-        "--attention-once",
-        help="Attention never runs again, not even where nothing fits otherwise.",
-    ),
-]
-OffloadKv = Annotated[Mode, typer.Option(help="Whether K/V leave the device too.")]
-Weights = Annotated[
-    Place,
-    typer.Option(
-        help="Where layers' weights rest: from the host they come when used. By auto there"
-        " only where not all fits on the device."
-    ),
-]
-Optimizer = Annotated[
-    Place, typer.Option(help="Where trained weights are updated, with gradients and states.")
-]
+Partition = Annotated[Literal["auto", "flops", "even"], typer.Option(help="How chunks are cut.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
-T = TypeVar("T")
+def with_options(kind: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorate a command: the fields of a dataclass become options of it.
 
-
-def from_options(kind: Callable[..., T], options: Mapping[str, Any]) -> T:
-    """Returns the dataclass of a command line.
+    typer reads the options of a command from its function's signature. So that commands can share
+    options, these are declared once, as `Annotated` fields of a dataclass. The decorated function
+    takes the filled dataclass as its first argument; its other parameters are options of its own.
 
     Args:
-        kind: a dataclass whose fields are called as the parameters of the command's function.
-        options: `locals()` at its beginning. What is no field is the command's own business.
+        kind: The dataclass.
     """
-    names = inspect.signature(kind).parameters
-    return kind(**{name: options[name] for name in names if name in options})
+    hints = get_type_hints(kind, include_extras=True)
+    options = [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if field.default is MISSING else field.default,
+            annotation=hints[field.name],
+        )
+        for field in fields(kind)
+        if hasattr(hints[field.name], "__metadata__")
+    ]
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        _, *own = inspect.signature(command, eval_str=True).parameters.values()
+
+        @functools.wraps(command)
+        def run(**values: Any) -> None:
+            shared = {option.name: values.pop(option.name) for option in options}
+            command(kind(**shared), **values)
+
+        own = [option.replace(kind=inspect.Parameter.KEYWORD_ONLY) for option in own]
+        run.__signature__ = inspect.Signature([*options, *own])  # type: ignore[attr-defined]
+        run.__annotations__ = {}
+        return run
+
+    return decorate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanningArguments:
-    """The command line as it was typed."""
+    """Options of `sppo estimate`, and of `sppo plan` among others, as they were typed."""
 
-    model: str
-    seq_len: str
-    device_memory: str | None
-    host_memory: str | None
-    disk: str | None
-    hardware: str | None
-    lora: int | None
-    rows: int
-    accumulate: bool
-    dtype: Dtype
-    partition: Partition
-    num_chunks: str
-    recompute: Recomputed | None
-    offload_kv: Mode
-    weights: Place
-    optimizer: Place
-    attention_once: bool = False
-    policy: str = "auto"
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A local model folder, a config.json, a shipped name (llama-3.1-8b, llama-3.1-70b,"
+            " qwen3-4b, qwen3-30b-a3b, smollm2-135m, gpt-oss-20b), or a hub id.",
+            metavar="MODEL",
+        ),
+    ]
+    seq_len: Annotated[
+        str, typer.Option(help="Tokens of each row: 131072, 128K (x 1024) or 1M (x 1024 x 1024).")
+    ]
+    device_memory: Annotated[
+        str | None,
+        typer.Option(help="Budget on the device, 80GiB, or a share of the profile's, 0.9."),
+    ] = None
+    host_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Budget in host memory, 256GiB. By default most of what a calibrated machine has;"
+            f" {ASSUMED_HOST_MEMORY} for each device of a shipped profile, which does not say.",
+            show_default=False,
+        ),
+    ] = None
+    disk_memory: Annotated[
+        str | None,
+        typer.Option(help="Budget on a fast disk, 1TiB; no disk is used by default."),
+    ] = None
     offload_dir: str | None = None
-    devices_of_host: int = 1
-    """Devices that share what is assumed of a host."""
+    """An option of `sppo plan` only."""
+    hardware: Hardware = None
+    lora: Lora = None
+    micro_batch_size: MicroBatchSize = 1
+    accumulate: Annotated[
+        bool,
+        typer.Option(
+            "--accumulate",
+            help="Gradients are accumulated over batches: backward holds those of two batches.",
+        ),
+    ] = False
+    dtype: Dtype = "bfloat16"
+    partition: Partition = "auto"
+    num_chunks: Annotated[str, typer.Option(help="Number of chunks, or auto.")] = "auto"
+    recompute: Annotated[
+        Literal["auto", "none", "selective", "full"] | None,
+        typer.Option(help="What backward recomputes. [default: auto]"),
+    ] = None
+    attention_once: Annotated[
+        bool,
+        typer.Option(
+            "--attention-once",
+            help="Never recompute attention, not even where nothing fits otherwise.",
+        ),
+    ] = False
+    offload: str = "auto"
+    """An option of `sppo plan` only."""
+    offload_kv: Annotated[
+        Literal["auto", "none", "full"], typer.Option(help="Whether K/V are offloaded too.")
+    ] = "auto"
+    weights: Annotated[
+        Place,
+        typer.Option(
+            help="Where layers' weights are kept: from the host they are copied when used. auto:"
+            " on the host only where not all fits on the device."
+        ),
+    ] = "auto"
+    optimizer: Annotated[
+        Place,
+        typer.Option(
+            help="Where trained weights are updated, and their gradients and optimizer states kept."
+        ),
+    ] = "auto"
 
     @property
     def title(self) -> str:
@@ -228,85 +202,136 @@ class PlanningArguments:
         parts = [name]
         if self.lora is not None:
             parts.append(f"LoRA rank {self.lora}")
-        if self.dtype is not Dtype.bfloat16:
-            parts.append(str(self.dtype))
+        if self.dtype != "bfloat16":
+            parts.append(self.dtype)
         return ", ".join(parts)
 
-    def question(self) -> PlanRequest:
-        """Reads the model's configuration and the profile, and checks every value.
+    def plan_request(self, *, devices_of_host: int = 1) -> PlanRequest:
+        """Read the model's configuration and the hardware profile, and check every value.
+
+        Args:
+            devices_of_host: Devices that share the host memory, for what is assumed of it.
 
         Raises:
-            ConfigError: a value is refused, or a file is missing or damaged.
-            UnsupportedModelError: the engine refuses such models.
+            ConfigError: A value is refused, or a file is missing or damaged.
+            UnsupportedModelError: The engine refuses such models.
         """
         profile = load_profile(self.hardware or DEFAULT_HARDWARE)
         return question_for(
             read_model(self.model),
-            self._config(profile),
+            self._config(profile, devices_of_host),
             profile=profile,
             total_tokens=parse_tokens(self.seq_len),
-            batch_rows=self.rows,
+            batch_rows=self.micro_batch_size,
             accumulates=self.accumulate,
-            dtype_name=str(self.dtype),
+            dtype_name=self.dtype,
             lora_rank=self.lora,
-            trace=trace_unknown,
+            trace=trace_unknown_model,
         )
 
-    def hardware_note(self, question: PlanRequest) -> str:
-        """Says in one line which profile the figures are from."""
-        profile = question.device.profile
-        assert profile is not None, "a question from the command line has a profile"
-        known = "estimated from public figures" if profile.estimated else "measured"
-        note = f"Hardware: {profile.name}, {known}"
+    def hardware_note(self, request: PlanRequest, *, devices_of_host: int = 1) -> str:
+        """Name in one line the profile that the figures are from, and what is assumed beside it."""
+        profile = request.device.profile
+        assert profile is not None, "a request from the command line has a profile"
+        source = "estimated from public figures" if profile.estimated else "measured"
+        note = f"Hardware: {profile.name}, {source}"
         if self.hardware is None:
             note += "; it is the default, --hardware names another"
         if self._assumed_host_bytes(profile) is not None:
-            share = " for each device" if self.devices_of_host > 1 else ""
+            each = " for each device" if devices_of_host > 1 else ""
             note += (
-                f". Host memory: {ASSUMED_HOST_MEMORY}{share} is assumed; --host-memory names the"
+                f". Host memory: {ASSUMED_HOST_MEMORY}{each} is assumed; --host-memory sets the"
                 " machine's"
             )
         return note + "."
 
     def _assumed_host_bytes(self, profile: HardwareProfile) -> int | None:
-        """Host memory where neither the command line nor the profile knows it; None if one does."""
-        known = self.host_memory is not None or profile.host_bytes is not None
-        if known or profile.kind == "cpu":
+        """Host memory to assume for one device; None where command line or profile say it."""
+        is_known = self.host_memory is not None or profile.host_bytes is not None
+        if is_known or profile.kind == "cpu":
             return None
-        share = parse_bytes(ASSUMED_HOST_MEMORY, field="--host-memory", total_bytes=None)
-        return self.devices_of_host * share
+        return parse_bytes(ASSUMED_HOST_MEMORY, field="--host-memory", total_bytes=None)
 
-    def _config(self, profile: HardwareProfile) -> SPPOConfig:
-        recompute = self.recompute
-        if recompute is None:
-            # The fixed policies are the paper's: they decide what leaves, and recompute nothing.
-            automatic = self.policy == "auto"
-            recompute = Recomputed.auto if automatic else Recomputed.none
+    def _config(self, profile: HardwareProfile, devices_of_host: int) -> SPPOConfig:
+        # The fixed policies are the paper's: they decide what is offloaded, and recompute nothing.
+        recompute = self.recompute or ("auto" if self.offload == "auto" else "none")
         host_bytes = self._assumed_host_bytes(profile)
         if host_bytes is None:
-            host_bytes = _budget("--host-memory", self.host_memory, profile.host_bytes)
+            host_bytes = _parse_budget("--host-memory", self.host_memory, profile.host_bytes)
+        else:
+            host_bytes *= devices_of_host
         return SPPOConfig(
-            num_chunks=_num_chunks(self.num_chunks),
-            partition=self.partition.value,
-            offload=self.policy,
-            offload_kv=self.offload_kv.value,
-            weights=self.weights.value,
-            optimizer=self.optimizer.value,
-            recompute=recompute.value,
+            num_chunks=_parse_num_chunks(self.num_chunks),
+            partition=self.partition,
+            offload=self.offload,
+            offload_kv=self.offload_kv,
+            weights=self.weights,
+            optimizer=self.optimizer,
+            recompute=recompute,
             attention_once=self.attention_once,
-            device_memory=_budget("--device-memory", self.device_memory, profile.device_bytes),
+            device_memory=_parse_budget(
+                "--device-memory", self.device_memory, profile.device_bytes
+            ),
             host_memory=host_bytes,
-            disk_memory=_budget("--disk-memory", self.disk, profile.disk_bytes),
-            # Nothing is written now: planning asks only whether there is a disk.
-            offload_dir=self.offload_dir or (None if self.disk is None else UNNAMED_FOLDER),
+            disk_memory=_parse_budget("--disk-memory", self.disk_memory, profile.disk_bytes),
+            # Planning writes nothing; it only asks whether there is a disk.
+            offload_dir=self.offload_dir
+            or (None if self.disk_memory is None else PLACEHOLDER_FOLDER),
         )
 
 
-def check_figure(figure: Path | None) -> None:
-    """Refuses a picture of no known kind.
+# -- reading ---------------------------------------------------------------------------------
+
+
+def parse_tokens(text: str) -> int:
+    """Parse a number of tokens: "131072", "128K" (K = 1024) or "1M" (M = 1024 x 1024).
 
     Raises:
-        ConfigError: its name does not end as that of a kind.
+        ConfigError: It is no such text, no whole number above zero, or above `MAX_TOKENS`.
+    """
+    match = _TOKENS.fullmatch(text.strip().replace("_", "").replace(",", ""))
+    tokens = float(match[1]) * _TOKENS_PER_UNIT[match[2].upper()] if match else 0.0
+    if not 1 <= tokens <= MAX_TOKENS or not tokens.is_integer():
+        raise ConfigError(
+            f"--seq-len is {show(text)}. Allowed: a whole number of tokens, 1 to {MAX_TOKENS:,}, "
+            "such as 131072, 128K (K = 1024) or 1M (M = 1024 x 1024). Remedy: write one of these."
+        )
+    return int(tokens)
+
+
+def _parse_num_chunks(text: str) -> int | Literal["auto"]:
+    if text == "auto":
+        return text
+    if re.fullmatch(r"[0-9]{1,9}", text) and int(text) > 0:
+        return int(text)
+    raise ConfigError(
+        f"--num-chunks is {show(text)}. Allowed: a whole number above zero, or auto. Remedy: use "
+        "auto, which takes the number of chunks that is fastest."
+    )
+
+
+def _parse_budget(option: str, text: str | None, total_bytes: int | None) -> int | None:
+    """A budget in bytes, of which a share is of `total_bytes`; None where none was given."""
+    if text is None:
+        return None
+    return parse_bytes(read_budget(text), field=option, total_bytes=total_bytes)
+
+
+def read_budget(text: str) -> int | float | str:
+    """Return a budget as settings take it: a number of bytes, a share, or a size with a unit."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def check_figure(figure: Path | None) -> None:
+    """Refuse a file name whose ending names no kind of picture.
+
+    Raises:
+        ConfigError: It is such a name.
     """
     from sppo_hf.reporting.figures import ENDINGS
 
@@ -317,69 +342,23 @@ def check_figure(figure: Path | None) -> None:
         )
 
 
-@contextmanager
-def writing(*files: Path | None) -> Iterator[None]:
-    """Turns what the system says of a file that cannot be written into a ConfigError.
-
-    Args:
-        *files: what may be written, for where the system names none.
-    """
-    try:
-        yield
-    except OSError as error:
-        path = error.filename or next(filter(None, files))
-        raise ConfigError(
-            f"{path} cannot be written: {error.strerror}. Remedy: name a file in a writable folder."
-        ) from error
-
-
-def trace_unknown(config: object, training: Training) -> ModelProfile:
-    """Traces a model whose profile is not known; only then are torch and Transformers imported.
-
-    Raises:
-        SPPOError: as `sppo_hf.engine.trace_profile.trace_config`.
-    """
-    from sppo_hf.engine.trace_profile import trace_config
-
-    return trace_config(config, training)
-
-
-def parse_tokens(text: str) -> int:
-    """Reads a number of tokens.
-
-    Args:
-        text: "131072", "128K" (K = 1024) or "1M" (M = 1024 x 1024).
-
-    Raises:
-        ConfigError: it is none of these, not a whole number above zero, or above `MOST_TOKENS`.
-    """
-    match = _TOKENS.fullmatch(text.strip().replace("_", "").replace(",", ""))
-    tokens = float(match[1]) * _TOKENS_PER_UNIT[match[2].upper()] if match else 0.0
-    if not 1 <= tokens <= MOST_TOKENS or not tokens.is_integer():
-        raise ConfigError(
-            f"--seq-len is {show(text)}. Allowed: a whole number of tokens, 1 to {MOST_TOKENS:,}, "
-            "such as 131072, 128K (K = 1024) or 1M (M = 1024 x 1024). Remedy: write one of these."
-        )
-    return int(tokens)
-
-
 def read_model(model: str) -> object:
-    """Reads the configuration of a model; of a hub id nothing else is downloaded.
+    """Read the configuration of a model; no weights are read or downloaded.
 
     Args:
-        model: a path, a shipped name or a hub id; a path that exists comes first.
+        model: A path, a shipped name or a hub id; a path that exists comes first.
 
     Raises:
-        ConfigError: there is no such file, folder or repository, or the hub cannot be reached.
+        ConfigError: There is no such file, folder or repository, or the hub cannot be reached.
     """
     return load_config(model_path(model))
 
 
 def model_path(model: str) -> Path:
-    """Returns the file of a model's configuration, downloaded where MODEL is a hub id.
+    """Return the path of a model's configuration, downloaded where MODEL is a hub id.
 
     Raises:
-        ConfigError: as `read_model`.
+        ConfigError: As `read_model`.
     """
     path = find_config(model)
     if os.path.exists(path) or os.path.exists(os.path.expanduser(model)):
@@ -393,53 +372,10 @@ def model_path(model: str) -> Path:
     return Path(_download(model))
 
 
-def read_budget(text: str) -> int | float | str:
-    """Returns a budget as settings take it: a number of bytes, a share, or a size with a unit."""
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
-
-
-@contextmanager
-def bad_input(as_json: bool, **named: object) -> Iterator[None]:
-    """Turns errors for the user into one message on stderr (or a JSON object) and exit code 2."""
-    try:
-        yield
-    except SPPOError as error:
-        if as_json:
-            echo_json({**named, "status": "bad input", "reason": str(error)})
-        else:
-            message = Text.assemble(("bad input ", "red"), str(error))
-            console(stderr=True).print(message, soft_wrap=True)
-        raise typer.Exit(BAD_INPUT) from error
-
-
-def echo_json(data: object) -> None:
-    """Prints one JSON object; NaN and infinities, which JSON does not have, become null."""
-    try:
-        text = json.dumps(data, allow_nan=False)
-    except ValueError:
-        # Python reads back what it writes for them, and names them on the way.
-        data = json.loads(json.dumps(data), parse_constant=lambda _: None)
-        text = json.dumps(data, allow_nan=False)
-    typer.echo(text)
-
-
-def console(*, stderr: bool = False) -> Console:
-    """Where tables go; where that is no terminal, they are wide enough for their columns."""
-    found = Console(stderr=stderr)
-    if not found.is_terminal:
-        found.width = max(found.width, _WIDTH)
-    return found
-
-
 def _download(repo_id: str) -> str:
     from huggingface_hub import errors, hf_hub_download
 
-    said = {
+    reasons = {
         errors.GatedRepoError: (
             "its access is gated",
             f"ask for access at https://huggingface.co/{repo_id} and log in with `hf auth login`",
@@ -458,28 +394,29 @@ def _download(repo_id: str) -> str:
         ),
     }
     try:
-        return hf_hub_download(repo_id, "config.json", local_files_only=not _answers(repo_id))
+        return hf_hub_download(repo_id, "config.json", local_files_only=not _has_config(repo_id))
     except (
         *(errors.EntryNotFoundError, errors.HfHubHTTPError, errors.HFValidationError),
         OSError,
     ) as error:
         other = " ".join(str(error).split())[:200], "go online, or give the path of a config.json"
-        known = (text for kind, text in said.items() if isinstance(error, kind))
+        known = (text for kind, text in reasons.items() if isinstance(error, kind))
         raise _unreachable(repo_id, *next(known, other)) from error
 
 
-def _answers(repo_id: str) -> bool:
-    """Whether the hub has the configuration; False where it cannot be reached.
+def _has_config(repo_id: str) -> bool:
+    """Whether the hub has a repository's config.json; False where it cannot be reached.
 
-    It is asked once: to download what is not in the cache, its client asks again for a minute.
+    One request with a short timeout comes first, because the client's download of a file that is
+    not in the cache retries for a minute.
 
     Raises:
-        HfHubHTTPError: the hub's answer is no, and the file is not in the cache.
+        HfHubHTTPError: The hub has no such file, and it is not in the cache.
     """
     from huggingface_hub import errors, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 
     try:
-        get_hf_file_metadata(hf_hub_url(repo_id, "config.json"), timeout=_HUB_SECONDS)
+        get_hf_file_metadata(hf_hub_url(repo_id, "config.json"), timeout=_HUB_TIMEOUT_SECONDS)
     except errors.HFValidationError:
         raise
     except errors.HfHubHTTPError:
@@ -487,13 +424,10 @@ def _answers(repo_id: str) -> bool:
             raise
         return False
     except Exception:
-        # What the client's own client raises has changed with its versions.
+        # Which errors of its HTTP library the client lets through depends on its version.
         logger.info("the hub was not reached", exc_info=True)
         return False
     return True
-
-
-_HUB_SECONDS = 5.0
 
 
 def _unreachable(repo_id: str, reason: str, remedy: str) -> ConfigError:
@@ -507,40 +441,83 @@ def _unreachable(repo_id: str, reason: str, remedy: str) -> ConfigError:
 
 
 def nearest_names(typed: str) -> list[str]:
-    """Returns names of shipped models and of the checkpoints of `sppo check --list` like `typed`.
-
-    The best first, at most three.
-    """
+    """Return up to three names of shipped models and known checkpoints like `typed`, best first."""
     listed = resources.files("sppo_hf.cli").joinpath("checkpoints.json").read_text("utf-8")
     names = [*shipped_models(), *(row["name"] for row in json.loads(listed)["checkpoints"])]
 
-    def likeness(name: str) -> float:
+    def similarity(name: str) -> float:
         pairs = [(name.lower(), typed.lower())]
         if "/" not in typed:
             pairs.append((name.lower().rpartition("/")[2], typed.lower()))
         return max(SequenceMatcher(None, *pair).ratio() for pair in pairs)
 
-    ranked = sorted(((likeness(name), name) for name in names), key=lambda pair: -pair[0])
-    return [name for like, name in ranked[:3] if like >= _ALIKE]
+    ranked = sorted(((similarity(name), name) for name in names), key=lambda pair: -pair[0])
+    return [name for score, name in ranked[:3] if score >= _MIN_SIMILARITY]
 
 
-_ALIKE = 0.7
-"""Share of letters in common from which on a name may have been meant."""
+def trace_unknown_model(config: object, training: Training) -> ModelProfile:
+    """Trace a model without a stored profile, with torch and Transformers, imported only here.
+
+    Raises:
+        SPPOError: As `sppo_hf.engine.trace_profile.trace_config`.
+    """
+    from sppo_hf.engine.trace_profile import trace_config
+
+    return trace_config(config, training)
 
 
-def _num_chunks(text: str) -> int | Literal["auto"]:
-    if text == "auto":
-        return text
-    if re.fullmatch(r"[0-9]{1,9}", text) and int(text) > 0:
-        return int(text)
-    raise ConfigError(
-        f"--num-chunks is {show(text)}. Allowed: a whole number above zero, or auto. Remedy: use "
-        "auto, which takes the number of chunks that is fastest."
-    )
+# -- output ----------------------------------------------------------------------------------
 
 
-def _budget(option: str, text: str | None, total_bytes: int | None) -> int | None:
-    """A budget in bytes; what is not given is the profile's."""
-    if text is None:
-        return None
-    return parse_bytes(read_budget(text), field=option, total_bytes=total_bytes)
+@contextmanager
+def bad_input(as_json: bool, **named: object) -> Iterator[None]:
+    """Turn SPPO's errors into one message on stderr (or a JSON object) and exit code 2.
+
+    Args:
+        as_json: Whether the command prints JSON.
+        **named: Further entries of that object.
+    """
+    try:
+        yield
+    except SPPOError as error:
+        if as_json:
+            echo_json({**named, "status": "bad input", "reason": str(error)})
+        else:
+            message = Text.assemble(("bad input ", "red"), str(error))
+            console(stderr=True).print(message, soft_wrap=True)
+        raise typer.Exit(EXIT_BAD_INPUT) from error
+
+
+def echo_json(data: object) -> None:
+    """Print one JSON object; NaN and infinities, which JSON does not have, become null."""
+    try:
+        text = json.dumps(data, allow_nan=False)
+    except ValueError:
+        # Python writes NaN and Infinity by name, and has the reader of JSON replace them.
+        data = json.loads(json.dumps(data), parse_constant=lambda _: None)
+        text = json.dumps(data, allow_nan=False)
+    typer.echo(text)
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Return a console; one that is no terminal is wide enough for the tables' columns."""
+    made = Console(stderr=stderr)
+    if not made.is_terminal:
+        made.width = max(made.width, _WIDTH)
+    return made
+
+
+@contextmanager
+def writing(*files: Path | None) -> Iterator[None]:
+    """Turn an OSError about a file that cannot be written into a ConfigError.
+
+    Args:
+        *files: The files that are written here, for errors that name none.
+    """
+    try:
+        yield
+    except OSError as error:
+        path = error.filename or next(filter(None, files))
+        raise ConfigError(
+            f"{path} cannot be written: {error.strerror}. Remedy: name a file in a writable folder."
+        ) from error

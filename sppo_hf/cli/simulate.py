@@ -1,17 +1,14 @@
 """`sppo simulate --pp-schedule NAME --pp-size P`: when every rank of a pipeline does what.
 
-Only arguments, printing and files; schedules are `sppo_hf.schedule`, a model's seconds and bytes
-`sppo_hf.planning.pipeline_cost`. Neither torch nor Transformers is imported, and matplotlib only to
-draw.
+Neither torch nor Transformers is imported, and matplotlib only to draw.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Group
@@ -41,112 +38,142 @@ from sppo_hf.schedule.simulate import (
 )
 from sppo_hf.schedule.timeline import Timeline, over_time
 
-_MOST_STAGES = 1024
+_MAX_STAGES = 1024
 # Chunks of all micro-batches on all stages: what is simulated in a few seconds.
-_MOST_UNITS = 2**15
-_MOST_UNITS_OF_MODEL = 2**14
-_MOST_SECONDS = 1e9
-# Below, seconds of a step are no longer told apart from rounding.
-_LEAST_SECONDS = 1e-12
-_WIDEST_TEXT = 200
-
-
-class Offload(StrEnum):
-    """What of each frame leaves the device; a choice on the command line."""
-
-    none = "none"
-    full = "full"
-    sppo = "sppo"
+_MAX_UNITS = 2**15
+_MAX_UNITS_OF_MODEL = 2**14
+_MAX_SECONDS = 1e9
+# Shorter actions could not be told from rounding errors of a step's seconds.
+_MIN_SECONDS = 1e-12
+_MAX_TEXT_WIDTH = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Simulated:
-    """A schedule that was simulated."""
+class Simulation:
+    """A schedule and its simulated timeline."""
 
     schedule: Schedule
-    """Its compute."""
+    """The units alone."""
 
     lowered: Schedule
-    """With sends and copies, as it was simulated."""
+    """The schedule with sends and copies, as it was simulated."""
 
     timeline: Timeline
-    """When all of it ran."""
+    """Start and end of every action."""
 
     peak_bytes: list[int] | None = None
-    """Most bytes on the device, by rank; None without a model."""
+    """Peak memory of each rank's device, [ranks]; None without a model."""
 
     layers: tuple[range, ...] = ()
-    """Layers of each stage of the model."""
+    """Decoder layers of each stage, [stages]; () without a model."""
 
     @property
     def bubble_fraction(self) -> float:
-        """Share of the ranks' time without compute."""
+        """Share of the ranks' time in which they do not compute."""
         return bubble_fraction(self.timeline)
 
     @property
     def peak_units(self) -> list[float]:
-        """Most units alive, by rank."""
+        """Most units whose activations a rank holds at once, [ranks]."""
         return peak_units(self.lowered, self.timeline)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineArguments:
-    """The command line as it was typed."""
+class SimulateArguments:
+    """Options of `sppo simulate`, as they were typed."""
 
-    schedule: str
-    stages: int
-    micro_batches: int
-    chunks: int
-    virtual: int
-    forward: float | None
-    backward: float | None
-    weight: float | None
-    send: float | None
-    model: str | None
-    seq_len: str | None
-    hardware: str | None
-    link: str | None
-    rows: int
-    dtype: common.Dtype
-    lora: int | None
-    partition: common.Partition
-    offload: Offload
-    recompute: bool
+    pp_schedule: Annotated[str, typer.Option(help=f"One of {', '.join(ALL_SCHEDULES)}.")]
+    pp_size: Annotated[int, typer.Option(help="Ranks of the pipeline, each with one stage.")]
+    micro_batches: Annotated[int, typer.Option(help="Micro-batches of a step.")] = 1
+    num_chunks: Annotated[int, typer.Option(help="Chunks of each micro-batch.")] = 1
+    pp_virtual_stages: Annotated[
+        int, typer.Option(help=f"Stages of each rank; only {', '.join(INTERLEAVED)} has several.")
+    ] = 1
+    forward: Annotated[
+        float | None,
+        typer.Option(help="Seconds of one chunk's forward on one stage.  [default: 1]"),
+    ] = None
+    backward: Annotated[
+        float | None, typer.Option(help="Seconds of its whole backward.  [default: 2]")
+    ] = None
+    weight: Annotated[
+        float | None,
+        typer.Option(help="The part of it that weight gradients take.  [default: half]"),
+    ] = None
+    send: Annotated[
+        float | None, typer.Option(help="Seconds of one chunk on a link.  [default: 0]")
+    ] = None
+    model: Annotated[
+        str | None,
+        typer.Option(help="Instead of seconds: a model folder, a config.json, or a hub id."),
+    ] = None
+    seq_len: Annotated[
+        str | None, typer.Option(help="Tokens of each row, with --model: 131072, 128K or 1M.")
+    ] = None
+    hardware: common.Hardware = None
+    link: Annotated[
+        str | None,
+        typer.Option(help="Bytes per second between ranks, each way.  [default: 25GiB]"),
+    ] = None
+    micro_batch_size: common.MicroBatchSize = 1
+    dtype: common.Dtype = "bfloat16"
+    lora: common.Lora = None
+    partition: common.Partition = "auto"
+    offload: Annotated[
+        Literal["none", "full", "sppo"],
+        typer.Option(help="What is offloaded of each layer and chunk, by a fixed rule."),
+    ] = "none"
+    recompute: Annotated[
+        bool,
+        typer.Option(
+            help="Keep layer inputs and attention outputs, and recompute the rest in backward."
+        ),
+    ] = False
+    figure: Annotated[
+        Path | None,
+        typer.Option(help=f"Draw the timeline into a file ({', '.join(ENDINGS)})."),
+    ] = None
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Write the timeline as JSON for ui.perfetto.dev."),
+    ] = None
 
     @property
     def name(self) -> str:
-        """What is simulated: "seq1f1b", or "seq1f1b, Llama-3.1-8B, 128K tokens"."""
+        """Title of a picture: "seq1f1b", or "seq1f1b, Llama-3.1-8B, 128K tokens"."""
         parts = [] if self.model is None else [self.model, f"{self.seq_len} tokens"]
-        return ", ".join((self.schedule, *parts))
+        return ", ".join((self.pp_schedule, *parts))
 
     @property
     def title(self) -> str:
-        """The same with its size: "seq1f1b, 4 ranks, 8 micro-batches of 4 chunks"."""
-        parts = [self.name, f"{self.stages} ranks"]
-        parts += [f"{self.virtual} stages each"] if self.virtual > 1 else []
-        return ", ".join((*parts, f"{self.micro_batches} micro-batches of {self.chunks} chunks"))
+        """Title of the table: "seq1f1b, 4 ranks, 8 micro-batches of 4 chunks"."""
+        parts = [self.name, f"{self.pp_size} ranks"]
+        parts += [f"{self.pp_virtual_stages} stages each"] if self.pp_virtual_stages > 1 else []
+        return ", ".join(
+            (*parts, f"{self.micro_batches} micro-batches of {self.num_chunks} chunks")
+        )
 
     @property
     def forward_seconds(self) -> float:
-        """Of one unit, without a model."""
+        """Seconds of a forward unit without a model."""
         return 1.0 if self.forward is None else self.forward
 
     @property
     def backward_seconds(self) -> float:
-        """Likewise."""
+        """Seconds of a backward unit without a model."""
         return 2.0 if self.backward is None else self.backward
 
-    def simulate(self) -> Simulated:
-        """Generates the schedule and simulates it.
+    def simulate(self) -> Simulation:
+        """Generate the schedule and simulate it.
 
         Raises:
-            ScheduleError: there is no such schedule, or not of this size.
-            ConfigError: a value is refused, or two that exclude each other are given.
-            UnsupportedModelError: the engine refuses such models.
+            ScheduleError: There is no such schedule, or not of this size.
+            ConfigError: A value is refused, or two that exclude each other are given.
+            UnsupportedModelError: The engine refuses such models.
         """
         self._check()
-        size = Size(self.stages, self.micro_batches, self.chunks, self.virtual)
-        schedule = generate(self.schedule, size)
+        size = Size(self.pp_size, self.micro_batches, self.num_chunks, self.pp_virtual_stages)
+        schedule = generate(self.pp_schedule, size)
         if self.model is not None:
             return self._simulate_model(schedule)
         lowered = lower(schedule) if self.send else schedule
@@ -157,22 +184,22 @@ class PipelineArguments:
             send=self.send or 0.0,
         )
         timeline = simulate_pipeline(lowered, seconds=shared_seconds(schedule, seconds))
-        return Simulated(schedule=schedule, lowered=lowered, timeline=timeline)
+        return Simulation(schedule=schedule, lowered=lowered, timeline=timeline)
 
-    def _simulate_model(self, schedule: Schedule) -> Simulated:
-        assert self.model is not None, "asked only with one"
+    def _simulate_model(self, schedule: Schedule) -> Simulation:
+        assert self.model is not None, "called only with a model"
         assert self.seq_len is not None, "checked before"
         profile = load_profile(self.hardware or common.DEFAULT_HARDWARE)
-        config = SPPOConfig(num_chunks=self.chunks, partition=self.partition.value)
+        config = SPPOConfig(num_chunks=self.num_chunks, partition=self.partition)
         question = question_for(
             common.read_model(self.model),
             config,
             profile=profile,
             total_tokens=common.parse_tokens(self.seq_len),
-            batch_rows=self.rows,
-            dtype_name=str(self.dtype),
+            batch_rows=self.micro_batch_size,
+            dtype_name=self.dtype,
             lora_rank=self.lora,
-            trace=common.trace_unknown,
+            trace=common.trace_unknown_model,
         )
         bounds = chunk_bounds(
             config,
@@ -186,12 +213,12 @@ class PipelineArguments:
             ModelCost(
                 shape=question.shape,
                 profile=profile,
-                dtype_name=str(self.dtype),
-                batch_rows=self.rows,
+                dtype_name=self.dtype,
+                batch_rows=self.micro_batch_size,
             ),
             bounds,
             saved="inputs" if self.recompute else "whole",
-            offload=self.offload.value,
+            offload=self.offload,
             link_bytes_per_second=parse_bytes(self.link, field="--link", total_bytes=None)
             if self.link
             else UNKNOWN_LINK,
@@ -199,7 +226,7 @@ class PipelineArguments:
         lowered = costs.lowered(schedule)
         timeline = costs.simulate(lowered)
         peaks = [timeline.peak(f"{r}.device").num_bytes for r in range(schedule.num_ranks)]
-        return Simulated(
+        return Simulation(
             schedule=schedule,
             lowered=lowered,
             timeline=timeline,
@@ -214,15 +241,15 @@ class PipelineArguments:
             "--weight": self.weight,
             "--send": self.send,
         }
-        of_model = {
+        model_options = {
             "--seq-len": self.seq_len,
             "--hardware": self.hardware,
             "--link": self.link,
             "--lora": self.lora,
             "--recompute": self.recompute or None,
-            "--offload": None if self.offload is Offload.none else self.offload,
+            "--offload": None if self.offload == "none" else self.offload,
         }
-        wrong = of_model if self.model is None else seconds
+        wrong = model_options if self.model is None else seconds
         for option in (name for name, value in wrong.items() if value is not None):
             allowed = "with --model" if self.model is None else "without --model, which has its own"
             raise ConfigError(
@@ -234,10 +261,10 @@ class PipelineArguments:
                 "the tokens of each row."
             )
         for option, value in seconds.items():
-            if value and not _LEAST_SECONDS <= value <= _MOST_SECONDS:
+            if value and not _MIN_SECONDS <= value <= _MAX_SECONDS:
                 raise ConfigError(
-                    f"{option} is {value}. Allowed: seconds, zero or {_LEAST_SECONDS:g} to "
-                    f"{_MOST_SECONDS:g}. Remedy: use 1."
+                    f"{option} is {value}. Allowed: seconds, zero or {_MIN_SECONDS:g} to "
+                    f"{_MAX_SECONDS:g}. Remedy: use 1."
                 )
         if (self.weight or 0.0) > self.backward_seconds:
             raise ConfigError(
@@ -247,155 +274,94 @@ class PipelineArguments:
         self._check_size()
 
     def _check_size(self) -> None:
-        """Refuse what would take minutes or gigabytes to simulate, before anything is made."""
+        """Refuse sizes that would take minutes or gigabytes to simulate."""
         sizes = {
-            "--pp-size": self.stages,
-            "--pp-virtual-stages": self.virtual,
+            "--pp-size": self.pp_size,
+            "--pp-virtual-stages": self.pp_virtual_stages,
             "--micro-batches": self.micro_batches,
-            "--num-chunks": self.chunks,
+            "--num-chunks": self.num_chunks,
         }
-        most = _MOST_UNITS if self.model is None else _MOST_UNITS_OF_MODEL
+        most = _MAX_UNITS if self.model is None else _MAX_UNITS_OF_MODEL
         units = math.prod(max(1, size) for size in sizes.values())
-        if units > most or self.stages * self.virtual > _MOST_STAGES:
+        if units > most or self.pp_size * self.pp_virtual_stages > _MAX_STAGES:
             seen = " x ".join(f"{name} {show(size)}" for name, size in sizes.items())
             raise ConfigError(
                 f"{seen} are {show(units)} chunks over all stages. Allowed: a product of at most "
                 f"{most:,}{'' if self.model is None else ' with --model'}, and at most "
-                f"{_MOST_STAGES:,} stages in all. Remedy: simulate fewer micro-batches; the bubble "
+                f"{_MAX_STAGES:,} stages in all. Remedy: simulate fewer micro-batches; the bubble "
                 "of many follows from the bubble of a few."
             )
 
 
-def simulate(
-    schedule: Annotated[
-        str, typer.Option("--pp-schedule", help=f"One of {', '.join(ALL_SCHEDULES)}.")
-    ],
-    stages: Annotated[
-        int, typer.Option("--pp-size", help="Ranks of the pipeline, each with one stage.")
-    ],
-    micro_batches: Annotated[int, typer.Option(help="Micro-batches of a step.")] = 1,
-    chunks: Annotated[int, typer.Option("--num-chunks", help="Chunks of each micro-batch.")] = 1,
-    virtual: Annotated[
-        int,
-        typer.Option(
-            "--pp-virtual-stages",
-            help=f"Stages of each rank; only {', '.join(INTERLEAVED)} has several.",
-        ),
-    ] = 1,
-    forward: Annotated[
-        float | None,
-        typer.Option(help="Seconds of one chunk's forward on one stage.  [default: 1]"),
-    ] = None,
-    backward: Annotated[
-        float | None, typer.Option(help="Seconds of its whole backward.  [default: 2]")
-    ] = None,
-    weight: Annotated[
-        float | None,
-        typer.Option(help="The part of it that weight gradients take.  [default: half]"),
-    ] = None,
-    send: Annotated[
-        float | None, typer.Option(help="Seconds of one chunk on a link.  [default: 0]")
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(help="Instead of seconds: a model folder, a config.json, or a hub id."),
-    ] = None,
-    seq_len: Annotated[
-        str | None, typer.Option(help="Tokens of each row, with --model: 131072, 128K or 1M.")
-    ] = None,
-    hardware: common.Hardware = None,
-    link: Annotated[
-        str | None,
-        typer.Option(help="Bytes per second between ranks, each way.  [default: 25GiB]"),
-    ] = None,
-    rows: common.Rows = 1,
-    dtype: common.ComputeDtype = common.Dtype.bfloat16,
-    lora: common.Lora = None,
-    partition: common.Cut = common.Partition.auto,
-    offload: Annotated[
-        Offload, typer.Option(help="What is offloaded of each layer and chunk, by a fixed rule.")
-    ] = Offload.none,
-    recompute: Annotated[
-        bool,
-        typer.Option(
-            help="Keep layer inputs and attention outputs, and recompute the rest in backward."
-        ),
-    ] = False,
-    figure: Annotated[
-        Path | None,
-        typer.Option(help=f"Draw the timeline into a file ({', '.join(ENDINGS)})."),
-    ] = None,
-    trace: Annotated[
-        Path | None,
-        typer.Option(help="Write the timeline as JSON for ui.perfetto.dev."),
-    ] = None,
-    as_json: common.AsJson = False,
-) -> None:
+@common.with_options(SimulateArguments)
+def simulate(arguments: SimulateArguments, as_json: common.AsJson = False) -> None:
     """Simulate a pipeline schedule: its bubbles, and what each rank holds.
 
     Costs are seconds that you give, the same for all chunks, or those of a model on a machine.
 
     Exit code 0: simulated. 2: bad input.
     """
-    arguments = common.from_options(PipelineArguments, locals())
+    figure, trace = arguments.figure, arguments.trace
     with common.bad_input(as_json):
         common.check_figure(figure)
-        simulated = arguments.simulate()
+        simulation = arguments.simulate()
         with common.writing(figure, trace):
             if figure is not None:
-                timeline, name = simulated.timeline, arguments.name
-                draw_schedule(simulated.lowered, timeline, path=figure, title=name)
+                timeline, name = simulation.timeline, arguments.name
+                draw_schedule(simulation.lowered, timeline, path=figure, title=name)
             if trace is not None:
-                write_trace(simulated.timeline, trace)
+                write_trace(simulation.timeline, trace)
     if as_json:
-        common.echo_json(_to_dict(simulated))
+        common.echo_json(_to_dict(simulation))
     else:
         out = common.console()
-        out.print(_table(simulated, arguments.title))
-        _print_over_time(out, simulated, arguments)
+        out.print(_table(simulation, arguments.title))
+        _print_over_time(out, simulation, arguments)
 
 
-def _to_dict(simulated: Simulated) -> dict[str, Any]:
-    bare = simulated.lowered is simulated.schedule
+def _to_dict(simulation: Simulation) -> dict[str, Any]:
+    has_no_sends = simulation.lowered is simulation.schedule
     return {
-        "bubble_fraction": simulated.bubble_fraction,
-        "step_seconds": simulated.timeline.end_seconds,
-        "peak_units": simulated.peak_units,
-        "peak_bytes": simulated.peak_bytes,
-        # A rank sends also where sends were given no time.
-        "actions": (lower(simulated.schedule) if bare else simulated.lowered).texts(),
+        "bubble_fraction": simulation.bubble_fraction,
+        "step_seconds": simulation.timeline.end_seconds,
+        "peak_units": simulation.peak_units,
+        "peak_bytes": simulation.peak_bytes,
+        # Sends are listed also where they were given no time and so were not simulated.
+        "actions": (lower(simulation.schedule) if has_no_sends else simulation.lowered).texts(),
     }
 
 
-def _table(simulated: Simulated, title: str) -> Group:
+def _table(simulation: Simulation, title: str) -> Group:
     table = Table(show_edge=False)
     table.add_column("rank", justify="right")
     table.add_column("stages")
     table.add_column("busy", justify="right")
     table.add_column("peak units", justify="right")
-    if simulated.peak_bytes is not None:
+    if simulation.peak_bytes is not None:
         table.add_column("peak memory", justify="right")
         table.add_column("layers")
-    seconds = simulated.timeline.end_seconds
-    for rank, units in enumerate(simulated.peak_units):
-        stages = [s for s, r in enumerate(simulated.schedule.stage_ranks) if r == rank]
-        busy = simulated.timeline.busy_seconds(f"{rank}.compute") / seconds if seconds else 1.0
+    seconds = simulation.timeline.end_seconds
+    for rank, units in enumerate(simulation.peak_units):
+        stages = [s for s, r in enumerate(simulation.schedule.stage_ranks) if r == rank]
+        busy = simulation.timeline.busy_seconds(f"{rank}.compute") / seconds if seconds else 1.0
         row = [str(rank), " ".join(map(str, stages)), f"{busy:.1%}", f"{units:.4g}"]
-        if simulated.peak_bytes is not None:
-            layers = (simulated.layers[stage] for stage in stages)
-            row.append(format_bytes(simulated.peak_bytes[rank]))
+        if simulation.peak_bytes is not None:
+            layers = (simulation.layers[stage] for stage in stages)
+            row.append(format_bytes(simulation.peak_bytes[rank]))
             row.append(" ".join(f"{held.start}-{held.stop - 1}" for held in layers))
         table.add_row(*row)
-    said = f"a step takes {seconds:,.6g} seconds, ranks idle {simulated.bubble_fraction:.2%} of it"
-    return Group(Text(title, style="bold"), table, Text(said))
+    caption = (
+        f"a step takes {seconds:,.6g} seconds, ranks idle {simulation.bubble_fraction:.2%} of it"
+    )
+    return Group(Text(title, style="bold"), table, Text(caption))
 
 
-def _print_over_time(out: Any, simulated: Simulated, arguments: PipelineArguments) -> None:
-    """Shows the timeline as text, where units take whole seconds and it is not wide."""
-    if arguments.model is not None or simulated.schedule.shared_units:
+def _print_over_time(out: Any, simulation: Simulation, arguments: SimulateArguments) -> None:
+    """Print the timeline as text, if units take whole seconds and it is not too wide."""
+    if arguments.model is not None or simulation.schedule.shared_units:
         return
     slots = [arguments.forward_seconds, arguments.backward_seconds]
-    narrow = simulated.timeline.end_seconds <= _WIDEST_TEXT
-    shown = narrow and all(s == int(s) >= 1 for s in slots) and over_time(simulated.timeline, 1.0)
-    if shown and max(map(len, shown.splitlines())) <= _WIDEST_TEXT:
+    narrow = simulation.timeline.end_seconds <= _MAX_TEXT_WIDTH
+    shown = narrow and all(s == int(s) >= 1 for s in slots) and over_time(simulation.timeline, 1.0)
+    if shown and max(map(len, shown.splitlines())) <= _MAX_TEXT_WIDTH:
         out.print(Text("\n" + shown), soft_wrap=True)

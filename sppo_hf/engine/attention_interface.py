@@ -38,7 +38,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from sppo_hf.attention.backends.base import AttentionSpec, Backend
 from sppo_hf.attention.chunk_attention import AttentionCall, chunk_attention
 from sppo_hf.attention.kv_cache import KVStore
-from sppo_hf.attention.segments import chunk_pieces
+from sppo_hf.attention.segments import chunk_segments
 from sppo_hf.engine.chunk_context import ChunkContext, current
 from sppo_hf.engine.sequence_group import (
     SequenceGroup,
@@ -408,7 +408,7 @@ def attention_forward(
             kv=store,
             chunk=context.chunk,
             chunk_start=context.start,
-            pieces=chunk_pieces(
+            segments=chunk_segments(
                 context.start, context.end, context.rows, window=window, local=local
             ),
             backend=_backend(context, query, key, value, attention_mask, softcap),
@@ -506,7 +506,7 @@ def _own_heads(
     if sinks_N is not None:
         mine = local_heads(num_heads, group.rank, group.size, group.head_blocks)
         sinks_N = sinks_N[mine.start : mine.stop]
-    # See [Note: what an exchange hides behind] in sequence_group.
+    # See [Note: what the exchanges overlap with] in sequence_group.
     again = context.exchanged
     if again is not None:
         again.query = again.query or group.start_tokens_to_heads(q_BNcH.detach(), tokens)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from sppo_hf.attention.backends.base import AttentionSpec, Backend
 from sppo_hf.attention.chunk_attention import Stash
-from sppo_hf.attention.kv_cache import Keep, KeyOwners, KVStore
+from sppo_hf.attention.kv_cache import Keep, KVOwners, KVStore
 from sppo_hf.attention.segments import RowSpans
 from sppo_hf.engine.sequence_group import RecomputeExchanges, SequenceGroup
 from sppo_hf.engine.structure import ModelParts
@@ -62,7 +62,7 @@ class ChunkContext:
     counters: dict[str, int] = dataclasses.field(default_factory=dict)
     group: SequenceGroup | None = None
     """The ranks that share the chunk; None where this one has all of it."""
-    owners: KeyOwners | None = None
+    owners: KVOwners | None = None
     """Who has stored which keys in this chunk; None while a layer runs again."""
 
     layer: int | None = None

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sppo_hf.attention.kv_cache import KeyOwners, KVStore, LayerKV
+from sppo_hf.attention.kv_cache import KVOwners, KVStore, LayerKV
 from sppo_hf.attention.segments import RowSpans
 from sppo_hf.engine.action_log import ActionLog, LayerLog
 from sppo_hf.engine.attention_interface import chunked_attention
@@ -353,7 +353,7 @@ class ChunkRunner:
             prefix = PrefixLength(self.rank_tokens(chunks.start)[0])
             inputs = {**inputs, self._parts.cache_argument(): prefix}
         # Not kept: it has this runner, and both would wait for Python's garbage collector.
-        context = dataclasses.replace(self._sequence, runner=self, owners=KeyOwners())
+        context = dataclasses.replace(self._sequence, runner=self, owners=KVOwners())
         with chunked_attention(context), self._around_layers():
             try:
                 inputs = self._with_cache(inputs, start, end)
@@ -647,7 +647,7 @@ class ChunkRunner:
                 if self._log is not None and chunk == first:
                     noted = functools.partial(self._log.kv_moved, position, back=True)
                 if frame is not None or not torch.is_grad_enabled():
-                    store.put_away(chunk, RecomputedKV(index, chunk, frame, noted))
+                    store.offload_chunk(chunk, RecomputedKV(index, chunk, frame, noted))
         elif torch.is_grad_enabled():
             away = OffloadedKV(
                 self._offload, self._prefetch_order, mode, f"keys and values of layer {index}"
@@ -681,7 +681,8 @@ class ChunkRunner:
         if self._log is not None:
             self._log.end_layer(self._chunk, position, frame)
         if self._stream is not None and len(self._prefetch_order) == recorded:
-            self._stream.mover.settle()  # no frame closed, which bounds what is leaving otherwise
+            # No frame was closed, which bounds pending copies otherwise.
+            self._stream.transfer.settle()
         if context.kv is not None and not context.attended.times:
             raise UnsupportedModelError(
                 f"{self._parts.name} cannot run chunk by chunk: layer {context.layer} did not "
@@ -778,7 +779,7 @@ class ChunkRunner:
                 # The layer's keys are made again from what this frame is about to let go of.
                 before_recompute=None
                 if self._kv_mode(index) != "recompute" or not isinstance(context.kv, LayerKV)
-                else functools.partial(context.kv.bring_until, chunk),
+                else functools.partial(context.kv.load_until, chunk),
                 prefetch_order=self._prefetch_order,
                 offload=self._offload,
                 keep=self._arena.keep,

@@ -26,8 +26,6 @@ from sppo_hf.planning.choices import DeviceFacts
 from sppo_hf.planning.hardware import HardwareProfile, load_profile, profile_for
 from sppo_hf.planning.machine import (
     EXPANDABLE_SEGMENTS,
-    expand_segments,
-    forget_expanded_segments,
     free_disk_bytes,
     free_host_memory_bytes,
     has_expandable_segments,
@@ -37,6 +35,8 @@ from sppo_hf.planning.machine import (
     nvidia_driver_version,
     pci_numa_node,
     processor_name,
+    request_expandable_segments,
+    withdraw_expandable_segments,
 )
 from sppo_hf.planning.model_profile import (
     LoraShape,
@@ -59,14 +59,14 @@ def use_expandable_segments(device: torch.device) -> None:
     What the environment says of the allocator stays. Called before the first plan, when weights are
     there but nothing that comes and goes in a step is.
     """
-    if device.type != "cuda" or not expand_segments(os.environ):
+    if device.type != "cuda" or not request_expandable_segments(os.environ):
         return
     tell: Any = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     try:
         # The environment is read once, long ago; children of this process still read it.
         tell(EXPANDABLE_SEGMENTS)
     except (TypeError, ValueError, RuntimeError) as error:
-        forget_expanded_segments(os.environ)
+        withdraw_expandable_segments(os.environ)
         logger.info("PyTorch's allocator keeps its segments as they are: %s", error)
 
 

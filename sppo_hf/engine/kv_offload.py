@@ -174,7 +174,7 @@ class OffloadedKV:
 
     def add(self, chunk: int, store: LayerKV) -> None:
         """Start offloading the K/V of `chunk`; `store` loads them when they are read again."""
-        k_BKCH, v_BKCH = store.put_away(chunk, functools.partial(self._load, chunk))
+        k_BKCH, v_BKCH = store.offload_chunk(chunk, functools.partial(self._load, chunk))
         k, v = (
             self._engine.start_offload(x, label=self._label, tier=self._tier)
             for x in (k_BKCH, v_BKCH)

@@ -98,7 +98,7 @@ class ModelParts:
         return self.causal_lm.config.get_text_config(decoder=True)
 
     @property
-    def has_states(self) -> bool:
+    def has_recurrent_state(self) -> bool:
         """Whether states go from chunk to chunk beside keys and values."""
         return any(self.has_state(layer) for layer in range(len(self.layers)))
 

@@ -1,16 +1,16 @@
-"""Traces a model's profile: what its decoder layers multiply and what autograd saves of them.
+"""Trace a model's profile: FLOPs of its decoder layers, and bytes that autograd saves of them.
 
-The model is built of `fake_tensors`, which have shapes and dtypes but no memory, and each kind of
-decoder layer runs forward and backward, with the engine's own attention around a backend that
-computes nothing, at two lengths; what differs, divided by the tokens between them, is what one
-token costs. So nothing here is known of a family. A layer whose code looks at values (a loop over
-the experts that were chosen) runs on the CPU instead, on zeros.
+The model is built of torch's fake tensors, which have shapes and dtypes but no memory. Each kind of
+decoder layer runs forward and backward at two lengths, with the engine's own attention around a
+backend that computes nothing. The difference between the two runs, divided by the difference in
+tokens, is the cost of one token. So this file knows nothing about any model family. A layer whose
+code depends on values (a loop over the experts that were chosen) runs on the CPU instead, on zeros.
 
-What is counted is what `sppo_hf.engine.recompute` does with a layer: all that autograd saves
-("whole"); or the layer's input and attention's results ("inputs"); or these and the
-products that a `SelectiveRecorder` holds. Which products need not run again a `UnusedMatmulFinder`
-finds. Scans of recurrent layers are those of Transformers' torch code, from states of zeros;
-kernels save less. Not covered: what is elementwise costs no FLOPs, and what does not grow with the
+What is counted is what `sppo_hf.engine.recompute` may do with a layer: save everything that
+autograd saves ("whole"); or the layer's input and attention's results ("inputs"); or these and the
+matmul outputs that a `SelectiveRecorder` holds. An `UnusedMatmulFinder` finds matmuls that need not
+run again. Recurrent layers run Transformers' torch code from states of zeros; fused kernels save
+less. Not covered: elementwise operations count no FLOPs, and memory that does not grow with the
 tokens (copies of weights under autocast) is left out.
 """
 
@@ -85,36 +85,34 @@ _LENGTHS = (256, 512)
 """Tokens of the two runs."""
 
 _CPU_LENGTHS = (64, 128)
-"""The same where numbers are really computed."""
+"""Tokens of the two runs where numbers are really computed."""
 
 _SCAN_LENGTHS, _SCAN_CPU_LENGTHS = (512, 1024), (256, 512)
-"""Both in a model with layers that scan: in blocks of 64 to 256 tokens, which are padded."""
+"""The same in models with recurrent layers, which pad their blocks of 64 to 256 tokens."""
 
-_LOOKS_AT_VALUES = (
+_DATA_DEPENDENT = (
     *(DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException),
 )
 
 _DTYPES = {1: torch.bfloat16, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
-_CPU = torch.device("cpu")
-
 _HIDDEN = "hidden_states"
 
-# Arguments of a layer by which it learns positions: the same tables for many layers.
+# Prefixes of a layer's arguments with positions, whose tables many layers share.
 _POSITIONS = ("position", "cache_position")
 
-# Attributes that tell layers of one kind apart.
+# Attributes in which layers of one kind differ.
 _INDEX = frozenset(("layer_idx", "layer_id", "layer_number"))
 
 
 def trace_config(config: object, training: Training) -> ModelProfile:
-    """Traces the causal language model that a configuration describes; see `trace_model`.
+    """Trace the causal language model that a configuration describes; see `trace_model`.
 
-    The configuration is of Transformers, or an object with the fields of a `config.json`.
+    `config` is a configuration of Transformers, or an object with the fields of a `config.json`.
 
     Raises:
         UnsupportedModelError: the engine cannot run such a model.
-        ConfigError: no model can be made of these settings, or LoRA was asked for, and PEFT is not
+        ConfigError: no model can be made of these settings, or LoRA was asked for and PEFT is not
             installed.
     """
     fields = config.to_dict() if isinstance(config, PreTrainedConfig) else to_fields(config)
@@ -138,53 +136,55 @@ def trace_config(config: object, training: Training) -> ModelProfile:
 
 
 def trace_model(config: PreTrainedConfig, training: Training, make: Any) -> ModelProfile:
-    """Traces a model, which `make` makes of a configuration, left as it is, and a `dtype`.
+    """Trace the model that `make(config, dtype=...)` returns; `config` is left unchanged.
 
     Raises:
         UnsupportedModelError: the engine cannot run such a model.
-        ConfigError: LoRA was asked for, and PEFT is not installed.
+        ConfigError: LoRA was asked for and PEFT is not installed.
     """
     with (
         _quiet_transformers(),
         torch.random.fork_rng(devices=[]),
         torch.inference_mode(False),
         torch.enable_grad(),
-        # So that hooks of the caller see none of it. Backward never comes here.
+        # Hides all of this from the caller's hooks; no backward unpacks what these ones pack.
         saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing),
     ):
         parts = find_parts(_build(config, training, make))
-        with _only(parts, ()):
+        with _only_layers(parts, ()):
             _make_fake(parts.causal_lm)
-        lengths = _SCAN_LENGTHS if parts.has_states else _LENGTHS
-        calls = [_calls(parts, tokens, training) for tokens in lengths]
-        # What comes before the first adapter needs no gradient, so the first layer stands alone.
-        kinds = [(_kind(call), training.lora and index == 0) for index, call in enumerate(calls[0])]
+        lengths = _SCAN_LENGTHS if parts.has_recurrent_state else _LENGTHS
+        calls = [_layer_calls(parts, tokens, training) for tokens in lengths]
+        # With adapters nothing before the first layer needs a gradient, so that layer is a kind.
+        kinds = [
+            (_layer_kind(call), training.lora and index == 0) for index, call in enumerate(calls[0])
+        ]
         examples = {kinds.index(kind) for kind in kinds}
-        with _only(parts, [parts.layers[index] for index in examples]):
+        with _only_layers(parts, [parts.layers[index] for index in examples]):
             if training.lora is not None:
                 with torch.device("meta"):
-                    _adapt(parts, training.lora)
+                    _add_adapters(parts, training.lora)
             _make_fake(parts.causal_lm)
         traced = {
             kinds[index]: _trace_kind(
                 parts,
-                [long_or_short[index] for long_or_short in calls],
+                [calls_of_length[index] for calls_of_length in calls],
                 lengths,
                 training,
-                reached=training.lora is None or index > 0,
+                input_needs_grad=training.lora is None or index > 0,
             )
             for index in sorted(examples)
         }
-    inside = {p for layer in parts.layers for p in layer.parameters()}
-    outside = [x for x in parts.causal_lm.named_parameters() if x[1] not in inside]
-    weights, adapters = _count(outside)
+    in_layers = {p for layer in parts.layers for p in layer.parameters()}
+    outside = [x for x in parts.causal_lm.named_parameters() if x[1] not in in_layers]
+    weights, adapters = _count_elements(outside)
     ends = {*parts.decoder.parameters(), *parts.head_parameters()}
-    encoders, _ = _count(x for x in outside if x[1] not in ends)
+    encoders, _ = _count_elements(x for x in outside if x[1] not in ends)
     head: Any = parts.causal_lm.get_output_embeddings()
     embedding: Any = parts.causal_lm.get_input_embeddings()
-    # Kinds that differ in nothing that is counted are one.
-    alike = {layer: layer for layer in traced.values()}
-    layers = tuple(alike[traced[kind]] for kind in kinds)
+    # Kinds with equal counts share one object.
+    unique = {layer: layer for layer in traced.values()}
+    layers = tuple(unique[traced[kind]] for kind in kinds)
     messages = MessageLayout.of(parts, layers)
     return ModelProfile(
         training=training,
@@ -203,7 +203,7 @@ def trace_model(config: PreTrainedConfig, training: Training, make: Any) -> Mode
 
 @contextlib.contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """What it has to say of a model, it says when the model is really made."""
+    """Silence warnings about the model, which come when the real one is made."""
     logger = logging.getLogger("transformers")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -217,11 +217,11 @@ def _quiet_transformers() -> Iterator[None]:
 
 
 def _build(config: PreTrainedConfig, training: Training, make: Any) -> nn.Module:
-    """The model on the meta device, where tensors are made faster than fake ones."""
+    """Build the model on the meta device, which is faster than building it of fake tensors."""
     config = copy.deepcopy(config)
     config._attn_implementation = "eager"
     for settings in (config, config.get_text_config(decoder=True)):
-        # The engine refuses these for training; without them such a model can be evaluated.
+        # The engine refuses dropout for training; without it such a model can be evaluated.
         for name in ATTENTION_DROPOUT_FIELDS:
             if getattr(settings, name, None):
                 setattr(settings, name, 0.0)
@@ -231,22 +231,13 @@ def _build(config: PreTrainedConfig, training: Training, make: Any) -> nn.Module
         return make(config, dtype=_DTYPES[training.parameter_bytes]).train()
 
 
-def _only(
+def _only_layers(
     parts: ModelParts, layers: Sequence[nn.Module]
 ) -> contextlib.AbstractContextManager[None]:
-    """Leaves the other decoder layers out of a model for a while."""
+    """Context in which the model has only these decoder layers."""
     modules = parts.decoder._modules
     name = next(n for n, x in modules.items() if x is not None and parts.layers[0] in x.children())
     return swapped_modules([(parts.decoder, name, nn.ModuleList(layers))])
-
-
-def _make_fake(module: nn.Module) -> None:
-    """Takes tensors from the meta device to the CPU, without giving them memory."""
-
-    def fake(tensor: Tensor) -> Tensor:
-        return FakeTensor(_fake_mode(), tensor.detach(), _CPU) if _is_bare_meta(tensor) else tensor
-
-    _replace_tensors(module, fake)
 
 
 @functools.cache
@@ -254,26 +245,28 @@ def _fake_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def _is_bare_meta(tensor: Tensor) -> bool:
-    return tensor.is_meta and not isinstance(tensor, FakeTensor)
+def _make_fake(module: nn.Module) -> None:
+    """Turn tensors on the meta device into fake tensors on the CPU."""
+
+    def fake(tensor: Tensor) -> Tensor:
+        if not tensor.is_meta or isinstance(tensor, FakeTensor):
+            return tensor
+        return FakeTensor(_fake_mode(), tensor.detach(), torch.device("cpu"))
+
+    _replace_tensors(module, fake)
 
 
 def _run_fake(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Runs an operation on fake tensors; whatever it makes of nothing is fake, too."""
-    if func is torch.ops.aten._grouped_mm.default:
-        return _grouped_product(*args, **kwargs)
-    return func(*args, **kwargs)
-
-
-def _grouped_product(left: Tensor, right: Tensor, offs: Tensor | None = None, **_: Any) -> Tensor:
-    """The shape of what `torch._grouped_mm` returns; torch's own check wants 16 bits."""
-    if left.dim() == right.dim() == 2:
-        assert offs is not None, "groups of a summed dim have ends"
-        return left.new_empty(offs.shape[0], left.shape[0], right.shape[1])
+    """Run an operation under `_fake_mode`; torch computes `_grouped_mm` in 16 bits only."""
+    if func is not torch.ops.aten._grouped_mm.default:
+        return func(*args, **kwargs)
+    left, right = args[:2]
+    if left.dim() == right.dim() == 2:  # one product for each group of the summed dim
+        return left.new_empty(args[2].shape[0], left.shape[0], right.shape[1])
     return left.new_empty(*left.shape[:-1], right.shape[-1])
 
 
-def _adapt(parts: ModelParts, lora: LoraShape) -> None:
+def _add_adapters(parts: ModelParts, lora: LoraShape) -> None:
     model = parts.causal_lm
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -283,65 +276,67 @@ def _adapt(parts: ModelParts, lora: LoraShape) -> None:
             "not installed. Remedy: install peft, or plan without LoRA."
         ) from error
     model.requires_grad_(False)
-    targets = sorted(_linear_names(parts.base, lora))
+    targets = sorted(_adapter_targets(parts.base, lora))
     if not targets:
         return
     settings = LoraConfig(r=lora.rank, target_modules=targets, lora_dropout=lora.dropout)
     with suppress_peft_warnings():
-        # Around the base model, because of whole ones PEFT takes names such as `gate_proj` to mean
-        # the weights of experts, too.
+        # In the base model: in a whole one PEFT reads names such as `gate_proj` as the weights of
+        # experts, too.
         inject_adapter_in_model(settings, nn.ModuleList([parts.base]))
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(_DTYPES[lora.dtype_bytes])
 
 
-def _linear_names(base: nn.Module, lora: LoraShape) -> Iterator[str]:
-    """What PEFT is to call the linear layers that are adapted."""
+def _adapter_targets(base: nn.Module, lora: LoraShape) -> Iterator[str]:
+    """Yield names for PEFT of the linear layers that `lora` adapts: last parts, or whole paths."""
     paths: dict[str, list[str]] = {}
-    others: set[str] = set()
+    other_names: set[str] = set()
     for path, module in base.named_modules():
         name = path.rpartition(".")[2]
-        # Routers that return more than a product (Llama 4's) PEFT cannot wrap.
+        # PEFT cannot wrap routers that return more than one tensor (Llama 4's).
         if type(module).__name__ == "Conv1D" or (
             isinstance(module, nn.Linear) and "Router" not in type(module).__name__
         ):
             paths.setdefault(name, []).append(path)
         else:
-            others.add(name)
+            other_names.add(name)
     for name, found in paths.items():
         if lora.adapts(name):
-            # "0" of a sequence of modules is the name of other modules, too.
-            yield from found if name in others else (name,)
+            # A name such as "0" may belong to other modules as well.
+            yield from found if name in other_names else (name,)
 
 
-class _Call(NamedTuple):
+class _LayerCall(NamedTuple):
+    """How the model calls one of its decoder layers."""
+
     layer: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    stored: dict[int | None, Tensor]
-    """Keys that layers have attended to, by memory; one for all layers."""
+    stored_keys: dict[int | None, Tensor]
+    """Keys that layers have attended to, by storage; one dict for all layers."""
 
     @property
     def hidden(self) -> Tensor:
-        """What the layer is given to work on."""
+        """The layer's input."""
         return self.args[0] if self.args else self.kwargs[_HIDDEN]
 
 
-def _calls(parts: ModelParts, tokens: int, training: Training) -> list[_Call]:
-    """Runs the model with its layers left out; returns how each would have been called."""
-    calls: list[_Call] = []
-    stored: dict[int | None, Tensor] = {}
+def _layer_calls(parts: ModelParts, tokens: int, training: Training) -> list[_LayerCall]:
+    """Run the model with its decoder layers skipped, and return how each would be called."""
+    calls: list[_LayerCall] = []
+    stored_keys: dict[int | None, Tensor] = {}
 
-    def left_out(layer: nn.Module, returned: Callable[[Any], Any]) -> Any:
+    def skipped(layer: nn.Module, wrap_output: Callable[[Any], Any]) -> Any:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            calls.append(_Call(layer, args, kwargs, stored))
-            return returned(calls[-1].hidden)
+            calls.append(_LayerCall(layer, args, kwargs, stored_keys))
+            return wrap_output(calls[-1].hidden)
 
         return forward
 
-    # Numbers are real until they meet a weight: masks are asked what they mean, and rotary tables
-    # may grow with the positions.
+    # Inputs are real tensors until they meet a weight: masks are analysed by value, and rotary
+    # tables may depend on the largest position.
     ids = torch.zeros(1, tokens, dtype=torch.long, device="cpu")
     inputs: dict[str, Any] = {
         "input_ids": ids,
@@ -350,17 +345,17 @@ def _calls(parts: ModelParts, tokens: int, training: Training) -> list[_Call]:
         "use_cache": False,
         "return_dict": True,
     }
-    if parts.has_states:
+    if parts.has_recurrent_state:
         inputs["use_cache"] = True
         inputs[parts.cache_argument()] = StateCache(len(parts.layers))
         if "position_ids" not in parts.base_arguments():
             del inputs["position_ids"]
     elif getattr(parts.text_config, "attn_temperature_tuning", False):
         inputs[parts.cache_argument()] = PrefixLength(0)
-    failed: Exception | None = None
-    for returned in _RETURNED:
+    first_error: Exception | None = None
+    for wrap_output in _LAYER_OUTPUTS:
         calls.clear()
-        forwards = {layer: left_out(layer, returned) for layer in parts.layers}
+        forwards = {layer: skipped(layer, wrap_output) for layer in parts.layers}
         try:
             with (
                 patched_attribute("forward", forwards),
@@ -369,21 +364,23 @@ def _calls(parts: ModelParts, tokens: int, training: Training) -> list[_Call]:
             ):
                 parts.base(**inputs)
         except (TypeError, ValueError, RuntimeError, LookupError, AttributeError) as error:
-            failed = failed or error
+            first_error = first_error or error
             continue
         if len({call.hidden.dim() for call in calls}) == 1:
             return calls
-    raise failed or ValueError("the model does not call its layers as the others do")
+    raise first_error or ValueError("the model does not call its layers as the others do")
 
 
-# What layers return: hidden states, alone or first.
-_RETURNED: tuple[Callable[[Any], Any], ...] = (lambda x: x, lambda x: (x,), lambda x: (x, None))
+# What a layer may return: hidden states, alone or as the first of a tuple.
+_LAYER_OUTPUTS: tuple[Callable[[Any], Any], ...] = (
+    *(lambda x: x, lambda x: (x,), lambda x: (x, None)),
+)
 
 
 def _autocast(training: Training) -> contextlib.AbstractContextManager[object]:
     enabled = training.dtype_bytes != training.parameter_bytes
     enabled = enabled or (training.lora is not None and training.lora.autocast)
-    # Without the cache, which would keep fake weights.
+    # Its cache would keep fake copies of weights.
     dtype = _DTYPES[training.dtype_bytes]
     return torch.autocast("cpu", dtype=dtype, enabled=enabled, cache_enabled=False)
 
@@ -391,8 +388,8 @@ def _autocast(training: Training) -> contextlib.AbstractContextManager[object]:
 # -- layers ------------------------------------------------------------------------------------
 
 
-def _kind(call: _Call) -> object:
-    """What a layer is made of; layers of which this is equal cost and save the same."""
+def _layer_kind(call: _LayerCall) -> object:
+    """A key that is equal for layers that cost and save the same."""
     modules = tuple((name, type(module)) for name, module in call.layer.named_modules())
     settings = tuple(
         (name, value)
@@ -401,46 +398,50 @@ def _kind(call: _Call) -> object:
         if isinstance(value, bool | int | str) and name not in _INDEX
     )
     tensors = tuple((x.shape, x.dtype, x.requires_grad) for x in call.layer.parameters())
-    given = (*call.args, *call.kwargs.values())
-    windows = tuple((x.window, x.local) for x in given if isinstance(x, MaskMeaning))
+    arguments = (*call.args, *call.kwargs.values())
+    windows = tuple((x.window, x.local) for x in arguments if isinstance(x, MaskMeaning))
     return modules, settings, tensors, windows
 
 
 def _trace_kind(
     parts: ModelParts,
-    calls: Sequence[_Call],
+    calls: Sequence[_LayerCall],
     lengths: tuple[int, int],
     training: Training,
     *,
-    reached: bool,
+    input_needs_grad: bool,
 ) -> LayerProfile:
+    """Trace one layer by its calls at two lengths, on the CPU if its code depends on values."""
     try:
-        return _trace_layer(parts, calls, lengths, training, reached)
-    except _LOOKS_AT_VALUES as error:
+        return _trace_layer(parts, calls, lengths, training, input_needs_grad)
+    except _DATA_DEPENDENT as error:
         logger.info("%s is traced on the CPU: %s", type(calls[0].layer).__name__, error)
     layer = calls[0].layer
-    lengths = _SCAN_CPU_LENGTHS if parts.has_states else _CPU_LENGTHS
+    lengths = _SCAN_CPU_LENGTHS if parts.has_recurrent_state else _CPU_LENGTHS
     calls = [
-        next(call for call in _calls(parts, tokens, training) if call.layer is layer)
+        next(call for call in _layer_calls(parts, tokens, training) if call.layer is layer)
         for tokens in lengths
     ]
-    with _on_zeros(layer):
+    # All weights are zero, so all tokens choose the same experts.
+    fakes = _replace_tensors(layer, _zeros)
+    try:
         calls = [tree_map_only(Tensor, _zeros, call) for call in calls]
-        return _trace_layer(parts, calls, lengths, training, reached)
+        return _trace_layer(parts, calls, lengths, training, input_needs_grad)
+    finally:
+        _replace_tensors(layer, lambda zeros: fakes[zeros])
 
 
 def _trace_layer(
     parts: ModelParts,
-    calls: Sequence[_Call],
+    calls: Sequence[_LayerCall],
     lengths: tuple[int, int],
     training: Training,
-    reached: bool,
+    input_needs_grad: bool,
 ) -> LayerProfile:
-    """Traces one layer by its calls at two lengths; `reached`: its input needs a gradient."""
-    with contextlib.ExitStack() as ends:
+    with contextlib.ExitStack() as exits:
         runs = [
-            ends.enter_context(
-                contextlib.closing(_Run(parts, call, tokens, training, reached=reached))
+            exits.enter_context(
+                contextlib.closing(_LayerRun(parts, call, tokens, training, input_needs_grad))
             )
             for call, tokens in zip(calls, lengths, strict=True)
         ]
@@ -451,23 +452,23 @@ def _trace_layer(
             )
             for count in fields(_Counts)
         }
-        # Gradients have no part that does not grow with the tokens, so one run will do.
-        few, many = (run.graph_nodes() for run in runs)
-        added = (many - few) / (lengths[1] - lengths[0])
+        few, many = (run.num_graph_nodes() for run in runs)
+        nodes_per_token = (many - few) / (lengths[1] - lengths[0])
+        # All FLOPs of backward grow with the tokens, so one run is enough.
         backward = round(runs[1].backward_flops() / lengths[1])
-        weights, adapters = _count(calls[0].layer.named_parameters())
-        keys = runs[1].keys
+        weights, adapters = _count_elements(calls[0].layer.named_parameters())
+        kv = runs[1].kv
         return LayerProfile(
             hidden_size=runs[1].hidden.shape[-1],
-            num_heads=keys.num_heads,
-            num_kv_heads=keys.num_kv_heads,
-            qk_head_size=keys.qk_head_size,
-            v_head_size=keys.v_head_size,
-            window=keys.window,
-            borrows_keys=keys.borrowed,
+            num_heads=kv.num_heads,
+            num_kv_heads=kv.num_kv_heads,
+            qk_head_size=kv.qk_head_size,
+            v_head_size=kv.v_head_size,
+            window=kv.window,
+            borrows_keys=kv.is_borrowed,
             state_bytes=sum(state.nbytes for state in runs[1].states.values()),
-            graph_nodes=round(few - added * lengths[0]),
-            graph_nodes_per_1024=round(1024 * added),
+            graph_nodes=round(few - nodes_per_token * lengths[0]),
+            graph_nodes_per_1024=round(1024 * nodes_per_token),
             scans=any(kind == "recurrent" for kind, *_ in runs[1].states),
             **per_token,
             largest_bytes=-(-runs[1].largest_bytes // lengths[1]),
@@ -477,32 +478,21 @@ def _trace_layer(
         )
 
 
-def _count(parameters: Iterable[tuple[str, nn.Parameter]]) -> tuple[int, int]:
-    """Elements of weights, and of LoRA's adapters."""
+def _count_elements(parameters: Iterable[tuple[str, nn.Parameter]]) -> tuple[int, int]:
+    """Elements of weights, and of LoRA adapters."""
     sizes = {True: 0, False: 0}
     for name, parameter in parameters:
         sizes[".lora_" in name] += parameter.numel()
     return sizes[False], sizes[True]
 
 
-@contextlib.contextmanager
-def _on_zeros(layer: nn.Module) -> Iterator[None]:
-    """Gives a layer real weights for a while, all zero: then all tokens choose the same experts."""
-    fakes = _replace_tensors(layer, _zeros)
-    try:
-        yield
-    finally:
-        _replace_tensors(layer, lambda zeros: fakes[zeros])
-
-
 def _zeros(fake: Tensor) -> Tensor:
-    return torch.zeros(fake.shape, dtype=fake.dtype, device="cpu").requires_grad_(
-        fake.requires_grad
-    )
+    zeros = torch.zeros(fake.shape, dtype=fake.dtype, device="cpu")
+    return zeros.requires_grad_(fake.requires_grad)
 
 
 def _replace_tensors(module: nn.Module, make: Callable[[Tensor], Tensor]) -> dict[Tensor, Tensor]:
-    """Replaces parameters and buffers by what `make` makes of them; returns the old by the new."""
+    """Replace each parameter and buffer by `make(tensor)`; returns the old tensors by the new."""
     new: dict[Tensor, Tensor] = {}
     for part in module.modules():
         owners: Any = (part._parameters, part._buffers)
@@ -524,7 +514,7 @@ def _replace_tensors(module: nn.Module, make: Callable[[Tensor], Tensor]) -> dic
 
 @dataclass(slots=True)
 class _Counts:
-    """What a layer came to at one length: FLOPs, bytes and elements."""
+    """Totals of one layer at one length; the fields are those of `LayerProfile`."""
 
     forward_flops: int = 0
     weight_gradient_flops: int = 0
@@ -541,72 +531,78 @@ class _Counts:
 
 
 @dataclass(slots=True)
-class _Tiled:
-    """One call of a module that takes tokens alone, and so can run in tiles."""
+class _TokenWiseCall:
+    """One call of a token-wise module, which can run in tiles of tokens.
+
+    Matmuls are counted from the beginning of the layer.
+    """
 
     begin: int
-    """Products that ran before it."""
+    """Matmuls before the call."""
     end: int = 0
-    """The same, and its own."""
+    """Matmuls up to the end of the call."""
     last_save: int = 0
-    """The same, up to the last tensor that is saved in it."""
+    """Matmuls up to the last tensor that autograd saves in the call."""
     saved: set[int | None] = field(default_factory=set[int | None])
-    """Memory that autograd saves in it."""
-    blank: tuple[bool, ...] = ()
-    """Which of its thick products a tile does without when it runs again."""
-    followed: bool = False
-    """Whether anything is saved outside such modules behind it."""
+    """Storages that autograd saves in the call."""
+    unused: tuple[bool, ...] = ()
+    """For each thick matmul of the call, whether a recomputed tile can leave it out."""
+    is_output_needed: bool = False
+    """Whether anything is saved after the call outside token-wise modules."""
 
 
-class _Run:
+class _LayerRun:
     """One forward and backward of a layer at one length; also the stash of its attention."""
 
     def __init__(
-        self, parts: ModelParts, call: _Call, tokens: int, training: Training, *, reached: bool
+        self,
+        parts: ModelParts,
+        call: _LayerCall,
+        tokens: int,
+        training: Training,
+        input_needs_grad: bool,
     ) -> None:
         self._parts = parts
         self._layer = call.layer
         self._training = training
-        self.keys = _SeenKeys(tokens, call.stored)
+        self.kv = _ObservedKV(tokens, call.stored_keys)
         self._is_fake = isinstance(call.hidden, FakeTensor)
-        own = (*call.layer.parameters(), *call.layer.buffers())
-        self._others = {storage_key(tensor) for tensor in own}
-        """Memory that is not the layer's activations."""
-        self._slices: dict[int | None, int] = {}
-        """Bytes of arguments, which may be slices of something larger."""
+        weights = (*call.layer.parameters(), *call.layer.buffers())
+        self._not_activations = {storage_key(tensor) for tensor in weights}
+        """Storages that are not the layer's activations."""
+        self._argument_bytes: dict[int | None, int] = {}
+        """Bytes of arguments by storage, which may be slices of something larger."""
         self._args = tuple(self._leaf(str(i), x) for i, x in enumerate(call.args))
         self._kwargs = {name: self._leaf(name, x) for name, x in call.kwargs.items()}
         self.hidden: Tensor = self._args[0] if self._args else self._kwargs[_HIDDEN]
-        self.hidden.requires_grad_(reached)
-        self._slices.pop(storage_key(self.hidden), None)
-        self._recorder = _WatchedRecorder(
-            call.layer,
-            self.hidden,
-            hold=_Size,
-            without_memory=isinstance(self.hidden, FakeTensor),
+        self.hidden.requires_grad_(input_needs_grad)
+        self._argument_bytes.pop(storage_key(self.hidden), None)
+        self._recorder = _DrivenRecorder(
+            call.layer, self.hidden, hold=_HeldSize, without_memory=self._is_fake
         )
-        self._needless = UnusedMatmulFinder(self.hidden, without_memory=True)
+        self._unused_finder = UnusedMatmulFinder(self.hidden, without_memory=True)
         self._states = LayerStates({})
         rank = None if training.lora is None else training.lora.rank
         self._counter = _FlopCounter(call.layer, self.hidden, rank)
-        self._counter.trackers += (self._needless, self._recorder)
+        self._counter.trackers += (self._unused_finder, self._recorder)
         self._packed: list[list[Tensor]] = []
-        """What autograd holds of this run: lists of one tensor, which `close` empties."""
+        """Lists of one tensor each, which autograd holds and `close` empties."""
         self._saved: dict[int | None, Tensor] = {}
-        """By memory; the tensors stay, so that no other one takes their place."""
+        """Saved tensors by storage; held, so that no other tensor reuses the address."""
         self._last_save = 0
-        self._outside: dict[int | None, Tensor] = {}
-        """By memory, what is saved where these modules run in tiles: outside them, or their input.
-        """
-        self._tiles: list[_Tiled] = []
-        self._tile: _Tiled | None = None
-        self._tile_needless = self._needless
+        self._saved_outside: dict[int | None, Tensor] = {}
+        """What is saved although token-wise modules run in tiles, by storage: tensors outside of
+        these modules, and their inputs."""
+        self._tile_calls: list[_TokenWiseCall] = []
+        self._open_call: _TokenWiseCall | None = None
+        self._open_call_finder = self._unused_finder
         self._attention_bytes = 0
         self._attending_child: str | None = None
         self._out = self.hidden
         self.largest_bytes = self.hidden.nbytes
 
     def _leaf(self, name: str, value: Any) -> Any:
+        """An argument with its tensors replaced by leaves of autograd's graph."""
         if name == SHARED_KV:
             return value  # layers write into it what later ones read
 
@@ -614,153 +610,158 @@ class _Run:
             own = _fake_mode().from_tensor(tensor) if self._is_fake else tensor
             own = own.detach().requires_grad_(tensor.requires_grad)
             if name.startswith(_POSITIONS):
-                self._others.add(storage_key(own))
+                self._not_activations.add(storage_key(own))
             else:
-                self._slices[storage_key(own)] = own.nbytes
+                self._argument_bytes[storage_key(own)] = own.nbytes
             return own
 
         return tree_map_only(Tensor, leaf, value)
 
     @property
-    def again(self) -> bool:
+    def is_recompute(self) -> bool:
         return False
 
     def get(self) -> None:
-        """Attention begins: its products are not the layer's."""
+        """Pause the recorder while attention runs, whose matmuls are not the layer's."""
         self._recorder.pause()
 
     def put(self, out_BNCH: Tensor, lse_BNC: Tensor) -> None:
         self._attending_child = self._counter.child
         self._attention_bytes = out_BNCH.nbytes + lse_BNC.nbytes
         self.largest_bytes = max(self.largest_bytes, out_BNCH.nbytes)
-        self._needless.given(out_BNCH, lse_BNC)
-        self._recorder.resume(out_BNCH, lse_BNC)
+        self._unused_finder.add_inputs(out_BNCH, lse_BNC)
+        self._recorder.start(out_BNCH, lse_BNC)
 
     def forward(self) -> _Counts:
         with _autocast(self._training):
-            self._out = self._forward()
-        forward = self._counter.products
-        held = self._recorder.stop()
-        counts = _Counts(
-            forward_flops=sum(product.flops for product in forward),
-            weight_gradient_flops=sum(product.flops for product in forward if product.trains),
-            whole_bytes=sum(map(self._saved_bytes, self._saved)),
-            inputs_bytes=self.hidden.nbytes + self._attention_bytes,
+            self._out = self._run_forward()
+        matmuls = self._counter.matmuls
+        recorded = self._recorder.stop()
+        held_bytes = [x.output.nbytes for x in recorded if isinstance(x.output, _HeldSize)]
+        saved_bytes = list(map(self._saved_bytes, self._saved))
+        self.largest_bytes = max(self.largest_bytes, *held_bytes, *saved_bytes)
+        found = self._unused_finder.result()
+        unused = () if found is None else found.is_unused
+        inputs_bytes = self.hidden.nbytes + self._attention_bytes
+        tiled_bytes, tile_bytes = self._bytes_in_tiles(sum(saved_bytes))
+        recorded_thick = iter(recorded)
+        return _Counts(
+            forward_flops=sum(x.flops for x in matmuls),
+            weight_gradient_flops=sum(x.flops for x in matmuls if x.is_trained),
+            inputs_recompute_flops=sum(
+                x.flops
+                for x, is_unused in _with_unused(matmuls[: self._last_save], unused)
+                if not is_unused
+            ),
+            # A thick matmul of weights alone is recomputed, too.
+            matmuls_recompute_flops=sum(
+                x.flops
+                for x in matmuls[: self._last_save]
+                if not x.is_thick or next(recorded_thick).of_weights
+            ),
+            inputs_bytes=inputs_bytes,
+            matmuls_bytes=inputs_bytes + sum(held_bytes),
+            whole_bytes=sum(saved_bytes),
             mlp_width=sum(
-                product.inputs
-                for product in forward
-                if product.is_inner_end and product.child != self._attending_child
+                x.num_inputs
+                for x in matmuls
+                if x.is_down_projection and x.child != self._attending_child
             ),
             adapted_mlp_width=max(
-                (x.adapted for x in forward if x.child != self._attending_child), default=0
+                (x.num_adapted for x in matmuls if x.child != self._attending_child), default=0
             ),
+            tiled_bytes=tiled_bytes,
+            tile_bytes=tile_bytes,
+            tiles_recompute_flops=self._flops_in_tiles(unused),
         )
-        counts.matmuls_bytes = counts.inputs_bytes + sum(
-            product.holder.nbytes for product in held if isinstance(product.holder, _Size)
-        )
-        sizes = (x.holder.nbytes for x in held if isinstance(x.holder, _Size))
-        saved = map(self._saved_bytes, self._saved)
-        self.largest_bytes = max(self.largest_bytes, *sizes, *saved)
-        found = self._needless.result()
-        blank = iter(() if found is None else found.blank)
-        counts.inputs_recompute_flops = sum(
-            product.flops
-            for product in forward[: self._last_save]
-            if not (product.thick and next(blank, False))
-        )
-        counts.tiled_bytes, counts.tile_bytes = self._tiles_bytes(counts.whole_bytes)
-        counts.tiles_recompute_flops = self._tiles_flops(() if found is None else found.blank)
-        thick = iter(held)
-        # A thick product of weights alone is computed again, too.
-        counts.matmuls_recompute_flops = sum(
-            product.flops
-            for product in forward[: self._last_save]
-            if not product.thick or next(thick).of_weights
-        )
-        return counts
 
-    def _tiles_bytes(self, whole_bytes: int) -> tuple[int, int]:
-        """What is not saved where modules run in tiles, and the most that one module saves."""
-        outside = sum(self._size(key, x) for key, x in self._outside.items())
+    def _bytes_in_tiles(self, whole_bytes: int) -> tuple[int, int]:
+        """Bytes that are not saved where modules run in tiles, and the most that one saves."""
+        outside = sum(self._num_bytes(key, x) for key, x in self._saved_outside.items())
         inside = (
-            sum(self._saved_bytes(key) for key in tile.saved - self._outside.keys())
-            for tile in self._tiles
+            sum(self._saved_bytes(key) for key in call.saved - self._saved_outside.keys())
+            for call in self._tile_calls
         )
         return max(0, whole_bytes - outside), max(inside, default=0)
 
-    def _tiles_flops(self, blank: tuple[bool, ...]) -> int:
-        """What runs once more where a layer's inputs are kept and modules run in tiles.
+    def _flops_in_tiles(self, unused: tuple[bool, ...]) -> int:
+        """FLOPs that run once more if a layer's inputs are saved and modules run in tiles.
 
-        A module that something behind it needs runs for its output, and then tile by tile.
+        A module whose output is needed later runs once for its output, and then tile by tile.
         """
-        products, answered = self._counter.products, iter(blank)
-        needed = [x.flops * (not (x.thick and next(answered, False))) for x in products]
+        matmuls = self._counter.matmuls
+        needed = [x.flops * (not is_unused) for x, is_unused in _with_unused(matmuls, unused)]
         flops = 0
-        for tile in self._tiles:
-            own = iter(tile.blank)
-            inside = products[tile.begin : tile.last_save]
-            again = sum(x.flops * (not (x.thick and next(own, False))) for x in inside)
-            if tile.followed:
-                again += sum(product.flops for product in products[tile.begin : tile.end])
-            flops += again - sum(needed[tile.begin : min(tile.end, self._last_save)])
+        for call in self._tile_calls:
+            inside = matmuls[call.begin : call.last_save]
+            recomputed = sum(
+                x.flops for x, is_unused in _with_unused(inside, call.unused) if not is_unused
+            )
+            if call.is_output_needed:
+                recomputed += sum(x.flops for x in matmuls[call.begin : call.end])
+            flops += recomputed - sum(needed[call.begin : min(call.end, self._last_save)])
         return max(0, flops)
 
     @contextlib.contextmanager
-    def _watching_tiles(self) -> Iterator[None]:
-        """Notes what modules do that can run in tiles, if they take tokens alone."""
+    def _observing_tile_calls(self) -> Iterator[None]:
+        """Record the calls of modules that can run in tiles."""
         modules = [
             part
             for part in self._layer.modules()
             if part is not self._layer and is_worth_tiles(part) and not is_searched(part)
         ]
-        in_tiles = {part: functools.partial(self._in_tile, part, part.forward) for part in modules}
-        with patched_attribute("forward", in_tiles):
+        forwards = {
+            part: functools.partial(self._observed_call, part, part.forward) for part in modules
+        }
+        with patched_attribute("forward", forwards):
             yield
 
-    def _in_tile(
+    def _observed_call(
         self, part: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        alone = len(args) == 1 and not kwargs and args[0].shape[:-1] == self.hidden.shape[:-1]
-        if self._tile is not None or not alone:
+        is_token_wise = (
+            len(args) == 1 and not kwargs and args[0].shape[:-1] == self.hidden.shape[:-1]
+        )
+        if self._open_call is not None or not is_token_wise:
             return forward(*args, **kwargs)
         if args[0].requires_grad or any(p.requires_grad for p in part.parameters()):
             self._save_outside(args[0])
-        tile = self._tile = _Tiled(len(self._counter.products))
-        self._tile_needless = UnusedMatmulFinder(args[0], without_memory=True)
-        self._counter.trackers.append(self._tile_needless)
+        call = self._open_call = _TokenWiseCall(len(self._counter.matmuls))
+        self._open_call_finder = UnusedMatmulFinder(args[0], without_memory=True)
+        self._counter.trackers.append(self._open_call_finder)
         try:
             output = forward(*args)
         finally:
-            self._counter.trackers.remove(self._tile_needless)
-            self._tile = None
-        found = self._tile_needless.result()
-        tile.blank = () if found is None else found.blank
-        tile.end = len(self._counter.products)
-        self._tiles.append(tile)
+            self._counter.trackers.remove(self._open_call_finder)
+            self._open_call = None
+        found = self._open_call_finder.result()
+        call.unused = () if found is None else found.is_unused
+        call.end = len(self._counter.matmuls)
+        self._tile_calls.append(call)
         return output
 
     def _save_outside(self, tensor: Tensor) -> None:
         key = storage_key(tensor)
-        if key not in self._others:
-            self._outside.setdefault(key, tensor)
-        for tile in self._tiles:
-            tile.followed = True
+        if key not in self._not_activations:
+            self._saved_outside.setdefault(key, tensor)
+        for call in self._tile_calls:
+            call.is_output_needed = True
 
-    def _forward(self) -> Tensor:
+    def _run_forward(self) -> Tensor:
         context = ChunkContext(
             model=self._parts,
             layer=0,
-            end=self.keys.tokens,
-            kv=self.keys,
-            choose_backend=self.keys.choose_backend,
+            end=self.kv.tokens,
+            kv=self.kv,
+            choose_backend=self.kv.choose_backend,
             stash=self,
             states=self._states,
         )
         with (
             chunked_attention(context),
             saved_tensors_hooks(self._save, lambda packed: packed[0]),
-            self._watching_tiles(),
-            self._counter.watching(),
+            self._observing_tile_calls(),
+            self._counter.counting(),
         ):
             self._recorder.start()
             try:
@@ -770,68 +771,68 @@ class _Run:
         return out[0] if isinstance(out, tuple) else out
 
     def close(self) -> None:
-        """Lets go of what autograd holds.
+        """Release what autograd holds.
 
-        A result that an operation saves holds the operation, and no collector sees that circle:
-        without backward, which only one of two runs has, all of a run would stay.
+        An operation that saves its own result forms a cycle with it that the garbage collector does
+        not see, and only one of the two runs has a backward that would break it.
         """
         for packed in self._packed:
             packed.clear()
         vars(self).clear()
 
     def _save(self, tensor: Tensor) -> list[Tensor]:
-        self._recorder.saved(tensor)
-        self._needless.saved(tensor)
-        self._last_save = len(self._counter.products)
+        self._recorder.on_saved(tensor)
+        self._unused_finder.on_saved(tensor)
+        self._last_save = len(self._counter.matmuls)
         key = storage_key(tensor)
-        if key not in self._others and key not in self._saved:
-            self._saved[key] = tensor
-        if self._tile is None:
+        if key not in self._not_activations:
+            self._saved.setdefault(key, tensor)
+        if self._open_call is None:
             self._save_outside(tensor)
         else:
-            self._tile_needless.saved(tensor)
-            self._tile.last_save = self._last_save
-            if key not in self._others:
-                self._tile.saved.add(key)
+            self._open_call_finder.on_saved(tensor)
+            self._open_call.last_save = self._last_save
+            if key not in self._not_activations:
+                self._open_call.saved.add(key)
         self._packed.append([tensor])
         return self._packed[-1]
 
     def _saved_bytes(self, key: int | None) -> int:
-        return self._size(key, self._saved[key])
+        return self._num_bytes(key, self._saved[key])
 
-    def _size(self, key: int | None, tensor: Tensor) -> int:
+    def _num_bytes(self, key: int | None, tensor: Tensor) -> int:
         num_bytes = tensor.untyped_storage().nbytes() if key is not None else tensor.nbytes
-        return self._slices.get(key, num_bytes)
+        return self._argument_bytes.get(key, num_bytes)
 
     @property
     def states(self) -> States:
         return self._states.after
 
-    def graph_nodes(self) -> int:
-        """Counts the nodes of the graph that `forward` has left; before `backward_flops`."""
+    def num_graph_nodes(self) -> int:
+        """Nodes of the graph that `forward` has left; to be called before `backward_flops`."""
         ends = [x.grad_fn for x in (self._out, *self.states.values()) if x.grad_fn is not None]
         found: set[Any] = set(ends)
         while ends:
-            behind = {node for node, _ in ends.pop().next_functions if node is not None} - found
-            found |= behind
-            ends += behind
-        # Those of parameters there are once, for all chunks.
+            inputs = {node for node, _ in ends.pop().next_functions if node is not None} - found
+            found |= inputs
+            ends += inputs
+        # Nodes of parameters exist once for all chunks.
         return sum("AccumulateGrad" not in node.name() for node in found)
 
     def backward_flops(self) -> int:
-        """Runs the layer's backward and counts; after `forward`."""
+        """Run the layer's backward and return its FLOPs; to be called after `forward`."""
         given = tree_leaves((self._args, self._kwargs, list(self._layer.parameters())))
         leaves = [x for x in given if isinstance(x, Tensor) and x.requires_grad]
         if not (self._out.requires_grad and leaves):
             return 0
         counter = _FlopCounter(self._layer, self.hidden)
-        with counter.watching():
+        with counter.counting():
             torch.autograd.grad(self._out, leaves, torch.zeros_like(self._out), allow_unused=True)
-        return sum(product.flops for product in counter.products)
+        return sum(x.flops for x in counter.matmuls)
 
 
-class _Size:
-    """Stands for a product that is held."""
+class _HeldSize:
+    """Stands for a matmul output that the recorder holds, and knows its size only."""
 
     def __init__(self, _name: str, tensor: Tensor) -> None:
         self.nbytes = tensor.nbytes
@@ -846,80 +847,87 @@ class _Size:
         raise AssertionError("a traced layer is not recomputed")
 
     def drop(self) -> None:
-        """The product is replaced by a copy of the same size."""
+        """Do nothing: the output is replaced by a copy of the same size."""
 
 
-class _Product(NamedTuple):
-    """A matrix product (or a convolution) that ran."""
+class _Matmul(NamedTuple):
+    """A matmul (or a convolution) that ran."""
 
     flops: int
-    inputs: int
+    num_inputs: int
     """Elements of the factor over whose last dim it sums."""
-    thick: bool
-    trains: bool
-    """One factor is a weight that is trained, or made of one."""
-    is_inner_end: bool
-    """It is thick, and its result is as wide as the layer."""
-    adapted: int
-    """Elements of the result, if it is the second factor's of an adapter and not that wide."""
+    is_thick: bool
+    """See [Note: which products are kept] in `selective.py`."""
+    is_trained: bool
+    """Whether one factor is a trained weight, or made of one."""
+    is_down_projection: bool
+    """Whether it is thick and its output as wide as the layer."""
+    num_adapted: int
+    """Elements of the output of an adapter's second factor that is not as wide as the layer."""
     child: str | None
-    """The layer's child module in which it ran."""
+    """Name of the layer's child module in which it ran."""
 
 
-class _WatchedRecorder(SelectiveRecorder):
-    """A recorder that is told what runs by a `_FlopCounter`."""
+def _with_unused(
+    matmuls: Iterable[_Matmul], unused: Iterable[bool]
+) -> Iterator[tuple[_Matmul, bool]]:
+    """Pair matmuls with whether they need not be recomputed; `unused` is of thick ones only."""
+    answers = iter(unused)
+    for matmul in matmuls:
+        yield matmul, matmul.is_thick and next(answers, False)
+
+
+class _DrivenRecorder(SelectiveRecorder):
+    """A recorder that a `_FlopCounter` passes operations to, in place of a mode of its own."""
 
     def _begin(self) -> None:
-        """Torch is not to tell it."""
+        pass
 
     def _end(self) -> None:
-        """Likewise."""
+        pass
 
     def watch(
         self, run: RunOperation, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
-        watched = super().watch if self.is_running else _tell_nobody
-        return watched(run, func, args, kwargs)
-
-
-def _tell_nobody(run: RunOperation, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    return run(func, args, kwargs)
+        if not self.is_running:
+            return run(func, args, kwargs)
+        return super().watch(run, func, args, kwargs)
 
 
 class _FlopCounter(LightDispatchMode):
-    """Counts the matrix products of one layer, and tells others what runs.
+    """Lists the matmuls of one layer, and passes its operations to trackers.
 
-    One mode for all of them: torch takes as long to pass an operation on from mode to mode as they
-    take to look at it.
+    One mode does both, because torch takes as long to pass an operation from mode to mode as a
+    tracker needs for it.
     """
 
     def __init__(self, layer: nn.Module, hidden: Tensor, rank: int | None = None) -> None:
         super().__init__()
-        # Where the layer's input is fake, so is what it makes of nothing.
-        self._run = _run_fake if isinstance(hidden, FakeTensor) else run_operation
+        self._is_fake = isinstance(hidden, FakeTensor)
         self._rank = rank
         self._layer = layer
         self._width = hidden.shape[-1]
-        self.products: list[_Product] = []
+        self.matmuls: list[_Matmul] = []
         self.trackers: list[DependencyTracker] = []
         self.child: str | None = None
+        """Name of the layer's child module that runs."""
         self._weights = {storage_key(x): x.requires_grad for x in layer.parameters()}
-        """Memory of weights and of what is made of weights alone, and whether these are trained."""
+        """Whether weights, and tensors made of weights alone, are trained, by storage."""
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Counts what runs, and notes which child of the layer is running."""
+    def counting(self) -> Iterator[None]:
+        """Context in which operations are counted."""
 
-        def entered(name: str | None) -> Any:
+        def set_child(name: str | None) -> Any:
             return lambda *_: setattr(self, "child", name)
 
         handles: list[Any] = []
         for name, child in self._layer.named_children():
-            handles.append(child.register_forward_pre_hook(entered(name)))
-            handles.append(child.register_forward_hook(entered(None)))
-        fake = _fake_mode() if self._run is _run_fake else contextlib.nullcontext()
+            handles.append(child.register_forward_pre_hook(set_child(name)))
+            handles.append(child.register_forward_hook(set_child(None)))
         try:
-            with fake, self:
+            # In a fake layer, tensors that are made of nothing are fake as well.
+            with _fake_mode() if self._is_fake else contextlib.nullcontext(), self:
                 yield
         finally:
             for handle in handles:
@@ -933,50 +941,51 @@ class _FlopCounter(LightDispatchMode):
 
     def _count(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         op = operation(func)
-        out = self._run(func, args, kwargs)
+        out = (_run_fake if self._is_fake else run_operation)(func, args, kwargs)
         given = [self._weights.get(storage_key(x)) for x in tensors_in((*args, *kwargs.values()))]
-        made = any(given) if given and None not in given else None
+        made_of_weights = any(given) if given and None not in given else None
         for tensor in tensors_in((out,)):
-            if made is None:
+            if made_of_weights is None:
                 self._weights.pop(storage_key(tensor), None)
             else:
-                self._weights[storage_key(tensor)] = made
+                self._weights[storage_key(tensor)] = made_of_weights
         if op.left_factor is not None and len(args) > op.left_factor:
             left = args[op.left_factor]
-            thick = op.is_product(args, self._width)
-            second = self._rank is not None and any(given) and left.shape[-1] == self._rank
-            inner = second and out.shape[-1] not in (self._width, self._rank)
-            self.products.append(
-                _Product(
-                    flops=_product_flops(op.name, left, args[op.left_factor + 1], out),
-                    inputs=left.numel(),
-                    thick=thick,
-                    trains=any(given),
-                    is_inner_end=thick and out.shape[-1] == self._width,
+            is_thick = op.is_thick_matmul(args, self._width)
+            is_adapters = self._rank is not None and any(given) and left.shape[-1] == self._rank
+            is_adapted = is_adapters and out.shape[-1] not in (self._width, self._rank)
+            self.matmuls.append(
+                _Matmul(
+                    flops=_matmul_flops(op.name, left, args[op.left_factor + 1], out),
+                    num_inputs=left.numel(),
+                    is_thick=is_thick,
+                    is_trained=any(given),
+                    is_down_projection=is_thick and out.shape[-1] == self._width,
+                    num_adapted=out.numel() if is_adapted else 0,
                     child=self.child,
-                    adapted=out.numel() if inner else 0,
                 )
             )
         elif func._overloadpacket in flop_registry:
             flops = flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
-            self.products.append(_Product(flops, 0, False, any(given), False, 0, self.child))
+            self.matmuls.append(_Matmul(flops, 0, False, any(given), False, 0, self.child))
         return out
 
 
-def _product_flops(name: str, left: Tensor, right: Any, out: Tensor) -> int:
+def _matmul_flops(name: str, left: Tensor, right: Tensor, out: Tensor) -> int:
     if "grouped" in name and left.dim() == right.dim() == 2:
         # Gradients of weights: the groups are runs of the summed dim.
         return 2 * left.shape[0] * left.shape[1] * right.shape[1]
     return 2 * out.numel() * left.shape[-1]
 
 
-class _SeenKeys(LayerKV):
-    """A store that notes what attention is given."""
+class _ObservedKV(LayerKV):
+    """K/V of a layer that remember with which heads and window attention is called."""
 
-    def __init__(self, tokens: int, stored: dict[int | None, Tensor]) -> None:
+    def __init__(self, tokens: int, stored_keys: dict[int | None, Tensor]) -> None:
         super().__init__(((0, tokens),))
-        self._stored = stored
-        self.borrowed = False
+        self._stored_keys = stored_keys
+        self.is_borrowed = False
+        """Whether keys and values are those of an earlier layer."""
         self.tokens = tokens
         self.num_kv_heads = self.qk_head_size = self.v_head_size = 0
         self.window: int | None = None
@@ -988,24 +997,28 @@ class _SeenKeys(LayerKV):
 
     def choose_backend(self, requirement: AttentionSpec) -> Backend:
         self._gqa_ratio = requirement.gqa_ratio
-        return _NOTHING
+        return _NO_COMPUTE
 
     def put(self, chunk: int, k_BKCH: Tensor, v_BKCH: Tensor, *, keep: Keep | None = None) -> None:
         self.num_kv_heads, self.qk_head_size = k_BKCH.shape[1], k_BKCH.shape[-1]
         self.v_head_size = v_BKCH.shape[-1]
-        self.borrowed = storage_key(k_BKCH) in self._stored
-        self._stored[storage_key(k_BKCH)] = k_BKCH
+        self.is_borrowed = storage_key(k_BKCH) in self._stored_keys
+        self._stored_keys[storage_key(k_BKCH)] = k_BKCH
         super().put(chunk, k_BKCH, v_BKCH, keep=keep)
 
     def blocks(
-        self, pieces: tuple[AttentionSegment, ...], *, window: int | None, local: int | None = None
+        self,
+        segments: tuple[AttentionSegment, ...],
+        *,
+        window: int | None,
+        local: int | None = None,
     ) -> tuple[Block, ...]:
         self.window = local if window is None else window
-        return super().blocks(pieces, window=window, local=local)
+        return super().blocks(segments, window=window, local=local)
 
 
-class _Nothing(Backend):
-    """Attends without computing: results of the right shapes."""
+class _NoCompute(Backend):
+    """Attention that returns zeros of the right shapes."""
 
     name = "nothing"
 
@@ -1025,7 +1038,7 @@ class _Nothing(Backend):
         lse_BNC = q_BNCH.new_zeros(rows, heads, tokens, dtype=sums)
         size = v_BKTH.shape[-1]
         if q_BNCH.is_contiguous():
-            # The CPU's kernel and cuDNN's lay their output out as the queries are.
+            # The CPU's kernel and cuDNN's lay out their output like the queries.
             return AttentionOutput(q_BNCH.new_zeros(rows, heads, tokens, size), lse_BNC)
         return AttentionOutput(q_BNCH.new_zeros(rows, tokens, heads, size).transpose(1, 2), lse_BNC)
 
@@ -1037,4 +1050,4 @@ class _Nothing(Backend):
         )
 
 
-_NOTHING = _Nothing()
+_NO_COMPUTE = _NoCompute()

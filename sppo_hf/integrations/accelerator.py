@@ -122,7 +122,7 @@ class SPPOAccelerator(Accelerator):
         self._convert(model, evaluation_mode)
         engine = get_engine(extract_model_from_parallel(model))
         if isinstance(engine, PipelineEngine):
-            engine.reduces = lambda: self.sync_gradients
+            engine.syncs_gradients = lambda: self.sync_gradients
             engine.loss_scaler = self.scaler
             # Without DDP, which would average the gradients of different stages: the pipeline
             # reduces gradients over replicas itself. Accelerate wraps no model in evaluation mode.

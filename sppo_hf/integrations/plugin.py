@@ -44,7 +44,7 @@ from sppo_hf.integrations.validation import (
 from sppo_hf.pipeline.convert import launch_watchdog, load_model_stages
 from sppo_hf.pipeline.mesh import check_nodes, check_world
 from sppo_hf.pipeline.watchdog import watch_launch_when_joined
-from sppo_hf.planning.machine import connect_all_streams
+from sppo_hf.planning.machine import set_max_connections
 from sppo_hf.rules import show
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class SPPOPlugin(ParallelismConfig):
         self._given_sizes = dict(self._sizes)
         self._make_observers()
         if not torch.cuda.is_initialized():  # CUDA reads the variable once, when it starts
-            connect_all_streams(os.environ)
+            set_max_connections(os.environ)
         if self.config.sharing_ranks > 1:
             watch_launch_when_joined(self.config.pp_timeout_seconds)
 

@@ -1,7 +1,32 @@
-"""Agreement: ranks that share a batch see that they are about to run the same step.
+"""Agreement: ranks that share a batch check that they are about to run the same step.
 
 Ranks that run different steps would wait for messages that never come. A few numbers on the CPU, a
 fraction of a millisecond, turn that into an error that says what differs.
+
+[Note: who may raise when]
+A rank that raises while others wait in a collective for it leaves them waiting until a timeout. So
+for each part of a call there is a rule:
+
+1. *What all ranks see alike* (a batch without labels, a setting) every rank refuses by itself,
+   before the first collective of the call.
+2. *What only one rank may see* before the step (its budget, its memory, adapters in its stages, a
+   kernel that fails) is raised at a collective. Ranks never exchange a value that was made before:
+   they exchange the making of it (`make_on_all_ranks`, `make_on_first_rank`). Whatever that raises,
+   all ranks are told by the same collective, and all raise. The last such collective of a step is
+   `gather_refusals`, so `PipelineEngine._prepare` collects an exception of any part of the
+   preparation and passes it on there.
+   The number and order of collectives must be the same on all ranks up to that point. A function
+   that has one after a condition may depend only on what all ranks have alike: settings, shapes,
+   and what earlier collectives returned.
+3. *What is refused by all ranks before anything of the step was sent* is nobody's failure: every
+   rank raises, no process ends, and a script may catch the error and go on with the next batch.
+   Caches must be the same on all ranks afterwards, so values are cached after the last collective
+   that makes them.
+4. *Whatever a rank raises later*, in the middle of the schedule, ends all ranks: the watchdog tells
+   the others (`Watchdog.reporting_failures`), whose pending messages then fail.
+5. *An error of a connection* is never a refusal, because a collective that failed cannot tell
+   others anything. It is raised at once, and the watchdog replaces it by an error that names the
+   rank that was lost (`Watchdog.collective_section`).
 """
 
 from __future__ import annotations
@@ -22,7 +47,7 @@ from sppo_hf.errors import PipelineError, SPPOError
 from sppo_hf.pipeline.mesh import PipelineMesh
 
 ValueT = TypeVar("ValueT")
-SaidT = TypeVar("SaidT")
+SharedT = TypeVar("SharedT")
 
 _SHARED_SETTINGS = (
     *("num_chunks", "chunk_lengths", "chunk_tokens", "partition", "micro_batch_size"),
@@ -32,9 +57,9 @@ _SHARED_SETTINGS = (
 
 
 def call_facts(call: ForwardCall, config: SPPOConfig) -> dict[str, int]:
-    """Numbers of a call that all ranks that share its batch must have alike, for `agree`.
+    """Return numbers of a call that must be equal on all ranks that share its batch, by name.
 
-    With the layout, the only read from the device before the first chunk.
+    Beside the layout this is the only read from the device before the first chunk.
     """
     ids, labels = call.tokens.get("input_ids"), call.shift_labels
     return {
@@ -48,16 +73,18 @@ def call_facts(call: ForwardCall, config: SPPOConfig) -> dict[str, int]:
 
 
 def settings_checksum(config: SPPOConfig) -> int:
-    """A number for the settings that all ranks that share a batch must have alike."""
+    """Return a checksum of the settings that must be equal on all ranks that share a batch."""
     settings = config.to_dict()
     text = json.dumps([settings[name] for name in _SHARED_SETTINGS])
     return zlib.crc32(text.encode())
 
 
-def agree(mesh: PipelineMesh, facts: Mapping[str, int], *own: int) -> list[tuple[int, ...]]:
+def check_agreement(
+    mesh: PipelineMesh, facts: Mapping[str, int], *own: int
+) -> list[tuple[int, ...]]:
     """Compare numbers over the ranks that share a batch; each calls this before every step.
 
-    `facts` have the same names on all ranks, and `own`, which may differ, are as many.
+    `facts` have the same names on all ranks; of `own`, which may differ, each has as many.
 
     Returns:
         Each rank's `own`.
@@ -65,88 +92,95 @@ def agree(mesh: PipelineMesh, facts: Mapping[str, int], *own: int) -> list[tuple
     Raises:
         PipelineError: Facts differ; names them, the ranks and their numbers.
     """
-    mine = torch.tensor([*facts.values(), *own])
-    others = [torch.empty_like(mine) for _ in mesh.sharing_ranks]
-    dist.all_gather(others, mine, group=mesh.control_group)
-    numbers = [tuple(other.tolist()) for other in others]
-    for rank, other in zip(mesh.sharing_ranks, numbers, strict=True):
-        differ = [
-            f"{name} ({theirs} on rank {rank}, {ours} on rank {mesh.rank})"
-            for (name, ours), theirs in zip(facts.items(), other, strict=False)
-            if ours != theirs
+    local = torch.tensor([*facts.values(), *own])
+    gathered = [torch.empty_like(local) for _ in mesh.sharing_ranks]
+    dist.all_gather(gathered, local, group=mesh.control_group)
+    by_rank = [tuple(numbers.tolist()) for numbers in gathered]
+    for rank, numbers in zip(mesh.sharing_ranks, by_rank, strict=True):
+        differences = [
+            f"{name} ({number} on rank {rank}, {local_number} on rank {mesh.rank})"
+            for (name, local_number), number in zip(facts.items(), numbers, strict=False)
+            if local_number != number
         ]
-        if differ:
+        if differences:
             raise PipelineError(
-                f"ranks that share a batch are about to run different steps: {', '.join(differ)}. "
+                "ranks that share a batch are about to run different steps: "
+                f"{', '.join(differences)}. "
                 "All of them must get the same batches and settings, and train the same "
                 "parameters. Remedy: prepare the data loader by the Accelerator, shuffle with the "
                 "same seed, start all ranks with the same settings file, and freeze and unfreeze "
                 "on all of them alike."
             )
-    return [other[len(facts) :] for other in numbers]
+    return [numbers[len(facts) :] for numbers in by_rank]
 
 
 def all_true(value: bool, *groups: Any) -> bool:
-    """Whether all ranks of some groups (None is none) say so; all ask at the same moments."""
-    answer = torch.tensor(int(value))
+    """Return whether `value` is true on all ranks of the groups, of which None has no others.
+
+    A collective: all ranks call this at the same moment.
+    """
+    smallest = torch.tensor(int(value))
     for group in groups:
         if group is not None:
-            dist.all_reduce(answer, op=dist.ReduceOp.MIN, group=group)
-    return bool(answer)
+            dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=group)
+    return bool(smallest)
 
 
-def refused(
+def gather_refusals(
     mesh: PipelineMesh,
     refusal: Exception | None,
     *,
-    summed: Mapping[str, nn.Parameter] | None,
+    averaged: Mapping[str, nn.Parameter] | None,
 ) -> list[str]:
-    """Whether any rank cannot run the step that all are about to run; every rank calls this.
+    """Gather why ranks cannot run the step that all are about to run; every rank calls this.
 
     Args:
         mesh: The ranks.
         refusal: Why this rank cannot; None if it can.
-        summed: By name, the parameters of which the step sums gradients over replicas; None where
-            it sums none. The other replicas, who wait for this one's, are asked too, and all refuse
-            where replicas train different ones: they would sum what is of different parameters.
+        averaged: By name, the parameters whose gradients the step averages over replicas; None
+            where it averages none. The other replicas, who wait for this one's gradients, are asked
+            too, and all refuse where replicas train different parameters: they would add gradients
+            of different ones.
 
     Returns:
-        The reasons of the ranks that cannot, by rank.
+        The refusing ranks' reasons; empty if all ranks can run it.
     """
-    # Through the replicas of a stage first: then the other stages hear what they have found.
-    refuses, apart = int(refusal is not None), False
-    if summed is not None:
-        number = zlib.crc32(trainable_mask(summed.values()))
-        most = torch.tensor([refuses, number, -number])
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=mesh.replica_control_group)
-        refuses, largest, smallest = most[0].item(), most[1].item(), -most[2].item()
-        apart = largest != smallest
-    answer = torch.tensor(int(refuses or apart))
-    dist.all_reduce(answer, op=dist.ReduceOp.MAX, group=mesh.control_group)
-    if not answer.item():
+    # The replicas of a stage first: then the other stages hear what they have found.
+    refuses, trained_differ = int(refusal is not None), False
+    if averaged is not None:
+        checksum = zlib.crc32(trainable_mask(averaged.values()))
+        largest = torch.tensor([refuses, checksum, -checksum])
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=mesh.replica_control_group)
+        refuses = largest[0].item()
+        trained_differ = largest[1].item() != -largest[2].item()
+    any_refuses = torch.tensor(int(refuses or trained_differ))
+    dist.all_reduce(any_refuses, op=dist.ReduceOp.MAX, group=mesh.control_group)
+    if not any_refuses.item():
         return []
-    said = [] if refusal is None else [_words(refusal)]
-    if summed is not None:
-        trained = {name for name, parameter in summed.items() if parameter.requires_grad}
-        everyones = _said_by_all((said, trained if apart else set()), mesh.replica_control_group)
-        said = [words for part, _ in everyones.values() for words in part]
-        if apart:
-            said.append(_differ({rank: trained for rank, (_, trained) in everyones.items()}))
-    parts = _said_by_all(said, mesh.control_group).values()
-    return sorted({words for part in parts for words in part})
+    reasons = [] if refusal is None else [_reason(refusal)]
+    if averaged is not None:
+        trained = {name for name, parameter in averaged.items() if parameter.requires_grad}
+        by_rank = _gather(
+            (reasons, trained if trained_differ else set()), mesh.replica_control_group
+        )
+        reasons = [reason for part, _ in by_rank.values() for reason in part]
+        if trained_differ:
+            reasons.append(_describe_trained({rank: names for rank, (_, names) in by_rank.items()}))
+    parts = _gather(reasons, mesh.control_group).values()
+    return sorted({reason for part in parts for reason in part})
 
 
-def _said_by_all(said: SaidT, group: Any) -> dict[int, SaidT]:
-    """By rank of a group, what each says."""
-    answers: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(answers, said, group=group)
-    return {dist.get_global_rank(group, at): answer for at, answer in enumerate(answers)}
+def _gather(value: SharedT, group: Any) -> dict[int, SharedT]:
+    """Gather a picklable value over a group; returns the values by global rank."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return {dist.get_global_rank(group, at): value for at, value in enumerate(values)}
 
 
-def _differ(trained: Mapping[int, set[str]]) -> str:
-    """Which parameters do not train on all ranks that hold them."""
-    somewhere = set[str]().union(*trained.values())
-    names = sorted(name for name in somewhere if not all(name in one for one in trained.values()))
+def _describe_trained(trained: Mapping[int, set[str]]) -> str:
+    """Say which parameters do not train on all ranks that hold them, by names per rank."""
+    anywhere = set[str]().union(*trained.values())
+    names = sorted(name for name in anywhere if not all(name in one for one in trained.values()))
     train = [str(rank) for rank, one in trained.items() if names[0] in one]
     frozen = [str(rank) for rank, one in trained.items() if names[0] not in one]
     more = f", and {len(names) - 1} more differ" if len(names) > 1 else ""
@@ -158,83 +192,82 @@ def _differ(trained: Mapping[int, set[str]]) -> str:
     )
 
 
-# [Note: nobody waits for a rank that refuses] What one rank cannot make it raises while the others
-# wait for what it says of it. So ranks never exchange a value that was made before, but its making:
-# whatever that raises, all are told at the same place, and all raise.
-
-
 def make_on_first_rank(mesh: PipelineMesh, make: Callable[[], ValueT]) -> ValueT:
-    """What the first rank that shares a batch makes of a value that all ranks must have alike.
+    """Make a value on the first rank that shares a batch, and return it on all of them.
 
-    Settings and model are the same everywhere, but not what a rank sees of the model: adapters on
-    some stages only, say, would balance chunks differently. The value can be pickled. `make` is
-    called on the first rank alone.
+    For values that must be equal on all ranks although these see different parts of the model:
+    adapters on some stages only, say, would balance chunks differently. The value can be pickled.
+    `make` is called on the first rank alone; see [Note: who may raise when].
 
     Raises:
-        Exception: What `make` raised there; on other ranks, if it is none of ours, PipelineError.
+        Exception: What `make` raised there; on other ranks, unless it is an SPPOError,
+            PipelineError.
     """
-    box: list[Any] = [None, None]
+    shared: list[Any] = [None, None]
+    """The value, and the exception that other ranks raise."""
     refusal: Exception | None = None
     if mesh.rank == mesh.sharing_ranks[0]:
         try:
-            box[0] = make()
+            shared[0] = make()
         except Exception as error:  # noqa: BLE001 (raised below, when the others have heard)
             refusal = error
-            box[1] = PipelineError(refusal_message([_words(error)]))
+            shared[1] = PipelineError(refusal_message([_reason(error)]))
             if isinstance(error, SPPOError):
-                box[1] = type(error)(*error.args)
-    dist.broadcast_object_list(box, mesh.sharing_ranks[0], group=mesh.control_group)
-    value, told = box
-    if told is not None:
-        raise told if refusal is None else refusal
+                shared[1] = type(error)(*error.args)
+    dist.broadcast_object_list(shared, mesh.sharing_ranks[0], group=mesh.control_group)
+    value, exception = shared
+    if exception is not None:
+        raise exception if refusal is None else refusal
     return value
 
 
-def all_say(mesh: PipelineMesh, make: Callable[[], ValueT]) -> list[ValueT]:
-    """What each rank of the pipeline makes, first to last; all of them call this at once.
+def make_and_gather(mesh: PipelineMesh, make: Callable[[], ValueT]) -> list[ValueT]:
+    """Make a value on each rank of the pipeline and return all of them, first to last rank.
 
-    The values can be pickled.
+    All ranks call this at once; the values can be pickled.
 
     Raises:
         Exception: What `make` raised here.
         PipelineError: It raised on another rank.
     """
-    return make_on_all_ranks(make, mesh.control_group, say=lambda made: made)[1]
+    return make_on_all_ranks(make, mesh.control_group, share=lambda made: made)[1]
 
 
 def make_on_all_ranks(
-    make: Callable[[], ValueT], group: Any, *, say: Callable[[ValueT], SaidT]
-) -> tuple[ValueT, list[SaidT]]:
-    """Let every rank of a group make a value, and hear what each `say`s of its own.
+    make: Callable[[], ValueT], group: Any, *, share: Callable[[ValueT], SharedT]
+) -> tuple[ValueT, list[SharedT]]:
+    """Make a value on each rank of a group; see [Note: who may raise when].
 
-    What is said can be pickled.
+    Returns:
+        This rank's value, and what `share` returned for each rank's, which can be pickled.
 
     Raises:
-        Exception: What `make` or `say` raised here.
+        Exception: What `make` or `share` raised here.
         PipelineError: One of them raised on another rank.
     """
     refusal: Exception | None = None
-    said: tuple[Any, str] = None, ""
+    shared: tuple[Any, str] = None, ""
+    """What `share` returned, and why it could not, if so."""
     made: Any = None
     try:
         made = make()
-        said = say(made), ""
+        shared = share(made), ""
     except Exception as error:  # noqa: BLE001 (raised below, when the others have heard)
         refusal = error
-        said = None, _words(error)
-    answers = _said_by_all(said, group).values()
+        shared = None, _reason(error)
+    by_rank = _gather(shared, group).values()
     if refusal is not None:
         raise refusal
-    words = [words for _, words in answers if words]
-    if words:
-        raise PipelineError(refusal_message(words))
-    return made, [answer for answer, _ in answers]
+    reasons = [reason for _, reason in by_rank if reason]
+    if reasons:
+        raise PipelineError(refusal_message(reasons))
+    return made, [value for value, _ in by_rank]
 
 
-def refusal_message(said: list[str]) -> str:
-    """Why a batch is not run, by what the ranks that refuse it said."""
-    return f"This batch is run by no rank, because {'; '.join(said)}"
+def refusal_message(reasons: list[str]) -> str:
+    """Say that no rank runs a batch, and why."""
+    return f"This batch is run by no rank, because {'; '.join(reasons)}"
 
 
-def _words(refusal: Exception) -> str:
+def _reason(refusal: Exception) -> str:
     return f"rank {dist.get_rank()} refuses it: {type(refusal).__name__}: {refusal}"

@@ -31,8 +31,8 @@ from sppo_hf.schedule.actions import (
     KIND_NAMES,
     Action,
     Kind,
-    is_stream,
-    stream_way,
+    is_kv_copy,
+    kv_copy_pass,
 )
 from sppo_hf.schedule.measured_timeline import ActionRecord
 from sppo_hf.schedule.messages import SENDS
@@ -40,26 +40,28 @@ from sppo_hf.schedule.schedule import Schedule
 
 
 class Transport:
-    """The messages of one step, of one rank."""
+    """Point-to-point messages of one rank in one step; see [Note: messages]."""
 
     def __init__(self, mesh: PipelineMesh) -> None:
         self._mesh = mesh
-        self._sending: list[tuple[Any, Tensor]] = []
-        self._coming: dict[Hashable, tuple[Any, Tensor]] = {}
+        self._sends: list[tuple[Any, Tensor]] = []
+        """Running sends: c10d Work, and the tensor that it reads."""
+        self._receives: dict[Hashable, tuple[Any, Tensor]] = {}
+        """By key, receives not yet taken: c10d Work, and the buffer that it fills."""
 
     @property
     def device(self) -> torch.device:
-        """Where messages arrive."""
+        """Device that messages are received on."""
         return self._mesh.device
 
     def send(self, tensor: Tensor, target: int) -> None:
-        """Start sending to a rank of the pipeline; the tensor must not be written to any more."""
-        # Gloo says so only when it is waited for; there, sent tensors stay until the step's end.
-        self._sending = [(work, x) for work, x in self._sending if not work.is_completed()]
+        """Start sending to a rank of the pipeline; the tensor must not be written to afterwards."""
+        # Gloo reports completion only to `wait`, so it keeps sent tensors until the step ends.
+        self._sends = [(work, x) for work, x in self._sends if not work.is_completed()]
         tensor = tensor.detach().contiguous()
         group = self._mesh.links[self._mesh.pp_rank, target]
         work = dist.isend(tensor, self._mesh.world_rank(target), group=group)
-        self._sending.append((work, tensor))
+        self._sends.append((work, tensor))
 
     def receive(
         self, key: Hashable, shape: tuple[int, ...], dtype: torch.dtype, source: int
@@ -68,35 +70,35 @@ class Transport:
         buffer = torch.empty(shape, dtype=dtype, device=self._mesh.device)
         group = self._mesh.links[source, self._mesh.pp_rank]
         work = dist.irecv(buffer, self._mesh.world_rank(source), group=group)
-        self._coming[key] = (work, buffer)
+        self._receives[key] = (work, buffer)
 
     def take(self, key: Hashable) -> Tensor:
-        """The message of `key`, once it is here.
+        """Wait for the message of `key` and return it.
 
         Raises:
-            PipelineError: Nobody started to receive it: the schedule is wrong.
+            PipelineError: Its receive was not started: the schedule is wrong.
         """
-        if key not in self._coming:
+        if key not in self._receives:
             raise PipelineError(f"{key} is needed before its receive was started.")
-        work, buffer = self._coming.pop(key)
+        work, buffer = self._receives.pop(key)
         work.wait()
         return buffer
 
     def finish(self) -> None:
-        """Wait until everything has been sent.
+        """Wait for all sends.
 
         Raises:
-            PipelineError: Something came that nobody took.
+            PipelineError: A message was received and not taken.
         """
-        for work, _ in self._sending:
+        for work, _ in self._sends:
             work.wait()
-        self._sending.clear()
-        if self._coming:
-            raise PipelineError(f"received and never used: {sorted(map(str, self._coming))}.")
+        self._sends.clear()
+        if self._receives:
+            raise PipelineError(f"received and never used: {sorted(map(str, self._receives))}.")
 
 
 class UnitMarks(NamedTuple):
-    """A unit that ran, between two marks in the device's work."""
+    """A unit that ran, between two marks on the device's stream."""
 
     action: Action
     begin: Mark
@@ -114,38 +116,40 @@ class Executor:
     runner: StageRunner
     transport: Transport
     _: KW_ONLY
-    shapes: Callable[[int, int], tuple[int, ...]]
-    """Returns the shape of a unit's message to a stage, `[B, C, W]`; its gradient has the same."""
+    message_shape: Callable[[int, int], tuple[int, ...]]
+    """Returns the shape `[B, C, W]` of a unit's message to a stage; its gradient has the same."""
     dtype: torch.dtype
-    """Of the messages."""
+    """Dtype of the messages."""
     scale: Tensor
     """Gradient of the loss's sum, `[]`."""
     reduce: Callable[[int], None]
-    """Starts reducing a stage's gradients over replicas."""
+    """Starts averaging a stage's gradients over replicas."""
     on_action: Callable[[Action, str], None]
-    """Is told before each action, which it is and in words."""
+    """Called before each action, with its description."""
     shared: SharedUnits | None = None
-    """What goes in and out where ranks share units; None where none do."""
+    """Inputs and outputs where ranks share units; None where they do not."""
 
     def __post_init__(self) -> None:
         self._outbox: dict[tuple[Kind, int, int], Tensor] = {}
+        """By kind of send, stage and unit, outputs that are not sent yet."""
         self._last_stage = self.schedule.num_stages - 1
         self._ready_seconds = 0.0
+        """When the running action had its inputs, by `time.perf_counter()`."""
         self._device = self.scale.device
         self._ready = Mark(self._device)
         self.units: list[UnitMarks] = []
-        """When each unit ran by the device's clock, known once the device has passed the last."""
+        """Units that ran, timed by the device's clock once it has passed the last mark."""
         self._handlers: dict[Kind, Callable[[Action], None]] = {
             "F": self._forward,
             "B": self._backward,
             "I": self._backward,
-            "W": self._weights,
-            "D": lambda action: self.runner.settle(*self._place(action)),
+            "W": lambda action: self.runner.backward_weights(*self._place(action)),
+            "D": lambda action: self.runner.offload(*self._place(action)),
             "H": lambda action: self.runner.prefetch(*self._place(action)),
             "S": self._store,
             "L": self._load,
             "K": lambda action: self.runner.begin_stream(
-                *self._place(action), backward=stream_way(action) == 1
+                *self._place(action), backward=kv_copy_pass(action) == 1
             ),
             "O": lambda action: self.runner.end_stream(*self._place(action)),
             "SEND_F": lambda action: self._send(action, action.stage + 1),
@@ -162,34 +166,34 @@ class Executor:
         """Carry out all actions.
 
         Returns:
-            What was done and when, in order.
+            The actions with their times, in order.
 
         Raises:
-            PipelineError: The schedule is wrong. Whatever an action raises is passed on as it is;
+            PipelineError: The schedule is wrong. Whatever an action raises is passed on unchanged;
                 `on_action` was told which one it is.
         """
-        done: list[ActionRecord] = []
+        records: list[ActionRecord] = []
         for step, action in enumerate(self.schedule.ranks[self.rank]):
             start = self._ready_seconds = time.perf_counter()
-            computes = action.kind in COMPUTE_KINDS
-            if computes:
+            is_compute = action.kind in COMPUTE_KINDS
+            if is_compute:
                 self._ready = Mark(self._device)
-            self.on_action(action, f"action {step} ({self._say(action)})")
+            self.on_action(action, f"action {step} ({self._describe(action)})")
             with record_function(f"sppo/{action}"):
                 self._handlers[action.kind](action)
-            if computes:
+            if is_compute:
                 self.units.append(UnitMarks(action, self._ready, Mark(self._device)))
-            done.append(ActionRecord(action, start, time.perf_counter(), self._ready_seconds))
+            records.append(ActionRecord(action, start, time.perf_counter(), self._ready_seconds))
         self.transport.finish()
-        taken = not self._outbox and (self.shared is None or self.shared.finished())
-        if not taken or not self.runner.finished():
+        sent = not self._outbox and (self.shared is None or self.shared.is_finished)
+        if not sent or not self.runner.is_finished:
             raise PipelineError(
                 f"rank {self.rank} of the pipeline has work left after its last action. The "
                 "schedule is wrong."
             )
-        return done
+        return records
 
-    def _say(self, action: Action) -> str:
+    def _describe(self, action: Action) -> str:
         chunk, micro_batch = self.schedule.chunk(action), self.schedule.micro_batch(action)
         return (
             f"{action}: {KIND_NAMES[action.kind]} of stage {action.stage}, micro-batch "
@@ -199,76 +203,73 @@ class Executor:
     def _place(self, action: Action) -> tuple[int, int, int]:
         return action.stage, self.schedule.micro_batch(action), self.schedule.chunk(action)
 
+    # -- units -------------------------------------------------------------------------------
+
     def _forward(self, action: Action) -> None:
-        self._start(action)
-        received = self._take("RECV_F", action) if action.stage > 0 else None
-        self._begin(action)
-        given = self.runner.forward(*self._place(action), received)
-        if given is not None:
-            if given.dtype != self.dtype:
+        if self.shared is not None:
+            self.shared.start_prefetch(action)
+        received = self._take_input("RECV_F", action) if action.stage > 0 else None
+        self._wait_for_shared(action)
+        output = self.runner.forward(*self._place(action), received)
+        if output is not None:
+            if output.dtype != self.dtype:
                 raise PipelineError(
-                    f"stage {action.stage} gives on hidden states in {given.dtype}, the next one "
+                    f"stage {action.stage} returns hidden states in {output.dtype}, the next one "
                     f"expects {self.dtype}, the model's own. Train this model with pp_size=1."
                 )
-            self._put("SEND_F", action, given)
+            self._put_output("SEND_F", action, output)
         if self.shared is not None:
-            self.shared.end(action)
+            self.shared.finish_unit(action)
 
     def _backward(self, action: Action) -> None:
-        self._start(action)
+        if self.shared is not None:
+            self.shared.start_prefetch(action)
         self.runner.before_backward()
-        grad = self._take("RECV_B", action) if action.stage < self._last_stage else None
-        self._begin(action)
-        given = self.runner.backward(*self._place(action), grad, scale=self.scale)
-        if given is not None:
-            self._put("SEND_B", action, given)
+        grad = self._take_input("RECV_B", action) if action.stage < self._last_stage else None
+        self._wait_for_shared(action)
+        input_grad = self.runner.backward(*self._place(action), grad, scale=self.scale)
+        if input_grad is not None:
+            self._put_output("SEND_B", action, input_grad)
         if self.shared is not None:
-            self.shared.end(action)
+            self.shared.finish_unit(action)
 
-    def _weights(self, action: Action) -> None:
-        self.runner.weights(*self._place(action))
-
-    def _start(self, action: Action) -> None:
-        """A unit comes next, whatever it still waits for."""
+    def _wait_for_shared(self, action: Action) -> None:
         if self.shared is not None:
-            self.shared.start(action)
+            self.shared.wait_for_inputs(action)
+            self._mark_ready()
 
-    def _begin(self, action: Action) -> None:
-        """What a unit needs besides what neighbours give it is here, where units are shared."""
+    def _take_input(self, kind: Kind, action: Action) -> Tensor:
         if self.shared is not None:
-            self.shared.begin(action)
-            self._note_ready()
+            stage = action.stage + (-1 if kind == "RECV_F" else 1)
+            return self.shared.take_input(action, stage)
+        tensor = self.transport.take(Action(kind, action.stage, action.unit))
+        self._mark_ready()
+        return tensor
+
+    def _mark_ready(self) -> None:
+        # Waiting for inputs is not part of the unit's own seconds.
+        self._ready_seconds = time.perf_counter()
+        self._ready = Mark(self._device)
+
+    def _put_output(self, kind: Kind, action: Action, output: Tensor) -> None:
+        if self.shared is not None:
+            self.shared.put_output(action, output)
+        else:
+            self._outbox[kind, action.stage, action.unit] = output
+
+    # -- copies and messages -----------------------------------------------------------------
 
     def _store(self, action: Action) -> None:
-        if is_stream(action):
+        if is_kv_copy(action):
             self.runner.end_stream(*self._place(action))
         else:
             self.runner.store(*self._place(action))
 
     def _load(self, action: Action) -> None:
-        if is_stream(action):
-            self.runner.begin_stream(*self._place(action), backward=stream_way(action) == 2)
+        if is_kv_copy(action):
+            self.runner.begin_stream(*self._place(action), backward=kv_copy_pass(action) == 2)
         else:
             self.runner.load(*self._place(action))
-
-    def _take(self, kind: Kind, action: Action) -> Tensor:
-        if self.shared is not None:
-            stage = action.stage + (-1 if kind == "RECV_F" else 1)
-            return self.shared.take(action, stage)
-        tensor = self.transport.take(Action(kind, action.stage, action.unit))
-        self._note_ready()
-        return tensor
-
-    def _note_ready(self) -> None:
-        # What was waited is no part of the unit's own seconds.
-        self._ready_seconds = time.perf_counter()
-        self._ready = Mark(self._device)
-
-    def _put(self, kind: Kind, action: Action, given: Tensor) -> None:
-        if self.shared is not None:
-            self.shared.put(action, given)
-        else:
-            self._outbox[kind, action.stage, action.unit] = given
 
     def _send(self, action: Action, stage: int) -> None:
         tensor = self._outbox.pop((action.kind, action.stage, action.unit))
@@ -277,7 +278,7 @@ class Executor:
     def _receive(self, action: Action, stage: int) -> None:
         self.transport.receive(
             action,
-            self.shapes(action.unit, max(stage, action.stage)),
+            self.message_shape(action.unit, max(stage, action.stage)),
             self.dtype,
             self.schedule.stage_ranks[stage],
         )

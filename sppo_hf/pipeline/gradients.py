@@ -1,22 +1,22 @@
-"""Gradients of a pipeline's step: held back until `loss.backward()`, reduced over replicas.
+"""Gradients of a pipeline's step: held back until `loss.backward()`, averaged over replicas.
 
-A pipeline computes gradients inside `forward`, at the scale that the last `loss.backward()` had.
-The loss's own backward gives them to autograd as gradients of the parameters, multiplied by what
-that scale has changed by (nothing, almost always). So a loss that is never run backward leaves no
-trace, gradients accumulate as always, hooks on parameters run once and see a parameter's whole
-gradient, and a gradient scaler may change its mind between steps.
+A pipeline computes gradients inside `forward`, for the gradient of the loss that the last
+`loss.backward()` had. The loss's own backward gives them to autograd as gradients of the
+parameters, multiplied by what the loss's gradient has changed by (almost always 1). So a loss that
+is never run backward leaves no trace, gradients accumulate as always, hooks on parameters run once
+and see a parameter's whole gradient, and a gradient scaler may change its scale between steps.
 
-[Note: what is reduced]
+[Note: what is averaged]
 With replicas, gradients are averaged over them once per optimizer step, as DistributedDataParallel
-does, and while the schedule still runs. What earlier micro-steps have left in `.grad` is in the
-sum, so that it travels once, and the average becomes `.grad` without autograd. This takes for
-granted that nobody touches `.grad` between forward and backward, that the loss's gradient is what
-it was the last time, and that no hook waits for a gradient, on all replicas. Where that turns out
-wrong (`zero_grad` in between, two forwards before a backward, a loss that each replica weighs
-differently, a hook), what was reduced is dropped, and what is in `.grad` when backward has ended is
-averaged instead: exact too, without the overlap. Replicas agree on which. As under
-DistributedDataParallel, hooks see the replica's own gradient; post-accumulate hooks, which may want
-to step an optimizer with it, are refused therefore.
+does, and while the schedule still runs. What earlier micro-steps left in `.grad` is added before,
+so that it is sent once, and the average becomes `.grad` without autograd. This assumes, on all
+replicas, that nobody changes `.grad` between forward and backward, that the loss's gradient is what
+it was the last time, and that no parameter has hooks. Where that turns out wrong (`zero_grad` in
+between, two forwards before a backward, a loss that each replica weighs differently, a hook), the
+averages are dropped, and what is in `.grad` when backward has ended is averaged instead: exact too,
+without the overlap. Replicas agree on which of both they do. As under DistributedDataParallel,
+hooks see the replica's own gradient; post-accumulate hooks, which may want to step an optimizer
+with it, are refused therefore.
 """
 
 from __future__ import annotations
@@ -34,60 +34,61 @@ from sppo_hf.errors import ConfigError, SPPOError
 from sppo_hf.pipeline.agreement import all_true
 
 BUCKET_BYTES = 64 * 2**20
-"""Bytes that are reduced at a time: large enough for a link's full speed."""
+"""Bytes per collective: large enough for a link's full speed."""
 
 
 class StepGradients:
-    """The gradients of one forward, of all trained parameters of this rank."""
+    """The gradients that one forward computes for all trained parameters of this rank."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Set aside what `.grad` holds: from here to `take` it collects this step's gradients."""
+        """Set aside what `.grad` holds: until `collect`, it holds this step's gradients only."""
         self._parameters = [p for p in parameters if p.requires_grad]
         self._earlier = [p.grad for p in self._parameters]
+        """What `.grad` held when forward began."""
         self._versions = [_version(grad) for grad in self._earlier]
         self._own: list[Tensor | None] = []
-        self._reduced: dict[int, Tensor] = {}
+        """This step's gradients, once they were collected."""
+        self._averages: dict[int, Tensor] = {}
+        """By id of the parameter, averages over replicas of this step's and earlier gradients."""
         self._buckets: list[tuple[Any, Tensor, list[nn.Parameter]]] = []
+        """Running averages: c10d Work, flat buffer, and the parameters in it."""
         self._replicas: Replicas | None = None
-        self._taken = False
+        self._is_collected = False
         for parameter in self._parameters:
             parameter.grad = None
 
-    def take(self) -> None:
-        """The schedule has run: hold its gradients, and give `.grad` back what it had."""
-        self._wait()
-        if self._taken:
-            return
-        self._taken = True
-        self._own = [p.grad for p in self._parameters]
-        for parameter, earlier in zip(self._parameters, self._earlier, strict=True):
-            parameter.grad = earlier
-
-    def abandon(self) -> None:
-        """The schedule failed: drop its gradients."""
+    def collect(self) -> None:
+        """Take this step's gradients out of `.grad`, after the schedule, and restore `.grad`."""
+        for work, flat, bucket in self._buckets:
+            work.wait()
+            self._averages |= _split(flat, bucket)
         self._buckets.clear()
+        if not self._is_collected:
+            self._own = [p.grad for p in self._parameters]
+            self._restore()
+
+    def discard(self) -> None:
+        """Drop this step's gradients after the schedule failed, and restore `.grad`."""
+        self._buckets.clear()
+        self._restore()
+
+    def _restore(self) -> None:
         for parameter, earlier in zip(self._parameters, self._earlier, strict=True):
             parameter.grad = earlier
-        self._taken = True
+        self._is_collected = True
 
-    def start_reducing(self, parameters: Sequence[nn.Parameter], replicas: Replicas) -> None:
-        """Start averaging over replicas the gradients of `parameters`, whose backward is done."""
+    def start_averaging(self, parameters: Sequence[nn.Parameter], replicas: Replicas) -> None:
+        """Start averaging the gradients of `parameters`, whose backward is done, over replicas."""
         self._replicas = replicas
         earlier = {id(p): g for p, g in zip(self._parameters, self._earlier, strict=True)}
         for bucket in buckets_of([p for p in parameters if id(p) in earlier]):
             flat = torch.cat([_sum(p, p.grad, earlier[id(p)]).reshape(-1) for p in bucket])
-            self._buckets.append((replicas.average(flat), flat, bucket))
+            self._buckets.append((replicas.start_average(flat), flat, bucket))
 
-    def _wait(self) -> None:
-        for work, flat, bucket in self._buckets:
-            work.wait()
-            self._reduced |= _cut(flat, bucket)
-        self._buckets.clear()
+    def sum_tied(self, parameters: Sequence[nn.Parameter], group: Any) -> None:
+        """Sum the gradients of parameters that both ends of a pipeline hold, over `group`.
 
-    def add_shared(self, parameters: Sequence[nn.Parameter], group: Any) -> None:
-        """Sum the gradients of parameters that both ends of a pipeline hold.
-
-        Called when the schedule has run, before anything of these is reduced over replicas.
+        Called after the schedule, before any of these is averaged over replicas.
         """
         for parameter in parameters:
             if parameter.grad is None:
@@ -95,38 +96,40 @@ class StepGradients:
             dist.all_reduce(parameter.grad, group=group)
 
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters that got a gradient in this step."""
-        assert self._taken, "gradients are all there when the schedule has run"
+        """Return the parameters that got a gradient in this step."""
+        assert self._is_collected, "gradients are complete when the schedule has run"
         return [p for p, g in zip(self._parameters, self._own, strict=True) if g is not None]
 
     @torch.no_grad()
-    def hand_out(self, factor: float) -> list[Tensor | None]:
-        """Gradients of `parameters()`, once, for the backward that runs now.
+    def release(self, factor: float) -> list[Tensor | None]:
+        """Return the gradients of `parameters()` to the backward that runs now; once.
 
-        None where `.grad` was set here; see [Note: what is reduced]. `factor` is the gradient of
-        the loss now, over the one that the schedule ran with.
+        None where the average was put into `.grad`; see [Note: what is averaged]. `factor` is the
+        gradient of the loss now, over the one that the schedule ran with.
         """
-        given, reduced, replicas = self.parameters(), self._reduced, self._replicas
-        averaged = [p for p in self._parameters if id(p) in reduced]
+        parameters, averages, replicas = self.parameters(), self._averages, self._replicas
+        averaged = [p for p in self._parameters if id(p) in averages]
         if replicas is not None:
-            as_expected = factor == 1.0 and self._untouched() and not has_parameter_hooks(averaged)
-            if replicas.all_true(as_expected):
+            as_assumed = (
+                factor == 1.0 and self._is_untouched() and not has_parameter_hooks(averaged)
+            )
+            if replicas.all_true(as_assumed):
                 for parameter in averaged:
-                    parameter.grad = reduced[id(parameter)]
+                    parameter.grad = averages[id(parameter)]
             else:
-                reduced = {}
+                averages = {}
                 average_after_backward(averaged, replicas)
         own = [grad for grad in self._own if grad is not None]
-        self._parameters, self._own, self._earlier, self._reduced = [], [], [], {}
+        self._parameters, self._own, self._earlier, self._averages = [], [], [], {}
         return [
-            None if id(parameter) in reduced else grad if factor == 1.0 else grad.mul_(factor)
-            for parameter, grad in zip(given, own, strict=True)
+            None if id(parameter) in averages else grad if factor == 1.0 else grad.mul_(factor)
+            for parameter, grad in zip(parameters, own, strict=True)
         ]
 
-    def _untouched(self) -> bool:
+    def _is_untouched(self) -> bool:
         """Whether `.grad` is what it was when forward began."""
-        places = zip(self._parameters, self._earlier, self._versions, strict=True)
-        return all(p.grad is grad and _version(grad) == version for p, grad, version in places)
+        states = zip(self._parameters, self._earlier, self._versions, strict=True)
+        return all(p.grad is grad and _version(grad) == version for p, grad, version in states)
 
 
 def refuse_post_accumulate_hooks(named: Iterable[tuple[str, nn.Parameter]]) -> None:
@@ -146,58 +149,57 @@ def refuse_post_accumulate_hooks(named: Iterable[tuple[str, nn.Parameter]]) -> N
 
 
 class Replicas:
-    """The ranks that hold the same stages of other pipelines."""
+    """Collectives of the ranks that hold the same stages of other pipelines."""
 
-    def __init__(self, group: Any, control: Any) -> None:
+    def __init__(self, group: Any, control_group: Any) -> None:
         self._group = group
-        self._control = control
+        self._control_group = control_group
 
-    def average(self, flat: Tensor) -> Any:
-        """Start averaging in place; wait for what is returned."""
+    def start_average(self, flat: Tensor) -> Any:
+        """Start averaging in place; returns the c10d Work."""
         flat /= dist.get_world_size(self._group)
         return dist.all_reduce(flat, group=self._group, async_op=True)
 
     def all_true(self, value: bool) -> bool:
-        """Whether all ranks say so; every rank asks at the same moments."""
-        return all_true(value, self._control)
+        """Whether `value` is true on all replicas; all of them call this at the same moments."""
+        return all_true(value, self._control_group)
 
 
 class PipelineLoss(torch.autograd.Function):
-    """The loss of a step whose gradients are there already; backward hands them out."""
+    """The loss of a step whose gradients are computed already; backward releases them."""
 
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any,
         value: Tensor,
         _anchor: Tensor,
-        hand_out: Callable[[float], list[Tensor | None]],
+        release: Callable[[float], list[Tensor | None]],
         *parameters: Tensor,
     ) -> Tensor:
         """Return `value`, the loss, `[]`.
 
-        In backward `hand_out` is called with the gradient that arrives, and returns those of
-        `parameters`, whatever got one in the step. The anchor requires a gradient, also where no
-        parameter does.
+        In backward `release` is called with the loss's gradient, and returns the gradients of
+        `parameters`. The anchor requires a gradient, so that backward runs even without parameters.
         """
-        ctx.hand_out = hand_out
+        ctx.release = release
         return value.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        """Hand out the gradients.
+        """Release the gradients.
 
         Raises:
-            SPPOError: They were handed out before.
+            SPPOError: They were released before.
         """
-        if ctx.hand_out is None:
+        if ctx.release is None:
             raise SPPOError(
                 "backward ran twice through the loss of a pipeline's step. Chunked sequences allow "
                 "one backward per forward (retain_graph=True is not supported); run the forward "
                 "again."
             )
-        hand_out, ctx.hand_out = ctx.hand_out, None
-        # The only read from the device, when all of the step's work has been handed to it.
-        return None, None, None, *hand_out(grad.item())
+        release, ctx.release = ctx.release, None
+        # The only read from the device, after all of the step's work was launched.
+        return None, None, None, *release(grad.item())
 
 
 def average_after_backward(parameters: list[nn.Parameter], replicas: Replicas) -> None:
@@ -205,45 +207,45 @@ def average_after_backward(parameters: list[nn.Parameter], replicas: Replicas) -
 
     @torch.no_grad()
     def average() -> None:
-        averaged: dict[int, Tensor] = {}
+        averages: dict[int, Tensor] = {}
         for bucket in buckets_of(parameters):
             flat = torch.cat([_sum(p, p.grad, None).reshape(-1) for p in bucket])
-            replicas.average(flat).wait()
-            averaged |= _cut(flat, bucket)
+            replicas.start_average(flat).wait()
+            averages |= _split(flat, bucket)
         for parameter in parameters:
-            parameter.grad = averaged[id(parameter)]
+            parameter.grad = averages[id(parameter)]
 
     Variable._execution_engine.queue_callback(average)
 
 
 def _sum(parameter: nn.Parameter, own: Tensor | None, earlier: Tensor | None) -> Tensor:
+    if own is not None and earlier is not None:
+        return own + earlier
     if own is None and earlier is None:
         return torch.zeros_like(parameter)
-    if own is None or earlier is None:
-        return own if own is not None else earlier  # type: ignore[return-value]
-    return own + earlier
+    return own if own is not None else earlier  # type: ignore[return-value]
 
 
 def _version(grad: Tensor | None) -> int | None:
     return None if grad is None else grad._version
 
 
-def _cut(flat: Tensor, bucket: Sequence[nn.Parameter]) -> dict[int, Tensor]:
-    """The parts of a bucket, by the parameters' identity."""
+def _split(flat: Tensor, bucket: Sequence[nn.Parameter]) -> dict[int, Tensor]:
+    """Return the parts of a flat bucket by id of the parameter."""
     parts = flat.split([p.numel() for p in bucket])
     return {id(p): part.view_as(p) for p, part in zip(bucket, parts, strict=True)}
 
 
 def buckets_of(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Parameters of one dtype in runs of about `BUCKET_BYTES`."""
+    """Divide parameters into buckets of one dtype and about `BUCKET_BYTES`."""
     buckets: list[list[nn.Parameter]] = []
-    room: dict[torch.dtype, tuple[int, list[nn.Parameter]]] = {}
+    current: dict[torch.dtype, tuple[int, list[nn.Parameter]]] = {}
+    """By dtype, the bytes of the bucket to fill, and the bucket."""
     for parameter in parameters:
-        size = parameter.nbytes
-        used, bucket = room.get(parameter.dtype, (BUCKET_BYTES, []))
-        if used + size > BUCKET_BYTES:
+        used, bucket = current.get(parameter.dtype, (BUCKET_BYTES, []))
+        if used + parameter.nbytes > BUCKET_BYTES:
             used, bucket = 0, []
             buckets.append(bucket)
         bucket.append(parameter)
-        room[parameter.dtype] = (used + size, bucket)
+        current[parameter.dtype] = (used + parameter.nbytes, bucket)
     return buckets

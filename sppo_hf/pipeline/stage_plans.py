@@ -1,4 +1,4 @@
-"""Plans of a rank's stages, and the schedule of a step; made when a batch's shape first comes."""
+"""Plans of a rank's stages, and the schedule of a step; made for the first batch of each shape."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from sppo_hf.engine.plan_cache import (
 )
 from sppo_hf.errors import BudgetError, ConfigError
 from sppo_hf.offload.engine import OffloadStats
-from sppo_hf.pipeline.agreement import all_say, make_on_all_ranks, make_on_first_rank
+from sppo_hf.pipeline.agreement import make_and_gather, make_on_all_ranks, make_on_first_rank
 from sppo_hf.planning.choices import read_budgets
 from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.cost import Correction, ModelCost
@@ -33,21 +33,21 @@ from sppo_hf.planning.hardware import UNKNOWN_LINK, cpu_estimate, cuda_estimate,
 from sppo_hf.planning.memory import CONTEXT_BYTES
 from sppo_hf.planning.model_shape import step_flops
 from sppo_hf.planning.pipeline_choice import (
-    RULE,
+    DEFAULT_SCHEDULE,
     PipelineChoice,
     StageSeconds,
     choose_pipeline,
+    default_choice,
     pipeline_step,
-    rule_choice,
     stage_seconds,
 )
-from sppo_hf.planning.pipeline_cost import PipelineCost, bytes_of_slices
+from sppo_hf.planning.pipeline_cost import PipelineCost, extra_shared_unit_bytes
 from sppo_hf.planning.plan import PipelineStep, Plan, PlanRequest, make_plan, other_plan_warnings
 from sppo_hf.planning.prediction import MeasuredStep, learn, worth_correcting
-from sppo_hf.planning.stages import stage_shape, streams_of
+from sppo_hf.planning.stages import kv_copies_of, stage_shape
 from sppo_hf.planning.tiers import TIERS, Tier
 from sppo_hf.schedule.generate import MSP, Size, generate
-from sppo_hf.schedule.lower import Stream, add_streams, add_transfers, lower
+from sppo_hf.schedule.lower import KVCopy, add_kv_copies, add_transfers, lower
 from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.validate import validate
 
@@ -58,23 +58,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BatchPlans:
-    """How batches of one shape run here."""
+    """How this rank runs batches of one shape."""
 
     bounds: Bounds
-    """The chunks, the same on all ranks."""
+    """Half-open tokens of the chunks, the same on all ranks."""
     dtype: torch.dtype
-    """Of hidden states between stages: the embedding's."""
+    """Dtype of hidden states between stages: the embedding's."""
     by_stage: dict[int, Plan]
-    """Of each stage of this rank."""
+    """Plans of this rank's stages; where ranks share units, of all stages."""
     micro_batches: int = 1
-    schedule: str = RULE
+    schedule: str = DEFAULT_SCHEDULE
     """Name of the schedule, the same on all ranks."""
     step: PipelineStep | None = None
-    """What all ranks do together, once they have said what they take."""
+    """Prediction of the step of all ranks, once they have exchanged their plans."""
 
     @property
-    def leaves(self) -> frozenset[tuple[int, int]]:
-        """The (stage, chunk) of this rank of which anything leaves the device."""
+    def offloaded(self) -> frozenset[tuple[int, int]]:
+        """The (stage, chunk) of this rank with any offloaded activations."""
         return frozenset(
             (stage, chunk)
             for stage, plan in self.by_stage.items()
@@ -83,74 +83,76 @@ class BatchPlans:
         )
 
     @property
-    def stores(self) -> frozenset[tuple[int, int]]:
-        """Those of which anything goes on to a tier behind the host."""
+    def stored(self) -> frozenset[tuple[int, int]]:
+        """Those of `offloaded` of which anything goes to a tier behind the host."""
         return frozenset(
             (stage, chunk)
-            for stage, chunk in self.leaves
-            for row in (self.by_stage[stage].layer_modes[chunk],)
-            if any(TIERS[mode.tier].behind_host for mode in row)
+            for stage, chunk in self.offloaded
+            if any(TIERS[mode.tier].behind_host for mode in self.by_stage[stage].layer_modes[chunk])
         )
 
     @property
-    def streams(self) -> frozenset[Stream]:
-        """What keys and values of this rank's stages do beside units, as `add_streams` says it."""
-        found: set[Stream] = set()
+    def kv_copies(self) -> frozenset[KVCopy]:
+        """Copies of K/V of this rank's stages beside units, as `add_kv_copies` takes them."""
+        found: set[KVCopy] = set()
         for stage, plan in self.by_stage.items():
             if plan.kv_tier == "device":
                 continue
             tables = plan.program().tables
             layers = np.bincount(tables.kind_of, minlength=len(tables.kinds))
-            of_stage = streams_of(tables, plan.kv_tier, [layers])
+            of_stage = kv_copies_of(tables, plan.kv_tier, [layers])
             found |= {(kind, stage, chunk, part) for kind, _, chunk, part in of_stage}
         return frozenset(found)
 
     def longest_step_seconds(self, ranks: int) -> float:
-        """Predicted seconds if `ranks` ranks, all as fast as this one, ran one after the other.
+        """Return predicted seconds if `ranks` ranks like this one ran one after the other.
 
-        What a message waits for is at most that. 0 where the device's speed is unknown.
+        No message waits longer. 0 where the device's speed is unknown.
         """
         predictions = [plan.prediction for plan in self.by_stage.values()]
-        stages = sum(one.step_seconds for one in predictions if one is not None)
-        return ranks * self.micro_batches * stages
+        seconds = sum(one.step_seconds for one in predictions if one is not None)
+        return ranks * self.micro_batches * seconds
 
 
-class _Said(NamedTuple):
-    """What a rank says of its own stages to all that run a step with it."""
+class _SharedPlans(NamedTuple):
+    """What a rank tells all ranks of a step about its own stages."""
 
     plans: dict[int, Plan]
     """By stage; only where ranks share units, and need each other's."""
     seconds: dict[int, StageSeconds] | None
     """By stage; None where speeds are not known."""
-    leaves: frozenset[tuple[int, int]]
-    stores: frozenset[tuple[int, int]]
-    streams: frozenset[Stream]
+    offloaded: frozenset[tuple[int, int]]
+    stored: frozenset[tuple[int, int]]
+    kv_copies: frozenset[KVCopy]
 
-
-def _say(plans: BatchPlans) -> _Said:
-    of_stages = plans.by_stage
-    known = all(plan.prediction is not None for plan in of_stages.values())
-    seconds = {stage: stage_seconds(plan) for stage, plan in of_stages.items()} if known else None
-    shared = of_stages if plans.schedule == MSP else {}
-    return _Said(shared, seconds, plans.leaves, plans.stores, plans.streams)
+    @staticmethod
+    def of(plans: BatchPlans) -> _SharedPlans:
+        """Select what other ranks need of this rank's plans."""
+        by_stage = plans.by_stage
+        seconds = None
+        if all(plan.prediction is not None for plan in by_stage.values()):
+            seconds = {stage: stage_seconds(plan) for stage, plan in by_stage.items()}
+        shared = by_stage if plans.schedule == MSP else {}
+        return _SharedPlans(shared, seconds, plans.offloaded, plans.stored, plans.kv_copies)
 
 
 @dataclass(frozen=True, slots=True)
-class _Measured:
+class _MeasuredBatch:
+    """A training step that ran, whose units' seconds the device may not know yet."""
+
     shape: tuple[Any, ...]
     plans: BatchPlans
     schedule: Schedule
     units: list[UnitMarks]
     stats: OffloadStats
-    own: tuple[int, ...]
-    """This rank's stages."""
+    own_stages: tuple[int, ...]
 
     def measured(self, stage: int) -> MeasuredStep:
-        """A micro-batch on a stage of this rank, on average; the device has come that far.
+        """Return seconds and bytes of one micro-batch on a stage, on average.
 
-        Of a unit that n ranks share a rank measures its share, which stands for the n-th of it:
-        what they exchange is in that. What was copied and waited for is known of the rank as a
-        whole, and shared out evenly.
+        Call it when the device has passed the last unit. Of a unit that n ranks share, a rank
+        measures its n-th, with its exchanges, which stands for the whole. Bytes and stalls are
+        known of the rank as a whole, and divided evenly.
         """
         chunks, count = len(self.plans.bounds), self.plans.micro_batches
         forward, backward = [0.0] * chunks, [0.0] * chunks
@@ -159,7 +161,7 @@ class _Measured:
                 seconds = forward if action.kind == "F" else backward
                 whole = begin.seconds_until(end) / float(self.schedule.share(action))
                 seconds[action.unit % chunks] += whole / count
-        share = count * len(self.own)
+        share = count * len(self.own_stages)
         return MeasuredStep(
             forward_seconds=tuple(forward),
             backward_seconds=tuple(backward),
@@ -172,25 +174,29 @@ class _Measured:
 
 
 class StagePlanCache:
-    """Plans of the stages of one engine."""
+    """Plans of the stages of one engine, by shape of the batch.
+
+    A shape is rows, tokens, number of micro-batches, training, device and which parameters train.
+    """
 
     def __init__(self, engine: PipelineEngine) -> None:
         self._engine = engine
         self._host_bytes: int | None = None
-        """What the system gave, once it refused what was planned with."""
-        self._made: dict[tuple[Any, ...], BatchPlans] = {}
+        """Host memory that the system granted, once it refused what was planned with."""
+        self._plans: dict[tuple[Any, ...], BatchPlans] = {}
+        """By shape, and whether gradients are held twice."""
         self._choices: dict[tuple[Any, ...], tuple[PipelineChoice, torch.dtype]] = {}
         self._steps: dict[tuple[Any, ...], PipelineStep] = {}
         self._warned: set[str] = set()
-        self._last_trained = RecentTrainedSets()
+        self._recent_trained = RecentTrainedSets()
         self._accumulates = False
-        self._seen: dict[tuple[Any, ...], int] = {}
-        """Steps of each shape."""
-        self._waiting: list[_Measured] = []
-        self._learned: dict[tuple[Any, ...], dict[int, Correction]] = {}
+        self._num_steps: dict[tuple[Any, ...], int] = {}
+        """Training steps that ran, by shape."""
+        self._to_learn_from: list[_MeasuredBatch] = []
+        self._corrections: dict[tuple[Any, ...], dict[int, Correction]] = {}
         """By shape and stage."""
-        self._corrected: dict[tuple[Any, ...], _Measured] = {}
-        """By shape: what was measured, until the plans made with it are shown beside it."""
+        self._corrected: dict[tuple[Any, ...], _MeasuredBatch] = {}
+        """By shape, what was measured, until the corrected plans are shown beside it."""
 
     def get(
         self,
@@ -201,10 +207,10 @@ class StagePlanCache:
         micro_batches: int,
         reduces: bool = False,
     ) -> BatchPlans:
-        """The plans for `micro_batches` micro-batches of `rows` rows, and the step of all ranks.
+        """Return the plans for `micro_batches` micro-batches of `rows` rows.
 
-        All ranks ask at once. When a shape first comes each says what its own stages take, which
-        only it knows, so that all predict the step alike. `reduces` is whether gradients are
+        All ranks call this at once. For a new shape each tells the others what its stages take,
+        which only it knows, so that all predict the step alike. `reduces` is whether gradients are
         averaged over replicas in it.
 
         Raises:
@@ -214,52 +220,61 @@ class StagePlanCache:
         """
         training = torch.is_grad_enabled()
         self._accumulates |= training and self._holds_gradients_twice()
-        if self._engine.mesh.unit_groups:  # then ranks plan together
+        if self._engine.mesh.unit_groups:  # ranks that share units plan together
             twice = torch.tensor(int(self._accumulates))
             dist.all_reduce(twice, op=dist.ReduceOp.MAX, group=self._engine.mesh.control_group)
             self._accumulates = bool(twice)
+        trained = self._engine.trained_checksums
         if training:
-            self._forget(self._last_trained.use(self._engine.trained))
-        wanted = (rows, total_tokens, micro_batches, training, device)
+            self._forget(self._recent_trained.use(trained))
+        batch = (rows, total_tokens, micro_batches, training, device)
         # What any rank trains decides which schedule is best, and how long each stage takes.
-        shape = (*wanted, self._engine.trained if training else ())
+        shape = (*batch, trained if training else ())
         if shape not in self._choices:
-            self._choices[shape] = self._choose(*wanted)
+            self._choices[shape] = self._choose(*batch)
         key = (*shape, self._accumulates)
-        if key not in self._made:
+        if key not in self._plans:
             choice, dtype = self._choices[shape]
-            learned = self._learned.get(shape, {})
-            wanted = (rows, total_tokens, device, micro_batches, training)
+            corrections = self._corrections.get(shape, {})
 
             def make() -> BatchPlans:
-                plans = self._make(*wanted, choice, learned)
-                return BatchPlans(choice.bounds, dtype, plans, micro_batches, choice.schedule)
+                by_stage = self._make_plans(
+                    rows, total_tokens, device, micro_batches, training, choice, corrections
+                )
+                return BatchPlans(choice.bounds, dtype, by_stage, micro_batches, choice.schedule)
 
-            said: list[_Said] = []
+            shared: list[_SharedPlans] = []
             if training and (shape not in self._steps or choice.schedule == MSP):
-                plans, said = make_on_all_ranks(make, self._engine.mesh.control_group, say=_say)
+                plans, shared = make_on_all_ranks(
+                    make, self._engine.mesh.control_group, share=_SharedPlans.of
+                )
                 if choice.schedule == MSP:
-                    # What of a unit is computed again must be the same on all that share it.
-                    everyones = {s: plan for one in said for s, plan in one.plans.items()}
+                    # All ranks that share a unit must recompute the same of it.
+                    everyones = {s: plan for one in shared for s, plan in one.plans.items()}
                     plans = replace(plans, by_stage=everyones | plans.by_stage)
             else:
                 plans = make()
             if shape not in self._steps:
-                self._steps[shape] = self._predict(plans, choice, said, reduces=reduces)
-            self._made[key] = self._with_step(plans, self._steps[shape])
-            # At last: whatever raises here, the next batch finds the same plans on all ranks.
-            self._show(shape, self._made[key])
-        return self._made[key]
+                self._steps[shape] = self._predict(plans, choice, shared, reduces=reduces)
+            step = self._steps[shape]
+            by_stage = {s: replace(plan, pipeline=step) for s, plan in plans.by_stage.items()}
+            self._plans[key] = replace(plans, by_stage=by_stage, step=step)
+            # Shown last: whatever raises here, the next batch finds the same plans on all ranks.
+            self._show(shape, self._plans[key])
+        return self._plans[key]
 
     def _forget(self, trained: Hashable | None) -> None:
         """Forget all about a set of parameters that trained; all ranks forget the same."""
         if trained is None:
             return
-        for of_shape in (self._choices, self._steps, self._seen, self._learned, self._corrected):
-            for shape in [shape for shape in of_shape if shape[-1] == trained]:
-                del of_shape[shape]
-        self._made = {key: made for key, made in self._made.items() if key[-2] != trained}
-        self._waiting = [one for one in self._waiting if one.shape[-1] != trained]
+        by_shape: tuple[dict[tuple[Any, ...], Any], ...] = (
+            *(self._choices, self._steps, self._num_steps, self._corrections, self._corrected),
+        )
+        for values in by_shape:
+            for shape in [shape for shape in values if shape[-1] == trained]:
+                del values[shape]
+        self._plans = {key: plans for key, plans in self._plans.items() if key[-2] != trained}
+        self._to_learn_from = [one for one in self._to_learn_from if one.shape[-1] != trained]
 
     def _choose(
         self,
@@ -269,13 +284,12 @@ class StagePlanCache:
         training: bool,
         device: torch.device,
     ) -> tuple[PipelineChoice, torch.dtype]:
-        """Schedule, chunks and dtype of messages, on which all ranks agree; all ask at once."""
+        """Choose schedule, chunks and dtype of messages, the same on all ranks; all call this."""
         engine = self._engine
         config, parts = engine.config, engine.parts
 
         def choose() -> tuple[PipelineChoice, torch.dtype]:
-            """Only on the first rank, which alone simulates."""
-            wanted: dict[str, Any] = {
+            options: dict[str, Any] = {
                 "micro_batches": micro_batches,
                 "may_share": training and bool(engine.mesh.unit_groups),
             }
@@ -287,95 +301,102 @@ class StagePlanCache:
                     batch_rows=rows,
                     device=device_facts(device, config),
                     dtype_name=dtype_name(parts),
-                    **wanted,
+                    **options,
                 )
             else:
-                choice = rule_choice(
-                    config, engine.shape(), total_tokens, device_kind=device.type, **wanted
+                choice = default_choice(
+                    config, engine.shape(), total_tokens, device_kind=device.type, **options
                 )
             return choice, parts.causal_lm.dtype
 
         return make_on_first_rank(engine.mesh, choose)
 
-    def _show(self, shape: tuple[Any, ...], done: BatchPlans) -> None:
-        corrected = self._corrected.pop(shape, None)
-        for stage in self._engine.staged.cut.own:
-            self._announce(stage, done.by_stage[stage])
+    def _show(self, shape: tuple[Any, ...], plans: BatchPlans) -> None:
+        engine, corrected = self._engine, self._corrected.pop(shape, None)
+        cut = engine.staged.cut
+        for stage in cut.own:
+            layers = cut.layers[stage]
+            name = (
+                f"{engine.parts.name}, stage {stage} of {cut.num_stages} (layers "
+                f"{layers.start} to {layers.stop - 1})"
+            )
+            engine.observer.on_plan(plans.by_stage[stage], name)
         if corrected is not None:
-            for stage in corrected.own:
-                before, plan = corrected.plans.by_stage[stage], done.by_stage[stage]
-                engine = self._engine
-                engine.observer.on_correction(before, plan, corrected.measured(stage))
+            for stage in corrected.own_stages:
+                before, after = corrected.plans.by_stage[stage], plans.by_stage[stage]
+                engine.observer.on_correction(before, after, corrected.measured(stage))
 
-    # -- what was measured ---------------------------------------------------------------------
+    # -- correction by measured steps ----------------------------------------------------------
 
     def step_done(
         self, plans: BatchPlans, schedule: Schedule, units: list[UnitMarks], stats: OffloadStats
     ) -> None:
-        """A training step of all chunks has ended on the host; the device may be behind."""
-        key = next((key for key, made in self._made.items() if made is plans), None)
-        known = plans.step is not None and plans.step.step_seconds is not None
-        if key is None or not known or not self._engine.config.correct_plan:
+        """Note a training step of all chunks, which the device may not have finished yet."""
+        key = next((key for key, made in self._plans.items() if made is plans), None)
+        is_predicted = plans.step is not None and plans.step.step_seconds is not None
+        if key is None or not is_predicted or not self._engine.config.correct_plan:
             return
         shape = key[:-1]
-        self._seen[shape] = self._seen.get(shape, 0) + 1
-        if self._seen[shape] == STEP_MEASURED:
+        self._num_steps[shape] = self._num_steps.get(shape, 0) + 1
+        if self._num_steps[shape] == STEP_MEASURED:
             own = self._engine.staged.cut.own
-            self._waiting.append(_Measured(shape, plans, schedule, units, stats, own))
+            self._to_learn_from.append(_MeasuredBatch(shape, plans, schedule, units, stats, own))
 
     def correct(self) -> None:
-        """Plan anew, once for each shape, what the first steps have shown to run at other speeds.
+        """Drop plans whose first steps ran at other speeds than predicted, once for each shape.
 
-        All ranks call this at once, before the same step. Each learns of its own stages; they plan
-        anew together, so that all hear what the others' units will take.
+        All ranks call this at once, before the same step. Each learns from its own stages, and
+        `get` makes new plans with what was learned on all ranks.
         """
-        if not self._waiting:
+        if not self._to_learn_from:
             return
-        waiting, before = self._waiting[0], Correction()
+        batch, before = self._to_learn_from[0], Correction()
 
         def learn_own() -> dict[int, Correction] | None:
-            if not waiting.units[-1].end.passed():
+            if not batch.units[-1].end.is_reached():
                 return None
             return {
-                stage: learn(plan.prediction, waiting.measured(stage), before)
-                for stage in waiting.own
-                for plan in [waiting.plans.by_stage[stage]]
+                stage: learn(plan.prediction, batch.measured(stage), before)
+                for stage in batch.own_stages
+                for plan in [batch.plans.by_stage[stage]]
                 if plan.prediction is not None
             }
 
         try:
-            said = all_say(self._engine.mesh, learn_own)
+            gathered = make_and_gather(self._engine.mesh, learn_own)
         except Exception:
-            self._waiting.pop(0)  # on all ranks; else every later batch would be refused, too
+            # On all ranks; else every later batch would be refused, too.
+            self._to_learn_from.pop(0)
             raise
-        everyone = [one for one in said if one is not None]
-        if len(everyone) < len(self._engine.mesh.sharing_ranks):
+        by_rank = [corrections for corrections in gathered if corrections is not None]
+        if len(by_rank) < len(self._engine.mesh.sharing_ranks):
+            return  # some device has not finished the step: try again before the next one
+        self._to_learn_from.pop(0)
+        every = [correction for corrections in by_rank for correction in corrections.values()]
+        if not any(worth_correcting(before, correction) for correction in every):
             return
-        self._waiting.pop(0)
-        corrections = [one for learned in everyone for one in learned.values()]
-        if not any(worth_correcting(before, one) for one in corrections):
-            return
-        shape = waiting.shape
-        # Of the ranks that share a stage's sequences, the slowest one's, which the others wait for.
-        self._learned[shape] = {
+        # Of the ranks that share a stage's sequences, the slowest, which the others wait for.
+        self._corrections[batch.shape] = {
             stage: max(
-                (x[stage] for x in everyone if stage in x), key=lambda x: x.forward + x.backward
+                (x[stage] for x in by_rank if stage in x), key=lambda x: x.forward + x.backward
             )
-            for stage in waiting.own
-            if any(stage in x for x in everyone)
+            for stage in batch.own_stages
+            if any(stage in x for x in by_rank)
         }
-        self._corrected[shape] = waiting
-        self._steps.pop(shape, None)
-        for key in [key for key in self._made if key[:-1] == shape]:
-            del self._made[key]
-
-    def _with_step(self, plans: BatchPlans, step: PipelineStep) -> BatchPlans:
-        by_stage = {stage: replace(p, pipeline=step) for stage, p in plans.by_stage.items()}
-        return replace(plans, by_stage=by_stage, step=step)
+        self._corrected[batch.shape] = batch
+        self._steps.pop(batch.shape, None)
+        for key in [key for key in self._plans if key[:-1] == batch.shape]:
+            del self._plans[key]
 
     def _predict(
-        self, plans: BatchPlans, choice: PipelineChoice, everyone: list[_Said], *, reduces: bool
+        self,
+        plans: BatchPlans,
+        choice: PipelineChoice,
+        shared: list[_SharedPlans],
+        *,
+        reduces: bool,
     ) -> PipelineStep:
+        """Predict the step of all ranks by simulation, from what they told of their stages."""
         engine = self._engine
         mesh, config = engine.mesh, engine.config
         one = next(iter(plans.by_stage.values()))
@@ -386,44 +407,42 @@ class StagePlanCache:
             replicas=mesh.dp_size,
             micro_batches=plans.micro_batches,
         )
-        if not one.training or any(said.seconds is None for said in everyone):
+        if not one.training or any(stages.seconds is None for stages in shared):
             return step
-        stages = {s: table for said in everyone for s, table in (said.seconds or {}).items()}
-        leaves = frozenset[tuple[int, int]]().union(*(said.leaves for said in everyone))
-        stores = frozenset[tuple[int, int]]().union(*(said.stores for said in everyone))
-        streams = frozenset[Stream]().union(*(said.streams for said in everyone))
-        chunks = len(plans.bounds)
+        seconds_of = {s: table for one in shared for s, table in (one.seconds or {}).items()}
+        offloaded = frozenset[tuple[int, int]]().union(*(one.offloaded for one in shared))
+        stored = frozenset[tuple[int, int]]().union(*(one.stored for one in shared))
+        kv_copies = frozenset[KVCopy]().union(*(one.kv_copies for one in shared))
         whole = engine.shape()
 
         def message_seconds(stage: int, chunk: int) -> float:
             start, end = plans.bounds[chunk]
-            tokens = one.batch_rows * one.shape.own_tokens(end - start)
+            tokens = one.batch_rows * one.shape.tokens_per_rank(end - start)
             layer = engine.staged.cut.layers[stage].start
             return tokens * whole.message_bytes_per_token(layer) / UNKNOWN_LINK
 
+        def schedule_of(micro_batches: int) -> Schedule:
+            made = step_schedule(
+                config,
+                choice.schedule,
+                micro_batches,
+                len(plans.bounds),
+                forward_only=False,
+                reduce=reduces,
+                offloaded=offloaded,
+                stored=stored,
+                kv_copies=kv_copies,
+            )
+            return made.schedule
+
+        average_bytes = 2 * (mesh.dp_size - 1) / mesh.dp_size * one.shape.gradient_bytes
         seconds, idle = pipeline_step(
-            lambda count: (
-                step_schedule(
-                    config,
-                    choice.schedule,
-                    count,
-                    chunks,
-                    forward_only=False,
-                    reduce=reduces,
-                    leaves=leaves,
-                    stores=stores,
-                    streams=streams,
-                ).schedule
-            ),
-            stages,
+            schedule_of,
+            seconds_of,
             micro_batches=plans.micro_batches,
             ranks=mesh.pp_size,
             message_seconds=message_seconds,
-            reduce_seconds=2
-            * (mesh.dp_size - 1)
-            / mesh.dp_size
-            * one.shape.gradient_bytes
-            / UNKNOWN_LINK,
+            reduce_seconds=average_bytes / UNKNOWN_LINK,
         )
         peak = peak_flops(one.device.name)
         rows = plans.micro_batches * one.batch_rows
@@ -433,13 +452,13 @@ class StagePlanCache:
         return replace(step, step_seconds=seconds, bubble_fraction=idle, mfu=mfu)
 
     def _holds_gradients_twice(self) -> bool:
-        """Whether a step's gradients lie beside others: earlier ones, or those being reduced."""
+        """Whether other gradients exist beside a step's: earlier ones, or those being averaged."""
         parameters = self._engine.parts.causal_lm.parameters()
         return self._engine.mesh.replica_group is not None or any(
             p.grad is not None for p in parameters
         )
 
-    def _make(
+    def _make_plans(
         self,
         rows: int,
         total_tokens: int,
@@ -447,11 +466,11 @@ class StagePlanCache:
         micro_batches: int,
         training: bool,
         choice: PipelineChoice,
-        learned: Mapping[int, Correction],
+        corrections: Mapping[int, Correction],
     ) -> dict[int, Plan]:
-        """Plans of this rank's stages, and the host memory that they need together.
+        """Plan this rank's stages, and allocate the host memory that they need together.
 
-        Ranks that share a sequence call this at once, and hear what any of them raises.
+        Ranks that share a sequence call this at once; what one of them raises, all raise.
         """
         engine = self._engine
         cut = engine.staged.cut
@@ -460,19 +479,20 @@ class StagePlanCache:
 
         @functools.cache
         def rank_request() -> PlanRequest:
-            wanted = rows, total_tokens, device, training, choice
-            return self._rank_request(*wanted, alive=alive * len(cut.own))
+            return self._rank_request(
+                rows, total_tokens, device, training, choice, alive=alive * len(cut.own)
+            )
 
         def plan_of(stage: int) -> Plan:
             last = stage == cut.num_stages - 1
             rank = rank_request()
             request = replace(rank, shape=stage_shape(rank.shape, cut.layers[stage], last=last))
-            if stage in learned:
-                with contextlib.suppress(BudgetError):  # what ran so far still fits
-                    corrected = replace(request, correction=learned[stage])
-                    return self._planned(corrected, choice, micro_batches)
+            if stage in corrections:
+                with contextlib.suppress(BudgetError):  # the uncorrected plan, which ran, fits
+                    corrected = replace(request, correction=corrections[stage])
+                    return self._plan_stage(corrected, choice, micro_batches)
             try:
-                return self._planned(request, choice, micro_batches)
+                return self._plan_stage(request, choice, micro_batches)
             except BudgetError as error:
                 raise BudgetError(
                     f"stage {stage} of {cut.num_stages}, of which {alive:.3g} micro-batches "
@@ -486,7 +506,7 @@ class StagePlanCache:
                 stage: shared_plan(functools.partial(plan_of, stage), engine.group)
                 for stage in cut.own
             }
-            # Each plan has a share of the budgets, and one pool serves them all.
+            # Each plan has a share of the budgets, and one pool of host memory serves all.
             budgets = read_budgets(rank_request().config, rank_request().device)
             pooled = [replace(plan, budgets=budgets) for plan in plans.values()]
             given_bytes = engine.plans.min_granted_bytes(
@@ -522,17 +542,20 @@ class StagePlanCache:
         *,
         alive: float,
     ) -> PlanRequest:
-        """What the plans of all stages of this rank ask for; its shape is the whole model's."""
+        """Return the request that the plans of all stages of this rank have in common.
+
+        Its `shape` is still the whole model's.
+        """
         engine = self._engine
         config, shape = engine.config, engine.shape()
         if self._host_bytes is not None:
             config = config.replace(host_memory=self._host_bytes)
         if choice.schedule == MSP:
-            helped = engine.helped_weights()
+            remote = engine.remote_weights()
             shape = replace(
                 shape,
-                weight_bytes=shape.weight_bytes + helped.resident_bytes + helped.passing_bytes,
-                gradient_bytes=shape.gradient_bytes + helped.passing_bytes,
+                weight_bytes=shape.weight_bytes + remote.resident_bytes + remote.passing_bytes,
+                gradient_bytes=shape.gradient_bytes + remote.passing_bytes,
             )
         backend, reason = engine.plans.describe_backends(shape, device)
         facts = device_facts(device, config)
@@ -556,17 +579,17 @@ class StagePlanCache:
             accumulates=training and self._accumulates,
         )
 
-    def _planned(self, request: PlanRequest, choice: PipelineChoice, micro_batches: int) -> Plan:
-        """The plan of a stage; where ranks share units, beside what this one holds of others'.
+    def _plan_stage(self, request: PlanRequest, choice: PipelineChoice, micro_batches: int) -> Plan:
+        """Plan a stage; where ranks share units, beside K/V of other stages that this rank holds.
 
-        How much that is depends on where the plan has K/V wait, so it may take more than one.
+        Their bytes depend on the tier that the plan chooses for K/V, so more than one may be made.
         """
         while True:
             plan = make_plan(request)
             if choice.schedule != MSP or not request.training:
                 return plan
             slices = self._slices(request, plan.kv_tier, micro_batches)
-            # Never less than before, or K/V might go back and forth.
+            # Never less than before, or the tier of K/V might alternate.
             slices = {
                 tier: max(slices.get(tier, 0), request.slices.get(tier, 0))
                 for tier in {**request.slices, **slices}
@@ -578,7 +601,7 @@ class StagePlanCache:
     def _slices(self, request: PlanRequest, kv_tier: Tier, micro_batches: int) -> dict[Tier, int]:
         engine, bounds, facts = self._engine, request.bounds, request.device
         assert bounds is not None, "a pipeline's chunks are decided"
-        # Bytes do not ask for speeds, but when messages come does, a little.
+        # Bytes do not depend on speeds, but when messages come does, a little.
         estimate = cpu_estimate(facts.name)
         if facts.kind != "cpu":
             estimate = cuda_estimate(facts.name, peak_flops(facts.name))
@@ -597,19 +620,13 @@ class StagePlanCache:
             kv_tier=kv_tier,
             link_bytes_per_second=UNKNOWN_LINK,
         )
-        return bytes_of_slices(costs, compute, engine.mesh.pp_rank)
-
-    def _announce(self, stage: int, plan: Plan) -> None:
-        engine = self._engine
-        layers = engine.staged.cut.layers[stage]
-        name = (
-            f"{engine.parts.name}, stage {stage} of {engine.staged.cut.num_stages} (layers "
-            f"{layers.start} to {layers.stop - 1})"
-        )
-        engine.observer.on_plan(plan, name)
+        return extra_shared_unit_bytes(costs, compute, engine.mesh.pp_rank)
 
     def _alive(self, name: str, micro_batches: int, chunks: int) -> float:
-        """Micro-batches that each stage of this rank has alive at most, in whole ones."""
+        """Return how many micro-batches' activations a stage of this rank holds at most.
+
+        At least 1; fractions are chunks of a micro-batch.
+        """
         config = self._engine.config
         made = step_schedule(config, name, micro_batches, chunks, forward_only=False, reduce=False)
         units = made.schedule.live_units[self._engine.mesh.pp_rank]
@@ -618,17 +635,17 @@ class StagePlanCache:
 
 @dataclass(frozen=True, slots=True)
 class StepSchedule:
-    """A schedule, ready to be carried out."""
+    """A lowered and validated schedule."""
 
     name: str
     schedule: Schedule
-    """With sends and receives."""
-    splits: bool
+    """With sends, receives and copies."""
+    splits_backward: bool
     """Whether backward comes in two halves."""
     virtual: int
     """Stages of each rank."""
-    sent: frozenset[tuple[int, int]] = frozenset()
-    """The (stage, unit) that an action sends away."""
+    offloaded_units: frozenset[tuple[int, int]] = frozenset()
+    """The (stage, unit) that an action offloads."""
 
 
 def step_schedule(
@@ -639,19 +656,18 @@ def step_schedule(
     *,
     forward_only: bool,
     reduce: bool,
-    leaves: frozenset[tuple[int, int]] = frozenset(),
-    stores: frozenset[tuple[int, int]] = frozenset(),
-    streams: frozenset[Stream] = frozenset(),
+    offloaded: frozenset[tuple[int, int]] = frozenset(),
+    stored: frozenset[tuple[int, int]] = frozenset(),
+    kv_copies: frozenset[KVCopy] = frozenset(),
 ) -> StepSchedule:
     """Make (or find) the schedule of a step.
 
-    A rank may leave the others out of `leaves`, the (stage, chunk) of which anything leaves the
-    device, of `stores`, those of which anything goes on to a tier behind the host, and of
-    `streams`, what keys and values do beside units (see `add_streams`): it does not run their
-    lists.
+    `offloaded` are the (stage, chunk) with offloaded activations, `stored` those of which anything
+    goes to a tier behind the host, `kv_copies` copies of K/V beside units (see `add_kv_copies`). A
+    rank may leave out those of other ranks, whose actions it does not run.
     """
     size = Size(config.pp_size, micro_batches, chunks, config.pp_virtual_stages)
-    return _make(name, size, forward_only, reduce, leaves, stores, streams)
+    return _make_schedule(name, size, forward_only, reduce, offloaded, stored, kv_copies)
 
 
 def check_size(name: str, size: Size) -> None:
@@ -671,34 +687,34 @@ def check_size(name: str, size: Size) -> None:
 
 
 @functools.lru_cache(maxsize=64)
-def _make(
+def _make_schedule(
     name: str,
     size: Size,
     forward_only: bool,
     reduce: bool,
-    leaves: frozenset[tuple[int, int]],
-    stores: frozenset[tuple[int, int]],
-    streams: frozenset[Stream],
+    offloaded: frozenset[tuple[int, int]],
+    stored: frozenset[tuple[int, int]],
+    kv_copies: frozenset[KVCopy],
 ) -> StepSchedule:
     made = generate(name, size)
     if forward_only:
         forwards = made.keep(lambda action: action.kind == "F")
-        lowered = add_transfers(add_streams(forwards, streams))
+        lowered = add_transfers(add_kv_copies(forwards, kv_copies))
     else:
         chunks = size.num_chunks
         lowered = lower(
             made,
-            leaves=lambda stage, unit: (stage, unit % chunks) in leaves,
-            stores=lambda stage, unit: (stage, unit % chunks) in stores,
-            streams=streams,
+            leaves=lambda stage, unit: (stage, unit % chunks) in offloaded,
+            stores=lambda stage, unit: (stage, unit % chunks) in stored,
+            kv_copies=kv_copies,
             reduce=reduce,
         )
     validate(lowered)  # once for each size; nothing wrong is ever run
-    splits = any(action.kind == "W" for rank in lowered.ranks for action in rank)
+    actions = [action for rank in lowered.ranks for action in rank]
     return StepSchedule(
         name,
         lowered,
-        splits=splits,
+        splits_backward=any(action.kind == "W" for action in actions),
         virtual=size.num_virtual,
-        sent=frozenset((a.stage, a.unit) for rank in lowered.ranks for a in rank if a.kind == "D"),
+        offloaded_units=frozenset((a.stage, a.unit) for a in actions if a.kind == "D"),
     )

@@ -1,16 +1,17 @@
-"""Units of the stages that are here: forward and backward of one (stage, micro-batch, chunk).
+"""Units of the stages on this rank: forward and backward of one (stage, micro-batch, chunk).
 
-Each unit's backward is asked for by itself, with the gradient of what the unit gave on, and returns
-the gradient of what it received. Chunks of a micro-batch go forward in order and back in reverse,
-as gradients of keys and values demand; between micro-batches and stages any order will do.
+Each unit's backward is called by itself, with the gradient of the unit's output, and returns the
+gradient of its input. Chunks of a micro-batch run forward in order and backward in reverse, as
+gradients of K/V require; between micro-batches and stages any order will do.
 
 Nothing here knows ranks, messages or schedules: tensors come in and go out.
 
 [Note: backward in two halves] Zero-bubble schedules fill waiting time with weight gradients
-(arXiv 2401.10241). While a `WeightGradients` is entered, every `linear` on a trained parameter
-becomes an autograd node whose backward computes the gradient of its input and notes down what the
-weight's needs. Everything else that trains (norms, biases of other operations, experts' grouped
-products) gets its gradient in the first half, which is exact as well and costs little.
+(arXiv 2401.10241). While `DeferWeights` is entered, every `linear` on a trained parameter becomes
+an autograd node whose backward computes the gradient of its input only, and adds what the weight's
+gradient needs to a `WeightGradients`. Everything else that trains (norms, biases of other
+operations, experts' grouped matmuls) gets its gradient in the first half, which is exact as well
+and costs little.
 """
 
 from __future__ import annotations
@@ -45,27 +46,29 @@ from sppo_hf.engine.stages import (
 from sppo_hf.errors import SPPOError, UnsupportedModelError
 from sppo_hf.planning.chunk_bounds import Bounds
 
+# B batch rows, C tokens of a chunk, T tokens of the sequence, D model width, W width of a message.
+
 
 class WeightGradients:
-    """Weight gradients that are due, in order; one object per unit of backward."""
+    """Deferred weight gradients of one unit's backward, in order."""
 
     def __init__(self) -> None:
-        self._due: list[tuple[Tensor, Tensor, Tensor, Tensor | None]] = []
+        self._deferred: list[tuple[Tensor, Tensor, Tensor, Tensor | None]] = []
 
     def add(self, x: Tensor, grad: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        """Note a product `x @ weight.T + bias` whose output has gradient `grad`."""
-        self._due.append((x, grad, weight, bias))
+        """Defer the gradients of `x @ weight.T + bias`, whose output has gradient `grad`."""
+        self._deferred.append((x, grad, weight, bias))
 
     def __len__(self) -> int:
-        """Products that are due."""
-        return len(self._due)
+        """Return the number of deferred matmuls."""
+        return len(self._deferred)
 
     @torch.no_grad()
     def run(self) -> None:
-        """Compute what is due and add it to `.grad`, last layers first, letting go as it goes."""
-        self._due.reverse()
-        while self._due:
-            x, grad, weight, bias = self._due.pop()
+        """Add the deferred gradients to `.grad`, last layers first, and free their inputs."""
+        self._deferred.reverse()
+        while self._deferred:
+            x, grad, weight, bias = self._deferred.pop()
             grad_MO = grad.reshape(-1, grad.shape[-1])
             if weight.requires_grad:
                 x_MI = x.reshape(-1, x.shape[-1]).to(grad.dtype)
@@ -74,11 +77,19 @@ class WeightGradients:
                 _accumulate(bias, grad_MO.sum(0))
 
 
+def _accumulate(parameter: Tensor, grad: Tensor) -> None:
+    grad = grad.to(parameter.dtype)
+    if parameter.grad is None:
+        parameter.grad = grad
+    else:
+        parameter.grad += grad
+
+
 class DeferWeights(TorchFunctionMode):
-    """Context in which linear layers leave their weights' gradients to `store()`.
+    """Context in which linear layers defer their weights' gradients.
 
     Args:
-        store: Returns where to note what is due, when backward runs.
+        store: Returns where to defer them to, when backward runs.
     """
 
     def __init__(self, store: Callable[[], WeightGradients]) -> None:
@@ -113,7 +124,7 @@ class _Linear(torch.autograd.Function):
         store: Callable[[], WeightGradients],
     ) -> Tensor:
         ctx.save_for_backward(x)
-        # Parameters are not saved tensors here: they are no activations, and no frame's business.
+        # Not by save_for_backward: saved-tensor hooks are for activations, not parameters.
         ctx.weight, ctx.bias, ctx.store = weight, bias, store
         return F.linear(x, weight, bias)
 
@@ -126,84 +137,78 @@ class _Linear(torch.autograd.Function):
         return dx, None, None, None
 
 
-def _accumulate(parameter: Tensor, grad: Tensor) -> None:
-    grad = grad.to(parameter.dtype)
-    if parameter.grad is None:
-        parameter.grad = grad
-    else:
-        parameter.grad += grad
-
-
-MakeSequence = Callable[..., ChunkRunner]
-"""Makes the sequence of (stage, micro-batch); takes Sequence's keywords that vary."""
-
 AddLoss = Callable[[Tensor, slice, slice, SequenceGroup | None], Tensor]
-"""Takes a chunk's hidden states `[B, C, D]`, which rows of the batch they are, which tokens, and
-who shares these; returns what backward starts from, shape `[]`."""
+"""Takes a chunk's hidden states `[B, C, D]`, its rows of the batch, its tokens, and the ranks that
+share these; returns the loss to start backward from, shape `[]`."""
 
 RunOf = Callable[[int, int], tuple[range, SequenceGroup | None]]
-"""Of (stage, chunk): the chunks around it that the same ranks run, and these, if they are several;
-keys and values of each such run are apart."""
+"""Takes (stage, chunk); returns the run of chunks around it that the same ranks compute, and these
+ranks if there are several. Each run has K/V stores of its own."""
 
 
 @dataclass(slots=True)
-class _MicroBatch:
-    """One micro-batch on one stage; where units change ranks, a run of its chunks."""
+class _ActiveRun:
+    """One micro-batch on one stage between its first forward and its last backward.
 
-    sequence: ChunkRunner
-    slices: ChunkInputs
+    Where units change ranks, only one run of its chunks.
+    """
+
+    runner: ChunkRunner
+    inputs: ChunkInputs
     chunks: range
-    """Those that run on it."""
     group: SequenceGroup | None
-    """The ranks that share them."""
+    """The ranks that share the chunks; None for one rank."""
     embedded: Tensor | None = None
-    """`[B, T, D]`, with the embedding's graph, where tokens are embedded once."""
+    """`[B, T, D]`, with the embedding's graph, where all tokens are embedded at once."""
     embedded_grad: Tensor | None = None
-    due_chunk: int = 0
-    """The chunk whose forward comes next."""
+    next_chunk: int = 0
+    """Chunk of the next forward."""
     units: dict[int, UnitGraph] = field(default_factory=dict)
+    """By chunk, the units that wait for their backward."""
 
 
 @dataclass(eq=False)
 class StageRunner:
-    """All units of the stages of this rank in one step."""
+    """Runs all units of this rank's stages in one step."""
 
     staged: StagedModel
     call: ForwardCall
     layout: BatchLayout
     _: KW_ONLY
     messages: MessageLayout
-    """How stages pack what they give on."""
+    """Layout of what stages send to the next."""
     bounds: Bounds
-    """The chunks that run."""
+    """Half-open tokens of the chunks that run."""
     rows: list[tuple[int, int]]
     """Half-open rows of each micro-batch."""
-    make_sequence: MakeSequence
-    """Makes the state of one micro-batch on one stage."""
+    make_runner: Callable[..., ChunkRunner]
+    """Makes the chunk runner of (stage, micro-batch), given ChunkRunner's varying keywords."""
     head: ModelHead
     """Is told the class of the base model's outputs."""
     add_loss: AddLoss | None
-    """Ends the forward of a chunk; None where the last stage is not here."""
+    """Computes the loss of a chunk; None where the last stage is not here."""
     labelled: frozenset[int]
-    """Chunks whose loss is computed."""
+    """Chunks that have labels."""
     run_of: RunOf
-    """See `RunOf`."""
     split: bool = False
-    """Whether backward comes in two halves."""
+    """Whether backward runs in two halves."""
     router_loss: RouterLoss | None = None
-    """Is given the routers' logits of every unit; None where they have no loss."""
+    """Takes the routers' logits of every unit; None where they have no loss."""
     make_router_gradient: Callable[[], Tensor] | None = None
-    """Returns the gradient of a unit's sums of router probabilities, `[E]`; called once, by all
-    ranks together, see `before_backward`."""
+    """Returns the gradient of a unit's sums of router probabilities, `[E]`. Called once, by all
+    ranks together; see `before_backward`."""
 
     def __post_init__(self) -> None:
         self._router_gradient: Tensor | None = None
-        self._running: dict[tuple[int, int, int], _MicroBatch] = {}
+        self._active: dict[tuple[int, int, int], _ActiveRun] = {}
         """By stage, micro-batch and first chunk of a run."""
-        self._due: dict[tuple[int, int, int], WeightGradients] = {}
-        self._now = WeightGradients()
+        self._deferred: dict[tuple[int, int, int], WeightGradients] = {}
+        """By stage, micro-batch and chunk, first halves of backward whose second has not run."""
+        self._current_deferred = WeightGradients()
         self._received: UnpackedMessage | None = None
-        self._given: tuple[Tensor, Mapping[Any, Any]] | None = None
+        """Input of the running stage's first layer, see `first_layer_input`."""
+        self._last_output: tuple[Tensor, Mapping[Any, Any]] | None = None
+        """What `last_layer_output` was told."""
         self.losses: list[Tensor] = []
         """Detached sums of the losses of the last stage's chunks."""
 
@@ -212,7 +217,7 @@ class StageRunner:
     def forward(
         self, stage: int, micro_batch: int, chunk: int, received: Tensor | None
     ) -> Tensor | None:
-        """Run a unit forward, whose chunk comes after the chunk before it.
+        """Run a unit forward; chunks come in order.
 
         `received` is `[B, C, W]` from the stage before; None on the first stage.
 
@@ -220,50 +225,50 @@ class StageRunner:
             `[B, C, W]`, detached, for the stage after; None on the last stage.
 
         Raises:
-            SPPOError: Another chunk is due.
+            SPPOError: The chunk is out of order.
         """
-        running = self._open(stage, micro_batch, chunk)
-        if chunk != running.due_chunk:
-            raise _out_of_order("forward", stage, micro_batch, chunk, running.due_chunk)
-        running.due_chunk += 1
-        hidden, input_gradient, router = self._run_layers(
-            stage, running, chunk, received, rows=self.rows[micro_batch]
+        run = self._get_or_begin(stage, micro_batch, chunk)
+        if chunk != run.next_chunk:
+            raise _out_of_order("forward", stage, micro_batch, chunk, run.next_chunk)
+        run.next_chunk += 1
+        hidden, stage_input, router_sums = self._run_layers(
+            stage, run, chunk, received, rows=self.rows[micro_batch]
         )
-        unit = UnitGraph.of(hidden, input_gradient, received)
-        unit.router = router
-        given: Tensor | None = None
+        unit = UnitGraph.of(hidden, stage_input, received)
+        unit.router = router_sums
+        output: Tensor | None = None
         if stage < self.staged.cut.num_stages - 1:
-            given = hidden.detach()
+            output = hidden.detach()
         else:
             with self.staged.running(stage):
-                unit.loss = self._end_chunk(micro_batch, chunk, hidden, running.group)
+                unit.loss = self._add_loss(micro_batch, chunk, hidden, run.group)
         if torch.is_grad_enabled():
-            running.units[chunk] = unit
-        if chunk == running.chunks[-1]:
-            running.sequence.end_forward()
+            run.units[chunk] = unit
+        if chunk == run.chunks[-1]:
+            run.runner.end_forward()
             if not torch.is_grad_enabled():
-                del self._running[self._key(stage, micro_batch, chunk)]
-        return given
+                del self._active[self._key(stage, micro_batch, chunk)]
+        return output
 
-    def sequence(self, stage: int, micro_batch: int, chunk: int) -> ChunkRunner:
-        """What a chunk of a stage runs on, with keys and values; made if it is not there."""
-        return self._open(stage, micro_batch, chunk).sequence
+    def chunk_runner(self, stage: int, micro_batch: int, chunk: int) -> ChunkRunner:
+        """Return the chunk runner, with its K/V, of a unit's run; made if it is not there."""
+        return self._get_or_begin(stage, micro_batch, chunk).runner
 
     def _key(self, stage: int, micro_batch: int, chunk: int) -> tuple[int, int, int]:
         return stage, micro_batch, self.run_of(stage, chunk)[0].start
 
-    def _open(self, stage: int, micro_batch: int, chunk: int) -> _MicroBatch:
+    def _get_or_begin(self, stage: int, micro_batch: int, chunk: int) -> _ActiveRun:
         key = self._key(stage, micro_batch, chunk)
-        if key not in self._running:
-            self._running[key] = self._begin(stage, micro_batch, *self.run_of(stage, chunk))
-        return self._running[key]
+        if key not in self._active:
+            self._active[key] = self._begin_run(stage, micro_batch, *self.run_of(stage, chunk))
+        return self._active[key]
 
-    def _begin(
+    def _begin_run(
         self, stage: int, micro_batch: int, chunks: range, group: SequenceGroup | None
-    ) -> _MicroBatch:
+    ) -> _ActiveRun:
         start, end = self.rows[micro_batch]
         positions = self.call.positions()
-        sequence = self.make_sequence(
+        runner = self.make_runner(
             stage,
             micro_batch,
             rows=self.layout.spans(start, end),
@@ -274,22 +279,23 @@ class StageRunner:
         constants = dict(self.call.constants)
         if self.router_loss is not None:
             constants["output_router_logits"] = True
-        slices = ChunkInputs(self.call.tokens, positions, constants).rows(start, end)
-        with self.staged.running(stage):
-            parts = self.staged.parts
-            embedded = parts.embed_sequence(slices.tokens) if stage == 0 else None
+        inputs = ChunkInputs(self.call.tokens, positions, constants).rows(start, end)
+        embedded = None
+        if stage == 0:
+            with self.staged.running(stage):
+                embedded = self.staged.parts.embed_sequence(inputs.tokens)
         if embedded is not None:
-            others = {name: x for name, x in slices.tokens.items() if name != "input_ids"}
-            slices = replace(slices, tokens={"inputs_embeds": embedded.detach(), **others})
-        return _MicroBatch(sequence, slices, chunks, group, embedded, due_chunk=chunks.start)
+            others = {name: x for name, x in inputs.tokens.items() if name != "input_ids"}
+            inputs = replace(inputs, tokens={"inputs_embeds": embedded.detach(), **others})
+        return _ActiveRun(runner, inputs, chunks, group, embedded, next_chunk=chunks.start)
 
     def _around_layers(self) -> contextlib.AbstractContextManager[object]:
-        return DeferWeights(lambda: self._now)
+        return DeferWeights(lambda: self._current_deferred)
 
     def _run_layers(
         self,
         stage: int,
-        running: _MicroBatch,
+        run: _ActiveRun,
         chunk: int,
         received: Tensor | None,
         *,
@@ -298,49 +304,48 @@ class StageRunner:
         """Run the stage's layers over a chunk.
 
         Returns:
-            What goes to the next stage `[B, C, W]`, or from the last to the head `[B, C, D]`;
-            where the gradient of what the stage was given will be; and what
-            `RouterLoss.add` returned.
+            The output for the next stage `[B, C, W]`, or from the last to the head `[B, C, D]`;
+            where the gradient of the stage's input will be; and what `RouterLoss.add` returned.
         """
-        inputs = running.slices.chunk(*running.sequence.run_tokens(chunk))
-        input_gradient = None
+        inputs = run.inputs.chunk(*run.runner.run_tokens(chunk))
+        stage_input = None
         if received is not None:
             for name in ("input_ids", "inputs_embeds"):
                 inputs.pop(name, None)
-            message, input_gradient = enter(received)
+            message, stage_input = enter(received)
             parts = self.messages.unpack(self.staged.cut.layers[stage].start, message)
-            # Only for its shape and dtype: layers get another one, see `first_layer_input`.
-            one_BCD = parts.hidden if parts.hidden.dim() == 3 else parts.hidden[0]
-            inputs["inputs_embeds"] = one_BCD.detach()
+            # Only its shape and dtype are used: layers get another one, see `first_layer_input`.
+            placeholder_BCD = parts.hidden if parts.hidden.dim() == 3 else parts.hidden[0]
+            inputs["inputs_embeds"] = placeholder_BCD.detach()
             inputs |= parts.arguments
             self._received = parts
-        elif running.embedded is not None:
-            inputs["inputs_embeds"], input_gradient = enter(inputs["inputs_embeds"])
+        elif run.embedded is not None:
+            inputs["inputs_embeds"], stage_input = enter(inputs["inputs_embeds"])
         try:
             with self.staged.running(stage):
-                output = running.sequence.run_chunk(chunk, inputs)
-            given = self._given
+                output = run.runner.run_chunk(chunk, inputs)
+            last_output = self._last_output
         finally:
-            self._received = self._given = None
+            self._received = self._last_output = None
             own_inputs = self.staged.take_layer_inputs(stage)
         self.head.output_class = type(output)
-        router = None
+        router_sums = None
         if self.router_loss is not None:
-            router = self.router_loss.add(
+            router_sums = self.router_loss.add(
                 output.router_logits,
                 self.call.attention_mask,
                 rows,
-                running.sequence.rank_tokens(chunk),
+                run.runner.rank_tokens(chunk),
             )
         if stage == self.staged.cut.num_stages - 1:
-            return output.last_hidden_state, input_gradient, router
-        assert given is not None, "the last layer of a stage ran"
+            return output.last_hidden_state, stage_input, router_sums
+        assert last_output is not None, "the last layer of a stage ran"
         end = self.staged.cut.layers[stage].stop
-        hidden, shared = given
-        return self.messages.pack(end, hidden, own_inputs, shared), input_gradient, router
+        hidden, shared = last_output
+        return self.messages.pack(end, hidden, own_inputs, shared), stage_input, router_sums
 
     def first_layer_input(self) -> UnpackedMessage | None:
-        """What the first layer of the running stage must be given instead; None: what it gets.
+        """Return what the first layer of the running stage gets; None for its own arguments.
 
         Models scale embeddings or add positions to them before their first layer, which must not
         happen again to hidden states that come from another stage.
@@ -348,10 +353,10 @@ class StageRunner:
         return self._received
 
     def last_layer_output(self, hidden: Tensor, shared: Mapping[Any, Any]) -> None:
-        """Take note of what the last layer of the running stage returned, and left for others."""
-        self._given = hidden, shared
+        """Keep what the last layer of the running stage returned, and K/V that layers share."""
+        self._last_output = hidden, shared
 
-    def _end_chunk(
+    def _add_loss(
         self, micro_batch: int, chunk: int, hidden_BCD: Tensor, group: SequenceGroup | None
     ) -> Tensor | None:
         if self.add_loss is None or chunk not in self.labelled:
@@ -364,66 +369,67 @@ class StageRunner:
 
     # -- copies ------------------------------------------------------------------------------
 
-    def settle(self, stage: int, micro_batch: int, chunk: int) -> None:
-        """Send a unit away: its layers' copies were started as each ran, and this is their end.
+    def offload(self, stage: int, micro_batch: int, chunk: int) -> None:
+        """End the offload of a unit, whose layers started their copies as each ran.
 
-        Compute waits until no more than one unit is on its way out.
+        Compute waits until at most one unit is being copied.
 
         Raises:
-            SPPOError: Its forward has not just run.
+            SPPOError: Its forward is not the last that ran.
         """
-        running = self._running.get(self._key(stage, micro_batch, chunk))
-        if running is None or chunk != running.due_chunk - 1:
-            due = None if running is None else running.due_chunk - 1
+        run = self._active.get(self._key(stage, micro_batch, chunk))
+        if run is None or chunk != run.next_chunk - 1:
+            due = None if run is None else run.next_chunk - 1
             raise _out_of_order("device to host", stage, micro_batch, chunk, due)
-        running.sequence.settle()
+        run.runner.settle()
 
     def store(self, stage: int, micro_batch: int, chunk: int) -> None:
-        """Send what has left the device on to its tier behind the host; writes go on beside."""
-        self._waiting("store", stage, micro_batch, chunk).sequence.poll()
+        """Start writing what was offloaded to its tier behind the host."""
+        self._pending_backward("store", stage, micro_batch, chunk).runner.poll()
 
     def load(self, stage: int, micro_batch: int, chunk: int) -> None:
-        """Start bringing all that a unit's backward needs into host memory."""
-        self._waiting("load", stage, micro_batch, chunk).sequence.read_ahead(chunk)
+        """Start reading all that a unit's backward needs into host memory."""
+        self._pending_backward("load", stage, micro_batch, chunk).runner.read_ahead(chunk)
 
     def prefetch(self, stage: int, micro_batch: int, chunk: int) -> None:
-        """Start bringing back all that a unit's backward needs.
+        """Start copying all that a unit's backward needs to the device.
 
         Raises:
-            SPPOError: Nothing of it waits for a backward.
+            SPPOError: The unit does not wait for a backward.
         """
-        self._waiting("host to device", stage, micro_batch, chunk).sequence.prefetch(chunk)
+        run = self._pending_backward("host to device", stage, micro_batch, chunk)
+        run.runner.prefetch(chunk)
 
     def begin_stream(self, stage: int, micro_batch: int, chunk: int, *, backward: bool) -> None:
-        """Start bringing the keys and values that a unit reads first; the rest comes as it runs."""
+        """Start copying the offloaded K/V that a unit reads first; the rest follows as it runs."""
         if not backward:
-            self._open(stage, micro_batch, chunk).sequence.begin_stream(chunk, backward=False)
-            return
-        running = self._waiting("K/V in", stage, micro_batch, chunk)
-        running.sequence.begin_stream(chunk, backward=True)
+            run = self._get_or_begin(stage, micro_batch, chunk)
+        else:
+            run = self._pending_backward("K/V in", stage, micro_batch, chunk)
+        run.runner.begin_stream(chunk, backward=backward)
 
     def end_stream(self, stage: int, micro_batch: int, chunk: int) -> None:
-        """Send the keys and values of a unit, or their gradients, away: this is their copies' end.
+        """End the offload of a unit's K/V, or of their gradients.
 
-        Compute waits until no more than the plan allows is on its way out.
+        Compute waits until at most what the plan allows is being copied.
         """
-        running = self._running.get(self._key(stage, micro_batch, chunk))
-        if running is not None:  # else its last backward ran, and nothing of it is away
-            running.sequence.settle()
+        run = self._active.get(self._key(stage, micro_batch, chunk))
+        if run is not None:  # else its last backward ran, and nothing of it is offloaded
+            run.runner.settle()
 
-    def _waiting(self, what: str, stage: int, micro_batch: int, chunk: int) -> _MicroBatch:
-        running = self._running.get(self._key(stage, micro_batch, chunk))
-        if running is None or chunk not in running.units:
-            due = None if running is None else max(running.units, default=None)
+    def _pending_backward(self, what: str, stage: int, micro_batch: int, chunk: int) -> _ActiveRun:
+        run = self._active.get(self._key(stage, micro_batch, chunk))
+        if run is None or chunk not in run.units:
+            due = None if run is None else max(run.units, default=None)
             raise _out_of_order(what, stage, micro_batch, chunk, due)
-        return running
+        return run
 
     # -- backward ----------------------------------------------------------------------------
 
     def before_backward(self) -> None:
-        """Let all ranks add up what backward needs of all forwards: the numbers of a router loss.
+        """Let all ranks sum the router loss's statistics of all forwards, once.
 
-        Called before a rank waits for its first gradient, which comes of another rank's backward.
+        Called before a rank waits for its first gradient, which depends on another rank's backward.
         """
         if self.make_router_gradient is not None:
             self._router_gradient = self.make_router_gradient()
@@ -432,7 +438,7 @@ class StageRunner:
     def backward(
         self, stage: int, micro_batch: int, chunk: int, grad: Tensor | None, *, scale: Tensor
     ) -> Tensor | None:
-        """Run a unit's backward, whose chunk comes after the one after it.
+        """Run a unit's backward; chunks come in reverse.
 
         With `split`, all of it but the weights of linear layers. `grad` is `[B, C, W]` from the
         stage after; None on the last stage, where `scale`, `[]`, is the gradient of the loss's sum.
@@ -441,24 +447,26 @@ class StageRunner:
             `[B, C, W]` for the stage before; None on the first stage.
 
         Raises:
-            SPPOError: Another chunk is due, or a forward of this micro-batch.
+            SPPOError: The chunk is out of order, or forwards of this micro-batch are missing.
         """
         key = self._key(stage, micro_batch, chunk)
-        running = self._running.get(key)
-        whole = running is not None and running.due_chunk == running.chunks.stop
-        due = max(running.units, default=None) if running is not None and whole else None
-        if running is None or chunk != due:
+        run = self._active.get(key)
+        due = None
+        if run is not None and run.next_chunk == run.chunks.stop:
+            due = max(run.units, default=None)
+        if run is None or chunk != due:
             raise _out_of_order("backward", stage, micro_batch, chunk, due)
-        unit = running.units.pop(chunk)
+        unit = run.units.pop(chunk)
         if self.split:
-            self._now = self._due[stage, micro_batch, chunk] = WeightGradients()
-        states = [end for end in running.sequence.state_ends(chunk) if end.grad is not None]
-        with self.staged.running(stage):  # the head may run again
+            self._current_deferred = WeightGradients()
+            self._deferred[stage, micro_batch, chunk] = self._current_deferred
+        states = [end for end in run.runner.state_ends(chunk) if end.grad is not None]
+        with self.staged.running(stage):  # the head may be recomputed
             self._run_backward(unit, grad, scale, states)
-        given = self._gradient_of_input(stage, running, chunk, unit)
-        if chunk == running.chunks.start:
-            del self._running[key]
-        return given
+        input_grad = self._input_gradient(stage, run, chunk, unit)
+        if chunk == run.chunks.start:
+            del self._active[key]
+        return input_grad
 
     def _run_backward(
         self, unit: UnitGraph, grad: Tensor | None, scale: Tensor, states: list[StateEnd]
@@ -473,7 +481,7 @@ class StageRunner:
                 ends.append(get_gradient_edge(unit.loss))
                 grads.append(scale.to(unit.loss))
             else:
-                # Without labels of its own, later chunks still left gradients for its keys.
+                # Also without labels: later chunks may have left gradients for its K/V.
                 ends.append(unit.end)
                 grads.append(unit.zeros() if grad is None else grad)
             if unit.router is not None and unit.router.requires_grad:
@@ -481,8 +489,8 @@ class StageRunner:
                 grads.append(self._router_gradient)
             torch.autograd.backward(ends, grads)
 
-    def _gradient_of_input(
-        self, stage: int, running: _MicroBatch, chunk: int, unit: UnitGraph
+    def _input_gradient(
+        self, stage: int, run: _ActiveRun, chunk: int, unit: UnitGraph
     ) -> Tensor | None:
         if stage > 0:
             assert unit.input_gradient is not None, "a later stage received its input"
@@ -491,40 +499,41 @@ class StageRunner:
                 if unit.input_gradient.grad is None
                 else unit.input_gradient.grad
             )
-        if running.embedded is not None:
-            self._collect_embedding(running, chunk, unit)
+        if run.embedded is not None:
+            self._collect_embedding_gradient(run, chunk, unit)
         return None
 
-    def _collect_embedding(self, running: _MicroBatch, chunk: int, unit: UnitGraph) -> None:
-        """Gather the embeddings' gradient; the last chunk to come sends it into the embedding."""
-        assert running.embedded is not None, "tokens were embedded once"
+    def _collect_embedding_gradient(self, run: _ActiveRun, chunk: int, unit: UnitGraph) -> None:
+        """Collect the gradient of all tokens' embeddings; the last backward backpropagates it."""
+        assert run.embedded is not None, "tokens were embedded once"
         assert unit.input_gradient is not None, "and chunks are slices of that"
-        if running.embedded_grad is None:
-            running.embedded_grad = torch.zeros_like(running.embedded)
-        start, end = running.sequence.run_tokens(chunk)
+        if run.embedded_grad is None:
+            run.embedded_grad = torch.zeros_like(run.embedded)
+        start, end = run.runner.run_tokens(chunk)
         if unit.input_gradient.grad is not None:
-            running.embedded_grad[:, start:end] = unit.input_gradient.grad
-        if chunk == running.chunks.start:
-            with torch.autocast(running.embedded.device.type, enabled=False):
-                running.embedded.backward(running.embedded_grad)
+            run.embedded_grad[:, start:end] = unit.input_gradient.grad
+        if chunk == run.chunks.start:
+            with torch.autocast(run.embedded.device.type, enabled=False):
+                run.embedded.backward(run.embedded_grad)
 
-    def weights(self, stage: int, micro_batch: int, chunk: int) -> None:
-        """The second half of a unit's backward.
+    def backward_weights(self, stage: int, micro_batch: int, chunk: int) -> None:
+        """Run the second half of a unit's backward.
 
         Raises:
             SPPOError: The first half has not run.
         """
-        due = self._due.pop((stage, micro_batch, chunk), None)
-        if due is None:
+        deferred = self._deferred.pop((stage, micro_batch, chunk), None)
+        if deferred is None:
             raise SPPOError(
                 f"weight gradients of stage {stage}, micro-batch {micro_batch}, chunk {chunk} were "
                 "asked for before its backward. The schedule is wrong."
             )
-        due.run()
+        deferred.run()
 
-    def finished(self) -> bool:
-        """Whether nothing waits for a backward any more."""
-        return not self._running and not self._due
+    @property
+    def is_finished(self) -> bool:
+        """Whether no unit waits for a backward or its second half."""
+        return not self._active and not self._deferred
 
 
 def _out_of_order(
@@ -539,13 +548,13 @@ def _out_of_order(
 
 
 def first_layer_hook(
-    units: Callable[[], StageRunner | None],
+    get_runner: Callable[[], StageRunner | None],
 ) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]] | None]:
-    """A pre-hook (with keywords) for first layers of stages; see `first_layer_input`."""
+    """Make a pre-hook (with keywords) for first layers of stages; see `first_layer_input`."""
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        running = units()
-        received = None if running is None else running.first_layer_input()
+        runner = get_runner()
+        received = None if runner is None else runner.first_layer_input()
         if received is None:
             return None
         if received.shared:
@@ -557,19 +566,19 @@ def first_layer_hook(
     return hook
 
 
-def last_layer_hook(units: Callable[[], StageRunner | None]) -> Callable[..., None]:
-    """A hook (with keywords) for last layers of stages; see `last_layer_output`."""
+def last_layer_hook(get_runner: Callable[[], StageRunner | None]) -> Callable[..., None]:
+    """Make a hook (with keywords) for last layers of stages; see `last_layer_output`."""
 
     def hook(layer: nn.Module, _: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        running = units()
-        if running is None:
+        runner = get_runner()
+        if runner is None:
             return
         hidden, *others = output if isinstance(output, tuple) else (output,)
         if any(isinstance(other, Tensor) for other in others):
             raise UnsupportedModelError(
-                f"{type(layer).__name__} gives the next layer more than hidden states, which does "
-                "not travel between the stages of a pipeline. Train it on one device (pp_size=1)."
+                f"{type(layer).__name__} returns more than hidden states to the next layer, which "
+                "is not sent between the stages of a pipeline. Train it on one device (pp_size=1)."
             )
-        running.last_layer_output(hidden, kwargs.get(SHARED_KV) or {})
+        runner.last_layer_output(hidden, kwargs.get(SHARED_KV) or {})
 
     return hook

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sppo_hf.planning.json_store import keyed_path, write_beside
+from sppo_hf.planning.json_store import cache_path, write_temporary
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ def autotune_path(device_name: str, key: Mapping[str, object]) -> Path:
         device_name: as the driver gives it.
         key: all that the result hangs on, in values that JSON knows.
     """
-    return keyed_path("attention", device_name, [_FORMAT, device_name, sorted(key.items())])
+    return cache_path("attention", device_name, [_FORMAT, device_name, sorted(key.items())])
 
 
 def read_autotune(path: Path) -> AutotuneResult | None:
@@ -116,7 +116,7 @@ def publish_autotune(path: Path, result: AutotuneResult) -> AutotuneResult:
         return result
     try:
         text = json.dumps({"format": _FORMAT, **dataclasses.asdict(result)}, indent=1)
-        written = write_beside(path, text)
+        written = write_temporary(path, text)
         try:
             _put(written, path)
         finally:

@@ -168,7 +168,7 @@ def read_places(
         adapters: whether adapters alone are trained, whose optimizer by itself makes no room.
         by_layer: whether the model's layers can be called on parts of a sequence.
     """
-    asked = Places(*config.rests)
+    asked = Places(*config.host_resident)
     # On a CPU the host's memory is the device's; ranks need their weights for each other's chunks.
     if facts.kind == "cpu" or config.sharing_ranks > 1:
         return (asked,)
@@ -186,7 +186,7 @@ def set_by_rule(config: SPPOConfig, facts: DeviceFacts) -> bool:
     # Where two tiers are away, something has to say what goes to which.
     one_place = config.offload == "none" or len(allowed_activation_tiers(config, facts)) < 2
     fixed = config.offload != "auto" and config.recompute != "auto" and one_place
-    return fixed or config.offload_chooses
+    return fixed or config.offload_is_partial
 
 
 def allowed_activation_tiers(config: SPPOConfig, facts: DeviceFacts) -> tuple[Tier, ...]:

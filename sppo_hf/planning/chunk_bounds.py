@@ -122,7 +122,7 @@ def lengthened(bounds: Bounds, shape: ModelShape) -> Bounds:
     Raises:
         ConfigError: there are more chunks than that leaves tokens for.
     """
-    if not shape.has_states:
+    if not shape.has_recurrent_state:
         return bounds
     starts = [start for start, _ in bounds]
     end = bounds[-1][1]
@@ -174,7 +174,7 @@ def partition_of(config: SPPOConfig, *, stages: int = 1) -> Literal["flops", "ev
     """
     if config.partition != "auto":
         return config.partition
-    return "flops" if stages > 1 or config.offload_chooses else "even"
+    return "flops" if stages > 1 or config.offload_is_partial else "even"
 
 
 def partitions_of(config: SPPOConfig) -> tuple[Literal["flops", "even"], ...]:
@@ -285,7 +285,7 @@ def _explicit_bounds(
             f"every batch to {sum(lengths):,} tokens, or set chunk_tokens=<tokens> or num_chunks, "
             f"which follow each batch's length (evaluation batches included).{written}"
         )
-    if shape.has_states and 1 in lengths[1:]:
+    if shape.has_recurrent_state and 1 in lengths[1:]:
         raise ConfigError(
             f"chunk_lengths={lengths}: chunk {lengths.index(1, 1)} has one token. Allowed behind "
             "the first chunk are 2 tokens or more: this model's layers carry a state, and a single "

@@ -27,9 +27,9 @@ from sppo_hf.planning.pipeline_cost import PipelineCost
 from sppo_hf.planning.tiers import HOST, TIERS, Tier, tiers_behind_host
 from sppo_hf.schedule.generate import (
     INTERLEAVED,
-    SHARING,
+    SHARED_UNIT_SCHEDULES,
     Size,
-    begun_units,
+    forwards_before_backward,
     generate,
 )
 from sppo_hf.schedule.schedule import Schedule
@@ -81,10 +81,10 @@ class ClusterQuestion:
         """What layouts take at least."""
         fastest_rate = max(self._within_node, self.link_bytes_per_second)
         return LowerBounds(
-            self.cost, self.total_tokens, self.rows, self.exchange_rate, fastest_rate
+            self.cost, self.total_tokens, self.rows, self.group_bytes_per_second, fastest_rate
         )
 
-    def least_seconds(self, layout: Layout) -> float:
+    def min_step_seconds(self, layout: Layout) -> float:
         """Returns the least time of a layout's step."""
         reduce_seconds = _reduce_seconds(self, layout)
         return self.bounds_of_layout.seconds(layout, reduce_seconds=reduce_seconds)
@@ -94,7 +94,7 @@ class ClusterQuestion:
         """Devices that share a host, if there are so many."""
         return min(self.gpus_per_node, self.gpus)
 
-    def exchange_rate(self, sp: int) -> float:
+    def group_bytes_per_second(self, sp: int) -> float:
         """Returns the bytes per second between sequence-parallel devices, each way."""
         return self.link_bytes_per_second if self.crosses_nodes(sp) else self._within_node
 
@@ -109,21 +109,21 @@ class ClusterQuestion:
         Layers without attention over all heads (recurrent ones, states) are not shared.
         """
         shape = self.cost.shape
-        kinds = {shape.layers[i] for i in shape.alike}
+        kinds = {shape.layers[i] for i in shape.layer_kinds}
         return tuple(
             sp
             for sp in self.space.sp
             if sp == 1
             or (
                 sp <= self.gpus
-                and not shape.has_states
+                and not shape.has_recurrent_state
                 and all(layer.num_heads and layer.num_heads % sp == 0 for layer in kinds)
             )
         )
 
     def can_run(self, layout: Layout) -> bool:
         """Returns whether the runtime takes a layout: units are shared by single devices alone."""
-        if layout.schedule not in SHARING:
+        if layout.schedule not in SHARED_UNIT_SCHEDULES:
             return True
         return self.shares_units and layout.sp == 1 and layout.stages in self._sharing_stages
 
@@ -186,7 +186,7 @@ class ClusterPlan:
     """Whether anything of frames leaves a device: not where backward follows forward at once."""
 
     @property
-    def why(self) -> str:
+    def reason(self) -> str:
         """What the time goes into, in words."""
         parts = [f"idle {self.bubble_fraction:.1%}"]
         if self.recompute_fraction > 0:
@@ -206,16 +206,16 @@ class ClusterAnswer:
     closest: ClusterPlan | None
     """Of those that do not fit, the one that lacks least; None if all that were tried fit."""
 
-    tried: int
+    num_simulated: int
     """Layouts that were simulated; others were too large at a glance, or too slow."""
 
-    candidates: int
+    num_candidates: int
     """Layouts that there are."""
 
-    unseen: int = 0
+    num_skipped: int = 0
     """Layouts that might be among the best, and were not simulated, to be done sooner."""
 
-    unseen_seconds: float | None = None
+    skipped_min_seconds: float | None = None
     """What the step of any of these takes at least; None where there are none."""
 
 
@@ -253,7 +253,7 @@ def solve_cluster(
             f"{question.gpus} devices cannot share {question.rows} rows of "
             f"{question.total_tokens:,} tokens among stages of {question.cost.shape.num_layers} "
             "layers. Allowed: replicas that divide devices and rows, at most one stage per layer, "
-            f"and at most {question.space.most_units:,} chunks on a rank. Remedy: more rows, or "
+            f"and at most {question.space.max_units:,} chunks on a rank. Remedy: more rows, or "
             "fewer devices."
         )
     return answer
@@ -267,8 +267,8 @@ def _together(within: ClusterAnswer | None, across: ClusterAnswer) -> ClusterAns
     return replace(
         across,
         closest=min(closest, key=lambda plan: plan.missing_bytes, default=None),
-        tried=within.tried + across.tried,
-        candidates=within.candidates + across.candidates,
+        num_simulated=within.num_simulated + across.num_simulated,
+        num_candidates=within.num_candidates + across.num_candidates,
     )
 
 
@@ -282,19 +282,22 @@ def _solved(
     """Searches some layouts; None if there are none."""
     per_node = question.ranks_per_node
     # Of two that seem to take as long, the one with fewer hops between nodes comes first.
-    looked_at = [(question.least_seconds(x), x.hops_between_nodes(per_node), x) for x in candidates]
+    looked_at = [
+        (question.min_step_seconds(x), x.hops_between_nodes(per_node), x) for x in candidates
+    ]
     ranked = [(seconds, layout) for seconds, _, layout in sorted(looked_at)]
     if not ranked:
         return None
     search = _Search(question, keep, slack)
     with _no_collection():
         unseen = search.go_through(
-            [one for one in ranked if one[1].schedule not in SHARING], most_actions
+            [one for one in ranked if one[1].schedule not in SHARED_UNIT_SCHEDULES], most_actions
         )
         # Units that ranks share have bounds without idle time, so they would all come first, and
         # many actions: apart, so that nothing else is left out for them.
         unseen += search.go_through(
-            [one for one in ranked if one[1].schedule in SHARING], most_actions * _SHARING
+            [one for one in ranked if one[1].schedule in SHARED_UNIT_SCHEDULES],
+            most_actions * _SHARING,
         )
         if not search.best:
             search.simulate_closest([layout for _, layout in unseen], most_actions)
@@ -302,10 +305,10 @@ def _solved(
     return ClusterAnswer(
         best=tuple(search.best),
         closest=search.closest,
-        tried=search.tried,
-        candidates=len(ranked),
-        unseen=len(seconds),
-        unseen_seconds=min(seconds, default=None),
+        num_simulated=search.num_simulated,
+        num_candidates=len(ranked),
+        num_skipped=len(seconds),
+        skipped_min_seconds=min(seconds, default=None),
     )
 
 
@@ -325,7 +328,7 @@ class _Search:
         self.closest: ClusterPlan | None = None
 
     @property
-    def tried(self) -> int:
+    def num_simulated(self) -> int:
         """Layouts that were simulated."""
         return len(self._missing)
 
@@ -415,18 +418,20 @@ class _Search:
 
         Where nothing was simulated and some may fit, the smallest of these.
         """
-        if unseen and not self.tried:
+        if unseen and not self.num_simulated:
             self._simulate(min(unseen, key=self._all_actions), math.inf)
             return
         # Little is known of what units take that ranks share.
-        hopeless = sorted(self._hopeless, key=lambda one: (one[1].schedule in SHARING, *one))
+        hopeless = sorted(
+            self._hopeless, key=lambda one: (one[1].schedule in SHARED_UNIT_SCHEDULES, *one)
+        )
         # Before a pipeline repeats itself, less than twice what all its rows take is simulated.
         small = [one for one in hopeless if 2 * self._all_actions(one[1]) <= most_actions]
         if small:
             lacking, layout = small[0]
             if self.closest is None or lacking < self.closest.missing_bytes:
                 self._simulate(layout, math.inf)
-        elif not self.tried:
+        elif not self.num_simulated:
             self._simulate(min((x for _, x in hopeless), key=self._all_actions), math.inf)
 
     def _all_actions(self, layout: Layout) -> int:
@@ -548,9 +553,9 @@ def _planned(
         disk_bytes=sum(behind.values()),
         offloads=any(
             span.action.kind == "D"
-            for lane in timeline.lanes
-            if lane.endswith(".d2h")
-            for span in timeline.spans(lane)
+            for resource in timeline.resources
+            if resource.endswith(".d2h")
+            for span in timeline.spans(resource)
         ),
         missing_bytes=_over(max(peaks), budgets.device)
         + _over(host_bytes, budgets.host)
@@ -579,7 +584,7 @@ def _simulated(
         rank_nodes=layout.rank_nodes(question.gpus_per_node),
         devices_per_node=question.gpus_per_node,
         shards=layout.devices if layout.sharded else 1,
-        shard_bytes_per_second=question.exchange_rate(layout.devices),
+        shard_bytes_per_second=question.group_bytes_per_second(layout.devices),
         reduce_seconds=reduce_seconds,
     )
     return schedule, costs, costs.simulate(costs.lowered(schedule, reduce=reduce_seconds > 0))
@@ -591,10 +596,10 @@ def _warm_up(layout: Layout, rows: int) -> tuple[int, int]:
     The second is 0 where groups of rows are not all of one size.
     """
     size = Size(layout.stages, rows, layout.num_chunks, layout.virtual)
-    if layout.schedule in SHARING:
+    if layout.schedule in SHARED_UNIT_SCHEDULES:
         # One row after the other.
         return 1, 1
-    units = begun_units(layout.schedule, size)[0]
+    units = forwards_before_backward(layout.schedule, size)[0]
     warm_up = -(-units // (layout.num_chunks * layout.virtual))
     if layout.schedule not in INTERLEAVED:
         return warm_up, 1
@@ -625,7 +630,7 @@ def _num_actions(layout: Layout, rows: int) -> int:
     copies *= 2 if TIERS[layout.activation_tier].behind_host else 1
     copies += 0 if layout.kv_tier == "device" else 4
     units, passes = stages * chunks, 4 * (stages - 1) * chunks
-    if layout.schedule in SHARING:
+    if layout.schedule in SHARED_UNIT_SCHEDULES:
         # Each rank has its share of a unit: of a stage's first and last ones several.
         ahead = range(stages)
         units = sum((stages - 1 - i) * (stages - i) + i * (i + 1) for i in ahead)
@@ -656,7 +661,7 @@ def _reduce_seconds(question: ClusterQuestion, layout: Layout) -> float:
         return 0.0
     largest = question.bounds_of_layout.gradient_bytes(layout)
     sp, replicas = layout.sp, layout.replicas
-    seconds = 2 * (sp - 1) / sp * largest / question.exchange_rate(sp)
+    seconds = 2 * (sp - 1) / sp * largest / question.group_bytes_per_second(sp)
     within = layout.devices <= question.gpus_per_node and question.node_bytes_per_second
     rate = within or question.link_bytes_per_second
     return seconds + 2 * (replicas - 1) / replicas * largest / sp / rate

@@ -19,13 +19,13 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from sppo_hf.errors import ConfigError, UnsupportedModelError
-from sppo_hf.reading import MOST_JSON_BYTES, parse_json, read_text
+from sppo_hf.reading import MAX_JSON_BYTES, parse_json, read_text
 from sppo_hf.rules import refuse, show
 
 # Sub-configurations of multimodal models; other nested objects (rotary parameters) stay dicts.
 _SUB_CONFIGS = ("text_config", "vision_config", "audio_config")
 
-MOST_MODULES = 2048
+MAX_MODULES = 2048
 """Most layers, or experts of a layer, that a model may have where it is built.
 
 Known models have a few hundred; each is a module that Python makes, also without memory.
@@ -72,7 +72,7 @@ def load_config(path: str | Path) -> object:
         ConfigError: there is no such file, it is no regular file, it has more than 4 MiB, it holds
             no JSON object, or it names no `model_type`.
     """
-    return namespace_of(read_fields(path))
+    return to_namespace(read_fields(path))
 
 
 def read_fields(path: str | Path) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def read_fields(path: str | Path) -> dict[str, Any]:
     text = read_text(
         file,
         what="model configuration",
-        most_bytes=MOST_JSON_BYTES,
+        max_bytes=MAX_JSON_BYTES,
         remedy="give a model's config.json, the folder that holds it (the model's page on the "
         f"Hugging Face hub has the file), or one of {', '.join(shipped_models())}",
     )
@@ -120,7 +120,7 @@ def check_sizes(settings: Mapping[str, Any]) -> None:
         ConfigError: naming the setting.
     """
     remedy = "correct it in the configuration"
-    for path, value in walk(settings):
+    for path, value in iter_settings(settings):
         name = path.rpartition(".")[2]
         if isinstance(value, str) and value.isdigit() and _SIZES.search(name):
             refuse(path, value, allowed="a whole number", remedy="take the quotation marks off")
@@ -128,17 +128,17 @@ def check_sizes(settings: Mapping[str, Any]) -> None:
             continue
         if value < 1 and name in _AT_LEAST_ONE:
             refuse(path, value, allowed="a whole number from 1", remedy=remedy)
-        if _COUNTS.search(name) and value > MOST_MODULES:
-            allowed = f"at most {MOST_MODULES:,} (known models have a few hundred)"
+        if _COUNTS.search(name) and value > MAX_MODULES:
+            allowed = f"at most {MAX_MODULES:,} (known models have a few hundred)"
             refuse(path, value, allowed=allowed, remedy=remedy)
 
 
-def walk(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def iter_settings(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Every setting and its dotted name, those of nested configurations too."""
     for name, value in settings.items():
         yield f"{prefix}{name}", value
         if isinstance(value, Mapping):
-            yield from walk(cast("Mapping[str, Any]", value), f"{prefix}{name}.")
+            yield from iter_settings(cast("Mapping[str, Any]", value), f"{prefix}{name}.")
 
 
 def to_fields(config: object) -> dict[str, Any]:
@@ -149,11 +149,11 @@ def to_fields(config: object) -> dict[str, Any]:
     }
 
 
-def namespace_of(fields: dict[str, Any]) -> SimpleNamespace:
+def to_namespace(fields: dict[str, Any]) -> SimpleNamespace:
     """Makes of a configuration's JSON object what `load_config` returns."""
     for name in _SUB_CONFIGS:
         if isinstance(fields.get(name), dict):
-            fields = {**fields, name: namespace_of(cast("dict[str, Any]", fields[name]))}
+            fields = {**fields, name: to_namespace(cast("dict[str, Any]", fields[name]))}
     return SimpleNamespace(**fields)
 
 

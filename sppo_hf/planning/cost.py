@@ -60,7 +60,7 @@ class Correction:
 class UnitSeconds:
     """Seconds of every unit of one batch, [kinds, chunks] where nothing else is said.
 
-    Kinds are the layers that cost the same, in the order of `ModelShape.alike`.
+    Kinds are the layers that cost the same, in the order of `ModelShape.layer_kinds`.
     """
 
     forward: NDArray[np.float64]
@@ -101,7 +101,7 @@ class ModelCost:
     batch_rows: int = 1
     """Rows that go through together; all seconds and bytes are of all of them."""
 
-    exchange_bytes_per_second: float = math.inf
+    all_to_all_bytes_per_second: float = math.inf
     """Between ranks that share every unit (`ModelShape.sp`), each way, while all of them exchange
     tokens for heads. Seconds and bytes are those of one of them."""
 
@@ -116,15 +116,15 @@ class ModelCost:
 
     def __post_init__(self) -> None:
         """Number the kinds of layers, for layers of one kind cost the same."""
-        object.__setattr__(self, "_kinds", self.shape.alike)
+        object.__setattr__(self, "_kinds", self.shape.layer_kinds)
 
     @property
     def sp(self) -> int:
         """Sequence-parallel ranks that share each unit."""
         return self.shape.sp
 
-    def shared_by(
-        self, sp: int, exchange_bytes_per_second: float, head_blocks: int | None = None
+    def with_sequence_parallel(
+        self, sp: int, all_to_all_bytes_per_second: float, head_blocks: int | None = None
     ) -> ModelCost:
         """Returns the costs of one of `sp` ranks that share each unit, and exchange so fast.
 
@@ -133,10 +133,10 @@ class ModelCost:
         return replace(
             self,
             shape=replace(self.shape, sp=sp, head_blocks=head_blocks),
-            exchange_bytes_per_second=exchange_bytes_per_second,
+            all_to_all_bytes_per_second=all_to_all_bytes_per_second,
         )
 
-    def exchange_seconds(self, layer: int, tokens: int, *, keys: bool = True) -> float:
+    def all_to_all_seconds(self, layer: int, tokens: int, *, keys: bool = True) -> float:
         """All-to-alls of a layer over a chunk of `tokens` tokens, tokens to heads and back.
 
         Each rank sends every other one that one's heads of its own tokens' queries, keys and
@@ -155,8 +155,8 @@ class ModelCost:
         if keys and not work.borrows_keys:
             heads += work.kv_heads_of(self.sp, head_blocks)
         elements = heads * (work.qk_head_size + work.v_head_size)
-        sent = self.batch_rows * (self.sp - 1) * self.shape.own_tokens(tokens) * elements
-        return sent * self.shape.dtype_bytes / self.exchange_bytes_per_second
+        sent = self.batch_rows * (self.sp - 1) * self.shape.tokens_per_rank(tokens) * elements
+        return sent * self.shape.dtype_bytes / self.all_to_all_bytes_per_second
 
     def unit_seconds(self, bounds: Bounds, layer_tile_tokens: int = 0) -> UnitSeconds:
         """Returns the seconds of every unit of a batch, once for each kind of layer."""
@@ -185,7 +185,7 @@ class ModelCost:
                         for i in kinds
                     ]
                 ),
-                keys=table(lambda i, start, end: self.keys_seconds(i, end - start)),
+                keys=table(lambda i, start, end: self.kv_recompute_seconds(i, end - start)),
                 head=np.array([self.head_seconds(n) for n in lengths]),
                 head_evaluated=np.array([self.head_seconds(n, training=False) for n in lengths]),
             )
@@ -203,7 +203,7 @@ class ModelCost:
             )
             busy = linear + attention + self._elementwise_seconds(layer, tokens, _FORWARD_TRAFFIC)
             seconds = max(busy, self._launches(tokens, tile) * self.profile.launch_seconds)
-            exchange = self.exchange_seconds(layer, tokens)
+            exchange = self.all_to_all_seconds(layer, tokens)
             self._memo[key] = seconds * self.correction.forward + exchange
         return self._memo[key]
 
@@ -223,7 +223,7 @@ class ModelCost:
             busy = linear + attention + self._elementwise_seconds(layer, tokens, _BACKWARD_TRAFFIC)
             # About two kernels for each of forward's.
             seconds = max(busy, 2 * self._launches(tokens, tile) * self.profile.launch_seconds)
-            exchange = self.exchange_seconds(layer, tokens)
+            exchange = self.all_to_all_seconds(layer, tokens)
             self._memo[key] = seconds * self.correction.backward + exchange
         return self._memo[key]
 
@@ -245,7 +245,7 @@ class ModelCost:
         if saved == "whole":
             return 0.0
         if saved == "hidden":
-            again = self.attention_again_seconds(layer, start, start + tokens)
+            again = self.attention_recompute_seconds(layer, start, start + tokens)
             return self.recompute_seconds(layer, tokens, "inputs", tile) + again
         key = ("R", self._kinds[layer], tokens, saved, tile)
         if key not in self._memo:
@@ -263,17 +263,17 @@ class ModelCost:
             again = max(seconds, host - beside) * self.correction.backward
             if saved == "inputs":
                 # Queries go to heads once more, and attention's output, kept there, comes back.
-                again += self.exchange_seconds(layer, tokens, keys=False)
+                again += self.all_to_all_seconds(layer, tokens, keys=False)
             self._memo[key] = again
         return self._memo[key]
 
-    def attention_again_seconds(self, layer: int, start: int, end: int) -> float:
+    def attention_recompute_seconds(self, layer: int, start: int, end: int) -> float:
         """What it takes backward to run attention of tokens [start, end) forward once more."""
         flops = self._pairs_flops(self.shape.layers[layer], start, end)
         rate = self._rate(self.profile.attention_forward_flops, end - start)
         return flops / rate * self.correction.backward
 
-    def keys_seconds(self, layer: int, tokens: int) -> float:
+    def kv_recompute_seconds(self, layer: int, tokens: int) -> float:
         """Making keys and values of a chunk again: the layer runs up to its attention.
 
         Norm, projections (queries' too) and rotary embedding.
@@ -308,7 +308,7 @@ class ModelCost:
         """Bytes of one frame of `layer` over a chunk of `tokens` tokens."""
         key = ("A", self._kinds[layer], saved)
         if key not in self._memo:
-            self._memo[key] = self.shape.one_rank.activation_bytes_per_token(layer, saved)
+            self._memo[key] = self.shape.per_rank.activation_bytes_per_token(layer, saved)
         states = self.batch_rows * self.shape.state_bytes(layer)
         return self._own_rows(tokens) * int(self._memo[key]) + states
 
@@ -322,11 +322,11 @@ class ModelCost:
 
     def kv_bytes(self, layer: int, tokens: int) -> int:
         """K and V of `tokens` tokens of `layer`."""
-        return self._own_rows(tokens) * self.shape.one_rank.kv_bytes_per_token(layer)
+        return self._own_rows(tokens) * self.shape.per_rank.kv_bytes_per_token(layer)
 
     def dkv_bytes(self, layer: int, tokens: int) -> int:
         """Gradient sums of K and V of `tokens` tokens of `layer`."""
-        return self._own_rows(tokens) * self.shape.one_rank.dkv_bytes_per_token(layer)
+        return self._own_rows(tokens) * self.shape.per_rank.dkv_bytes_per_token(layer)
 
     def d2h_seconds(self, num_bytes: float, *, both: bool = False) -> float:
         """A copy to the host; `both` while another runs the other way."""
@@ -341,7 +341,7 @@ class ModelCost:
     @property
     def update_seconds(self) -> float:
         """The optimizer's update where it works in host memory; 0 where it does not."""
-        resting = self.shape.resting
+        resting = self.shape.host_resident
         if resting is None:
             return 0.0
         rate = self.profile.host_update_bytes_per_second or UNKNOWN_HOST_UPDATE
@@ -357,7 +357,7 @@ class ModelCost:
 
     def _own_rows(self, tokens: int) -> int:
         """A rank's tokens of a chunk, of all rows."""
-        return self.batch_rows * self.shape.own_tokens(tokens)
+        return self.batch_rows * self.shape.tokens_per_rank(tokens)
 
     def _pairs_flops(self, shape: LayerProfile, start: int, end: int) -> float:
         pairs = visible_pairs(end, shape.window) - visible_pairs(start, shape.window)

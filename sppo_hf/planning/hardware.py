@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from sppo_hf.errors import ConfigError
-from sppo_hf.planning.json_store import keyed_path, write_whole
+from sppo_hf.planning.json_store import cache_path, write_atomically
 from sppo_hf.reading import parse_json, read_text
 from sppo_hf.rules import show
 
@@ -573,7 +573,7 @@ def save_profile(profile: HardwareProfile, path: str | os.PathLike[str] | None =
         profile_path(profile.name, profile.kind, profile.versions) if path is None else Path(path)
     )
     try:
-        write_whole(target, profile_to_json(profile))
+        write_atomically(target, profile_to_json(profile))
     except OSError as error:
         raise ConfigError(
             f"The hardware profile {os.fspath(target)!r} cannot be written: {error.strerror}. "
@@ -585,7 +585,7 @@ def save_profile(profile: HardwareProfile, path: str | os.PathLike[str] | None =
 def profile_path(device_name: str, kind: str, versions: Mapping[str, str]) -> Path:
     """Where the calibrated profile of a device and versions lies, whether or not it exists."""
     key = [PROFILE_FORMAT, device_name, kind, sorted(versions.items())]
-    return keyed_path("hardware", device_name, key)
+    return cache_path("hardware", device_name, key)
 
 
 def _read_file(path: Path) -> HardwareProfile:
@@ -593,7 +593,7 @@ def _read_file(path: Path) -> HardwareProfile:
     text = read_text(
         path,
         what="hardware profile",
-        most_bytes=MOST_PROFILE_BYTES,
+        max_bytes=MOST_PROFILE_BYTES,
         remedy="give the path of a JSON file that `sppo calibrate --output` wrote, or a shipped "
         "name",
     )

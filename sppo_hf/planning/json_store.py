@@ -33,7 +33,7 @@ def cache_folder(kind: str) -> Path:
     return Path(os.path.expandvars(home)).expanduser() / "sppo_hf" / kind
 
 
-def keyed_path(kind: str, name: str, key: object) -> Path:
+def cache_path(kind: str, name: str, key: object) -> Path:
     """Where a value lies, whether or not it exists.
 
     Args:
@@ -46,17 +46,17 @@ def keyed_path(kind: str, name: str, key: object) -> Path:
     return cache_folder(kind) / "-".join(part for part in (slug, digest + ".json") if part)
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Writes a file, whole or not at all, over one that is there.
 
     Raises:
         OSError: it cannot be written.
     """
-    written = write_beside(path, text)
+    written = write_temporary(path, text)
     os.replace(written, path)
 
 
-def write_beside(path: Path, text: str) -> Path:
+def write_temporary(path: Path, text: str) -> Path:
     """Writes a file under a name of its own in the folder of `path`, which is made.
 
     Raises:
@@ -71,7 +71,7 @@ def write_beside(path: Path, text: str) -> Path:
 
 
 @contextmanager
-def one_at_a_time(path: Path, *, most_seconds: float) -> Generator[None]:
+def file_lock(path: Path, *, most_seconds: float) -> Generator[None]:
     """Lets one process of a machine at a time make a file, so that the others find it made.
 
     The lock is the operating system's, on a file beside `path`, and ends with the process that has

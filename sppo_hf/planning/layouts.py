@@ -40,13 +40,13 @@ from sppo_hf.planning.tiers import HOST, TIERS, Tier
 from sppo_hf.schedule.generate import (
     INTERLEAVED,
     MSP,
-    SHARING,
+    SHARED_UNIT_SCHEDULES,
     Size,
-    begun_units,
-    groups_of,
+    forwards_before_backward,
+    micro_batch_groups,
 )
 
-Cut = Literal["even", "flops", "bounded"]
+PartitionMode = Literal["even", "flops", "bounded"]
 """How a sequence is cut: equal lengths; equal FLOPs; equal FLOPs as far as no chunk is much longer
 or shorter than the mean, so that no frame is."""
 
@@ -69,7 +69,7 @@ class Layout(NamedTuple):
     num_chunks: int
     """Chunks of a sequence."""
 
-    partition: Cut
+    partition: PartitionMode
     """How it is cut."""
 
     saved: Saved
@@ -141,7 +141,7 @@ class SearchSpace:
     virtual: tuple[int, ...] = (2, 4)
     """Stages of a rank, for schedules that put several on one."""
 
-    partitions: tuple[Cut, ...] = ("flops",)
+    partitions: tuple[PartitionMode, ...] = ("flops",)
     """How sequences are cut."""
 
     frames: tuple[tuple[Saved, OffloadRule], ...] = (
@@ -171,10 +171,10 @@ class SearchSpace:
     """Least and most tokens of a chunk on one device, on average: of a rank's share where several
     share it. A row that is shorter is one chunk."""
 
-    most_units: int = 1024
+    max_units: int = 1024
     """Chunks of all rows that pass through one pipeline in a step."""
 
-    least_used: float = 1.0
+    min_device_share: float = 1.0
     """Share of the devices that must be used; below 1, some may stand idle so that stages become
     equal."""
 
@@ -185,7 +185,7 @@ class SearchSpace:
 
         Args:
             gpus: devices; stages times replicas times `sp` are as many, or a little fewer
-                (`least_used`).
+                (`min_device_share`).
             rows: rows of a step; replicas divide them.
             total_tokens: length of a row.
             num_layers: no more stages than that.
@@ -195,7 +195,7 @@ class SearchSpace:
             for layout in self._of_groups(
                 gpus // group, rows, -(-total_tokens // group), num_layers
             ):
-                if layout.stages * layout.replicas * group >= self.least_used * gpus:
+                if layout.stages * layout.replicas * group >= self.min_device_share * gpus:
                     yield layout._replace(sp=group)
 
     def _of_groups(
@@ -209,14 +209,14 @@ class SearchSpace:
             if shortest * 2**power <= total_tokens <= longest * 2**power
         ]
         for stages in range(1, min(gpus, num_layers) + 1):
-            least = math.ceil(self.least_used * gpus / stages)
+            least = math.ceil(self.min_device_share * gpus / stages)
             # A rank more than the largest stage's layers ask for only makes others smaller.
             needless = stages > 1 and -(-num_layers // stages) == -(-num_layers // (stages - 1))
             for replicas in range(least, gpus // stages + 1):
                 if rows % replicas or (needless and stages * replicas < gpus):
                     continue
                 for num_chunks in chunks or [1]:
-                    if num_chunks * rows // replicas <= self.most_units:
+                    if num_chunks * rows // replicas <= self.max_units:
                         yield from self._variants(stages, replicas, num_chunks, num_layers)
 
     def _variants(
@@ -226,7 +226,9 @@ class SearchSpace:
         cuts = self.partitions if num_chunks > 1 else self.partitions[:1]
         for schedule in self.schedules if stages > 1 else self.schedules[:1]:
             for virtual in self.virtual if schedule in INTERLEAVED and stages > 1 else (1,):
-                if stages * virtual > num_layers or (schedule in SHARING and num_chunks < stages):
+                if stages * virtual > num_layers or (
+                    schedule in SHARED_UNIT_SCHEDULES and num_chunks < stages
+                ):
                     continue
                 for partition in cuts:
                     for (saved, offload), kv_tier in product(self.frames, self.kv_tiers):
@@ -238,7 +240,9 @@ class SearchSpace:
                                 )
 
 
-def bounds_of(curve: PrefixCost, total_tokens: int, num_chunks: int, partition: Cut) -> Bounds:
+def bounds_of(
+    curve: PrefixCost, total_tokens: int, num_chunks: int, partition: PartitionMode
+) -> Bounds:
     """Cuts a sequence as a layout says."""
     if partition == "even":
         return even_bounds(total_tokens, num_chunks)
@@ -319,7 +323,7 @@ class _Shared(NamedTuple):
     """Of the last chunks, which its rank and all before it compute together."""
 
 
-_Batch = tuple[Cut, int, Saved, Tier, int]
+_Batch = tuple[PartitionMode, int, Saved, Tier, int]
 """What a sequence's seconds and bytes on all ranks depend on."""
 
 
@@ -387,7 +391,7 @@ def _of_first(
 class LowerBounds:
     """Lower bounds for layouts of one model, length and number of rows.
 
-    `exchange_rate` is bytes per second between so many sequence-parallel devices, and
+    `group_bytes_per_second` is bytes per second between so many sequence-parallel devices, and
     `fastest_rate` between the two devices that are nearest to each other.
     """
 
@@ -396,25 +400,25 @@ class LowerBounds:
         cost: ModelCost,
         total_tokens: int,
         rows: int,
-        exchange_rate: Callable[[int], float],
+        group_bytes_per_second: Callable[[int], float],
         fastest_rate: float,
     ) -> None:
         self._cost = cost
         self._costs = {1: cost}
-        self._exchange_rate = exchange_rate
+        self._exchange_rate = group_bytes_per_second
         self._fastest_rate = fastest_rate
         self._tokens = total_tokens
         self._rows = rows
         self._curve = PrefixCost.of(cost.shape)
-        alike = cost.shape.alike
+        alike = cost.shape.layer_kinds
         self._kinds = {kind: alike.count(kind) for kind in sorted(set(alike))}
-        self._bounds: dict[tuple[Cut, int], Bounds] = {}
+        self._bounds: dict[tuple[PartitionMode, int], Bounds] = {}
         self._work: dict[_Batch, _Work] = {}
         self._passing: dict[tuple[_Batch, int, int, bool], _Passing] = {}
         self._rooms: dict[_Batch, list[_Room]] = {}
         self._shared: dict[tuple[object, ...], NDArray[np.float64]] = {}
         self._costs_of_sets: dict[tuple[int, int, int | None], ModelCost] = {}
-        self._stages: dict[tuple[Cut, int, int, int], tuple[range, ...]] = {}
+        self._stages: dict[tuple[PartitionMode, int, int, int], tuple[range, ...]] = {}
         self._layers: dict[tuple[range, ...], NDArray[np.int64]] = {}
         self._gradients: dict[tuple[range, ...], int] = {}
         self._frames: dict[tuple[int, int, Saved], int] = {}
@@ -426,7 +430,7 @@ class LowerBounds:
         """Returns the costs of a device of a layout, which may share its rank's units."""
         sp = layout.sp
         if sp not in self._costs:
-            self._costs[sp] = self._cost.shared_by(sp, self._exchange_rate(sp))
+            self._costs[sp] = self._cost.with_sequence_parallel(sp, self._exchange_rate(sp))
         return self._costs[sp]
 
     def bounds(self, layout: Layout) -> Bounds:
@@ -446,7 +450,7 @@ class LowerBounds:
         key = (*_batch(layout), layout.schedule, layout.stages, layout.replicas, layout.virtual)
         if key not in self._compute:
             rows = self._rows // layout.replicas
-            shares = layout.schedule in SHARING
+            shares = layout.schedule in SHARED_UNIT_SCHEDULES
             found = self._sharing_seconds(layout) if shares else self._alone_seconds(layout, rows)
             self._compute[key] = found * _ROUNDED
         if reduce_seconds and layout.kv_tier != "device":
@@ -478,8 +482,8 @@ class LowerBounds:
         way = self._passing_of(layout, splits)
         groups = [range(rows)]
         if layout.schedule in INTERLEAVED:
-            groups = groups_of(size)
-        begun = np.array(begun_units(layout.schedule, size))
+            groups = micro_batch_groups(size)
+        begun = np.array(forwards_before_backward(layout.schedule, size))
         before = _of_first(way.forwards, groups, begun)
         after = _of_first(way.backwards, groups[::-1], begun)
         if splits:
@@ -528,7 +532,7 @@ class LowerBounds:
         """[stages, kinds] How many layers of each kind a stage has."""
         stages = self.stages(layout)
         if stages not in self._layers:
-            alike = np.array(self._cost.shape.alike)
+            alike = np.array(self._cost.shape.layer_kinds)
             held = [alike[layers.start : layers.stop] for layers in stages]
             counts = [[(kinds == kind).sum() for kind in self._kinds] for kinds in held]
             self._layers[stages] = np.array(counts)
@@ -541,10 +545,10 @@ class LowerBounds:
         return rows * max(whole, float(self._busy_sharing(layout).max()))
 
     def _copy_seconds(self, layout: Layout) -> float:
-        """Copies of frames out and back, and K/V on the same lanes."""
+        """Copies of frames out and back, and K/V on the same resources."""
         bounds, rows = self.bounds(layout), self._rows // layout.replicas
         layers: float = self._layer_counts(layout)[0]
-        if layout.schedule in SHARING:
+        if layout.schedule in SHARED_UNIT_SCHEDULES:
             layers = self._cost.shape.num_layers / layout.stages
         ratios = self._ratios(layout)
         if layout.offload == "sppo":
@@ -555,7 +559,7 @@ class LowerBounds:
             for ratio, (start, end) in zip(ratios[:-1], bounds, strict=False)
         )
         out, back = (frames + size for size in self._worked(layout).streamed)
-        if layout.schedule in SHARING:
+        if layout.schedule in SHARED_UNIT_SCHEDULES:
             # Of K/V, which not all ranks of a unit have, nothing is counted: a bound stays one.
             out = back = frames
         seconds = [
@@ -583,7 +587,7 @@ class LowerBounds:
         if layout.kv_tier == "device":
             keys = self._kv_bytes(layout, tokens) + self._sum_bytes(layout)
         ahead = 0
-        if layout.schedule in SHARING:
+        if layout.schedule in SHARED_UNIT_SCHEDULES:
             # Of first and last units a rank has a share; it has all of those between. The first
             # one, which has no last ones, needs all heads of all keys for its own.
             share = (layout.num_chunks - layout.stages + 1) / (2 * layout.num_chunks)
@@ -598,7 +602,7 @@ class LowerBounds:
         least = max(layers * (states + kept), first_layers * (states + kept + ahead))
         # The frames of a rank's other stages may be away; its last stage has a layer or more.
         frames = 1 if layout.virtual > 1 and layout.offload != "none" else layers
-        if layout.schedule in SHARING:
+        if layout.schedule in SHARED_UNIT_SCHEDULES:
             return max(least, layers * states)
         running = max(layers * room.kv + frames * room.frame + room.workspace for room in rooms)
         return max(least + rooms[-1].workspace, layers * states + running)
@@ -629,7 +633,7 @@ class LowerBounds:
         ranks: list[int] = []
         # The first ranks hold most.
         for rank in range(min(layout.stages, ranks_per_node)):
-            if layout.schedule in SHARING:
+            if layout.schedule in SHARED_UNIT_SCHEDULES:
                 count = max(0, len(bounds) - 2 * (layout.stages - 1) - _UNDER_WAY_CHUNKS)
                 units = sorted(bounds, key=anywhere.__getitem__)[:count]
                 held, all_held = (sum(each[unit] for unit in units) for each in (sizes, anywhere))
@@ -660,10 +664,10 @@ class LowerBounds:
         Where a rank has several stages, as many whole chunks as it has parts of them, short ones.
         """
         rows, num_chunks = self._rows // layout.replicas, layout.num_chunks
-        if layout.schedule in SHARING:
+        if layout.schedule in SHARED_UNIT_SCHEDULES:
             return ()
         size = Size(layout.stages, rows, num_chunks, layout.virtual)
-        held = begun_units(layout.schedule, size)[rank] // layout.virtual
+        held = forwards_before_backward(layout.schedule, size)[rank] // layout.virtual
         count = min(held, rows * num_chunks) - num_chunks
         bounds = self.bounds(layout)[:: -1 if layout.virtual > 1 else 1]
         return (bounds * -(-count // num_chunks))[: max(0, count)]
@@ -725,7 +729,9 @@ class LowerBounds:
             if sharing not in self._costs_of_sets:
                 cost = self.cost(layout)
                 if size > 1:
-                    cost = cost.shared_by(layout.sp * size, self._fastest_rate, head_blocks)
+                    cost = cost.with_sequence_parallel(
+                        layout.sp * size, self._fastest_rate, head_blocks
+                    )
                 self._costs_of_sets[sharing] = cost
             work = self._costs_of_sets[sharing].unit_seconds(self.bounds(layout))
             again = work.recompute[:, SAVED.index(layout.saved)]
@@ -767,7 +773,7 @@ class LowerBounds:
         if self._states is None:
             self._states, shape = 0, self._cost.shape
             # A layer of each kind that is not first or last; a kind that is only there counts 0.
-            inner = {shape.alike[i]: i for i in range(1, shape.num_layers - 1)}
+            inner = {shape.layer_kinds[i]: i for i in range(1, shape.num_layers - 1)}
             held = [StageWeights.of(shape, range(i, i + 1)) for i in inner.values()]
             if len(inner) == len(self._kinds):
                 self._states = min(w.weights + w.gradients + w.optimizer for w in held)

@@ -498,7 +498,7 @@ class LinearProgram:
             if budget is None:
                 continue
             if tier == "host":
-                budget -= what.staging_bytes * passing + sum(self._tables.resting.values())
+                budget -= what.staging_bytes * passing + sum(self._tables.host_resident.values())
             levels = mode_free_levels(self._tables)[tier].values()
             # Where forward ends, and after the first chunk's backward, when most gradient sums
             # wait.
@@ -602,7 +602,7 @@ class LinearProgram:
 
         Those that the first unit waits for are left out.
         """
-        resting, layers = self._cost.shape.resting, self._tables.points.num_layers
+        resting, layers = self._cost.shape.host_resident, self._tables.points.num_layers
         found = np.zeros((2, self._slots))
         if resting is None:
             return found
@@ -618,7 +618,7 @@ class LinearProgram:
 
     def _gradients_gib(self) -> NDArray[np.float64]:
         """[slots] GiB of gradients of weights that each slot's backward sends to the host."""
-        resting = self._cost.shape.resting
+        resting = self._cost.shape.host_resident
         found = np.zeros(self._slots)
         if resting is not None:
             sizes = np.array(resting.layer_gradient_bytes) / _GIB

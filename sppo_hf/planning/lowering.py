@@ -13,7 +13,7 @@ left so far no more than `max_pending_d2h_bytes` is still there. What comes back
 point on that asks for it. Elsewhere bytes are taken when their copy out is enqueued, right behind
 the forward, and given back with the backward.
 
-[Note: the order of copies] Copies of one lane end in order. A frame closes when its forward ends;
+[Note: the order of copies] Copies of one resource end in order. A frame closes when forward ends;
 the next unit waits until no more than `max_pending_d2h_bytes` are on their way out. When backward
 enters a frame that leaves or is recomputed, frames are asked for in the order of backward, as long
 as those ahead of their use stay within `max_prefetch_bytes`; one frame may always be ahead. Frames
@@ -67,7 +67,7 @@ from sppo_hf.schedule.timeline import Timeline
 
 COMPUTE, D2H, H2D = "compute", "d2h", "h2d"
 HOST_COMPUTE = "host compute"
-"""The lane of an optimizer that works in host memory."""
+"""The resource of an optimizer that works in host memory."""
 
 LAYERS_THERE = 2
 """Layers that rest on the host and are on the device at a time: the one in use and the next."""
@@ -287,7 +287,7 @@ class StepProgram:
     @cached_property
     def actions(self) -> list[Action]:
         """All actions in the order in which they are enqueued."""
-        return self.lanes.listed
+        return self.resources.listed
 
     @cached_property
     def asked_at(self) -> dict[int, list[Action]]:
@@ -358,7 +358,7 @@ class StepProgram:
         away = self.tiers[self.offloaded_bytes > 0]
         through = any((away == list(TIERS).index(tier)).any() for tier in behind)
         host = standing["host"]
-        host.update(tables.resting)
+        host.update(tables.host_resident)
         if what.kv_tier in behind or through or self.kv_bytes(*behind).any():
             # A region through which bytes pass on their way to a tier behind the host and back.
             host[Cause.COPIES] = what.staging_bytes
@@ -542,17 +542,17 @@ class StepProgram:
     # -- actions -------------------------------------------------------------------------------
 
     @cached_property
-    def lanes(self) -> Lanes:
-        """The actions of each lane, with seconds and with what they wait for."""
+    def resources(self) -> ActionQueues:
+        """The actions of each resource, with seconds and with what they wait for."""
         assert self._cost is not None, "seconds are asked of a program with costs"
         return _Laying(self, self._cost).lay()
 
     def simulate(self, *, with_bytes: bool = False) -> Timeline:
-        """Runs all lanes; with the bytes of every tier over time where asked for."""
-        lanes = self.lanes
+        """Runs all resources; with the bytes of every tier over time where asked for."""
+        resources = self.resources
         if not with_bytes:
-            return lanes.simulate()
-        at = {action: at for at, action in enumerate(lanes.actions[COMPUTE])}
+            return resources.simulate()
+        at = {action: at for at, action in enumerate(resources.actions[COMPUTE])}
         standing = [
             Change(tier, cause, size)
             for tier, sizes in self.standing.items()
@@ -564,7 +564,7 @@ class StepProgram:
             for cause, level in levels.items()
             if level.before
         ]
-        return lanes.simulate(
+        return resources.simulate(
             changes=lambda action: self.changes(at[action]) if action in at else (),
             standing=standing,
         )
@@ -733,18 +733,18 @@ def _derived(points: Points, levels: Iterable[Level], of: Callable[[Any], Any]) 
     return Level(int(of(np.int64(before))), of(during), of(after))
 
 
-# -- lanes -------------------------------------------------------------------------------------
+# -- resources -------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
-class Lanes:
-    """Actions by lane, with what each takes and what it waits for."""
+class ActionQueues:
+    """Actions by resource, with what each takes and what it waits for."""
 
     actions: dict[str, list[Action]]
-    """By lane, in its order."""
+    """By resource, in its order."""
 
     seconds: list[float]
-    """How long each takes: lane after lane."""
+    """How long each takes: resource after resource."""
 
     needs: list[list[int]]
     """What each waits for, as places in the same order."""
@@ -757,7 +757,7 @@ class Lanes:
         changes: Callable[[Action], Iterable[Change]] | None = None,
         standing: Iterable[Change] = (),
     ) -> Timeline:
-        """Runs all lanes; see `simulate_positions`."""
+        """Runs all resources; see `simulate_positions`."""
         return simulate_positions(
             self.actions,
             seconds=self.seconds,
@@ -800,10 +800,11 @@ class _Queue:
 
 
 class _Laying:
-    """The actions of a program being laid on lanes; see [Note: the order of copies].
+    """The actions of a program being laid on resources; see [Note: the order of copies].
 
-    Until all are there an action is known by a number: its index on its lane times the number of
-    lanes, plus the lane. Behind the copies' lanes stand each tier's own, for writes and reads.
+    Until all are there an action is known by a number: its index on its resource times the number
+    of resources, plus the resource. Behind the copies' resources stand each tier's own, for writes
+    and reads.
     """
 
     def __init__(self, program: StepProgram, cost: ModelCost) -> None:
@@ -814,15 +815,17 @@ class _Laying:
         self._streams = tables.streams
         self._both = tables.both_ways
         """Whether copies run both ways at once, in forward and in backward."""
-        self._resting = tables.shape.resting
+        self._resting = tables.shape.host_resident
         behind = [TIERS[tier] for tier in tiers_behind_host()]
-        self._lanes = [COMPUTE, D2H, H2D, HOST_COMPUTE]
-        self._lanes += [lane for tier in behind for lane in (tier.store_lane, tier.load_lane)]
+        self._resources = [COMPUTE, D2H, H2D, HOST_COMPUTE]
+        self._resources += [
+            resource for tier in behind for resource in (tier.store_resource, tier.load_resource)
+        ]
         self._writes = {tier.name: _BEHIND + 2 * at for at, tier in enumerate(behind)}
-        """Lane of the writes of each tier behind the host; that of its reads is the next."""
-        self._actions: list[list[Action]] = [[] for _ in self._lanes]
-        self._seconds: list[list[float]] = [[] for _ in self._lanes]
-        self._needs: list[list[list[int]]] = [[] for _ in self._lanes]
+        """Resource of the writes of each tier behind the host; that of its reads is the next."""
+        self._actions: list[list[Action]] = [[] for _ in self._resources]
+        self._seconds: list[list[float]] = [[] for _ in self._resources]
+        self._needs: list[list[list[int]]] = [[] for _ in self._resources]
         self._listed: list[Action] = []
         self._sizes = program.offloaded_bytes.tolist()
         self._tiers = np.array(list(TIERS), dtype=object)[program.tiers].tolist()
@@ -835,7 +838,7 @@ class _Laying:
         ]
         come_back = np.array(self._streamed[1][0]) + program.streamed_again
         self._streamed[1][0] = come_back.tolist()
-        # Copies of one lane end in order, so compute waits for the last of those that must end.
+        # Copies of one resource end in order, so compute waits for the last of those that must end.
         self._leaving = _Queue(what.max_pending_d2h_bytes)
         self._waits: list[int] = []
         """What the next unit waits for, beside its own frame."""
@@ -856,7 +859,7 @@ class _Laying:
         self._turn: list[int] = []
         """The last action of forward: nothing is read ahead before it has ended."""
 
-    def lay(self) -> Lanes:
+    def lay(self) -> ActionQueues:
         seconds = self._program.seconds.tolist()
         points = self._program.points
         self._forward(seconds)
@@ -864,14 +867,14 @@ class _Laying:
             self._turn = self._last_computed(1)
             self._backward(seconds[points.num_forward :])
         offsets = [0, *accumulate(map(len, self._actions))]
-        lanes = len(self._lanes)
-        return Lanes(
-            actions=dict(zip(self._lanes, self._actions, strict=True)),
-            seconds=[taken for lane in self._seconds for taken in lane],
+        resources = len(self._resources)
+        return ActionQueues(
+            actions=dict(zip(self._resources, self._actions, strict=True)),
+            seconds=[taken for resource in self._seconds for taken in resource],
             needs=[
-                [offsets[number % lanes] + number // lanes for number in needed]
-                for lane in self._needs
-                for needed in lane
+                [offsets[number % resources] + number // resources for number in needed]
+                for resource in self._needs
+                for needed in resource
             ],
             listed=self._listed,
         )
@@ -973,7 +976,7 @@ class _Laying:
         if self._resting is not None and self._resting.gradient_bytes:
             # The last copy out is that of the last gradients.
             last = len(self._actions[_D2H]) - 1
-            needs = [*self._last_computed(1), last * len(self._lanes) + _D2H]
+            needs = [*self._last_computed(1), last * len(self._resources) + _D2H]
             self._add(_HOST, Action("U", 0, 0), self._cost.update_seconds, needs)
 
     def _compute(self, action: Action, seconds: float) -> int:
@@ -983,16 +986,16 @@ class _Laying:
     def _send(self, copy: Action, num_bytes: int, unit: int, tier: Tier) -> int:
         """Copies bytes to the host and on to their tier; returns what ends when they are away."""
         staged = self._staged if copy.kind == "D" else self._kv_staged
-        lane = self._writes.get(tier)
-        room = [] if lane is None else staged.settle(num_bytes)
+        resource = self._writes.get(tier)
+        room = [] if resource is None else staged.settle(num_bytes)
         # What streams out in backward is streamed in forward too.
         seconds = self._cost.d2h_seconds(num_bytes, both=self._both[0])
         sent = self._add(_D2H, copy, seconds, [unit, *room])
         self._leaving.add(sent, num_bytes)
-        if lane is None:
+        if resource is None:
             return sent
         write = copy._replace(kind="S", part=None if copy.kind == "D" else (copy.part or 0) + 1)
-        written = self._add(lane, write, self._cost.store_seconds(tier, num_bytes), [sent])
+        written = self._add(resource, write, self._cost.store_seconds(tier, num_bytes), [sent])
         staged.add(written, num_bytes)
         return written
 
@@ -1004,21 +1007,21 @@ class _Laying:
         num_bytes = self._kv_sizes[layer] if keys else self._sizes[chunk][layer]
         away = self._kv_away[layer] if keys else self._away[chunk, layer]
         tier = self._what.kv_mode(layer) if keys else self._tiers[chunk][layer]
-        lane = self._writes.get(tier)
+        resource = self._writes.get(tier)
         after = [*self._last_computed(1), away]
         staged = self._kv_staged if keys else self._staged
-        if lane is not None:
+        if resource is not None:
             # Reads run ahead of their copies, as far as staging holds.
             waits = [*self._turn, away, *staged.settle(num_bytes)]
             read = Action("L", 0, chunk, layer, 1 if keys else None)
-            after.append(self._load(lane, read, tier, num_bytes, waits))
+            after.append(self._load(resource, read, tier, num_bytes, waits))
         seconds = self._cost.h2d_seconds(num_bytes, both=self._both[1])
         back = self._add(_H2D, copy, seconds, after)
         if keys:
             self._kv_away[layer] = back
         else:
             self._away[chunk, layer] = back
-        if lane is not None:
+        if resource is not None:
             staged.add(back, num_bytes)
 
     def _fetch_inputs(self, layer: int, num_bytes: int) -> int:
@@ -1048,10 +1051,10 @@ class _Laying:
         after = self._last_computed(2)[:-1]
         if layer in self._kv_away:
             after.append(self._kv_away[layer])
-        lane = self._writes.get(self._what.kv_tier)
-        if lane is not None:
+        resource = self._writes.get(self._what.kv_tier)
+        if resource is not None:
             read = Action("L", 0, chunk, layer, part + 1)
-            after = [*after, self._load(lane, read, self._what.kv_tier, num_bytes, after)]
+            after = [*after, self._load(resource, read, self._what.kv_tier, num_bytes, after)]
         seconds = self._cost.h2d_seconds(num_bytes, both=True)
         return [self._add(_H2D, Action("K", 0, chunk, layer, part), seconds, after)]
 
@@ -1060,26 +1063,26 @@ class _Laying:
         num_bytes = self._streamed[part][1][chunk][layer]
         if num_bytes:
             copy = Action("O", 0, chunk, layer, part)
-            # Both lanes are in order, so the newest stands for all before it.
+            # Both resources are in order, so the newest stands for all before it.
             self._kv_away[layer] = self._send(copy, num_bytes, unit, self._what.kv_tier)
 
     def _last_computed(self, count: int) -> list[int]:
         """The last so many computations, oldest first; fewer where there are not so many."""
         done = len(self._actions[_COMPUTE])
-        return [at * len(self._lanes) + _COMPUTE for at in range(max(done - count, 0), done)]
+        return [at * len(self._resources) + _COMPUTE for at in range(max(done - count, 0), done)]
 
     def _load(
         self, writes: int, action: Action, tier: Tier, num_bytes: int, needs: list[int]
     ) -> int:
-        """Reads into host memory, on the lane behind that of the tier's writes."""
+        """Reads into host memory, on the resource behind that of the tier's writes."""
         return self._add(writes + 1, action, self._cost.load_seconds(tier, num_bytes), needs)
 
-    def _add(self, lane: int, action: Action, seconds: float, needs: list[int]) -> int:
-        self._actions[lane].append(action)
-        self._seconds[lane].append(seconds)
-        self._needs[lane].append(needs)
+    def _add(self, resource: int, action: Action, seconds: float, needs: list[int]) -> int:
+        self._actions[resource].append(action)
+        self._seconds[resource].append(seconds)
+        self._needs[resource].append(needs)
         self._listed.append(action)
-        return (len(self._actions[lane]) - 1) * len(self._lanes) + lane
+        return (len(self._actions[resource]) - 1) * len(self._resources) + resource
 
 
 _COMPUTE, _D2H, _H2D, _HOST, _BEHIND = range(5)

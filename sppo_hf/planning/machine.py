@@ -84,7 +84,7 @@ EXPANDABLE_SEGMENTS = "expandable_segments:True"
 """The setting of PyTorch's CUDA allocator with which it maps memory in pages."""
 
 
-def expand_segments(variables: MutableMapping[str, str]) -> bool:
+def request_expandable_segments(variables: MutableMapping[str, str]) -> bool:
     """Asks PyTorch's CUDA allocator for expandable segments, unless it was told anything already.
 
     Args:
@@ -99,7 +99,7 @@ def expand_segments(variables: MutableMapping[str, str]) -> bool:
     return True
 
 
-def connect_all_streams(variables: MutableMapping[str, str]) -> None:
+def set_max_connections(variables: MutableMapping[str, str]) -> None:
     """Asks CUDA for as many work queues as it has, unless it was told a number.
 
     It has 8 by default, which compute, two copy streams and NCCL's streams of a pipeline share:
@@ -111,8 +111,8 @@ def connect_all_streams(variables: MutableMapping[str, str]) -> None:
     variables.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
-def forget_expanded_segments(variables: MutableMapping[str, str]) -> None:
-    """Undoes `expand_segments`, where the allocator turned out not to follow."""
+def withdraw_expandable_segments(variables: MutableMapping[str, str]) -> None:
+    """Undoes `request_expandable_segments`, where the allocator turned out not to follow."""
     del variables[_ALLOCATOR_VARIABLES[0]]
 
 

@@ -83,14 +83,14 @@ class ByteTables:
     def __init__(self, shape: ModelShape, decisions: Decisions, device_kind: str) -> None:
         """Work out what all other quantities rest on; see `byte_tables`."""
         self._what, batch_rows = decisions, decisions.batch_rows
-        self._sp, alike = shape.sp, shape.alike
+        self._sp, alike = shape.sp, shape.layer_kinds
         bounds, kv_block_tokens = decisions.bounds, decisions.kv_block_tokens
         if shape.sp > 1:
             # A rank's shares of chunks, laid end to end.
-            own = (shape.own_tokens(end - start) for start, end in bounds)
+            own = (shape.tokens_per_rank(end - start) for start, end in bounds)
             bounds = tuple(pairwise(accumulate(own, initial=0)))
-            kv_block_tokens = shape.own_tokens(kv_block_tokens)
-        shape = shape.one_rank
+            kv_block_tokens = shape.tokens_per_rank(kv_block_tokens)
+        shape = shape.per_rank
         self.shape = shape
         """What runs here; of ranks that share a sequence, one of them."""
         self.rows = batch_rows
@@ -162,7 +162,7 @@ class ByteTables:
         Weights that rest on the host come while activations leave, and their gradients leave while
         activations come back.
         """
-        resting = self.shape.resting
+        resting = self.shape.host_resident
         comes = resting is not None and not resting.stays
         leaves = resting is not None and resting.gradient_bytes > 0
         return self.streams or comes, self.streams or leaves
@@ -346,7 +346,7 @@ class ByteTables:
     def standing(self) -> dict[Cause, int]:
         """What the device holds from step to step, but gradients."""
         shape = self.shape
-        away = 0 if shape.resting is None else shape.resting.optimizer_bytes
+        away = 0 if shape.host_resident is None else shape.host_resident.optimizer_bytes
         states = (shape.states_bytes - away) * self.training
         lora = min(shape.lora_bytes, shape.weight_bytes)
         return {
@@ -356,9 +356,9 @@ class ByteTables:
         }
 
     @cached_property
-    def resting(self) -> dict[Cause, int]:
+    def host_resident(self) -> dict[Cause, int]:
         """The same of the host, where weights or the optimizer are there."""
-        resting = self.shape.resting
+        resting = self.shape.host_resident
         if resting is None:
             return {}
         adds_up = self.accumulates and self.device_kind == "cuda"
@@ -380,7 +380,7 @@ class ByteTables:
         if not self.training:
             return 0, 0
         head = self.vocabulary_gradient_bytes(max(FLOAT32_BYTES, shape.dtype_bytes))
-        if shape.resting is not None and shape.resting.gradient_bytes:
+        if shape.host_resident is not None and shape.host_resident.gradient_bytes:
             # They leave as they come; those of earlier batches are on the host.
             return head, shape.gradient_bytes
         earlier = shape.gradient_bytes if self.accumulates else 0

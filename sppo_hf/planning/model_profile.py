@@ -25,7 +25,7 @@ from typing import Any, TypeVar, cast
 
 import sppo_hf
 from sppo_hf.errors import ConfigError
-from sppo_hf.planning.json_store import keyed_path, one_at_a_time, write_whole
+from sppo_hf.planning.json_store import cache_path, file_lock, write_atomically
 from sppo_hf.rules import show
 
 logger = logging.getLogger(__name__)
@@ -297,13 +297,13 @@ def find_profile(config: object, training: Training, trace: Tracer) -> ModelProf
     if found is not None:
         return found
     # Ranks of a machine ask at once: one of them traces, and the others read what it has kept.
-    with one_at_a_time(path, most_seconds=_TRACED_WITHIN_SECONDS):
+    with file_lock(path, most_seconds=_TRACED_WITHIN_SECONDS):
         found = _derived(_read(path), training)
         if found is not None:
             return found
         profile = trace(config, training)
         try:
-            write_whole(path, profiles_to_json(digest, (profile,)))
+            write_atomically(path, profiles_to_json(digest, (profile,)))
         except OSError as error:
             logger.info("The model's profile cannot be kept in %s: %s", path, error)
         return profile
@@ -434,7 +434,7 @@ def _path(config: object, digest: str, training: Training) -> Path:
     versions = [sppo_hf.__version__, *map(metadata.version, ("torch", "transformers"))]
     key = [_FORMAT, digest, versions, asdict(training)]
     name = str(getattr(config, "model_type", None) or "model")
-    return keyed_path("models", name, key)
+    return cache_path("models", name, key)
 
 
 def _read(path: Path) -> tuple[ModelProfile, ...]:

@@ -24,7 +24,7 @@ def arriving_bytes(layer_gradient_bytes: Sequence[int], outer_gradient_bytes: in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Resting:
+class HostResident:
     """What rests in host memory (`sppo_hf.offload.weights`), in bytes of the host."""
 
     layer_bytes: tuple[int, ...]
@@ -115,7 +115,7 @@ class ModelShape:
     optimizer_bytes: int | None = None
     """States of the optimizer; None where it is not known: AdamW's, two float32 of a parameter."""
 
-    resting: Resting | None = None
+    host_resident: HostResident | None = None
     """What rests in host memory; `weight_bytes` and `gradient_bytes` are then what the device holds
     of each in a step. None where nothing does."""
 
@@ -129,7 +129,7 @@ class ModelShape:
 
     sp: int = 1
     """Sequence-parallel ranks that share every chunk. FLOPs are of all of them, weights and their
-    gradients on each; what tokens take on one of them is said by `one_rank`."""
+    gradients on each; what tokens take on one of them is said by `per_rank`."""
 
     head_blocks: int | None = None
     """Runs of heads that these ranks do not divide further; None where they divide heads evenly."""
@@ -185,7 +185,7 @@ class ModelShape:
             message_elements=profile.message_elements,
         )
 
-    def resting_on_host(self, *, weights: bool, optimizer: bool) -> ModelShape:
+    def with_host_residents(self, *, weights: bool, optimizer: bool) -> ModelShape:
         """Returns the shape of a model of which a part rests in host memory.
 
         Args:
@@ -194,7 +194,7 @@ class ModelShape:
             optimizer: Trained weights rest there with optimizer states and gradients; without
                 `weights` all of them are on the device for a whole step.
         """
-        if self.resting is not None or not (weights or optimizer):
+        if self.host_resident is not None or not (weights or optimizer):
             return self
         size = self._parameter_bytes
         base = [layer.total_weights * size for layer in self.layers]
@@ -223,7 +223,7 @@ class ModelShape:
             gradient_bytes=(
                 min(self.gradient_bytes, 2 * max(trained)) if optimizer else self.gradient_bytes
             ),
-            resting=Resting(
+            host_resident=HostResident(
                 layer_bytes=tuple(away),
                 outer_bytes=outer,
                 stays=not weights,
@@ -243,7 +243,7 @@ class ModelShape:
     @property
     def standing_bytes(self) -> int:
         """Weights, gradients and optimizer states on the device."""
-        away = 0 if self.resting is None else self.resting.optimizer_bytes
+        away = 0 if self.host_resident is None else self.host_resident.optimizer_bytes
         return self.weight_bytes + self.gradient_bytes + self.states_bytes - away
 
     @property
@@ -269,7 +269,7 @@ class ModelShape:
         return sum(layer.adapter_weights for layer in self.layers) * self.lora.dtype_bytes
 
     @cached_property
-    def alike(self) -> tuple[int, ...]:
+    def layer_kinds(self) -> tuple[int, ...]:
         """For each layer the first one that costs and saves the same."""
         first: dict[object, int] = {}
         return tuple(first.setdefault(layer, index) for index, layer in enumerate(self.layers))
@@ -344,7 +344,7 @@ class ModelShape:
 
         Of ranks that share a sequence each has its heads of every token.
         """
-        layers = self.one_rank.layers if layer is None else (self.one_rank.layers[layer],)
+        layers = self.per_rank.layers if layer is None else (self.per_rank.layers[layer],)
         return sum(one.kv_elements for one in layers) // self.sp * self.dtype_bytes
 
     def dkv_bytes_per_token(self, layer: int | None = None) -> int:
@@ -375,12 +375,12 @@ class ModelShape:
             return work.inputs_bytes - work.attention_output_elements * self.dtype_bytes - sums
         return work.matmuls_bytes if saved == "matmuls" else work.inputs_bytes
 
-    def own_tokens(self, tokens: int) -> int:
+    def tokens_per_rank(self, tokens: int) -> int:
         """Returns how many of a chunk's tokens one of the ranks that share it has, at most."""
         return -(-tokens // self.sp)
 
     @cached_property
-    def one_rank(self) -> ModelShape:
+    def per_rank(self) -> ModelShape:
         """What one of the ranks that share every chunk holds, for each of its own tokens.
 
         Keys and values are held by heads: a token of its share stands for the heads that it holds
@@ -414,7 +414,7 @@ class ModelShape:
         return self.layers[layer].state_bytes
 
     @property
-    def has_states(self) -> bool:
+    def has_recurrent_state(self) -> bool:
         """Whether any layer carries a state from chunk to chunk."""
         return any(layer.state_bytes for layer in self.layers)
 
@@ -479,7 +479,7 @@ def step_flops(shape: ModelShape, batch_rows: int, total_tokens: int) -> int:
     return linear + backward + 3 * attention
 
 
-def layer_costs(shape: ModelShape, total_tokens: int) -> tuple[list[int], int]:
+def layer_step_flops(shape: ModelShape, total_tokens: int) -> tuple[list[int], int]:
     """FLOPs of a training step of one row, layer by layer, and of the head."""
     layers = [
         step_flops(replace(shape, layers=(layer,), vocab_size=0), 1, total_tokens)

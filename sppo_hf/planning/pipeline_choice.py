@@ -22,19 +22,19 @@ from sppo_hf.planning.memory_snapshots import Budgets
 from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.pipeline_cost import OffloadRule, PipelineCost
 from sppo_hf.planning.plan import Plan
-from sppo_hf.planning.stages import LEAST_TOKENS, cut_number, pipeline_bounds
+from sppo_hf.planning.stages import MIN_CHUNK_TOKENS, bounds_with_count, pipeline_bounds
 from sppo_hf.planning.tiers import DEVICE, HOST, TIERS, Tier, tiers_behind_host
-from sppo_hf.schedule.actions import Action, Kind, is_stream, stream_way
+from sppo_hf.schedule.actions import Action, Kind, is_kv_copy, kv_copy_pass
 from sppo_hf.schedule.generate import MSP, Size, generate
 from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.simulate import bubble_fraction, simulate_pipeline
 from sppo_hf.schedule.timeline import Timeline
 
-RULE = "seq1f1b"
+DEFAULT_SCHEDULE = "seq1f1b"
 """What "auto" is where nothing is known of speeds: idles least of whole backwards with one stage on
 a rank."""
 
-AUTO: tuple[str, ...] = (RULE, "zb_seq1f1b")
+AUTO_SCHEDULES: tuple[str, ...] = (DEFAULT_SCHEDULE, "zb_seq1f1b")
 """Schedules that "auto" chooses from: those for one stage on a rank that may be the fastest."""
 
 # Actions of one simulation: about a third of a second.
@@ -56,7 +56,7 @@ class PipelineChoice:
     """Why these."""
 
 
-def rule_choice(
+def default_choice(
     config: SPPOConfig,
     shape: ModelShape,
     total_tokens: int,
@@ -81,8 +81,8 @@ def rule_choice(
         device_kind=device_kind,
     )
     if shares and _is_open(config) and len(bounds) < config.pp_size <= total_tokens:
-        bounds = cut_number(config, shape, total_tokens, config.pp_size)
-    name = RULE if config.pp_schedule == "auto" else config.pp_schedule
+        bounds = bounds_with_count(config, shape, total_tokens, config.pp_size)
+    name = DEFAULT_SCHEDULE if config.pp_schedule == "auto" else config.pp_schedule
     if shares:
         if len(bounds) < config.pp_size:
             raise ConfigError(
@@ -116,7 +116,7 @@ def choose_pipeline(
     Raises:
         ConfigError: the settings do not fit this length.
     """
-    ruled = rule_choice(
+    ruled = default_choice(
         config,
         shape,
         total_tokens,
@@ -135,7 +135,7 @@ def choose_pipeline(
     if config.pp_schedule == "auto" and config.pp_msp != "on":
         cuts = [bounds for *_, bounds in sorted(search.found)]
         for bounds in cuts[:2]:
-            for name in AUTO[1:]:
+            for name in AUTO_SCHEDULES[1:]:
                 search.look_at(name, bounds)
         # Idle time no longer asks for many chunks then: coarse cuts may be the best.
         for bounds in cuts if may_share and config.pp_msp == "auto" else ():
@@ -144,7 +144,7 @@ def choose_pipeline(
     reason = f"auto: {seconds:,.3g} s a step, the fastest of {len(search.found)} simulated"
     others = [
         f"{other} {min(found)[1]:,.3g} s"
-        for other in dict.fromkeys((ruled.schedule, *AUTO, MSP))
+        for other in dict.fromkeys((ruled.schedule, *AUTO_SCHEDULES, MSP))
         if other != name and (found := [one for one in search.found if one[3] == other])
     ]
     if others:
@@ -305,7 +305,7 @@ def pipeline_step(
                 return message_seconds(action.stage + (action.kind == "SEND_F"), chunk)
             if action.kind == "REDUCE_GRAD":
                 return reduce_seconds
-            way = stream_way(action) if is_stream(action) else None
+            way = kv_copy_pass(action) if is_kv_copy(action) else None
             of_kind = stages[action.stage].get((action.kind, way))
             return 0.0 if of_kind is None else of_kind[chunk] * float(schedule.share(action))
 
@@ -348,10 +348,10 @@ def _cuts(
     if not _is_open(config):
         return
     total_tokens = ruled[-1][1]
-    most = max(1, total_tokens // LEAST_TOKENS[device_kind])
+    most = max(1, total_tokens // MIN_CHUNK_TOKENS[device_kind])
     numbers = {min(most, max(1, round(times * len(ruled)))) for times in _TIMES_THE_RULE}
     for number in sorted(numbers - {len(ruled)}):
-        yield cut_number(config, shape, total_tokens, number)
+        yield bounds_with_count(config, shape, total_tokens, number)
 
 
 def _ways(config: SPPOConfig, device: DeviceFacts) -> Iterator[tuple[Saved, OffloadRule, Tier]]:

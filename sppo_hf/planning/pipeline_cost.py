@@ -4,8 +4,8 @@
 the memory estimate, so a pipeline of one rank and the planner agree.
 
 [Note: K/V that wait on the host] Blocks of the prefix pass beside the attention that they are for:
-actions of their own (K, O; L and S behind the host) on the lanes that frames are copied on. Each
-rank that shares a unit has its own, of its heads.
+actions of their own (K, O; L and S behind the host) on the resources that frames are copied on.
+Each rank that shares a unit has its own, of its heads.
 
 [Note: what a rank is] A rank of a schedule stands for all devices that share its units by sequence
 parallelism (`ModelCost.sp`); seconds and bytes are those of one of them, and messages go from each
@@ -55,19 +55,19 @@ from sppo_hf.planning.memory import CONTEXT_BYTES, ByteTables, byte_tables
 from sppo_hf.planning.memory_snapshots import Bytes
 from sppo_hf.planning.model_profile import count_head_blocks
 from sppo_hf.planning.policies import sppo_leaving, uniform_modes
-from sppo_hf.planning.stages import StageWeights, balanced_stages, streams_of
+from sppo_hf.planning.stages import StageWeights, balanced_stages, kv_copies_of
 from sppo_hf.planning.tiers import HOST, TIERS, Tier
 from sppo_hf.planning.tile_sizes import kv_block_tokens, loss_tile_tokens
 from sppo_hf.schedule.actions import (
-    STREAM_KINDS,
+    KV_COPY_KINDS,
     Action,
     Kind,
-    is_stream,
-    share_part,
-    stream_share,
-    stream_way,
+    is_kv_copy,
+    kv_copy_pass,
+    kv_copy_share,
+    unit_share,
 )
-from sppo_hf.schedule.lower import Stream, lower
+from sppo_hf.schedule.lower import KVCopy, lower
 from sppo_hf.schedule.messages import SENDS, Message, messages
 from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.simulate import Change, simulate_pipeline
@@ -221,16 +221,16 @@ class PipelineCost:
         return TIERS[self.activation_tier].behind_host and self.leaves(stage, unit)
 
     @property
-    def streams(self) -> frozenset[Stream]:
+    def kv_copies(self) -> frozenset[KVCopy]:
         """What K/V do beside units."""
         if self.kv_tier == "device":
             return frozenset()
-        return streams_of(self._tables, self.kv_tier, list(self._counts))
+        return kv_copies_of(self._tables, self.kv_tier, list(self._counts))
 
     def lowered(self, schedule: Schedule, *, reduce: bool = False) -> Schedule:
         """Returns a schedule of compute with all that goes beside it at these costs."""
-        leaves, stores, streams = self.leaves, self.stores, self.streams
-        return lower(schedule, leaves=leaves, stores=stores, streams=streams, reduce=reduce)
+        leaves, stores, kv_copies = self.leaves, self.stores, self.kv_copies
+        return lower(schedule, leaves=leaves, stores=stores, kv_copies=kv_copies, reduce=reduce)
 
     def simulate(self, lowered: Schedule) -> Timeline:
         """Returns when all of a lowered schedule runs, with the bytes of every rank's tiers."""
@@ -261,7 +261,7 @@ class PipelineCost:
         different ranks, the schedule must have its sends.
         """
         kind, stage, unit, _, part = action
-        if kind in _RECEIVES or kind in STREAM_KINDS:
+        if kind in _RECEIVES or kind in KV_COPY_KINDS:
             return ()  # what keys and values hold is their unit's
         key = (kind, stage, unit % len(self.bounds), part)
         found = self._changes.get(key)
@@ -301,7 +301,7 @@ class PipelineCost:
                     found[rank].add(stage)
         return [sorted(stages) for stages in found]
 
-    def own_keys(self, stage: int) -> dict[Tier, int]:
+    def own_kv_bytes(self, stage: int) -> dict[Tier, int]:
         """Returns bytes of a stage's K/V and their sums of a row: where they wait, and passing."""
         whole = {self.kv_tier: int(self._kv[stage].sum() + self._dkv[stage].sum())}
         if self.kv_tier == "device":
@@ -320,7 +320,7 @@ class PipelineCost:
     @cached_property
     def _message_bytes(self) -> list[list[int]]:
         shape, rows = self.cost.shape, self.cost.batch_rows
-        tokens = [rows * shape.own_tokens(end - start) for start, end in self.bounds]
+        tokens = [rows * shape.tokens_per_rank(end - start) for start, end in self.bounds]
         sizes = [shape.message_bytes_per_token(layers[0]) for layers in self.stages]
         return [[size * count for count in tokens] for size in sizes]
 
@@ -350,7 +350,7 @@ class PipelineCost:
             given = stage + (kind == "SEND_F")
             return int(self.message_bytes(given, chunk) * message.share)
         sizes = self._kv if kind == "SEND_KV" else self._dkv
-        end = message.used if kind == "SEND_KV" else message.made
+        end = message.consumer if kind == "SEND_KV" else message.producer
         run = self._runs[end.stage, end.unit % len(self.bounds)]
         return int(int(sizes[stage, chunk]) * message.share * run.copies)
 
@@ -363,7 +363,7 @@ class PipelineCost:
         if kind == "REDUCE_GRAD":
             return self.reduce_seconds
         action = Action(kind, stage, chunk, None, part)
-        if is_stream(action):
+        if is_kv_copy(action):
             return self._streaming_seconds(action)
         if kind in ("S", "L"):
             size = self._leaving_bytes(stage, chunk)
@@ -381,12 +381,12 @@ class PipelineCost:
         return seconds
 
     def _streaming_seconds(self, action: Action) -> float:
-        """How long a lane is busy with K/V and their gradient sums of a unit."""
+        """How long a resource is busy with K/V and their gradient sums of a unit."""
         kind, stage, chunk, _, _ = action
-        forward = stream_way(action) == (0 if kind in ("K", "O") else 1)
+        forward = kv_copy_pass(action) == (0 if kind in ("K", "O") else 1)
         come, leave = self._streamed_bytes("F" if forward else "B", stage, chunk)
         share = self._share(stage, chunk)
-        slices = self._streamed_slices(stage, chunk, stream_share(action), forward=forward)
+        slices = self._streamed_slices(stage, chunk, kv_copy_share(action), forward=forward)
         come, leave = (int(n * share) + m for n, m in zip((come, leave), slices, strict=True))
         if kind == "K":
             return self.cost.h2d_seconds(come, both=True)
@@ -435,7 +435,7 @@ class PipelineCost:
             return float(self._compute[kind][stage, chunk])
         # All devices of these ranks exchange heads; the slowest hop between them counts.
         rate = min(self.rate(a, b) for a, b in combinations(ranks, 2))
-        rate = min(rate, self.cost.exchange_bytes_per_second)
+        rate = min(rate, self.cost.all_to_all_bytes_per_second)
         seconds = float(self._compute_of(len(ranks), rate)[kind][stage, chunk])
         if self._frozen:
             return seconds
@@ -471,7 +471,7 @@ class PipelineCost:
     def _compute_of(self, ranks: int, rate: float) -> dict[Kind, NDArray[np.float64]]:
         """The same of units that so many ranks share, which exchange at that rate."""
         if (ranks, rate) not in self._of_ranks:
-            cost = self.cost.shared_by(self.cost.sp * ranks, rate, self.head_blocks)
+            cost = self.cost.with_sequence_parallel(self.cost.sp * ranks, rate, self.head_blocks)
             self._of_ranks[ranks, rate] = self._added_up(cost)
         return self._of_ranks[ranks, rate]
 
@@ -504,7 +504,7 @@ class PipelineCost:
 
     def _changed(self, kind: Kind, stage: int, chunk: int, part: int | None) -> Iterator[Change]:
         """What one rank's action changes; of a shared unit its share of what the whole would."""
-        if is_stream(Action(kind, stage, chunk, None, part)):
+        if is_kv_copy(Action(kind, stage, chunk, None, part)):
             return  # what keys and values hold is their unit's
         if kind in ("F", "B", "I"):
             yield from self._slices_changed(kind, stage, chunk, part)
@@ -512,7 +512,7 @@ class PipelineCost:
         if part is None or ranks is None:
             yield from self._changed_whole(kind, stage, chunk, self.stage_ranks[stage])
             return
-        share = share_part(Action(kind, stage, chunk, None, part)) or 0
+        share = unit_share(Action(kind, stage, chunk, None, part)) or 0
         for change in self._changed_whole(kind, stage, chunk, ranks[share]):
             # Each rank has a graph of its own, whose nodes are as many for fewer tokens.
             parts = 1 if Cause(change.cause) is Cause.GRAPH else len(ranks)
@@ -535,7 +535,7 @@ class PipelineCost:
         elif action.kind == "SEND_DKV":
             yield Change(target, Cause.MESSAGES, size)
             yield from _during(source, {Cause.MESSAGES: size})
-            stage, chunk = message.used.stage, message.used.unit % len(self.bounds)
+            stage, chunk = message.consumer.stage, message.consumer.unit % len(self.bounds)
             if message.source not in self._runs[stage, chunk].ranks:
                 yield Change(f"{message.source}.{self.kv_tier}", Cause.DKV, -size)
 
@@ -595,12 +595,12 @@ class PipelineCost:
     @cached_property
     def _used(self) -> dict[Action, list[Message]]:
         """K/V and their sums that come for a unit of the first micro-batch."""
-        return self._keys_by(lambda message: message.used)
+        return self._keys_by(lambda message: message.consumer)
 
     @cached_property
     def _made(self) -> dict[Action, list[Message]]:
         """The same that are sent when such a unit has run."""
-        return self._keys_by(lambda message: message.made)
+        return self._keys_by(lambda message: message.producer)
 
     def _keys_by(self, end: Callable[[Message], Action]) -> dict[Action, list[Message]]:
         found: dict[Action, list[Message]] = {}
@@ -761,15 +761,15 @@ def head_blocks_of(cost: ModelCost, num_ranks: int) -> int | None:
         return None
 
 
-def bytes_of_slices(costs: PipelineCost, schedule: Schedule, rank: int) -> dict[Tier, int]:
+def extra_shared_unit_bytes(costs: PipelineCost, schedule: Schedule, rank: int) -> dict[Tier, int]:
     """Returns what a rank that shares units holds besides the K/V of its own stage, by tier.
 
     At most, and of K/V, their sums and messages: what the note on slices says. The stage's own plan
     counts one row's K/V and their sums.
     """
-    lowered = lower(schedule, streams=costs.streams)
+    lowered = lower(schedule, kv_copies=costs.kv_copies)
     timeline = simulate_pipeline(lowered, seconds=costs.seconds, changes=costs.changes)
-    own = costs.own_keys(costs.stage_ranks.index(rank))
+    own = costs.own_kv_bytes(costs.stage_ranks.index(rank))
     found: dict[Tier, int] = {}
     for tier in TIERS:
         curves = timeline.curves_by_cause(f"{rank}.{tier}")

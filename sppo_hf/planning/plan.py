@@ -68,7 +68,7 @@ from sppo_hf.planning.solve import (
     with_kv,
     with_less_host,
 )
-from sppo_hf.planning.stages import asked_by_unit, shared_budgets
+from sppo_hf.planning.stages import budgets_per_micro_batch, with_copies_by_unit
 from sppo_hf.planning.tiers import TIERS, Tier
 from sppo_hf.planning.tile_sizes import loss_tile_tokens
 from sppo_hf.registry import OFFLOAD_POLICIES
@@ -100,12 +100,12 @@ def check_standing_bytes(
     """
     # Only a budget that the user named is a reason to refuse: without one, the weights are already
     # where they are, or sharded over devices in a way that is not visible here.
-    if shape.resting is not None and "host" in named_budgets(config) and training:
+    if shape.host_resident is not None and "host" in named_budgets(config) and training:
         assert budgets.host is not None, "a budget that is named is known"
         check_budget(
             "host",
             "weights, gradients and optimizer states that rest there",
-            need_bytes=shape.resting.held_bytes,
+            need_bytes=shape.host_resident.held_bytes,
             have_bytes=budgets.host,
             remedy="Raise host_memory, train fewer parameters, or leave more on the device "
             "(weights='device', optimizer='device'). No choice of chunks changes these bytes.",
@@ -395,12 +395,12 @@ class PlanRequest:
     """Chunks that must stay as they are; None where they are decided too."""
 
     alive: float | None = None
-    """Of a stage of a pipeline, batches that share the budgets; see `shared_budgets`. None for a
-    device of its own."""
+    """Of a stage of a pipeline, batches that share the budgets; see `budgets_per_micro_batch`.
+    None for a device of its own."""
 
     slices: Mapping[Tier, int] = field(default_factory=dict[Tier, int])
     """Of a stage whose rank shares other stages' units: bytes of their keys and values by tier,
-    which are not the stage's to use; see `pipeline_cost.bytes_of_slices`."""
+    which are not the stage's to use; see `pipeline_cost.extra_shared_unit_bytes`."""
 
     by_layer: bool | str = True
     """Whether the model's layers can be called on parts of a sequence; a part of a sentence says
@@ -470,7 +470,7 @@ def _planned(request: PlanRequest) -> Plan:
     config, shape, on_host = request.config, request.shape, request.on_host
 
     def resting(places: Places) -> ModelShape:
-        return shape.resting_on_host(weights=places.weights, optimizer=places.optimizer)
+        return shape.with_host_residents(weights=places.weights, optimizer=places.optimizer)
 
     def made_with(
         places: Places, *, attention_again: bool, under_seconds: float = float("inf")
@@ -603,7 +603,7 @@ def _first_that_fits(
             first, last = refused[places[0]], refused[places[-1]]
             raise BudgetError(f"{first} Nor with weights and optimizer on the host: {last}")
         best = min(plans, key=_lacking)
-    if best.shape.resting is None:
+    if best.shape.host_resident is None:
         return best
     reason = "auto: not all fits on the device"
     if len(fitting) > 1 and best.prediction is not None:
@@ -627,16 +627,16 @@ def _make_plan(request: PlanRequest, *, attention_again: bool, under_seconds: fl
     tile_tokens = loss_tile_tokens(shape, device_kind=device.kind) if tile == "auto" else tile
     layer_tile_tokens = 0 if config.layer_tile_tokens == "auto" else config.layer_tile_tokens
     budgets = read_budgets(config, device)
-    if device.kind == "cpu" and shape.resting is not None and config.device_memory is None:
+    if device.kind == "cpu" and shape.host_resident is not None and config.device_memory is None:
         # What rests is in the memory that the device computes in.
-        rest = None if budgets.device is None else budgets.device - shape.resting.held_bytes
+        rest = None if budgets.device is None else budgets.device - shape.host_resident.held_bytes
         budgets = budgets.replace(device=rest)
     for tier, size in request.slices.items():
         budget = budgets.of(tier)
         budgets = budgets.replace(**{tier: None if budget is None else max(0, budget - size)})
     if alive is not None and alive > 1:
         standing_bytes = shape.weight_bytes + shape.gradient_bytes
-        budgets = shared_budgets(budgets, standing_bytes=standing_bytes, alive=alive)
+        budgets = budgets_per_micro_batch(budgets, standing_bytes=standing_bytes, alive=alive)
     task = _Task(
         config=config,
         shape=shape,
@@ -664,7 +664,7 @@ def _make_plan(request: PlanRequest, *, attention_again: bool, under_seconds: fl
             profile=device.profile,
             dtype_name=request.dtype_name,
             batch_rows=request.batch_rows,
-            exchange_bytes_per_second=_exchange_rate(config, device.profile),
+            all_to_all_bytes_per_second=_exchange_rate(config, device.profile),
             correction=request.correction or Correction(),
         ),
         bounds=request.bounds,
@@ -684,7 +684,7 @@ def _make_plan(request: PlanRequest, *, attention_again: bool, under_seconds: fl
         recompute_reason=decided.recompute_reason,
         offload_reason=decided.offload_reason,
         order_reason=_order_reason(task, decided),
-        places_reason="" if shape.resting is None else "set by the user",
+        places_reason="" if shape.host_resident is None else "set by the user",
         estimate=predicted,
         budgets=budgets,
         prediction=decided.prediction,
@@ -727,7 +727,7 @@ def _decide(task: _Task) -> _Decided:
     config = task.config
     if not task.batch.training:
         return _evaluation(task)
-    if config.offload_chooses:
+    if config.offload_is_partial:
         return _chosen(task)
     saves_memory = task.device.kind == "cpu" and config.device_memory is None
     if set_by_rule(config, task.device) or saves_memory or task.cost is None:
@@ -757,7 +757,7 @@ def _decide_by_unit(task: _Task) -> _Decided:
 
 
 def _copied_by_unit(task: _Task, decided: _Decided) -> _Decided:
-    made = asked_by_unit(decided.decisions, task.shape, task.device.kind)
+    made = with_copies_by_unit(decided.decisions, task.shape, task.device.kind)
     if made is decided.decisions:
         return decided
     if task.cost is None or decided.prediction is None:

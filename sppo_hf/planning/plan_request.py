@@ -233,7 +233,9 @@ def _placed(question: PlanRequest) -> list[PlanRequest]:
         adapters=question.shape.lora is not None,
         by_layer="by_layer" in orders,
     ):
-        shape = question.shape.resting_on_host(weights=places.weights, optimizer=places.optimizer)
+        shape = question.shape.with_host_residents(
+            weights=places.weights, optimizer=places.optimizer
+        )
         found.append(replace(question, config=places.set_in(question.config), shape=shape))
     return found
 
@@ -450,7 +452,7 @@ def _bases(
     config, kind = question.config, question.device.kind
     choices = _choices(question)
     # A rule that chooses frames is about chunks, and does not look for a place for K/V.
-    chooses = config.offload_chooses
+    chooses = config.offload_is_partial
     orders = read_orders(config)
     cuts = islice(_cuts(question, cost, total_tokens), most_cuts)
     batch = _batch(plan, config)

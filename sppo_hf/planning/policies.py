@@ -144,7 +144,7 @@ def sppo_leaving(
 
 
 def spread(counts: Mapping[Chosen, int], num_layers: int) -> tuple[Chosen, ...]:
-    """Lays modes over layers as evenly as their counts allow, so that lanes are used evenly."""
+    """Lays modes over layers as evenly as their counts allow, so that resources are used evenly."""
     assert sum(counts.values()) == num_layers, "every layer has one mode"
     given = dict.fromkeys(counts, 0)
     chosen: list[Chosen] = []

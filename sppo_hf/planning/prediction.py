@@ -112,24 +112,24 @@ def predict(
 def _by_chunk(decisions: Decisions, timeline: Timeline) -> tuple[ChunkPrediction, ...]:
     fields = {COMPUTE: "", D2H: "d2h_seconds", H2D: "h2d_seconds"}
     tiers = {
-        lane: name
+        resource: name
         for name, tier in TIERS.items()
         if tier.behind_host
-        for lane in (tier.store_lane, tier.load_lane)
+        for resource in (tier.store_resource, tier.load_resource)
     }
     sums: list[dict[str, float]] = [{} for _ in decisions.bounds]
     behind: list[dict[Tier, float]] = [{} for _ in decisions.bounds]
     for span in timeline.spans():
-        if span.lane == HOST_COMPUTE:
+        if span.resource == HOST_COMPUTE:
             continue  # the optimizer's, of no chunk
         taken = span.end_seconds - span.start_seconds
         chunk = span.action.unit
-        if span.lane in tiers:
-            tier = tiers[span.lane]
+        if span.resource in tiers:
+            tier = tiers[span.resource]
             behind[chunk][tier] = behind[chunk].get(tier, 0.0) + taken
             continue
-        name = fields[span.lane]
-        if span.lane == COMPUTE:
+        name = fields[span.resource]
+        if span.resource == COMPUTE:
             name = "backward_seconds" if span.action.kind == "B" else "forward_seconds"
         sums[chunk][name] = sums[chunk].get(name, 0.0) + taken
     return tuple(

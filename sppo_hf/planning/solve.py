@@ -157,7 +157,7 @@ def least_missing(
     running = np.minimum(whole - frames, tables.rebuilt)[kind, -1]
     running += tables.workspace_backward[kind, -1]
     held = always[begin] + float(tables.of_layers(frames).sum() + running)
-    held += sum(tables.resting.values())
+    held += sum(tables.host_resident.values())
     held += sum(int(program.kv_bytes(tier)[:-1].sum()) for tier in TIERS)
     for tier in offload_tiers():
         held += sum(int(level.during[begin]) for level in mode_free_levels(tables)[tier].values())
@@ -260,7 +260,7 @@ def _room_bytes(
     if budget is None:
         return float("inf")
     if tier == "host":
-        budget -= sum(byte_tables(cost.shape, base, device_kind).resting.values())
+        budget -= sum(byte_tables(cost.shape, base, device_kind).host_resident.values())
     if tier == "host" and device_kind == "cuda":
         budget -= max(0, budget) % HOST_SLAB_BYTES
     passing = set(tiers_behind_host())
@@ -643,7 +643,7 @@ def _in_slabs(budgets: Budgets, cost: ModelCost, base: Decisions, device_kind: s
     """Returns budgets that the host's pool, made of slabs, can fill beside what rests there."""
     if budgets.host is None or device_kind != "cuda":
         return budgets
-    resting = sum(byte_tables(cost.shape, base, device_kind).resting.values())
+    resting = sum(byte_tables(cost.shape, base, device_kind).host_resident.values())
     spare = max(0, budgets.host - resting) % HOST_SLAB_BYTES
     return budgets.replace(host=budgets.host - spare)
 

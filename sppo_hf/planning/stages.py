@@ -35,7 +35,7 @@ from sppo_hf.planning.model_profile import LayerProfile
 from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.tiers import TIERS, Tier
 from sppo_hf.schedule.actions import Kind
-from sppo_hf.schedule.lower import Stream
+from sppo_hf.schedule.lower import KVCopy
 
 
 def split_layers(
@@ -94,10 +94,10 @@ def balanced_stages(cost: ModelCost, bounds: Bounds, num_stages: int) -> tuple[r
     """
     seconds = {
         i: sum(cost.forward_seconds(i, *b) + cost.backward_seconds(i, *b) for b in bounds)
-        for i in set(cost.shape.alike)
+        for i in set(cost.shape.layer_kinds)
     }
     head = sum(cost.head_seconds(end - start) for start, end in bounds)
-    return split_layers([seconds[i] for i in cost.shape.alike], num_stages, last=head)
+    return split_layers([seconds[i] for i in cost.shape.layer_kinds], num_stages, last=head)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ def _ends(shape: ModelShape) -> int:
 # time ((P-1) / (NM + P-1), arXiv 2406.03488), of at least so many tokens, below which kernels are
 # slow.
 _UNITS_PER_STAGE = 4
-LEAST_TOKENS = {"cpu": 16, "cuda": 2048}
+MIN_CHUNK_TOKENS = {"cpu": 16, "cuda": 2048}
 """Of a chunk, on average, by kind of device: below, kernels are slow."""
 
 
@@ -170,13 +170,15 @@ def pipeline_bounds(
     bounds = chunk_bounds(config, shape, total_tokens, device_kind=device_kind, stages=stages)
     fixed = config.num_chunks != "auto" or config.chunk_lengths or config.chunk_tokens
     wanted = math.ceil(_UNITS_PER_STAGE * stages / micro_batches)
-    most = max(1, total_tokens // LEAST_TOKENS.get(device_kind, 1))
+    most = max(1, total_tokens // MIN_CHUNK_TOKENS.get(device_kind, 1))
     if fixed or len(bounds) >= min(wanted, most):
         return bounds
-    return cut_number(config, shape, total_tokens, min(wanted, most))
+    return bounds_with_count(config, shape, total_tokens, min(wanted, most))
 
 
-def cut_number(config: SPPOConfig, shape: ModelShape, total_tokens: int, number: int) -> Bounds:
+def bounds_with_count(
+    config: SPPOConfig, shape: ModelShape, total_tokens: int, number: int
+) -> Bounds:
     """Returns so many chunks of a pipeline's row, even or of the same work as the settings say."""
     if partition_of(config, stages=config.pp_size) == "even":
         return lengthened(even_bounds(total_tokens, number), shape)
@@ -198,7 +200,7 @@ def stage_shape(shape: ModelShape, layers: range, *, last: bool) -> ModelShape:
     )
 
 
-def asked_by_unit(decisions: Decisions, shape: ModelShape, device_kind: str) -> Decisions:
+def with_copies_by_unit(decisions: Decisions, shape: ModelShape, device_kind: str) -> Decisions:
     """Returns the decisions about a stage with copies by unit, as a pipeline's schedule lists them.
 
     While a unit computes, one is on its way out (D), and the one that is used next on its way back
@@ -216,7 +218,7 @@ def asked_by_unit(decisions: Decisions, shape: ModelShape, device_kind: str) -> 
     )
 
 
-def streams_of(tables: ByteTables, kv_tier: Tier, stages: Sequence[Bytes]) -> frozenset[Stream]:
+def kv_copies_of(tables: ByteTables, kv_tier: Tier, stages: Sequence[Bytes]) -> frozenset[KVCopy]:
     """Returns what keys and values do beside the units of stages, where they wait elsewhere.
 
     `stages` are the layers of each kind of each stage: [kinds].
@@ -228,7 +230,7 @@ def streams_of(tables: ByteTables, kv_tier: Tier, stages: Sequence[Bytes]) -> fr
         ("K", 1, tables.kv_in_backward),
         ("O", 1, tables.kv_out_backward),
     )
-    found: set[Stream] = set()
+    found: set[KVCopy] = set()
     for kind, part, sizes in copies:
         moved = [counts @ sizes for counts in stages]
         for stage, chunk in np.argwhere(np.array(moved) > 0).tolist():
@@ -249,7 +251,7 @@ def _with_own_keys(layers: tuple[LayerProfile, ...]) -> tuple[LayerProfile, ...]
     return tuple(found)
 
 
-def shared_budgets(budgets: Budgets, *, standing_bytes: int, alive: float) -> Budgets:
+def budgets_per_micro_batch(budgets: Budgets, *, standing_bytes: int, alive: float) -> Budgets:
     """Returns what one micro-batch on one stage may use of a rank's budgets.
 
     A plan is made for one micro-batch; of a pipeline's micro-batches several are alive at once, in

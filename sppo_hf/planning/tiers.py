@@ -2,12 +2,12 @@
 
 A tier is one class here (or in a package of the user's) under `@register_tier("name")`: how much it
 holds, how fast bytes come and go, and what is said of it. Budgets, estimates, the linear program,
-the simulator's lanes, tables, pictures and JSON have one entry for each. How bytes are really
+the simulator's resources, tables, pictures and JSON have one entry for each. How bytes are really
 stored and loaded is said by a class of the same name in `sppo_hf.offload.tiers`.
 
 Copies from and to the device have their other end in host memory. So a tier is the device, the
 host, or *behind* the host: then bytes are first copied to a staging region there, and stored from
-it on lanes of the tier's own, while the next ones are copied.
+it on resources of the tier's own, while the next ones are copied.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class TierModel:
     """Its bytes' and copies' in pictures."""
 
     @property
-    def store_lane(self) -> str:
+    def store_resource(self) -> str:
         """The resource that its writes occupy one after another."""
         return f"{self.name} write"
 
     @property
-    def load_lane(self) -> str:
+    def load_resource(self) -> str:
         """The resource that its reads occupy."""
         return f"{self.name} read"
 

@@ -94,7 +94,7 @@ def passing_bytes(
     Two tensors of the largest kind that frames or K/V have: what a layer saves, keys and values of
     a chunk in one, or the float32 sums of a block's key gradients.
     """
-    own, layers = shape.own_tokens(chunk_tokens), range(len(shape.layers))
+    own, layers = shape.tokens_per_rank(chunk_tokens), range(len(shape.layers))
     largest = own * max(layer.largest_bytes for layer in shape.layers)
     keys = chunk_tokens * max(map(shape.kv_bytes_per_token, layers))
     sums = max(map(shape.dkv_bytes_per_token, layers))

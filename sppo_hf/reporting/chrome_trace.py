@@ -20,20 +20,20 @@ _OF_RANK = re.compile(r"(\d+)\.(.+)", re.ASCII)
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:
     """Returns the trace as the object that its JSON file holds.
 
-    Each lane is a thread, and each tier a counter of bytes. Lanes and tiers named "3.compute" or
-    "3.device" belong to the process of rank 3, all others to that of rank 0.
+    Each resource is a thread, and each tier a counter of bytes. Resources and tiers named
+    "3.compute" or "3.device" belong to the process of rank 3, all others to that of rank 0.
     """
     events: list[dict[str, Any]] = []
     ranks: set[int] = set()
-    for thread, lane in enumerate(timeline.lanes):
-        rank, name = _rank_and_name(lane)
+    for thread, resource in enumerate(timeline.resources):
+        rank, name = _rank_and_name(resource)
         ranks.add(rank)
         place = {"pid": rank, "tid": thread}
         events.append({"ph": "M", "name": "thread_name", **place, "args": {"name": name}})
         order = {"sort_index": thread}
         events.append({"ph": "M", "name": "thread_sort_index", **place, "args": order})
-        stalls = {stall.action: stall for stall in timeline.stalls(lane)}
-        for span in timeline.spans(lane):
+        stalls = {stall.action: stall for stall in timeline.stalls(resource)}
+        for span in timeline.spans(resource):
             event: dict[str, Any] = {
                 "ph": "X",
                 "name": str(span.action),
@@ -96,6 +96,6 @@ def write_trace(timeline: Timeline | Mapping[str, Timeline], path: str | Path) -
     Path(path).write_text(json.dumps(trace), encoding="utf-8")
 
 
-def _rank_and_name(lane: str) -> tuple[int, str]:
-    match = _OF_RANK.fullmatch(lane)
-    return (0, lane) if match is None else (int(match[1]), match[2])
+def _rank_and_name(resource: str) -> tuple[int, str]:
+    match = _OF_RANK.fullmatch(resource)
+    return (0, resource) if match is None else (int(match[1]), match[2])

@@ -150,7 +150,7 @@ class Bar(NamedTuple):
 
 
 def join_spans(spans: Iterable[Span], finest_seconds: float) -> list[Bar]:
-    """Joins what a lane did for one chunk, across gaps of at most `finest_seconds`."""
+    """Joins what a resource did for one chunk, across gaps of at most `finest_seconds`."""
     bars: list[Bar] = []
     for action, _, start, end, _ in spans:
         last = bars[-1] if bars else None
@@ -212,8 +212,8 @@ def draw_schedule(schedule: Schedule, timeline: Timeline, *, path: str | Path, t
     """Draws a simulated or measured schedule into a file.
 
     Above, a row for each rank: compute, numbered by micro-batch (and chunk, where there are
-    several), and below it the lanes that run beside it. Forwards of odd micro-batches are paler.
-    Below, the bytes on each rank's device over time where the timeline has them, otherwise the
+    several), and below it the other resources. Forwards of odd micro-batches are paler. Below, the
+    bytes on each rank's device over time where the timeline has them, otherwise the
     units that are alive.
 
     Raises:
@@ -221,15 +221,15 @@ def draw_schedule(schedule: Schedule, timeline: Timeline, *, path: str | Path, t
         OSError: the file cannot be written.
     """
     rows = _rows(schedule, timeline)
-    height = sum(_row_height(lanes) for lanes in rows)
+    height = sum(_row_height(resources) for resources in rows)
     inches = [0.6, 0.3 + 0.42 * height, 2.2]
     figure = new_figure(path, height_inches=sum(inches) + 1.2)
-    head, lanes, held = figure.subplots(3, 1, height_ratios=inches)
+    head, resources, held = figure.subplots(3, 1, height_ratios=inches)
     clock = Clock.of(timeline)
     _write_schedule_title(head, schedule, timeline, clock=clock, title=title)
-    _draw_rows(lanes, schedule, timeline, rows=rows, clock=clock)
+    _draw_rows(resources, schedule, timeline, rows=rows, clock=clock)
     _draw_held(held, schedule, timeline, clock)
-    share_time_axis([lanes, held], clock)
+    share_time_axis([resources, held], clock)
     figure.savefig(path, dpi=150)
 
 
@@ -267,19 +267,25 @@ def new_figure(
 
 
 def _rows(schedule: Schedule, timeline: Timeline) -> list[list[str]]:
-    """Each rank's lanes, compute first."""
+    """Each rank's resources, compute first."""
     rows: list[list[str]] = []
     for rank in range(schedule.num_ranks):
         compute = f"{rank}{COMPUTE}"
-        own = [lane for lane in timeline.lanes if lane.partition(".")[0] == str(rank)]
+        own = [
+            resource for resource in timeline.resources if resource.partition(".")[0] == str(rank)
+        ]
         # Receives take no time of their own: their sends are in the picture.
-        beside = [lane for lane in own if lane != compute and timeline.busy_seconds(lane) > 0]
+        beside = [
+            resource
+            for resource in own
+            if resource != compute and timeline.busy_seconds(resource) > 0
+        ]
         rows.append([compute, *beside])
     return rows
 
 
-def _row_height(lanes: Sequence[str]) -> float:
-    return 1.0 + _BESIDE_HEIGHT * (len(lanes) - 1)
+def _row_height(resources: Sequence[str]) -> float:
+    return 1.0 + _BESIDE_HEIGHT * (len(resources) - 1)
 
 
 def _write_schedule_title(
@@ -305,15 +311,15 @@ def _draw_rows(
     kinds: set[Kind] = set()
     ticks: dict[float, str] = {}
     at = 0.0
-    for rank, lanes in enumerate(rows):
+    for rank, resources in enumerate(rows):
         ticks[at + COMPUTE_HEIGHT / 2] = f"rank {rank}"
-        draw_compute(axes, schedule, timeline, lane=lanes[0], at=at, clock=clock)
-        kinds |= {span.action.kind for lane in lanes for span in timeline.spans(lane)}
-        for below, lane in enumerate(lanes[1:]):
+        draw_compute(axes, schedule, timeline, resource=resources[0], at=at, clock=clock)
+        kinds |= {span.action.kind for resource in resources for span in timeline.spans(resource)}
+        for below, resource in enumerate(resources[1:]):
             place = at + COMPUTE_HEIGHT + 0.04 + below * _BESIDE_HEIGHT
-            ticks[place + 0.1] = lane.partition(".")[2]
-            _draw_beside(axes, timeline, lane=lane, at=place, clock=clock)
-        at += _row_height(lanes)
+            ticks[place + 0.1] = resource.partition(".")[2]
+            _draw_beside(axes, timeline, resource=resource, at=place, clock=clock)
+        at += _row_height(resources)
     axes.set_ylim(at, -0.2)
     axes.set_yticks(list(ticks), list(ticks.values()))
     for label in axes.get_yticklabels():
@@ -327,13 +333,13 @@ def draw_compute(
     schedule: Schedule,
     timeline: Timeline,
     *,
-    lane: str,
+    resource: str,
     at: float,
     clock: Clock,
     height: float = COMPUTE_HEIGHT,
 ) -> None:
     """Draws the bars of a rank's compute, from `at` downwards, with their units' numbers."""
-    spans = list(timeline.spans(lane))
+    spans = list(timeline.spans(resource))
     colours = [
         mixed(KIND_COLOURS[span.action.kind], 0.3 * (schedule.micro_batch(span.action) % 2))
         for span in spans
@@ -369,8 +375,8 @@ def _numbered(schedule: Schedule, unit: int) -> str:
     return str(micro_batch) if schedule.num_chunks == 1 else f"{micro_batch}.{chunk}"
 
 
-def _draw_beside(axes: Axes, timeline: Timeline, *, lane: str, at: float, clock: Clock) -> None:
-    spans = list(timeline.spans(lane))
+def _draw_beside(axes: Axes, timeline: Timeline, *, resource: str, at: float, clock: Clock) -> None:
+    spans = list(timeline.spans(resource))
     axes.broken_barh(
         [clock.place(span.start_seconds, span.end_seconds) for span in spans],
         (at, _BESIDE_HEIGHT - 0.08),
@@ -482,16 +488,18 @@ def draw_comparison(
     kinds: set[Kind] = set()
     ticks: dict[float, str] = {}
     for rank in range(schedule.num_ranks):
-        lane, top = f"{rank}{COMPUTE}", rank * _PAIR_HEIGHT
+        resource, top = f"{rank}{COMPUTE}", rank * _PAIR_HEIGHT
         below = top + _MEASURED_HEIGHT + 0.06
         for timeline, at, height in (
             (measured, top, _MEASURED_HEIGHT),
             (simulated, below, _SIMULATED_HEIGHT),
         ):
-            draw_compute(axes, schedule, timeline, lane=lane, at=at, clock=clock, height=height)
+            draw_compute(
+                axes, schedule, timeline, resource=resource, at=at, clock=clock, height=height
+            )
         ticks[top + _MEASURED_HEIGHT / 2] = f"rank {rank}, measured"
         ticks[below + _SIMULATED_HEIGHT / 2] = "simulated"
-        kinds |= {span.action.kind for span in measured.spans(lane)}
+        kinds |= {span.action.kind for span in measured.spans(resource)}
     bottom = schedule.num_ranks * _PAIR_HEIGHT - 0.2
     ends = [
         axes.axvline(
@@ -546,7 +554,7 @@ def draw_plan(
     path: str | Path,
     title: str,
 ) -> None:
-    """Draws a plan into a file: modes by chunk, memory of each tier over time, lanes over time.
+    """Draws a plan into a file: modes by chunk, memory of each tier over time, resources over time.
 
     Budgets are dashed lines; None where unknown. The timeline is the simulated step, or a measured
     one.
@@ -559,9 +567,13 @@ def draw_plan(
         OSError: the file cannot be written.
     """
     tiers = [tier for tier in timeline.tiers if timeline.peak(tier).num_bytes > 0]
-    lanes = [lane for lane in timeline.lanes if next(timeline.spans(lane), None) is not None]
+    resources = [
+        resource
+        for resource in timeline.resources
+        if next(timeline.spans(resource), None) is not None
+    ]
     memory_inches = [2.2 if at == 0 else 1.1 for at in range(len(tiers))]
-    inches = [0.6, 2.2, *memory_inches, 0.2 + 0.4 * max(len(lanes), 1)]
+    inches = [0.6, 2.2, *memory_inches, 0.2 + 0.4 * max(len(resources), 1)]
     height = sum(inches) + 0.8 + 0.35 * len(inches)
     figure = new_figure(path, height_inches=height, what="a plan")
     grid = figure.subplots(len(inches), 1, squeeze=False, height_ratios=inches)
@@ -571,7 +583,7 @@ def draw_plan(
     _draw_modes(modes, plan)
     for axes, tier in zip(memory, tiers, strict=True):
         _draw_memory(axes, timeline, tier, budget_bytes=budgets.get(tier), clock=clock)
-    _draw_lanes(below, timeline, lanes, clock)
+    _draw_resources(below, timeline, resources, clock)
     share_time_axis([*memory, below], clock)
     figure.savefig(path, dpi=150)
 
@@ -675,12 +687,12 @@ def _draw_memory(
     add_legend(axes, _stacked(axes))
 
 
-def _draw_lanes(axes: Axes, timeline: Timeline, lanes: Sequence[str], clock: Clock) -> None:
+def _draw_resources(axes: Axes, timeline: Timeline, resources: Sequence[str], clock: Clock) -> None:
     finest_seconds = timeline.end_seconds * FINEST
     kinds: set[Kind] = set()
     waits: dict[str, float] = {}
-    for row, lane in enumerate(lanes):
-        drawn = join_spans(timeline.spans(lane), finest_seconds)
+    for row, resource in enumerate(resources):
+        drawn = join_spans(timeline.spans(resource), finest_seconds)
         here: set[Kind] = {bar.kind for bar in drawn}
         kinds |= here
         axes.broken_barh(
@@ -695,20 +707,27 @@ def _draw_lanes(axes: Axes, timeline: Timeline, lanes: Sequence[str], clock: Clo
             place = {"ha": "center", "va": "center", "fontsize": 8}
             axes.text(start + length / 2, row, str(bar.unit), color=colour, **place)
         if here & COMPUTE_KINDS:
-            waits[lane] = timeline.stall_seconds(lane)
-            _draw_stalls(axes, row, timeline, lane=lane, clock=clock)
+            waits[resource] = timeline.stall_seconds(resource)
+            _draw_stalls(axes, row, timeline, resource=resource, clock=clock)
     end_seconds = timeline.end_seconds or 1.0
-    labels = [f"{lane}\n{timeline.busy_seconds(lane) / end_seconds:.0%} busy" for lane in lanes]
-    axes.set_yticks(range(len(lanes)), labels, fontsize=9)
-    axes.set_ylim(max(len(lanes), 1) - 0.5, -0.5)
-    said = ", ".join(f"{lane} waits {clock.say(seconds)}" for lane, seconds in waits.items())
+    labels = [
+        f"{resource}\n{timeline.busy_seconds(resource) / end_seconds:.0%} busy"
+        for resource in resources
+    ]
+    axes.set_yticks(range(len(resources)), labels, fontsize=9)
+    axes.set_ylim(max(len(resources), 1) - 0.5, -0.5)
+    said = ", ".join(
+        f"{resource} waits {clock.say(seconds)}" for resource, seconds in waits.items()
+    )
     # Of many ranks each, the waits are left to the eye.
-    axes.set_title(f"lanes: {said}" if 1 <= len(waits) <= 3 else "lanes", loc="left", size=10)
-    add_legend(axes, _lane_handles(kinds, waited=any(waits.values())))
+    axes.set_title(
+        f"resources: {said}" if 1 <= len(waits) <= 3 else "resources", loc="left", size=10
+    )
+    add_legend(axes, _resource_handles(kinds, waited=any(waits.values())))
 
 
-def _draw_stalls(axes: Axes, row: int, timeline: Timeline, *, lane: str, clock: Clock) -> None:
-    stalls = timeline.stalls(lane, over_seconds=timeline.end_seconds * FINEST)
+def _draw_stalls(axes: Axes, row: int, timeline: Timeline, *, resource: str, clock: Clock) -> None:
+    stalls = timeline.stalls(resource, over_seconds=timeline.end_seconds * FINEST)
     axes.broken_barh(
         [clock.place(stall.start_seconds, stall.start_seconds + stall.seconds) for stall in stalls],
         (row - 0.4, 0.8),
@@ -719,7 +738,7 @@ def _draw_stalls(axes: Axes, row: int, timeline: Timeline, *, lane: str, clock: 
     )
 
 
-def _lane_handles(kinds: set[Kind], *, waited: bool) -> list[Artist]:
+def _resource_handles(kinds: set[Kind], *, waited: bool) -> list[Artist]:
     from matplotlib.patches import Patch
 
     handles = kind_handles(kinds)

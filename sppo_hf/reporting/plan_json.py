@@ -38,8 +38,8 @@ def answer_to_dict(answer: PlanResult) -> dict[str, Any]:
         "max_seq_len": answer.max_seq_len,
         "policy": None if predicted is None else predicted.policy,
         "order": None if plan is None else plan.order,
-        "weights": None if plan is None else places_of(plan)[0],
-        "optimizer": None if plan is None else places_of(plan)[1],
+        "weights": None if plan is None else weight_placement(plan)[0],
+        "optimizer": None if plan is None else weight_placement(plan)[1],
         "layer_tile_tokens": None if plan is None else plan.layer_tile_tokens,
         "kv_tier": None if plan is None else plan.farthest_keys,
         "kv_modes": None if plan is None else list(plan.kv_modes),
@@ -57,9 +57,9 @@ def answer_to_dict(answer: PlanResult) -> dict[str, Any]:
     }
 
 
-def places_of(plan: Plan) -> tuple[str, str]:
+def weight_placement(plan: Plan) -> tuple[str, str]:
     """Returns where layers' weights and the optimizer rest: "device" or "host"."""
-    resting = plan.shape.resting
+    resting = plan.shape.host_resident
     weights = resting is not None and not resting.stays
     optimizer = resting is not None and resting.gradient_bytes > 0
     return "host" if weights else "device", "host" if optimizer else "device"

@@ -120,7 +120,7 @@ ORDERS: dict[Order, str] = {
 """Orders of work in words."""
 
 
-def keys_text(plan: Decisions) -> str:
+def kv_modes_text(plan: Decisions) -> str:
     """Says what becomes of keys and values by layer: "20 kept, 12 recomputed"."""
     counts = Counter(map(plan.kv_mode, range(plan.num_layers)))
     texts = {"device": "kept", **{tier: f"to {tier}" for tier in offload_tiers()}}
@@ -206,14 +206,14 @@ def add_plan_rows(table: Table, plan: Plan, *, layers: bool = True) -> None:
             f"of {format_tokens(plan.layer_tile_tokens)}",
             "MLPs, norms and adapters inside a layer; attention over a chunk at once",
         )
-    table.add_row("device", plan.device.name, speeds_known(plan))
+    table.add_row("device", plan.device.name, speeds_source(plan))
     table.add_row("attention", plan.backend_name, plan.backend_reason)
     if plan.training:
         _add_adapters(table, plan)
         _add_modes(table, plan, layers=layers)
     _add_places(table, plan)
     if plan.training and plan.by_layer and set(plan.kv_modes) - {"device"}:
-        table.add_row("K/V", keys_text(plan), f"of {plan.num_layers} layers, until backward")
+        table.add_row("K/V", kv_modes_text(plan), f"of {plan.num_layers} layers, until backward")
     if plan.kv_tier != "device":
         blocks = f"in blocks of {format_tokens(plan.kv_block_tokens)}"
         if plan.kv_block_tokens >= plan.total_tokens:
@@ -232,7 +232,7 @@ def add_plan_rows(table: Table, plan: Plan, *, layers: bool = True) -> None:
 
 def _add_places(table: Table, plan: Plan) -> None:
     """Says what of the model rests on the host."""
-    resting = plan.shape.resting
+    resting = plan.shape.host_resident
     if resting is None:
         return
     if not resting.stays:
@@ -259,7 +259,7 @@ def _add_pipeline(table: Table, plan: Plan, step: PipelineStep) -> None:
         table.add_row("step", format_seconds(step.step_seconds), said)
 
 
-def speeds_known(plan: Plan) -> str:
+def speeds_source(plan: Plan) -> str:
     """Says where the plan's speeds come from: "" where there are none."""
     profile = plan.device.profile
     if profile is None:
@@ -313,10 +313,12 @@ def _add_attention_again(table: Table, plan: Plan) -> None:
     program = plan.program()
     seconds = program.attention_again_seconds
     why = f"{format_seconds(seconds)}, {seconds / plan.prediction.step_seconds:.1%} of the step; "
-    table.add_row("attention again", again_text(plan), why + "memory has no room for its output")
+    table.add_row(
+        "attention again", attention_recompute_text(plan), why + "memory has no room for its output"
+    )
 
 
-def again_text(plan: Plan) -> str:
+def attention_recompute_text(plan: Plan) -> str:
     """Says where attention runs again: "chunks 1-4 of layers 1-20; chunks 1-8 of layers 21-32"."""
     again = plan.program().attends_again
     layers: dict[tuple[int, ...], list[int]] = {}
@@ -489,7 +491,7 @@ def chunk_table(plan: Plan) -> Table:
 
     Equal neighbours share a row. Seconds are sums over the chunks of a row, forward and backward.
     """
-    table = _numbers_table("Chunks: what becomes of their layers, seconds of each lane")
+    table = _numbers_table("Chunks: what becomes of their layers, seconds of each resource")
     said = () if plan.prediction is None else plan.prediction.chunks
     behind = [tier for tier in TIERS if any(chunk.tier_seconds.get(tier) for chunk in said)]
     table.add_column("chunk", no_wrap=True)
@@ -500,7 +502,7 @@ def chunk_table(plan: Plan) -> Table:
     for group in group_chunks(plan, most=_MOST_ROWS):
         lengths = plan.chunk_lengths[group.first : group.last + 1]
         tokens = span(min(lengths), max(lengths))
-        table.add_row(group.numbers, tokens, group.text, *_lanes(plan, group, behind))
+        table.add_row(group.numbers, tokens, group.text, *_resources(plan, group, behind))
     return table
 
 
@@ -585,7 +587,7 @@ def _numbers_table(title: str) -> Table:
     return Table(box=SIMPLE_HEAD, title=title, title_justify="left")
 
 
-def _lanes(plan: Plan, group: ChunkGroup, behind: Sequence[Tier]) -> list[str]:
+def _resources(plan: Plan, group: ChunkGroup, behind: Sequence[Tier]) -> list[str]:
     ratios = [round(100 * offload_ratio(plan, i)) for i in range(group.first, group.last + 1)]
     assert plan.prediction is not None, "a plan made with a profile is predicted"
     said = plan.prediction.chunks[group.first : group.last + 1]

@@ -56,7 +56,7 @@ of its backward, and one more for "S" and "L" of the same; beside share n of a u
 that rest on the host, where "U" updates them; what is outside of the layers counts as the layer
 behind the last."""
 
-STREAM_KINDS: frozenset[Kind] = frozenset({"K", "O"})
+KV_COPY_KINDS: frozenset[Kind] = frozenset({"K", "O"})
 """Kinds of keys and values that come and go beside units."""
 
 COMPUTE_KINDS: frozenset[Kind] = frozenset({"F", "B", "I", "W", "R"})
@@ -122,13 +122,13 @@ class Action(NamedTuple):
         )
 
 
-def is_stream(action: Action) -> bool:
+def is_kv_copy(action: Action) -> bool:
     """Whether an action is of keys and values beside a unit."""
     moved_on = action.kind in ("S", "L") and action.part is not None
-    return action.kind in STREAM_KINDS or (moved_on and stream_way(action) > 0)
+    return action.kind in KV_COPY_KINDS or (moved_on and kv_copy_pass(action) > 0)
 
 
-def stream_part(way: int, share: int | None) -> int:
+def kv_copy_part(way: int, share: int | None) -> int:
     """The part of what keys and values do beside a unit, or beside a share of it.
 
     Args:
@@ -139,23 +139,23 @@ def stream_part(way: int, share: int | None) -> int:
     return _WAYS * (share or 0) + way
 
 
-def stream_way(action: Action) -> int:
-    """`way` of an action of keys and values beside a unit; see `stream_part`."""
+def kv_copy_pass(action: Action) -> int:
+    """`way` of an action of keys and values beside a unit; see `kv_copy_part`."""
     assert action.part is not None, "what is beside a unit says which way"
     return action.part % _WAYS
 
 
-def stream_share(action: Action) -> int:
+def kv_copy_share(action: Action) -> int:
     """`share` of it, 0 for a whole unit."""
     return (action.part or 0) // _WAYS
 
 
-def frame_part(share: int | None) -> int | None:
+def store_part(share: int | None) -> int | None:
     """The part of "S" and "L" of saved activations: of a unit, or of a share of it."""
-    return None if share is None else stream_part(0, share)
+    return None if share is None else kv_copy_part(0, share)
 
 
-def share_part(action: Action) -> int | None:
+def unit_share(action: Action) -> int | None:
     """The share of its unit that an action which is no stream is of; None for a whole unit."""
     part = action.part
     return part // _WAYS if part is not None and action.kind in ("S", "L") else part

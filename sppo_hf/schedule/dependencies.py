@@ -1,4 +1,4 @@
-"""The lanes of a Schedule over many ranks, and what each action on them waits for.
+"""The resources of a Schedule over many ranks, and what each action on them waits for.
 
 These are the only rules of what needs what: simulation and validation both read them.
 
@@ -15,7 +15,7 @@ a weight gradient needs its input gradient; a receive needs its send, and a send
 has come to the receive, so that buffers are taken no earlier than listed;
 and one frame is on its way out while a unit computes, no more: the unit after next waits for it.
 Keys and values that wait elsewhere pass beside the unit whose attention reads them, block by block,
-on the lanes of copies: what is listed for it (K, O; L, S behind the host) may begin when the unit
+on the copies' resources: what is listed for it (K, O; L, S behind the host) may begin when the unit
 may, and the rank's next compute, and what the unit sends, wait for all of it.
 Ranks that share a unit exchange tokens and heads in each layer, so their shares begin together,
 once all of them are free and all that any of them needs is there.
@@ -32,9 +32,9 @@ from sppo_hf.schedule.actions import (
     KIND_NAMES,
     Action,
     Kind,
-    frame_part,
-    is_stream,
-    share_part,
+    is_kv_copy,
+    store_part,
+    unit_share,
 )
 from sppo_hf.schedule.messages import TRANSFERS, Message, messages
 from sppo_hf.schedule.schedule import Schedule
@@ -70,7 +70,7 @@ class DependencyGraph:
         complete: bool = True,
         sent: Mapping[Action, Message] | None = None,
     ) -> None:
-        """Sort the actions by lane and find all that they wait for.
+        """Sort the actions by resource and find all that they wait for.
 
         Args:
             schedule: compute alone, or with what goes beside it.
@@ -81,8 +81,8 @@ class DependencyGraph:
         Raises:
             ScheduleError: an action needs one that no rank has, or has no place in a pipeline.
         """
-        self.lanes: dict[str, list[Action]] = {}
-        """Actions by lane."""
+        self.resources: dict[str, list[Action]] = {}
+        """Actions by resource."""
         self._stage_ranks = schedule.stage_ranks
         self._num_units = schedule.num_units
         self._size = self._num_units * len(self._stage_ranks)
@@ -97,8 +97,9 @@ class DependencyGraph:
         self._first = [unit in first for unit in range(self._num_units + 1)]
         """By unit: whether a micro-batch begins with it, and so the one before it ends another."""
         self._places: dict[str, list[int]] = {}
-        """By lane, for each of its actions, a place on another lane of its rank: for compute, of
-        the copy out that must have ended; for what runs beside, of the compute listed before."""
+        """By resource, for each of its actions, a place on another resource of its rank: for
+        compute, of the copy out that must have ended; for what runs beside, of the compute listed
+        before."""
         self._streams: dict[Action, list[Action]] = {}
         """By compute, what keys and values do beside it."""
         self._awaited: dict[Action, list[Action]] = {}
@@ -107,7 +108,7 @@ class DependencyGraph:
         """By copy out, what must have been stored for there to be room in host memory."""
         for rank, actions in enumerate(schedule.ranks):
             self._sort(rank, actions)
-        self.actions = [action for lane in self.lanes.values() for action in lane]
+        self.actions = [action for resource in self.resources.values() for action in resource]
         """By position."""
         self._at: dict[Kind, list[int]] = {}
         """Positions by kind, and then by stage and unit; of a shared unit, that of any share."""
@@ -125,7 +126,7 @@ class DependencyGraph:
         """By position: the positions of what must be done before."""
         for receive in self._alone if self._messages else ():
             if receive.kind in ("RECV_KV", "RECV_DKV") and receive in self._messages:
-                used = self._position(self._messages[receive].used)
+                used = self._position(self._messages[receive].consumer)
                 if used >= 0:
                     self.needs[used].append(self._alone[receive])
         for action, streams in self._awaited.items():
@@ -173,7 +174,7 @@ class DependencyGraph:
                 all_of.update(dict.fromkeys(group_of.get(found, (found,))))
             spread.append(list(all_of))
         self.needs = spread
-        starts = frozenset(accumulate(map(len, self.lanes.values()), initial=0))
+        starts = frozenset(accumulate(map(len, self.resources.values()), initial=0))
         for (kind, _), group in self._groups.items():
             if kind in COMPUTE_KINDS:
                 # A share begins when all can: when what is listed before each of them is done.
@@ -184,8 +185,8 @@ class DependencyGraph:
                     self.needs[position] = list(together)
 
     def _sort(self, rank: int, actions: Sequence[Action]) -> None:
-        compute, computed = self._lane_of(f"{rank}{COMPUTE}")
-        lanes: dict[tuple[Kind, int], tuple[list[Action], list[int]]] = {}
+        compute, computed = self._resource_queue(f"{rank}{COMPUTE}")
+        resources: dict[tuple[Kind, int], tuple[list[Action], list[int]]] = {}
         left, newly_left = _NOWHERE, _NOWHERE
         stored: list[Action] = []
         coming: list[Action] = []
@@ -201,14 +202,14 @@ class DependencyGraph:
                 left = newly_left
                 continue
             if action.part is not None and kind in TRANSFERS:
-                lane, places = self._lane_of(f"{rank}.{self._lane(action)}")
+                resource, places = self._resource_queue(f"{rank}.{self._resource_name(action)}")
             else:
                 key = (kind, action.stage)
-                if key not in lanes:
-                    lanes[key] = self._lane_of(f"{rank}.{self._lane(action)}")
-                lane, places = lanes[key]
-            lane.append(action)
-            streams = action.part is not None and is_stream(action)
+                if key not in resources:
+                    resources[key] = self._resource_queue(f"{rank}.{self._resource_name(action)}")
+                resource, places = resources[key]
+            resource.append(action)
+            streams = action.part is not None and is_kv_copy(action)
             if streams and kind in ("O", "S") and compute:
                 # Beside the unit that it is listed behind, so after the one before that.
                 self._streams.setdefault(compute[-1], []).append(action)
@@ -218,19 +219,23 @@ class DependencyGraph:
             if streams and kind in ("K", "L"):
                 coming.append(action)
             elif kind == "D":
-                newly_left = len(lane) - 1
+                newly_left = len(resource) - 1
                 if len(stored) > 1:
                     self._room[action] = stored[-2]
             elif kind == "S" and not streams:
                 stored.append(action)
 
-    def _lane_of(self, name: str) -> tuple[list[Action], list[int]]:
-        return self.lanes.setdefault(name, []), self._places.setdefault(name, [])
+    def _resource_queue(self, name: str) -> tuple[list[Action], list[int]]:
+        return self.resources.setdefault(name, []), self._places.setdefault(name, [])
 
     def _positions(self) -> list[int]:
         """By position: that of the action whose place is noted, or nowhere."""
         starts = dict(
-            zip(self.lanes, accumulate(map(len, self.lanes.values()), initial=0), strict=False)
+            zip(
+                self.resources,
+                accumulate(map(len, self.resources.values()), initial=0),
+                strict=False,
+            )
         )
         found: list[int] = []
         for name, places in self._places.items():
@@ -240,7 +245,7 @@ class DependencyGraph:
             found += [start + place if place >= 0 else _NOWHERE for place in places]
         return found
 
-    def _lane(self, action: Action) -> str:
+    def _resource_name(self, action: Action) -> str:
         kind, stage = action.kind, action.stage
         if kind in _BESIDE:
             return _BESIDE[kind]
@@ -290,7 +295,7 @@ class DependencyGraph:
         else:
             if part is None:
                 self._add_others(needed, kind, here)
-            elif kind not in _PLAIN or not is_stream(action):
+            elif kind not in _PLAIN or not is_kv_copy(action):
                 self._add_parts(needed, action)
             if kind == "D" and action in self._room:
                 needed.append(self._position(self._room[action]))
@@ -336,9 +341,9 @@ class DependencyGraph:
         kind, stage, unit = action[:3]
         message = self._messages.get(action)
         if message is None:
-            share = share_part(action)
+            share = unit_share(action)
             if kind in ("H", "L"):
-                behind = Action("L" if kind == "H" else "S", stage, unit, None, frame_part(share))
+                behind = Action("L" if kind == "H" else "S", stage, unit, None, store_part(share))
                 if kind == "L" or behind in self._alone:
                     needed.append(self._position(behind))
             if kind != "L":
@@ -348,8 +353,8 @@ class DependencyGraph:
         elif action == message.receive:
             needed.append(self._position(message.send))
         else:
-            needed.append(self._position(message.made))
-            needed += map(self._position, self._streams.get(message.made, ()))
+            needed.append(self._position(message.producer))
+            needed += map(self._position, self._streams.get(message.producer, ()))
             receive = self._alone.get(message.receive, _NOWHERE)
             if receive >= 0 and self._waited[receive] >= 0:
                 needed.append(self._waited[receive])

@@ -158,7 +158,7 @@ def interleaved_seq1f1b(size: Size) -> Schedule:
     within one would need the backward of its last chunks before they have run (a deadlock), and
     never fewer than P chunks where there are as many, since that would leave ranks idle.
     """
-    groups = groups_of(size)
+    groups = micro_batch_groups(size)
     ranks: list[tuple[Action, ...]] = []
     for rank in range(size.num_ranks):
         stages = range(rank, size.num_ranks * size.num_virtual, size.num_ranks)
@@ -226,17 +226,17 @@ GENERATORS: dict[str, Generator] = SCHEDULES
 MSP = "msp"
 """Name of the schedule that shares units between ranks; a config asks for it by `pp_msp`."""
 
-SHARING: dict[str, Generator] = {MSP: msp}
+SHARED_UNIT_SCHEDULES: dict[str, Generator] = {MSP: msp}
 """Those that share units between ranks. Not each model and layout can; a config does not take their
 names."""
 
-ALL_SCHEDULES: dict[str, Generator] = {**GENERATORS, **SHARING}
+ALL_SCHEDULES: dict[str, Generator] = {**GENERATORS, **SHARED_UNIT_SCHEDULES}
 """All of them."""
 
-INTERLEAVED = frozenset(SCHEDULES.where("interleaved"))
+INTERLEAVED = frozenset(SCHEDULES.names_with("interleaved"))
 """Names of those that put several stages on a rank."""
 
-EVEN = frozenset(SCHEDULES.where("even"))
+EVEN = frozenset(SCHEDULES.names_with("even"))
 """Names of those that need as many chunks in each micro-batch."""
 
 
@@ -247,7 +247,7 @@ def generate(name: str, size: Size) -> Schedule:
         ScheduleError: there is no such schedule, a number is below one, or several stages per rank
             or uneven micro-batches are asked of a schedule that has none.
     """
-    if name not in SCHEDULES and name not in SHARING:
+    if name not in SCHEDULES and name not in SHARED_UNIT_SCHEDULES:
         raise ScheduleError(
             f"There is no schedule {name!r}. Allowed: {', '.join(ALL_SCHEDULES)}. Remedy: name one "
             "of these."
@@ -272,18 +272,18 @@ def generate(name: str, size: Size) -> Schedule:
             f"Allowed: 1; only {', '.join(sorted(INTERLEAVED))} puts several on a rank. Remedy: "
             "use that one, or one stage per rank."
         )
-    return (SHARING if name in SHARING else SCHEDULES)[name](size)
+    return (SHARED_UNIT_SCHEDULES if name in SHARED_UNIT_SCHEDULES else SCHEDULES)[name](size)
 
 
 @lru_cache(maxsize=4096)
-def begun_units(name: str, size: Size) -> tuple[int, ...]:
-    """Returns `generate(name, size).begun_units`; made without the schedule where it takes turns.
+def forwards_before_backward(name: str, size: Size) -> tuple[int, ...]:
+    """Returns `generate(name, size).forwards_before_backward`, by formula for 1F1B-like schedules.
 
     Raises:
         ScheduleError: as `generate`, where it is asked.
     """
     if name not in _ALTERNATING or size.chunks:
-        return generate(name, size).begun_units
+        return generate(name, size).forwards_before_backward
     warm_up = _ALTERNATING[name]
     run = size.num_chunks if warm_up is _warm_up_by_row else 1
     forwards = size.num_units * size.num_virtual
@@ -299,7 +299,7 @@ def _warm_up(size: Size, rank: int) -> int:
 
 
 def _warm_up_by_group(size: Size, rank: int) -> int:
-    longest = max(map(len, groups_of(size))) * size.num_chunks
+    longest = max(map(len, micro_batch_groups(size))) * size.num_chunks
     warm_up = (size.num_virtual - 1) * longest + 2 * (size.num_ranks - rank - 1)
     return min(warm_up + size.num_chunks - 1, size.num_units * size.num_virtual)
 
@@ -339,7 +339,7 @@ def _alternate(
     return (*order, *backwards[len(turns) * run :])
 
 
-def groups_of(size: Size) -> list[range]:
+def micro_batch_groups(size: Size) -> list[range]:
     """Returns which micro-batches pass a rank's stages together, where it has several.
 
     As few as make up P chunks, or all.

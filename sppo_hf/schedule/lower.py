@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from itertools import accumulate, chain
 
-from sppo_hf.schedule.actions import COMPUTE_KINDS, Action, Kind, frame_part, stream_part
+from sppo_hf.schedule.actions import COMPUTE_KINDS, Action, Kind, kv_copy_part, store_part
 from sppo_hf.schedule.dependencies import DependencyGraph
 from sppo_hf.schedule.messages import Message, messages
 from sppo_hf.schedule.schedule import Schedule
@@ -22,11 +22,11 @@ Leaves = Container[tuple[int, int]] | Callable[[int, int], bool]
 _BACKWARDS: tuple[Kind, ...] = ("B", "I")
 
 
-Stream = tuple[Kind, int, int, int]
+KVCopy = tuple[Kind, int, int, int]
 """What keys and values that wait elsewhere do beside units: (kind, stage, chunk, part) of "K", "O",
 and where they wait behind the host "S" and "L"; `Action` says what parts are."""
 
-Streams = Container[Stream]
+KVCopies = Container[KVCopy]
 
 
 def lower(
@@ -34,7 +34,7 @@ def lower(
     *,
     leaves: Leaves = (),
     stores: Leaves = (),
-    streams: Streams = (),
+    kv_copies: KVCopies = (),
     reduce: bool = False,
 ) -> Schedule:
     """Returns a schedule of compute with all that goes beside it, sends first.
@@ -43,10 +43,10 @@ def lower(
         schedule: compute alone, as the generators make it.
         leaves: which frames leave the device; none by default.
         stores: of which of these anything goes on to a tier behind the host.
-        streams: what keys and values do.
+        kv_copies: what keys and values do.
         reduce: whether gradients are reduced over data-parallel replicas of the pipeline.
     """
-    schedule = add_streams(add_offload(schedule, leaves, stores), streams)
+    schedule = add_kv_copies(add_offload(schedule, leaves, stores), kv_copies)
     return add_transfers(add_reductions(schedule) if reduce else schedule)
 
 
@@ -67,7 +67,7 @@ def add_transfers(schedule: Schedule, *, receives_ahead: int = 1) -> Schedule:
     links: dict[tuple[int, int], list[Message]] = {}
     for message in messages(schedule).values():
         links.setdefault((message.source, message.target), []).append(message)
-    many = Counter(m.made for m in chain(*links.values()) if m.send.kind == "SEND_DKV")
+    many = Counter(m.producer for m in chain(*links.values()) if m.send.kind == "SEND_DKV")
     # Where none is delayed nothing needs to be known of when computes run.
     turns = _compute_turns(schedule) if max(many.values(), default=0) > 2 else {}
     for (source, target), sent in links.items():
@@ -87,9 +87,11 @@ def _compute_turns(schedule: Schedule) -> dict[Action, float]:
     """In how many turns computes begin, if each takes one: none needs one with a later turn."""
     graph = DependencyGraph(schedule.keep(lambda action: action.kind in COMPUTE_KINDS))
     seconds = [1.0] * len(graph.actions)
-    timeline = simulate_positions(graph.lanes, seconds=seconds, needs=graph.needs)
+    timeline = simulate_positions(graph.resources, seconds=seconds, needs=graph.needs)
     return {
-        span.action: span.start_seconds for lane in timeline.lanes for span in timeline.spans(lane)
+        span.action: span.start_seconds
+        for resource in timeline.resources
+        for span in timeline.spans(resource)
     }
 
 
@@ -106,11 +108,11 @@ def _sending_steps(
     steps: list[int] = []
     for message in sent:
         if message.send.kind != "SEND_DKV":
-            steps.append(places.step(source, message.made))
+            steps.append(places.step(source, message.producer))
             continue
-        count = before[message.made] = before.get(message.made, -1) + 1
+        count = before[message.producer] = before.get(message.producer, -1) + 1
         late = max(0, count - 1)
-        steps.append(places.last_before(source, message.made, late, message.used, turns))
+        steps.append(places.last_before(source, message.producer, late, message.consumer, turns))
     return steps
 
 
@@ -125,8 +127,8 @@ def _receiving_steps(
     later: dict[Action, int] = {}
     steps: list[int] = []
     for message in reversed(sent):
-        count = later[message.used] = later.get(message.used, 0) + 1
-        steps.append(places.receive(target, message.used, ahead + count - 1))
+        count = later[message.consumer] = later.get(message.consumer, 0) + 1
+        steps.append(places.receive(target, message.consumer, ahead + count - 1))
     return steps[::-1]
 
 
@@ -146,13 +148,13 @@ def add_reductions(schedule: Schedule) -> Schedule:
     return places.schedule()
 
 
-def add_streams(schedule: Schedule, streams: Streams) -> Schedule:
+def add_kv_copies(schedule: Schedule, kv_copies: KVCopies) -> Schedule:
     """Adds what keys and values do beside their units: in before it, out behind it.
 
     When they run, and what waits for them: `dependencies`. Each rank that shares a unit has its
     own, of its heads.
     """
-    if not streams:
+    if not kv_copies:
         return schedule
     ranks: list[tuple[Action, ...]] = []
     for actions in schedule.ranks:
@@ -166,14 +168,14 @@ def add_streams(schedule: Schedule, streams: Streams) -> Schedule:
             kinds: tuple[tuple[Kind, int], ...]
             kinds = (("L", way + 1), ("K", way), ("O", way), ("S", way + 1))
             beside = [
-                Action(kind, stage, unit, None, stream_part(at, part))
+                Action(kind, stage, unit, None, kv_copy_part(at, part))
                 for kind, at in kinds
-                if (kind, stage, chunk, at) in streams
+                if (kind, stage, chunk, at) in kv_copies
             ]
             coming = sum(one.kind in ("L", "K") for one in beside)
             longer += [*beside[:coming], action, *beside[coming:]]
         ranks.append(tuple(longer))
-    return schedule.with_beside(tuple(ranks))
+    return schedule.with_added(tuple(ranks))
 
 
 def add_offload(schedule: Schedule, leaves: Leaves, stores: Leaves = ()) -> Schedule:
@@ -210,7 +212,7 @@ def add_offload(schedule: Schedule, leaves: Leaves, stores: Leaves = ()) -> Sche
                 continue
             places.add_after(rank, places.step(rank, action), _like(action, "D"))
             if _is_in(stores, action):
-                store = _like(action, "S")._replace(part=frame_part(action.part))
+                store = _like(action, "S")._replace(part=store_part(action.part))
                 places.add_after(rank, places.step(rank, action), store)
                 read = places.compute_before(rank, ahead, early + 1)
                 read = max(read, places.compute_after(rank, action, 1))
@@ -298,7 +300,7 @@ class _Places:
                 if step in after:
                     longer += after[step]
             ranks.append(tuple(longer))
-        return self._schedule.with_beside(tuple(ranks))
+        return self._schedule.with_added(tuple(ranks))
 
 
 def _like(action: Action, kind: Kind) -> Action:

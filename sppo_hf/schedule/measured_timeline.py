@@ -40,42 +40,43 @@ def measured_timeline(schedule: Schedule, executed: Sequence[Sequence[ActionReco
     """Makes a Timeline of a measured step: each rank's compute, without the time that it waited.
 
     Returns:
-        A timeline with the lanes "0.compute", "1.compute" and so on. It begins when the first rank
-        turned to its first action. Without bytes.
+        A timeline with the resources "0.compute", "1.compute" and so on. It begins when the first
+        rank turned to its first action. Without bytes.
 
     Raises:
         ScheduleError: a rank did something else than its list, or in another order.
     """
     _check(schedule, executed)
     waits = DependencyGraph(schedule.keep(lambda action: action.kind in COMPUTE_KINDS))
-    lanes = dict(zip(waits.lanes, _computed(executed), strict=True))
-    return _timeline(lanes, _begin(executed), waits.needs)
+    resources = dict(zip(waits.resources, _computed(executed), strict=True))
+    return _timeline(resources, _begin(executed), waits.needs)
 
 
-def executed_timeline(rank: int, executed: Sequence[ActionRecord]) -> Timeline:
+def rank_timeline(rank: int, executed: Sequence[ActionRecord]) -> Timeline:
     """Makes a Timeline of what one rank did: compute without the time that it waited, and others.
 
     Args:
-        rank: whose it is; lanes are named after it: "0.compute", "0.d2h", "0.send" and so on.
+        rank: whose it is; resources are named after it: "0.compute", "0.d2h", "0.send" and so on.
         executed: what it did, in its order. What runs beside compute has the time of its start.
     """
-    lanes: dict[str, list[ActionRecord]] = {}
+    resources: dict[str, list[ActionRecord]] = {}
     for one in executed:
-        lanes.setdefault(f"{rank}.{_LANE_NAMES[one.action.kind]}", []).append(one)
-    return _timeline(lanes, executed[0].start_seconds if executed else 0.0)
+        resources.setdefault(f"{rank}.{_RESOURCE_NAMES[one.action.kind]}", []).append(one)
+    return _timeline(resources, executed[0].start_seconds if executed else 0.0)
 
 
 def _timeline(
-    lanes: Mapping[str, Sequence[ActionRecord]],
+    resources: Mapping[str, Sequence[ActionRecord]],
     zero: float,
     needs: Sequence[Sequence[int]] | None = None,
 ) -> Timeline:
     """A Timeline of what was done; `needs` as `simulate_positions` has it, None if not known."""
-    done = [one for lane in lanes.values() for one in lane]
-    bounds = accumulate(map(len, lanes.values()), initial=0)
+    done = [one for resource in resources.values() for one in resource]
+    bounds = accumulate(map(len, resources.values()), initial=0)
     starts = [one.ready_seconds - zero for one in done]
     ends = [one.end_seconds - zero for one in done]
-    # What waits for nothing that is known waits for its lane, which was busy with the one before.
+    # What waits for nothing that is known waits for its resource, which was busy with the one
+    # before.
     latest, readies = [max(position - 1, 0) for position in range(len(done))], starts
     if needs is not None:
         latest = [
@@ -88,7 +89,7 @@ def _timeline(
     return Timeline(
         actions=[one.action for one in done],
         positions={one.action: position for position, one in enumerate(done)},
-        ranges={name: range(*span) for name, span in zip(lanes, pairwise(bounds), strict=True)},
+        ranges={name: range(*span) for name, span in zip(resources, pairwise(bounds), strict=True)},
         starts=starts,
         ends=ends,
         readies=readies,
@@ -97,7 +98,7 @@ def _timeline(
     )
 
 
-_LANE_NAMES: dict[Kind, str] = {
+_RESOURCE_NAMES: dict[Kind, str] = {
     **dict.fromkeys(COMPUTE_KINDS, "compute"),
     **{"D": "d2h", "O": "d2h", "H": "h2d", "K": "h2d", "S": "disk write", "L": "disk read"},
     **{"P": "h2d", "G": "d2h", "U": "host compute"},

@@ -53,10 +53,10 @@ class Message(NamedTuple):
     target: int
     """The other one."""
 
-    made: Action
+    producer: Action
     """What `source` has it from: sent once that is done."""
 
-    used: Action
+    consumer: Action
     """What `target` needs it for."""
 
     share: Fraction
@@ -74,7 +74,7 @@ def messages(schedule: Schedule) -> dict[Action, Message]:
     homes, shared = schedule.stage_ranks, schedule.shared_units
     moved: dict[Action, list[Message]] = {}
     for message in _of_keys(schedule, back) if shared else ():
-        moved.setdefault(message.made, []).append(message)
+        moved.setdefault(message.producer, []).append(message)
     found: dict[Action, Message] = {}
     for rank, actions in enumerate(schedule.ranks):
         for made in actions:

@@ -168,7 +168,7 @@ class Schedule:
         return tuple(int(max(_live(rank, last), default=0)) for rank in self.ranks)
 
     @cached_property
-    def begun_units(self) -> tuple[int, ...]:
+    def forwards_before_backward(self) -> tuple[int, ...]:
         """Forwards of each rank before its first backward; shares of one add up."""
         backwards = ("B", "I")
         before = (takewhile(lambda a: a.kind not in backwards, rank) for rank in self.ranks)
@@ -191,7 +191,7 @@ class Schedule:
         ranks = tuple(tuple(a for a in rank if wanted(a)) for rank in self.ranks)
         return Schedule(ranks, self.chunks)
 
-    def with_beside(self, ranks: tuple[tuple[Action, ...], ...]) -> Schedule:
+    def with_added(self, ranks: tuple[tuple[Action, ...], ...]) -> Schedule:
         """Returns a schedule with more beside its compute: of its own units, on their ranks.
 
         What follows from the compute alone, and was worked out here, is taken over.

@@ -1,8 +1,8 @@
-"""The event simulator: lanes of actions in, a Timeline out.
+"""The event simulator: resources of actions in, a Timeline out.
 
-Every lane (a compute stream, a copy engine, a link, a disk, of one rank or of many) carries out its
-actions in order, one at a time; each action begins once its lane is free and all that it depends on
-is done. Costs about a microsecond per action, plus what `changes` costs.
+Every resource (a compute stream, a copy engine, a link, a disk, of one rank or of many) carries out
+its actions in order, one at a time; each action begins once its resource is free and all that it
+depends on is done. Costs about a microsecond per action, plus what `changes` costs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from math import inf
 from typing import Literal, NamedTuple
 
 from sppo_hf.errors import ScheduleError
-from sppo_hf.schedule.actions import STREAM_KINDS, Action, Kind
+from sppo_hf.schedule.actions import KV_COPY_KINDS, Action, Kind
 from sppo_hf.schedule.dependencies import DependencyGraph
 from sppo_hf.schedule.messages import messages
 from sppo_hf.schedule.schedule import Schedule
@@ -41,7 +41,7 @@ class Change(NamedTuple):
 
 
 def simulate_positions(
-    lanes: Mapping[str, Sequence[Action]],
+    resources: Mapping[str, Sequence[Action]],
     *,
     seconds: Sequence[float],
     needs: Sequence[Sequence[int]],
@@ -51,28 +51,28 @@ def simulate_positions(
     """Works out when every action runs, and the bytes of every tier meanwhile.
 
     Args:
-        lanes: the actions of each lane in the order in which it carries them out. An action's
-            position is its place when all lanes are written one after the other.
+        resources: the actions of each resource in the order in which it carries them out. An
+            action's position is its place when all resources are written one after the other.
         seconds: how long the action at each position takes. Zero is allowed.
         needs: the positions of what must be done before it begins, besides its predecessor on its
-            lane.
+            resource.
         changes: the bytes that an action takes and gives back; called once for each.
         standing: bytes held from the start, such as weights; their `at` is not looked at.
 
     Raises:
-        ScheduleError: an action is on the lanes twice; a duration is negative or not finite; or
-            lanes wait for each other: then the message shows each such lane with the action at
-            which it stopped.
+        ScheduleError: an action is on the resources twice; a duration is negative or not finite; or
+            resources wait for each other: then the message shows each such resource with the action
+            at which it stopped.
     """
-    run = _Run(lanes)
+    run = _Run(resources)
     run.play(seconds, needs)
     if run.blocked:
         stuck = [(run.actions[at], run.actions[other]) for at, other in run.blocked.values()]
-        raise DeadlockError(_deadlock(tuple(lanes), run), stuck)
+        raise DeadlockError(_deadlock(tuple(resources), run), stuck)
     return Timeline(
         actions=run.actions,
         positions=run.positions,
-        ranges=dict(zip(lanes, run.ranges, strict=True)),
+        ranges=dict(zip(resources, run.ranges, strict=True)),
         starts=run.starts,
         ends=run.ends,
         readies=run.readies,
@@ -82,24 +82,25 @@ def simulate_positions(
 
 
 class DeadlockError(ScheduleError):
-    """Lanes wait for each other."""
+    """Resources wait for each other."""
 
     def __init__(self, message: str, stuck: Sequence[tuple[Action, Action]]) -> None:
         super().__init__(message)
         self.stuck = tuple(stuck)
-        """Of each lane that never ends: the action at which it stops, and what that waits for."""
+        """Of each resource that never ends: the action at which it stops, and what that waits
+        for."""
 
 
 class _Run:
     """The state of a simulation, position by position (`Timeline` says what that is)."""
 
-    def __init__(self, lanes: Mapping[str, Sequence[Action]]) -> None:
-        self.actions = [action for lane in lanes.values() for action in lane]
+    def __init__(self, resources: Mapping[str, Sequence[Action]]) -> None:
+        self.actions = [action for resource in resources.values() for action in resource]
         self.positions = {action: position for position, action in enumerate(self.actions)}
         count = len(self.actions)
         if len(self.positions) != count:
-            raise ScheduleError(_repeated(lanes))
-        bounds = [0, *accumulate(len(lane) for lane in lanes.values())]
+            raise ScheduleError(_repeated(resources))
+        bounds = [0, *accumulate(len(resource) for resource in resources.values())]
         self.ranges = [range(first, stop) for first, stop in pairwise(bounds)]
         self.starts = [0.0] * count
         self.readies = [0.0] * count
@@ -107,31 +108,31 @@ class _Run:
         self.ends = [-1.0] * count
         """-1: not done."""
         self.blocked: dict[int, tuple[int, int]] = {}
-        """By lane that did not end: the position at which it stopped, and what it waits for."""
+        """By resource that did not end: the position at which it stopped, and what it waits for."""
 
     def play(self, seconds: Sequence[float], needs: Sequence[Sequence[int]]) -> None:
-        """Runs each lane as far as it comes, and again once what stopped it is done.
+        """Runs each resource as far as it comes, and again once what stopped it is done.
 
-        Each action is looked at once, and once more for each dependency that stopped its lane; no
-        queue of events by time is needed, since every lane's order is given.
+        Each action is looked at once, and once more for each dependency that stopped its resource;
+        no queue of events by time is needed, since every resource's order is given.
         """
         ends, starts = self.ends, self.starts
         next_positions = [held.start for held in self.ranges]
         waiting: dict[int, list[int]] = {}
         runnable = list(reversed(range(len(self.ranges))))
         while runnable:
-            lane = runnable.pop()
-            self.blocked.pop(lane, None)
-            first, stop = self.ranges[lane].start, self.ranges[lane].stop
-            free = ends[next_positions[lane] - 1] if next_positions[lane] > first else 0.0
-            for position in range(next_positions[lane], stop):
+            resource = runnable.pop()
+            self.blocked.pop(resource, None)
+            first, stop = self.ranges[resource].start, self.ranges[resource].stop
+            free = ends[next_positions[resource] - 1] if next_positions[resource] > first else 0.0
+            for position in range(next_positions[resource], stop):
                 ready, latest = 0.0, -1
                 for found in needs[position]:
                     end = ends[found]
                     if end < 0.0:
-                        self.blocked[lane] = (position, found)
-                        waiting.setdefault(found, []).append(lane)
-                        next_positions[lane] = position
+                        self.blocked[resource] = (position, found)
+                        waiting.setdefault(found, []).append(resource)
+                        next_positions[resource] = position
                         break
                     if end > ready:
                         ready, latest = end, found
@@ -179,15 +180,15 @@ def _byte_events(
     return dict(events)
 
 
-def _repeated(lanes: Mapping[str, Sequence[Action]]) -> str:
+def _repeated(resources: Mapping[str, Sequence[Action]]) -> str:
     seen: dict[Action, tuple[str, int]] = {}
-    for name, lane in lanes.items():
-        for step, action in enumerate(lane):
+    for name, resource in resources.items():
+        for step, action in enumerate(resource):
             if action in seen:
                 other, earlier = seen[action]
                 return (
-                    f"{action} is on the lanes twice: step {earlier} of {other!r} and step {step} "
-                    f"of {name!r}. Each action runs once; tell them apart by layer or part."
+                    f"{action} is on the resources twice: step {earlier} of {other!r} and step "
+                    f"{step} of {name!r}. Each action runs once; tell them apart by layer or part."
                 )
             seen[action] = (name, step)
     raise AssertionError("asked for an action that is there twice where none is")
@@ -196,12 +197,12 @@ def _repeated(lanes: Mapping[str, Sequence[Action]]) -> str:
 def _deadlock(names: Sequence[str], run: _Run) -> str:
     width = max(map(len, names))
     rows: list[str] = []
-    for lane, name in enumerate(names):
-        held = run.ranges[lane]
-        if lane not in run.blocked:
+    for resource, name in enumerate(names):
+        held = run.ranges[resource]
+        if resource not in run.blocked:
             rows.append(f"  {name:<{width}}  done: actions {len(held)}")
             continue
-        stuck, other = run.blocked[lane]
+        stuck, other = run.blocked[resource]
         first = max(held.start, stuck - _NEIGHBOURS_SHOWN)
         stop = min(held.stop, stuck + _NEIGHBOURS_SHOWN + 1)
         shown = [
@@ -214,15 +215,15 @@ def _deadlock(names: Sequence[str], run: _Run) -> str:
             f"{_whereabouts(other, names, run)}"
         )
     return (
-        f"{len(run.blocked)} of {len(names)} lanes never end; each stops where brackets are:\n"
+        f"{len(run.blocked)} of {len(names)} resources never end; each stops where brackets are:\n"
         + "\n".join(rows)
-        + "\nAn action may wait only for one that is on a lane and can run without it."
+        + "\nAn action may wait only for one that is on a resource and can run without it."
     )
 
 
 def _whereabouts(position: int, names: Sequence[str], run: _Run) -> str:
-    lane = next(lane for lane, held in enumerate(run.ranges) if position in held)
-    return f"step {position - run.ranges[lane].start} of {names[lane]!r}"
+    resource = next(resource for resource, held in enumerate(run.ranges) if position in held)
+    return f"step {position - run.ranges[resource].start} of {names[resource]!r}"
 
 
 _SAME = 1e-9
@@ -250,8 +251,8 @@ def simulate_pipeline(
         standing: bytes held from the start.
 
     Returns:
-        A timeline whose lanes are "0.compute", "0.d2h", "0.send 1" (to rank 1), "1.recv 0", and so
-        on; only lanes with actions, and each rank's compute.
+        A timeline whose resources are "0.compute", "0.d2h", "0.send 1" (to rank 1), "1.recv 0", and
+        so on; only resources with actions, and each rank's compute.
 
     Raises:
         ScheduleError: an action is there twice or waits for one that is not there, or ranks wait
@@ -259,8 +260,8 @@ def simulate_pipeline(
     """
     waits = DependencyGraph(schedule)
     return simulate_positions(
-        waits.lanes,
-        seconds=[seconds(action) for lane in waits.lanes.values() for action in lane],
+        waits.resources,
+        seconds=[seconds(action) for resource in waits.resources.values() for action in resource],
         needs=waits.needs,
         changes=changes,
         standing=standing,
@@ -334,17 +335,17 @@ def fixed_seconds(
         "RECV_F": 0.0,
         "RECV_B": 0.0,
         "REDUCE_GRAD": reduce,
-        **dict.fromkeys(STREAM_KINDS, 0.0),
+        **dict.fromkeys(KV_COPY_KINDS, 0.0),
     }
     return lambda action: table.get(action.kind, copy)
 
 
 def bubble_fraction(timeline: Timeline) -> float:
     """Returns the share of all ranks' time in which they do not compute, 0 to 1."""
-    lanes = [lane for lane in timeline.lanes if lane.endswith(COMPUTE)]
-    whole = len(lanes) * timeline.end_seconds
+    resources = [resource for resource in timeline.resources if resource.endswith(COMPUTE)]
+    whole = len(resources) * timeline.end_seconds
     # In this order whole numbers give the fraction itself, rounded once.
-    return (whole - sum(map(timeline.busy_seconds, lanes))) / whole if whole else 0.0
+    return (whole - sum(map(timeline.busy_seconds, resources))) / whole if whole else 0.0
 
 
 def shared_seconds(
@@ -375,8 +376,8 @@ def alive_units(schedule: Schedule, timeline: Timeline) -> list[list[tuple[float
     events: list[list[tuple[float, Fraction | int]]] = [[] for _ in schedule.ranks]
     whole = any(action.kind in ("B", "W") for rank in schedule.ranks for action in rank)
     shared = bool(schedule.shared_units)
-    for action, lane, start, end, _ in timeline.spans():
-        rank = int(lane.partition(".")[0])
+    for action, resource, start, end, _ in timeline.spans():
+        rank = int(resource.partition(".")[0])
         units = schedule.share(action) if shared else 1
         if action.kind in ("F", "H"):
             events[rank].append((start, units))

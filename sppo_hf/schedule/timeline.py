@@ -15,16 +15,16 @@ from sppo_hf.errors import ScheduleError
 from sppo_hf.schedule.actions import Action
 
 COMPUTE = ".compute"
-"""What the name of each rank's compute lane ends in: rank 3's is "3.compute"."""
+"""What the name of each rank's compute resource ends in: rank 3's is "3.compute"."""
 
 
 class Span(NamedTuple):
-    """One action's time on its lane, in seconds since the start of the schedule."""
+    """One action's time on its resource, in seconds since the start of the schedule."""
 
     action: Action
     """What ran."""
 
-    lane: str
+    resource: str
     """Where it ran."""
 
     start_seconds: float
@@ -34,23 +34,24 @@ class Span(NamedTuple):
     """When it was done."""
 
     ready_seconds: float
-    """When all it depends on was done; before `start_seconds` if its lane was busy until then."""
+    """When all it depends on was done; before `start_seconds` if its resource was busy until
+    then."""
 
 
 class Stall(NamedTuple):
-    """A time in which a lane had work left and stood still."""
+    """A time in which a resource had work left and stood still."""
 
     action: Action
     """The action that could not begin."""
 
     seconds: float
-    """How long its lane stood still for it."""
+    """How long its resource stood still for it."""
 
     waited_for: Action
     """What it waited for: of all it depends on, the one that was done last."""
 
-    lane: str
-    """The lane that stood still."""
+    resource: str
+    """The resource that stood still."""
 
     start_seconds: float
     """When it began to stand still."""
@@ -73,11 +74,11 @@ ByteEvent = tuple[float, int, str]
 # No slots: a cached property needs the instance's dictionary.
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Timeline:
-    """When every action ran, lane by lane, and how many bytes each tier held meanwhile.
+    """When every action ran, resource by resource, and how many bytes each tier held meanwhile.
 
-    Lists have one entry per action, lane after lane; a list of objects would be slow, for a plan
-    has tens of thousands of actions and a solver simulates hundreds of plans. All else is worked
-    out when asked for; a tier's curve is kept once made.
+    Lists have one entry per action, resource after resource; a list of objects would be slow, for a
+    plan has tens of thousands of actions and a solver simulates hundreds of plans. All else is
+    worked out when asked for; a tier's curve is kept once made.
 
     [Note: bytes at one instant] Changes at the same instant are added up before a curve shows them,
     as if what is given back came first. An action that begins exactly when another ends mostly does
@@ -87,13 +88,13 @@ class Timeline:
     """
 
     actions: Sequence[Action]
-    """All actions, a lane's next to each other in the lane's order."""
+    """All actions, a resource's next to each other in the resource's order."""
 
     positions: Mapping[Action, int]
     """Where in these lists each action is."""
 
     ranges: Mapping[str, range]
-    """The positions of each lane's actions."""
+    """The positions of each resource's actions."""
 
     starts: Sequence[float]
     """Begin of each action, in seconds."""
@@ -120,8 +121,8 @@ class Timeline:
         return {}
 
     @property
-    def lanes(self) -> tuple[str, ...]:
-        """Names of the lanes, in the order in which they were given."""
+    def resources(self) -> tuple[str, ...]:
+        """Names of the resources, in the order in which they were given."""
         return tuple(self.ranges)
 
     @property
@@ -140,43 +141,43 @@ class Timeline:
         """
         position = self.positions.get(action)
         if position is None:
-            raise ScheduleError(f"{action} is not on this timeline: no lane had it.")
-        (lane,) = (name for name, held in self.ranges.items() if position in held)
-        return self._span(position, lane)
+            raise ScheduleError(f"{action} is not on this timeline: no resource had it.")
+        (resource,) = (name for name, held in self.ranges.items() if position in held)
+        return self._span(position, resource)
 
-    def spans(self, lane: str | None = None) -> Iterator[Span]:
-        """Yields a lane's spans in its order; those of all lanes, one after the other, if None."""
-        for name in self.lanes if lane is None else (lane,):
+    def spans(self, resource: str | None = None) -> Iterator[Span]:
+        """Yields a resource's spans in order; if None, those of all, one after the other."""
+        for name in self.resources if resource is None else (resource,):
             for position in self._positions(name):
                 yield self._span(position, name)
 
-    def busy_seconds(self, lane: str) -> float:
-        """Returns the seconds in which a lane was at work."""
+    def busy_seconds(self, resource: str) -> float:
+        """Returns the seconds in which a resource was at work."""
         starts, ends = self.starts, self.ends
-        return sum(ends[position] - starts[position] for position in self._positions(lane))
+        return sum(ends[position] - starts[position] for position in self._positions(resource))
 
-    def stall_seconds(self, lane: str) -> float:
-        """Returns the seconds in which a lane had work left, but waited for another lane.
+    def stall_seconds(self, resource: str) -> float:
+        """Returns the seconds in which a resource had work left, but waited for another resource.
 
         The time before its first action counts; that after its last does not.
         """
-        # Gap by gap rather than end less busy, so that a lane without gaps has exactly none.
-        return sum(stall.seconds for stall in self._stalls(lane))
+        # Gap by gap rather than end less busy, so that a resource without gaps has exactly none.
+        return sum(stall.seconds for stall in self._stalls(resource))
 
-    def stalls(self, lane: str | None = None, *, over_seconds: float = 0.0) -> list[Stall]:
-        """Lists when lanes stood still, and what for.
+    def stalls(self, resource: str | None = None, *, over_seconds: float = 0.0) -> list[Stall]:
+        """Lists when resources stood still, and what for.
 
         Args:
-            lane: this lane's only, in its order; all lanes', in order of time, if None.
+            resource: this resource's only, in its order; all resources', in order of time, if None.
             over_seconds: those that lasted longer.
         """
         found = [
             stall
-            for name in (self.lanes if lane is None else (lane,))
+            for name in (self.resources if resource is None else (resource,))
             for stall in self._stalls(name)
             if stall.seconds > over_seconds
         ]
-        if lane is None:
+        if resource is None:
             found.sort(key=lambda stall: stall.start_seconds)
         return found
 
@@ -212,29 +213,29 @@ class Timeline:
         ranked = sorted(held.items(), key=lambda item: -item[1])
         return {cause: num_bytes for cause, num_bytes in ranked if num_bytes}
 
-    def _positions(self, lane: str) -> range:
+    def _positions(self, resource: str) -> range:
         try:
-            return self.ranges[lane]
+            return self.ranges[resource]
         except KeyError:
             raise ScheduleError(
-                f"There is no lane {lane!r} on this timeline; its lanes are "
-                f"{', '.join(map(repr, self.lanes)) or 'none'}."
+                f"There is no resource {resource!r} on this timeline; its resources are "
+                f"{', '.join(map(repr, self.resources)) or 'none'}."
             ) from None
 
-    def _span(self, position: int, lane: str) -> Span:
+    def _span(self, position: int, resource: str) -> Span:
         start, end = self.starts[position], self.ends[position]
-        return Span(self.actions[position], lane, start, end, self.readies[position])
+        return Span(self.actions[position], resource, start, end, self.readies[position])
 
-    def _stalls(self, lane: str) -> Iterator[Stall]:
+    def _stalls(self, resource: str) -> Iterator[Stall]:
         free_seconds = 0.0
-        for position in self._positions(lane):
+        for position in self._positions(resource):
             start_seconds = self.starts[position]
             if start_seconds > free_seconds:
                 yield Stall(
                     self.actions[position],
                     start_seconds - free_seconds,
                     self.actions[self.latest[position]],
-                    lane,
+                    resource,
                     free_seconds,
                 )
             free_seconds = self.ends[position]
@@ -269,11 +270,11 @@ def over_time(timeline: Timeline, slot_seconds: float) -> str:
         raise ScheduleError(f"slot_seconds is {slot_seconds}. Allowed: a number above zero.")
     num_slots = round(timeline.end_seconds / slot_seconds)
     rows: dict[str, list[str]] = {}
-    for lane in timeline.lanes:
-        if not lane.endswith(COMPUTE):
+    for resource in timeline.resources:
+        if not resource.endswith(COMPUTE):
             continue
-        row = rows[f"rank {lane.removesuffix(COMPUTE)}"] = ["."] * num_slots
-        for span in timeline.spans(lane):
+        row = rows[f"rank {resource.removesuffix(COMPUTE)}"] = ["."] * num_slots
+        for span in timeline.spans(resource):
             first, stop = (
                 round(at / slot_seconds) for at in (span.start_seconds, span.end_seconds)
             )

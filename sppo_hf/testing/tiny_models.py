@@ -32,7 +32,7 @@ from sppo_hf.engine.structure import (
     suppress_peft_warnings,
 )
 from sppo_hf.errors import ConfigError, first_line
-from sppo_hf.planning.config_file import MOST_MODULES, check_sizes, walk
+from sppo_hf.planning.config_file import MAX_MODULES, check_sizes, iter_settings
 from sppo_hf.rules import format_bytes
 from sppo_hf.testing.tiny_families import FAMILIES, UNLISTED, TinyFamily
 
@@ -280,7 +280,7 @@ def shrunk_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
     Raises:
         ConfigError: the shrunk settings do not fit together, or `config` counts more than
-            `MOST_MODULES` layers or experts.
+            `MAX_MODULES` layers or experts.
     """
     config = decoder_config(config)
     _check_causal(config)
@@ -414,10 +414,10 @@ def _check_bytes(config: PreTrainedConfig) -> None:
         _counted.add(key)
         return
     name, largest = max(tensors, key=lambda item: item[1].numel())
-    sizes = {size for size in largest.shape if size >= MOST_MODULES} or set(largest.shape)
+    sizes = {size for size in largest.shape if size >= MAX_MODULES} or set(largest.shape)
     causes = ", ".join(
         f"{setting}={value}"
-        for setting, value in walk(config.to_dict())
+        for setting, value in iter_settings(config.to_dict())
         if isinstance(value, int) and value in sizes
     )
     shape = " x ".join(map(str, largest.shape))

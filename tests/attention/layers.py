@@ -5,7 +5,7 @@ import torch
 from sppo_hf.attention.backends.aten import CPUFlash
 from sppo_hf.attention.backends.reference import Reference
 from sppo_hf.attention.chunk_attention import AttentionCall, chunk_attention
-from sppo_hf.attention.segments import chunk_pieces
+from sppo_hf.attention.segments import chunk_segments
 
 B, N, K, H, HV = 2, 4, 2, 8, 6
 KV_BYTES_PER_TOKEN = B * K * (H + HV) * 8
@@ -46,7 +46,7 @@ class Layers:
                     kv=kv,
                     chunk=chunk,
                     chunk_start=start,
-                    pieces=chunk_pieces(start, end, self.rows, window=window),
+                    segments=chunk_segments(start, end, self.rows, window=window),
                     backend=self.backend,
                     scale=0.3,
                     window=window,

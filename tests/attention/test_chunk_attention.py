@@ -11,7 +11,7 @@ from sppo_hf.attention.backends.base import AttentionSpec
 from sppo_hf.attention.backends.select import select_backend
 from sppo_hf.attention.chunk_attention import AttentionCall, chunk_attention
 from sppo_hf.attention.kv_cache import LayerKV
-from sppo_hf.attention.segments import RowSpans, chunk_pieces
+from sppo_hf.attention.segments import RowSpans, chunk_segments
 from tests.attention.backends.fake_kernels import FakeAten
 
 B, N, K, H, HV, T = 2, 4, 2, 8, 6, 13
@@ -63,7 +63,7 @@ def _chunked(q, k, v, sinks, rows, window, scale, bounds, counters, backend=None
             kv=kv,
             chunk=chunk,
             chunk_start=start,
-            pieces=chunk_pieces(start, end, rows, window=window),
+            segments=chunk_segments(start, end, rows, window=window),
             backend=backend,
             scale=scale,
             window=window,

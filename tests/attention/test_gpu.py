@@ -10,7 +10,7 @@ from sppo_hf.attention.backends.base import AttentionSpec
 from sppo_hf.attention.backends.select import AUTO_ORDER
 from sppo_hf.attention.chunk_attention import AttentionCall, chunk_attention
 from sppo_hf.attention.kv_cache import LayerKV
-from sppo_hf.attention.segments import RowSpans, chunk_pieces
+from sppo_hf.attention.segments import RowSpans, chunk_segments
 from tests.attention.backends.usable import usable_backend
 
 B, K = 2, 2
@@ -75,7 +75,7 @@ def check(name, device, dtype, *, head_size, groups, sinks, window, rows):
             kv=kv,
             chunk=chunk,
             chunk_start=start,
-            pieces=chunk_pieces(start, end, ROWS[rows], window=window),
+            segments=chunk_segments(start, end, ROWS[rows], window=window),
             backend=backend,
             scale=head_size**-0.5,
             window=window,

@@ -1,4 +1,4 @@
-"""Every visible (query, key) pair is in exactly one piece, and no hidden pair is in any.
+"""Every visible (query, key) pair is in exactly one segment, and no hidden pair is in any.
 
 Blocks are whole consecutive chunks, no more tokens than allowed, and cover what is read.
 """
@@ -12,9 +12,9 @@ from sppo_hf.attention.segments import (
     AttentionSegment,
     Block,
     RowSpans,
-    chunk_pieces,
+    chunk_segments,
     cut_blocks,
-    side_by_side,
+    group_adjacent,
     whole_sequence,
 )
 
@@ -54,12 +54,12 @@ def _problems(draw):
 def test_pieces_cover_exactly_what_is_visible(problem):
     rows, start, end, window, local = problem
     covered: dict[tuple[int, int, int], int] = {}
-    for piece in chunk_pieces(start, end, rows, window=window, local=local):
-        assert start <= piece.q_start < piece.q_end <= end
-        assert piece.k_start < piece.k_end
-        for row in range(len(rows)) if piece.row is None else [piece.row]:
-            for query in range(piece.q_start, piece.q_end):
-                for key in range(piece.k_start, min(piece.k_end, query + 1)):
+    for segment in chunk_segments(start, end, rows, window=window, local=local):
+        assert start <= segment.q_start < segment.q_end <= end
+        assert segment.k_start < segment.k_end
+        for row in range(len(rows)) if segment.row is None else [segment.row]:
+            for query in range(segment.q_start, segment.q_end):
+                for key in range(segment.k_start, min(segment.k_end, query + 1)):
                     if window is None or key > query - window:
                         pair = (row, query, key)
                         covered[pair] = covered.get(pair, 0) + 1
@@ -74,8 +74,8 @@ def test_pieces_cover_exactly_what_is_visible(problem):
 
 
 def test_plain_rows_are_one_piece_cut_at_the_window():
-    (piece,) = chunk_pieces(8, 12, None, window=3)
-    assert (piece.row, piece.q_start, piece.q_end, piece.k_start, piece.k_end) == (
+    (segment,) = chunk_segments(8, 12, None, window=3)
+    assert (segment.row, segment.q_start, segment.q_end, segment.k_start, segment.k_end) == (
         None,
         8,
         12,
@@ -85,8 +85,8 @@ def test_plain_rows_are_one_piece_cut_at_the_window():
 
 
 def test_plain_rows_are_cut_where_blocks_end_and_read_no_key_before_them():
-    pieces = chunk_pieces(5, 15, None, window=None, local=7)
-    assert [(p.q_start, p.q_end, p.k_start, p.k_end) for p in pieces] == [
+    segments = chunk_segments(5, 15, None, window=None, local=7)
+    assert [(p.q_start, p.q_end, p.k_start, p.k_end) for p in segments] == [
         (5, 7, 0, 7),
         (7, 14, 7, 14),
         (14, 15, 14, 15),
@@ -95,36 +95,36 @@ def test_plain_rows_are_cut_where_blocks_end_and_read_no_key_before_them():
 
 def test_chunks_of_earlier_blocks_are_not_brought_back():
     bounds = ((0, 4), (4, 8), (8, 12), (12, 16))
-    pieces = chunk_pieces(12, 16, None, window=None, local=10)
-    (block,) = cut_blocks(bounds, pieces, block_tokens=16)
+    segments = chunk_segments(12, 16, None, window=None, local=10)
+    (block,) = cut_blocks(bounds, segments, block_tokens=16)
     assert (block.chunks, block.start, block.end) == (range(2, 4), 8, 16)
 
 
 def test_rows_that_are_alike_share_one_piece():
     spans = RowSpans(((0, 4), (4, 9)), 9)
-    assert all(piece.row is None for piece in chunk_pieces(0, 9, (spans, spans), window=None))
+    assert all(segment.row is None for segment in chunk_segments(0, 9, (spans, spans), window=None))
 
 
 @given(_problems())
 def test_runs_keep_all_pieces_in_order_and_are_what_one_call_can_do(problem):
     rows, start, end, window, local = problem
-    pieces = chunk_pieces(start, end, rows, window=window, local=local)
-    runs = list(side_by_side(pieces))
-    assert tuple(piece for run in runs for piece in run) == pieces
+    segments = chunk_segments(start, end, rows, window=window, local=local)
+    runs = list(group_adjacent(segments))
+    assert tuple(segment for run in runs for segment in run) == segments
     for run in runs:
         if len(run) > 1:
-            assert len({piece.row for piece in run}) == 1
-            assert all(piece.q_end == piece.k_end for piece in run)
-            queries = sum(piece.q_end - piece.q_start for piece in run)
-            keys = sum(piece.k_end - piece.k_start for piece in run)
+            assert len({segment.row for segment in run}) == 1
+            assert all(segment.q_end == segment.k_end for segment in run)
+            queries = sum(segment.q_end - segment.q_start for segment in run)
+            keys = sum(segment.k_end - segment.k_start for segment in run)
             assert queries == run[-1].q_end - run[0].q_start
             assert keys == run[-1].k_end - run[0].k_start
 
 
 def test_documents_are_one_run_and_padding_is_its_own():
     spans = RowSpans(((0, 4), (4, 6), (6, 12)), 9)
-    pieces = chunk_pieces(2, 12, (spans,), window=None)
-    assert [len(run) for run in side_by_side(pieces)] == [3, 1]
+    segments = chunk_segments(2, 12, (spans,), window=None)
+    assert [len(run) for run in group_adjacent(segments)] == [3, 1]
 
 
 # -- blocks --------------------------------------------------------------------------------------
@@ -151,19 +151,19 @@ def test_chunks_behind_a_window_or_in_a_hole_are_not_read():
     assert _spans(cut_blocks(BOUNDS, (AttentionSegment(None, 9, 12, 5, 12),), block_tokens=99)) == [
         (4, 12)
     ]
-    pieces = (AttentionSegment(0, 9, 12, 9, 12), AttentionSegment(1, 9, 12, 1, 3))
-    assert _spans(cut_blocks(BOUNDS, pieces, block_tokens=99)) == [(0, 3), (9, 12)]
+    segments = (AttentionSegment(0, 9, 12, 9, 12), AttentionSegment(1, 9, 12, 1, 3))
+    assert _spans(cut_blocks(BOUNDS, segments, block_tokens=99)) == [(0, 3), (9, 12)]
     assert cut_blocks(BOUNDS, (), block_tokens=99) == ()
 
 
 def test_pieces_are_cut_to_the_block():
     block = Block(range(1, 3), 3, 9)
-    pieces = (
+    segments = (
         AttentionSegment(0, 9, 12, 0, 12),
         AttentionSegment(1, 9, 12, 9, 12),
         AttentionSegment(2, 9, 10, 5, 8),
     )
-    assert list(block.cut(pieces)) == [
+    assert list(block.cut(segments)) == [
         AttentionSegment(0, 9, 12, 3, 9),
         AttentionSegment(2, 9, 10, 5, 8),
     ]
@@ -176,16 +176,16 @@ def test_each_key_of_a_piece_is_in_exactly_one_block(data):
     bounds = tuple(itertools.pairwise(edges))
     key = st.integers(0, edges[-1] - 1)
     spans = data.draw(st.lists(st.tuples(key, key).map(sorted), max_size=3))
-    pieces = tuple(
+    segments = tuple(
         AttentionSegment(row, 0, 1, low, high + 1) for row, (low, high) in enumerate(spans)
     )
     block_tokens = data.draw(st.integers(1, edges[-1] + 1))
-    blocks = cut_blocks(bounds, pieces, block_tokens=block_tokens)
+    blocks = cut_blocks(bounds, segments, block_tokens=block_tokens)
     for block in blocks:
         assert bounds[block.chunks.start][0] == block.start
         assert bounds[block.chunks.stop - 1][1] == block.end
         assert len(block.chunks) == 1 or block.end - block.start <= block_tokens
-        assert list(block.cut(pieces)), "a block that nobody reads is not brought"
-    for piece in pieces:
-        seen = [k for b in blocks for p in b.cut((piece,)) for k in range(p.k_start, p.k_end)]
-        assert seen == list(range(piece.k_start, piece.k_end))
+        assert list(block.cut(segments)), "a block that nobody reads is not brought"
+    for segment in segments:
+        seen = [k for b in blocks for p in b.cut((segment,)) for k in range(p.k_start, p.k_end)]
+        assert seen == list(range(segment.k_start, segment.k_end))

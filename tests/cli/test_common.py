@@ -9,11 +9,7 @@ import pytest
 from huggingface_hub import errors
 
 from sppo_hf.cli.common import (
-    MOST_TOKENS,
-    Dtype,
-    Mode,
-    Partition,
-    Place,
+    MAX_TOKENS,
     PlanningArguments,
     echo_json,
     nearest_names,
@@ -27,26 +23,8 @@ from tests.cli.configs import TINY, write_config
 GIB = 2**30
 
 
-def typed(model: str, **changes: object) -> PlanningArguments:
-    arguments: dict[str, object] = {
-        "model": model,
-        "seq_len": "8K",
-        "device_memory": None,
-        "host_memory": None,
-        "disk": None,
-        "hardware": None,
-        "lora": None,
-        "rows": 1,
-        "accumulate": False,
-        "dtype": Dtype.bfloat16,
-        "partition": Partition.flops,
-        "num_chunks": "auto",
-        "recompute": None,
-        "offload_kv": Mode.auto,
-        "weights": Place.auto,
-        "optimizer": Place.auto,
-    }
-    return PlanningArguments(**{**arguments, **changes})  # pyright: ignore[reportArgumentType]
+def typed(model: str, **options: Any) -> PlanningArguments:
+    return PlanningArguments(model=model, **{"seq_len": "8K", **options})
 
 
 @pytest.mark.parametrize(
@@ -77,7 +55,7 @@ def test_tokens_have_an_end(text: str) -> None:
     with pytest.raises(ConfigError, match="1 to 2,147,483,647") as caught:
         parse_tokens(text)
     assert len(str(caught.value)) < 400
-    assert parse_tokens("2147483647") == MOST_TOKENS
+    assert parse_tokens("2147483647") == MAX_TOKENS
 
 
 def test_json_has_no_infinities(capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,14 +69,14 @@ def test_the_question_holds_what_was_typed(tmp_path: Path) -> None:
         model,
         device_memory="0.5",
         host_memory="64GiB",
-        disk="1TiB",
+        disk_memory="1TiB",
         hardware="h200",
-        rows=3,
-        dtype=Dtype.float32,
-        partition=Partition.even,
+        micro_batch_size=3,
+        dtype="float32",
+        partition="even",
         num_chunks="4",
-        offload_kv=Mode.full,
-    ).question()
+        offload_kv="full",
+    ).plan_request()
     config = asked.config
     assert asked.total_tokens == 8192
     assert asked.batch_rows == 3
@@ -115,7 +93,7 @@ def test_the_question_holds_what_was_typed(tmp_path: Path) -> None:
 
 def test_nothing_typed_is_the_default_profile_and_no_disk(tmp_path: Path) -> None:
     arguments = typed(write_config(tmp_path, TINY))
-    asked = arguments.question()
+    asked = arguments.plan_request()
     assert asked.device.name == "NVIDIA H100 80GB HBM3"
     assert asked.config.offload_dir is None
     note = arguments.hardware_note(asked)
@@ -130,11 +108,11 @@ def test_lora_trains_the_adapters_alone(tmp_path: Path) -> None:
     def trainable(question: PlanRequest) -> int:
         return question.shape.trainable_parameters
 
-    small, large = (trainable(typed(model, lora=rank).question()) for rank in (8, 16))
+    small, large = (trainable(typed(model, lora=rank).plan_request()) for rank in (8, 16))
     assert large == 2 * small
-    assert large < trainable(typed(model).question()) / 2
+    assert large < trainable(typed(model).plan_request()) / 2
     with pytest.raises(ConfigError, match="rank"):
-        typed(model, lora=0).question()
+        typed(model, lora=0).plan_request()
 
 
 @pytest.mark.parametrize(
@@ -143,20 +121,20 @@ def test_lora_trains_the_adapters_alone(tmp_path: Path) -> None:
         ("auto", None, "auto"),
         ("sppo", None, "none"),
         ("full", None, "none"),
-        ("full", Mode.full, "full"),
-        ("auto", Mode.none, "none"),
+        ("full", "full", "full"),
+        ("auto", "none", "none"),
     ],
 )
 def test_fixed_policies_recompute_nothing_unless_told(
-    tmp_path: Path, policy: str, recompute: Mode | None, expected: str
+    tmp_path: Path, policy: str, recompute: str | None, expected: str
 ) -> None:
-    asked = typed(write_config(tmp_path, TINY), policy=policy, recompute=recompute).question()
-    assert (asked.config.offload, asked.config.recompute) == (str(policy), expected)
+    asked = typed(write_config(tmp_path, TINY), offload=policy, recompute=recompute).plan_request()
+    assert (asked.config.offload, asked.config.recompute) == (policy, expected)
 
 
 def test_titles() -> None:
     assert typed("meta-llama/Llama-3.1-8B").title == "meta-llama/Llama-3.1-8B"
-    folder = typed("models/llama/config.json", lora=16, dtype=Dtype.float16)
+    folder = typed("models/llama/config.json", lora=16, dtype="float16")
     assert folder.title == "llama, LoRA rank 16, float16"
 
 

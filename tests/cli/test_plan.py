@@ -230,7 +230,7 @@ def test_what_does_not_fit(tmp_path: Path) -> None:
         (("--num-chunks", "4"), "--num-chunks was given with --gpus 2"),
         (("--partition", "even"), "--partition was given"),
         (("--policy", "full"), "--offload was given"),
-        (("--figure", "a.png"), "a.png was asked for with --gpus 2"),
+        (("--figure", "a.png"), "a.png was requested with --gpus 2"),
         (("--link", "fast"), "--link is 'fast'"),
     ],
 )

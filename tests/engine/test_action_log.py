@@ -168,8 +168,8 @@ def test_the_trace_has_every_action_and_its_time(
     events = json.loads((tmp_path / "rank0.trace.json").read_text())["traceEvents"]
     spans = {event["name"]: event for event in events if event["ph"] == "X"}
     assert set(spans) == set(ran)
-    lanes = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    assert lanes == {"compute", "d2h", "h2d"}
+    resources = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert resources == {"compute", "d2h", "h2d"}
     assert all(spans[name]["dur"] > 0 for name in ran if Action.parse(name).kind in "FB")
     assert spans["0F0.0"]["ts"] < spans["0F3.2"]["ts"] < spans["0B3.2"]["ts"] < spans["0B0.0"]["ts"]
 

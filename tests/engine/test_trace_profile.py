@@ -202,7 +202,7 @@ def test_adapters_of_modules_whose_names_others_have_too(family: str) -> None:
 def test_states_are_those_that_transformers_keeps_for_generation(family: str) -> None:
     model = build_tiny_model(family, dtype=torch.float32)
     shape = model_shape(find_parts(model))
-    assert shape.has_states
+    assert shape.has_recurrent_state
     with torch.no_grad():
         output = model.eval()(make_batch(rows=1, tokens=9)["input_ids"], use_cache=True)
     cache = next(output[name] for name in CACHE_ARGUMENTS if name in output)
@@ -478,7 +478,7 @@ def _watch_kept_products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def watched(self: SelectiveRecorder) -> Any:
         products = stop(self)
         # Tracing records products too, of other holders.
-        holders = (p.holder for p in products)
+        holders = (p.output for p in products)
         tensors: list[Any] = [x._tensor for x in holders if isinstance(x, SavedOnDevice)]
         if tensors:
             kept.append(sum(x.numel() * x.element_size() for x in tensors))

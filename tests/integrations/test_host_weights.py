@@ -106,7 +106,9 @@ def _decided(places: Places) -> Callable[..., tuple[Places, ...]]:
     """As if a GPU had no room, where settings and optimizer leave the place open."""
 
     def read(config: SPPOConfig, *_: object, **__: object):
-        return (places,) if config.rests != (True, True) else (Places(*config.rests),)
+        return (
+            (places,) if config.host_resident != (True, True) else (Places(*config.host_resident),)
+        )
 
     return read
 

@@ -162,7 +162,7 @@ def call(run: dict[str, Any], plugin: SPPOPlugin) -> dict[str, float]:
         return (weights * out.log_probs.sigmoid() + 0.1 * out.entropy).sum()
 
     def grads(loss: Any, *, uniform: bool, of: Any = model, given: Tensor = labels) -> Any:
-        engine.uniform = uniform
+        engine.loss_is_uniform = uniform
         of.zero_grad()
         torch.manual_seed(5)
         loss(of, given).backward()

@@ -20,7 +20,7 @@ from sppo_hf.errors import OffloadError
 from sppo_hf.offload.copy_streams import StreamCopier
 from sppo_hf.offload.host_memory import ALIGNMENT_BYTES
 from sppo_hf.offload.weights import HostWeights, _Accumulation, can_be_host_resident
-from sppo_hf.planning.model_shape import Resting
+from sppo_hf.planning.model_shape import HostResident
 from tests.fakes.device import FakeDevice, RaceError
 
 LAYERS = 4
@@ -179,7 +179,7 @@ def _run(model: _Model, batches: int) -> list[torch.Tensor]:
 def test_what_is_locked_is_what_is_planned() -> None:
     model = _Model([50.0], [0.0], keep_device_copies=False, locked=True)
     layers, other = [8 * 4 + 6 * 4] * LAYERS, 5 * 4
-    resting = Resting(
+    resting = HostResident(
         layer_bytes=tuple(layers),
         outer_bytes=other,
         stays=False,

@@ -33,7 +33,7 @@ from sppo_hf.pipeline.stage_plans import BatchPlans
 from sppo_hf.planning.choices import read_budgets
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.hardware import load_profile
-from sppo_hf.planning.pipeline_cost import PipelineCost, bytes_of_slices
+from sppo_hf.planning.pipeline_cost import PipelineCost, extra_shared_unit_bytes
 from sppo_hf.planning.plan import Plan
 from sppo_hf.planning.prediction import MeasuredStep
 from sppo_hf.schedule.actions import COMPUTE_KINDS, Action
@@ -89,19 +89,19 @@ class Held:
         self.engine = engine
         self.measured: list[tuple[str, dict[str, int]]] = []
         """Before each compute."""
-        start = SharedUnits.start
+        start = SharedUnits.start_prefetch
 
         def measure(shared: SharedUnits, action: Action) -> None:
             self.measured.append((str(action), self.bytes_of(shared)))
             start(shared, action)
 
-        self.patch = mock.patch.object(SharedUnits, "start", measure)
+        self.patch = mock.patch.object(SharedUnits, "start_prefetch", measure)
 
     def bytes_of(self, shared: SharedUnits) -> dict[str, int]:
         """In the stores of all runs, and on the device besides."""
-        units = self.engine._units
+        units = self.engine._stage_runner
         assert units is not None
-        runners = [running.sequence for running in units._running.values()]
+        runners = [run.runner for run in units._active.values()]
         stores = {s for runner in runners for s in runner.kv_stores(runner._layers)}
         stores |= {store for ended, _ in shared._sums.values() for store in ended}
         keys = sums = 0
@@ -114,7 +114,7 @@ class Held:
             sizes = {c: x.k_shape.numel() + x.v_shape.numel() for c, x in like.items()}
             keys += sum(sizes[c] * like[c].dtype.itemsize for c in store._keys)
             sums += sum(sizes[c] * like[c].sum_dtype.itemsize for c in store._sums)
-        coming = shared.transport._coming.items()
+        coming = shared.transport._receives.items()
         came = sum(buffer.nbytes for key, (_, buffer) in coming if "RECV_KV" in str(key))
         found = {"device kv": came, "device dkv": 0}
         for cause, size in (("kv", keys), ("dkv", sums)):
@@ -124,7 +124,7 @@ class Held:
 
     def plans(self) -> BatchPlans:
         """Of the one shape that has run."""
-        (plans,) = self.engine._stage_plans._made.values()
+        (plans,) = self.engine._stage_plans._plans.values()
         return plans
 
     def costs(self) -> tuple[Schedule, PipelineCost]:
@@ -144,7 +144,7 @@ class Held:
         plan = self.plans().by_stage[rank]
         budgets = read_budgets(config, device_facts(torch.device("cpu"), config))
         compute, costs = self.costs()
-        slices, own = bytes_of_slices(costs, compute, rank), costs.own_keys(rank)
+        slices, own = extra_shared_unit_bytes(costs, compute, rank), costs.own_kv_bytes(rank)
         return {
             tier: (
                 slices.get(tier, 0),
@@ -161,7 +161,7 @@ class Held:
         sends = {message.receive: send for send, message in messages(compute).items()}
         held = {f"{where} {cause}": 0 for where in ("device", tier) for cause in ("kv", "dkv")}
         found: list[tuple[str, dict[str, int]]] = []
-        for action in lower(compute, streams=costs.streams).ranks[rank]:
+        for action in lower(compute, kv_copies=costs.kv_copies).ranks[rank]:
             if action.kind in COMPUTE_KINDS:
                 found.append((str(action), dict(held)))
             # What is sent changes bytes at both ends.

@@ -170,7 +170,7 @@ def run_steps(model: nn.Module, case: Case, replica: int, replicas: int) -> Ran:
                 if any(part in name for part in step.get("frozen", ())):
                     parameter.requires_grad_(False)
             if isinstance(engine, PipelineEngine):
-                engine.reduces = lambda step=step: step.get("reduces", True)
+                engine.syncs_gradients = lambda step=step: step.get("reduces", True)
             if step.get("evaluate"):
                 model.eval()
                 with torch.no_grad():

@@ -6,7 +6,7 @@ import torch
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import PipelineError
 from sppo_hf.pipeline import agreement
-from sppo_hf.pipeline.agreement import agree, settings_checksum
+from sppo_hf.pipeline.agreement import check_agreement, settings_checksum
 from sppo_hf.pipeline.mesh import PipelineMesh
 
 MESH = PipelineMesh(
@@ -24,16 +24,16 @@ def _other_rank_says(monkeypatch: pytest.MonkeyPatch, *numbers: int) -> None:
 
 def test_what_differs_is_named(monkeypatch):
     _other_rank_says(monkeypatch, 2, 64)
-    agree(MESH, {"rows": 2, "tokens": 64})
+    check_agreement(MESH, {"rows": 2, "tokens": 64})
     _other_rank_says(monkeypatch, 2, 48)
     with pytest.raises(PipelineError, match=r"tokens \(48 on rank 1, 64 on rank 0\)") as caught:
-        agree(MESH, {"rows": 2, "tokens": 64})
+        check_agreement(MESH, {"rows": 2, "tokens": 64})
     assert "rows" not in str(caught.value)
 
 
 def test_numbers_that_may_differ_are_everyones(monkeypatch):
     _other_rank_says(monkeypatch, 2, 64, 5, 9)
-    assert agree(MESH, {"rows": 2, "tokens": 64}, 7, 9) == [(7, 9), (5, 9)]
+    assert check_agreement(MESH, {"rows": 2, "tokens": 64}, 7, 9) == [(7, 9), (5, 9)]
 
 
 def test_settings_that_must_be_shared_have_a_number():

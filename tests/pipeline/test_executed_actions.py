@@ -10,7 +10,7 @@ import pytest
 
 from sppo_hf.schedule.actions import COMPUTE_KINDS, Action
 from sppo_hf.schedule.generate import MSP, Size, generate
-from sppo_hf.schedule.lower import Stream, lower
+from sppo_hf.schedule.lower import KVCopy, lower
 from sppo_hf.schedule.validate import validate
 from tests.integrations.launch import ROOT, run_ranks
 
@@ -85,7 +85,7 @@ def test_keys_and_values_and_a_disk_are_in_the_program(tmp_path: Path) -> None:
     ]
     found = _launch(runs, 2, tmp_path)
 
-    def streams(*kinds: tuple[str, int]) -> set[Stream]:
+    def kv_copies(*kinds: tuple[str, int]) -> set[KVCopy]:
         # The first chunk has nothing before it.
         return {
             (kind, stage, chunk, part)  # type: ignore[misc]
@@ -95,16 +95,16 @@ def test_keys_and_values_and_a_disk_are_in_the_program(tmp_path: Path) -> None:
             if chunk or (kind, part) not in {("K", 0), ("L", 1), ("O", 1), ("S", 2)}
         }
 
-    on_host = streams(("K", 0), ("O", 0), ("K", 1), ("O", 1))
-    on_disk = on_host | streams(("L", 1), ("S", 1), ("L", 2), ("S", 2))
+    on_host = kv_copies(("K", 0), ("O", 0), ("K", 1), ("O", 1))
+    on_disk = on_host | kv_copies(("L", 1), ("S", 1), ("L", 2), ("S", 2))
     size = Size(2, ROWS, CHUNKS)
     every = lambda stage, unit: True  # noqa: E731
     planned = {
-        "keys": lower(generate("seq1f1b", size), streams=on_host),
+        "keys": lower(generate("seq1f1b", size), kv_copies=on_host),
         "disk": lower(generate("seq1f1b", size), leaves=every, stores=every),
-        "both": lower(generate("zb_seq1f1b", size), leaves=every, stores=every, streams=on_disk),
+        "both": lower(generate("zb_seq1f1b", size), leaves=every, stores=every, kv_copies=on_disk),
         # Each rank brings and sends the heads that it has in a shared unit.
-        "shared": lower(generate(MSP, size), leaves=every, stores=every, streams=on_disk),
+        "shared": lower(generate(MSP, size), leaves=every, stores=every, kv_copies=on_disk),
     }
     for name, schedule in planned.items():
         validate(schedule)

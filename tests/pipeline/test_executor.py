@@ -54,16 +54,17 @@ class FakeUnits:
         number = -100.0 * stage - CHUNKS * micro_batch - chunk
         return None if stage == 0 else torch.tensor(number)
 
-    def weights(self, stage: int, micro_batch: int, chunk: int) -> None:
+    def backward_weights(self, stage: int, micro_batch: int, chunk: int) -> None:
         self.log.append(f"weights {stage} {micro_batch}.{chunk}")
 
-    def settle(self, stage: int, micro_batch: int, chunk: int) -> None:
-        self.log.append(f"settle {stage} {micro_batch}.{chunk}")
+    def offload(self, stage: int, micro_batch: int, chunk: int) -> None:
+        self.log.append(f"offload {stage} {micro_batch}.{chunk}")
 
     def prefetch(self, stage: int, micro_batch: int, chunk: int) -> None:
         self.log.append(f"prefetch {stage} {micro_batch}.{chunk}")
 
-    def finished(self) -> bool:
+    @property
+    def is_finished(self) -> bool:
         return not self.left
 
 
@@ -108,7 +109,7 @@ def make(
         rank,
         units,  # type: ignore[arg-type]
         transport,  # type: ignore[arg-type]
-        shapes=lambda unit, stage: (1, unit + 1, 8),
+        message_shape=lambda unit, stage: (1, unit + 1, 8),
         dtype=torch.float32,
         scale=SCALE,
         reduce=lambda stage: units.log.append(f"reduce {stage}"),
@@ -135,7 +136,7 @@ MIDDLE = {
     "1RECV_B3": "receive 1RECV_B3 from 2",
     "1SEND_B3": "send -103 to 0",
     "1REDUCE_GRAD0": "reduce 1",
-    "1D2": "settle 1 1.0",
+    "1D2": "offload 1 1.0",
     "1H2": "prefetch 1 1.0",
 }
 BETWEEN_LAST_AND_FIRST_RANK = {
@@ -231,7 +232,7 @@ def test_hidden_states_of_another_dtype_are_refused() -> None:
     units = FakeUnits([], 2)
     units.dtype = torch.float64
     executor, _ = make(schedule, 0, units=units, transport=FakeTransport([]))
-    with pytest.raises(PipelineError, match=r"stage 0 gives on .*float64, .*expects .*float32"):
+    with pytest.raises(PipelineError, match=r"stage 0 returns hidden states.*float64, .*float32"):
         executor.run()
 
 

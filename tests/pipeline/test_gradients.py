@@ -82,7 +82,7 @@ def compute(parameters: list[nn.Parameter], *own: float | None) -> None:
 def backward(step: StepGradients, factor: float) -> None:
     """What the loss's backward does, with another gradient than the schedule took for granted."""
     anchor = torch.zeros((), requires_grad=True)
-    loss = PipelineLoss.apply(torch.tensor(2.5), anchor, step.hand_out, *step.parameters())
+    loss = PipelineLoss.apply(torch.tensor(2.5), anchor, step.release, *step.parameters())
     loss.backward(torch.tensor(factor))
 
 
@@ -99,7 +99,7 @@ def test_gradients_come_with_the_losss_backward_and_not_before() -> None:
     parameters = make(None, 5.0, None, 7.0)
     step = StepGradients(parameters)
     compute(parameters, 1.0, 2.0, None, None)
-    step.take()
+    step.collect()
     assert values(parameters) == [None, 5.0, None, 7.0]
     backward(step, 1.0)
     assert values(parameters) == [1.0, 7.0, None, 7.0]
@@ -110,7 +110,7 @@ def test_this_steps_share_alone_is_scaled(factor: float) -> None:
     parameters = make(None, 5.0)
     step = StepGradients(parameters)
     compute(parameters, 1.0, 2.0)
-    step.take()
+    step.collect()
     backward(step, factor)
     assert values(parameters) == [factor, 5.0 + 2.0 * factor]
 
@@ -121,7 +121,7 @@ def test_accumulation_adds_into_the_same_tensor() -> None:
     held = parameters[0].grad
     step = StepGradients(parameters)
     compute(parameters, 2.0)
-    step.take()
+    step.collect()
     backward(step, 1.0)
     assert parameters[0].grad is held
 
@@ -132,7 +132,7 @@ def test_frozen_parameters_are_left_alone() -> None:
     step = StepGradients([frozen, trained])
     assert values([frozen]) == [5.0]
     trained.grad = torch.ones_like(trained)
-    step.take()
+    step.collect()
     backward(step, 2.0)
     assert values([frozen, trained]) == [5.0, 2.0]
 
@@ -142,7 +142,7 @@ def test_a_loss_that_is_never_run_backward_leaves_no_trace() -> None:
     held = parameters[1].grad
     step = StepGradients(parameters)
     compute(parameters, 1.0, 2.0)
-    step.take()
+    step.collect()
     del step
     assert values(parameters) == [None, 5.0]
     assert parameters[1].grad is held
@@ -152,8 +152,8 @@ def test_a_failed_schedule_leaves_no_trace(replicas: FakeReplicas) -> None:
     parameters = make(None, 5.0)
     step = StepGradients(parameters)
     compute(parameters, 1.0, 2.0)
-    step.start_reducing(parameters[:1], replicas)
-    step.abandon()
+    step.start_averaging(parameters[:1], replicas)
+    step.discard()
     assert values(parameters) == [None, 5.0]
 
 
@@ -164,8 +164,8 @@ def test_an_average_has_what_accumulated_and_this_step(
     parameters = make(None, 5.0, 5.0, None)
     step = StepGradients(parameters)
     compute(parameters, 1.0, 2.0, None, None)
-    step.start_reducing(parameters, replicas)
-    step.take()
+    step.start_averaging(parameters, replicas)
+    step.collect()
     assert values(parameters) == [None, 5.0, 5.0, None]
     assert replicas.reduced == [2 + 4 + 6 + 8], "one message for all"
     backward(step, factor)
@@ -178,8 +178,8 @@ def test_zeroed_in_between_is_zero(replicas: FakeReplicas) -> None:
     parameters = make(5.0, 5.0)
     step = StepGradients(parameters)
     compute(parameters, 1.0, 1.0)
-    step.start_reducing(parameters, replicas)
-    step.take()
+    step.start_averaging(parameters, replicas)
+    step.collect()
     parameters[0].grad = None
     assert parameters[1].grad is not None
     parameters[1].grad.zero_()
@@ -193,8 +193,8 @@ def test_two_forwards_before_a_backward_add_up(replicas: FakeReplicas) -> None:
     for own in (1.0, 10.0):
         step = StepGradients(parameters)
         compute(parameters, own)
-        step.start_reducing(parameters, replicas)
-        step.take()
+        step.start_averaging(parameters, replicas)
+        step.collect()
         steps.append(step)
     backward(steps[0], 1.0)
     first = AVERAGE * 1.0
@@ -209,8 +209,8 @@ def test_replicas_that_do_not_agree_reduce_again(replicas: FakeReplicas) -> None
     parameters = make(5.0)
     step = StepGradients(parameters)
     compute(parameters, 1.0)
-    step.start_reducing(parameters, replicas)
-    step.take()
+    step.start_averaging(parameters, replicas)
+    step.collect()
     replicas.agrees = False
     backward(step, 1.0)
     assert values(parameters) == [AVERAGE * 6.0]
@@ -224,8 +224,8 @@ def test_a_step_without_reduction_and_one_with_it(replicas: FakeReplicas) -> Non
         step = StepGradients(parameters)
         compute(parameters, 1.0 + turn)
         if reduces:
-            step.start_reducing(parameters, replicas)
-        step.take()
+            step.start_averaging(parameters, replicas)
+        step.collect()
         backward(step, 1.0)
         assert len(replicas.reduced) == int(reduces)
     assert values(parameters) == [AVERAGE * 3.0]
@@ -235,8 +235,8 @@ def test_some_reduced_and_some_not(replicas: FakeReplicas) -> None:
     parameters = make(None, None)
     step = StepGradients(parameters)
     compute(parameters, 1.0, 1.0)
-    step.start_reducing(parameters[1:], replicas)
-    step.take()
+    step.start_averaging(parameters[1:], replicas)
+    step.collect()
     backward(step, 2.0)
     assert values(parameters) == [2.0, 2.0 * AVERAGE]
 
@@ -246,7 +246,7 @@ def test_parameters_that_are_not_trained_here_are_not_sent(replicas: FakeReplica
     parameters[1].requires_grad_(False)
     step = StepGradients(parameters)
     parameters[0].grad = torch.ones_like(parameters[0])
-    step.start_reducing(parameters, replicas)
+    step.start_averaging(parameters, replicas)
     assert replicas.reduced == [parameters[0].numel()]
 
 
@@ -259,8 +259,8 @@ def test_buckets_are_of_one_dtype_and_bounded(
     parameters[1] = nn.Parameter(torch.zeros(2, 2, dtype=torch.float64))
     step = StepGradients(parameters)
     compute(parameters, 1.0, 2.0, 3.0, 4.0)
-    step.start_reducing(parameters, replicas)
-    step.take()
+    step.start_averaging(parameters, replicas)
+    step.collect()
     backward(step, 1.0)
     # 8 and 24 bytes fit into one, 32 more do not; float64 is apart.
     assert sorted(replicas.reduced) == [4, 2 + 6, 8]
@@ -273,8 +273,8 @@ def test_shared_parameters_are_summed_over_both_ends(replicas: FakeReplicas) -> 
     parameters = make(5.0, None)
     step = StepGradients(parameters)
     compute(parameters, 1.0, None)
-    step.add_shared(parameters, "ends")
-    step.take()
+    step.sum_tied(parameters, "ends")
+    step.collect()
     backward(step, 1.0)
     # The sum holds this step's alone; what the step had before was summed when it came.
     assert values(parameters) == [5.0 + (1 + OTHERS), 0.0]
@@ -283,7 +283,7 @@ def test_shared_parameters_are_summed_over_both_ends(replicas: FakeReplicas) -> 
 def test_the_loss_hands_out_its_gradient_at_backward() -> None:
     seen: list[float] = []
 
-    def hand_out(grad: float) -> list[Tensor | None]:
+    def release(grad: float) -> list[Tensor | None]:
         seen.append(grad)
         return [torch.ones(2), None]
 
@@ -291,7 +291,7 @@ def test_the_loss_hands_out_its_gradient_at_backward() -> None:
     parameters[0] = nn.Parameter(torch.zeros(2))
     anchor = torch.zeros((), requires_grad=True)
     value = torch.tensor(2.5, dtype=torch.float64)
-    loss = PipelineLoss.apply(value, anchor, hand_out, *parameters)
+    loss = PipelineLoss.apply(value, anchor, release, *parameters)
     assert loss.requires_grad
     assert loss.item() == 2.5
     assert loss.dtype == torch.float64
@@ -307,12 +307,12 @@ def test_the_loss_hands_out_its_gradient_at_backward() -> None:
 def test_a_second_backward_is_refused() -> None:
     seen: list[float] = []
 
-    def hand_out(grad: float) -> list[Tensor | None]:
+    def release(grad: float) -> list[Tensor | None]:
         seen.append(grad)
         return []
 
     anchor = torch.zeros((), requires_grad=True)
-    loss = PipelineLoss.apply(torch.tensor(2.5), anchor, hand_out)
+    loss = PipelineLoss.apply(torch.tensor(2.5), anchor, release)
     loss.backward(retain_graph=True)
     with pytest.raises(SPPOError, match=r"backward ran twice.*run the forward again"):
         loss.backward()
@@ -335,7 +335,7 @@ def test_hooks_run_once_on_what_this_step_adds() -> None:
     hook_all(parameters, calls)
     step = StepGradients(parameters)
     compute(parameters, 2.0, 3.0, None)
-    step.take()
+    step.collect()
     assert not calls
     backward(step, 2.0)
     assert sorted(calls) == [4.0, 6.0], "and none for what had no gradient"
@@ -347,8 +347,8 @@ def test_hooks_see_a_replicas_own_gradient_before_it_is_averaged(replicas: FakeR
     hook_all(parameters[:1], calls)
     step = StepGradients(parameters)
     compute(parameters, 2.0, 3.0)
-    step.start_reducing(parameters, replicas)
-    step.take()
+    step.start_averaging(parameters, replicas)
+    step.collect()
     backward(step, 1.0)
     assert calls == [2.0]
     assert values(parameters) == [AVERAGE * (5.0 + 4.0), AVERAGE * 3.0]

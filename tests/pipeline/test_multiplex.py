@@ -19,8 +19,8 @@ from sppo_hf.engine.structure import find_parts
 from sppo_hf.errors import ConfigError
 from sppo_hf.pipeline import multiplex
 from sppo_hf.pipeline.multiplex import (
+    ChunkRun,
     RemoteWeights,
-    Run,
     SharedUnits,
     chunk_runs,
     count_head_blocks,
@@ -65,13 +65,13 @@ def test_every_key_comes_once_from_a_rank_that_sends(queries: int, keys: int) ->
     most = 4
     schedule = generate(MSP, Size(most, 1, 6))
     planned = {
-        (m.made.part or 0, len(schedule.unit_ranks(*m.made[1:3]))): set[tuple[int, int]]()
+        (m.producer.part or 0, len(schedule.unit_ranks(*m.producer[1:3]))): set[tuple[int, int]]()
         for m in messages(schedule).values()
     }
     for message in messages(schedule).values():
         if message.send.kind == "SEND_KV":
-            here = message.made.part or 0, len(schedule.unit_ranks(*message.made[1:3]))
-            there = message.used.part or 0, len(schedule.unit_ranks(*message.used[1:3]))
+            here = message.producer.part or 0, len(schedule.unit_ranks(*message.producer[1:3]))
+            there = message.consumer.part or 0, len(schedule.unit_ranks(*message.consumer[1:3]))
             planned[here].add(there)
     head_blocks = count_head_blocks(layers_of((queries, keys)), most, "it")
     for before, after in [(size, 1) for size in (2, 3, 4)] + [(1, size) for size in (2, 3, 4)]:
@@ -114,7 +114,7 @@ class Passing:
         self.here: list[int] = []
         """Stages whose weights are on their way or here."""
 
-    def start_fetch(self, stage: int, run: Run) -> None:
+    def start_fetch(self, stage: int, run: ChunkRun) -> None:
         """Weights start; those of two stages at most are held."""
         self.seen.setdefault(run.ranks, []).append(f"weights {stage}")
         self.here.append(stage)
@@ -128,7 +128,7 @@ class Passing:
         """They are given back, first the first."""
         assert self.here.pop(0) == stage
 
-    def start_reduce(self, stage: int, run: Run) -> None:
+    def start_reduce(self, stage: int, run: ChunkRun) -> None:
         """Gradients start."""
         assert stage in self.here
         self.seen[run.ranks].append(f"gradients {stage}")
@@ -154,20 +154,21 @@ def test_all_ranks_of_a_set_begin_its_collectives_in_one_order(
             runs=runs,
             bounds=tuple((chunk, chunk + 1) for chunk in range(chunks)),
             rows=[(row, row + 1) for row in range(rows)],
-            widths=nothing,
+            message_width=nothing,
             layers=lambda stage: {},
             head_blocks=None,
-            dtypes=(torch.float32, torch.float32),
+            dtype=torch.float32,
+            kv_dtype=torch.float32,
             stores=lambda *_: cast(Any, SimpleNamespace(kv_stores=lambda layers: [])),
             weights=cast(Any, weights),
         )
         for action in compute.ranks[rank]:
-            shared.start(action)
-            shared.begin(action)
+            shared.start_prefetch(action)
+            shared.wait_for_inputs(action)
             if action.part is not None:  # tokens for heads, in every layer
                 unit_ranks = compute.unit_ranks(action.stage, action.unit)
                 weights.seen[unit_ranks].append(str(action._replace(part=None)))
-            shared.end(action)
+            shared.finish_unit(action)
         assert not weights.here
         seen.append(weights.seen)
     for ranks_of_set in {ranks for one in seen for ranks in one}:
@@ -215,7 +216,7 @@ def test_a_weight_has_a_gradient_if_any_rank_has_one(
     """Of experts that no token of a rank's came to, autograd gives that rank none."""
     parts = find_parts(build_tiny_model("llama", num_hidden_layers=2))
     cut = StageCut((range(1), range(1, 2)), (0,))
-    staged = StagedModel(parts, cut, helps=True)
+    staged = StagedModel(parts, cut, borrows_stages=True)
     weights = staged.parameters_of(0)
     one = weights[0]
     for weight in weights[1:]:
@@ -233,7 +234,7 @@ def test_a_weight_has_a_gradient_if_any_rank_has_one(
     trained_elsewhere = [p for p in staged.parameters_of(1) if p.requires_grad]
     assert trained_elsewhere
     assert not any(p.untyped_storage().nbytes() for p in trained_elsewhere)
-    run = Run(range(1), (0, 1))
+    run = ChunkRun(range(1), (0, 1))
     helped.begin_step(mesh.device)
     helped.start_fetch(0, run)
     helped.wait_for_fetch(0)
@@ -299,7 +300,7 @@ TWO = [
         settings={"chunk_lengths": UNEVEN, "recompute": "full", **KEYS_AWAY, **AWAY},
     ),
     case_of(
-        "shared keys, streams",
+        "shared keys, kv_copies",
         "gemma3n_text",
         layers=None,
         settings={"chunk_lengths": UNEVEN, "recompute": "full", **AWAY},

@@ -19,7 +19,7 @@ from sppo_hf.pipeline import pipeline_engine
 from sppo_hf.pipeline.convert import staged_model
 from sppo_hf.pipeline.pipeline_engine import (
     PipelineEngine,
-    PipelineStepTimer,
+    PreparedStep,
     _check_router_schedule,
     _micro_batches,
 )
@@ -107,10 +107,10 @@ def test_what_is_untrainable_matters_in_training_alone() -> None:
     model.config.attention_dropout = 0.1
     with pytest.raises(AssertionError, match="to run: in forward pass 1"):
         model(**make_batch())
-    assert "attention_dropout=0.1" in str(engine._unfit)
+    assert "attention_dropout=0.1" in str(engine._model_error)
     with torch.no_grad(), pytest.raises(AssertionError, match="to run: in evaluation pass 2"):
         model(**make_batch())
-    assert engine._unfit is None
+    assert engine._model_error is None
 
 
 def test_what_is_fine_goes_on() -> None:
@@ -156,18 +156,24 @@ def test_records_of_all_ranks_add_up_to_the_batch(
     monkeypatch.setattr(pipeline_engine, "time", SimpleNamespace(perf_counter=lambda: 110.0))
     spans = (("0F0", 101.0, 103.0), ("0B0", 103.0, 104.0), ("0F1", 104.5, 105.5))
     executed = [ActionRecord(Action.parse(text), at, end, at) for text, at, end in spans]
-    shape, call = tiny_shape(), SimpleNamespace(batch_rows=2, total_tokens=7)
-    step = SimpleNamespace(schedule=SimpleNamespace(num_chunks=4))
+    shape = tiny_shape()
+    call: Any = SimpleNamespace(batch_rows=2, total_tokens=7)
+    prepared: Any = PreparedStep(
+        [],
+        plans=SimpleNamespace(step=SimpleNamespace(step_seconds=9.0)),  # type: ignore[arg-type]
+        bounds=(),
+        step=SimpleNamespace(schedule=SimpleNamespace(num_chunks=4)),  # type: ignore[arg-type]
+    )
     records: list[StepRecord] = []
     for rank in range(3, 6):
-        engine = SimpleNamespace(
+        engine: Any = SimpleNamespace(
+            executed=executed,
             mesh=SimpleNamespace(rank=rank, sharing_ranks=(3, 4, 5)),
             observer=SimpleNamespace(on_record=records.append),
             take_stats=OffloadStats,
             shape=lambda: shape,
         )
-        timer: Any = PipelineStepTimer(engine, call, step, began=100.0, name="a step")  # type: ignore[arg-type]
-        timer.done(executed, training=training, planned_seconds=9.0)
+        PipelineEngine._record_step(engine, call, prepared, training=training, began_seconds=100.0)
     assert sum(record.tokens for record in records) == 2 * 7
     flops = (step_flops if training else forward_flops)(shape, 2, 7)
     assert sum(record.model_flops for record in records) == pytest.approx(flops)

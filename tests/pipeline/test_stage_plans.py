@@ -48,7 +48,7 @@ WANTED = (
     PipelineChoice(schedule="seq1f1b", bounds=((0, 10), (10, 20)), reason="set by the user"),
     {},
 )
-"""Arguments of `StagePlanCache._make`."""
+"""Arguments of `StagePlanCache._make_plans`."""
 
 
 def _engine() -> PipelineEngine:
@@ -76,9 +76,9 @@ def test_stages_are_planned_with_the_host_memory_that_there_really_is(
     if shares[-1] is not None:
         # What is fixed by the settings cannot shrink, so the second plan says what is missing.
         with pytest.raises(BudgetError, match="host"):
-            cache._make(*WANTED)
+            cache._make_plans(*WANTED)
     else:
-        (plan,) = cache._make(*WANTED).values()
+        (plan,) = cache._make_plans(*WANTED).values()
         assert plan.budgets.host == asked[0] == asked[1]
     assert "the system gave" in caplog.text
 
@@ -97,7 +97,7 @@ def test_one_pool_serves_all_stages_of_a_rank(monkeypatch: pytest.MonkeyPatch) -
     assert isinstance(engine, PipelineEngine)
     choice = PipelineChoice(schedule=name, bounds=((0, 10), (10, 20)), reason="set by the user")
     cache = StagePlanCache(engine)
-    plans = cache._make(1, 20, torch.device("cpu"), 2, True, choice, {})
+    plans = cache._make_plans(1, 20, torch.device("cpu"), 2, True, choice, {})
     batches = math.ceil(cache._alive(name, 2, 2))
     assert len(plans) == 2
     assert asked == [batches * sum(map(offloaded_bytes, plans.values()))]
@@ -109,10 +109,10 @@ def test_stages_are_planned_anew_for_other_trained_parameters(
     """Once for each set of them, on all ranks, whichever rank has others than before."""
     others = [7]
 
-    def agree(mesh: object, facts: object, *own: int) -> list[tuple[int, ...]]:
+    def check_agreement(mesh: object, facts: object, *own: int) -> list[tuple[int, ...]]:
         return [own, *((number, 0) for number in others)]
 
-    monkeypatch.setattr("sppo_hf.pipeline.pipeline_engine.agree", agree)
+    monkeypatch.setattr("sppo_hf.pipeline.pipeline_engine.check_agreement", check_agreement)
     chosen: list[object] = []
 
     def make_on_first_rank(mesh: object, make: Callable[[], Any]) -> Any:
@@ -127,7 +127,7 @@ def test_stages_are_planned_anew_for_other_trained_parameters(
     call = read_call(engine.parts, engine.original_forward, (), make_batch(tokens=20))
 
     def plan() -> BatchPlans:
-        engine._agree(call, call.layout())
+        engine._check_agreement(call, call.layout())
         return engine._stage_plans.get(1, 20, torch.device("cpu"), micro_batches=1)
 
     whole = plan()
@@ -147,7 +147,7 @@ def test_stages_are_planned_anew_for_other_trained_parameters(
     for number in range(10, 20):
         others[:] = [number]
         plan()
-    kept = (cache._made, cache._choices, cache._steps)
+    kept = (cache._plans, cache._choices, cache._steps)
     assert [len(of_shape) for of_shape in kept] == [8] * 3
     others[:] = [12]
     plan()
@@ -157,37 +157,37 @@ def test_stages_are_planned_anew_for_other_trained_parameters(
     assert len(chosen) == 14
 
 
-def _alone(make: Callable[[], Any], group: object, *, say: Callable[[Any], Any]) -> Any:
+def _alone(make: Callable[[], Any], group: object, *, share: Callable[[Any], Any]) -> Any:
     """What `make_on_all_ranks` returns where there is one rank."""
     made = make()
-    return made, [say(made)]
+    return made, [share(made)]
 
 
 def test_what_was_learned_of_a_set_that_trained_is_forgotten_with_it() -> None:
     cache: Any = StagePlanCache(_engine())
     shape = (1, 20, 1, True, torch.device("cpu"), (7, 8))
-    kept = (cache._choices, cache._steps, cache._seen, cache._learned, cache._corrected)
+    kept = (cache._choices, cache._steps, cache._num_steps, cache._corrections, cache._corrected)
     for of_shape in kept:
         of_shape[shape] = of_shape[*shape[:-1], (8, 9)] = object()
-    cache._made[*shape, True] = object()
-    cache._waiting = [SimpleNamespace(shape=shape)]
+    cache._plans[*shape, True] = object()
+    cache._to_learn_from = [SimpleNamespace(shape=shape)]
     cache._forget((7, 8))
     assert [len(of_shape) for of_shape in kept] == [1] * 5
-    assert not cache._made
-    assert not cache._waiting
+    assert not cache._plans
+    assert not cache._to_learn_from
 
 
 def test_a_correction_that_raises_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """On all ranks; else every later batch would be refused, too."""
     asked: list[object] = []
 
-    def all_say(mesh: object, make: Callable[[], Any]) -> list[Any]:
+    def make_and_gather(mesh: object, make: Callable[[], Any]) -> list[Any]:
         asked.append(make)
         raise BudgetError("no room")
 
-    monkeypatch.setattr(stage_plans, "all_say", all_say)
+    monkeypatch.setattr(stage_plans, "make_and_gather", make_and_gather)
     cache: Any = StagePlanCache(_engine())
-    cache._waiting = [SimpleNamespace(shape=())]
+    cache._to_learn_from = [SimpleNamespace(shape=())]
     with pytest.raises(BudgetError, match="no room"):
         cache.correct()
     cache.correct()
@@ -220,7 +220,7 @@ def test_ranks_that_share_a_sequence_hear_of_one_that_gets_no_host_memory(
     engine, group = _engine(), _Group()
     monkeypatch.setattr(engine.plans, "_group", group)
     with pytest.raises(OffloadError) as raised:
-        StagePlanCache(engine)._make(*WANTED)
+        StagePlanCache(engine)._make_plans(*WANTED)
     assert group.heard == [raised.value]
 
 
@@ -264,7 +264,7 @@ def test_the_step_shown_has_messages_as_wide_as_they_are() -> None:
         )
         batch = BatchPlans(bounds, torch.bfloat16, plans, rows, name)
         choice = PipelineChoice(schedule=name, bounds=bounds, reason="set by the user")
-        said = [stage_plans._say(batch)]
+        said = [stage_plans._SharedPlans.of(batch)]
         shown = StagePlanCache(engine)._predict(batch, choice, said, reduces=False)
         lowered = lower(generate(name, Size(3, rows, 3)))
         expected = simulate_pipeline(lowered, seconds=costs.seconds).end_seconds
@@ -295,7 +295,7 @@ def test_a_step_is_the_lowered_schedule(name: str, reduce: bool) -> None:
     virtual = 2 if name == "interleaved_seq1f1b" else 1
     step = made(name, reduce=reduce, pp_virtual_stages=virtual)
     assert step.schedule == lower(generate(name, Size(2, 3, 4, virtual)), reduce=reduce)
-    assert (step.name, step.splits) == (name, name == "zb_seq1f1b")
+    assert (step.name, step.splits_backward) == (name, name == "zb_seq1f1b")
     validate(step.schedule)
     reductions = {a.stage for rank in step.schedule.ranks for a in rank if a.kind == "REDUCE_GRAD"}
     assert reductions == (set(range(2 * virtual)) if reduce else set())
@@ -306,7 +306,7 @@ def test_evaluation_runs_forwards_alone(name: str) -> None:
     step = made(name, forward_only=True, reduce=True)
     kinds = {action.kind for rank in step.schedule.ranks for action in rank}
     assert kinds == {"F", "SEND_F", "RECV_F"}
-    assert not step.splits
+    assert not step.splits_backward
     forwards = generate(name, Size(2, 3, 4)).keep(lambda action: action.kind == "F")
     assert step.schedule == add_transfers(forwards)
 

@@ -25,7 +25,7 @@ from sppo_hf.engine.stages import StagedModel
 from sppo_hf.engine.structure import find_parts
 from sppo_hf.errors import BudgetError, SPPOError
 from sppo_hf.pipeline.convert import choose_cut
-from sppo_hf.pipeline.pipeline_engine import PipelineEngine, Prepared
+from sppo_hf.pipeline.pipeline_engine import PipelineEngine, PreparedStep
 from sppo_hf.pipeline.stage_runner import StageRunner
 from sppo_hf.testing.exactness import Gradients, float64_everywhere, parameter_errors, run_reference
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
@@ -47,9 +47,9 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     trace_short_scans(monkeypatch)
     monkeypatch.setattr("sppo_hf.pipeline.stage_plans.make_on_first_rank", lambda _, make: make())
 
-    def make_alone(make: Any, _: Any, *, say: Any) -> Any:
+    def make_alone(make: Any, _: Any, *, share: Any) -> Any:
         made = make()
-        return made, [say(made)._replace(seconds=None)]
+        return made, [share(made)._replace(seconds=None)]
 
     monkeypatch.setattr("sppo_hf.pipeline.stage_plans.make_on_all_ranks", make_alone)
 
@@ -103,11 +103,11 @@ class Stage:
         rows = [(row, row + 1) for row in range(call.batch_rows)]
         plans = engine._stage_plans.get(1, TOKENS, call.device, micro_batches=len(rows))
         every = {(s, u) for s in range(2) for u in range(len(rows) * CHUNKS)}
-        step: Any = SimpleNamespace(splits=split, sent=every)
-        prepared = Prepared(rows, plans, plans.bounds, step, reduces=False)
+        step: Any = SimpleNamespace(splits_backward=split, offloaded_units=every)
+        prepared = PreparedStep(rows, plans, plans.bounds, step)
         has_last = self.staged.cut.has_last
-        add_loss = engine._label_loss(call, layout, prepared) if has_last else None
-        return engine._make_units(call, layout, prepared, add_loss)
+        add_loss = engine._make_label_loss(call, layout, prepared) if has_last else None
+        return engine._make_stage_runner(call, layout, prepared, add_loss)
 
     @property
     def grads(self) -> dict[str, Tensor | None]:
@@ -157,7 +157,7 @@ class Pair:
 
     def weights(self, micro_batch: int, chunk: int) -> None:
         for stage, one in enumerate((self.first, self.last)):
-            one.units.weights(stage, micro_batch, chunk)
+            one.units.backward_weights(stage, micro_batch, chunk)
 
     def assert_exact(self) -> None:
         loss = torch.stack(self.last.units.losses).sum() * self.scale
@@ -169,8 +169,8 @@ class Pair:
             grads[name] = grads[name] + grad if name in shared else grad  # type: ignore[operator]
         worst = parameter_errors(Gradients(0.0, grads), self.reference)[0]
         assert worst.error < 1e-9, worst
-        assert self.first.units.finished()
-        assert self.last.units.finished()
+        assert self.first.units.is_finished
+        assert self.last.units.is_finished
 
 
 def backwards(micro_batches: list[int]) -> Iterator[tuple[int, int]]:
@@ -193,7 +193,7 @@ def test_two_stages_are_the_model(family: str, split: bool) -> None:
     for place in backwards([0, 1]):
         pair.backward(*place)
     if split:
-        assert not pair.first.units.finished()
+        assert not pair.first.units.is_finished
         for place in backwards([0, 1]):
             pair.weights(*place)
     pair.assert_exact()
@@ -236,7 +236,7 @@ def test_a_backward_finds_what_was_prefetched(recompute: str) -> None:
     for micro_batch in range(2):
         for chunk in range(CHUNKS):
             pair.forward(micro_batch, chunk)
-            pair.first.units.settle(0, micro_batch, chunk)
+            pair.first.units.offload(0, micro_batch, chunk)
     copied = [0]
     for place in backwards([1, 0]):
         for stage, one in enumerate((pair.first, pair.last)):
@@ -259,7 +259,7 @@ def test_copies_out_of_order_are_errors() -> None:
     pair = Pair(offload="full", recompute="full", min_offload_size=1)
     pair.forward(0, 0)
     with pytest.raises(SPPOError, match=r"device to host of stage 0.* chunk 1, but chunk 0 is due"):
-        pair.first.units.settle(0, 0, 1)
+        pair.first.units.offload(0, 0, 1)
     with pytest.raises(SPPOError, match=r"host to device of stage 0.* chunk 2, but chunk 0 is due"):
         pair.first.units.prefetch(0, 0, 2)
 
@@ -285,7 +285,7 @@ def test_weights_before_their_backward_are_an_error() -> None:
     pair = Pair(split=True)
     pair.forward(0, 0)
     with pytest.raises(SPPOError, match=r"asked for before its backward\. The schedule"):
-        pair.first.units.weights(0, 0, 0)
+        pair.first.units.backward_weights(0, 0, 0)
 
 
 @pytest.mark.parametrize("chunk", [1, 2])
@@ -329,6 +329,6 @@ def test_without_gradients_nothing_is_kept() -> None:
                 pair.forward(micro_batch, chunk)
     loss = torch.stack(pair.last.units.losses).sum() * pair.scale
     assert loss.item() == pytest.approx(pair.reference.loss, rel=1e-12)
-    assert pair.first.units.finished()
-    assert pair.last.units.finished()
+    assert pair.first.units.is_finished
+    assert pair.last.units.is_finished
     assert all(grad is None for grad in pair.last.grads.values())

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from sppo_hf.pipeline.gradients import StepGradients
-from sppo_hf.pipeline.token_outputs import TokenCall, _Held
+from sppo_hf.pipeline.token_outputs import TokenCall, _TokenValues
 
 pytestmark = pytest.mark.fake
 
@@ -22,11 +22,11 @@ def held(parameters: list[nn.Parameter], *own: float | None) -> Tensor:
     step = StepGradients(parameters)
     for parameter, grad in zip(parameters, own, strict=True):
         parameter.grad = None if grad is None else torch.full_like(parameter, grad)
-    step.take()
+    step.collect()
     anchor = torch.zeros((), requires_grad=True)
     names, value = ("log_probs",), torch.ones(())
-    (output,) = _Held.apply(
-        anchor, lambda _: call._handed_out(step, 2.0), names, value, *parameters
+    (output,) = _TokenValues.apply(
+        anchor, lambda _: call._release(step, 2.0), names, value, *parameters
     )
     return output
 

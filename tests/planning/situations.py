@@ -45,7 +45,7 @@ def on_host(shape: ModelShape, *, weights: bool) -> ModelShape:
     trained = replace(
         shape, trainable_parameters=shape.total_parameters, gradient_bytes=shape.weight_bytes
     )
-    return trained.resting_on_host(weights=weights, optimizer=True)
+    return trained.with_host_residents(weights=weights, optimizer=True)
 
 
 def slow_cost(shape: ModelShape, **changes: Any) -> ModelCost:

@@ -25,7 +25,7 @@ from sppo_hf.planning.layouts import Layout, SearchSpace
 from sppo_hf.planning.memory_snapshots import Budgets
 from sppo_hf.planning.pipeline_cost import head_blocks_of
 from sppo_hf.planning.tiers import Tier
-from sppo_hf.schedule.generate import INTERLEAVED, MSP, Size, begun_units, generate
+from sppo_hf.schedule.generate import INTERLEAVED, MSP, Size, forwards_before_backward, generate
 from tests.planning.profiles import PROFILE, changed
 from tests.planning.shapes import llama_config, shape_of
 from tests.sweeps import ALL, examples
@@ -58,9 +58,9 @@ def test_the_best_are_the_fastest_of_all_that_fit() -> None:
     fitting = sorted(
         (plan for plan in others if not plan.missing_bytes), key=lambda p: p.step_seconds
     )
-    assert 0 < len(fitting) < len(everything) == answer.candidates
+    assert 0 < len(fitting) < len(everything) == answer.num_candidates
     assert [plan.step_seconds for plan in answer.best] == [p.step_seconds for p in fitting[:3]]
-    assert answer.tried < answer.candidates
+    assert answer.num_simulated < answer.num_candidates
     assert all(max(plan.peak_bytes) <= 6 * GIB for plan in answer.best)
 
 
@@ -84,7 +84,7 @@ def test_no_layout_needs_less_than_a_glance_says(tokens: int) -> None:
         device_bytes = max(plan.peak_bytes)
         assert bounds_of_layout.host_bytes(layout, 4) <= plan.host_bytes, layout
         assert bounds_of_layout.host_bytes(layout, 4, device_bytes) <= plan.host_bytes, layout
-        assert question.least_seconds(layout) <= plan.step_seconds, layout
+        assert question.min_step_seconds(layout) <= plan.step_seconds, layout
 
 
 def test_of_the_papers_rule_no_more_is_counted_than_whole_layers_of_a_stage() -> None:
@@ -95,7 +95,7 @@ def test_of_the_papers_rule_no_more_is_counted_than_whole_layers_of_a_stage() ->
     question, stored = replace(QUESTION, cost=cost, space=space), 0
     for layout in list(layouts(question))[:: 1 if ALL else 3]:
         plan = simulate_layout(question, layout)
-        assert question.least_seconds(layout) <= plan.step_seconds, layout
+        assert question.min_step_seconds(layout) <= plan.step_seconds, layout
         stored += plan.disk_bytes > 0
     assert stored
 
@@ -116,7 +116,7 @@ def _drawn(random: Random) -> tuple[ClusterQuestion, Layout]:
         schedules=(random.choice(schedules),),
         virtual=(2, 3),
         chunk_tokens=(random.choice((512, 2048)), 16_384),
-        least_used=0.7,
+        min_device_share=0.7,
     )
     question = replace(
         QUESTION,
@@ -139,7 +139,7 @@ _ALONE = Layout("seq1f1b", 1, 1, 1, 1, "flops", "whole", "none")
 def test_no_step_is_faster_than_the_least_that_its_layout_takes(seed: int) -> None:
     question, layout = _drawn(Random(seed))
     found = simulate_layout(question, layout).step_seconds
-    assert question.least_seconds(layout) <= found, layout
+    assert question.min_step_seconds(layout) <= found, layout
 
 
 def test_gradients_are_reduced_while_the_last_sums_still_come() -> None:
@@ -156,7 +156,7 @@ def test_gradients_are_reduced_while_the_last_sums_still_come() -> None:
             *("seq1f1b", stages, replicas, 1, 2, "flops", "inputs", "none"), kv_tier="host"
         )
         plan = simulate_layout(question, layout)
-        assert question.least_seconds(layout) <= plan.step_seconds, layout
+        assert question.min_step_seconds(layout) <= plan.step_seconds, layout
 
 
 def test_units_are_shared_as_fast_as_devices_exchange() -> None:
@@ -169,7 +169,7 @@ def test_units_are_shared_as_fast_as_devices_exchange() -> None:
         link_bytes_per_second=math.inf,
         node_bytes_per_second=1e8,
     )
-    assert question.least_seconds(layout) <= simulate_layout(question, layout).step_seconds
+    assert question.min_step_seconds(layout) <= simulate_layout(question, layout).step_seconds
 
 
 @pytest.mark.parametrize("schedule", ["seq1f1b", "zb_seq1f1b", "interleaved_seq1f1b", "msp"])
@@ -225,7 +225,10 @@ def test_units_that_ranks_have_begun_are_known_without_their_schedule(name: str)
     for ranks, rows, chunks in product((1, 2, 3, 5), (1, 2, 3, 7), (1, 2, 4, 9)):
         for virtual in (1, 2, 3) if name in INTERLEAVED else (1,):
             size = Size(ranks, rows, chunks, virtual)
-            assert begun_units(name, size) == generate(name, size).begun_units, size
+            assert (
+                forwards_before_backward(name, size)
+                == generate(name, size).forwards_before_backward
+            ), size
 
 
 def test_units_are_shared_where_the_runtime_takes_them() -> None:
@@ -255,7 +258,7 @@ def test_uneven_heads_set_the_pace_of_shared_units() -> None:
     assert head_blocks == 8
     whole, share = (
         c.forward_seconds(1, far, far + 3 * 4096)
-        for c in (cost, cost.shared_by(3, 1e18, head_blocks))
+        for c in (cost, cost.with_sequence_parallel(3, 1e18, head_blocks))
     )
     assert share / whole == pytest.approx(3 / 8, rel=0.02)
 
@@ -267,10 +270,10 @@ def test_with_memory_to_spare_replicas_win_and_nothing_is_recomputed() -> None:
     assert best.bubble_fraction < 0.2
     assert best.recompute_fraction == 0.0
     # In words, nothing that takes no time.
-    assert replace(best, bubble_fraction=0.125).why == "idle 12.5%"
-    assert replace(best, recompute_fraction=0.2).why.endswith(", recompute 20.0%")
+    assert replace(best, bubble_fraction=0.125).reason == "idle 12.5%"
+    assert replace(best, recompute_fraction=0.2).reason.endswith(", recompute 20.0%")
     away = replace(best, layout=best.layout._replace(kv_tier="host"))
-    assert away.why.endswith("%, copies beside compute")
+    assert away.reason.endswith("%, copies beside compute")
 
 
 def test_a_layout_of_which_nothing_leaves_is_not_simulated_twice() -> None:
@@ -311,8 +314,8 @@ def test_what_bounds_show_not_to_fit_is_answered_at_once() -> None:
     question = replace(within(0.8, host=0.2), total_tokens=131_072, space=space)
     answer = solve_cluster(question)
     some = [simulate_layout(question, layout) for layout in list(layouts(question))[::11]]
-    assert answer.tried == 1
-    assert answer.unseen == 0
+    assert answer.num_simulated == 1
+    assert answer.num_skipped == 0
     assert answer.closest is not None
     assert 0 < answer.closest.missing_bytes < 1.1 * min(plan.missing_bytes for plan in some)
 
@@ -338,7 +341,7 @@ def test_work_is_shared_by_all_devices() -> None:
         assert len(plan.peak_bytes) == layout.stages
         assert len(plan.layers) == layout.stages * layout.virtual
         assert plan.tokens_per_second == pytest.approx(4 * 16_384 / plan.step_seconds)
-        assert "idle" in plan.why
+        assert "idle" in plan.reason
 
 
 def test_devices_that_cannot_share_the_rows_are_refused() -> None:
@@ -351,7 +354,7 @@ def test_devices_that_cannot_share_the_rows_are_refused() -> None:
 def test_a_search_with_slack_is_shorter_and_within_it() -> None:
     sure = solve_cluster(within(6), keep=1)
     quick = solve_cluster(within(6), keep=1, slack=0.1)
-    assert quick.tried < sure.tried
+    assert quick.num_simulated < sure.num_simulated
     assert quick.best[0].step_seconds <= 1.1 * sure.best[0].step_seconds
 
 
@@ -372,7 +375,7 @@ def test_keys_and_values_on_the_host_let_longer_rows_fit() -> None:
     assert here.best == ()
     assert away.best[0].layout.kv_tier == "host"
     assert away.best[0].host_bytes > 0
-    assert "copies beside compute" in away.best[0].why
+    assert "copies beside compute" in away.best[0].reason
 
 
 def test_many_rows_are_what_few_rows_show(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -405,17 +408,17 @@ def test_many_rows_are_what_few_rows_show(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_search_cut_short_says_what_it_did_not_see() -> None:
     question = within(6)
     whole = solve_cluster(question, keep=3)
-    assert (whole.unseen, whole.unseen_seconds) == (0, None)
+    assert (whole.num_skipped, whole.skipped_min_seconds) == (0, None)
     short = solve_cluster(question, keep=3, most_actions=1000)
-    assert 0 < short.tried < whole.tried
-    assert short.unseen > 0
-    assert short.unseen_seconds is not None
+    assert 0 < short.num_simulated < whole.num_simulated
+    assert short.num_skipped > 0
+    assert short.skipped_min_seconds is not None
     # What it missed is no faster than it says.
-    assert short.unseen_seconds <= whole.best[0].step_seconds
+    assert short.skipped_min_seconds <= whole.best[0].step_seconds
     assert short.best[0].step_seconds < 1.1 * whole.best[0].step_seconds
     # Where nothing is small enough, the smallest is simulated.
     least = solve_cluster(question, most_actions=1)
-    assert least.tried == 1
-    assert least.unseen == least.candidates - 1 - sum(
+    assert least.num_simulated == 1
+    assert least.num_skipped == least.num_candidates - 1 - sum(
         question.bounds_of_layout.device_bytes(layout) > 6 * GIB for layout in layouts(question)
     )

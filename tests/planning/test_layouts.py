@@ -18,7 +18,7 @@ def test_only_what_is_allowed_and_nothing_twice() -> None:
         frames=(("whole", "sppo"),),
         kv_tiers=("device", "host"),
         chunk_tokens=(8192, 16_384),
-        most_units=16,
+        max_units=16,
     )
     layouts = found(space)
     assert len(set(layouts)) == len(layouts)
@@ -36,7 +36,7 @@ def test_only_what_is_allowed_and_nothing_twice() -> None:
 
 def test_devices_may_stand_idle_where_that_makes_stages_equal() -> None:
     whole = {(x.stages, x.replicas) for x in found(SearchSpace(), gpus=16, rows=60, layers=10)}
-    some = SearchSpace(least_used=0.9)
+    some = SearchSpace(min_device_share=0.9)
     more = {(x.stages, x.replicas) for x in found(some, gpus=16, rows=60, layers=10)}
     assert all(stages * replicas == 16 for stages, replicas in whole)
     # Five stages of two layers; three pipelines of them. Not seven stages, two of two layers.

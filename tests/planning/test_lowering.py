@@ -20,7 +20,7 @@ from sppo_hf.planning.lowering import (
     COMPUTE,
     D2H,
     H2D,
-    Lanes,
+    ActionQueues,
     StepProgram,
     compute_seconds,
     estimate,
@@ -50,25 +50,25 @@ def text(actions: Iterable[Action]) -> list[str]:
     return [str(action) for action in actions]
 
 
-def on_all(lanes: Lanes) -> list[Action]:
-    return [action for lane in lanes.actions.values() for action in lane]
+def on_all(resources: ActionQueues) -> list[Action]:
+    return [action for resource in resources.actions.values() for action in resource]
 
 
-def needs(lanes: Lanes, action: Action) -> set[Action]:
-    actions = on_all(lanes)
-    return {actions[at] for at in lanes.needs[actions.index(action)]}
+def needs(resources: ActionQueues, action: Action) -> set[Action]:
+    actions = on_all(resources)
+    return {actions[at] for at in resources.needs[actions.index(action)]}
 
 
-def seconds_of(lanes: Lanes, action: Action) -> float:
-    return lanes.seconds[on_all(lanes).index(action)]
+def seconds_of(resources: ActionQueues, action: Action) -> float:
+    return resources.seconds[on_all(resources).index(action)]
 
 
-def after(lanes: Lanes, action: str) -> set[str]:
-    return set(text(needs(lanes, Action.parse(action))))
+def after(resources: ActionQueues, action: str) -> set[str]:
+    return set(text(needs(resources, Action.parse(action))))
 
 
-def lanes_of(what: Decisions, cost: ModelCost) -> Lanes:
-    return lower(what, cost).lanes
+def actions_of(what: Decisions, cost: ModelCost) -> ActionQueues:
+    return lower(what, cost).resources
 
 
 def frame(cost: ModelCost, tokens: int = 512) -> int:
@@ -86,23 +86,25 @@ def keys_here(what: Decisions) -> Decisions:
 
 
 def test_order_of_units() -> None:
-    lanes = lanes_of(decided(TWO_BY_TWO, layers=2), slow_cost(small_shape(2)))
-    assert text(lanes.actions[COMPUTE]) == [
+    resources = actions_of(decided(TWO_BY_TWO, layers=2), slow_cost(small_shape(2)))
+    assert text(resources.actions[COMPUTE]) == [
         *("0F0.0", "0F0.1", "0F0.2", "0F1.0", "0F1.1", "0F1.2"),
         *("0B1.1", "0B1.0", "0B0.1", "0B0.0"),
     ]
-    assert not any(lanes.actions[lane] for lane in (D2H, H2D, "disk write", "disk read"))
-    assert not any(lanes.needs)
+    assert not any(
+        resources.actions[resource] for resource in (D2H, H2D, "disk write", "disk read")
+    )
+    assert not any(resources.needs)
 
 
 def test_order_of_units_by_layer() -> None:
     program = lower(by_layer(), slow_cost(small_shape(2)))
-    assert text(program.lanes.actions[COMPUTE]) == [
+    assert text(program.resources.actions[COMPUTE]) == [
         *("0F0.0", "0F1.0", "0F0.1", "0F1.1", "0F0.2", "0F1.2"),
         *("0B1.1", "0B0.1", "0B1.0", "0B0.0"),
     ]
     assert [program.points.unit(at) for at in range(program.points.count)] == [
-        (action.unit, action.layer) for action in program.lanes.actions[COMPUTE]
+        (action.unit, action.layer) for action in program.resources.actions[COMPUTE]
     ]
     assert [moment.name for moment in program.estimate.moments] == [
         *("forward of layer 1 of 2, chunk 2 of 2", "forward of layer 2 of 2, chunk 2 of 2"),
@@ -120,27 +122,27 @@ def by_layer(*kv_modes: KVMode, mode: ActivationMode = KEEP) -> Decisions:
 def test_weights_on_the_host_by_hand() -> None:
     shape = on_host(small_shape(4), weights=True)
     cost = slow_cost(shape, host_update_bytes_per_second=1e9)
-    lanes = lanes_of(decided(TWO_BY_TWO, layers=4, order="by_layer"), cost)
-    assert text(lanes.actions[H2D]) == [
+    resources = actions_of(decided(TWO_BY_TWO, layers=4, order="by_layer"), cost)
+    assert text(resources.actions[H2D]) == [
         *("0P0.4#0", "0P0.0#0", "0P0.1#0", "0P0.2#0", "0P0.3#0"),
         *("0P0.1#1", "0P0.0#1"),  # those of the last two layers are still there
     ]
-    assert text(lanes.actions[D2H]) == ["0G0.3", "0G0.2", "0G0.1", "0G0.0", "0G0.4"]
-    assert after(lanes, "0F0.0") == {"0P0.4#0", "0P0.0#0"}
-    assert after(lanes, "0P0.2#0") == {"0F1.0"}
-    assert after(lanes, "0F0.2") == {"0P0.2#0"}
-    assert after(lanes, "0P0.0#1") == {"0B0.2"}
+    assert text(resources.actions[D2H]) == ["0G0.3", "0G0.2", "0G0.1", "0G0.0", "0G0.4"]
+    assert after(resources, "0F0.0") == {"0P0.4#0", "0P0.0#0"}
+    assert after(resources, "0P0.2#0") == {"0F1.0"}
+    assert after(resources, "0F0.2") == {"0P0.2#0"}
+    assert after(resources, "0P0.0#1") == {"0B0.2"}
     # Gradients of one layer may be on their way.
-    assert after(lanes, "0B1.1") == {"0P0.1#1", "0G0.3"}
-    assert after(lanes, "0U0") == {"0B0.0", "0G0.4"}
-    assert shape.resting is not None
-    seconds = seconds_of(lanes, Action.parse("0P0.2#0"))
-    assert seconds == pytest.approx(shape.resting.layer_bytes[2] / 4e8)
-    assert seconds_of(lanes, Action.parse("0U0")) == pytest.approx(
+    assert after(resources, "0B1.1") == {"0P0.1#1", "0G0.3"}
+    assert after(resources, "0U0") == {"0B0.0", "0G0.4"}
+    assert shape.host_resident is not None
+    seconds = seconds_of(resources, Action.parse("0P0.2#0"))
+    assert seconds == pytest.approx(shape.host_resident.layer_bytes[2] / 4e8)
+    assert seconds_of(resources, Action.parse("0U0")) == pytest.approx(
         (3 * 2 + 2 * 8) * shape.trainable_parameters / 1e9
     )
     stays = replace(cost, shape=on_host(small_shape(4), weights=False))
-    copies = text(lanes_of(decided(TWO_BY_TWO, layers=4), stays).actions[H2D])
+    copies = text(actions_of(decided(TWO_BY_TWO, layers=4), stays).actions[H2D])
     assert copies == ["0P0.4#0", "0P0.0#0", "0P0.1#0", "0P0.2#0", "0P0.3#0"]
 
 
@@ -166,12 +168,12 @@ def test_keys_by_layer_by_hand() -> None:
     assert (whole // chunk).tolist() == [1, 2, 3, 4, 4, 4, *(4, 3, 2, 1)]
     program = lower(by_layer("host", "recompute", mode=RECOMPUTE), cost)
     assert program.levels["device"][Cause.DKV].during.tolist() == [0] * 6 + [sums, sums] * 2
-    lanes = program.lanes
-    assert text(lanes.actions[D2H]) == ["0O1.0#0"]
-    assert text(lanes.actions[H2D]) == ["0K1.0#0"]
-    assert after(lanes, "0O1.0#0") == {"0F1.0"}
-    assert after(lanes, "0K1.0#0") == {"0F1.2", "0O1.0#0"}
-    assert after(lanes, "0B1.0") == {"0K1.0#0"}
+    resources = program.resources
+    assert text(resources.actions[D2H]) == ["0O1.0#0"]
+    assert text(resources.actions[H2D]) == ["0K1.0#0"]
+    assert after(resources, "0O1.0#0") == {"0F1.0"}
+    assert after(resources, "0K1.0#0") == {"0F1.2", "0O1.0#0"}
+    assert after(resources, "0B1.0") == {"0K1.0#0"}
 
 
 def test_keys_that_are_made_again_take_time_and_inputs_once_more() -> None:
@@ -179,12 +181,12 @@ def test_keys_that_are_made_again_take_time_and_inputs_once_more() -> None:
     modes: tuple[KVMode, KVMode] = ("device", "recompute")
     kept, again = (lower(by_layer("device", m, mode=RECOMPUTE_OFFLOAD), cost) for m in modes)
     seconds = again.seconds - kept.seconds
-    assert seconds[6] == pytest.approx(2 * cost.keys_seconds(1, 512))
+    assert seconds[6] == pytest.approx(2 * cost.kv_recompute_seconds(1, 512))
     assert seconds.sum() == pytest.approx(seconds[6])
     one = 512 * 256 * 2
     assert again.copied_bytes[1] - kept.copied_bytes[1] == one
-    assert after(again.lanes, "0B1.1") == {"0H1.1", "0K1.1#0"}
-    assert seconds_of(again.lanes, Action.parse("0K1.1#0")) == cost.h2d_seconds(one)
+    assert after(again.resources, "0B1.1") == {"0H1.1", "0K1.1#0"}
+    assert seconds_of(again.resources, Action.parse("0K1.1#0")) == cost.h2d_seconds(one)
 
 
 def test_hidden_states_by_layer_by_hand() -> None:
@@ -213,96 +215,96 @@ def test_gradients_by_layer_are_summed_one_layer_at_a_time() -> None:
 
 def test_evaluation_only_runs_forward() -> None:
     what = replace(decided(TWO_BY_TWO, OFFLOAD, layers=2), training=False)
-    lanes = lanes_of(what, slow_cost(small_shape(2)))
-    assert [action.kind for action in lanes.actions[COMPUTE]] == ["F"] * 6
-    assert not lanes.actions[D2H]
+    resources = actions_of(what, slow_cost(small_shape(2)))
+    assert [action.kind for action in resources.actions[COMPUTE]] == ["F"] * 6
+    assert not resources.actions[D2H]
 
 
 def test_offload_by_hand() -> None:
     cost = slow_cost(small_shape(2))
     one = frame(cost)
     what = decided(TWO_BY_TWO, OFFLOAD, layers=2, max_pending_d2h_bytes=one, max_prefetch_bytes=one)
-    lanes = lanes_of(what, cost)
-    assert text(lanes.actions[D2H]) == ["0D0.0", "0D0.1", "0D1.0", "0D1.1"]
-    assert text(lanes.actions[H2D]) == ["0H1.1", "0H1.0", "0H0.1", "0H0.0"]
-    assert after(lanes, "0D0.1") == {"0F0.1"}
+    resources = actions_of(what, cost)
+    assert text(resources.actions[D2H]) == ["0D0.0", "0D0.1", "0D1.0", "0D1.1"]
+    assert text(resources.actions[H2D]) == ["0H1.1", "0H1.0", "0H0.1", "0H0.0"]
+    assert after(resources, "0D0.1") == {"0F0.1"}
     # One frame may wait: when the second has closed, the first must be gone.
-    assert after(lanes, "0F0.1") == set()
-    assert after(lanes, "0F0.2") == {"0D0.0"}
-    assert after(lanes, "0F1.0") == set()
-    assert after(lanes, "0F1.1") == {"0D0.1"}
-    assert after(lanes, "0F1.2") == {"0D1.0"}
+    assert after(resources, "0F0.1") == set()
+    assert after(resources, "0F0.2") == {"0D0.0"}
+    assert after(resources, "0F1.0") == set()
+    assert after(resources, "0F1.1") == {"0D0.1"}
+    assert after(resources, "0F1.2") == {"0D1.0"}
     # One frame may be ahead: entering a frame asks for the one before it on the prefetch order.
-    assert after(lanes, "0H1.1") == {"0F1.2", "0D1.1"}
-    assert after(lanes, "0H1.0") == {"0F1.2", "0D1.0"}
-    assert after(lanes, "0H0.1") == {"0B1.1", "0D0.1"}
-    assert after(lanes, "0H0.0") == {"0B1.0", "0D0.0"}
-    assert after(lanes, "0B0.1") == {"0H0.1"}
+    assert after(resources, "0H1.1") == {"0F1.2", "0D1.1"}
+    assert after(resources, "0H1.0") == {"0F1.2", "0D1.0"}
+    assert after(resources, "0H0.1") == {"0B1.1", "0D0.1"}
+    assert after(resources, "0H0.0") == {"0B1.0", "0D0.0"}
+    assert after(resources, "0B0.1") == {"0H0.1"}
 
 
 def test_kept_frames_ask_for_nothing() -> None:
     cost = slow_cost(small_shape(2))
     modes = ((OFFLOAD, OFFLOAD), (KEEP, KEEP))
-    lanes = lanes_of(decided(TWO_BY_TWO, modes, layers=2, max_prefetch_bytes=9 * MIB), cost)
+    resources = actions_of(decided(TWO_BY_TWO, modes, layers=2, max_prefetch_bytes=9 * MIB), cost)
     # Nothing enters the prefetch order before the first frame that is on it.
-    assert after(lanes, "0H0.1") == {"0B1.0", "0D0.1"}
-    assert after(lanes, "0H0.0") == {"0B1.0", "0D0.0"}
+    assert after(resources, "0H0.1") == {"0B1.0", "0D0.1"}
+    assert after(resources, "0H0.0") == {"0B1.0", "0D0.0"}
 
 
 def test_recomputed_frames_ask_for_those_before_them() -> None:
     cost = slow_cost(small_shape(2))
     modes = ((OFFLOAD, OFFLOAD), (KEEP, RECOMPUTE))
-    lanes = lanes_of(decided(TWO_BY_TWO, modes, layers=2), cost)
-    assert after(lanes, "0H0.1") == {"0F1.2", "0D0.1"}
-    assert after(lanes, "0H0.0") == {"0B1.0", "0D0.0"}
+    resources = actions_of(decided(TWO_BY_TWO, modes, layers=2), cost)
+    assert after(resources, "0H0.1") == {"0F1.2", "0D0.1"}
+    assert after(resources, "0H0.0") == {"0B1.0", "0D0.0"}
 
 
 def test_disk_by_hand() -> None:
     cost = slow_cost(small_shape(2))
     one = frame(cost)
     what = decided(TWO_BY_TWO, DISK, layers=2, max_pending_d2h_bytes=9 * one, staging_bytes=2 * one)
-    lanes = lanes_of(what, cost)
-    assert text(lanes.actions["disk write"]) == ["0S0.0", "0S0.1", "0S1.0", "0S1.1"]
-    assert text(lanes.actions["disk read"]) == ["0L1.1", "0L1.0", "0L0.1", "0L0.0"]
-    assert after(lanes, "0S0.1") == {"0D0.1"}
+    resources = actions_of(what, cost)
+    assert text(resources.actions["disk write"]) == ["0S0.0", "0S0.1", "0S1.0", "0S1.1"]
+    assert text(resources.actions["disk read"]) == ["0L1.1", "0L1.0", "0L0.1", "0L0.0"]
+    assert after(resources, "0S0.1") == {"0D0.1"}
     # Two frames fit into staging.
-    assert after(lanes, "0D0.1") == {"0F0.1"}
-    assert after(lanes, "0D1.0") == {"0F1.0", "0S0.0"}
+    assert after(resources, "0D0.1") == {"0F0.1"}
+    assert after(resources, "0D1.0") == {"0F1.0", "0S0.0"}
     # Nothing is read before forward is over, and staging is empty enough by then.
-    assert after(lanes, "0L1.1") == {"0F1.2", "0S1.1", "0S1.0"} | {"0F1.2"}
-    assert after(lanes, "0L0.1") == {"0F1.2", "0S0.1", "0H1.1"}
-    assert after(lanes, "0H1.1") == {"0F1.2", "0S1.1", "0L1.1"}
+    assert after(resources, "0L1.1") == {"0F1.2", "0S1.1", "0S1.0"} | {"0F1.2"}
+    assert after(resources, "0L0.1") == {"0F1.2", "0S0.1", "0H1.1"}
+    assert after(resources, "0H1.1") == {"0F1.2", "0S1.1", "0L1.1"}
 
 
 def test_streamed_keys_by_hand() -> None:
     cost = slow_cost(small_shape(2))
     what = decided(TWO_BY_TWO, layers=2, kv_tier="host", kv_block_tokens=1024)
-    lanes = lanes_of(what, cost)
-    assert text(lanes.actions[D2H]) == [
+    resources = actions_of(what, cost)
+    assert text(resources.actions[D2H]) == [
         *("0O0.0#0", "0O0.1#0", "0O1.0#0", "0O1.1#0"),
         *("0O1.1#1", "0O1.0#1"),  # chunk 0's own sums never leave
     ]
-    assert text(lanes.actions[H2D]) == [
+    assert text(resources.actions[H2D]) == [
         *("0K1.0#0", "0K1.1#0"),
         *("0K1.1#1", "0K1.0#1", "0K0.1#1", "0K0.0#1"),
     ]
-    assert after(lanes, "0K1.0#0") == {"0F0.1", "0O0.0#0"}
-    assert "0K1.0#0" in after(lanes, "0F1.1")
-    assert after(lanes, "0K0.1#1") == {"0B1.1", "0O1.1#1"}
+    assert after(resources, "0K1.0#0") == {"0F0.1", "0O0.0#0"}
+    assert "0K1.0#0" in after(resources, "0F1.1")
+    assert after(resources, "0K0.1#1") == {"0B1.1", "0O1.1#1"}
     forward, last, first = (Action.parse(a) for a in ("0K1.0#0", "0K1.0#1", "0K0.0#1"))
     # K/V of 512 tokens; K/V of all, no sums yet; K/V and float32 sums of 512.
-    assert seconds_of(lanes, last) == pytest.approx(2 * seconds_of(lanes, forward))
-    assert seconds_of(lanes, first) == pytest.approx(3 * seconds_of(lanes, forward))
+    assert seconds_of(resources, last) == pytest.approx(2 * seconds_of(resources, forward))
+    assert seconds_of(resources, first) == pytest.approx(3 * seconds_of(resources, forward))
     # Sums that leave after the last chunk are those of the tokens before it.
-    out = seconds_of(lanes, Action.parse("0O1.0#1"))
+    out = seconds_of(resources, Action.parse("0O1.0#1"))
     assert out == pytest.approx(cost.d2h_seconds(cost.dkv_bytes(0, 512), both=True))
 
 
 def test_windows_stream_what_is_seen() -> None:
     cost = slow_cost(small_shape(2, window=100))
     bounds = ((0, 256), (256, 512), (512, 768))
-    lanes = lanes_of(decided(bounds, layers=2, kv_tier="host", kv_block_tokens=768), cost)
-    local, full = (seconds_of(lanes, Action("K", 0, 2, layer, 0)) for layer in (0, 1))
+    resources = actions_of(decided(bounds, layers=2, kv_tier="host", kv_block_tokens=768), cost)
+    local, full = (seconds_of(resources, Action("K", 0, 2, layer, 0)) for layer in (0, 1))
     assert full == pytest.approx(2 * local)
 
 
@@ -344,7 +346,7 @@ def test_the_engine_prefetches_where_the_program_does(run: tuple[ModelCost, Deci
 
     cost, what = run
     what = keys_here(what)
-    lanes = lanes_of(what, cost)
+    resources = actions_of(what, cost)
     mover = _Mover()
     prefetch_order = PrefetchOrder(mover, lowest_prefetched=lower(what, cost).lowest_prefetched)  # type: ignore[arg-type]
     frames: dict[tuple[int, int], _Frame] = {}
@@ -359,7 +361,7 @@ def test_the_engine_prefetches_where_the_program_does(run: tuple[ModelCost, Deci
         number = at + layer * what.by_layer
         prefetch_order.record(frames[chunk, layer], number)  # type: ignore[arg-type]
     asked_in: dict[int, Action | None] = {}
-    previous = lanes.actions[COMPUTE][len(lanes.actions[COMPUTE]) - len(order) - 1]
+    previous = resources.actions[COMPUTE][len(resources.actions[COMPUTE]) - len(order) - 1]
     for chunk, layer in reversed(order):
         before = len(mover.asked)
         if (chunk, layer) in frames:
@@ -368,9 +370,9 @@ def test_the_engine_prefetches_where_the_program_does(run: tuple[ModelCost, Deci
             asked_in[frame_at] = previous
         previous = Action("B", 0, chunk, layer)
     expected = [Action("H", 0, *order[at]) for at in asked_in]
-    assert [copy for copy in lanes.actions[H2D] if copy.kind == "H"] == expected
+    assert [copy for copy in resources.actions[H2D] if copy.kind == "H"] == expected
     for at, gate in asked_in.items():
-        assert gate in needs(lanes, Action("H", 0, *order[at]))
+        assert gate in needs(resources, Action("H", 0, *order[at]))
     assert weakref.ref(prefetch_order)() is prefetch_order
 
 
@@ -378,8 +380,8 @@ def test_the_engine_prefetches_where_the_program_does(run: tuple[ModelCost, Deci
 @examples(26, whole=80)
 def test_any_decisions_run_to_their_end(run: tuple[ModelCost, Decisions]) -> None:
     cost, what = run
-    lanes = lanes_of(what, cost)
-    timeline = lanes.simulate()  # raises on a deadlock
+    resources = actions_of(what, cost)
+    timeline = resources.simulate()  # raises on a deadlock
     for chunk in range(what.num_chunks):
         for layer in range(what.num_layers):
             mode = what.mode(layer, chunk)
@@ -474,7 +476,7 @@ def test_compute_is_the_sum_of_what_each_unit_takes(
                 expected += cost.backward_seconds(layer, start, end)
                 expected += cost.recompute_seconds(layer, end - start, saved, start=start)
                 if what.by_layer and what.kv_mode(layer) == "recompute" and saved != "whole":
-                    expected += cost.keys_seconds(layer, end - start)
+                    expected += cost.kv_recompute_seconds(layer, end - start)
     assert compute_seconds(what, cost) == pytest.approx(expected)
 
 
@@ -490,9 +492,9 @@ def test_copies_take_as_long_as_what_is_said_to_be_copied(
         both_h2d_bytes_per_second=5e8,
     )
     program = lower(what, cost)
-    for lane, num_bytes in zip((D2H, H2D), program.copied_bytes, strict=True):
-        lanes = program.lanes
-        seconds = sum(seconds_of(lanes, action) for action in lanes.actions[lane])
+    for resource, num_bytes in zip((D2H, H2D), program.copied_bytes, strict=True):
+        resources = program.resources
+        seconds = sum(seconds_of(resources, action) for action in resources.actions[resource])
         assert seconds == pytest.approx(num_bytes / 5e8)
 
 
@@ -548,7 +550,7 @@ def test_copies_hold_no_less_than_what_is_under_way(run: tuple[ModelCost, Decisi
     what = keys_here(what)
     program = lower(what, cost)
     timeline = program.simulate()
-    computed = {action: at for at, action in enumerate(program.lanes.actions[COMPUTE])}
+    computed = {action: at for at, action in enumerate(program.resources.actions[COMPUTE])}
     copies = program.levels["device"][Cause.COPIES].during
     for action, at in computed.items():
         begins = timeline.span(action).start_seconds

@@ -207,6 +207,6 @@ def test_the_allocator_is_told_what_nobody_told_it(
 ) -> None:
     assert machine.has_expandable_segments(variables) is expands
     before = dict(variables)
-    machine.expand_segments(variables)
+    machine.request_expandable_segments(variables)
     assert (variables == before) is left_alone
     assert machine.has_expandable_segments(variables) is (expands or not left_alone)

@@ -273,15 +273,18 @@ def test_the_graph_takes_memory_of_a_cpu_from_forward_to_backward() -> None:
 
 def test_gradients_that_add_up_on_the_host_have_room_to_arrive() -> None:
     shape = on_host(small_shape(), weights=True)
-    assert shape.resting is not None
-    layer, outer = shape.resting.layer_gradient_bytes[0], shape.resting.outer_gradient_bytes
+    assert shape.host_resident is not None
+    layer, outer = (
+        shape.host_resident.layer_gradient_bytes[0],
+        shape.host_resident.outer_gradient_bytes,
+    )
 
     def held(kind: str, *, accumulates: bool) -> int:
         what = decided(KEEP, layers=shape.num_layers, accumulates=accumulates)
         return estimate(shape, what, device_kind=kind).host[Cause.GRADIENTS]
 
-    assert held("cuda", accumulates=False) == shape.resting.gradient_bytes
-    more = held("cuda", accumulates=True) - shape.resting.gradient_bytes
+    assert held("cuda", accumulates=False) == shape.host_resident.gradient_bytes
+    more = held("cuda", accumulates=True) - shape.host_resident.gradient_bytes
     assert more == max(2 * layer, outer)
     # On a CPU each is added as soon as it is there.
-    assert held("cpu", accumulates=True) == shape.resting.gradient_bytes
+    assert held("cpu", accumulates=True) == shape.host_resident.gradient_bytes

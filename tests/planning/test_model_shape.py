@@ -3,7 +3,7 @@
 import pytest
 
 from sppo_hf.planning.model_profile import LoraShape
-from sppo_hf.planning.model_shape import Resting, forward_flops, step_flops, visible_pairs
+from sppo_hf.planning.model_shape import HostResident, forward_flops, step_flops, visible_pairs
 from tests.planning.shapes import llama_config, shape_of, tiny_shape
 
 
@@ -27,7 +27,7 @@ def test_lora_of_llama_8b() -> None:
     layers += shape.backward_linear_flops_per_token(0)
     # The head is frozen: only the gradient of its input.
     assert shape.backward_linear_flops_per_token() == layers + head
-    assert shape.alike == (0, *[1] * 31)
+    assert shape.layer_kinds == (0, *[1] * 31)
 
 
 def test_llama_8b() -> None:
@@ -38,7 +38,7 @@ def test_llama_8b() -> None:
     assert shape.dkv_bytes_per_token(0) == 2 * shape.kv_bytes_per_token(0)
     assert sum(layer.attention_flops_per_key for layer in shape.layers) == 32 * 4 * 4096
     assert shape.linear_flops_per_token() == pytest.approx(2 * 7.5e9, rel=0.01)
-    assert shape.alike == (0,) * 32
+    assert shape.layer_kinds == (0,) * 32
 
 
 def test_trainable_share_and_measured_bytes() -> None:
@@ -64,16 +64,16 @@ def test_float64_keeps_float64_accumulators() -> None:
 def test_what_rests_on_the_host_is_not_on_the_device(lora: int | None) -> None:
     whole = shape_of(llama_config(), lora=None if lora is None else LoraShape(rank=lora))
     layer = whole.layers[0].total_weights * 2
-    rests = whole.resting_on_host(weights=True, optimizer=lora is None)
-    assert rests.resting is not None
+    rests = whole.with_host_residents(weights=True, optimizer=lora is None)
+    assert rests.host_resident is not None
     assert whole.weight_bytes - rests.weight_bytes == (len(whole.layers) - 2) * layer
-    assert rests.resting_on_host(weights=True, optimizer=True) is rests
+    assert rests.with_host_residents(weights=True, optimizer=True) is rests
     if lora is None:
         assert rests.gradient_bytes == 2 * layer
         # bfloat16 weights and gradients, two float32 moments; the latter are away.
         assert whole.standing_bytes == (2 + 2 + 8) * whole.total_parameters
         assert rests.standing_bytes == rests.weight_bytes + 2 * layer
-        assert rests.resting == Resting(
+        assert rests.host_resident == HostResident(
             layer_bytes=(layer,) * len(whole.layers),
             outer_bytes=whole.gradient_bytes - len(whole.layers) * layer,
             stays=False,
@@ -81,14 +81,18 @@ def test_what_rests_on_the_host_is_not_on_the_device(lora: int | None) -> None:
             outer_gradient_bytes=whole.gradient_bytes - len(whole.layers) * layer,
             optimizer_bytes=8 * whole.trainable_parameters,
         )
-        assert rests.resting.weight_bytes == rests.resting.gradient_bytes == whole.gradient_bytes
+        assert (
+            rests.host_resident.weight_bytes
+            == rests.host_resident.gradient_bytes
+            == whole.gradient_bytes
+        )
         # Weights and both moments are read and written, gradients read.
-        assert rests.resting.update_bytes == (3 * 2 + 2 * 8) * whole.trainable_parameters
+        assert rests.host_resident.update_bytes == (3 * 2 + 2 * 8) * whole.trainable_parameters
     else:
         assert rests.gradient_bytes == whole.gradient_bytes
-        assert rests.resting.weight_bytes == len(whole.layers) * layer
+        assert rests.host_resident.weight_bytes == len(whole.layers) * layer
         assert rests.standing_bytes == whole.standing_bytes - (len(whole.layers) - 2) * layer
-    assert whole.resting_on_host(weights=False, optimizer=False) is whole
+    assert whole.with_host_residents(weights=False, optimizer=False) is whole
 
 
 @pytest.mark.parametrize("total_tokens", [1, 2, 7, 20])

@@ -12,7 +12,7 @@ from sppo_hf.planning.choices import DeviceFacts
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.hardware import UNKNOWN_LINK, load_profile
 from sppo_hf.planning.pipeline_choice import (
-    RULE,
+    DEFAULT_SCHEDULE,
     PipelineChoice,
     choose_pipeline,
     pipeline_step,
@@ -65,7 +65,7 @@ def _seconds(choice: PipelineChoice, micro_batches: int) -> float:
 def test_the_choice_is_no_slower_than_the_rule(micro_batches: int) -> None:
     keep = {"recompute": "none", "offload": "none", "offload_kv": "none"}
     ruled = _choose(DeviceFacts(kind="cuda", name="?"), micro_batches, **keep)
-    assert (ruled.schedule, "by rule" in ruled.reason) == (RULE, True)
+    assert (ruled.schedule, "by rule" in ruled.reason) == (DEFAULT_SCHEDULE, True)
     chosen = _choose(micro_batches=micro_batches, **keep)
     assert "simulated" in chosen.reason
     seconds = [_seconds(one, micro_batches) for one in (chosen, ruled)]
@@ -169,7 +169,7 @@ def test_stages_add_up_to_the_planners_simulation(name: str, recompute: str, kv_
         lambda count: lower(
             generate(name, Size(ranks, count, len(bounds))),
             leaves=lambda stage, unit: True,
-            streams=costs.streams,
+            kv_copies=costs.kv_copies,
         ),
         {stage: stage_seconds(plan) for stage, plan in enumerate(plans)},
         micro_batches=rows,

@@ -77,7 +77,7 @@ def test_a_stage_offloads_by_the_papers_rule_what_its_rank_will() -> None:
 def test_one_rank_is_what_the_planner_simulates(saved: Saved, sp: int) -> None:
     """Also where ranks share every chunk: `sppo plan --gpus` and the runtime's plan agree."""
     schedule, costs = made("gpipe", Size(1, 1, 8), saved=saved)
-    cost = COST.shared_by(sp, 1e11)
+    cost = COST.with_sequence_parallel(sp, 1e11)
     timeline = run(schedule, replace(costs, cost=cost))
     decisions = Decisions(
         batch_rows=1,
@@ -171,7 +171,7 @@ def test_frames_go_on_behind_the_host() -> None:
     size = Size(2, 1, 8)
     _, near = made("seq1f1b", size, offload="full")
     schedule, far = made("seq1f1b", size, offload="full", activation_tier="disk", kv_tier="disk")
-    lowered = lower(schedule, leaves=far.leaves, stores=far.stores, streams=far.streams)
+    lowered = lower(schedule, leaves=far.leaves, stores=far.stores, kv_copies=far.kv_copies)
     validate(lowered)
     timeline = simulate_pipeline(lowered, seconds=far.seconds, changes=far.changes)
     there = run(schedule, near).peak_by_cause("0.host")[Cause.FRAMES]
@@ -320,8 +320,8 @@ def test_what_a_unit_streams_runs_beside_it_and_holds_up_what_follows() -> None:
     assert away.seconds(Action("K", 0, 2, None, 1)) == pytest.approx(whole / 1e8)
     assert away.seconds(forward) == here.seconds(forward) < away.seconds(into)
     # Nothing comes in for the first chunk's forward.
-    assert ("K", 0, 0, 0) not in away.streams
-    lowered = lower(schedule, streams=away.streams)
+    assert ("K", 0, 0, 0) not in away.kv_copies
+    lowered = lower(schedule, kv_copies=away.kv_copies)
     timeline = simulate_pipeline(lowered, seconds=away.seconds)
     beside = timeline.span(into)
     assert beside.start_seconds == timeline.span(forward).start_seconds
@@ -330,17 +330,17 @@ def test_what_a_unit_streams_runs_beside_it_and_holds_up_what_follows() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-def test_copies_of_frames_share_lanes_with_keys_and_values(rows: int) -> None:
+def test_copies_of_frames_share_resources_with_keys_and_values(rows: int) -> None:
     size = Size(2, rows, 4)
     schedule, away = made("seq1f1b", size, offload="full", kv_tier="host")
-    lowered = lower(schedule, leaves=away.leaves, streams=away.streams)
+    lowered = lower(schedule, leaves=away.leaves, kv_copies=away.kv_copies)
     timeline = simulate_pipeline(lowered, seconds=away.seconds)
-    for lane, copy, stream in (("0.d2h", "D", "O"), ("0.h2d", "H", "K")):
+    for resource, copy, stream in (("0.d2h", "D", "O"), ("0.h2d", "H", "K")):
         listed = [a for a in lowered.ranks[0] if a.kind in (copy, stream)]
         assert {a.kind for a in listed} == {copy, stream}
-        spans = timeline.spans(lane)
+        spans = timeline.spans(resource)
         assert sorted(span.action for span in spans) == sorted(listed)
-        assert timeline.busy_seconds(lane) == pytest.approx(sum(map(away.seconds, listed)))
+        assert timeline.busy_seconds(resource) == pytest.approx(sum(map(away.seconds, listed)))
     # Of its own, a copy takes as long as where keys and values stay.
     _, here = made("seq1f1b", size, offload="full")
     assert away.seconds(Action("H", 0, 2)) == here.seconds(Action("H", 0, 2))

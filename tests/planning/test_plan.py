@@ -12,7 +12,7 @@ from sppo_hf.planning.choices import HOLES, DeviceFacts, read_places
 from sppo_hf.planning.hardware import load_profile
 from sppo_hf.planning.plan import Plan, PlanRequest, make_plan
 from sppo_hf.planning.solve import fits
-from sppo_hf.reporting.plan_tables import again_text
+from sppo_hf.reporting.plan_tables import attention_recompute_text
 from tests.planning.modes import OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD, render_plan
 from tests.planning.questions import question
 from tests.planning.shapes import llama_config, shape_of
@@ -236,7 +236,7 @@ FAST = replace(CUDA, host_memory_bytes=512 * 2**30, profile=load_profile("h100")
 
 
 def places(made: Plan) -> str:
-    resting = made.shape.resting
+    resting = made.shape.host_resident
     if resting is None:
         return "device"
     return "optimizer" if resting.stays else "weights"
@@ -352,7 +352,7 @@ def test_attention_runs_again_where_nothing_fits_otherwise(by_layer: bool, host:
     most = again.mean() * (work[:, -1] - work[:, -2]).sum() * 4
     assert 0 < made.program().attention_again_seconds < 0.7 * most
     text = " ".join(render_plan(made, "Llama", width=400).split())
-    assert f"attention again {again_text(made)} " in text
+    assert f"attention again {attention_recompute_text(made)} " in text
     assert "memory has no room for its output" in text
     refused = plan(device=device, attention_once=True, **asked)
     assert not refused.program().attends_again.any()
@@ -385,4 +385,4 @@ def test_a_host_without_room_is_refused() -> None:
 def test_on_a_cpu_what_rests_is_in_the_device_s_memory() -> None:
     whole = plan(device=CPU, trains_all=True)
     rests = plan(device=CPU, trains_all=True, weights="host", optimizer="host")
-    assert rests.budgets.device == whole.budgets.device - rests.shape.resting.held_bytes
+    assert rests.budgets.device == whole.budgets.device - rests.shape.host_resident.held_bytes

@@ -109,7 +109,7 @@ def test_says_what_it_shows(tmp_path: Path) -> None:
         *("keep", "offload", "disk", "recompute", "recompute+offload"),
         f"device: peak {peak}, over the budget of 80.0 GiB",
         *("weights", "K/V", "activations", "temporaries", "copies", "budget", "GiB"),
-        f"lanes: compute waits {timeline.stall_seconds('compute'):.3g} seconds",
+        f"resources: compute waits {timeline.stall_seconds('compute'):.3g} seconds",
         *("compute", "d2h", "disk write", "forward", "backward", "host to device", "waits"),
         *("time (seconds)", "position in the sequence (tokens)"),
     ):
@@ -188,15 +188,17 @@ def test_an_evaluation_has_no_modes(tmp_path: Path) -> None:
 
 def test_nothing_to_show(tmp_path: Path) -> None:
     timeline = simulate({}, seconds=lambda _: 0.0, after=lambda _: ())
-    assert "lanes" in words_in(draw(mixed_plan(1, 1), timeline, tmp_path / "plan.svg"))
+    assert "resources" in words_in(draw(mixed_plan(1, 1), timeline, tmp_path / "plan.svg"))
 
 
 def test_a_large_plan_is_few_bars_and_all_its_work() -> None:
     timeline = simulated(mixed_plan(64, 80))
-    for lane in timeline.lanes:
-        bars = join_spans(timeline.spans(lane), timeline.end_seconds * FINEST)
+    for resource in timeline.resources:
+        bars = join_spans(timeline.spans(resource), timeline.end_seconds * FINEST)
         assert len(bars) <= 700
-        assert sum(bar.busy_seconds for bar in bars) == pytest.approx(timeline.busy_seconds(lane))
+        assert sum(bar.busy_seconds for bar in bars) == pytest.approx(
+            timeline.busy_seconds(resource)
+        )
 
 
 @given(run=runs())

@@ -207,7 +207,7 @@ def test_what_rests_on_the_host_leaves_less_of_it_to_activations() -> None:
     found = request_plan(question(65_536, offload_kv="full", weights="host", host_memory="40GiB"))
     assert found.fits
     assert found.plan is not None
-    assert found.plan.shape.resting is not None
+    assert found.plan.shape.host_resident is not None
 
 
 def test_less_host_memory_is_taken_where_that_is_as_fast(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,7 +263,7 @@ def test_places_that_cannot_be_the_answer_are_not_searched(monkeypatch: pytest.M
     monkeypatch.setattr(plans, "standing_device_bytes", lambda *_: 0)
     whole = plan_for(asked)
     assert searched == [False, False, True], "the first does not fit, the second does"
-    assert found.shape.resting is not None
+    assert found.shape.host_resident is not None
     assert (found.layer_modes, found.kv_modes, found.bounds, found.places_reason) == (
         *(whole.layer_modes, whole.kv_modes, whole.bounds),
         whole.places_reason,

@@ -16,7 +16,7 @@ from sppo_hf.planning.layouts import Layout, SearchSpace
 from sppo_hf.planning.lowering import StepProgram
 from sppo_hf.planning.memory_snapshots import Budgets
 from sppo_hf.planning.model_profile import LoraShape
-from sppo_hf.planning.pipeline_cost import PipelineCost, bytes_of_slices
+from sppo_hf.planning.pipeline_cost import PipelineCost, extra_shared_unit_bytes
 from sppo_hf.planning.plan import PlanRequest, make_plan
 from sppo_hf.planning.stages import StageWeights
 from sppo_hf.schedule.actions import Action
@@ -41,7 +41,7 @@ FRAMES = OF_SAVED["whole"]
 
 
 def shared(sp: int, rate: float = 1e11, cost: ModelCost = COST) -> ModelCost:
-    return cost.shared_by(sp, rate)
+    return cost.with_sequence_parallel(sp, rate)
 
 
 def run(name: str, size: Size, cost: ModelCost, **changes: object) -> tuple[PipelineCost, Timeline]:
@@ -76,7 +76,7 @@ def test_all_to_alls_move_what_ulysses_says() -> None:
     # (2 Hq + 2 Hkv) C d (n - 1) / n^2 elements of 2 bytes, each way; 8 + 2 heads of 128.
     tokens, sp, rate = 131_072, 2, 1e9
     sent = 2 * (8 + 2) * tokens * 128 * (sp - 1) // sp**2 * 2
-    assert shared(sp, rate).exchange_seconds(0, tokens) == pytest.approx(sent / rate)
+    assert shared(sp, rate).all_to_all_seconds(0, tokens) == pytest.approx(sent / rate)
     fast, slow = shared(sp, 1e15), shared(sp, rate)
     for of in ("forward_seconds", "backward_seconds"):
         more = getattr(slow, of)(0, 0, tokens) - getattr(fast, of)(0, 0, tokens)
@@ -112,7 +112,7 @@ def test_a_run_exchanges_over_the_link_that_its_ranks_have(across: bool) -> None
         )
     )
     assert plan.cost is not None
-    assert plan.cost.exchange_bytes_per_second == (2e10 if across else 3e11)
+    assert plan.cost.all_to_all_bytes_per_second == (2e10 if across else 3e11)
 
 
 @pytest.mark.parametrize("saved", ["whole", "inputs"])
@@ -140,8 +140,8 @@ def test_a_runs_plan_is_what_the_search_over_layouts_simulates(saved: Saved) -> 
     assert plan.cost is not None
     assert plan.prediction is not None
     # Each exchanges at the rate that it knows of, and gradients are not reduced on one device.
-    rate = question.exchange_rate(2)
-    cost = replace(plan.cost, exchange_bytes_per_second=rate)
+    rate = question.group_bytes_per_second(2)
+    cost = replace(plan.cost, all_to_all_bytes_per_second=rate)
     seconds = StepProgram(plan, plan.shape, "cuda", cost).simulate().end_seconds
     reduced = question.cost.shape.gradient_bytes / rate
     assert found.step_seconds == pytest.approx(seconds + reduced, rel=1e-3)
@@ -234,7 +234,7 @@ def test_groups_leave_a_node_only_where_nothing_else_fits() -> None:
     assert {x.sp for x in layouts(uneven, across=True)} == {2}
     together = replace(uneven, gpus_per_node=8)
     assert not any(x for x in layouts(together, across=True))
-    assert (uneven.exchange_rate(2), together.exchange_rate(2)) == (25e9, 250e9)
+    assert (uneven.group_bytes_per_second(2), together.group_bytes_per_second(2)) == (25e9, 250e9)
     roomy = solve_cluster(QUESTION, keep=1)
     assert roomy.best[0].layout.sp <= 4
     one = replace(QUESTION, space=SearchSpace(schedules=("seq1f1b",), sp=(8,)))
@@ -242,7 +242,7 @@ def test_groups_leave_a_node_only_where_nothing_else_fits() -> None:
     # The same answer as before, and what was looked at in vain besides.
     none = solve_cluster(replace(QUESTION, budgets=Budgets(device=GIB, host=None, disk=0)), keep=1)
     assert not none.best
-    assert none.candidates == sum(
+    assert none.num_candidates == sum(
         1 for across in (False, True) for _ in layouts(QUESTION, across=across)
     )
 
@@ -254,7 +254,7 @@ def test_heads_that_cannot_be_split_and_states_are_not_shared() -> None:
     assert recurrent.sequence_parallel == (1,)
     with pytest.raises(ConfigError, match="8 devices cannot share 1 rows"):
         solve_cluster(
-            replace(recurrent, space=SearchSpace(sp=(8,), chunk_tokens=(1, 2), most_units=1))
+            replace(recurrent, space=SearchSpace(sp=(8,), chunk_tokens=(1, 2), max_units=1))
         )
 
 
@@ -312,8 +312,8 @@ def test_ranks_hold_slices_of_stages_that_they_help() -> None:
     slices: dict[str, list[dict[str, int]]] = {}
     for tier in ("device", "host"):
         costs = PipelineCost(schedule, COST, bounds, kv_tier=tier)
-        slices[tier] = [bytes_of_slices(costs, schedule, rank) for rank in range(4)]
-        own = costs.own_keys(0)[tier]
+        slices[tier] = [extra_shared_unit_bytes(costs, schedule, rank) for rank in range(4)]
+        own = costs.own_kv_bytes(0)[tier]
         assert 0.2 * own < slices[tier][0][tier] < 0.6 * own
         assert slices[tier][3] == {}
     assert "host" not in slices["device"][0]

@@ -405,7 +405,7 @@ def test_sixty_four_chunks_of_eighty_layers_in_time(
 
 @given(cost=costs(), bounds=bounds_of())
 @settings(max_examples=20)
-def test_compute_seconds_are_the_lanes(cost: ModelCost, bounds: object) -> None:
+def test_compute_seconds_are_the_resources(cost: ModelCost, bounds: object) -> None:
     base = decided(bounds, mode_of("inputs", "host"), layers=cost.shape.num_layers)  # type: ignore[arg-type]
     assume(base.num_chunks > 0)
     timeline = play(base, cost, policy="").timeline

@@ -20,12 +20,12 @@ from sppo_hf.planning.model_profile import LoraShape, Training
 from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.stages import (
     StageWeights,
-    asked_by_unit,
     balanced_stages,
+    budgets_per_micro_batch,
     pipeline_bounds,
-    shared_budgets,
     split_layers,
     stage_shape,
+    with_copies_by_unit,
 )
 from tests.planning.profiles import PROFILE
 from tests.planning.shapes import by_hand, llama_config, shape_of, tiny_shape
@@ -113,22 +113,24 @@ def test_a_stage_has_its_layers_and_the_last_the_head() -> None:
 
 def test_weights_are_there_once_and_the_rest_is_shared() -> None:
     budgets = Budgets(device=1000, host=600, disk=50)
-    shared = shared_budgets(budgets, standing_bytes=400, alive=3.0)
+    shared = budgets_per_micro_batch(budgets, standing_bytes=400, alive=3.0)
     assert shared == Budgets(device=600, host=200, disk=17)
     # What does not hold the weights does not hold a share either; the planner says so.
-    assert shared_budgets(budgets, standing_bytes=1200, alive=3.0).device == 1000
+    assert budgets_per_micro_batch(budgets, standing_bytes=1200, alive=3.0).device == 1000
 
 
 def test_no_budget_is_no_share_and_less_than_one_is_one() -> None:
     none = Budgets(device=None, host=None)
-    assert shared_budgets(none, standing_bytes=400, alive=3.0) == none
+    assert budgets_per_micro_batch(none, standing_bytes=400, alive=3.0) == none
     budgets = Budgets(device=1000, host=600)
-    assert shared_budgets(budgets, standing_bytes=400, alive=0.25) == budgets
+    assert budgets_per_micro_batch(budgets, standing_bytes=400, alive=0.25) == budgets
 
 
 @given(st.integers(0, 10**12), st.integers(0, 10**12), st.integers(0, 10**12), st.floats(1.0, 64.0))
 def test_shares_together_fit(device: int, host: int, standing: int, alive: float) -> None:
-    shared = shared_budgets(Budgets(device=device, host=host), standing_bytes=standing, alive=alive)
+    shared = budgets_per_micro_batch(
+        Budgets(device=device, host=host), standing_bytes=standing, alive=alive
+    )
     assert shared.device is not None
     assert shared.host is not None
     assert shared.device <= device
@@ -146,7 +148,7 @@ def test_a_stage_asks_for_whole_units_one_ahead() -> None:
     decisions = Decisions(
         batch_rows=1, bounds=cuts, layer_modes=rows, training=True, tile_tokens=64
     )
-    made = asked_by_unit(decisions, shape, "cuda")
+    made = with_copies_by_unit(decisions, shape, "cuda")
     program = StepProgram(made, shape, "cuda")
     # In backward the last chunk comes first; layers count from the top.
     assert program.asked.tolist() == [6] * 3 + [9] * 3 + [12] * 6
@@ -155,7 +157,7 @@ def test_a_stage_asks_for_whole_units_one_ahead() -> None:
         program.estimate.device.total >= StepProgram(decisions, shape, "cuda").estimate.device.total
     )
     kept = replace(decisions, layer_modes=((KEEP,) * 3,) * 4)
-    assert asked_by_unit(kept, shape, "cuda") is kept
+    assert with_copies_by_unit(kept, shape, "cuda") is kept
 
 
 def test_the_first_of_a_stage_to_read_keys_of_another_stage_stores_them() -> None:

@@ -65,14 +65,16 @@ def test_it_is_planned_with(found: PlanResult) -> None:
     assert held == away.sum() > 0
 
 
-def test_its_writes_and_reads_are_simulated_on_lanes_of_its_own(found: PlanResult) -> None:
+def test_its_writes_and_reads_are_simulated_on_resources_of_its_own(found: PlanResult) -> None:
     assert found.plan is not None
     timeline = timeline_of(found.plan)
     held = found.plan.estimate.of("remote").total
     assert timeline.busy_seconds("remote write") == pytest.approx(held / 20e9)
     assert timeline.busy_seconds("remote read") == pytest.approx(held / 10e9)
     assert timeline.peak("remote").num_bytes == held
-    assert {action.kind for action in found.plan.program().lanes.actions["remote read"]} == {"L"}
+    assert {action.kind for action in found.plan.program().resources.actions["remote read"]} == {
+        "L"
+    }
 
 
 def test_it_is_reported(found: PlanResult) -> None:

@@ -14,9 +14,9 @@ KINDS: tuple[Kind, ...] = ("F", "B", "D", "H")
 
 @dataclass(frozen=True)
 class RandomSchedule:
-    """Lanes, and what `simulate` asks for, as tables."""
+    """Resources, and what `simulate` asks for, as tables."""
 
-    lanes: dict[str, tuple[Action, ...]]
+    resources: dict[str, tuple[Action, ...]]
     seconds: dict[Action, float]
     after: dict[Action, tuple[Action, ...]]
     changes: dict[Action, tuple[Change, ...]]
@@ -24,17 +24,17 @@ class RandomSchedule:
     def simulate(self) -> Timeline:
         """Run the simulator on the tables."""
         return simulate(
-            self.lanes,
+            self.resources,
             seconds=self.seconds.__getitem__,
             after=self.after.__getitem__,
             changes=self.changes.__getitem__,
         )
 
     def needs(self, action: Action) -> tuple[Action, ...]:
-        """All that an action waits for: its dependencies and its predecessor on its lane."""
-        (lane,) = (lane for lane in self.lanes.values() if action in lane)
-        step = lane.index(action)
-        return (*self.after[action], *lane[max(step - 1, 0) : step])
+        """All that an action waits for: its dependencies and its predecessor on its resource."""
+        (resource,) = (resource for resource in self.resources.values() if action in resource)
+        step = resource.index(action)
+        return (*self.after[action], *resource[max(step - 1, 0) : step])
 
 
 def relaxed(schedule: RandomSchedule) -> dict[Action, tuple[float, float]]:
@@ -53,7 +53,7 @@ def relaxed(schedule: RandomSchedule) -> dict[Action, tuple[float, float]]:
 
 @st.composite
 def schedules(draw: st.DrawFn, *, cyclic: bool = False) -> RandomSchedule:
-    """Draw up to 4 lanes of up to 16 actions in all.
+    """Draw up to 4 resources of up to 16 actions in all.
 
     Actions wait for those drawn before them, so that every schedule ends; with `cyclic`, for any,
     so that some do not.
@@ -61,12 +61,12 @@ def schedules(draw: st.DrawFn, *, cyclic: bool = False) -> RandomSchedule:
     count = draw(st.integers(0, 16))
     names = ("compute", "d2h", "1.compute", "h2d")[: draw(st.integers(1, 4))]
     actions = [Action(KINDS[i % 4], i % 3, i, None if i % 2 else i) for i in range(count)]
-    lanes: dict[str, list[Action]] = {name: [] for name in names}
+    resources: dict[str, list[Action]] = {name: [] for name in names}
     after: dict[Action, tuple[Action, ...]] = {}
     changes: dict[Action, tuple[Change, ...]] = {}
     held: list[Change] = []
     for i, action in enumerate(actions):
-        lanes[draw(st.sampled_from(names))].append(action)
+        resources[draw(st.sampled_from(names))].append(action)
         others = actions if cyclic else actions[:i]
         chosen = draw(st.lists(st.sampled_from(others), max_size=3)) if others else []
         after[action] = tuple(chosen)
@@ -82,7 +82,7 @@ def schedules(draw: st.DrawFn, *, cyclic: bool = False) -> RandomSchedule:
     # Few values, so that many instants coincide; a third of an hour is not exact in binary.
     durations = st.sampled_from([0.0, 1.0, 0.1, 1 / 3, 2.0])
     return RandomSchedule(
-        {name: tuple(lane) for name, lane in lanes.items()},
+        {name: tuple(resource) for name, resource in resources.items()},
         {action: draw(durations) for action in actions},
         after,
         changes,

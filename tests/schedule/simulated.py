@@ -8,18 +8,18 @@ from sppo_hf.schedule.timeline import Timeline
 
 
 def simulate(
-    lanes: Mapping[str, Sequence[Action]],
+    resources: Mapping[str, Sequence[Action]],
     *,
     seconds: Callable[[Action], float],
     after: Callable[[Action], Iterable[Action]],
     changes: Callable[[Action], Iterable[Change]] | None = None,
     standing: Iterable[Change] = (),
 ) -> Timeline:
-    """Simulate lanes of which `after` says what each action waits for, and `seconds` how long."""
-    actions = [action for lane in lanes.values() for action in lane]
+    """Simulate resources: `after` says what each action waits for, `seconds` how long it is."""
+    actions = [action for resource in resources.values() for action in resource]
     places = {action: place for place, action in enumerate(actions)}
     return simulate_positions(
-        lanes,
+        resources,
         seconds=list(map(seconds, actions)),
         needs=[[places[other] for other in after(action)] for action in actions],
         changes=changes,

@@ -1,4 +1,4 @@
-"""The trace: an event per action on its lane's thread, a counter per tier, microseconds."""
+"""The trace: an event per action on its resource's thread, a counter per tier, microseconds."""
 
 import json
 from pathlib import Path

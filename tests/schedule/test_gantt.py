@@ -25,7 +25,7 @@ from tests.schedule.simulated import simulate
 
 
 def span(text: str, start: float, end: float) -> Span:
-    return Span(Action.parse(text), "lane", start, end, start)
+    return Span(Action.parse(text), "resource", start, end, start)
 
 
 def lasting(seconds: float) -> Timeline:

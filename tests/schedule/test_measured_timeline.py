@@ -74,9 +74,9 @@ def test_what_went_as_simulated_is_the_simulation(name: str) -> None:
     simulated = simulate_pipeline(schedule, seconds=seconds)
     executed = noted(schedule, simulated)
     measured = measured_timeline(schedule, executed)
-    assert measured.lanes == ("0.compute", "1.compute")
-    for lane in measured.lanes:
-        for mine, other in zip(measured.spans(lane), simulated.spans(lane), strict=True):
+    assert measured.resources == ("0.compute", "1.compute")
+    for resource in measured.resources:
+        for mine, other in zip(measured.spans(resource), simulated.spans(resource), strict=True):
             assert mine.action == other.action
             assert mine[2:4] == pytest.approx(other[2:4])
     assert bubble_fraction(measured) == pytest.approx(bubble_fraction(simulated))

@@ -127,7 +127,7 @@ def test_ranks_of_a_unit_compute_it_together() -> None:
             spans = [timeline.span(a) for a in schedule.unit_actions(kind, stage, unit)]
             assert len({span.start_seconds for span in spans}) == 1
             assert len({span.end_seconds for span in spans}) == 1
-            assert len({span.lane for span in spans}) == len(spans) > 1
+            assert len({span.resource for span in spans}) == len(spans) > 1
 
 
 @pytest.mark.parametrize(("ranks", "chunks", "rows"), [(1, 2, 1), (2, 2, 2), (4, 4, 1), (3, 7, 2)])
@@ -172,7 +172,7 @@ def test_a_rank_holds_its_share_of_what_it_shares() -> None:
     schedule = msp(2, 4)
     timeline = simulate_pipeline(schedule, seconds=shared_seconds(schedule, fixed_seconds()))
     assert peak_units(schedule, timeline) == list(schedule.live_units) == [4, 4]
-    assert schedule.begun_units == (4, 4)
+    assert schedule.forwards_before_backward == (4, 4)
     assert max(msp(8, 16).live_units) < 16.6
 
 
@@ -233,11 +233,15 @@ def test_units_wait_for_keys_and_sums_and_none_waits_for_itself(ranks: int, chun
     schedule = lower(msp(ranks, chunks))
     validate(schedule)
     timeline = simulate_pipeline(schedule, seconds=fixed_seconds(send=0.7))
-    begins = {s.action: s.start_seconds for lane in timeline.lanes for s in timeline.spans(lane)}
+    begins = {
+        s.action: s.start_seconds
+        for resource in timeline.resources
+        for s in timeline.spans(resource)
+    }
     moved = [m for m in messages(schedule).values() if m.send.kind in ("SEND_KV", "SEND_DKV")]
     assert len(moved) > ranks
     for message in moved:
-        assert timeline.span(message.receive).end_seconds <= begins[message.used]
+        assert timeline.span(message.receive).end_seconds <= begins[message.consumer]
 
 
 def test_sums_that_are_sent_behind_what_waits_for_their_use_are_a_deadlock(
@@ -255,8 +259,8 @@ def test_sums_that_are_sent_behind_what_waits_for_their_use_are_a_deadlock(
 
 def test_keys_that_wait_elsewhere_stream_beside_each_share() -> None:
     kinds = [("K", 0), ("O", 0), ("L", 1), ("S", 1), ("K", 1), ("O", 1), ("L", 2), ("S", 2)]
-    streams = {(kind, stage, 2, way) for kind, way in kinds for stage in range(2)}
-    lowered = lower(msp(2, 3), streams=streams)  # type: ignore[arg-type]
+    kv_copies = {(kind, stage, 2, way) for kind, way in kinds for stage in range(2)}
+    lowered = lower(msp(2, 3), kv_copies=kv_copies)  # type: ignore[arg-type]
     validate(lowered)
     assert Schedule.parse(str(lowered)) == lowered
     forward, backward = (

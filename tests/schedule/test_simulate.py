@@ -1,4 +1,4 @@
-"""The simulator: equal to a plain reference, bounded by lanes and paths, loud when stuck."""
+"""The simulator: equal to a plain reference, bounded by resources and paths, loud when stuck."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -31,12 +31,12 @@ from tests.sweeps import examples
 Needs = dict[str, str]
 
 
-def lane(texts: str) -> list[Action]:
+def resource(texts: str) -> list[Action]:
     return [Action.parse(text) for text in texts.split()]
 
 
 def after(needs: Needs) -> Callable[[Action], Iterable[Action]]:
-    return lambda action: lane(needs.get(str(action), ""))
+    return lambda action: resource(needs.get(str(action), ""))
 
 
 @examples(20, whole=40)
@@ -48,7 +48,7 @@ def test_equals_the_reference(schedule: RandomSchedule) -> None:
     for action, (start, end) in times.items():
         span = timeline.span(action)
         assert (span.start_seconds, span.end_seconds) == (start, end)
-        assert action in schedule.lanes[span.lane]
+        assert action in schedule.resources[span.resource]
         ready = max((times[other][1] for other in schedule.after[action]), default=0.0)
         assert span.ready_seconds == ready
     assert timeline.end_seconds == max((end for _, end in times.values()), default=0.0)
@@ -56,9 +56,11 @@ def test_equals_the_reference(schedule: RandomSchedule) -> None:
 
 @examples(20, whole=40)
 @given(schedules())
-def test_no_shorter_than_the_busiest_lane_and_the_longest_path(schedule: RandomSchedule) -> None:
+def test_no_shorter_than_the_busiest_resource_or_longest_path(
+    schedule: RandomSchedule,
+) -> None:
     timeline = schedule.simulate()
-    busiest = max(sum(schedule.seconds[a] for a in held) for held in schedule.lanes.values())
+    busiest = max(sum(schedule.seconds[a] for a in held) for held in schedule.resources.values())
     path: dict[Action, float] = {}
     graph = {action: schedule.after[action] for action in schedule.seconds}
     for action in TopologicalSorter(graph).static_order():
@@ -93,45 +95,47 @@ def test_stops_exactly_where_there_is_a_cycle(schedule: RandomSchedule) -> None:
     except CycleError:
         with pytest.raises(ScheduleError, match="never end") as caught:
             schedule.simulate()
-        assert all(name in str(caught.value) for name in schedule.lanes)
+        assert all(name in str(caught.value) for name in schedule.resources)
     else:
         assert len(schedule.simulate()) == len(schedule.seconds)
 
 
-def test_lanes_that_wait_for_each_other_are_shown() -> None:
-    lanes = {
-        "compute": lane("0F0 0F1 0F2 0F3 0B3 0B2 0B1 0B0 0F9"),
-        "h2d": lane("0H1 0H3"),
-        "d2h": lane("0D0"),
+def test_resources_that_wait_for_each_other_are_shown() -> None:
+    resources = {
+        "compute": resource("0F0 0F1 0F2 0F3 0B3 0B2 0B1 0B0 0F9"),
+        "h2d": resource("0H1 0H3"),
+        "d2h": resource("0D0"),
     }
     needs = {"0B3": "0H3", "0H1": "0B2", "0D0": "0F0"}
     with pytest.raises(ScheduleError) as caught:
-        simulate(lanes, seconds=lambda _: 1.0, after=after(needs))
+        simulate(resources, seconds=lambda _: 1.0, after=after(needs))
     assert str(caught.value) == (
-        "2 of 3 lanes never end; each stops where brackets are:\n"
+        "2 of 3 resources never end; each stops where brackets are:\n"
         "  compute  ... 0F1 0F2 0F3 [0B3] 0B2 0B1 0B0 ...  waits for 0H3, step 1 of 'h2d'\n"
         "  h2d      [0H1] 0H3  waits for 0B2, step 5 of 'compute'\n"
         "  d2h      done: actions 1\n"
-        "An action may wait only for one that is on a lane and can run without it."
+        "An action may wait only for one that is on a resource and can run without it."
     )
 
 
-def test_an_action_may_not_wait_for_a_later_one_of_its_lane() -> None:
+def test_an_action_may_not_wait_for_a_later_one_of_its_resource() -> None:
     with pytest.raises(ScheduleError, match=r"\[0F0\] 0F1  waits for 0F1, step 1 of 'compute'"):
-        simulate({"compute": lane("0F0 0F1")}, seconds=lambda _: 1.0, after=after({"0F0": "0F1"}))
+        simulate(
+            {"compute": resource("0F0 0F1")}, seconds=lambda _: 1.0, after=after({"0F0": "0F1"})
+        )
 
 
 @pytest.mark.parametrize(
-    ("lanes", "where"),
+    ("resources", "where"),
     [
         ({"a": "0F0 0F1 0F0"}, "0F0 .* step 0 of 'a' and step 2 of 'a'"),
         ({"a": "0F0 0F1", "b": "0F1"}, "0F1 .* step 1 of 'a' and step 0 of 'b'"),
     ],
 )
-def test_an_action_may_be_on_the_lanes_once(lanes: dict[str, str], where: str) -> None:
+def test_an_action_may_be_on_the_resources_once(resources: dict[str, str], where: str) -> None:
     with pytest.raises(ScheduleError, match=where):
         simulate(
-            {name: lane(texts) for name, texts in lanes.items()},
+            {name: resource(texts) for name, texts in resources.items()},
             seconds=lambda _: 1.0,
             after=after({}),
         )
@@ -141,7 +145,7 @@ def test_an_action_may_be_on_the_lanes_once(lanes: dict[str, str], where: str) -
 def test_durations_are_checked(bad: float) -> None:
     with pytest.raises(ScheduleError, match=f"0F1 takes {bad} seconds"):
         simulate(
-            {"compute": lane("0F0 0F1")},
+            {"compute": resource("0F0 0F1")},
             seconds=lambda action: bad if action.unit else 1.0,
             after=after({}),
         )
@@ -151,7 +155,7 @@ def test_a_moment_that_is_neither_start_nor_end_is_refused() -> None:
     wrong = Change("device", "frames", 1, at="middle")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ScheduleError, match=r"0F0.*'middle'.*'start' or 'end'"):
         simulate(
-            {"compute": lane("0F0")},
+            {"compute": resource("0F0")},
             seconds=lambda _: 1.0,
             after=after({}),
             changes=lambda _: [wrong],
@@ -159,19 +163,19 @@ def test_a_moment_that_is_neither_start_nor_end_is_refused() -> None:
 
 
 def test_no_time_at_all() -> None:
-    lanes = {"a": lane("0F0 0F1"), "b": lane("0D0"), "c": []}
-    timeline = simulate(lanes, seconds=lambda _: 0.0, after=after({"0D0": "0F1"}))
+    resources = {"a": resource("0F0 0F1"), "b": resource("0D0"), "c": []}
+    timeline = simulate(resources, seconds=lambda _: 0.0, after=after({"0D0": "0F1"}))
     assert timeline.end_seconds == 0.0
     assert timeline.stalls() == []
     assert simulate({}, seconds=lambda _: 0.0, after=after({})).end_seconds == 0.0
 
 
-def test_ranks_are_lanes() -> None:
+def test_ranks_are_resources() -> None:
     # Two stages, two units, F = 1 s and B = 2 s: 3 units of 3 s each when one fills the pipeline.
-    lanes = {"0.compute": lane("0F0 0F1 0B1 0B0"), "1.compute": lane("1F0 1F1 1B1 1B0")}
+    resources = {"0.compute": resource("0F0 0F1 0B1 0B0"), "1.compute": resource("1F0 1F1 1B1 1B0")}
     needs = {"1F0": "0F0", "1F1": "0F1", "0B1": "1B1", "0B0": "1B0"}
     timeline = simulate(
-        lanes, seconds=lambda action: 1.0 if action.kind == "F" else 2.0, after=after(needs)
+        resources, seconds=lambda action: 1.0 if action.kind == "F" else 2.0, after=after(needs)
     )
     assert timeline.end_seconds == 9.0
     assert timeline.stall_seconds("0.compute") == 3.0
@@ -188,10 +192,10 @@ def test_links_that_take_no_time_change_nothing() -> None:
         plain = simulate_pipeline(schedule, seconds=fixed_seconds(2, 3, weight=1))
         sent = simulate_pipeline(add_transfers(schedule), seconds=fixed_seconds(2, 3, weight=1))
         for rank in range(size.num_ranks):
-            lane = f"{rank}.compute"
-            assert list(plain.spans(lane)) == [
+            resource = f"{rank}.compute"
+            assert list(plain.spans(resource)) == [
                 span._replace(ready_seconds=plain.span(span.action).ready_seconds)
-                for span in sent.spans(lane)
+                for span in sent.spans(resource)
             ]
 
 
@@ -203,8 +207,8 @@ def test_sends_delay_what_needs_them_and_hide_behind_compute() -> None:
     assert [start(timeline, f"{stage}F0") for stage in range(3)] == [0, 3, 6]
     assert start(timeline, "2F3") == 6 + 3 * 2
     assert timeline.end_seconds == 6 + 4 * 2 + 4 * 2 + 2 * (1 + 2)
-    assert timeline.span(Action.parse("0SEND_F1")).lane == "0.send 1"
-    assert timeline.span(Action.parse("1RECV_F1")).lane == "1.recv 0"
+    assert timeline.span(Action.parse("0SEND_F1")).resource == "0.send 1"
+    assert timeline.span(Action.parse("1RECV_F1")).resource == "1.recv 0"
     assert timeline.busy_seconds("0.send 1") == 4
 
 
@@ -248,8 +252,8 @@ def test_copies_run_beside_compute_and_hold_up_the_unit_after_next() -> None:
 
 
 def test_keys_and_values_pass_beside_their_unit_and_hold_up_what_follows() -> None:
-    streams = {("K", 0, 1, 0), ("O", 0, 0, 0), ("K", 0, 0, 1), ("O", 0, 1, 1), ("L", 0, 0, 2)}
-    schedule = lower(generate("seq1f1b", Size(2, 1, 2)), streams=streams)
+    kv_copies = {("K", 0, 1, 0), ("O", 0, 0, 0), ("K", 0, 0, 1), ("O", 0, 1, 1), ("L", 0, 0, 2)}
+    schedule = lower(generate("seq1f1b", Size(2, 1, 2)), kv_copies=kv_copies)
     assert list(map(str, schedule.ranks[0][:6])) == "0F0 0SEND_F0 0O0#0 0K1#0 0F1 0SEND_F1".split()
     seconds = {"K": 2.5, "O": 1.5, "L": 3.0}
     fixed = fixed_seconds(1, 1, send=0.25)
@@ -258,7 +262,7 @@ def test_keys_and_values_pass_beside_their_unit_and_hold_up_what_follows() -> No
     assert [start(timeline, text) for text in ("0O0#0", "0F1", "0K1#0")] == [0, 1.5, 1.5]
     # What is sent of a unit has seen all its keys.
     assert [start(timeline, text) for text in ("0SEND_F0", "0SEND_F1")] == [1.5, 4]
-    # The other rank's two forwards and a backward later, and no earlier though lanes are free.
+    # The other rank's two forwards and a backward later, and no earlier though resources are free.
     assert [start(timeline, text) for text in ("0B1", "0O1#1")] == [6.5, 6.5]
     # Sums of the last chunk's backward leave until 8; only then the other one begins, and what is
     # on the disk comes beside it.
@@ -316,7 +320,7 @@ def test_a_list_says_how_many_units_live_whatever_actions_take(case: Named) -> N
     for seconds in (fixed_seconds(1, 2), fixed_seconds(5, 1, weight=0.25, send=0.5)):
         timeline = simulate_pipeline(schedule, seconds=seconds)
         assert list(schedule.live_units) == peak_units(schedule, timeline)
-        for rank, begun in enumerate(schedule.begun_units):
+        for rank, begun in enumerate(schedule.forwards_before_backward):
             kinds = [span.action.kind for span in timeline.spans(f"{rank}.compute")]
             assert set(kinds[:begun]) <= {"F"}
             assert kinds[begun] != "F"
@@ -353,7 +357,7 @@ def test_bubbles() -> None:
         (("0F0", "1B0"), "1B0 needs an action that no rank has"),
         (("0F1",), "0F1 needs an action that no rank has"),
         (("0F0 0SEND_F0",), r"0SEND_F0 \(send activation\) has no other end: .* stage 1"),
-        (("0F0 0F0",), "0F0 is on the lanes twice"),
+        (("0F0 0F0",), "0F0 is on the resources twice"),
         (("0F1 0F0",), r"\[0F1\] 0F0  waits for 0F0"),
     ],
 )
@@ -367,7 +371,7 @@ def test_ranks_that_wait_for_each_other_are_shown() -> None:
     schedule = Schedule.parse(
         "chunks 1\nstep  rank 0  rank 1\n0  0F0  1F0\n1  0B0  1F1\n2  0F1  1B0\n3  0B1  1B1\n"
     )
-    with pytest.raises(ScheduleError, match="2 of 2 lanes never end") as caught:
+    with pytest.raises(ScheduleError, match="2 of 2 resources never end") as caught:
         simulate_pipeline(schedule, seconds=fixed_seconds())
     assert "0F0 [0B0] 0F1 0B1  waits for 1B0, step 2 of '1.compute'" in str(caught.value)
     assert "1F0 [1F1] 1B0 1B1  waits for 0F1, step 2 of '0.compute'" in str(caught.value)

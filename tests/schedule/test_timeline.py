@@ -47,10 +47,10 @@ def one_chunk_leaves() -> Timeline:
 def test_busy_and_stalled_seconds() -> None:
     timeline = one_chunk_leaves()
     assert timeline.end_seconds == 7.0
-    assert timeline.lanes == ("compute", "d2h", "h2d", "disk write")
-    busy = [timeline.busy_seconds(lane) for lane in timeline.lanes]
+    assert timeline.resources == ("compute", "d2h", "h2d", "disk write")
+    busy = [timeline.busy_seconds(resource) for resource in timeline.resources]
     assert busy == [6.0, 1.5, 2.5, 0.0]
-    stalled = [timeline.stall_seconds(lane) for lane in timeline.lanes]
+    stalled = [timeline.stall_seconds(resource) for resource in timeline.resources]
     assert stalled == [1.0, 1.0, 2.5, 0.0]
 
 
@@ -58,7 +58,7 @@ def test_stalls_say_what_was_waited_for() -> None:
     timeline = one_chunk_leaves()
     (stall,) = timeline.stalls("compute")
     assert (stall.action, stall.seconds, stall.waited_for) == (B0, 1.0, H0)
-    assert (stall.lane, stall.start_seconds) == ("compute", 4.0)
+    assert (stall.resource, stall.start_seconds) == ("compute", 4.0)
     assert [stall.action for stall in timeline.stalls()] == [D0, H0, B0]
     assert [stall.action for stall in timeline.stalls(over_seconds=1.0)] == [H0]
 
@@ -100,7 +100,7 @@ def test_what_is_given_back_at_an_instant_comes_first() -> None:
 
 def test_unknown_names_are_refused_with_the_known_ones() -> None:
     timeline = one_chunk_leaves()
-    with pytest.raises(ScheduleError, match=r"no lane 'h2h'.*'compute', 'd2h', 'h2d'"):
+    with pytest.raises(ScheduleError, match=r"no resource 'h2h'.*'compute', 'd2h', 'h2d'"):
         timeline.busy_seconds("h2h")
     with pytest.raises(ScheduleError, match="0B9"):
         timeline.span(Action("B", 0, 9))
@@ -108,13 +108,13 @@ def test_unknown_names_are_refused_with_the_known_ones() -> None:
 
 @examples(20, whole=40)
 @given(schedules())
-def test_a_lane_is_busy_stalled_or_done(schedule: RandomSchedule) -> None:
+def test_a_resource_is_busy_stalled_or_done(schedule: RandomSchedule) -> None:
     timeline = schedule.simulate()
-    for lane in timeline.lanes:
-        last = max((span.end_seconds for span in timeline.spans(lane)), default=0.0)
-        spent = timeline.busy_seconds(lane) + timeline.stall_seconds(lane)
+    for resource in timeline.resources:
+        last = max((span.end_seconds for span in timeline.spans(resource)), default=0.0)
+        spent = timeline.busy_seconds(resource) + timeline.stall_seconds(resource)
         assert spent == pytest.approx(last, abs=1e-9)
-        for stall in timeline.stalls(lane):
+        for stall in timeline.stalls(resource):
             assert stall.waited_for in schedule.after[stall.action]
             waited_until = timeline.span(stall.waited_for).end_seconds
             assert waited_until == timeline.span(stall.action).start_seconds
@@ -149,7 +149,7 @@ def test_bytes_equal_a_plain_sum_at_every_instant(schedule: RandomSchedule) -> N
 def test_all_given_back_is_nothing_left(schedule: RandomSchedule) -> None:
     standing = [Change("device", "weights", 50)]
     timeline = simulate(
-        schedule.lanes,
+        schedule.resources,
         seconds=schedule.seconds.__getitem__,
         after=schedule.after.__getitem__,
         changes=lambda action: [

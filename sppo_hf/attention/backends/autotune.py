@@ -81,7 +81,7 @@ def device_seconds(
     return start.elapsed_time(end) / 1e3
 
 
-def run_apart(function: Callable[[], _T], device: torch.device) -> _T:
+def run_isolated(function: Callable[[], _T], device: torch.device) -> _T:
     """Run `function` as if nothing were going on around it, and return what it returns.
 
     A layer may be in the middle of its forward: with autocast, hooks on what autograd saves,
@@ -199,12 +199,12 @@ class Workload:
             load = replace(load, chunk_tokens=max(_LEAST_TOKENS, load.chunk_tokens // 2))
         return load
 
-    def make(self, device: torch.device, *, seed: int = 0) -> MadeWorkload:
+    def make(self, device: torch.device, *, seed: int = 0) -> WorkloadTensors:
         """Its tensors on `device`, from a generator of their own."""
-        return MadeWorkload(self, device, seed)
+        return WorkloadTensors(self, device, seed)
 
 
-class MadeWorkload:
+class WorkloadTensors:
     """The tensors of a workload, laid out as models do: views of [B, tokens, heads, H]."""
 
     def __init__(self, load: Workload, device: torch.device, seed: int) -> None:
@@ -327,7 +327,7 @@ def autotune(
     clock: Clock = time.perf_counter,
     budget_seconds: float = BUDGET_SECONDS,
 ) -> AutotuneResult:
-    """Time forward and backward of each backend; call it through `run_apart`.
+    """Time forward and backward of each backend; call it through `run_isolated`.
 
     Args:
         backends: in the order that decides where none is clearly faster.
@@ -351,7 +351,7 @@ def autotune(
     left_out: dict[str, str] = {}
     transient = False
     left_seconds = budget_seconds
-    tensors: MadeWorkload | None = None
+    tensors: WorkloadTensors | None = None
     flops = load.forward_flops + load.backward_flops
     for backend in backends:
         if left_seconds <= 0 and laps:
@@ -375,7 +375,7 @@ def autotune(
 
 
 def _run(
-    tensors: MadeWorkload,
+    tensors: WorkloadTensors,
     backend: Backend,
     seconds_of: Timer,
     clock: Clock,

@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from sppo_hf.attention.backends.autotune import autotune, autotune_key, run_apart
+from sppo_hf.attention.backends.autotune import autotune, autotune_key, run_isolated
 from sppo_hf.attention.backends.base import (
     AttentionOutput,
     AttentionSpec,
@@ -57,7 +57,7 @@ BACKENDS: dict[str, tuple[Callable[[], Backend], ...]] = ATTENTION_BACKENDS.load
 
 
 def _auto_order(device_type: str) -> tuple[str, ...]:
-    able = ATTENTION_BACKENDS.where(device_type)
+    able = ATTENTION_BACKENDS.names_with(device_type)
     return tuple(sorted(able, key=lambda name: ATTENTION_BACKENDS.facts(name)[device_type]))
 
 
@@ -190,7 +190,7 @@ def _race_on(requirement: AttentionSpec, device_name: str, mode: int) -> Autotun
         able = [found for found in verdicts.values() if isinstance(found, Backend)]
         if len(able) < 2:
             return None
-        result = run_apart(lambda: autotune(able, requirement, device), device)
+        result = run_isolated(lambda: autotune(able, requirement, device), device)
         wrong = {name: found for name, found in verdicts.items() if isinstance(found, str)}
         result = replace(result, left_out={**wrong, **result.left_out})
         result = publish_autotune(path, result)

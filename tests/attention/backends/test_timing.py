@@ -9,7 +9,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from sppo_hf.attention.backends.autotune import device_seconds, run_apart
+from sppo_hf.attention.backends.autotune import device_seconds, run_isolated
 from tests.attention.backends.racers import FakeClock
 
 CPU = torch.device("cpu")
@@ -41,7 +41,7 @@ def test_nothing_around_it_reaches_what_runs_apart():
 
     hooks = saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x)
     with hooks, Recorder() as recorder, torch.autocast("cpu", dtype=torch.bfloat16):
-        assert run_apart(work, CPU) == (False, torch.float32, False)
+        assert run_isolated(work, CPU) == (False, torch.float32, False)
         assert recorder.count == 0
         assert work() == (True, torch.bfloat16, True), "all of them were active here"
     assert recorder.count
@@ -57,14 +57,14 @@ def test_random_state_is_put_back_also_after_an_exception():
         raise ValueError("boom")
 
     with pytest.raises(ValueError, match="boom"):
-        run_apart(work, CPU)
+        run_isolated(work, CPU)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_no_thread_is_left():
     before = threading.active_count()
     with FlopCounterMode(display=False):
-        assert run_apart(lambda: 5, CPU) == 5
+        assert run_isolated(lambda: 5, CPU) == 5
     assert threading.active_count() == before
 
 
@@ -83,6 +83,6 @@ def test_events_time_the_device_and_memory_is_given_back():
         return device_seconds(lambda: torch.cuda._sleep(cycles), device, calls=3)
 
     with torch.cuda.stream(stream):
-        assert 3 * 2e-3 < run_apart(work, device) < 3 * 100e-3
+        assert 3 * 2e-3 < run_isolated(work, device) < 3 * 100e-3
     assert torch.cuda.memory_reserved() <= reserved
     assert torch.equal(torch.cuda.get_rng_state(), state)

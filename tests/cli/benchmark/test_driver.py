@@ -14,7 +14,15 @@ from typing import Any
 
 import pytest
 
-from sppo_hf.cli.benchmark.driver import Benchmark, last_line, run_in_process, worker_environment
+from sppo_hf.cli.benchmark.driver import (
+    Benchmark,
+    extrapolate,
+    extrapolate_length,
+    last_line,
+    run_in_process,
+    uniform_layers,
+    worker_environment,
+)
 from sppo_hf.cli.benchmark.results import Job, Numbers, ResultFile, Row
 from tests.cli.benchmark.made_rows import ENVIRONMENT, JOB, speed_row
 from tests.cli.benchmark.tiny import FIELDS, tiny_job
@@ -23,8 +31,8 @@ from tests.cli.benchmark.tiny import FIELDS, tiny_job
 class PretendedWorker:
     """Trains up to a length by contender, with seconds that are linear in layers."""
 
-    def __init__(self, **most_tokens: int) -> None:
-        self.most_tokens = {name.replace("_", "-"): tokens for name, tokens in most_tokens.items()}
+    def __init__(self, **max_tokens: int) -> None:
+        self.max_tokens = {name.replace("_", "-"): tokens for name, tokens in max_tokens.items()}
         self.jobs: list[Job] = []
         self.fails: Callable[[Job], Row] = lambda job: Row(
             status="out of memory", job=job, reason="device: full", environment=ENVIRONMENT
@@ -32,7 +40,7 @@ class PretendedWorker:
 
     def __call__(self, job: Job) -> Row:
         self.jobs.append(job)
-        most = self.most_tokens.get(job.contender, 10**9)
+        most = self.max_tokens.get(job.contender, 10**9)
         if job.layers is None and job.total_tokens > most:
             return self.fails(job)
         if job.trace is not None:
@@ -219,7 +227,7 @@ def test_traces_of_ours_are_made_and_made_up_for(tmp_path: Path) -> None:
 def test_the_longest_is_searched_and_resumed(tmp_path: Path) -> None:
     worker = PretendedWorker(checkpointing=200, sppo_auto=700)
     asked = benchmark(tmp_path, worker, "checkpointing", "sppo-auto")
-    asked.find_longest(step_tokens=64, most_tokens=4096)
+    asked.find_longest(step_tokens=64, max_tokens=4096)
     rows = {row.job.contender: row for row in ResultFile(tmp_path).rows("longest")}
     theirs, ours = rows["checkpointing"].numbers, rows["sppo-auto"].numbers
     assert (theirs.longest_tokens, theirs.failed_tokens) == (192, 256)
@@ -234,7 +242,7 @@ def test_the_longest_is_searched_and_resumed(tmp_path: Path) -> None:
     (tmp_path / "results.jsonl").write_text("".join(lines[:-3]))
     again = PretendedWorker(sppo_auto=700)
     benchmark(tmp_path, again, "checkpointing", "sppo-auto").find_longest(
-        step_tokens=64, most_tokens=4096
+        step_tokens=64, max_tokens=4096
     )
     assert len(again.jobs) == 2
     assert ResultFile(tmp_path).rows("longest") == list(rows.values())
@@ -242,7 +250,7 @@ def test_the_longest_is_searched_and_resumed(tmp_path: Path) -> None:
 
 def test_searches_that_end_at_either_end(tmp_path: Path) -> None:
     benchmark(tmp_path, PretendedWorker(plain=0), "plain", "ideal").find_longest(
-        step_tokens=64, most_tokens=128
+        step_tokens=64, max_tokens=128
     )
     plain, ideal = ResultFile(tmp_path).rows("longest")
     assert (plain.status, plain.numbers.longest_tokens) == ("out of memory", 0)
@@ -407,3 +415,81 @@ def test_a_real_worker_from_start_to_end(tmp_path: Path) -> None:
     assert len(row.numbers.step_seconds) == 2
     assert row.environment["versions"]["torch"]
     assert row.environment["device_name"]
+
+
+def test_a_layer_costs_what_the_second_adds() -> None:
+    ends, layer, gib = 0.25, 0.5, 2**30
+    one, two = (
+        speed_row(
+            "ideal",
+            65_536,
+            ends + layers * layer,
+            job={"layers": layers},
+            device_allocated_bytes=(3 + 7 * layers) * gib,
+            kernel="cudnn",
+        )
+        for layers in (1, 2)
+    )
+    row = extrapolate(one, two, num_layers=32, model_flops=1e15)
+    assert row.status == "extrapolated"
+    assert row.trained
+    assert row.job == one.job.replace(layers=None)
+    n = row.numbers
+    assert n.median_step_seconds == pytest.approx(ends + 32 * layer)
+    assert n.tokens_per_second == pytest.approx(65_536 / 16.25)
+    assert n.model_tflops == pytest.approx(1e3 / 16.25)
+    assert n.device_allocated_bytes == (3 + 7 * 32) * gib
+    assert n.step_seconds == (), "no step was measured"
+    assert (n.mfu, n.kernel) == (None, "cudnn")
+    assert "32 layers from 1 and 2" in row.reason
+
+
+def test_mfu_needs_a_known_device() -> None:
+    one, two = (speed_row("ideal", 1024, seconds) for seconds in (1.0, 1.5))
+    two.environment["device_name"] = "NVIDIA H100 80GB HBM3"
+    try:
+        row = extrapolate(one, two, num_layers=3, model_flops=989e12)
+    finally:
+        two.environment["device_name"] = "Pretended GPU"
+    assert row.numbers.mfu == pytest.approx(1 / 2)
+
+
+def test_noise_that_makes_layers_free_is_no_result() -> None:
+    one, two = (speed_row("ideal", 64, seconds) for seconds in (1.0, 0.5))
+    row = extrapolate(one, two, num_layers=32, model_flops=1.0)
+    assert row.status == "failed"
+    assert "two layers were not slower" in row.reason
+
+
+def test_layers_of_several_kinds_are_not_extrapolated() -> None:
+    assert uniform_layers({})
+    assert uniform_layers({"layer_types": ["full_attention"] * 3})
+    assert not uniform_layers({"layer_types": ["full_attention", "sliding_attention"]})
+
+
+def test_a_length_is_on_the_curve_of_two_shorter_ones() -> None:
+    def seconds(tokens: int) -> float:
+        return 2e-4 * tokens + 3e-9 * tokens**2
+
+    rows = [
+        speed_row("ideal", n, seconds(n), kernel="cudnn", device_allocated_bytes=10**9 + 1000 * n)
+        for n in (16_384, 32_768)
+    ]
+    row = extrapolate_length(*rows, total_tokens=131_072, model_flops=1e15)
+    assert row.status == "extrapolated"
+    assert row.job == rows[0].job.replace(total_tokens=131_072)
+    n = row.numbers
+    assert n.median_step_seconds == pytest.approx(seconds(131_072))
+    assert n.tokens_per_second == pytest.approx(131_072 / seconds(131_072))
+    assert n.model_tflops == pytest.approx(1e3 / seconds(131_072))
+    assert (n.device_allocated_bytes, n.kernel) == (10**9 + 131_072_000, "cudnn")
+    assert row.reason == "extrapolated to 131,072 tokens from 16,384 and 32,768"
+
+
+@pytest.mark.parametrize("longer", [1.9, 9.0])
+def test_lengths_on_no_such_curve_are_no_result(longer: float) -> None:
+    # Twice the length takes at least twice the time, and at most four times.
+    rows = (speed_row("ideal", 8192, 1.0), speed_row("ideal", 16_384, longer))
+    row = extrapolate_length(*rows, total_tokens=32_768, model_flops=1.0)
+    assert row.status == "failed"
+    assert "no curve" in row.reason
