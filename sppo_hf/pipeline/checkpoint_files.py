@@ -124,8 +124,8 @@ def _not_written(path: str | Path, reason: str) -> PipelineError:
     return PipelineError(
         f"{str(path)!r} could not be written: {reason}. Allowed: a disk, a quota and a limit on "
         "the size of files (ulimit -f) with enough space for the checkpoint. Remedy: free space or "
-        "choose another output_dir; the checkpoints that were complete before are still complete, so that "
-        "resume_from_checkpoint=True goes on from the newest of them."
+        "choose another output_dir; the checkpoints that were complete before are still complete, "
+        "so that resume_from_checkpoint=True goes on from the newest of them."
     )
 
 
