@@ -681,7 +681,8 @@ class ChunkRunner:
         if self._log is not None:
             self._log.end_layer(self._chunk, position, frame)
         if self._stream is not None and len(self._prefetch_order) == recorded:
-            self._stream.mover.settle()  # no frame closed, which bounds what is leaving otherwise
+            # No frame was closed, which bounds pending copies otherwise.
+            self._stream.transfer.settle()
         if context.kv is not None and not context.attended.times:
             raise UnsupportedModelError(
                 f"{self._parts.name} cannot run chunk by chunk: layer {context.layer} did not "
