@@ -552,7 +552,7 @@ class DiskStore:
         """Start filling `host_bytes`, uint8 [n], with an extent of n bytes, after its write.
 
         Raises:
-            OffloadError: The extent was lost by an earlier failed transfer, or the store was closed.
+            OffloadError: The extent was lost by a failed transfer, or the store was closed.
         """
         target = _as_array(host_bytes)
         assert target.size == extent.num_bytes, "an extent is read as a whole"

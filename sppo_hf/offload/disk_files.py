@@ -127,7 +127,7 @@ class SlabFile:
                 target[start:end] = piece[: end - start]
 
     def close(self) -> None:
-        """Close the file, without transfers under way; if it has no name its bytes are free then."""
+        """Close the file, without transfers under way; frees its bytes if it has no name."""
         close_descriptor(self._buffered)
         if self._direct is not None:
             close_descriptor(self._direct)

@@ -6,8 +6,9 @@ handles of one forward and prefetches those that are due when backward enters on
 `WeightCasts` recognizes autocast's casts of weights, which are neither kept nor offloaded but cast
 again, wherever a layer's other activations go.
 
-Where hooks of others are active too, the innermost pair gets the tensor. So what a model checkpoints
-or offloads by itself inside a layer is left alone, and hooks around the layer see nothing of it.
+Where hooks of others are active too, the innermost pair gets the tensor. So what a model
+checkpoints or offloads by itself inside a layer is left alone, and hooks around the layer see
+nothing of it.
 
 [Note: backwards that are not the planned one] A batch with padding runs fewer chunks, a gradient of
 a part of the graph enters fewer layers, and a graph may be walked in several passes. What a missing
@@ -235,7 +236,7 @@ class WeightCasts(TorchDispatchMode):
         return result
 
     def cast_of(self, saved: Tensor) -> SavedWeight | None:
-        """Return what stands for `saved` if it is a cast of a weight or a view of one, else None."""
+        """Return what stands for `saved` if it is a cast of a weight or a view of one."""
         if type(saved) is not Tensor or not saved.is_floating_point():
             return None
         seen = self._seen.get(saved.untyped_storage()._cdata)
