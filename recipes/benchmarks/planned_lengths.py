@@ -92,10 +92,10 @@ def plan_length(options: argparse.Namespace, tokens: int, *, disk: bool) -> dict
         "simulated_actions": len(timeline),
         "simulation_seconds": time.perf_counter() - began,
         "order": plan.order,
-        "kv_tier": plan.farthest_keys,
+        "kv_tier": plan.farthest_kv_tier,
         "keys": kv_modes_text(plan) if plan.by_layer else plan.kv_tier,
         "num_chunks": plan.num_chunks,
-        "attention_again": bool(plan.program().attends_again.any()),
+        "rerun_attention": bool(plan.program().reruns_attention.any()),
     }
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in POLICIES}
     for result in compare_policies(answer.question, plan):  # in the plan's own chunks
@@ -251,7 +251,7 @@ def main(argv: list[str]) -> int:
         return 0
     rows = [plan_length(options, tokens, disk=False) for tokens in options.lengths]
     # Where attention runs again for want of memory, a disk may be faster.
-    poor = [row for row in rows if not row["policies"] or row["attention_again"]]
+    poor = [row for row in rows if not row["policies"] or row["rerun_attention"]]
     rows += [plan_length(options, row["tokens"], disk=True) for row in poor]
     show(rows)
     wrong = not_first(rows)

@@ -199,7 +199,7 @@ def test_terms_of_zero_and_rows_that_are_not_there_are_left_out() -> None:
     first = Terms(np.array([[0], [1]]), np.array([[0.0], [2.0]]))
     second = joined(first, Terms(np.array([[2], [3]]), np.array([[4.0], [5.0]])))
     there = np.array([[True, True], [False, True]])
-    rows.add((first, np.array([6.0, 7.0])), (second.before(), 8.0), there=there)
+    rows.add((first, np.array([6.0, 7.0])), (second.before(), 8.0), exists=there)
     starts, columns, factors = Rows.matrix(Rows(), rows)
     assert starts.tolist() == [0, 0, 0, 1]
     assert columns.tolist() == [2]
