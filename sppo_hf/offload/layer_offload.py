@@ -13,8 +13,8 @@ mode.
 The frames of one forward, by their numbers, and the prefetches that are due in its backward.
 
 When backward enters a frame, those are prefetched that the step's program lists there. Which these
-are comes in as data (`StepProgram.asked` in `sppo_hf.planning.lowering`), so the order that was
-planned and simulated is the order that runs.
+are comes in as data (`StepProgram.lowest_prefetched` in `sppo_hf.planning.lowering`), so the order
+that was planned and simulated is the order that runs.
 
 A frame is anything that names its handles. Frames are known weakly: autograd's graph owns them, so
 a dropped graph takes its frames and their bytes with it.

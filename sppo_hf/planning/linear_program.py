@@ -229,15 +229,13 @@ class LinearProgram:
         modes: Sequence[ActivationMode],
         *,
         kv_modes: Sequence[KVMode] = (),
-        device_kind: str,
     ) -> None:
         """Prepare; neither modes nor K/V modes of `decisions` are looked at."""
         self._decisions = decisions
         self._cost = cost
         self._budgets = budgets
         self._modes = modes
-        self._device_kind = device_kind
-        self._tables = byte_tables(cost.shape, decisions, device_kind)
+        self._tables = byte_tables(cost.shape, decisions, cost.profile.kind)
         self._work = cost.unit_seconds(decisions.bounds, decisions.layer_tile_tokens)
         if decisions.by_layer:
             self._groups = [*self._groups_by_layer(), self._kv_group(kv_modes)]
@@ -417,7 +415,7 @@ class LinearProgram:
         budget = self._budgets.device
         if budget is None:
             return
-        share = 1.0 + FRAGMENTATION[self._device_kind]
+        share = 1.0 + FRAGMENTATION[self._cost.profile.kind]
         held = min_device_bytes(self._tables)
         copies, forward, backward = self._transient_bytes()
         kept = self._col("kept", share)

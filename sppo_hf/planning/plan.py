@@ -63,6 +63,7 @@ from sppo_hf.planning.solve import (
     kv_modes_of,
     lower_budgets,
     min_memory,
+    missing_bytes,
     over_budget,
     reduce_host_memory,
     simulate_plan,
@@ -550,8 +551,7 @@ def _with_attention_once(placed: Callable[..., Plan], *, required: bool) -> Plan
 
 
 def _missing_bytes(plan: Plan) -> int:
-    """Bytes that a plan is over its budgets, all tiers together."""
-    return sum(limit.missing_bytes for limit in over_budget(plan.estimate, plan.budgets))
+    return missing_bytes(plan.estimate, plan.budgets)
 
 
 def _best_placement(
@@ -664,7 +664,8 @@ def _make_plan(request: PlanRequest, *, rerun_attention: bool, under_seconds: fl
         if device.profile is None
         else ModelCost(
             shape=shape,
-            profile=device.profile,
+            # A profile of another kind of device gives speeds alone.
+            profile=replace(device.profile, kind=device.kind),
             dtype_name=request.dtype_name,
             batch_rows=request.batch_rows,
             all_to_all_bytes_per_second=_exchange_rate(config, device.profile),
@@ -933,7 +934,7 @@ def _memory_rank(task: _Task, decisions: Decisions) -> tuple[int, float]:
     An evaluation takes the same time in both.
     """
     predicted = _estimate(task, decisions)
-    missing = sum(limit.missing_bytes for limit in over_budget(predicted, task.budgets))
+    missing = missing_bytes(predicted, task.budgets)
     if task.device.kind == "cpu" or task.cost is None or not task.batch.training:
         return missing, predicted.device.total
     return missing, simulate_plan(decisions, task.cost, policy="set").step_seconds
@@ -952,7 +953,6 @@ def _solved(task: _Task, cost: ModelCost) -> _Decided:
             orders=task.orders,
             tiles=task.tiles,
             under_seconds=task.under_seconds,
-            device_kind=task.device.kind,
         )
         if not isinstance(found, BudgetViolation):
             if task.device.kind == "cuda" and found.step_seconds < task.under_seconds:
@@ -999,21 +999,15 @@ def _closest(task: _Task, cost: ModelCost, limit: BudgetViolation) -> Solution:
             with_kv(base, kv_mode, task.shape, task.budgets, task.device.kind),
             task.budgets,
             task.choices,
-            task.device.kind,
         )
         for base in bases
         for kv_mode in kv_modes_of(task.shape, base, task.choices)
     ]
-    estimates = [_estimate(task, p) for p in plans]
-
-    def missing(index: int) -> int:
-        return sum(o.missing_bytes for o in over_budget(estimates[index], task.budgets))
-
-    best = min(range(len(plans)), key=missing)
-    for other in over_budget(estimates[best], task.budgets):
+    best = min(plans, key=lambda plan: missing_bytes(_estimate(task, plan), task.budgets))
+    for other in over_budget(_estimate(task, best), task.budgets):
         if other.tier in named_budgets(task.config):
             raise BudgetError(limit_text(other, task.budgets, task.total_tokens))
-    return simulate_plan(plans[best], cost, policy="least memory")
+    return simulate_plan(best, cost, policy="least memory")
 
 
 def _base(task: _Task, order: Order) -> Decisions:

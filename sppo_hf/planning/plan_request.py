@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice, product, zip_longest
 
 from sppo_hf.config import SPPOConfig
@@ -51,6 +52,7 @@ from sppo_hf.planning.solve import (
     kv_modes_of,
     min_memory,
     min_missing_bytes,
+    missing_bytes,
     over_budget,
     simulate_plan,
     with_kv,
@@ -325,7 +327,7 @@ def compare_policies(question: PlanRequest, plan: Plan) -> tuple[PolicyResult, .
 
 def _result(plan: Plan, name: str, decisions: Decisions) -> PolicyResult:
     cost = _cost(plan)
-    predicted = estimate(cost.shape, decisions, device_kind=plan.device.kind)
+    predicted = lower(decisions, cost).estimate
     limit = next(over_budget(predicted, plan.budgets), None)
     seconds = None
     if limit is None:
@@ -352,11 +354,8 @@ def _closest(placed: list[PlanRequest], plan: Plan) -> tuple[BudgetViolation, Me
             for decisions in _min_memory_plans(question, plan, question.total_tokens)
         ),
     ]
-
-    def missing(predicted: MemoryEstimate) -> int:
-        return sum(limit.missing_bytes for limit in over_budget(predicted, plan.budgets))
-
-    closest = min((p for p in predictions if missing(p)), key=missing)
+    missing = partial(missing_bytes, budgets=plan.budgets)
+    closest = min(filter(missing, predictions), key=missing)
     return next(over_budget(closest, plan.budgets)), closest
 
 
@@ -395,23 +394,21 @@ def _longest(placed: list[PlanRequest], plan: Plan) -> int:
     fitted = 0
 
     def missing(tokens: int) -> float:
-        """Bytes that are missing where least are; where one fits, less than 0: those it leaves."""
+        """Returns the fewest missing bytes; if something fits, minus the bytes that it leaves."""
         nonlocal fitted
         bases = [
             (question, cost, base)
             for question, cost in zip(placed, costs, strict=True)
             for base in _bases(question, cost, plan, tokens, most_cuts=most_cuts)
         ]
-        least = float("inf")
+        fewest = float("inf")
         # What fitted at another length is tried first: it most likely fits again.
         for at in sorted(range(len(bases)), key=lambda at: at != fitted):
             question, cost, base = bases[at]
-            if min_missing_bytes(cost.shape, base, budgets, _choices(question), kind) > least:
+            if min_missing_bytes(cost, base, budgets, _choices(question)) > fewest:
                 continue
-            found = estimate(
-                cost.shape, _min_memory_plan(question, cost, budgets, base), device_kind=kind
-            )
-            lacking = sum(limit.missing_bytes for limit in over_budget(found, budgets))
+            found = lower(_min_memory_plan(question, cost, budgets, base), cost).estimate
+            lacking = missing_bytes(found, budgets)
             if not lacking:
                 fitted = at
                 return -sum(
@@ -419,8 +416,8 @@ def _longest(placed: list[PlanRequest], plan: Plan) -> int:
                     for tier in there
                     if (budget := budgets.of(tier)) is not None
                 )
-            least = min(least, lacking)
-        return least
+            fewest = min(fewest, lacking)
+        return fewest
 
     fits_now = fits(plan.estimate, budgets)
     return longest(missing, known_tokens=placed[0].total_tokens if fits_now else 0)
@@ -477,7 +474,7 @@ def _min_memory_plan(
     config, choices = question.config, _choices(question)
     if is_fixed(config, question.device):
         return _fixed_plan(config, cost, base, choices)
-    return min_memory(cost, base, budgets, choices, question.device.kind)
+    return min_memory(cost, base, budgets, choices)
 
 
 def _choices(question: PlanRequest) -> Choices:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -38,9 +38,7 @@ from sppo_hf.planning.decisions import (
 )
 from sppo_hf.planning.linear_program import LayerKinds, LinearProgram, chunk_groups
 from sppo_hf.planning.lowering import (
-    StepProgram,
     compute_seconds,
-    estimate,
     fixed_levels,
     lower,
     min_device_bytes,
@@ -128,45 +126,47 @@ def over_budget(predicted: MemoryEstimate, budgets: Budgets) -> Iterator[BudgetV
             yield BudgetViolation(tier=tier, missing_bytes=missing, moment=moment)
 
 
-def min_missing_bytes(
-    shape: ModelShape, base: Decisions, budgets: Budgets, choices: Choices, device_kind: str
-) -> float:
-    """Returns bytes that any plan with these bounds, order and places of K/V lacks; 0 for unknown.
+def missing_bytes(predicted: MemoryEstimate, budgets: Budgets) -> int:
+    """Returns the bytes by which peaks exceed their budgets, summed over tiers; 0 if all fit."""
+    return sum(limit.missing_bytes for limit in over_budget(predicted, budgets))
 
-    What the device holds whatever the modes are is more than its budget by so much, or what all
-    tiers hold together when backward begins is, where every frame waits somewhere. Takes a fifth of
-    the time of an estimate.
+
+def min_missing_bytes(
+    cost: ModelCost, base: Decisions, budgets: Budgets, choices: Choices
+) -> float:
+    """Returns bytes that every plan with these bounds, order and K/V tier lacks; 0 if unknown.
+
+    A lower bound from the device bytes that no mode changes, and from the bytes of all tiers
+    together when backward begins, where every activation is held somewhere. Takes a fifth of the
+    time of an estimate.
     """
     if not base.training:
         return 0.0
+    program = lower(base, cost)
+    tables, points = program.tables, program.points
     device = float("inf") if budgets.device is None else budgets.device
-    over = standing_device_bytes(shape, device_kind) - device
-    tables = byte_tables(shape, base, device_kind)
-    points, program = tables.points, StepProgram(base, shape, device_kind)
+    over = standing_device_bytes(cost.shape, cost.profile.kind) - device
     always = min_device_bytes(tables)
     over = max(over, float(always.max()) - device)
-    room = [budgets.of(tier) for tier in TIERS]
-    if None in room:
+    sizes = [size for tier in TIERS if (size := budgets.of(tier)) is not None]
+    if len(sizes) < len(TIERS):
         return max(0.0, over)
-    last = points.num_chunks - 1, points.num_layers - 1
-    begin = points.backward(*last)
+    begin = points.backward(points.num_chunks - 1, points.num_layers - 1)
     allowed = [SAVED.index(saved) for saved in choices.saved]
-    frames = tables.saved[:, allowed].min(axis=1)
+    smallest = tables.saved[:, allowed].min(axis=1)
     whole, kind = tables.saved[:, SAVED.index("whole")], tables.kind_of[-1]
-    # Of the running layer either all is kept, or it is made again.
-    running = np.minimum(whole - frames, tables.rebuilt)[kind, -1]
+    # The running layer's activations are either all kept, or recomputed.
+    running = np.minimum(whole - smallest, tables.rebuilt)[kind, -1]
     running += tables.workspace_backward[kind, -1]
-    held = always[begin] + float(tables.of_layers(frames).sum() + running)
+    held = always[begin] + float(tables.of_layers(smallest).sum() + running)
     held += sum(tables.host_resident.values())
     held += sum(int(program.kv_bytes(tier)[:-1].sum()) for tier in TIERS)
     for tier in offload_tiers():
         held += sum(int(level.during[begin]) for level in fixed_levels(tables)[tier].values())
-    return max(0.0, over, held - sum(size for size in room if size is not None))
+    return max(0.0, over, held - sum(sizes))
 
 
-def min_memory(
-    cost: ModelCost, base: Decisions, budgets: Budgets, choices: Choices, device_kind: str
-) -> Decisions:
+def min_memory(cost: ModelCost, base: Decisions, budgets: Budgets, choices: Choices) -> Decisions:
     """Returns the plan that is most likely to fit: small frames, as far away as there is room.
 
     The earliest frames (needed last) go to the disk when the host is full, and the latest (needed
@@ -177,19 +177,18 @@ def min_memory(
     plans: list[Decisions] = []
     few = base.num_chunks * base.num_layers <= _FEW_UNITS
     for saved in choices.saved[::-1] if few else choices.saved[-1:]:
-        modes = _farthest_modes(cost, base, budgets, choices, saved, device_kind)
+        modes = _farthest_modes(cost, base, budgets, choices, saved)
         plans.append(with_lookahead(cost, base, modes, frames=1))
         if few and "device" in choices.tiers:
             modes = uniform_modes(base.num_chunks, base.num_layers, mode_of(saved, "device"))
             plans.append(with_lookahead(cost, base, modes, frames=1))
     if len(plans) == 1:
         return plans[0]
-    best, min_missing_bytes = plans[0], float("inf")
+    best, fewest = plans[0], float("inf")
     for plan in plans:
-        predicted = estimate(cost.shape, plan, device_kind=device_kind)
-        missing = sum(limit.missing_bytes for limit in over_budget(predicted, budgets))
-        if missing < min_missing_bytes:
-            best, min_missing_bytes = plan, missing
+        missing = missing_bytes(lower(plan, cost).estimate, budgets)
+        if missing < fewest:
+            best, fewest = plan, missing
         if not missing:
             break
     return best
@@ -201,11 +200,10 @@ def _farthest_modes(
     budgets: Budgets,
     choices: Choices,
     saved: Saved,
-    device_kind: str,
 ) -> LayerModes:
     """Frames of one kind on the farthest tiers that have room, frame by frame."""
     away: list[Tier] = [tier for tier in offload_tiers() if tier in choices.tiers]
-    room = {tier: _free_bytes(cost, base, budgets, tier, away, device_kind) for tier in away}
+    room = {tier: _free_bytes(cost, base, budgets, tier, away) for tier in away}
     places: dict[Tier, float] = {}
     # All bytes, less what fits away, stay: the device takes that much, from the latest frame on.
     sizes: list[Sequence[int]] = [*cost.activation_sizes(base.chunk_lengths, saved)]
@@ -253,15 +251,14 @@ def _free_bytes(
     budgets: Budgets,
     tier: Tier,
     away: Sequence[Tier],
-    device_kind: str,
 ) -> float:
     """Bytes that frames may take on a tier, beside K/V and what passes through."""
     budget = budgets.of(tier)
     if budget is None:
         return float("inf")
     if tier == "host":
-        budget -= sum(byte_tables(cost.shape, base, device_kind).host_resident.values())
-    if tier == "host" and device_kind == "cuda":
+        budget -= sum(byte_tables(cost.shape, base, cost.profile.kind).host_resident.values())
+    if tier == "host" and cost.profile.kind == "cuda":
         budget -= max(0, budget) % HOST_SLAB_BYTES
     passing = set(tiers_behind_host())
     if tier == "host" and passing & {*away, base.kv_tier, *base.kv_modes}:
@@ -348,7 +345,6 @@ def solve(
     *,
     best: Solution | None = None,
     under_seconds: float = float("inf"),
-    device_kind: str = "cuda",
 ) -> Solution | BudgetViolation:
     """Finds the fastest plan that fits.
 
@@ -359,10 +355,8 @@ def solve(
         choices: modes and tiers that may be used.
         best: another plan that fits; returned where none is faster.
         under_seconds: a plan that takes as long may be found, or any slower one that fits.
-        device_kind: "cpu" or "cuda".
     """
-    known: dict[str, Any] = {"under_seconds": under_seconds, "device_kind": device_kind}
-    found = _solved(cost, base, budgets, choices, best=best, **known)
+    found = _solved(cost, base, budgets, choices, best=best, under_seconds=under_seconds)
     if found is best or isinstance(found, BudgetViolation):
         return found
     if found.step_seconds <= _STALLS * compute_seconds(found.decisions, cost):
@@ -370,7 +364,8 @@ def solve(
     # The linear program knows of copies only that they must fit beside all compute, not when. What
     # it mixes may wait where a plan of fewer modes does not.
     for saved in choices.saved if len(choices.saved) > 1 else ():
-        other = _solved(cost, base, budgets, replace(choices, saved=(saved,)), best=found, **known)
+        one_kind = replace(choices, saved=(saved,))
+        other = _solved(cost, base, budgets, one_kind, best=found, under_seconds=under_seconds)
         assert not isinstance(other, BudgetViolation), "there was one that fits"
         found = other
     return found
@@ -384,21 +379,20 @@ def _solved(
     *,
     best: Solution | None,
     under_seconds: float,
-    device_kind: str,
 ) -> Solution | BudgetViolation:
     solved, bound = False, 0.0
     broken: list[list[BudgetViolation]] = []
     for kv_mode in kv_modes_of(cost.shape, base, choices):
-        placed = with_kv(base, kv_mode, cost.shape, budgets, device_kind)
-        least = min_memory(cost, placed, budgets, choices, device_kind)
-        broken.append([*over_budget(estimate(cost.shape, least, device_kind=device_kind), budgets)])
+        placed = with_kv(base, kv_mode, cost.shape, budgets, cost.profile.kind)
+        least = min_memory(cost, placed, budgets, choices)
+        broken.append([*over_budget(lower(least, cost).estimate, budgets)])
         if base.training and broken[-1]:
             continue
         # By layer, one program has all that may become of K/V.
         mixed: list[tuple[str, Decisions, float]] = []
         if not solved:
             under = under_seconds if best is None else min(under_seconds, best.step_seconds)
-            mixed += _solved_mixes(cost, placed, budgets, choices, device_kind, under_seconds=under)
+            mixed += _solved_mixes(cost, placed, budgets, choices, under_seconds=under)
         solved = base.by_layer
         bound = min((seconds for *_, seconds in mixed), default=bound if base.by_layer else 0.0)
         named = [
@@ -412,7 +406,7 @@ def _solved(
                 seconds = max(seconds, compute_seconds(decisions, cost))
                 if seconds >= best.step_seconds:
                     continue
-            predicted = estimate(cost.shape, decisions, device_kind=device_kind)
+            predicted = lower(decisions, cost).estimate
             if not fits(predicted, budgets):
                 continue
             solution = simulate_plan(decisions, cost, policy=name, bound_seconds=bound)
@@ -449,8 +443,6 @@ def reduce_host_memory(
     found: Solution,
     budgets: Budgets,
     choices: Choices,
-    *,
-    device_kind: str = "cuda",
 ) -> Solution:
     """Returns the one that takes least of the host, of some plans that are about as fast.
 
@@ -465,11 +457,10 @@ def reduce_host_memory(
         found: by `solve`.
         budgets: that it was found with.
         choices: likewise.
-        device_kind: "cpu" or "cuda".
     """
 
     def bytes_on(solution: Solution, *tiers: Tier) -> int:
-        predicted = estimate(cost.shape, solution.decisions, device_kind=device_kind)
+        predicted = lower(solution.decisions, cost).estimate
         return sum(predicted.of(tier).total for tier in tiers)
 
     def host_bytes(solution: Solution) -> int:
@@ -489,7 +480,6 @@ def reduce_host_memory(
             budgets.replace(host=int(share * most)),
             choices,
             under_seconds=max(found.step_seconds, HOST_TRADE_RATIO * least),
-            device_kind=device_kind,
         )
         if isinstance(tried, Solution):
             plans.append(replace(tried, bound_seconds=found.bound_seconds))
@@ -592,7 +582,6 @@ def _solved_mixes(
     base: Decisions,
     budgets: Budgets,
     choices: Choices,
-    device_kind: str,
     *,
     under_seconds: float,
 ) -> Iterator[tuple[str, Decisions, float]]:
@@ -601,7 +590,7 @@ def _solved_mixes(
     Those that cannot take less than `under_seconds` are left out.
     """
     members = LayerKinds.of(cost).members
-    budgets = _whole_slabs(budgets, cost, base, device_kind)
+    budgets = _whole_slabs(budgets, cost, base)
     every = kv_modes_of(cost.shape, base, choices) if base.by_layer else ()
     for modes, kv_modes in _mode_sets(choices, base.kv_tier, every):
         away: set[Saved] = {mode.saved for mode in modes if mode.offload}
@@ -615,9 +604,7 @@ def _solved_mixes(
         shaped = with_lookahead_bytes(cost, shaped, ahead)
         tight, bound = budgets, float("inf")
         for _ in range(_ATTEMPTS):
-            mix = LinearProgram(
-                shaped, cost, tight, modes, kv_modes=kv_modes, device_kind=device_kind
-            ).solve()
+            mix = LinearProgram(shaped, cost, tight, modes, kv_modes=kv_modes).solve()
             if mix is None:
                 break
             bound = min(bound, mix.seconds)
@@ -628,8 +615,8 @@ def _solved_mixes(
             if mix.keys is not None:
                 keys = _rounded(mix.keys[:, None], ((0,),), kv_modes)
                 decisions = replace(decisions, kv_modes=tuple(mode for (mode,) in keys))
-            decisions = _fit_lookahead(cost, decisions, budgets, device_kind)
-            predicted = estimate(cost.shape, decisions, device_kind=device_kind)
+            decisions = _fit_lookahead(cost, decisions, budgets)
+            predicted = lower(decisions, cost).estimate
             over = list(over_budget(predicted, budgets))
             if not over:
                 yield "solver", decisions, bound
@@ -639,11 +626,11 @@ def _solved_mixes(
             tight = lower_budgets(tight, over, unused=slabs)
 
 
-def _whole_slabs(budgets: Budgets, cost: ModelCost, base: Decisions, device_kind: str) -> Budgets:
+def _whole_slabs(budgets: Budgets, cost: ModelCost, base: Decisions) -> Budgets:
     """Returns budgets that the host's pool, made of slabs, can fill beside what rests there."""
-    if budgets.host is None or device_kind != "cuda":
+    if budgets.host is None or cost.profile.kind != "cuda":
         return budgets
-    host_resident = sum(byte_tables(cost.shape, base, device_kind).host_resident.values())
+    host_resident = sum(byte_tables(cost.shape, base, cost.profile.kind).host_resident.values())
     spare = max(0, budgets.host - host_resident) % HOST_SLAB_BYTES
     return budgets.replace(host=budgets.host - spare)
 
@@ -719,9 +706,7 @@ def _rounded(
     return rows
 
 
-def _fit_lookahead(
-    cost: ModelCost, decisions: Decisions, budgets: Budgets, device_kind: str
-) -> Decisions:
+def _fit_lookahead(cost: ModelCost, decisions: Decisions, budgets: Budgets) -> Decisions:
     """Fits the look-ahead to the frames that really leave, and gives it what room is left."""
     used = modes_used(decisions.layer_modes)
     away: set[Saved] = {mode.saved for mode in used if mode.offload}
@@ -732,12 +717,12 @@ def _fit_lookahead(
     if budgets.device is None:
         return with_lookahead_bytes(cost, decisions, most)
     decisions = with_lookahead_bytes(cost, decisions, least)
-    peak = estimate(cost.shape, decisions, device_kind=device_kind).device.total
+    peak = lower(decisions, cost).estimate.device.total
     # The reserve grows with what is held.
-    spare = int((budgets.device - peak) / (1.0 + FRAGMENTATION[device_kind]))
+    spare = int((budgets.device - peak) / (1.0 + FRAGMENTATION[cost.profile.kind]))
     more = with_lookahead_bytes(cost, decisions, min(most, least + max(0, spare)))
     # Frames come back whole, so a peak may grow by a little more than the look-ahead.
-    peak = estimate(cost.shape, more, device_kind=device_kind).device.total
+    peak = lower(more, cost).estimate.device.total
     return more if peak <= budgets.device else decisions
 
 

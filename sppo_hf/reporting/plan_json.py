@@ -34,7 +34,7 @@ def answer_to_dict(answer: PlanResult) -> dict[str, Any]:
         "mfu": None if predicted is None else predicted.mfu,
         "stall_seconds": None if predicted is None else predicted.stall_seconds,
         "update_seconds": None if predicted is None else predicted.update_seconds,
-        "attention_rerun_seconds": None if plan is None else plan.program().attention_rerun_seconds,
+        "attention_again_seconds": None if plan is None else plan.program().attention_rerun_seconds,
         "max_seq_len": answer.max_seq_len,
         "policy": None if predicted is None else predicted.policy,
         "order": None if plan is None else plan.order,

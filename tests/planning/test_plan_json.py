@@ -20,7 +20,7 @@ ADDED = {
         "weights",
         "optimizer",
         "update_seconds",
-        "attention_rerun_seconds",
+        "attention_again_seconds",
         "layer_tile_tokens",
         "kv_tier",
         "kv_modes",

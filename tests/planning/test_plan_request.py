@@ -18,7 +18,7 @@ from sppo_hf.planning.plan_request import (
     request_plan,
     timeline_of,
 )
-from sppo_hf.planning.solve import LESS_HOST_SECONDS, fits, over_budget
+from sppo_hf.planning.solve import HOST_TRADE_RATIO, fits, over_budget
 from tests.planning.questions import GIB, TOO_LONG_TOKENS, answer, question
 from tests.planning.shapes import by_hand, llama_config
 
@@ -233,7 +233,7 @@ def test_a_little_time_is_given_for_much_host_memory(monkeypatch: pytest.MonkeyP
         assert light.prediction is not None
         assert fast.prediction is not None
         slower = light.prediction.step_seconds / fast.prediction.step_seconds
-        assert slower <= LESS_HOST_SECONDS
+        assert slower <= HOST_TRADE_RATIO
         if slower > 1.0:
             given = max(given, slower)
             assert light.estimate.host.total < 0.9 * fast.estimate.host.total
@@ -275,5 +275,5 @@ def test_a_disk_makes_no_plan_slower() -> None:
     allowing, without = plan_for(question(65_536, disk=True)), plan_for(question(65_536))
     assert allowing.prediction is not None
     assert without.prediction is not None
-    most = LESS_HOST_SECONDS * without.prediction.step_seconds
+    most = HOST_TRADE_RATIO * without.prediction.step_seconds
     assert allowing.prediction.step_seconds <= most
