@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     options = parser.parse_args(argv)
     try:
-        summary = summarise(read_events(options.trace), most_gaps=options.gaps)
+        summary = summarise(read_events(options.trace), max_gaps=options.gaps)
     except (OSError, ValueError, KeyError, TypeError) as error:
         print(f"{options.trace} cannot be summarised: {error}", file=sys.stderr)
         return 2

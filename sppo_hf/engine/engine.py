@@ -1,10 +1,9 @@
-"""The engine of one converted model: its `forward`, its plans, and what it tells observers.
+"""The engine of one converted model: its `forward`, its plans, and where its weights are.
 
-`Engine.forward` stands in for the causal language model's `forward`. With labels (or in training
-without them) it runs the sequence chunk by chunk; every other call goes straight to the untouched
-model, so generation, caches and inference stay what they were. It returns an ordinary loss on an
-ordinary autograd graph: `loss.backward()` is the user's, and so are DDP, FSDP2 and gradient
-scalers.
+`Engine.forward` replaces the causal language model's `forward`. Calls with labels, and calls
+without labels in training, run the sequence chunk by chunk; all others go to the original forward,
+so generation, caches and inference work as before. The result is an ordinary loss on an ordinary
+autograd graph: the user calls `loss.backward()`, and DDP, FSDP2 and gradient scalers work as usual.
 """
 
 from __future__ import annotations
@@ -71,14 +70,14 @@ class Engine:
         *,
         group: SequenceGroup | None = None,
     ) -> None:
-        """Prepare to run `parts` under `config`; touches nothing yet.
+        """Prepare to run `parts` under `config`; changes nothing in the model.
 
         Args:
             parts: The model.
             config: The settings.
-            observer: Is told about plans, units and records.
-            original_forward: The model's own.
-            group: The ranks that share every sequence; None where this one has whole sequences.
+            observer: Receives plans, units and records of steps.
+            original_forward: The model's own forward.
+            group: The ranks that share every sequence; None if this rank has whole sequences.
         """
         self.parts = parts
         self.config = config
@@ -88,47 +87,48 @@ class Engine:
         self.enabled = True
         self.counters: dict[str, int] = {}
         self.logits_request: LogitsRequest | None = None
-        """What calls in evaluation do with logits while it is set."""
+        """What calls in evaluation do with logits; None outside of the Trainer's evaluation."""
         self.external_loss_name = ""
-        """Who computes the loss from logits, as a script names it; "" where nobody said."""
+        """Name of what computes the loss from logits, for messages; "" if unknown."""
         self.head = ModelHead(parts, original_forward)
         self.offload_holder = OffloadHolder(config)
         self.plans = PlanCache(parts, config, self.offload_holder, group)
         self.traces = None if config.trace_dir is None else TraceFolder(config.trace_dir)
-        """Keeps what the last step did, where the settings ask for it."""
+        """Writes the actions of the last step to files; None without `trace_dir`."""
         self._log: ActionLog | None = None
+        """Actions of the running training step, if there are traces."""
         self._heap: HeapWatch | None = None
-        """Of the running step."""
+        """Frees heap memory in the running step on a CPU."""
         self.weights: HostWeights | None = None
-        """What rests on the host, once it was put there."""
-        self._placed = config
-        """The settings, with weights and optimizer where they are now."""
+        """The host-resident weights; None until some were moved to the host."""
+        self._placement = config
+        """The settings, with `weights` and `optimizer` set to where these are now."""
         self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int | None] = (
             weakref.WeakKeyDictionary()
         )
-        """Those whose states go where the weights go; what these take, see `_resting_bytes`, or
-        None where an update may have changed it."""
+        """Optimizers whose states follow the weights, with the host memory that these states take
+        in bytes (see `_unpinned_host_bytes`); None if an update may have changed it."""
         self._warned: set[str] = set()
-        self._trained_when_placed = b""
-        """Which parameters trained when weights were put on the host, one byte each."""
-        self._kernels_tried = False
+        self._trainable_when_placed = b""
+        """`trainable_mask` of the model when weights were moved to the host."""
+        self._kernels_checked = False
         self._has_run = False
-        self._passes_on = False
+        self._in_original_forward = False
         self._thread: int | None = None
         self._thread_lock = threading.Lock()
-        # Weakly: the graph owns it, and its backward may never come.
-        self._last_watch: Callable[[], StepTimer | None] = lambda: None
+        # A weak reference: the autograd graph owns the timer, and its backward may never come.
+        self._last_timer: Callable[[], StepTimer | None] = lambda: None
 
     # -- the model's forward -----------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Stand-in for the model's forward.
+        """Run the model, in chunks if the call has labels or is in training.
 
         Raises:
-            ConfigError: If the batch or the settings cannot be run (see the message).
-            UnsupportedModelError: If the model cannot be trained exactly.
-            BudgetError: If a budget cannot hold what it must.
-            SPPOError: If another thread runs the model, or torch.func transforms it.
+            ConfigError: The batch or the settings cannot be run.
+            UnsupportedModelError: The model cannot be trained exactly.
+            BudgetError: No plan fits the memory budgets.
+            SPPOError: Another thread runs the model, or torch.func transforms it.
         """
         if not self.enabled:
             return self.original_forward(*args, **kwargs)
@@ -138,49 +138,49 @@ class Engine:
         call = read_call(self.parts, self.original_forward, args, kwargs)
         training = self.parts.causal_lm.training and torch.is_grad_enabled()
         if not call.has_labels and (not training or call.uses_cache):
-            return self._pass_on(*args, **kwargs)
+            return self._run_original(*args, **kwargs)
         call.refuse_unsupported(self.parts.name)
         if torch.is_grad_enabled():
             check_trainable(self.parts)
         check_layers(self.parts)
         check_router_loss(self.parts)
         check_adapters(self.parts)
-        with self._alone():
-            self._try_kernels(call.device)
+        with self._exclusive():
+            self._check_kernels(call.device)
             output = self._run(call)
         return output if call.return_dict else output.to_tuple()
 
-    def _try_kernels(self, device: torch.device) -> None:
-        """Before the first step: see `check_mixer_kernels`."""
-        if not self._kernels_tried:
+    def _check_kernels(self, device: torch.device) -> None:
+        """Call `check_mixer_kernels` before the first step."""
+        if not self._kernels_checked:
             check_mixer_kernels(self.parts, device)
-            self._kernels_tried = True
+            self._kernels_checked = True
 
-    def _pass_on(self, *args: Any, **kwargs: Any) -> Any:
-        before, self._passes_on = self._passes_on, True
+    def _run_original(self, *args: Any, **kwargs: Any) -> Any:
+        before, self._in_original_forward = self._in_original_forward, True
         try:
-            with self._weights_there(backward_follows=False):
+            with self._host_weights_loaded(backward_follows=False):
                 return self.original_forward(*args, **kwargs)
         finally:
-            self._passes_on = before
+            self._in_original_forward = before
 
     def before_unchunked_layer(self, index: int) -> None:
-        """A decoder layer is about to run, and no sequence of ours is running.
+        """Called before a decoder layer that runs outside of a chunked forward.
 
         Raises:
-            ConfigError: It trains, and `forward` has never been called: somebody kept the one from
-                before the conversion, so all of training would go on without chunks.
+            ConfigError: The layer trains, and `forward` has never been called: a wrapper has stored
+                the forward from before the conversion, so training would never be chunked.
         """
-        if self._passes_on and self.weights is not None:
+        if self._in_original_forward and self.weights is not None:
             self.weights.enter_layer(index)
         trains = self.parts.causal_lm.training and torch.is_grad_enabled()
-        if self._passes_on or not trains:
+        if self._in_original_forward or not trains:
             return
         if not any(p.requires_grad for p in self.parts.causal_lm.parameters()):
             return
         name, base = self.parts.name, type(self.parts.base).__name__
         seen = (
-            f"layers of {name} run in training, but not through the forward that SPPO put there: "
+            f"layers of {name} run in training, but not through the forward that SPPO installed: "
             f"their {base} is called directly, or by a wrapper that stored the model's forward "
             "before it was converted (PEFT's AdaptionPrompt does)"
         )
@@ -189,8 +189,8 @@ class Engine:
             return
         raise ConfigError(
             f"{seen}. SPPO would never be in use. Allowed: calls of {name} itself, or of a wrapper "
-            "made after the conversion. Remedy: model = plugin.convert(model) before the model is "
-            "wrapped (by get_peft_model, for one); or train without SPPO."
+            "made after the conversion. Remedy: call model = plugin.convert(model) before the "
+            "model is wrapped (by get_peft_model, for example); or train without SPPO."
         )
 
     def _refuse_other_threads(self) -> None:
@@ -201,11 +201,11 @@ class Engine:
             )
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Context of a chunked forward: in one thread, and of no function transform.
+    def _exclusive(self) -> Iterator[None]:
+        """Context of a chunked forward, in which one thread may be at a time.
 
         Raises:
-            SPPOError: Another thread is in one, or torch.func is.
+            SPPOError: Another thread is in it, or torch.func transforms the call.
         """
         if peek_interpreter_stack() is not None:
             raise SPPOError(
@@ -222,59 +222,59 @@ class Engine:
             self._thread = None
 
     def _run(self, call: ForwardCall) -> ModelOutput:
-        began = time.perf_counter()
+        start_seconds = time.perf_counter()
         if not self._has_run:
             prepare_layers(self.parts, self.config, call.device)
         self._has_run = True
-        release_failed_backward(self._last_watch())
-        logits = self._wanted_logits(call)
+        release_failed_backward(self._last_timer())
+        logits = self._requested_logits(call)
         layout = call.layout(all_positions=logits.whole or logits.reduce is not None)
         self.plans.correct(self.observer)
         rows, tokens, device = call.batch_rows, call.total_tokens, call.device
         self.place_weights(device)
-        self._notice_trained(device)
+        self._update_trainable(device)
         while True:
             plan = self.plan(rows, tokens, device, return_logits=logits.whole)
-            self._rest_as_planned(plan, device)
+            self._place_as_planned(plan, device)
             random = None if self.plans.has_run(plan) else RandomState(device)
             try:
-                return self._run_plan(call, layout, plan, logits, began)
+                return self._run_plan(call, layout, plan, logits, start_seconds)
             except CannotRunByLayer as reason:
                 if plan.order == "by_chunk":
                     raise UnsupportedModelError(
                         f"{self.parts.name} cannot run in parts: {reason}. Set "
                         "layer_tile_tokens=0, or train it without sppo_hf."
                     ) from reason
-                self._stop_resting_layers(device)
+                self._return_layers_to_device(device)
                 self.plans.refuse_by_layer(str(reason))
             except NotTokenWise as reason:
                 self.plans.refuse_tiles(str(reason))
             except RuntimeError as error:
-                if random is None or not self._plan_with_less(plan, error, "forward"):
+                if random is None or not self._shrink_plan(plan, error, "forward"):
                     raise
-            # Here, where the error and all that it holds of the failed forward are gone.
+            # After the except clause, whose error holds tensors of the failed forward.
             if random is not None:
                 random.restore()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
 
     def replan_after_failed_backward(self, error: RuntimeError) -> bool:
-        """Plan with less memory from now on, if it ran out in the first backward of a plan.
+        """Plan with less device memory from now on, if it ran out in the first backward of a plan.
 
         Returns:
-            Whether the step is worth a second try: the forward must run again with the backward.
+            Whether to repeat the step, forward and backward.
         """
-        watch = self._last_watch()
-        if watch is None or not watch.is_in_backward or self.plans.has_trained(watch.plan):
+        timer = self._last_timer()
+        if timer is None or not timer.is_in_backward or self.plans.has_trained(timer.plan):
             return False
-        return self._plan_with_less(watch.plan, error, "backward")
+        return self._shrink_plan(timer.plan, error, "backward")
 
-    def _plan_with_less(self, plan: Plan, error: RuntimeError, direction: Direction) -> bool:
-        """Whether what raised `error` is worth a second try with less memory."""
-        # Sharded weights are gathered by all ranks together, and tokens of a shared sequence are
-        # exchanged, so one cannot begin again by itself.
-        together = self.parts.is_sharded() or self.group is not None
-        if not is_out_of_memory(error) or together:
+    def _shrink_plan(self, plan: Plan, error: RuntimeError, direction: Direction) -> bool:
+        """After an out-of-memory error, lower the device budget; returns whether to run again."""
+        # Ranks gather sharded weights, and exchange tokens of a shared sequence, in collectives, so
+        # one rank cannot repeat a step by itself.
+        has_collectives = self.parts.is_sharded() or self.group is not None
+        if not is_out_of_memory(error) or has_collectives:
             return False
         before, after = plan.budgets.device, self.plans.shrink(plan)
         if before is None or after is None:
@@ -294,27 +294,27 @@ class Engine:
         layout: BatchLayout,
         plan: Plan,
         logits: LogitsRequest,
-        began_seconds: float,
+        start_seconds: float,
     ) -> ModelOutput:
-        watch = StepTimer(
+        timer = StepTimer(
             self.observer,
             plan,
             self.shape(),
             device=call.device,
-            took=self.take_stats,
-            began_seconds=began_seconds,
+            take_stats=self.take_stats,
+            start_seconds=start_seconds,
             on_step=self._step_done,
             share=(0, 1) if self.group is None else (self.group.rank, self.group.size),
         )
         if self.traces is not None:
             self.traces.poll()
             self._log = ActionLog(call.device) if torch.is_grad_enabled() else None
-        self._last_watch = weakref.ref(watch)
+        self._last_timer = weakref.ref(timer)
         router_loss = RouterLoss.of(self.parts)
         if router_loss is not None and (call.head_arguments or not call.has_labels):
             raise UnsupportedModelError(
                 f"{self.parts.name}: config.output_router_logits=True adds a loss to that of the "
-                f"labels, and {self._who_computes_the_loss(call)} computes another one. Set "
+                f"labels, and {self._loss_owner(call)} computes another one. Set "
                 "model.config.output_router_logits = False."
             )
         used = layout.used_tokens or call.total_tokens
@@ -324,30 +324,30 @@ class Engine:
             for start, end in call.row_groups(self.config)
         )
         self.plans.warm_up_attention(step, call.device, self.observer)
-        with self._weights_there(backward_follows=torch.is_grad_enabled()):
+        with self._host_weights_loaded(backward_follows=torch.is_grad_enabled()):
             self._heap = HeapWatch.of_step(plan, self.parts.causal_lm.parameters())
             if call.head_arguments:
-                output = self._whole_head(call, layout, plan, watch)
+                output = self._run_full_head(call, layout, plan, timer)
             elif call.has_labels and self.parts.causal_lm.loss_function is ForCausalLMLoss:
-                output = self._loss(call, layout, plan, watch, logits, router_loss)
+                output = self._loss(call, layout, plan, timer, logits, router_loss)
                 if router_loss is not None:
                     if self.group is not None:
                         router_loss.sum_over_ranks(self.group.sum_over_ranks)
                     output = router_loss.add_to_output(output)
             else:
-                self._warn_of_whole_logits(call, self._who_computes_the_loss(call))
-                output = self._whole_head(call, layout, plan, watch)
-        watch.forward_done(output)
-        self.plans.ran(plan)
+                self._warn_of_full_logits(call, self._loss_owner(call))
+                output = self._run_full_head(call, layout, plan, timer)
+        timer.forward_done(output)
+        self.plans.forward_done(plan)
         return output
 
-    def _step_done(self, watch: StepTimer) -> None:
-        self.plans.step_done(watch)
+    def _step_done(self, timer: StepTimer) -> None:
+        self.plans.step_done(timer)
         log, self._log = self._log, None
         if self.traces is not None and log is not None:
             self.traces.keep_log(log)
 
-    def _wanted_logits(self, call: ForwardCall) -> LogitsRequest:
+    def _requested_logits(self, call: ForwardCall) -> LogitsRequest:
         """What this call does with logits."""
         request = self.logits_request
         if request is None or torch.is_grad_enabled():
@@ -362,16 +362,16 @@ class Engine:
         call: ForwardCall,
         layout: BatchLayout,
         plan: Plan,
-        watch: StepTimer,
+        timer: StepTimer,
         logits: LogitsRequest,
         router_loss: RouterLoss | None,
     ) -> CausalLMOutputWithPast:
         assert call.shift_labels is not None
         if logits.whole and logits.requested_by:
-            self._warn_of_whole_logits(call, logits.requested_by)
+            self._warn_of_full_logits(call, logits.requested_by)
         labels = call.shift_labels if call.aligned_labels is None else call.aligned_labels
-        # Those of training are part of the graph, so that a loss may be made of them; they are
-        # computed beside the tiles of the loss, whose gradients are there before its backward.
+        # In training, logits are part of the graph, so that a loss may be computed from them. They
+        # are computed beside the tiles of the loss, which have their gradients before backward.
         in_graph = logits.whole and torch.is_grad_enabled()
         whole = LogitsCollector() if logits.whole else None
         reduced = LogitsCollector(logits.reduce) if logits.reduce is not None else None
@@ -381,7 +381,7 @@ class Engine:
             for collector in collectors:
                 collector.add(logits_MV, tile)
 
-        # Logits that somebody collects are those of whole rows, on every rank.
+        # Collected logits are those of whole rows, on every rank.
         sharing = None if collectors else self.group
         head_in_backward = self.parts.is_sharded() or self.parts.head_is_hooked()
         loss = ChunkedLoss(
@@ -402,13 +402,13 @@ class Engine:
             for collector in collectors:
                 collector.begin_group()
             labels_BT = call.shift_labels[group[0] : group[1]]
-            # Not where a head runs before the layers' backward: its logits are at the peak.
+            # Not if the head runs right before the layers' backward: its logits are at the peak.
             backward_next = group == groups[-1] and not head_in_backward and not in_graph
             hidden = self._hidden(
                 call,
                 layout,
                 plan,
-                watch,
+                timer,
                 group,
                 backward_next=backward_next,
                 whole_chunks=sharing is None,
@@ -434,30 +434,30 @@ class Engine:
             logits.vocab_size, logits.logits_dtype = reduced.vocab_size, reduced.logits_dtype
         kept = None if whole is None else call.select_kept_logits(whole.result())
         if kept is None and reduced is not None:
-            # Whoever collects outputs of several ranks learns the number of tokens from it.
+            # The Trainer reads the number of tokens from it when it gathers outputs of ranks.
             kept = torch.zeros(call.batch_rows, call.total_tokens, device=call.device)
         return CausalLMOutputWithPast(loss=value, logits=kept)
 
-    def _whole_head(
-        self, call: ForwardCall, layout: BatchLayout, plan: Plan, watch: StepTimer
+    def _run_full_head(
+        self, call: ForwardCall, layout: BatchLayout, plan: Plan, timer: StepTimer
     ) -> ModelOutput:
-        """Chunked layers, then the head (and loss) that is there over the whole sequence."""
+        """Run the layers in chunks, then the model's own head and loss over the whole sequence."""
         rows = []
         for group in call.row_groups(self.config):
             chunks = self._hidden(
-                call, layout, plan, watch, group, skip_padding=False, whole_chunks=True
+                call, layout, plan, timer, group, skip_padding=False, whole_chunks=True
             )
             rows.append(torch.cat([hidden_BCD for _, hidden_BCD in chunks], dim=1))
         return self.head.run(torch.cat(rows), **call.loss_arguments, **call.head_arguments)
 
-    def _who_computes_the_loss(self, call: ForwardCall) -> str:
-        """Who asks for whole logits in place of the standard loss."""
+    def _loss_owner(self, call: ForwardCall) -> str:
+        """Name of what computes a loss from full logits in place of the standard loss."""
         if call.has_labels:
             loss = self.parts.causal_lm.loss_function
             return f"the loss of the model's own ({getattr(loss, '__name__', type(loss).__name__)})"
         return self.external_loss_name or "whoever called the model without labels"
 
-    def _warn_of_whole_logits(self, call: ForwardCall, requested_by: str) -> None:
+    def _warn_of_full_logits(self, call: ForwardCall, requested_by: str) -> None:
         vocab = self.parts.text_config.vocab_size
         size = call.batch_rows * call.total_tokens * vocab
         more = ", several times that while their gradient is computed"
@@ -475,7 +475,7 @@ class Engine:
         call: ForwardCall,
         layout: BatchLayout,
         plan: Plan,
-        watch: StepTimer,
+        timer: StepTimer,
         group: tuple[int, int],
         *,
         skip_padding: bool = True,
@@ -485,7 +485,7 @@ class Engine:
     ) -> Any:
         """Yield (chunk, hidden states `[B, C, D]`) of a group of rows.
 
-        Of chunks that ranks share they are those of this rank's tokens, unless `whole_chunks`.
+        If ranks share the sequence, C counts this rank's tokens, or all with `whole_chunks`.
         """
         positions = call.positions()
         sequence = ChunkRunner(
@@ -507,7 +507,7 @@ class Engine:
             constants["output_router_logits"] = True
         slices = ChunkInputs(self._inputs(call), positions, constants).rows(*group)
         stop = layout.used_tokens if skip_padding and layout.used_tokens else call.total_tokens
-        chunks = sequence.run(slices, stop_token=stop, watch=watch)
+        chunks = sequence.run(slices, stop_token=stop, watch=timer)
         for chunk, output in chunks:
             self.head.output_class = type(output)
             hidden_BCD = output.last_hidden_state
@@ -515,16 +515,16 @@ class Engine:
                 router_loss.add(
                     output.router_logits, call.attention_mask, group, sequence.rank_tokens(chunk)
                 )
-            watch.watch_backward(chunk, hidden_BCD)
+            timer.watch_backward(chunk, hidden_BCD)
             if whole_chunks and self.group is not None:
                 start, end = plan.bounds[chunk]
                 hidden_BCD = self.group.gather_tokens(hidden_BCD, end - start)
             yield chunk, hidden_BCD
-        if backward_next:  # the last chunk's loss is done, so its logits are gone
+        if backward_next:  # the last chunk's loss is done, so its logits are freed
             sequence.start_backward()
 
     def _inputs(self, call: ForwardCall) -> dict[str, Tensor]:
-        """What is cut along the tokens."""
+        """Tensors that chunks are slices of: tokens, or their embeddings."""
         embedded = self.parts.embed_sequence(call.tokens)
         if embedded is None:
             return call.tokens
@@ -541,41 +541,41 @@ class Engine:
         *,
         return_logits: bool = False,
     ) -> Plan:
-        """The plan for batches of this shape; made, shown and remembered the first time."""
+        """The plan for batches of this shape; made and shown at the first call, then reused."""
         if device.type == "cuda":
-            self.plans.host_resident_bytes = self._resting_bytes()
-            locked = 0 if self.weights is None else self.weights.pinned_gradient_bytes
-            self.plans.pinned_gradient_bytes = locked
+            self.plans.host_resident_bytes = self._unpinned_host_bytes()
+            pinned_bytes = 0 if self.weights is None else self.weights.pinned_gradient_bytes
+            self.plans.pinned_gradient_bytes = pinned_bytes
         return self.plans.get(
             batch_rows, total_tokens, device, self.observer, return_logits=return_logits
         )
 
     def shape(self) -> ModelShape:
-        """The model's shape, read once."""
+        """The model's shape; see `PlanCache.shape`."""
         return self.plans.shape()
 
     @property
     def offload(self) -> OffloadEngine:
-        """The offload engine; there once a batch was planned."""
+        """The offload engine, which exists once a batch was planned."""
         return self.offload_holder.engine
 
     @property
     def running(self) -> ChunkRunner | None:
-        """What runs chunks in this model now, in this thread; None where nothing does."""
+        """The runner of the chunked forward that this thread is in; None outside of one."""
         context = current_of(self.parts)
         return None if context is None else context.runner
 
     def last_position(self) -> Tensor | None:
-        """Largest position of the running sequence, `[1, 1]`; None when none runs."""
+        """Largest position of the running sequence, `[1, 1]`; None if none runs."""
         context = current_of(self.parts)
         return None if context is None else context.last_position
 
     def take_stats(self) -> OffloadStats:
-        """What the offload engine did since the last time this was asked."""
+        """What the offload engine did since the last call."""
         return self.offload_holder.take_stats()
 
     def close(self) -> None:
-        """Wait for copies under way, give the host memory back and modules their own code."""
+        """Wait for copies, free host memory, and restore the modules' own code."""
         if self.traces is not None:
             self.traces.poll()
         self.offload_holder.close()
@@ -584,53 +584,53 @@ class Engine:
         if weights is not None:
             weights.close()
 
-    # -- weights on the host -------------------------------------------------------------------
+    # -- host-resident weights -----------------------------------------------------------------
 
     def place_weights(self, device: torch.device) -> None:
-        """Put what the settings say to rest on the host, and everything else on `device`.
+        """Move weights to the host as the settings say, and everything else to `device`.
 
-        Does nothing the second time, nor where nothing is to rest. Trained weights rest where their
-        optimizer is; adapters on frozen layers that rest there go with them.
+        Does nothing at the second call, or if no weights are to be on the host. Trained weights are
+        where their optimizer is; adapters of host-resident frozen layers go with them.
         """
         if self.weights is None:
             self._place_weights(device)
 
-    def _notice_trained(self, device: torch.device) -> None:
-        """Plan for the parameters that train, and place anew if these are others than then."""
+    def _update_trainable(self, device: torch.device) -> None:
+        """Note which parameters train now, and place weights again if these have changed."""
         if not torch.is_grad_enabled():
             return
-        self.plans.notice_trained()
-        if self.weights is not None and self._trained_when_placed != self._which_train():
+        self.plans.update_trainable()
+        if self.weights is not None and self._trainable_when_placed != self._trainable_mask():
             self._place_weights(device)
 
-    def _which_train(self) -> bytes:
+    def _trainable_mask(self) -> bytes:
         return trainable_mask(self.parts.causal_lm.parameters())
 
     def _place_weights(self, device: torch.device) -> None:
-        rests = host_resident_predicate(self._placed)
-        if rests is None:
+        is_host_resident = host_resident_predicate(self._placement)
+        if is_host_resident is None:
             if self.weights is not None:
                 self.weights.close()
                 self.weights = None
             return
         if self.weights is not None:
             self.weights.release()
-        layers, others = host_resident_parameters(self.parts, rests)
-        resting = {id(p) for group in [*layers, others] for p in group}
+        layers, others = host_resident_parameters(self.parts, is_host_resident)
+        on_host = {id(p) for group in [*layers, others] for p in group}
         for module in self.parts.causal_lm.modules():
             for parameter in module.parameters(recurse=False):
-                if id(parameter) not in resting and parameter.device != device:
+                if id(parameter) not in on_host and parameter.device != device:
                     parameter.data = parameter.data.to(device)
             for name, buffer in module.named_buffers(recurse=False):
                 if buffer.device != device:
                     module._buffers[name] = buffer.to(device)
         copier = self.offload_holder.copier(device)
-        self._trained_when_placed = self._which_train()
+        self._trainable_when_placed = self._trainable_mask()
         self.weights = HostWeights(
             layers,
             others,
             copier=copier,
-            keep_device_copies=self._placed.weights != "host",
+            keep_device_copies=self._placement.weights != "host",
             locker=copier.page_locker if self.config.use_pin_memory else None,
             previous=self.weights,
             progress=self.observer.on_host_memory,
@@ -646,30 +646,33 @@ class Engine:
             self._optimizers[optimizer] = None
 
     def register_optimizer(
-        self, optimizer: torch.optim.Optimizer, states_bytes: int | None, why_not: str = ""
+        self,
+        optimizer: torch.optim.Optimizer,
+        states_bytes: int | None,
+        device_only_reason: str = "",
     ) -> None:
-        """An optimizer will update the model: what settings leave open may rest on the host.
+        """Take note of an optimizer that will update the model, which may be on the host.
 
         Args:
             optimizer: Its states follow the weights.
-            states_bytes: What it will keep; None where that is not known.
-            why_not: Why it must find its weights on the device, as a part of a sentence.
+            states_bytes: Size of its states; None if unknown.
+            device_only_reason: Why its weights must be on the device, as a part of a sentence.
         """
         if optimizer in self._optimizers:
             return
         self._optimizers[optimizer] = None
-        known = self._optimizers  # and not the engine, which the optimizer would keep alive
-        # A wrapper that skips Optimizer.__init__ may lack some; what it loads counts after a step.
+        known = self._optimizers  # not the engine, which the optimizer's hooks would keep alive
+        # Wrappers that skip Optimizer.__init__ may have no such hooks.
         with contextlib.suppress(AttributeError):
             optimizer.register_step_post_hook(lambda one, *_: known.update({one: None}))
             optimizer.register_load_state_dict_post_hook(lambda one: known.update({one: None}))
         if states_bytes is not None:
             self.plans.optimizer_bytes = states_bytes + (self.plans.optimizer_bytes or 0)
-        if len(self._optimizers) == 1 or why_not:
-            self.plans.device_only_reason = why_not
+        if len(self._optimizers) == 1 or device_only_reason:
+            self.plans.device_only_reason = device_only_reason
 
     def move_to_host_if_too_large(self, device: torch.device) -> None:
-        """Put on the host what settings leave open and no length leaves room for on the device."""
+        """Move weights to the host if settings allow it and they do not fit on the device."""
         if self.plans.device_only_reason or self.weights is not None:
             return
         facts = device_facts(device, self.config)
@@ -677,60 +680,62 @@ class Engine:
         if budget is None or len(read_placements(self.config, facts)) == 1:
             return
         whole = replace(model_shape(self.parts, device), optimizer_bytes=self.plans.optimizer_bytes)
-        asked, *others = read_placements(self.config, facts, adapters=whole.lora is not None)
+        default, *others = read_placements(self.config, facts, adapters=whole.lora is not None)
 
-        def least_bytes(places: Placement) -> int:
+        def standing_bytes(places: Placement) -> int:
             shape = whole.with_host_residents(weights=places.weights, optimizer=places.optimizer)
             return standing_device_bytes(shape, device.type)
 
-        if others and least_bytes(asked) > budget:
-            fitting = (places for places in others if least_bytes(places) <= budget)
-            self._rest(next(fitting, others[-1]), device)
+        if others and standing_bytes(default) > budget:
+            fitting = (places for places in others if standing_bytes(places) <= budget)
+            self._set_places(next(fitting, others[-1]), device)
 
-    def _rest_as_planned(self, plan: Plan, device: torch.device) -> None:
-        """Put on the host what settings leave open and a plan has there."""
+    def _place_as_planned(self, plan: Plan, device: torch.device) -> None:
+        """Move weights to the host if settings leave that open and the plan has them there."""
         resting = plan.shape.host_resident
         if resting is None or not plan.training:
             return
         if self.weights is None or self.weights.keep_device_copies != resting.stays:
             places = Placement(weights=not resting.stays, optimizer=resting.gradient_bytes > 0)
-            self._rest(places, device, plan)
+            self._set_places(places, device, plan)
 
-    def _rest(self, places: Placement, device: torch.device, plan: Plan | None = None) -> None:
-        placed = places.set_in(self.config)
+    def _set_places(
+        self, places: Placement, device: torch.device, plan: Plan | None = None
+    ) -> None:
+        placement = places.set_in(self.config)
         if not places.weights:
-            # They may follow where longer rows ask for it.
-            placed = placed.replace(weights=self.config.weights)
-        self._placed = placed
-        self.plans.rest(placed, plan)
+            # Longer rows may still move them to the host.
+            placement = placement.replace(weights=self.config.weights)
+        self._placement = placement
+        self.plans.set_placement(placement, plan)
         self._place_weights(device)
 
-    def _stop_resting_layers(self, device: torch.device) -> None:
-        """Bring layers' weights back that were put on the host for a walk layer by layer."""
-        if self.config.weights == "auto" and self._placed.weights == "host":
-            self._placed = self._placed.replace(weights="device")
-            self.plans.rest(self._placed)
+    def _return_layers_to_device(self, device: torch.device) -> None:
+        """Move weights back that the planner had put on the host for a run layer by layer."""
+        if self.config.weights == "auto" and self._placement.weights == "host":
+            self._placement = self._placement.replace(weights="device")
+            self.plans.set_placement(self._placement)
             self._place_weights(device)
 
-    def _resting_bytes(self) -> int:
-        """Host memory that gradients and optimizer states of weights at rest take, if not pinned.
+    def _unpinned_host_bytes(self) -> int:
+        """Pageable host memory of gradients and optimizer states of host-resident weights.
 
-        A plan counts it, so the host's free memory, which is without it, is not all there is. (The
-        weights themselves may be a file's, and are counted twice where they are not pinned.)
+        Plans count these bytes, so they are added to the host's free memory. Weights are not: they
+        may be mapped from a file, and are counted twice if they are not pinned.
         """
         if self.weights is None:
             return 0
         total = sum(tensor.nbytes for tensor in self.weights.gradients if not tensor.is_pinned())
         for optimizer, known_bytes in list(self._optimizers.items()):
             if known_bytes is None:
-                # Every forward asks, and states are many.
+                # Kept, since every forward calls this and there are many states.
                 known_bytes = self._optimizers[optimizer] = self._states_bytes(optimizer)
             total += known_bytes
         return total
 
     def _states_bytes(self, optimizer: torch.optim.Optimizer) -> int:
-        """Host memory that an optimizer's states of weights at rest take, if not pinned."""
-        assert self.weights is not None, "weights rest"
+        """Pageable host memory of an optimizer's states of host-resident weights."""
+        assert self.weights is not None, "called for host-resident weights only"
         states = (
             value
             for parameter, state in optimizer.state.items()
@@ -741,26 +746,26 @@ class Engine:
         return sum(value.nbytes for value in states if not value.is_pinned())
 
     def begin_update(self) -> None:
-        """The optimizer's step begins: what rests on the host is there, and whole."""
+        """Called before the optimizer's step, which finds weights and gradients on the host."""
         if self.weights is not None:
-            # A forward whose loss was dropped has left weights on the device.
+            # A forward whose loss was dropped leaves weights on the device.
             self.weights.move_to_host()
             if self.traces is not None:
                 self.traces.begin_update()
 
     def end_update(self) -> None:
-        """The optimizer's step has ended."""
+        """Called after the optimizer's step."""
         if self.weights is not None and self.traces is not None:
             self.traces.end_update()
 
     @contextlib.contextmanager
-    def _weights_there(self, *, backward_follows: bool) -> Iterator[None]:
-        """Context of a forward: weights that rest on the host come when they are used."""
+    def _host_weights_loaded(self, *, backward_follows: bool) -> Iterator[None]:
+        """Context of a forward, in which host-resident weights are loaded when they are used."""
         if self.weights is None:
             yield
             return
         log = self._log
-        self.weights.on_fetch = None if log is None else functools.partial(_note_weights, log)
+        self.weights.on_fetch = None if log is None else functools.partial(_log_weights, log)
         self.weights.start_forward()
         try:
             yield
@@ -771,8 +776,9 @@ class Engine:
             self.weights.move_to_host()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
-        """A fresh engine for the copied model; streams, slabs and plans are made anew."""
-        fresh = memo[id(self)] = Engine.__new__(type(self))  # first: the layers' hooks refer to us
+        """A new engine for the copied model, with streams, slabs and plans of its own."""
+        # In the memo before the model is copied, whose hooks refer to the engine.
+        fresh = memo[id(self)] = Engine.__new__(type(self))
         Engine.__init__(
             fresh,
             copy.deepcopy(self.parts, memo),
@@ -782,12 +788,12 @@ class Engine:
             group=self.group,
         )
         fresh.enabled = self.enabled
-        fresh._placed = self._placed
-        fresh.plans.rest(self._placed)
+        fresh._placement = self._placement
+        fresh.plans.set_placement(self._placement)
         return fresh
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to be pickled, which would need streams, slabs and hooks of this process.
+        """Refuse to be pickled, for streams, slabs and hooks belong to this process.
 
         Raises:
             SPPOError: Always.
@@ -804,16 +810,16 @@ class Engine:
             warnings.warn(message, stacklevel=2)
 
 
-def _note_weights(log: ActionLog, layer: int, backward: bool) -> None:
+def _log_weights(log: ActionLog, layer: int, backward: bool) -> None:
     log.note(Action("P", 0, 0, layer, int(backward)))
 
 
-Rests = Callable[[torch.nn.Parameter], bool]
-"""Whether a parameter of a decoder layer rests on the host."""
+IsHostResident = Callable[[torch.nn.Parameter], bool]
+"""Whether a parameter of a decoder layer is on the host."""
 
 
-def host_resident_predicate(config: SPPOConfig) -> Rests | None:
-    """Which parameters of layers rest on the host; None where none do."""
+def host_resident_predicate(config: SPPOConfig) -> IsHostResident | None:
+    """Tell which parameters of layers are on the host under `config`; None if none are."""
     frozen, trained = config.host_resident
     if not frozen and not trained:
         return None
@@ -821,9 +827,12 @@ def host_resident_predicate(config: SPPOConfig) -> Rests | None:
 
 
 def host_resident_parameters(
-    parts: ModelParts, rests: Rests
+    parts: ModelParts, is_host_resident: IsHostResident
 ) -> tuple[list[list[torch.nn.Parameter]], list[torch.nn.Parameter]]:
-    """Parameters that rest on the host: by decoder layer, and trained ones of all the rest."""
+    """Host-resident parameters of each decoder layer, and those outside of the layers.
+
+    A parameter that several layers share counts as outside; of the others only trained ones do.
+    """
     owners: dict[int, set[int]] = {}
     for index, layer in enumerate(parts.layers):
         for parameter in layer.parameters():
@@ -831,32 +840,34 @@ def host_resident_parameters(
     layers: list[list[torch.nn.Parameter]] = [[] for _ in parts.layers]
     others: list[torch.nn.Parameter] = []
     for parameter in parts.causal_lm.parameters():
-        of = owners.get(id(parameter), set())
-        if not can_be_host_resident(parameter) or not rests(parameter):
+        layer_indices = owners.get(id(parameter), set())
+        if not can_be_host_resident(parameter) or not is_host_resident(parameter):
             continue
-        if len(of) == 1:
-            layers[next(iter(of))].append(parameter)
-        elif parameter.requires_grad or of:
+        if len(layer_indices) == 1:
+            layers[next(iter(layer_indices))].append(parameter)
+        elif parameter.requires_grad or layer_indices:
             others.append(parameter)
     return layers, others
 
 
-_RAN_OUT = ("out of memory", "outside pytorch's allocator", "alloc_failed")
+_OUT_OF_MEMORY_TEXTS = ("out of memory", "outside pytorch's allocator", "alloc_failed")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that the device's memory ran out, in PyTorch's allocator or beside it.
+    """Whether an error says that the device's memory ran out.
 
-    cuDNN and cuBLAS take memory from the driver, and their errors are plain `RuntimeError`s.
+    cuDNN and cuBLAS take memory from the driver; their errors are plain `RuntimeError`s.
     """
-    said = str(error).lower()
-    return isinstance(error, torch.OutOfMemoryError) or any(words in said for words in _RAN_OUT)
+    message = str(error).lower()
+    return isinstance(error, torch.OutOfMemoryError) or any(
+        text in message for text in _OUT_OF_MEMORY_TEXTS
+    )
 
 
 def chunk_labels(
     labels_BT: Tensor, bounds: tuple[int, int], group: SequenceGroup | None, ignore_index: int
 ) -> Tensor:
-    """Labels of the tokens of a chunk whose hidden states are here."""
+    """Labels of the tokens of a chunk that this rank holds, `[B, C]`."""
     start, end = bounds if group is None else rank_tokens(*bounds, group.rank, group.size)
     if start == end:  # see [Note: a rank without tokens] in sequence_group
         return labels_BT.new_full((len(labels_BT), 1), ignore_index)
@@ -864,7 +875,7 @@ def chunk_labels(
 
 
 def labelled_chunks(layout: BatchLayout, bounds: Bounds) -> set[int]:
-    """Chunks whose loss must be computed: those with labels, or all if there is no label at all."""
+    """Chunks whose loss must be computed: those with labels, or all if there are no labels."""
     used = [i for i, (s, _) in enumerate(bounds) if s < max(layout.used_tokens, 1)]
     labelled = {i for i in used if layout.has_label(*bounds[i])}
     return labelled or set(used)

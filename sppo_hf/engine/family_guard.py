@@ -23,18 +23,18 @@ from sppo_hf.errors import ConfigError, UnsupportedModelError
 
 PROVED = frozenset(
     (
-        "afmoe apertus arcee bitnet cohere cohere2 cohere_compass_text cwm dbrx deepseek_v2 "
-        "deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo gemma gemma2 "
-        "gemma3 gemma3_text gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_text "
-        "glm glm4 glm46v glm4_moe glm4_moe_lite glm4v glm4v_moe glm4v_moe_text glm4v_text "
-        "glm_ocr glm_ocr_text gpt2 gpt_bigcode gpt_neox gpt_oss granite granite_swa granitemoe "
-        "helium hunyuan_v1_dense hunyuan_v1_moe hyperclovax internvl jais2 jetmoe laguna llama "
-        "llama4 llama4_text llava mellum mimo_v2_flash minicpm3 minimax_m2 ministral ministral3 "
-        "mistral mistral3 mixtral nanochat nemotron olmo olmo2 olmo3 olmoe paddleocr_vl "
-        "paddleocr_vl_text persimmon phi phi3 qwen2 qwen2_5_vl qwen2_5_vl_text "
-        "qwen2_moe qwen2_vl qwen2_vl_text qwen3 qwen3_moe qwen3_vl qwen3_vl_moe "
-        "qwen3_vl_moe_text qwen3_vl_text seed_oss smollm3 smolvlm solar_open starcoder2 "
-        "vaultgemma youtu"
+        "afmoe apertus arcee bitnet codegen cohere cohere2 cohere_compass_text cwm dbrx "
+        "deepseek_v2 deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo gemma "
+        "gemma2 gemma3 gemma3_text gemma3n_text gemma4 gemma4_text gemma4_unified "
+        "gemma4_unified_text glm glm4 glm46v glm4_moe glm4_moe_lite glm4v glm4v_moe "
+        "glm4v_moe_text glm4v_text glm_ocr glm_ocr_text gpt2 gpt_bigcode gpt_neox gpt_oss gptj "
+        "granite granite_swa granitemoe helium hunyuan_v1_dense hunyuan_v1_moe hyperclovax "
+        "internvl jais2 jetmoe laguna llama llama4 llama4_text llava mellum mimo_v2_flash "
+        "minicpm3 minimax_m2 ministral ministral3 mistral mistral3 mixtral nanochat nemotron "
+        "olmo olmo2 olmo3 olmoe paddleocr_vl paddleocr_vl_text persimmon phi phi3 qwen2 "
+        "qwen2_5_vl qwen2_5_vl_text qwen2_moe qwen2_vl qwen2_vl_text qwen3 qwen3_moe qwen3_vl "
+        "qwen3_vl_moe qwen3_vl_moe_text qwen3_vl_text seed_oss smollm3 smolvlm solar_open "
+        "starcoder2 vaultgemma youtu"
     ).split()
 )
 """Model types whose tiny models are exact in `tests/engine/test_exactness.py`."""

@@ -1,9 +1,8 @@
-"""The plans of one model: made when a batch shape first comes, remembered, corrected once.
+"""The plans of one model: made at the first batch of each shape, reused, and corrected once.
 
 Gathers what the torch-free planner needs (the model's shape, the device's facts, the attention
-backend) and keeps the offload engine as large as the plans want it. When the device has come to the
-end of a plan's first steps, their measured times become a correction of the speeds that the plan
-was made with. Runs nothing.
+backend) and lets the offload engine reserve the memory that plans need. Once the device has
+finished a plan's first steps, the measured times correct the speeds that the plan was made with.
 """
 
 from __future__ import annotations
@@ -45,13 +44,13 @@ from sppo_hf.rules import format_bytes
 
 logger = logging.getLogger(__name__)
 
-# The first step allocates, pins and compiles; the second is like all that follow.
 STEP_MEASURED = 2
+"""Step of a plan that is measured: the first allocates, pins and compiles; later ones are alike."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileCorrection:
-    """A plan, what a step of it took, and the correction that follows."""
+    """A plan, the measured times of one of its steps, and the correction that follows."""
 
     plan: Plan
     measured: MeasuredStep
@@ -59,88 +58,78 @@ class ProfileCorrection:
 
 
 class ProfileCorrector:
-    """Watches steps until each plan has been measured once."""
+    """Derives corrections of the hardware profile from one measured step of each plan."""
 
     def __init__(self, group: SequenceGroup | None = None) -> None:
-        """Watch none yet; the ranks of `group`, which share every sequence, must learn the same."""
+        """Begin without measurements; all ranks of `group` derive the same corrections."""
         self._group = group
-        self._steps: dict[int, int] = {}
-        self._plans: list[Plan] = []
+        self._num_steps: dict[int, tuple[Plan, int]] = {}
+        """Steps of each plan, by its id; holds the plan, so that no other one gets the id."""
         self._waiting: list[StepTimer] = []
 
-    def step_done(self, watch: StepTimer) -> None:
-        """A training step has ended on the host; the device may be behind."""
-        plan = watch.plan
+    def step_done(self, timer: StepTimer) -> None:
+        """Count a training step that has ended on the host; the device may be behind."""
+        plan = timer.plan
         if plan.prediction is None or plan.cost is None:
             return
-        if id(plan) not in self._steps:
-            self._plans.append(plan)  # keeps its id from being given away
-        steps = self._steps[id(plan)] = self._steps.get(id(plan), 0) + 1
-        if steps == STEP_MEASURED:
-            self._waiting.append(watch)
+        num_steps = self._num_steps.get(id(plan), (plan, 0))[1] + 1
+        self._num_steps[id(plan)] = plan, num_steps
+        if num_steps == STEP_MEASURED:
+            self._waiting.append(timer)
 
     def new_corrections(self) -> Iterator[ProfileCorrection]:
-        """Yields what has been learned since the last time; asks the device, never waits for it."""
+        """Yield corrections found since the last call; never waits for the device."""
         waiting, self._waiting = self._waiting, []
-        for watch in waiting:
-            measured = self._measured(watch)
+        for timer in waiting:
+            measured = self._measured(timer)
             if measured is None:
-                self._waiting.append(watch)
+                self._waiting.append(timer)
                 continue
-            plan = watch.plan
-            assert plan.prediction is not None, "plans without one are not watched"
+            plan = timer.plan
+            assert plan.prediction is not None, "plans without one are not measured"
             assert plan.cost is not None, "a prediction was made with a cost"
             before = plan.cost.correction
             correction = learn(plan.prediction, measured, before)
             if before == Correction() and worth_correcting(before, correction):
                 yield ProfileCorrection(plan, measured, correction)
 
-    def _measured(self, watch: StepTimer) -> MeasuredStep | None:
-        """What a step took: on the slowest of the ranks, once the devices of all are done with it.
-
-        Ranks wait for each other in every layer, and all of them ask at the same moments.
-        """
+    def _measured(self, timer: StepTimer) -> MeasuredStep | None:
+        """Times of a step on the slowest rank; None until the devices of all ranks are done."""
         if self._group is None:
-            return watch.measured()
+            return timer.measured()
         return self._group.decide(
-            watch.measured, lambda took: -math.inf if took is None else -took.step_seconds
+            timer.measured, lambda step: -math.inf if step is None else -step.step_seconds
         )
 
 
-# Rows of more lengths than this are taken to have a new length with every batch.
-_FEW_LENGTHS = 3
+_MAX_FIXED_LENGTHS = 3
+"""With rows of more lengths than this, every batch is expected to have a new length."""
 
-# What is planned with of a budget under which memory ran out.
-_LESS = 0.95
+_SHRINK_FACTOR = 0.95
+"""Share of a device budget to plan with after memory ran out under it."""
 
-# A step of ours may wait for kernels' plans, and ranks for a rank that makes some.
 _WARM_UP_SECONDS = 120.0
+"""How long a step may wait for kernels that build plans for each shape, on this or another rank."""
 
-# Gradients below this share of the device's peak change no plan.
-_FEW_GRADIENTS = 0.01
+_MIN_GRADIENT_SHARE = 0.01
+"""Gradients that take less than this share of the device's peak do not change plans."""
 
-# Sets of parameters that train of which plans are kept: adapters that take turns, not layers that
-# are drawn anew again and again.
-_MOST_TRAINED = 8
+_MAX_TRAINED_SETS = 8
+"""Sets of trained parameters whose plans are kept: enough for adapters that take turns."""
 
 
 class RecentTrainedSets:
-    """The sets of parameters that trained last, of which plans are kept."""
+    """The sets of trained parameters that were used last, whose plans are kept."""
 
     def __init__(self) -> None:
-        """None yet."""
+        """Begin with no set."""
         self._sets: dict[Hashable, None] = {}
 
     def use(self, trained: Hashable) -> Hashable | None:
-        """Note that a set trains now.
-
-        Returns:
-            The set that has not trained for the longest time, where that is one too many; else
-            None.
-        """
+        """Mark a set as used now; returns the least recently used one if there are too many."""
         self._sets.pop(trained, None)
         self._sets[trained] = None
-        if len(self._sets) <= _MOST_TRAINED:
+        if len(self._sets) <= _MAX_TRAINED_SETS:
             return None
         forgotten = next(iter(self._sets))
         del self._sets[forgotten]
@@ -148,110 +137,115 @@ class RecentTrainedSets:
 
 
 class StepRows(NamedTuple):
-    """Rows that run together in a step, and what of them runs here."""
+    """Rows that run together in a step, and which of their chunks run on this rank."""
 
     plan: Plan
     batch_rows: int
     spans: tuple[RowSpans, ...] | None
-    """Documents and padding of each; None where every row is one document."""
+    """Documents and padding of each row; None if every row is one document."""
     chunks: range
     group: SequenceGroup | None
-    """The ranks that share the chunks; None where this one runs them alone."""
+    """The ranks that share the chunks; None if this rank has whole chunks."""
 
 
 class PlanCache:
-    """Plans by batch shape."""
+    """The plans of one model by batch shape."""
 
     def __init__(
         self,
         parts: ModelParts,
         config: SPPOConfig,
-        room: OffloadHolder,
+        offload_holder: OffloadHolder,
         group: SequenceGroup | None = None,
     ) -> None:
-        """Hold none yet; `room` is prepared for every plan, which all ranks of `group` run."""
+        """Begin without plans.
+
+        `offload_holder` reserves the memory of every plan. All ranks of `group` run the same plans.
+        """
         self._parts = parts
-        # Ranks that share a sequence exchange the tokens of one chunk after the other.
+        # Ranks that share a sequence exchange tokens chunk by chunk.
         self._config = config if group is None else config.replace(order="by_chunk")
-        self._offload = room
+        self._offload_holder = offload_holder
         self._group = group
         self._plans: dict[tuple[int, int, bool, torch.device, bool, bytes], Plan] = {}
-        """Those of training also by which parameters train."""
+        """By rows, tokens, training, device, `return_logits`, and the mask of trained parameters
+        (empty in evaluation)."""
         self._selections: dict[tuple[AttentionSpec, int], Selection] = {}
         self._lengths: set[int] = set()
-        """Tokens of the rows that training has seen, until they are taken to vary."""
+        """Row lengths seen in training, up to one more than `_MAX_FIXED_LENGTHS`."""
         self._trained = b""
-        """Which parameters train, one byte each; empty until a batch trains any."""
+        """`trainable_mask` of the model; empty until the first training batch."""
         self._last_trained = RecentTrainedSets()
         self._shapes: dict[bytes, ModelShape] = {}
-        """By the same."""
+        """The model's shape by the mask of trained parameters."""
         self._accumulates = False
         self._warned: set[str] = set()
-        self._teacher = ProfileCorrector(group)
+        self._corrector = ProfileCorrector(group)
         self._by_chunk_reason = ""
-        """Why the model cannot go layer by layer, once that is known."""
+        """Why the model cannot run layer by layer; "" unless that was found out."""
         self._untiled_reason = ""
-        """Why layers cannot run in tiles, once that is known."""
+        """Why layers cannot run in tiles; "" unless that was found out."""
         self._have_run: dict[int, Plan] = {}
-        """By identity; the plan is held, so that no other gets it."""
+        """Plans with a completed forward, by id; held, so that no other plan gets the id."""
         self._have_trained: dict[int, Plan] = {}
-        """Likewise."""
-        self._shrunk = False
+        """Plans with a completed backward, by id."""
+        self._is_shrunk = False
         self._warm_up = WarmUp(budget_seconds=_WARM_UP_SECONDS)
         self.device_only_reason = "no Accelerator has said which optimizer will update them"
-        """Why weights and optimizer stay on the device where the settings leave that open."""
+        """Why plans may not move weights and optimizer to the host; "" if they may."""
         self.optimizer_bytes: int | None = None
-        """What the optimizer keeps, once that is known."""
+        """Size of the optimizer's states; None if unknown."""
         self.host_resident_bytes = 0
-        """Host memory, not pinned, that gradients and optimizer states at rest take already."""
+        """Pageable host memory that gradients and optimizer states of host-resident weights take
+        already. Plans of training count it."""
         self.pinned_gradient_bytes = 0
-        """Page-locked memory that gradients at rest have; like the above it is in plans of training
-        alone, and in an evaluation nobody's to use."""
+        """Page-locked memory of host-resident gradients. Plans of training count it; in evaluation
+        it is not available."""
 
     def has_run(self, plan: Plan) -> bool:
-        """Whether a forward under `plan` has come to its end."""
+        """Whether a forward under `plan` was completed."""
         return id(plan) in self._have_run
 
-    def ran(self, plan: Plan) -> None:
-        """A forward under `plan` has come to its end."""
+    def forward_done(self, plan: Plan) -> None:
+        """Note that a forward under `plan` was completed."""
         self._have_run[id(plan)] = plan
 
     def has_trained(self, plan: Plan) -> bool:
-        """Whether a backward under `plan` has come to its end."""
+        """Whether a backward under `plan` was completed."""
         return id(plan) in self._have_trained
 
     def refuse_by_layer(self, reason: str) -> None:
-        """Plan chunk by chunk from now on; `reason` says why the model cannot go by layer."""
+        """Plan chunk by chunk from now on; `reason` says why layer by layer is not possible."""
         self._by_chunk_reason = reason
         self._config = self._config.replace(order="by_chunk")
         self._plans = {key: p for key, p in self._plans.items() if p.order == "by_chunk"}
 
     def refuse_tiles(self, reason: str) -> None:
-        """Plan without tiles in layers from now on; `reason` says what cannot run in them."""
+        """Plan without tiles in layers from now on; `reason` says why they are not possible."""
         self._untiled_reason = reason
         self._config = self._config.replace(layer_tile_tokens=0)
         self._plans = {key: p for key, p in self._plans.items() if not p.layer_tile_tokens}
 
-    def rest(self, config: SPPOConfig, plan: Plan | None = None) -> None:
-        """Plan with weights and optimizer where `config` has them from now on.
+    def set_placement(self, config: SPPOConfig, plan: Plan | None = None) -> None:
+        """Plan with `config.weights` and `config.optimizer` from now on.
 
-        `plan` was made so, and is kept.
+        Drops all plans but `plan`, which was made with this placement.
         """
         self._config = self._config.replace(weights=config.weights, optimizer=config.optimizer)
         self._plans = {key: one for key, one in self._plans.items() if one is plan}
 
     def shrink(self, plan: Plan) -> int | None:
-        """Plan with less than the device budget of `plan` from now on, where nothing has run yet.
+        """Lower the device budget below that of `plan`, which ran out of memory and is dropped.
 
-        `plan` itself is dropped, for that is the one that failed.
+        Other plans are kept if they have run.
 
         Returns:
-            The new budget in bytes; None where there is none, or it was made smaller before.
+            The new budget in bytes; None if there is no budget, or it was lowered before.
         """
-        if self._shrunk or plan.budgets.device is None:
+        if self._is_shrunk or plan.budgets.device is None:
             return None
-        self._shrunk = True
-        budget = int(_LESS * plan.budgets.device)
+        self._is_shrunk = True
+        budget = int(_SHRINK_FACTOR * plan.budgets.device)
         self._config = self._config.replace(device_memory=budget)
         self._plans = {
             key: one for key, one in self._plans.items() if self.has_run(one) and one is not plan
@@ -267,13 +261,13 @@ class PlanCache:
         *,
         return_logits: bool = False,
     ) -> Plan:
-        """The plan for batches of this shape; made, shown and remembered the first time.
+        """The plan for batches of this shape; made and shown at the first call, then reused.
 
-        With `return_logits` the logits of all tokens are kept.
+        With `return_logits` the plan counts the logits of all tokens.
 
         Raises:
-            ConfigError: The device is of another type, or the settings do not fit the length.
-            BudgetError: A budget cannot hold what it must.
+            ConfigError: The device's type is not supported, or the settings do not fit the length.
+            BudgetError: No plan fits the memory budgets.
         """
         if device.type not in ("cpu", "cuda"):
             raise ConfigError(
@@ -283,7 +277,7 @@ class PlanCache:
             )
         training = torch.is_grad_enabled()
         self._notice_accumulation(training)
-        if training and len(self._lengths) <= _FEW_LENGTHS:
+        if training and len(self._lengths) <= _MAX_FIXED_LENGTHS:
             self._lengths.add(total_tokens)
         trained = self._trained if training else b""
         key = (batch_rows, total_tokens, training, device, return_logits, trained)
@@ -307,48 +301,48 @@ class PlanCache:
         batch_rows: int,
         total_tokens: int,
         observer: StepObserver,
-        **wanted: Any,
+        **options: Any,
     ) -> Plan:
-        """A batch planned with the host memory that the system really gives, which it then has."""
-        least_bytes = math.inf
+        """Make a plan and reserve its host memory; plan again if the system grants less."""
+        before_bytes = math.inf
         while True:
-            make = functools.partial(self._make_plan, device, batch_rows, total_tokens, **wanted)
+            make = functools.partial(self._make_plan, device, batch_rows, total_tokens, **options)
             plan = shared_plan(make, self._group)
             if self._config.device_memory is None:
                 reserve_driver_memory(device, CONTEXT_BYTES["cuda"])
-            given_bytes = self.min_granted_bytes(
+            granted_bytes = self.min_granted_bytes(
                 functools.partial(
-                    self._offload.prepare, device, plan, progress=observer.on_host_memory
+                    self._offload_holder.prepare, device, plan, progress=observer.on_host_memory
                 )
             )
-            if given_bytes is None or given_bytes >= least_bytes:
+            if granted_bytes is None or granted_bytes >= before_bytes:
                 return plan
-            warn_reduced_host_memory(offloaded_bytes(plan), given_bytes)
-            self._config = self._config.replace(host_memory=given_bytes)
-            least_bytes = given_bytes
+            warn_reduced_host_memory(offloaded_bytes(plan), granted_bytes)
+            self._config = self._config.replace(host_memory=granted_bytes)
+            before_bytes = granted_bytes
 
     def min_granted_bytes(self, prepare: Callable[[], int | None]) -> int | None:
-        """The least that any rank was given of host memory; None where all got what they need.
+        """The smallest amount of host memory granted to a rank; None if all got what they need.
 
-        `prepare` asks for it on this rank. Where it raises, no rank waits for the others.
+        `prepare` requests it on this rank. If it raises on one rank, all ranks raise.
         """
         if self._group is None:
             return prepare()
-        return self._group.decide(prepare, lambda given: math.inf if given is None else given)
+        return self._group.decide(prepare, lambda granted: math.inf if granted is None else granted)
 
     def _notice_accumulation(self, training: bool) -> None:
-        """Plan anew when gradients of earlier batches turn out to be there, if they weigh enough.
+        """Once a batch finds gradients of an earlier one, count them in all plans of training.
 
-        From then on every training plan counts them: also the first batch of a later step has them
-        where gradients are zeroed in place, and else needs less than planned.
+        Plans that they would change are dropped. The first batch of a later step also has them if
+        gradients are zeroed in place; otherwise it needs less than planned.
         """
         if not training or self._accumulates:
             return
         if any(p.grad is not None for p in self._parts.causal_lm.parameters()):
             self._accumulates = True
             for key, plan in list(self._plans.items()):
-                more_bytes = plan.shape.gradient_bytes
-                if plan.training and more_bytes > _FEW_GRADIENTS * plan.estimate.device.total:
+                threshold_bytes = _MIN_GRADIENT_SHARE * plan.estimate.device.total
+                if plan.training and plan.shape.gradient_bytes > threshold_bytes:
                     del self._plans[key]
 
     def _make_plan(
@@ -361,12 +355,12 @@ class PlanCache:
         return_logits: bool,
         layer_tile_tokens: int | None = None,
         trained: bytes | None = None,
-        **learned: Any,
+        **options: Any,
     ) -> Plan:
         if trained is None:
             trained = self._trained
         if trained not in self._shapes:
-            # Weights that rest on the host say nothing of the device.
+            # With the device, which host-resident weights do not tell.
             self._shapes[trained] = model_shape(self._parts, device)
         shape = replace(self._shapes[trained], optimizer_bytes=self.optimizer_bytes)
         if self._group is not None:
@@ -395,7 +389,7 @@ class PlanCache:
             by_layer=self._by_chunk_reason or True,
             on_host=self.device_only_reason or True,
             in_tiles=self._untiled_reason or True,
-            **learned,
+            **options,
         )
         plan = make_plan(request)
         return replace(plan, warnings=(*plan.warnings, *others))
@@ -403,31 +397,31 @@ class PlanCache:
     def device_bytes_with_logits(
         self, batch_rows: int, total_tokens: int, device: torch.device
     ) -> tuple[int, int | None]:
-        """What an evaluation takes that keeps the logits of all tokens of a batch.
+        """Device memory of an evaluation that keeps the logits of all tokens of a batch.
 
         Returns:
-            The predicted peak on the device in bytes, logits among them, and the device's budget;
-            None where none is known.
+            The predicted peak in bytes, logits included, and the device's budget in bytes, None if
+            there is none.
 
         Raises:
             BudgetError: The weights alone are over the budget.
         """
         plan = self._make_plan(device, batch_rows, total_tokens, training=False, return_logits=True)
-        # Of sharded weights, most are on other ranks, which the plan does not see.
-        elsewhere_bytes = self.shape().weight_bytes if self._parts.is_sharded() else 0
-        return plan.estimate.device.total - elsewhere_bytes, plan.budgets.device
+        # The plan counts whole weights, of which most are on other ranks if they are sharded.
+        sharded_bytes = self.shape().weight_bytes if self._parts.is_sharded() else 0
+        return plan.estimate.device.total - sharded_bytes, plan.budgets.device
 
-    def step_done(self, watch: StepTimer) -> None:
-        """A training step has ended on the host; the device may be behind."""
-        self._have_trained[id(watch.plan)] = watch.plan
-        self._teacher.step_done(watch)
+    def step_done(self, timer: StepTimer) -> None:
+        """Note that a training step has ended on the host; the device may be behind."""
+        self._have_trained[id(timer.plan)] = timer.plan
+        self._corrector.step_done(timer)
 
     def correct(self, observer: StepObserver) -> None:
-        """Plan anew, once, what the first steps have shown to run at other speeds."""
+        """Make plans again whose first steps ran at other speeds than predicted, once each."""
         if not self._config.correct_plan:
             return
-        for correction_found in self._teacher.new_corrections():
-            before = correction_found.plan
+        for found in self._corrector.new_corrections():
+            before = found.plan
             key = next((key for key, plan in self._plans.items() if plan is before), None)
             if key is None:
                 continue
@@ -438,26 +432,25 @@ class PlanCache:
                     training=training,
                     return_logits=return_logits,
                     trained=trained,
-                    correction=correction_found.correction,
-                    # Other chunks would round sums in another order; other modes change no number.
+                    correction=found.correction,
+                    # Other chunks would change the order of sums; other modes change no number.
                     bounds=before.bounds,
                     layer_tile_tokens=before.layer_tile_tokens,
                 )
             except RankLostError:
                 raise
-            # Ranks that share a sequence hear of each other's as a PipelineError: whatever it is
-            # that one of them refuses, all go on.
+            # If a rank that shares the sequence fails, the others get a PipelineError.
             except SPPOError as error:
                 logger.info("no plan at the measured speeds: %s", error)
-                continue  # what ran so far still fits
+                continue  # the plan so far still fits
             self._plans[key] = after
-            observer.on_correction(before, after, correction_found.measured)
+            observer.on_correction(before, after, found.measured)
 
-    def notice_trained(self) -> None:
-        """Plan for the parameters that train now, anew if these have not trained together before.
+    def update_trainable(self) -> None:
+        """Note which parameters train now; each set of them has plans of its own.
 
-        To be called before each batch that trains any. An evaluation may freeze some for a while,
-        as PEFT's `disable_adapter` does; that plans nothing anew.
+        To be called before each training batch. Not in evaluation, where parameters may be frozen
+        for a while (PEFT's `disable_adapter`).
         """
         self._trained = trainable_mask(self._parts.causal_lm.parameters())
         forgotten = self._last_trained.use(self._trained)
@@ -470,23 +463,23 @@ class PlanCache:
             self._have_trained.pop(id(plan), None)
 
     def shape(self) -> ModelShape:
-        """The model's shape, read once for the parameters that are trained."""
+        """The model's shape with the parameters that train now."""
         if self._trained not in self._shapes:
             self._shapes[self._trained] = model_shape(self._parts)
         return self._shapes[self._trained]
 
     def choose_backend(self, requirement: AttentionSpec) -> Backend:
-        """The backend for a layer's requirement.
+        """The attention backend for a layer's requirement.
 
-        Once rows turn out to have many lengths, "auto" prefers one that builds nothing per shape.
+        If rows have many lengths, "auto" prefers a backend that builds nothing for each shape.
 
         Raises:
-            ConfigError: If the configured one is not installed or cannot do it.
+            ConfigError: The configured backend is not installed or does not support it.
         """
         return self._select(requirement).backend
 
     def _select(self, requirement: AttentionSpec) -> Selection:
-        if len(self._lengths) > _FEW_LENGTHS:
+        if len(self._lengths) > _MAX_FIXED_LENGTHS:
             requirement = replace(requirement, varied=True)
         key = requirement, determinism()
         if key not in self._selections:
@@ -496,9 +489,9 @@ class PlanCache:
         return self._selections[key]
 
     def describe_backends(self, shape: ModelShape, device: torch.device) -> tuple[str, str]:
-        """Names and reasons of attention backends, in the order of the first layer of each kind.
+        """Names and reasons of the attention backends, in order of their first layers.
 
-        Choosing may time kernels, which had better happen now than inside the first layer.
+        Choosing may time kernels, which should happen before the first layer runs.
         """
         chosen: dict[str, str] = {}
         for layer in self._attentions(shape, device):
@@ -511,14 +504,14 @@ class PlanCache:
     def _attentions(
         self, shape: ModelShape, device: torch.device, group: SequenceGroup | None = None
     ) -> Iterator[LayerAttention]:
-        """What this rank's part of each layer attends with, in order; each kind once."""
+        """Yield the distinct attentions of this rank's layers, in order."""
         weight = next(p for layer in self._parts.layers for p in layer.parameters())
         dtype = weight.dtype if weight.dtype.is_floating_point else torch.bfloat16
         if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
             dtype = torch.get_autocast_dtype(device.type)
-        # Of Llama 4, whose layers see blocks of so many tokens: their shapes call it a window.
+        # Llama 4 attends within blocks of this many tokens; the profile has it as a window.
         block_tokens = getattr(self._parts.text_config, "attention_chunk_size", None)
-        met: set[LayerAttention] = set()
+        seen: set[LayerAttention] = set()
         for layer in (layer for layer in shape.layers if layer.num_heads):
             heads = layer.num_heads, layer.num_kv_heads
             if group is not None:
@@ -535,21 +528,21 @@ class PlanCache:
                 softcap=getattr(self._parts.text_config, "attn_logit_softcapping", None),
                 dtype=dtype,
             )
-            if attention not in met:
-                met.add(attention)
+            if attention not in seen:
+                seen.add(attention)
                 yield attention
 
     def warm_up_attention(
         self, step: Iterable[StepRows], device: torch.device, observer: StepObserver
     ) -> None:
-        """Let kernels that build a plan for each shape build those of a step now.
+        """Let kernels that build a plan for each shape build the plans of a step.
 
         To be called before activations fill the device; see `attention/warm_up.py`. Does nothing
-        for other kernels, and for shapes that were there before.
+        for other kernels and for known shapes.
         """
         if not any(one.backend.plans_each_shape for one in self._selections.values()):
             return
-        began, num_shapes = time.monotonic(), 0
+        start_seconds, num_shapes = time.monotonic(), 0
         names: set[str] = set()
         for part in step:
             plan = part.plan
@@ -571,7 +564,7 @@ class PlanCache:
                 num_shapes += new
                 names |= {backend.name} if new else set()
         if num_shapes:
-            seconds = time.monotonic() - began
+            seconds = time.monotonic() - start_seconds
             observer.on_attention_ready(", ".join(sorted(names)), num_shapes, seconds)
 
 
@@ -583,23 +576,23 @@ def _requirement(layer: LayerAttention, device: torch.device) -> AttentionSpec:
 
 
 def trainable_mask(parameters: Iterable[torch.nn.Parameter]) -> bytes:
-    """Which of some parameters train, one byte each."""
+    """One byte for each parameter: whether it requires a gradient."""
     return bytes(parameter.requires_grad for parameter in parameters)
 
 
 def warn_reduced_host_memory(planned_bytes: int, given_bytes: int) -> None:
-    """Say that the system gives less host memory than was planned with."""
+    """Warn that the system grants less host memory than was planned."""
     logger.warning(
-        "%s of host memory were planned with, and the system gave %s; planning with those",
+        "%s of host memory were planned, and the system gave %s; planning again with that",
         format_bytes(planned_bytes),
         format_bytes(given_bytes),
     )
 
 
 def shared_plan(make: Callable[[], Plan], group: SequenceGroup | None) -> Plan:
-    """The plan that all ranks run that share a sequence: of the one with the least memory.
+    """The plan of the rank with the smallest device budget, on all ranks that share a sequence.
 
-    In another mode a rank would exchange tokens at other moments.
+    With different modes, ranks would exchange tokens at different moments.
     """
     if group is None:
         return make()

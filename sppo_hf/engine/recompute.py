@@ -1,16 +1,15 @@
-"""A frame that is recomputed in backward, without running attention again.
+"""Saved activations of a layer that is recomputed in backward without attending again.
 
-The frame of one (layer, chunk) keeps the layer's *inputs*: its input, attention's output and its
-log-sum-exp. (Where a plan that fits no other way says so it keeps the input alone; then attention
-runs again too, on the keys and values that are there.) What autograd saves inside the layer is
-dropped as it is saved; the first time backward asks for any of it, the layer runs once more, with
-attention answered from what is kept, and is stopped as soon as the last saved tensor has been seen
-(so its last matrix product does not run again either, nor any other that no saved tensor depends
-on). A frame may keep the outputs of the layer's *products* too (see `selective`), so that only
-elementwise work is done again. What is kept stays on the device or travels through the offload
-engine.
+A `RecomputedLayer` keeps the *inputs* of one (layer, chunk): the layer's input, attention's output
+and its log-sum-exp. (With mode "hidden", which only a plan that fits no other way has, it keeps the
+layer's input alone; then attention runs again too, on the keys and values in the store.) What
+autograd saves inside the layer is dropped as it is saved. The first time that backward asks for any
+of it, the layer's forward is rerun, with attention answered from what was kept, and stopped as soon
+as the last saved tensor has been seen: its last matmul does not run again, nor any other that no
+saved tensor depends on. With mode "matmuls" the outputs of matmuls are kept too (see `selective`),
+so that only elementwise work is redone. What is kept stays on the device or is offloaded.
 
-The layer's random state and autocast settings are those of the first forward, so dropout inside a
+The rerun has the random state and autocast settings of the first forward, so that dropout inside a
 layer (LoRA's, for one) repeats exactly.
 """
 
@@ -21,7 +20,6 @@ import dataclasses
 import weakref
 from collections import UserDict
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -50,62 +48,62 @@ from sppo_hf.planning.activation_modes import ActivationMode
 from sppo_hf.planning.tiers import OffloadTier
 
 AroundLayers = Callable[[], contextlib.AbstractContextManager[object]]
-"""Makes a context in which layers run."""
+"""Makes the context in which layers run."""
 
 InTiles = Callable[
     [nn.Module, Tensor, "RecomputedLayer | None"], contextlib.AbstractContextManager[None]
 ]
-"""Makes a context in which a layer's token-wise modules run in tiles; see `sliced_calls`."""
+"""Makes the context in which a layer's token-wise modules run in tiles; see `sliced_calls`."""
 
 
 class SavedTensor(Protocol):
     """One tensor between forward and backward."""
 
     def handles(self) -> Iterable[OffloadedTensor]:
-        """The handle of the tensor, if it is away."""
+        """The handle of the tensor if it is offloaded."""
         ...
 
     def take(self) -> Tensor:
-        """The tensor, on the device; the holder lets go of it."""
+        """Return the tensor, on the device, and drop the reference to it; once."""
         ...
 
     def borrow(self) -> contextlib.AbstractContextManager[Tensor]:
-        """The tensor, on the device, for a while; it waits where it did before and after."""
+        """Make a context with the tensor on the device; afterwards it is where it was before."""
         ...
 
     def drop(self) -> None:
-        """Let go of the tensor, taken or not."""
+        """Drop the tensor, taken or not."""
         ...
 
 
 class SavedOnDevice:
-    """A tensor that stays on the device, and perhaps is still in use there."""
+    """A saved tensor that is kept on the device, where others may still use it."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor: Tensor | None = tensor
         self._version = version_of(tensor)
 
     def handles(self) -> Iterable[OffloadedTensor]:
-        """See `SavedTensor`."""
+        """None: nothing is offloaded."""
         return ()
 
     def take(self) -> Tensor:
-        """See `SavedTensor`.
+        """Return the tensor, once.
 
         Raises:
-            SPPOError: The tensor was changed in place since.
+            SPPOError: The tensor was changed in place since it was saved.
         """
-        tensor = self._checked()
+        tensor = self._unchanged()
         self.drop()
         return tensor
 
     def borrow(self) -> contextlib.AbstractContextManager[Tensor]:
-        """See `SavedTensor`."""
-        return contextlib.nullcontext(self._checked())
+        """Make a context with the tensor; raises as `take` does."""
+        return contextlib.nullcontext(self._unchanged())
 
-    def _checked(self) -> Tensor:
-        assert self._tensor is not None, "a kept tensor is taken once"
+    def _unchanged(self) -> Tensor:
         tensor = self._tensor
+        assert tensor is not None, "a saved tensor is taken once"
         if version_of(tensor) != self._version:
             raise SPPOError(
                 f"a tensor of shape {tuple(tensor.shape)} that is kept for recomputation was "
@@ -115,79 +113,81 @@ class SavedOnDevice:
         return tensor
 
     def drop(self) -> None:
-        """See `SavedTensor`."""
+        """Drop the tensor, taken or not."""
         self._tensor = None
 
 
 class SavedOffloaded:
-    """A tensor that travels to `tier` and back."""
+    """A saved tensor that is offloaded to `tier` until backward."""
 
     def __init__(self, engine: OffloadEngine, tensor: Tensor, tier: OffloadTier) -> None:
         self._engine = engine
         self._handle: OffloadedTensor | None = engine.start_offload(tensor, tier=tier)
 
     def handles(self) -> Iterable[OffloadedTensor]:
-        """See `SavedTensor`."""
+        """The tensor's handle, until it is taken or dropped."""
         return () if self._handle is None else (self._handle,)
 
     def take(self) -> Tensor:
-        """See `SavedTensor`."""
-        assert self._handle is not None, "an offloaded tensor is taken once"
+        """Return the tensor once it is on the device; once."""
+        assert self._handle is not None, "a saved tensor is taken once"
         tensor = self._engine.wait_for(self._handle)
         self.drop()
         return tensor
 
     @contextlib.contextmanager
     def borrow(self) -> Iterator[Tensor]:
-        """See `SavedTensor`."""
-        assert self._handle is not None, "an offloaded tensor is taken once"
-        was_away = self._engine.bytes_to_prefetch(self.handles()) > 0
+        """Have the tensor on the device; afterwards it is offloaded again if it was before."""
+        assert self._handle is not None, "a saved tensor is borrowed before it is taken"
+        was_offloaded = self._engine.bytes_to_prefetch(self.handles()) > 0
         tensor = self._engine.wait_for(self._handle)
         try:
             yield tensor
         finally:
-            if was_away and self._handle is not None:
+            if was_offloaded and self._handle is not None:
                 del tensor
                 self._engine.evict(self._handle)
 
     def drop(self) -> None:
-        """See `SavedTensor`."""
+        """Drop the tensor, taken or not."""
         if self._handle is not None:
             self._engine.release(self._handle)
             self._handle = None
 
 
 class _Stop(Exception):
-    """Every saved tensor has been seen again; the rest of the layer's forward is not needed."""
+    """Ends a rerun of a layer's forward: all that is needed of it is there."""
 
 
-class _Nothing(contextlib.nullcontext[None]):
-    """Leaves a layer's second forward alone."""
+class _NoMode(contextlib.nullcontext[None]):
+    """Takes the place of a dispatch mode where a rerun needs none."""
 
-    def saved(self, tensor: Tensor) -> None:
-        """Autograd saves `tensor`."""
-
-
-_Aside = SelectiveReplayer | UnusedMatmulFinder | UnusedMatmulSkipper | _Nothing
-"""What runs beside a layer's second forward."""
+    def on_saved(self, tensor: Tensor) -> None:
+        """Do nothing."""
 
 
-_UNKNOWN = UnusedMatmuls((), ())
-_NO_READS = ReadTensors(())
+_RerunMode = SelectiveReplayer | UnusedMatmulFinder | UnusedMatmulSkipper | _NoMode
+"""The dispatch mode under which a layer's forward is rerun; it is left while attention runs."""
+
+
+_NOT_SEARCHED = UnusedMatmuls((), ())
 _found: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, UnusedMatmuls | None]]
 _found = weakref.WeakKeyDictionary()
 
 
-def _needless(layer: nn.Module) -> dict[Hashable, UnusedMatmuls | None]:
-    """What was found of `layer`, by kind of its forward; see [Note: needless products]."""
+def _unused_matmuls(layer: nn.Module) -> dict[Hashable, UnusedMatmuls | None]:
+    """What was found of `layer`, by kind of its rerun; see [Note: unused matmuls].
+
+    None where all matmuls must run.
+    """
     return _found.setdefault(layer, {})
 
 
 def is_compiled(layer: nn.Module) -> bool:
-    """Whether `torch.compile` made a part of `layer`.
+    """Whether `torch.compile` compiled a part of `layer`.
 
-    Beside a dispatch mode such a part would run in eager mode, from then on for good, and what it
-    saves would be something else.
+    Under a dispatch mode such a part would run in eager mode, from then on for good, and save other
+    tensors.
     """
     return any(
         # By name: importing its class takes seconds.
@@ -199,36 +199,26 @@ def is_compiled(layer: nn.Module) -> bool:
 
 
 class _Slot:
-    """What autograd holds instead of a saved tensor."""
+    """What autograd's graph holds in place of a saved tensor."""
 
-    __slots__ = ("frame", "index")
+    __slots__ = ("activations", "index")
 
-    def __init__(self, frame: RecomputedLayer, index: int) -> None:
-        self.frame = frame
+    def __init__(self, activations: RecomputedLayer, index: int) -> None:
+        self.activations = activations
         self.index = index
 
 
-class _Unseen(NamedTuple):
-    """What ran in a layer's first forward, unseen."""
+class _TiledCall(NamedTuple):
+    """One call of a module in tiles, in a layer's first forward."""
 
     need_grads: list[bool]
-    """Which of its outputs needed gradients."""
-    after: RunContext | None
-    """What random numbers come behind it, where it does not run again but is kept."""
-
-
-@dataclass(slots=True)
-class _OfParts:
-    """What the parts of a layer have come to that have frames of their own."""
-
-    products: list[Matmul] = field(default_factory=list[Matmul])
-    """Those that they hold."""
-    multiply: bool = False
-    """Whether those that ran last have products."""
+    """Which of its outputs need gradients."""
+    random_state: RunContext | None
+    """Random state after it, where its outputs are kept and it does not run again."""
 
 
 class RecomputedLayer:
-    """Frame of one (layer, chunk) in recompute mode; also the stash of its attention.
+    """Saved activations of one (layer, chunk) in recompute mode, attention's results included.
 
     Use: `open(args, kwargs)` before the layer's forward, `close()` after it.
     """
@@ -245,31 +235,30 @@ class RecomputedLayer:
         mode: ActivationMode,
         label: str,
         reads: ReadTensors,
-        in_tiles: InTiles = lambda layer, hidden, frame: contextlib.nullcontext(),
+        in_tiles: InTiles = lambda layer, hidden, activations: contextlib.nullcontext(),
         number: int | None = None,
         before_recompute: Callable[[], None] | None = None,
         before_use: Callable[[], None] | None = None,
     ) -> None:
-        """Make a frame.
+        """Prepare for one forward of `layer`.
 
         Args:
-            layer: The decoder layer.
-            context: That of the layer's first forward.
-            around_layers: Is entered around the second forward.
-            prefetch_order: Order of frames in this sequence, for prefetching; None for a frame
-                that is a part of another one, which has the other's copies.
-            offload: Moves what is kept, if the mode says so.
-            keep: Gives a tensor that stays its place on the device.
-            mode: What is kept ("inputs", "matmuls" or "hidden"), and where it waits.
-            label: Name of the frame in errors, for example "layer 3, chunk 1".
+            layer: The decoder layer (or the final norm).
+            context: The context of the layer's first forward.
+            around_layers: Makes a context that is entered around the rerun.
+            prefetch_order: Decides when offloaded tensors are prefetched; None for a tile, whose
+                tensors are prefetched with the layer's.
+            offload: Moves what is saved, if the mode offloads.
+            keep: Maps (kind, tensor) to the tensor that is kept on the device: itself, or a copy.
+            mode: What is saved ("inputs", "matmuls" or "hidden"), and on which tier.
+            label: Names the layer and chunk in errors, for example "layer 3, chunk 1".
             reads: What the layer reads beside its arguments.
-            in_tiles: Lets its token-wise modules run in tiles in the second forward.
-            number: Its place in the order of forward, for the prefetch order.
-            before_recompute: Is called before the layer runs again, while the frame still has what
-                `recompute_kv` needs.
-            before_use: Called before the layer runs again, and before backward gets what it saved.
+            in_tiles: Makes the context in which its token-wise modules run in tiles in the rerun.
+            number: Place in the order of forward, for the prefetch order.
+            before_recompute: Called before the rerun, while what `recompute_kv` needs is there.
+            before_use: Called before the rerun, and whenever backward asks for a saved tensor.
         """
-        assert mode.recompute, f"a frame that is saved whole has nothing to recompute: {mode}"
+        assert mode.recompute, f"what is saved whole is not recomputed: {mode}"
         self._layer = layer
         self._context = context.for_recompute()
         self._around_layers = around_layers
@@ -278,80 +267,83 @@ class RecomputedLayer:
         self._number = number
         self._offload = offload
         self._keep: Callable[[str, Tensor], Tensor] | None = keep
-        self._beside: _Aside = _Nothing()
-        self._of_parts = _OfParts()
-        self._like: RunContext | None = None
-        self._unseen: list[_Unseen] = []
-        self._next_unseen = 0
         self._mode = mode
         self._label = label
-        self._before_recompute = before_recompute
         self._reads = reads
         self._as_in_forward = reads.as_in_forward
+        self._before_recompute = before_recompute
         self._before_use = before_use
-        self._versions: Versions = ()
-        self._arguments: tuple[ReadTensors, Versions] | None = None
-        self._meta: list[tuple[torch.Size, torch.dtype]] = []
-        self._again: dict[int, Tensor] | None = None
-        self._stash: tuple[SavedTensor, SavedTensor] | None = None
+        # Set by `open`, or during forward:
         self._hidden: SavedTensor | None = None
-        self._given_states: States = {} if context.states is None else context.states.before
+        self._attention: tuple[SavedTensor, SavedTensor] | None = None
+        self._input_states: States = {} if context.states is None else context.states.before
         self._states: dict[StateKey, tuple[SavedTensor, bool]] = {}
-        self._exchanged: RecomputeExchanges | None = None
-        """While the layer is recomputed: what the ranks that share its chunk exchange."""
+        self._matmuls: tuple[Matmul, ...] | None = None
+        self._tile_matmuls: list[Matmul] = []
+        """The matmuls of all modules that ran in tiles."""
+        self._tiled_calls: list[_TiledCall] = []
+        self._arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+        self._read_arguments: tuple[ReadTensors, Versions] | None = None
+        self._versions: Versions = ()
+        self._shared_context: RunContext | None = None
+        self._meta: list[tuple[torch.Size, torch.dtype]] = []
+        """Shape and dtype of each tensor that autograd saved."""
         self._recorder: SelectiveRecorder | None = None
-        self._products: tuple[Matmul, ...] | None = None
-        self._rest: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
         self._hooks: Any = None
-        self._recomputing: tuple[Tensor, Tensor] | None = None
+        # During and after the rerun:
+        self._rerun_mode: _RerunMode = _NoMode()
+        self._next_tiled_call = 0
         self._attends = False
-        """Whether attention runs in the second forward, where nobody watches."""
+        """Whether attention runs in the rerun now, outside of its mode."""
+        self._attention_results: tuple[Tensor, Tensor] | None = None
+        self._exchanged: RecomputeExchanges | None = None
+        self._recomputed: dict[int, Tensor] | None = None
 
     # -- forward -----------------------------------------------------------------------------
 
     def open(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Keep what the layer needs to run again, and start dropping what autograd saves."""
+        """Save what the rerun needs, and start dropping what autograd saves."""
         hidden = args[0] if args else kwargs["hidden_states"]
         self._hidden_requires_grad = hidden.requires_grad
         self._shape = hidden.shape
         self._hidden = self._hold("inputs", hidden.detach())
-        given, self._given_states = self._given_states, {}
+        states, self._input_states = self._input_states, {}
         self._states = {
-            # Those of all layers are of a kind, so that a chunk's lie beside each other.
-            (kind, layer, at): (
-                self._hold(f"{kind} states {at}", state.detach()),
+            # Without the layer's number: tensors of a kind lie beside each other for all layers.
+            (kind, layer, index): (
+                self._hold(f"{kind} states {index}", state.detach()),
                 state.requires_grad,
             )
-            for (kind, layer, at), state in given.items()
+            for (kind, layer, index), state in states.items()
         }
-        rest = tree_map_only(
-            Tensor, _detach, _without_shared_keys(_with_hidden(None, args, kwargs))
+        others = tree_map_only(
+            Tensor, _detach, _without_shared_kv(_with_hidden(None, args, kwargs))
         )
-        self._rest = cast("tuple[tuple[Any, ...], dict[str, Any]]", rest)
+        self._arguments = cast("tuple[tuple[Any, ...], dict[str, Any]]", others)
         self._versions = self._reads.versions()
-        arguments = ReadTensors.of_named(_named_arguments(*self._rest))
-        self._arguments = (arguments, arguments.versions())
-        self._run_context = RunContext(hidden.device, like=self._like)
+        arguments = ReadTensors.of_named(_named_arguments(*self._arguments))
+        self._read_arguments = (arguments, arguments.versions())
+        self._run_context = RunContext(hidden.device, like=self._shared_context)
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
         self._hooks.__enter__()
         if self._mode.saved == "matmuls":
             self._recorder = SelectiveRecorder(
                 self._layer,
                 hidden,
-                hold=self._hold_product,
+                hold=self._hold_matmul,
                 model=self._context.model.causal_lm,
             )
-            self._recorder.start(*given.values())
+            self._recorder.start(*states.values())
 
     @property
     def is_open(self) -> bool:
-        """Whether the frame watches what autograd saves."""
+        """Whether the layer's first forward runs."""
         return self._hooks is not None
 
     def close(self) -> None:
-        """Stop watching what autograd saves, and put the frame on the prefetch order."""
+        """End the first forward, and enter the prefetch order."""
         if self._recorder is not None:
-            self._products = self._recorder.stop()
+            self._matmuls = self._recorder.stop()
             self._recorder = None
         self._unhook()
         self._keep = None
@@ -362,7 +354,7 @@ class RecomputedLayer:
             self._prefetch_order.record(self, self._number)
 
     def cancel(self) -> None:
-        """Stop watching after an exception in the layer's forward."""
+        """End the first forward after an exception in it."""
         if self._recorder is not None:
             self._recorder.abandon()
             self._recorder = None
@@ -370,57 +362,85 @@ class RecomputedLayer:
         self._release()
 
     def _unhook(self) -> None:
-        assert self._hooks is not None, "a frame is closed while it is open"
+        assert self._hooks is not None, "closed while open"
         hooks, self._hooks = self._hooks, None
         hooks.__exit__(None, None, None)
 
-    def get(self) -> tuple[Tensor, Tensor] | None:
-        """Attention's `(out, lse)` while the layer is recomputed, None where attention runs.
+    def _hold(self, kind: str, tensor: Tensor) -> SavedTensor:
+        if self._mode.tier != "device":
+            return SavedOffloaded(self._offload, tensor, self._mode.tier)
+        assert self._keep is not None, "tensors are saved in the first forward"
+        return SavedOnDevice(self._keep(kind, tensor))
 
-        That is between this and `put`, and is no product of the layer.
-        """
-        if self._recorder is not None:
-            self._recorder.pause()
-        elif self.is_recompute and self._recomputing is None:
-            self._beside.__exit__(None, None, None)
-            self._attends = True
-        return self._recomputing
+    def _hold_matmul(self, kind: str, tensor: Tensor) -> SavedTensor:
+        # `keep` lays tensors of one shape beside each other. Experts have as many tokens as chose
+        # them, so there are no others of that shape; and a subclass is more than its bytes.
+        per_token = tensor.numel() == self._shape[:-1].numel() * tensor.shape[-1]
+        if self._mode.offload or (per_token and type(tensor) is Tensor):
+            return self._hold(kind, tensor)
+        return SavedOnDevice(tensor)
 
-    def put(self, out_BNCH: Tensor, lse_BNC: Tensor) -> None:
-        """Keep attention's results of the first forward, unless nothing will be recomputed."""
-        if self._hooks is not None and self._mode.saved != "hidden":
-            self._stash = (self._hold("outputs", out_BNCH), self._hold("sums", lse_BNC))
+    def _pack(self, tensor: Tensor) -> _Slot:
         if self._recorder is not None:
-            self._recorder.resume(out_BNCH, lse_BNC)
-        elif self._attends:
-            self._attended()
-            if isinstance(self._beside, UnusedMatmulFinder):
-                self._beside.given(out_BNCH, lse_BNC)
+            self._recorder.on_saved(tensor)
+        self._meta.append((tensor.shape, tensor.dtype))
+        return _Slot(self, len(self._meta) - 1)
+
+    # -- attention's results; see `chunk_attention.Stash` --------------------------------------
 
     @property
     def is_recompute(self) -> bool:
-        """Whether the layer runs again."""
+        """Whether the layer is rerun."""
         return not self.is_open
 
-    def _attended(self) -> None:
-        """Attention of the second forward has ended, or failed."""
+    def get(self) -> tuple[Tensor, Tensor] | None:
+        """Return attention's `(out, lse)` in a rerun; None where attention must run.
+
+        Between this and `put` attention runs, outside of the layer's dispatch mode: its matmuls are
+        not the layer's.
+        """
+        if self._recorder is not None:
+            self._recorder.pause()
+        elif self.is_recompute and self._attention_results is None:
+            self._rerun_mode.__exit__(None, None, None)
+            self._attends = True
+        return self._attention_results
+
+    def put(self, out_BNCH: Tensor, lse_BNC: Tensor) -> None:
+        """Save attention's results of the first forward, unless attention is rerun too."""
+        if self.is_open and self._mode.saved != "hidden":
+            self._attention = (self._hold("outputs", out_BNCH), self._hold("sums", lse_BNC))
+        if self._recorder is not None:
+            self._recorder.start(out_BNCH, lse_BNC)
+        elif self._attends:
+            self._leave_attention()
+            if isinstance(self._rerun_mode, UnusedMatmulFinder):
+                self._rerun_mode.add_inputs(out_BNCH, lse_BNC)
+
+    def _leave_attention(self) -> None:
+        """Enter the rerun's mode again after attention ended or failed."""
         if self._attends:
             self._attends = False
-            self._beside.__enter__()
+            self._rerun_mode.__enter__()
 
-    # -- parts of the layer that have frames of their own ----------------------------------------
+    # -- modules of the layer that run in tiles ------------------------------------------------
 
-    def part(self, module: nn.Module, label: str, hidden: SavedTensor) -> RecomputedTile:
-        """A frame for a call of `module` on a part of the tokens, inside the layer's forward.
+    def tile(self, module: nn.Module, label: str, hidden: SavedTensor) -> RecomputedTile:
+        """Make the saved activations of a call of `module` on some of the tokens.
 
-        `label` says what it is, and which tokens: the same in all layers of a kind. `hidden` has
-        the call's input in backward.
+        Args:
+            module: A module of the layer, whose first forward runs.
+            label: Names the module and the tokens; the same in all layers of a kind.
+            hidden: Has the call's input in backward.
         """
         keep = self._keep
-        assert keep is not None, "parts are made while the frame is open"
+        assert keep is not None, "tiles are made in the first forward"
         return RecomputedTile(
             module,
             hidden,
+            self._tile_matmuls,
+            self._run_context,
+            self._as_in_forward,
             context=self._context,
             around_layers=self._around_layers,
             prefetch_order=None,
@@ -428,194 +448,216 @@ class RecomputedLayer:
             keep=lambda kind, tensor: keep(f"{label}, {kind}", tensor),
             mode=self._mode,
             label=f"{self._label}, {label}",
-            reads=_NO_READS,  # this frame compares what all of the layer reads
+            reads=ReadTensors(()),  # the layer compares what all of it reads
             before_use=self._before_use,
-            of_parts=self._of_parts,
-            like=self._run_context,
-            as_in_forward=self._as_in_forward,
         )
 
-    def run_unseen(
-        self, run: Callable[[], list[Tensor]], given: Tensor, count: int
+    def run_tiles(
+        self, run: Callable[[], list[Tensor]], hidden: Tensor, num_outputs: int
     ) -> tuple[list[Tensor], list[bool]]:
-        """Run parts of the layer, which are not recorded or answered with the rest of it.
+        """Run a module in tiles, outside of the layer's dispatch mode.
 
         Args:
-            run: Runs them; in the layer's second forward without gradients, and only if it must:
-                what multiplies is kept like a product, where products are kept.
-            given: What the parts are given.
-            count: How many tensors they return.
+            run: Runs all tiles; in a rerun without gradients, and only where it must: outputs that
+                took matmuls are kept like a matmul's, where those are kept.
+            hidden: The module's input.
+            num_outputs: How many tensors `run` returns.
 
         Returns:
-            These, and which of them needed gradients in the first forward.
+            The module's outputs, and which of them needed gradients in the first forward.
         """
         if self.is_open:
-            after, recorder = None, self._recorder
-            if recorder is None:
-                outputs = run()
-            else:
-                recorder.pause()
-                self._of_parts.multiply = False
-                outputs = run()
-                if self._of_parts.multiply:
-                    after = RunContext(outputs[0].device, like=self._run_context)
-                recorder.resume()
-                recorder.add_unseen(given, outputs, as_products=self._of_parts.multiply)
-            self._unseen.append(_Unseen([x.requires_grad for x in outputs], after))
-            return outputs, self._unseen[-1].need_grads
-        before, self._next_unseen = self._unseen[self._next_unseen], self._next_unseen + 1
-        beside = self._beside
-        if isinstance(beside, SelectiveReplayer) and before.after is not None:
-            before.after.restore()
-            return beside.unseen(count), before.need_grads
-        beside.__exit__(None, None, None)
+            return self._run_tiles_first(run, hidden)
+        call = self._tiled_calls[self._next_tiled_call]
+        self._next_tiled_call += 1
+        mode = self._rerun_mode
+        if isinstance(mode, SelectiveReplayer) and call.random_state is not None:
+            call.random_state.restore()
+            return mode.replay_tiles(num_outputs), call.need_grads
+        mode.__exit__(None, None, None)
         try:
             with torch.no_grad():
                 outputs = run()
         finally:
-            beside.__enter__()
-        if isinstance(beside, UnusedMatmulFinder):
-            beside.given(*outputs)
-        return outputs, before.need_grads
+            mode.__enter__()
+        if isinstance(mode, UnusedMatmulFinder):
+            mode.add_inputs(*outputs)
+        return outputs, call.need_grads
 
-    def _hold(self, kind: str, tensor: Tensor) -> SavedTensor:
-        if self._mode.tier != "device":
-            return SavedOffloaded(self._offload, tensor, self._mode.tier)
-        assert self._keep is not None, "what is kept is kept while the frame is open"
-        return SavedOnDevice(self._keep(kind, tensor))
-
-    def _hold_product(self, kind: str, tensor: Tensor) -> SavedTensor:
-        # Experts have as many tokens as chose them, so there are no other tensors of that shape to
-        # lie beside; and a subclass is more than its bytes.
-        usual = tensor.numel() == self._shape[:-1].numel() * tensor.shape[-1]
-        if self._mode.offload or (usual and type(tensor) is Tensor):
-            return self._hold(kind, tensor)
-        return SavedOnDevice(tensor)
-
-    def _pack(self, tensor: Tensor) -> _Slot:
-        if self._recorder is not None:
-            self._recorder.saved(tensor)
-        self._meta.append((tensor.shape, tensor.dtype))
-        return _Slot(self, len(self._meta) - 1)
+    def _run_tiles_first(
+        self, run: Callable[[], list[Tensor]], hidden: Tensor
+    ) -> tuple[list[Tensor], list[bool]]:
+        random_state, recorder = None, self._recorder
+        if recorder is None:
+            outputs = run()
+        else:
+            recorder.pause()
+            num_matmuls = len(self._tile_matmuls)
+            outputs = run()
+            has_matmuls = len(self._tile_matmuls) > num_matmuls
+            if has_matmuls:
+                random_state = RunContext(outputs[0].device, like=self._run_context)
+            recorder.start()
+            recorder.add_tiles(hidden, outputs, as_matmuls=has_matmuls)
+        need_grads = [x.requires_grad for x in outputs]
+        self._tiled_calls.append(_TiledCall(need_grads, random_state))
+        return outputs, need_grads
 
     # -- backward ----------------------------------------------------------------------------
 
     def handles(self) -> Iterator[OffloadedTensor]:
-        """What is away, first needed first."""
-        for holder in self._holders():
-            yield from holder.handles()
-        for product in self._of_parts.products:
-            if product.holder is not None:
-                yield from product.holder.handles()
+        """Yield the handles of what is offloaded, in the order in which backward needs them."""
+        for saved in self._saved_tensors():
+            yield from saved.handles()
+        for matmul in self._tile_matmuls:
+            if matmul.output is not None:
+                yield from matmul.output.handles()
 
-    def saved(self, index: int) -> Tensor:
-        """The saved tensor of slot `index`, recomputing the layer the first time.
+    def unpack(self, index: int) -> Tensor:
+        """Return the saved tensor of slot `index`; the first time the layer is rerun.
 
         Raises:
-            SPPOError: On a second backward, or if the layer did not repeat itself.
+            SPPOError: On a second backward, or if the rerun was not like the first forward.
         """
         if self._before_use is not None:
             self._before_use()
-        if self._again is None:
+        if self._recomputed is None:
             if self._prefetch_order is not None:
                 self._prefetch_order.on_backward(self)
-            self._recompute()
-        assert self._again is not None
-        if index not in self._again:
+            self._recomputed = dict(enumerate(self._recompute()))
+        if index not in self._recomputed:
             raise SPPOError(
                 f"{self._label}: backward asked twice for the same saved tensor. Chunked sequences "
                 "allow one backward per forward (retain_graph=True is not supported)."
             )
-        return self._again.pop(index)
+        return self._recomputed.pop(index)
 
-    def _recompute(self) -> None:
+    def _recompute(self) -> list[Tensor]:
+        """Rerun the layer; returns all that autograd saved in its first forward."""
         if self._hidden is None:
             raise SPPOError(f"{self._label}: nothing to recompute from; was forward interrupted?")
         self._refuse_changes()
         if self._before_recompute is not None:
             self._before_recompute()
         hidden = self._hidden.take().detach().requires_grad_(self._hidden_requires_grad)
-        if self._stash is not None:
-            self._recomputing = (self._stash[0].take(), self._stash[1].take())
+        if self._attention is not None:
+            self._attention_results = (self._attention[0].take(), self._attention[1].take())
         states: States = {
-            key: holder.take().detach().requires_grad_(needs_grad)
-            for key, (holder, needs_grad) in self._states.items()
+            key: saved.take().detach().requires_grad_(needs_grad)
+            for key, (saved, needs_grad) in self._states.items()
         }
+        kind = self._kind()
+        if self._matmuls is None:
+            mode = self._unused_matmuls_mode(hidden, kind)
+        else:
+            mode = SelectiveReplayer(self._matmuls, width=hidden.shape[-1], label=self._label)
         try:
-            again = self._run_again(hidden, states, self._aside(hidden))
-            if again is None:
-                _needless(self._layer)[self._kind()] = None
-                again = self._run_again(hidden, states, _Nothing())
+            recomputed = self._rerun(hidden, states, mode, kind)
+            if recomputed is None:
+                _unused_matmuls(self._layer)[kind] = None
+                recomputed = self._rerun(hidden, states, _NoMode(), kind)
         finally:
-            self._recomputing = self._exchanged = None
+            self._attention_results = self._exchanged = None
             self._release()
-        assert again is not None, "what computes all its products has no others"
-        self._check_repeated(again)
-        self._again = dict(enumerate(again))
+        assert recomputed is not None, "without a mode nothing can disagree with it"
+        self._check_repeated(recomputed)
+        return recomputed
 
     def recompute_kv(self) -> tuple[Tensor, Tensor]:
-        """Keys and values of the first forward, BKCH: the layer runs again up to its attention.
+        """Return keys and values of the first forward, BKCH: the layer is rerun up to attention.
 
-        Comes before backward asks for what autograd saved; what the frame keeps, it keeps.
+        Called before backward asks for what autograd saved; all that is saved remains so.
 
         Raises:
             SPPOError: What the layer reads has changed, or its forward was interrupted.
         """
-        hidden_holder = self._hidden
-        if hidden_holder is None:
-            raise SPPOError(f"{self._label}: nothing to make keys from; was forward interrupted?")
+        saved_hidden = self._hidden
+        if saved_hidden is None:
+            raise SPPOError(
+                f"{self._label}: nothing to recompute keys and values from; was forward "
+                "interrupted?"
+            )
         self._refuse_changes()
         with contextlib.ExitStack() as borrowed:
-            hidden = borrowed.enter_context(hidden_holder.borrow())
+            hidden = borrowed.enter_context(saved_hidden.borrow())
             states = {
-                key: borrowed.enter_context(holder.borrow())
-                for key, (holder, _) in self._states.items()
+                key: borrowed.enter_context(saved.borrow())
+                for key, (saved, _) in self._states.items()
             }
-            kind = ("keys", self._kind())  # queries are needless here
-            found = self._run_to_keys(hidden, states, self._beside_all(hidden, kind), kind)
+            kind = ("keys and values", self._kind())  # queries are not needed here
+            mode = self._unused_matmuls_mode(hidden, kind)
+            found = self._rerun_to_kv(hidden, states, mode, kind)
             if found is None:
-                _needless(self._layer)[kind] = None
-                found = self._run_to_keys(hidden, states, _Nothing(), kind)
-        assert found is not None, "a layer whose keys are made again attends"
+                _unused_matmuls(self._layer)[kind] = None
+                found = self._rerun_to_kv(hidden, states, _NoMode(), kind)
+        assert found is not None, "without a mode nothing can disagree with it"
         return found
 
-    def _run_to_keys(
-        self, hidden: Tensor, states: States, aside: _Aside, kind: Hashable
+    def _rerun(
+        self, hidden: Tensor, states: States, mode: _RerunMode, kind: Hashable
+    ) -> list[Tensor] | None:
+        """Rerun the layer under `mode`; returns all that autograd saves.
+
+        None if the layer does not do under `mode` what it did in its first forward.
+        """
+        recomputed: list[Tensor] = []
+
+        def pack(tensor: Tensor) -> None:
+            mode.on_saved(tensor)
+            recomputed.append(tensor.detach())
+            if len(recomputed) == len(self._meta):
+                raise _Stop
+
+        with (
+            self._as_first(mode),
+            torch.enable_grad(),
+            torch.autograd.graph.saved_tensors_hooks(pack, _no_unpack),
+        ):
+            try:
+                with contextlib.suppress(_Stop), mode:
+                    self._run_layer(*_with_hidden(hidden, *self._arguments), states)
+            except MatmulsChanged:
+                return None
+        if isinstance(mode, UnusedMatmulFinder | UnusedMatmulSkipper) and (
+            not self._is_repeated(recomputed)  # something in it may behave otherwise under a mode
+        ):
+            return None
+        if isinstance(mode, UnusedMatmulFinder):
+            _unused_matmuls(self._layer)[kind] = mode.result()
+        return recomputed
+
+    def _rerun_to_kv(
+        self, hidden: Tensor, states: States, mode: _RerunMode, kind: Hashable
     ) -> tuple[Tensor, Tensor] | None:
-        """Keys and values; None if the layer does not repeat itself beside `aside`."""
+        """Rerun the layer under `mode` up to attention; None as for `_rerun`."""
         found: list[tuple[Tensor, Tensor]] = []
 
-        def take(k_BKCH: Tensor, v_BKCH: Tensor) -> None:
-            aside.saved(k_BKCH)
-            aside.saved(v_BKCH)
+        def on_kv(k_BKCH: Tensor, v_BKCH: Tensor) -> None:
+            mode.on_saved(k_BKCH)
+            mode.on_saved(v_BKCH)
             found.append((k_BKCH, v_BKCH))
             raise _Stop
 
-        self._beside, self._next_unseen = aside, 0
-        try:
-            with (
-                self._run_context.restored(),
-                self._as_in_forward(),
-                torch.no_grad(),
-                contextlib.suppress(_Stop),
-                aside,
-            ):
-                self._run_layer(*_with_hidden(hidden, *self._rest), states, take)
-        except MatmulsChanged:
-            return None
-        finally:
-            self._beside = _Nothing()
-        assert found, "a layer whose keys are made again attends"
-        if isinstance(aside, UnusedMatmulFinder):
-            _needless(self._layer)[kind] = aside.result()
+        with self._as_first(mode), torch.no_grad():
+            try:
+                with contextlib.suppress(_Stop), mode:
+                    self._run_layer(*_with_hidden(hidden, *self._arguments), states, on_kv)
+            except MatmulsChanged:
+                return None
+        assert found, "a layer whose keys and values are recomputed attends"
+        if isinstance(mode, UnusedMatmulFinder):
+            _unused_matmuls(self._layer)[kind] = mode.result()
         return found[0]
 
-    def _refuse_changes(self) -> None:
-        assert self._arguments is not None, "what was opened has its arguments"
-        arguments, versions = self._arguments
-        where = f"recomputing {self._label}"
-        self._reads.check_unchanged(self._versions, where)
-        arguments.check_unchanged(versions, where)
+    @contextlib.contextmanager
+    def _as_first(self, mode: _RerunMode) -> Iterator[None]:
+        """Restore what held in the first forward, for a rerun under `mode`."""
+        self._rerun_mode, self._next_tiled_call = mode, 0
+        try:
+            with self._run_context.restored(), self._as_in_forward():
+                yield
+        finally:
+            self._rerun_mode = _NoMode()
 
     def _run_layer(
         self,
@@ -624,19 +666,19 @@ class RecomputedLayer:
         states: States,
         on_kv: Callable[[Tensor, Tensor], None] | None = None,
     ) -> None:
-        """Run the layer's forward once more; attention's results come from `get`.
+        """Run the layer's forward in its context; see [Note: backward has no context].
 
-        See [Note: backward has no context] in `chunk_context`. Of `states` what mixers write was
-        written in forward; `on_kv` gets keys and values, BKCH, and ends the run.
+        `states` are those of before the chunk; what mixers write now is dropped. `on_kv` gets keys
+        and values, BKCH, and ends the run.
         """
-        given, group, stashed = self._context.states, self._context.group, self._recomputing
-        if group is not None and stashed is not None and self._exchanged is None:
-            self._exchanged = RecomputeExchanges(group.start_heads_to_tokens(stashed[0]))
+        first, group, attention = self._context.states, self._context.group, self._attention_results
+        if group is not None and attention is not None and self._exchanged is None:
+            self._exchanged = RecomputeExchanges(group.start_heads_to_tokens(attention[0]))
         context = dataclasses.replace(
             self._context,
             stash=self,
             exchanged=self._exchanged,
-            states=None if given is None else LayerStates(states, given.documents),
+            states=None if first is None else LayerStates(states, first.documents),
             on_kv=on_kv,
             attended=Attended(),
         )
@@ -650,129 +692,86 @@ class RecomputedLayer:
             try:
                 self._layer.forward(*args, **kwargs)
             finally:
-                self._attended()
+                self._leave_attention()
 
-    def _run_again(self, hidden: Tensor, states: States, aside: _Aside) -> list[Tensor] | None:
-        """All that autograd saves; None if the layer does not repeat itself beside `aside`."""
-        args, kwargs = _with_hidden(hidden, *self._rest)
-        again: list[Tensor] = []
-
-        def pack(tensor: Tensor) -> None:
-            aside.saved(tensor)
-            again.append(tensor.detach())
-            if len(again) == len(self._meta):
-                raise _Stop
-
-        self._beside, self._next_unseen = aside, 0
-        try:
-            with (
-                self._run_context.restored(),
-                self._as_in_forward(),
-                torch.enable_grad(),
-                torch.autograd.graph.saved_tensors_hooks(pack, _no_unpack),
-                contextlib.suppress(_Stop),
-                aside,
-            ):
-                self._run_layer(args, kwargs, states)
-        except MatmulsChanged:
-            return None
-        finally:
-            self._beside = _Nothing()
-        # Something in it may have minded the dispatch mode.
-        if isinstance(aside, UnusedMatmulFinder | UnusedMatmulSkipper) and not self._is_repeated(
-            again
-        ):
-            return None
-        if isinstance(aside, UnusedMatmulFinder):
-            _needless(self._layer)[self._kind()] = aside.result()
-        return again
-
-    def _aside(self, hidden: Tensor) -> _Aside:
-        """What runs beside the layer: answers products, or learns which of them to answer."""
-        width = hidden.shape[-1]
-        if self._products is not None:
-            return SelectiveReplayer(self._products, width=width, label=self._label)
-        return self._beside_all(hidden, self._kind())
-
-    def _beside_all(self, hidden: Tensor, kind: Hashable) -> _Aside:
-        """What runs beside a second forward that computes all products but needless ones."""
-        known = _needless(self._layer).get(kind, _UNKNOWN)
-        if known is _UNKNOWN and not is_compiled(self._layer):
-            return UnusedMatmulFinder(hidden)
-        if known is _UNKNOWN:
-            known = _needless(self._layer)[kind] = None
-        return _Nothing() if known is None else UnusedMatmulSkipper(known, width=hidden.shape[-1])
+    def _unused_matmuls_mode(self, hidden: Tensor, kind: Hashable) -> _RerunMode:
+        """The mode of a rerun for which no matmuls were kept: skips unused ones, or finds them."""
+        known = _unused_matmuls(self._layer).get(kind, _NOT_SEARCHED)
+        if known is _NOT_SEARCHED:
+            if not is_compiled(self._layer):
+                return UnusedMatmulFinder(hidden)
+            known = _unused_matmuls(self._layer)[kind] = None
+        return _NoMode() if known is None else UnusedMatmulSkipper(known, width=hidden.shape[-1])
 
     def _kind(self) -> Hashable:
-        """What a layer's forwards have in common whose needless products are the same."""
+        """What reruns of a layer have in common whose unused matmuls are the same."""
         saved = tuple((len(shape), dtype) for shape, dtype in self._meta)
-        # Some layers treat a single token in a way of its own.
+        # Some layers have another branch for a single token.
         return self._hidden_requires_grad, self._shape[:-1].numel() == 1, saved
 
-    def _is_repeated(self, again: list[Tensor]) -> bool:
-        return [(t.shape, t.dtype) for t in again] == self._meta
+    def _refuse_changes(self) -> None:
+        assert self._read_arguments is not None, "forward has noted the arguments"
+        arguments, versions = self._read_arguments
+        where = f"recomputing {self._label}"
+        self._reads.check_unchanged(self._versions, where)
+        arguments.check_unchanged(versions, where)
 
-    def _check_repeated(self, again: list[Tensor]) -> None:
-        if not self._is_repeated(again):
+    def _is_repeated(self, recomputed: list[Tensor]) -> bool:
+        return [(t.shape, t.dtype) for t in recomputed] == self._meta
+
+    def _check_repeated(self, recomputed: list[Tensor]) -> None:
+        if not self._is_repeated(recomputed):
             raise SPPOError(
-                f"{self._label}: the layer saved {len(again)} tensors when recomputed, "
+                f"{self._label}: the layer saved {len(recomputed)} tensors when recomputed, "
                 f"{len(self._meta)} in forward, or of other shapes. Its forward depends on "
                 "something that changed in between. Set recompute='none' for this model."
             )
 
-    def _holders(self) -> Iterator[SavedTensor]:
+    def _saved_tensors(self) -> Iterator[SavedTensor]:
         if self._hidden is not None:
             yield self._hidden
-        yield from self._stash or ()
-        yield from (holder for holder, _ in self._states.values())
-        for product in self._products or ():
-            if product.holder is not None:
-                yield product.holder
+        yield from self._attention or ()
+        yield from (saved for saved, _ in self._states.values())
+        yield from (matmul.output for matmul in self._matmuls or () if matmul.output is not None)
 
     def _release(self) -> None:
-        for holder in self._holders():
-            holder.drop()
-        self._hidden = self._stash = self._products = self._arguments = None
+        for saved in self._saved_tensors():
+            saved.drop()
+        self._hidden = self._attention = self._matmuls = self._read_arguments = None
         self._states = {}
-        self._rest = ((), {})
+        self._arguments = ((), {})
 
 
 class RecomputedTile(RecomputedLayer):
-    """Frame of a part of a layer's work, on some of its tokens; see `RecomputedLayer.part`.
+    """Saved activations of a call of one of a layer's modules on some of the tokens.
 
-    Its input is what the layer's own frame has, or makes again, so it keeps products alone.
+    The layer has the call's input, or recomputes it, so a tile keeps matmuls alone. `layer_matmuls`
+    gets them, and the layer has them prefetched. What is as in `layer_run_context` is shared with
+    it.
     """
 
     def __init__(
         self,
         module: nn.Module,
         hidden: SavedTensor,
-        *,
-        of_parts: _OfParts,
-        like: RunContext,
+        layer_matmuls: list[Matmul],
+        layer_run_context: RunContext,
         as_in_forward: Callable[[], contextlib.AbstractContextManager[None]],
         **others: Any,
     ) -> None:
-        """Make a frame; `others` are those of `RecomputedLayer`.
-
-        `hidden` has the input in backward, `of_parts` gets what the part multiplied and holds; what
-        is as in `like`, the layer's, is shared, and so is `as_in_forward`.
-        """
         super().__init__(module, **others)
-        self._as_in_forward = as_in_forward
         self._input = hidden
-        self._of_parts = of_parts
-        self._like = like
+        self._layer_matmuls = layer_matmuls
+        self._shared_context = layer_run_context
+        self._as_in_forward = as_in_forward
 
     def _hold(self, kind: str, tensor: Tensor) -> SavedTensor:
         return self._input if kind == "inputs" else super()._hold(kind, tensor)
 
     def close(self) -> None:
-        """See `RecomputedLayer`."""
+        """End the first forward."""
         super().close()
-        products = self._products or ()
-        self._of_parts.multiply = self._of_parts.multiply or bool(products)
-        self._of_parts.products += [p for p in products if p.holder is not None]
+        self._layer_matmuls += self._matmuls or ()
 
     def _run_layer(
         self,
@@ -781,13 +780,13 @@ class RecomputedTile(RecomputedLayer):
         states: States,
         on_kv: Callable[[Tensor, Tensor], None] | None = None,
     ) -> None:
-        """Run the part again: it has no attention and no states."""
+        """Run the module; it has no attention and no states."""
         with self._around_layers():
             self._layer.forward(*args, **kwargs)
 
 
 class RandomState:
-    """Random generators of the CPU and of a device, to be as they were."""
+    """The state of the random generators of the CPU and of a device, to be restored."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -795,17 +794,17 @@ class RandomState:
         self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
     def restore(self) -> None:
-        """Let the next draw be the one that would have come."""
+        """Put the generators back into this state."""
         torch.set_rng_state(self._cpu)
         if self._cuda is not None:
             torch.cuda.set_rng_state(self._cuda, self._device)
 
 
 class RunContext(RandomState):
-    """Random state and autocast settings of a first forward, for a second one."""
+    """Random state and autocast settings of a first forward, for its rerun."""
 
     def __init__(self, device: torch.device, *, like: RunContext | None = None) -> None:
-        """Note what holds now, on the CPU and on `device`; what is as in `like` is shared."""
+        """Record what holds now, on the CPU and on `device`; equal state is shared with `like`."""
         super().__init__(device)
         if like is not None and torch.equal(self._cpu, like._cpu):
             self._cpu = like._cpu  # 5 KB
@@ -817,7 +816,7 @@ class RunContext(RandomState):
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Let what was noted hold once more; afterwards all is as it was before."""
+        """Restore what was recorded; at exit all is as it was before."""
         with contextlib.ExitStack() as stack:
             devices = [self._device] if self._cuda is not None else []
             stack.enter_context(torch.random.fork_rng(devices=devices))
@@ -833,7 +832,7 @@ class RunContext(RandomState):
 
 
 def _unpack(slot: _Slot) -> Tensor:
-    return slot.frame.saved(slot.index)
+    return slot.activations.unpack(slot.index)
 
 
 def _no_unpack(_: object) -> Tensor:
@@ -844,27 +843,29 @@ def _detach(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-def _without_shared_keys(arguments: Any) -> Any:
-    """Arguments whose containers of shared keys are copies without the keys' memory.
+def _without_shared_kv(arguments: Any) -> Any:
+    """Replace the contents of containers of shared keys and values by tensors without memory.
 
-    In them layers hand keys to later layers (Gemma 3n, Gemma 4). Those would be kept alive by a
-    frame, and hold it in turn. A layer that is run again gives them to attention, which answers
-    from the stash and looks at their shapes only; whatever else read them would find NaN.
+    Through them layers hand K/V to later layers (Gemma 3n, Gemma 4). Saved activations that held
+    them would keep them alive, and be held by them in turn. A rerun passes them to attention, which
+    is answered from what was saved and reads their shapes alone; any other reader would find NaN.
     """
-    return tree_map_only(UserDict, _with_shapes_only, arguments)
-
-
-def _with_shapes_only(shared: UserDict[Any, Any]) -> UserDict[Any, Any]:
-    return type(shared)({key: tree_map_only(Tensor, _shape_only, x) for key, x in shared.items()})
+    return tree_map_only(
+        UserDict,
+        lambda shared: type(shared)(
+            {key: tree_map_only(Tensor, _shape_only, x) for key, x in shared.items()}
+        ),
+        arguments,
+    )
 
 
 def _shape_only(tensor: Tensor) -> Tensor:
-    nothing = tensor.detach().new_full((), float("nan")).expand(tensor.shape)
-    return nothing.requires_grad_(tensor.requires_grad)
+    empty = tensor.detach().new_full((), float("nan")).expand(tensor.shape)
+    return empty.requires_grad_(tensor.requires_grad)
 
 
 def _named_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Tensors among a layer's arguments, with the argument's name for each."""
+    """Yield the tensors among a layer's arguments, each with its argument's name."""
     for name, value in (*((f"argument {i}", x) for i, x in enumerate(args)), *kwargs.items()):
         for leaf in tree_leaves(value):
             if isinstance(leaf, Tensor):

@@ -760,7 +760,7 @@ class _TiledCall:
         saved = [_Save.apply(anchor, tile.detach()) for tile in self._tiles]
         count = len(self._part.dims)
         if not frame.is_open:
-            outputs, need_grads = frame.run_unseen(lambda: self._run(self._forward), self._x, count)
+            outputs, need_grads = frame.run_tiles(lambda: self._run(self._forward), self._x, count)
             return self._shaped(
                 [
                     _Stand.apply(anchor, functools.partial(_itself, x)) if needs_grad else x
@@ -771,7 +771,7 @@ class _TiledCall:
 
         def run(x_1MD: Tensor) -> Any:
             index, input_of_tile = next(numbered)
-            inner = frame.part(
+            inner = frame.tile(
                 self._part.module, f"{self._part.name}, tile {index}", _OfGraph(input_of_tile)
             )
             inner.open((x_1MD,), {})
@@ -783,7 +783,7 @@ class _TiledCall:
             inner.close()
             return output
 
-        outputs, _ = frame.run_unseen(lambda: self._run(run), self._x, count)
+        outputs, _ = frame.run_tiles(lambda: self._run(run), self._x, count)
         return self._shaped(outputs)
 
     def _run(self, forward: Callable[[Tensor], Any]) -> list[Tensor]:

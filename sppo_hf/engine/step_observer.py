@@ -44,81 +44,71 @@ class StepRecord:
     """
 
     tokens: int
-    """Tokens processed here: ``batch_rows * total_tokens``, padding included, or this rank's share
-    of them where ranks share a batch."""
-
+    """Tokens processed on this rank: ``batch_rows * total_tokens``, padding included, or its share
+    of them if ranks share a batch."""
     batch_rows: int
-    """Rows of the batch."""
-
     total_tokens: int
     """Length of each row, padding included."""
-
     model_flops: float
-    """Floating-point operations the model itself asks for; recomputation is not counted."""
-
+    """Floating-point operations of the model itself, without recomputation."""
     forward_seconds: float
     """Wall time of the forward chunk loop."""
-
     backward_seconds: float
     """Wall time of the backward; 0 in evaluation."""
-
     offload: OffloadStats
-    """What was copied and waited for meanwhile, and what host memory and disk hold at the end."""
-
+    """Copies and waits during the step, and what host memory and disk hold at its end."""
     planned_seconds: float | None
-    """What the plan predicted; None where nothing is known of the device's speed."""
-
+    """The plan's prediction; None if the device's speed is unknown."""
     num_chunks: int
-    """Chunks the sequence was cut into."""
-
     training: bool
-    """Whether a backward belongs to this record."""
+    """Whether the step had a backward."""
 
 
 class StepObserver:
     """Base of all observers; every method does nothing until overridden."""
 
     def on_plan(self, plan: Plan, model_name: str) -> None:
-        """A plan is about to be used for the first time, of a model with this name for readers."""
+        """Called before a plan is first used; `model_name` is the model's class."""
 
     def on_correction(self, before: Plan, after: Plan, measured: MeasuredStep) -> None:
-        """The first steps have been measured, and speeds are no longer those of the profile.
+        """Called when measured speeds have replaced those of the profile.
 
-        Modes of the plan from now on are the same where no others would be faster.
+        `after` has the modes of `before` if no others are faster.
         """
 
     def on_host_memory(self, ready_bytes: int, wanted_bytes: int) -> None:
-        """Host memory is being page-locked, which may take seconds; told after each piece.
+        """Called after each piece of host memory is page-locked, which may take seconds in all.
 
         Args:
-            ready_bytes: Of what is wanted, at first and so far.
-            wanted_bytes: All of it; the system may give less.
+            ready_bytes: Bytes that are page-locked so far.
+            wanted_bytes: Bytes that will be requested in all; the system may give less.
         """
 
     def on_attention_ready(self, backend: str, num_shapes: int, seconds: float) -> None:
-        """Attention's kernels have built plans for shapes that they had not met.
+        """Called when attention kernels have built their plans for new shapes.
 
         Args:
-            backend: Name, or names.
-            num_shapes: Of forward and of backward.
-            seconds: What it took.
+            backend: Names of the backends.
+            num_shapes: New shapes, of forward and backward together.
+            seconds: Time that it took.
         """
 
     def on_unit(self, direction: Direction, chunk: int, num_chunks: int) -> None:
-        """The engine enters a unit; backward walks the chunks in reverse.
+        """Called when a unit begins; backward runs the chunks in reverse.
 
-        Chunks count from 0. Layer by layer those of all layers before are counted too, and
-        `num_chunks` are those of all layers.
+        Chunks count from 0. In runs layer by layer, `chunk` counts on through the layers, and
+        `num_chunks` is the number for all layers together.
         """
 
     def on_record(self, record: StepRecord) -> None:
-        """A forward (and its backward, in training) has ended."""
+        """Called after a forward (and its backward, in training)."""
 
 
 class ObserverHub(StepObserver):
-    """Passes every event on to the observers that are subscribed at that moment.
+    """Passes every event on to its subscribers.
 
-    Subscribers are held weakly: a Trainer that is gone stops listening, whatever became of its run.
+    An engine gets its observer when the model is converted, while a Trainer's metrics are wanted
+    only while it trains. Subscribers are held by weak references, so a deleted Trainer gets none.
     """
 
     def __init__(self) -> None:
@@ -129,7 +119,7 @@ class ObserverHub(StepObserver):
         self._subscribers.add(observer)
 
     def unsubscribe(self, observer: StepObserver) -> None:
-        """Remove an observer; removing one that is not there changes nothing."""
+        """Remove an observer, if it is subscribed."""
         self._subscribers.discard(observer)
 
     def on_plan(self, plan: Plan, model_name: str) -> None:
@@ -167,10 +157,7 @@ Phase = Literal["forward", "backward", "end"]
 
 
 class Mark:
-    """The point in a device's work at which the host is now: a clock reading, or on CUDA an event.
-
-    That is in the device's current stream; the device need not be the current one.
-    """
+    """A point in time of a device's current stream: an event on CUDA, else a clock reading."""
 
     def __init__(self, device: torch.device | str) -> None:
         device = torch.device(device)
@@ -178,17 +165,17 @@ class Mark:
         self._at_seconds = 0.0
         if device.type == "cuda":
             self._event = torch.cuda.Event(enable_timing=True)
-            # Autograd's thread has the model's device as its current one, others have what is set.
+            # The device need not be the current one of this thread.
             self._event.record(torch.cuda.current_stream(device))
         else:
             self._at_seconds = time.perf_counter()
 
-    def passed(self) -> bool:
-        """Whether the work has come to this point; never waits. The host's always has."""
+    def is_reached(self) -> bool:
+        """Whether the device has reached this point; never waits."""
         return self._event is None or self._event.query()
 
     def seconds_until(self, later: Mark) -> float:
-        """Seconds from here to a later mark of the same kind; both passed."""
+        """Seconds from this mark to a later one of the same device; both must be reached."""
         if self._event is None or later._event is None:
             assert self._event is later._event, "marks of one timer are of one kind"
             return later._at_seconds - self._at_seconds
@@ -200,24 +187,21 @@ class ChunkTimer:
     """The marks of one forward call and its backward."""
 
     device: torch.device | str
-    """Where the work runs; without an index, on the current device of that kind."""
+    """Device of the marks; without an index, the current one of that type."""
 
     _marks: list[tuple[Phase, int, Mark]] = field(default_factory=list)
 
     def enter(self, phase: Phase, chunk: int = 0) -> None:
-        """Mark that a chunk begins, or that a phase ends."""
+        """Mark the beginning of a chunk, or the end of a phase."""
         self._marks.append((phase, chunk, Mark(self.device)))
 
-    def ready(self) -> bool:
-        """Whether all marks have been passed."""
-        return not self._marks or self._marks[-1][2].passed()
+    def is_ready(self) -> bool:
+        """Whether the device has reached all marks."""
+        return not self._marks or self._marks[-1][2].is_reached()
 
     def seconds(self, phase: Phase, num_chunks: int) -> tuple[float, ...]:
-        """Seconds per chunk in a phase; chunks that several groups of rows went through add up.
-
-        By layer, units count on through the layers, and a chunk's of all layers add up.
-        """
-        assert self.ready(), "seconds are known once the work is done"
+        """Seconds of each chunk in a phase, summed over groups of rows, and over layers."""
+        assert self.is_ready(), "seconds are known once the work is done"
         sums = [0.0] * num_chunks
         for (name, chunk, begin), (_, _, later) in zip(self._marks, self._marks[1:], strict=False):
             if name == phase:
@@ -225,26 +209,25 @@ class ChunkTimer:
         return tuple(sums)
 
 
-def release_failed_backward(watch: StepTimer | None) -> None:
-    """Free what a backward that raised has left, if that was the backward of `watch`.
+def release_failed_backward(timer: StepTimer | None) -> None:
+    """Free the memory that the backward of `timer` holds, if it raised.
 
-    [Note: what a failed backward leaves] When a node raises, autograd forgets the graph, but on a
-    CPU those of its nodes that were ready to run (the losses of all earlier chunks are, from the
-    start) stay in a queue of the calling thread, and with them most of the graph: all that the step
-    had sent away would lie there through the next forward. The next backward of any kind throws
-    them out before it does anything else, so the smallest one is run. On CUDA the thread of the
-    device does so by itself.
+    [Note: what a failed backward leaves] When a node raises, autograd drops the graph. On a CPU,
+    however, the nodes that were ready to run (the losses of all earlier chunks are, from the start)
+    stay in a queue of the calling thread, and with them most of the graph, so that all offloaded
+    activations of the step would be held through the next forward. The next backward of any graph
+    empties the queue before it does anything else, so this runs the smallest possible one. On CUDA
+    the device's thread empties the queue by itself.
     """
-    if watch is not None and watch.is_in_backward:
+    if timer is not None and timer.is_in_backward:
         with torch.enable_grad():
             torch.zeros((), requires_grad=True).backward()
 
 
 class UnitLabel:
-    """The profiler's label of the unit that runs: "sppo/forward chunk 3", counted from 0.
+    """The profiler's label of the running unit, such as "sppo/forward chunk 3", counted from 0.
 
-    Costs a microsecond where nobody profiles. A unit ends where the next begins, so one label at a
-    time is open, from hooks that no `with` could span.
+    A unit ends when the next one begins. Without a profiler a label costs a microsecond.
     """
 
     def __init__(self) -> None:
@@ -265,48 +248,46 @@ class UnitLabel:
 
 @dataclass(eq=False)
 class StepTimer:
-    """Marks of one forward call and its backward, for observers and for a profiler's trace."""
+    """Times one forward call and its backward, and reports them to observers and the profiler."""
 
     observer: StepObserver
-    """Is told."""
     plan: Plan
-    """What runs."""
     shape: ModelShape
-    """For counting FLOPs."""
+    """The model's shape, to count FLOPs."""
     _: KW_ONLY
     device: torch.device
-    """Where the model is."""
-    took: Callable[[], OffloadStats]
-    """Returns what was moved since it was last asked."""
-    began_seconds: float
-    """`time.perf_counter()` when the call came in."""
+    """The model's device."""
+    take_stats: Callable[[], OffloadStats]
+    """Returns what the offload engine did since the last call."""
+    start_seconds: float
+    """`time.perf_counter()` at the beginning of the call."""
     on_step: Callable[[StepTimer], None]
-    """Is told when a training step has been recorded."""
+    """Called when a training step has been recorded."""
     share: tuple[int, int] = (0, 1)
-    """This rank's number among the ranks that share the sequence, and how many they are. Sums of
-    tokens and FLOPs over the ranks count each once."""
+    """This rank's number among the ranks that share the sequence, and the number of ranks. Summed
+    over the ranks, records count each token and FLOP once."""
 
     def __post_init__(self) -> None:
         self._forward_seconds = 0.0
-        self._backward_began: float | None = None
+        self._backward_start_seconds: float | None = None
         self._backward_ended = False
-        self._stopwatch = ChunkTimer(self.device)
+        self._chunk_timer = ChunkTimer(self.device)
         self._label = UnitLabel()
         self._stats = OffloadStats()
 
     @property
     def is_in_backward(self) -> bool:
-        """Whether backward has begun and not ended: it runs now, or it raised."""
-        return self._backward_began is not None and not self._backward_ended
+        """Whether backward has begun and not ended: it is running, or it raised."""
+        return self._backward_start_seconds is not None and not self._backward_ended
 
     def measured(self) -> MeasuredStep | None:
-        """Seconds per chunk and bytes moved; None while the device has not come that far."""
-        if not self._stopwatch.ready():
+        """Seconds of each chunk and bytes copied; None until the device has finished the step."""
+        if not self._chunk_timer.is_ready():
             return None
         num_chunks = self.plan.num_chunks
         return MeasuredStep(
-            forward_seconds=self._stopwatch.seconds("forward", num_chunks),
-            backward_seconds=self._stopwatch.seconds("backward", num_chunks),
+            forward_seconds=self._chunk_timer.seconds("forward", num_chunks),
+            backward_seconds=self._chunk_timer.seconds("backward", num_chunks),
             stall_seconds=self._stats.stall_seconds,
             d2h_bytes=self._stats.d2h_bytes,
             h2d_bytes=self._stats.h2d_bytes,
@@ -315,22 +296,21 @@ class StepTimer:
         )
 
     def forward_unit(self, chunk: int, layer: int | None = None) -> None:
-        """Forward enters `chunk`; by layer, of `layer`."""
+        """Report that the forward of a chunk begins, in runs by layer of this layer's chunk."""
         if self.plan.device.kind == "cpu" and layer is None:
             return_free_heap()
         self._enter("forward", chunk, layer)
 
     def watch_backward(self, chunk: int, hidden_BCD: Tensor, layer: int | None = None) -> None:
-        """Report when backward enters `chunk`; the last report comes when backward has ended.
+        """Report the backward of a unit when the gradient of its output `hidden_BCD` arrives.
 
-        `hidden_BCD` is what the unit has computed. By layer, `layer` is None for what comes after
-        all layers.
+        In runs by layer, `layer` is None for the norm and head behind all layers.
         """
         if hidden_BCD.requires_grad:
             hidden_BCD.register_hook(lambda _grad: self._backward_unit(chunk, layer))
 
     def _enter(self, direction: Direction, chunk: int, layer: int | None) -> None:
-        self._stopwatch.enter(direction, chunk)
+        self._chunk_timer.enter(direction, chunk)
         if self.plan.order == "by_chunk":
             self._label.enter(f"{direction} chunk {chunk}")
             self.observer.on_unit(direction, chunk, self.plan.num_chunks)
@@ -340,9 +320,9 @@ class StepTimer:
             self.observer.on_unit(direction, layer * self.plan.num_chunks + chunk, units)
 
     def forward_done(self, output: ModelOutput) -> None:
-        """Forward has ended; without a gradient to come, so has the step."""
-        self._forward_seconds = time.perf_counter() - self.began_seconds
-        self._stopwatch.enter("end")
+        """End the forward; also the step, if its output needs no gradient."""
+        self._forward_seconds = time.perf_counter() - self.start_seconds
+        self._chunk_timer.enter("end")
         self._label.leave()
         tensors = [value for value in output.values() if isinstance(value, Tensor)]
         if not any(value.requires_grad for value in tensors):
@@ -351,23 +331,24 @@ class StepTimer:
     def _backward_unit(self, chunk: int, layer: int | None) -> None:
         if self.plan.device.kind == "cpu" and layer is None:
             return_free_heap()
-        if self._backward_began is None:
-            self._backward_began = time.perf_counter()
+        if self._backward_start_seconds is None:
+            self._backward_start_seconds = time.perf_counter()
             Variable._execution_engine.queue_callback(self._backward_done)
         self._enter("backward", chunk, layer)
 
     def _backward_done(self) -> None:
-        assert self._backward_began is not None
+        assert self._backward_start_seconds is not None
         self._backward_ended = True
-        self._stopwatch.enter("end")
+        self._chunk_timer.enter("end")
         self._label.leave()
-        self._record(training=True, backward_seconds=time.perf_counter() - self._backward_began)
+        seconds = time.perf_counter() - self._backward_start_seconds
+        self._record(training=True, backward_seconds=seconds)
 
     def _record(self, *, training: bool, backward_seconds: float) -> None:
         rows, tokens = self.plan.batch_rows, self.plan.total_tokens
         flops = step_flops if training else forward_flops
         start, end = rank_tokens(0, rows * tokens, *self.share)
-        self._stats = self.took()
+        self._stats = self.take_stats()
         prediction = self.plan.prediction
         self.observer.on_record(
             StepRecord(

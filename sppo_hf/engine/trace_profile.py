@@ -629,19 +629,19 @@ class _LayerRun:
         self._attending_child = self._counter.child
         self._attention_bytes = out_BNCH.nbytes + lse_BNC.nbytes
         self.largest_bytes = max(self.largest_bytes, out_BNCH.nbytes)
-        self._unused_finder.given(out_BNCH, lse_BNC)
-        self._recorder.resume(out_BNCH, lse_BNC)
+        self._unused_finder.add_inputs(out_BNCH, lse_BNC)
+        self._recorder.start(out_BNCH, lse_BNC)
 
     def forward(self) -> _Counts:
         with _autocast(self._training):
             self._out = self._run_forward()
         matmuls = self._counter.matmuls
         recorded = self._recorder.stop()
-        held_bytes = [x.holder.nbytes for x in recorded if isinstance(x.holder, _HeldSize)]
+        held_bytes = [x.output.nbytes for x in recorded if isinstance(x.output, _HeldSize)]
         saved_bytes = list(map(self._saved_bytes, self._saved))
         self.largest_bytes = max(self.largest_bytes, *held_bytes, *saved_bytes)
         found = self._unused_finder.result()
-        unused = () if found is None else found.blank
+        unused = () if found is None else found.is_unused
         inputs_bytes = self.hidden.nbytes + self._attention_bytes
         tiled_bytes, tile_bytes = self._bytes_in_tiles(sum(saved_bytes))
         recorded_thick = iter(recorded)
@@ -735,7 +735,7 @@ class _LayerRun:
             self._counter.trackers.remove(self._open_call_finder)
             self._open_call = None
         found = self._open_call_finder.result()
-        call.unused = () if found is None else found.blank
+        call.unused = () if found is None else found.is_unused
         call.end = len(self._counter.matmuls)
         self._tile_calls.append(call)
         return output
@@ -781,8 +781,8 @@ class _LayerRun:
         vars(self).clear()
 
     def _save(self, tensor: Tensor) -> list[Tensor]:
-        self._recorder.saved(tensor)
-        self._unused_finder.saved(tensor)
+        self._recorder.on_saved(tensor)
+        self._unused_finder.on_saved(tensor)
         self._last_save = len(self._counter.matmuls)
         key = storage_key(tensor)
         if key not in self._not_activations:
@@ -790,7 +790,7 @@ class _LayerRun:
         if self._open_call is None:
             self._save_outside(tensor)
         else:
-            self._open_call_finder.saved(tensor)
+            self._open_call_finder.on_saved(tensor)
             self._open_call.last_save = self._last_save
             if key not in self._not_activations:
                 self._open_call.saved.add(key)
@@ -951,7 +951,7 @@ class _FlopCounter(LightDispatchMode):
                 self._weights[storage_key(tensor)] = made_of_weights
         if op.left_factor is not None and len(args) > op.left_factor:
             left = args[op.left_factor]
-            is_thick = op.is_product(args, self._width)
+            is_thick = op.is_thick_matmul(args, self._width)
             is_adapters = self._rank is not None and any(given) and left.shape[-1] == self._rank
             is_adapted = is_adapters and out.shape[-1] not in (self._width, self._rank)
             self.matmuls.append(

@@ -227,7 +227,7 @@ class PipelineEngine(Engine):
 
     def _register_stage_hooks(self) -> None:
         cut = self.staged.cut
-        for stage in range(cut.num_stages) if self.staged.helps else cut.own:
+        for stage in range(cut.num_stages) if self.staged.borrows_stages else cut.own:
             layers = cut.layers[stage]
             first, last = self.parts.layers[layers[0]], self.parts.layers[layers[-1]]
             if stage > 0:
@@ -262,7 +262,7 @@ class PipelineEngine(Engine):
         # All ranks refuse a batch that cannot be read, and a script may go on with the next one.
         layout = call.layout()
         kind = "forward" if torch.is_grad_enabled() else "evaluation"
-        with self._alone():
+        with self._exclusive():
             output = self.guarded(kind, lambda: self._run(call, layout))
         return output if call.return_dict else output.to_tuple()
 
@@ -310,7 +310,7 @@ class PipelineEngine(Engine):
         return output
 
     def _run(self, call: ForwardCall, layout: BatchLayout) -> ModelOutput:  # type: ignore[override]
-        self._try_kernels(call.device)
+        self._check_kernels(call.device)
         if call.head_arguments:
             return TokenCall(self, call, layout).forward()
         gradients, runner = self.run_schedule(
@@ -519,14 +519,14 @@ class PipelineEngine(Engine):
         if training:
             self.trained_checksums = tuple(trained for trained, _ in everyones)
             self._check_trained_alike(tuple(tied for _, tied in everyones))
-            self.plans.notice_trained()
+            self.plans.update_trainable()
 
     def _trained_checksums_here(self) -> tuple[int, int]:
         """Return checksums of which parameters train: see `trained_checksums`; and of tied ones."""
         named = dict(self.parts.causal_lm.named_parameters())
         tied = [named[name] for name in sorted(self.staged.shared_names) if name in named]
         parameters = list(named.values())
-        if self.staged.helps:
+        if self.staged.borrows_stages:
             stages = range(self.staged.cut.num_stages)
             parameters = [p for stage in stages for p in self.staged.parameters_of(stage)]
         return zlib.crc32(trainable_mask(parameters)), zlib.crc32(trainable_mask(tied))

@@ -353,7 +353,7 @@ class StagePlanCache:
         batch, before = self._to_learn_from[0], Correction()
 
         def learn_own() -> dict[int, Correction] | None:
-            if not batch.units[-1].end.passed():
+            if not batch.units[-1].end.is_reached():
                 return None
             return {
                 stage: learn(plan.prediction, batch.measured(stage), before)

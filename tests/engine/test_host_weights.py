@@ -62,9 +62,9 @@ def _away_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
         for weight in weights._all():
             weight.parameter.data = weight.host
 
-    monkeypatch.setattr(host._Weight, "rest", put_away)
+    monkeypatch.setattr(host._Weight, "to_host", put_away)
     # The next forward would take the NaN for what somebody has put there.
-    monkeypatch.setattr(host._Weight, "settle", lambda weight: None)
+    monkeypatch.setattr(host._Weight, "adopt_replaced_data", lambda weight: None)
     monkeypatch.setattr(host.HostWeights, "start_forward", begin_in_the_dark)
     monkeypatch.setattr(host.HostWeights, "move_to_host", rest_in_the_light)
 
@@ -293,7 +293,7 @@ def test_weights_that_came_to_the_host_by_themselves_leave_it_with_the_order(
         for parameter in model.model.layers[1].parameters():
             parameter.requires_grad_(False)
         model.model.layers[0].register_full_backward_hook(lambda *_: None)
-    engine._rest(Placement(weights=True, optimizer=optimizer), torch.device("cpu"))
+    engine._set_places(Placement(weights=True, optimizer=optimizer), torch.device("cpu"))
     held = engine.weights
     assert held is not None
     assert not held.keep_device_copies
@@ -313,7 +313,7 @@ def test_a_copy_of_a_model_has_its_weights_where_the_model_has_them() -> None:
     model = _converted()
     engine = get_engine(model)
     assert engine is not None
-    engine._rest(Placement(weights=True, optimizer=True), torch.device("cpu"))
+    engine._set_places(Placement(weights=True, optimizer=True), torch.device("cpu"))
     twin = copy.deepcopy(model)
     for one in (model, twin):
         _loss(one).backward()
@@ -370,11 +370,11 @@ def test_an_optimizer_without_all_hooks_is_offered_the_host() -> None:
     optimizer = Wraps(torch.optim.AdamW(model.parameters()))
     engine.register_optimizer(optimizer, None)
     _loss(model).backward()
-    before = engine._resting_bytes()
+    before = engine._unpinned_host_bytes()
     optimizer.inner.step()
     for hook in optimizer._optimizer_step_post_hooks.values():
         hook(optimizer, (), {})
-    assert engine._resting_bytes() > before
+    assert engine._unpinned_host_bytes() > before
 
 
 def test_what_rests_beside_weights_is_known_to_the_next_plan(
@@ -385,25 +385,25 @@ def test_what_rests_beside_weights_is_known_to_the_next_plan(
     assert engine is not None
     optimizer = torch.optim.AdamW(model.parameters())
     engine.register_optimizer(optimizer, None)
-    assert engine._resting_bytes() == 0
+    assert engine._unpinned_host_bytes() == 0
     _loss(model).backward()
     trained = sum(p.nbytes for p in model.parameters())
-    assert engine._resting_bytes() == trained
+    assert engine._unpinned_host_bytes() == trained
     optimizer.step()
     steps = sum(state["step"].nbytes for state in optimizer.state.values())
-    assert engine._resting_bytes() == 3 * trained + steps
+    assert engine._unpinned_host_bytes() == 3 * trained + steps
     optimizer.zero_grad()
     with monkeypatch.context() as patched:
         # Forwards between two updates count no states.
         patched.setattr(engine, "_states_bytes", lambda optimizer: pytest.fail("counted again"))
-        assert engine._resting_bytes() == 2 * trained + steps
-    engine._rest(Placement(weights=True, optimizer=True), torch.device("cpu"))
-    assert engine._resting_bytes() == 2 * trained + steps
+        assert engine._unpinned_host_bytes() == 2 * trained + steps
+    engine._set_places(Placement(weights=True, optimizer=True), torch.device("cpu"))
+    assert engine._unpinned_host_bytes() == 2 * trained + steps
     saved = optimizer.state_dict()
     for state in saved["state"].values():
         state["more"] = torch.zeros(3)
     optimizer.load_state_dict(saved)
-    assert engine._resting_bytes() == 2 * trained + steps + 24 * len(saved["state"])
+    assert engine._unpinned_host_bytes() == 2 * trained + steps + 24 * len(saved["state"])
 
 
 def test_gradients_at_rest_are_nobodys_in_an_evaluation(

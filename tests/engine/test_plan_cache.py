@@ -87,7 +87,7 @@ def test_a_corrected_plan_is_for_the_device_of_the_first(monkeypatch: pytest.Mon
     seconds = (1.0,) * 3
     measured = MeasuredStep(forward_seconds=seconds, backward_seconds=seconds, stall_seconds=0.0)
     correction_found = ProfileCorrection(plan, measured, Correction(backward=2.0))
-    monkeypatch.setattr(book._teacher, "new_corrections", lambda: iter([correction_found]))
+    monkeypatch.setattr(book._corrector, "new_corrections", lambda: iter([correction_found]))
     book.correct(StepObserver())
     assert asked == [device] * 2
     assert book.get(1, 20, device, StepObserver()) is not plan
@@ -171,7 +171,7 @@ def test_a_correction_that_fits_nowhere_leaves_the_plan(monkeypatch: pytest.Monk
     seconds = (1.0,) * 3
     measured = MeasuredStep(forward_seconds=seconds, backward_seconds=seconds, stall_seconds=0.0)
     found = ProfileCorrection(plan, measured, Correction(backward=2.0))
-    monkeypatch.setattr(book._teacher, "new_corrections", lambda: iter([found]))
+    monkeypatch.setattr(book._corrector, "new_corrections", lambda: iter([found]))
 
     def refuse(request: Any):
         raise BudgetError("no room")

@@ -20,7 +20,7 @@ from tests.planning.test_prediction import as_measured, predicted
 
 
 @dataclass
-class _Watch:
+class _Timer:
     """A finished step; `took` is None while the device is behind."""
 
     plan: Plan
@@ -42,48 +42,48 @@ def _slower(plan: Plan) -> MeasuredStep:
     return replace(as_planned, backward_seconds=tuple(3 * s for s in as_planned.backward_seconds))
 
 
-def _step(teacher: ProfileCorrector, plan: Plan, took: MeasuredStep | None) -> _Watch:
-    watch = _Watch(plan, took)
-    teacher.step_done(cast(StepTimer, watch))
-    return watch
+def _step(corrector: ProfileCorrector, plan: Plan, took: MeasuredStep | None) -> _Timer:
+    timer = _Timer(plan, took)
+    corrector.step_done(cast(StepTimer, timer))
+    return timer
 
 
-def test_the_second_step_teaches_and_no_other():
-    teacher, plan = ProfileCorrector(), _plan()
-    _step(teacher, plan, _slower(plan))
-    assert not list(teacher.new_corrections()), "the first step allocates and compiles"
-    _step(teacher, plan, _slower(plan))
-    (correction_found,) = teacher.new_corrections()
-    assert correction_found.plan is plan
-    assert correction_found.correction.backward / correction_found.correction.forward > 2
+def test_only_the_second_step_is_measured():
+    corrector, plan = ProfileCorrector(), _plan()
+    _step(corrector, plan, _slower(plan))
+    assert not list(corrector.new_corrections()), "the first step allocates and compiles"
+    _step(corrector, plan, _slower(plan))
+    (found,) = corrector.new_corrections()
+    assert found.plan is plan
+    assert found.correction.backward / found.correction.forward > 2
     for _ in range(3):
-        _step(teacher, plan, _slower(plan))
-        assert not list(teacher.new_corrections()), "once"
+        _step(corrector, plan, _slower(plan))
+        assert not list(corrector.new_corrections()), "once"
 
 
-def test_a_device_that_is_behind_is_asked_again_and_not_waited_for():
-    teacher, plan = ProfileCorrector(), _plan()
-    _step(teacher, plan, None)
-    watch = _step(teacher, plan, None)
-    assert not list(teacher.new_corrections())
-    watch.took = _slower(plan)
-    assert len(list(teacher.new_corrections())) == 1
+def test_measuring_does_not_wait_for_the_device():
+    corrector, plan = ProfileCorrector(), _plan()
+    _step(corrector, plan, None)
+    timer = _step(corrector, plan, None)
+    assert not list(corrector.new_corrections())
+    timer.took = _slower(plan)
+    assert len(list(corrector.new_corrections())) == 1
 
 
 def test_a_corrected_plan_is_not_corrected_again():
-    teacher, plan = ProfileCorrector(), _plan()
+    corrector, plan = ProfileCorrector(), _plan()
     assert plan.cost is not None
     plan = replace(plan, cost=replace(plan.cost, correction=Correction(backward=2.0)))
     for _ in range(2):
-        _step(teacher, plan, _slower(plan))
-    assert not list(teacher.new_corrections())
+        _step(corrector, plan, _slower(plan))
+    assert not list(corrector.new_corrections())
 
 
 def test_plans_without_a_prediction_are_left_alone():
-    teacher = ProfileCorrector()
+    corrector = ProfileCorrector()
     for _ in range(2):
-        _step(teacher, mixed_plan(6), None)
-    assert not list(teacher.new_corrections())
+        _step(corrector, mixed_plan(6), None)
+    assert not list(corrector.new_corrections())
 
 
 class _Group:
@@ -97,14 +97,14 @@ class _Group:
 
 def test_ranks_that_share_a_sequence_learn_from_the_slowest_once_all_are_there():
     group, plan = _Group(), _plan()
-    teacher = ProfileCorrector(cast(SequenceGroup, group))
+    corrector = ProfileCorrector(cast(SequenceGroup, group))
     slow = _slower(plan)
     for _ in range(2):
-        _step(teacher, plan, replace(slow, forward_seconds=(0.0,) * len(slow.forward_seconds)))
-    assert not list(teacher.new_corrections()), "the other one's device is behind"
+        _step(corrector, plan, replace(slow, forward_seconds=(0.0,) * len(slow.forward_seconds)))
+    assert not list(corrector.new_corrections()), "the other one's device is behind"
     group.took = slow
-    (correction_found,) = teacher.new_corrections()
-    assert correction_found.measured is slow
+    (found,) = corrector.new_corrections()
+    assert found.measured is slow
 
 
 class _Late:
@@ -117,31 +117,31 @@ class _Late:
         assert torch.device(device).type == "cuda"
         self.at = _Late.now
 
-    def passed(self) -> bool:
+    def is_reached(self) -> bool:
         return self.at <= _Late.passed_until
 
     def seconds_until(self, later: Any) -> float:
         return later.at - self.at
 
 
-def test_seconds_are_known_when_the_device_has_passed_the_last_mark(monkeypatch):
+def test_seconds_are_known_when_the_device_has_reached_the_last_mark(monkeypatch):
     monkeypatch.setattr(step_observer, "Mark", _Late)
-    watch = ChunkTimer("cuda")
+    timer = ChunkTimer("cuda")
     for second, (phase, chunk) in enumerate(
         [("forward", 0), ("forward", 1), ("end", 0), ("backward", 1), ("backward", 0), ("end", 0)]
     ):
         _Late.now = float(second**2)
-        watch.enter(phase, chunk)
+        timer.enter(phase, chunk)
     _Late.passed_until = 16.0
-    assert not watch.ready()
+    assert not timer.is_ready()
     with pytest.raises(AssertionError):
-        watch.seconds("forward", 2)
+        timer.seconds("forward", 2)
     _Late.passed_until = 25.0
-    assert watch.seconds("forward", 2) == (1.0, 3.0)
-    assert watch.seconds("backward", 2) == (9.0, 7.0), "what lies between the phases is neither's"
+    assert timer.seconds("forward", 2) == (1.0, 3.0)
+    assert timer.seconds("backward", 2) == (9.0, 7.0), "what lies between the phases is neither's"
 
 
-def test_marks_are_put_into_the_stream_of_the_models_device(monkeypatch):
+def test_marks_are_recorded_in_the_stream_of_the_models_device(monkeypatch):
     """Whatever the current device is: autograd's thread has another than the main thread."""
     recorded = []
 
@@ -154,7 +154,7 @@ def test_marks_are_put_into_the_stream_of_the_models_device(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
-    watch = ChunkTimer(torch.device("cuda", 1))
-    watch.enter("forward", 0)
-    watch.enter("end")
+    timer = ChunkTimer(torch.device("cuda", 1))
+    timer.enter("forward", 0)
+    timer.enter("end")
     assert recorded == ["stream of cuda:1"] * 2

@@ -276,7 +276,7 @@ def test_a_layer_that_changed_its_products_is_run_in_full(monkeypatch: pytest.Mo
         gradients = run_batch(ours, batch).by_name
         for name, expected in run_reference(model, batch, hooks=False).by_name.items():
             torch.testing.assert_close(gradients[name], expected, rtol=1e-9, atol=1e-12)
-        found = recompute._needless(ours.model.layers[1]).values()
+        found = recompute._unused_matmuls(ours.model.layers[1]).values()
         assert (None in found) == narrower
 
 
@@ -309,7 +309,7 @@ class _Bytes:
         self.by_kind: dict[str, int] = {}
         hold = RecomputedLayer._hold
 
-        def counted(frame: RecomputedLayer, kind: str, tensor: Tensor) -> recompute.SavedOnDevice:
+        def counted(frame: RecomputedLayer, kind: str, tensor: Tensor) -> recompute.SavedTensor:
             name = kind.split()[0]
             self.by_kind[name] = self.by_kind.get(name, 0) + tensor.nbytes
             return hold(frame, kind, tensor)
@@ -329,7 +329,7 @@ def test_products_of_a_llama_layer(monkeypatch: pytest.MonkeyPatch, tier: Any) -
         "outputs": width,
         "sums": heads,
         # Queries, attention's projection, gate and up; keys and values serve attention only.
-        "product": width + width + 2 * inner,
+        "matmul": width + width + 2 * inner,
     }
     expected = {name: 2 * TOKENS * 4 * size for name, size in per_token.items()}
     expected["inputs"] += TOKENS * 4 * width  # the final norm's

@@ -56,7 +56,7 @@ def _record(
     saved: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:
-        recorder.saved(tensor)
+        recorder.on_saved(tensor)
         saved.append(tensor.detach().clone())
         return tensor
 
@@ -88,7 +88,7 @@ def _play(
 
 
 def _kept(products: tuple[Matmul, ...]) -> list[bool]:
-    return [product.holder is not None for product in products]
+    return [product.output is not None for product in products]
 
 
 def _mlp(w: Weights, x: Tensor) -> Tensor:
@@ -235,8 +235,8 @@ def test_products_without_copies_share_the_output_s_memory() -> None:
     shared = []
     for _ in range(2):
         _, _, (product,) = _record(layer, forward, x)
-        assert product.holder is not None
-        shared.append(product.holder.take().data_ptr() == outputs[-1].data_ptr())
+        assert product.output is not None
+        shared.append(product.output.take().data_ptr() == outputs[-1].data_ptr())
     assert shared == [False, True], "only the first frame of a layer copies"
 
 
@@ -256,8 +256,8 @@ def test_the_first_layer_of_a_kind_copies_for_all_of_its_model() -> None:
     for layer in model:
         outputs: list[int] = []
         _, _, (product,) = _record(layer, forward, x, model=model)
-        assert product.holder is not None
-        copied.append(product.holder.take().data_ptr() not in outputs)
+        assert product.output is not None
+        copied.append(product.output.take().data_ptr() not in outputs)
     assert copied == [True, True, False], "the second one is not of the first one's kind"
 
 
@@ -268,7 +268,7 @@ def test_operations_while_paused_are_not_products() -> None:
     y = x @ layer.a
     recorder.pause()
     outside = (y @ layer.b).detach()
-    recorder.resume(outside)
+    recorder.start(outside)
     _ = outside @ layer.c
     products = recorder.stop()
     assert [product.shapes[1] for product in products] == [layer.a.shape, layer.c.shape]
@@ -291,7 +291,7 @@ def test_a_recorder_does_not_keep_the_graph_alive() -> None:
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (lambda w, x: torch.sigmoid(x[:2] @ w.a), r"product 0 was aten::mm of \(5, 16\) and"),
+        (lambda w, x: torch.sigmoid(x[:2] @ w.a), r"matmul 0 was aten::mm of \(5, 16\) and"),
         (lambda w, x: torch.sigmoid(torch.addmm(x, x, w.a)), r"is aten::addmm of \(5, 16\)"),
         (lambda w, x: torch.sigmoid(x @ w.a) @ w.b, r"layer 3, chunk 1: .* 1 was not there"),
     ],

@@ -478,7 +478,7 @@ def _watch_kept_products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def watched(self: SelectiveRecorder) -> Any:
         products = stop(self)
         # Tracing records products too, of other holders.
-        holders = (p.holder for p in products)
+        holders = (p.output for p in products)
         tensors: list[Any] = [x._tensor for x in holders if isinstance(x, SavedOnDevice)]
         if tensors:
             kept.append(sum(x.numel() * x.element_size() for x in tensors))

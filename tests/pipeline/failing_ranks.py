@@ -147,7 +147,7 @@ def _correct_once(
         raise ConfigError("no such device")
 
     refuses = pytest.MonkeyPatch()
-    refuses.setattr(engine.plans._teacher, "new_corrections", lambda: iter([found]))
+    refuses.setattr(engine.plans._corrector, "new_corrections", lambda: iter([found]))
     if mine:
         refuses.setattr(plan_cache, "device_facts", refuse)
     model(**batch).loss.backward()

@@ -18,17 +18,17 @@ import pytest
 from sppo_hf.errors import RankLostError
 from sppo_hf.pipeline import watchdog as module
 from sppo_hf.pipeline.watchdog import (
-    Note,
+    Heartbeat,
     Process,
     Watchdog,
     is_broken_connection,
-    state_of,
+    process_state,
     this_process,
 )
 
 TIMEOUT = 0.4
 BROKEN = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer")
-ELSEWHERE = Process("another machine", 1, 1)
+OTHER_MACHINE = Process("another machine", 1, 1)
 
 
 class FakeStore:
@@ -65,8 +65,8 @@ class FakeStore:
                 self.held[key] = desired.encode()
             return self.held[key]
 
-    def note(self, rank: int) -> Note:
-        return Note.read(self.held[f"sppo/alive/{rank}"])
+    def heartbeat(self, rank: int) -> Heartbeat:
+        return Heartbeat.parse(self.held[f"sppo/alive/{rank}"])
 
 
 class Launch:
@@ -78,21 +78,30 @@ class Launch:
         self.dogs: list[Watchdog] = []
 
     def start(
-        self, rank: int, ranks: int = 2, *, timeout: float = TIMEOUT, holder: int | None = None
+        self, rank: int, ranks: int = 2, *, timeout: float = TIMEOUT, store_rank: int | None = None
     ) -> Watchdog:
         def end(message: str) -> None:
             self.ended[rank] = message
 
         store: Any = self.store
         others = range(ranks)
-        dog = Watchdog(rank, others, timeout_seconds=timeout, store=store, holder=holder, end=end)
+        dog = Watchdog(
+            rank,
+            others,
+            timeout_seconds=timeout,
+            store=store,
+            store_rank=store_rank,
+            end_process=end,
+        )
         self.dogs.append(dog)
         return dog
 
-    def pretend(self, rank: int, doing: str, process: Process = ELSEWHERE, **fields: Any) -> None:
-        """Let a rank have written a note, once."""
-        note = Note(7, doing, 3, process, **fields)
-        self.store.set(f"sppo/alive/{rank}", json.dumps(dataclasses.asdict(note)))
+    def pretend(
+        self, rank: int, activity: str, process: Process = OTHER_MACHINE, **fields: Any
+    ) -> None:
+        """Write one heartbeat in the place of a rank."""
+        heartbeat = Heartbeat(7, activity, 3, process, **fields)
+        self.store.set(f"sppo/alive/{rank}", json.dumps(dataclasses.asdict(heartbeat)))
 
 
 @pytest.fixture
@@ -112,8 +121,10 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch]:
 def child() -> Iterator[tuple[int, Process]]:
     """A process of this machine: its number, and how ranks know it."""
     with subprocess.Popen(["sleep", "60"]) as running:
-        started = int(Path(f"/proc/{running.pid}/stat").read_text().rpartition(")")[2].split()[19])
-        yield running.pid, Process(this_process().machine, running.pid, started)
+        start_ticks = int(
+            Path(f"/proc/{running.pid}/stat").read_text().rpartition(")")[2].split()[19]
+        )
+        yield running.pid, Process(this_process().machine, running.pid, start_ticks)
         running.kill()
 
 
@@ -134,7 +145,7 @@ def test_ranks_that_live_are_left_alone(launch: Launch) -> None:
     first, _ = launch.start(0, timeout=2.0), launch.start(1, timeout=2.0)
     first.set_step("in step 3")
     first.set_activity("action 2 (0F0)")
-    assert eventually(lambda: launch.store.note(0).doing == "in step 3, action 2 (0F0)")
+    assert eventually(lambda: launch.store.heartbeat(0).activity == "in step 3, action 2 (0F0)")
     time.sleep(3.0)
     assert not launch.ended
 
@@ -163,7 +174,7 @@ def test_a_rank_that_left_in_order_is_not_missed(launch: Launch) -> None:
     other.close()
     other.close()
     time.sleep(3 * TIMEOUT)
-    assert launch.store.note(1).left
+    assert launch.store.heartbeat(1).has_left
     assert not launch.ended
 
 
@@ -171,9 +182,9 @@ def test_a_rank_whose_groups_ended_before_its_watchdog_is_not_missed(launch: Lau
     launch.start(0)
     other = launch.start(1)
     assert eventually(lambda: "sppo/alive/1" in launch.store.held)
-    assert not launch.store.note(1).left
-    other._joined = lambda: False  # type: ignore[method-assign]
-    assert eventually(lambda: launch.store.note(1).left)
+    assert not launch.store.heartbeat(1).has_left
+    other._is_joined = lambda: False  # type: ignore[method-assign]
+    assert eventually(lambda: launch.store.heartbeat(1).has_left)
     time.sleep(3 * TIMEOUT)
     assert not launch.ended
 
@@ -182,7 +193,7 @@ def test_a_process_that_is_gone_is_missed_at_once(
     launch: Launch, child: tuple[int, Process]
 ) -> None:
     dog = launch.start(0, timeout=60)
-    dog._pause = dog._tick = 0.02
+    dog._beat_seconds = dog._tick_seconds = 0.02
     launch.pretend(1, "in step 3", child[1])
     time.sleep(0.5)
     assert not launch.ended
@@ -192,7 +203,7 @@ def test_a_process_that_is_gone_is_missed_at_once(
     said = launch.ended[0]
     assert "because lost rank 1, last seen in step 3: its process ended without an error" in said
     # Those on other machines hear it.
-    assert json.loads(launch.store.get("sppo/failed"))["of"] == 1
+    assert json.loads(launch.store.get("sppo/failed"))["rank"] == 1
 
 
 def test_a_process_that_ends_after_training_ends_nobody(
@@ -200,7 +211,7 @@ def test_a_process_that_ends_after_training_ends_nobody(
 ) -> None:
     dog = launch.start(0)
     launch.pretend(1, module.AFTER_TRAINING, child[1])
-    assert eventually(lambda: 1 in dog._others)
+    assert eventually(lambda: 1 in dog._peers)
     os.kill(child[0], signal.SIGKILL)
     time.sleep(3 * TIMEOUT)
     assert not launch.ended
@@ -209,18 +220,21 @@ def test_a_process_that_ends_after_training_ends_nobody(
 def test_a_process_is_found_by_number_and_start(child: tuple[int, Process]) -> None:
     number, process = child
     own = this_process()
-    assert state_of(own, own) == "runs"
-    assert state_of(process, own) == "runs"
-    assert state_of(dataclasses.replace(process, started=process.started - 1), own) == "gone"
-    assert state_of(dataclasses.replace(process, machine="another"), own) is None
-    assert state_of(process, dataclasses.replace(own, machine="")) is None
+    assert process_state(own, own) == "runs"
+    assert process_state(process, own) == "runs"
+    assert (
+        process_state(dataclasses.replace(process, start_ticks=process.start_ticks - 1), own)
+        == "gone"
+    )
+    assert process_state(dataclasses.replace(process, machine="another"), own) is None
+    assert process_state(process, dataclasses.replace(own, machine="")) is None
     os.kill(number, signal.SIGSTOP)
-    assert eventually(lambda: state_of(process, own) == "stopped")
+    assert eventually(lambda: process_state(process, own) == "stopped")
     os.kill(number, signal.SIGKILL)
-    assert eventually(lambda: state_of(process, own) == "gone")
+    assert eventually(lambda: process_state(process, own) == "gone")
 
 
-# -- whose fault it is ---------------------------------------------------------------------------
+# -- which rank is blamed ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -245,12 +259,12 @@ def test_errors_of_connections_are_told_from_others(error: BaseException, broken
 def test_a_failure_is_told_to_the_others(launch: Launch) -> None:
     first, second = launch.start(0, timeout=60), launch.start(1, timeout=60)
     # They look only so often; here at once.
-    first._tick = second._tick = 0.02
+    first._tick_seconds = second._tick_seconds = 0.02
     second.set_step("in step 3")
     second.set_activity("action 9 (1F2)")
-    second.report(ValueError("a bad number"))
+    second.report_failure(ValueError("a bad number"))
     first.set_activity("in forward pass 3")
-    found = first.explain(BROKEN)
+    found = first.translate_error(BROKEN)
     assert isinstance(found, RankLostError)
     assert str(found) == (
         "rank 1 failed in step 3, action 9 (1F2): ValueError: a bad number (rank 0 cannot go on; "
@@ -260,17 +274,17 @@ def test_a_failure_is_told_to_the_others(launch: Launch) -> None:
 
 def test_the_first_to_fail_is_the_one_to_blame(launch: Launch) -> None:
     first, second = launch.start(0), launch.start(1)
-    second.report(ValueError("the cause"))
-    first.report(ValueError("the consequence"))
-    assert json.loads(launch.store.get("sppo/failed"))["words"].endswith("the cause")
+    second.report_failure(ValueError("the cause"))
+    first.report_failure(ValueError("the consequence"))
+    assert json.loads(launch.store.get("sppo/failed"))["message"].endswith("the cause")
 
 
 def test_ones_own_error_is_raised_as_it_is(launch: Launch) -> None:
     dog = launch.start(1)
     error = ValueError("a bad number")
-    assert dog.explain(error) is error
-    dog.report(error)
-    assert dog.explain(BROKEN) is BROKEN
+    assert dog.translate_error(error) is error
+    dog.report_failure(error)
+    assert dog.translate_error(BROKEN) is BROKEN
 
 
 def test_a_broken_connection_is_never_ones_own_failure(
@@ -279,7 +293,7 @@ def test_a_broken_connection_is_never_ones_own_failure(
     # Rank 1 of three is killed; the two others notice each other's end first.
     first, last = launch.start(0, 3, timeout=4), launch.start(2, 3, timeout=4)
     launch.pretend(1, "in step 3", child[1])
-    assert eventually(lambda: 1 in first._others and 1 in last._others)
+    assert eventually(lambda: 1 in first._peers and 1 in last._peers)
     os.kill(child[0], signal.SIGKILL)
     for dog in (last, first):
         with pytest.raises(RankLostError, match=r"^lost rank 1, last seen in step 3: "):
@@ -291,19 +305,19 @@ def test_where_no_rank_has_failed_nobody_is_blamed(launch: Launch) -> None:
     first, second = launch.start(0, 3, timeout=1.0), launch.start(1, 3, timeout=1.0)
     second.set_activity("reading a batch")
     first.set_activity("in forward pass 2")
-    assert eventually(lambda: launch.store.note(1).doing == "reading a batch")
-    said = str(first.explain(BROKEN))
+    assert eventually(lambda: launch.store.heartbeat(1).activity == "reading a batch")
+    said = str(first.translate_error(BROKEN))
     assert said.startswith("rank 0 lost its connection to other ranks in forward pass 2, or got no")
     assert "rank 1 is reading a batch for 0 seconds; nothing was heard yet of rank 2" in said
     assert "Connection closed by peer" in said
-    assert json.loads(launch.store.get("sppo/failed"))["of"] is None
+    assert json.loads(launch.store.get("sppo/failed"))["rank"] is None
 
 
 def test_a_rank_that_left_is_named_where_it_is_needed(launch: Launch) -> None:
     first, second = launch.start(0), launch.start(1)
     second.set_step("in step 3")
     second.close()
-    said = str(first.explain(BROKEN))
+    said = str(first.translate_error(BROKEN))
     assert said.startswith("lost rank 1, last seen in step 3: its process ended without an error")
 
 
@@ -324,14 +338,16 @@ def test_sys_exit_in_training_is_told(launch: Launch) -> None:
     with pytest.raises(SystemExit), second.collective_section("logging"):
         raise SystemExit(3)
     second.close()
-    assert str(first.explain(BROKEN)).startswith("rank 1 ended in step 3, logging by sys.exit(3)")
+    assert str(first.translate_error(BROKEN)).startswith(
+        "rank 1 ended in step 3, logging by sys.exit(3)"
+    )
 
 
 def test_who_is_stuck_is_ended_by_anothers_failure(launch: Launch) -> None:
     launch.start(0)
     second = launch.start(1)
     second.set_activity("in forward pass 3")
-    second.report(ValueError("a bad number"))
+    second.report_failure(ValueError("a bad number"))
     assert eventually(lambda: 0 in launch.ended)
     assert "because rank 1 failed in forward pass 3: ValueError: a bad number" in launch.ended[0]
     # Its own exception is on its way there.
@@ -341,7 +357,7 @@ def test_who_is_stuck_is_ended_by_anothers_failure(launch: Launch) -> None:
 
 def test_a_rank_that_needs_nobody_has_time_to_end(launch: Launch) -> None:
     first, second = launch.start(0, timeout=3), launch.start(1, timeout=3)
-    second.report(ValueError("a bad number"))
+    second.report_failure(ValueError("a bad number"))
     assert eventually(lambda: first._failure is not None)
     time.sleep(1.0)
     assert not launch.ended
@@ -351,9 +367,9 @@ def test_a_rank_that_needs_nobody_has_time_to_end(launch: Launch) -> None:
 
 def test_a_rank_that_was_held_up_says_so(launch: Launch) -> None:
     dog = launch.start(1)
-    dog._held_up, dog._held_until = 9.0, time.monotonic()
+    dog._stopped_seconds, dog._resumed_at = 9.0, time.monotonic()
     dog.set_activity("in forward pass 3")
-    said = str(dog.explain(BROKEN))
+    said = str(dog.translate_error(BROKEN))
     assert "rank 1 itself was stopped, or held up, for 9 seconds in forward pass 3" in said
 
 
@@ -389,10 +405,10 @@ def test_a_store_that_comes_back_in_time_does_not(launch: Launch) -> None:
 
 @pytest.mark.parametrize("gone", [True, False])
 def test_a_store_without_an_answer_is_its_holders_loss(launch: Launch, gone: bool) -> None:
-    dog = launch.start(1, 3, holder=0)
+    dog = launch.start(1, 3, store_rank=0)
     launch.pretend(0, "in step 2")
     launch.pretend(2, "in step 2")
-    assert eventually(lambda: {0, 2} <= set(dog._others))
+    assert eventually(lambda: {0, 2} <= set(dog._peers))
     if gone:
         launch.store.gone = True
     else:
@@ -405,12 +421,15 @@ def test_the_holder_of_the_store_stays_until_others_have_heard(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_TELL_SECONDS", 10.0)
-    first, second = launch.start(0, timeout=8, holder=0), launch.start(1, timeout=8, holder=0)
-    assert eventually(lambda: 1 in first._others and 0 in second._others)
-    first.report(ValueError("a bad number"))
+    first, second = (
+        launch.start(0, timeout=8, store_rank=0),
+        launch.start(1, timeout=8, store_rank=0),
+    )
+    assert eventually(lambda: 1 in first._peers and 0 in second._peers)
+    first.report_failure(ValueError("a bad number"))
     first.close()
     assert second._failure is not None
-    assert second._failure.words.endswith("a bad number")
+    assert second._failure.message.endswith("a bad number")
 
 
 def test_reporting_to_a_store_that_is_gone_only_warns(
@@ -419,7 +438,7 @@ def test_reporting_to_a_store_that_is_gone_only_warns(
     dog = launch.start(0, timeout=60)
     launch.store.gone = True
     with caplog.at_level("WARNING", logger=module.__name__):
-        dog.report(ValueError("a bad number"))
+        dog.report_failure(ValueError("a bad number"))
     assert "other ranks are not told" in caplog.text
     assert "a bad number" in caplog.text
     dog.close()
@@ -428,7 +447,7 @@ def test_reporting_to_a_store_that_is_gone_only_warns(
 def test_a_rank_that_left_is_ended_by_nobody(launch: Launch) -> None:
     dog = launch.start(0)
     dog.close()
-    failure = {"of": 1, "by": 1, "words": "rank 1 failed"}
+    failure = {"rank": 1, "reported_by": 1, "message": "rank 1 failed"}
     launch.store.set("sppo/failed", json.dumps(failure))
     time.sleep(3 * TIMEOUT)
     assert not launch.ended
