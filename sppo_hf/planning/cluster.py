@@ -323,7 +323,7 @@ class _Search:
         self._too_large: list[tuple[int, Layout]] = []
         """Layouts that exceed a budget by their lower bounds, and by how many bytes."""
         self._missing_bytes: dict[Layout, int] = {}
-        """By layout that was simulated, or is the same as one that was, the bytes by which it exceeds
+        """By layout that was simulated, or equals one that was, the bytes by which it exceeds
         budgets."""
         self.best: list[ClusterPlan] = []
         self.closest: ClusterPlan | None = None
