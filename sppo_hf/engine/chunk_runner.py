@@ -245,7 +245,7 @@ class ChunkRunner:
             self._offload,
             max_pending_d2h_bytes=plan.max_pending_d2h_bytes,
             # Without links the caller says when the frames of a chunk are to come.
-            asked=plan.program().lowest_prefetched if away and self._linked else [],
+            lowest_prefetched=plan.program().lowest_prefetched if away and self._linked else [],
             # Not a method of ours: see [Note: what a frame must not hold].
             on_prefetch=None if self._log is None else self._log.prefetched,
         )
@@ -681,7 +681,8 @@ class ChunkRunner:
         if self._log is not None:
             self._log.end_layer(self._chunk, position, frame)
         if self._stream is not None and len(self._prefetch_order) == recorded:
-            self._stream.mover.settle()  # no frame closed, which bounds what is leaving otherwise
+            # No frame was closed, which bounds pending copies otherwise.
+            self._stream.transfer.settle()
         if context.kv is not None and not context.attended.times:
             raise UnsupportedModelError(
                 f"{self._parts.name} cannot run chunk by chunk: layer {context.layer} did not "
