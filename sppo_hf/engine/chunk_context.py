@@ -88,7 +88,10 @@ class ChunkContext:
     attended: Attended = dataclasses.field(default_factory=Attended)
 
     def for_recompute(self) -> ChunkContext:
-        """What a frame keeps, to run its layer again; see [Note: what a frame must not hold]."""
+        """Return what saved activations keep of it, to rerun the layer.
+
+        See [Note: what saved activations must not hold] in `chunk_runner`.
+        """
         states = None if self.states is None else self.states.without_tensors()
         return dataclasses.replace(
             self,

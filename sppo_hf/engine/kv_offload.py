@@ -170,7 +170,7 @@ class OffloadedKV:
     def prefetch_before_backward(self, hidden: Tensor) -> None:
         """Come back when the gradient of `hidden` `[B, C, D]` is there: before the layer's frames.
 
-        The hook has no reference to what is away: see [Note: what a frame must not hold].
+        The hook has no reference to what is away: see [Note: what saved activations must not hold].
         """
         hidden.register_hook(
             functools.partial(_enter_keys, self._prefetch_order, weakref.ref(self))
