@@ -110,7 +110,7 @@ def await_empty(store: DiskStore) -> None:
     assert store.space.used_bytes == store.transfers.queued_bytes == 0
 
 
-def test_it_counts_what_moved(tmp_path: Path) -> None:
+def test_transferred_bytes_are_counted(tmp_path: Path) -> None:
     store = make_store(tmp_path)
     write = store.start_write(host_bytes(5000))
     write.ticket.wait()
@@ -125,7 +125,7 @@ def test_it_counts_what_moved(tmp_path: Path) -> None:
     store.close()
 
 
-def test_many_threads_may_use_it_at_once(tmp_path: Path) -> None:
+def test_many_threads_may_use_a_store_at_once(tmp_path: Path) -> None:
     store = make_store(tmp_path, threads=2, max_queued_bytes=4 * BLOCK_BYTES)
     wrong: list[int] = []
 
@@ -194,7 +194,7 @@ def test_reads_pass_writes_that_are_stuck(tmp_path: Path, faulty: FaultyDisk) ->
     store.close()
 
 
-def test_releasing_a_write_that_has_not_begun_calls_it_off(
+def test_releasing_a_write_that_has_not_begun_cancels_it(
     tmp_path: Path, faulty: FaultyDisk
 ) -> None:
     store = make_store(tmp_path)
@@ -212,7 +212,7 @@ def test_releasing_a_write_that_has_not_begun_calls_it_off(
     assert faulty.writes == [(0, BLOCK_BYTES)]
 
 
-def test_bytes_released_under_way_are_free_when_it_is_over(
+def test_bytes_released_during_a_transfer_are_free_after_it(
     tmp_path: Path, faulty: FaultyDisk
 ) -> None:
     store = make_store(tmp_path)
@@ -240,9 +240,7 @@ def test_bytes_released_under_way_are_free_when_it_is_over(
     store.close()
 
 
-def test_a_write_with_a_read_behind_it_is_not_called_off(
-    tmp_path: Path, faulty: FaultyDisk
-) -> None:
+def test_a_write_with_a_read_behind_it_is_not_cancelled(tmp_path: Path, faulty: FaultyDisk) -> None:
     store = make_store(tmp_path)
     faulty.writes_flow.clear()
     store.start_write(host_bytes(BLOCK_BYTES))
@@ -281,7 +279,7 @@ def test_a_full_queue_holds_the_host_back(tmp_path: Path, faulty: FaultyDisk) ->
     store.close()
 
 
-def test_what_is_larger_than_the_queue_goes_alone(tmp_path: Path) -> None:
+def test_a_write_larger_than_the_queue_goes_alone(tmp_path: Path) -> None:
     store = make_store(tmp_path, max_queued_bytes=BLOCK_BYTES)
     for turn in range(3):
         source = host_bytes(5 * BLOCK_BYTES, turn)
@@ -289,7 +287,7 @@ def test_what_is_larger_than_the_queue_goes_alone(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_spent_budget_names_the_folder_and_what_is_missing(tmp_path: Path) -> None:
+def test_an_exhausted_budget_names_the_folder_and_the_missing_bytes(tmp_path: Path) -> None:
     store = make_store(tmp_path, budget_bytes=SLAB_BYTES + 1)
     store.start_write(host_bytes(SLAB_BYTES)).ticket.wait()
     with pytest.raises(BudgetError, match=r"disk_memory.*offload_dir") as caught:
@@ -304,7 +302,7 @@ def test_a_spent_budget_names_the_folder_and_what_is_missing(tmp_path: Path) -> 
     store.close()
 
 
-def test_a_spent_budget_waits_for_what_is_about_to_be_free(
+def test_an_exhausted_budget_waits_for_extents_being_released(
     tmp_path: Path, faulty: FaultyDisk
 ) -> None:
     store = make_store(tmp_path, budget_bytes=SLAB_BYTES)
@@ -320,7 +318,7 @@ def test_a_spent_budget_waits_for_what_is_about_to_be_free(
     store.close()
 
 
-def test_by_default_it_leaves_some_of_the_disk_to_others(tmp_path: Path) -> None:
+def test_the_default_budget_leaves_free_space_on_the_disk(tmp_path: Path) -> None:
     store = DiskStore(tmp_path, slab_bytes=SLAB_BYTES)
     free_bytes = store.transfers.folder.free_bytes
     assert 0 <= store.space.budget_bytes < max(free_bytes - 2**29, 1)
@@ -338,7 +336,7 @@ def test_extents_are_not_released_or_read_again(tmp_path: Path) -> None:
     store.close()
 
 
-def test_closing_gives_up_what_waits_and_removes_the_files(
+def test_closing_cancels_queued_transfers_and_removes_the_files(
     tmp_path: Path, faulty: FaultyDisk
 ) -> None:
     store = make_store(tmp_path)
@@ -433,7 +431,7 @@ def test_a_forked_child_is_refused_before_it_could_wait_for_the_lock(
     store.close()
 
 
-def test_it_cannot_be_pickled_or_copied(tmp_path: Path) -> None:
+def test_a_store_cannot_be_pickled_or_copied(tmp_path: Path) -> None:
     store = make_store(tmp_path)
     for refused in (pickle.dumps, copy.copy, copy.deepcopy):
         with pytest.raises(TypeError, match=r"neither pickled nor copied.*make a DiskStore"):
@@ -492,7 +490,7 @@ def test_a_read_that_was_started_before_the_write_failed_fails_too(
     store.close()
 
 
-def test_a_failed_read_spoils_its_extent_and_no_other(tmp_path: Path, faulty: FaultyDisk) -> None:
+def test_a_failed_read_loses_its_extent_and_no_other(tmp_path: Path, faulty: FaultyDisk) -> None:
     store = make_store(tmp_path)
     write = store.start_write(host_bytes(BLOCK_BYTES))
     write.ticket.wait()
@@ -509,7 +507,7 @@ def test_a_failed_read_spoils_its_extent_and_no_other(tmp_path: Path, faulty: Fa
     store.close()
 
 
-def test_what_nobody_foresaw_is_raised_and_the_threads_live_on(
+def test_an_unexpected_error_is_raised_and_the_threads_survive(
     tmp_path: Path, faulty: FaultyDisk
 ) -> None:
     store = make_store(tmp_path)
@@ -539,7 +537,7 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_the_checksum_finds(tmp_path: Path, damage: str) -> None:
+def test_the_checksum_detects(tmp_path: Path, damage: str) -> None:
     store = make_store(tmp_path)
     source = host_bytes(3 * BLOCK_BYTES + 77)
     write = store.start_write(source)
@@ -554,7 +552,7 @@ def test_the_checksum_finds(tmp_path: Path, damage: str) -> None:
     store.close()
 
 
-def test_without_a_checksum_bytes_come_back_as_the_disk_has_them(tmp_path: Path) -> None:
+def test_without_a_checksum_damaged_bytes_are_returned(tmp_path: Path) -> None:
     store = make_store(tmp_path, checksum=False)
     write = store.start_write(host_bytes(BLOCK_BYTES))
     write.ticket.wait()
@@ -573,7 +571,7 @@ def test_a_file_that_became_shorter_is_an_error(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_slow_disk_is_told_once_with_its_speed(
+def test_a_slow_disk_is_reported_once_with_its_speed(
     tmp_path: Path,
     faulty: FaultyDisk,
     monkeypatch: pytest.MonkeyPatch,
@@ -597,7 +595,7 @@ def test_a_slow_disk_is_told_once_with_its_speed(
     store.close()
 
 
-def test_a_full_queue_tells_of_a_slow_disk_too(
+def test_a_full_queue_reports_a_slow_disk(
     tmp_path: Path,
     faulty: FaultyDisk,
     monkeypatch: pytest.MonkeyPatch,
@@ -682,7 +680,7 @@ def test_a_large_disk_needs_few_files() -> None:
         space.allocate(1)
 
 
-def test_a_full_disk_names_the_folder_and_leaves_all_as_it_was(
+def test_a_full_disk_names_the_folder_and_changes_nothing(
     folder: StoreFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     space = DiskSpace(folder, slab_bytes=SLAB_BYTES, budget_bytes=100 * SLAB_BYTES)
@@ -703,9 +701,7 @@ def test_a_full_disk_names_the_folder_and_leaves_all_as_it_was(
     space.close()
 
 
-def test_what_is_reserved_is_told_because_nobody_sees_it_in_the_folder(
-    folder: StoreFolder, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_reserved_bytes_are_logged(folder: StoreFolder, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger=disk.__name__)
     space = DiskSpace(folder, slab_bytes=SLAB_BYTES, budget_bytes=100 * SLAB_BYTES)
     for _ in range(2):
@@ -717,7 +713,7 @@ def test_what_is_reserved_is_told_because_nobody_sees_it_in_the_folder(
     space.close()
 
 
-def test_a_file_size_limit_is_room_that_there_is_not(
+def test_a_file_size_limit_counts_as_a_full_disk(
     folder: StoreFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def too_large(*_: int) -> None:
@@ -729,7 +725,7 @@ def test_a_file_size_limit_is_room_that_there_is_not(
         space.allocate(1)
 
 
-def test_only_for_want_of_room_is_a_smaller_file_tried(
+def test_a_smaller_file_is_tried_only_on_a_full_disk(
     folder: StoreFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
@@ -745,7 +741,7 @@ def test_only_for_want_of_room_is_a_smaller_file_tried(
     assert asked == [SLAB_BYTES]
 
 
-def test_a_nearly_full_disk_gives_what_is_needed(
+def test_a_nearly_full_disk_gets_a_smaller_file(
     folder: StoreFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def nearly_full(descriptor: int, offset: int, num_bytes: int) -> None:
@@ -760,7 +756,7 @@ def test_a_nearly_full_disk_gives_what_is_needed(
     space.close()
 
 
-def test_a_disk_that_gives_no_file_is_another_error(
+def test_a_file_that_cannot_be_made_is_another_error(
     folder: StoreFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def read_only(*_: object) -> int:

@@ -79,7 +79,7 @@ def test_round_trips(path: Path, keep_name: bool) -> None:
     file.close()
 
 
-def test_space_is_taken_at_once(path: Path) -> None:
+def test_space_is_reserved_at_once(path: Path) -> None:
     file = SlabFile(path, 64 * BLOCK_BYTES, keep_name=False)
     assert os.fstat(file._buffered).st_blocks * 512 >= 64 * BLOCK_BYTES
     file.close()
@@ -100,7 +100,7 @@ def test_a_file_has_no_name_any_more_before_it_has_bytes(
     assert seen == [False], "a process killed here would leave a file"
 
 
-def test_a_file_that_was_put_in_its_place_is_not_written(
+def test_a_file_swapped_in_under_its_name_is_not_written(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not hasattr(os, "O_DIRECT"):
@@ -122,7 +122,7 @@ def test_a_file_that_was_put_in_its_place_is_not_written(
     assert victim.read_bytes() == b"precious"
 
 
-def test_neighbours_are_left_alone(path: Path) -> None:
+def test_neighbouring_bytes_are_unchanged(path: Path) -> None:
     file = SlabFile(path, NUM_BYTES, keep_name=False)
     background = aligned_bytes(NUM_BYTES)
     background[:] = 7
@@ -137,21 +137,21 @@ def test_neighbours_are_left_alone(path: Path) -> None:
     file.close()
 
 
-@pytest.mark.parametrize("most_bytes", [1000, BLOCK_BYTES + 1, 2 * BLOCK_BYTES])
+@pytest.mark.parametrize("max_bytes", [1000, BLOCK_BYTES + 1, 2 * BLOCK_BYTES])
 @pytest.mark.parametrize("direct", [True, False])
 def test_partial_transfers_are_continued(
-    path: Path, monkeypatch: pytest.MonkeyPatch, most_bytes: int, direct: bool
+    path: Path, monkeypatch: pytest.MonkeyPatch, max_bytes: int, direct: bool
 ) -> None:
     faulty = FaultyDisk(monkeypatch)
     file = SlabFile(path, NUM_BYTES, keep_name=False)
     file._is_direct = direct and file._is_direct
-    faulty.most_bytes = most_bytes
+    faulty.max_bytes = max_bytes
     check_round_trips(file)
-    assert max(moved for _, moved in faulty.writes) <= round_up(most_bytes)
+    assert max(moved for _, moved in faulty.writes) <= round_up(max_bytes)
     file.close()
 
 
-def test_what_a_partial_transfer_left_unaligned_goes_through_the_page_cache(
+def test_the_unaligned_rest_of_a_partial_transfer_goes_through_the_page_cache(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = SlabFile(path, NUM_BYTES, keep_name=False)
@@ -175,7 +175,7 @@ def test_what_a_partial_transfer_left_unaligned_goes_through_the_page_cache(
     file.close()
 
 
-def test_a_filesystem_that_refuses_o_direct_is_used_without(
+def test_a_file_system_that_refuses_o_direct_is_used_without_it(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real_open = os.open
@@ -192,7 +192,7 @@ def test_a_filesystem_that_refuses_o_direct_is_used_without(
     file.close()
 
 
-def test_a_filesystem_that_accepts_o_direct_but_cannot_is_used_without(
+def test_a_file_system_whose_o_direct_fails_is_used_without_it(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = SlabFile(path, NUM_BYTES, keep_name=False)
@@ -213,9 +213,7 @@ def test_a_filesystem_that_accepts_o_direct_but_cannot_is_used_without(
     file.close()
 
 
-def test_another_error_of_o_direct_is_no_reason_to_go_on(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_error_of_o_direct_is_raised(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     faulty = FaultyDisk(monkeypatch)
     file = SlabFile(path, NUM_BYTES, keep_name=False)
     faulty.errors = [OSError(errno.EIO, "Input/output error")]
@@ -226,7 +224,7 @@ def test_another_error_of_o_direct_is_no_reason_to_go_on(
 
 
 @pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EINVAL])
-def test_a_filesystem_that_cannot_reserve_is_asked_for_its_free_bytes(
+def test_without_fallocate_the_free_bytes_are_checked(
     path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     def refuse(*_: int) -> None:
@@ -274,7 +272,7 @@ def test_files_are_private_to_user_and_process(path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_bytes", [1, 8, BLOCK_BYTES, 3 * BLOCK_BYTES + 77])
-def test_a_checksum_knows_every_bit_and_every_place(num_bytes: int) -> None:
+def test_a_checksum_detects_every_flipped_bit_and_swap(num_bytes: int) -> None:
     generator = np.random.default_rng(num_bytes)
     memory = aligned_bytes(num_bytes)
     memory[:] = generator.integers(0, 256, num_bytes, dtype=np.uint8)
@@ -409,7 +407,7 @@ def run_script(directory: Path, way: str) -> dict[str, Any]:
 
 @pytest.mark.process
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_no_end_of_a_process_leaves_anything(tmp_path: Path) -> None:
+def test_no_file_remains_however_a_process_ends(tmp_path: Path) -> None:
     told = run_script(tmp_path, "nameless")
     assert told["left"] == [[], [], []]
     assert told["after_new_store"] == []
@@ -418,7 +416,7 @@ def test_no_end_of_a_process_leaves_anything(tmp_path: Path) -> None:
 
 @pytest.mark.process
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_where_files_keep_their_names_the_next_store_removes_what_a_kill_left(
+def test_named_files_of_a_killed_process_are_removed_by_the_next_store(
     tmp_path: Path,
 ) -> None:
     told = run_script(tmp_path, "named")
@@ -459,7 +457,7 @@ def test_files_have_no_names_and_take_space_until_they_are_closed(tmp_path: Path
     assert folder.path.is_dir(), "the user's own folder stays"
 
 
-def test_a_relative_folder_is_meant_from_where_the_store_was_made(
+def test_a_relative_folder_is_resolved_when_the_store_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -473,7 +471,7 @@ def test_a_relative_folder_is_meant_from_where_the_store_was_made(
 
 
 @pytest.mark.parametrize("call", ["unlink", "fallocate", "pwritev", "preadv", "bytes"])
-def test_a_file_system_where_removed_files_do_not_work_is_found_out(
+def test_a_file_system_without_removed_files_is_detected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str
 ) -> None:
     def refuse(descriptor: Any, *_: object) -> int:
@@ -531,7 +529,7 @@ def test_a_private_folder_is_made_and_removed_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("named")
-def test_folders_whose_owner_lives_are_kept(tmp_path: Path) -> None:
+def test_folders_of_living_processes_are_kept(tmp_path: Path) -> None:
     first, second = StoreFolder(tmp_path), StoreFolder(tmp_path)
     assert first.path.is_dir()
     assert second.path.is_dir()
@@ -540,7 +538,7 @@ def test_folders_whose_owner_lives_are_kept(tmp_path: Path) -> None:
     second.remove()
 
 
-def test_leftovers_are_removed_and_told_once(
+def test_leftovers_are_removed_and_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger=disk_files.__name__)
@@ -558,7 +556,7 @@ def test_leftovers_are_removed_and_told_once(
     folder.remove()
 
 
-def test_what_others_made_is_kept(tmp_path: Path) -> None:
+def test_folders_of_others_are_kept(tmp_path: Path) -> None:
     kept = [
         make_leftover(tmp_path, folder_name(host="another.host")),
         make_leftover(tmp_path, "sppo-results"),
@@ -577,7 +575,7 @@ def test_what_others_made_is_kept(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 7
 
 
-def test_a_leftover_that_cannot_be_removed_is_told_and_kept(
+def test_a_leftover_that_cannot_be_removed_is_logged_and_kept(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     leftover = make_leftover(tmp_path, folder_name())
@@ -591,7 +589,7 @@ def test_a_leftover_that_cannot_be_removed_is_told_and_kept(
 
 
 @pytest.mark.usefixtures("named")
-def test_another_name_is_tried_where_the_lock_was_taken(
+def test_another_name_is_tried_if_the_lock_was_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = [False, True]
@@ -603,7 +601,7 @@ def test_another_name_is_tried_where_the_lock_was_taken(
 
 
 @pytest.mark.usefixtures("named")
-def test_another_name_is_tried_where_the_new_folder_was_removed(
+def test_another_name_is_tried_if_the_new_folder_was_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     take_lock = disk_files._take_lock
@@ -625,7 +623,7 @@ def test_another_name_is_tried_where_the_new_folder_was_removed(
 
 
 @pytest.mark.usefixtures("named")
-def test_a_filesystem_without_locks_works_and_is_told(
+def test_a_file_system_without_locks_works_and_is_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def no_locks(descriptor: int) -> bool:
@@ -642,7 +640,7 @@ def test_a_filesystem_without_locks_works_and_is_told(
 
 
 @pytest.mark.parametrize("below", ["", "/deeper"])
-def test_a_file_in_the_way_is_refused_by_name(tmp_path: Path, below: str) -> None:
+def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path, below: str) -> None:
     (tmp_path / "file").touch()
     path = f"{tmp_path}/file{below}"
     with pytest.raises(ConfigError, match=f"offload_dir is '{path}'.*Remedy: name such a folder"):
@@ -659,7 +657,7 @@ def test_a_file_in_the_way_is_refused_by_name(tmp_path: Path, below: str) -> Non
     ],
     ids=["long component", "long path", "zero byte", "surrogate"],
 )
-def test_a_name_that_no_folder_can_have_is_refused(
+def test_an_impossible_folder_name_is_refused(
     tmp_path: Path, name: str, seen: str, reason: str
 ) -> None:
     directory = tmp_path / name
@@ -685,7 +683,7 @@ def _ask_for_free_bytes(directory: Path) -> None:
 @pytest.mark.process
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_parent_that_cannot_be_searched_is_refused_by_name(tmp_path: Path) -> None:
+def test_an_unreadable_parent_is_refused(tmp_path: Path) -> None:
     locked = tmp_path / "locked"
     locked.mkdir(mode=0)
     reader, writer = os.pipe()
@@ -713,7 +711,7 @@ def test_a_parent_that_cannot_be_searched_is_refused_by_name(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("call", ["mkdir", "exists", "open"])
-def test_a_directory_that_cannot_be_used_is_refused_by_name(
+def test_an_unusable_directory_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
@@ -731,7 +729,7 @@ def test_free_bytes_are_known_even_when_the_folder_is_gone(tmp_path: Path) -> No
     folder.remove()
 
 
-def test_a_folder_below_a_missing_one_is_refused(tmp_path: Path) -> None:
+def test_a_missing_parent_is_refused(tmp_path: Path) -> None:
     """A disk that is not mounted, say: its files would fill the disk that its parent is on."""
     for attempt in (StoreFolder, _ask_for_free_bytes):
         with pytest.raises(ConfigError, match=r"not-mounted' does not exist.*Remedy: name such"):

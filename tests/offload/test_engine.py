@@ -38,7 +38,7 @@ def _slow_device(seconds: float = 10.0) -> FakeDevice:
     return FakeDevice(lambda stream, num_bytes: seconds)
 
 
-def test_the_source_itself_serves_while_it_has_not_left() -> None:
+def test_the_source_is_reused_until_its_copy_has_ended() -> None:
     device = _slow_device()
     engine = _engine(device)
     source = device.tensor(torch.rand(100))
@@ -47,7 +47,7 @@ def test_the_source_itself_serves_while_it_has_not_left() -> None:
     assert engine.stats().h2d_bytes == 0
 
 
-def test_views_of_a_storage_move_once_and_the_last_handle_frees_it() -> None:
+def test_views_of_a_storage_are_copied_once_and_the_last_handle_frees_it() -> None:
     device = _slow_device()
     engine = _engine(device)
     fused = device.tensor(torch.rand(20, 30))
@@ -85,7 +85,7 @@ def test_a_storage_at_a_reused_address_is_another_storage() -> None:
         assert bool((engine.wait_for(handle) == value).all())
 
 
-def test_a_new_version_of_a_storage_moves_anew() -> None:
+def test_a_new_version_of_a_storage_is_copied_again() -> None:
     device = _slow_device(0.0)
     engine = _engine(device)
     tensor = device.tensor(torch.zeros(100))
@@ -99,7 +99,7 @@ def test_a_new_version_of_a_storage_moves_anew() -> None:
 
 
 @pytest.mark.parametrize("prefetched", [False, True])
-def test_a_source_modified_before_it_left_is_refused(prefetched: bool) -> None:
+def test_a_source_modified_during_its_copy_is_refused(prefetched: bool) -> None:
     device = _slow_device()
     engine = _engine(device)
     tensor = device.tensor(torch.zeros(100))
@@ -125,7 +125,7 @@ def test_a_source_modified_before_it_left_is_refused(prefetched: bool) -> None:
     ],
     ids=["no elements", "small", "another device", "sparse", "conjugate view"],
 )
-def test_what_cannot_move_stays_in_the_handle(tensor: torch.Tensor) -> None:
+def test_a_tensor_that_cannot_be_offloaded_is_kept_in_the_handle(tensor: torch.Tensor) -> None:
     engine = _engine(_slow_device())
     handle = engine.start_offload(tensor)
     assert not handle.is_offloaded
@@ -139,7 +139,7 @@ def test_what_cannot_move_stays_in_the_handle(tensor: torch.Tensor) -> None:
         engine.release(handle)
 
 
-def test_a_released_handle_says_why_it_cannot_be_used() -> None:
+def test_a_released_handle_is_refused_with_the_reason() -> None:
     engine = _engine(_slow_device())
     handle = engine.start_offload(torch.rand(100))
     engine.release(handle)
@@ -149,7 +149,7 @@ def test_a_released_handle_says_why_it_cannot_be_used() -> None:
         engine.release(handle)
 
 
-def test_what_is_left_is_named_in_bytes() -> None:
+def test_leaked_bytes_are_reported() -> None:
     engine = _engine(_slow_device())
     handle = engine.start_offload(torch.rand(100))
     with pytest.raises(OffloadError, match=r"1 offloaded storages \(400 bytes\)"):
@@ -158,7 +158,7 @@ def test_what_is_left_is_named_in_bytes() -> None:
     engine.assert_drained()
 
 
-def test_a_handle_in_a_cycle_is_found_before_anything_is_called_a_leak() -> None:
+def test_a_handle_in_a_reference_cycle_is_no_leak() -> None:
     engine = _engine(_slow_device())
     cycle: list[object] = [engine.start_offload(torch.rand(100))]
     cycle.append(cycle)
@@ -166,7 +166,7 @@ def test_a_handle_in_a_cycle_is_found_before_anything_is_called_a_leak() -> None
     engine.assert_drained()
 
 
-def test_the_pool_does_not_grow_for_what_is_on_its_way_out() -> None:
+def test_the_pool_does_not_grow_for_dropped_storages() -> None:
     device = _slow_device()
     engine = _engine(device, budget_bytes=SLAB_BYTES)
     for _ in range(20):
@@ -175,7 +175,7 @@ def test_the_pool_does_not_grow_for_what_is_on_its_way_out() -> None:
     assert engine.pool.reserved_bytes == SLAB_BYTES
 
 
-def test_a_spent_budget_leaves_the_engine_usable() -> None:
+def test_an_exhausted_budget_leaves_the_engine_usable() -> None:
     engine = _engine(_slow_device(), budget_bytes=2 * ALIGNMENT_BYTES)
     handle = engine.start_offload(torch.rand(ALIGNMENT_BYTES // 4))
     with pytest.raises(BudgetError, match="host tier"):
@@ -184,7 +184,7 @@ def test_a_spent_budget_leaves_the_engine_usable() -> None:
     engine.start_offload(torch.rand(ALIGNMENT_BYTES // 4))
 
 
-def test_a_failing_copy_gives_its_region_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_copy_frees_its_region(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = _engine(_slow_device())
     with monkeypatch.context() as patch:
         patch.setattr(FakeDevice, "copy_bytes", lambda *_: (_ for _ in ()).throw(RuntimeError()))
@@ -194,7 +194,7 @@ def test_a_failing_copy_gives_its_region_back(monkeypatch: pytest.MonkeyPatch) -
     engine.assert_drained()
 
 
-def test_closing_frees_all_without_the_clock() -> None:
+def test_closing_frees_everything_without_time_passing() -> None:
     device = _slow_device()
     engine = _engine(device)
     handles = [engine.start_offload(device.tensor(torch.rand(100))) for _ in range(3)]
@@ -206,7 +206,7 @@ def test_closing_frees_all_without_the_clock() -> None:
     del handles  # only now: those who hold them keep nothing alive
 
 
-def test_stats_taken_are_those_since_the_last_time() -> None:
+def test_taken_stats_count_since_the_last_call() -> None:
     device = _slow_device(2.0)
     engine = _engine(device)
     for expected in (400, 800):
@@ -275,7 +275,7 @@ def test_reserving_makes_the_slabs_once() -> None:
     engine.close()
 
 
-def test_staging_is_a_part_of_the_budget(tmp_path: Path) -> None:
+def test_staging_is_part_of_the_budget(tmp_path: Path) -> None:
     engine = make_engine(
         torch.device("cpu"), budget_bytes=64 * PAGE_BYTES, disk=DiskStore(tmp_path)
     )
@@ -286,7 +286,7 @@ def test_staging_is_a_part_of_the_budget(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("checksum", [False, True])
-def test_a_real_disk_gives_the_bytes_back(tmp_path: Path, checksum: bool) -> None:
+def test_round_trip_through_a_real_disk(tmp_path: Path, checksum: bool) -> None:
     disk = DiskStore(tmp_path, slab_bytes=2**20, checksum=checksum)
     engine = make_engine(torch.device("cpu"), budget_bytes=2**18, disk=disk, staging_bytes=2**17)
     for _ in range(3):
@@ -311,7 +311,7 @@ def test_a_real_disk_gives_the_bytes_back(tmp_path: Path, checksum: bool) -> Non
     assert disk.space.reserved_bytes == 0
 
 
-def test_gradients_through_a_real_disk_are_equal_to_the_bit(tmp_path: Path) -> None:
+def test_gradients_through_a_real_disk_are_bitwise_equal(tmp_path: Path) -> None:
     blocks, hidden_CD = make_blocks(6), torch.rand(TOKENS, WIDTH)
     engine = make_engine(
         torch.device("cpu"),
@@ -339,7 +339,7 @@ def test_gradients_through_a_real_disk_are_equal_to_the_bit(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("fails", ["writing", "reading"])
-def test_what_breaks_in_a_thread_surfaces_in_the_step_and_names_the_path(
+def test_an_error_in_a_thread_is_raised_in_the_step_with_the_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
     faults = FaultyDisk(monkeypatch)
@@ -414,7 +414,7 @@ AS_NOW = {
 }
 
 
-def test_what_only_grows_is_counted_from_the_earlier_moment() -> None:
+def test_counters_are_subtracted_and_state_is_not() -> None:
     names = [field.name for field in fields(OffloadStats)]
     before = OffloadStats(**{name: number for number, name in enumerate(names)})
     now = OffloadStats(**{name: 100 + 3 * number for number, name in enumerate(names)})

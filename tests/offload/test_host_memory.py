@@ -43,7 +43,7 @@ def _small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert locked_bytes() == others_bytes
 
 
-def test_a_piece_is_given_out_when_all_of_it_was_touched_and_locked(
+def test_a_piece_is_yielded_when_all_of_it_was_touched_and_locked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     touched: list[tuple[int, int, int]] = []
@@ -77,7 +77,7 @@ def test_a_piece_is_given_out_when_all_of_it_was_touched_and_locked(
 
 
 @pytest.mark.parametrize("third", ["driver", "system", "free memory"])
-def test_a_refusal_comes_after_what_was_given_before_it(
+def test_a_refusal_is_raised_after_the_earlier_pieces(
     monkeypatch: pytest.MonkeyPatch, third: str
 ) -> None:
     device, made = FakeDevice(), [0]
@@ -114,7 +114,7 @@ def test_a_refusal_comes_after_what_was_given_before_it(
     assert not device.locked
 
 
-def test_who_stops_early_leaves_nothing_locked() -> None:
+def test_stopping_early_leaves_nothing_locked() -> None:
     device = FakeDevice()
     pieces = host_memory(SIZES, device)
     first = next(pieces)
@@ -185,7 +185,7 @@ def test_any_sequence_agrees_with_a_map_of_bytes(actions: list[tuple[bool, int]]
 
 
 @pytest.mark.parametrize(("offset", "size"), [(0, 8), (2, 4), (8, 8), (12, 4)])
-def test_bytes_that_are_free_already_are_refused(offset: int, size: int) -> None:
+def test_a_double_free_is_refused(offset: int, size: int) -> None:
     free_list = FreeList(16)
     assert free_list.allocate(16) == 0
     free_list.free(0, 4)
@@ -237,7 +237,7 @@ def test_any_sequence_of_loans(actions: list[tuple[str, int]], budget: int | Non
     for region in lent:
         pool.release(region)
     assert pool.used_bytes == 0
-    # All joined again: each slab is one hole, so its own size can be lent in one piece.
+    # All joined: each slab is one free block, so its own size can be allocated in one piece.
     reserved_bytes = pool.reserved_bytes
     whole = [pool.try_allocate(slab.memory.numel()) for slab in pool._slabs]
     assert None not in whole
@@ -254,7 +254,7 @@ def test_bytes_are_reused_and_slabs_are_not_added_for_them() -> None:
     assert pool.peak_bytes == SLAB_BYTES
 
 
-def test_fragmentation_is_the_share_outside_the_largest_hole() -> None:
+def test_fragmentation_is_the_share_outside_the_largest_free_block() -> None:
     pool = HostPool(SLAB_BYTES)
     assert pool.fragmentation == 0.0
     regions = [pool.allocate(ALIGNMENT_BYTES) for _ in range(8)]
@@ -277,7 +277,7 @@ def test_the_last_slab_shrinks_to_what_the_budget_leaves() -> None:
     assert pool.reserved_bytes == SLAB_BYTES + 2 * ALIGNMENT_BYTES
 
 
-def test_a_spent_budget_says_what_is_needed_and_had() -> None:
+def test_an_exhausted_budget_names_needed_and_available_bytes() -> None:
     pool = HostPool(SLAB_BYTES, budget_bytes=SLAB_BYTES)
     pool.allocate(SLAB_BYTES)
     with pytest.raises(BudgetError, match=re.escape(f"of {SLAB_BYTES} bytes are reserved")):
@@ -320,7 +320,7 @@ def test_memory_that_cannot_be_pinned_names_the_limit() -> None:
     assert not device.locked
 
 
-def test_slabs_have_the_bytes_that_were_asked_for() -> None:
+def test_slabs_have_the_requested_bytes() -> None:
     device = FakeDevice()
     pool = HostPool(SLAB_BYTES, locker=device, budget_bytes=7 * SLAB_BYTES)
     pool.allocate(3 * SLAB_BYTES)
@@ -330,7 +330,7 @@ def test_slabs_have_the_bytes_that_were_asked_for() -> None:
     assert sorted(device.locked.values()) == [2 * SLAB_BYTES, 2 * SLAB_BYTES, 3 * SLAB_BYTES]
 
 
-def test_a_closed_pool_has_nothing_locked_unless_it_is_lent() -> None:
+def test_a_closed_pool_keeps_only_allocated_slabs_locked() -> None:
     device = FakeDevice()
     pool = HostPool(SLAB_BYTES, locker=device)
     region = pool.allocate(SLAB_BYTES)
@@ -349,7 +349,7 @@ def test_a_closed_pool_has_nothing_locked_unless_it_is_lent() -> None:
     st.integers(1, 40 * SLAB_BYTES),
     st.one_of(st.none(), st.integers(0, 30 * SLAB_BYTES)),
 )
-def test_what_was_reserved_is_one_slab_and_needs_no_growth(
+def test_reserved_memory_is_one_slab_and_needs_no_growth(
     num_bytes: int, budget: int | None
 ) -> None:
     pool = HostPool(SLAB_BYTES, budget_bytes=budget)
@@ -368,7 +368,7 @@ def test_what_was_reserved_is_one_slab_and_needs_no_growth(
 
 
 @pytest.mark.parametrize("locked", [True, False])
-def test_what_the_system_refuses_makes_the_budget_smaller(
+def test_a_refusal_by_the_system_reduces_the_budget(
     monkeypatch: pytest.MonkeyPatch, locked: bool
 ) -> None:
     empty, given = torch.empty, []
@@ -398,7 +398,7 @@ def test_what_the_system_refuses_makes_the_budget_smaller(
         pool.allocate(1)
 
 
-def test_nothing_at_all_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_memory_at_all_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **kwargs: object) -> torch.Tensor:
         raise RuntimeError("out of memory")
 
@@ -417,7 +417,7 @@ def test_growth_that_was_not_reserved_is_counted() -> None:
 
 
 @pytest.mark.parametrize("num_bytes", [1, PAGE_BYTES, 3 * PAGE_BYTES + 1, 2**22])
-def test_slabs_and_regions_start_at_pages_where_that_is_asked_for(num_bytes: int) -> None:
+def test_slabs_and_regions_start_at_pages_if_requested(num_bytes: int) -> None:
     pool = HostPool(SLAB_BYTES, alignment_bytes=PAGE_BYTES)
     for _ in range(5):
         region = pool.allocate(num_bytes)

@@ -36,14 +36,14 @@ from tests.offload.small_stack import (
     assert_same,
     cpu_engine,
     gradients_of,
-    in_a_frame,
     loss_of,
     make_blocks,
+    offload_computation,
 )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_gradients_are_equal_to_the_bit(dtype: torch.dtype) -> None:
+def test_gradients_are_bitwise_equal(dtype: torch.dtype) -> None:
     blocks, engine = make_blocks().to(dtype), cpu_engine()
     hidden_CD = torch.rand(TOKENS, WIDTH, dtype=dtype)
 
@@ -69,7 +69,7 @@ def test_gradients_are_equal_under_autocast() -> None:
     engine.assert_drained()
 
 
-def test_aliases_move_once() -> None:
+def test_aliases_are_copied_once() -> None:
     engine = cpu_engine()
     prefetch_order = PrefetchOrder(engine)
     hidden = torch.rand(50, 30, requires_grad=True)
@@ -85,7 +85,7 @@ def test_aliases_move_once() -> None:
     engine.assert_drained()
 
 
-def test_what_one_frame_hands_to_the_next_moves_once() -> None:
+def test_a_tensor_saved_by_two_layers_is_copied_once() -> None:
     engine = cpu_engine()
     prefetch_order = PrefetchOrder(engine)
     hidden = torch.rand(100, requires_grad=True)
@@ -98,30 +98,30 @@ def test_what_one_frame_hands_to_the_next_moves_once() -> None:
     assert engine.stats().h2d_bytes == 400
 
 
-def test_parameters_and_their_views_never_move() -> None:
+def test_parameters_and_their_views_are_never_offloaded() -> None:
     engine = cpu_engine()
     prefetch_order = PrefetchOrder(engine)
     linear = nn.Linear(WIDTH, WIDTH, bias=False)
     hidden = torch.rand(TOKENS, WIDTH, requires_grad=True)
     with LayerOffload(engine, prefetch_order):
         loss = linear(hidden).sum() + (linear.weight.t() * linear.weight).sum()
-    # The layer's input is all that moves.
+    # Only the layer's input is offloaded.
     assert engine.stats().d2h_bytes == TOKENS * WIDTH * 4
     loss.backward()
     assert hidden.grad is not None
 
 
-def test_small_tensors_stay() -> None:
+def test_small_tensors_are_kept() -> None:
     engine = OffloadEngine(HostCopier(), HostPool(SLAB_BYTES), min_offload_elements=100)
     prefetch_order = PrefetchOrder(engine)
     small = torch.rand(99, requires_grad=True)
-    loss = in_a_frame(engine, prefetch_order, lambda: small.sin().sum())
+    loss = offload_computation(engine, prefetch_order, lambda: small.sin().sum())
     assert engine.stats().d2h_bytes == 0
     loss.backward()
     assert torch.equal(small.grad, small.detach().cos())
 
 
-def test_frames_come_back_one_ahead() -> None:
+def test_layers_are_prefetched_one_ahead() -> None:
     engine, blocks = cpu_engine(), make_blocks()
     prefetch_order = PrefetchOrder(engine)
     hidden_CD = torch.rand(TOKENS, WIDTH)
@@ -136,8 +136,8 @@ def test_frames_come_back_one_ahead() -> None:
 
     engine.prefetch = logged  # type: ignore[method-assign]
     for number, block in enumerate(blocks):
-        frame = LayerOffload(engine, prefetch_order, label=number, number=number)
-        with frame:
+        group = LayerOffload(engine, prefetch_order, label=number, number=number)
+        with group:
             hidden_CD = block(hidden_CD)
         hidden_CD.register_hook(lambda gradient, number=number: log.append(f"backward {number}"))
         activation_bytes.append(engine.stats().d2h_bytes)
@@ -152,7 +152,7 @@ def test_frames_come_back_one_ahead() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpoints_inside_a_frame(reentrant: bool) -> None:
+def test_checkpoints_inside_a_layer(reentrant: bool) -> None:
     engine, blocks = cpu_engine(), make_blocks(2)
     hidden_CD = torch.rand(TOKENS, WIDTH, requires_grad=True)
 
@@ -210,13 +210,13 @@ def test_a_saved_tensor_may_be_read_twice() -> None:
 
     engine = cpu_engine()
     tensor = torch.rand(100, requires_grad=True)
-    loss = in_a_frame(engine, PrefetchOrder(engine), lambda: Twice.apply(tensor).sum())
+    loss = offload_computation(engine, PrefetchOrder(engine), lambda: Twice.apply(tensor).sum())
     loss.backward()
     assert torch.equal(tensor.grad, 2 * tensor.detach())
     assert engine.stats().h2d_bytes == 400
 
 
-def test_a_gradient_taken_inside_the_frame() -> None:
+def test_a_gradient_taken_inside_the_layer() -> None:
     engine = cpu_engine()
     prefetch_order = PrefetchOrder(engine)
     tensor = torch.rand(100, requires_grad=True)
@@ -235,7 +235,7 @@ class _Handle:
         self.num_bytes = num_bytes
 
 
-class _Frame:
+class _Group:
     def __init__(self, name: int, num_bytes: int) -> None:
         self.handle = _Handle(name, num_bytes)
 
@@ -243,15 +243,15 @@ class _Frame:
         return (self.handle,)
 
 
-class _Mover:
-    """Notes what the prefetch order asks for; what was asked for has no bytes to fetch any more."""
+class _Engine:
+    """Stands for the engine: records what is prefetched, each handle once."""
 
     reads_ahead = True
 
     def __init__(self) -> None:
         self.log: list[int] = []
         self.read: list[int] = []
-        self.offload_holder = 0
+        self.num_reads_allowed = 0
         self.closed: list[int | None] = []
 
     def limit_pending_d2h(self, max_pending_d2h_bytes: int | None = None) -> None:
@@ -262,41 +262,41 @@ class _Mover:
             self.log.append(handle.name)
 
     def read_ahead(self, handle: _Handle) -> bool:
-        if self.offload_holder == 0:
+        if self.num_reads_allowed == 0:
             return False
-        self.offload_holder -= 1
+        self.num_reads_allowed -= 1
         self.read.append(handle.name)
         return True
 
 
 def _prefetch_order(
     sizes: list[int], asked: list[int] | None = None
-) -> tuple[PrefetchOrder, list[_Frame], list[int]]:
-    mover = _Mover()
-    prefetch_order = PrefetchOrder(mover, max_pending_d2h_bytes=7, lowest_prefetched=asked)
-    frames = [_Frame(name, num_bytes) for name, num_bytes in enumerate(sizes)]
-    for number, frame in enumerate(frames):
-        prefetch_order.record(frame, number)
+) -> tuple[PrefetchOrder, list[_Group], list[int]]:
+    engine = _Engine()
+    prefetch_order = PrefetchOrder(engine, max_pending_d2h_bytes=7, lowest_prefetched=asked)
+    groups = [_Group(name, num_bytes) for name, num_bytes in enumerate(sizes)]
+    for number, group in enumerate(groups):
+        prefetch_order.record(group, number)
     assert len(prefetch_order) == len(sizes)
-    assert mover.closed == [7] * len(sizes)
-    return prefetch_order, frames, mover.log
+    assert engine.closed == [7] * len(sizes)
+    return prefetch_order, groups, engine.log
 
 
 def _read_backward(
-    prefetch_order: PrefetchOrder, frames: list[_Frame], log: list[int]
+    prefetch_order: PrefetchOrder, groups: list[_Group], log: list[int]
 ) -> list[list[int]]:
     seen: list[list[int]] = []
-    for frame in reversed(frames):
-        prefetch_order.on_backward(frame)
+    for group in reversed(groups):
+        prefetch_order.on_backward(group)
         seen.append(list(log))
-        prefetch_order.on_backward(frame)
+        prefetch_order.on_backward(group)
         assert log == seen[-1], "a second call changes nothing"
     return seen
 
 
-def test_one_ahead_where_nothing_is_listed() -> None:
-    prefetch_order, frames, log = _prefetch_order([5] * 4)
-    assert _read_backward(prefetch_order, frames, log) == [
+def test_without_a_list_one_group_is_prefetched_ahead() -> None:
+    prefetch_order, groups, log = _prefetch_order([5] * 4)
+    assert _read_backward(prefetch_order, groups, log) == [
         [3, 2],
         [3, 2, 1],
         [3, 2, 1, 0],
@@ -304,9 +304,9 @@ def test_one_ahead_where_nothing_is_listed() -> None:
     ]
 
 
-def test_what_is_listed_is_asked_for_and_no_more() -> None:
-    prefetch_order, frames, log = _prefetch_order([5] * 6, [0, 0, 0, 3, 2, 4])
-    assert _read_backward(prefetch_order, frames, log) == [
+def test_listed_groups_are_prefetched_and_no_more() -> None:
+    prefetch_order, groups, log = _prefetch_order([5] * 6, [0, 0, 0, 3, 2, 4])
+    assert _read_backward(prefetch_order, groups, log) == [
         [5, 4],
         [5, 4, 3, 2],
         [5, 4, 3, 2],
@@ -316,83 +316,83 @@ def test_what_is_listed_is_asked_for_and_no_more() -> None:
     ]
 
 
-def test_a_tape_without_a_list_for_them_brings_frames_back_one_by_one() -> None:
-    prefetch_order, frames, log = _prefetch_order([5] * 3, [])
+def test_groups_beyond_the_list_are_prefetched_one_by_one() -> None:
+    prefetch_order, groups, log = _prefetch_order([5] * 3, [])
     prefetch_order.prefetch([1, 0])
     assert log == [1, 0]
-    assert _read_backward(prefetch_order, frames, log) == [[1, 0, 2]] * 3
+    assert _read_backward(prefetch_order, groups, log) == [[1, 0, 2]] * 3
 
 
-def test_prefetches_are_told_once_by_number() -> None:
-    mover, told = _Mover(), list[int]()
-    prefetch_order = PrefetchOrder(mover, lowest_prefetched=[0, 0, 1], on_prefetch=told.append)
-    frames = [_Frame(name, 5) for name in range(3)]
-    for number, frame in enumerate(frames):
-        prefetch_order.record(frame, number)
-    for frame in (*reversed(frames), frames[0]):
-        prefetch_order.on_backward(frame)
+def test_prefetches_are_reported_once_by_number() -> None:
+    engine, told = _Engine(), list[int]()
+    prefetch_order = PrefetchOrder(engine, lowest_prefetched=[0, 0, 1], on_prefetch=told.append)
+    groups = [_Group(name, 5) for name in range(3)]
+    for number, group in enumerate(groups):
+        prefetch_order.record(group, number)
+    for group in (*reversed(groups), groups[0]):
+        prefetch_order.on_backward(group)
     assert told == [2, 1, 0]
 
 
-def test_a_frame_without_a_number_comes_for_itself_alone() -> None:
-    prefetch_order, frames, log = _prefetch_order([5] * 2)
-    norm = _Frame(7, 5)
+def test_a_group_without_a_number_prefetches_itself_alone() -> None:
+    prefetch_order, groups, log = _prefetch_order([5] * 2)
+    norm = _Group(7, 5)
     prefetch_order.record(norm)
     prefetch_order.on_backward(norm)
     assert log == [7]
-    prefetch_order.on_backward(frames[1])
+    prefetch_order.on_backward(groups[1])
     assert log == [7, 1, 0]
 
 
-def test_frames_that_never_ran_leave_their_prefetches_to_the_next() -> None:
-    mover = _Mover()
-    prefetch_order = PrefetchOrder(mover, lowest_prefetched=[0, 0, 0, 1, 3])
-    frames = [_Frame(name, 5) for name in range(3)]
-    for number, frame in enumerate(frames):
-        prefetch_order.record(frame, number)
-    prefetch_order.on_backward(frames[2])
-    assert mover.log == [2, 1, 0]
+def test_prefetches_of_missing_groups_fall_to_the_next() -> None:
+    engine = _Engine()
+    prefetch_order = PrefetchOrder(engine, lowest_prefetched=[0, 0, 0, 1, 3])
+    groups = [_Group(name, 5) for name in range(3)]
+    for number, group in enumerate(groups):
+        prefetch_order.record(group, number)
+    prefetch_order.on_backward(groups[2])
+    assert engine.log == [2, 1, 0]
 
 
-def test_a_jump_prefetches_only_what_is_listed_with_its_goal() -> None:
-    prefetch_order, frames, log = _prefetch_order([5] * 6)
-    prefetch_order.on_backward(frames[5])
-    prefetch_order.on_backward(frames[1])
+def test_a_jump_prefetches_only_what_is_listed_with_its_target() -> None:
+    prefetch_order, groups, log = _prefetch_order([5] * 6)
+    prefetch_order.on_backward(groups[5])
+    prefetch_order.on_backward(groups[1])
     assert log == [5, 4, 1, 0]
 
 
 def test_a_jump_back_up_goes_on_from_there() -> None:
-    prefetch_order, frames, log = _prefetch_order([5] * 6)
-    prefetch_order.on_backward(frames[1])
-    prefetch_order.on_backward(frames[0])
-    prefetch_order.on_backward(frames[5])
+    prefetch_order, groups, log = _prefetch_order([5] * 6)
+    prefetch_order.on_backward(groups[1])
+    prefetch_order.on_backward(groups[0])
+    prefetch_order.on_backward(groups[5])
     assert log == [1, 0, 5, 4]
 
 
-def test_the_last_frame_can_be_started_before_backward() -> None:
-    prefetch_order, frames, log = _prefetch_order([5] * 3)
+def test_the_last_group_can_be_started_before_backward() -> None:
+    prefetch_order, groups, log = _prefetch_order([5] * 3)
     prefetch_order.start_backward(2)
     assert log == [2, 1]
-    prefetch_order.on_backward(frames[2])
+    prefetch_order.on_backward(groups[2])
     assert log == [2, 1]
-    prefetch_order.on_backward(frames[1])
+    prefetch_order.on_backward(groups[1])
     assert log == [2, 1, 0]
     _prefetch_order([])[0].start_backward(3)
 
 
-def test_a_frame_is_recorded_once_and_before_its_use() -> None:
-    prefetch_order, frames, _ = _prefetch_order([5])
+def test_a_group_is_recorded_once_and_before_its_use() -> None:
+    prefetch_order, groups, _ = _prefetch_order([5])
     with pytest.raises(AssertionError, match="recorded once"):
-        prefetch_order.record(frames[0])
+        prefetch_order.record(groups[0])
     with pytest.raises(AssertionError, match="after it was recorded"):
-        prefetch_order.on_backward(_Frame(1, 5))
+        prefetch_order.on_backward(_Group(1, 5))
 
 
-def test_the_tape_keeps_no_frame_alive() -> None:
-    prefetch_order, frames, log = _prefetch_order([5] * 3)
-    first, second, third = frames
+def test_the_prefetch_order_keeps_no_group_alive() -> None:
+    prefetch_order, groups, log = _prefetch_order([5] * 3)
+    first, second, third = groups
     dropped = weakref.ref(second)
-    frames.clear()
+    groups.clear()
     gc.disable()
     try:
         del second
@@ -405,32 +405,32 @@ def test_the_tape_keeps_no_frame_alive() -> None:
     assert log == [2, 0]
 
 
-def test_reads_run_ahead_of_prefetches_as_far_as_there_is_room() -> None:
-    mover = _Mover()
-    prefetch_order = PrefetchOrder(mover, lowest_prefetched=asked_within([5] * 12, 10))
-    frames = [_Frame(name, 5) for name in range(12)]
-    for number, frame in enumerate(frames):
-        prefetch_order.record(frame, number)
-    mover.offload_holder = 3
-    prefetch_order.on_backward(frames[11])
-    assert (mover.log, mover.read) == ([11, 10, 9], [8, 7, 6])
-    prefetch_order.on_backward(frames[10])
-    assert mover.read == [8, 7, 6], "no room"
-    mover.offload_holder = 2
-    prefetch_order.on_backward(frames[9])
-    assert (mover.log[-1], mover.read) == (7, [8, 7, 6, 5, 4])
-    mover.offload_holder = 9
-    prefetch_order.on_backward(frames[3])  # a jump
-    assert (mover.log[-3:], mover.read[5:]) == ([3, 2, 1], [0])
+def test_reads_run_ahead_of_prefetches_as_space_allows() -> None:
+    engine = _Engine()
+    prefetch_order = PrefetchOrder(engine, lowest_prefetched=asked_within([5] * 12, 10))
+    groups = [_Group(name, 5) for name in range(12)]
+    for number, group in enumerate(groups):
+        prefetch_order.record(group, number)
+    engine.num_reads_allowed = 3
+    prefetch_order.on_backward(groups[11])
+    assert (engine.log, engine.read) == ([11, 10, 9], [8, 7, 6])
+    prefetch_order.on_backward(groups[10])
+    assert engine.read == [8, 7, 6], "no room"
+    engine.num_reads_allowed = 2
+    prefetch_order.on_backward(groups[9])
+    assert (engine.log[-1], engine.read) == (7, [8, 7, 6, 5, 4])
+    engine.num_reads_allowed = 9
+    prefetch_order.on_backward(groups[3])  # a jump
+    assert (engine.log[-3:], engine.read[5:]) == ([3, 2, 1], [0])
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=20), st.data())
 def test_any_list_is_followed(sizes: list[int], data: st.DataObject) -> None:
     asked = [data.draw(st.integers(0, number)) for number in range(len(sizes))]
-    prefetch_order, frames, log = _prefetch_order(sizes, asked)
+    prefetch_order, groups, log = _prefetch_order(sizes, asked)
     expected: list[int] = []
     for number in _down(len(sizes)):
-        prefetch_order.on_backward(frames[number])
+        prefetch_order.on_backward(groups[number])
         expected += [one for one in _down(number + 1) if one >= asked[number]]
         expected = list(dict.fromkeys(one for one in expected if sizes[one]))
         assert log == expected
@@ -447,7 +447,7 @@ def _assert_steps_do_not_race_on_the_fake_device() -> None:
     blocks, hidden_CD = make_blocks(), torch.rand(TOKENS, WIDTH)
 
     def adopted(tensor: Tensor) -> None:
-        # Called just before a tensor moves, so that the device knows all that autograd saves.
+        # Called before a tensor is offloaded, so that the device knows all that autograd saves.
         device.adopt(tensor)
 
     def gradients(with_engine: OffloadEngine | None) -> list[Tensor]:
@@ -471,7 +471,7 @@ def test_autograd_on_the_fake_device_never_races() -> None:
     _assert_steps_do_not_race_on_the_fake_device()
 
 
-def test_the_fake_device_sees_a_source_freed_under_autograd(
+def test_the_fake_device_detects_a_source_freed_under_autograd(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(StreamTicket, "ordered", property(lambda self: True))
@@ -493,7 +493,7 @@ def test_two_forwards_before_one_backward() -> None:
     engine.assert_drained()
 
 
-def test_a_graph_dropped_without_backward_gives_its_bytes_back() -> None:
+def test_a_graph_dropped_without_backward_frees_its_bytes() -> None:
     engine, blocks = cpu_engine(), make_blocks()
     loss = loss_of(blocks, torch.rand(TOKENS, WIDTH), engine)
     assert engine.stats().host_used_bytes > 0
@@ -516,7 +516,7 @@ def test_a_graph_kept_for_a_second_backward_stays_exact() -> None:
     engine.assert_drained()
 
 
-def test_a_graph_of_an_abandoned_step_says_so() -> None:
+def test_a_graph_of_an_abandoned_step_is_refused() -> None:
     engine, blocks = cpu_engine(), make_blocks()
     loss = loss_of(blocks, torch.rand(TOKENS, WIDTH), engine)
     engine.abandon()
@@ -556,14 +556,14 @@ def test_an_exception_leaves_the_pool_clean(layer: int, in_forward: bool) -> Non
     gc.collect()
     engine.assert_drained()
     assert engine.stats().host_used_bytes == 0
-    # The hooks of the frame that was open are gone: this saves nothing through them.
+    # The hooks of the open layer are removed: this saves nothing through them.
     before = engine.stats().d2h_bytes
     torch.rand(1000, requires_grad=True).exp()
     assert engine.stats().d2h_bytes == before
     assert_same(gradients_of(blocks, engine), plain)
 
 
-def test_a_spent_budget_ends_the_step_and_not_the_engine() -> None:
+def test_an_exhausted_budget_ends_the_step_and_not_the_engine() -> None:
     blocks = make_blocks()
     engine = cpu_engine(budget_bytes=SLAB_BYTES // 4)
     with pytest.raises(BudgetError, match="host_memory"):
@@ -573,33 +573,35 @@ def test_a_spent_budget_ends_the_step_and_not_the_engine() -> None:
     assert_same(gradients_of(blocks[:1], engine), gradients_of(blocks[:1], None))
 
 
-def test_in_place_changes_of_what_stays_are_refused() -> None:
+def test_in_place_changes_of_kept_tensors_are_refused() -> None:
     engine = cpu_engine()
     prefetch_order = PrefetchOrder(engine)
     weight = nn.Parameter(torch.rand(100))
-    loss = in_a_frame(engine, prefetch_order, lambda: (weight * torch.rand(100)).sin().sum())
+    loss = offload_computation(
+        engine, prefetch_order, lambda: (weight * torch.rand(100)).sin().sum()
+    )
     loss.backward()
     scale = torch.rand(4)
     small = torch.rand(4, requires_grad=True)
-    loss = in_a_frame(engine, PrefetchOrder(engine), lambda: (small * scale).sum())
+    loss = offload_computation(engine, PrefetchOrder(engine), lambda: (small * scale).sum())
     scale.add_(1.0)
     with pytest.raises(OffloadError, match="modified in place"):
         loss.backward()
 
 
-def test_frames_open_and_close_once() -> None:
+def test_a_layer_opens_and_closes_once() -> None:
     engine = cpu_engine()
-    frame = LayerOffload(engine, PrefetchOrder(engine))
+    group = LayerOffload(engine, PrefetchOrder(engine))
     with pytest.raises(AssertionError, match="while it is open"):
-        frame.close()
-    frame.open()
-    assert frame.is_open
+        group.close()
+    group.open()
+    assert group.is_open
     with pytest.raises(AssertionError, match="while it is open"):
-        frame.open()
-    frame.close()
-    assert not frame.is_open
+        group.open()
+    group.close()
+    assert not group.is_open
     with pytest.raises(AssertionError, match="after it has closed"):
-        frame.open()
+        group.open()
 
 
 def test_200_steps_hold_no_more_than_the_first() -> None:
@@ -668,7 +670,7 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 def _run(
     monkeypatch: pytest.MonkeyPatch, family: str, tier: Any, *, lora: bool, casts: bool
 ) -> tuple[dict[str, Tensor | None], int]:
-    """Gradients of a float32 model under autocast, and the bytes that went to the host."""
+    """Gradients of a float32 model under autocast, and the bytes copied to the host."""
     with monkeypatch.context() as inner:
         inner.setattr(
             "sppo_hf.engine.chunk_runner.WeightCasts.of", WeightCasts.of if casts else _none
@@ -706,7 +708,7 @@ def test_gradients_are_those_of_casts_that_were_saved(
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["trained", "frozen"])
-def test_no_cast_of_a_weight_is_moved(monkeypatch: pytest.MonkeyPatch, lora: bool) -> None:
+def test_no_cast_of_a_weight_is_offloaded(monkeypatch: pytest.MonkeyPatch, lora: bool) -> None:
     _, with_casts = _run(monkeypatch, "llama", "host", lora=lora, casts=False)
     _, without = _run(monkeypatch, "llama", "host", lora=lora, casts=True)
     sizes = [
@@ -720,7 +722,7 @@ def test_no_cast_of_a_weight_is_moved(monkeypatch: pytest.MonkeyPatch, lora: boo
     assert 0.8 * about <= with_casts - without <= 1.2 * about
 
 
-def _frame(weight: nn.Parameter, x: Tensor, body: Any) -> Tensor:
+def _offload(weight: nn.Parameter, x: Tensor, body: Any) -> Tensor:
     engine = cpu_engine()
     with (
         torch.autocast("cpu", torch.bfloat16),
@@ -729,9 +731,9 @@ def _frame(weight: nn.Parameter, x: Tensor, body: Any) -> Tensor:
         return body(x, weight)
 
 
-def test_a_weight_that_changed_is_noticed() -> None:
+def test_a_changed_weight_is_refused() -> None:
     weight = nn.Parameter(torch.rand(16, 16), requires_grad=False)
-    y = _frame(weight, torch.rand(8, 16, requires_grad=True), nn.functional.linear)
+    y = _offload(weight, torch.rand(8, 16, requires_grad=True), nn.functional.linear)
     with torch.no_grad():
         weight += 1
     with pytest.raises(OffloadError, match=r"weight of layer 3.*modified in place"):
@@ -745,13 +747,13 @@ def test_a_cast_that_was_written_into_is_an_activation() -> None:
     def scaled(x: Tensor, weight: Tensor) -> Tensor:
         return nn.functional.linear(x, weight.to(torch.bfloat16).mul_(3))
 
-    _frame(weight, x, scaled).sum().backward()
+    _offload(weight, x, scaled).sum().backward()
     with torch.autocast("cpu", torch.bfloat16):
         expected = torch.autograd.grad(scaled(x, weight).sum(), x)
     assert torch.equal(x.grad, expected[0])
 
 
-def test_a_freed_cast_gives_its_place_to_no_activation() -> None:
+def test_an_activation_at_the_address_of_a_freed_cast_is_no_cast() -> None:
     weight = nn.Parameter(torch.rand(16, 16), requires_grad=False)
     x = torch.rand(16, 16, requires_grad=True)
 
@@ -763,7 +765,7 @@ def test_a_freed_cast_gives_its_place_to_no_activation() -> None:
             total = (half * half).float()
         return total
 
-    _frame(weight, x, many).sum().backward()
+    _offload(weight, x, many).sum().backward()
     with torch.autocast("cpu", torch.bfloat16):
         expected = torch.autograd.grad(many(x, weight).sum(), x)
     assert torch.equal(x.grad, expected[0])

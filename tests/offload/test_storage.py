@@ -17,7 +17,7 @@ from sppo_hf.offload.storage import ByteRange, bytes_of
     st.integers(0, 50),
     st.integers(0, 40),
 )
-def test_a_span_covers_exactly_what_is_reached(
+def test_a_byte_range_covers_exactly_the_elements(
     shape: list[int], strides: list[int], offset: int, rest: int
 ) -> None:
     stride = strides[: len(shape)]
@@ -36,12 +36,12 @@ def test_a_span_covers_exactly_what_is_reached(
     assert bytes_of(view, moved).numel() == moved.num_bytes
 
 
-def test_a_slice_of_a_large_storage_moves_alone() -> None:
+def test_a_slice_of_a_large_storage_is_copied_alone() -> None:
     large = torch.zeros(1000, 16)
     assert ByteRange.to_offload(large[10:20]).num_bytes == 10 * 16 * 4
 
 
-def test_interleaved_views_move_their_whole_storage() -> None:
+def test_interleaved_views_copy_their_whole_storage() -> None:
     fused = torch.zeros(100, 48)
     whole = ByteRange(0, 100 * 48 * 4)
     assert [ByteRange.to_offload(part) for part in fused.split(16, dim=1)] == [whole] * 3
@@ -63,7 +63,7 @@ DTYPES = [torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, t
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("view", VIEWS)
-def test_views_come_back_as_they_were(view: str, dtype: torch.dtype) -> None:
+def test_views_are_restored(view: str, dtype: torch.dtype) -> None:
     engine = OffloadEngine(HostCopier(), HostPool(2**16), min_offload_elements=1)
     tensor = VIEWS[view](torch.arange(4 * 6 * 10).reshape(4, 6, 10).to(dtype))
     handle = engine.start_offload(tensor)
