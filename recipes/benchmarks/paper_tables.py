@@ -268,8 +268,8 @@ def as_row(asked: ClusterQuestion, plan: ClusterPlan | None) -> dict[str, Any]:
     }
 
 
-def solved(asked: ClusterQuestion, most_actions: float = MOST_ACTIONS) -> dict[str, Any]:
-    answer = solve_cluster(asked, keep=1, slack=SLACK, most_actions=most_actions)
+def solved(asked: ClusterQuestion, max_actions: float = MOST_ACTIONS) -> dict[str, Any]:
+    answer = solve_cluster(asked, keep=1, slack=SLACK, max_actions=max_actions)
     return as_row(asked, answer.best[0] if answer.best else answer.closest)
 
 
@@ -384,7 +384,7 @@ def trl_row(tokens_k: int) -> dict[str, Any]:
         chunk_tokens=(4 * K, 16 * K),
     )
     asked = one_row(shape, 8, tokens_k * K, space, load_profile("h100"))
-    answer = solve_cluster(asked, keep=3, slack=SLACK, most_actions=MOST_ACTIONS)
+    answer = solve_cluster(asked, keep=3, slack=SLACK, max_actions=MOST_ACTIONS)
     plans = answer.best or ((answer.closest,) if answer.closest else ())
     flops = step_flops(shape, 1, asked.total_tokens)
     return {

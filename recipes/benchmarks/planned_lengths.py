@@ -35,7 +35,7 @@ from sppo_hf.planning.plan_request import (
     request_plan,
     timeline_of,
 )
-from sppo_hf.planning.solve import LESS_HOST_SECONDS, over_budget
+from sppo_hf.planning.solve import HOST_TRADE_RATIO, over_budget
 from sppo_hf.reporting.plan_json import weight_placement
 from sppo_hf.reporting.plan_tables import format_seconds, kv_modes_text
 from sppo_hf.rules import format_bytes
@@ -92,10 +92,10 @@ def plan_length(options: argparse.Namespace, tokens: int, *, disk: bool) -> dict
         "simulated_actions": len(timeline),
         "simulation_seconds": time.perf_counter() - began,
         "order": plan.order,
-        "kv_tier": plan.farthest_keys,
+        "kv_tier": plan.farthest_kv_tier,
         "keys": kv_modes_text(plan) if plan.by_layer else plan.kv_tier,
         "num_chunks": plan.num_chunks,
-        "attention_again": bool(plan.program().attends_again.any()),
+        "attention_again": bool(plan.program().reruns_attention.any()),
     }
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in POLICIES}
     for result in compare_policies(answer.question, plan):  # in the plan's own chunks
@@ -222,7 +222,7 @@ def not_first(rows: list[dict[str, Any]]) -> list[str]:
     for row in rows:
         speeds = {n: r["tokens_per_second"] or 0.0 for n, r in row["policies"].items()}
         # So much of its time it may give for less host memory.
-        if speeds and LESS_HOST_SECONDS * speeds["auto"] < max(speeds.values()):
+        if speeds and HOST_TRADE_RATIO * speeds["auto"] < max(speeds.values()):
             found.append(f"{row['tokens']:,} tokens: {speeds}")
     return found
 

@@ -20,7 +20,7 @@ from torch import nn
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.structure import ModelParts
 from sppo_hf.engine.trace_profile import trace_model
-from sppo_hf.offload.disk_files import refuse_missing_parent, refuse_unusable
+from sppo_hf.offload.disk_files import check_parent_exists, unusable_folder_errors
 from sppo_hf.offload.host_memory import locked_bytes
 from sppo_hf.planning.choices import DeviceFacts
 from sppo_hf.planning.hardware import HardwareProfile, load_profile, profile_for
@@ -122,8 +122,8 @@ def device_facts(
 def _free_disk_bytes(config: SPPOConfig) -> int | None:
     if config.offload_dir is None:
         return None
-    with refuse_unusable(config.offload_dir):
-        refuse_missing_parent(Path(config.offload_dir))
+    with unusable_folder_errors(config.offload_dir):
+        check_parent_exists(Path(config.offload_dir))
         return free_disk_bytes(config.offload_dir)
 
 

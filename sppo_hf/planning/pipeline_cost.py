@@ -47,7 +47,7 @@ from numpy.typing import NDArray
 
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.activation_modes import KEEP, SAVED, Saved
-from sppo_hf.planning.causes import OF_SAVED, Cause
+from sppo_hf.planning.causes import CAUSE_OF_SAVED, Cause
 from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions
@@ -306,7 +306,7 @@ class PipelineCost:
         whole = {self.kv_tier: int(self._kv[stage].sum() + self._dkv[stage].sum())}
         if self.kv_tier == "device":
             return whole
-        _, keys, sums = self._tables.kv_passing
+        _, keys, sums = self._tables.kv_in_transit
         return {**whole, "device": int((keys + sums).max())}
 
     def activation_bytes(self, stage: int, chunk: int) -> int:
@@ -551,7 +551,7 @@ class PipelineCost:
         came = sum(map(self._passed_bytes, self._used.get(action, ())))
         packed = sum(map(self._passed_bytes, self._made.get(action, ())))
         if away:
-            forward, backward, sums = (int(sizes[chunk]) for sizes in self._tables.kv_passing)
+            forward, backward, sums = (int(sizes[chunk]) for sizes in self._tables.kv_in_transit)
             passing = {Cause.KV: forward} if kind == "F" else {Cause.KV: backward, Cause.DKV: sums}
             share = run.copies / len(run.ranks)
             yield from _during(device, {cause: int(n * share) for cause, n in passing.items()})
@@ -611,7 +611,7 @@ class PipelineCost:
 
     def _changed_whole(self, kind: Kind, stage: int, chunk: int, rank: int) -> Iterator[Change]:
         device, host = f"{rank}.device", f"{rank}.host"
-        cause = OF_SAVED[self.saved]
+        cause = CAUSE_OF_SAVED[self.saved]
         if kind == "F":
             yield Change(device, cause, self.activation_bytes(stage, chunk))
             yield Change(device, Cause.GRAPH, int(self._graph[stage, chunk]))

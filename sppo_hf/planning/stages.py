@@ -214,7 +214,7 @@ def with_copies_by_unit(decisions: Decisions, shape: ModelShape, device_kind: st
         decisions,
         max_pending_d2h_bytes=max_pending_d2h_bytes,
         max_prefetch_bytes=None,
-        fetch_chunks=1,
+        prefetch_chunks=1,
     )
 
 

@@ -38,7 +38,7 @@ class FaultyDisk:
         """Offset and bytes of every write that was made."""
         self.resume()
         # A new store's trial block is no transfer of a test.
-        monkeypatch.setattr(disk_files, "_why_not_nameless", lambda directory: None)
+        monkeypatch.setattr(disk_files, "_why_names_are_needed", lambda directory: None)
         write, read = os.pwritev, os.preadv
         monkeypatch.setattr(os, "pwritev", self._wrap(write, is_write=True))
         monkeypatch.setattr(os, "preadv", self._wrap(read, is_write=False))

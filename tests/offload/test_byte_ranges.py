@@ -23,7 +23,7 @@ def test_a_span_covers_exactly_what_is_reached(
     span = ByteRange.of(view)
     assert span.start_byte == 2 * int(view.min())
     assert span.end_byte == 2 * (int(view.max()) + 1)
-    moved = ByteRange.to_move(view)
+    moved = ByteRange.to_offload(view)
     assert moved.contains(span)
     assert 0 <= moved.start_byte
     assert moved.end_byte <= storage.untyped_storage().nbytes()
@@ -34,10 +34,10 @@ def test_a_span_covers_exactly_what_is_reached(
 
 def test_a_slice_of_a_large_storage_moves_alone() -> None:
     large = torch.zeros(1000, 16)
-    assert ByteRange.to_move(large[10:20]).num_bytes == 10 * 16 * 4
+    assert ByteRange.to_offload(large[10:20]).num_bytes == 10 * 16 * 4
 
 
 def test_interleaved_views_move_their_whole_storage() -> None:
     fused = torch.zeros(100, 48)
     whole = ByteRange(0, 100 * 48 * 4)
-    assert [ByteRange.to_move(part) for part in fused.split(16, dim=1)] == [whole] * 3
+    assert [ByteRange.to_offload(part) for part in fused.split(16, dim=1)] == [whole] * 3

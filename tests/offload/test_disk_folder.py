@@ -40,7 +40,7 @@ directory = Path(sys.argv[1])
 names = lambda: sorted(path.name for path in directory.iterdir())
 memory = torch.arange(9000, dtype=torch.int16).view(torch.uint8)
 if sys.argv[2] == "named":
-    disk_files._why_not_nameless = lambda directory: "a test says so"
+    disk_files._why_names_are_needed = lambda directory: "a test says so"
 
 
 def make():
@@ -160,11 +160,11 @@ def test_where_files_keep_their_names_the_next_store_removes_what_a_kill_left(
 @pytest.fixture
 def named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend that a removed file cannot be used."""
-    monkeypatch.setattr(disk_files, "_why_not_nameless", lambda directory: "a test says so")
+    monkeypatch.setattr(disk_files, "_why_names_are_needed", lambda directory: "a test says so")
 
 
 def folder_name(*, host: str | None = None, number: int = 1) -> str:
-    return f"sppo-{host or disk_files._host()}-{os.getpid()}-{number:016x}"
+    return f"sppo-{host or disk_files._host_name()}-{os.getpid()}-{number:016x}"
 
 
 def make_leftover(directory: Path, name: str, *, num_bytes: int = 5000) -> Path:

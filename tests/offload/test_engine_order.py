@@ -290,7 +290,7 @@ class EngineWithDiskUnderAnyUse(EngineUnderAnyUse):
 
     @invariant()
     def extents_have_owners(self) -> None:
-        live_bytes = sum(stored.span.num_bytes for stored in self.engine._moves.live)
+        live_bytes = sum(stored.span.num_bytes for stored in self.engine._live)
         assert self.disk.used_bytes <= live_bytes
 
 
@@ -319,14 +319,14 @@ def _one_training(device: FakeDevice) -> None:
     del dropped
 
 
-def _forget_source(pending: PendingCopies, max_pending_d2h_bytes: int | None) -> None:
+def _forget_source(pending: PendingCopies, max_bytes: int | None) -> None:
     for _, stored in pending._queue:
         stored.source = stored.watched = None
 
 
 MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "a source is freed without waiting for its copy": lambda patch: patch.setattr(
-        PendingCopies, "limit_pending_d2h", _forget_source
+        PendingCopies, "close_group", _forget_source
     ),
     "a copy counts as ordered from the start": lambda patch: patch.setattr(
         StreamTicket, "ordered", property(lambda self: True)
@@ -335,7 +335,7 @@ MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         StreamTicket, "wait", lambda self: None
     ),
     "device bytes are evicted under the copy into them": lambda patch: patch.setattr(
-        OffloadedStorage, "evict", lambda self: setattr(self, "on_device", None)
+        OffloadedStorage, "evict", lambda self: setattr(self, "device_bytes", None)
     ),
     "regions and device bytes are given back under their copies": lambda patch: patch.setattr(
         OffloadedStorage, "ordered", property(lambda self: True)

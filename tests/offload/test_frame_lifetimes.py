@@ -210,8 +210,8 @@ def test_200_steps_hold_no_more_than_the_first() -> None:
         moved.append(stats.d2h_bytes)
         assert stats.host_used_bytes == stats.live_handles == 0
     assert len(set(after_step)) == len(set(peaks)) == len(set(moved)) == 1
-    assert not engine._moves.registry
-    assert not engine._moves.live
+    assert not engine._registry
+    assert not engine._live
     assert engine.pool.fragmentation == 0.0
 
 

@@ -24,7 +24,7 @@ from sppo_hf.offload.engine import OffloadEngine
 from sppo_hf.offload.host_memory import PAGE_BYTES, HostPool
 from sppo_hf.offload.layer_offload import PrefetchOrder
 from sppo_hf.offload.storage import OffloadedStorage, OffloadedTensor
-from sppo_hf.offload.tiers import Staging, _Return
+from sppo_hf.offload.tiers import Staging, _ReclaimedRegion
 from tests.fakes.device import FakeDevice, RaceError
 from tests.fakes.disk import FakeDisk
 from tests.offload.orders import asked_within
@@ -115,7 +115,9 @@ class Training:
         ]
         asked = asked_within(away, machine.max_prefetch_bytes)
         prefetch_order = PrefetchOrder(
-            self.engine, max_pending_d2h_bytes=machine.max_pending_d2h_bytes, asked=asked
+            self.engine,
+            max_pending_d2h_bytes=machine.max_pending_d2h_bytes,
+            lowest_prefetched=asked,
         )
         frames: list[Frame] = []
         carried = self.device.tensor(torch.rand(8))
@@ -182,7 +184,7 @@ class Training:
 
     def _save(self, frame: Frame, mode: Mode, tensor: torch.Tensor) -> None:
         if mode == "keep":
-            handle = OffloadedTensor.stayed(tensor, None)
+            handle = OffloadedTensor.kept(tensor, None)
         else:
             handle = self.engine.start_offload(tensor, tier=mode)
         frame.held.append((handle, tensor.clone()))
@@ -195,8 +197,8 @@ class Training:
                 raise _StepFails
 
     def _leaving_bytes(self) -> int:
-        live = self.engine._moves.live
-        return sum(stored.span.num_bytes for stored in live if not stored.out_ticket.ordered)
+        live = self.engine._live
+        return sum(stored.span.num_bytes for stored in live if not stored.d2h_ticket.ordered)
 
     def _check_budgets(self) -> None:
         assert self.pool.used_bytes <= self.pool.reserved_bytes
@@ -208,7 +210,7 @@ class Training:
         # What frames share was planned with twice.
         most_bytes = max(self.machine.max_prefetch_bytes or 0, self.largest_bytes)
         in_use = {handle.stored() for handle, _ in entered.held if handle.is_offloaded}
-        assert all(stored.coming for stored in in_use)
+        assert all(stored.is_prefetched for stored in in_use)
         if self.dropped:
             return  # what a dropped frame shared with one that is left is in nobody's window
         held = {
@@ -216,7 +218,7 @@ class Training:
         }
         # What was in use and is shared with a frame before stays for that one's use.
         self.used |= in_use
-        on_device = [stored for stored in held - self.used if stored.on_device is not None]
+        on_device = [stored for stored in held - self.used if stored.device_bytes is not None]
         assert sum(stored.span.num_bytes for stored in on_device) <= most_bytes
 
 
@@ -297,7 +299,7 @@ MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         patch.setattr(StreamTicket, "done", lambda self: self.is_behind or self.event.query())
     ),
     "staging regions are free under their writes": lambda patch: patch.setattr(
-        _Return, "is_over", lambda self: True
+        _ReclaimedRegion, "is_over", lambda self: True
     ),
     "reads count as over from the start": lambda patch: patch.setattr(
         "sppo_hf.offload.tiers.Staging._end_reads", _end_reads_at_once
@@ -305,13 +307,13 @@ MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 }
 
 
-def _end_reads_at_once(staging: Staging, land: Callable[[object], None]) -> None:
+def _end_reads_at_once(staging: Staging) -> None:
     while staging._reading:
         stored = staging._reading.popleft()
         if not stored.retired:
             stored.disk.read = None
-            staging._arrived[stored] = None
-            land(stored)
+            staging._loaded[stored] = None
+            staging._start_h2d(stored)
 
 
 def _some_steps() -> None:

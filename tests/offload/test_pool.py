@@ -202,7 +202,7 @@ def test_what_the_system_refuses_makes_the_budget_smaller(
         given = _refuse_from(device, 2)
     else:
         monkeypatch.setattr(torch, "empty", refuse_the_third)
-    monkeypatch.setattr(pool_module, "MOST_SLAB_BYTES", 4 * SLAB_BYTES)
+    monkeypatch.setattr(pool_module, "MAX_SLAB_BYTES", 4 * SLAB_BYTES)
     pool = HostPool(SLAB_BYTES, locker=device if locked else None)
     told: list[tuple[int, int]] = []
     pool.reserve(16 * SLAB_BYTES, lambda *sizes: told.append(sizes))

@@ -58,7 +58,7 @@ def _prefetch_order(
     sizes: list[int], asked: list[int] | None = None
 ) -> tuple[PrefetchOrder, list[_Frame], list[int]]:
     mover = _Mover()
-    prefetch_order = PrefetchOrder(mover, max_pending_d2h_bytes=7, asked=asked)
+    prefetch_order = PrefetchOrder(mover, max_pending_d2h_bytes=7, lowest_prefetched=asked)
     frames = [_Frame(name, num_bytes) for name, num_bytes in enumerate(sizes)]
     for number, frame in enumerate(frames):
         prefetch_order.record(frame, number)
@@ -110,7 +110,7 @@ def test_a_tape_without_a_list_for_them_brings_frames_back_one_by_one() -> None:
 
 def test_prefetches_are_told_once_by_number() -> None:
     mover, told = _Mover(), list[int]()
-    prefetch_order = PrefetchOrder(mover, asked=[0, 0, 1], on_prefetch=told.append)
+    prefetch_order = PrefetchOrder(mover, lowest_prefetched=[0, 0, 1], on_prefetch=told.append)
     frames = [_Frame(name, 5) for name in range(3)]
     for number, frame in enumerate(frames):
         prefetch_order.record(frame, number)
@@ -131,7 +131,7 @@ def test_a_frame_without_a_number_comes_for_itself_alone() -> None:
 
 def test_frames_that_never_ran_leave_their_prefetches_to_the_next() -> None:
     mover = _Mover()
-    prefetch_order = PrefetchOrder(mover, asked=[0, 0, 0, 1, 3])
+    prefetch_order = PrefetchOrder(mover, lowest_prefetched=[0, 0, 0, 1, 3])
     frames = [_Frame(name, 5) for name in range(3)]
     for number, frame in enumerate(frames):
         prefetch_order.record(frame, number)
@@ -167,9 +167,9 @@ def test_the_last_frame_can_be_started_before_backward() -> None:
 
 def test_a_frame_is_recorded_once_and_before_its_use() -> None:
     prefetch_order, frames, _ = _prefetch_order([5])
-    with pytest.raises(AssertionError, match="closes once"):
+    with pytest.raises(AssertionError, match="recorded once"):
         prefetch_order.record(frames[0])
-    with pytest.raises(AssertionError, match="after it has closed"):
+    with pytest.raises(AssertionError, match="after it was recorded"):
         prefetch_order.on_backward(_Frame(1, 5))
 
 
@@ -192,7 +192,7 @@ def test_the_tape_keeps_no_frame_alive() -> None:
 
 def test_reads_run_ahead_of_prefetches_as_far_as_there_is_room() -> None:
     mover = _Mover()
-    prefetch_order = PrefetchOrder(mover, asked=asked_within([5] * 12, 10))
+    prefetch_order = PrefetchOrder(mover, lowest_prefetched=asked_within([5] * 12, 10))
     frames = [_Frame(name, 5) for name in range(12)]
     for number, frame in enumerate(frames):
         prefetch_order.record(frame, number)

@@ -279,7 +279,7 @@ def test_the_fake_device_sees_a_write_before_the_copy_it_writes() -> None:
     bench = _Bench()
     handle = bench.send()
     stored = handle.stored()
-    stored.out_ticket.wait()  # ordered for compute, which says nothing to a thread
+    stored.d2h_ticket.wait()  # ordered for compute, which says nothing to a thread
     assert stored.region is not None
     with pytest.raises(RaceError, match="read by lane"):
         bench.disk.start_write(stored.region.memory)

@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from sppo_hf.errors import OffloadError
 from sppo_hf.offload.copy_streams import StreamCopier
 from sppo_hf.offload.host_memory import ALIGNMENT_BYTES
-from sppo_hf.offload.weights import HostWeights, _Sum, can_be_host_resident
+from sppo_hf.offload.weights import HostWeights, _Accumulation, can_be_host_resident
 from sppo_hf.planning.model_shape import HostResident
 from tests.fakes.device import FakeDevice, RaceError
 
@@ -56,7 +56,7 @@ class _Model:
         self.weights._notice_end = lambda: None  # type: ignore[method-assign]
         self.weights._add = self.sum_up  # type: ignore[method-assign]
 
-    def sum_up(self, sum_: _Sum) -> None:
+    def sum_up(self, sum_: _Accumulation) -> None:
         """The host adds up, at once."""
         gradient = sum_.weight.gradient
         assert gradient is not None
@@ -90,7 +90,7 @@ class _Model:
         self.weights.move_to_host()
 
     def take(self, parameter: Parameter, value: float) -> None:
-        weight = self.weights._of[id(parameter)]
+        weight = self.weights._weight_of[id(parameter)]
         self.weights._before_gradient(weight, parameter)
         full = torch.full(parameter.shape, value)
         parameter.grad = self.device.tensor(full, next(self.work))
@@ -141,7 +141,7 @@ def test_the_layer_in_use_and_the_next_are_on_the_device(keep_device_copies: boo
 def test_the_host_waits_for_copies_out_of_what_it_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     model = _Model([50.0], [0.0], keep_device_copies=False)
     model.forward()
-    model.weights._last_in = None  # as if nobody had to wait
+    model.weights._last_h2d = None  # as if nobody had to wait
     model.weights.move_to_host()
     with pytest.raises(RaceError):
         model.step()

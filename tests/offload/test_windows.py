@@ -39,9 +39,7 @@ def _slow_device(seconds: float = 10.0) -> FakeDevice:
 
 
 def _leaving_bytes(engine: OffloadEngine) -> int:
-    return sum(
-        stored.span.num_bytes for stored in engine._moves.live if not stored.out_ticket.ordered
-    )
+    return sum(stored.span.num_bytes for stored in engine._live if not stored.d2h_ticket.ordered)
 
 
 @examples(50, whole=150)
@@ -65,7 +63,7 @@ def test_the_device_holds_the_frame_in_work_and_one_window(
     sizes_bytes = [4 * size for size in sizes]
     asked = asked_within(sizes_bytes, max_prefetch_bytes)
     prefetch_order, frames = (
-        PrefetchOrder(engine, max_pending_d2h_bytes=max_pending_d2h_bytes, asked=asked),
+        PrefetchOrder(engine, max_pending_d2h_bytes=max_pending_d2h_bytes, lowest_prefetched=asked),
         [],
     )
     largest_bytes = max(sizes_bytes)
@@ -81,7 +79,7 @@ def test_the_device_holds_the_frame_in_work_and_one_window(
         device.advance(data.draw(DURATIONS) if passes else 0.0)
     if data.draw(st.booleans()):
         prefetch_order.start_backward(len(frames) - 1)
-        assert frames[-1].held[0].stored().on_device is not None
+        assert frames[-1].held[0].stored().device_bytes is not None
         device.advance(data.draw(DURATIONS) if passes else 0.0)
     while frames:
         frame = frames.pop()
@@ -89,9 +87,9 @@ def test_the_device_holds_the_frame_in_work_and_one_window(
         tensor = engine.wait_for(frame.held[0])
         device.kernel(reads=[tensor], seconds=data.draw(DURATIONS))
         ahead = [one.held[0].stored() for one in frames]
-        ahead_bytes = sum(one.span.num_bytes for one in ahead if one.on_device is not None)
+        ahead_bytes = sum(one.span.num_bytes for one in ahead if one.device_bytes is not None)
         assert ahead_bytes <= max(max_prefetch_bytes or 0, largest_bytes)
-        assert not frames or ahead[-1].on_device is not None, "the next frame is on its way"
+        assert not frames or ahead[-1].device_bytes is not None, "the next frame is on its way"
         del tensor, frame, ahead
         device.advance(data.draw(DURATIONS) if passes else 0.0)
     engine.assert_drained()
@@ -162,11 +160,11 @@ def test_what_was_dropped_under_copies_puts_one_wait_for_each_lane_on_compute() 
 
 def test_frames_that_were_kept_are_passed_over() -> None:
     engine = _engine(_slow_device())
-    prefetch_order = PrefetchOrder(engine, max_pending_d2h_bytes=0, asked=[0, 0, 0, 0])
+    prefetch_order = PrefetchOrder(engine, max_pending_d2h_bytes=0, lowest_prefetched=[0, 0, 0, 0])
     frames = [
         _Frame(engine.start_offload(torch.rand(100))),
         _Frame(),
-        _Frame(OffloadedTensor.stayed(torch.rand(100), None)),
+        _Frame(OffloadedTensor.kept(torch.rand(100), None)),
         _Frame(engine.start_offload(torch.rand(100))),
     ]
     for number, frame in enumerate(frames):
@@ -180,7 +178,7 @@ def test_bytes_to_fetch_count_aliases_once_and_nothing_twice() -> None:
     engine = _engine(device)
     whole = device.tensor(torch.rand(20, 30))
     handles = [engine.start_offload(part) for part in (whole, *whole.split(10, dim=1))]
-    handles.append(OffloadedTensor.stayed(whole, None))
+    handles.append(OffloadedTensor.kept(whole, None))
     assert engine.bytes_to_prefetch(handles) == 2400
     engine.prefetch(handles[1])
     assert engine.bytes_to_prefetch(handles) == 0
@@ -242,7 +240,7 @@ def test_evicting_the_source_that_served_after_it_had_left() -> None:
 
 def test_evict_does_nothing_for_what_stayed_and_refuses_what_is_gone() -> None:
     engine = _engine(_slow_device())
-    small = OffloadedTensor.stayed(torch.rand(3), None)
+    small = OffloadedTensor.kept(torch.rand(3), None)
     engine.evict(small)
     assert engine.wait_for(small).shape == (3,)
     handle = engine.start_offload(torch.rand(100))
