@@ -193,8 +193,8 @@ def _check_tokens(rows: int, tokens: int, heads: int, vocab_size: int) -> None:
         refuse(
             "tokens",
             tokens,
-            allowed=f"at most {max_tokens:,} ({heads} heads and a vocabulary of {vocab_size:,}: attention"
-            f" scores and logits of {format_bytes(LARGEST_BYTES)})",
+            allowed=f"at most {max_tokens:,} ({heads} heads and a vocabulary of {vocab_size:,}:"
+            f" attention scores and logits of {format_bytes(LARGEST_BYTES)})",
             remedy="check a shorter sequence: exactness does not depend on the length",
         )
 

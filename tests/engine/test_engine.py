@@ -438,7 +438,7 @@ REFUSED = {
                                 ConfigError, r"labels has shape \(2, 5\)"),
     "hidden states": ({}, {"output_hidden_states": True}, ConfigError, "output_hidden_states"),
     "logits_to_keep, labels not cut": ({}, {"logits_to_keep": 2}, ConfigError,
-                                       "logits_to_keep selects 2 of 23 tokens.*drop logits_to_keep"),
+                                       "logits_to_keep selects 2 of 23.*drop logits_to_keep"),
     "logits_to_keep twice": ({}, {"logits_to_keep": torch.tensor([3, 5, 3]),
                                   "labels": torch.ones(2, 3, dtype=torch.long)},
                              ConfigError, "selects a token twice"),
