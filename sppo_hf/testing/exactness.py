@@ -56,7 +56,7 @@ class _Torch(types.ModuleType):
         return getattr(sys.modules["torch"], name)
 
     def copy_torch(self) -> None:
-        """Copy torch's attributes, so that look-ups are as fast as in torch, and replace float32."""
+        """Copy torch's attributes, for look-ups as fast as in torch, and replace float32."""
         vars(self).clear()
         vars(self).update(vars(torch), float32=torch.float64, float=torch.float64)
 
