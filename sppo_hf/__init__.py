@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from sppo_hf.integrations.arguments import SPPOArguments
     from sppo_hf.integrations.plugin import SPPOPlugin
 
-_HOMES = {
+_MODULES = {
     "BudgetError": "sppo_hf.errors",
     "ConfigError": "sppo_hf.errors",
     "OffloadError": "sppo_hf.errors",
@@ -61,10 +61,10 @@ _HOMES = {
 
 def __getattr__(name: str) -> object:
     """Import the module that a public name lives in, on first use (PEP 562)."""
-    home = _HOMES.get(name)
-    if home is None:
+    module = _MODULES.get(name)
+    if module is None:
         raise AttributeError(f"module 'sppo_hf' has no attribute {name!r}")
-    value: object = getattr(import_module(home), name)
+    value: object = getattr(import_module(module), name)
     globals()[name] = value
     return value
 

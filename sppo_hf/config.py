@@ -1,8 +1,8 @@
 """SPPOConfig: every setting of sppo_hf, checked when it is made, in and out of YAML and dicts.
 
-This file knows what settings there are, and nothing of torch, models or devices. Whether a setting
-fits a model, an input or a machine (lengths that sum, budgets that hold, backends that are there)
-is decided by the rooms that see those.
+Only the settings themselves are checked here. Whether a setting fits a model, a batch or a machine
+(chunk lengths that must sum, budgets that must hold, kernels that must be installed) is checked by
+the rooms that know those.
 """
 
 import ast
@@ -32,8 +32,8 @@ from sppo_hf.rules import (
     integer,
     parse_bytes,
     refuse,
-    say,
     show,
+    show_typed,
     text,
     whole_numbers,
 )
@@ -51,140 +51,174 @@ class SPPOConfig:
     """
 
     num_chunks: int | Literal["auto"] = "auto"
-    """How many chunks every sequence is cut into; "auto" decides by length and device."""
+    """Number of chunks that every sequence is cut into: "auto" or a whole number from 1. "auto"
+    chooses by sequence length and device. Set at most one of num_chunks, chunk_lengths and
+    chunk_tokens."""
 
     chunk_lengths: tuple[int, ...] | None = None
-    """The chunks' lengths in tokens, first to last; they must sum to the sequence's length."""
+    """Length of every chunk in tokens, first to last, as a list such as [512, 512, 300]. The
+    lengths must sum to the sequence length. None leaves the cut to num_chunks or chunk_tokens."""
 
     chunk_tokens: int | None = None
-    """Tokens per chunk; the last chunk of a sequence is as short as it needs to be."""
+    """Length of a chunk in tokens, a whole number from 1; the last chunk of a sequence is shorter
+    where it must be. None leaves the cut to num_chunks."""
 
     partition: Literal["auto", "flops", "even"] = "auto"
-    """How chunks are cut: "flops" same work, "even" same tokens; "auto" is "even" on one device."""
+    """How sequences are cut: "even" makes all chunks equally long, "flops" gives all the same work,
+    so that later chunks, which see more keys, are shorter. "auto" is "flops" in a pipeline and with
+    offload "sppo", else "even", or "flops" where nothing fits with "even"."""
 
     order: Literal["auto", "by_layer", "by_chunk"] = "auto"
-    """What runs first: all chunks of a layer, or all layers of a chunk, as a pipeline must."""
+    """Order of work on one device: "by_layer" runs all chunks of a layer before the next layer and
+    so holds keys and values of one layer at a time, "by_chunk" runs all layers of a chunk before
+    the next chunk. "auto" takes the faster one that fits. Pipelines and ranks that share a sequence
+    always go by chunk."""
 
     offload: str = "auto"
-    """What leaves the device: "auto" as the solver decides, "sppo" by the paper's rule."""
+    """Which saved activations are offloaded from the device: "none" keeps all, "full" offloads all,
+    "sppo" offloads as much of each chunk as its compute time can hide (the paper's rule), "auto"
+    lets the solver decide by (layer, chunk)."""
 
     offload_kv: Literal["auto", "none", "full"] = "auto"
-    """Whether keys, values and their gradients leave the device too and are streamed back."""
+    """Whether keys, values and their gradients are offloaded too and streamed back when attention
+    needs them: "none" keeps them on the device, "full" offloads those of all layers, "auto"
+    offloads them where they do not fit on the device otherwise."""
 
     offload_dir: str | None = None
-    """Folder on a fast disk for what host memory cannot hold; None uses no disk."""
+    """Folder on a fast local disk for offloaded bytes that do not fit into host memory. None uses
+    no disk."""
 
     offload_tier: str = "auto"
-    """Where saved activations that leave the device go: "auto" is the nearest with room. Keys and
-    values go there only where the host has no room."""
+    """Tier that saved activations are offloaded to: "host", "disk" or another registered tier.
+    "auto" uses the nearest one with free space. Keys and values go beyond host memory only where
+    that is full. Tiers other than "host" need offload_dir."""
 
     offload_checksum: bool = True
-    """Whether bytes that went to disk are checked when they return, by the disk's own threads;
-    damage is then an OffloadError and never a wrong gradient."""
+    """Whether bytes read back from disk are compared with their checksum, on the threads that read
+    them. Damaged bytes then raise an OffloadError instead of giving a wrong gradient."""
 
     recompute: Literal["auto", "none", "selective", "full"] = "auto"
-    """What backward computes again instead of keeping all: "selective" elementwise work, "full"
-    layers without attention, which "auto" runs again only where nothing fits otherwise."""
+    """What backward recomputes instead of keeping it: "none" nothing; "selective" elementwise work,
+    while results of matrix products are kept; "full" whole layers except their attention, whose
+    output is kept. "auto" chooses by (layer, chunk), and recomputes attention as well only where
+    nothing else fits."""
 
     attention_once: bool = False
-    """Whether attention never runs again in backward. A batch that fits in no other way is refused
-    where the settings name budgets, and warned about where they leave them to the machine."""
+    """Whether attention must never be recomputed in backward. A batch that does not fit without it
+    is then refused if memory budgets are set, and warned about if they are left to the machine."""
 
     weights: Literal["auto", "device", "host"] = "auto"
-    """Where layers' weights rest: on the "host" they come for a layer's forward and backward;
-    "auto" takes it where a plan does not fit otherwise. Not with micro_batch_size."""
+    """Where the weights of decoder layers are kept: "device", or "host", from where each layer's
+    weights are copied to the device for its forward and its backward. "auto" keeps them on the
+    device unless no plan fits. "host" cannot be combined with pp_size or sp_size above 1, order
+    "by_chunk" or micro_batch_size."""
 
     optimizer: Literal["auto", "device", "host"] = "auto"
-    """Where trained weights rest and are updated, with gradients and optimizer states: on the
-    "host" the processor does the optimizer's step; "auto" as with weights, and where those rest."""
+    """Where trained weights, their gradients and optimizer states are kept and updated: "device",
+    or "host", where the CPU runs the optimizer step. "auto" follows weights, and moves them to the
+    host also where no plan fits otherwise. "host" is not available in a pipeline."""
 
     attention_backend: str = "auto"
-    """Attention kernel by name; "auto" takes the fastest that is exact for model and device."""
+    """Attention kernel, by name. "auto" takes the fastest one that supports the model and agrees
+    with the reference kernel on this device."""
 
     layer_kernels: Literal["auto", "none"] = "auto"
-    """Kernels of norms and gated activations: "auto" takes Liger's on CUDA where it is installed
-    and proven equal on this device, "none" the model's own code."""
+    """Kernels of norms and gated activations: "auto" uses Liger's on CUDA where they are installed
+    and proved equal on this device, "none" keeps the model's own code."""
 
     compile: bool = False
-    """Whether norms and gated MLPs of decoder layers are compiled (torch.compile, in place of
-    layer_kernels). Plans then never keep the outputs of matrix products alone. One device."""
+    """Whether torch.compile compiles norms and gated MLPs of decoder layers, instead of
+    layer_kernels. One device only, and not with recompute "selective"."""
 
     micro_batch_size: int | None = None
-    """Rows of the batch that go through the chunks together; None takes all rows at once, and in a
-    pipeline one row each."""
+    """Rows of a batch that go through the chunks together, a whole number from 1. None takes all
+    rows at once, and in a pipeline one row at a time."""
 
     sp_size: int = 1
-    """Ranks that share every sequence: each has a part of every chunk's tokens, and in attention a
-    part of the heads."""
+    """Number of ranks that share every sequence (sequence parallelism): each holds a part of every
+    chunk's tokens and, inside attention, a part of the heads. 1 shares none."""
 
     sp_across_nodes: bool = False
-    """Whether ranks that share a sequence may lie on several machines. Every layer then exchanges
-    every chunk's tokens over the network, so a launch that would is refused otherwise."""
+    """Whether ranks that share a sequence may be on several machines. Every layer then exchanges
+    the tokens of every chunk over the network, so such a launch is refused unless this is set."""
 
     pp_size: int = 1
-    """Ranks of a pipeline that the model's layers are spread over; 1 keeps the model whole."""
+    """Number of pipeline ranks that the decoder layers are distributed over. 1 keeps the model on
+    one device."""
 
     pp_schedule: str = "auto"
-    """Order of forwards and backwards in a pipeline; "auto" is "seq1f1b", or what a simulation
-    finds faster where speeds are known."""
+    """Order of forwards and backwards in a pipeline. "auto" is "seq1f1b", or the schedule that a
+    simulation finds fastest where the speeds of the devices are known."""
 
     pp_virtual_stages: int = 1
-    """Stages of each rank of a pipeline; above 1 for "interleaved_seq1f1b" alone."""
+    """Number of pipeline stages on each rank; more than 1 only with pp_schedule
+    "interleaved_seq1f1b"."""
 
     pp_msp: Literal["auto", "off", "on"] = "auto"
-    """Whether ranks share the units that fill and drain a pipeline (multiplexed sequence
-    partitioning): "on" in every training step with the model's own loss; "auto" where speeds are
-    known and a simulation finds it faster. Each rank then holds all frozen weights."""
+    """Whether ranks share the units of work at the beginning and end of a pipeline step, when some
+    would be idle (multiplexed sequence partitioning). "on" does so in every training step that uses
+    the model's own loss, "auto" where speeds are known and a simulation finds it faster. Every rank
+    then holds all frozen weights."""
 
     pp_layers: tuple[int, ...] | None = None
-    """Decoder layers of each stage, first to last; None balances the stages."""
+    """Number of decoder layers in each pipeline stage, first to last, as a list such as [9, 8, 8,
+    7]. None balances the stages."""
 
     pp_timeout_seconds: int = 600
-    """Seconds without a sign of life after which the other ranks of a pipeline end the run."""
+    """Seconds without a sign of life from a rank after which the other ranks end the run."""
 
     device_memory: int | float | str | None = None
-    """Budget on the device: "80GiB", bytes, or a fraction such as 0.9; None takes what is free."""
+    """Memory budget on the device: a size such as "80GiB", bytes, or a fraction of the device such
+    as 0.9. None uses what is free."""
 
     host_memory: int | float | str | None = None
-    """Budget in host memory: "80GiB", bytes, or a fraction such as 0.5; None takes what is free."""
+    """Budget of host memory for offloaded bytes: a size such as "80GiB", bytes, or a fraction of
+    the host's memory such as 0.5. None uses most of what is free."""
 
     disk_memory: int | float | str | None = None
-    """Budget in offload_dir: "1TiB", bytes, or a fraction such as 0.5; None takes what is free."""
+    """Budget on the disk of offload_dir: a size such as "1TiB", bytes, or a fraction of the disk
+    such as 0.5. None uses what is free."""
 
     hardware: str | None = None
-    """Speeds to plan with: a shipped profile ("h100") or a file; None takes what was calibrated."""
+    """Speeds to plan with: the name of a shipped profile such as "h100", or the path of a JSON file
+    written by `sppo calibrate`. None uses what was calibrated on this machine, else the shipped
+    profile of the same device, else a rough estimate."""
 
     correct_plan: bool = True
-    """Whether modes are planned anew, once, with the speeds of the first steps."""
+    """Whether the plan is made anew, once, with the speeds that the first steps measured."""
 
     use_pin_memory: bool = True
-    """Whether host copies live in pinned (page-locked) memory, which copies need to overlap."""
+    """Whether offloaded bytes are kept in pinned (page-locked) host memory. Copies overlap with
+    compute only with it. CUDA only."""
 
     use_streams: bool = True
-    """Whether copies run on CUDA streams of their own; False is slower and helps to debug."""
+    """Whether copies run on CUDA streams of their own. False is slower, and helps to debug."""
 
     min_offload_size: int = 1024
-    """Tensors with fewer elements than this stay on the device."""
+    """Smallest tensor, in elements, that is offloaded; smaller ones are kept on the device."""
 
     loss_tile_tokens: int | Literal["auto"] = "auto"
-    """Tokens whose logits exist at the same time while the loss is computed."""
+    """Number of tokens whose logits exist at the same time while the loss is computed: "auto" or a
+    whole number from 1. Smaller tiles need less memory and more kernel launches."""
 
     layer_tile_tokens: int | Literal["auto"] = "auto"
-    """Tokens on which MLPs, norms and adapters of a layer run at once, inside a chunk; 0: all."""
+    """Number of tokens that MLPs, norms and adapters of a layer process at once inside a chunk:
+    "auto", a whole number from 1, or 0 for the whole chunk. One device only."""
 
     return_logits: bool = False
-    """Whether the output carries the logits of the whole sequence, which can take gigabytes."""
+    """Whether the model's output carries the logits of the whole sequence, which can take
+    gigabytes."""
 
     show_plan: bool = True
     """Whether a table of the plan is printed before the first step."""
 
     trace_dir: str | None = None
-    """Folder for what every rank did in its last step: `rank0.actions`, and when, as a trace for
-    ui.perfetto.dev; None keeps nothing."""
+    """Folder in which every rank records its last step: its actions as text (`rank0.actions`), and
+    their times as a trace for ui.perfetto.dev. None records nothing."""
 
     planned_for: str | None = None
-    """What `sppo plan --write` wrote a file's settings for; checked against what is run. Files
-    written by hand have none."""
+    """Model and sequence length that `sppo plan --write` made these settings for; checked against
+    what is run. Leave it out of files written by hand."""
 
     show_progress: bool = True
     """Whether a step that takes more than a few seconds shows a progress bar of its chunks."""
@@ -196,24 +230,33 @@ class SPPOConfig:
         """Check each setting, then the settings that must agree."""
         for name, rule in _RULES.items():
             object.__setattr__(self, name, rule(name, getattr(self, name)))
-        _check_one_way_to_cut(self)
-        _check_tiles(self)
-        _check_pipeline(self)
-        _check_places(self)
-        _check_offload_tier(self)
-        if self.disk_memory is not None and self.offload_dir is None:
-            raise ConfigError(
-                f"disk_memory={show(self.disk_memory)} is a budget in offload_dir, which is not "
-                "set, so that no disk is used. Allowed: disk_memory=None without offload_dir. "
-                "Remedy: name a folder on a fast local disk as offload_dir, or drop disk_memory."
-            )
+        _check_chunks(self)
+        _check_tiles_and_compile(self)
+        _check_offload(self)
+        _check_host_weights(self)
+        _check_ranks(self)
         if self.pp_msp == "on":
             _check_multiplexing(self)
 
     @property
     def sharing_ranks(self) -> int:
-        """Ranks that share every batch: those of a pipeline and of its sequences."""
+        """Number of ranks that share every batch: pipeline ranks times sequence ranks."""
         return self.pp_size * self.sp_size
+
+    @property
+    def host_resident(self) -> tuple[bool, bool]:
+        """Whether frozen layer weights, and trained ones with their optimizer, are on the host.
+
+        "auto" for the optimizer follows the weights.
+        """
+        frozen = self.weights == "host"
+        return frozen, self.optimizer == "host" or (frozen and self.optimizer == "auto")
+
+    @property
+    def offload_is_partial(self) -> bool:
+        """Whether `offload` names a rule that offloads some activations and keeps others."""
+        facts = OFFLOAD_POLICIES.facts(self.offload)
+        return bool(facts.get("keeps") and facts.get("leaves"))
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> "SPPOConfig":
@@ -225,8 +268,8 @@ class SPPOConfig:
         """
         if not isinstance(cast(object, settings), Mapping):
             raise ConfigError(
-                f"The settings are {say(settings)}, but must be a mapping of names to values. "
-                f"Remedy: write one 'name: value' per setting. {_valid_keys()}"
+                f"The settings are {show_typed(settings)}, but must be a mapping of names to "
+                f"values. Remedy: write one 'name: value' per setting. {_valid_keys()}"
             )
         for key, value in settings.items():
             if key not in _RULES:
@@ -241,22 +284,13 @@ class SPPOConfig:
                 settings[name] = list(settings[name])
         return settings
 
-    @property
-    def host_resident(self) -> tuple[bool, bool]:
-        """Whether layers' frozen weights, and trained ones with their optimizer, rest on the host.
-
-        "auto" of the optimizer follows the weights: it works where they rest.
-        """
-        frozen = self.weights == "host"
-        return frozen, self.optimizer == "host" or (frozen and self.optimizer == "auto")
-
     @classmethod
     def from_yaml(cls, path: str | PathLike[str]) -> "SPPOConfig":
         """Read a config from a YAML file of `name: value` lines; an empty file is all defaults.
 
         Raises:
-            ConfigError: the file cannot be read, is no regular file, has more than 128 KiB, is not
-                YAML, is not a mapping, says a setting twice, or holds a setting that is refused.
+            ConfigError: the file cannot be read, is not a regular file, has more than 128 KiB, is
+                not YAML or not a mapping, sets a name twice, or holds a setting that is refused.
                 The message names the file.
         """
         text = read_text(
@@ -282,12 +316,6 @@ class SPPOConfig:
         with Path(path).open("w", encoding="utf-8") as file:
             write_yaml(self.to_dict(), file)
 
-    @property
-    def offload_is_partial(self) -> bool:
-        """Whether `offload` is a rule by which some activations leave and others stay."""
-        facts = OFFLOAD_POLICIES.facts(self.offload)
-        return bool(facts.get("keeps") and facts.get("leaves"))
-
     def replace(self, **changes: Any) -> "SPPOConfig":
         """Return a copy with some settings changed, checked anew.
 
@@ -298,11 +326,12 @@ class SPPOConfig:
 
 
 PLAN_VERSION = 1
-"""Of what `sppo plan --write` writes; another one may mean other things by the same settings."""
+"""Version of the files that `sppo plan --write` writes. The same settings may mean something else
+in a file of another version."""
 
 
-def written_plan(field: str, value: object) -> object:
-    """Rule for None or what `sppo plan --write` wrote: "plan 1: MODEL; N tokens"."""
+def _plan_stamp(field: str, value: object) -> object:
+    """Rule for None or the stamp of `sppo plan --write`: "plan 1: MODEL; N tokens"."""
     if value is None:
         return None
     found = re.fullmatch(r"plan (\d{1,9}): .{1,500}; \d{1,12} tokens", str(value))
@@ -323,7 +352,7 @@ def written_plan(field: str, value: object) -> object:
 
 
 @cache
-def _helps() -> dict[str, str]:
+def _field_docstrings() -> dict[str, str]:
     """Collect the docstring under each field of SPPOConfig, which Python itself throws away."""
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(SPPOConfig))).body
     assert isinstance(tree, ast.ClassDef), "the source of a class parses to a class"
@@ -332,12 +361,12 @@ def _helps() -> dict[str, str]:
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
             assert isinstance(below, ast.Expr), f"{field.target.id} has no docstring under it"
             assert isinstance(below.value, ast.Constant), f"{field.target.id} has no docstring"
-            helps[field.target.id] = inspect.cleandoc(str(below.value.value))
+            helps[field.target.id] = " ".join(str(below.value.value).split())
     return helps
 
 
 def field_help(name: str) -> str:
-    """Return a setting's help text: the docstring under its field, the only place it is written.
+    """Return a setting's help text, in one line: the docstring under its field.
 
     Raises:
         ConfigError: there is no such setting.
@@ -346,7 +375,7 @@ def field_help(name: str) -> str:
         _refuse_key(name)
     registry = _REGISTRIES.get(name)
     names = "" if registry is None else f" One of auto, {', '.join(registry.names())}."
-    return _helps()[name] + names
+    return _field_docstrings()[name] + names
 
 
 _REGISTRIES: dict[str, Registry[Any]] = {
@@ -354,20 +383,19 @@ _REGISTRIES: dict[str, Registry[Any]] = {
     "offload": OFFLOAD_POLICIES,
     "pp_schedule": SCHEDULES,
 }
-"""Settings whose values other files add to."""
+"""Settings whose allowed values are the names in a registry."""
 
 
 def _on_or_off(name: str, value: object) -> str:
-    # YAML reads a bare on as true.
+    # YAML reads a bare `on` as True.
     word = {True: "on", False: "off"}[value] if isinstance(value, bool) else value
     return str(choice("auto", "off", "on")(name, word))
 
 
-def _away_tier(name: str, value: object) -> str:
+def _offload_tier(name: str, value: object) -> str:
     return str(choice("auto", *(tier for tier in TIERS.names() if tier != "device"))(name, value))
 
 
-# What may each setting be?
 _RULES: dict[str, Rule] = {
     "num_chunks": integer(1, "auto"),
     "chunk_lengths": whole_numbers("tokens", instead=", or use num_chunks or chunk_tokens"),
@@ -377,7 +405,7 @@ _RULES: dict[str, Rule] = {
     "offload": choice_of(_REGISTRIES["offload"]),
     "offload_kv": choice("auto", "none", "full"),
     "offload_dir": text,
-    "offload_tier": _away_tier,
+    "offload_tier": _offload_tier,
     "offload_checksum": flag,
     "recompute": choice("auto", "none", "selective", "full"),
     "attention_once": flag,
@@ -408,14 +436,24 @@ _RULES: dict[str, Rule] = {
     "return_logits": flag,
     "show_plan": flag,
     "trace_dir": text,
-    "planned_for": written_plan,
+    "planned_for": _plan_stamp,
     "show_progress": flag,
     "log_metrics": flag,
 }
+"""The check of each setting by itself, in the order of the fields."""
 
 
-def _check_one_way_to_cut(config: SPPOConfig) -> None:
-    """Refuse settings that say in more than one way where the chunks end."""
+def _contradiction(
+    first: str, second: str, reason: str, *, allowed: str, remedy: str
+) -> ConfigError:
+    """Return the error for two settings that exclude each other."""
+    return ConfigError(
+        f"{first} contradicts {second}: {reason}. Allowed: {allowed}. Remedy: {remedy}."
+    )
+
+
+def _check_chunks(config: SPPOConfig) -> None:
+    """Refuse settings that show_typed in more than one way where the chunks end."""
     ways = {
         name: getattr(config, name)
         for name, unset in (("num_chunks", "auto"), ("chunk_lengths", None), ("chunk_tokens", None))
@@ -428,105 +466,155 @@ def _check_one_way_to_cut(config: SPPOConfig) -> None:
             "one of num_chunks, chunk_lengths, chunk_tokens. "
             f"Remedy: keep one of {', '.join(ways)}."
         )
-    tokens = config.chunk_lengths
-    if tokens and config.partition == "even" and max(tokens) - min(tokens) > 1:
-        raise ConfigError(
-            f"partition='even' contradicts chunk_lengths={show(tokens)}, which are not even. "
-            f"Allowed: either alone. Remedy: drop partition, or use num_chunks={len(tokens)}."
+    lengths = config.chunk_lengths
+    if lengths and config.partition == "even" and max(lengths) - min(lengths) > 1:
+        raise _contradiction(
+            "partition='even'",
+            f"chunk_lengths={show(lengths)}",
+            "these lengths are not even",
+            allowed="either alone",
+            remedy=f"drop partition, or use num_chunks={len(lengths)}",
         )
 
 
-def _check_tiles(config: SPPOConfig) -> None:
-    """Refuse tiles inside layers beside what is not proven with them."""
-    tile_tokens = config.layer_tile_tokens
-    if tile_tokens in ("auto", 0):
-        return
-    for name, ranks in (("pp_size", config.pp_size), ("sp_size", config.sp_size)):
-        if ranks > 1:
-            raise ConfigError(
-                f"layer_tile_tokens={tile_tokens} contradicts {name}={ranks}: layers in tiles are "
-                f"proven on one device alone. Allowed: layer_tile_tokens='auto' or 0 with {name} "
-                "above 1. Remedy: drop one of them."
+def _check_tiles_and_compile(config: SPPOConfig) -> None:
+    """Refuse tiles inside layers, and compiled parts, beside what they are not tested with."""
+    tiles = f"layer_tile_tokens={config.layer_tile_tokens}"
+    if config.layer_tile_tokens not in ("auto", 0):
+        for name, ranks in (("pp_size", config.pp_size), ("sp_size", config.sp_size)):
+            if ranks > 1:
+                raise _contradiction(
+                    tiles,
+                    f"{name}={ranks}",
+                    "layers in tiles are proved exact on one device only",
+                    allowed=f"layer_tile_tokens='auto' or 0 with {name} above 1",
+                    remedy="drop one of them",
+                )
+        if config.compile:
+            raise _contradiction(
+                tiles,
+                "compile=True",
+                "compiled norms and MLPs run on whole chunks",
+                allowed="layer_tile_tokens='auto' or 0 with compile",
+                remedy="drop one of them",
             )
-    if config.compile:
-        raise ConfigError(
-            f"layer_tile_tokens={tile_tokens} contradicts compile=True: compiled norms and MLPs "
-            "run on whole chunks. Allowed: layer_tile_tokens='auto' or 0 with compile. Remedy: "
-            "drop one of them."
+    if config.compile and config.recompute == "selective":
+        raise _contradiction(
+            "compile=True",
+            "recompute='selective'",
+            "matrix products inside compiled code cannot be saved one by one",
+            allowed="recompute='auto', 'none' or 'full' with compile",
+            remedy="drop one of them",
+        )
+    if config.compile and config.pp_size > 1:
+        raise _contradiction(
+            "compile=True",
+            f"pp_size={config.pp_size}",
+            "compiled parts are not proved exact in a pipeline",
+            allowed="either alone",
+            remedy="drop compile",
         )
 
 
-def _check_places(config: SPPOConfig) -> None:
-    """Refuse weights on the host where layers are walked several times."""
+def _check_offload(config: SPPOConfig) -> None:
+    """Refuse settings of a tier that is not used, or that needs a folder."""
+    tier = f"offload_tier={config.offload_tier!r}"
+    if config.offload_tier not in ("auto", "host") and config.offload_dir is None:
+        raise ConfigError(
+            f"{tier} needs a folder, but offload_dir is None. Allowed: offload_tier='auto' or "
+            "'host' without one. Remedy: set offload_dir to a folder on a fast disk, or drop "
+            "offload_tier."
+        )
+    if config.offload_tier != "auto" and config.offload == "none":
+        raise _contradiction(
+            tier,
+            "offload='none'",
+            "nothing is offloaded to that tier",
+            allowed="offload_tier='auto' with offload='none'",
+            remedy="drop one of them",
+        )
+    if config.disk_memory is not None and config.offload_dir is None:
+        raise ConfigError(
+            f"disk_memory={show(config.disk_memory)} is a budget in offload_dir, which is not set, "
+            "so that no disk is used. Allowed: disk_memory=None without offload_dir. Remedy: name "
+            "a folder on a fast local disk as offload_dir, or drop disk_memory."
+        )
+
+
+def _check_host_weights(config: SPPOConfig) -> None:
+    """Refuse weights on the host where layers would need them more than once per pass."""
     for name in ("weights", "optimizer"):
         if config.pp_size > 1 and getattr(config, name) == "host":
-            raise ConfigError(
-                f"{name}='host' contradicts pp_size={config.pp_size}: a pipeline needs its weights "
-                f"once for every chunk. Allowed: {name}='auto' or 'device' with pp_size above 1. "
-                f"Remedy: drop {name}, or use pp_size=1."
+            raise _contradiction(
+                f"{name}='host'",
+                f"pp_size={config.pp_size}",
+                "a pipeline needs its weights once for every chunk",
+                allowed=f"{name}='auto' or 'device' with pp_size above 1",
+                remedy=f"drop {name}, or use pp_size=1",
             )
-    if config.weights == "host" and config.sp_size > 1:
-        raise ConfigError(
-            f"weights='host' contradicts sp_size={config.sp_size}: ranks that share sequences go "
-            "chunk by chunk, and all weights would come once for every chunk. Allowed: "
-            "weights='device', or sp_size=1. Remedy: drop weights; FSDP2 over the same ranks "
-            "shards them."
+    if config.weights != "host":
+        return
+    if config.sp_size > 1:
+        raise _contradiction(
+            "weights='host'",
+            f"sp_size={config.sp_size}",
+            "ranks that share sequences go chunk by chunk, and all weights would be copied once "
+            "for every chunk",
+            allowed="weights='device', or sp_size=1",
+            remedy="drop weights; FSDP2 over the same ranks shards them",
         )
-    if config.weights == "host" and config.order == "by_chunk":
-        raise ConfigError(
-            "weights='host' contradicts order='by_chunk', which would bring all weights once for "
-            "every chunk. Allowed: order='auto' or 'by_layer' with weights='host'. Remedy: drop "
-            "order."
+    if config.order == "by_chunk":
+        raise _contradiction(
+            "weights='host'",
+            "order='by_chunk'",
+            "all weights would be copied once for every chunk",
+            allowed="order='auto' or 'by_layer' with weights='host'",
+            remedy="drop order",
         )
-    if config.weights == "host" and config.micro_batch_size is not None:
-        # A weight that has been away has another accumulator in autograd's graph for each of them.
-        raise ConfigError(
-            f"weights='host' contradicts micro_batch_size={config.micro_batch_size}: all weights "
-            "would come once for every group of rows, and hooks on them would see the gradient of "
-            "each group by itself. Allowed: weights='auto' or 'device' with micro_batch_size. "
-            "Remedy: drop micro_batch_size, and give batches of fewer rows (under a Trainer "
-            "per_device_train_batch_size, with more gradient_accumulation_steps)."
+    if config.micro_batch_size is not None:
+        # A weight that was moved has another accumulator in autograd's graph for each group.
+        raise _contradiction(
+            "weights='host'",
+            f"micro_batch_size={config.micro_batch_size}",
+            "all weights would be copied once for every group of rows, and hooks on them would see "
+            "the gradient of each group by itself",
+            allowed="weights='auto' or 'device' with micro_batch_size",
+            remedy="drop micro_batch_size, and give batches of fewer rows (under a Trainer "
+            "per_device_train_batch_size, with more gradient_accumulation_steps)",
         )
 
 
-def _check_pipeline(config: SPPOConfig) -> None:
+def _check_ranks(config: SPPOConfig) -> None:
     """Refuse settings of several ranks that need others."""
     if config.sp_across_nodes and config.sp_size == 1:
         raise ConfigError(
-            "sp_across_nodes=True is of sequences that ranks share, but sp_size=1 shares none. "
+            "sp_across_nodes=True needs ranks that share sequences, but sp_size=1 shares none. "
             "Allowed: sp_across_nodes=False with sp_size=1. Remedy: set sp_size to the number of "
             "ranks that share a sequence, or drop sp_across_nodes."
         )
-    if config.sp_size > 1 and config.order == "by_layer":
-        raise ConfigError(
-            f"order='by_layer' contradicts sp_size={config.sp_size}: ranks that share a sequence "
-            "exchange the tokens of one chunk after the other. Allowed: order='auto' or 'by_chunk' "
-            "with sp_size above 1. Remedy: drop order, or use sp_size=1."
-        )
-    if config.pp_size > 1 and config.order == "by_layer":
-        raise ConfigError(
-            f"order='by_layer' contradicts pp_size={config.pp_size}: a stage must pass a chunk on "
-            "before it has seen the next one, so a pipeline goes chunk by chunk. Allowed: "
-            "order='auto' or 'by_chunk' with pp_size above 1. Remedy: drop order, or use pp_size=1."
-        )
-    if config.compile and config.recompute == "selective":
-        raise ConfigError(
-            "compile=True contradicts recompute='selective': what sees matrix products does not "
-            "run beside compiled code. Allowed: recompute='auto', 'none' or 'full' with compile. "
-            "Remedy: drop one of them."
-        )
-    if config.pp_size > 1 and config.compile:
-        raise ConfigError(
-            f"compile=True contradicts pp_size={config.pp_size}: compiled parts are not proven in "
-            "a pipeline. Allowed: either alone. Remedy: drop compile."
-        )
-    seen = f"pp_virtual_stages={config.pp_virtual_stages}"
+    reasons = {
+        "sp_size": "ranks that share a sequence exchange the tokens of one chunk after the other",
+        "pp_size": "a stage must pass a chunk on before it has seen the next one, so a pipeline "
+        "goes chunk by chunk",
+    }
+    for name, reason in reasons.items():
+        if config.order == "by_layer" and getattr(config, name) > 1:
+            raise _contradiction(
+                "order='by_layer'",
+                f"{name}={getattr(config, name)}",
+                reason,
+                allowed=f"order='auto' or 'by_chunk' with {name} above 1",
+                remedy=f"drop order, or use {name}=1",
+            )
     interleaved = SCHEDULES.names_with("interleaved")
     if config.pp_virtual_stages > 1 and config.pp_schedule not in interleaved:
-        raise ConfigError(
-            f"{seen} contradicts pp_schedule={config.pp_schedule!r}, which puts one stage on a "
-            f"rank. Allowed: more than one with pp_schedule={' or '.join(map(repr, interleaved))} "
-            "alone. Remedy: choose that schedule, or drop pp_virtual_stages."
+        raise _contradiction(
+            f"pp_virtual_stages={config.pp_virtual_stages}",
+            f"pp_schedule={config.pp_schedule!r}",
+            "this schedule has one stage on each rank",
+            allowed="more than one stage on a rank with "
+            f"pp_schedule={' or '.join(map(repr, interleaved))} only",
+            remedy="choose that schedule, or drop pp_virtual_stages",
         )
     stages = config.pp_size * config.pp_virtual_stages
     if config.pp_size > 1 and config.pp_layers and len(config.pp_layers) != stages:
@@ -536,59 +624,49 @@ def _check_pipeline(config: SPPOConfig) -> None:
             f"{stages} stages. Allowed: the layers of each stage, first to last. Remedy: give "
             f"{stages} numbers, or drop pp_layers."
         )
-    for name, unset in (("pp_schedule", "auto"), ("pp_virtual_stages", 1), ("pp_layers", None)):
-        value = getattr(config, name)
-        if config.pp_size == 1 and value != unset:
-            raise ConfigError(
-                f"{name}={show(value)} is of a pipeline, but pp_size=1 makes none. Allowed: "
-                f"{name}={show(unset)} with pp_size=1. Remedy: set pp_size to the number of ranks "
-                f"that share the model, or drop {name}."
-            )
-
-
-def _check_offload_tier(config: SPPOConfig) -> None:
-    """Refuse a tier behind the host without a folder for it."""
-    if config.offload_tier not in ("auto", "host") and config.offload_dir is None:
-        raise ConfigError(
-            f"offload_tier={config.offload_tier!r} needs a folder, but offload_dir is None. "
-            "Allowed: offload_tier='auto' or 'host' without one. Remedy: set offload_dir to a "
-            "folder on a fast disk, or drop offload_tier."
-        )
-    if config.offload_tier != "auto" and config.offload == "none":
-        raise ConfigError(
-            f"offload_tier={config.offload_tier!r} says where what is offloaded goes, but "
-            "offload='none' offloads nothing. Allowed: offload_tier='auto' with offload='none'. "
-            "Remedy: drop one of them."
-        )
+    unset = {"pp_schedule": "auto", "pp_virtual_stages": 1, "pp_layers": None}
+    for name, default in unset.items():
+        if config.pp_size == 1 and getattr(config, name) != default:
+            _refuse_without_pipeline(name, getattr(config, name), allowed=show(default))
 
 
 def _check_multiplexing(config: SPPOConfig) -> None:
-    """Refuse settings that units shared by ranks do not go with."""
-    chunks = len(config.chunk_lengths or ()) or config.num_chunks
-    against = {
-        "pp_schedule": (config.pp_schedule != "auto", "'auto'", "it is an order of its own"),
-        "sp_size": (config.sp_size > 1, "1", "it divides sequences by itself"),
-    }
-    for name, (refused, allowed, reason) in against.items():
-        if refused:
-            raise ConfigError(
-                f"pp_msp='on' contradicts {name}={show(getattr(config, name))}: {reason}. Allowed: "
-                f"{name}={allowed} with pp_msp='on'. Remedy: drop {name}, or pp_msp='off'."
-            )
+    """Refuse settings that exclude units shared by pipeline ranks (`pp_msp`)."""
     if config.pp_size == 1:
-        raise ConfigError(
-            "pp_msp='on' is of a pipeline, but pp_size=1 makes none. Allowed: pp_msp='auto' or "
-            "'off' with pp_size=1. Remedy: set pp_size to the number of ranks that share the "
-            "model, or drop pp_msp."
-        )
+        _refuse_without_pipeline("pp_msp", "on", allowed="'auto' or 'off'")
+    against = {
+        "pp_schedule": ("auto", "it is an order of its own"),
+        "sp_size": (1, "it divides sequences by itself"),
+    }
+    for name, (needed, reason) in against.items():
+        if getattr(config, name) != needed:
+            raise _contradiction(
+                "pp_msp='on'",
+                f"{name}={show(getattr(config, name))}",
+                reason,
+                allowed=f"{name}={needed!r} with pp_msp='on'",
+                remedy=f"drop {name}, or pp_msp='off'",
+            )
+    chunks = len(config.chunk_lengths or ()) or config.num_chunks
     if chunks != "auto" and chunks < config.pp_size:
         name = "chunk_lengths" if config.chunk_lengths else "num_chunks"
-        raise ConfigError(
-            f"pp_msp='on' contradicts {name}={show(getattr(config, name))}: ranks share the first "
-            f"and the last chunks of each stage, and {chunks} are fewer than pp_size="
-            f"{config.pp_size}. Allowed: as many chunks as ranks, or more. Remedy: more chunks, or "
-            "pp_msp='off'."
+        raise _contradiction(
+            "pp_msp='on'",
+            f"{name}={show(getattr(config, name))}",
+            "ranks share the first and the last chunks of each stage, and "
+            f"{chunks} are fewer than pp_size={config.pp_size}",
+            allowed="as many chunks as ranks, or more",
+            remedy="use more chunks, or pp_msp='off'",
         )
+
+
+def _refuse_without_pipeline(name: str, value: object, *, allowed: str) -> NoReturn:
+    """Raise for a setting of pipelines on one device."""
+    raise ConfigError(
+        f"{name}={show(value)} needs a pipeline, but pp_size=1 makes none. Allowed: "
+        f"{name}={allowed} with pp_size=1. Remedy: set pp_size to the number of ranks that share "
+        f"the model, or drop {name}."
+    )
 
 
 def _refuse_key(key: object, value: object = None) -> NoReturn:

@@ -1,7 +1,7 @@
-"""The kinds of error that sppo_hf raises for its callers; it knows nothing of anything else.
+"""The exceptions that sppo_hf raises for its callers.
 
-A message says what was seen, what is allowed and what to do about it. Broken promises inside the
-package are `assert`s with a sentence, never one of these.
+A message says what was seen, what is allowed and what to do about it. Violated invariants inside
+the package are `assert`s with a sentence, never one of these.
 """
 
 
@@ -18,7 +18,7 @@ class UnsupportedModelError(SPPOError):
 
 
 class BudgetError(SPPOError):
-    """The bytes that a run needs do not fit into a tier's budget."""
+    """A run needs more bytes than the budget of a memory tier."""
 
 
 class ScheduleError(SPPOError):
@@ -26,7 +26,7 @@ class ScheduleError(SPPOError):
 
 
 class OffloadError(SPPOError):
-    """A copy between tiers, or the memory it needs, could not be set up."""
+    """A copy between memory tiers failed, or the memory for it could not be allocated."""
 
 
 class PipelineError(SPPOError):
@@ -38,6 +38,6 @@ class RankLostError(PipelineError):
 
 
 def first_line(error: Exception) -> str:
-    """An error of another library in one line: its class and the beginning of what it says."""
+    """Return the class and the beginning of the message of another library's error, in one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:200]}{'…' if len(text) > 200 else ''}"

@@ -1,9 +1,8 @@
-"""Reads the small text files that people write: settings, model configurations, hardware profiles.
+"""Bounded reading of small text files: settings, model configurations, hardware profiles.
 
-Whatever a file holds, it is refused or read within a second and a few hundred megabytes: only
-regular files are opened, their bytes and the depth of what they hold are bounded, and YAML has no
-aliases, with which a few hundred bytes can stand for gigabytes. This file knows no setting and no
-format beyond YAML and JSON.
+Any file is read or refused within a second and a few hundred megabytes of memory: only regular
+files are opened, their size and nesting depth are limited, and YAML aliases, with which a few
+hundred bytes can expand to gigabytes, are refused.
 """
 
 from __future__ import annotations
@@ -21,28 +20,27 @@ from sppo_hf.errors import ConfigError
 from sppo_hf.rules import show
 
 MAX_SETTINGS_BYTES = 128 * 2**10
-"""Of a YAML text. A file with every setting takes three kilobytes; `chunk_lengths` of ten thousand
-chunks, one a line, take ninety."""
+"""Largest YAML file. A file with all settings has 3 KB; `chunk_lengths` of ten thousand chunks, one
+a line, has 90 KB."""
 
 MAX_JSON_BYTES = 4 * 2**20
-"""Of a JSON text. The largest model configurations, which name every quantised layer, take one."""
+"""Largest JSON file. The largest model configurations, which list every quantised layer, have 1
+MB."""
 
-_MOST_DEPTH = 32
+_MAX_DEPTH = 32
 
 
 def read_text(path: str | os.PathLike[str], *, what: str, max_bytes: int, remedy: str = "") -> str:
     """Read a whole file as UTF-8.
 
     Args:
-        path: Of a regular file, or of a link to one. Nothing else is opened: a pipe or a device may
-            never end.
-        what: What the file should be, for the message: "settings file".
-        max_bytes: Largest file that is read.
-        remedy: What to do about a file that cannot be read.
+        path: a regular file or a link to one; pipes and devices, which may never end, are refused.
+        what: what the file should be, for the message, such as "settings file".
+        max_bytes: largest file that is read.
+        remedy: what to do about a file that cannot be read, for the message.
 
     Raises:
-        ConfigError: There is no such file, it cannot be read, it is no regular file, it is larger,
-            or it is not UTF-8 text.
+        ConfigError: the file is missing, unreadable, not regular, too large, or not UTF-8.
     """
     try:
         reason, data = _read_bytes(path, max_bytes)
@@ -53,19 +51,19 @@ def read_text(path: str | os.PathLike[str], *, what: str, max_bytes: int, remedy
     except OSError as error:
         reason = error.strerror or str(error)
     except ValueError as error:
-        reason = f"the path is none ({error})"
-    said = f" Remedy: {remedy}." if remedy else ""
-    raise ConfigError(f"The {what} {show(os.fspath(path))} cannot be read: {reason}.{said}")
+        reason = f"it is not a possible path ({error})"
+    advice = f" Remedy: {remedy}." if remedy else ""
+    raise ConfigError(f"The {what} {show(os.fspath(path))} cannot be read: {reason}.{advice}")
 
 
 def _read_bytes(path: str | os.PathLike[str], max_bytes: int) -> tuple[str, bytes | None]:
-    """Return why nothing is read, or what is.
+    """Return the content, or None with the reason why the file was not read.
 
     Raises:
-        OSError: The file cannot be opened or read.
-        ValueError: The path cannot be one: it holds a NUL, or cannot be encoded.
+        OSError: the file cannot be opened or read.
+        ValueError: the path contains a NUL or cannot be encoded.
     """
-    # Looked at before it is opened, as opening a pipe waits for its other end.
+    # Before opening the file, because opening a pipe waits for its other end.
     mode = os.stat(path).st_mode
     if stat.S_ISDIR(mode):
         return "it is a folder", None
@@ -84,8 +82,8 @@ def parse_json(text: str) -> object:
     """Read JSON; a repeated key keeps its last value.
 
     Raises:
-        ConfigError: It is not JSON, nests more than 32 levels, or holds an integer of more digits
-            than Python reads. The message is a clause without the file's name.
+        ConfigError: the text is not JSON, nests more than 32 levels, or has an integer of more
+            digits than Python reads. The message is a clause without the file's name.
     """
     try:
         data: object = json.loads(text)
@@ -94,14 +92,14 @@ def parse_json(text: str) -> object:
     except ValueError as error:
         raise ConfigError(" ".join(str(error).split())) from error
     else:
-        deep = _nests_deeper(data, _MOST_DEPTH)
+        deep = _nests_deeper(data, _MAX_DEPTH)
     if deep:
-        raise ConfigError(f"lists and objects nest more than {_MOST_DEPTH} levels")
+        raise ConfigError(f"lists and objects nest more than {_MAX_DEPTH} levels")
     return data
 
 
 def _nests_deeper(data: object, levels: int) -> bool:
-    """Whether lists and objects nest deeper; looks one level at a time, without recursion."""
+    """Return whether lists and objects nest more than `levels` deep, without recursion."""
     level = [data]
     for _ in range(levels + 1):
         found: list[object] = []
@@ -115,13 +113,13 @@ def _nests_deeper(data: object, levels: int) -> bool:
 
 
 def parse_yaml(text: str) -> object:
-    """Read YAML as people mean it: numbers as in version 1.2, no aliases, no key twice.
+    """Read YAML with numbers as in version 1.2, and without aliases or repeated keys.
 
-    `010` is ten and `1:30` and `2020-01-01` are texts, where version 1.1 has 8, 90 and a date.
+    `010` is ten, and `1:30` and `2020-01-01` are texts, where version 1.1 reads 8, 90 and a date.
 
     Raises:
-        yaml.YAMLError: It is not YAML, is too long or too deep, or a value is not what its tag
-            says. The message names line and column.
+        yaml.YAMLError: the text is not YAML, is too long or too deep, or a value does not match its
+            tag. The message names line and column.
     """
     if len(text) > MAX_SETTINGS_BYTES:
         raise yaml.YAMLError(f"it has more than {MAX_SETTINGS_BYTES:,} characters")
@@ -129,30 +127,30 @@ def parse_yaml(text: str) -> object:
 
 
 def write_yaml(data: object, file: IO[str]) -> None:
-    """Write what `parse_yaml` reads back as it was."""
+    """Write YAML that `parse_yaml` reads back unchanged."""
     yaml.dump(data, file, Dumper=_Dumper, sort_keys=False)
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without arbitrary objects, aliases, keys that are written twice or raw errors."""
+    """YAML loader that refuses arbitrary objects, aliases and repeated keys with a YAMLError."""
 
     yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
     _depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Compose a node, refusing aliases and depth before anything is built of them."""
+        """Compose a node; refuse aliases and deep nesting before objects are built."""
         event: Any = self.peek_event()
         if isinstance(event, yaml.AliasEvent):
             _fail("aliases (*name) are not read; write the value out", event)
         self._depth += 1
-        if self._depth > _MOST_DEPTH:
-            _fail(f"lists and mappings nest more than {_MOST_DEPTH} levels", event)
+        if self._depth > _MAX_DEPTH:
+            _fail(f"lists and mappings nest more than {_MAX_DEPTH} levels", event)
         node = super().compose_node(parent, index)
         self._depth -= 1
         return node
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """Build a value; one that is not what its tag says is an error with its line."""
+        """Build a value; report one that does not match its tag with its line."""
         try:
             return super().construct_object(node, deep=deep)
         except yaml.YAMLError:
@@ -164,7 +162,7 @@ class _Loader(yaml.SafeLoader):
             ) from error
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        """Build a mapping of names, refusing merges and a name that is written twice."""
+        """Build a mapping of names; refuse merges and repeated names."""
         seen: set[str] = set()
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
@@ -176,7 +174,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes texts that either version of YAML takes for something else."""
+    """YAML dumper that quotes texts which either version of YAML reads as another type."""
 
 
 def _fail(problem: str, at: Any) -> None:
@@ -190,11 +188,11 @@ def _whole_number(loader: _Loader, node: yaml.ScalarNode) -> int:
 
 def _number(loader: _Loader, node: yaml.ScalarNode) -> float:
     text = str(loader.construct_scalar(node))
-    # Only these words begin with a point, where Python writes none.
+    # Python spells these words without the point.
     return float(text.replace(".inf", "inf").replace(".nan", "nan"))
 
 
-_PLAIN = {
+_SCALARS = {
     "null": (r"~|null|Null|NULL|", "~nN\0"),
     "bool": (
         r"yes|Yes|YES|no|No|NO|true|True|TRUE|false|False|FALSE|on|On|ON|off|Off|OFF",
@@ -206,7 +204,7 @@ _PLAIN = {
         "-+.0123456789",
     ),
 }
-for _name, (_pattern, _first) in _PLAIN.items():
+for _name, (_pattern, _first) in _SCALARS.items():
     for _side in (_Loader, _Dumper):
         _side.add_implicit_resolver(
             f"tag:yaml.org,2002:{_name}",

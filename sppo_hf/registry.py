@@ -1,10 +1,9 @@
-"""What can be had by name: attention backends, schedules, offload policies.
+"""Registries of what is chosen by name: attention backends, schedules, offload policies, tiers.
 
-An entry is a decorated class or function, `@register_backend("cudnn", ...)`, in one file of its
-room; nothing else has to be changed. Settings, `--help` and errors ask which names there are before
-any room is imported, and some rooms import torch, so names are read from the decorators' text:
-name and keywords must be written out as literals. What a user's own package registers counts from
-its import on.
+An entry is a decorated class or function, such as `@register_backend("cudnn", ...)`; nothing else
+has to change. Settings, `--help` and errors list the names without importing the modules that
+define the entries, some of which import torch. So names and keywords are parsed from the source of
+the decorators and must be literals. Entries of a user's own package exist once it is imported.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ _PACKAGE = Path(__file__).parent
 
 
 class Registry(dict[str, T], Generic[T]):
-    """Entries by name, filled by a decorator when their files are imported.
+    """Entries by name, filled by a decorator when the modules that define them are imported.
 
     Args:
-        decorator: name of the function that adds entries, as it is written above them.
-        room: file or folder below this package whose files are read for it.
+        decorator: name of the decorator that adds entries.
+        room: file or folder of this package whose source is searched for the decorator.
     """
 
     def __init__(self, decorator: str, room: str) -> None:
@@ -43,44 +42,44 @@ class Registry(dict[str, T], Generic[T]):
         """Register an entry; called by the decorator.
 
         Args:
-            name: what it is asked for by.
-            entry: what is registered.
-            facts: what can be said of it without importing it; see `facts`.
+            name: name that settings choose it by.
+            entry: the registered object.
+            facts: properties that can be asked for without importing the entry; see `facts`.
 
         Raises:
             SPPOError: the name is taken.
         """
         if name in self:
             raise SPPOError(
-                f"@{self._decorator}({name!r}) was used before. Allowed: one entry of a name. "
-                "Remedy: take another name."
+                f"@{self._decorator}({name!r}) was used before. Allowed: one entry per name. "
+                "Remedy: choose another name."
             )
         self._added[name] = facts
         self[name] = entry
 
     def names(self) -> tuple[str, ...]:
-        """Names that there are, whether or not their files were imported yet."""
+        """Return all names, whether or not their modules are imported yet."""
         return tuple({**self._written, **self._added})
 
     def facts(self, name: str) -> Mapping[str, Any]:
-        """Keywords of an entry's decorator; none for a name that there is not."""
+        """Return the keywords of an entry's decorator; empty for an unknown name."""
         return self._added.get(name) or self._written.get(name) or {}
 
     def names_with(self, fact: str) -> tuple[str, ...]:
-        """Names of entries of which a fact is true."""
+        """Return the names of entries whose keyword `fact` is true."""
         return tuple(name for name in self.names() if self.facts(name).get(fact))
 
     def load(self) -> Registry[T]:
-        """Import all files that have entries, so that this mapping is complete."""
+        """Import all modules that define entries, so that this mapping is complete."""
         for path in self._files:
             parts = path.relative_to(_PACKAGE).with_suffix("").parts
             importlib.import_module(".".join((_PACKAGE.name, *parts)))
-        for name in self.names():  # whichever was imported first, the order is one
+        for name in self.names():  # the same order, whichever module was imported first
             self[name] = self.pop(name)
         return self
 
     def nearest(self, name: str) -> str | None:
-        """The name that was perhaps meant, for errors."""
+        """Return the most similar name for an error message, or None."""
         return next(iter(difflib.get_close_matches(name, self.names(), n=1)), None)
 
     @cached_property
@@ -90,9 +89,9 @@ class Registry(dict[str, T], Generic[T]):
 
     @cached_property
     def _written(self) -> dict[str, dict[str, Any]]:
-        """Names and facts as they are written above entries."""
+        """Names and keywords parsed from the source of the decorators."""
         found: dict[str, dict[str, Any]] = {}
-        # A decorator's call ends where the next decorator, or what is decorated, begins.
+        # A decorator's call ends where the next decorator, class or function begins.
         pattern = rf"^@{self._decorator}(\(.*?\))\n(?=@|class |def )"
         for path in self._files:
             for call in re.findall(pattern, path.read_text(), re.DOTALL | re.MULTILINE):
@@ -105,13 +104,13 @@ class Registry(dict[str, T], Generic[T]):
 
 
 ATTENTION_BACKENDS: Registry[Any] = Registry("register_backend", "attention/backends")
-"""Ways to compute attention; `attention/backends/base.py` says what one is."""
+"""Attention kernels; the interface and decorator are in `attention/backends/base.py`."""
 
 SCHEDULES: Registry[Any] = Registry("register_schedule", "schedule/generate.py")
-"""Orders of a pipeline's units; `schedule/generate.py` has the decorator."""
+"""Pipeline schedules; the decorator is in `schedule/generate.py`."""
 
 OFFLOAD_POLICIES: Registry[Any] = Registry("register_policy", "planning/policies.py")
-"""Rules that say which saved activations leave; `planning/policies.py` has the decorator."""
+"""Rules that say which saved activations are offloaded; see `planning/policies.py`."""
 
 TIERS: Registry[Any] = Registry("register_tier", "planning/tiers.py")
-"""Where bytes wait, nearest first; `planning/tiers.py` has the decorator."""
+"""Memory tiers, nearest to the device first; the decorator is in `planning/tiers.py`."""

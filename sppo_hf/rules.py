@@ -1,7 +1,7 @@
-"""What a single setting may be: one rule per kind of value, and the one shape of their messages.
+"""Checks of single settings, one rule per kind of value, and how values appear in messages.
 
 A rule takes a setting's name and value and returns the value to store, or raises ConfigError with
-what was seen, what is allowed and the remedy. This file knows no setting by name; `config.py` does.
+what was seen, what is allowed and the remedy. Which setting has which rule is in `config.py`.
 """
 
 import difflib
@@ -24,15 +24,15 @@ _BYTES_PER_UNIT = {
 }
 _BYTES_TEXT = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]+)?)\s*([A-Za-z]+)\s*")
 # Beyond every count of tokens, ranks, seconds or bytes, and within what torch and the system take.
-_MOST_BYTES = 2**63 - 1
-_MOST_COUNT = 2**31 - 1
+_MAX_BYTES = 2**63 - 1
+_MAX_COUNT = 2**31 - 1
 # Longest path that Linux takes, in bytes.
-_MOST_TEXT_BYTES = 4096
-# Nobody budgets less than this; a smaller integer is a size whose unit was forgotten.
-_LEAST_BUDGET_BYTES = 1000
+_MAX_TEXT_BYTES = 4096
+# A smaller integer is most likely a size whose unit was forgotten.
+_MIN_BUDGET_BYTES = 1000
 _BUDGET_FORMS = (
     'a size with a unit such as "80GiB" or "900MB", a whole number of bytes '
-    f"(at least {_LEAST_BUDGET_BYTES}, below 8 EiB), or a fraction above 0.0 and at most 1.0"
+    f"(at least {_MIN_BUDGET_BYTES}, below 8 EiB), or a fraction above 0.0 and at most 1.0"
 )
 
 
@@ -42,9 +42,8 @@ def parse_bytes(value: int | float | str, *, field: str, total_bytes: int | None
     Args:
         value: "80GiB" (also B, KB, MB, GB, TB, KiB, MiB, TiB), a whole number of bytes, or a
             fraction of the tier as a float in (0, 1].
-        field: the setting's name, for the message.
-        total_bytes: the size of the whole tier in bytes, which a fraction is taken of; None where
-            it is not known, or where the value is only to be checked.
+        field: name of the setting, for the message.
+        total_bytes: size of the whole tier, for fractions; None if it is not known.
 
     Returns:
         Whole bytes, rounded down.
@@ -66,7 +65,7 @@ def parse_bytes(value: int | float | str, *, field: str, total_bytes: int | None
 
 
 def format_bytes(size_bytes: int) -> str:
-    """Writes bytes with a binary unit and three digits: "512 B", "1.50 KiB", "12.3 GiB"."""
+    """Write bytes with a binary unit and three digits: "512 B", "1.50 KiB", "12.3 GiB"."""
     if size_bytes < 1024:
         return f"{size_bytes} B"
     size = float(size_bytes)
@@ -78,40 +77,40 @@ def format_bytes(size_bytes: int) -> str:
     return f"{size:.{decimals}f} {unit}"
 
 
-def integer(least: int, word: Literal["auto"] | None) -> Rule:
-    """Rule for a whole number of at least `least`, or else `word` ("auto" or None)."""
+def integer(minimum: int, word: Literal["auto"] | None) -> Rule:
+    """Rule for a whole number of at least `minimum`, or else `word` ("auto" or None)."""
     allowed = (
-        f"{'None (null in YAML)' if word is None else repr(word)} or a whole number >= {least}"
+        f"{'None (null in YAML)' if word is None else repr(word)} or a whole number >= {minimum}"
     )
 
     def rule(field: str, value: object) -> object:
         if value is word or (isinstance(value, str) and value == word):
             return value
-        return _whole_number(field, value, least=least, allowed=allowed)
+        return _whole_number(field, value, minimum=minimum, allowed=allowed)
 
     return rule
 
 
-def count(least: int) -> Rule:
-    """Rule for a whole number of at least `least`, and nothing else."""
+def count(minimum: int) -> Rule:
+    """Rule for a whole number of at least `minimum`, and nothing else."""
     return lambda field, value: _whole_number(
-        field, value, least=least, allowed=f"a whole number >= {least}"
+        field, value, minimum=minimum, allowed=f"a whole number >= {minimum}"
     )
 
 
-def _whole_number(field: str, value: object, *, least: int, allowed: str) -> int:
+def _whole_number(field: str, value: object, *, minimum: int, allowed: str) -> int:
     """Check one whole number; bool and digits in quotes are not numbers."""
     number = _as_int(value)
     if number is not None:
-        if number > _MOST_COUNT:
-            allowed += f" and <= {_MOST_COUNT:,}"
+        if number > _MAX_COUNT:
+            allowed += f" and <= {_MAX_COUNT:,}"
             refuse(field, number, allowed=allowed, remedy=f"use a smaller number, or drop {field}")
-        if number >= least:
+        if number >= minimum:
             return number
-        refuse(field, number, allowed=allowed, remedy=f"use {least} or more, or drop {field}")
+        refuse(field, number, allowed=allowed, remedy=f"use {minimum} or more, or drop {field}")
     if isinstance(value, str) and re.fullmatch(r"\s*\d{1,10}\s*", value):
         refuse(field, value, allowed=allowed, remedy=f"write {int(value)} without quotes")
-    if isinstance(value, float) and value.is_integer() and abs(value) <= _MOST_COUNT:
+    if isinstance(value, float) and value.is_integer() and abs(value) <= _MAX_COUNT:
         refuse(field, value, allowed=allowed, remedy=f"write {int(value)} without a point")
     if isinstance(value, str) and "'auto'" in allowed:
         refuse(field, value, allowed=allowed, remedy=nearest_remedy(value, ("auto",)))
@@ -126,7 +125,7 @@ def _as_int(value: object) -> int | None:
 
 
 def choice(*names: str) -> Rule:
-    """Rule for one of a few words."""
+    """Rule for one of the given words."""
 
     def rule(field: str, value: object) -> object:
         if isinstance(value, str) and value in names:
@@ -138,7 +137,7 @@ def choice(*names: str) -> Rule:
 
 
 def choice_of(registry: Registry[object]) -> Rule:
-    """Rule for "auto" or a name in a registry, as it is when a value is checked."""
+    """Rule for "auto" or a name that is in the registry when the value is checked."""
     return lambda field, value: choice("auto", *registry.names())(field, value)
 
 
@@ -150,7 +149,7 @@ def flag(field: str, value: object) -> object:
 
 
 def text(field: str, value: object) -> object:
-    """Rule for None or a text that a path can be; a path of any kind becomes text."""
+    """Rule for None or a text that is a possible path; path objects become text."""
     if value is None:
         return None
     if isinstance(value, str | PathLike):
@@ -160,17 +159,17 @@ def text(field: str, value: object) -> object:
     refuse(
         field,
         cast("object", value),
-        allowed=f"None (null in YAML) or a text of at most {_MOST_TEXT_BYTES:,} bytes in UTF-8, "
+        allowed=f"None (null in YAML) or a text of at most {_MAX_TEXT_BYTES:,} bytes in UTF-8, "
         "neither blank nor with a NUL in it",
         remedy=f"give one, or drop {field}",
     )
 
 
 def _can_be_path(written: str) -> bool:
-    if len(written) > _MOST_TEXT_BYTES or "\0" in written or not written.strip():
+    if len(written) > _MAX_TEXT_BYTES or "\0" in written or not written.strip():
         return False
     try:
-        return len(written.encode()) <= _MOST_TEXT_BYTES
+        return len(written.encode()) <= _MAX_TEXT_BYTES
     except UnicodeEncodeError:
         return False
 
@@ -179,8 +178,8 @@ def whole_numbers(unit: str, *, instead: str = "") -> Rule:
     """Rule for None, or a list or tuple of whole numbers, each >= 1.
 
     Args:
-        unit: Of what they are numbers, for messages: "tokens".
-        instead: What else may be done, for messages: ", or use ...".
+        unit: what is counted, for messages, such as "tokens".
+        instead: end of the remedy in messages, such as ", or use num_chunks".
     """
     allowed = f"None (null in YAML) or a list of whole numbers of {unit}, each >= 1"
 
@@ -195,7 +194,7 @@ def whole_numbers(unit: str, *, instead: str = "") -> Rule:
             refuse(field, items, allowed=allowed, remedy=f"list them, or drop {field}")
         each = f"a whole number of {unit} >= 1"
         return tuple(
-            _whole_number(f"{field}[{index}]", item, least=1, allowed=each)
+            _whole_number(f"{field}[{index}]", item, minimum=1, allowed=each)
             for index, item in enumerate(items)
         )
 
@@ -214,9 +213,9 @@ def _read_budget(field: str, value: object) -> int | float:
     """Return bytes as an int, or a fraction of the tier as a float in (0, 1]."""
     number = _as_int(value)
     if number is not None:
-        if _LEAST_BUDGET_BYTES <= number <= _MOST_BYTES:
+        if _MIN_BUDGET_BYTES <= number <= _MAX_BYTES:
             return number
-        if number > _MOST_BYTES:
+        if number > _MAX_BYTES:
             refuse(field, number, allowed=_BUDGET_FORMS, remedy="use less, or 1.0 for all of it")
         remedy = f'if a unit was meant, write "{number}GiB"; for all of the tier write 1.0'
         refuse(field, value, allowed=_BUDGET_FORMS, remedy=remedy)
@@ -228,51 +227,51 @@ def _read_budget(field: str, value: object) -> int | float:
             remedy = nearest_remedy(match[2], ("B", "KB", "MB", "GB", "TB", "MiB", "GiB", "TiB"))
             refuse(field, value, allowed=_BUDGET_FORMS, remedy=remedy)
         size_bytes = math.floor(float(match[1]) * _BYTES_PER_UNIT[unit])
-        if _LEAST_BUDGET_BYTES <= size_bytes <= _MOST_BYTES:
+        if _MIN_BUDGET_BYTES <= size_bytes <= _MAX_BYTES:
             return size_bytes
     remedy = 'write a size with its unit, such as "80GiB", or a fraction such as 0.9'
     refuse(field, value, allowed=_BUDGET_FORMS, remedy=remedy)
 
 
 def refuse(field: str, value: object, *, allowed: str, remedy: str) -> NoReturn:
-    """Raise the one shape of message that every wrong value gets."""
-    raise ConfigError(f"{field} is {say(value)}. Allowed: {allowed}. Remedy: {remedy}.")
+    """Raise ConfigError for a value that is not allowed."""
+    raise ConfigError(f"{field} is {show_typed(value)}. Allowed: {allowed}. Remedy: {remedy}.")
 
 
 def nearest_remedy(value: object, names: Sequence[str]) -> str:
-    """Name the allowed word that looks most like what was given."""
+    """Return a remedy that names the allowed word most similar to the given value."""
     by_folded = {name.casefold(): name for name in names}
     near = difflib.get_close_matches(show(value).strip("'").casefold(), by_folded, n=1, cutoff=0.5)
     return f"use {by_folded[near[0]]!r}" if near else "choose one of those"
 
 
-def say(value: object) -> str:
-    """Show a value with its type, because "8" and 8 look alike in a message."""
+def show_typed(value: object) -> str:
+    """Return a value and its type for a message, where "8" and 8 would look alike."""
     return "None" if value is None else f"{show(value)} ({type(value).__name__})"
 
 
 def show(value: object) -> str:
-    """Show a value, shortened where it would fill the screen; looks at a small part of it alone."""
+    """Return the repr of a value, shortened to 80 characters; reads only part of large values."""
     text = _BRIEF.repr(value)
     return text if len(text) <= 80 else f"{text[:60]}…{text[-16:]}"
 
 
 class _Brief(reprlib.Repr):
-    """`repr` of the beginning of a value: what is nested, long or large is not walked."""
+    """`repr` that stops early in nested, long or large values."""
 
     def __init__(self) -> None:
         super().__init__()
-        # Beyond what is shown in any case, so that what is short is shown whole.
+        # Above what `show` prints, so that short values are complete.
         self.maxlevel = 3
         self.maxlist = self.maxtuple = self.maxdict = self.maxset = self.maxfrozenset = 30
         self.maxstring = self.maxlong = self.maxother = 200
 
     def repr_str(self, x: str, level: int) -> str:
-        """Both ends of a text."""
+        """Return both ends of a text."""
         return repr(x if len(x) <= self.maxstring else f"{x[:100]}…{x[-100:]}")
 
     def repr_int(self, x: int, level: int) -> str:
-        """A number; of one that Python does not write out, how large it is."""
+        """Return the number, or the count of its digits where Python refuses to print it."""
         if abs(x) < 10**self.maxlong:
             return repr(x)
         return f"a number of about {round(x.bit_length() * math.log10(2)):,} digits"

@@ -70,7 +70,7 @@ def test_a_schedule_is_one_decorator(forgets):
     assert SPPOConfig(pp_size=2, pp_schedule="mine").pp_schedule == "mine"
     size = Size(2, 2, 2)
     assert generate("mine", size) == generate("seq1f1b", size)
-    with pytest.raises(ConfigError, match="puts one stage on a rank"):
+    with pytest.raises(ConfigError, match="has one stage on each rank"):
         SPPOConfig(pp_size=2, pp_schedule="mine", pp_virtual_stages=2)
 
 

@@ -1,10 +1,10 @@
-"""Where the time of a traced training step went, and its three largest gaps.
+"""Prints where the time of a traced training step went, and its three largest gaps.
 
     sppo bench llama-3.1-8b --seq-lens 32K --contenders sppo-auto --trace
     python recipes/benchmarks/trace_summary.py bench/trace-sppo-auto-32768.json.gz
 
-Reads any Chrome trace of torch.profiler, packed or not. How a step is divided is said in
-`sppo_hf.cli.benchmark.trace_summary`.
+Reads any Chrome trace of torch.profiler, gzipped or not. `sppo_hf.cli.benchmark.trace_summary`
+explains how a step is divided.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     options = parser.parse_args(argv)
     try:
-        summary = summarise(read_events(options.trace), most_gaps=options.gaps)
+        summary = summarise(read_events(options.trace), max_gaps=options.gaps)
     except (OSError, ValueError, KeyError, TypeError) as error:
         print(f"{options.trace} cannot be summarised: {error}", file=sys.stderr)
         return 2

@@ -1,9 +1,9 @@
 """Attention of one chunk against all keys so far, as one autograd node.
 
-The node owns the mathematics of a (layer, chunk): it stores the chunk's keys and values, runs a
-backend over the segments of the chunk, and in backward adds dK/dV of the whole prefix to the store.
-The store may bring the prefix in several blocks; their results are merged by log-sum-exp. What
-recomputation needs comes in as a `Stash`.
+The node of a (layer, chunk) stores the chunk's keys and values, runs a backend over the chunk's
+segments, and in backward adds dK/dV of the whole prefix to the store. The store may provide the
+prefix in several blocks; their results are merged by log-sum-exp. A `Stash` keeps the results for a
+recomputed layer, so that its attention need not run again.
 
 [Note: why chunks run backward in reverse] dK/dV of chunk i needs the backward of all later
 chunks of this layer. Each node therefore takes a `link`, an empty tensor that the previous
@@ -12,9 +12,9 @@ i only after i+1: no hook, no global order, and any loss that starts from any of
 Among nodes that are ready autograd prefers the one created last, so a chunk's backward also runs
 through all layers before the chunk before it starts, and memory falls chunk by chunk.
 
-[Note: layers that share keys] A layer that reads another layer's keys (Gemma 3n, Gemma 4) uses that
-layer's store. Its gradients for them meet the owner's in the store's sums, not in autograd: the
-owner's node of the same chunk runs later, because what it returned led to the reader's queries.
+[Note: layers that share keys] A layer that reads another layer's K/V (Gemma 3n, Gemma 4) uses that
+layer's store. Its gradients for them are added to the owner's in the store, not by autograd: the
+owner's node of the same chunk runs backward later, because the reader's queries depend on it.
 """
 
 from __future__ import annotations
@@ -36,56 +36,60 @@ from sppo_hf.attention.backends.base import (
     accumulation_dtype,
     merge_into,
 )
-from sppo_hf.attention.kv_cache import Keep, Keys, KVStore
-from sppo_hf.attention.segments import AttentionSegment, side_by_side
+from sppo_hf.attention.kv_cache import Keep, KVBlock, KVStore
+from sppo_hf.attention.segments import AttentionSegment, group_adjacent
 
 # B batch rows, N query heads, K key/value heads, C tokens of this chunk, T tokens of a run of
 # keys, H head size. `out` has the values' head size.
 
 
 class Stash(Protocol):
-    """Where a frame keeps attention's results, so that recomputation need not attend again.
+    """Keeps attention's results for a recomputed layer.
 
-    A frame may keep none: then attention runs again, on keys and values that are still there.
+    It may keep none; attention is then recomputed, on keys and values that are still in the store.
     """
 
     @property
     def is_recompute(self) -> bool:
-        """Whether this is the second forward."""
+        """Whether this forward recomputes the layer in backward."""
         ...
 
     def get(self) -> tuple[Tensor, Tensor] | None:
-        """Return `(out_BNCH, lse_BNC)` kept by the first forward, or None where attention runs."""
+        """Return `(out_BNCH, lse_BNC)` of the first forward, or None where attention must run."""
         ...
 
     def put(self, out_BNCH: Tensor, lse_BNC: Tensor) -> None:
-        """Take the results of an attention that ran."""
+        """Take the results of attention that has just run."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """Everything about one (layer, chunk) that is not a differentiable tensor."""
+    """Everything about the attention of one (layer, chunk) that is not a differentiable tensor."""
 
     kv: KVStore
     chunk: int
+    """Index of the chunk."""
     chunk_start: int
+    """Position of its first token in the sequence."""
     segments: tuple[AttentionSegment, ...]
+    """Which of the chunk's queries see which keys, see `chunk_segments`."""
     backend: Backend
     scale: float
     window: int | None = None
+    """Sliding window in tokens, the query's own included; None sees all earlier keys."""
     local: int | None = None
-    """Tokens of a block whose keys alone a query sees; `segments` are cut by it already."""
+    """Block length in tokens of Llama 4's local attention, by which `segments` are cut already."""
     softcap: float | None = None
     borrowed: bool = False
-    """Keys and values are another layer's, which has put them into `kv_cache` in this chunk; this
-    call reads them and adds its share of their gradients, and that layer takes the sum."""
+    """Whether K/V belong to another layer, which has put them into `kv` in this chunk. This call
+    reads them and adds its share of their gradients; the other layer takes the sum."""
     stash: Stash | None = None
     counters: dict[str, int] = field(default_factory=dict)
-    """Number of attention forwards really run, for the tests of invariant 3."""
+    """Counts the attention forwards that ran, for the tests that each runs once."""
     wait_for_query: Callable[[Tensor], Tensor] | None = None
-    """Returns the queries once they are there, where they may be on their way when a layer that was
-    recomputed comes to its attention's backward; None where they are always there."""
+    """Waits until the queries' copy to the device is over and returns them; None where they are
+    always on the device when backward of a recomputed layer needs them."""
 
 
 def chunk_attention(
@@ -102,13 +106,14 @@ def chunk_attention(
 
     Args:
         q_BNCH: Queries of this chunk.
-        k_BKCH: Keys of this chunk, positions already encoded.
+        k_BKCH: KVBlock of this chunk, positions already encoded.
         v_BKCH: Values of this chunk; their head size may differ.
         sinks_N: One learned logit per head that takes part in the softmax without a value
             (gpt-oss), or None.
         link: The link returned by the previous chunk's call in this layer; None for the first.
         call: Store, segments, backend and scale.
-        keep: Gives keys and values that stay their place on the device.
+        keep: Copies K/V that are kept on the device to where they can stay; None keeps them in
+            place.
 
     Returns:
         `out_BCNH`, the layout Transformers' attention functions return, and the link for the next
@@ -128,18 +133,20 @@ class _ChunkAttention(torch.autograd.Function):
         sinks_N: Tensor | None,
         link: Tensor | None,
         call: AttentionCall,
-        keep: Keep
-        | None,  # not in `call`: the node outlives the chunk, whose room this keeps alive
+        # Not a field of `call`, which the node keeps: `keep` holds memory of the running chunk.
+        keep: Keep | None,
     ) -> tuple[Tensor, Tensor]:
         stashed = call.stash.get() if call.stash is not None else None
         if stashed is None:
-            again = call.stash is not None and call.stash.is_recompute
-            if not (call.borrowed or again):
+            recompute = call.stash is not None and call.stash.is_recompute
+            if not (call.borrowed or recompute):
                 call.kv.put(call.chunk, k_BKCH, v_BKCH, keep=keep)
-            out_BNCH, lse_BNC = _attend(q_BNCH, sinks_N, v_BKCH.shape[-1], call, again=again)
+            out_BNCH, lse_BNC = _attend(
+                q_BNCH, sinks_N, v_BKCH.shape[-1], call, recompute=recompute
+            )
             if call.stash is not None:
-                # Detached: the returned tensor gets this node as its grad_fn, and a stash that
-                # held it would keep the whole graph alive in a circle.
+                # Detached: the returned tensor gets this node as its grad_fn, and a stash that held
+                # it would form a reference cycle with the graph.
                 call.stash.put(out_BNCH.detach(), lse_BNC)
         else:
             out_BNCH, lse_BNC = stashed[0].detach(), stashed[1]
@@ -164,29 +171,34 @@ class _ChunkAttention(torch.autograd.Function):
                 dsinks_N = _sinks_backward(dout_BNCH, out_BNCH, lse_BNC, sinks_N)
         dk_BKCH = dv_BKCH = None
         if not call.borrowed:
-            # Also without dout: later chunks may have left gradients for this chunk's keys.
+            # Also without dout: later chunks may have added gradients for this chunk's keys.
             dk_BKCH, dv_BKCH = call.kv.take_gradient(call.chunk)
         dlink = q_BNCH.new_empty(0) if ctx.has_link else None
         return dq_BNCH, dk_BKCH, dv_BKCH, dsinks_N, dlink, None, None
 
 
 def _attend(
-    q_BNCH: Tensor, sinks_N: Tensor | None, v_head_size: int, call: AttentionCall, *, again: bool
+    q_BNCH: Tensor,
+    sinks_N: Tensor | None,
+    v_head_size: int,
+    call: AttentionCall,
+    *,
+    recompute: bool,
 ) -> tuple[Tensor, Tensor]:
     call.counters["attention_forwards"] = call.counters.get("attention_forwards", 0) + 1
-    out_BNCH, lse_BNC = _attend_to_keys(q_BNCH, v_head_size, call, again=again)
+    out_BNCH, lse_BNC = _attend_to_keys(q_BNCH, v_head_size, call, recompute=recompute)
     if sinks_N is None:
         return out_BNCH.to(q_BNCH.dtype), lse_BNC
-    # A sink is one more key with value zero: it joins the normaliser and nothing else.
+    # A sink is one more key with value zero: it changes only the softmax's denominator.
     merged_BNC = torch.logaddexp(lse_BNC, sinks_N.to(lse_BNC.dtype)[None, :, None])
     keep = torch.exp(lse_BNC - merged_BNC)[..., None]
     return (out_BNCH.to(keep.dtype) * keep).to(q_BNCH.dtype), merged_BNC
 
 
 def _attend_to_keys(
-    q_BNCH: Tensor, v_head_size: int, call: AttentionCall, *, again: bool
+    q_BNCH: Tensor, v_head_size: int, call: AttentionCall, *, recompute: bool
 ) -> AttentionOutput:
-    """Attention to all keys so far; the output is still in float32 where it was merged."""
+    """Attend to all keys so far; a merged output is returned in the accumulation dtype."""
     blocks = call.kv.blocks(call.segments, window=call.window, local=call.local)
     merging = len(blocks) > 1
     sums_dtype = accumulation_dtype(q_BNCH.dtype)
@@ -194,17 +206,17 @@ def _attend_to_keys(
     if merging or not _is_whole(q_BNCH, call):
         out_dtype = sums_dtype if merging else q_BNCH.dtype
         num_rows, num_heads, num_tokens, _ = q_BNCH.shape
-        # In memory BCNH, as kernels give their parts and the output projection takes the whole.
+        # [B, C, N, H] in memory, the layout of kernels' results and of the output projection.
         out_BCNH = q_BNCH.new_zeros(num_rows, num_tokens, num_heads, v_head_size, dtype=out_dtype)
         attended = AttentionOutput(
             out_BCNH.transpose(1, 2),
             q_BNCH.new_full(q_BNCH.shape[:3], float("-inf"), dtype=sums_dtype),
         )
-    # In backward another layer's forward does not come next.
-    for keys in call.kv.walk(call.chunk, blocks, borrowed=call.borrowed or again):
-        for segments in _calls(keys, call, len(q_BNCH)):
-            rows, tokens = _where(segments, call)
-            part = _forward(q_BNCH[rows, :, tokens], segments, keys, call)
+    # In a recomputed layer the next layer's forward does not follow: prefetch nothing for it.
+    for kv_block in call.kv.forward_blocks(call.chunk, blocks, borrowed=call.borrowed or recompute):
+        for segments in _backend_calls(kv_block, call, len(q_BNCH)):
+            rows, tokens = _slices(segments, call)
+            part = _forward(q_BNCH[rows, :, tokens], segments, kv_block, call)
             if attended is None:
                 attended = part
             elif merging:
@@ -232,12 +244,12 @@ def _attend_backward(
         dq_BNCH = torch.zeros_like(q_BNCH, dtype=accumulation_dtype(q_BNCH.dtype))
     elif not _is_whole(q_BNCH, call):
         dq_BNCH = torch.zeros_like(q_BNCH)
-    for keys in call.kv.walk_back(call.chunk, blocks, borrowed=call.borrowed):
-        for segments in _calls(keys, call, len(q_BNCH)):
-            rows, tokens = _where(segments, call)
+    for kv_block in call.kv.backward_blocks(call.chunk, blocks, borrowed=call.borrowed):
+        for segments in _backend_calls(kv_block, call, len(q_BNCH)):
+            rows, tokens = _slices(segments, call)
             attended = AttentionOutput(out_BNCH[rows, :, tokens], lse_BNC[rows, :, tokens])
             dout, q = dout_BNCH[rows, :, tokens], q_BNCH[rows, :, tokens]
-            dq = _backward(dout, q, attended, segments, keys, call, needs_kv)
+            dq = _backward(dout, q, attended, segments, kv_block, call, needs_kv)
             if dq_BNCH is None:
                 dq_BNCH = dq
             elif merging:
@@ -248,13 +260,13 @@ def _attend_backward(
     return dq_BNCH.to(q_BNCH.dtype)
 
 
-def _calls(
-    keys: Keys, call: AttentionCall, num_rows: int
+def _backend_calls(
+    kv_block: KVBlock, call: AttentionCall, num_rows: int
 ) -> Iterator[tuple[AttentionSegment, ...]]:
-    """The backend's calls over these keys: the segments of each."""
-    segments = keys.block.cut(call.segments)
-    for run in side_by_side(segments):
-        # A kernel for documents takes tokens without rows.
+    """Yield the segments of each backend call over these keys."""
+    segments = kv_block.block.cut(call.segments)
+    for run in group_adjacent(segments):
+        # Kernels for packed documents take the tokens of one row.
         if call.backend.documents_at_once and (num_rows == 1 or run[0].row is not None):
             yield run
         else:
@@ -262,12 +274,12 @@ def _calls(
 
 
 def _forward(
-    q_BNCH: Tensor, segments: tuple[AttentionSegment, ...], keys: Keys, call: AttentionCall
+    q_BNCH: Tensor, segments: tuple[AttentionSegment, ...], kv_block: KVBlock, call: AttentionCall
 ) -> AttentionOutput:
-    k_BKTH, v_BKTH = keys.run(segments[0].k_start, segments[-1].k_end, segments[0].row)
+    k_BKTH, v_BKTH = kv_block.run(segments[0].k_start, segments[-1].k_end, segments[0].row)
     return call.backend.forward(
         *(q_BNCH, k_BKTH, v_BKTH),
-        band=_mask(segments, call.window),
+        band=_mask_of(segments, call.window),
         scale=call.scale,
         softcap=call.softcap,
     )
@@ -278,23 +290,23 @@ def _backward(
     q_BNCH: Tensor,
     attended: AttentionOutput,
     segments: tuple[AttentionSegment, ...],
-    keys: Keys,
+    kv_block: KVBlock,
     call: AttentionCall,
     needs_kv: bool,
 ) -> Tensor:
-    k_BKTH, v_BKTH = keys.run(segments[0].k_start, segments[-1].k_end, segments[0].row)
+    k_BKTH, v_BKTH = kv_block.run(segments[0].k_start, segments[-1].k_end, segments[0].row)
     grads = call.backend.backward(
         *(dout_BNCH, q_BNCH, k_BKTH, v_BKTH, *attended),
-        band=_mask(segments, call.window),
+        band=_mask_of(segments, call.window),
         scale=call.scale,
         softcap=call.softcap,
     )
     if needs_kv:
-        keys.add_gradient(segments[0].k_start, grads.dk_BKTH, grads.dv_BKTH, segments[0].row)
+        kv_block.add_gradient(segments[0].k_start, grads.dk_BKTH, grads.dv_BKTH, segments[0].row)
     return grads.dq_BNCH
 
 
-def _mask(segments: tuple[AttentionSegment, ...], window: int | None) -> Mask:
+def _mask_of(segments: tuple[AttentionSegment, ...], window: int | None) -> Mask:
     if len(segments) == 1:
         return CausalBand(segments[0].q_start - segments[0].k_start, window)
     num_queries = tuple(segment.q_end - segment.q_start for segment in segments)
@@ -302,7 +314,7 @@ def _mask(segments: tuple[AttentionSegment, ...], window: int | None) -> Mask:
     return Documents(num_queries, num_keys, window)
 
 
-def _where(segments: tuple[AttentionSegment, ...], call: AttentionCall) -> tuple[slice, slice]:
+def _slices(segments: tuple[AttentionSegment, ...], call: AttentionCall) -> tuple[slice, slice]:
     row, start = segments[0].row, call.chunk_start
     rows = slice(None) if row is None else slice(row, row + 1)
     return rows, slice(segments[0].q_start - start, segments[-1].q_end - start)

@@ -1,19 +1,19 @@
-"""Keys and values of one layer for one forward call, and the gradients that wait for them.
+"""KVBlock and values of one layer for one forward call, and the sums of their gradients.
 
-One entry per chunk, so that memory really shrinks chunk by chunk in backward: a single buffer with
-views would keep every byte until the last chunk is done. A kernel wants one run of keys, so the
-entries that a query needs are joined for the moment of the call; that copy moves a few bytes per
-thousand FLOPs of the attention it serves.
+Each chunk has its own tensors, so that memory shrinks chunk by chunk in backward; views of a single
+buffer would keep every byte until the last chunk is done. Kernels take one run of keys, so the
+tensors of several chunks are joined for the duration of a call; that copy moves a few bytes per
+thousand FLOPs of the attention that it serves.
 
 [Note: dK/dV order] Later chunks attend to earlier keys, so dK/dV of chunk i is complete only
 after every chunk j > i ran its backward in this layer. `sppo_hf.attention.chunk_attention` makes
-autograd wait for that. Here it means: `add_gradient` may be called for chunks up to the one that
-runs backward now, and `take_gradient(i)` ends the life of chunk i's entry. Sums are kept in float32
-(or the keys' own type when that is wider), because up to N - 1 contributions meet in one element.
+autograd wait for that. `add_gradient` may be called for chunks up to the one that runs backward
+now, and `take_gradient(i)` frees chunk i's K/V and sums. Sums are kept in float32 (or the keys'
+dtype when that is wider), because up to N contributions are added up in one element.
 
-`LayerKV` has everything on the device while a layer runs, and may put it away between the layer's
-forward and its backward; `sppo_hf.attention.streamed_kv` has the store for keys that wait
-elsewhere. `KVStore` is what both are to attention.
+`LayerKV` has all K/V on the device while a layer runs, and can offload them between the layer's
+forward and its backward. `sppo_hf.attention.streamed_kv` has the store that keeps them off the
+device and streams them through in blocks. Attention sees both as a `KVStore`.
 """
 
 from __future__ import annotations
@@ -31,35 +31,35 @@ from sppo_hf.errors import SPPOError
 # B batch rows, K key/value heads, C tokens of a chunk, T tokens of a run of keys, H head size.
 
 Keep = Callable[[str, Tensor], Tensor]
-"""Gives a tensor of a kind a place to stay; returns what is there."""
+"""Copies a tensor ("keys" or "values") to where it can stay on the device, if need be; returns it
+from there."""
+
+LoadKV = Callable[[], tuple[Tensor, Tensor]]
+"""Loads offloaded keys and values of a chunk back onto the device, each BKCH."""
 
 
-Bring = Callable[[], tuple[Tensor, Tensor]]
-"""Gives keys and values of a chunk back, each BKCH."""
-
-
-class Keys(Protocol):
-    """Keys and values of one block, on the device."""
+class KVBlock(Protocol):
+    """KVBlock and values of one block of chunks, on the device."""
 
     @property
     def block(self) -> Block:
-        """Which tokens are here."""
+        """The chunks and tokens of this block."""
         ...
 
     def run(self, start: int, end: int, row: int | None) -> tuple[Tensor, Tensor]:
-        """Keys and values of tokens `[start, end)` of `row` (all rows if None), each BKTH."""
+        """Return K/V of tokens `[start, end)` of `row` (all rows if None), each BKTH."""
         ...
 
     def add_gradient(self, start: int, dk_BKTH: Tensor, dv_BKTH: Tensor, row: int | None) -> None:
-        """Add gradients of tokens `[start, start + T)` of `row`; gives the tensors away."""
+        """Add gradients of tokens `[start, start + T)` of `row`; takes ownership of the tensors."""
         ...
 
 
 class KVStore(Protocol):
-    """Keys and values of one layer for one sequence, wherever they are."""
+    """KVBlock and values of one layer for one sequence, on the device or offloaded."""
 
     def put(self, chunk: int, k_BKCH: Tensor, v_BKCH: Tensor, *, keep: Keep | None = None) -> None:
-        """Take keys and values of `chunk`, which is about to attend."""
+        """Store K/V of `chunk`, which is about to attend."""
         ...
 
     def blocks(
@@ -69,53 +69,49 @@ class KVStore(Protocol):
         window: int | None,
         local: int | None = None,
     ) -> tuple[Block, ...]:
-        """The blocks in which `segments` (of a layer with this mask) can be read."""
+        """Return the blocks in which the K/V that `segments` see will be provided."""
         ...
 
-    def walk(
+    def forward_blocks(
         self, chunk: int, blocks: tuple[Block, ...], *, borrowed: bool = False
-    ) -> Iterator[Keys]:
-        """Bring the blocks that `chunk` attends to in forward, one after the other.
+    ) -> Iterator[KVBlock]:
+        """Yield the blocks that `chunk` attends to in forward, one after the other.
 
-        A block is on the device until the next is asked for, so the walk must be finished. With
-        `borrowed` it is for another layer, after the one that put the keys here, or for one that
-        runs again.
+        A block is on the device until the next is requested, so all must be consumed. `borrowed`:
+        the caller is a layer that reads another layer's K/V, or one that is recomputed.
         """
         ...
 
-    def walk_back(
+    def backward_blocks(
         self, chunk: int, blocks: tuple[Block, ...], *, borrowed: bool = False
-    ) -> Iterator[Keys]:
-        """The same in backward, where each block takes its gradients."""
+    ) -> Iterator[KVBlock]:
+        """Yield the same blocks in backward, where each takes its gradients."""
         ...
 
     def take_gradient(self, chunk: int) -> tuple[Tensor, Tensor]:
-        """Return dK and dV of `chunk` in the keys' own dtype, and free the chunk's entry."""
+        """Return dK and dV of `chunk` in the keys' own dtype, and free its K/V and sums."""
         ...
 
-    # Where units of a pipeline change ranks, a later store takes over what earlier ones have:
+    # For pipelines whose ranks share units: another rank's store takes over some chunks.
 
     def put_attended(self, chunk: int, k_BKCH: Tensor, v_BKCH: Tensor) -> None:
-        """Take keys and values of a `chunk` that has attended, with another store."""
+        """Store K/V of a `chunk` whose attention already ran, with another store."""
         ...
 
     def chunk_kv(self, chunk: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of `chunk`, each BKCH, which stay here too."""
+        """Return K/V of `chunk`, each BKCH; the store keeps them."""
         ...
 
     def free_kv(self, chunk: int) -> None:
-        """Free keys and values of `chunk`, whose own backward runs with another store.
-
-        The sums of their gradients wait here.
-        """
+        """Free K/V of `chunk`, whose own backward runs with another store; keep the sums."""
         ...
 
     def gradient_sums(self, chunk: int) -> tuple[Tensor, Tensor]:
-        """Those sums of dK and dV, as they were summed, each BKCH; they stay here too."""
+        """Return the sums of dK and dV so far, each BKCH, in the dtype of the sums."""
         ...
 
     def free_gradient_sums(self, chunk: int) -> None:
-        """Free them."""
+        """Free the sums of `chunk`."""
         ...
 
     def add_gradient_sums(
@@ -126,7 +122,7 @@ class KVStore(Protocol):
 
 
 class LayerKV:
-    """Keys and values of one layer on the device, chunk by chunk, with their gradient sums."""
+    """KVBlock and values of one layer on the device, chunk by chunk, with their gradient sums."""
 
     def __init__(self, bounds: Bounds) -> None:
         self._bounds = bounds
@@ -134,17 +130,13 @@ class LayerKV:
         self._keys: dict[int, tuple[Tensor, Tensor]] = {}
         self._grads: dict[int, tuple[Tensor, Tensor]] = {}
         self._taken: set[int] = set()
-        self._away: dict[int, Bring] = {}
+        self._offloaded: dict[int, LoadKV] = {}
 
     def put(self, chunk: int, k_BKCH: Tensor, v_BKCH: Tensor, *, keep: Keep | None = None) -> None:
-        """Keep keys and values of `chunk`.
-
-        `keep` copies a tensor to where it can stay. What it gives back as it is, and all without
-        it, is shared if dense.
-        """
+        """Store K/V of `chunk`, in place if they are dense and `keep` does not copy them."""
         start, end = self._bounds[chunk]
         assert k_BKCH.shape[2] == end - start, "a chunk's keys must cover exactly its tokens"
-        self._keys[chunk] = (_kept("keys", k_BKCH, keep), _kept("values", v_BKCH, keep))
+        self._keys[chunk] = (_place("keys", k_BKCH, keep), _place("values", v_BKCH, keep))
 
     def blocks(
         self,
@@ -153,61 +145,61 @@ class LayerKV:
         window: int | None,
         local: int | None = None,
     ) -> tuple[Block, ...]:
-        """One block: everything is here."""
+        """Return one block: all K/V are on the device."""
         return (self.block,)
 
-    def walk(
+    def forward_blocks(
         self, chunk: int, blocks: tuple[Block, ...], *, borrowed: bool = False
-    ) -> Iterator[Keys]:
-        """See `KVStore.walk`."""
+    ) -> Iterator[KVBlock]:
+        """See `KVStore.forward_blocks`."""
         self.load_until(chunk)
         yield self
 
-    def walk_back(
+    def backward_blocks(
         self, chunk: int, blocks: tuple[Block, ...], *, borrowed: bool = False
-    ) -> Iterator[Keys]:
-        """See `KVStore.walk_back`."""
+    ) -> Iterator[KVBlock]:
+        """See `KVStore.backward_blocks`."""
         self.load_until(chunk)
         yield self
 
-    def offload_chunk(self, chunk: int, bring: Bring) -> tuple[Tensor, Tensor]:
-        """Let go of keys and values of `chunk`, which are returned, until a chunk attends to them.
+    def offload_chunk(self, chunk: int, load_kv: LoadKV) -> tuple[Tensor, Tensor]:
+        """Give up K/V of `chunk`, which are returned, until they are needed.
 
-        `bring` gives them back then.
+        `load_kv` loads them back then.
         """
-        self._away[chunk] = bring
+        self._offloaded[chunk] = load_kv
         return self._keys.pop(chunk)
 
     def restore(
         self, chunk: int, k_BKCH: Tensor, v_BKCH: Tensor, *, keep: Keep | None = None
     ) -> None:
-        """Take keys and values of `chunk`, if they are away: nobody need bring them any more."""
-        if self._away.pop(chunk, None) is not None:
+        """Store K/V of `chunk` that the caller has loaded, if they are still offloaded here."""
+        if self._offloaded.pop(chunk, None) is not None:
             self.put(chunk, k_BKCH, v_BKCH, keep=keep)
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """Chunks whose keys and values are on the device."""
+        """Chunks whose K/V are on the device."""
         return tuple(self._keys)
 
     def load_until(self, last: int) -> None:
-        """Bring back what is away of the chunks up to `last`."""
-        for chunk in sorted(chunk for chunk in self._away if chunk <= last):
-            self.restore(chunk, *self._away[chunk]())
+        """Load the offloaded K/V of all chunks up to `last`."""
+        for chunk in sorted(chunk for chunk in self._offloaded if chunk <= last):
+            self.restore(chunk, *self._offloaded[chunk]())
 
     def run(self, start: int, end: int, row: int | None) -> tuple[Tensor, Tensor]:
-        """Keys and values of tokens `[start, end)` of `row` (all rows if None), each BKTH.
+        """Return K/V of tokens `[start, end)` of `row` (all rows if None), each BKTH.
 
         Raises:
-            SPPOError: If backward already freed one of the chunks (a second backward).
+            SPPOError: backward has already freed one of the chunks (a second backward).
         """
         ks, vs = [], []
         for chunk, inner, _ in self._overlaps(start, end):
             if chunk not in self._keys:
-                raise gone(chunk)
+                raise kv_freed_error(chunk)
             k_BKCH, v_BKCH = self._keys[chunk]
-            ks.append(rows_of(k_BKCH, row)[:, :, inner])
-            vs.append(rows_of(v_BKCH, row)[:, :, inner])
+            ks.append(select_row(k_BKCH, row)[:, :, inner])
+            vs.append(select_row(v_BKCH, row)[:, :, inner])
         if len(ks) == 1:
             return ks[0], vs[0]
         return join_tokens(ks), join_tokens(vs)
@@ -224,11 +216,11 @@ class LayerKV:
                     continue
                 self._grads[chunk] = (sum_zeros(k), sum_zeros(v))
             sum_k, sum_v = self._grads[chunk]
-            rows_of(sum_k, row)[:, :, inner] += dk
-            rows_of(sum_v, row)[:, :, inner] += dv
+            select_row(sum_k, row)[:, :, inner] += dk
+            select_row(sum_v, row)[:, :, inner] += dv
 
     def take_gradient(self, chunk: int) -> tuple[Tensor, Tensor]:
-        """Return dK and dV of `chunk` in the keys' own dtype, and free the chunk's entry."""
+        """Return dK and dV of `chunk` in the keys' own dtype, and free its K/V and sums."""
         self.load_until(chunk)
         k, v = self._keys.pop(chunk)
         self._taken.add(chunk)
@@ -267,7 +259,7 @@ class LayerKV:
         if chunk not in self._grads:
             k, v = self._keys[chunk]
             self._grads[chunk] = sum_zeros(k), sum_zeros(v)
-        add_heads(self._grads[chunk], (dk_BKCH, dv_BKCH), heads)
+        add_to_heads(self._grads[chunk], (dk_BKCH, dv_BKCH), heads)
 
     @property
     def kv_bytes(self) -> int:
@@ -280,7 +272,7 @@ class LayerKV:
         return sum(k.nbytes + v.nbytes for k, v in self._grads.values())
 
     def _overlaps(self, start: int, end: int) -> Iterator[tuple[int, slice, slice]]:
-        """Chunks that `[start, end)` touches: (chunk, slice in the chunk, slice in the run)."""
+        """Yield (chunk, slice in the chunk, slice in the run) of chunks in `[start, end)`."""
         for chunk, (chunk_start, chunk_end) in enumerate(self._bounds):
             low, high = max(start, chunk_start), min(end, chunk_end)
             if low < high:
@@ -289,42 +281,42 @@ class LayerKV:
 
 
 class KVOwners:
-    """Which layer's store holds the keys that a layer attends to, for one chunk.
+    """Finds the store that holds the K/V which a layer attends to, within one chunk.
 
-    Layers that share keys (Gemma 3n, Gemma 4) are given the very tensors of an earlier layer.
+    Layers that share K/V (Gemma 3n, Gemma 4) receive the identical tensors of an earlier layer.
     """
 
     def __init__(self) -> None:
         self._owners: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Tensor], KVStore]] = {}
 
     def store_of(self, key: Tensor, value: Tensor) -> KVStore | None:
-        """The store of the layer that attended with these tensors before; None for the first."""
+        """Return the store of the earlier layer with these tensors, or None if there is none."""
         known = self._owners.get(id(key))
         if known is not None and known[0]() is key and known[1]() is value:
             return known[2]
         return None
 
     def add(self, key: Tensor, value: Tensor, store: KVStore) -> None:
-        """`store` holds these from now on."""
+        """Register that `store` holds these tensors."""
         self._owners[id(key)] = (weakref.ref(key), weakref.ref(value), store)
 
 
-def gone(chunk: int) -> SPPOError:
-    """The error of reading keys that backward has freed."""
+def kv_freed_error(chunk: int) -> SPPOError:
+    """Return the error for reading K/V that backward has freed."""
     return SPPOError(
-        f"keys of chunk {chunk} are gone: backward ran already and freed them. "
+        f"keys of chunk {chunk} were freed: backward ran already. "
         "Chunked sequences allow one backward per forward (retain_graph=True is not "
         "supported); run the forward again."
     )
 
 
-def rows_of(x: Tensor, row: int | None) -> Tensor:
-    """Row `row` of `x`, or all of them."""
+def select_row(x: Tensor, row: int | None) -> Tensor:
+    """Return row `row` of `x` as a batch of one, or all rows if None."""
     return x if row is None else x[row : row + 1]
 
 
 def join_tokens(parts_BKCH: Sequence[Tensor]) -> Tensor:
-    """One run of the tokens of all parts, BKTH, in the layout in which the parts lie.
+    """Join the tokens of all parts to one BKTH tensor, in the memory layout of the parts.
 
     A projection gives keys as views of BCKH memory. Joined as such they are contiguous runs,
     which CUDA copies in wide words; along their third dim it would go element by element. Kernels
@@ -336,43 +328,45 @@ def join_tokens(parts_BKCH: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(parts_BKCH), dim=2)
 
 
-# What is copied keeps the order of its dims in memory, so that what is joined or added later lies
-# alike, and a gradient goes back into the projection as it lies.
+# Copies below keep the order of dims in memory, so that tensors that are joined or added later have
+# the same layout, and gradients reach the projection in its own.
 
 
 def dense(x: Tensor) -> Tensor:
-    """`x` without gradient, in a storage of its own size.
+    """Return `x` detached, cloned if it is a view into a larger storage.
 
-    A view into a larger tensor (a fused q/k/v projection) would keep all of that alive.
+    A view of a fused q/k/v projection would keep the whole projection alive.
     """
     x = x.detach()
     return x if x.untyped_storage().nbytes() <= x.nbytes else x.clone()
 
 
 def sum_copy(x: Tensor) -> Tensor:
-    """A dense copy of `x` that gradients can be summed in."""
+    """Return a dense copy of `x` in the dtype of gradient sums."""
     return x.to(sum_dtype(x), copy=True)
 
 
 def sum_zeros(x: Tensor) -> Tensor:
-    """Zeros like `x` that gradients can be summed in."""
+    """Return zeros of the shape of `x` in the dtype of gradient sums."""
     return torch.zeros_like(x, dtype=sum_dtype(x))
 
 
-def add_heads(sums: tuple[Tensor, Tensor], more: tuple[Tensor, Tensor], heads: list[int]) -> None:
-    """Add to sums of dK and dV, in place, what came for some of their heads."""
+def add_to_heads(
+    sums: tuple[Tensor, Tensor], more: tuple[Tensor, Tensor], heads: list[int]
+) -> None:
+    """Add gradients of some heads to sums of dK and dV, in place."""
     for total, part in zip(sums, more, strict=True):
-        # Not by an index, whose copy to the device the host would wait for.
+        # Not by an index tensor: the host would wait for its copy to the device.
         for place, head in enumerate(heads):
             total[:, head] += part[:, place]
 
 
 def sum_dtype(x: Tensor) -> torch.dtype:
-    """Dtype of gradient sums: float32, or that of `x` if wider."""
+    """Return the dtype of gradient sums: float32, or that of `x` if wider."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _kept(kind: str, x: Tensor, keep: Keep | None) -> Tensor:
+def _place(kind: str, x: Tensor, keep: Keep | None) -> Tensor:
     kept = x if keep is None else keep(kind, x)
-    # Where `keep` has copied, the tensor may well be a part of something larger: that is its place.
+    # A tensor that `keep` has copied may be a view into a larger buffer, which is where it belongs.
     return dense(kept) if kept is x or kept.data_ptr() == x.data_ptr() else kept

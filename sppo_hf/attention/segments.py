@@ -1,13 +1,13 @@
-"""Which keys a chunk's queries see, as a list of plain causal problems; which are read together.
+"""Which keys a chunk's queries see, as causal segments, and the blocks in which keys are read.
 
-A chunk of a padded or packed batch is cut into *segments*: a run of queries of some rows that
-attends to one run of keys, causally. Block-diagonal masks (packed documents) and key padding
-then need no mask tensor and no special kernel: every backend that can do causal attention can
-do them, exactly. Over keys that do not all fit on the device, attention runs block by block of
-whole chunks, and is merged. This module is integers only.
+A chunk of a padded or packed batch is cut into *segments*: a run of queries of one or all rows that
+attends causally to one run of keys. Packed documents (block-diagonal masks) and key padding then
+need no mask tensor and no special kernel: every causal attention kernel can do them, exactly. Keys
+that do not all fit on the device are read in blocks of whole chunks, whose results are merged. This
+module computes with integers only.
 
-Padding in front of a row is a document of its own. Not covered: masks that are not causal, holes in
-the padding mask. The batch layout (`sppo_hf.engine.batch_layout`) refuses those.
+Padding in front of a row counts as a document of its own. Masks that are not causal, or padding
+between real tokens, are refused by the batch layout (`sppo_hf.engine.batch_layout`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class AttentionSegment:
     """Queries `[q_start, q_end)` of `row` attend causally to keys `[k_start, k_end)`.
 
     Positions are indices into the whole sequence. `k_end <= q_end`; it is smaller than `q_start`
-    only for padded queries, which see every real key of their row.
+    only for padded queries, which see all real keys of their row.
     """
 
     row: int | None
@@ -39,7 +39,7 @@ class AttentionSegment:
 class RowSpans:
     """The documents of one row: consecutive `[start, end)` spans that cover `[0, total)`.
 
-    With padding there is one document `[0, length)` and the padded tail sees the keys of it.
+    A padded row has one document `[0, length)`, whose keys the padded tail sees too.
     """
 
     documents: tuple[tuple[int, int], ...]
@@ -72,7 +72,7 @@ def chunk_segments(
     if rows is None:
         return tuple(
             AttentionSegment(None, q_start, q_end, _first_key(first, q_start, window), q_end)
-            for first, q_start, q_end in _own_blocks(0, start, end, local)
+            for first, q_start, q_end in _local_runs(0, start, end, local)
         )
     same = all(spans == rows[0] for spans in rows)
     segments: list[AttentionSegment] = []
@@ -81,16 +81,16 @@ def chunk_segments(
     return tuple(segments)
 
 
-def side_by_side(segments: Iterable[AttentionSegment]) -> Iterator[tuple[AttentionSegment, ...]]:
-    """Group the segments that a kernel for documents of any length can do in one call.
+def group_adjacent(segments: Iterable[AttentionSegment]) -> Iterator[tuple[AttentionSegment, ...]]:
+    """Group segments that a kernel for packed documents can do in one call.
 
     Yields:
         Runs of segments of one row whose queries and keys are adjacent and each of which ends at
-        its last query's own key. Any other segment is a run of its own.
+        its last query's own key. Any other segment is a run by itself.
     """
     run: list[AttentionSegment] = []
     for segment in segments:
-        if run and not _follows(run[-1], segment):
+        if run and not _is_adjacent(run[-1], segment):
             yield tuple(run)
             run = []
         run.append(segment)
@@ -98,7 +98,7 @@ def side_by_side(segments: Iterable[AttentionSegment]) -> Iterator[tuple[Attenti
         yield tuple(run)
 
 
-def _follows(one: AttentionSegment, other: AttentionSegment) -> bool:
+def _is_adjacent(one: AttentionSegment, other: AttentionSegment) -> bool:
     ends_alike = one.q_end == one.k_end and other.q_end == other.k_end
     adjacent = one.q_end == other.q_start and one.k_end == other.k_start
     return one.row == other.row and ends_alike and adjacent
@@ -116,22 +116,22 @@ def _row_segments(
     for document_start, document_end in spans.documents:
         begin = max(start, document_start)
         stop = min(end, document_end, max(spans.valid_tokens, document_start))
-        for first, q_start, q_end in _own_blocks(document_start, begin, stop, local):
+        for first, q_start, q_end in _local_runs(document_start, begin, stop, local):
             first_key = _first_key(first, q_start, window)
             segments.append(AttentionSegment(row, q_start, q_end, first_key, q_end))
     pad_start = max(start, spans.valid_tokens)
     document_start = max(s for s, _ in spans.documents if s <= spans.valid_tokens)
-    for first, q_start, q_end in _own_blocks(document_start, pad_start, end, local):
+    for first, q_start, q_end in _local_runs(document_start, pad_start, end, local):
         first_key = _first_key(first, q_start, window)
         if first_key < spans.valid_tokens:
             segments.append(AttentionSegment(row, q_start, q_end, first_key, spans.valid_tokens))
     return segments
 
 
-def _own_blocks(
+def _local_runs(
     document_start: int, start: int, end: int, local: int | None
 ) -> Iterator[tuple[int, int, int]]:
-    """Runs of queries `[start, end)` that may see the same first key: (that key, start, end)."""
+    """Yield (first visible key, start, end) for runs of queries of one local block or document."""
     while start < end:
         if local is None:
             yield document_start, start, end
@@ -148,7 +148,7 @@ def _first_key(first: int, q_start: int, window: int | None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """The keys of consecutive chunks."""
+    """The keys of consecutive chunks, read together."""
 
     chunks: range
     start: int
@@ -157,10 +157,10 @@ class Block:
     """One past the last token."""
 
     def cut(self, segments: Iterable[AttentionSegment]) -> Iterator[AttentionSegment]:
-        """What is left of `segments` when only this block's keys are there.
+        """Yield `segments` restricted to this block's keys.
 
-        Queries stay as they are, also where a window hides the whole block from some of them:
-        backends give those a log-sum-exp of -inf, and merging weighs them with zero.
+        Queries are not restricted, even where a window hides the whole block from some of them:
+        backends return a log-sum-exp of -inf for those, and merging gives them weight zero.
         """
         for segment in segments:
             k_start, k_end = max(segment.k_start, self.start), min(segment.k_end, self.end)
@@ -169,16 +169,16 @@ class Block:
 
 
 def whole_sequence(bounds: Bounds) -> Block:
-    """All chunks as one block."""
+    """Return all chunks as one block."""
     return Block(range(len(bounds)), bounds[0][0], bounds[-1][1])
 
 
 def cut_blocks(
     bounds: Bounds, segments: tuple[AttentionSegment, ...], *, block_tokens: int
 ) -> tuple[Block, ...]:
-    """The blocks that `segments` read, in order of their tokens.
+    """Return the blocks of at most `block_tokens` that `segments` read, in order of tokens.
 
-    Chunks without any of their keys are in no block; one longer than `block_tokens` has its own.
+    Chunks with none of these keys are in no block; a chunk longer than a block is one by itself.
     """
     blocks: list[Block] = []
     for chunk, (start, end) in enumerate(bounds):

@@ -1,21 +1,19 @@
-"""Keys, values and their gradient sums that wait elsewhere and come back block by block.
+"""Offloaded keys, values and gradient sums that are streamed through the device block by block.
 
-`KVStream` belongs to one sequence and makes one `StreamedKV` a layer. A chunk's keys and values
-leave when the chunk attends; in forward and backward, attention of a (layer, chunk) walks over the
-blocks it reads. While a block is computed on, the next one is prefetched: of this layer, or after
-the last block the first of whatever layer comes next. So beside the running chunk's own keys at
-most two blocks are on the device, however long the sequence is: the one in use and the one ahead.
-(A block of several chunks is joined into one run for the kernel; its parts leave before the next
-block comes.)
+A `KVStream` belongs to one sequence and makes one `StreamedKV` per layer. A chunk's K/V are
+offloaded when the chunk attends; in forward and backward, attention of a (layer, chunk) reads one
+block after the other. During the compute on a block the next one is prefetched: of this layer, or
+after its last block the first of the layer that runs next. So beside the running chunk's own K/V at
+most two blocks are on the device, however long the sequence is. (A block of several chunks is
+joined into one run for the kernel; its parts are freed before the next block is loaded.)
 
-Backward reads a block's keys again and with them the float32 sums of its gradients, adds its share
-and sends the sums away. The running chunk's own sums are complete then and stay, for
-`take_gradient` is called next. The bytes that cross the bus per (layer, chunk) are those of the
-keys it reads, in forward once; in backward once, and the sums in and out.
+Backward reads a block's K/V and the float32 sums of their gradients, adds its share and offloads
+the sums. The running chunk's own sums are complete then and are kept on the device, because
+`take_gradient` is called next. Bytes copied per (layer, chunk): the K/V that it reads, once in
+forward and once in backward, and the sums both ways.
 
-Where bytes go is the affair of a `KVTransfer`: host memory, a disk and a test's dictionary are all
-one, and orders between copies and compute are its own. See
-[Note: dK/dV order] in `sppo_hf.attention.kv_cache` for why backward may free what it frees.
+A `KVTransfer` does the copies, to host memory or disk, and orders them against compute. For why
+backward may free what it frees see [Note: dK/dV order] in `sppo_hf.attention.kv_cache`.
 """
 
 from __future__ import annotations
@@ -31,12 +29,12 @@ from torch import Tensor
 
 from sppo_hf.attention.kv_cache import (
     Keep,
-    Keys,
-    add_heads,
+    KVBlock,
+    add_to_heads,
     dense,
-    gone,
     join_tokens,
-    rows_of,
+    kv_freed_error,
+    select_row,
     sum_dtype,
     sum_zeros,
 )
@@ -52,133 +50,135 @@ from sppo_hf.attention.segments import (
 # B batch rows, K key/value heads, C tokens of a chunk, T tokens of a block, H head size.
 
 Handle = Any
-"""Stands for a tensor that was sent; only its mover looks inside."""
+"""An offloaded tensor; opaque to all but the `KVTransfer` that made it."""
 
 Pair = tuple[Handle, Handle]
 """Handles of keys and values, or of their gradient sums."""
 
 
 class KVTransfer(Protocol):
-    """Moves tensors away from the device and back, any number of times each.
+    """Offloads tensors and loads them back, any number of times each.
 
-    A handle is *here* from `prefetch` or `fetch` until `evict`, else *away*. All calls return at
-    once as far as the host is concerned; compute enqueued later finds what they promise.
+    A handle's tensor is on the device from `prefetch` or `fetch` until `evict`. No call blocks the
+    host; compute that is enqueued later waits for the copies that it needs.
     """
 
     def send(self, tensor: Tensor) -> Handle:
-        """Start taking `tensor` away; its handle is away, and owns the bytes until `release`.
+        """Start offloading `tensor`; the handle owns the bytes until `release`.
 
-        The caller may go on reading its own reference, must not write to it, and should drop it
-        soon: the device memory is free once that and the copy are over.
+        The caller may go on reading `tensor` but must not write to it, and should drop it soon: the
+        device memory is free when the caller's reference and the copy are kv_freed_error.
         """
         ...
 
     def prefetch(self, handle: Handle) -> None:
-        """Start bringing the bytes back; nothing if they are here."""
+        """Start loading the tensor; does nothing if it is on the device."""
         ...
 
     def fetch(self, handle: Handle) -> Tensor:
-        """The tensor on the device, valid until `evict` or `release`; must not be written to."""
+        """Return the tensor on the device, read-only and valid until `evict` or `release`."""
         ...
 
     def evict(self, handle: Handle) -> None:
-        """Give the device's copy up; the bytes stay away. Nothing if they are not here."""
+        """Free the copy on the device, if there is one; the offloaded bytes are kept."""
         ...
 
     def release(self, handle: Handle) -> None:
-        """Give all bytes up, here and away; the handle ends."""
+        """Free all bytes, on the device and offloaded; the handle becomes invalid."""
         ...
 
     def settle(self) -> None:
-        """A good moment to bound what is still leaving: compute may wait for earlier sends."""
+        """Bound the bytes of pending sends: later compute may have to wait for earlier ones."""
         ...
 
 
 @dataclass(eq=False)
 class KVStream:
-    """What the layers of one sequence share: the mover, and the block that is ahead of its use."""
+    """What the layers of one sequence share: the transfer, and what is prefetched but not used."""
 
-    mover: KVTransfer
-    """Takes tensors away and brings them back."""
+    transfer: KVTransfer
+    """Does the copies."""
     bounds: Bounds
     """`(start, end)` of every chunk, in tokens."""
     _: KW_ONLY
     rows: tuple[RowSpans, ...] | None
-    """The spans of every row, or None when every row is one document."""
+    """The documents of every row, or None when every row is one document."""
     block_tokens: int
-    """Most tokens of a block; a longer chunk is a block of its own."""
+    """Maximum tokens of a block; a longer chunk is a block by itself."""
     linked: bool = True
-    """Whether a chunk follows the one before it at once. If not, nothing is prefetched for the next
-    one until `begin` says that it comes."""
+    """Whether each chunk runs right after the one before it. If not, nothing is prefetched for the
+    next chunk until `begin` announces it."""
 
     def __post_init__(self) -> None:
-        # Weakly: autograd's graph holds stores, and one of a frozen layer is to die with forward.
+        # Weak: autograd's graph holds the stores, and that of a frozen layer ends with forward.
         self._layers: list[weakref.ref[StreamedKV]] = []
-        self._ahead: dict[int, Handle] = {}
+        self._prefetched: dict[int, Handle] = {}
 
     def add_layer(self) -> StreamedKV:
-        """An empty store for the next layer; the caller keeps it alive."""
+        """Return an empty store for the next layer; the caller keeps it alive."""
         store = StreamedKV(self, len(self._layers))
         self._layers.append(weakref.ref(store))
         return store
 
     def end_forward(self) -> None:
-        """Give up what was prefetched for a chunk that will not run."""
-        self.expect(())
+        """Evict what was prefetched for a chunk that will not run."""
+        self.evict_except(())
 
     def prefetch(self, handles: Iterable[Handle]) -> None:
-        """Start bringing `handles` back, and remember that nobody has used them yet."""
+        """Start loading `handles`, and remember them as not used yet."""
         for handle in handles:
-            self.mover.prefetch(handle)
-            self._ahead[id(handle)] = handle
+            self.transfer.prefetch(handle)
+            self._prefetched[id(handle)] = handle
 
-    def expect(self, handles: Iterable[Handle]) -> None:
-        """Give up what is ahead but not among `handles`, which are used now."""
+    def evict_except(self, handles: Iterable[Handle]) -> None:
+        """Evict what was prefetched but is not among `handles`, which are used now."""
         wanted = {id(handle) for handle in handles}
-        for key in [key for key in self._ahead if key not in wanted]:
-            self.mover.evict(self._ahead.pop(key))
+        for key in [key for key in self._prefetched if key not in wanted]:
+            self.transfer.evict(self._prefetched.pop(key))
 
     def fetch(self, handle: Handle) -> Tensor:
-        """The tensor on the device; no longer ahead of its use."""
-        self._ahead.pop(id(handle), None)
-        return self.mover.fetch(handle)
+        """Return the tensor on the device; it counts as used."""
+        self._prefetched.pop(id(handle), None)
+        return self.transfer.fetch(handle)
 
     def release(self, handle: Handle) -> None:
-        """Give all bytes of `handle` up."""
-        self._ahead.pop(id(handle), None)
-        self.mover.release(handle)
+        """Free all bytes of `handle`."""
+        self._prefetched.pop(id(handle), None)
+        self.transfer.release(handle)
 
     def begin(self, chunk: int, *, backward: bool) -> None:
-        """Start bringing what a chunk's forward, or its backward, reads first, in its first layer.
+        """Start loading what the forward or backward of `chunk` reads first, in its first layer.
 
-        For callers that run chunks one by one (`linked=False`); asking again does nothing more.
+        For callers that run chunks one by one (`linked=False`); repeated calls do nothing.
         """
         store = self._layers[-1 if backward else 0]()
         if store is not None:
             self.prefetch(
-                store.first_of_walk_back(chunk) if backward else store.first_of_walk(chunk)
+                store.first_backward_handles(chunk)
+                if backward
+                else store.first_forward_handles(chunk)
             )
 
-    def first_after(self, layer: int, chunk: int) -> list[Handle]:
-        """What forward reads first after `chunk` has attended in `layer`."""
+    def next_forward_handles(self, layer: int, chunk: int) -> list[Handle]:
+        """Return what forward reads first after attention of `chunk` in `layer`."""
         if layer + 1 == len(self._layers) and not self.linked:
             return []
         layer, chunk = (layer + 1, chunk) if layer + 1 < len(self._layers) else (0, chunk + 1)
         store = self._layers[layer]() if chunk < len(self.bounds) else None
-        return [] if store is None else store.first_of_walk(chunk)
+        return [] if store is None else store.first_forward_handles(chunk)
 
-    def first_before(self, layer: int, chunk: int) -> list[Handle]:
-        """What backward reads first after that of `chunk` in `layer`."""
+    def next_backward_handles(self, layer: int, chunk: int) -> list[Handle]:
+        """Return what backward reads first after attention of `chunk` in `layer`."""
         if not (layer or self.linked):
             return []
         layer, chunk = (layer - 1, chunk) if layer else (len(self._layers) - 1, chunk - 1)
         store = self._layers[layer]() if chunk >= 0 else None
-        return [] if store is None else store.first_of_walk_back(chunk)
+        return [] if store is None else store.first_backward_handles(chunk)
 
 
 @dataclass(slots=True)
-class _Here:
-    """Keys and values (or their gradient sums) of a chunk that are on the device."""
+class _OnDevice:
+    """K/V of a chunk, or the sums of their gradients, that are on the device."""
 
     chunk: int
     k: Tensor
@@ -186,8 +186,8 @@ class _Here:
 
 
 @dataclass(frozen=True, slots=True)
-class _Like:
-    """What a chunk's keys and values look like while they are away."""
+class _KVLayout:
+    """Shapes, dtype and device of a chunk's offloaded K/V."""
 
     k_shape: torch.Size
     v_shape: torch.Size
@@ -196,7 +196,7 @@ class _Like:
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        """Of the sums of their gradients."""
+        """Dtype of the sums of their gradients."""
         return torch.promote_types(self.dtype, torch.float32)
 
     def zeros(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -204,38 +204,38 @@ class _Like:
         return of(self.k_shape), of(self.v_shape)
 
 
-class _BlockKeys:
+class _LoadedBlock:
     def __init__(self, block: Block, k_BKTH: Tensor, v_BKTH: Tensor) -> None:
         self.block = block
         self.gradient: tuple[Tensor, Tensor] | None = None
-        self._here: tuple[Tensor, Tensor] | None = (k_BKTH, v_BKTH)
+        self._kv: tuple[Tensor, Tensor] | None = (k_BKTH, v_BKTH)
 
     def run(self, start: int, end: int, row: int | None) -> tuple[Tensor, Tensor]:
-        assert self._here is not None, "a block is read before the next one is asked for"
+        assert self._kv is not None, "a block is read before the next one is requested"
         tokens = slice(start - self.block.start, end - self.block.start)
-        k_BKTH, v_BKTH = self._here
-        return rows_of(k_BKTH, row)[:, :, tokens], rows_of(v_BKTH, row)[:, :, tokens]
+        k_BKTH, v_BKTH = self._kv
+        return select_row(k_BKTH, row)[:, :, tokens], select_row(v_BKTH, row)[:, :, tokens]
 
     def add_gradient(self, start: int, dk_BKTH: Tensor, dv_BKTH: Tensor, row: int | None) -> None:
-        assert self._here is not None, "a gradient comes before the next block is asked for"
+        assert self._kv is not None, "gradients are added before the next block is requested"
         if self.gradient is None:
-            if dk_BKTH.shape == self._here[0].shape:
+            if dk_BKTH.shape == self._kv[0].shape:
                 self.gradient = (dk_BKTH, dv_BKTH)
                 return
-            self.gradient = (sum_zeros(self._here[0]), sum_zeros(self._here[1]))
+            self.gradient = (sum_zeros(self._kv[0]), sum_zeros(self._kv[1]))
         tokens = slice(start - self.block.start, start - self.block.start + dk_BKTH.shape[2])
         sum_k, sum_v = (x.to(sum_dtype(x)) for x in self.gradient)
         self.gradient = (sum_k, sum_v)
-        rows_of(sum_k, row)[:, :, tokens] += dk_BKTH
-        rows_of(sum_v, row)[:, :, tokens] += dv_BKTH
+        select_row(sum_k, row)[:, :, tokens] += dk_BKTH
+        select_row(sum_v, row)[:, :, tokens] += dv_BKTH
 
     def close(self) -> None:
-        """Let go of the keys; gradients stay."""
-        self._here = None
+        """Drop the K/V; keep the gradients."""
+        self._kv = None
 
 
 class StreamedKV:
-    """Keys and values of one layer that wait elsewhere; a `KVStore`. Made by `KVStream`."""
+    """`KVStore` of one layer whose K/V are offloaded; made by `KVStream.add_layer`."""
 
     def __init__(self, stream: KVStream, layer: int) -> None:
         self._stream = stream
@@ -245,21 +245,21 @@ class StreamedKV:
         self._blocks: dict[int, tuple[Block, ...]] = {}
         self._window: int | None = None
         self._local: int | None = None
-        self._like: dict[int, _Like] = {}
-        self._own: _Here | None = None
-        self._own_sums: _Here | None = None
+        self._layouts: dict[int, _KVLayout] = {}
+        self._own: _OnDevice | None = None
+        self._own_sums: _OnDevice | None = None
 
     def put(self, chunk: int, k_BKCH: Tensor, v_BKCH: Tensor, *, keep: Keep | None = None) -> None:
-        """Send keys and values of `chunk` away; here until its forward walk is over.
+        """Start offloading K/V of `chunk`; they are on the device until its attention is over.
 
-        `keep` is not used: what leaves needs no place to stay.
+        `keep` is not used, because nothing is kept on the device.
         """
         start, end = self._stream.bounds[chunk]
         assert k_BKCH.shape[2] == end - start, "a chunk's keys must cover exactly its tokens"
-        own = self._own = _Here(chunk, dense(k_BKCH), dense(v_BKCH))
-        mover = self._stream.mover
-        self._keys[chunk] = (mover.send(own.k), mover.send(own.v))
-        self._like[chunk] = _Like(own.k.shape, own.v.shape, own.k.dtype, own.k.device)
+        own = self._own = _OnDevice(chunk, dense(k_BKCH), dense(v_BKCH))
+        transfer = self._stream.transfer
+        self._keys[chunk] = (transfer.send(own.k), transfer.send(own.v))
+        self._layouts[chunk] = _KVLayout(own.k.shape, own.v.shape, own.k.dtype, own.k.device)
 
     def blocks(
         self,
@@ -268,48 +268,48 @@ class StreamedKV:
         window: int | None,
         local: int | None = None,
     ) -> tuple[Block, ...]:
-        """The blocks in which `segments` are read; remembers the mask for what is ahead."""
+        """Return the blocks in which `segments` are read; the mask is noted for prefetches."""
         self._window, self._local = window, local
-        return self._cut(segments)
+        return self._blocks_of(segments)
 
-    def walk(
+    def forward_blocks(
         self, chunk: int, blocks: tuple[Block, ...], *, borrowed: bool = False
-    ) -> Iterator[Keys]:
-        """See `KVStore.walk`."""
+    ) -> Iterator[KVBlock]:
+        """See `KVStore.forward_blocks`."""
         self._blocks[chunk] = blocks
-        after = functools.partial(self._stream.first_after, self._layer, chunk)
+        after = functools.partial(self._stream.next_forward_handles, self._layer, chunk)
         if borrowed:
-            after = _nothing  # which layer comes next is not known here
+            after = _no_handles  # the layer that runs next is not known here
         try:
-            yield from self._visit(blocks, after, sums=False)
+            yield from self._load_blocks(blocks, after, sums=False)
         finally:
             self._own = None
 
-    def walk_back(
+    def backward_blocks(
         self, chunk: int, blocks: tuple[Block, ...], *, borrowed: bool = False
-    ) -> Iterator[Keys]:
-        """See `KVStore.walk_back`."""
-        before = functools.partial(self._stream.first_before, self._layer, chunk)
+    ) -> Iterator[KVBlock]:
+        """See `KVStore.backward_blocks`."""
+        before = functools.partial(self._stream.next_backward_handles, self._layer, chunk)
         running: int | None = chunk
         if borrowed:
-            before, running = _nothing, None
-        for keys in self._visit(blocks, before, sums=True):
+            before, running = _no_handles, None
+        for keys in self._load_blocks(blocks, before, sums=True):
             yield keys
             keys.close()
             self._add_gradient(keys, running)
-            self._stream.mover.settle()
+            self._stream.transfer.settle()
 
     def take_gradient(self, chunk: int) -> tuple[Tensor, Tensor]:
         """Return dK and dV of `chunk` in the keys' own dtype; frees it and all later chunks.
 
-        Backward is through with the later ones by now, or will never come to them.
+        Backward of the later ones is over by now, or will never run.
         """
-        like = self._like[chunk]
+        like = self._layouts[chunk]
         own, self._own_sums = self._own_sums, None
         if own is not None:
             assert own.chunk == chunk, "the chunk that walked back takes its gradient next"
             gradient = (own.k.to(like.dtype), own.v.to(like.dtype))
-        elif chunk in self._sums:  # later chunks read its keys, its own output was not used
+        elif chunk in self._sums:  # later chunks read its keys, but its own output was not used
             sum_k, sum_v = (self._stream.fetch(handle) for handle in self._sums[chunk])
             gradient = (sum_k.to(like.dtype, copy=True), sum_v.to(like.dtype, copy=True))
         else:
@@ -324,10 +324,10 @@ class StreamedKV:
         """See `KVStore.put_attended`."""
         self.put(chunk, k_BKCH, v_BKCH)
         self._own = None
-        self._stream.mover.settle()  # many chunks' follow each other
+        self._stream.transfer.settle()  # K/V of many chunks may follow each other
 
     def chunk_kv(self, chunk: int) -> tuple[Tensor, Tensor]:
-        """See `KVStore.chunk_kv`; copies, for what was brought is given up at once."""
+        """See `KVStore.chunk_kv`; returns copies, because what was fetched is evicted at once."""
         return self._copies(self._keys[chunk])
 
     def free_kv(self, chunk: int) -> None:
@@ -336,8 +336,8 @@ class StreamedKV:
             self._stream.release(handle)
 
     def gradient_sums(self, chunk: int) -> tuple[Tensor, Tensor]:
-        """See `KVStore.gradient_sums`; copies, for what was brought is given up at once."""
-        like = self._like[chunk]
+        """See `KVStore.gradient_sums`; returns copies, as `chunk_kv` does."""
+        like = self._layouts[chunk]
         if chunk not in self._sums:
             return like.zeros(like.sum_dtype)
         return self._copies(self._sums[chunk])
@@ -351,65 +351,67 @@ class StreamedKV:
         self, chunk: int, dk_BKCH: Tensor, dv_BKCH: Tensor, heads: list[int]
     ) -> None:
         """See `KVStore.add_gradient_sums`."""
-        before, like = self._sums.pop(chunk, None), self._like[chunk]
+        before, like = self._sums.pop(chunk, None), self._layouts[chunk]
         if before is None:
             sums = like.zeros(like.sum_dtype)
         else:
             sums = self._copies(before)
             for handle in before:
                 self._stream.release(handle)
-        add_heads(sums, (dk_BKCH, dv_BKCH), heads)
+        add_to_heads(sums, (dk_BKCH, dv_BKCH), heads)
         sum_k, sum_v = sums
-        self._sums[chunk] = (self._stream.mover.send(sum_k), self._stream.mover.send(sum_v))
-        self._stream.mover.settle()
+        self._sums[chunk] = (self._stream.transfer.send(sum_k), self._stream.transfer.send(sum_v))
+        self._stream.transfer.settle()
 
     def _copies(self, pair: Pair) -> tuple[Tensor, Tensor]:
         k, v = (self._stream.fetch(handle).clone() for handle in pair)
         for handle in pair:
-            self._stream.mover.evict(handle)
+            self._stream.transfer.evict(handle)
         return k, v
 
-    def first_of_walk(self, chunk: int) -> list[Handle]:
-        """What forward of `chunk` will read first, as far as it can be known before it comes."""
+    def first_forward_handles(self, chunk: int) -> list[Handle]:
+        """Return what forward of `chunk` will read first, as far as is known before it runs."""
         if not self._keys:
             return []
         start, end = self._stream.bounds[chunk]
         rows = self._stream.rows
         segments = chunk_segments(start, end, rows, window=self._window, local=self._local)
-        return [h for block in self._cut(segments)[:1] for h in self._handles(block)]
+        return [h for block in self._blocks_of(segments)[:1] for h in self._handles(block)]
 
-    def first_of_walk_back(self, chunk: int) -> list[Handle]:
-        """What backward of `chunk` will read first."""
+    def first_backward_handles(self, chunk: int) -> list[Handle]:
+        """Return what backward of `chunk` will read first."""
         return [
             handle
             for block in self._blocks.get(chunk, ())[:1]
             for handle in self._handles(block, sums=True)
         ]
 
-    def _cut(self, segments: tuple[AttentionSegment, ...]) -> tuple[Block, ...]:
+    def _blocks_of(self, segments: tuple[AttentionSegment, ...]) -> tuple[Block, ...]:
         return cut_blocks(self._stream.bounds, segments, block_tokens=self._stream.block_tokens)
 
     def _handles(self, block: Block, *, sums: bool = False) -> list[Handle]:
-        """What must come for `block`, in the order in which it is used."""
+        """Return what must be loaded for `block`, in the order of its use."""
         chunks = [chunk for chunk in block.chunks if self._own is None or chunk != self._own.chunk]
         pairs = [self._keys[chunk] for chunk in chunks if chunk in self._keys]
         if sums:
             pairs += [self._sums[chunk] for chunk in chunks if chunk in self._sums]
         return [handle for pair in pairs for handle in pair]
 
-    def _visit(
+    def _load_blocks(
         self, blocks: tuple[Block, ...], upcoming: Callable[[], list[Handle]], *, sums: bool
-    ) -> Iterator[_BlockKeys]:
-        """Bring one block after the other, each prefetched while the one before it is in use.
+    ) -> Iterator[_LoadedBlock]:
+        """Yield one loaded block after the other; each is prefetched while the last is in use.
 
-        `upcoming` tells what is needed after the last of them, by whichever layer.
+        `upcoming` returns what is needed after the last block, by this or another layer.
         """
         stream = self._stream
-        stream.expect(handle for block in blocks[:1] for handle in self._handles(block, sums=sums))
+        stream.evict_except(
+            handle for block in blocks[:1] for handle in self._handles(block, sums=sums)
+        )
         for index, block in enumerate(blocks):
             k_BKTH, k_handles = self._join(block, 0)
             v_BKTH, v_handles = self._join(block, 1)
-            keys = _BlockKeys(block, k_BKTH, v_BKTH)
+            keys = _LoadedBlock(block, k_BKTH, v_BKTH)
             del k_BKTH, v_BKTH
             following = blocks[index + 1 : index + 2]
             if following:
@@ -421,10 +423,10 @@ class StreamedKV:
             finally:
                 keys.close()
                 for handle in k_handles + v_handles:
-                    stream.mover.evict(handle)
+                    stream.transfer.evict(handle)
 
     def _join(self, block: Block, which: int) -> tuple[Tensor, list[Handle]]:
-        """Keys (`which` 0) or values (1) of `block` as one run, and what to evict after its use."""
+        """Return keys (`which` 0) or values (1) of `block` as one run, and what to evict later."""
         parts: list[Tensor] = []
         handles: list[Handle] = []
         for chunk in block.chunks:
@@ -432,37 +434,38 @@ class StreamedKV:
                 parts.append((self._own.k, self._own.v)[which])
                 continue
             if chunk not in self._keys:
-                raise gone(chunk)
+                raise kv_freed_error(chunk)
             handles.append(self._keys[chunk][which])
             parts.append(self._stream.fetch(handles[-1]))
         if len(parts) == 1:
             return parts[0], handles
         joined = join_tokens(parts)
         for handle in handles:
-            self._stream.mover.evict(handle)
+            self._stream.transfer.evict(handle)
         return joined, []
 
-    def _add_gradient(self, keys: _BlockKeys, running: int | None) -> None:
-        """Add a block's gradient to the sums of its chunks; those of the running chunk stay.
+    def _add_gradient(self, keys: _LoadedBlock, running: int | None) -> None:
+        """Add a block's gradients to the sums of its chunks, and offload the sums.
 
-        With None none stays: a layer that borrows the keys takes no gradient of theirs.
+        Those of the `running` chunk are kept on the device; None offloads all (a layer that borrows
+        the K/V takes no gradient).
         """
         if keys.gradient is None:
             return
         (dk_BKTH, dv_BKTH), keys.gradient = keys.gradient, None
-        mover = self._stream.mover
+        transfer = self._stream.transfer
         for chunk in keys.block.chunks:
             start, end = self._stream.bounds[chunk]
             tokens = slice(start - keys.block.start, end - keys.block.start)
             before = self._sums.pop(chunk, (None, None))
-            sum_k = self._sum(before[0], dk_BKTH[:, :, tokens])
-            sum_v = self._sum(before[1], dv_BKTH[:, :, tokens])
+            sum_k = self._add_to_sum(before[0], dk_BKTH[:, :, tokens])
+            sum_v = self._add_to_sum(before[1], dv_BKTH[:, :, tokens])
             if chunk == running:
-                self._own_sums = _Here(chunk, sum_k, sum_v)
+                self._own_sums = _OnDevice(chunk, sum_k, sum_v)
             else:
-                self._sums[chunk] = (mover.send(sum_k), mover.send(sum_v))
+                self._sums[chunk] = (transfer.send(sum_k), transfer.send(sum_v))
 
-    def _sum(self, before: Handle | None, share_BKCH: Tensor) -> Tensor:
+    def _add_to_sum(self, before: Handle | None, share_BKCH: Tensor) -> Tensor:
         if before is None:
             return dense(share_BKCH.to(sum_dtype(share_BKCH)))
         total = self._stream.fetch(before) + share_BKCH
@@ -470,5 +473,5 @@ class StreamedKV:
         return total
 
 
-def _nothing() -> list[Handle]:
+def _no_handles() -> list[Handle]:
     return []

@@ -248,7 +248,7 @@ class ChunkRunner:
             self._offload,
             max_pending_d2h_bytes=plan.max_pending_d2h_bytes,
             # Without links the caller says when a chunk's activations are prefetched.
-            asked=plan.program().lowest_prefetched if offloads and self._linked else [],
+            lowest_prefetched=plan.program().lowest_prefetched if offloads and self._linked else [],
             # Not a method of ours: see [Note: what saved activations must not hold].
             on_prefetch=None if self._log is None else self._log.prefetched,
         )
@@ -683,7 +683,8 @@ class ChunkRunner:
         if self._log is not None:
             self._log.end_layer(self._chunk, position, activations)
         if self._stream is not None and len(self._prefetch_order) == recorded:
-            self._stream.mover.settle()  # recording in the prefetch order would have done it
+            # Closing saved activations would have bounded pending copies.
+            self._stream.transfer.settle()
         if context.kv is not None and not context.attended.times:
             raise UnsupportedModelError(
                 f"{self._parts.name} cannot run chunk by chunk: layer {context.layer} did not "

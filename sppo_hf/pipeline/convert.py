@@ -1,17 +1,17 @@
-"""Making a pipeline of a model: stages chosen, loaded, cut, and an engine that runs them.
+"""Turning a model into a pipeline: stages chosen, loaded and cut, and an engine that runs them.
 
-The entry of this room for those who attach SPPO to something; see `pipeline_engine` for a step.
+Integrations enter this room here; see `pipeline_engine` for a step.
 
-A rank reads the tensors of its own stages from disk and no others. Transformers builds a model
-without memory, then reads from the checkpoint what the model has a place for. So the model is cut
-between the two, and all that Transformers does to weights on their way (names changed, experts
-joined, dtypes, tied weights, quantisation) is done to a stage's, too. Training mode, and moving the
-model to a device, are left to others.
+A rank reads the tensors of its own stages from disk and no others. Transformers builds a model on
+the meta device, then reads from the checkpoint what the model has a parameter for. So the model is
+cut between the two, and all that Transformers does to weights while it loads them (renaming,
+joining experts, dtypes, tied weights, quantization) is done to a stage's, too. Training mode, and
+moving the model to a device, are left to others.
 
 [Note: mapped or read] Transformers maps files into memory, which costs nothing where a tensor stays
 as the file has it: its pages are the file's. Where dtypes are changed or experts are joined, the
-pages that were read would stay beside what is made of them and double a rank's peak. There, tensors
-are read instead, and what others are made of is freed at once; experts one tensor after the other.
+pages that were read would stay resident beside the result and double a rank's peak. There, tensors
+are read instead, and each is freed once it was converted; experts are read one tensor at a time.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ from sppo_hf.planning.stages import split_layers
 logger = logging.getLogger(__name__)
 
 ChooseCut = Callable[[ModelParts], StageCut]
-"""Chooses the stages of a whole model whose parameters have shapes and dtypes, but no memory."""
+"""Chooses the stages of a whole model on the meta device."""
 
-_NO_READING_AHEAD = "HF_DEACTIVATE_ASYNC_LOAD"
+_NO_ASYNC_LOAD = "HF_DEACTIVATE_ASYNC_LOAD"
 
 
 def load_stages(
@@ -71,24 +71,24 @@ def load_stages(
     *model_args: Any,
     **kwargs: Any,
 ) -> PreTrainedModel:
-    """Load the stages that `choose_cut` says are here, and nothing else of the model.
+    """Load this rank's stages, chosen by `choose_cut`, and nothing else of the model.
 
-    Reads the bytes of these stages once. Host memory at its peak: the stages in the dtype asked
-    for, and a few tensors on their way; see `[Note: mapped or read]`.
+    Reads the bytes of these stages once. Peak of host memory: the stages in the requested dtype,
+    and a few tensors that are being converted; see [Note: mapped or read].
 
     Args:
         model_class: `AutoModelForCausalLM`, or a model class of Transformers.
         name_or_path: A hub id or a folder, as `from_pretrained` takes it.
         choose_cut: See `ChooseCut`.
         *model_args: As `from_pretrained` takes them.
-        **kwargs: Likewise: dtype, revision, attn_implementation, quantization_config and so on.
+        **kwargs: As `from_pretrained` takes them: dtype, revision, quantization_config and so on.
 
     Returns:
-        The model, in evaluation mode as `from_pretrained` returns it, of the class that it always
-        has. `staged_model_of(model)` has the cut.
+        The model, in evaluation mode as `from_pretrained` returns it, and of the same class.
+        `staged_model_of(model)` has the cut.
 
     Raises:
-        ConfigError: An argument contradicts loading a part, the checkpoint lacks a tensor of these
+        ConfigError: An argument does not fit loading a part, the checkpoint lacks a tensor of these
             stages, or the stages do not fit the model.
         UnsupportedModelError: The model cannot be cut into stages, or brings code of its own.
     """
@@ -99,8 +99,8 @@ def load_stages(
             "go. Save the model as safetensors once (save_pretrained) to read only own stages.",
             kwargs["gguf_file"],
         )
-    staged_class = _class_that_cuts(model_class, choose_cut)
-    loaded, report = staged_class.from_pretrained(
+    staging_class = _staging_class(model_class, choose_cut)
+    loaded, report = staging_class.from_pretrained(
         name_or_path, *model_args, output_loading_info=True, **kwargs
     )
     model: PreTrainedModel = loaded
@@ -112,7 +112,7 @@ def load_stages(
             "it is converted, if every rank's host memory holds the whole."
         )
     model.__class__ = type(model).__mro__[1]
-    _refuse_gaps(model, str(name_or_path), report)
+    _check_loaded(model, str(name_or_path), report)
     return model
 
 
@@ -126,53 +126,56 @@ def _refuse_arguments(kwargs: dict[str, Any]) -> None:
         "output_loading_info": "is asked for by SPPO itself",
         "ignore_mismatched_sizes": "would leave random weights in a stage",
     }
-    for name, what in refused.items():
+    for name, effect in refused.items():
         if kwargs.get(name):
             raise ConfigError(
-                f"{name}={_shown(kwargs[name])} {what}, and with pp_size above 1 each rank loads "
-                "its own stages. Allowed: the other arguments of from_pretrained. Remedy: drop "
-                f"{name}."
+                f"{name}={_shorten(kwargs[name])} {effect}, and with pp_size above 1 each "
+                "rank loads its own stages. Allowed: the other arguments of from_pretrained. "
+                f"Remedy: drop {name}."
             )
-    place = kwargs.get("device_map")
-    one = isinstance(place, int | torch.device) or (
-        isinstance(place, str) and place.partition(":")[0] in ("cpu", "cuda", "xpu", "npu", "mps")
+    device_map = kwargs.get("device_map")
+    is_one_device = isinstance(device_map, int | torch.device) or (
+        isinstance(device_map, str)
+        and device_map.partition(":")[0] in ("cpu", "cuda", "xpu", "npu", "mps")
     )
-    if isinstance(place, dict):
-        one = list(place) == [""] and place[""] != "disk"
-    if place is not None and not one:
+    if isinstance(device_map, dict):
+        is_one_device = list(device_map) == [""] and device_map[""] != "disk"
+    if device_map is not None and not is_one_device:
         raise ConfigError(
-            f"device_map={_shown(place)} spreads a model over devices, and with pp_size above 1 "
-            "each rank loads its own stages to one. Allowed: nothing (the CPU) or one device. "
-            "Remedy: drop device_map; the Trainer or the Accelerator moves the model."
+            f"device_map={_shorten(device_map)} spreads a model over devices, and with "
+            "pp_size above 1 each rank loads its own stages to one. Allowed: nothing (the CPU) or "
+            "one device. Remedy: drop device_map; the Trainer or the Accelerator moves the model."
         )
 
 
-def _shown(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-# -- classes that cut --------------------------------------------------------------------------
+# -- model classes that cut a model when it is built --------------------------------------------
 
 
-def _class_that_cuts(model_class: Any, choose_cut: ChooseCut) -> Any:
-    """A class with the name of `model_class` whose models are cut as soon as they are built."""
+def _staging_class(model_class: Any, choose_cut: ChooseCut) -> Any:
+    """Return a class like `model_class` whose models are cut as soon as they are built."""
     if isinstance(model_class, type) and issubclass(model_class, PreTrainedModel):
-        return _model_class_that_cuts(model_class, choose_cut)
+        return _staging_model_class(model_class, choose_cut)
     mapping = getattr(model_class, "_model_mapping", None)
     if mapping is None:
         raise ConfigError(
-            f"model_class={_shown(model_class)} cannot load models. Allowed: AutoModelForCausalLM "
-            "or a model class of Transformers such as LlamaForCausalLM."
+            f"model_class={_shorten(model_class)} cannot load models. Allowed: "
+            "AutoModelForCausalLM or a model class of Transformers such as LlamaForCausalLM."
         )
-    # Auto classes look up what to load here, and know remote code by their own name.
+    # Auto classes look up the class to load here, and know remote code by their own name.
     return type(
-        model_class.__name__, (model_class,), {"_model_mapping": _Mapping(mapping, choose_cut)}
+        model_class.__name__,
+        (model_class,),
+        {"_model_mapping": _StagingMapping(mapping, choose_cut)},
     )
 
 
-class _Mapping:
-    """From config classes to model classes that cut, as Transformers' auto classes ask for it."""
+class _StagingMapping:
+    """From config classes to `_staging_model_class`, as Transformers' auto classes read it."""
 
     def __init__(self, mapping: Any, choose_cut: ChooseCut) -> None:
         self._mapping = mapping
@@ -187,12 +190,12 @@ class _Mapping:
     def __getitem__(self, config_class: type) -> Any:
         found = self._mapping[config_class]
         if isinstance(found, tuple | list):
-            return tuple(_model_class_that_cuts(kind, self._choose_cut) for kind in found)
-        return _model_class_that_cuts(found, self._choose_cut)
+            return tuple(_staging_model_class(base, self._choose_cut) for base in found)
+        return _staging_model_class(found, self._choose_cut)
 
 
-def _model_class_that_cuts(kind: Any, choose_cut: ChooseCut) -> Any:
-    class Cut(kind):
+def _staging_model_class(base: Any, choose_cut: ChooseCut) -> Any:
+    class StagingModel(base):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             _cut(self, choose_cut)
@@ -201,91 +204,92 @@ def _model_class_that_cuts(kind: Any, choose_cut: ChooseCut) -> Any:
         def _load_pretrained_model(
             model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, **kwargs: Any
         ) -> Any:
-            with contextlib.ExitStack() as files:
+            with contextlib.ExitStack() as stack:
                 if state_dict is None:
-                    state_dict = _read_slices(checkpoint_files or (), load_config, files)
+                    state_dict = _open_slices(checkpoint_files or (), load_config, stack)
                 if _joins_tensors(load_config):
-                    files.enter_context(_one_after_another())
-                return kind._load_pretrained_model(
+                    # Else Transformers' readers would have all parts of all experts in memory
+                    # before many are joined.
+                    stack.enter_context(_without_async_load())
+                return base._load_pretrained_model(
                     model, state_dict, checkpoint_files, load_config, **kwargs
                 )
 
         def _adjust_missing_and_unexpected_keys(self, loading_info: Any) -> None:
             super()._adjust_missing_and_unexpected_keys(loading_info)
-            # What is unknown in other stages is for their ranks to report.
+            # Unknown tensors of other stages are reported by their ranks.
             prefixes = absent_prefixes(self)
-            # A checkpoint of the base model alone has names without its prefix.
-            base = f"{self.base_model_prefix}."
-            prefixes += tuple(prefix.removeprefix(base) for prefix in prefixes)
+            # A checkpoint of the base model has names without its prefix.
+            base_prefix = f"{self.base_model_prefix}."
+            prefixes += tuple(prefix.removeprefix(base_prefix) for prefix in prefixes)
             loading_info.unexpected_keys = {
                 key for key in loading_info.unexpected_keys if not key.startswith(prefixes)
             }
 
-    # Transformers looks up conversions of checkpoints by the class's name, and says it in messages.
-    Cut.__name__, Cut.__qualname__ = kind.__name__, kind.__qualname__
-    Cut.__module__ = kind.__module__
-    return Cut
+    # Transformers looks up conversions of checkpoints by the class's name, and shows it.
+    StagingModel.__name__, StagingModel.__qualname__ = base.__name__, base.__qualname__
+    StagingModel.__module__ = base.__module__
+    return StagingModel
 
 
 def _cut(model: Any, choose_cut: ChooseCut) -> None:
-    """Cut a model that was built a moment ago, on the meta device, its weights not tied yet."""
+    """Cut a model that was just built, on the meta device, with weights not tied yet."""
     for target, source in model.all_tied_weights_keys.items():
         parent, _, name = target.rpartition(".")
         setattr(model.get_submodule(parent), name, model.get_parameter(source))
     parts = find_parts(model)
-    # How to cut follows from what layers take, read off a model of this class, which stays whole.
-    cutting_class, model.__class__ = type(model), type(model).__mro__[1]
+    # Costs of layers, by which to cut, are measured on models of this class, which must stay whole.
+    staging_class, model.__class__ = type(model), type(model).__mro__[1]
     try:
-        with torch.device("cpu"):  # what is tried there computes
+        with torch.device("cpu"):  # the measurement computes
             cut = choose_cut(parts)
     finally:
-        model.__class__ = cutting_class
+        model.__class__ = staging_class
     StagedModel(parts, cut)
 
 
-def _read_slices(
-    files: Any, load_config: Any, open_files: contextlib.ExitStack
+def _open_slices(
+    files: Any, load_config: Any, stack: contextlib.ExitStack
 ) -> dict[str, Any] | None:
-    """Every tensor of safetensors files, not read yet; None to let Transformers map the files.
+    """Open safetensors files so that each tensor is read when it is converted.
 
-    See `[Note: mapped or read]`. Files of other formats are Transformers' affair, too.
+    Returns:
+        Slices by tensor name; None to let Transformers map the files, where their dtype is kept
+        (see [Note: mapped or read]), or where they are of other formats.
     """
     if not files or not all(str(file).endswith(".safetensors") for file in files):
         return None
     slices: dict[str, Any] = {}
     for path in files:
-        file = open_files.enter_context(safe_open(path, "pt", device="cpu", backend="pread"))
+        file = stack.enter_context(safe_open(path, "pt", device="cpu", backend="pread"))
         slices |= {name: file.get_slice(name) for name in file.offset_keys()}
-    made_anew = load_config.hf_quantizer is not None or _joins_tensors(load_config)
-    wanted = DTYPE_NAMES.get(load_config.dtype)
-    if made_anew or any(part.get_dtype() != wanted for part in slices.values()):
+    is_converted = load_config.hf_quantizer is not None or _joins_tensors(load_config)
+    dtype = DTYPE_NAMES.get(load_config.dtype)
+    if is_converted or any(part.get_dtype() != dtype for part in slices.values()):
         return slices
     return None
 
 
 def _joins_tensors(load_config: Any) -> bool:
-    """Whether tensors of the model are made of several in the files, as experts are."""
-    changes = load_config.weight_mapping or ()
-    return any(isinstance(change, WeightConverter) for change in changes)
+    """Whether tensors of the model are joined from several in the files, as experts are."""
+    mapping = load_config.weight_mapping or ()
+    return any(isinstance(change, WeightConverter) for change in mapping)
 
 
 @contextlib.contextmanager
-def _one_after_another() -> Iterator[None]:
-    """Keep Transformers from reading ahead, by the switch that it has for that.
-
-    Its readers would have all parts of all experts in memory before many are joined.
-    """
-    before = os.environ.get(_NO_READING_AHEAD)
-    os.environ[_NO_READING_AHEAD] = "1"
+def _without_async_load() -> Iterator[None]:
+    """Keep Transformers from reading ahead, by its environment variable."""
+    previous = os.environ.get(_NO_ASYNC_LOAD)
+    os.environ[_NO_ASYNC_LOAD] = "1"
     try:
         yield
     finally:
-        del os.environ[_NO_READING_AHEAD]
-        if before is not None:
-            os.environ[_NO_READING_AHEAD] = before
+        del os.environ[_NO_ASYNC_LOAD]
+        if previous is not None:
+            os.environ[_NO_ASYNC_LOAD] = previous
 
 
-def _refuse_gaps(model: PreTrainedModel, name_or_path: str, report: dict[str, Any]) -> None:
+def _check_loaded(model: PreTrainedModel, name_or_path: str, report: dict[str, Any]) -> None:
     missing = sorted(report["missing_keys"])
     if missing:
         shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
@@ -300,25 +304,25 @@ def _refuse_gaps(model: PreTrainedModel, name_or_path: str, report: dict[str, An
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 BALANCE_TOKENS = 32_768
-"""Length of the sequences that stages are balanced for; the longer, the less the head weighs."""
+"""Sequence length to balance stages for; the longer, the smaller the head's share of FLOPs."""
 
 
 def shared_mesh(
     pp_size: int, device: torch.device, timeout_seconds: int, sp_size: int = 1
 ) -> PipelineMesh:
-    """The mesh of this process, formed once: groups are a launch's, not a model's.
+    """Return the mesh of this process, formed once for a launch, not for each model.
 
     Raises:
         ConfigError: There is no launch, or its size is no multiple of `pp_size * sp_size`.
     """
-    # Groups end with the launch's own, which a process may leave and form anew.
+    # The cache is by the launch's group, which a process may destroy and form again.
     watchdog = launch_watchdog(pp_size, timeout_seconds, sp_size)
     with watchdog.collective_section("forming groups of ranks"):
         return _mesh(pp_size, sp_size, device, timeout_seconds, dist.group.WORLD)
 
 
 def launch_watchdog(pp_size: int, timeout_seconds: int, sp_size: int = 1) -> Watchdog:
-    """The watchdog of this process, started if it is not running.
+    """Return the watchdog of this process, started if it is not running.
 
     Raises:
         ConfigError: There is no launch.
@@ -345,7 +349,7 @@ def _mesh(
 
 
 def choose_cut(parts: ModelParts, config: SPPOConfig, pp_rank: int) -> StageCut:
-    """Which layers each stage has, balanced by FLOPs with the head counted, and which are here.
+    """Choose the layers of each stage, balanced by FLOPs with the head's, and this rank's stages.
 
     Raises:
         ConfigError: There are more stages than layers.
@@ -383,9 +387,9 @@ def convert_to_stages(
 ) -> ModelT:
     """Cut a causal language model to this rank's stages, in place, and let it run in the pipeline.
 
-    Every process of the launch calls this with the same model, bare or in PEFT, whole or cut
-    already, and the same settings, with `pp_size` above 1. What other ranks hold is freed.
-    `model(**batch)` then runs the whole pipeline, on `device` (where the model is, by default), and
+    Every process of the launch calls this with the same model, bare or in PEFT, whole or already
+    cut, and the same settings, with `pp_size` above 1. Layers of other ranks are freed.
+    `model(**batch)` then runs the whole pipeline, on `device` (by default where the model is), and
     returns the loss on every rank; `observer` is told about plans, units and records.
 
     Raises:
@@ -394,7 +398,7 @@ def convert_to_stages(
     """
     engine = get_engine(model)
     if engine is not None and engine.enabled:
-        return convert(model, config, observer=observer)  # says so if settings differ
+        return convert(model, config, observer=observer)  # raises if settings differ
     parts = find_parts(model)
     check_family(parts)
     device = next(parts.causal_lm.parameters()).device if device is None else device
@@ -404,13 +408,13 @@ def convert_to_stages(
     if config.pp_msp == "on":
         check_shareable_units(parts, model_shape(parts).layers, config.pp_size)
     mesh = shared_mesh(config.pp_size, device, config.pp_timeout_seconds, config.sp_size)
-    helps = _shares_units(parts, config, mesh)
-    if helps:
+    may_share = _may_share_units(parts, config, mesh)
+    if may_share:
         with launch_watchdog(config.pp_size, config.pp_timeout_seconds).collective_section(
             "forming sets"
         ):
-            mesh = _mesh_with_sets(mesh, config.pp_timeout_seconds)
-    staged = staged_model(parts, config, mesh.pp_rank, helps=helps)
+            mesh = _mesh_with_unit_groups(mesh, config.pp_timeout_seconds)
+    staged = staged_model(parts, config, mesh.pp_rank, borrows_stages=may_share)
     make_engine = functools.partial(
         PipelineEngine,
         staged=staged,
@@ -421,21 +425,21 @@ def convert_to_stages(
 
 
 @functools.cache
-def _mesh_with_sets(mesh: PipelineMesh, timeout_seconds: int) -> PipelineMesh:
+def _mesh_with_unit_groups(mesh: PipelineMesh, timeout_seconds: int) -> PipelineMesh:
     return with_unit_groups(mesh, timeout_seconds=timeout_seconds + GROUP_MARGIN_SECONDS)
 
 
-def _shares_units(parts: ModelParts, config: SPPOConfig, mesh: PipelineMesh) -> bool:
-    """Whether ranks may share units, for which each keeps other ranks' stages; all ask at once."""
+def _may_share_units(parts: ModelParts, config: SPPOConfig, mesh: PipelineMesh) -> bool:
+    """Whether ranks may share units, so that each keeps the layers of all stages; a collective."""
     loaded = staged_model_of(parts.causal_lm)
-    if config.pp_msp == "on" and loaded is not None and not loaded.helps:
+    if config.pp_msp == "on" and loaded is not None and not loaded.borrows_stages:
         raise ConfigError(
             f"pp_msp='on' lets every rank run units of all stages, but {parts.name} was loaded "
             "stage by stage for other settings. Allowed: a model that is whole when it is "
             "converted. Remedy: load it with from_pretrained, or by a plugin that has pp_msp='on'."
         )
     if loaded is not None or config.pp_msp != "auto":
-        return config.pp_msp != "off" and (loaded is None or loaded.helps)
+        return config.pp_msp != "off" and (loaded is None or loaded.borrows_stages)
     if config.pp_schedule != "auto" or config.sp_size > 1 or config.pp_size == 1:
         return False
     possible = device_facts(mesh.device, config).profile is not None
@@ -453,11 +457,11 @@ def convert_to_shared_sequences(
     device: torch.device | None = None,
     observer: StepObserver | None = None,
 ) -> ModelT:
-    """Let `model` train on sequences that `config.sp_size` ranks share, in place.
+    """Convert a model, in place, to train on sequences that `config.sp_size` ranks share.
 
     Every process of the launch calls this; see `convert_to_stages`. `model(**batch)` then returns
-    the loss of the whole batch on every rank; gradients are to be averaged over all ranks, as DDP
-    and FSDP2 do.
+    the loss of the whole batch on every rank. Average gradients over all ranks, as DDP and FSDP2
+    do.
 
     Raises:
         ConfigError: The launch or the settings do not fit, the heads cannot be divided, or ranks of
@@ -466,7 +470,7 @@ def convert_to_shared_sequences(
     """
     engine = get_engine(model)
     if engine is not None and engine.enabled:
-        return convert(model, config, observer=observer)  # says so if settings differ
+        return convert(model, config, observer=observer)  # raises if settings differ
     parts = find_parts(model)
     check_shareable_sequences(parts, config.sp_size)
     check_nodes(config)
@@ -481,9 +485,9 @@ def convert_to_shared_sequences(
 
 
 def staged_model(
-    parts: ModelParts, config: SPPOConfig, pp_rank: int, *, helps: bool = False
+    parts: ModelParts, config: SPPOConfig, pp_rank: int, *, borrows_stages: bool = False
 ) -> StagedModel:
-    """The stages of a rank: as they were loaded, or cut out of `parts` in place now.
+    """Return the stages of a rank: as they were loaded, or cut out of `parts` in place now.
 
     Raises:
         ConfigError: There are more stages than layers, or the model was cut for another rank or
@@ -491,7 +495,7 @@ def staged_model(
     """
     staged = staged_model_of(parts.causal_lm)
     if staged is None:
-        return StagedModel(parts, choose_cut(parts, config, pp_rank), helps=helps)
+        return StagedModel(parts, choose_cut(parts, config, pp_rank), borrows_stages=borrows_stages)
     stages = config.pp_size * config.pp_virtual_stages
     own = tuple(range(pp_rank, stages, config.pp_size))
     if staged.cut.num_stages != stages or staged.cut.own != own:
@@ -508,10 +512,9 @@ def staged_model(
 def load_model_stages(
     model_class: Any, name_or_path: str | PathLike[str], config: SPPOConfig, **kwargs: Any
 ) -> PreTrainedModel:
-    """Load this rank's stages of a model, reading nothing else of it; see `load_stages`.
+    """Load this rank's stages of a model, for settings with `pp_size` above 1; see `load_stages`.
 
-    With pp_msp="on" all of it, for ranks run units of all stages. The settings have `pp_size` above
-    1.
+    With pp_msp="on" all of it, because ranks run units of all stages.
 
     Raises:
         ConfigError: There is no launch, or its size, the settings, an argument or the checkpoint

@@ -1,11 +1,11 @@
-"""Which rank is which, and the process groups that they talk in: one mesh (dp, pp, sp).
+"""Ranks and process groups: one mesh (dp, pp, sp) of replicas, stages and parts of a sequence.
 
 Ranks that share a sequence are neighbours, and so are those of one pipeline (rank = (replica *
-pp_size + stage) * sp_size + part), so that they lie within a node where they fit there: the
+pp_size + stage) * sp_size + part), so that they are on one machine where they fit there: the
 exchange of tokens for heads wants the fastest link, messages between stages the next.
 
 [Note: one group per direction] NCCL carries out what one group sends and receives in the order in
-which each rank asks for it. Two ranks that send to each other through one group would each wait for
+which each rank starts it. Two ranks that send to each other through one group would each wait for
 the other's receive. So every ordered pair of neighbours has a group of its own, in which messages
 go one way.
 """
@@ -26,19 +26,21 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import ConfigError
 
 STORAGE_TIMEOUT = timedelta(hours=2)
-"""How much later than another a rank may be done with writing its files."""
-
+"""How much later than another a rank may finish writing its files."""
 
 DIMS = ("dp", "pp", "sp")
-"""Of the mesh: replicas, stages, parts of a sequence."""
+"""Dims of the mesh: replicas, stages, parts of a sequence."""
 
-MOST_CTAS = 4
-"""Thread blocks, of a multiprocessor each, that NCCL may use for a link."""
+MAX_CTAS = 4
+"""Thread blocks (each occupies a multiprocessor) that NCCL may use for a link."""
 
 
 @dataclass(frozen=True, eq=False)
 class PipelineMesh:
-    """This rank's place, and its groups."""
+    """This rank's coordinates and process groups; a group is None where it would have one rank.
+
+    A control group has the same ranks as another, for a few numbers on the CPU.
+    """
 
     pp_size: int
     dp_size: int
@@ -46,49 +48,46 @@ class PipelineMesh:
     dp_rank: int
     device: torch.device
     pp_group: Any = field(repr=False)
-    """All ranks of this pipeline; None where it has one rank."""
+    """All ranks of this pipeline."""
     control_group: Any = field(repr=False)
-    """All ranks that share this one's batches, for a few numbers on the CPU."""
+    """All ranks that share this one's batches."""
     storage_group: Any = field(repr=False)
-    """This pipeline's again, for what waits for slow disks; None where it has one rank."""
+    """All ranks of this pipeline, with a timeout for slow disks."""
     replica_group: Any = field(repr=False)
-    """The ranks that hold the same stages; None where this one is alone."""
+    """The ranks that hold the same stages."""
     replica_control_group: Any = field(repr=False)
-    """The same, for a few numbers on the CPU."""
     embedding_group: Any = field(repr=False)
-    """First and last rank of this pipeline, which share tied embeddings; None on others. Two ranks
-    are a pipeline: it is the same group."""
+    """First and last rank of this pipeline, which share tied embeddings; None on others. Equal to
+    `pp_group` for a pipeline of two."""
     links: dict[tuple[int, int], Any] = field(repr=False)
-    """By (from, to), as ranks of the pipeline, one of them this: the group of messages that go that
-    way."""
+    """By (source, target), pipeline ranks of which one is this: the group for messages that way."""
     sp_size: int = 1
     sp_rank: int = 0
     sp_group: Any = field(default=None, repr=False)
-    """The ranks that share a sequence and hold the same stages; None where there is one."""
+    """The ranks that share a sequence and hold the same stages."""
     sp_control_group: Any = field(default=None, repr=False)
-    """The same, for a few numbers on the CPU."""
     unit_groups: dict[tuple[int, ...], Any] = field(default_factory=dict, repr=False)
-    """By ranks of the pipeline, this one among them: those that share units of a stage. Where there
-    are any, there are links between all ranks of a pipeline."""
+    """By set of pipeline ranks, this one among them, that share units of a stage: their group.
+    Where there are any, there are links between all ranks of a pipeline."""
 
     @property
     def sharing_ranks(self) -> range:
-        """The ranks, of all, that share this one's batches."""
+        """The global ranks that share this one's batches."""
         size = self.pp_size * self.sp_size
         return range(self.dp_rank * size, (self.dp_rank + 1) * size)
 
     @property
     def rank(self) -> int:
-        """This rank, of all."""
+        """This global rank."""
         return self.world_rank(self.pp_rank)
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank begins its pipeline."""
+        """Whether this is the first rank of its pipeline."""
         return self.pp_rank == 0
 
     def allow_seconds(self, seconds: float) -> None:
-        """Let operations from now on wait for so long, in all groups but the one for storage."""
+        """Set the timeout of later operations in all groups but the storage group."""
         groups = (
             self.pp_group,
             self.control_group,
@@ -102,7 +101,7 @@ class PipelineMesh:
                 dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
     def world_rank(self, pp_rank: int) -> int:
-        """The rank, of all, of a rank of this pipeline."""
+        """Return the global rank of a rank of this pipeline."""
         return (self.dp_rank * self.pp_size + pp_rank) * self.sp_size + self.sp_rank
 
 
@@ -130,9 +129,9 @@ def check_world(pp_size: int, world_size: int, sp_size: int = 1) -> None:
 def check_nodes(config: SPPOConfig) -> None:
     """Refuse launches in which ranks of this machine share sequences with ranks of another.
 
-    All ranks of the machine refuse, or those whose own sequence stays here would wait for the
-    others. Which ranks are on this machine the launcher says in the environment: RANK, LOCAL_RANK
-    and LOCAL_WORLD_SIZE, as torchrun and Accelerate do. Where it does not, all are taken to be.
+    All ranks of the machine refuse: otherwise those whose own sequence is within it would wait for
+    the others. The launcher (torchrun, Accelerate) sets RANK, LOCAL_RANK and LOCAL_WORLD_SIZE;
+    without them all ranks are assumed to be on this machine.
 
     Raises:
         ConfigError: They do, and `sp_across_nodes` does not allow it.
@@ -175,8 +174,8 @@ def make_mesh(
 ) -> PipelineMesh:
     """Form the groups; every process of the launch calls this, in the same order.
 
-    An operation without an answer fails after `timeout_seconds`. The watchdog's should be shorter:
-    it knows which rank does not answer.
+    Operations time out after `timeout_seconds`. The watchdog's timeout should be shorter: it knows
+    which rank does not answer.
 
     Raises:
         ConfigError: The number of processes is no multiple of `pp_size * sp_size`.
@@ -185,9 +184,9 @@ def make_mesh(
     check_world(pp_size, world, sp_size)
     dp_size = world // (pp_size * sp_size)
     shape, timeout = (dp_size, pp_size, sp_size), timedelta(seconds=timeout_seconds)
-    # Each group of gloo's has threads that wake a hundred times a second: none for ranks alone.
+    # No groups of one rank: each gloo group has threads that wake a hundred times a second.
     sizes = {name: size for name, size in zip(DIMS, shape, strict=True) if size > 1}
-    # Named backends give every dim groups of its own, apart from the launch's.
+    # With a named backend every dim has groups of its own, apart from the launch's.
     fast = "nccl" if device.type == "cuda" else "gloo"
     tensors, numbers = (
         init_device_mesh(
@@ -200,7 +199,7 @@ def make_mesh(
     )
     stage, sp_rank = divmod(dist.get_rank(), sp_size)
     dp_rank, pp_rank = divmod(stage, pp_size)
-    links, ends, storage = _hand_made(shape, (dp_rank, pp_rank, sp_rank), device, timeout)
+    links, ends, storage = _make_other_groups(shape, (dp_rank, pp_rank, sp_rank), device, timeout)
     pipeline = _group(tensors, fast, "pp")
     mesh = PipelineMesh(
         pp_size=pp_size,
@@ -226,7 +225,7 @@ def make_mesh(
 
 
 def with_unit_groups(mesh: PipelineMesh, *, timeout_seconds: int) -> PipelineMesh:
-    """The same mesh (`sp_size` 1) with groups for units that ranks share; all processes ask."""
+    """Return the mesh (`sp_size` 1) with groups for shared units; all processes call this."""
     timeout, size = timedelta(seconds=timeout_seconds), mesh.pp_size
     backend = "nccl" if mesh.device.type == "cuda" else "gloo"
     first = {tuple(range(stage + 1)) for stage in range(1, size)}
@@ -255,29 +254,29 @@ def with_unit_groups(mesh: PipelineMesh, *, timeout_seconds: int) -> PipelineMes
 
 
 def _neighbours(rank: int, size: int) -> list[tuple[int, int]]:
-    """A rank and each that it sends to, where units are not shared."""
+    """Return pairs of a rank and each that it sends to, where units are not shared."""
     return [(rank, to) for to in sorted({(rank + 1) % size, (rank - 1) % size})]
 
 
 def _group(mesh: DeviceMesh, backend: str, *dims: str) -> Any:
-    """This rank's group along the dims that the mesh has of these; None where it has none."""
+    """Return this rank's group along those of `dims` that the mesh has; None if it has none."""
     long = tuple(dim for dim in mesh.mesh_dim_names or () if dim in dims)
     if len(long) < 2:
         return mesh[long[0]].get_group() if long else None
     return mesh[long]._flatten("_".join(long), backend_override=backend).get_group()
 
 
-def _hand_made(
+def _make_other_groups(
     shape: tuple[int, int, int],
     place: tuple[int, int, int],
     device: torch.device,
     timeout: timedelta,
 ) -> tuple[dict[tuple[int, int], Any], Any, Any]:
-    """Groups of this rank that are no dim of a mesh: links, both ends, and the one for storage."""
+    """Form the groups that are no dim of a mesh: this rank's links, embedding and storage group."""
     dp_size, pp_size, sp_size = shape
     dp_rank, pp_rank, sp_rank = place
     links: dict[tuple[int, int], Any] = {}
-    mine: dict[str, Any] = {}
+    own: dict[str, Any] = {}
     for replica in range(dp_size):
         first = replica * pp_size * sp_size
         for part in range(sp_size if pp_size > 1 else 0):
@@ -287,11 +286,11 @@ def _hand_made(
                 list(ranks), timeout=max(timeout, STORAGE_TIMEOUT), backend="gloo"
             )
             if here:
-                mine["storage"] = storage
+                own["storage"] = storage
             if pp_size > 2:
                 ends = dist.new_group([ranks[0], ranks[-1]], timeout=timeout)
                 if here and pp_rank in (0, pp_size - 1):
-                    mine["ends"] = ends
+                    own["ends"] = ends
             for source in range(pp_size):
                 for _, target in _neighbours(source, pp_size):
                     pair = sorted((ranks[source], ranks[target]))
@@ -300,29 +299,29 @@ def _hand_made(
                     )
                     if here and pp_rank in (source, target):
                         links[source, target] = group
-    return links, mine.get("ends"), mine.get("storage")
+    return links, own.get("ends"), own.get("storage")
 
 
 def link_options(device: torch.device, timeout: timedelta) -> Any:
-    """Options of a group whose messages go one way between two ranks; None without NCCL.
+    """Return options of a group whose messages go one way between two ranks; None without NCCL.
 
     NCCL's kernels of a send or a receive occupy whole multiprocessors from when they are posted
-    until the other side is there, which in a pipeline may be several units later. A message of tens
-    of MB takes a few of them no longer than it takes many, so a link is given no more.
+    until the other side is there, which in a pipeline may be several units later. With a few of
+    them a message of tens of MB is as fast as with many, so a link is given no more.
     """
     if device.type != "cuda" or not dist.is_nccl_available():
         return None
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    options.config.max_ctas = MOST_CTAS
+    options.config.max_ctas = MAX_CTAS
     return options
 
 
 def _try_groups(mesh: PipelineMesh) -> None:
-    """Send one number over every link and through every group, in an order that all ranks share.
+    """Send one number over every link and through every group, in the same order on all ranks.
 
-    NCCL sets a group up when it is first used, and its ranks wait for each other then; within a
-    schedule that would stall the first step, and here one that does not work is found at once.
+    NCCL sets a group up when it is first used, and its ranks wait for each other then. Within a
+    schedule that would stall the first step; and a group that does not work is found here.
     """
     sets = (mesh.unit_groups[ranks] for ranks in sorted(mesh.unit_groups))
     for group in (mesh.pp_group, mesh.embedding_group, mesh.sp_group, mesh.replica_group, *sets):

@@ -1,17 +1,17 @@
 """Ranks that share sequences: their collectives, and the engine of one of them.
 
-What is shared and why gradients come out right: `sppo_hf.engine.sequence_group`. With one stage the
+What ranks share and why gradients are right: `sppo_hf.engine.sequence_group`. With one stage the
 model is whole on every rank (or sharded by FSDP2), and DDP or FSDP2 averages gradients over all
 ranks. In a pipeline `PipelineEngine` does both.
 
-[Note: an exchange is two nodes]
-Autograd sees an exchange as two nodes, of which the first starts it and the second waits for it. In
-backward the second starts the exchange of the gradient, and the first waits for that. So of several
-exchanges that were started one after the other (queries, keys, values) gradients are on their way
-together, too: autograd runs all second nodes, which are younger, before any first. PyTorch's own
-differentiable collective waits within its backward. What a second node has started reaches the
-first beside autograd, since gradients must have the shape of what was received in forward; zeros
-without memory take their place in the graph.
+[Note: an exchange is two autograd nodes]
+The first starts the exchange and the second waits for it. In backward the second starts the
+exchange of the gradient, and the first waits for that. So of several exchanges that were started
+one after the other (queries, keys, values) the gradients are exchanged at the same time, too:
+autograd runs all second nodes, which are younger, before any first. PyTorch's own differentiable
+collective waits within its backward. What a second node has started reaches the first through
+`_Path.gradient`, since gradients must have the shape of what was received in forward; zeros without
+memory take their place in the graph.
 """
 
 from __future__ import annotations
@@ -61,28 +61,28 @@ class SequenceRanks:
 
     group: Any
     rank: int
-    """Of this one, in the group."""
+    """This rank in the group."""
     size: int
     _: KW_ONLY
     head_blocks: int | None = None
-    """By which they divide heads, see `local_heads`."""
-    control: Any = None
-    """A group for decisions, on processors."""
+    """How they divide heads, see `local_heads`."""
+    control_group: Any = None
+    """The same ranks, for a few numbers on the CPU."""
 
     @classmethod
     def of_mesh(cls, mesh: PipelineMesh) -> SequenceRanks:
-        """The ranks of this process's sequence, in a mesh whose `sp_size` is above 1."""
+        """Return the ranks of this process's sequence, in a mesh whose `sp_size` is above 1."""
         assert mesh.sp_group is not None, "ranks share a sequence only where sp_size is above 1"
-        return cls(mesh.sp_group, mesh.sp_rank, mesh.sp_size, control=mesh.sp_control_group)
+        return cls(mesh.sp_group, mesh.sp_rank, mesh.sp_size, control_group=mesh.sp_control_group)
 
     def start_tokens_to_heads(self, x_BNcH: Tensor, chunk_tokens: int) -> Exchange:
-        """`[B, N, c, H]` to `[B, n, C, H]`, n of the N heads."""
+        """Start an exchange of `[B, N, c, H]` for `[B, n, C, H]`, n of the N heads."""
         lengths = rank_token_counts(chunk_tokens, self.size)
         assert x_BNcH.shape[2] == lengths[self.rank], "every rank has its part of the chunk"
         return self._exchange(x_BNcH, lengths, x_BNcH.shape[1], to_heads=True)
 
     def start_heads_to_tokens(self, x_BNCH: Tensor) -> Exchange:
-        """`[B, n, C, H]`, n of the N heads, to `[B, N, c, H]`."""
+        """Start an exchange of `[B, n, C, H]`, n of the N heads, for `[B, N, c, H]`."""
         _, own, chunk_tokens, _ = x_BNCH.shape
         runs = self.size if self.head_blocks is None else self.head_blocks
         heads = own // len(local_heads(runs, self.rank, self.size, self.head_blocks)) * runs
@@ -93,67 +93,59 @@ class SequenceRanks:
     def _exchange(
         self, x: Tensor, lengths: list[int], num_heads: int, *, to_heads: bool
     ) -> Exchange:
-        every = range(self.size)
-        counts = [len(local_heads(num_heads, r, self.size, self.head_blocks)) for r in every]
+        counts = [
+            len(local_heads(num_heads, rank, self.size, self.head_blocks))
+            for rank in range(self.size)
+        ]
         heads, tokens = _ToHeads(self, lengths, counts), _ToTokens(self, lengths, counts)
         return Exchange(x, heads, tokens) if to_heads else Exchange(x, tokens, heads)
 
     def wait_for(self, x: Tensor) -> Tensor:
-        """`x`, once what an exchange brings is in it; at once where nothing is missing."""
+        """Wait until the exchange that fills `x` is done; at once where there is none."""
         return functional.wait_tensor(x)
 
     def gather_tokens(self, x_BcD: Tensor, chunk_tokens: int) -> Tensor:
-        """`[B, c, D]` to `[B, C, D]`."""
+        """Gather `[B, c, D]` to `[B, C, D]`."""
         return _GatheredTokens.apply(x_BcD, self, rank_token_counts(chunk_tokens, self.size))
 
     def sum_over_ranks(self, x: Tensor) -> Tensor:
-        """The sum over the ranks."""
+        """Sum over the ranks."""
         return _SummedOverRanks.apply(x, self)
 
     def decide(self, make: Callable[[], ValueT], better: Callable[[ValueT], float]) -> ValueT:
-        """What the rank has made for whose `better` is smallest.
+        """Make a value on each rank, and return the one whose `better` is smallest on all ranks.
 
         Raises:
             Exception: What `make` raised here.
             PipelineError: It raised on another rank.
         """
-        made, answers = make_on_all_ranks(make, self.control, share=better)
-        best = min(range(self.size), key=answers.__getitem__)
-        box = [made]
-        first = dist.get_global_rank(self.control, best)
-        dist.broadcast_object_list(box, first, group=self.control)
-        return box[0]
+        made, scores = make_on_all_ranks(make, self.control_group, share=better)
+        best = min(range(self.size), key=scores.__getitem__)
+        shared = [made]
+        source = dist.get_global_rank(self.control_group, best)
+        dist.broadcast_object_list(shared, source, group=self.control_group)
+        return shared[0]
 
-    def summed(self, x: Tensor) -> Tensor:
-        """The sum over the ranks, without a gradient."""
-        total = x.detach().clone()
-        dist.all_reduce(total, group=self.group)
-        return total
-
-    def gathered(self, x_BcD: Tensor, lengths: list[int]) -> Tensor:
-        """All tokens, without a gradient."""
-        tokens = lengths[self.rank]
-        x_cBD = x_BcD.detach()[:, :tokens].transpose(0, 1)
-        sent = x_cBD.expand(self.size, *x_cBD.shape).flatten(0, 1).contiguous()
-        got_CBD = self.start(sent, [tokens] * self.size, lengths)
-        return functional.wait_tensor(got_CBD).transpose(0, 1)
-
-    def start(self, sent: Tensor, sent_lengths: list[int], lengths: list[int]) -> Tensor:
-        """Send runs of the first dim to the ranks in order; what they send will be joined.
+    def start_all_to_all(
+        self, sent: Tensor, sent_lengths: list[int], received_lengths: list[int]
+    ) -> Tensor:
+        """Start sending runs of the first dim to the ranks in order, and receiving theirs.
 
         Returns:
-            Where it will be; `wait_for` it.
+            What is received, joined; `wait_for` it.
         """
-        # The functional collective: modes that follow what depends on what
-        # (`sppo_hf.engine.selective`) see through it.
+        # The functional collective, not `dist.all_to_all_single`: dispatch modes that follow which
+        # tensor depends on which (`sppo_hf.engine.selective`) see its inputs and outputs.
         name = self.group.group_name
-        sent = sent.contiguous()  # before PyTorch 2.13 it must be
-        return torch.ops._c10d_functional.all_to_all_single(sent, lengths, sent_lengths, name)
+        sent = sent.contiguous()  # required before PyTorch 2.13
+        return torch.ops._c10d_functional.all_to_all_single(
+            sent, received_lengths, sent_lengths, name
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
-    """How a tensor goes to the other ranks; a way has `start` and `unpack`."""
+class _Direction:
+    """One direction of an exchange; subclasses have `start` and `unpack`."""
 
     ranks: SequenceRanks
     lengths: list[int]
@@ -163,16 +155,16 @@ class _Way:
 
     @property
     def tokens(self) -> int:
-        """Of this rank."""
+        """Tokens of this rank."""
         return self.lengths[self.ranks.rank]
 
     @property
     def heads(self) -> int:
-        """Of this rank."""
+        """Heads of this rank."""
         return self.counts[self.ranks.rank]
 
 
-class _ToHeads(_Way):
+class _ToHeads(_Direction):
     """`[B, N, c, H]` to `[B, n, C, H]`, n of the N heads; in memory `[C, n, B, H]`."""
 
     __slots__ = ()
@@ -186,14 +178,16 @@ class _ToHeads(_Way):
         else:
             parts = x_cNBH.split(self.counts, dim=1)
             sent = torch.cat([part.reshape(-1, rows, head_size) for part in parts])
-        gone = [self.tokens * count for count in self.counts]
-        return self.ranks.start(sent, gone, [self.heads * c for c in self.lengths])
+        sent_lengths = [self.tokens * count for count in self.counts]
+        received_lengths = [self.heads * tokens for tokens in self.lengths]
+        return self.ranks.start_all_to_all(sent, sent_lengths, received_lengths)
 
-    def unpack(self, got: Tensor) -> Tensor:
-        return got.view(sum(self.lengths), self.heads, *got.shape[1:]).permute(2, 1, 0, 3)
+    def unpack(self, received: Tensor) -> Tensor:
+        x_CnBH = received.view(sum(self.lengths), self.heads, *received.shape[1:])
+        return x_CnBH.permute(2, 1, 0, 3)
 
 
-class _ToTokens(_Way):
+class _ToTokens(_Direction):
     """`[B, n, C, H]`, n of the N heads, to `[B, N, c, H]`, in memory `[B, c, N, H]`."""
 
     __slots__ = ()
@@ -201,18 +195,19 @@ class _ToTokens(_Way):
     def start(self, x_BNCH: Tensor) -> Tensor:
         rows, _, _, head_size = x_BNCH.shape
         sent = x_BNCH.permute(2, 1, 0, 3).reshape(-1, rows, head_size)
-        came = [self.tokens * count for count in self.counts]
-        return self.ranks.start(sent, [self.heads * c for c in self.lengths], came)
+        sent_lengths = [self.heads * tokens for tokens in self.lengths]
+        received_lengths = [self.tokens * count for count in self.counts]
+        return self.ranks.start_all_to_all(sent, sent_lengths, received_lengths)
 
-    def unpack(self, got: Tensor) -> Tensor:
-        (rows, head_size), tokens = got.shape[1:], self.tokens
+    def unpack(self, received: Tensor) -> Tensor:
+        (rows, head_size), tokens = received.shape[1:], self.tokens
         if len(set(self.counts)) == 1:  # one copy
-            x_ncNBH = got.view(len(self.counts), tokens, self.counts[0], rows, head_size)
+            x_ncNBH = received.view(len(self.counts), tokens, self.counts[0], rows, head_size)
             x_BcNH = x_ncNBH.permute(3, 1, 0, 2, 4).reshape(
                 rows, tokens, sum(self.counts), head_size
             )
         else:
-            parts = got.split([tokens * count for count in self.counts])
+            parts = received.split([tokens * count for count in self.counts])
             x_BcNH = torch.cat(
                 [
                     part.view(tokens, count, rows, head_size).permute(2, 0, 1, 3)
@@ -224,54 +219,54 @@ class _ToTokens(_Way):
 
 
 @dataclass(slots=True)
-class _Ways:
-    """How a tensor goes to the other ranks, and how its gradient comes back."""
+class _Path:
+    """Both directions of an exchange: of the tensor, and of its gradient."""
 
     there: _ToHeads | _ToTokens
     back: _ToHeads | _ToTokens
     gradient: Tensor | None = None
-    """On its way back, where it has been started."""
+    """The gradient that is being received, between the backwards of both nodes."""
 
 
 class Exchange:
-    """A tensor on its way to the other ranks, for what they send; see `engine.sequence_group`."""
+    """A running exchange of tensors with the other ranks; see `engine.sequence_group`."""
 
     def __init__(self, x: Tensor, there: _ToHeads | _ToTokens, back: _ToHeads | _ToTokens) -> None:
-        self._ways = _Ways(there, back)
-        self._coming = _Started.apply(x, self._ways)
+        self._path = _Path(there, back)
+        self._received = _StartExchange.apply(x, self._path)
 
     def wait(self) -> Tensor:
-        """What the others have sent."""
-        return _Waited.apply(self._coming, self._ways)
+        """Wait for what the others send, and return it."""
+        return _WaitForExchange.apply(self._received, self._path)
 
     def pending(self) -> Tensor:
-        """Where it will be: `SequenceRanks.wait_for` it before it is read; without a gradient."""
-        return self._ways.there.unpack(self._coming.detach())
+        """Return where it will be, without a gradient; `SequenceRanks.wait_for` it before use."""
+        return self._path.there.unpack(self._received.detach())
 
 
-class _Started(torch.autograd.Function):
+class _StartExchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ways: _Ways) -> Tensor:  # type: ignore[override]
-        ctx.ways = ways
-        return ways.there.start(x)
+    def forward(ctx: Any, x: Tensor, path: _Path) -> Tensor:  # type: ignore[override]
+        ctx.path = path
+        return path.there.start(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        coming, ctx.ways.gradient = ctx.ways.gradient, None
-        return ctx.ways.back.unpack(functional.wait_tensor(coming)), None
+        gradient, ctx.path.gradient = ctx.path.gradient, None
+        return ctx.path.back.unpack(functional.wait_tensor(gradient)), None
 
 
-class _Waited(torch.autograd.Function):
+class _WaitForExchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, coming: Tensor, ways: _Ways) -> Tensor:  # type: ignore[override]
-        ctx.ways, ctx.shape = ways, coming.shape
-        return ways.there.unpack(functional.wait_tensor(coming))
+    def forward(ctx: Any, received: Tensor, path: _Path) -> Tensor:  # type: ignore[override]
+        ctx.path, ctx.shape = path, received.shape
+        return path.there.unpack(functional.wait_tensor(received))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        ctx.ways.gradient = ctx.ways.back.start(grad)
+        ctx.path.gradient = ctx.path.back.start(grad)
         return grad.new_zeros(()).expand(ctx.shape), None
 
 
@@ -279,7 +274,11 @@ class _GatheredTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_BcD: Tensor, ranks: SequenceRanks, lengths: list[int]) -> Tensor:  # type: ignore[override]
         ctx.ranks, ctx.lengths, ctx.own_tokens = ranks, lengths, x_BcD.shape[1]
-        return ranks.gathered(x_BcD, lengths)
+        tokens = lengths[ranks.rank]
+        x_cBD = x_BcD.detach()[:, :tokens].transpose(0, 1)
+        sent = x_cBD.expand(ranks.size, *x_cBD.shape).flatten(0, 1).contiguous()
+        received_CBD = ranks.start_all_to_all(sent, [tokens] * ranks.size, lengths)
+        return functional.wait_tensor(received_CBD).transpose(0, 1)
 
     @staticmethod
     @once_differentiable
@@ -294,7 +293,9 @@ class _SummedOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: SequenceRanks) -> Tensor:  # type: ignore[override]
         ctx.size = ranks.size
-        return ranks.summed(x)
+        total = x.detach().clone()
+        dist.all_reduce(total, group=ranks.group)
+        return total
 
     @staticmethod
     @once_differentiable
@@ -304,11 +305,11 @@ class _SummedOverRanks(torch.autograd.Function):
 
 
 def check_shareable_sequences(parts: ModelParts, sp_size: int) -> None:
-    """Refuse models whose sequences cannot be shared.
+    """Refuse models whose sequences ranks cannot share.
 
     A recurrent or convolutional mixer computes along all tokens, inside each family's own code.
-    Gathering the tokens for it would let all ranks compute the same, and save as much as without
-    sharing; its heads could be shared only by taking that code apart, between projections and
+    With gathered tokens all ranks would compute the same, and save as many activations as without
+    sharing; dividing its heads would need changes inside that code, between projections and
     convolution.
 
     Raises:
@@ -348,28 +349,28 @@ class SequenceParallelEngine(Engine):
         super().__init__(parts, config, observer, original_forward, group=group)
         self.mesh = mesh
         self.watchdog = watchdog
-        self._calls = 0
+        self._num_calls = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceParallelEngine:
-        """A fresh engine for the copied model, of the same ranks."""
+        """Return an engine for the copied model, of the same ranks."""
         fresh = super().__deepcopy__(memo)
         assert isinstance(fresh, SequenceParallelEngine), "copies are of the same class"
-        fresh.mesh, fresh.watchdog, fresh._calls = self.mesh, self.watchdog, 0
+        fresh.mesh, fresh.watchdog, fresh._num_calls = self.mesh, self.watchdog, 0
         return fresh
 
     def _run(self, call: ForwardCall) -> ModelOutput:
-        self._calls += 1
+        self._num_calls += 1
         kind = "forward" if torch.is_grad_enabled() else "evaluation"
-        with self._guarded(f"in {kind} pass {self._calls}"):
+        with self._guarded(f"in {kind} pass {self._num_calls}"):
             mask = call.attention_mask
-            read = {
+            facts = call_facts(call, self.config) | {
                 "sum of attention_mask": -1 if mask is None else int(mask.sum()),
                 "trained parameters": zlib.crc32(trainable_mask(self.parts.causal_lm.parameters())),
             }
-            check_agreement(self.mesh, call_facts(call, self.config) | read)
+            check_agreement(self.mesh, facts)
             with rank_random_state(self.group, call.device):
                 output = super()._run(call)
-        activity = f"in backward pass {self._calls}"
+        activity = f"in backward pass {self._num_calls}"
         for value in output.values():
             if isinstance(value, Tensor) and value.requires_grad:
                 value.register_hook(lambda _grad: self.watchdog.set_activity(activity))
@@ -377,11 +378,11 @@ class SequenceParallelEngine(Engine):
 
     @contextmanager
     def _guarded(self, activity: str) -> Iterator[None]:
-        """A part of a step: others hear where this rank is, and errors name what failed."""
-        alike = (ConfigError, BudgetError, UnsupportedModelError, PipelineError)
+        """Context of a pass: reports failures to other ranks, except what all ranks raise."""
+        raised_alike = (ConfigError, BudgetError, UnsupportedModelError, PipelineError)
         with (
             self.watchdog.collective_section(activity),
-            self.watchdog.reporting_failures(except_for=alike),
+            self.watchdog.reporting_failures(except_for=raised_alike),
         ):
             yield
         self.watchdog.set_activity(activity.replace("in ", "after ", 1))

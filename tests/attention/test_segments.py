@@ -14,7 +14,7 @@ from sppo_hf.attention.segments import (
     RowSpans,
     chunk_segments,
     cut_blocks,
-    side_by_side,
+    group_adjacent,
     whole_sequence,
 )
 
@@ -109,7 +109,7 @@ def test_rows_that_are_alike_share_one_piece():
 def test_runs_keep_all_pieces_in_order_and_are_what_one_call_can_do(problem):
     rows, start, end, window, local = problem
     segments = chunk_segments(start, end, rows, window=window, local=local)
-    runs = list(side_by_side(segments))
+    runs = list(group_adjacent(segments))
     assert tuple(segment for run in runs for segment in run) == segments
     for run in runs:
         if len(run) > 1:
@@ -124,7 +124,7 @@ def test_runs_keep_all_pieces_in_order_and_are_what_one_call_can_do(problem):
 def test_documents_are_one_run_and_padding_is_its_own():
     spans = RowSpans(((0, 4), (4, 6), (6, 12)), 9)
     segments = chunk_segments(2, 12, (spans,), window=None)
-    assert [len(run) for run in side_by_side(segments)] == [3, 1]
+    assert [len(run) for run in group_adjacent(segments)] == [3, 1]
 
 
 # -- blocks --------------------------------------------------------------------------------------

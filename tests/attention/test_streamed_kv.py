@@ -23,15 +23,15 @@ from tests.sweeps import pairs
 
 
 def streamed(bounds, *, layers, block_tokens, rows=None):
-    """Stores of a stream, and the mover below them."""
-    mover = PoisoningMover()
-    stream = KVStream(mover, bounds, rows=rows, block_tokens=block_tokens)
-    return [stream.add_layer() for _ in range(layers)], mover, stream
+    """Stores of a stream, and the transfer below them."""
+    transfer = PoisoningMover()
+    stream = KVStream(transfer, bounds, rows=rows, block_tokens=block_tokens)
+    return [stream.add_layer() for _ in range(layers)], transfer, stream
 
 
 def assert_same(bounds, *, block_tokens, rows=None, num_layers=2, **kwargs):
     plain = Layers(bounds, [LayerKV(bounds) for _ in range(num_layers)], rows=rows, **kwargs)
-    stores, mover, _ = streamed(bounds, layers=num_layers, block_tokens=block_tokens, rows=rows)
+    stores, transfer, _ = streamed(bounds, layers=num_layers, block_tokens=block_tokens, rows=rows)
     ours = Layers(bounds, stores, rows=rows, **kwargs)
     outs, expected = ours.forward(), plain.forward()
     for got, want in zip(itertools.chain(*outs), itertools.chain(*expected), strict=True):
@@ -40,8 +40,8 @@ def assert_same(bounds, *, block_tokens, rows=None, num_layers=2, **kwargs):
     for got, want in zip(grads, expected_grads, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
     assert ours.counters == plain.counters
-    assert mover.here_bytes == mover.offloaded_bytes == 0, "all is released after backward"
-    return mover
+    assert transfer.here_bytes == transfer.offloaded_bytes == 0, "all is released after backward"
+    return transfer
 
 
 ROWS = {
@@ -110,7 +110,7 @@ def test_a_block_of_several_chunks_lies_in_memory_as_they_do():
         k, v = (x[:, start:end].clone().transpose(1, 2) for x in whole)
         store.put(chunk, k, v)
         blocks = store.blocks(chunk_segments(start, end, None, window=None), window=None)
-        for keys in store.walk(chunk, blocks):
+        for keys in store.forward_blocks(chunk, blocks):
             for got, want in zip(keys.run(0, end, None), whole, strict=True):
                 assert torch.equal(got.transpose(1, 2), want[:, :end])
                 assert got.transpose(1, 2).is_contiguous()
@@ -136,86 +136,92 @@ def test_two_blocks_are_here_however_long_the_sequence(block_tokens):
     """K/V: the block in use and the one ahead; backward has the float64 sums of both as well."""
     for tokens in (32, 64):
         bounds = _even(tokens, 4)
-        stores, mover, _ = streamed(bounds, layers=3, block_tokens=block_tokens)
+        stores, transfer, _ = streamed(bounds, layers=3, block_tokens=block_tokens)
         layers = Layers(bounds, stores, windows=(None,))
         outs = layers.forward()
-        assert mover.peak_here_bytes <= 2 * block_tokens * KV_BYTES_PER_TOKEN
-        assert mover.offloaded_bytes == 3 * tokens * KV_BYTES_PER_TOKEN
+        assert transfer.peak_here_bytes <= 2 * block_tokens * KV_BYTES_PER_TOKEN
+        assert transfer.offloaded_bytes == 3 * tokens * KV_BYTES_PER_TOKEN
         layers.gradients(outs)
-        assert mover.peak_here_bytes <= 4 * block_tokens * KV_BYTES_PER_TOKEN
-        assert mover.settled > 0
+        assert transfer.peak_here_bytes <= 4 * block_tokens * KV_BYTES_PER_TOKEN
+        assert transfer.settled > 0
 
 
 def test_bytes_away_fall_chunk_by_chunk():
     bounds = _even(16, 4)
-    stores, mover, _ = streamed(bounds, layers=1, block_tokens=8)
+    stores, transfer, _ = streamed(bounds, layers=1, block_tokens=8)
     layers = Layers(bounds, stores)
     outs = layers.forward()
     (store,) = stores
     layers.gradients(outs[:2])
-    assert mover.offloaded_bytes == 0, "backward of chunk 0 ends the life of all later ones"
+    assert transfer.offloaded_bytes == 0, "backward of chunk 0 ends the life of all later ones"
     with pytest.raises(SPPOError, match=r"chunk 0.*one backward per forward"):
-        list(store.walk_back(1, store.blocks(chunk_segments(4, 8, None, window=None), window=None)))
+        list(
+            store.backward_blocks(
+                1, store.blocks(chunk_segments(4, 8, None, window=None), window=None)
+            )
+        )
 
 
 def test_every_block_but_the_first_is_prefetched():
     bounds = _even(32, 4)
-    stores, mover, _ = streamed(bounds, layers=2, block_tokens=8)
+    stores, transfer, _ = streamed(bounds, layers=2, block_tokens=8)
     layers = Layers(bounds, stores, windows=(None, 9))
     outs = layers.forward()
-    assert [event for event in mover.trace if event.startswith("late")] == []
+    assert [event for event in transfer.trace if event.startswith("late")] == []
     layers.gradients(outs)
-    late = [event for event in mover.trace if event.startswith("late")]
+    late = [event for event in transfer.trace if event.startswith("late")]
     # Backward's very first block: of the last layer and chunk, 8 tokens in 2 chunks, k and v.
     assert len(late) == 4
 
 
 def test_blocks_outside_the_window_are_never_fetched():
     bounds = _even(32, 4)
-    stores, mover, _ = streamed(bounds, layers=1, block_tokens=4)
+    stores, transfer, _ = streamed(bounds, layers=1, block_tokens=4)
     layers = Layers(bounds, stores, windows=(4,))
     layers.forward()
-    fetched = [event for event in mover.trace if event.startswith("prefetch")]
+    fetched = [event for event in transfer.trace if event.startswith("prefetch")]
     assert len(fetched) == 7 * 2, "each chunk reads the one before it, keys and values"
 
 
 def test_a_guess_that_was_wrong_is_evicted():
     bounds = _even(16, 4)
-    stores, mover, stream = streamed(bounds, layers=1, block_tokens=4)
+    stores, transfer, stream = streamed(bounds, layers=1, block_tokens=4)
     layers = Layers(bounds, stores)
     layers.forward(chunks=3)
-    assert mover.here_bytes == 4 * KV_BYTES_PER_TOKEN, "chunk 3 would read chunk 0 first"
+    assert transfer.here_bytes == 4 * KV_BYTES_PER_TOKEN, "chunk 3 would read chunk 0 first"
     stream.end_forward()
-    assert mover.here_bytes == 0
+    assert transfer.here_bytes == 0
 
 
 def test_a_walk_evicts_what_was_guessed_for_another():
     bounds = _even(16, 4)
-    stores, mover, _ = streamed(bounds, layers=2, block_tokens=4)
+    stores, transfer, _ = streamed(bounds, layers=2, block_tokens=4)
     Layers(bounds, stores, windows=(4,)).forward(chunks=3)
-    assert mover.here_bytes == 4 * KV_BYTES_PER_TOKEN, "chunk 3 would read chunk 2"
-    walk = stores[0].walk_back(1, stores[0].blocks(chunk_segments(4, 8, None, window=4), window=4))
+    assert transfer.here_bytes == 4 * KV_BYTES_PER_TOKEN, "chunk 3 would read chunk 2"
+    walk = stores[0].backward_blocks(
+        1, stores[0].blocks(chunk_segments(4, 8, None, window=4), window=4)
+    )
     next(walk)
-    assert mover.here_bytes == 8 * KV_BYTES_PER_TOKEN, "chunk 0, and chunk 1 ahead"
+    assert transfer.here_bytes == 8 * KV_BYTES_PER_TOKEN, "chunk 0, and chunk 1 ahead"
     walk.close()
 
 
 def test_loss_from_the_first_chunk_alone():
     bounds = BOUNDS["uneven"]
-    stores, mover, _ = streamed(bounds, layers=1, block_tokens=4)
+    stores, transfer, _ = streamed(bounds, layers=1, block_tokens=4)
     plain = Layers(bounds, [LayerKV(bounds)])
     ours = Layers(bounds, stores)
     for got, want in zip(
         ours.gradients(ours.forward()[:1]), plain.gradients(plain.forward()[:1]), strict=True
     ):
         torch.testing.assert_close(got, want)
-    assert mover.offloaded_bytes == 0, "chunks whose output nobody used are released too"
+    assert transfer.offloaded_bytes == 0, "chunks whose output nobody used are released too"
 
 
 def test_output_of_a_middle_chunk_unused():
     """Its dK/dV come from later chunks only, and are fetched for `take_gradient`."""
     bounds = BOUNDS["uneven"]
-    stores, mover, _ = streamed(bounds, layers=1, block_tokens=4)
+    stores, transfer, _ = streamed(bounds, layers=1, block_tokens=4)
     plain = Layers(bounds, [LayerKV(bounds)])
     ours = Layers(bounds, stores)
 
@@ -225,12 +231,12 @@ def test_output_of_a_middle_chunk_unused():
 
     for got, want in zip(without_middle(ours), without_middle(plain), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
-    assert mover.offloaded_bytes == 0
+    assert transfer.offloaded_bytes == 0
 
 
 def test_bfloat16_gradients_meet_in_float32():
     bounds = _even(8, 4)
-    stores, mover, _ = streamed(bounds, layers=1, block_tokens=4)
+    stores, transfer, _ = streamed(bounds, layers=1, block_tokens=4)
     (store,) = stores
     k, v = torch.ones(1, 1, 4, 2).bfloat16(), torch.ones(1, 1, 4, 3).bfloat16()
     for chunk in (0, 1):
@@ -239,12 +245,12 @@ def test_bfloat16_gradients_meet_in_float32():
     segments = chunk_segments(4, 8, None, window=None)
     blocks = store.blocks(segments, window=None)
     for step, value in enumerate([1.0] + [2**-9] * 8):
-        for keys in store.walk_back(1, blocks):
+        for keys in store.backward_blocks(1, blocks):
             start, row = keys.block.start, None
             keys.add_gradient(start, torch.full_like(k, value), torch.full_like(v, value), row)
         store._own_sums = None
         if step:
-            assert mover.parcels[-1].dtype == torch.float32
+            assert transfer.parcels[-1].dtype == torch.float32
     dk, dv = store.take_gradient(0)
     assert dk.dtype == dv.dtype == torch.bfloat16
     assert torch.equal(dk, torch.full_like(dk, 1 + 2**-6))
@@ -288,9 +294,9 @@ def test_bfloat16_blocks_meet_in_float32():
 
 def test_a_slice_of_a_fused_projection_leaves_alone():
     fused = torch.randn(1, 3, 12, 2).transpose(1, 2)
-    stores, mover, _ = streamed(((0, 3),), layers=1, block_tokens=3)
+    stores, transfer, _ = streamed(((0, 3),), layers=1, block_tokens=3)
     stores[0].put(0, fused[:, 4:8], fused[:, 8:12])
-    assert mover.offloaded_bytes == 8 * 3 * 2 * 4
+    assert transfer.offloaded_bytes == 8 * 3 * 2 * 4
 
 
 def test_a_failing_kernel_gives_its_block_up():
@@ -301,24 +307,24 @@ def test_a_failing_kernel_gives_its_block_up():
             return super().forward(*args, **kwargs)
 
     bounds = ((0, 4), (4, 8), (8, 13))
-    stores, mover, stream = streamed(bounds, layers=1, block_tokens=4)
+    stores, transfer, stream = streamed(bounds, layers=1, block_tokens=4)
     layers = Layers(bounds, stores, backend=Failing())
     with pytest.raises(ValueError, match="kernel"):
         layers.forward()
     stream.end_forward()
     gc.collect()
-    assert mover.here_bytes == 0
+    assert transfer.here_bytes == 0
 
 
 def test_a_dropped_graph_frees_its_keys_at_once():
     gc.disable()
     try:
         bounds = BOUNDS["uneven"]
-        stores, mover, stream = streamed(bounds, layers=2, block_tokens=4)
+        stores, transfer, stream = streamed(bounds, layers=2, block_tokens=4)
         layers = Layers(bounds, stores)
         outs = layers.forward()
-        gone = [weakref.ref(x) for x in (*stores, stream, mover)]
-        del stores, mover, stream, layers, outs
+        gone = [weakref.ref(x) for x in (*stores, stream, transfer)]
+        del stores, transfer, stream, layers, outs
         assert [reference() for reference in gone] == [None] * 4
     finally:
         gc.enable()

@@ -6,6 +6,7 @@ import torch
 from sppo_hf import SPPOConfig, UnsupportedModelError
 from sppo_hf.engine import family_guard as guard
 from sppo_hf.engine.convert import convert, is_converted
+from sppo_hf.planning.config_file import bypasses_attention_interface
 from sppo_hf.testing.tiny_families import FAMILIES, MULTIMODAL
 from sppo_hf.testing.tiny_models import build_tiny_model, tiny_config
 from tests.engine.forced_plans import trace_short_scans
@@ -28,7 +29,9 @@ def test_every_proved_family_is_in_the_harness_and_not_refused_there():
     tested = {FAMILIES[name].model_type for name in proved}
     # A multimodal model may hold text decoders of many families; each is trusted by its own name.
     tested |= {tiny_config(n).get_text_config().model_type for n in proved if n in MULTIMODAL}
-    assert guard.PROVED | {"llama"} == tested
+    # GPT-J and CodeGen: refused before Transformers 5.24.
+    proved_here = {name for name in guard.PROVED if not bypasses_attention_interface(name)}
+    assert proved_here | {"llama"} == tested
 
 
 def test_an_unknown_family_is_tried_once_and_let_through(monkeypatch):

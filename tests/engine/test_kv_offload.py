@@ -194,9 +194,9 @@ def test_nothing_is_left_ahead_for_chunks_of_padding(monkeypatch):
     end_forward = KVStream.end_forward
 
     def ended(self):
-        ahead.append(len(self._ahead))
+        ahead.append(len(self._prefetched))
         end_forward(self)
-        ahead.append(len(self._ahead))
+        ahead.append(len(self._prefetched))
 
     monkeypatch.setattr(KVStream, "end_forward", ended)
     model, _ = _trained(monkeypatch)

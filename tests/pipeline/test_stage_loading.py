@@ -92,8 +92,8 @@ def test_files_are_mapped_unless_their_tensors_change(tmp_path, monkeypatch):
         found.append(original(*given))
         return found[-1]
 
-    original = loading._read_slices
-    monkeypatch.setattr(loading, "_read_slices", noted)
+    original = loading._open_slices
+    monkeypatch.setattr(loading, "_open_slices", noted)
     for dtype in (torch.float64, torch.float32):
         _load(folder, 0, dtype=dtype)
     # Experts are joined to one tensor, whatever their type.

@@ -1,7 +1,6 @@
 """The contenders by name, and which of them this environment can run.
 
-Only names and packages; what a contender does to a model and its Trainer is in `training`. Imports
-no torch.
+What a contender does to a model and its Trainer is in `training.py`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from sppo_hf.errors import ConfigError
 
 CHECKPOINTING, IDEAL = "checkpointing", "ideal"
 TODAY = "checkpointing-default"
-"""What a user has who sets `gradient_checkpointing` and nothing else."""
+"""Plain `gradient_checkpointing`, with the attention kernel that PyTorch chooses."""
 
 BASES: dict[str, str] = {
     "plain": "the standard Trainer, nothing else",
@@ -33,18 +32,18 @@ BASES: dict[str, str] = {
     "sppo-auto": "ours, offload='auto'",
     IDEAL: "base model plus tiled head and loss, everything kept, no hooks: a bound, not a choice",
 }
-"""What each contender is, by name; `EXTRAS` says which names may have more behind them."""
+"""What each contender is, by name; `EXTRAS` has the suffixes that names may carry."""
 
 LIGER, TILED = "+liger", "+tiled"
 THEIRS = ("plain", CHECKPOINTING, "checkpointing-offload", "trl-offload")
 OURS = ("sppo-none", "sppo-full", "sppo-sppo", "sppo-auto")
 EXTRAS: dict[str, tuple[str, ...]] = {
     LIGER: (*THEIRS, *OURS),
-    # Logits of the whole sequence are what ends the others first; with the ideal's loss it is
-    # their activations, which is what they are compared for. The plain one with it is the ideal.
+    # Logits of the whole sequence exhaust the memory of the others first; with the ideal's loss it
+    # is their activations, which are what is compared. "plain" with it would be the ideal.
     TILED: (CHECKPOINTING, TODAY, "checkpointing-offload", "trl-offload"),
 }
-"""What may stand behind a name, and behind which: Liger's kernels, or the ideal's loss in tiles."""
+"""Suffixes, Liger's kernels or the ideal's loss in tiles, and the names that may carry them."""
 
 DEFAULTS = (
     *THEIRS,
@@ -59,28 +58,28 @@ DEFAULTS = (
     IDEAL,
 )
 
-# These end in an error on a CPU: they pin memory, or ask for the accelerator's name.
-_ON_AN_ACCELERATOR = ("checkpointing-offload", "trl-offload", "trl-long", "unsloth", "alst")
+# They fail on a CPU, because they pin memory or ask for the accelerator's name.
+_NEEDS_ACCELERATOR = ("checkpointing-offload", "trl-offload", "trl-long", "unsloth", "alst")
 
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """One contender."""
+    """One way of training, by name."""
 
     base: str
     """A key of `BASES`."""
 
     extra: str = ""
-    """A key of `EXTRAS`, or nothing."""
+    """A key of `EXTRAS`, or ""."""
 
     @property
     def name(self) -> str:
-        """As it is written on the command line."""
+        """The name on the command line."""
         return self.base + self.extra
 
     @property
     def offloads_checkpoints(self) -> bool:
-        """Whether the inputs of checkpointed layers wait in pinned host memory."""
+        """Whether the inputs of checkpointed layers are offloaded to pinned host memory."""
         return self.base in ("checkpointing-offload", "trl-long", "alst")
 
     @property
@@ -90,30 +89,30 @@ class Contender:
 
     @property
     def tiled(self) -> bool:
-        """Whether it has the ideal's loss."""
+        """Whether it computes the loss in tiles, as the ideal does."""
         return self.base in (IDEAL, "alst") or self.extra == TILED
 
     @property
     def checkpoints(self) -> bool:
-        """Whether it is the Trainer's checkpointing, whatever else there is."""
+        """Whether it uses the Trainer's gradient checkpointing, with or without more."""
         return self.base.startswith((CHECKPOINTING, "trl-", "alst"))
 
     @property
     def offload(self) -> str | None:
-        """The setting `offload` of ours; None for the others."""
+        """The setting `offload` of an sppo contender; None for the others."""
         return self.base.removeprefix("sppo-") if self.base in OURS else None
 
     def unavailable(self, *, lora: bool, device: str) -> str | None:
-        """Says why this contender cannot run here; None if it can.
+        """Return why this contender cannot run here; None if it can.
 
         Args:
-            lora: whether adapters are trained.
+            lora: Whether adapters are trained.
             device: "cuda" or "cpu".
         """
         if self.base == "accelerate-cp":
             return "it spreads a row over several GPUs, and a contender here has one"
-        if device == "cpu" and self.base in _ON_AN_ACCELERATOR:
-            return "it runs on an accelerator alone, and there is none"
+        if device == "cpu" and self.base in _NEEDS_ACCELERATOR:
+            return "it runs on an accelerator only, and there is none"
         needed = {
             "liger-kernel": self.liger,
             # Its kernels are Triton's, which comes with PyTorch's builds for GPUs.
@@ -132,10 +131,10 @@ class Contender:
 
 
 def parse(name: str) -> Contender:
-    """Returns the contender of a name such as "checkpointing+liger".
+    """Return the contender of a name such as "checkpointing+liger".
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: There is none of that name.
     """
     base, plus, rest = name.strip().partition("+")
     extra = plus + rest
@@ -150,13 +149,13 @@ def parse(name: str) -> Contender:
 
 
 def parse_list(text: str) -> tuple[str, ...]:
-    """Returns the names of a list such as "plain,sppo-auto", each once, in the order given.
+    """Return the names of a list such as "plain,sppo-auto", each once, in the given order.
 
     Args:
-        text: names with commas between them, or "all" for every contender, Liger's among them.
+        text: Names with commas between them, or "all" for `DEFAULTS`.
 
     Raises:
-        ConfigError: a name is unknown, or there is none.
+        ConfigError: A name is unknown, or there is none.
     """
     if text.strip() == "all":
         return DEFAULTS

@@ -1,9 +1,8 @@
-"""The order of a benchmark: which jobs run, which are left out, and what follows from their rows.
+"""Benchmark: which jobs run, each in a worker process, and what is extrapolated from their rows.
 
-Runs each job through a function that it is given, keeps every row before the next job begins, and
-never ends because of how a job ended. Imports no torch.
-
-What a model would take that does not fit: from one layer and two, or from shorter lengths.
+Every row is written before the next job begins, and however a job ends there is a row: measured,
+out of memory, killed, too slow, or failed. What a model that does not fit would need is
+extrapolated from models of one layer and two, or from shorter lengths. Imports no torch.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ from sppo_hf.planning.plan_request import DTYPE_BYTES
 from sppo_hf.planning.search import search_longest
 
 PARTS = (1, 2)
-"""Layers of the models that are measured instead."""
+"""Numbers of layers of the models that are measured to extrapolate from."""
 
 SHORTEST_TOKENS = 4096
-"""Lengths below say little of long ones: their kernels are not full."""
+"""Shortest length to extrapolate from; on shorter ones kernels do not fill the device."""
 
 
 def uniform_layers(fields: dict[str, Any]) -> bool:
@@ -46,13 +45,13 @@ def uniform_layers(fields: dict[str, Any]) -> bool:
 
 
 def extrapolate(one: Row, two: Row, *, num_layers: int, model_flops: float) -> Row:
-    """Extrapolates to the whole model: what two layers add to one, a layer takes.
+    """Extrapolate to the whole model: each layer takes what the second adds to the first.
 
-    Embedding, head, loss and what a step costs whatever the model are in the first figure once.
+    Embedding, head, loss and fixed costs of a step are in the row of one layer.
 
     Returns:
-        A row with status "extrapolated"; its peaks are what it would need, more than the device
-        has. With several steps measured, it is the medians that are extrapolated.
+        A row with status "extrapolated", from medians of steps; its peaks may be more than the
+        device has. "failed" where two layers were not slower than one.
     """
     seconds = _linear(one, two, num_layers - 1, lambda n: n.median_step_seconds)
     assert seconds is not None, "parts that were measured have seconds"
@@ -70,13 +69,13 @@ def extrapolate(one: Row, two: Row, *, num_layers: int, model_flops: float) -> R
 
 
 def extrapolate_length(shorter: Row, longer: Row, *, total_tokens: int, model_flops: float) -> Row:
-    """Extrapolates a model to a length at which not even two of its layers fit.
+    """Extrapolate to a length at which not even two layers of the model fit.
 
-    Seconds are b S + c S^2 of the length S, for a layer's linear part and its causal attention;
-    bytes are linear in S. Both lengths must lie where kernels are full.
+    Seconds are b S + c S^2 of the length S, for the linear layers and causal attention; bytes are
+    linear in S. At both lengths kernels must fill the device.
 
     Returns:
-        A row with status "extrapolated"; "failed" where the two do not fit such a curve.
+        A row with status "extrapolated"; "failed" where no such curve goes through the two.
     """
     first, second = shorter.job.total_tokens, longer.job.total_tokens
     times = shorter.numbers.median_step_seconds, longer.numbers.median_step_seconds
@@ -103,7 +102,7 @@ def extrapolate_length(shorter: Row, longer: Row, *, total_tokens: int, model_fl
 def _linear(
     one: Row, two: Row, times: float, of: Callable[[Numbers], float | None]
 ) -> float | None:
-    """A number of the first row, and so many times what the second has more of it."""
+    """Return `one + times * (two - one)` of a number of two rows; None where it is unknown."""
     first, second = of(one.numbers), of(two.numbers)
     return None if first is None or second is None else first + times * (second - first)
 
@@ -117,10 +116,9 @@ def _extrapolated(
     seconds: float,
     model_flops: float,
 ) -> Row:
-    """The row of a job that was not run, from two that were.
+    """Return the row of a job that was not run, from two that were.
 
-    Bytes are those of `one`, and so many `times` what `largest` has more; that one also has the
-    kernel and the environment. Seconds and FLOPs are a step's.
+    Bytes are `one + times * (largest - one)`. Seconds and FLOPs are those of a step.
     """
 
     def whole_bytes(of: Callable[[Numbers], int | None]) -> int | None:
@@ -150,51 +148,51 @@ RunJob = Callable[[Job], Row]
 """Runs a job and returns its row."""
 
 OnRow = Callable[[Row], None]
-"""Is told of every row, also of those that were there before."""
+"""Called with every row, also with those of earlier runs."""
 
-# A longer sequence would end in the same way.
+# Longer sequences would end in the same way.
 _TOO_LONG: tuple[Status, ...] = (
     *("out of memory", "killed", "timeout", "not tried"),
-    "extrapolated",  # because the whole model ended in one of these
+    "extrapolated",  # because the whole model ended in one of the others
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Benchmark:
-    """What is measured, and where its rows go."""
+    """Runs jobs and keeps their rows."""
 
     base: Job
-    """Settings of all jobs; its contender and length are replaced."""
+    """Settings of all jobs; contender and length are replaced."""
 
     contenders: tuple[str, ...]
     """Names, in the order in which they run."""
 
     file: ResultFile
-    """Rows that are there are not measured again."""
+    """Holds the rows; jobs with a final row are not run again."""
 
     run: RunJob
-    """Runs a job."""
+    """Runs one job, usually `run_in_process`."""
 
     on_row: OnRow
-    """Is told of every row."""
+    """Called with every row."""
 
     again: bool = False
-    """Measure also what is there."""
+    """Whether jobs with a final row are run again."""
 
     trace_folder: Path | None = None
-    """Where traces go; None for none."""
+    """Folder for traces; None for no traces."""
 
     trace_all: bool = False
-    """Trace every contender, not only ours."""
+    """Whether every contender is traced, not only sppo."""
 
     def measure(self, lengths: Sequence[int]) -> None:
-        """Measures every contender at every length, shorter ones first."""
+        """Measure every contender at every length, shorter lengths first."""
         for total_tokens in sorted(set(lengths)):
             for name in self.contenders:
                 self.on_row(self._speed(self._job(name, total_tokens)))
 
     def find_longest(self, *, step_tokens: int, max_tokens: int) -> None:
-        """Searches the longest length that each contender trains."""
+        """Search the longest length that each contender trains."""
         for name in self.contenders:
             self.on_row(self._longest(name, step_tokens, max_tokens))
 
@@ -205,15 +203,15 @@ class Benchmark:
         return self.base.replace(contender=name, total_tokens=total_tokens, trace=trace)
 
     def _speed(self, job: Job) -> Row:
-        there = self._there("speed", job)
-        if there is not None:
-            return there
+        finished = self._finished_row("speed", job)
+        if finished is not None:
+            return finished
         if parse(job.contender).base == IDEAL:
             return self._ideal(job)
         return self._keep("speed", job, self._try_or_skip(job))
 
     def _try_or_skip(self, job: Job, kind: Kind = "speed") -> Row:
-        """Runs a job unless it cannot run here, or a shorter length did not fit."""
+        """Run a job unless it cannot run here, or a shorter length did not fit."""
         unavailable = _unavailable(job)
         if unavailable is not None:
             return unavailable
@@ -229,7 +227,7 @@ class Benchmark:
         return self.run(job)
 
     def _ideal(self, job: Job) -> Row:
-        """The whole model where it fits; else from one layer and two; else from shorter lengths."""
+        """Measure the whole model; if it does not fit, extrapolate from layers or from lengths."""
         whole = self._try_or_skip(job)
         if whole.status not in _TOO_LONG:
             return self._keep("speed", job, whole)
@@ -246,11 +244,11 @@ class Benchmark:
         return self._keep("speed", job, dataclasses.replace(row, reason=reason))
 
     def _from_layers(self, job: Job) -> Row:
-        """Extrapolated from models of one layer and of two; else what became of them."""
+        """Extrapolate from models of one layer and two; if one fails, return its row."""
         parts = []
         for layers in PARTS:
             part = job.replace(layers=layers, trace=None)
-            row = self._there("part", part)
+            row = self._finished_row("part", part)
             row = row or self._keep("part", part, self._try_or_skip(part, "part"))
             if not row.trained:
                 name = f"{layers} layer{'s' * (layers > 1)}"
@@ -262,7 +260,7 @@ class Benchmark:
         return extrapolate(*parts, num_layers=len(shape.layers), model_flops=flops)
 
     def _from_lengths(self, job: Job, reason: str) -> Row:
-        """Extrapolated from the two longest halvings of the length that can be had."""
+        """Extrapolate from the two longest lengths, each half of the next, that can be trained."""
         found: list[Row] = []
         total_tokens = job.total_tokens // 2
         while len(found) < 2 and total_tokens >= SHORTEST_TOKENS:
@@ -283,13 +281,13 @@ class Benchmark:
         )
 
     def _longest(self, name: str, step_tokens: int, max_tokens: int) -> Row:
-        ours = parse(name).offload is not None
-        # Ours plans anew after its second step, and that plan has to fit as well.
-        base = self.base.replace(contender=name, warm_up=1 + ours, steps=1, predict=ours)
+        is_sppo = parse(name).offload is not None
+        # sppo corrects its plan after the second step, and the new plan has to fit as well.
+        base = self.base.replace(contender=name, warm_up=1 + is_sppo, steps=1, predict=is_sppo)
         job = base.replace(total_tokens=max_tokens)
-        there = self._there("longest", job)
-        if there is not None:
-            return there
+        finished = self._finished_row("longest", job)
+        if finished is not None:
+            return finished
         unavailable = _unavailable(job)
         if unavailable is not None:
             return self._keep("longest", job, unavailable)
@@ -297,7 +295,7 @@ class Benchmark:
 
         def missing(total_tokens: int) -> int:
             part = base.replace(total_tokens=total_tokens)
-            row = self._there("try", part) or self._keep("try", part, self.run(part))
+            row = self._finished_row("try", part) or self._keep("try", part, self.run(part))
             self.on_row(row)
             tries[total_tokens] = row
             return -1 if row.trained else 1
@@ -309,8 +307,8 @@ class Benchmark:
         assert last is not None, "a search tries one length at least"
         return self._keep("longest", job, _summary(job, found.longest_tokens, last, worst))
 
-    def _there(self, kind: Kind, job: Job) -> Row | None:
-        """The row of an earlier run; None where it is to be run (again)."""
+    def _finished_row(self, kind: Kind, job: Job) -> Row | None:
+        """Return the row of an earlier run; None if the job is to be run (again)."""
         row = self.file.find(kind, job)
         if row is None or self.again or not row.final:
             return None
@@ -325,7 +323,7 @@ class Benchmark:
 
 
 def trace_path(folder: Path, contender: str, total_tokens: int) -> Path:
-    """Where the trace of a contender at a length is."""
+    """Return the path of the trace of a contender at a length."""
     return folder / f"trace-{contender}-{total_tokens}.json.gz"
 
 
@@ -337,14 +335,14 @@ def _shape(job: Job) -> ModelShape:
 
 
 def _unavailable(job: Job) -> Row | None:
-    """The row of a contender that cannot run here; None if it can."""
+    """Return the row of a contender that cannot run here; None if it can."""
     contender = parse(job.contender)
     reason = contender.unavailable(lora=job.lora_rank is not None, device=job.device)
     return None if reason is None else Row(status="not available", job=job, reason=reason)
 
 
 def _summary(job: Job, longest_tokens: int, last: Row, worst: Row | None) -> Row:
-    """The row of a search: its result, what ended it, and the estimator's word beside it."""
+    """Return the row of a search: the longest length, and what ended the search."""
     reason = "reached the limit of the search"
     if worst is not None:
         reason = f"{worst.job.total_tokens:,} tokens: {worst.status}, {worst.reason}"
@@ -364,20 +362,19 @@ def _summary(job: Job, longest_tokens: int, last: Row, worst: Row | None) -> Row
 
 WORKER = (sys.executable, "-m", "sppo_hf.cli.benchmark.worker")
 
-# A worker that does not end by itself when it is told to is ended after so many seconds.
+# Seconds that a worker has to end by itself before it is killed.
 _GRACE_SECONDS = 10.0
 
 
 def run_in_process(
     job: Job, *, timeout_seconds: float, log: Path, command: Sequence[str] = WORKER
 ) -> Row:
-    """Runs a job in a process of its own.
+    """Run a job in a process of its own.
 
     Returns:
-        Its last row; where it did not come to its end, the last that was known, with a status and a
-        reason that say how it ended.
+        The worker's last row; if it did not end by itself, with a status and a reason for that.
     """
-    began = time.monotonic()
+    start_seconds = time.monotonic()
     log.parent.mkdir(parents=True, exist_ok=True)
     timed_out = False
     with log.open("w", encoding="utf-8") as errors:
@@ -387,8 +384,8 @@ def run_in_process(
             stderr=errors,
             text=True,
             env=worker_environment(os.environ),
-            # A group of its own, so that all that it starts can be ended with it; no session of
-            # its own, or it would outlive what ends the benchmark's session.
+            # A process group of its own, to end the worker with all that it starts; but in the same
+            # session, so that it ends with the benchmark's session.
             process_group=0,
         )
         try:
@@ -399,7 +396,7 @@ def run_in_process(
         except BaseException:
             _end(process)
             raise
-    seconds = time.monotonic() - began
+    seconds = time.monotonic() - start_seconds
     row = _last_row(out) or Row(status="killed", job=job)
     row = dataclasses.replace(row, wall_seconds=seconds)
     environment = {**row.environment, "command": shlex.join(["sppo", *sys.argv[1:]])}
@@ -409,7 +406,7 @@ def run_in_process(
             row, status="timeout", reason=reason, numbers=row.numbers, environment=environment
         )
     if process.returncode < 0:
-        # Only what ended for want of memory would end so at every longer length too.
+        # SIGKILL means that host memory ran out, which it would at every longer length too.
         status: Status = "killed" if process.returncode == -signal.SIGKILL else "failed"
         return dataclasses.replace(
             row, status=status, reason=_killed_by(-process.returncode), environment=environment
@@ -421,10 +418,11 @@ def run_in_process(
 
 
 def worker_environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """Returns environment variables for a worker.
+    """Return the environment variables of a worker.
 
-    They show it one GPU (with more, a Trainer splits), and give every contender the allocator that
-    leaves no holes and a queue for each stream, unless the user has said what he wants.
+    It sees one GPU (with more, the Trainer uses `nn.DataParallel`). Unless the user has set these
+    variables, all contenders have expandable segments, against fragmentation, and a hardware queue
+    for each stream.
     """
     shown = variables.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     found = {**variables, "CUDA_VISIBLE_DEVICES": shown}
@@ -434,16 +432,16 @@ def worker_environment(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def last_line(log: Path) -> str:
-    """Returns the last line of a log that is not blank; of a traceback that is the error."""
+    """Return the last error of a log; without one, its last line that is not blank."""
     with log.open(encoding="utf-8", errors="replace") as file:
         lines = deque((line.strip() for line in file if line.strip()), maxlen=200)
-    # What was told to stderr after the error (a warning at exit, say) does not say what failed.
+    # Warnings at exit, for one, may follow the error.
     errors = [line for line in lines if line.split(":")[0].endswith(("Error", "Exception"))]
     return (errors or list(lines) or [""])[-1][:300]
 
 
 def _end(process: subprocess.Popen[str]) -> str:
-    """Ends a worker and all that it started; returns what it had written."""
+    """End a worker and all that it started; return its output."""
     out = ""
     for sign in (signal.SIGTERM, signal.SIGKILL):
         try:

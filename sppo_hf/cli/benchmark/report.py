@@ -1,6 +1,7 @@
-"""Rows as tables: speeds by length and contender, longest lengths, and what the numbers mean.
+"""Results as tables (speeds, longest lengths, definitions) and as pictures, from rows alone.
 
-Reads rows only, so that a table of an old file is the table of its day. Uses rich, prints nothing.
+Tables are rich renderables, nothing is printed. Imports matplotlib only to draw, and leaves its
+global state alone.
 """
 
 from __future__ import annotations
@@ -40,15 +41,11 @@ DEFINITIONS = (
 _RATIOS = ("of chkpt", "of today", "of ideal")
 _HEADINGS = ("tokens", "contender", "step", "tokens/s", *_RATIOS, "TFLOPS", "MFU")
 _HEADINGS = (*_HEADINGS, "device", "host", "pinned", "stall")
-_MOST_REASON_CHARS = 200
+_MAX_REASON_CHARS = 200
 
 
 def tables(rows: Sequence[Row]) -> Group:
-    """Lays out a file's rows.
-
-    One table of speeds for each group that may be compared, then one of longest lengths, then what
-    the numbers mean.
-    """
+    """Lay out a file's rows: tables of speeds and of longest lengths by group, definitions."""
     parts: list[RenderableType] = []
     for group in groups(row for row in rows if row.kind == "speed"):
         parts += [speed_table(group), *_notes(group)]
@@ -60,10 +57,7 @@ def tables(rows: Sequence[Row]) -> Group:
 
 
 def speed_table(rows: Sequence[Row]) -> Table:
-    """Lays out one group: a line for each length and contender, with ratios to two of them.
-
-    Columns of which nothing is known are left out.
-    """
+    """Lay out one group: a line for each length and contender, without empty columns."""
     lines: list[tuple[bool, list[str]]] = []
     for total_tokens in sorted({row.job.total_tokens for row in rows}):
         at = [row for row in rows if row.job.total_tokens == total_tokens]
@@ -86,7 +80,7 @@ def speed_table(rows: Sequence[Row]) -> Table:
 
 
 def longest_table(rows: Sequence[Row]) -> Table:
-    """Lays out searches for the longest length, the estimator's word beside those of ours."""
+    """Lay out searches for the longest length, with the predicted lengths for sppo."""
     table = Table(box=SIMPLE_HEAD, title=f"Longest, {_title(rows)}", title_justify="left")
     table.add_column("contender", no_wrap=True)
     for heading in ("trains", "does not", "estimated", "device", "host"):
@@ -109,27 +103,27 @@ def longest_table(rows: Sequence[Row]) -> Table:
 
 
 def progress_line(row: Row, *, done: int, total: int, elapsed_seconds: float) -> str:
-    """Says in one line what became of a row."""
+    """Describe in one line how a job ended."""
     n = row.numbers
     count = f"[{done}/{total}]" if total else f"[{done}]"
-    said = row.status
+    text = row.status
     if row.trained and n.tokens_per_second is not None:
         memory = n.device_allocated_bytes or n.host_peak_bytes
-        said = f"{n.tokens_per_second:,.0f} tokens/s, {_bytes(memory)}"
-        said += " (extrapolated)" if row.status == "extrapolated" else ""
+        text = f"{n.tokens_per_second:,.0f} tokens/s, {_bytes(memory)}"
+        text += " (extrapolated)" if row.status == "extrapolated" else ""
     if row.kind == "longest" and n.longest_tokens is not None:
-        said = f"longest {n.longest_tokens:,} tokens"
+        text = f"longest {n.longest_tokens:,} tokens"
     elif row.reason and not row.trained:
-        said += f": {row.reason}"
+        text += f": {row.reason}"
     what = "" if row.kind != "try" else "try "
-    took = "" if row.wall_seconds is None else f", {row.wall_seconds:.0f} s"
+    duration = "" if row.wall_seconds is None else f", {row.wall_seconds:.0f} s"
     where = "" if row.kind == "longest" else f" at {row.job.total_tokens:,}"
     elapsed = f"{int(elapsed_seconds) // 60}:{int(elapsed_seconds) % 60:02d}"
-    return f"{elapsed} {count} {what}{row.job.contender}{where}: {said}{took}"
+    return f"{elapsed} {count} {what}{row.job.contender}{where}: {text}{duration}"
 
 
 def describe_job(job: Job) -> str:
-    """Names what all rows of a group have in common: "llama-3.1-8b, bfloat16, LoRA r=16"."""
+    """Describe the settings that a group shares: "llama-3.1-8b, bfloat16, LoRA r=16"."""
     trained = "all weights" if job.lora_rank is None else f"LoRA r={job.lora_rank}"
     if job.lora_rank is not None and job.lora_dtype != job.dtype:
         trained += f" in {job.lora_dtype}"
@@ -149,7 +143,7 @@ def _title(rows: Sequence[Row]) -> str:
 
 
 def _notes(rows: Sequence[Row]) -> list[Text]:
-    """Where and when, and why rows are missing."""
+    """Notes below a table: machine and date, kernels, and why rows are missing."""
     found = best_environment(rows)
     notes = []
     if found:
@@ -169,15 +163,15 @@ def _notes(rows: Sequence[Row]) -> list[Text]:
     reasons: dict[str, list[str]] = {}
     for row in rows:
         if row.kind == "speed" and row.reason:
-            reason = " ".join(row.reason.split())[:_MOST_REASON_CHARS]
-            said = f"{row.job.contender}: {row.status}: {reason}"
-            reasons.setdefault(said, []).append(f"{row.job.total_tokens:,}")
-    notes += [Text(f"{said} ({', '.join(at)})", style="dim") for said, at in reasons.items()]
+            reason = " ".join(row.reason.split())[:_MAX_REASON_CHARS]
+            line = f"{row.job.contender}: {row.status}: {reason}"
+            reasons.setdefault(line, []).append(f"{row.job.total_tokens:,}")
+    notes += [Text(f"{line} ({', '.join(at)})", style="dim") for line, at in reasons.items()]
     return [*notes, Text("")]
 
 
 def _fastest_checkpointing(speeds: Mapping[str, float | None]) -> float | None:
-    """Tokens per second of the fastest that checkpoints, of those with everyone's kernel."""
+    """Tokens per second of the fastest checkpointing contender with the common kernel."""
     found = [
         speed
         for name, speed in speeds.items()
@@ -187,16 +181,16 @@ def _fastest_checkpointing(speeds: Mapping[str, float | None]) -> float | None:
 
 
 def _fastest_today(speeds: Mapping[str, float | None]) -> float | None:
-    """The same of those with the kernel that PyTorch takes by itself."""
+    """Tokens per second of the fastest with the kernel that PyTorch chooses."""
     found = [speed for name, speed in speeds.items() if speed and parse(name).base == TODAY]
     return max(found, default=None)
 
 
 def _cells(row: Row, others: Sequence[float | None]) -> list[str]:
-    """Cells behind the name; `others` are the speeds that `_RATIOS` are of."""
+    """Cells after the contender's name; `others` are the speeds that `_RATIOS` divide by."""
     n = row.numbers
     if not row.trained:
-        # What is known of a run that ended early is its memory.
+        # Of a run that ended early only its memory is known.
         return [row.status, *[""] * 6, _device(row), _bytes(n.host_peak_bytes), "", ""]
     about = "~" if row.status == "extrapolated" else ""
     seconds, speed = n.median_step_seconds, n.tokens_per_second
@@ -232,9 +226,9 @@ FILE_NAME = "results.png"
 
 _MARGIN = 1.3
 _NARROW = 5.0
-_FARTHEST_LIMIT = 3.0
+_MAX_LIMIT_RATIO = 3.0
 
-# One colour and marker per contender, whoever else is there: pictures of two days compare.
+# Fixed colours and markers, so that pictures of different runs can be compared.
 _COLOURS = {
     "plain": "#777777",
     "checkpointing": "#d55e00",
@@ -256,22 +250,22 @@ _MARKERS = dict(zip(BASES, "osXD^ph8Hv<>*P", strict=True))
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """What is drawn for one contender."""
+class Curve:
+    """A curve of one contender."""
 
     contender: str
     points: tuple[tuple[int, float], ...]
-    """Tokens and value, by tokens."""
+    """Pairs of tokens and value, sorted by tokens."""
     extrapolated: frozenset[int]
     """Lengths whose value is extrapolated."""
 
 
-def lines(rows: Sequence[Row], value: str) -> list[Line]:
-    """Returns a line for every contender that trained at a length.
+def lines(rows: Sequence[Row], value: str) -> list[Curve]:
+    """Return a curve for every contender that trained.
 
     Args:
-        rows: of one group.
-        value: field of `Numbers`.
+        rows: Those of one group.
+        value: The field of `Numbers` that is drawn.
     """
     found = []
     order = {name: index for index, name in enumerate(DEFAULTS)}
@@ -285,18 +279,18 @@ def lines(rows: Sequence[Row], value: str) -> list[Line]:
         ]
         if own:
             points = tuple((tokens, number) for tokens, number, _ in sorted(own))
-            found.append(Line(name, points, frozenset(t for t, _, guessed in own if guessed)))
+            found.append(Curve(name, points, frozenset(t for t, _, guessed in own if guessed)))
     return found
 
 
 def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Draws every group of rows that may be compared into the folder.
+    """Draw every group of comparable rows into the folder.
 
     Returns:
-        The files: `results.png`, and `results-2.png` and so on where there are several groups.
+        The files: `results.png`, and `results-2.png` and so on for further groups.
 
     Raises:
-        ConfigError: matplotlib is missing, or a file cannot be written.
+        ConfigError: Matplotlib is missing, or a file cannot be written.
     """
     speeds = groups(row for row in rows if row.kind == "speed")
     files = []
@@ -325,8 +319,8 @@ def _draw_group(rows: Sequence[Row], path: Path) -> None:
     memory.set_ylabel("device peak, allocated" if on_device else "host peak, resident")
     limit = environment.get("device_memory_bytes" if on_device else "host_memory_bytes")
     _draw_limit(memory, limit, "device" if on_device else "host")
-    _number(speed, lambda value: f"{value:,.6g}", base=10)
-    _number(memory, lambda size: format_bytes(round(size)), base=2)
+    _set_ticks(speed, lambda value: f"{value:,.6g}", base=10)
+    _set_ticks(memory, lambda size: format_bytes(round(size)), base=2)
     device = environment.get("device_name", "")
     figure.suptitle(f"{describe_job(rows[0].job)}\n{device}, {environment.get('date', '')[:10]}")
     handles, labels = speed.get_legend_handles_labels()
@@ -340,7 +334,7 @@ def _draw_group(rows: Sequence[Row], path: Path) -> None:
         ) from error
 
 
-def _plot(axes: Axes, found: Sequence[Line], label: str) -> None:
+def _plot(axes: Axes, found: Sequence[Curve], label: str) -> None:
     for line in found:
         contender = parse(line.contender)
         base = contender.base
@@ -367,7 +361,7 @@ def _plot(axes: Axes, found: Sequence[Line], label: str) -> None:
     axes.set_yscale("log")
     axes.set(xlabel="tokens per sequence", ylabel=label)
     lengths = sorted({tokens for line in found for tokens, _ in line.points})
-    axes.set_xticks(lengths, [_short(tokens) for tokens in lengths])
+    axes.set_xticks(lengths, [_short_tokens(tokens) for tokens in lengths])
     axes.minorticks_off()
     axes.grid(alpha=0.3)
     if found:
@@ -376,9 +370,9 @@ def _plot(axes: Axes, found: Sequence[Line], label: str) -> None:
 
 
 def _draw_limit(axes: Axes, limit_bytes: int | None, owner: str) -> None:
-    """What the machine has, where it is near what was used."""
+    """Draw the machine's memory as a line, if it is near the values."""
     low, high = axes.get_ylim()
-    if not limit_bytes or limit_bytes > _FARTHEST_LIMIT * high:
+    if not limit_bytes or limit_bytes > _MAX_LIMIT_RATIO * high:
         return
     axes.set_ylim(low, max(high, _MARGIN * limit_bytes))
     axes.axhline(limit_bytes, color="black", linewidth=1, linestyle="--", zorder=1)
@@ -393,8 +387,8 @@ def _draw_limit(axes: Axes, limit_bytes: int | None, owner: str) -> None:
     )
 
 
-def _number(axes: Axes, name: Callable[[float], str], *, base: int) -> None:
-    """Ticks that a person reads: few, and in numbers rather than in powers."""
+def _set_ticks(axes: Axes, name: Callable[[float], str], *, base: int) -> None:
+    """Set few ticks at round numbers, labelled with numbers rather than powers."""
     from matplotlib.ticker import MaxNLocator as locator
 
     low, high = axes.get_ylim()
@@ -410,5 +404,5 @@ def _number(axes: Axes, name: Callable[[float], str], *, base: int) -> None:
     axes.set_yticks(shown, [name(tick) for tick in shown])
 
 
-def _short(tokens: int) -> str:
+def _short_tokens(tokens: int) -> str:
     return f"{tokens // 1024}K" if tokens % 1024 == 0 else f"{tokens:,}"

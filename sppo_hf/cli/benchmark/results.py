@@ -1,7 +1,6 @@
-"""Jobs and rows of a benchmark, and the JSON lines that rows are kept in.
+"""Jobs and rows of a benchmark, and the file of JSON lines that holds the rows.
 
-The file is the one truth: table, picture and what a resumed benchmark leaves out are all read from
-it. Imports no torch.
+Tables, pictures, and what a resumed benchmark skips are all read from that file. Imports no torch.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _NOT_IN_SETTINGS = (*_NOT_IN_KEY, "contender", "total_tokens", "layers", "steps"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One contender at one length under the settings of a benchmark."""
+    """One contender at one length, under the settings of a benchmark."""
 
     model: str
     """Shipped name, or path of a `config.json` or of a folder that holds one."""
@@ -32,75 +31,75 @@ class Job:
     """Name as `contenders.parse` takes it."""
 
     total_tokens: int
-    """Length of the one row of a batch."""
+    """Tokens of the one row of each batch."""
 
     device: str
     """"cuda", "cuda:1" or "cpu"."""
 
     device_name: str = ""
-    """What it is called: rows of another device are other measurements."""
+    """Name of the device's model, which distinguishes measurements."""
 
     dtype: str = "bfloat16"
-    """Dtype of the weights, and of the compute unless `autocast` says otherwise."""
+    """Dtype of the weights, and of compute unless `autocast` is set."""
 
     lora_rank: int | None = None
     """Rank of adapters on all linear layers; None trains all weights."""
 
     lora_dtype: str = "float32"
-    """Dtype of the adapters: float32, as PEFT makes those of 16-bit models, or `dtype`."""
+    """Dtype of the adapters: float32, PEFT's default for 16-bit models, or `dtype`."""
 
     steps: int = 3
     """Steps that are measured."""
 
     warm_up: int = 3
-    """Steps before them. What ours learns from its second step it plans anew within the third."""
+    """Steps before them. sppo corrects its plan in the third step, from measuring the second."""
 
     attention: str = "auto"
-    """As `sppo bench --attention` takes it."""
+    """Value of `sppo bench --attention`."""
 
     autocast: bool = False
     """Train under bfloat16 autocast, as `TrainingArguments(bf16=True)` does."""
 
     device_memory: int | float | str | None = None
-    """Budget on the device for ours, and on CUDA the most that any contender is given."""
+    """Device budget of sppo, and on CUDA a limit for every contender."""
 
     host_memory: int | float | str | None = None
-    """Budget in host memory for ours."""
+    """Host memory budget of sppo."""
 
     hardware: str | None = None
-    """Hardware profile for ours; None takes what is known of this device."""
+    """Hardware profile for sppo; None takes what is known of this device."""
 
     layers: int | None = None
-    """Keep only so many decoder layers; None for all."""
+    """Number of decoder layers that are kept; None for all."""
 
     seed: int = 0
-    """Of weights, adapters and tokens."""
+    """Seed of weights, adapters and tokens."""
 
     trace: str | None = None
-    """File for a profiler's trace of one more step; None for none."""
+    """File for a profiler's trace of one further step; None for no trace."""
 
     predict: bool = False
-    """Also ask the estimator for the longest length that fits (ours only)."""
+    """Whether the estimator also predicts the longest length that fits (sppo only)."""
 
     def key(self) -> str:
-        """What tells this measurement from others, as text."""
+        """Return as text what distinguishes this measurement from others."""
         return _text(self, _NOT_IN_KEY)
 
     def settings(self) -> str:
-        """What contenders and lengths of one comparison have in common, as text."""
+        """Return as text the settings that all jobs of one comparison share."""
         return _text(self, _NOT_IN_SETTINGS)
 
     def replace(self, **changes: Any) -> Self:
-        """Returns the job with other values."""
+        """Return a copy with changed fields."""
         return dataclasses.replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the fields in plain JSON types."""
+        """Return the fields as plain JSON types."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Self:
-        """Reads what `to_dict` returned; fields of other versions are passed over."""
+        """Read what `to_dict` returned; unknown fields, of other versions, are ignored."""
         known = {field.name for field in dataclasses.fields(cls)}
         return cls(**{name: value for name, value in fields.items() if name in known})
 
@@ -120,103 +119,100 @@ Status = Literal[
     "not available",
     "not tried",
 ]
-"""What became of a job. "killed": by SIGKILL, which is usually the host's memory. "failed": by any
+"""How a job ended. "killed": by SIGKILL, usually because host memory ran out. "failed": by any
 other error. "not available": a package or a device is missing. "not tried": a shorter length did
 not fit."""
 
 Kind = Literal["speed", "part", "try", "longest"]
-"""What a row is: "speed" one contender at one length, "part" one with few layers for extrapolating,
-"try" one of a search for the longest length, "longest" that search's result."""
+"""Kind of a row. "speed": one contender at one length. "part": a model of few layers, to
+extrapolate from. "try": one length of a search for the longest. "longest": that search's result."""
 
 FILE_NAME = "results.jsonl"
-_MOST_BYTES = 2**25
+_MAX_FILE_BYTES = 2**25
 _TRAINED: tuple[Status, ...] = ("measured", "extrapolated")
-# Not "failed": whatever it was may have been mended.
+# Not "failed": its cause may have been removed.
 _FINAL: tuple[Status, ...] = (*_TRAINED, "out of memory", "killed", "timeout")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numbers:
-    """What was measured; what is not known is None.
-
-    See [Note: what the numbers of a benchmark mean] in this package's docstring.
-    """
+    """Measured numbers, None where unknown; see [Note: what the numbers of a benchmark mean]."""
 
     step_seconds: tuple[float, ...] = ()
-    """Each measured step."""
+    """Seconds of each measured step."""
 
     median_step_seconds: float | None = None
-    """Their median."""
+    """Median of these."""
 
     tokens_per_second: float | None = None
-    """Tokens of a row over the median."""
+    """Tokens of a row over the median seconds."""
 
     model_flops: float | None = None
-    """FLOPs of the model per step: causal attention counted once, recomputation not counted."""
+    """FLOPs of the model per step, causal attention counted once, without recomputation."""
 
     model_tflops: float | None = None
     """Model FLOPs per second, in 1e12."""
 
     mfu: float | None = None
-    """The same over the device's dense bfloat16 peak; None where that is unknown."""
+    """Model FLOPs per second over the device's dense bfloat16 peak; None where that is unknown."""
 
     device_allocated_bytes: int | None = None
-    """Peak of what tensors took on the CUDA device."""
+    """Peak of the bytes that tensors took on the CUDA device."""
 
     device_reserved_bytes: int | None = None
-    """Peak of what PyTorch's allocator took of the device."""
+    """Peak of the bytes that PyTorch's allocator reserved on the device."""
 
     device_retries: int | None = None
-    """Times that allocator had to give its cache back and try again, which costs time."""
+    """How often the allocator had to release its cache and retry, which costs time."""
 
     host_peak_bytes: int | None = None
-    """Largest resident memory of the process in training."""
+    """Peak of the process's resident memory in training."""
 
     host_loaded_bytes: int | None = None
-    """Resident memory when the model was there and training had not begun."""
+    """Resident memory after the model was made, before training."""
 
     pinned_bytes: int | None = None
-    """Peak of page-locked host bytes that PyTorch's allocator held, rounded up as it does."""
+    """Peak of the page-locked host bytes, as the allocators round them up."""
 
     stall_seconds: float | None = None
-    """Of a step, the mean time in which compute stood still for copies; known for ours only."""
+    """Mean seconds of a step in which compute waited for copies; sppo only."""
 
     forward_chunk_seconds: tuple[float, ...] = ()
-    """Median per chunk; the last one runs until backward begins. Ours only."""
+    """Median per chunk, [chunks]; the last lasts until backward begins. sppo only."""
 
     backward_chunk_seconds: tuple[float, ...] = ()
-    """Median per chunk, in the chunks' order (backward runs them in reverse)."""
+    """Median per chunk, [chunks] in the order of the sequence. sppo only."""
 
     chunk_lengths: tuple[int, ...] = ()
-    """Tokens of each chunk; ours only."""
+    """Tokens of each chunk, [chunks]; sppo only."""
 
     planned_seconds: float | None = None
-    """What the plan predicted for forward and backward; ours only."""
+    """Predicted seconds of forward and backward; sppo only."""
 
     planned_device_bytes: int | None = None
-    """The device's peak as the plan predicted it; ours only."""
+    """Predicted peak on the device; sppo only."""
 
     planned_longest_tokens: int | None = None
-    """The longest length that the estimator says fits; ours only, and only where it was asked."""
+    """Predicted longest length that fits; sppo only, and only if the job has `predict`."""
 
     first_loss: float | None = None
-    """Loss of the very first step, before any weight changed."""
+    """Loss of the first step, before any weight changed."""
 
     loss: float | None = None
     """Loss of the last measured step."""
 
     kernel: str | None = None
-    """The attention kernel that ran, where one was chosen."""
+    """Name of the attention kernel, where one was chosen."""
 
     longest_tokens: int | None = None
-    """Of a search: the longest length that trained."""
+    """Longest length that trained, in a row of kind "longest"."""
 
     failed_tokens: int | None = None
-    """Of a search: the shortest length that did not."""
+    """Shortest length that did not, in a row of kind "longest"."""
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Self:
-        """Reads what `dataclasses.asdict` returned; fields of other versions are passed over."""
+        """Read what `dataclasses.asdict` returned; unknown fields are ignored."""
         known = {f.name for f in dataclasses.fields(cls)}
         values: dict[str, Any] = {
             k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()
@@ -232,27 +228,27 @@ class Row:
     status: Status
     job: Job
     reason: str = ""
-    """Why it was not measured, or how it was extrapolated."""
+    """Why the job was not measured, or how its row was extrapolated."""
 
     numbers: Numbers = Numbers()
     environment: dict[str, Any] = field(default_factory=dict)
-    """Device, its memory, the host's, versions, date, command."""
+    """Device, its memory, the host's memory, versions, date, command line."""
 
     wall_seconds: float | None = None
-    """Duration of the whole process."""
+    """Duration of the worker process."""
 
     @property
     def trained(self) -> bool:
-        """Whether the length was trained, or would be if it fitted."""
+        """Whether the length was trained, or extrapolated."""
         return self.status in _TRAINED
 
     @property
     def final(self) -> bool:
-        """Whether running it again would say the same."""
+        """Whether the job need not be run again."""
         return self.status in _FINAL
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the row in plain JSON types; numbers that are not known are left out."""
+        """Return the row as plain JSON types, without unknown numbers."""
         numbers = {
             name: value
             for name, value in dataclasses.asdict(self.numbers).items()
@@ -262,10 +258,10 @@ class Row:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Self:
-        """Reads what `to_dict` returned.
+        """Read what `to_dict` returned.
 
         Raises:
-            KeyError, TypeError: the fields are not those of a row.
+            KeyError, TypeError: The fields are not those of a row.
         """
         return cls(
             kind=fields["kind"],
@@ -279,13 +275,13 @@ class Row:
 
 
 class ResultFile:
-    """The rows of one folder; every row is on the disk before the next begins."""
+    """The rows of one folder; each is written before the next job begins."""
 
     def __init__(self, folder: Path) -> None:
-        """Reads what is there.
+        """Read the rows that the folder holds.
 
         Raises:
-            ConfigError: the folder or its file cannot be read, or a line is damaged.
+            ConfigError: The folder or its file cannot be read, or a line is damaged.
         """
         self.path = folder / FILE_NAME
         self._rows: dict[tuple[Kind, str], Row] = {}
@@ -293,22 +289,22 @@ class ResultFile:
             self._rows[row.kind, row.job.key()] = row
 
     def rows(self, *kinds: Kind) -> list[Row]:
-        """Returns the newest row of every job, in the order of their first appearance.
+        """Return the newest row of every job, in the order of their first appearance.
 
         Args:
-            *kinds: only these; all if there are none.
+            *kinds: Only rows of these kinds; all by default.
         """
         return [row for row in self._rows.values() if not kinds or row.kind in kinds]
 
     def find(self, kind: Kind, job: Job) -> Row | None:
-        """Returns the row of a job, or None."""
+        """Return the row of a job, or None."""
         return self._rows.get((kind, job.key()))
 
     def add(self, row: Row) -> None:
-        """Appends a row; one that says what the job's last row said is not written again.
+        """Append a row, unless it only repeats the job's last one.
 
         Raises:
-            ConfigError: the file cannot be written.
+            ConfigError: The file cannot be written.
         """
         before = self.find(row.kind, row.job)
         if before is not None and not row.final and before.status == row.status:
@@ -327,7 +323,7 @@ class ResultFile:
 
 
 def groups(rows: Iterable[Row]) -> list[list[Row]]:
-    """Returns rows that may be compared with each other, together: same settings, same device."""
+    """Group rows that may be compared with each other: same settings, same device."""
     found: dict[tuple[str, str], list[Row]] = {}
     devices: dict[str, str] = {}
     for row in (listed := list(rows)):
@@ -335,14 +331,14 @@ def groups(rows: Iterable[Row]) -> list[list[Row]]:
             devices[row.job.settings()] = str(row.environment["device_name"])
     for row in listed:
         settings = row.job.settings()
-        # A row without an environment (nothing ran) belongs to the device of the others.
+        # A row without an environment (nothing ran) counts for the other rows' device.
         device = row.environment.get("device_name", devices.get(settings, ""))
         found.setdefault((settings, str(device)), []).append(row)
     return list(found.values())
 
 
 def best_environment(rows: Sequence[Row]) -> dict[str, Any]:
-    """Returns the environment of the last row that has one; {} if none has."""
+    """Return the environment of the last row that has one; {} if none has."""
     return next((row.environment for row in reversed(rows) if row.environment), {})
 
 
@@ -350,13 +346,13 @@ def _read(path: Path) -> list[Row]:
     if not os.path.lexists(path):
         return []
     remedy = "name another folder"
-    text = read_text(path, what="results", max_bytes=_MOST_BYTES, remedy=remedy)
+    text = read_text(path, what="results", max_bytes=_MAX_FILE_BYTES, remedy=remedy)
     rows = []
     for number, line in enumerate(text.splitlines(), start=1):
         try:
             fields: Any = json.loads(line)
         except (ValueError, RecursionError):
-            continue  # cut off when the machine went down; its job runs again
+            continue  # cut off by a crash; the job runs again
         try:
             rows.append(Row.from_dict(fields))
         except (KeyError, TypeError, AttributeError) as error:

@@ -1,20 +1,20 @@
-"""Where the time of a traced step went: kernels by class, exposed copies, launch gaps, other.
+"""Divides the time of a traced step into classes of kernels, exposed copies, launch gaps and other.
 
-Reads the events of a Chrome trace as torch.profiler writes it.
+Reads Chrome traces as torch.profiler writes them.
 
 [Note: how a step is divided]
-The step is the event labelled "sppo/step" (the whole trace where there is none), until the device's
-last work of it has ended. *Compute* is when a kernel runs on any stream. *Exposed copies* are when
-a copy or a fill runs and no kernel does. What is left, the device does nothing: *launch gaps* while
-the host is at work (or in Python), *other* while the host itself waits in a synchronising call. The
-four add up to the step. In a trace without a device the host's operators are the compute, and what
-lies between them is launch gaps.
+The step is the event labelled "sppo/step" (without one, the whole trace), extended until the
+device's last work of it has ended. *Compute* is the time when a kernel runs on any stream. *Exposed
+copies* are the time when a copy or a fill runs and no kernel does. In the rest the device is idle:
+*launch gaps* while the host works (or is in Python), *other* while the host waits in a
+synchronising call. The four add up to the step. In a trace without a device, the host's operators
+count as compute, and the time between them as launch gaps.
 
-Compute is divided once more, by what kernels' names say of their work (`CLASSES`). Where kernels of
-two classes run at once, the time is the first class's, so the classes add up to the compute.
+Compute is divided by the names of kernels (`CLASSES`). Where kernels of two classes overlap, the
+time counts for the first class, so the classes add up to the compute.
 
-Times of a traced step are longer than those of a measured one, most of all in launch gaps: tracing
-costs the host time. Compare contenders, and the classes of kernels with what theory says.
+A traced step takes longer than a measured one, above all in launch gaps, because tracing costs host
+time. Compare contenders with each other, and classes of kernels with what theory says.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _DEVICE = ("kernel", *_COPIES)
 _WAITS = ("Synchronize", "StreamWaitValue", "EventQuery")
 
 REST = "norms, rotary, activations, adds"
-"""Kernels of no class: what is elementwise, and reductions."""
+"""Kernels of no class: elementwise ones and reductions."""
 
 CLASSES: dict[str, re.Pattern[str]] = {
     name: re.compile(words, re.IGNORECASE)
@@ -50,47 +50,47 @@ CLASSES: dict[str, re.Pattern[str]] = {
         "matrix products": r"gemm|gemv|split_?k|cutlass|cublas|nvjet|xmma|grouped_mm|"
         r"aten::(b?mm|addb?mm|baddbmm|linear|matmul)$|_mm_kernel|matmul",
         "messages": r"nccl|c10d",
-        # What torch.compile fuses is named by all that is in it, often "to_copy" or "cat".
+        # Not torch.compile's fused kernels, whose names list all their parts, often "to_copy".
         "copies on the device": r"^(?!triton_).*"
         r"(copy|cat|clone|contiguous|memcpy|memset|fill|zero_|transpose)",
         "optimizer": r"adam|multi_tensor|foreach",
     }.items()
 }
-"""What kernels (on a CPU, operators) do by their names; the first that fits counts."""
+"""Patterns of kernels' names (on a CPU, operators' names) by class; the first match counts."""
 
 Span = tuple[float, float]
-"""Start and end, microseconds."""
+"""Start and end in microseconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gap:
-    """A stretch in which no kernel ran."""
+    """A period in which no kernel ran."""
 
     start_seconds: float
-    """Since the step began."""
+    """Seconds from the start of the step."""
 
     seconds: float
-    """Its length."""
+    """Length of the gap."""
 
     what: str
-    """"exposed copy", "launch gap" or "other": what most of it was."""
+    """"exposed copy", "launch gap" or "other", whichever fills most of it."""
 
     unit: str
-    """Label of the unit in which it began; "" where none was open."""
+    """Label of the unit in which it began; "" for none."""
 
     before: str
-    """What ran on the device last."""
+    """Kernel that ended before it."""
 
     after: str
-    """What ran on it next."""
+    """Kernel that began after it."""
 
     host: str
-    """The host's longest call within the gap; "" where there was none."""
+    """The host's longest call within the gap; "" for none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """A step's seconds, divided."""
+    """The seconds of a step by cause."""
 
     step_seconds: float
     compute_seconds: float
@@ -98,16 +98,16 @@ class Summary:
     launch_gap_seconds: float
     other_seconds: float
     class_seconds: Mapping[str, float]
-    """Compute by class of kernel, in the order of `CLASSES`, then `REST`; adds up to it."""
+    """Compute seconds by class of kernel, in the order of `CLASSES`, then `REST`."""
 
     gaps: tuple[Gap, ...]
     """The largest, longest first."""
 
     on_device: bool
-    """Whether kernels were traced; else the host's operators stand for them."""
+    """Whether kernels were traced; else the host's operators count as compute."""
 
     def shares(self) -> dict[str, tuple[float, float]]:
-        """Returns seconds and share of the step by name, in the order they are told."""
+        """Return seconds and share of the step by cause."""
         parts = {
             "compute": self.compute_seconds,
             "exposed copy": self.exposed_copy_seconds,
@@ -117,10 +117,10 @@ class Summary:
         return {name: (seconds, seconds / self.step_seconds) for name, seconds in parts.items()}
 
     def microseconds_per_token(self, tokens: int) -> dict[str, float]:
-        """Returns what each token of the step cost, by class of kernel and kind of gap.
+        """Return the step's microseconds per token, by class of kernel and kind of gap.
 
         Args:
-            tokens: that the step trained; the sum is the step's length over it.
+            tokens: Number of tokens that the step trained.
         """
         parts = dict(self.class_seconds)
         parts["exposed copies to or from the host"] = self.exposed_copy_seconds
@@ -133,11 +133,11 @@ FILE = "profile.json"
 
 
 def profiles(rows: Iterable[Row], folder: Path) -> list[dict[str, Any]]:
-    """Returns what each trace in `folder` of a measured row says, and writes it into `FILE`.
+    """Summarize the trace in `folder` of each measured row, and write all summaries to `FILE`.
 
-    Each entry has the contender, its length, the steps' microseconds per token when measured and
-    when traced, and the latter's parts by name. A trace that is older than the file is not read
-    again, which takes seconds for each.
+    Each entry has the contender, the length, the microseconds per token of the measured and of the
+    traced step, and the latter by cause. Traces older than the file are not read again, because
+    reading one takes seconds.
     """
     found: list[dict[str, Any]] = []
     before = _read_before(folder / FILE)
@@ -155,7 +155,7 @@ def profiles(rows: Iterable[Row], folder: Path) -> list[dict[str, Any]]:
         try:
             summary = summarise(read_events(path))
         except (ValueError, KeyError, TypeError, EOFError):
-            continue  # a worker was killed while it wrote
+            continue  # the worker was killed while it wrote the trace
         traced = {
             "traced_us_per_token": 1e6 * summary.step_seconds / tokens,
             "parts_us_per_token": summary.microseconds_per_token(tokens),
@@ -168,7 +168,7 @@ def profiles(rows: Iterable[Row], folder: Path) -> list[dict[str, Any]]:
 
 
 def _read_before(path: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
-    """Entries of an earlier call, by contender and length; none if there is no such file."""
+    """Read the entries of an earlier call, by contender and length; {} without such a file."""
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
         return {(one["contender"], one["total_tokens"]): one for one in entries}
@@ -177,7 +177,7 @@ def _read_before(path: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
 
 
 def profile_table(found: list[dict[str, Any]]) -> Table:
-    """Returns a table with a line per class and a column per contender and length."""
+    """Lay out profiles: a line for each cause, a column for each contender and length."""
     table = Table(title="Microseconds per token of a traced step")
     table.add_column("")
     for one in found:
@@ -186,23 +186,23 @@ def profile_table(found: list[dict[str, Any]]) -> Table:
     for name in names:
         values = [one["parts_us_per_token"].get(name, 0.0) for one in found]
         if any(values):
-            table.add_row(name, *map(_figure, values))
+            table.add_row(name, *map(_format_value, values))
     table.add_section()
-    table.add_row("traced step", *(_figure(one["traced_us_per_token"]) for one in found))
-    table.add_row("measured step", *(_figure(one["measured_us_per_token"]) for one in found))
+    table.add_row("traced step", *(_format_value(one["traced_us_per_token"]) for one in found))
+    table.add_row("measured step", *(_format_value(one["measured_us_per_token"]) for one in found))
     return table
 
 
-def _figure(value: float | None) -> str:
+def _format_value(value: float | None) -> str:
     return "" if value is None else f"{value:,.1f}" if value < 1000 else f"{value:,.0f}"
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """Returns the events of a trace's file, packed or not.
+    """Read the events of a trace's file, gzipped or not.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is no JSON.
+        OSError: It cannot be read.
+        ValueError: It is no JSON.
     """
     content = path.read_bytes()
     if content[:2] == b"\x1f\x8b":
@@ -211,15 +211,15 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     return trace["traceEvents"] if isinstance(trace, dict) else trace
 
 
-def summarise(events: Iterable[Mapping[str, Any]], *, most_gaps: int = 3) -> Summary:
-    """Divides a traced step.
+def summarise(events: Iterable[Mapping[str, Any]], *, max_gaps: int = 3) -> Summary:
+    """Divide the time of a traced step by cause.
 
     Args:
-        events: `traceEvents` of a Chrome trace; all but complete events ("X") are passed over.
-        most_gaps: gaps to name.
+        events: `traceEvents` of a Chrome trace, of which complete events ("X") are read.
+        max_gaps: How many of the longest gaps to describe.
 
     Raises:
-        ValueError: nothing ran in the trace.
+        ValueError: The trace has no kernels and no operators.
     """
     complete = [e for e in events if e.get("ph") == "X" and "dur" in e]
     device = [e for e in complete if e.get("cat") in _DEVICE]
@@ -229,7 +229,7 @@ def summarise(events: Iterable[Mapping[str, Any]], *, most_gaps: int = 3) -> Sum
     working = [e for e in working if _span(e)[1] > step[0] and _span(e)[0] < step[1]]
     kernels = [e for e in working if e.get("cat") not in _COPIES]
     copies = [e for e in working if e.get("cat") in _COPIES]
-    compute = _clip(_union(map(_span, kernels)), step)
+    compute = _intersect(_union(map(_span, kernels)), [step])
     no_compute = _subtract([step], compute)
     copying = _intersect(no_compute, _union(map(_span, copies)))
     idle = _subtract(no_compute, copying)
@@ -239,20 +239,20 @@ def summarise(events: Iterable[Mapping[str, Any]], *, most_gaps: int = 3) -> Sum
     waiting = _intersect(idle, waits)
     launching = _subtract(idle, waiting)
     kinds = {"exposed copy": copying, "launch gap": launching, "other": waiting}
-    longest = sorted(no_compute, key=lambda s: s[0] - s[1])[:most_gaps]
+    longest = sorted(no_compute, key=lambda s: s[0] - s[1])[:max_gaps]
     return Summary(
         step_seconds=_seconds([step]),
         compute_seconds=_seconds(compute),
         exposed_copy_seconds=_seconds(copying),
         launch_gap_seconds=_seconds(launching),
         other_seconds=_seconds(waiting),
-        class_seconds=_by_class(kernels, compute),
-        gaps=tuple(_name(span, step, kinds, kernels, complete) for span in longest),
+        class_seconds=_class_seconds(kernels, compute),
+        gaps=tuple(_describe_gap(span, step, kinds, kernels, complete) for span in longest),
         on_device=on_device,
     )
 
 
-def _by_class(kernels: Iterable[Mapping[str, Any]], compute: list[Span]) -> dict[str, float]:
+def _class_seconds(kernels: Iterable[Mapping[str, Any]], compute: list[Span]) -> dict[str, float]:
     """Seconds of `compute` by class of kernel."""
     spans: dict[str, list[Span]] = {name: [] for name in CLASSES}
     for kernel in kernels:
@@ -269,7 +269,7 @@ def _by_class(kernels: Iterable[Mapping[str, Any]], compute: list[Span]) -> dict
 
 
 def _step(complete: Sequence[Mapping[str, Any]], working: Sequence[Mapping[str, Any]]) -> Span:
-    """The step's start and end; the device may end after the host."""
+    """Return the step's start and end; the device may end after the host."""
     labels = [_span(e) for e in complete if e["name"] == STEP_LABEL and _on_host(e)]
     spans = [_span(e) for e in working]
     if not spans:
@@ -283,14 +283,14 @@ def _step(complete: Sequence[Mapping[str, Any]], working: Sequence[Mapping[str, 
     return start, max([end, *(e for s, e in spans if s < end)])
 
 
-def _name(
+def _describe_gap(
     span: Span,
     step: Span,
     kinds: Mapping[str, list[Span]],
     kernels: Sequence[Mapping[str, Any]],
     complete: Sequence[Mapping[str, Any]],
 ) -> Gap:
-    """Says what a gap was and what stands around it."""
+    """Describe a gap: its cause, and the kernels around it."""
     before = [e for e in kernels if _span(e)[1] <= span[0] + 1e-3]
     after = [e for e in kernels if _span(e)[0] >= span[1] - 1e-3]
     calls = [
@@ -331,7 +331,7 @@ def _seconds(spans: Iterable[Span]) -> float:
 
 
 def _union(spans: Iterable[Span]) -> list[Span]:
-    """Sorted spans that do not touch."""
+    """Return the union of spans as sorted spans that do not touch."""
     merged: list[Span] = []
     for start, end in sorted(spans):
         if merged and start <= merged[-1][1]:
@@ -341,12 +341,8 @@ def _union(spans: Iterable[Span]) -> list[Span]:
     return merged
 
 
-def _clip(spans: list[Span], inside: Span) -> list[Span]:
-    return _intersect(spans, [inside])
-
-
 def _intersect(one: list[Span], other: list[Span]) -> list[Span]:
-    """What is in both; both sorted."""
+    """Return the intersection of two sorted lists of spans."""
     found: list[Span] = []
     i = j = 0
     while i < len(one) and j < len(other):
@@ -361,6 +357,6 @@ def _intersect(one: list[Span], other: list[Span]) -> list[Span]:
 
 
 def _subtract(one: list[Span], other: list[Span]) -> list[Span]:
-    """What is in the first only; both sorted."""
+    """Return the first list of spans without the second; both sorted."""
     edges = [float("-inf"), *(edge for span in other for edge in span), float("inf")]
     return _intersect(one, list(zip(edges[::2], edges[1::2], strict=True)))

@@ -1,15 +1,15 @@
-"""A contender put together: random weights on the device, adapters, and the standard Trainer.
+"""Builds a contender: random weights on the device, adapters, and the standard Trainer.
 
-What a user would write, once for every contender; nothing here measures.
+It is what a user would write; nothing here measures.
 
-The attention kernel is the same for every contender where there is a choice: "auto" is what our
-engine's "auto" takes on this device, laid upon the others too. These reach PyTorch's kernels
-through scaled_dot_product_attention, narrowed down to one of them for the run.
+Where there is a choice, all contenders use the same attention kernel: by default the one that
+sppo's "auto" takes on this device. The others reach PyTorch's kernels through
+scaled_dot_product_attention, which is restricted to that kernel for the run.
 
-The ideal: the base model in one piece, everything kept, and the loss in tiles. It has what no
-contender can do without (the layers, one attention kernel, a loss that does not hold logits of the
-whole sequence) and nothing else: no hooks, no chunks, no copies, no recomputation. So it is a bound
-on speed where it fits, and where it does not, `extrapolate` says what it would take.
+The ideal is the base model in one piece, everything kept on the device, and the loss in tiles. It
+has what every contender needs (the layers, one attention kernel, a loss that does not hold the
+logits of the whole sequence) and nothing else: no hooks, chunks, copies or recomputation. So it is
+a bound on speed where it fits; where it does not, `driver.extrapolate` estimates it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.tile_sizes import loss_tile_tokens
 
 NAMED = {"cudnn": "cudnn", "flash": "aten_flash", "efficient": "efficient"}
-"""Kernels that can be asked for, and our backends that call them."""
+"""Kernels that `--attention` names, and sppo's backends that call them."""
 
 _SDPA = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -60,23 +60,23 @@ _SDPA = {
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """How everyone gets the same kernel."""
+    """An attention kernel, and the settings with which each contender uses it."""
 
     name: str
-    """For the results."""
+    """Name in the results."""
 
-    ours: str
-    """Our setting `attention_backend`."""
+    attention_backend: str
+    """Setting of sppo."""
 
-    theirs: str = "sdpa"
-    """Transformers' setting `attn_implementation`."""
+    attn_implementation: str = "sdpa"
+    """Setting of Transformers."""
 
     sdpa: SDPBackend | None = None
-    """What scaled_dot_product_attention is narrowed down to; None leaves it its choice."""
+    """The one kernel that scaled_dot_product_attention may use; None leaves it its choice."""
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """Narrows scaled_dot_product_attention down for the whole process."""
+        """Restrict scaled_dot_product_attention to this kernel for the whole process."""
         with contextlib.nullcontext() if self.sdpa is None else sdpa_kernel([self.sdpa]):
             yield
 
@@ -84,43 +84,49 @@ class Kernel:
 def choose_kernel(
     choice: str, device: torch.device, shape: ModelShape, dtype: torch.dtype, *, softcap: bool
 ) -> Kernel:
-    """Finds the kernel of a comparison.
+    """Choose the kernel of a comparison.
 
     Args:
-        choice: "auto", a key of `NAMED`, or "sdpa": everyone's own default.
-        device: where the model is.
-        shape: the model; its first layer's heads count.
-        dtype: of queries, keys and values.
-        softcap: whether the model caps its attention logits.
+        choice: "auto", a key of `NAMED`, or "sdpa" for each contender's own default.
+        device: Device of the model.
+        shape: The model, of which the first layer's heads count.
+        dtype: Dtype of queries, keys and values.
+        softcap: Whether the model caps its attention logits.
 
     Raises:
-        ConfigError: a kernel is named on a CPU, where there is one only.
+        ConfigError: A kernel is named on a CPU, which has only one.
     """
     if choice == "sdpa":
-        return Kernel("sdpa's choice", ours="auto")
+        return Kernel("sdpa's choice", attention_backend="auto")
     if choice in NAMED:
-        return Kernel(NAMED[choice], ours=NAMED[choice], sdpa=_SDPA[NAMED[choice]])
+        name = NAMED[choice]
+        return Kernel(name, attention_backend=name, sdpa=_SDPA[name])
     first = AttentionSpec.of_layer(
         shape.layers[0], device_type=device.type, dtype=dtype, softcap=softcap
     )
     windows = any(layer.window is not None for layer in shape.layers)
     requirement = replace(first, window=windows)
     name = select_backend("auto", requirement).backend.name
-    theirs = name if name.startswith("flash_attention_") else "sdpa"
-    return Kernel(name, ours=name, theirs=theirs, sdpa=_SDPA.get(name))
+    implementation = name if name.startswith("flash_attention_") else "sdpa"
+    return Kernel(
+        name,
+        attention_backend=name,
+        attn_implementation=implementation,
+        sdpa=_SDPA.get(name),
+    )
 
 
 _IGNORED = -100
 
 
 def make_ideal(model: nn.Module, *, tile_tokens: int) -> nn.Module:
-    """Gives a model the ideal's forward, in place and for good.
+    """Replace a model's forward by the ideal's, for good.
 
     Returns:
         The same model; it takes `input_ids` `[B, T]` and `labels` `[B, T]` and returns a loss.
 
     Raises:
-        UnsupportedModelError: the engine refuses such models.
+        UnsupportedModelError: The engine refuses such models.
     """
     parts = find_parts(model)
     causal_lm: Any = parts.causal_lm
@@ -149,15 +155,14 @@ def make_ideal(model: nn.Module, *, tile_tokens: int) -> nn.Module:
     return model
 
 
-# Adapters' outputs are scaled by alpha / rank.
 _ALPHA_PER_RANK = 2
 
 
 def model_config(job: Job) -> Any:
-    """Returns the model's configuration, with `layers` decoder layers if the job says so.
+    """Return the model's configuration, with the job's number of layers if it has one.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: It cannot be read.
     """
     known = dict(read_fields(model_path(job.model)))
     if job.layers is not None:
@@ -170,10 +175,10 @@ def model_config(job: Job) -> Any:
 
 
 def model_shape(job: Job, config: Any) -> ModelShape:
-    """Returns the model in numbers, for FLOPs: the same for all contenders.
+    """Return the model's shape, for FLOPs, which are the same for all contenders.
 
     Raises:
-        UnsupportedModelError: a size is missing.
+        UnsupportedModelError: A size is missing.
     """
     lora = None
     if job.lora_rank is not None:
@@ -185,16 +190,16 @@ def model_shape(job: Job, config: Any) -> ModelShape:
 
 
 def build_model(job: Job, config: Any, kernel: Kernel) -> nn.Module:
-    """Makes the model with random weights on the device, in training mode, LoRA around it.
+    """Build the model with random weights on the device, with LoRA if the job has a rank.
 
-    The same seed on the same device gives all contenders the same weights.
+    On the same device, all contenders get the same weights from a seed.
     """
     if parse(job.contender).base == "unsloth":
         return _unsloth_model(job, config)
     torch.manual_seed(job.seed)
     with torch.device(job.device):
         model = AutoModelForCausalLM.from_config(
-            config, dtype=getattr(torch, job.dtype), attn_implementation=kernel.theirs
+            config, dtype=getattr(torch, job.dtype), attn_implementation=kernel.attn_implementation
         )
     if job.lora_rank is not None:
         from peft import LoraConfig, get_peft_model
@@ -212,10 +217,9 @@ def build_model(job: Job, config: Any, kernel: Kernel) -> nn.Module:
 
 
 def _unsloth_model(job: Job, config: Any) -> nn.Module:
-    """Makes the model as Unsloth's users do, who load it from a folder.
+    """Load the model from a folder as Unsloth's users do.
 
-    Unsloth rewrites Transformers' classes when it is imported, which a worker does here: nobody
-    else is in its process.
+    Unsloth rewrites Transformers' classes when it is imported; a worker runs nothing else.
     """
     from unsloth import FastLanguageModel  # type: ignore[import-not-found]
 
@@ -257,7 +261,7 @@ def make_trainer(
     callbacks: Sequence[TrainerCallback],
     folder: str,
 ) -> Trainer:
-    """Makes the Trainer of a contender."""
+    """Make the Trainer of a contender."""
     if contender.tiled:
         kind = torch.device(job.device).type
         make_ideal(model, tile_tokens=loss_tile_tokens(shape, device_kind=kind))
@@ -293,7 +297,7 @@ def make_trainer(
 def _sft_trainer(
     model: Any, rows: RandomRows, settings: dict[str, Any], callbacks: list[Any], *, vocab_size: int
 ) -> Trainer:
-    """TRL's own trainer, whose loss is computed in chunks of tokens by default."""
+    """Make TRL's trainer, which computes the loss in chunks of tokens by default."""
     from datasets import Dataset as Rows
     from trl import SFTConfig, SFTTrainer
 
@@ -313,7 +317,7 @@ def _sft_trainer(
 
 
 def tile_mlps(model: nn.Module) -> None:
-    """Let DeepSpeed compute gated MLPs in tiles of as many tokens as the model is wide."""
+    """Let DeepSpeed compute gated MLPs in tiles of as many tokens as the hidden size."""
     from deepspeed.runtime.sequence_parallel.ulysses_sp import (  # type: ignore[import-not-found]
         TiledMLP,
     )
@@ -335,7 +339,7 @@ def tile_mlps(model: nn.Module) -> None:
 
 
 def _zero_3(job: Job) -> dict[str, Any]:
-    """DeepSpeed's settings, for a process that is the only one of its launch."""
+    """Return DeepSpeed's settings for ZeRO-3, and set the environment of a single process."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
@@ -347,7 +351,7 @@ def _zero_3(job: Job) -> dict[str, Any]:
             "stage": 3,
             "offload_optimizer": {"device": "cpu", "pin_memory": True},
         },
-        # Else its own Adam for processors is compiled first.
+        # Without this it compiles its own CPU Adam first.
         "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": job.dtype == "bfloat16" or job.autocast},
         "train_micro_batch_size_per_gpu": 1,
@@ -356,7 +360,7 @@ def _zero_3(job: Job) -> dict[str, Any]:
 
 
 def _tokenizer(vocab_size: int) -> Any:
-    """One that no text ever passes: libraries ask it for its special tokens."""
+    """Make a tokenizer without use for text; libraries read its special tokens."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
@@ -368,16 +372,16 @@ def _tokenizer(vocab_size: int) -> Any:
 
 
 def make_plugin(job: Job, contender: Contender, kernel: Kernel) -> SPPOPlugin | None:
-    """Returns the plugin of a contender that is ours; None for the others.
+    """Return the plugin of an sppo contender; None for the others.
 
     Raises:
-        ConfigError: a budget is no budget, or the hardware profile cannot be read.
+        ConfigError: A budget is malformed, or the hardware profile cannot be read.
     """
     if contender.offload is None:
         return None
     return SPPOPlugin(
         offload=contender.offload,
-        attention_backend=kernel.ours,
+        attention_backend=kernel.attention_backend,
         device_memory=job.device_memory,
         host_memory=job.host_memory,
         hardware=job.hardware,
@@ -388,7 +392,7 @@ def make_plugin(job: Job, contender: Contender, kernel: Kernel) -> SPPOPlugin | 
 
 
 class RandomRows(Dataset[dict[str, Tensor]]):
-    """Rows of random tokens, each its own label; the same seed gives the same rows."""
+    """Rows of random tokens, which are their own labels; a seed always gives the same rows."""
 
     def __init__(self, num_rows: int, total_tokens: int, *, vocab_size: int, seed: int) -> None:
         self._num_rows = num_rows
@@ -406,28 +410,27 @@ class RandomRows(Dataset[dict[str, Tensor]]):
 
 
 class _TRLTrainer(Trainer):
-    """The standard Trainer with TRL's offloading around a training step, where SFTTrainer has it.
+    """The standard Trainer with TRL's offloading around each training step, as in SFTTrainer.
 
-    Around the whole step: TRL forgets what it offloaded when the context ends, and backward runs
-    in the step too.
+    The context must contain backward, because TRL forgets what it offloaded when it ends.
     """
 
     _offloading: AbstractContextManager[Any] | None = None
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """One step within the context, which needs the prepared model and so is made late."""
+        """Run a step in the context, which is made here because it needs the prepared model."""
         if self._offloading is None:
             from trl.models.activation_offloading import get_act_offloading_ctx_manager
 
             assert self.model is not None, "a Trainer that trains has a model"
-            # SFTTrainer takes the defaults too, and SFTConfig checkpoints unless told not to.
+            # With the defaults, like SFTTrainer.
             self._offloading = get_act_offloading_ctx_manager(self.model)
         with self._offloading:
             return super().training_step(*args, **kwargs)
 
 
 def _checkpointing(contender: Contender, *, device: str) -> dict[str, Any]:
-    """Arguments of the Trainer, under the names that the installed Transformers has."""
+    """Return the Trainer's arguments for checkpointing, by the installed Transformers' names."""
     if not contender.checkpoints:
         return {}
     known = {field.name for field in fields(Arguments)}

@@ -1,10 +1,10 @@
 """A process that runs one job: `python -m sppo_hf.cli.benchmark.worker JOB`.
 
-JOB is a `Job` in JSON. Every line on stdout is a row in JSON, the last one counts: earlier ones say
-what was known when the process was killed. Whatever the libraries print goes to stderr. Running out
-of memory is a row and exit status 0; any other error is a traceback and status 1.
+JOB is a `Job` as JSON. Each line on stdout is a row as JSON, of which the last counts; earlier ones
+hold what is known if the process is killed. What libraries print goes to stderr. Running out of
+memory gives a row and exit status 0, any other error a traceback and status 1.
 
-A step is waited for at its beginning and at its end; within a step nothing waits for the device.
+The device is waited for at the beginning and the end of a step, and nowhere within it.
 """
 
 from __future__ import annotations
@@ -59,18 +59,18 @@ if TYPE_CHECKING:
 
 
 class StepClock(TrainerCallback):
-    """Seconds and loss of every optimizer step, at whose ends the device is waited for."""
+    """Measures seconds and loss of every optimizer step, and waits for the device at both ends."""
 
     def __init__(self, device: torch.device) -> None:
         self.seconds: list[float] = []
         self.losses: list[float] = []
         self.on_step: Callable[[], None] = lambda: None
         self._device = device
-        self._began = 0.0
+        self._start_seconds = 0.0
         self._loss: Tensor | None = None
 
     def listen(self, model: nn.Module) -> None:
-        """Reads losses off what `model` returns; the Trainer's own are means over steps."""
+        """Read losses off the outputs of `model`; those of the Trainer are means over steps."""
 
         def keep(_module: nn.Module, _args: object, output: Any) -> None:
             self._loss = output["loss"].detach()
@@ -78,14 +78,14 @@ class StepClock(TrainerCallback):
         model.register_forward_hook(keep)
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """Starts the clock."""
+        """Start the clock."""
         self._wait()
-        self._began = time.perf_counter()
+        self._start_seconds = time.perf_counter()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Stops it."""
+        """Stop the clock."""
         self._wait()
-        self.seconds.append(time.perf_counter() - self._began)
+        self.seconds.append(time.perf_counter() - self._start_seconds)
         self.losses.append(float("nan") if self._loss is None else self._loss.item())
         self.on_step()
 
@@ -95,7 +95,7 @@ class StepClock(TrainerCallback):
 
 
 class UnitClock(StepObserver):
-    """Seconds per chunk, forward and backward, of every step of ours, and the plan's words."""
+    """Collects plan, seconds of each chunk, records and stalls of a model converted by sppo."""
 
     def __init__(self, device: torch.device) -> None:
         self.plan: Plan | None = None
@@ -107,29 +107,29 @@ class UnitClock(StepObserver):
         self._stalled = 0.0
 
     def on_plan(self, plan: Plan, model_name: str) -> None:
-        """Keeps the plan."""
+        """Keep the plan."""
         self.plan = plan
 
     def on_correction(self, before: Plan, after: Plan, measured: MeasuredStep) -> None:
-        """Keeps the plan from now on."""
+        """Keep the corrected plan."""
         self.plan = after
 
     def on_unit(self, direction: Direction, chunk: int, num_chunks: int) -> None:
-        """Marks the beginning of a unit."""
+        """Mark the beginning of a unit."""
         if not self._running:
             self._steps.append(ChunkTimer(self._kind))
             self._running = True
         self._steps[-1].enter(direction, chunk)
 
     def on_record(self, record: StepRecord) -> None:
-        """Marks the end of the last unit."""
+        """Mark the end of the last unit."""
         if self._running:
             self._steps[-1].enter("end")
         self._running = False
         self.records.append(record)
 
     def chunk_seconds(self, direction: Direction, steps: slice) -> tuple[float, ...]:
-        """Returns the median per chunk over these steps; () where none of them has ended."""
+        """Return the median seconds per chunk over these steps; () if none of them has ended."""
         done = self._steps[: len(self.records)][steps]
         if not done or self.plan is None:
             return ()
@@ -137,34 +137,34 @@ class UnitClock(StepObserver):
         return tuple(statistics.median(of_chunk) for of_chunk in zip(*seconds, strict=True))
 
     def step_ended(self, stall_seconds: float) -> None:
-        """Keeps how long compute stood still in the step that the device has just ended.
+        """Keep how long compute waited for copies in the step that the device has just ended.
 
-        Records do not say it: they are made when the host is done, which is ahead of the device.
+        Records cannot have this, because they are made when the host is done, before the device is.
 
         Args:
-            stall_seconds: of all steps so far.
+            stall_seconds: Total of all steps so far.
         """
         self._stall_seconds.append(stall_seconds - self._stalled)
         self._stalled = stall_seconds
 
     def stall_seconds(self, steps: slice) -> float | None:
-        """Returns the mean per step over these steps; None where none of them has ended."""
+        """Return the mean per step over these steps; None if none of them has ended."""
         stalls = self._stall_seconds[steps]
         return statistics.fmean(stalls) if stalls else None
 
 
 def host_bytes() -> int:
-    """Returns the resident memory of this process now."""
+    """Return the resident memory of this process."""
     return psutil.Process().memory_info().rss
 
 
 def host_peak_bytes(status: Path = Path("/proc/self/status")) -> int:
-    """Returns the largest resident memory since the process began or since `forget_peaks`.
+    """Return the peak resident memory since the process began or since `reset_peaks`.
 
     Args:
-        status: of this process, where Linux keeps it; elsewhere the peak is never forgotten.
+        status: This process's status file on Linux; without it the peak cannot be reset.
     """
-    # What getrusage says begins with the resident memory of the process that started this one.
+    # getrusage starts from the peak of the parent process, so it is only the second choice.
     try:
         found = re.search(r"^VmHWM:\s*(\d+) kB$", status.read_text(), re.MULTILINE)
     except OSError:
@@ -175,10 +175,10 @@ def host_peak_bytes(status: Path = Path("/proc/self/status")) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def forget_peaks(device: torch.device) -> None:
-    """Starts all peaks afresh; the host's only where Linux allows it."""
+def reset_peaks(device: torch.device) -> None:
+    """Reset all peaks, that of host memory only where Linux allows it."""
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what making the weights took is no part of training
+        torch.cuda.empty_cache()  # making the weights is no part of training
         torch.cuda.reset_peak_memory_stats(device)
         torch.cuda.reset_peak_host_memory_stats()
     try:
@@ -188,8 +188,8 @@ def forget_peaks(device: torch.device) -> None:
 
 
 def memory_numbers(device: torch.device) -> dict[str, Any]:
-    """Returns the peaks since `forget_peaks`, under the names that `Numbers` has for them."""
-    # What PyTorch pins is no part of the resident memory, what the offload engine does is.
+    """Return the peaks since `reset_peaks`, as fields of `Numbers`."""
+    # Resident memory includes what the offload engine pins, but not what PyTorch pins.
     numbers: dict[str, Any] = {"host_peak_bytes": host_peak_bytes() - locked_bytes()}
     if device.type == "cuda":
         stats: dict[str, Any] = torch.cuda.memory_stats(device)
@@ -204,13 +204,13 @@ def memory_numbers(device: torch.device) -> dict[str, Any]:
 
 
 class Measurement:
-    """A job on its way."""
+    """Builds and trains the contender of a job, and knows its numbers at any time."""
 
     def __init__(self, job: Job) -> None:
-        """Reads the job; touches neither model nor device.
+        """Read the job; builds no model and does not touch the device.
 
         Raises:
-            ConfigError: the contender or the model's configuration is none.
+            ConfigError: The contender is unknown, or the model's configuration cannot be read.
         """
         self._job = job
         self._contender = parse(job.contender)
@@ -224,17 +224,17 @@ class Measurement:
         self._longest: int | None = None
 
     def run(self, on_step: Callable[[], None] = lambda: None) -> Numbers:
-        """Trains.
+        """Train.
 
         Args:
-            on_step: called when the weights are there, and after every step.
+            on_step: Called when the weights are made, and after every step.
 
         Returns:
             All numbers.
 
         Raises:
-            ConfigError: a setting does not fit the device.
-            Exception: whatever building and training raise; `known` says how far it came.
+            ConfigError: A setting does not fit the device.
+            Exception: Whatever building and training raise; `known` has the numbers until then.
         """
         job = self._job
         _limit_memory(job, self._device)
@@ -256,7 +256,7 @@ class Measurement:
             on_step()
 
         self._steps.on_step = step_ended
-        forget_peaks(self._device)
+        reset_peaks(self._device)
         self._loaded_bytes = host_bytes()
         on_step()
         trace = _Trace(job, self._device)
@@ -279,7 +279,7 @@ class Measurement:
         return self.known()
 
     def known(self) -> Numbers:
-        """Returns what is known by now."""
+        """Return what is known so far."""
         job = self._job
         steps = slice(job.warm_up, job.warm_up + job.steps)  # a traced step comes after them
         measured = self._steps.seconds[steps]
@@ -297,7 +297,7 @@ class Measurement:
         if measured:
             numbers = dataclasses.replace(numbers, **self._speed(statistics.median(measured)))
         if self._units.plan is not None:
-            numbers = dataclasses.replace(numbers, **self._ours(steps, numbers))
+            numbers = dataclasses.replace(numbers, **self._plan_numbers(steps, numbers))
         return numbers
 
     def _speed(self, seconds: float) -> dict[str, float | None]:
@@ -312,7 +312,7 @@ class Measurement:
             "mfu": None if peak is None else flops_per_second / peak,
         }
 
-    def _ours(self, steps: slice, numbers: Numbers) -> dict[str, Any]:
+    def _plan_numbers(self, steps: slice, numbers: Numbers) -> dict[str, Any]:
         plan = self._units.plan
         assert plan is not None, "ours has a plan once it has run"
         prediction = plan.prediction
@@ -334,7 +334,7 @@ class Measurement:
 
 
 class _Trace(TrainerCallback):
-    """Profiles one step after the measured ones, where the job asks for it."""
+    """Profiles one step after the measured ones, if the job has a file for the trace."""
 
     def __init__(self, job: Job, device: torch.device) -> None:
         self.steps = 0 if job.trace is None else 1
@@ -344,14 +344,14 @@ class _Trace(TrainerCallback):
         self._open = contextlib.ExitStack()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Opens the profiler before the step that is traced."""
+        """Open the profiler before the traced step."""
         if state.global_step == self._last:
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._cuda else [])]
             self._profiler = self._open.enter_context(profile(activities=activities))
             self._open.enter_context(record_function(STEP_LABEL))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Writes the trace after it."""
+        """Write the trace after it."""
         if state.global_step == self._last + 1 and self._path is not None:
             if self._cuda:
                 torch.cuda.synchronize()
@@ -361,12 +361,12 @@ class _Trace(TrainerCallback):
 
 
 def _limit_memory(job: Job, device: torch.device) -> None:
-    """Holds everyone to the budget that ours is given."""
+    """Limit the device memory of every contender to sppo's budget."""
     if job.device_memory is None or device.type != "cuda":
         return
     _, total_bytes = torch.cuda.mem_get_info(device)
     budget = parse_bytes(job.device_memory, field="--device-memory", total_bytes=total_bytes)
-    # A device without a number is the current one to `mem_get_info`, and an error here.
+    # Unlike `mem_get_info`, this call needs the number of the device.
     number = torch.cuda.current_device() if device.index is None else device.index
     torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total_bytes), number)
 
@@ -374,7 +374,7 @@ def _limit_memory(job: Job, device: torch.device) -> None:
 def _predict_longest(
     shape: ModelShape, config: SPPOConfig, job: Job, device: torch.device
 ) -> int | None:
-    """The longest row that the estimator says fits this device; None where no speed is known."""
+    """Predict the longest row that fits this device; None where no speed is known."""
     facts = device_facts(device, config)
     if facts.profile is None:
         return None
@@ -385,7 +385,7 @@ def _predict_longest(
         total_tokens=job.total_tokens,
         dtype_name="bfloat16" if job.autocast else job.dtype,
     )
-    # A length that trained is no prediction: the answer is at least the length it is asked about.
+    # Asked about a short length: the answer is never below the length of the question.
     return request_plan(
         dataclasses.replace(question, total_tokens=min(4096, job.total_tokens))
     ).max_seq_len
@@ -395,9 +395,9 @@ _PACKAGES = ("torch", "transformers", "accelerate", "peft", "trl", "liger-kernel
 _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "OMP_NUM_THREADS")
 
 _PR_SET_PDEATHSIG = 1
-"""See prctl(2)."""
+"""Constant of prctl(2): a signal for when the parent ends."""
 
-_SIGNS = (
+_OUT_OF_MEMORY_TEXTS = (
     "out of memory",
     "can't allocate memory",
     "cannot allocate memory",
@@ -408,7 +408,7 @@ _SIGNS = (
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
-    """Returns what a reader must know to judge a number, in plain JSON types."""
+    """Return the machine, versions and variables that numbers depend on, as plain JSON types."""
     versions = {"python": platform.python_version(), "sppo-hf": sppo_hf.__version__}
     for package in _PACKAGES:
         try:
@@ -435,11 +435,15 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
 
 
 def run_job(job: Job, tell: Callable[[Row], None]) -> None:
-    """Runs a job in this process.
+    """Run a job in this process.
+
+    Args:
+        job: The job.
+        tell: Called with the row of what is known after every step, and with the final one.
 
     Raises:
-        ConfigError: a setting is wrong.
-        Exception: whatever training raises that is not for want of memory.
+        ConfigError: A setting is wrong.
+        Exception: Whatever training raises, except running out of memory.
     """
     device = torch.device(job.device)
     environment = describe_machine(device)
@@ -452,7 +456,7 @@ def run_job(job: Job, tell: Callable[[Row], None]) -> None:
     try:
         numbers = measurement.run(tell_so_far)
     except (RuntimeError, MemoryError, BudgetError, OffloadError) as error:
-        reason = memory_reason(error)
+        reason = out_of_memory_reason(error)
         if reason is None:
             raise
         tell(
@@ -468,11 +472,11 @@ def run_job(job: Job, tell: Callable[[Row], None]) -> None:
     tell(Row(status="measured", job=job, numbers=numbers, environment=environment))
 
 
-def memory_reason(error: BaseException) -> str | None:
-    """Says which memory an error is about; None if it is about none.
+def out_of_memory_reason(error: BaseException) -> str | None:
+    """Return which memory ran out and the error's first line; None for other errors.
 
-    PyTorch raises `torch.OutOfMemoryError` for the device, but plain errors for host memory, for
-    pinned memory, and for what CUDA's libraries want beside the allocator.
+    PyTorch raises `torch.OutOfMemoryError` for the device, but plain RuntimeErrors for host memory,
+    for pinned memory, and for what CUDA's libraries allocate themselves.
     """
     first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)[:300]
     if isinstance(error, torch.OutOfMemoryError):
@@ -483,13 +487,13 @@ def memory_reason(error: BaseException) -> str | None:
         return f"refused before the first step: {first_line}"
     if isinstance(error, OffloadError):
         return f"pinned host memory: {first_line}"
-    if any(sign.lower() in str(error).lower() for sign in _SIGNS):
+    if any(sign.lower() in str(error).lower() for sign in _OUT_OF_MEMORY_TEXTS):
         return f"host or device: {first_line}"
     return None
 
 
-def be_killed_first() -> None:
-    """Asks Linux to end this process rather than the benchmark when the host's memory is gone."""
+def prefer_oom_kill() -> None:
+    """Ask Linux to kill this process rather than the benchmark when host memory runs out."""
     try:
         Path("/proc/self/oom_score_adj").write_text("1000")
     except OSError:
@@ -497,9 +501,9 @@ def be_killed_first() -> None:
 
 
 def end_with_parent() -> None:
-    """Asks Linux to end this process when the benchmark's ends, however that ends.
+    """Ask Linux to kill this process when the benchmark's process ends, however that ends.
 
-    Else it would go on holding the device, and whatever is measured next would share it.
+    Otherwise it would keep the device, which the next measurement would have to share.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -513,7 +517,7 @@ def end_with_parent() -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Runs the job of the command line."""
+    """Run the job of the command line."""
     end_with_parent()
     out = os.dup(1)
     os.dup2(2, 1)
@@ -521,7 +525,7 @@ def main(arguments: list[str]) -> None:
     def tell(row: Row) -> None:
         os.write(out, (json.dumps(row.to_dict()) + "\n").encode())
 
-    be_killed_first()
+    prefer_oom_kill()
     transformers.logging.set_verbosity_error()
     fields: dict[str, Any] = json.loads(arguments[0])
     run_job(Job.from_dict(fields), tell)

@@ -29,7 +29,7 @@ from sppo_hf.planning.config_file import load_config
 from tests.cli.benchmark.tiny import tiny_job
 from tests.planning.shapes import shape_of
 
-KERNEL = Kernel("cpu_flash", ours="cpu_flash")
+KERNEL = Kernel("cpu_flash", attention_backend="cpu_flash")
 
 
 def build(folder: Path, **changes: Any) -> torch.nn.Module:
@@ -169,11 +169,11 @@ def choose(choice: str, device: torch.device = CUDA) -> Kernel:
 
 def test_named_kernels() -> None:
     kernel = choose("cudnn")
-    assert (kernel.ours, kernel.theirs) == ("cudnn", "sdpa")
+    assert (kernel.attention_backend, kernel.attn_implementation) == ("cudnn", "sdpa")
     assert kernel.sdpa == SDPBackend.CUDNN_ATTENTION
-    assert choose("flash").ours == "aten_flash"
+    assert choose("flash").attention_backend == "aten_flash"
     assert choose("efficient").sdpa == SDPBackend.EFFICIENT_ATTENTION
-    assert choose("sdpa") == Kernel("sdpa's choice", ours="auto")
+    assert choose("sdpa") == Kernel("sdpa's choice", attention_backend="auto")
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,9 @@ def test_auto_is_what_ours_takes(
         return SimpleNamespace(backend=SimpleNamespace(name=taken))
 
     monkeypatch.setattr(kernels, "select_backend", select)
-    assert choose("auto") == Kernel(taken, ours=taken, theirs=theirs, sdpa=sdpa)
+    assert choose("auto") == Kernel(
+        taken, attention_backend=taken, attn_implementation=theirs, sdpa=sdpa
+    )
     ((name, requirement),) = asked
     assert (name, requirement.qk_head_size, requirement.gqa_ratio) == ("auto", 128, 4)
     assert not requirement.window
@@ -202,15 +204,15 @@ def test_auto_is_what_ours_takes(
 
 def test_on_a_cpu_there_is_one_only() -> None:
     cpu = torch.device("cpu")
-    assert choose("auto", cpu) == Kernel("cpu_flash", ours="cpu_flash")
+    assert choose("auto", cpu) == Kernel("cpu_flash", attention_backend="cpu_flash")
 
 
 def test_others_are_narrowed_down_for_the_run() -> None:
     before = torch.backends.cuda.cudnn_sdp_enabled()
-    with Kernel("flash", ours="aten_flash", sdpa=SDPBackend.FLASH_ATTENTION).in_use():
+    with Kernel("flash", attention_backend="aten_flash", sdpa=SDPBackend.FLASH_ATTENTION).in_use():
         assert torch.backends.cuda.flash_sdp_enabled()
         assert not torch.backends.cuda.cudnn_sdp_enabled()
         assert not torch.backends.cuda.math_sdp_enabled()
     assert torch.backends.cuda.cudnn_sdp_enabled() == before
-    with Kernel("sdpa's choice", ours="auto").in_use():
+    with Kernel("sdpa's choice", attention_backend="auto").in_use():
         assert torch.backends.cuda.math_sdp_enabled()
