@@ -161,7 +161,9 @@ class Points:
         return laid.reshape(self.num_chunks, layers)
 
     def shown(self) -> list[int]:
-        """Returns where each chunk's (or layer's) forward ends, and its backward begins and ends."""
+        """Returns the ends of each chunk's (or layer's) forward, then begin and end of its
+        backward.
+        """
         chunks, layers = range(self.num_chunks), range(self.num_layers)
         last_chunk, last_layer = self.num_chunks - 1, self.num_layers - 1
         if self.by_layer:
