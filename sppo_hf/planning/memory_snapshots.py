@@ -161,9 +161,7 @@ class Points:
         return laid.reshape(self.num_chunks, layers)
 
     def shown(self) -> list[int]:
-        """Returns the ends of each chunk's (or layer's) forward, then begin and end of its
-        backward.
-        """
+        """Returns the end of each chunk's (or layer's) forward, and both ends of its backward."""
         chunks, layers = range(self.num_chunks), range(self.num_layers)
         last_chunk, last_layer = self.num_chunks - 1, self.num_layers - 1
         if self.by_layer:
