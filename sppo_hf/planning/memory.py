@@ -396,7 +396,7 @@ class ByteTables:
 
     @cached_property
     def hidden_states(self) -> Bytes:
-        """[chunks] Bytes of a layer's input, or output: under autocast as wide as the weights.
+        """[chunks] Bytes of a layer's input or output; under autocast as wide as weights.
 
         Gemma 3n has several hidden states per token.
         """
@@ -419,7 +419,7 @@ class ByteTables:
 
     @cached_property
     def hidden(self) -> tuple[Bytes, int, int]:
-        """[chunks] Hidden states held until backward; on a CPU also whole embeddings.
+        """[chunks] Hidden states held until backward; on a CPU also embeddings.
 
         By chunk: the final norm's input and the gradient of its output. On a CPU tokens are
         embedded once for the whole sequence, and their gradient is gathered as a whole in backward;
