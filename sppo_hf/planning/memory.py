@@ -404,9 +404,7 @@ class ByteTables:
 
     @cached_property
     def per_layer_inputs(self) -> int:
-        """Bytes of per-layer inputs beside hidden states, of all tokens: those of Gemma 3n and
-        4.
-        """
+        """Bytes of per-layer inputs of all tokens, as Gemma 3n and 4 have them."""
         if not self.shape.message_elements:
             return 0
         beside = self.shape.message_bytes_per_token(0) - self._hidden_bytes
