@@ -1,13 +1,13 @@
-"""What a step really did, action by action: noted while it runs, and kept in files.
+"""The actions that a step executed, logged while it runs and written to `trace_dir`.
 
-On one device actions are those of single layers; in a pipeline the executor notes whole units
-(`sppo_hf.pipeline.executor`). Both end as the two files of each rank that `TraceFolder` writes.
+On one device actions are those of single layers; in a pipeline the executor logs whole units
+(`sppo_hf.pipeline.executor`). Both are written by `TraceFolder` to two files for each rank.
 
-[Note: the order that is noted] An action is noted where the host has enqueued it. A backward of a
-layer is entered when the gradient of its output is there; what is prefetched then comes before it.
-What streams in or out within a layer's attention is noted once a layer, beside its forward or
-backward. Threads of the disk do their work beside all others, as early as they can: S and L are
-noted with the D and H that they belong to.
+[Note: order of logged actions] An action is logged when the host has enqueued it. The backward of a
+layer begins when the gradient of its output arrives; prefetches started at that moment come before
+it. K/V copies within a layer's attention are logged once for each layer, beside its forward or
+backward. The disk's threads work as early as they can, so S and L are logged together with the D
+and H that they belong to.
 """
 
 from __future__ import annotations
@@ -41,58 +41,58 @@ class ActionLog:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._noted: list[tuple[Action, Mark, Mark]] = []
+        self._entries: list[tuple[Action, Mark, Mark]] = []
         self._open: tuple[Action, Mark] | None = None
-        self._ended: Callable[[], None] | None = None
+        self._on_end: Callable[[], None] | None = None
         self._begin = Mark(device)
 
-    def begin(self, action: Action, ended: Callable[[], None] | None = None) -> None:
-        """Compute turns to an action; it is noted when it ends.
+    def begin(self, action: Action, on_end: Callable[[], None] | None = None) -> None:
+        """Begin an action of the compute stream, which is logged when it ends.
 
-        `ended`, for those whose end nobody sees, is called by `finish`, calls `end` and notes what
-        else belongs to the action.
+        `on_end` is for actions that end when the next one begins: `finish` calls it, and it calls
+        `end` and logs what else belongs to the action.
         """
         self.finish()
         self._open = action, Mark(self._device)
-        self._ended = ended
+        self._on_end = on_end
 
     def end(self) -> None:
-        """Note the action that began, if one did."""
+        """Log the open action, if there is one."""
         if self._open is not None:
             (action, begin), self._open = self._open, None
-            self._noted.append((action, begin, Mark(self._device)))
+            self._entries.append((action, begin, Mark(self._device)))
 
     def finish(self) -> None:
-        """What began has ended, for something else begins or nothing comes any more."""
-        if self._open is not None and self._ended is not None:
-            self._ended()
+        """End the open action, because another one begins or the step is over."""
+        if self._open is not None and self._on_end is not None:
+            self._on_end()
         self.end()
 
     def note(self, action: Action) -> None:
-        """Note an action beside compute, at the moment at which it is enqueued."""
+        """Log an action of another stream at the moment at which it is enqueued."""
         now = Mark(self._device)
-        self._noted.append((action, now, now))
+        self._entries.append((action, now, now))
 
     @property
     def actions(self) -> list[Action]:
-        """What was noted, in order."""
-        return [action for action, _, _ in self._noted]
+        """All logged actions, in order."""
+        return [action for action, _, _ in self._entries]
 
-    def done(self) -> list[ActionRecord] | None:
-        """The same with seconds since the log began; None while the device is not there yet."""
-        if not all(end.is_reached() for _, _, end in self._noted[-1:]):
+    def records(self) -> list[ActionRecord] | None:
+        """All actions with seconds since the log began; None until the device has finished them."""
+        if not all(end.is_reached() for _, _, end in self._entries[-1:]):
             return None
         return [
             ActionRecord(action, start, self._begin.seconds_until(end), start)
-            for action, begin, end in self._noted
+            for action, begin, end in self._entries
             for start in (self._begin.seconds_until(begin),)
         ]
 
 
 class LayerLog:
-    """Tells an action log what the layers of one sequence do; see [Note: the order that is noted].
+    """Logs what the layers of one chunk runner do; see [Note: order of logged actions].
 
-    Layers count from the first of the sequence; the one behind the last is norm and head.
+    Layers count from the runner's first one; norm and head count as one more layer at the end.
     """
 
     def __init__(
@@ -108,111 +108,113 @@ class LayerLog:
         self._plan = plan
         self._mover = None if stream is None else cast(EngineTransfer, stream.transfer)
         self._first_unit = first_unit
-        self._moved = (0, 0)
-        self._away: set[tuple[int, int]] = set()
-        """(chunk, layer) of frames that moved."""
+        self._num_copies = (0, 0)
+        """K/V copies so far: to the device, and to the host."""
+        self._offloaded: set[tuple[int, int]] = set()
+        """(chunk, layer) of activations that were offloaded."""
         self._last_chunk = 0
 
     def begin_layer(self, chunk: int, layer: int, hidden: Tensor) -> None:
-        """Forward enters a layer, whose input is `hidden`; by layer norm and head are apart."""
+        """Log the beginning of a layer's forward; `hidden` is its input."""
         self._last_chunk = max(self._last_chunk, chunk)
         following = self._after_backward(chunk, layer)
         if following is not None and hidden.requires_grad:
-            # With the gradient of its input the backward of a layer ends, and that of another
-            # begins.
+            # When the gradient of its input arrives, the next layer's backward begins.
             hidden.register_hook(lambda _grad: self._enter_backward(*following))
         if self._plan.order == "by_chunk" or layer < self._plan.num_layers:
             self._log.begin(self._action("F", chunk, layer))
 
     def begin_head(self, chunk: int) -> None:
-        """Where norm and head are apart: the head begins."""
+        """Log the beginning of norm and head, in runs layer by layer."""
         self._log.begin(self._action("F", chunk, self._plan.num_layers))
 
     def _after_backward(self, chunk: int, layer: int) -> tuple[int, int] | None:
-        """(chunk, layer) of the layer whose backward comes next; None where none of a layer's."""
+        """(chunk, layer) whose backward follows this one's; None if no layer's does."""
         if self._plan.order == "by_layer" and chunk > 0:
             return None if layer == self._plan.num_layers else (chunk - 1, layer)
         if layer == 0:
             return None
         return (self._last_chunk if self._plan.order == "by_layer" else chunk), layer - 1
 
-    def end_layer(self, chunk: int, layer: int, frame: PrefetchGroup | None) -> None:
-        """Forward has left a layer."""
-        came, left = self._streamed()
-        if came:
+    def end_layer(self, chunk: int, layer: int, group: PrefetchGroup | None) -> None:
+        """Log the end of a layer's forward, with its offloads."""
+        loaded, sent = self._kv_copied()
+        if loaded:
             self._log.note(self._action("K", chunk, layer, 0))
         self._log.end()
-        moved = frame is not None and any(handle.is_offloaded for handle in frame.handles())
-        if moved:
-            self._away.add((chunk, layer))
+        if group is not None and any(handle.is_offloaded for handle in group.handles()):
+            self._offloaded.add((chunk, layer))
             self._log.note(self._action("D", chunk, layer))
             if TIERS[self._plan.mode(layer, chunk).tier].behind_host:
                 self._log.note(self._action("S", chunk, layer))
-        if left:
+        if sent:
             self._log.note(self._action("O", chunk, layer, 0))
 
     def end_head(self) -> None:
-        """A chunk's loss is done."""
+        """Log the end of a chunk's loss."""
         self._log.end()
 
     def prefetched(self, number: int) -> None:
-        """The frame of this number (see `ChunkRunner._number`) is on its way back."""
+        """Log a prefetch; `number` is that of the activations (see `ChunkRunner._number`)."""
         if self._plan.order == "by_chunk":
             chunk, layer = divmod(number, self._plan.num_layers)
         else:
             layer, chunk = divmod(number, self._plan.num_chunks + 1)
         if chunk == self._plan.num_chunks:
             self.kv_moved(layer, back=True)
-        elif (chunk, layer) in self._away:
+        elif (chunk, layer) in self._offloaded:
             if TIERS[self._plan.mode(layer, chunk).tier].behind_host:
                 self._log.note(self._action("L", chunk, layer))
             self._log.note(self._action("H", chunk, layer))
 
     def kv_moved(self, layer: int, *, back: bool) -> None:
-        """By layer: all keys and values of a layer are on their way."""
-        copy = self._action("K" if back else "O", self._plan.num_chunks - 1, layer, 0)
-        self._log.note(copy)
+        """Log that the K/V of all chunks of a layer are copied, in runs layer by layer."""
+        self._log.note(self._action("K" if back else "O", self._plan.num_chunks - 1, layer, 0))
 
     def _enter_backward(self, chunk: int, layer: int) -> None:
-        def ended() -> None:
-            came, left = self._streamed()
-            if came:
+        def on_end() -> None:
+            loaded, sent = self._kv_copied()
+            if loaded:
                 self._log.note(self._action("K", chunk, layer, 1))
             self._log.end()
-            if left:
+            if sent:
                 self._log.note(self._action("O", chunk, layer, 1))
             if chunk == 0 and self._weights is not None:
-                # With the first layer's are those of what is outside of the layers.
-                ends = (layer,) if layer else (layer, self._plan.num_layers)
-                for sent in ends:
-                    if sent in self._weights.layers_with_sent_gradients:
-                        self._log.note(Action("G", 0, 0, sent))
+                # Gradients outside of the layers are copied with those of the first layer.
+                for index in (layer,) if layer else (layer, self._plan.num_layers):
+                    if index in self._weights.layers_with_sent_gradients:
+                        self._log.note(Action("G", 0, 0, index))
 
-        self._log.begin(self._action("B", chunk, layer), ended)
+        self._log.begin(self._action("B", chunk, layer), on_end)
 
-    def _streamed(self) -> tuple[bool, bool]:
-        """Whether keys and values came, and whether they or their gradients left, since asked."""
+    def _kv_copied(self) -> tuple[bool, bool]:
+        """Whether K/V or their gradients were copied, to the device and to the host.
+
+        Counted since the last call.
+        """
         if self._mover is None:
             return False, False
-        (came, left), self._moved = self._moved, (self._mover.fetches, self._mover.sends)
-        return self._moved[0] > came, self._moved[1] > left
+        before, self._num_copies = self._num_copies, (self._mover.fetches, self._mover.sends)
+        return self._num_copies[0] > before[0], self._num_copies[1] > before[1]
 
     def _action(self, kind: Kind, chunk: int, layer: int, part: int | None = None) -> Action:
         return Action(kind, 0, self._first_unit + chunk, layer, part)
 
 
 class TraceFolder:
-    """The files of this process in `trace_dir`: those of its last step."""
+    """Writes the actions and times of this process's last step to `trace_dir`."""
 
     def __init__(self, folder: str) -> None:
-        """Make the folder, if it is not there.
+        """Create the folder, if it does not exist.
 
         Raises:
-            ConfigError: It cannot be made or written to.
+            ConfigError: The folder cannot be created or written to.
         """
         self._folder = Path(folder)
-        self._waiting: ActionLog | None = None
+        self._pending: ActionLog | None = None
+        """The log whose times are not written yet."""
         self._last: ActionLog | None = None
+        """The log of the last step, to which the optimizer's update belongs."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             if not os.access(self._folder, os.W_OK):
@@ -223,44 +225,44 @@ class TraceFolder:
                 "where one can be made. Remedy: name another one, or drop trace_dir."
             ) from error
         self.rank = int(os.environ.get("RANK", "0"))
-        """Whose files they are: that of the launcher, among all processes."""
+        """The launcher's rank of this process, which names the files."""
 
     def keep_log(self, log: ActionLog) -> None:
-        """Write what a step did; its times follow with a later `poll` if the device is behind."""
+        """Write a step's actions; a later `poll` writes their times if the device is behind."""
         log.finish()
         self._last = log
         self._write_actions(log.actions)
-        self._waiting = log
+        self._pending = log
         self.poll()
 
     def begin_update(self) -> None:
-        """The optimizer begins to update weights in host memory, after the step that was kept."""
+        """Log the beginning of an update of host-resident weights, after the step just kept."""
         if self._last is not None:
             self._last.begin(Action("U", 0, 0))
 
     def end_update(self) -> None:
-        """It has ended."""
+        """Log the end of the update."""
         log, self._last = self._last, None
         if log is not None:
             self.keep_log(log)
-            self._last = None  # the next update follows another step
+            self._last = None
 
     def poll(self) -> None:
-        """Write times that have become known."""
-        done = None if self._waiting is None else self._waiting.done()
-        if done is not None:
-            self._waiting = None
-            self._write_times(done)
+        """Write the pending times, if the device has finished the step."""
+        records = None if self._pending is None else self._pending.records()
+        if records is not None:
+            self._pending = None
+            self._write_times(records)
 
-    def keep(self, done: Sequence[ActionRecord]) -> None:
-        """Write what a step did and when."""
-        self._write_actions([one.action for one in done])
-        self._write_times(done)
+    def keep(self, records: Sequence[ActionRecord]) -> None:
+        """Write a step's actions and times."""
+        self._write_actions([record.action for record in records])
+        self._write_times(records)
 
     def _write_actions(self, actions: Sequence[Action]) -> None:
         text = "".join(f"{action}\n" for action in actions)
         (self._folder / f"rank{self.rank}.actions").write_text(text, encoding="utf-8")
 
-    def _write_times(self, done: Sequence[ActionRecord]) -> None:
+    def _write_times(self, records: Sequence[ActionRecord]) -> None:
         path = self._folder / f"rank{self.rank}.trace.json"
-        write_trace(rank_timeline(self.rank, done), path)
+        write_trace(rank_timeline(self.rank, records), path)

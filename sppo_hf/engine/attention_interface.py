@@ -506,7 +506,7 @@ def _own_heads(
     if sinks_N is not None:
         mine = local_heads(num_heads, group.rank, group.size, group.head_blocks)
         sinks_N = sinks_N[mine.start : mine.stop]
-    # See [Note: what an exchange hides behind] in sequence_group.
+    # See [Note: what the exchanges overlap with] in sequence_group.
     again = context.exchanged
     if again is not None:
         again.query = again.query or group.start_tokens_to_heads(q_BNcH.detach(), tokens)

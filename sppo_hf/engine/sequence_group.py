@@ -1,44 +1,42 @@
-"""Sequence parallelism: what the engine asks of the ranks that share every chunk of a sequence.
+"""Sequence parallelism: the interface to the ranks that share every chunk of a sequence.
 
-Each of n ranks holds a contiguous part of every chunk's tokens: hidden states, saved activations
-and the loss are of these tokens alone. Attention needs all tokens, but not all heads. So before it
-the ranks exchange tokens for heads, each attends with its heads over all tokens of the chunk and
-keeps the keys and values of these heads, and afterwards heads are exchanged for tokens again
-(DeepSpeed-Ulysses, arXiv 2309.14509, section 3.1).
+Each of n ranks holds a contiguous part of every chunk's tokens, with their hidden states, saved
+activations and losses. Attention needs all tokens, but not all heads. So before attention the ranks
+exchange tokens for heads; each attends with its heads over all tokens of the chunk and stores the
+K/V of these heads; afterwards they exchange heads for tokens (DeepSpeed-Ulysses, arXiv 2309.14509,
+section 3.1). The collectives are in `sppo_hf.pipeline.sequence_parallel`.
 
 [Note: gradients of a shared sequence]
-A parameter's gradient is the sum of what the ranks' tokens give. Data parallelism (DDP, FSDP2)
-averages gradients over all ranks, so that every rank's part is made n times as large where the loss
-begins (`sum_over_ranks`), and the average is the sum. What all ranks compute alike from gathered
-tokens (`gather_tokens`) gives each of them the whole gradient, of which each takes its own tokens',
-n times as large. So nothing else in backward knows that a sequence is shared.
+A parameter's gradient is the sum over the ranks' tokens. Data parallelism (DDP, FSDP2) averages
+gradients over all ranks, so each rank's gradient is multiplied by n where the loss begins
+(`sum_over_ranks`), and the average is the sum. Where all ranks compute the same from gathered
+tokens (`gather_tokens`), each gets the whole gradient and takes the part of its own tokens, times
+n. So no other code in backward needs to know that a sequence is shared.
 
-[Note: what an exchange hides behind]
-Queries, keys and values are sent together before any of them is waited for, and in backward their
-gradients: while one travels, others are made ready to be sent, or put where they belong. Layers
-wait for them, since attention is called when all three are there, and what follows in a layer
-needs its output. What could begin earlier, or hide them, and why it is not done:
-- Queries and keys end in the rotary embedding, the last thing that a family's forward does before
-  it calls attention: until then there is nothing to send.
-- Values are ready before that, behind their projection, where a hook could send them. They are the
-  few of the three (one head of them for several of queries), the rotary embedding is short beside
-  products, and in families that norm values, or project all three at once, they are not ready.
-- Attention to earlier chunks needs the queries alone, so keys and values could travel beside it;
-  but they, too, are few, and attending twice, with the results merged, costs more than it hides.
-- The next chunk in the same layer depends on none of this, but its hidden states come out of the
-  layers before: two chunks would have to run side by side, a layer apart, each with its frames.
-- Cut into groups of heads, attention could hide the exchanges of another group, with a call, a
-  store and a node of the graph for each group.
-Where a layer is recomputed, more can hide: attention's output, which was kept, is sent before
-the layer runs again, so that it travels beside norm and projections; the queries, which nothing but
-attention's own backward reads, travel beside the rest of the layer and its backward.
+[Note: what the exchanges overlap with]
+Queries, keys and values are all sent before the first of them is waited for, and so are their
+gradients in backward. While one is in transit, another is copied into or out of its send buffer.
+Layers still wait for the exchanges, since attention is called when all three are there, and the
+rest of the layer needs its output. What could overlap more, and why it is not done:
+- Queries and keys leave the rotary embedding right before a family's forward calls attention, so
+  they cannot be sent earlier.
+- Values are ready before that, after their projection, where a hook could send them. But they are
+  the smallest of the three (one head for several query heads), the rotary embedding is short, and
+  in families that normalise values, or project all three at once, they are not ready.
+- Attention to earlier chunks needs only the queries, so K/V could be exchanged during it. But they
+  are small, and two calls of attention whose results are merged cost more than that saves.
+- The next chunk in the same layer is independent, but its hidden states come out of the layers
+  before: two chunks would have to run at once, a layer apart, each with saved activations.
+- With heads in several groups, attention of one group could overlap the exchange of another, at
+  the cost of a call, a K/V store and a graph node for each group.
+Recomputation overlaps more: attention's output, which was saved, is sent before the layer reruns,
+during its norm and projections; queries, which only attention's own backward reads, are sent during
+the rest of the layer and its backward.
 
 [Note: a rank without tokens]
-A chunk may have fewer tokens than there are ranks. Modules are not made for no tokens at all, so a
-rank without any runs one token of the row's: it sends nothing of it to the others, gets nothing
-back in attention, and has no label for it, so every gradient that it gives is zero.
-
-Everything here is plain arithmetic; `sppo_hf.pipeline.sequence_parallel` has the collectives.
+A chunk may have fewer tokens than there are ranks. Modules may fail on empty tensors, so a rank
+without tokens runs one token of the row. It sends nothing of it, receives nothing for it in
+attention, and has no label for it, so all of its gradients are zero.
 """
 
 from __future__ import annotations
@@ -63,28 +61,28 @@ ValueT = TypeVar("ValueT")
 
 @dataclass(slots=True)
 class RecomputeExchanges:
-    """What ranks exchange while they recompute a layer; once, however often it must run."""
+    """Exchanges while a layer is recomputed; made once, even if the layer must rerun twice."""
 
     out: Exchange
-    """Attention's output, from heads to tokens: started before the layer runs."""
+    """Attention's output, from heads to tokens; started before the layer reruns."""
     query: Exchange | None = None
-    """Queries, from tokens to heads: waited for when attention's own backward reads them."""
+    """Queries, from tokens to heads; waited for when attention's own backward reads them."""
 
 
 class Exchange(Protocol):
-    """A tensor that was sent to the other ranks, for what they send."""
+    """An exchange of tensors with the other ranks that is under way."""
 
     def wait(self) -> Tensor:
-        """What has come."""
+        """Wait for the received tensor and return it."""
         ...
 
     def pending(self) -> Tensor:
-        """Where it will be, without a gradient; `SequenceGroup.wait_for` it before it is read."""
+        """The tensor that will be received, without gradient; see `SequenceGroup.wait_for`."""
         ...
 
 
 class SequenceGroup(Protocol):
-    """The ranks that share a sequence; all of them call each method at the same moments."""
+    """The ranks that share a sequence; all of them make the same calls in the same order."""
 
     @property
     def size(self) -> int:
@@ -102,15 +100,15 @@ class SequenceGroup(Protocol):
         ...
 
     def start_tokens_to_heads(self, x_BNcH: Tensor, chunk_tokens: int) -> Exchange:
-        """Give every rank its heads of all tokens: `[B, N, c, H]` to `[B, N / n, C, H]`."""
+        """Exchange this rank's tokens for its heads: `[B, N, c, H]` to `[B, N / n, C, H]`."""
         ...
 
     def start_heads_to_tokens(self, x_BNCH: Tensor) -> Exchange:
-        """Give every rank its tokens of all heads: `[B, N / n, C, H]` to `[B, N, c, H]`."""
+        """Exchange this rank's heads for its tokens: `[B, N / n, C, H]` to `[B, N, c, H]`."""
         ...
 
     def wait_for(self, x: Tensor) -> Tensor:
-        """A tensor that was `pending`, once it is there; others are there at once."""
+        """Wait until `x` was received, if it is a `pending` tensor, and return it."""
         ...
 
     def gather_tokens(self, x_BcD: Tensor, chunk_tokens: int) -> Tensor:
@@ -122,21 +120,21 @@ class SequenceGroup(Protocol):
         ...
 
     def decide(self, make: Callable[[], ValueT], better: Callable[[ValueT], float]) -> ValueT:
-        """What one rank has made, on all of them: the one for which `better` is smallest.
+        """Return on all ranks the value of the rank for which `better` is smallest.
 
         Raises:
-            Exception: What `make` raised here.
-            PipelineError: It raised on another rank.
+            Exception: Whatever `make` raised on this rank.
+            PipelineError: `make` raised on another rank.
         """
         ...
 
 
 @contextmanager
 def rank_random_state(group: SequenceGroup | None, device: torch.device) -> Iterator[None]:
-    """Let dropout draw otherwise on each rank that shares a sequence; afterwards all are alike.
+    """Context in which each rank that shares a sequence draws its own random numbers.
 
-    Trainers give all ranks one seed, by which tokens of different ranks would be dropped alike.
-    Recomputation in backward restores what held in forward, wherever that came from.
+    Trainers give all ranks the same seed, so dropout would drop the same tokens on each of them.
+    Recomputation restores the random state of the forward, so it draws the same numbers again.
     """
     if group is None or not torch.is_grad_enabled():
         yield
@@ -148,9 +146,9 @@ def rank_random_state(group: SequenceGroup | None, device: torch.device) -> Iter
 
 
 def rank_tokens(start: int, end: int, rank: int, size: int) -> tuple[int, int]:
-    """The tokens of `[start, end)` that a rank holds.
+    """The tokens of `[start, end)` that a rank holds, as a half-open range.
 
-    Where there are fewer than ranks, the last ranks have one each and the others none.
+    If there are fewer tokens than ranks, the last ranks hold one each and the others none.
     """
     tokens = end - start
     return start + tokens * rank // size, start + tokens * (rank + 1) // size
@@ -163,12 +161,12 @@ def rank_token_counts(tokens: int, size: int) -> list[int]:
 
 
 def check_heads(num_heads: int, size: int, name: str) -> None:
-    """Refuse ranks that cannot have equally many heads.
+    """Refuse a number of ranks that does not divide the heads.
 
-    Of layers that have different numbers `num_heads` is what divides all of them.
+    If layers have different numbers of heads, `num_heads` is their greatest common divisor.
 
     Raises:
-        ConfigError: `size` does not divide `num_heads`; says which sizes do.
+        ConfigError: `size` does not divide `num_heads`; names the sizes that do.
     """
     if num_heads % size:
         allowed = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
@@ -181,14 +179,14 @@ def check_heads(num_heads: int, size: int, name: str) -> None:
 
 
 def needed_kv_heads(num_heads: int, num_kv_heads: int, size: int) -> list[int] | None:
-    """Which key/value head each rank's groups of query heads need, rank by rank.
+    """The K/V heads that each rank's query heads need, rank by rank.
 
-    Query heads `[r * N / n, (r + 1) * N / n)` are rank r's. They are cut into groups of equally
-    many heads that share one key/value head, as large as can be.
+    Rank r has query heads `[r * N / n, (r + 1) * N / n)`. They are divided into groups that share
+    one K/V head; all groups have the same size, which is as large as possible.
 
     Returns:
-        Key/value heads by group, as many for each rank; a head that several ranks need is there
-        several times. None where it is every head once, in order.
+        The K/V head of each group. Every rank has the same number of groups, and a head that
+        several ranks need is listed several times. None if that is every head once, in order.
     """
     own, sharing = num_heads // size, num_heads // num_kv_heads
     group = math.gcd(own, sharing)
@@ -198,10 +196,9 @@ def needed_kv_heads(num_heads: int, num_kv_heads: int, size: int) -> list[int] |
 
 
 def local_heads(num_heads: int, part: int, size: int, head_blocks: int | None = None) -> range:
-    """The heads, of so many queries, keys or values, of one of the ranks that divide them.
+    """The heads of rank `part` of `size` ranks that divide `num_heads` heads.
 
-    `head_blocks` runs of equally many heads are not divided further; None where `size` divides
-    `num_heads`.
+    Heads are divided in `head_blocks` blocks of equal size; None if `size` divides `num_heads`.
     """
     runs = num_heads if head_blocks is None else head_blocks
     heads = num_heads // runs
@@ -211,7 +208,7 @@ def local_heads(num_heads: int, part: int, size: int, head_blocks: int | None = 
 def held_kv_heads(
     num_heads: int, num_kv_heads: int, part: int, size: int, head_blocks: int | None = None
 ) -> list[range]:
-    """For each key/value head that a rank holds, in order, the query heads it is held for."""
+    """For each K/V head that rank `part` holds, in order, the query heads that read it."""
     order = None if head_blocks is not None else needed_kv_heads(num_heads, num_kv_heads, size)
     count = num_kv_heads if order is None else len(order)
     group = num_heads // count
@@ -220,15 +217,13 @@ def held_kv_heads(
 
 
 def kv_head_transfers(have: list[range], need: list[range]) -> tuple[list[int], list[int]]:
-    """Which keys pass between two ranks, of sets that divide the same heads otherwise.
+    """The K/V heads that one rank sends to another which divides the same heads differently.
 
-    Each key/value head that the second rank holds comes from the rank that has the first of the
-    query heads for which it is held; gradients go back the same way. What they hold is said by
-    `held_kv_heads`.
+    A K/V head comes from the rank that holds it for the first of the receiver's query heads;
+    gradients return the same way. `have` and `need` are `held_kv_heads` of sender and receiver.
 
     Returns:
-        Their places among the key/value heads that the first rank holds, and, as many, among those
-        of the second.
+        Indices among the sender's K/V heads, and the corresponding ones of the receiver.
     """
     pairs = [
         (source, target)
@@ -240,8 +235,8 @@ def kv_head_transfers(have: list[range], need: list[range]) -> tuple[list[int], 
 
 
 def select_kv_heads(x_BKcH: Tensor, heads: list[int] | None) -> Tensor:
-    """The heads of `needed_kv_heads`, `[B, len(heads), c, H]`; their gradients are summed."""
+    """Select K/V heads, `[B, len(heads), c, H]`; heads selected twice sum their gradients."""
     if heads is None:
         return x_BKcH
-    # Not by an index: autograd would save it, and a copy on the host would wait for the device.
+    # Not by an index tensor, which autograd would save and a copy to the device would wait for.
     return torch.cat([x_BKcH[:, head : head + 1] for head in heads], dim=1)

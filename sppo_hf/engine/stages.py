@@ -1,8 +1,8 @@
-"""Stages: runs of a model's decoder layers, cut out of the model in place, with the model's ends.
+"""Stages: runs of a model's decoder layers on one rank, with embeddings and head at the ends.
 
-The model stays the object it was: same class, same parameter names. What a rank does not hold is
-replaced by modules without parameters: layers that hand their input on, ends that do nothing. Lists
-of layers keep their length, because models look up masks and layer types by position.
+The model is cut in place and keeps its class and parameter names. What a rank does not hold is
+replaced by modules without parameters that return their input. Lists of layers keep their length,
+because models look up masks and layer types by position.
 
 `MessageLayout` packs what one stage sends to the next for a chunk into one tensor, whose gradient
 comes back as one. For most models that is the hidden states `[B, C, D]`. Gemma 3n and Gemma 4's
@@ -17,14 +17,13 @@ and a leaf tensor here, or a reference to the output, would keep them there rega
 
 Not covered: ranks, schedules, and how a stage is run (`sppo_hf.pipeline`).
 
-[Note: tied embeddings] The last stage keeps the embedding as well where the head shares its matrix,
-under the embedding's name, as a checkpoint has it. So two stages hold a parameter of that name, and
-the sum of their gradients is its gradient.
+[Note: tied embeddings] If the head shares the embedding's matrix, the last stage also keeps the
+embedding, under its own name as in a checkpoint. So two stages hold a parameter of that name, and
+its gradient is the sum of theirs.
 
-[Note: stages that are helped with] Where units are shared between ranks, a rank runs layers of
-other stages too. These are no part of the model: an optimizer, a checkpoint, a norm of gradients
-see a rank's own stages alone. They come into the model while one of their units runs, and for
-`whole`.
+[Note: borrowed stages] If ranks share units, a rank also runs layers of other stages. These are
+not part of its model: optimizer, checkpoints and gradient norms see a rank's own stages only. They
+are put into the model while one of their units runs, and in the context `whole`.
 """
 
 from __future__ import annotations
@@ -54,11 +53,13 @@ from sppo_hf.planning.model_profile import LayerProfile
 _ATTRIBUTE = "_sppo_stages"
 
 _BEFORE = ("per_layer", "altup_projections")
-"""In the names of what stands in front of the layers, wherever it is defined: what makes inputs of
-each layer of token ids (Gemma 3n, Gemma 4), and more hidden states of one (Gemma 3n)."""
+"""Parts of the names of modules that run before the layers, wherever they are defined: they make
+inputs of each layer from token ids (Gemma 3n, Gemma 4), and several hidden states from one (Gemma
+3n)."""
 
 _AFTER = ("altup_unembed_projections",)
-"""Of what stands behind them beside a norm: what makes one hidden state of several."""
+"""Parts of the names of modules after the layers beside a norm: they merge several hidden states
+into one."""
 
 _PER_LAYER_INPUT = "per_layer_input"
 """The argument of a layer for its own input."""
@@ -67,21 +68,21 @@ Place = tuple[nn.Module, str, nn.Module | None]
 """Parent, name and module."""
 
 _MAKES_PER_LAYER_INPUTS = "project_per_layer_inputs"
-"""The decoder's method that makes them of embeddings, and of what a table of its own has."""
+"""The decoder's method that computes per-layer inputs from embeddings and a table of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageCut:
-    """Which layers every stage has, and which stages are here."""
+    """The layers of every stage, and the stages of this rank."""
 
     layers: tuple[range, ...]
-    """The layers of each stage, first to last, without gaps."""
+    """The layers of each stage, in order and without gaps."""
     own: tuple[int, ...]
     """The stages that this rank holds, ascending."""
 
     @property
     def num_stages(self) -> int:
-        """Stages of the whole model."""
+        """Number of stages of the whole model."""
         return len(self.layers)
 
     @property
@@ -91,17 +92,17 @@ class StageCut:
 
     @property
     def has_first(self) -> bool:
-        """Whether the embedding is here."""
+        """Whether this rank holds the embedding."""
         return 0 in self.own
 
     @property
     def has_last(self) -> bool:
-        """Whether the final norm and the head are here."""
+        """Whether this rank holds the final norm and the head."""
         return self.num_stages - 1 in self.own
 
 
 class AbsentLayer(GradientCheckpointingLayer):
-    """Stands for a decoder layer of another stage: hands hidden states on."""
+    """Replaces a decoder layer of another stage and returns its hidden states unchanged."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -112,19 +113,19 @@ class AbsentLayer(GradientCheckpointingLayer):
         self.carries_state = bool(mixers_of(layer))
         """Whether the layer has recurrent or convolutional mixers."""
         self.given: Tensor | None = None
-        """What the layer was given beside hidden states; see `StagedModel.take_layer_inputs`."""
-        # What models read off their layers: the kind of attention, the index.
+        """The layer's per-layer input; see `StagedModel.take_layer_inputs`."""
+        # Attributes that models read from their layers, such as the attention type and the index.
         for name, value in vars(layer).items():
             is_plain = isinstance(value, str | int | float | bool)
             if is_plain and not name.startswith(("_", "gradient_checkpointing")):
                 setattr(self, name, value)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call `forward`, whatever was switched on in the model: nothing here is recomputed."""
+        """Call `forward` without the activation checkpointing of the base class."""
         return nn.Module.__call__(self, *args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the first argument as it is, in a tuple where the layer itself returns one."""
+        """Return the first argument, in a tuple if the layer itself returns one."""
         hidden_states = args[0] if args else kwargs["hidden_states"]
         self.given = kwargs.get(_PER_LAYER_INPUT, (*args[self._own : self._own + 1], None)[0])
         if self._returns is None:
@@ -134,10 +135,9 @@ class AbsentLayer(GradientCheckpointingLayer):
 
 @functools.cache
 def _returned_values(forward: Any) -> int | None:
-    """How many values the tuple has that a layer's code returns; None where it returns no tuple.
+    """Length of the tuple that a layer's code returns; None if it returns no tuple.
 
-    Annotations do not tell: some say tuple where the code returns hidden states alone. Remembered,
-    for all layers of a model have the same code, and to read it takes milliseconds.
+    Read from the code, because some annotations say tuple where the code returns a tensor.
     """
     source = textwrap.dedent(inspect.getsource(inspect.unwrap(forward)))
     returns = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Return)]
@@ -146,15 +146,15 @@ def _returned_values(forward: Any) -> int | None:
 
 
 class AbsentModule(nn.Module):
-    """Stands for a norm or a head of another stage: hands its input on."""
+    """Replaces a norm or a head of another stage and returns its input unchanged."""
 
     def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Return `x` as it is."""
+        """Return `x`."""
         return x
 
 
 class AbsentEmbedding(nn.Module):
-    """Stands for an embedding of another stage: zeros, which nobody reads."""
+    """Replaces an embedding of another stage and returns zeros, which nothing reads."""
 
     def __init__(self, embedding: nn.Embedding) -> None:
         super().__init__()
@@ -168,28 +168,28 @@ class AbsentEmbedding(nn.Module):
 
 
 class StagedModel:
-    """A model of which only some stages are left, and the views that run one of them."""
+    """A model of which this rank holds some stages, and runs one at a time."""
 
-    def __init__(self, parts: ModelParts, cut: StageCut, *, helps: bool = False) -> None:
-        """Cut `parts` in place; what is not kept is let go.
+    def __init__(self, parts: ModelParts, cut: StageCut, *, borrows_stages: bool = False) -> None:
+        """Cut `parts` in place, and free what this rank does not hold.
 
-        With `helps` units of all other stages may run here too; see [Note: stages that are helped
-        with].
+        With `borrows_stages`, units of all other stages may run here, too; see [Note: borrowed
+        stages].
 
         Raises:
             ConfigError: The stages do not cover the model's layers.
-            UnsupportedModelError: The model has more around its layers than embeddings before and
-                a norm after.
+            UnsupportedModelError: The model has other modules around its layers than embeddings
+                before and a norm after.
         """
         check_cut(parts, cut)
         self.parts = parts
         self.cut = cut
         ends = _find_ends(parts)
         self.shared_names = shared_parameter_names(parts) if cut.num_stages > 1 else frozenset()
-        """Parameters that the first and the last stage both hold."""
+        """Names of parameters that both the first and the last stage hold."""
         self.all_names = tuple(name for name, _ in parts.causal_lm.named_parameters())
         """Names of the whole model's parameters, in its order."""
-        self.helps = helps
+        self.borrows_stages = borrows_stages
         """Whether units of other stages may run here."""
         whole = tuple(parts.layers)
         before = [(parent, name, parent._modules[name]) for parent, name in ends.before]
@@ -203,20 +203,20 @@ class StagedModel:
             _remove(ends.before, keep if self.shared_names else None)
         if not cut.has_last:
             _remove(ends.after)
-        layers = whole if helps else tuple(_layer_list(parts.decoder)[1])
+        layers = whole if borrows_stages else tuple(_layer_list(parts.decoder)[1])
         self.parts = ModelParts(parts.causal_lm, parts.base, parts.decoder, layers, parts.configs)
-        stages = range(cut.num_stages) if helps else cut.own
+        stages = range(cut.num_stages) if borrows_stages else cut.own
         self._views = {stage: self._make_view(stage) for stage in stages}
-        self._ends = {0: before, cut.num_stages - 1: after} if helps else {}
-        """Of the first and the last stage: (parent, name, module) of what is around the layers."""
+        self._ends = {0: before, cut.num_stages - 1: after} if borrows_stages else {}
+        """Modules around the layers, (parent, name, module), of the first and the last stage."""
         parts.causal_lm.__dict__[_ATTRIBUTE] = self
         self._ties = dict(getattr(parts.causal_lm, "all_tied_weights_keys", None) or {})
         _forget_absent_ties(parts.causal_lm)
 
     @contextlib.contextmanager
     def running(self, stage: int) -> Iterator[None]:
-        """Let the base model run the layers of `stage` alone, at the moment."""
-        # What layers are given was made on the first stage, and is not made again.
+        """Context in which the base model runs the layers of `stage` only."""
+        # Per-layer inputs come from the first stage and are not computed again.
         made_before = stage > 0 and hasattr(self.parts.decoder, _MAKES_PER_LAYER_INPUTS)
         as_made = {self.parts.decoder: lambda _, made: made} if made_before else {}
         with (
@@ -226,14 +226,14 @@ class StagedModel:
             yield
 
     def _places(self, layers: nn.ModuleList, *stages: int) -> list[Place]:
-        """Where layers, and what is around those of helped stages, are in the model."""
+        """Placement of layers, and of the modules around the layers of borrowed stages."""
         ends = [end for stage in stages for end in self._ends.get(stage, ())]
         return [(self.parts.decoder, self._layers_name, layers), *ends]
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        """Let all stages that may run here be in the model, at the moment."""
-        if not self.helps:
+        """Context in which all stages that may run here are in the model."""
+        if not self.borrows_stages:
             yield
             return
         ends = {0, self.cut.num_stages - 1}
@@ -241,20 +241,20 @@ class StagedModel:
             yield
 
     def borrowed_modules(self) -> list[nn.Module]:
-        """Layers and ends of other stages that are here."""
+        """Modules of other stages that are here."""
         own = {id(module) for module in self.parts.causal_lm.modules()}
         found = [*self.parts.layers, *(m for ends in self._ends.values() for *_, m in ends)]
         return [m for m in found if isinstance(m, nn.Module) and id(m) not in own]
 
     def parameters_of(self, stage: int) -> list[nn.Parameter]:
-        """Parameters of a stage that may run here, in an order that all its ranks share."""
+        """Parameters of a stage that may run here, in the same order on all ranks."""
         modules: list[nn.Module | None] = [self.parts.layers[i] for i in self.cut.layers[stage]]
         modules += [module for *_, module in self._ends.get(stage, ())]
         found = [p for module in modules if module is not None for p in module.parameters()]
         return list({id(p): p for p in found}.values())
 
     def take_layer_inputs(self, stage: int) -> list[Tensor]:
-        """What the layers after `stage` were given beside hidden states when it ran, in order."""
+        """Per-layer inputs of the layers after `stage`, in order, from its last run."""
         layers = list(self._views[stage])[self.cut.layers[stage].stop :]
         given = [layer.given for layer in layers if isinstance(layer, AbsentLayer)]
         for layer in self._views[stage]:
@@ -264,7 +264,7 @@ class StagedModel:
 
     @contextlib.contextmanager
     def whole_ties(self) -> Iterator[None]:
-        """Let Transformers know the whole model's ties, while it writes a whole state dict."""
+        """Context in which Transformers knows the whole model's ties, to write a state dict."""
         causal_lm: Any = self.parts.causal_lm
         before = causal_lm.all_tied_weights_keys, causal_lm._tied_weights_keys
         causal_lm.all_tied_weights_keys, causal_lm._tied_weights_keys = self._ties, self._ties
@@ -282,19 +282,19 @@ class StagedModel:
 
 
 def staged_model_of(causal_lm: nn.Module) -> StagedModel | None:
-    """What cut `causal_lm` into stages; None where it is whole."""
+    """The `StagedModel` of `causal_lm`; None if it was not cut."""
     staged: StagedModel | None = causal_lm.__dict__.get(_ATTRIBUTE)
     return staged
 
 
 def absent_prefixes(causal_lm: nn.Module) -> tuple[str, ...]:
-    """What names of parameters of other stages begin with: "model.layers.7."."""
+    """Prefixes of the names of parameters of other stages, such as "model.layers.7."."""
     absent = (AbsentLayer, AbsentModule, AbsentEmbedding)
     return tuple(f"{name}." for name, m in causal_lm.named_modules() if isinstance(m, absent))
 
 
 def _forget_absent_ties(causal_lm: Any) -> None:
-    """Take ties to absent parameters off the lists by which Transformers would tie them again."""
+    """Remove ties to absent parameters, which Transformers would tie again."""
     absent = absent_prefixes(causal_lm)
     ties = getattr(causal_lm, "all_tied_weights_keys", None) or {}
     here = {t: s for t, s in ties.items() if not t.startswith(absent) and not s.startswith(absent)}
@@ -304,10 +304,10 @@ def _forget_absent_ties(causal_lm: Any) -> None:
 
 
 def check_cut(parts: ModelParts, cut: StageCut) -> None:
-    """Refuse stages that are not runs of all of the model's layers, or a model with other ends.
+    """Refuse stages that do not cover the model's layers, and models that cannot be cut.
 
     Raises:
-        ConfigError: The stages do not cover the model's layers, or one is empty.
+        ConfigError: The stages do not cover the layers in order, or one is empty.
         UnsupportedModelError: See `StagedModel`.
     """
     covered = [layer for layers in cut.layers for layer in layers]
@@ -322,7 +322,7 @@ def check_cut(parts: ModelParts, cut: StageCut) -> None:
 
 
 def shared_parameter_names(parts: ModelParts) -> frozenset[str]:
-    """Names of the parameters that the embedding and the head have in common."""
+    """Names of the parameters that embedding and head share."""
     embedding = {id(p) for p in parts.causal_lm.get_input_embeddings().parameters()}
     head = {id(p) for p in parts.head_parameters()} & embedding
     return frozenset(name for name, p in parts.causal_lm.named_parameters() if id(p) in head)
@@ -333,12 +333,13 @@ class _Ends:
     layers_name: str
     layers: nn.ModuleList
     before: tuple[tuple[nn.Module, str], ...]
-    """(parent, name) of what stands before the layers and has parameters."""
+    """(parent, name) of modules with parameters that run before the layers."""
     after: tuple[tuple[nn.Module, str], ...]
+    """(parent, name) of modules that run after the layers."""
 
 
 def _find_ends(parts: ModelParts) -> _Ends:
-    """What stands before the decoder layers and after them, by the order of definition."""
+    """Find what runs before and after the decoder layers, by the order of definition."""
     name, layers = _layer_list(parts.decoder)
     embedding = parts.causal_lm.get_input_embeddings()
     encoders: tuple[tuple[nn.Module, str], ...] = ()
@@ -357,7 +358,7 @@ def _find_ends(parts: ModelParts) -> _Ends:
                     known.append(child_name)
             place.append((parts.decoder, child_name))
     if parts.is_multimodal:
-        # Encoders of what is not text: they run in front of the first layer, or not at all.
+        # Encoders of images or sound run before the first layer, or not at all.
         encoders = tuple(
             (parts.base, child_name)
             for child_name, child in parts.base.named_children()
@@ -416,36 +417,37 @@ def _absent(module: nn.Module) -> nn.Module:
 
 
 SHARED_KV = "shared_kv_states"
-"""The argument of layers that holds keys for others: `[B, K, C, H]` each, by the owner's type, or
-by its index (Gemma 3n before Transformers 5.23)."""
+"""The argument of layers for K/V that other layers read, `[B, K, C, H]` each, by the owner's type
+(or by its index, in Gemma 3n before Transformers 5.23)."""
 
 _SharedKVStates = Mapping[Any, tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
 class _SharedKV:
-    """Keys and values of one layer that others read."""
+    """K/V of one layer that other layers read."""
 
     name: str
-    """What the model calls them: the type of these layers."""
+    """The type of these layers, which is the model's name for the K/V."""
     owner: int
+    """The layer that computes the K/V."""
     readers: tuple[int, ...]
-    """The layers that read them, all behind it."""
+    """The layers that read the K/V, all after the owner."""
     num_heads: int
     sizes: tuple[int, int]
-    """Of a key and of a value head."""
+    """Elements of one key head and of one value head."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnpackedMessage:
-    """A message taken apart."""
+    """The tensors of a message."""
 
     hidden: Tensor
-    """What the first layer is given: `[B, C, D]`, or `[S, B, C, D]`."""
+    """Input of the stage's first layer, `[B, C, D]` or `[S, B, C, D]`."""
     arguments: dict[str, Any]
-    """What the base model is called with besides."""
+    """Further arguments of the base model."""
     shared: dict[Any, tuple[Tensor, Tensor]]
-    """Keys and values that layers of earlier stages have left, by all names that they go by."""
+    """K/V of earlier stages, each by its type and by its owner's index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -455,14 +457,14 @@ class MessageLayout:
     num_layers: int
     hidden_size: int
     num_streams: int
-    """S; 1 where layers give on one hidden state of each token."""
+    """S; 1 if layers return one hidden state for each token."""
     per_layer_size: int
-    """P; 0 where layers have no inputs of their own."""
+    """P; 0 if layers have no inputs of their own."""
     shared: tuple[_SharedKV, ...]
 
     @classmethod
     def of(cls, parts: ModelParts, layers: Sequence[LayerProfile]) -> MessageLayout:
-        """Read the layout off a model's configuration and the profile of all of its layers."""
+        """Derive the layout from a model's configuration and the profiles of all its layers."""
         text: Any = parts.text_config
         borrowers = [index for index, layer in enumerate(layers) if layer.borrows_keys]
         shared: list[_SharedKV] = []
@@ -478,7 +480,7 @@ class MessageLayout:
 
     @property
     def is_hidden_only(self) -> bool:
-        """Whether nothing but hidden states travels."""
+        """Whether messages consist of hidden states only."""
         return self.num_streams == 1 and not self.per_layer_size and not self.shared
 
     def width(self, start: int) -> int:
@@ -497,13 +499,13 @@ class MessageLayout:
         """Pack the message to the stage whose first layer is `start`.
 
         Args:
-            start: The first layer of the stage that it goes to.
-            hidden: What the layer before it returned, `[B, C, D]` or `[S, B, C, D]`.
-            per_layer: Own inputs `[B, C, P]` of layer `start` and of each after it, if they have.
-            shared: See `SHARED_KV`.
+            start: The first layer of the receiving stage.
+            hidden: Output of the layer before it, `[B, C, D]` or `[S, B, C, D]`.
+            per_layer: Own inputs `[B, C, P]` of layer `start` and all later ones, or none.
+            shared: The argument `SHARED_KV`.
 
         Returns:
-            `[B, C, W]`, with the graphs of all.
+            The message `[B, C, W]`.
         """
         if self.is_hidden_only:
             return hidden
@@ -514,7 +516,7 @@ class MessageLayout:
         return torch.cat([hidden, *per_layer, *flat], dim=-1)
 
     def unpack(self, start: int, message_BCW: Tensor) -> UnpackedMessage:
-        """Take apart what came to the stage whose first layer is `start`."""
+        """Unpack the message to the stage whose first layer is `start`."""
         if self.is_hidden_only:
             return UnpackedMessage(message_BCW, {}, {})
         size = self.per_layer_size
@@ -527,7 +529,7 @@ class MessageLayout:
             hidden = hidden.unflatten(-1, (self.num_streams, -1)).movedim(-2, 0)
         arguments: dict[str, Any] = {}
         if size:
-            # Layers find theirs by index; those before this stage do not run.
+            # Layers index them by number; those before this stage do not run.
             absent = own.new_zeros(*own.shape[:2], start * size)
             all_own = torch.cat([absent, own], dim=-1)
             arguments["per_layer_inputs"] = all_own.unflatten(-1, (self.num_layers, size))
@@ -538,11 +540,10 @@ class MessageLayout:
         return UnpackedMessage(hidden.contiguous(), arguments, shared)
 
     def kv_layers(self, layers: range, attending: Collection[int]) -> list[int]:
-        """The layers of a stage that hold keys and values, of which `attending` attend.
+        """The layers of a stage that store K/V; `attending` are the layers with attention.
 
-        Returns:
-            Those that attend to keys of their own, and the first of those that read keys of the
-            same layer of an earlier stage: what came with the message is held there for all.
+        These are layers with K/V of their own, and the first reader of each layer's K/V of an
+        earlier stage: it stores what came with the message for all readers.
         """
         readers = {index: keys for keys in self.shared for index in layers if index in keys.readers}
         first = {keys.name: index for index, keys in reversed(readers.items())}
@@ -557,12 +558,12 @@ class MessageLayout:
         ]
 
     def _shared(self, start: int) -> list[_SharedKV]:
-        """Those that a layer before `start` has and one from there on reads."""
+        """K/V of layers before `start` that later layers read."""
         return [keys for keys in self.shared if keys.owner < start <= keys.readers[-1]]
 
 
 def _heads(keys: _SharedKV, states: Iterator[Tensor]) -> Iterator[Tensor]:
-    """The next key and value as attention takes them, `[B, K, C, H]`."""
+    """Yield the next key and value in attention's layout, `[B, K, C, H]`."""
     for size in keys.sizes:
         state = next(states).unflatten(-1, (keys.num_heads, size))
         yield state.transpose(1, 2).contiguous()
@@ -570,13 +571,13 @@ def _heads(keys: _SharedKV, states: Iterator[Tensor]) -> Iterator[Tensor]:
 
 @dataclass(slots=True)
 class InputGradient:
-    """Where the gradient of what a unit was given arrives."""
+    """Receives the gradient of a unit's input."""
 
     grad: Tensor | None = None
 
 
 class _Enter(torch.autograd.Function):
-    """The beginning of a unit's graph, which holds none of what goes in."""
+    """The beginning of a unit's graph, which holds no tensor."""
 
     @staticmethod
     def forward(ctx: Any, _anchor: Tensor, x: Tensor, input_gradient: InputGradient) -> Tensor:  # type: ignore[override]
@@ -592,61 +593,61 @@ class _Enter(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class StateEnd:
-    """A state that a unit left for the next one: where its gradient goes, and where it arrives."""
+    """A recurrent state passed to the next unit: the end of its graph, and its gradient."""
 
     end: GradientEdge
     input_gradient: InputGradient
 
     @property
     def grad(self) -> Tensor | None:
-        """The state's gradient; None where nothing that the unit after trains depends on it."""
+        """The state's gradient; None if the next unit's loss does not depend on it."""
         return self.input_gradient.grad
 
     @classmethod
     def of(cls, state: Tensor, input_gradient: InputGradient) -> StateEnd:
-        """Keep the end of the graph that leads to `state`, and where its gradient arrives."""
+        """Keep the end of the graph of `state`, and the receiver of its gradient."""
         return cls(get_gradient_edge(state), input_gradient)
 
 
 @dataclass(slots=True)
 class UnitGraph:
-    """What waits for a unit's backward."""
+    """What is kept of a unit's forward for its backward."""
 
     end: GradientEdge | None
-    """Of what the unit gave on, or its loss was computed from; None where nothing is trained."""
+    """Edge of the unit's output; None if nothing before it is trained."""
     shape: torch.Size
-    """Of that, `[B, C, D]`, or `[B, C, W]` of a whole message."""
+    """Shape of the output: hidden states `[B, C, D]`, or a whole message `[B, C, W]`."""
     received_shape: torch.Size
-    """Of what it was given, likewise."""
+    """Shape of the input, hidden states or a message."""
     dtype: torch.dtype
     device: torch.device
     input_gradient: InputGradient | None
-    """For what it was given; None where it began with tokens."""
+    """Receives the gradient of the input; None if the input is token ids."""
     loss: Tensor | None = None
-    """Sum of the chunk's losses, on the last stage, where it has labels."""
+    """Sum of the chunk's losses, on the last stage if the chunk has labels."""
     router: Tensor | None = None
-    """The chunk's sums of router probabilities `[E]`, where the model has a loss of its routers."""
+    """Sums of the chunk's router probabilities, `[E]`, if the model has a router loss."""
 
     @classmethod
     def of(
         cls, given: Tensor, input_gradient: InputGradient | None, received: Tensor | None
     ) -> UnitGraph:
-        """Note the ends of a graph that leads from `received` to `given`."""
+        """Keep the ends of the graph that leads from `received` to `given`."""
         end = get_gradient_edge(given) if given.requires_grad else None
         received_shape = given.shape if received is None else received.shape
         return cls(end, given.shape, received_shape, given.dtype, given.device, input_gradient)
 
     def zeros(self) -> Tensor:
-        """No gradient of what it gave on."""
+        """A zero gradient of the output."""
         return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
 
     def received_zeros(self) -> Tensor:
-        """No gradient of what it was given."""
+        """A zero gradient of the input."""
         return torch.zeros(self.received_shape, dtype=self.dtype, device=self.device)
 
 
 def enter(x: Tensor) -> tuple[Tensor, InputGradient | None]:
-    """`x` as the beginning of a graph, and where its gradient will be."""
+    """Return `x` as the beginning of a new graph, and the receiver of its gradient."""
     if not torch.is_grad_enabled():
         return x.detach(), None
     input_gradient = InputGradient()

@@ -1,16 +1,16 @@
-"""Checkpoints of a cut model: the frame that every save runs in, and the weights.
+"""Checkpoints of a cut model: the context that every save runs in, and the weights.
 
 `saving` marks a folder as incomplete before any rank writes, and as complete when all have
-written. Weights are written as an ordinary Hugging Face folder, and read back by each rank: each
-rank of the first replica writes the tensors it holds as safetensors shards, named and laid out
-as `save_pretrained` would (experts that are fused in memory but saved one by one, weights without
-their ties), and the first rank adds index and configuration. Reading is by name, so it does not
-matter how many ranks have written. PEFT adapters are small: the first rank gathers them and PEFT
-writes its one file. Optimizers are in `checkpoint_state`.
+written. Weights are written as an ordinary Hugging Face folder: each rank of the first replica
+writes the tensors it holds as safetensors shards, named and laid out as `save_pretrained` would
+(experts that are fused in memory but saved one by one, tied weights once), and the first rank adds
+index and configuration. Reading is by name, so the number of ranks that wrote does not matter. PEFT
+adapters are small: the first rank gathers them and PEFT writes its one file. Optimizers are in
+`checkpoint_state`.
 
 [Note: weights are moved into place]
-Shards are written beside their place, in a folder of the same file system, and moved when all are
-there. Until then the folder's former weights are whole.
+Shards are written into a staging folder inside the checkpoint's, on the same file system, and moved
+when all are written. Until then the folder's former weights are whole.
 """
 
 from __future__ import annotations
@@ -64,77 +64,76 @@ from sppo_hf.pipeline.pipeline_engine import PipelineEngine
 from sppo_hf.pipeline.watchdog import collective_section
 
 STAGING = ".sppo-saving"
-"""Folder inside a checkpoint's for files that are moved out of it when all are written."""
+"""Staging folder inside a checkpoint's; see [Note: weights are moved into place]."""
 
 _open: dict[Path, dict[str, Digest]] = {}
-"""Folders that are being saved, and digests of the files that this process has written there."""
+"""Folders that are being saved, with digests (by name) of the files that this process wrote."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankCoords:
-    """A process among those that save or load together."""
+    """Coordinates and groups of a process among those that save or load together."""
 
     pp_rank: int = 0
     dp_rank: int = 0
     pp_size: int = 1
     dp_size: int = 1
-    everyone: Any = None
-    """Group of all processes, on the CPU; None where there is one process."""
-    pipeline: Any = None
-    """Group of this pipeline's, on the CPU; None where there is one process."""
+    world_group: Any = None
+    """All processes, on the CPU; None where there is one process."""
+    pp_group: Any = None
+    """This pipeline's ranks, on the CPU; None where there is one process."""
 
     @property
-    def leads(self) -> bool:
+    def is_first(self) -> bool:
         """Whether this is the first of all processes, which writes what is written once."""
         return self.pp_rank == 0 and self.dp_rank == 0
 
     @property
     def writes_weights(self) -> bool:
-        """Whether this is of the first replica, which writes the weights."""
+        """Whether this process is of the first replica, which writes the weights."""
         return self.dp_rank == 0
 
-    def wait(self) -> None:
+    def barrier(self) -> None:
         """Wait for all processes."""
-        if self.everyone is not None:
-            dist.barrier(group=self.everyone)
+        if self.world_group is not None:
+            dist.barrier(group=self.world_group)
 
     def gather(self, value: Any) -> list[Any]:
-        """Gather small objects over this pipeline; the list, by rank, comes to all of it."""
-        return _gather_over(self.pipeline, value)
+        """Gather small objects over this pipeline; returns them by pipeline rank, on all of it."""
+        return _gather(self.pp_group, value)
 
     def gather_all(self, value: Any) -> list[Any]:
-        """Gather small objects over all processes; the list comes to each of them."""
-        return _gather_over(self.everyone, value)
+        """Gather small objects over all processes; returns them by rank, on all of them."""
+        return _gather(self.world_group, value)
 
 
 def rank_coords_of(model: nn.Module) -> RankCoords:
-    """Where this process stands in saves and loads of `model`; every process calls this."""
+    """Return this process's coordinates in saves and loads of `model`; every process calls this."""
     engine = get_engine(model)
     return rank_coords_in(engine.mesh) if isinstance(engine, PipelineEngine) else RankCoords()
 
 
 def rank_coords_in(mesh: PipelineMesh) -> RankCoords:
-    """Where this process stands in saves and loads of a pipeline run."""
+    """Return this process's coordinates in saves and loads of a pipeline run."""
     # Ranks that share a sequence hold the same stages, as replicas do.
     return RankCoords(
         mesh.pp_rank,
         mesh.dp_rank * mesh.sp_size + mesh.sp_rank,
         mesh.pp_size,
         mesh.dp_size * mesh.sp_size,
-        everyone=_all_processes(dist.group.WORLD),
-        pipeline=mesh.storage_group,
+        world_group=_world_group(dist.group.WORLD),
+        pp_group=mesh.storage_group,
     )
 
 
 @functools.cache
-def _all_processes(world: Any) -> Any:
-    """All processes of `world`, on the CPU: saves gather numbers and names, which are there."""
-    # Ranks write different amounts; the first to be done waits for the last for as long as a disk
-    # may take.
+def _world_group(world: Any) -> Any:
+    """Form a group of all processes of `world`, on the CPU, for numbers and names."""
+    # Ranks write different amounts: the first to finish may wait long for the last.
     return dist.new_group(backend="gloo", timeout=STORAGE_TIMEOUT)
 
 
-def _gather_over(group: Any, value: Any) -> list[Any]:
+def _gather(group: Any, value: Any) -> list[Any]:
     if group is None:
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)
@@ -143,31 +142,31 @@ def _gather_over(group: Any, value: Any) -> list[Any]:
 
 
 def find_damage_together(folder: Path) -> str | None:
-    """`find_damage`, with the reading of files shared by all processes; every process calls this.
+    """Call `find_damage` with the files divided among all processes; every process calls this.
 
     Raises:
         ConfigError: The checkpoint was written in a later format.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return find_damage(folder)
-    group = _all_processes(dist.group.WORLD)
-    lacks: str | ConfigError | None
+    group = _world_group(dist.group.WORLD)
+    damage: str | ConfigError | None
     try:
-        lacks = find_damage(folder, share=(dist.get_rank(), dist.get_world_size()))
+        damage = find_damage(folder, share=(dist.get_rank(), dist.get_world_size()))
     except ConfigError as error:
-        lacks = error
-    found = next((seen for seen in _gather_over(group, lacks) if seen is not None), None)
-    if isinstance(found, ConfigError):
-        raise found
-    return found
+        damage = error
+    first = next((found for found in _gather(group, damage) if found is not None), None)
+    if isinstance(first, ConfigError):
+        raise first
+    return first
 
 
 @contextlib.contextmanager
 def saving(folder: str | Path, place: RankCoords) -> Iterator[Path]:
-    """Mark `folder` as incomplete, and as complete when all ranks have come to the end.
+    """Context of a save: marks `folder` as incomplete, and as complete when all ranks leave it.
 
-    Every process enters this. Inside itself, for the same folder, it does nothing. The folder is on
-    a file system that all ranks see.
+    Every process enters this; entered again inside, for the same folder, it does nothing. The
+    folder is on a file system that all ranks see.
 
     Raises:
         PipelineError: The ranks do not see the same folder, or the disk refused to write.
@@ -186,8 +185,8 @@ def _marked(folder: str | Path, place: RankCoords) -> Iterator[Path]:
     digests = _open.setdefault(folder, {})
     try:
         with writing(folder):
-            before = mark_incomplete(folder) if place.leads else {}
-            place.wait()
+            existing = mark_incomplete(folder) if place.is_first else {}
+            place.barrier()
             if not folder.is_dir():
                 raise PipelineError(
                     f"Rank {place.pp_rank} of replica {place.dp_rank} does not see "
@@ -197,17 +196,17 @@ def _marked(folder: str | Path, place: RankCoords) -> Iterator[Path]:
                 )
             yield folder
             written = place.gather_all(digests)
-            if place.leads:
+            if place.is_first:
                 layout = {"pp_size": place.pp_size, "dp_size": place.dp_size}
                 found = {name: digest for part in written for name, digest in part.items()}
-                mark_complete(folder, {"layout": layout}, before=before, digests=found)
-            place.wait()
+                mark_complete(folder, {"layout": layout}, existing=existing, digests=found)
+            place.barrier()
     finally:
         del _open[folder]
 
 
 def write_file(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write a safetensors file, inside `saving`, and note its digest for the mark.
+    """Write a safetensors file, inside `saving`, and keep its digest for the mark.
 
     Raises:
         ConfigError: A tensor is of a kind that safetensors files cannot hold.
@@ -226,7 +225,7 @@ _FILE = "adapter_model.safetensors"
 
 
 def wraps_adapters(model: nn.Module) -> bool:
-    """Whether `model` is a PEFT model, of which the adapters alone are saved."""
+    """Whether `model` is a PEFT model, of which only the adapters are saved."""
     with contextlib.suppress(ImportError):
         from peft import PeftModel
 
@@ -237,8 +236,8 @@ def wraps_adapters(model: nn.Module) -> bool:
 def save_adapters(model: Any, folder: Path, place: RankCoords) -> None:
     """Write all adapters so that `PeftModel.from_pretrained` loads them.
 
-    Every rank of the pipeline calls this. The folder exists; an adapter that is not named "default"
-    gets a folder in it, as PEFT does.
+    Every rank of the pipeline calls this. The folder exists; adapters with another name than
+    "default" get folders in it, as in PEFT.
     """
     from peft import get_peft_model_state_dict
 
@@ -247,9 +246,9 @@ def save_adapters(model: Any, folder: Path, place: RankCoords) -> None:
         state = get_peft_model_state_dict(model, model.state_dict(), adapter_name=name)
         own[name] = {key: value.detach().cpu().contiguous() for key, value in state.items()}
     parts = place.gather(own)
-    if not place.leads:
+    if not place.is_first:
         return
-    # Configurations and the card are PEFT's own; of the tensors it finds this stage's here.
+    # PEFT writes configurations and card; its tensors, of this stage only, are overwritten.
     type(model).save_pretrained(model, folder)
     for name in model.peft_config:
         whole = {key: value for part in parts for key, value in part[name].items()}
@@ -291,7 +290,7 @@ def _folder_of(folder: Path, adapter: str) -> Path:
 
 
 MAX_SHARD_SIZE = "50GB"
-"""As `save_pretrained` has it."""
+"""Default of `save_pretrained`."""
 
 _WEIGHTS = re.compile(r"(pytorch_)?model(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
 
@@ -302,8 +301,8 @@ def save_weights(
     """Write a cut model, or its adapters, so that plain `from_pretrained` loads the folder.
 
     Every process of the launch calls this. The folder is on a file system that all ranks see;
-    former weights in it are replaced. A file has `max_shard_size` bytes at most, as a number or
-    with a unit ("5GB"); a larger tensor has a file of its own.
+    former weights in it are replaced. A file has at most `max_shard_size` bytes, as a number or
+    with a unit ("5GB"); a larger tensor gets a file of its own.
 
     Raises:
         PipelineError: The ranks do not see the same folder.
@@ -312,25 +311,25 @@ def save_weights(
     place = rank_coords_of(model)
     with saving(folder, place) as target:
         staging = target / STAGING
-        if place.leads:
+        if place.is_first:
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir()
-        place.wait()
+        place.barrier()
         if place.writes_weights:
             if wraps_adapters(model):
                 save_adapters(model, staging, place)
             else:
                 _write_shards(model, staging, place, max_shard_size)
-        place.wait()
-        if place.leads:
+        place.barrier()
+        if place.is_first:
             _move_into_place(staging, target)
-        place.wait()
+        place.barrier()
 
 
 def load_weights(model: nn.Module, folder: str | Path) -> None:
-    """Read the tensors that this process holds, in place, of a model whole or cut, bare or in PEFT.
+    """Read the tensors that this process holds, in place, of a folder of safetensors.
 
-    The folder is as `save_weights` or `save_pretrained` wrote it, safetensors.
+    The model is whole or cut, bare or in PEFT; `save_weights` or `save_pretrained` wrote it.
 
     Raises:
         ConfigError: The folder lacks weights, they have other shapes, or a file is damaged.
@@ -341,7 +340,7 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
         return
     causal_lm = find_causal_lm(model)
     own = causal_lm.state_dict()
-    left = set(own) - set(causal_lm._keys_to_ignore_on_save or ())
+    unread = set(own) - set(causal_lm._keys_to_ignore_on_save or ())
     files = _files_by_name(folder)
     renamings, converters = _conversions(causal_lm)
     by_pattern = {p: converter for converter in converters for p in converter.source_patterns}
@@ -366,9 +365,9 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
             converted = mapping.convert(first, model=causal_lm, config=causal_lm.config)
         for target, value in converted.items():
             _copy(own, target, value[0] if isinstance(value, list) else value, folder)
-            left.discard(target)
-    filled = {own[name].data_ptr() for name in set(own) - left}
-    missing = sorted(name for name in left if own[name].data_ptr() not in filled)
+            unread.discard(target)
+    filled = {own[name].data_ptr() for name in set(own) - unread}
+    missing = sorted(name for name in unread if own[name].data_ptr() not in filled)
     if missing:
         raise ConfigError(
             f"{str(folder)!r} lacks {len(missing)} of the {len(own)} tensors that this rank holds, "
@@ -378,9 +377,9 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
 
 
 def gather_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The state of the whole model on the first rank, on the CPU; an empty one on all others.
+    """Return the full state dict on the first rank, on the CPU, and an empty one on all others.
 
-    Every process calls this. Costs the first rank's memory the whole model.
+    Every process calls this. The first rank needs host memory for the whole model.
     """
     place = rank_coords_of(model)
     own = {n: t for n, t in model.state_dict().items() if isinstance(t, Tensor)}
@@ -395,10 +394,10 @@ def gather_weights(model: nn.Module) -> dict[str, Tensor]:
         for first, (names, dtype, shape) in described.items():
             if first not in whole:
                 value = own[first].cpu().contiguous() if rank == place.pp_rank else None
-                value = _to_first(value, dtype, shape, rank, place)
-                whole[first] = value if place.leads else None
+                value = _send_to_first(value, dtype, shape, rank, place)
+                whole[first] = value if place.is_first else None
             whole |= dict.fromkeys(names, whole[first])
-    return whole if place.leads else {}
+    return whole if place.is_first else {}
 
 
 # -- writing ---------------------------------------------------------------------------------
@@ -430,7 +429,7 @@ def _write_shards(
         weight_map |= dict.fromkeys(names, file)
     size = split.metadata["total_size"]
     written = place.gather((weight_map, size, parameters))
-    if not place.leads:
+    if not place.is_first:
         return
     _save_configs(causal_lm, staging)
     if sum(counts) > 1:
@@ -445,18 +444,23 @@ def _write_shards(
         (staging / SAFE_WEIGHTS_INDEX_NAME).write_text(text, encoding="utf-8")
 
 
+def names_written_elsewhere(model: nn.Module) -> frozenset[str]:
+    """Return the names of this rank's tied parameters that the first stage's rank writes."""
+    engine = get_engine(model)
+    if isinstance(engine, PipelineEngine) and not engine.staged.cut.has_first:
+        return engine.staged.shared_names
+    return frozenset()
+
+
 def _own_state(causal_lm: Any) -> tuple[dict[str, Tensor], int]:
-    """What this rank writes, as it is saved, and the number of its parameters."""
+    """Return the tensors that this rank writes, as they are saved, and its number of parameters."""
     state = causal_lm.state_dict()
     for name in causal_lm._keys_to_ignore_on_save or ():
         state.pop(name, None)
     state = remove_tied_weights_from_state_dict(state, causal_lm)
-    engine = get_engine(causal_lm)
-    twice = frozenset[str]()
-    if isinstance(engine, PipelineEngine) and not engine.staged.cut.has_first:
-        twice = engine.staged.shared_names  # the first stage writes these
-    count = sum(p.numel() for name, p in causal_lm.named_parameters() if name not in twice)
-    state = {name: tensor for name, tensor in state.items() if name not in twice}
+    others = names_written_elsewhere(causal_lm)
+    count = sum(p.numel() for name, p in causal_lm.named_parameters() if name not in others)
+    state = {name: tensor for name, tensor in state.items() if name not in others}
     return revert_weight_conversion(causal_lm, state), count
 
 
@@ -470,8 +474,8 @@ def _save_configs(causal_lm: Any, folder: Path) -> None:
 
 
 def _move_into_place(staging: Path, target: Path) -> None:
-    fresh = {str(path.relative_to(staging)) for path in staging.rglob("*") if path.is_file()}
-    weights = {name for name in fresh if name.endswith(".safetensors")}
+    staged = {str(path.relative_to(staging)) for path in staging.rglob("*") if path.is_file()}
+    weights = {name for name in staged if name.endswith(".safetensors")}
     index = staging / SAFE_WEIGHTS_INDEX_NAME
     if index.exists():
         listed = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
@@ -482,34 +486,34 @@ def _move_into_place(staging: Path, target: Path) -> None:
                 "ranks write one checkpoint together. Remedy: another output_dir."
             )
     for path in target.iterdir():
-        if _WEIGHTS.fullmatch(path.name) and path.name not in fresh:
+        if _WEIGHTS.fullmatch(path.name) and path.name not in staged:
             path.unlink()
-    # The index comes last: a folder with an index has what is in it.
-    for name in sorted(fresh, key=lambda name: name == SAFE_WEIGHTS_INDEX_NAME):
+    # The index comes last: the files that it lists are there.
+    for name in sorted(staged, key=lambda name: name == SAFE_WEIGHTS_INDEX_NAME):
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         (staging / name).replace(target / name)
     shutil.rmtree(staging)
 
 
 def _names_by_storage(state: Mapping[str, Tensor]) -> dict[str, list[str]]:
-    """Names of the same tensor, by the first of them."""
-    firsts: dict[tuple[int, torch.Size], str] = {}
+    """Return the names that each tensor has, by the first of them."""
+    first_names: dict[tuple[int, torch.Size], str] = {}
     ties: dict[str, list[str]] = {}
     for name, tensor in state.items():
-        first = firsts.setdefault((tensor.data_ptr(), tensor.shape), name)
+        first = first_names.setdefault((tensor.data_ptr(), tensor.shape), name)
         # Tensors without elements all lie at address 0.
         first = first if tensor.numel() else name
         ties.setdefault(first, []).append(name)
     return ties
 
 
-def _to_first(
+def _send_to_first(
     value: Tensor | None, dtype: torch.dtype, shape: torch.Size, rank: int, place: RankCoords
 ) -> Tensor | None:
-    """Hand a tensor of `rank` to the first rank of the pipeline."""
+    """Send a tensor of `rank` to the first rank of the pipeline."""
     if rank == 0:
         return value
-    group = place.pipeline
+    group = place.pp_group
     if place.pp_rank == rank:
         assert value is not None, "the rank that holds a tensor sends it"
         torch.distributed.send(value.view(-1).view(torch.uint8), group=group, group_dst=0)
@@ -523,7 +527,7 @@ def _to_first(
 
 
 def _files_by_name(folder: Path) -> dict[str, str]:
-    """The file that each tensor of a folder is in."""
+    """Return the name of the file that each tensor of a folder is in."""
     index, single = folder / SAFE_WEIGHTS_INDEX_NAME, folder / SAFE_WEIGHTS_NAME
     if index.is_file():
         weight_map = read_json(index).get("weight_map")
@@ -544,7 +548,7 @@ def _files_by_name(folder: Path) -> dict[str, str]:
 
 
 def _conversions(causal_lm: Any) -> tuple[list[WeightRenaming], list[WeightConverter]]:
-    """How the names and tensors of a folder become those in memory."""
+    """Return how Transformers renames and converts tensors of a folder."""
     found: list[WeightTransform] = get_model_conversion_mapping(causal_lm)
     renamings = [entry for entry in found if isinstance(entry, WeightRenaming)]
     return renamings, [entry for entry in found if isinstance(entry, WeightConverter)]

@@ -1,27 +1,27 @@
-"""Files of a checkpoint: written with a digest, read without running anything, errors with a name.
+"""Files of a checkpoint: written with digests, read without running code, errors with a file name.
 
 Tensors are safetensors files, everything else is JSON. Neither can hold code, so a checkpoint of
 unknown origin can be resumed from and exported: at worst it is refused. Whatever goes wrong while a
-file is read or written is raised again with the file's name.
+file is read or written is raised again with the file's name. Nothing here knows ranks or models.
 
 Not covered: what Transformers and Accelerate read themselves. They call `torch.load` with
 `weights_only=True`.
 
-Several ranks write into a folder, and any may die. So a mark that says "incomplete" is there before
-the first of them writes, and is replaced in one step by one that lists every file with its digest
-when all have written. A folder without a mark was not written by a pipeline; then what the Trainer
-itself writes last, its state, stands for the mark. A mark has the number of the checkpoint's
-format. Format 1, which is written no more, has no number and notes sizes without digests.
-
-Knows files only: nothing of ranks or models.
+[Note: marks of complete checkpoints]
+Several ranks write into a folder, and any may die. So a mark that says "incomplete" is written
+before the first of them writes, and is replaced atomically by one that lists every file with its
+digest when all have written. A folder without a mark was not written by a pipeline; then what the
+Trainer itself writes last, its state, stands for the mark. A mark has the number of the
+checkpoint's format. Format 1, which is not written any more, has no number and notes sizes without
+digests.
 
 [Note: what a digest is, and what it costs]
 The CRC-32 of a file's blocks' CRC-32s, a block being 64 MiB. It finds damage (a flipped bit, a torn
-page), and it is no signature: who changes a file on purpose can change its digest, too. Of the
+page). It is not a signature: whoever changes a file on purpose can change its digest, too. Of the
 hashes in Python's standard library CRC-32 is the fastest: 2.2 GB/s on one core of a server (SHA-256
 1.2, BLAKE2b 1.0). Reading a file out of the page cache and hashing it took 0.67 s for a GiB with
-one thread (1.6 GB/s, on a busy machine). Up to eight threads hash blocks at
-once, and all ranks share the files. A save hashes what it writes while it writes it.
+one thread (1.6 GB/s, on a busy machine). Up to eight threads hash blocks at once, and all ranks
+share the files. A save hashes what it writes while it writes it.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ from sppo_hf.errors import ConfigError, PipelineError
 Digest: TypeAlias = tuple[int, str]
 """Bytes of a file and eight hexadecimal digits; see [Note: what a digest is, and what it costs]."""
 
-BLOCK = 64 * 2**20
+BLOCK_BYTES = 64 * 2**20
 MAX_JSON = 64 * 2**20
 """Bytes of the largest JSON file that is read: an index of some 300,000 parameters."""
 
-_PIECE = 8 * 2**20
-_THREADS = 8
+_READ_BYTES = 8 * 2**20
+_MAX_THREADS = 8
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -74,7 +74,7 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-"""What safetensors calls dtypes."""
+"""Names of dtypes in safetensors files."""
 
 
 # -- errors ------------------------------------------------------------------------------------
@@ -93,16 +93,16 @@ def reading(path: str | Path) -> Iterator[None]:
         raise
     # Bytes that nobody wrote make pickle, zip, JSON and safetensors raise anything.
     except Exception as error:
-        said = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        message = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         raise ConfigError(
-            f"{str(path)!r} cannot be read ({said}). Allowed: files as they were saved. Remedy: "
+            f"{str(path)!r} cannot be read ({message}). Allowed: files as they were saved. Remedy: "
             "the file is damaged, or no checkpoint's; resume from another checkpoint."
         ) from error
 
 
 @contextlib.contextmanager
 def writing(path: str | Path) -> Iterator[None]:
-    """Raise what the disk says inside as an error that names `path` or the file in it.
+    """Raise errors of the file system inside as an error that names `path` or the file in it.
 
     Raises:
         PipelineError: A file could not be written.
@@ -110,22 +110,22 @@ def writing(path: str | Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        # Errors of a network have no number, or are of these kinds.
+        # Not errors of the network, which have no number, or these types.
         if error.errno is None or isinstance(error, ConnectionError | TimeoutError):
             raise
         raise _not_written(error.filename or path, error.strerror or str(error)) from error
-    except RuntimeError as error:  # torch.save forgets what the system said
+    except RuntimeError as error:  # torch.save drops the OSError
         if not any(word in str(error) for word in ("PytorchStreamWriter", "inline_container")):
             raise
         raise _not_written(path, str(error).splitlines()[0]) from error
 
 
-def _not_written(path: str | Path, said: str) -> PipelineError:
+def _not_written(path: str | Path, reason: str) -> PipelineError:
     return PipelineError(
-        f"{str(path)!r} could not be written: {said}. Allowed: a disk, a quota and a limit on the "
-        "size of files (ulimit -f) that have room for the checkpoint. Remedy: make room or choose "
-        "another output_dir; the checkpoints that were complete before are still complete, so that "
-        "resume_from_checkpoint=True goes on from the newest of them."
+        f"{str(path)!r} could not be written: {reason}. Allowed: a disk, a quota and a limit on "
+        "the size of files (ulimit -f) with enough space for the checkpoint. Remedy: free space or "
+        "choose another output_dir; the checkpoints that were complete before are still complete, "
+        "so that resume_from_checkpoint=True goes on from the newest of them."
     )
 
 
@@ -133,34 +133,34 @@ def _not_written(path: str | Path, said: str) -> PipelineError:
 
 
 class Hasher:
-    """Makes a digest of bytes that come one after the other."""
+    """Computes a digest of bytes that come in pieces."""
 
     def __init__(self) -> None:
-        self._bytes = self._block = self._all = 0
+        self._num_bytes = self._block_crc = self._crc = 0
 
     def update(self, data: memoryview) -> None:
-        """Add bytes; lets other threads run meanwhile."""
+        """Add bytes; releases the GIL meanwhile."""
         while data:
-            head = data[: BLOCK - self._bytes % BLOCK]
-            self._block = zlib.crc32(head, self._block)
-            self._bytes += len(head)
+            head = data[: BLOCK_BYTES - self._num_bytes % BLOCK_BYTES]
+            self._block_crc = zlib.crc32(head, self._block_crc)
+            self._num_bytes += len(head)
             data = data[len(head) :]
-            if self._bytes % BLOCK == 0:
+            if self._num_bytes % BLOCK_BYTES == 0:
                 self._end_block()
 
     def digest(self) -> Digest:
-        """Of all that came; nothing can be added afterwards."""
-        if self._bytes % BLOCK:
+        """Return the digest of all bytes; none can be added afterwards."""
+        if self._num_bytes % BLOCK_BYTES:
             self._end_block()
-        return self._bytes, f"{self._all:08x}"
+        return self._num_bytes, f"{self._crc:08x}"
 
     def _end_block(self) -> None:
-        self._all = zlib.crc32(self._block.to_bytes(4, "little"), self._all)
-        self._block = 0
+        self._crc = zlib.crc32(self._block_crc.to_bytes(4, "little"), self._crc)
+        self._block_crc = 0
 
 
 def digests_of(paths: list[Path]) -> list[Digest]:
-    """Digests of files, in their order; blocks are read by up to eight threads.
+    """Return digests of files, in order; blocks are read by up to eight threads.
 
     Raises:
         OSError: A file cannot be read.
@@ -169,26 +169,26 @@ def digests_of(paths: list[Path]) -> list[Digest]:
     blocks = [
         (path, start)
         for path, size in zip(paths, sizes, strict=True)
-        for start in range(0, size, BLOCK)
+        for start in range(0, size, BLOCK_BYTES)
     ]
-    threads = max(1, min(_THREADS, os.cpu_count() or 1, len(blocks)))
-    with ThreadPoolExecutor(threads) as pool:
-        crcs = iter(list(pool.map(_crc_of_block, blocks)))
-    found = []
+    num_threads = max(1, min(_MAX_THREADS, os.cpu_count() or 1, len(blocks)))
+    with ThreadPoolExecutor(num_threads) as pool:
+        block_crcs = iter(list(pool.map(_crc_of_block, blocks)))
+    digests = []
     for size in sizes:
-        whole = 0
-        for _ in range(0, size, BLOCK):
-            whole = zlib.crc32(next(crcs).to_bytes(4, "little"), whole)
-        found.append((size, f"{whole:08x}"))
-    return found
+        crc = 0
+        for _ in range(0, size, BLOCK_BYTES):
+            crc = zlib.crc32(next(block_crcs).to_bytes(4, "little"), crc)
+        digests.append((size, f"{crc:08x}"))
+    return digests
 
 
 def _crc_of_block(block: tuple[Path, int]) -> int:
     path, start = block
-    crc, left, buffer = 0, BLOCK, memoryview(bytearray(_PIECE))
+    crc, left, buffer = 0, BLOCK_BYTES, memoryview(bytearray(_READ_BYTES))
     with path.open("rb", buffering=0) as file:
         file.seek(start)
-        while left and (count := file.readinto(buffer[: min(left, _PIECE)])):
+        while left and (count := file.readinto(buffer[: min(left, _READ_BYTES)])):
             crc = zlib.crc32(buffer[:count], crc)
             left -= count
     return crc
@@ -198,10 +198,10 @@ def _crc_of_block(block: tuple[Path, int]) -> int:
 
 
 def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> Digest:
-    """Write a safetensors file, see that it is on the disk, and return its digest.
+    """Write a safetensors file, flush it to the disk, and return its digest.
 
-    Needs host memory for one tensor at a time: each is copied from its device, written and let go.
-    Bytes are hashed by a second thread while the next ones are written.
+    Needs host memory for one tensor at a time: each is copied from its device, written and freed.
+    A second thread hashes bytes while the next ones are written.
 
     Raises:
         ConfigError: A tensor is of a kind that safetensors files cannot hold.
@@ -209,11 +209,11 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> Digest:
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    # Larger items first, so that every tensor lies at a multiple of its items' size.
+    # Larger items first, so that every tensor is aligned to its item size.
     ordered = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     for name in ordered:
         tensor = tensors[name]
-        refuse_other_tensors(tensor, name)
+        refuse_unsupported_tensor(tensor, name)
         start, end = end, end + tensor.nbytes
         header[name] = {
             "dtype": DTYPE_NAMES[tensor.dtype],
@@ -228,7 +228,7 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> Digest:
         for part in (len(text).to_bytes(8, "little"), text, *ordered):
             view = memoryview(part if isinstance(part, bytes) else _bytes_of(tensors[part]))
             while view:
-                piece, view = view[:BLOCK], view[BLOCK:]
+                piece, view = view[:BLOCK_BYTES], view[BLOCK_BYTES:]
                 if pending is not None:
                     pending.result()
                 pending = pool.submit(hasher.update, piece)
@@ -240,14 +240,14 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> Digest:
     return hasher.digest()
 
 
-def refuse_other_tensors(tensor: Tensor, name: str) -> None:
-    """Refuse tensors that are more than numbers in a row.
+def refuse_unsupported_tensor(tensor: Tensor, name: str) -> None:
+    """Refuse tensors that a safetensors file cannot hold.
 
     Raises:
         ConfigError: It is of a subclass, sparse, or of a dtype that safetensors does not know.
     """
-    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
-    if not plain or tensor.dtype not in DTYPE_NAMES:
+    is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    if not is_plain or tensor.dtype not in DTYPE_NAMES:
         raise ConfigError(
             f"{name} is a {type(tensor).__name__} of {tensor.dtype}, which a checkpoint of a "
             "pipeline cannot hold. Allowed: plain tensors. Remedy: another optimizer (the "
@@ -260,14 +260,14 @@ def _bytes_of(tensor: Tensor) -> Any:
 
 
 class TensorFiles:
-    """The safetensors files of a folder; a tensor is read when it is asked for."""
+    """The safetensors files of a folder, opened when the first tensor of each is read."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files: dict[str, Any] = {}
 
     def read(self, file: str, name: str) -> Tensor:
-        """A tensor, in memory that is the file's: its pages are read when they are used.
+        """Return a tensor mapped from the file: its pages are read when they are used.
 
         Raises:
             ConfigError: The file is not in this folder, is damaged, or has no such tensor.
@@ -282,10 +282,10 @@ class TensorFiles:
 
 
 def inside(folder: Path, name: object) -> Path:
-    """The path of a file that a list in the folder names.
+    """Return the path of a file that an index in the folder lists.
 
     Raises:
-        ConfigError: The name is none of a file below `folder`.
+        ConfigError: The name is not that of a file below `folder`.
     """
     if not is_inside(name):
         shown = repr(name)
@@ -298,7 +298,7 @@ def inside(folder: Path, name: object) -> Path:
 
 
 def is_inside(name: object) -> bool:
-    """Whether `name` is the relative name of a file below a folder; asks no file system."""
+    """Whether `name` is a relative path below a folder; does not access the file system."""
     if not isinstance(name, str) or not name.isprintable() or len(name.encode()) > 1024:
         return False
     parts = name.replace("\\", "/").split("/")
@@ -306,7 +306,7 @@ def is_inside(name: object) -> bool:
 
 
 def refuse_other_files(path: Path) -> None:
-    """Refuse what is no ordinary file, such as a pipe, which might never end.
+    """Refuse what is no regular file, such as a pipe, which might never end.
 
     Raises:
         OSError: The path is missing or leads to something else.
@@ -315,23 +315,23 @@ def refuse_other_files(path: Path) -> None:
         raise OSError(f"{path.name} is no ordinary file")
 
 
-# -- everything else ---------------------------------------------------------------------------
+# -- JSON ---------------------------------------------------------------------------
 
 
 def write_json(value: Any, path: Path) -> Digest:
-    """Write a JSON file in one step: a reader finds the former one or this one.
+    """Write a JSON file atomically: a reader finds the former one or this one.
 
     Raises:
         PipelineError: The file could not be written.
     """
-    fresh = path.with_name(f"{path.name}.new")
+    temporary = path.with_name(f"{path.name}.new")
     text = json.dumps(value, indent=1, sort_keys=True).encode()
     with writing(path):
-        with fresh.open("wb") as file:
+        with temporary.open("wb") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        fresh.replace(path)
+        temporary.replace(path)
     hasher = Hasher()
     hasher.update(memoryview(text))
     return hasher.digest()
@@ -356,16 +356,16 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def encode(value: Any, path: str, keep: Callable[[str, Tensor], str]) -> Any:
-    """What JSON can hold of a value, and the tensors in it.
+    """Return a value as JSON types, with tensors put into a file.
 
     Args:
         value: None, numbers, texts, dtypes, tensors, arrays, and lists, tuples, dicts and Counters
             of these.
-        path: Of the value; tensors in it are named after their own paths.
-        keep: Takes a tensor and its path, and returns the name of the file that it will be in.
+        path: Name of the value in errors; tensors in it are named by their paths below it.
+        keep: Takes a tensor's path and the tensor, and returns the file that it will be in.
 
     Raises:
-        ConfigError: There is something else in it, which could only be stored as code.
+        ConfigError: It contains another type, which could only be stored as code.
     """
     if isinstance(value, float) and not math.isfinite(value):
         return {"!float": repr(float(value))}
@@ -376,7 +376,7 @@ def encode(value: Any, path: str, keep: Callable[[str, Tensor], str]) -> Any:
     if isinstance(value, torch.dtype):
         return {"!dtype": str(value).removeprefix("torch.")}
     if isinstance(value, Tensor):
-        refuse_other_tensors(value, path)
+        refuse_unsupported_tensor(value, path)
         return {"!tensor": keep(path, value)}
     if isinstance(value, np.ndarray):
         return {"!array": keep(path, torch.from_numpy(value.copy()))}
@@ -398,18 +398,18 @@ def encode(value: Any, path: str, keep: Callable[[str, Tensor], str]) -> Any:
 
 
 def decode(value: Any, path: str, read: Callable[[str, str], Tensor]) -> Any:
-    """What `encode` was given, of what it returned and the same path.
+    """Return the value that `encode` returned `value` for, with the same path.
 
     `read` takes a file's and a tensor's name, and returns the tensor.
 
     Raises:
-        ValueError: `encode` returns no such thing.
+        ValueError: `encode` never returns this.
     """
     if isinstance(value, list):
         return [decode(item, f"{path}/{index}", read) for index, item in enumerate(value)]
     if not isinstance(value, dict):
         if isinstance(value, int):
-            float(value)  # or an OverflowError: no optimizer and no generator has such numbers
+            float(value)  # raises OverflowError for integers that no optimizer or generator has
         return value
     tags = [key for key in value if key.startswith("!")]
     if not tags:
@@ -421,7 +421,7 @@ def decode(value: Any, path: str, read: Callable[[str, str], Tensor]) -> Any:
 
 def _decode_items(value: Any, path: str, read: Any) -> dict[Any, Any]:
     if any(isinstance(key, list | dict) for key, _ in value):
-        raise ValueError(f"{path} has keys that are none")
+        raise ValueError(f"{path} has lists or objects for keys")
     return {key: decode(item, f"{path}/{key}", read) for key, item in value}
 
 
@@ -434,7 +434,7 @@ _NOT_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 _DECODERS: dict[str, Callable[[Any, str, Any], Any]] = {
     "!float": lambda value, path, read: _NOT_FINITE[value],
     "!dtype": _decode_dtype,
-    # A copy: what is the file's would follow it when it is written anew.
+    # A copy: a tensor mapped from the file would change when the file is written again.
     "!tensor": lambda value, path, read: read(value, path).clone(),
     "!array": lambda value, path, read: read(value, path).numpy().copy(),
     "!tuple": lambda value, path, read: tuple(decode(value, path, read)),
@@ -446,57 +446,56 @@ _DECODERS: dict[str, Callable[[Any, str, Any], Any]] = {
 # -- marks of complete folders --------------------------------------------------------------------
 
 FORMAT = 2
-"""Number of the format that is written; formats up to it are read."""
+"""Number of the format that is written; formats up to it can be read."""
 
 MARK_NAME = "sppo_checkpoint.json"
 """The mark's file name."""
 
 STATE_FOLDER = "sppo_optimizer"
-"""Folder with optimizers, schedulers and random numbers. A Trainer without SPPO that finds a folder
-named after an optimizer and no optimizer.pt stops, where it would otherwise go on with a fresh
-optimizer."""
+"""Folder with optimizers, schedulers and random state. Its name contains "optimizer" so that a
+Trainer without SPPO, which finds no optimizer.pt, stops instead of starting a fresh optimizer."""
 
 TRAINER_STATE_NAME = "trainer_state.json"
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _HASHED = {".safetensors", ".pt", ".pth", ".bin"}
 
-Seen = dict[str, tuple[int, int, int]]
-"""What tells whether a file was written anew: inode, size and time of the last change, by name."""
+FileStates = dict[str, tuple[int, int, int]]
+"""By name, a file's inode, size and time of the last change: other ones if it was rewritten."""
 
-Judge = Callable[[Path], str | None]
-"""Says what a folder lacks as a checkpoint; see `find_damage`."""
+FindDamage = Callable[[Path], str | None]
+"""Returns why a folder is no complete checkpoint; see `find_damage`."""
 
 
-def mark_incomplete(folder: Path) -> Seen:
-    """Make `folder` and mark it as being written; returns what is in it already."""
+def mark_incomplete(folder: Path) -> FileStates:
+    """Make `folder` and mark it as being written; returns the files in it already."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json({"complete": False}, folder / MARK_NAME)
-    return _seen(folder)
+    return _file_states(folder)
 
 
 def mark_complete(
     folder: Path,
     about: Mapping[str, Any],
     *,
-    before: Seen | None = None,
+    existing: FileStates | None = None,
     digests: Mapping[str, Digest] | None = None,
 ) -> None:
-    """Mark `folder` as written, with a list of what must be in it.
+    """Mark `folder` as complete, with a list of its files.
 
-    Of what is read when training resumes the digest is noted, of other JSON files the name alone:
-    people edit configurations.
+    Files that are read when training resumes are listed with their digest, other JSON files by name
+    only: people edit configurations.
 
     Args:
         folder: What `mark_incomplete` was called with.
         about: What else to note, in JSON types.
-        before: What `mark_incomplete` returned; a file that is still the same is not listed.
-        digests: Of files that were hashed when they were written, by name; the others are read.
+        existing: What `mark_incomplete` returned; a file that is still the same is not listed.
+        digests: By name, of files that were hashed when they were written; others are read.
     """
     digests = digests or {}
-    after = _seen(folder)
-    names = sorted(name for name, seen in after.items() if (before or {}).get(name) != seen)
+    states = _file_states(folder)
+    names = sorted(name for name, state in states.items() if (existing or {}).get(name) != state)
     # Of another size: it was replaced after it had been hashed.
-    to_hash = [n for n in names if _is_hashed(n) and digests.get(n, (-1, ""))[0] != after[n][1]]
+    to_hash = [n for n in names if _is_hashed(n) and digests.get(n, (-1, ""))[0] != states[n][1]]
     files: dict[str, Any] = {n: list(digests[n]) if n in digests else None for n in names}
     for name, digest in zip(to_hash, digests_of([folder / n for n in to_hash]), strict=True):
         files[name] = list(digest)
@@ -505,7 +504,7 @@ def mark_complete(
 
 
 def read_mark(folder: Path) -> dict[str, Any] | None:
-    """The mark of a folder; None where there is none, `{}` where it cannot be read.
+    """Return the mark of a folder; None where there is none, `{}` where it cannot be read.
 
     Raises:
         ConfigError: It was written in a later format.
@@ -529,7 +528,7 @@ def read_mark(folder: Path) -> dict[str, Any] | None:
 
 
 def find_damage(folder: Path, *, share: tuple[int, int] = (0, 1)) -> str | None:
-    """Say what `folder` lacks as a checkpoint; None where nothing does.
+    """Return why `folder` is no complete checkpoint; None if it is one.
 
     Reads all files that have digests; see [Note: what a digest is, and what it costs]. With `share`
     (i, n) only every n-th digest is compared, from the i-th on.
@@ -539,20 +538,20 @@ def find_damage(folder: Path, *, share: tuple[int, int] = (0, 1)) -> str | None:
     """
     mark = read_mark(folder)
     if mark is None:
-        return _what_is_torn_without_mark(folder)
+        return _find_damage_without_mark(folder)
     if mark and mark.get("complete") is not True:
         return "its save did not come to its end"
-    files = _listed(mark)
+    files = _listed_files(mark)
     if files is None:
         return f"its {MARK_NAME} is damaged"
     try:
-        return _what_is_changed(folder, files, share)
+        return _find_changed_file(folder, files, share)
     except OSError as error:
         return f"{error.filename or 'a file'} cannot be read ({error.strerror})"
 
 
-def _what_is_torn_without_mark(folder: Path) -> str | None:
-    """Judge what the Trainer itself has saved; nothing that `mark_incomplete` was called for."""
+def _find_damage_without_mark(folder: Path) -> str | None:
+    """Check a folder that the Trainer itself saved, without `mark_incomplete`."""
     last = MARK_NAME if (folder / STATE_FOLDER).is_dir() else TRAINER_STATE_NAME
     if not (folder / last).is_file():
         return f"it has no {last}, which is written last"
@@ -563,10 +562,10 @@ def _what_is_torn_without_mark(folder: Path) -> str | None:
     return None
 
 
-def _what_is_changed(
+def _find_changed_file(
     folder: Path, files: Mapping[str, tuple[int | None, str | None]], share: tuple[int, int]
 ) -> str | None:
-    """Compare files with what is noted of them: size and hash."""
+    """Compare files with their listed size and hash; returns the first difference."""
     for name, (size, _) in files.items():
         path = folder / name
         if not path.is_file():
@@ -574,17 +573,17 @@ def _what_is_changed(
         if size is not None and path.stat().st_size != size:
             return f"{name} has {path.stat().st_size} bytes instead of {size}"
     hashed = [(n, (size or 0, crc)) for n, (size, crc) in files.items() if crc is not None]
-    # The largest come first, so that shares are about equal.
-    mine = sorted(hashed, key=lambda item: (-item[1][0], item[0]))[share[0] :: share[1]]
-    found = digests_of([folder / name for name, _ in mine])
-    for (name, noted), digest in zip(mine, found, strict=True):
+    # The largest first, so that shares are about equal.
+    own = sorted(hashed, key=lambda item: (-item[1][0], item[0]))[share[0] :: share[1]]
+    found = digests_of([folder / name for name, _ in own])
+    for (name, noted), digest in zip(own, found, strict=True):
         if digest != noted:
             return f"the bytes of {name} are not those that were saved"
     return None
 
 
-def _listed(mark: Mapping[str, Any]) -> dict[str, tuple[int | None, str | None]] | None:
-    """Size and hash of the files that a mark lists, where they are noted; None if it is damaged."""
+def _listed_files(mark: Mapping[str, Any]) -> dict[str, tuple[int | None, str | None]] | None:
+    """Return size and hash, or None, of each listed file; None if the mark is damaged."""
     files = mark.get("files")
     if not isinstance(files, dict):
         return None
@@ -605,7 +604,7 @@ def _listed(mark: Mapping[str, Any]) -> dict[str, tuple[int | None, str | None]]
 
 
 def checkpoints_in(run_folder: Path) -> list[Path]:
-    """The `checkpoint-N` folders of a run, newest (highest N) first."""
+    """Return the `checkpoint-N` folders of a run, newest (highest N) first."""
     found = []
     for path in run_folder.iterdir() if run_folder.is_dir() else ():
         match = _CHECKPOINT.fullmatch(path.name)
@@ -615,40 +614,40 @@ def checkpoints_in(run_folder: Path) -> list[Path]:
 
 
 def newest_complete(
-    run_folder: Path, judge: Judge = find_damage
+    run_folder: Path, find_damage: FindDamage = find_damage
 ) -> tuple[Path | None, dict[Path, str]]:
-    """Find where a run can be resumed, in whose folder the `checkpoint-N` folders are.
+    """Find the newest complete checkpoint of a run, to resume from.
 
     Returns:
-        The newest complete checkpoint, if there is one, and what the newer ones lack, by `judge`.
+        Its folder, if there is one, and why the newer ones are not complete.
     """
-    torn = {}
+    incomplete = {}
     for folder in checkpoints_in(run_folder):
-        lacks = judge(folder)
-        if lacks is None:
-            return folder, torn
-        torn[folder] = lacks
-    return None, torn
+        damage = find_damage(folder)
+        if damage is None:
+            return folder, incomplete
+        incomplete[folder] = damage
+    return None, incomplete
 
 
-def check_complete(folder: Path, judge: Judge = find_damage) -> None:
+def check_complete(folder: Path, find_damage: FindDamage = find_damage) -> None:
     """Refuse a checkpoint whose save was cut short, or that was damaged later.
 
     Raises:
-        ConfigError: Naming the folder, what it lacks and the newest complete one beside it.
+        ConfigError: Naming the folder, the damage and the newest complete checkpoint beside it.
     """
-    lacks = judge(folder) if folder.is_dir() else None
-    if lacks is None:
+    damage = find_damage(folder) if folder.is_dir() else None
+    if damage is None:
         return
-    newest, _ = newest_complete(folder.parent, judge)
-    there = (
+    newest, _ = newest_complete(folder.parent, find_damage)
+    remedy = (
         f"resume from {str(newest)!r}, the newest complete one"
         if newest
-        else (f"start anew: no checkpoint in {str(folder.parent)!r} is complete")
+        else f"start anew: no checkpoint in {str(folder.parent)!r} is complete"
     )
     raise ConfigError(
-        f"The checkpoint {str(folder)!r} is torn: {lacks}. Allowed: complete checkpoints. "
-        f"Remedy: {there}, and delete the torn one."
+        f"The checkpoint {str(folder)!r} is torn: {damage}. Allowed: complete checkpoints. "
+        f"Remedy: {remedy}, and delete the torn one."
     )
 
 
@@ -659,20 +658,20 @@ def _is_hashed(name: str) -> bool:
     return path.suffix in _HASHED or read or path.parts[0] == STATE_FOLDER
 
 
-def _seen(folder: Path) -> Seen:
-    """The files that may belong to a checkpoint, by name."""
-    seen = {}
+def _file_states(folder: Path) -> FileStates:
+    """Return the state of the files that may belong to a checkpoint, by name."""
+    states = {}
     for path in folder.rglob("*"):
         name = path.relative_to(folder).as_posix()
-        if not (_is_hashed(name) or path.suffix == ".json") or _foreign(path, folder):
+        if not (_is_hashed(name) or path.suffix == ".json") or _is_nested(path, folder):
             continue
         if path.is_file() and not path.name.startswith(MARK_NAME):
             entry = path.stat()
-            seen[name] = entry.st_ino, entry.st_size, entry.st_mtime_ns
-    return seen
+            states[name] = entry.st_ino, entry.st_size, entry.st_mtime_ns
+    return states
 
 
-def _foreign(path: Path, folder: Path) -> bool:
-    """Whether a file belongs to a checkpoint, or a repository, inside this folder."""
+def _is_nested(path: Path, folder: Path) -> bool:
+    """Whether a file belongs to another checkpoint, or a repository, inside this folder."""
     inside = path.relative_to(folder).parts[:-1]
     return any(_CHECKPOINT.fullmatch(part) or part.startswith(".") for part in inside)

@@ -1,20 +1,20 @@
-"""Optimizer, scheduler and random numbers of a run, as safetensors files and a JSON index.
+"""Optimizer, scheduler and random state of a run, as safetensors files and a JSON index.
 
-    sppo_optimizer/index.json               settings, numbers, and where each tensor is
+    sppo_optimizer/index.json               settings, numbers, and the file of each tensor
     sppo_optimizer/rank-0-1.safetensors     tensors that replica 0, stage 1 wrote
 
-Everything an optimizer keeps is stored under the *name* of its parameter. Each rank saves what it
-holds, replicas sharing the work, and loads by name what it holds then: on another number of stages
-or replicas, or on one process. Saving needs host memory for one tensor beside the run's own, and
+Optimizer state is stored under the *name* of its parameter. Each rank saves what it holds, with
+replicas dividing the work, and loads by name what it holds then: on another number of stages or
+replicas, or on one process. Saving needs host memory for one tensor beside the run's own, and
 loading for the state of the parameters that this process holds.
 
 Not covered: optimizers whose tensors are sharded (FSDP) or of a subclass; they are refused.
 
-[Note: whose random numbers]
-Every process saves the state of its generators. A process that resumes takes those of the same
-place (stage and replica); where there was no such place, those of its replica's first rank; where
-there was no such replica, those of the first rank of all. So the same layout draws the same
-numbers, and any layout draws the same ones every time it resumes.
+[Note: random state of another layout]
+Every process saves the state of its generators. A process that resumes takes that of the same stage
+and replica; if there was none, that of its replica's first rank; if there was none, that of the
+first rank of all. So the same layout draws the same numbers, and any layout draws the same ones
+every time it resumes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,12 @@ from torch import Tensor, nn
 from sppo_hf.engine.convert import get_engine
 from sppo_hf.engine.structure import find_causal_lm
 from sppo_hf.errors import ConfigError
-from sppo_hf.pipeline.checkpoint import RankCoords, rank_coords_of, write_file
+from sppo_hf.pipeline.checkpoint import (
+    RankCoords,
+    names_written_elsewhere,
+    rank_coords_of,
+    write_file,
+)
 from sppo_hf.pipeline.checkpoint_files import (
     MARK_NAME,
     STATE_FOLDER,
@@ -49,7 +54,7 @@ _INDEX = "index.json"
 _FORMER_INDEX = ".metadata"
 
 Groups = list[dict[str, Any]]
-"""Parameter groups of an optimizer: its settings, and under "names" the parameters."""
+"""Parameter groups of an optimizer: settings, and names of the parameters under "names"."""
 
 
 def save_state(
@@ -58,7 +63,7 @@ def save_state(
     optimizers: list[torch.optim.Optimizer],
     schedulers: list[Any],
 ) -> None:
-    """Write optimizers, schedulers and random numbers into a checkpoint folder.
+    """Write optimizers, schedulers and random state into a checkpoint folder.
 
     Every process calls this, within `checkpoint.saving`. Ranks have the optimizers, which step
     parameters of `model`, in the same order and with the same groups, and the same schedulers.
@@ -70,7 +75,7 @@ def save_state(
     """
     place = rank_coords_of(model)
     target = Path(folder) / STATE_FOLDER
-    names = _names(model)
+    names = _parameter_names(model)
     file = f"rank-{place.dp_rank}-{place.pp_rank}.safetensors"
     tensors: dict[str, Tensor] = {}
 
@@ -81,36 +86,36 @@ def save_state(
 
     part: dict[str, Any] = {"optimizers": []}
     for number, optimizer in enumerate(map(unwrapped, optimizers)):
-        groups = _whole_groups(optimizer, names, model, place)
+        groups = _full_groups(optimizer, names, model, place)
         held = {names[id(parameter)]: values for parameter, values in optimizer.state.items()}
         state = {
             name: encode(held[name], f"state/{number}/{name}", keep)
-            for name in _own_share(held, model, place)
+            for name in _names_to_write(held, model, place)
         }
         part["optimizers"].append({"state": state})
-        if place.leads:
+        if place.is_first:
             part["optimizers"][number]["groups"] = encode(groups, f"groups/{number}", keep)
-    if place.leads:
+    if place.is_first:
         states = [scheduler.state_dict() for scheduler in schedulers]
         part["schedulers"] = encode(states, "schedulers", keep)
     random_path = f"random/{place.dp_rank}/{place.pp_rank}"
     part["random"] = {random_path: encode(random_state(model), random_path, keep)}
-    if place.leads:
+    if place.is_first:
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir(parents=True)
-    place.wait()
+    place.barrier()
     write_file(tensors, target / file)
     parts = place.gather_all(part)
-    if place.leads:
+    if place.is_first:
         for other in parts:
             part["random"] |= other["random"]
-            for ours, theirs in zip(part["optimizers"], other["optimizers"], strict=True):
-                ours["state"] |= theirs["state"]
+            for own, others in zip(part["optimizers"], other["optimizers"], strict=True):
+                own["state"] |= others["state"]
         write_json(part, target / _INDEX)
 
 
 def has_state(folder: str | Path) -> bool:
-    """Whether `save_state` wrote into this checkpoint, and `optimizer.pt` does not stand for it."""
+    """Whether to read this checkpoint by `load_state`, not its `optimizer.pt`."""
     target = Path(folder) / STATE_FOLDER
     if (target / _INDEX).is_file():
         return True
@@ -123,15 +128,15 @@ def load_state(
     optimizers: list[torch.optim.Optimizer],
     schedulers: list[Any],
 ) -> None:
-    """Read what `save_state` wrote, as far as this process holds its parameters.
+    """Read what `save_state` wrote of the parameters that this process holds.
 
-    Processes read each for itself and need not wait for each other.
+    No collective: each process reads for itself.
 
     Raises:
         ConfigError: The optimizers or their groups are other ones, or a file is damaged.
     """
-    stored = _Stored(Path(folder))
-    names = _names(model)
+    stored = _SavedState(Path(folder))
+    names = _parameter_names(model)
     counts = (len(optimizers), len(schedulers))
     saved = (stored.count("optimizers"), stored.count("schedulers"))
     if saved != counts:
@@ -145,10 +150,10 @@ def load_state(
         wanted = {name for group in ordered for name in group}
         with reading(stored.index):
             state, groups = stored.state(number, wanted), stored.groups(number)
-            _give(optimizer, state, groups, ordered, folder)
+            _load_by_name(optimizer, state, groups, ordered, folder)
     for scheduler, value in zip(schedulers, stored.schedulers(), strict=True):
         with reading(stored.index):
-            _refuse_other_kinds(scheduler.state_dict(), value)
+            _check_types(scheduler.state_dict(), value)
             if unknown := sorted(set(value) - set(scheduler.state_dict())):
                 raise ConfigError(
                     f"A scheduler's state in {str(stored.index)!r} has {unknown[0]!r}, which this "
@@ -161,17 +166,17 @@ def load_state(
 def load_full_optimizer_state(
     state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> None:
-    """Give an optimizer of a cut model what one of the whole model had; all ranks call this.
+    """Load a full optimizer state into an optimizer of a cut model; all ranks call this.
 
-    `state` is the `state_dict()` of an optimizer of the whole model, in groups of the same kind
-    whose parameters come in the model's order, as the Trainer makes them.
+    `state` is the `state_dict()` of an optimizer of the whole model, with the same groups, whose
+    parameters are in the model's order, as the Trainer makes them.
 
     Raises:
         ConfigError: The groups are other ones.
     """
     optimizer = unwrapped(optimizer)
-    names = _names(model)
-    whole = _whole_groups(optimizer, names, model, rank_coords_of(model))
+    names = _parameter_names(model)
+    whole = _full_groups(optimizer, names, model, rank_coords_of(model))
     saved = state["param_groups"]
     if [len(g["params"]) for g in saved] != [len(g["names"]) for g in whole]:
         raise ConfigError(
@@ -179,19 +184,20 @@ def load_full_optimizer_state(
             f"but the run has {[len(g['names']) for g in whole]}. Allowed: the same groups. "
             "Remedy: train the same parameters, with the same weight decay, as when it was saved."
         )
+    pairs = list(zip(saved, whole, strict=True))
     by_name = {
         name: state["state"][index]
-        for theirs, ours in zip(saved, whole, strict=True)
-        for index, name in zip(theirs["params"], ours["names"], strict=True)
+        for saved_group, group in pairs
+        for index, name in zip(saved_group["params"], group["names"], strict=True)
         if index in state["state"]
     }
-    groups = [{**theirs, "names": ours["names"]} for theirs, ours in zip(saved, whole, strict=True)]
+    groups = [{**saved_group, "names": group["names"]} for saved_group, group in pairs]
     ordered = [[names[id(p)] for p in g["params"]] for g in optimizer.param_groups]
-    _give(optimizer, by_name, groups, ordered, "optimizer.pt")
+    _load_by_name(optimizer, by_name, groups, ordered, "optimizer.pt")
 
 
 def read_full_state(folder: str | Path) -> tuple[dict[str, Any], list[Any]]:
-    """What one process without SPPO would have saved; needs memory for all of it.
+    """Return what one process without SPPO would have saved; needs memory for all of it.
 
     Returns:
         `state_dict()` of the first optimizer, of the whole model, and those of the schedulers.
@@ -199,7 +205,7 @@ def read_full_state(folder: str | Path) -> tuple[dict[str, Any], list[Any]]:
     Raises:
         ConfigError: A file is damaged.
     """
-    stored = _Stored(Path(folder))
+    stored = _SavedState(Path(folder))
     with reading(stored.index):
         groups = stored.groups(0)
         order = [name for group in groups for name in group["names"]]
@@ -217,7 +223,7 @@ def read_full_state(folder: str | Path) -> tuple[dict[str, Any], list[Any]]:
 
 
 def random_state(model: nn.Module) -> dict[str, Any]:
-    """The state of this process's generators; on CUDA, of the device that `model` is on."""
+    """Return the state of this process's generators; on CUDA, of the device that `model` is on."""
     state: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
@@ -229,13 +235,13 @@ def random_state(model: nn.Module) -> dict[str, Any]:
 
 
 def load_random_state(folder: str | Path, model: nn.Module) -> None:
-    """Set this process's generators; see [Note: whose random numbers].
+    """Set this process's generators; see [Note: random state of another layout].
 
     Raises:
         ConfigError: A file is damaged.
     """
     place = rank_coords_of(model)
-    stored = _Stored(Path(folder))
+    stored = _SavedState(Path(folder))
     own = [(place.dp_rank, place.pp_rank), (place.dp_rank, 0), (0, 0)]
     with reading(stored.index):
         state = stored.random(own)
@@ -247,7 +253,7 @@ def load_random_state(folder: str | Path, model: nn.Module) -> None:
 
 
 def _cuda_device(model: nn.Module) -> torch.device:
-    """The device that `model` is on; the current one if it is on none."""
+    """Return the CUDA device that `model` is on; the current one if it is on none or several."""
     devices = {parameter.device for parameter in model.parameters()}
     found = [device for device in devices if device.type == "cuda"]
     return found[0] if len(found) == 1 else torch.device("cuda")
@@ -257,36 +263,32 @@ def _cuda_device(model: nn.Module) -> torch.device:
 
 
 def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer itself, out of an Accelerator's wrapper."""
+    """Return the optimizer inside an Accelerator's wrapper."""
     inner = getattr(optimizer, "optimizer", optimizer)
     return inner  # type: ignore[no-any-return]
 
 
-def _names(model: nn.Module) -> dict[int, str]:
+def _parameter_names(model: nn.Module) -> dict[int, str]:
     return {id(p): name for name, p in find_causal_lm(model).named_parameters()}
 
 
-def _own_share(
+def _names_to_write(
     held: Mapping[str, Mapping[str, Any]], model: nn.Module, place: RankCoords
 ) -> list[str]:
-    """Of the parameters that this process has state of, those that it writes."""
-    engine = get_engine(model)
-    twice = frozenset[str]()
-    if isinstance(engine, PipelineEngine) and not engine.staged.cut.has_first:
-        twice = engine.staged.shared_names  # the first stage writes these
+    """Return the parameters, of those in `held`, whose state this process writes."""
 
     def size(name: str) -> int:
         return sum(v.nbytes for v in held[name].values() if isinstance(v, Tensor))
 
     # Replicas hold the same and take turns, from the largest down, so that shares are about equal.
-    mine = sorted(set(held) - twice, key=lambda name: (-size(name), name))
-    return sorted(mine[place.dp_rank :: place.dp_size])
+    own = sorted(set(held) - names_written_elsewhere(model), key=lambda name: (-size(name), name))
+    return sorted(own[place.dp_rank :: place.dp_size])
 
 
-def _whole_groups(
+def _full_groups(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str], model: nn.Module, place: RankCoords
 ) -> Groups:
-    """The groups as an optimizer of the whole model would have them."""
+    """Return the groups that an optimizer of the whole model would have."""
     held = []
     for group in optimizer.param_groups:
         if unknown := [p for p in group["params"] if id(p) not in names]:
@@ -297,10 +299,10 @@ def _whole_groups(
             )
         held.append([names[id(p)] for p in group["params"]])
     engine = get_engine(model)
-    everything = names.values()
+    all_names = names.values()
     if isinstance(engine, PipelineEngine):
-        everything = engine.staged.all_names
-    position = {name: index for index, name in enumerate(everything)}
+        all_names = engine.staged.all_names
+    position = {name: index for index, name in enumerate(all_names)}
     whole = []
     for number, group in enumerate(optimizer.param_groups):
         found = {name for part in place.gather(held[number]) for name in part}
@@ -311,14 +313,14 @@ def _whole_groups(
     return whole
 
 
-def _give(
+def _load_by_name(
     optimizer: torch.optim.Optimizer,
     state: Mapping[str, dict[str, Any]],
     groups: Groups,
     ordered: list[list[str]],
     folder: str | Path,
 ) -> None:
-    """Load by name, through the optimizer's own `load_state_dict`."""
+    """Load state by parameter name, through the optimizer's own `load_state_dict`."""
     if len(groups) != len(ordered):
         raise ConfigError(
             f"{str(folder)!r} has {len(groups)} parameter groups, but the run's optimizer has "
@@ -339,34 +341,34 @@ def _give(
     settings = []
     for group, names, own in zip(groups, ordered, optimizer.param_groups, strict=True):
         saved = {k: v for k, v in group.items() if k not in ("names", "params")}
-        _refuse_other_kinds(own, saved)
-        # What the optimizer did not know yet when it was saved is as it is now.
+        _check_types(own, saved)
+        # Settings that the saved optimizer did not have keep their present value.
         settings.append({**own, **saved, "params": [index[name] for name in names]})
     values = {index[name]: value for name, value in state.items() if name in index}
     optimizer.load_state_dict({"state": values, "param_groups": settings})
 
 
-def _refuse_other_kinds(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Refuse settings that are no numbers where the run has numbers, and so on."""
-    alike: list[Any] = [(bool, int, float, Tensor), (list, tuple)]
+def _check_types(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Refuse saved settings of another type than the run's."""
+    compatible: list[Any] = [(bool, int, float, Tensor), (list, tuple)]
     for name, value in saved.items():
-        mine = own.get(name)
-        kinds = next((kinds for kinds in alike if isinstance(mine, kinds)), type(mine))
-        if value is not None and mine is not None and not isinstance(value, kinds):
-            raise ValueError(f"{name} is {repr(value)[:40]} and {repr(mine)[:40]} in this run")
+        current = own.get(name)
+        types = next((types for types in compatible if isinstance(current, types)), type(current))
+        if value is not None and current is not None and not isinstance(value, types):
+            raise ValueError(f"{name} is {repr(value)[:40]} and {repr(current)[:40]} in this run")
 
 
-class _Stored:
-    """What a checkpoint folder holds, read in parts, on the CPU.
+class _SavedState:
+    """Saved state of a checkpoint folder, read in parts, on the CPU.
 
     Raises:
-        ConfigError: By any method, and by `_Stored(folder)`: a file is damaged.
+        ConfigError: By any method, and by `_SavedState(folder)`: a file is damaged.
     """
 
     def __init__(self, folder: Path) -> None:
         target = folder / STATE_FOLDER
         self.index = target / _INDEX
-        """The file to blame for what is wrong with the values."""
+        """The file that errors name."""
         if not self.index.exists() and (target / _FORMER_INDEX).exists():
             raise ConfigError(
                 f"{str(target)!r} is of a format that could run code when it is read, so this "
@@ -388,7 +390,7 @@ class _Stored:
                 raise ValueError("it is no index of optimizers")
 
     def count(self, kind: str) -> int:
-        """How many "optimizers" or "schedulers" there are."""
+        """Return the number of "optimizers" or "schedulers"."""
         return len(self._about[kind])
 
     def groups(self, number: int) -> Groups:
@@ -401,7 +403,7 @@ class _Stored:
             return groups
 
     def state(self, number: int, names: set[str]) -> dict[str, dict[str, Any]]:
-        """What an optimizer keeps of the parameters `names`, by parameter."""
+        """Return an optimizer's state of the parameters `names`, by name."""
         with reading(self.index):
             stored = self._about["optimizers"][number]["state"]
             found: dict[str, dict[str, Any]] = {
@@ -423,7 +425,7 @@ class _Stored:
             return states
 
     def random(self, places: list[tuple[int, int]]) -> dict[str, Any]:
-        """The random state of the first of these (replica, stage) that was saved."""
+        """Return the random state of the first of these (replica, stage) that was saved."""
         with reading(self.index):
             paths = [f"random/{dp}/{pp}" for dp, pp in places]
             path = next(path for path in paths if path in self._about["random"])

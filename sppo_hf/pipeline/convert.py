@@ -414,7 +414,7 @@ def convert_to_stages(
             "forming sets"
         ):
             mesh = _mesh_with_unit_groups(mesh, config.pp_timeout_seconds)
-    staged = staged_model(parts, config, mesh.pp_rank, helps=may_share)
+    staged = staged_model(parts, config, mesh.pp_rank, borrows_stages=may_share)
     make_engine = functools.partial(
         PipelineEngine,
         staged=staged,
@@ -432,14 +432,14 @@ def _mesh_with_unit_groups(mesh: PipelineMesh, timeout_seconds: int) -> Pipeline
 def _may_share_units(parts: ModelParts, config: SPPOConfig, mesh: PipelineMesh) -> bool:
     """Whether ranks may share units, so that each keeps the layers of all stages; a collective."""
     loaded = staged_model_of(parts.causal_lm)
-    if config.pp_msp == "on" and loaded is not None and not loaded.helps:
+    if config.pp_msp == "on" and loaded is not None and not loaded.borrows_stages:
         raise ConfigError(
             f"pp_msp='on' lets every rank run units of all stages, but {parts.name} was loaded "
             "stage by stage for other settings. Allowed: a model that is whole when it is "
             "converted. Remedy: load it with from_pretrained, or by a plugin that has pp_msp='on'."
         )
     if loaded is not None or config.pp_msp != "auto":
-        return config.pp_msp != "off" and (loaded is None or loaded.helps)
+        return config.pp_msp != "off" and (loaded is None or loaded.borrows_stages)
     if config.pp_schedule != "auto" or config.sp_size > 1 or config.pp_size == 1:
         return False
     possible = device_facts(mesh.device, config).profile is not None
@@ -485,7 +485,7 @@ def convert_to_shared_sequences(
 
 
 def staged_model(
-    parts: ModelParts, config: SPPOConfig, pp_rank: int, *, helps: bool = False
+    parts: ModelParts, config: SPPOConfig, pp_rank: int, *, borrows_stages: bool = False
 ) -> StagedModel:
     """Return the stages of a rank: as they were loaded, or cut out of `parts` in place now.
 
@@ -495,7 +495,7 @@ def staged_model(
     """
     staged = staged_model_of(parts.causal_lm)
     if staged is None:
-        return StagedModel(parts, choose_cut(parts, config, pp_rank), helps=helps)
+        return StagedModel(parts, choose_cut(parts, config, pp_rank), borrows_stages=borrows_stages)
     stages = config.pp_size * config.pp_virtual_stages
     own = tuple(range(pp_rank, stages, config.pp_size))
     if staged.cut.num_stages != stages or staged.cut.own != own:

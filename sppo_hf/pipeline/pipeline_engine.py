@@ -227,7 +227,7 @@ class PipelineEngine(Engine):
 
     def _register_stage_hooks(self) -> None:
         cut = self.staged.cut
-        for stage in range(cut.num_stages) if self.staged.helps else cut.own:
+        for stage in range(cut.num_stages) if self.staged.borrows_stages else cut.own:
             layers = cut.layers[stage]
             first, last = self.parts.layers[layers[0]], self.parts.layers[layers[-1]]
             if stage > 0:
@@ -526,7 +526,7 @@ class PipelineEngine(Engine):
         named = dict(self.parts.causal_lm.named_parameters())
         tied = [named[name] for name in sorted(self.staged.shared_names) if name in named]
         parameters = list(named.values())
-        if self.staged.helps:
+        if self.staged.borrows_stages:
             stages = range(self.staged.cut.num_stages)
             parameters = [p for stage in stages for p in self.staged.parameters_of(stage)]
         return zlib.crc32(trainable_mask(parameters)), zlib.crc32(trainable_mask(tied))

@@ -59,7 +59,7 @@ class Cause(StrEnum):
     RESERVE = "reserve", "reserve", "device context, fragmentation", "#E5E5E5"
 
 
-OF_SAVED: dict[Saved, Cause] = {
+CAUSE_OF_SAVED: dict[Saved, Cause] = {
     "whole": Cause.FRAMES,
     "matmuls": Cause.PRODUCTS,
     "inputs": Cause.INPUTS,

@@ -44,7 +44,7 @@ class DeviceFacts:
 
 # Sequences of allocations of real steps, replayed on a model of that allocator, needed between 2%
 # and 10% more than their peak.
-HOLES = 0.08
+FRAGMENTATION_SHARE = 0.08
 """Share of the device that is left to the holes of an allocator without expandable segments."""
 
 
@@ -55,12 +55,12 @@ def read_budgets(config: SPPOConfig, facts: DeviceFacts) -> Budgets:
     """
     budgets = {name: tier.capacity_bytes(config, facts) for name, tier in TIERS.items()}
     device = budgets[DEVICE]
-    if device is not None and leaves_holes(config, facts):
-        budgets[DEVICE] = device - int(HOLES * device)
+    if device is not None and reserves_fragmentation(config, facts):
+        budgets[DEVICE] = device - int(FRAGMENTATION_SHARE * device)
     return Budgets(**budgets)
 
 
-def leaves_holes(config: SPPOConfig, facts: DeviceFacts) -> bool:
+def reserves_fragmentation(config: SPPOConfig, facts: DeviceFacts) -> bool:
     """Whether a part of the device's memory is left to its allocator's holes."""
     return config.device_memory is None and facts.kind == "cuda" and not facts.expandable_segments
 
@@ -74,7 +74,7 @@ def named_budgets(config: SPPOConfig) -> frozenset[Tier]:
     return frozenset(name for name, tier in TIERS.items() if tier.named(config) is not None)
 
 
-def may_attend_again(config: SPPOConfig, facts: DeviceFacts, shape: ModelShape) -> bool:
+def may_rerun_attention(config: SPPOConfig, facts: DeviceFacts, shape: ModelShape) -> bool:
     """Whether attention of some layers may run again in backward, if nothing fits otherwise.
 
     Layers that share keys would have to find those of another layer; ranks that share sequences
@@ -83,17 +83,17 @@ def may_attend_again(config: SPPOConfig, facts: DeviceFacts, shape: ModelShape) 
     if config.attention_once or config.recompute != "auto" or config.sharing_ranks > 1:
         return False
     saves_memory = facts.kind == "cpu" and config.device_memory is None
-    if saves_memory or facts.profile is None or set_by_rule(config, facts):
+    if saves_memory or facts.profile is None or is_fixed(config, facts):
         return False  # nothing is searched
     attends = any(layer.num_heads for layer in shape.layers)
     return attends and not any(layer.borrows_keys for layer in shape.layers)
 
 
 def read_choices(
-    config: SPPOConfig, facts: DeviceFacts, *, attention_again: bool = False
+    config: SPPOConfig, facts: DeviceFacts, *, rerun_attention: bool = False
 ) -> Choices:
     """Returns the modes and tiers that the config allows on this kind of device."""
-    saved: tuple[Saved, ...] = SAVED if attention_again else ATTENTION_ONCE
+    saved: tuple[Saved, ...] = SAVED if rerun_attention else ATTENTION_ONCE
     if config.recompute != "auto":
         saved = (SAVED_BY_RECOMPUTE[config.recompute],)
     if config.compile:
@@ -136,7 +136,7 @@ def read_orders(config: SPPOConfig, *, by_layer: bool = True) -> tuple[Order, ..
     return ("by_layer",) if config.order == "by_layer" else ("by_layer", "by_chunk")
 
 
-class Places(NamedTuple):
+class Placement(NamedTuple):
     """What of a model rests on the host."""
 
     weights: bool
@@ -151,13 +151,13 @@ class Places(NamedTuple):
         return config.replace(weights=weights, optimizer=optimizer)
 
 
-def read_places(
+def read_placements(
     config: SPPOConfig,
     facts: DeviceFacts,
     *,
     adapters: bool = False,
     by_layer: bool = True,
-) -> tuple[Places, ...]:
+) -> tuple[Placement, ...]:
     """Returns what may rest on the host, the least first.
 
     An optimizer that is left open follows the weights: it works where they rest.
@@ -168,20 +168,20 @@ def read_places(
         adapters: whether adapters alone are trained, whose optimizer by itself makes no room.
         by_layer: whether the model's layers can be called on parts of a sequence.
     """
-    asked = Places(*config.host_resident)
+    asked = Placement(*config.host_resident)
     # On a CPU the host's memory is the device's; ranks need their weights for each other's chunks.
     if facts.kind == "cpu" or config.sharing_ranks > 1:
         return (asked,)
     found = [asked]
     if config.optimizer == "auto" and not (asked.optimizer or adapters):
-        found.append(Places(weights=False, optimizer=True))
+        found.append(Placement(weights=False, optimizer=True))
     once = by_layer and config.order != "by_chunk" and config.micro_batch_size is None
     if config.weights == "auto" and once:
-        found.append(Places(weights=True, optimizer=config.optimizer != "device"))
+        found.append(Placement(weights=True, optimizer=config.optimizer != "device"))
     return tuple(found)
 
 
-def set_by_rule(config: SPPOConfig, facts: DeviceFacts) -> bool:
+def is_fixed(config: SPPOConfig, facts: DeviceFacts) -> bool:
     """Whether nothing is left to search: modes are fixed, and what leaves has one place to go."""
     # Where two tiers are away, something has to say what goes to which.
     one_place = config.offload == "none" or len(allowed_activation_tiers(config, facts)) < 2
@@ -202,5 +202,5 @@ def allowed_offload_tiers(config: SPPOConfig, facts: DeviceFacts) -> tuple[Tier,
 
     On a CPU host memory is the device's own, so only what is behind it is away.
     """
-    there = (name for name, tier in TIERS.items() if tier.is_there(config, facts.kind))
+    there = (name for name, tier in TIERS.items() if tier.is_available(config, facts.kind))
     return tuple(name for name in there if name != DEVICE)

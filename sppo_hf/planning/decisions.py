@@ -89,7 +89,7 @@ class Decisions:
     max_prefetch_bytes: int | None = None
     """Device bytes that may have come back before their use; None: those of one frame."""
 
-    fetch_chunks: int | None = None
+    prefetch_chunks: int | None = None
     """Instead of bytes: the chunks that have come back, whole, before their use; as a pipeline asks
     for them, unit by unit."""
 
@@ -141,7 +141,7 @@ class Decisions:
         return self.kv_modes[layer] if self.kv_modes else "device"
 
     @property
-    def farthest_keys(self) -> Tier:
+    def farthest_kv_tier(self) -> Tier:
         """The farthest tier on which any keys and values wait."""
         used = {self.kv_tier, *self.kv_modes}
         return next(tier for tier in reversed(TIERS) if tier in used)

@@ -22,7 +22,7 @@ from sppo_hf.planning.memory_snapshots import Bytes, Points
 from sppo_hf.planning.model_profile import FLOAT32_BYTES, LayerProfile
 from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.tiers import Tier
-from sppo_hf.planning.tile_sizes import MOST_COPIED_BYTES, parallel_heads
+from sppo_hf.planning.tile_sizes import MAX_COPIED_BYTES, parallel_heads
 from sppo_hf.rules import format_bytes
 
 # The assumption behind `optimizer`: AdamW with both moments in float32.
@@ -82,7 +82,7 @@ class ByteTables:
 
     def __init__(self, shape: ModelShape, decisions: Decisions, device_kind: str) -> None:
         """Work out what all other quantities rest on; see `byte_tables`."""
-        self._what, batch_rows = decisions, decisions.batch_rows
+        self._decisions, batch_rows = decisions, decisions.batch_rows
         self._sp, alike = shape.sp, shape.layer_kinds
         bounds, kv_block_tokens = decisions.bounds, decisions.kv_block_tokens
         if shape.sp > 1:
@@ -191,7 +191,7 @@ class ByteTables:
         return self.streams * self.dkv_per_token * self.prefix_tokens
 
     @cached_property
-    def kv_passing(self) -> tuple[Bytes, Bytes, Bytes]:
+    def kv_in_transit(self) -> tuple[Bytes, Bytes, Bytes]:
         """[chunks] K/V in forward, K/V and dK/dV in backward while streamed, in the busiest layer.
 
         Beside the chunk's own: the block in use and the next one, and where a block is several
@@ -272,7 +272,7 @@ class ByteTables:
         # A token of a rank's share stands for its heads of as many tokens as there are ranks.
         elements = self._sp * repeated * (layer.qk_head_size + layer.v_head_size)
         size = max(FLOAT32_BYTES, self.shape.dtype_bytes) * self.rows * elements * keys
-        return np.where((repeated > own) & (size <= MOST_COPIED_BYTES), size, 0)
+        return np.where((repeated > own) & (size <= MAX_COPIED_BYTES), size, 0)
 
     def _wide_adapters_elements(self, layer: LayerProfile) -> int:
         """Elements, of the model's dtype, of what wider adapters of the MLP compute beside it.
@@ -287,9 +287,9 @@ class ByteTables:
     @cached_property
     def kept_logits(self) -> int:
         """Logits of the whole sequence, where the caller gets them."""
-        if not self._what.return_logits:
+        if not self._decisions.return_logits:
             return 0
-        tokens = self.rows * self._what.total_tokens
+        tokens = self.rows * self._decisions.total_tokens
         return tokens * self.shape.vocab_size * self.shape.dtype_bytes
 
     @cached_property
@@ -303,7 +303,7 @@ class ByteTables:
         """
         shape = self.shape
         tokens = self.lengths * self.rows
-        tile = np.minimum(self._what.tile_tokens, tokens)
+        tile = np.minimum(self._decisions.tile_tokens, tokens)
         float32_bytes = max(FLOAT32_BYTES, shape.dtype_bytes)
         narrow_bytes = shape.dtype_bytes if shape.dtype_bytes < float32_bytes else 0
         per_token = shape.vocab_size * (shape.dtype_bytes + float32_bytes + narrow_bytes)

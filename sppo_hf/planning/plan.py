@@ -23,19 +23,19 @@ from sppo_hf.planning.activation_modes import (
     mode_of,
 )
 from sppo_hf.planning.choices import (
-    HOLES,
+    FRAGMENTATION_SHARE,
     DeviceFacts,
-    Places,
+    Placement,
     allowed_activation_tiers,
-    leaves_holes,
-    may_attend_again,
+    is_fixed,
+    may_rerun_attention,
     named_budgets,
     read_budgets,
     read_choices,
     read_orders,
-    read_places,
+    read_placements,
     read_tiles,
-    set_by_rule,
+    reserves_fragmentation,
 )
 from sppo_hf.planning.chunk_bounds import (
     TARGET_CHUNK_TOKENS,
@@ -54,19 +54,20 @@ from sppo_hf.planning.policies import uniform_modes
 from sppo_hf.planning.prediction import Prediction, predict
 from sppo_hf.planning.search import Batch, chunk_cuts, most_chunks, solve_chunks, tiled_layers
 from sppo_hf.planning.solve import (
-    AS_FAST,
+    EQUALLY_FAST,
     BudgetViolation,
     Choices,
     Solution,
     fits,
     fixed_policy,
     kv_modes_of,
+    lower_budgets,
     min_memory,
+    missing_bytes,
     over_budget,
-    play,
-    tightened,
+    reduce_host_memory,
+    simulate_plan,
     with_kv,
-    with_less_host,
 )
 from sppo_hf.planning.stages import budgets_per_micro_batch, with_copies_by_unit
 from sppo_hf.planning.tiers import TIERS, Tier
@@ -74,7 +75,7 @@ from sppo_hf.planning.tile_sizes import loss_tile_tokens
 from sppo_hf.registry import OFFLOAD_POLICIES
 from sppo_hf.rules import format_bytes
 
-_FULL = 0.8
+_NEARLY_FULL = 0.8
 """Share of the device's budget from which on more of it would change a plan."""
 
 
@@ -180,17 +181,18 @@ def estimate_warnings(shape: ModelShape) -> tuple[str, ...]:
     )
 
 
-def hole_warnings(
+def fragmentation_warnings(
     config: SPPOConfig, facts: DeviceFacts, predicted: MemoryEstimate, budgets: Budgets
 ) -> Iterator[str]:
     """Says that a setting of PyTorch would let a plan that fills the device use more of it."""
     budget = budgets.device
-    if not leaves_holes(config, facts) or budget is None:
+    if not reserves_fragmentation(config, facts) or budget is None:
         return
-    if predicted.device.total > _FULL * budget:
+    if predicted.device.total > _NEARLY_FULL * budget:
         yield (
-            f"{HOLES:.0%} of the device's memory are left to holes in PyTorch's allocator; to use "
-            "them, add expandable_segments:True to PYTORCH_ALLOC_CONF, or leave that unset"
+            f"{FRAGMENTATION_SHARE:.0%} of the device's memory are reserved for fragmentation of "
+            "PyTorch's allocator; to use them, add expandable_segments:True to "
+            "PYTORCH_ALLOC_CONF, or leave that unset"
         )
 
 
@@ -280,7 +282,7 @@ _LESS_MEMORY = "auto: less memory"
 _AS_LITTLE_MEMORY = "auto: about as little memory as the other"
 # Peaks of a step on a CPU that differ by less are alike, and the one with fewer chunks is faster:
 # SmolLM2 by layer at 4,096 tokens, 8 chunks 34.8 s, 4 chunks 31.0 s, 2 chunks 28.6 s.
-_ALIKE = 1.05
+_EQUAL_MEMORY_RATIO = 1.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -427,8 +429,8 @@ def make_plan(request: PlanRequest) -> Plan:
         plan = _planned(request)
     except BudgetError as error:
         refusal = error
-    if plan is None or _lacking(plan):
-        remedy = _without_groups(request)
+    if plan is None or _missing_bytes(plan):
+        remedy = _remedy_without_groups(request)
         if remedy and plan is not None:
             plan = replace(plan, warnings=(*plan.warnings, remedy))
         elif remedy:
@@ -439,7 +441,7 @@ def make_plan(request: PlanRequest) -> Plan:
     return plan
 
 
-def _without_groups(request: PlanRequest) -> str:
+def _remedy_without_groups(request: PlanRequest) -> str:
     """What would fit a batch whose rows go in groups, beside which no weights rest on the host."""
     rows = request.config.micro_batch_size
     if rows is None or not request.training or request.on_host is not True:
@@ -448,7 +450,7 @@ def _without_groups(request: PlanRequest) -> str:
     if _possible_places(whole) == _possible_places(request):
         return ""
     with contextlib.suppress(BudgetError):
-        if not _lacking(_planned(whole)):
+        if not _missing_bytes(_planned(whole)):
             return (
                 f"without micro_batch_size={rows} it fits, for weights may then rest on the host: "
                 "give batches of as many rows, and accumulate gradients over more of them"
@@ -456,8 +458,8 @@ def _without_groups(request: PlanRequest) -> str:
     return ""
 
 
-def _possible_places(request: PlanRequest) -> tuple[Places, ...]:
-    return read_places(
+def _possible_places(request: PlanRequest) -> tuple[Placement, ...]:
+    return read_placements(
         request.config,
         request.device,
         adapters=request.shape.lora is not None,
@@ -469,39 +471,39 @@ def _planned(request: PlanRequest) -> Plan:
     """`make_plan`, with the settings as they are."""
     config, shape, on_host = request.config, request.shape, request.on_host
 
-    def resting(places: Places) -> ModelShape:
+    def resting(places: Placement) -> ModelShape:
         return shape.with_host_residents(weights=places.weights, optimizer=places.optimizer)
 
     def made_with(
-        places: Places, *, attention_again: bool, under_seconds: float = float("inf")
+        places: Placement, *, rerun_attention: bool, under_seconds: float = float("inf")
     ) -> Plan:
         placed = replace(request, config=places.set_in(config), shape=resting(places))
-        return _make_plan(placed, attention_again=attention_again, under_seconds=under_seconds)
+        return _make_plan(placed, rerun_attention=rerun_attention, under_seconds=under_seconds)
 
     possible = _possible_places(request)
     budget = read_budgets(config, request.device).device
 
-    def may_fit(places: Places) -> bool:
+    def may_fit(places: Placement) -> bool:
         return budget is None or budget >= standing_device_bytes(
             resting(places), request.device.kind
         )
 
-    def placed(*, attention_again: bool) -> Plan:
-        made = partial(made_with, attention_again=attention_again)
+    def placed(*, rerun_attention: bool) -> Plan:
+        made = partial(made_with, rerun_attention=rerun_attention)
         first, *others = possible
         if others and request.training and on_host is True:
-            return _first_that_fits(possible, made, may_fit)
+            return _best_placement(possible, made, may_fit)
         plan = made(first)
-        if request.training and isinstance(on_host, str) and others and _lacking(plan):
+        if request.training and isinstance(on_host, str) and others and _missing_bytes(plan):
             said = f"weights and optimizer: on the device, because {on_host}"
             plan = replace(plan, warnings=(*plan.warnings, said))
         return plan
 
     allowing = config.replace(attention_once=False)
     again = request.training and request.alive is None
-    if not again or not may_attend_again(allowing, request.device, shape):
-        return placed(attention_again=False)
-    return _attending_once(placed, required=config.attention_once)
+    if not again or not may_rerun_attention(allowing, request.device, shape):
+        return placed(rerun_attention=False)
+    return _with_attention_once(placed, required=config.attention_once)
 
 
 def _exchange_rate(config: SPPOConfig, profile: HardwareProfile) -> float:
@@ -510,11 +512,11 @@ def _exchange_rate(config: SPPOConfig, profile: HardwareProfile) -> float:
     return (far if config.sp_across_nodes else on_node) or UNKNOWN_LINK
 
 
-def _attending_once(placed: Callable[..., Plan], *, required: bool) -> Plan:
+def _with_attention_once(placed: Callable[..., Plan], *, required: bool) -> Plan:
     """Plans with one forward of attention; where that does not fit, with more, if those do.
 
     Args:
-        placed: makes a plan, with `attention_again` or without.
+        placed: makes a plan, with `rerun_attention` or without.
         required: whether attention may not run again: what would fit is then a remedy.
 
     Raises:
@@ -523,19 +525,19 @@ def _attending_once(placed: Callable[..., Plan], *, required: bool) -> Plan:
     plan: Plan | None = None
     refusal: BudgetError | None = None
     try:
-        plan = placed(attention_again=False)
+        plan = placed(rerun_attention=False)
     except BudgetError as error:
         refusal = error
-    if plan is not None and not _lacking(plan):
+    if plan is not None and not _missing_bytes(plan):
         return plan
     more: Plan | None = None
     try:
-        more = placed(attention_again=True)
+        more = placed(rerun_attention=True)
     except BudgetError as error:
         # Of both, the one that needs less.
         refusal = refusal if required else error
     remedy = "attention_once=False makes it fit: attention of some layers then runs again"
-    if more is not None and not _lacking(more):
+    if more is not None and not _missing_bytes(more):
         if not required:
             return more
         if plan is None:
@@ -545,16 +547,17 @@ def _attending_once(placed: Callable[..., Plan], *, required: bool) -> Plan:
         assert refusal is not None, "what was not planned was refused"
         raise refusal
     # An estimate may be wrong: what lacks least is run, and warned about.
-    return plan if required or more is None else min(plan, more, key=_lacking)
+    return plan if required or more is None else min(plan, more, key=_missing_bytes)
 
 
-def _lacking(plan: Plan) -> int:
-    """Bytes that a plan is over its budgets, all tiers together."""
-    return sum(limit.missing_bytes for limit in over_budget(plan.estimate, plan.budgets))
+def _missing_bytes(plan: Plan) -> int:
+    return missing_bytes(plan.estimate, plan.budgets)
 
 
-def _first_that_fits(
-    places: Sequence[Places], made_with: Callable[..., Plan], may_fit: Callable[[Places], bool]
+def _best_placement(
+    places: Sequence[Placement],
+    made_with: Callable[..., Plan],
+    may_fit: Callable[[Placement], bool],
 ) -> Plan:
     """Plans with the first places; where that does not fit, with those that take least time.
 
@@ -571,10 +574,10 @@ def _first_that_fits(
     Raises:
         BudgetError: none fits, and the user named the budgets.
     """
-    made: dict[Places, Plan] = {}
-    refused: dict[Places, BudgetError] = {}
+    made: dict[Placement, Plan] = {}
+    refused: dict[Placement, BudgetError] = {}
 
-    def make(tried: Places, **known: float) -> Plan | None:
+    def make(tried: Placement, **known: float) -> Plan | None:
         try:
             made[tried] = made_with(tried, **known)
         except BudgetError as error:
@@ -584,16 +587,16 @@ def _first_that_fits(
     fitting: list[Plan] = []
     for tried in filter(may_fit, places):
         # One that comes later must be faster than nearly as fast.
-        under_seconds = min(map(_step_seconds, fitting), default=float("inf")) / AS_FAST
+        under_seconds = min(map(_step_seconds, fitting), default=float("inf")) / EQUALLY_FAST
         plan = make(tried, under_seconds=under_seconds)
-        if plan is None or _lacking(plan):
+        if plan is None or _missing_bytes(plan):
             continue
         if tried == places[0]:
             return plan
         fitting.append(plan)
     if fitting:
         least = min(map(_step_seconds, fitting))
-        best = next(plan for plan in fitting if _step_seconds(plan) <= AS_FAST * least)
+        best = next(plan for plan in fitting if _step_seconds(plan) <= EQUALLY_FAST * least)
     else:
         for tried in places:
             if not may_fit(tried):
@@ -602,7 +605,7 @@ def _first_that_fits(
         if not plans:
             first, last = refused[places[0]], refused[places[-1]]
             raise BudgetError(f"{first} Nor with weights and optimizer on the host: {last}")
-        best = min(plans, key=_lacking)
+        best = min(plans, key=_missing_bytes)
     if best.shape.host_resident is None:
         return best
     reason = "auto: not all fits on the device"
@@ -615,7 +618,7 @@ def _step_seconds(plan: Plan) -> float:
     return float("inf") if plan.prediction is None else plan.prediction.step_seconds
 
 
-def _make_plan(request: PlanRequest, *, attention_again: bool, under_seconds: float) -> Plan:
+def _make_plan(request: PlanRequest, *, rerun_attention: bool, under_seconds: float) -> Plan:
     """Decides with weights and optimizer where the request's settings and shape have them.
 
     `under_seconds`: see `solve`.
@@ -652,7 +655,7 @@ def _make_plan(request: PlanRequest, *, attention_again: bool, under_seconds: fl
         ),
         total_tokens=total_tokens,
         budgets=budgets,
-        choices=read_choices(config, device, attention_again=attention_again),
+        choices=read_choices(config, device, rerun_attention=rerun_attention),
         orders=read_orders(config, by_layer=by_layer is True),
         tiles=()
         if request.bounds is not None or in_tiles is not True
@@ -661,7 +664,8 @@ def _make_plan(request: PlanRequest, *, attention_again: bool, under_seconds: fl
         if device.profile is None
         else ModelCost(
             shape=shape,
-            profile=device.profile,
+            # A profile of another kind of device gives speeds alone.
+            profile=replace(device.profile, kind=device.kind),
             dtype_name=request.dtype_name,
             batch_rows=request.batch_rows,
             all_to_all_bytes_per_second=_exchange_rate(config, device.profile),
@@ -691,7 +695,7 @@ def _make_plan(request: PlanRequest, *, attention_again: bool, under_seconds: fl
         cost=task.cost,
         warnings=(
             *limit_warnings(shape, decided.decisions, predicted, budgets, total_tokens),
-            *hole_warnings(config, device, predicted, budgets),
+            *fragmentation_warnings(config, device, predicted, budgets),
             *estimate_warnings(shape),
             *((f"order: by_chunk, because {by_layer}",) if isinstance(by_layer, str) else ()),
             *((f"layer_tile_tokens: 0, because {in_tiles}",) if isinstance(in_tiles, str) else ()),
@@ -728,9 +732,9 @@ def _decide(task: _Task) -> _Decided:
     if not task.batch.training:
         return _evaluation(task)
     if config.offload_is_partial:
-        return _chosen(task)
+        return _by_policy(task)
     saves_memory = task.device.kind == "cpu" and config.device_memory is None
-    if set_by_rule(config, task.device) or saves_memory or task.cost is None:
+    if is_fixed(config, task.device) or saves_memory or task.cost is None:
         return _by_rule(task)
     return _solved(task, task.cost)
 
@@ -751,7 +755,7 @@ def _decide_by_unit(task: _Task) -> _Decided:
         over = list(over_budget(predicted, task.budgets))
         if not over or best is decided:
             break
-        lowered = replace(lowered, budgets=tightened(lowered.budgets, over))
+        lowered = replace(lowered, budgets=lower_budgets(lowered.budgets, over))
     assert best is not None, "the first attempt decides or raises"
     return best
 
@@ -762,7 +766,7 @@ def _copied_by_unit(task: _Task, decided: _Decided) -> _Decided:
         return decided
     if task.cost is None or decided.prediction is None:
         return replace(decided, decisions=made)
-    predicted = _predict(task.cost, made, policy=decided.prediction.policy)
+    predicted = _simulate(task.cost, made, policy=decided.prediction.policy)
     return replace(decided, decisions=made, prediction=predicted)
 
 
@@ -771,18 +775,18 @@ def _evaluation(task: _Task) -> _Decided:
     borrows = any(layer.borrows_keys for layer in task.shape.layers)
     found: list[Decisions] = []
     for base in (base for order in task.orders for base in _in_fewer_chunks(task, order)):
-        made = _kv_placed(task, base)
+        made = _place_kv(task, base)
         if made.by_layer and not borrows:
             # Nobody reads them once their layer has run, so they are dropped.
             made = replace(made, kv_modes=("recompute",) * made.num_layers)
         found.append(made)
-    decisions, order_reason = _first_of_the_least(task, found)
+    decisions, order_reason = _min_memory_choice(task, found)
     return _Decided(
         decisions=decisions, recompute_reason="", offload_reason="", order_reason=order_reason
     )
 
 
-def _kv_placed(task: _Task, decisions: Decisions) -> Decisions:
+def _place_kv(task: _Task, decisions: Decisions) -> Decisions:
     """Puts K/V on the nearest allowed tier with which everything fits; the farthest if none."""
     for kv_mode in kv_modes_of(task.shape, decisions, task.choices):
         decisions = with_kv(decisions, kv_mode, task.shape, task.budgets, task.device.kind)
@@ -795,7 +799,7 @@ def _estimate(task: _Task, decisions: Decisions) -> MemoryEstimate:
     return estimate(task.shape, decisions, device_kind=task.device.kind)
 
 
-def _chosen(task: _Task) -> _Decided:
+def _by_policy(task: _Task) -> _Decided:
     """Some frames leave and others stay, by the rule that the user named."""
     policy = task.config.offload
     if task.cost is None:
@@ -817,7 +821,7 @@ def _chosen(task: _Task) -> _Decided:
         ),
         offload_reason=f"{policy}: {OFFLOAD_POLICIES.facts(policy)['reason']}",
         order_reason=f"{policy}: a rule about chunks",
-        prediction=_predict(task.cost, decisions, policy=policy),
+        prediction=_simulate(task.cost, decisions, policy=policy),
     )
 
 
@@ -843,8 +847,10 @@ def _by_rule(task: _Task) -> _Decided:
     tier: Tier = ((away or ("host",))[0]) if offload else "device"
     mode = mode_of(saved, tier)
     bases = [base for order in task.orders for base in _in_fewer_chunks(task, order)]
-    found = [d for base in (*bases, *_tiled_layers(task)) for d in _ruled(task, base, mode)]
-    decisions, order_reason = _first_of_the_least(task, found)
+    found = [
+        d for base in (*bases, *_tiled_layers(task)) for d in _rule_candidates(task, base, mode)
+    ]
+    decisions, order_reason = _min_memory_choice(task, found)
     if decisions.layer_modes[-1][0] != mode:
         recompute_reason += "; the last chunk is kept, for its backward comes at once"
     by_time = device.kind != "cpu" and task.cost is not None
@@ -853,15 +859,15 @@ def _by_rule(task: _Task) -> _Decided:
         recompute_reason=recompute_reason,
         offload_reason=offload_reason,
         order_reason=_FASTER if by_time else order_reason,
-        prediction=None if task.cost is None else _predict(task.cost, decisions, policy="set"),
+        prediction=None if task.cost is None else _simulate(task.cost, decisions, policy="set"),
     )
 
 
-def _ruled(task: _Task, base: Decisions, mode: ActivationMode) -> Iterator[Decisions]:
+def _rule_candidates(task: _Task, base: Decisions, mode: ActivationMode) -> Iterator[Decisions]:
     """Every frame in one mode, and K/V on the nearest tier with which everything fits.
 
     By layer on a CPU with K/V on each tier, nearest first: what is nearly as small with K/V nearer
-    saves time, see `_first_of_the_least`.
+    saves time, see `_min_memory_choice`.
     """
     config, on_cpu = task.config, task.device.kind == "cpu"
     modes = uniform_modes(base.num_chunks, base.num_layers, mode)
@@ -873,7 +879,7 @@ def _ruled(task: _Task, base: Decisions, mode: ActivationMode) -> Iterator[Decis
         modes = (*modes[:-1], (KEEP,) * base.num_layers)
     base = replace(base, layer_modes=modes)
     if not (base.by_layer and on_cpu):
-        yield _kv_placed(task, base)
+        yield _place_kv(task, base)
         return
     for kv_mode in kv_modes_of(task.shape, base, task.choices):
         yield with_kv(base, kv_mode, task.shape, task.budgets, task.device.kind)
@@ -903,16 +909,16 @@ def _in_fewer_chunks(task: _Task, order: Order) -> Iterator[Decisions]:
     yield base
 
 
-def _first_of_the_least(task: _Task, found: Sequence[Decisions]) -> tuple[Decisions, str]:
+def _min_memory_choice(task: _Task, found: Sequence[Decisions]) -> tuple[Decisions, str]:
     """The first of those with the least memory, which on a CPU are all that are nearly as small.
 
     And why its order, where memory decides.
     """
     if len(found) == 1:
         return found[0], _LESS_MEMORY
-    held = [_over_or_held(task, decisions) for decisions in found]
+    held = [_memory_rank(task, decisions) for decisions in found]
     missing, least = min(held)
-    most = least * (_ALIKE if task.device.kind == "cpu" else 1)
+    most = least * (_EQUAL_MEMORY_RATIO if task.device.kind == "cpu" else 1)
     first, *others = (
         decisions
         for decisions, (over, size) in zip(found, held, strict=True)
@@ -922,16 +928,16 @@ def _first_of_the_least(task: _Task, found: Sequence[Decisions]) -> tuple[Decisi
     return first, _AS_LITTLE_MEMORY if alike else _LESS_MEMORY
 
 
-def _over_or_held(task: _Task, decisions: Decisions) -> tuple[int, float]:
+def _memory_rank(task: _Task, decisions: Decisions) -> tuple[int, float]:
     """Bytes over the budgets, then what decides between orders: memory, or time on a GPU.
 
     An evaluation takes the same time in both.
     """
     predicted = _estimate(task, decisions)
-    missing = sum(limit.missing_bytes for limit in over_budget(predicted, task.budgets))
+    missing = missing_bytes(predicted, task.budgets)
     if task.device.kind == "cpu" or task.cost is None or not task.batch.training:
         return missing, predicted.device.total
-    return missing, play(decisions, task.cost, policy="set").step_seconds
+    return missing, simulate_plan(decisions, task.cost, policy="set").step_seconds
 
 
 def _solved(task: _Task, cost: ModelCost) -> _Decided:
@@ -947,11 +953,10 @@ def _solved(task: _Task, cost: ModelCost) -> _Decided:
             orders=task.orders,
             tiles=task.tiles,
             under_seconds=task.under_seconds,
-            device_kind=task.device.kind,
         )
         if not isinstance(found, BudgetViolation):
             if task.device.kind == "cuda" and found.step_seconds < task.under_seconds:
-                light = with_less_host(cost, found, task.budgets, task.choices)
+                light = reduce_host_memory(cost, found, task.budgets, task.choices)
                 if light.step_seconds > found.step_seconds:
                     slower = light.step_seconds / found.step_seconds - 1.0
                     fastest = f"{slower:.2%} slower than the {fastest}, for less host memory"
@@ -994,21 +999,15 @@ def _closest(task: _Task, cost: ModelCost, limit: BudgetViolation) -> Solution:
             with_kv(base, kv_mode, task.shape, task.budgets, task.device.kind),
             task.budgets,
             task.choices,
-            task.device.kind,
         )
         for base in bases
         for kv_mode in kv_modes_of(task.shape, base, task.choices)
     ]
-    estimates = [_estimate(task, p) for p in plans]
-
-    def missing(index: int) -> int:
-        return sum(o.missing_bytes for o in over_budget(estimates[index], task.budgets))
-
-    best = min(range(len(plans)), key=missing)
-    for other in over_budget(estimates[best], task.budgets):
+    best = min(plans, key=lambda plan: missing_bytes(_estimate(task, plan), task.budgets))
+    for other in over_budget(_estimate(task, best), task.budgets):
         if other.tier in named_budgets(task.config):
             raise BudgetError(limit_text(other, task.budgets, task.total_tokens))
-    return play(plans[best], cost, policy="least memory")
+    return simulate_plan(best, cost, policy="least memory")
 
 
 def _base(task: _Task, order: Order) -> Decisions:
@@ -1043,8 +1042,8 @@ def _cut_is_named(task: _Task) -> bool:
     return bool(task.bounds is not None or named)
 
 
-def _predict(cost: ModelCost, decisions: Decisions, *, policy: str) -> Prediction:
-    played = play(decisions, cost, policy=policy)
+def _simulate(cost: ModelCost, decisions: Decisions, *, policy: str) -> Prediction:
+    played = simulate_plan(decisions, cost, policy=policy)
     return predict(decisions, cost, played.timeline, policy=policy)
 
 

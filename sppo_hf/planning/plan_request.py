@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice, product, zip_longest
 
 from sppo_hf.config import SPPOConfig
@@ -16,13 +17,13 @@ from sppo_hf.errors import BudgetError, ConfigError
 from sppo_hf.planning.activation_modes import SAVED_BY_RECOMPUTE
 from sppo_hf.planning.choices import (
     DeviceFacts,
-    may_attend_again,
+    is_fixed,
+    may_rerun_attention,
     read_budgets,
     read_choices,
     read_orders,
-    read_places,
+    read_placements,
     read_tiles,
-    set_by_rule,
 )
 from sppo_hf.planning.chunk_bounds import (
     TARGET_CHUNK_TOKENS,
@@ -49,10 +50,11 @@ from sppo_hf.planning.solve import (
     fixed_policies,
     fixed_policy,
     kv_modes_of,
-    least_missing,
     min_memory,
+    min_missing_bytes,
+    missing_bytes,
     over_budget,
-    play,
+    simulate_plan,
     with_kv,
 )
 from sppo_hf.planning.tiers import TIERS, Tier, offload_tiers
@@ -189,7 +191,7 @@ def request_plan(question: PlanRequest) -> PlanResult:
         ConfigError: the settings do not fit this length.
     """
     plan = plan_for(question)
-    placed = _placed(question)
+    placed = _placements(question)
     longest_tokens = _longest(placed, plan)
     if fits(plan.estimate, plan.budgets):
         return PlanResult(
@@ -209,7 +211,7 @@ def request_plan(question: PlanRequest) -> PlanResult:
         estimate=closest,
         budgets=plan.budgets,
         max_seq_len=longest_tokens,
-        enough={} if question.device.kind == "cpu" else _enough(placed, plan),
+        enough={} if question.device.kind == "cpu" else _sufficient_bytes(placed, plan),
     )
 
 
@@ -223,11 +225,11 @@ def is_possible(question: PlanRequest) -> bool:
     return fits(plan.estimate, plan.budgets)
 
 
-def _placed(question: PlanRequest) -> list[PlanRequest]:
+def _placements(question: PlanRequest) -> list[PlanRequest]:
     """The question with weights and optimizer wherever they may be."""
     orders = read_orders(question.config)
     found: list[PlanRequest] = []
-    for places in read_places(
+    for places in read_placements(
         question.config,
         question.device,
         adapters=question.shape.lora is not None,
@@ -263,7 +265,7 @@ def plan_for(question: PlanRequest) -> Plan:
 
 def _check_units(question: PlanRequest) -> None:
     config, kind, layers = question.config, question.device.kind, question.shape.num_layers
-    ruled = set_by_rule(config, question.device)
+    ruled = is_fixed(config, question.device)
     ruled = ruled or (kind == "cpu" and config.device_memory is None)
     most = min(_MOST_UNITS // layers, _MOST_CHUNKS if ruled else _MOST_SOLVED_CHUNKS)
     if config.chunk_lengths is not None:
@@ -310,7 +312,7 @@ def compare_policies(question: PlanRequest, plan: Plan) -> tuple[PolicyResult, .
         The fastest first, "auto" before its equals; what does not fit last.
     """
     again = any(mode.saved == "hidden" for row in plan.layer_modes for mode in row)
-    choices = read_choices(question.config, question.device, attention_again=again)
+    choices = read_choices(question.config, question.device, rerun_attention=again)
     base = replace(
         _batch(plan, question.config).decisions(plan.bounds, plan.num_layers, plan.order),
         layer_tile_tokens=plan.layer_tile_tokens,
@@ -325,11 +327,11 @@ def compare_policies(question: PlanRequest, plan: Plan) -> tuple[PolicyResult, .
 
 def _result(plan: Plan, name: str, decisions: Decisions) -> PolicyResult:
     cost = _cost(plan)
-    predicted = estimate(cost.shape, decisions, device_kind=plan.device.kind)
+    predicted = lower(decisions, cost).estimate
     limit = next(over_budget(predicted, plan.budgets), None)
     seconds = None
     if limit is None:
-        seconds = play(decisions, cost, policy=name).step_seconds
+        seconds = simulate_plan(decisions, cost, policy=name).step_seconds
     tokens = plan.batch_rows * plan.total_tokens
     policy, recompute = name.split(", recompute ")
     return PolicyResult(
@@ -349,18 +351,15 @@ def _closest(placed: list[PlanRequest], plan: Plan) -> tuple[BudgetViolation, Me
         *(
             estimate(question.shape, decisions, device_kind=question.device.kind)
             for question in placed
-            for decisions in _smallest(question, plan, question.total_tokens)
+            for decisions in _min_memory_plans(question, plan, question.total_tokens)
         ),
     ]
-
-    def missing(predicted: MemoryEstimate) -> int:
-        return sum(limit.missing_bytes for limit in over_budget(predicted, plan.budgets))
-
-    closest = min((p for p in predictions if missing(p)), key=missing)
+    missing = partial(missing_bytes, budgets=plan.budgets)
+    closest = min(filter(missing, predictions), key=missing)
     return next(over_budget(closest, plan.budgets)), closest
 
 
-def _enough(placed: list[PlanRequest], plan: Plan) -> dict[Tier, int]:
+def _sufficient_bytes(placed: list[PlanRequest], plan: Plan) -> dict[Tier, int]:
     """Returns what each tier by itself must hold for some plan to fit, if any amount will do."""
     found: dict[Tier, int] = {}
     for tier in offload_tiers():
@@ -374,12 +373,12 @@ def _enough(placed: list[PlanRequest], plan: Plan) -> dict[Tier, int]:
 
 def _sizes_that_fit(question: PlanRequest, plan: Plan, tier: Tier) -> Iterator[int]:
     """Yields what a tier holds in the plans that fit if it has no limit."""
-    question = replace(question, config=TIERS[tier].with_one(question.config))
+    question = replace(question, config=TIERS[tier].allowing(question.config))
     unlimited = plan.budgets.replace(**{tier: None})
     allowed = replace(plan, budgets=unlimited)
     predictions = (
         estimate(question.shape, decisions, device_kind=question.device.kind)
-        for decisions in _smallest(question, allowed, question.total_tokens)
+        for decisions in _min_memory_plans(question, allowed, question.total_tokens)
     )
     yield from (found.peak_bytes(tier) for found in predictions if fits(found, unlimited))
 
@@ -387,7 +386,7 @@ def _sizes_that_fit(question: PlanRequest, plan: Plan, tier: Tier) -> Iterator[i
 def _longest(placed: list[PlanRequest], plan: Plan) -> int:
     budgets = plan.budgets
     config, kind = placed[0].config, placed[0].device.kind
-    there = [name for name, tier in TIERS.items() if tier.is_there(config, kind)]
+    there = [name for name, tier in TIERS.items() if tier.is_available(config, kind)]
     if all(budgets.of(tier) is None for tier in there):
         return longest(lambda _: -1)
     most_cuts = len(partitions_of(config))
@@ -395,21 +394,21 @@ def _longest(placed: list[PlanRequest], plan: Plan) -> int:
     fitted = 0
 
     def missing(tokens: int) -> float:
-        """Bytes that are missing where least are; where one fits, less than 0: those it leaves."""
+        """Returns the fewest missing bytes; if something fits, minus the bytes that it leaves."""
         nonlocal fitted
         bases = [
             (question, cost, base)
             for question, cost in zip(placed, costs, strict=True)
             for base in _bases(question, cost, plan, tokens, most_cuts=most_cuts)
         ]
-        least = float("inf")
+        fewest = float("inf")
         # What fitted at another length is tried first: it most likely fits again.
         for at in sorted(range(len(bases)), key=lambda at: at != fitted):
             question, cost, base = bases[at]
-            if least_missing(cost.shape, base, budgets, _choices(question), kind) > least:
+            if min_missing_bytes(cost, base, budgets, _choices(question)) > fewest:
                 continue
-            found = estimate(cost.shape, _least(question, cost, budgets, base), device_kind=kind)
-            lacking = sum(limit.missing_bytes for limit in over_budget(found, budgets))
+            found = lower(_min_memory_plan(question, cost, budgets, base), cost).estimate
+            lacking = missing_bytes(found, budgets)
             if not lacking:
                 fitted = at
                 return -sum(
@@ -417,18 +416,18 @@ def _longest(placed: list[PlanRequest], plan: Plan) -> int:
                     for tier in there
                     if (budget := budgets.of(tier)) is not None
                 )
-            least = min(least, lacking)
-        return least
+            fewest = min(fewest, lacking)
+        return fewest
 
     fits_now = fits(plan.estimate, budgets)
     return longest(missing, known_tokens=placed[0].total_tokens if fits_now else 0)
 
 
-def _smallest(question: PlanRequest, plan: Plan, total_tokens: int) -> Iterator[Decisions]:
+def _min_memory_plans(question: PlanRequest, plan: Plan, total_tokens: int) -> Iterator[Decisions]:
     """Yields what holds least of all that the settings allow, by order, cut and place of K/V."""
     cost = _cost_of(question, plan)
     for base in _bases(question, cost, plan, total_tokens):
-        yield _least(question, cost, plan.budgets, base)
+        yield _min_memory_plan(question, cost, plan.budgets, base)
 
 
 def _bases(
@@ -468,20 +467,24 @@ def _bases(
             yield with_kv(base, kv_mode, cost.shape, plan.budgets, kind)
 
 
-def _least(question: PlanRequest, cost: ModelCost, budgets: Budgets, base: Decisions) -> Decisions:
+def _min_memory_plan(
+    question: PlanRequest, cost: ModelCost, budgets: Budgets, base: Decisions
+) -> Decisions:
     """Returns one of `_bases` with the modes that hold least."""
     config, choices = question.config, _choices(question)
-    if set_by_rule(config, question.device):
-        return _ruled(config, cost, base, choices)
-    return min_memory(cost, base, budgets, choices, question.device.kind)
+    if is_fixed(config, question.device):
+        return _fixed_plan(config, cost, base, choices)
+    return min_memory(cost, base, budgets, choices)
 
 
 def _choices(question: PlanRequest) -> Choices:
-    again = may_attend_again(question.config, question.device, question.shape)
-    return read_choices(question.config, question.device, attention_again=again)
+    again = may_rerun_attention(question.config, question.device, question.shape)
+    return read_choices(question.config, question.device, rerun_attention=again)
 
 
-def _ruled(config: SPPOConfig, cost: ModelCost, base: Decisions, choices: Choices) -> Decisions:
+def _fixed_plan(
+    config: SPPOConfig, cost: ModelCost, base: Decisions, choices: Choices
+) -> Decisions:
     saved = SAVED_BY_RECOMPUTE.get(config.recompute, "whole")
     decisions = fixed_policy(cost, base, config.offload, saved, choices)
     assert decisions is not None, "a rule that the user sets may use the tiers that it needs"
@@ -491,7 +494,7 @@ def _ruled(config: SPPOConfig, cost: ModelCost, base: Decisions, choices: Choice
 def _cuts(question: PlanRequest, cost: ModelCost, total_tokens: int) -> Iterator[Bounds]:
     config, kind = question.config, question.device.kind
     fixed = config.num_chunks != "auto" or config.chunk_lengths or config.chunk_tokens
-    if not (fixed or set_by_rule(config, question.device) or kind == "cpu"):
+    if not (fixed or is_fixed(config, question.device) or kind == "cpu"):
         by_kind = (chunk_cuts(cost, total_tokens, kind) for kind in partitions_of(config))
         for alike in zip_longest(*by_kind):
             yield from (bounds for bounds in alike if bounds is not None)

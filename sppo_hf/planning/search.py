@@ -85,7 +85,6 @@ def solve_chunks(
     orders: Sequence[Order] = ("by_chunk",),
     tiles: Sequence[int] = (),
     under_seconds: float = float("inf"),
-    device_kind: str = "cuda",
 ) -> Solution | BudgetViolation:
     """Returns the fastest of the plans for several ways to cut a sequence and to walk the grid.
 
@@ -99,7 +98,6 @@ def solve_chunks(
         tiles: by layer, tokens on which token-wise modules of one chunk over all tokens may run at
             once: another way than chunks inside layers.
         under_seconds: see `solve`.
-        device_kind: "cpu" or "cuda".
     """
     best: Solution | None = None
     closest: BudgetViolation | None = None
@@ -121,7 +119,6 @@ def solve_chunks(
                 choices,
                 best=other,
                 under_seconds=under_seconds,
-                device_kind=device_kind,
             )
             if isinstance(found, BudgetViolation):
                 if closest is None or found.missing_bytes < closest.missing_bytes:

@@ -69,11 +69,11 @@ class TierModel:
         """The command line's name of its setting."""
         return "--" + self.setting.replace("_", "-")
 
-    def is_there(self, config: SPPOConfig, device_kind: str) -> bool:
+    def is_available(self, config: SPPOConfig, device_kind: str) -> bool:
         """Whether bytes may leave the device for it."""
         return True
 
-    def with_one(self, config: SPPOConfig) -> SPPOConfig:
+    def allowing(self, config: SPPOConfig) -> SPPOConfig:
         """Returns the settings with such a tier, for the question how much would be enough."""
         return config
 
@@ -156,7 +156,7 @@ class Host(TierModel):
     colour = "#E69F00"
     remedy = "Raise host_memory, name a fast disk as offload_dir, or shorten the sequences."
 
-    def is_there(self, config: SPPOConfig, device_kind: str) -> bool:
+    def is_available(self, config: SPPOConfig, device_kind: str) -> bool:
         """On a CPU host memory is the device's own."""
         return device_kind != "cpu"
 
@@ -176,11 +176,11 @@ class Disk(TierModel):
     colour = "#CC79A7"
     remedy = "Raise disk_memory or free space in offload_dir, or shorten the sequences."
 
-    def is_there(self, config: SPPOConfig, device_kind: str) -> bool:
+    def is_available(self, config: SPPOConfig, device_kind: str) -> bool:
         """Where a folder was named."""
         return config.offload_dir is not None
 
-    def with_one(self, config: SPPOConfig) -> SPPOConfig:
+    def allowing(self, config: SPPOConfig) -> SPPOConfig:
         """Nothing is written: what may be decided depends on whether there is a folder."""
         return config if config.offload_dir is not None else config.replace(offload_dir="disk")
 

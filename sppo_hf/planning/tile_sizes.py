@@ -13,7 +13,7 @@ _LOGITS_TILE_BYTES = {"cpu": 128 * 2**20, "cuda": 256 * 2**20}
 _KV_BLOCK_BYTES = {"cpu": 8 * 2**20, "cuda": 256 * 2**20}
 _KV_BLOCK_MULTIPLE_TOKENS = 1024
 
-MOST_COPIED_BYTES = 2**25
+MAX_COPIED_BYTES = 2**25
 """Most bytes of keys and values that a CPU's attention repeats for its backward; see
 `parallel_heads`. Their gradients are as many again."""
 

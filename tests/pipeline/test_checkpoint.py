@@ -278,7 +278,7 @@ def test_a_save_that_the_disk_refuses_names_the_file(tmp_path: Path):
     with saving(tmp_path / "checkpoint-1", RankCoords()):
         save_weights(model, tmp_path / "checkpoint-1")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    refused = r"model\.safetensors' could not be written: File too large.*Remedy: make room"
+    refused = r"model\.safetensors' could not be written: File too large.*Remedy: free space"
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
     try:
         with pytest.raises(PipelineError, match=refused):

@@ -67,8 +67,8 @@ def test_written_tensors_are_read_by_safetensors(tmp_path: Path):
 def test_digests_are_those_of_blocks_and_find_every_flipped_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ):
-    monkeypatch.setattr(checkpoint_files, "BLOCK", 64)
-    monkeypatch.setattr(checkpoint_files, "_PIECE", 24)
+    monkeypatch.setattr(checkpoint_files, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(checkpoint_files, "_READ_BYTES", 24)
     path, data = tmp_path / "file", os.urandom(size)
     path.write_bytes(data)
     crcs = [zlib.crc32(data[at : at + 64]).to_bytes(4, "little") for at in range(0, size, 64)]
@@ -310,7 +310,7 @@ def test_files_that_were_there_before_are_no_part_of_a_save(tmp_path: Path):
         (tmp_path / name).write_bytes(b"1")
     before = mark_incomplete(tmp_path)
     (tmp_path / "new.safetensors").write_bytes(b"12")
-    mark_complete(tmp_path, {}, before=before)
+    mark_complete(tmp_path, {}, existing=before)
     assert list((read_mark(tmp_path) or {})["files"]) == ["new.safetensors"]
 
 
@@ -350,7 +350,7 @@ def test_ranks_share_the_reading_and_agree(tmp_path: Path, monkeypatch, damaged:
     if damaged:
         (tmp_path / damaged).write_bytes(b"21")
     found = [find_damage(tmp_path, share=(rank, 2)) for rank in range(2)]
-    monkeypatch.setattr(checkpoint, "_all_processes", lambda world: None)
+    monkeypatch.setattr(checkpoint, "_world_group", lambda world: None)
     monkeypatch.setattr(checkpoint.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(checkpoint.dist, "get_world_size", lambda: 2)
     for rank in range(2):
@@ -360,5 +360,5 @@ def test_ranks_share_the_reading_and_agree(tmp_path: Path, monkeypatch, damaged:
             assert own == found[rank]
             return found
 
-        monkeypatch.setattr(checkpoint, "_gather_over", gather)
+        monkeypatch.setattr(checkpoint, "_gather", gather)
         assert (checkpoint.find_damage_together(tmp_path) is not None) is bool(damaged)

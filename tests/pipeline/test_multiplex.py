@@ -216,7 +216,7 @@ def test_a_weight_has_a_gradient_if_any_rank_has_one(
     """Of experts that no token of a rank's came to, autograd gives that rank none."""
     parts = find_parts(build_tiny_model("llama", num_hidden_layers=2))
     cut = StageCut((range(1), range(1, 2)), (0,))
-    staged = StagedModel(parts, cut, helps=True)
+    staged = StagedModel(parts, cut, borrows_stages=True)
     weights = staged.parameters_of(0)
     one = weights[0]
     for weight in weights[1:]:

@@ -54,7 +54,7 @@ from sppo_hf.attention.backends.base import (
     register_backend,
 )
 from sppo_hf.attention.backends.reference import Reference
-from sppo_hf.planning.tile_sizes import MOST_COPIED_BYTES, parallel_heads
+from sppo_hf.planning.tile_sizes import MAX_COPIED_BYTES, parallel_heads
 
 
 @register_backend("aten_flash", cuda=4)
@@ -178,7 +178,7 @@ class CPUFlash(TopLeftBackend):
         rows, num_heads, num_kv_heads = *q.shape[:2], k.shape[1]
         heads = parallel_heads(rows, num_heads, num_kv_heads, torch.get_num_threads())
         copied = rows * heads * k.shape[2] * (k.shape[3] + v.shape[3]) * k.element_size()
-        if heads > num_kv_heads and copied <= MOST_COPIED_BYTES:
+        if heads > num_kv_heads and copied <= MAX_COPIED_BYTES:
             k, v = repeat_heads(k, heads), repeat_heads(v, heads)
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             dout, q, k, v, out, given.lse, 0.0, causal, scale=scale
