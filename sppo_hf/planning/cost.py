@@ -25,7 +25,7 @@ ATTENTION_BACKWARD_FLOPS = 2.5
 """FLOPs of attention's backward over its forward's: five matrix products instead of two."""
 
 UNKNOWN_HOST_UPDATE = 50e9
-"""Bytes per second of an optimizer's update in host memory where it was not measured: a sixth of the
+"""Bytes per second of an optimizer's update in host memory where not measured: a sixth of the
 peak of eight channels of DDR5-4800."""
 
 # Every byte that autograd saves was written once and read once in forward; backward reads it and
