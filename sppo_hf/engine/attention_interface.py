@@ -96,7 +96,7 @@ class MaskMeaning:
         return (1, 1, 0, 0)
 
     def __getitem__(self, index: Any) -> MaskMeaning:
-        """Return the mask itself for a slice over all of it; refuse others as `__getattr__` does."""
+        """Return the mask for a slice over all of it; refuse others as `__getattr__` does."""
         if index == (slice(None), slice(None), slice(0, None), slice(None)):
             return self
         return self.__getattr__("__getitem__")

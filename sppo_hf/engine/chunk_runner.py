@@ -345,8 +345,8 @@ class ChunkRunner:
         """Run the base model once over the tokens of `chunks`, the last of which ends at `end`."""
         self._chunks = chunks
         self._chunk = chunks.start
-        # All layers of a chunk share a slab; each has its own where there is one chunk, and is freed
-        # as soon as its backward has run.
+        # All layers of a chunk share a slab; of a single chunk each has its own, which is freed as
+        # soon as its backward has run.
         self._arena = CpuChunkArena(len(self._layers) if self._plan.num_chunks > 1 else 1)
         start = self._plan.bounds[chunks.start][0]
         if getattr(self._parts.text_config, "attn_temperature_tuning", False):
@@ -763,7 +763,7 @@ class ChunkRunner:
         return self._reads[module]
 
     def _new_activations(self, layer: nn.Module, context: ChunkContext) -> SavedActivations | None:
-        """Make the saved activations of the context's (layer, chunk); None where nothing is done."""
+        """Make the saved activations of a (layer, chunk); None where autograd keeps all."""
         index, chunk = context.layer, context.chunk
         assert index is not None, "the context of a layer"
         position = index - self._layers.start
