@@ -245,7 +245,7 @@ class ChunkRunner:
             self._offload,
             max_pending_d2h_bytes=plan.max_pending_d2h_bytes,
             # Without links the caller says when the frames of a chunk are to come.
-            asked=plan.program().lowest_prefetched if away and self._linked else [],
+            lowest_prefetched=plan.program().lowest_prefetched if away and self._linked else [],
             # Not a method of ours: see [Note: what a frame must not hold].
             on_prefetch=None if self._log is None else self._log.prefetched,
         )

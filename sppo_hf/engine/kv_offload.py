@@ -1,9 +1,10 @@
-"""Keys and values that wait where the plan says, moved by the offload engine.
+"""Keys and values (K/V) that are offloaded or recomputed, as the plan says.
 
-The attention room walks over blocks and asks a `KVTransfer` for them; the offload room moves
-tensors and knows no attention. Here is the adapter between the two (`EngineTransfer`), for keys
-that stream while a layer runs. Layer by layer, a layer's keys and values may wait for its backward:
-on another tier (`OffloadedKV`), or to be made again from what its frames keep (`RecomputedKV`).
+`sppo_hf.attention` walks over blocks of K/V and gets them from a `KVTransfer`; `sppo_hf.offload`
+copies tensors and knows no attention. `EngineTransfer` adapts one to the other, for K/V that stream
+while a layer runs. In the order by layer, a layer's K/V are needed again only in its backward:
+until then they are on another tier (`OffloadedKV`), or are dropped and recomputed from the layer's
+saved inputs (`RecomputedKV`).
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ from sppo_hf.planning.tiers import OffloadTier
 LABEL = "keys, values or their gradients"
 
 TRIM_BYTES = 32 << 20
-"""On a CPU: bytes that come back between two times that free heap is returned to the system.
+"""On a CPU: bytes fetched between two times that free heap is returned to the system.
 
-What comes and goes leaves holes in the C library's heap (see `return_free_heap`), per chunk as many
-bytes as the whole prefix has. Measured at 8,192 tokens with 16 layers of 4 KiB of keys and values
-per token, on disk: 131 KiB of memory per token without, 63 with, of which 48 are layer inputs.
+K/V that come and go fragment the C library's heap (see `return_free_heap`), per chunk by as many
+bytes as the whole prefix has. Measured at 8,192 tokens with 16 layers of 4 KiB of K/V per token, on
+disk: 131 KiB of memory per token without returning it, 63 with, of which 48 are layer inputs.
 """
 
 
 class EngineTransfer(KVTransfer):
-    """An offload engine as the attention room sees it."""
+    """`KVTransfer` by an offload engine."""
 
     def __init__(
         self,
@@ -50,51 +51,51 @@ class EngineTransfer(KVTransfer):
         """Adapt `engine`.
 
         Args:
-            engine: Moves the tensors.
-            tier: Where they wait.
-            max_pending_d2h_bytes: The most device bytes on their way out after `settle`; None lets
-                those of the last block be on their way.
+            engine: Copies the tensors.
+            tier: Where they are offloaded to.
+            max_pending_d2h_bytes: Bound on the D2H copies pending after `settle`; None for those of
+                the last block.
         """
         self._engine = engine
         self._tier: OffloadTier = tier
-        self._leave_bytes = max_pending_d2h_bytes
-        self._trims = engine.device.type == "cpu"
+        self._max_pending_d2h_bytes = max_pending_d2h_bytes
+        self._returns_free_heap = engine.device.type == "cpu"
         self._fetched_bytes = 0
         self.fetches = 0
-        """How often something was fetched so far."""
+        """Number of calls of `fetch` so far."""
         self.sends = 0
-        """How often something was sent away."""
+        """Number of calls of `send` so far."""
 
     def send(self, tensor: Tensor) -> OffloadedTensor:
-        """See `KVTransfer.send`."""
+        """Start offloading a tensor."""
         self.sends += 1
         return self._engine.start_offload(tensor, label=LABEL, tier=self._tier)
 
     def prefetch(self, handle: OffloadedTensor) -> None:
-        """See `KVTransfer.prefetch`."""
+        """Start bringing a tensor back."""
         self._engine.prefetch(handle)
 
     def fetch(self, handle: OffloadedTensor) -> Tensor:
-        """See `KVTransfer.fetch`."""
+        """Return the tensor on the device, behind its copy."""
         tensor = self._engine.wait_for(handle)
         self.fetches += 1
         self._fetched_bytes += tensor.numel() * tensor.element_size()
         return tensor
 
     def evict(self, handle: OffloadedTensor) -> None:
-        """See `KVTransfer.evict`."""
+        """Free the device bytes; the tensor can be fetched again."""
         self._engine.evict(handle)
-        if self._trims and self._fetched_bytes >= TRIM_BYTES:
+        if self._returns_free_heap and self._fetched_bytes >= TRIM_BYTES:
             self._fetched_bytes = 0
             return_free_heap()
 
     def release(self, handle: OffloadedTensor) -> None:
-        """See `KVTransfer.release`."""
+        """Free the tensor."""
         self._engine.release(handle)
 
     def settle(self) -> None:
-        """Let compute wait until few enough bytes are on their way out."""
-        self._engine.limit_pending_d2h(self._leave_bytes)
+        """Make compute wait until few enough D2H copies are pending."""
+        self._engine.limit_pending_d2h(self._max_pending_d2h_bytes)
 
 
 def kv_stream(
@@ -104,11 +105,11 @@ def kv_stream(
     rows: tuple[RowSpans, ...] | None,
     linked: bool = True,
 ) -> KVStream | None:
-    """The stream for one sequence under `plan`; None where keys and values stay on the device.
+    """Return the K/V stream of one sequence; None if the plan keeps K/V on the device.
 
     Args:
-        plan: Bounds of the chunks, tier and block size of keys and values.
-        engine: Moves them.
+        plan: Has the bounds of the chunks, and tier and block size of K/V.
+        engine: Copies them.
         rows: Documents and padding per row, or None for plain causal rows.
         linked: See `KVStream`.
     """
@@ -124,34 +125,43 @@ def kv_stream(
 
 
 class RecomputedKV:
-    """Makes keys and values of one (layer, chunk) again from what its frame keeps."""
+    """Recomputes the K/V of one (layer, chunk) from its saved inputs, when called.
+
+    Args:
+        layer: Number of the layer.
+        chunk: Number of the chunk.
+        recomputed: Has the saved inputs. Weakly: the graph owns it, and it refers to the K/V store,
+            which refers to this. None if there is none.
+        on_recompute: Called before K/V are recomputed.
+    """
 
     def __init__(
         self,
         layer: int,
         chunk: int,
-        frame: weakref.ref[RecomputedLayer] | None,
-        noted: Callable[[], None] | None = None,
+        recomputed: weakref.ref[RecomputedLayer] | None,
+        on_recompute: Callable[[], None] | None = None,
     ) -> None:
         self._where = f"layer {layer}, chunk {chunk}"
-        self._noted = noted
-        self._frame = frame  # weakly: the graph owns it, and it has the store that has this
+        self._on_recompute = on_recompute
+        self._recomputed = recomputed
 
     def __call__(self) -> tuple[Tensor, Tensor]:
-        """Run the layer again up to its attention; its keys and values, BKCH."""
-        frame = None if self._frame is None else self._frame()
-        if frame is None:
+        """Rerun the layer up to its attention; returns its keys and values, BKCH."""
+        recomputed = None if self._recomputed is None else self._recomputed()
+        if recomputed is None:
             raise SPPOError(
-                f"keys and values of {self._where} were dropped, and what they are made from is "
-                "gone: another layer reads them, or this part of the graph was dropped."
+                f"keys and values of {self._where} were dropped to be recomputed, but the inputs "
+                "of the layer are not saved any more: another layer reads them, or this part of "
+                "the graph was dropped."
             )
-        if self._noted is not None:
-            self._noted()
-        return frame.recompute_kv()
+        if self._on_recompute is not None:
+            self._on_recompute()
+        return recomputed.recompute_kv()
 
 
 class OffloadedKV:
-    """Keys and values of one layer on another tier, as one frame of the prefetch order."""
+    """K/V of one layer on another tier; one group of the prefetch order."""
 
     def __init__(
         self, engine: OffloadEngine, prefetch_order: PrefetchOrder, tier: OffloadTier, label: str
@@ -163,28 +173,29 @@ class OffloadedKV:
         self._handles: dict[int, tuple[OffloadedTensor, OffloadedTensor]] = {}
 
     def add(self, chunk: int, store: LayerKV) -> None:
-        """Send those of `chunk` away."""
-        k_BKCH, v_BKCH = store.offload_chunk(chunk, functools.partial(self._bring, chunk))
-        self._handles[chunk] = (self._send(k_BKCH), self._send(v_BKCH))
+        """Start offloading the K/V of `chunk`; `store` loads them when they are read again."""
+        k_BKCH, v_BKCH = store.offload_chunk(chunk, functools.partial(self._load, chunk))
+        k, v = (
+            self._engine.start_offload(x, label=self._label, tier=self._tier)
+            for x in (k_BKCH, v_BKCH)
+        )
+        self._handles[chunk] = k, v
 
     def prefetch_before_backward(self, hidden: Tensor) -> None:
-        """Come back when the gradient of `hidden` `[B, C, D]` is there: before the layer's frames.
+        """Prefetch when the gradient of `hidden` [B, C, D] is there, before the layer's backward.
 
-        The hook has no reference to what is away: see [Note: what a frame must not hold].
+        The hook has no strong reference to the K/V: see [Note: what a frame must not hold].
         """
         hidden.register_hook(
-            functools.partial(_enter_keys, self._prefetch_order, weakref.ref(self))
+            functools.partial(_prefetch_kv, self._prefetch_order, weakref.ref(self))
         )
 
-    def _send(self, x: Tensor) -> OffloadedTensor:
-        return self._engine.start_offload(x, label=self._label, tier=self._tier)
-
     def handles(self) -> Iterator[OffloadedTensor]:
-        """See `sppo_hf.offload.layer_offload.PrefetchGroup`."""
+        """The handles of all chunks that were not loaded yet."""
         for pair in self._handles.values():
             yield from pair
 
-    def _bring(self, chunk: int) -> tuple[Tensor, Tensor]:
+    def _load(self, chunk: int) -> tuple[Tensor, Tensor]:
         self._prefetch_order.on_backward(self)
         k, v = (self._engine.wait_for(handle) for handle in self._handles[chunk])
         for handle in self._handles.pop(chunk):
@@ -192,7 +203,7 @@ class OffloadedKV:
         return k, v
 
 
-def _enter_keys(prefetch_order: PrefetchOrder, away: weakref.ref[OffloadedKV], _: Tensor) -> None:
-    keys = away()
-    if keys is not None:
-        prefetch_order.on_backward(keys)
+def _prefetch_kv(order: PrefetchOrder, reference: weakref.ref[OffloadedKV], _: Tensor) -> None:
+    kv = reference()
+    if kv is not None:
+        order.on_backward(kv)

@@ -1,4 +1,4 @@
-"""The offload engine of one model: made for the first plan, and replaced to grow."""
+"""Makes the offload engine of one model for its first plan, and replaces it when it must grow."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sppo_hf.planning.plan import Plan
 
 
 def offloaded_bytes(plan: Plan) -> int:
-    """Host bytes that a plan's offload engine holds: all but weights and what is kept with them."""
+    """Peak host bytes of a plan's offload engine: all but weights, optimizer and gradients."""
     host = plan.estimate.host
     others = (Cause.WEIGHTS, Cause.OPTIMIZER, Cause.GRADIENTS)
     return host.held - sum(host[cause] for cause in others)
@@ -24,13 +24,13 @@ def offloaded_bytes(plan: Plan) -> int:
 def new_offload_engine(
     config: SPPOConfig, device: torch.device, plan: Plan, *, copier: Copier | None = None
 ) -> OffloadEngine:
-    """The offload engine for `device` under the settings of `config` and the budgets of `plan`.
+    """Return an offload engine for the settings of `config` and the budgets of `plan`.
 
     Args:
         config: The settings.
         device: Where the model is.
-        plan: What the engine must hold.
-        copier: Moves weights that rest on the host; None where none do.
+        plan: Has the budgets.
+        copier: Copies host-resident weights; None if there are none.
 
     Raises:
         ConfigError: `offload_dir` cannot be used.
@@ -45,7 +45,7 @@ def new_offload_engine(
         )
     budget = plan.budgets.host
     if disk is not None and device.type == "cpu":
-        # The host's memory is the device's: it only stages what is on its way to the disk.
+        # The host's memory is the device's: it only stages what goes to the disk.
         budget = plan.staging_bytes
     return make_engine(
         device,
@@ -60,17 +60,16 @@ def new_offload_engine(
 
 
 class OffloadHolder:
-    """Holds the offload engine between plans."""
+    """Keeps the offload engine between plans; there is none before `prepare`."""
 
     def __init__(self, config: SPPOConfig) -> None:
-        """Hold nothing until `prepare`."""
         self._config = config
         self._engine: OffloadEngine | None = None
         self._staging_bytes = 0
         self._copier: Copier | None = None
 
     def copier(self, device: torch.device) -> Copier:
-        """What moves weights that rest on the host: the offload engine's, now and from now on."""
+        """Return the copier for host-resident weights, which the offload engine shares."""
         if self._copier is None and self._engine is not None:
             self._copier = self._engine.copier
         elif self._copier is None:
@@ -84,25 +83,25 @@ class OffloadHolder:
         batches: int = 1,
         progress: Progress | None = None,
     ) -> int | None:
-        """Make the engine for the first plans, and the host memory that plans will need together.
+        """Make the engine for the first plans, and reserve the host memory that the plans need.
 
         Pinning memory takes seconds and must not happen in the middle of a step.
 
         Args:
             device: Where the model is.
-            plans: What will run: of every stage that is here.
-            batches: How many batches of each plan may be away at once.
-            progress: Is told of memory that is made.
+            plans: Plans that will run, one for each stage on this rank.
+            batches: Batches of each plan that may be offloaded at the same time.
+            progress: Called as memory is made.
 
         Returns:
-            Bytes that the host tier has, if the system refused to give what the plans need; else
+            Bytes that the host tier has if the system refused to give what the plans need, else
             None.
 
         Raises:
             ConfigError: `offload_dir` cannot be used.
             OffloadError: the host gives no (pinned) memory.
         """
-        # Longer chunks need more room on their way to the disk; what is away must come back first.
+        # Longer chunks need a larger staging slab. An engine that holds tensors is not replaced.
         largest = max(plans, key=lambda plan: plan.staging_bytes)
         grows = self._engine is not None and self._staging_bytes < largest.staging_bytes
         if grows and not self.engine.stats().live_handles:
@@ -114,12 +113,12 @@ class OffloadHolder:
 
     @property
     def engine(self) -> OffloadEngine:
-        """The offload engine; there once a plan is."""
+        """The offload engine; `prepare` must have been called."""
         assert self._engine is not None, "no batch was planned yet"
         return self._engine
 
     def take_stats(self) -> OffloadStats:
-        """What the engine did since the last time this was asked."""
+        """Counters of the engine since the last call; zeros without an engine."""
         return OffloadStats() if self._engine is None else self._engine.take_stats()
 
     def close(self) -> None:

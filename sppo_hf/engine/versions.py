@@ -1,8 +1,9 @@
-"""Whether what backward reads is still what forward read.
+"""Checks that backward reads what forward read, and restores it where a layer is rerun.
 
-Autograd compares versions of the tensors that it saves. What is saved by nobody, because it is read
-once more in backward or because gradients are there already, is compared here. What a module was
-set to, which autograd needs no more once forward has run, is put back for a second forward.
+Autograd compares versions of the tensors that it saves. Tensors that nobody saves, because a rerun
+layer reads them again in backward or because their gradients are computed in forward already, are
+compared here. Settings of modules (whether they train, which adapter is active) are restored while
+a layer is rerun.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ class _Read:
     name: str
     tensor: Tensor
     owner: dict[str, Any] | None = None
-    """Where a module looks it up, by the last part of `name`; None for what is no module's."""
+    """The module's dict that has it, by the last part of `name`; None if it is no module's."""
     may_change: bool = False
-    """Whether the module may have another one by the time of backward; a buffer."""
+    """Whether the module may replace it before backward, as it may a buffer."""
 
     @property
     def key(self) -> str:
@@ -35,13 +36,13 @@ class _Read:
         return self.name.rpartition(".")[2]
 
     def is_replaced(self) -> bool:
-        """Whether the module has another one now."""
+        """Whether the module has another tensor in its place now."""
         return self.owner is not None and self.owner.get(self.key) is not self.tensor
 
-    def can_return(self) -> bool:
-        """Whether a module can be given the tensor again: it is no view of others' memory.
+    def can_be_restored(self) -> bool:
+        """Whether the tensor can be put back into the module: its memory is its own.
 
-        Those of FSDP and bitsandbytes have memory that their library gives and takes.
+        FSDP and bitsandbytes allocate and free the memory of theirs.
         """
         return type(self.tensor) in (Tensor, nn.Parameter) and type(self.tensor.data) is Tensor
 
@@ -51,8 +52,8 @@ _INTERNAL = frozenset(vars(nn.Module())) - {"training"}
 _SCALARS = (bool, int, float, str, type(None))
 
 
-def _is_plain(value: Any) -> bool:
-    """Whether an attribute is a number, a word, or a collection of these."""
+def _is_setting(value: Any) -> bool:
+    """Whether an attribute is a number, a string, None, or a collection of these."""
     if type(value) in _SCALARS:
         return True
     if type(value) is dict:
@@ -62,7 +63,7 @@ def _is_plain(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Setting:
-    """An attribute of a module that is no tensor, as it was in forward."""
+    """An attribute of a module that is a setting, with its value in forward."""
 
     owner: dict[str, Any]
     key: str
@@ -79,10 +80,7 @@ class _Setting:
 
 
 class ReadTensors:
-    """Tensors that a piece of the model reads beside what passes through it, and its settings.
-
-    Settings are plain attributes of its modules: whether they train, which adapter is active.
-    """
+    """Tensors that a part of the model reads beside its inputs, and the settings of its modules."""
 
     def __init__(self, reads: Iterable[_Read], settings: Iterable[_Setting] = ()) -> None:
         self._reads = tuple(reads)
@@ -92,9 +90,9 @@ class ReadTensors:
 
     @classmethod
     def of_module(cls, module: nn.Module, *without: nn.Module) -> ReadTensors:
-        """Parameters, buffers and settings of `module`, but not of modules `without` in it.
+        """Parameters, buffers and settings of `module`, except of the modules `without` in it.
 
-        Buffers may be replaced, as tables of positions are when they grow.
+        Buffers may be replaced, as rotary tables are when they grow.
         """
         reads: list[_Read] = []
         settings: list[_Setting] = []
@@ -103,7 +101,7 @@ class ReadTensors:
             settings += (
                 _Setting.of(own, key)
                 for key, value in own.items()
-                if key not in _INTERNAL and _is_plain(value)
+                if key not in _INTERNAL and _is_setting(value)
             )
             start = f"{prefix}." if prefix else ""
             for key, tensor in child._parameters.items():
@@ -116,19 +114,19 @@ class ReadTensors:
 
     @classmethod
     def of_named(cls, named: Iterable[tuple[str, Tensor]]) -> ReadTensors:
-        """Tensors with names."""
+        """Read tensors from (name, tensor) pairs."""
         return cls(_Read(name, tensor) for name, tensor in named)
 
     def versions(self) -> Versions:
-        """How often each was written into so far."""
+        """Number of in-place writes to each tensor so far."""
         return tuple(version_of(read.tensor) for read in self._reads)
 
     def ignore_own_writes(self, versions: Versions) -> None:
-        """Compare no more what the module's own forward has written into since `versions`.
+        """Stop checking what the module's own forward has written into since `versions`.
 
-        PEFT's adapters on experts do so, with the values that were there; counters are another
-        case. What else may have been written there cannot be told apart. Settings and buffers that
-        it has changed itself are not put back either.
+        PEFT's adapters on experts write the values that were there; counters are another case. Such
+        writes cannot be told from others. Settings and buffers that forward itself has changed are
+        not restored either.
         """
         self._settings = [setting for setting in self._settings if not setting.is_changed()]
         self._own_writes |= {
@@ -138,16 +136,16 @@ class ReadTensors:
         }
 
     def check_unchanged(self, versions: Versions, where: str) -> None:
-        """Refuse to go on where a tensor is not what it was when `versions` was asked in forward.
+        """Check that every tensor is what it was when `versions` was read in forward.
 
         Raises:
-            SPPOError: Naming the first tensor that was written into, or replaced for good, and
-                `where`.
+            SPPOError: A tensor was written into, or replaced by one that cannot be restored; names
+                it and `where`.
         """
         for index, (read, version) in enumerate(zip(self._reads, versions, strict=True)):
             if index in self._own_writes:
                 continue
-            replaced = not read.may_change and read.is_replaced() and not read.can_return()
+            replaced = not read.may_change and read.is_replaced() and not read.can_be_restored()
             if replaced or version_of(read.tensor) != version:
                 happened = "replaced" if replaced else "changed in place"
                 raise SPPOError(
@@ -158,11 +156,11 @@ class ReadTensors:
 
     @contextlib.contextmanager
     def as_in_forward(self) -> Iterator[None]:
-        """Context of a second forward: parameters, buffers and settings are those of the first one.
+        """Context of a rerun: parameters, buffers and settings are those of forward inside.
 
         A script may have frozen parameters, switched to another adapter (PEFT), called `eval()`, or
-        called the model with other weights (`torch.func.functional_call`) in between: autograd's
-        own graph of the first forward knows nothing of it. Afterwards all is as it was before.
+        called the model with other weights (`torch.func.functional_call`) in between, which does
+        not affect autograd's own graph. Afterwards all is as it was before.
         """
         undo: list[Callable[[], object]] = []
         try:
@@ -171,23 +169,23 @@ class ReadTensors:
             ):
                 if index in self._own_writes:
                     continue
-                if read.is_replaced() and read.can_return():
-                    assert read.owner is not None, "what is replaced has an owner"
-                    undo.append(_put(read.owner, read.key, read.tensor))
+                if read.is_replaced() and read.can_be_restored():
+                    assert read.owner is not None, "a replaced tensor has an owner"
+                    undo.append(_assign(read.owner, read.key, read.tensor))
                 if read.tensor.requires_grad != needs_grad and read.tensor.is_leaf:
                     read.tensor.requires_grad_(needs_grad)
                     undo.append(lambda x=read.tensor, back=not needs_grad: x.requires_grad_(back))
             for setting in self._settings:
                 if setting.is_changed():
-                    undo.append(_put(setting.owner, setting.key, setting.value))
+                    undo.append(_assign(setting.owner, setting.key, setting.value))
             yield
         finally:
-            for put_back in reversed(undo):
-                put_back()
+            for restore in reversed(undo):
+                restore()
 
 
-def _put(owner: dict[str, Any], key: str, value: Any) -> Callable[[], None]:
-    """Give a module an attribute or a parameter; returns what undoes it."""
+def _assign(owner: dict[str, Any], key: str, value: Any) -> Callable[[], None]:
+    """Assign an entry of a module's dict; return a function that undoes it."""
     before = owner.get(key, _MISSING)
     owner[key] = value
 

@@ -1,10 +1,10 @@
 """Copies between device and host: how they start, and how the compute stream waits for them.
 
-A copier moves bytes. `start_*` begins a copy and returns a ticket, the ticket's `wait` orders the
-compute stream behind it. Nothing here blocks the host on an accelerator but a ticket's `finish`,
-which is for bytes on their way to a disk, and giving page-locked memory back. `StreamCopier` is
-written against the few verbs of `StreamRuntime`, so the same ordering code runs on CUDA and on the
-fake device of the tests.
+`start_d2h` and `start_h2d` begin a copy and return a ticket; the ticket's `wait` orders the compute
+stream behind the copy. Nothing here blocks the host on an accelerator but a ticket's `finish`,
+which is for bytes on their way to a disk, and unlocking page-locked memory. `StreamCopier` is
+written against the few methods of `StreamRuntime`, so the same ordering code runs on CUDA and on
+the fake device of the tests.
 
 Why no order is missing: [Note: offload lifetimes] in `sppo_hf/offload/__init__.py`.
 """
@@ -38,7 +38,7 @@ class Ticket(Protocol):
         ...
 
     def done(self) -> bool:
-        """Whether the host knows that the copy has finished; polls, never blocks."""
+        """Whether the host knows that the copy has ended; polls, never blocks."""
         ...
 
     def wait(self) -> None:
@@ -51,7 +51,7 @@ class Ticket(Protocol):
 
 
 def wait_for_all(tickets: Iterable[Ticket]) -> None:
-    """Order the compute stream behind all of `tickets`, with one wait at most in a direction."""
+    """Order the compute stream behind all of `tickets`, with at most one wait per direction."""
     for ticket in sorted(tickets, key=lambda ticket: ticket.number, reverse=True):
         ticket.wait()
 
@@ -65,7 +65,7 @@ class Copier(Protocol):
     device: torch.device
 
     page_locker: PageLocker | None
-    """Locks the host's pages for copies to overlap with compute; None where they never do."""
+    """Page-locks host memory so that copies overlap with compute; None where they never do."""
 
     def start_d2h(self, source_bytes: Tensor, host_bytes: Tensor) -> Ticket:
         """Start copying uint8 `source_bytes` [n] on the device into `host_bytes` [n]."""
@@ -76,31 +76,31 @@ class Copier(Protocol):
         ...
 
     def stall_seconds(self) -> float:
-        """Seconds that compute has stood still for copies so far, as far as they are known."""
+        """Seconds that compute has stood still for copies, as far as they are known."""
         ...
 
 
 class FinishedTicket:
-    """The ticket of a copy that ended before `start` returned."""
+    """The ticket of a copy that ended before `start_*` returned."""
 
     number = 0
     ordered = True
 
     def done(self) -> bool:
-        """Return True: nothing is under way."""
+        """Return True."""
         return True
 
     def wait(self) -> None:
-        """Return at once: nothing is under way."""
+        """Return at once."""
 
     def finish(self) -> None:
-        """Return at once: nothing is under way."""
+        """Return at once."""
 
 
 class HostCopier:
-    """Copies within the host, for the CPU as the device: plain, immediate, ordered by themselves.
+    """Copies within the host, for the CPU as the device; each ends before its method returns.
 
-    All of their time is compute standing still, so it counts as stall.
+    Compute stands still meanwhile, so all of the time counts as stall.
     """
 
     device = torch.device("cpu")
@@ -110,14 +110,14 @@ class HostCopier:
         self._seconds = 0.0
 
     def start_d2h(self, source_bytes: Tensor, host_bytes: Tensor) -> Ticket:
-        """Copy `source_bytes` [n] into `host_bytes` [n] before returning."""
+        """Copy `source_bytes` [n] into `host_bytes` [n]."""
         start = time.perf_counter()
         host_bytes.copy_(source_bytes)
         self._seconds += time.perf_counter() - start
         return FinishedTicket()
 
     def start_h2d(self, host_bytes: Tensor, after: Ticket | None = None) -> tuple[Tensor, Ticket]:
-        """Copy `host_bytes` [n] into a new tensor [n] before returning."""
+        """Copy `host_bytes` [n] into a new tensor [n]."""
         start = time.perf_counter()
         copied = host_bytes.clone()
         self._seconds += time.perf_counter() - start
@@ -129,7 +129,7 @@ class HostCopier:
 
 
 class StreamEvent(Protocol):
-    """A point in a stream's work, as `torch.cuda.Event` has it."""
+    """A point in a stream's work, with the methods of `torch.cuda.Event`."""
 
     def record(self, stream: Any) -> None:
         """Put the event behind all work of `stream` so far."""
@@ -149,28 +149,28 @@ class StreamEvent(Protocol):
 
 
 class Stream(Protocol):
-    """A queue of device work, as `torch.cuda.Stream` has it."""
+    """A queue of device work, with the methods of `torch.cuda.Stream`."""
 
     def wait_event(self, event: Any) -> None:
-        """Let later work of this stream start only after `event`."""
+        """Start later work of this stream only after `event`."""
         ...
 
 
 class StreamRuntime(PageLocker, Protocol):
-    """The verbs that offloading needs from a device; none that a step uses waits for it."""
+    """What offloading needs from a device with streams; nothing that a step calls blocks on it."""
 
     device: torch.device
 
     def current_stream(self) -> Stream:
-        """The stream that this thread's computation goes to."""
+        """The stream of this thread's computation."""
         ...
 
     def new_stream(self) -> Stream:
-        """A stream of its own."""
+        """A new stream."""
         ...
 
     def new_event(self, *, timed: bool) -> StreamEvent:
-        """An event not yet recorded."""
+        """An event that is not recorded yet."""
         ...
 
     def use_stream(self, stream: Any) -> AbstractContextManager[Any]:
@@ -202,7 +202,7 @@ class CudaRuntime:
         return torch.cuda.Stream(self.device)
 
     def new_event(self, *, timed: bool) -> StreamEvent:
-        """A new CUDA event, with timing where `timed`."""
+        """A new CUDA event, with timing if `timed`."""
         return torch.cuda.Event(enable_timing=timed)
 
     def use_stream(self, stream: Any) -> AbstractContextManager[Any]:
@@ -214,7 +214,7 @@ class CudaRuntime:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def copy_bytes(self, destination: Tensor, source: Tensor) -> None:
-        """An asynchronous copy where the host side is pinned; pageable memory blocks the host."""
+        """An asynchronous copy if the host side is pinned; pageable memory blocks the host."""
         destination.copy_(source, non_blocking=True)
 
     def lock_pages(self, address: int, num_bytes: int) -> None:
@@ -233,35 +233,35 @@ class CudaRuntime:
 
 @dataclass(slots=True, eq=False)
 class _CopyStream:
-    """A queue of copies, first in, first out: who is behind the n-th is behind all before it."""
+    """A stream of copies, first in first out: what is behind the n-th is behind all before it."""
 
     stream: Stream | None
-    """None: copies go to the compute stream itself."""
-    issued: int = 0
-    """Copies enqueued so far; the last one has this number."""
-    behind: int = 0
-    """The last copy that compute stands behind, by a wait or by being its stream."""
-    seen: int = 0
-    """The last copy that the host has seen done."""
+    """None: copies are enqueued on the compute stream itself."""
+    num_issued: int = 0
+    """Copies enqueued so far, which is the number of the last one."""
+    last_ordered: int = 0
+    """Number of the last copy that compute stands behind."""
+    last_seen: int = 0
+    """Number of the last copy that the host has seen done."""
 
 
 class StreamTicket:
-    """(copy, event) as one object; nobody outside waits on a raw event."""
+    """A copy and the event at its end as one object; nobody outside waits on a raw event."""
 
-    __slots__ = ("_copier", "event", "lane", "number")
+    __slots__ = ("_copier", "copy_stream", "event", "number")
 
-    def __init__(self, copier: StreamCopier, lane: _CopyStream, event: StreamEvent) -> None:
-        self.number = lane.issued
-        """Its place in its lane."""
-        self.lane = lane
+    def __init__(self, copier: StreamCopier, copy_stream: _CopyStream, event: StreamEvent) -> None:
+        self.number = copy_stream.num_issued
+        """Its place in its stream, from 1."""
+        self.copy_stream = copy_stream
         self._copier = copier
         self.event = event
-        """The point at which the copy has ended."""
+        """Passed when the copy has ended."""
 
     @property
     def is_behind(self) -> bool:
         """Whether compute was told to wait for this copy or a later one."""
-        return self.number <= self.lane.behind
+        return self.number <= self.copy_stream.last_ordered
 
     @property
     def ordered(self) -> bool:
@@ -270,20 +270,21 @@ class StreamTicket:
 
     def done(self) -> bool:
         """Whether the host has seen the copy done."""
-        if self.number > self.lane.seen and self.event.query():
-            self.lane.seen = self.number
-        return self.number <= self.lane.seen
+        if self.number > self.copy_stream.last_seen and self.event.query():
+            self.copy_stream.last_seen = self.number
+        return self.number <= self.copy_stream.last_seen
 
     def wait(self) -> None:
-        """Let the compute stream wait for the copy, unless it is behind it already."""
-        # What is behind it already may have been another stream than the current one.
+        """Make the compute stream wait for the copy, unless it is behind it already."""
+        # If it is, that may have been another stream than the one that is current now, which the
+        # copier then orders behind that one.
         if self.is_behind or not self.done():
             self._copier.order_compute_behind(self)
 
     def finish(self) -> None:
         """Block the host until the copy has ended."""
         self.event.synchronize()
-        self.lane.seen = max(self.lane.seen, self.number)
+        self.copy_stream.last_seen = max(self.copy_stream.last_seen, self.number)
 
 
 class StreamCopier:
@@ -298,8 +299,8 @@ class StreamCopier:
         self.page_locker: PageLocker | None = runtime
         self._runtime = runtime
         self._compute = runtime.current_stream()
-        self._d2h_lane = _CopyStream(runtime.new_stream() if own_streams else None)
-        self._h2d_lane = _CopyStream(runtime.new_stream() if own_streams else None)
+        self._d2h = _CopyStream(runtime.new_stream() if own_streams else None)
+        self._h2d = _CopyStream(runtime.new_stream() if own_streams else None)
         self._stall_seconds = 0.0
         # A stream that waits for an event waits for what the event stood for at that moment, so
         # one that is waited for at once can be recorded again and again.
@@ -313,7 +314,7 @@ class StreamCopier:
         The caller keeps `source_bytes` alive until the ticket is ordered.
         """
         ready = self._compute_now()
-        return self._copy(self._d2h_lane, ready, None, host_bytes, source_bytes)
+        return self._copy(self._d2h, ready, None, host_bytes, source_bytes)
 
     def start_h2d(self, host_bytes: Tensor, after: Ticket | None = None) -> tuple[Tensor, Ticket]:
         """Start copying `host_bytes` [n] into new device bytes [n], behind the copy `after`.
@@ -324,7 +325,7 @@ class StreamCopier:
         destination = self._runtime.empty_bytes(host_bytes.numel())
         # After the allocation: what used this block before is compute work in front of this event.
         ready = self._compute_now()
-        return destination, self._copy(self._h2d_lane, ready, after, destination, host_bytes)
+        return destination, self._copy(self._h2d, ready, after, destination, host_bytes)
 
     def stall_seconds(self) -> float:
         """Seconds between the event before and after each wait of compute, of those passed."""
@@ -335,7 +336,7 @@ class StreamCopier:
         return self._stall_seconds
 
     def order_compute_behind(self, ticket: StreamTicket) -> None:
-        """Let the compute stream wait for the copy, and time how long it stands still for it."""
+        """Make the compute stream wait for the copy, and time how long it stands still for it."""
         compute = self._compute_stream()
         if ticket.is_behind:
             return
@@ -345,38 +346,39 @@ class StreamCopier:
         compute.wait_event(ticket.event)
         end.record(compute)
         self._open_stalls.append((start, end))
-        ticket.lane.behind = ticket.number
+        ticket.copy_stream.last_ordered = ticket.number
 
     def _new_pair(self) -> tuple[StreamEvent, StreamEvent]:
         return self._runtime.new_event(timed=True), self._runtime.new_event(timed=True)
 
     def _copy(
         self,
-        lane: _CopyStream,
+        queue: _CopyStream,
         ready: StreamEvent,
         after: Ticket | None,
         destination: Tensor,
         source: Tensor,
     ) -> Ticket:
+        """Enqueue a copy behind the event `ready` and the copy `after`."""
         done = self._runtime.new_event(timed=False)
-        if lane.stream is None:
+        if queue.stream is None:
             self._runtime.copy_bytes(destination, source)
             done.record(self._compute)
-            lane.issued += 1
-            lane.behind = lane.issued
-            return StreamTicket(self, lane, done)
-        lane.stream.wait_event(ready)
+            queue.num_issued += 1
+            queue.last_ordered = queue.num_issued
+            return StreamTicket(self, queue, done)
+        queue.stream.wait_event(ready)
         if after is not None:
             assert isinstance(after, StreamTicket), "a copy waits for a ticket of its own copier"
-            lane.stream.wait_event(after.event)
-        with self._runtime.use_stream(lane.stream):
+            queue.stream.wait_event(after.event)
+        with self._runtime.use_stream(queue.stream):
             self._runtime.copy_bytes(destination, source)
-        done.record(lane.stream)
-        lane.issued += 1
-        return StreamTicket(self, lane, done)
+        done.record(queue.stream)
+        queue.num_issued += 1
+        return StreamTicket(self, queue, done)
 
     def _compute_now(self) -> StreamEvent:
-        """Stands for compute so far, until it is called again."""
+        """An event behind all compute so far, valid until the next call."""
         self._now.record(self._compute_stream())
         return self._now
 

@@ -1,24 +1,14 @@
-"""Who owns which bytes of the disk tier: slab files within a budget, sub-allocated.
+"""The disk tier's store: host bytes are written to files and read back by background threads.
 
-The disk's counterpart of `pool`. Who gives an extent back vouches that no transfer touches it, and
-the store calls all of this under its lock.
-
-
-The background side of the disk tier: what transfers do, what they cost, and who waits for them.
-
-`disk` puts it together. Threads refer to `Transfers` and not to the store, so that a store that
-nobody refers to any more goes, even with work in its queue.
-
-
-The disk tier: host bytes go to files on a fast disk and come back, by threads of their own.
+`DiskStore` is what others call. `DiskSpace` allocates runs of bytes (extents) in files within a
+budget, and `Transfers` counts what is queued, does the work of the threads and makes the host wait
+where it must. Threads refer to `Transfers` and not to the store, so that a store that nobody refers
+to any more can be closed, even with work in its queue.
 
 Writes and reads have separate threads and queues, so that neither waits behind the other. What
 waits to be written is bounded: a host that produces faster than the disk takes is held back. The
-files are private, reserved at full size before anything is written to them, and removed as soon as
-they are open, or at the end where the file system does not allow that.
-
-The files of the tier, lowest first: `disk_files` moves bytes, `disk_folder` says where to,
-`disk_space` lends them, `disk_queue` does the work in the background, this file is the door.
+files (`disk_files`) are private, reserved at full size before anything is written to them, and
+removed as soon as they are open, or at the end if the file system does not allow that.
 """
 
 from __future__ import annotations
@@ -43,19 +33,27 @@ from torch import Tensor
 from sppo_hf.errors import BudgetError, OffloadError
 from sppo_hf.offload.disk_files import (
     BLOCK_BYTES,
-    NO_ROOM,
+    DISK_FULL_ERRNOS,
     Bytes,
     SlabFile,
     StoreFolder,
     checksum,
     round_up,
 )
-from sppo_hf.offload.host_memory import FreeList, Slab, Slabs
+from sppo_hf.offload.host_memory import FreeList, Slab, SlabAllocator
 
 logger = logging.getLogger(__name__)
 
-# Each new file is at most this part of all before it, which is also the most reserved in vain.
+DEFAULT_DISK_SLAB_BYTES = 2**30
+DEFAULT_QUEUED_BYTES = 256 * 2**20
+"""What may wait to be written: 40 ms of a fast disk, enough to keep its threads busy."""
+SLOW_WAIT_SECONDS = 30.0
+"""After a single wait of this length the host logs one warning that the disk is slow."""
+
+_MIN_FREE_BYTES = 2**30
+"""Disk space that the default budget leaves free."""
 _GROWTH = 8
+"""A new file is at most 1 / 8 of all before it, which bounds the space reserved in vain."""
 
 
 @dataclass(slots=True, eq=False)
@@ -67,37 +65,37 @@ class DiskSlab(Slab):
 
 @dataclass(slots=True, eq=False)
 class DiskExtent:
-    """A run of bytes on the disk, lent by a `DiskStore`; opaque to who holds it."""
+    """Bytes on the disk, allocated by a `DiskStore`; opaque to its holder."""
 
     slab: DiskSlab = field(repr=False)
     offset: int
     """First byte within the file."""
     num_bytes: int
-    """Bytes asked for."""
+    """Bytes requested."""
     reserved_bytes: int
     """Bytes taken from the file: `num_bytes` rounded up to whole blocks."""
     transfers: int = 0
     """Writes and reads that are not over."""
     released: bool = False
     written: Future[None] | None = field(default=None, repr=False)
-    """The write that fills the extent."""
+    """The write that fills it."""
     checksum: int | None = None
-    """Of what was written, if the store checks; see `disk_files.checksum`."""
+    """Checksum of what was written (`disk_files.checksum`), if the store checks."""
     failure: OffloadError | None = field(default=None, repr=False)
-    """Why the bytes cannot be had any more."""
+    """The error by which the bytes were lost."""
 
     def __str__(self) -> str:
         return f"{self.num_bytes} bytes at offset {self.offset} of {self.slab.file}"
 
 
-class DiskSpace(Slabs[DiskSlab]):
-    """Lends extents of files in a folder.
+class DiskSpace(SlabAllocator[DiskSlab]):
+    """Allocates extents of files in a folder; called under the store's lock.
 
     Args:
-        folder: where the files are.
-        slab_bytes: size of the first files. Later ones grow with what there is, so that a disk
-            full of them needs dozens of open files and not thousands.
-        budget_bytes: the most that all files together may take.
+        folder: Where the files are.
+        slab_bytes: Size of the first files. Later ones grow with the total, so that a disk full of
+            them needs dozens of open files and not thousands.
+        budget_bytes: Maximum size of all files together.
     """
 
     def __init__(self, folder: StoreFolder, *, slab_bytes: int, budget_bytes: int) -> None:
@@ -108,22 +106,22 @@ class DiskSpace(Slabs[DiskSlab]):
         self._slab_bytes = round_up(slab_bytes)
 
     def allocate(self, num_bytes: int) -> DiskExtent:
-        """Lend `num_bytes` (at least 1), adding a file where no hole is large enough.
+        """Allocate `num_bytes` (at least 1), adding a file if no free block is large enough.
 
         Raises:
-            BudgetError: another file would exceed the budget, or the disk has no room for it.
-            OffloadError: the file cannot be made for another reason.
+            BudgetError: Another file would exceed the budget, or the disk is full.
+            OffloadError: The file cannot be made for another reason.
         """
         assert num_bytes > 0, "an extent holds at least one byte"
         size = round_up(num_bytes)
-        return DiskExtent(*self._lend(size), num_bytes, size)
+        return DiskExtent(*self._allocate(size), num_bytes, size)
 
-    def give(self, extent: DiskExtent) -> None:
-        """Take an extent back; no transfer may touch it any more."""
-        self._give(extent.slab, extent.offset, extent.reserved_bytes)
+    def release(self, extent: DiskExtent) -> None:
+        """Free an extent; no transfer may touch it any more."""
+        self._free(extent.slab, extent.offset, extent.reserved_bytes)
 
     def close(self) -> None:
-        """Close the files; those with a name go with their folder. No transfer may be under way."""
+        """Close the files, without transfers under way; those with a name go with the folder."""
         for slab in self._slabs:
             slab.file.close()
         self._slabs.clear()
@@ -134,37 +132,37 @@ class DiskSpace(Slabs[DiskSlab]):
         left_bytes = self.budget_bytes - self.reserved_bytes
         left_bytes -= left_bytes % BLOCK_BYTES
         if left_bytes < size:
-            raise BudgetError(self._no_room(size, "its budget is spent"))
-        # Whole slabs, so that extents which fill one without a rest fill a larger one as well.
+            raise BudgetError(self._full_message(size, "its budget is spent"))
+        # A multiple of slabs, so that extents which fill one slab exactly fill a larger one, too.
         slabs = max(1, self.reserved_bytes // (_GROWTH * self._slab_bytes))
         wanted_bytes = max(size, slabs * self._slab_bytes)
         try:
             slab = self._new_slab(min(wanted_bytes, left_bytes), size)
         except OSError as error:
-            if error.errno in NO_ROOM:
-                raise BudgetError(self._no_room(size, error.strerror or str(error))) from error
+            if error.errno in DISK_FULL_ERRNOS:
+                raise BudgetError(self._full_message(size, error.strerror or str(error))) from error
             raise OffloadError(
                 f"disk tier: a file of {size} bytes could not be made in {self._folder.path}: "
                 f"{error}. Check the disk, or set offload_dir to a folder on another one"
             ) from error
-        self._add(slab, slab.file.num_bytes)
-        # Files without a name are seen by nobody who lists the folder.
+        self._add_slab(slab, slab.file.num_bytes)
+        # Listing the folder does not show files without a name.
         logger.info(
             "disk tier: %d bytes are reserved in %s, in %d files%s",
             *(self.reserved_bytes, self._folder.path, len(self._slabs)),
             "" if slab.file.keeps_name else " without names (df and lsof show them, du does not)",
         )
 
-    def _new_slab(self, wanted_bytes: int, least_bytes: int) -> DiskSlab:
-        """Make a file of the wanted size, or of the least if the disk is nearly full."""
+    def _new_slab(self, wanted_bytes: int, min_bytes: int) -> DiskSlab:
+        """Make a file of `wanted_bytes`, or of `min_bytes` if the disk is nearly full."""
         try:
             return DiskSlab(FreeList(wanted_bytes), self._folder.new_file(wanted_bytes))
         except OSError as error:
-            if error.errno not in NO_ROOM or wanted_bytes == least_bytes:
+            if error.errno not in DISK_FULL_ERRNOS or wanted_bytes == min_bytes:
                 raise
-        return DiskSlab(FreeList(least_bytes), self._folder.new_file(least_bytes))
+        return DiskSlab(FreeList(min_bytes), self._folder.new_file(min_bytes))
 
-    def _no_room(self, size: int, reason: str) -> str:
+    def _full_message(self, size: int, reason: str) -> str:
         return (
             f"disk tier: {size} bytes more are needed in one piece in {self._folder.path}, but "
             f"{reason}: {self.reserved_bytes} of {self.budget_bytes} bytes are reserved, "
@@ -175,16 +173,16 @@ class DiskSpace(Slabs[DiskSlab]):
 
 
 def describe(action: str, extent: DiskExtent, error: OSError, folder: StoreFolder) -> str:
-    """Say what became of a transfer that the disk refused.
+    """Return the error message of a failed transfer.
 
     Args:
         action: "writing" or "reading".
-        extent: what was to be moved.
-        error: what the system said.
-        folder: where the file is.
+        extent: The bytes that were transferred.
+        error: The system's error.
+        folder: Where the file is.
     """
     reason = f"{errno.errorcode.get(error.errno or 0, 'error')}, {error.strerror or error}"
-    if error.errno in NO_ROOM:
+    if error.errno in DISK_FULL_ERRNOS:
         remedy = (
             f"The disk has {folder.free_bytes} bytes free; free some, lower disk_memory, or set "
             "offload_dir to a folder on a larger disk"
@@ -197,18 +195,16 @@ def describe(action: str, extent: DiskExtent, error: OSError, folder: StoreFolde
     return f"disk tier: {action} {extent} failed: {reason}. {remedy}"
 
 
-SLOW_WAIT_SECONDS = 30.0
-"""A host that waits as long as this in one piece for the disk is told so, once."""
-
-
 class Transfers:
-    """Books and work of a store's threads; every number is guarded by `changed`.
+    """Counts a store's transfers and does the work of its threads.
+
+    All counters are guarded by the condition `changed`.
 
     Args:
-        folder: where the files are.
-        space: who owns which of their bytes.
-        verify: whether what is read must have the checksum of what was written.
-        max_queued_bytes: what may wait to be written.
+        folder: Where the files are.
+        space: Allocates their bytes.
+        verify: Whether what is read must have the checksum of what was written.
+        max_queued_bytes: Bytes that may wait to be written.
     """
 
     def __init__(
@@ -227,21 +223,21 @@ class Transfers:
         self._verify = verify
         self._max_queued_bytes = max_queued_bytes
         self._moved_bytes = 0
-        self._ending = 0
-        self._told_slow = False
+        self._num_releasing = 0
+        self._is_slow_reported = False
 
     def check_usable(self) -> None:
-        """Refuse to work for another process, or after the end.
+        """Raise if the store cannot be used here.
 
         Raises:
-            OffloadError: this is a forked child, or the store was closed.
+            OffloadError: This is a forked child, or the store was closed.
         """
         self.check_process()
         if self.closed:
             raise OffloadError(f"the disk store in {self.folder.path} was closed; make a new one")
 
     def check_process(self) -> None:
-        """Refuse to work for another process, which has none of our threads."""
+        """Raise in a forked child, which has none of the threads."""
         if self.folder.is_foreign:
             raise OffloadError(
                 f"the disk store in {self.folder.path} belongs to process "
@@ -250,90 +246,90 @@ class Transfers:
             )
 
     def admit(self, num_bytes: int) -> DiskExtent:
-        """Wait until the queue has room for a write, and lend its extent; called with the lock.
+        """Wait until a write fits into the queue, and allocate its extent; called with the lock.
 
-        What is larger than the whole queue goes alone.
+        A write that is larger than the whole queue goes alone.
 
         Raises:
-            BudgetError: there is no room on the disk, and none is about to be given back.
-            OffloadError: the store was closed.
+            BudgetError: The disk is full, and no extent is about to be freed.
+            OffloadError: The store was closed.
         """
         if self.queued_bytes and self.queued_bytes + num_bytes > self._max_queued_bytes:
-            with self._waiting() as still:
+            with self._waiting() as report_if_slow:
                 while self.queued_bytes and self.queued_bytes + num_bytes > self._max_queued_bytes:
                     self.changed.wait(SLOW_WAIT_SECONDS)
-                    still()
+                    report_if_slow()
                     self.check_usable()
         while True:
             self.check_usable()
             try:
                 extent = self.space.allocate(num_bytes)
             except BudgetError:
-                if not self._ending:
+                if not self._num_releasing:
                     raise
-                with self._waiting() as still:
+                with self._waiting() as report_if_slow:
                     self.changed.wait(SLOW_WAIT_SECONDS)
-                    still()
+                    report_if_slow()
                 continue
             extent.transfers = 1
             self.queued_bytes += num_bytes
             return extent
 
     def release(self, extent: DiskExtent) -> None:
-        """Give an extent back as soon as no transfer touches it."""
+        """Free an extent as soon as no transfer touches it."""
         with self.changed:
             assert not extent.released, "a disk extent was released twice"
             extent.released = True
             if self.closed:
                 return
-            self._ending += 1
+            self._num_releasing += 1
             if extent.transfers == 1 and extent.written is not None and extent.written.cancel():
                 self.end_write(extent)
             else:
-                self._give_if_over(extent)
+                self._free_if_over(extent)
 
     def end_write(self, extent: DiskExtent) -> None:
-        """Take a write off the books, over or never begun."""
+        """Count a write as over, whether it ran or was cancelled."""
         with self.changed:
             self.queued_bytes -= extent.num_bytes
             self.end_transfer(extent)
 
     def end_transfer(self, extent: DiskExtent) -> None:
-        """Take a transfer off the books."""
+        """Count a transfer as over."""
         with self.changed:
             extent.transfers -= 1
-            self._give_if_over(extent)
+            self._free_if_over(extent)
             self.changed.notify_all()
 
     def write(self, extent: DiskExtent, source: Bytes) -> None:
-        """In a thread: fill `extent` from `source`, uint8 [n].
+        """Fill `extent` from `source`, uint8 [n]; runs in a thread.
 
         Raises:
-            OffloadError: the disk refused.
+            OffloadError: The disk refused.
         """
         try:
-            with self._blaming("writing", extent):
+            with self._naming_extent("writing", extent):
                 if self._verify:
                     extent.checksum = checksum(source)
                 extent.slab.file.write(source, extent.offset, self._count)
             with self.changed:
                 self.write_bytes += extent.num_bytes
         finally:
-            # Before the ticket is done, so that who has waited finds the books in order.
+            # Before the ticket is done, so that whoever has waited for it finds the counters right.
             self.end_write(extent)
 
     def read(self, extent: DiskExtent, target: Bytes) -> None:
-        """In a thread: fill `target`, uint8 [n], from `extent` once that is written.
+        """Fill `target`, uint8 [n], from `extent`, after its write; runs in a thread.
 
         Raises:
-            OffloadError: the disk refused, now or in the write, or gave other bytes.
+            OffloadError: The disk refused, now or in the write, or gave other bytes.
         """
         try:
-            assert extent.written is not None, "a lent extent has a write"
+            assert extent.written is not None, "an allocated extent has a write"
             lost = extent.failure or self.failure_of(extent.written)
             if lost is not None:
-                raise OffloadError(_told(lost)) from lost
-            with self._blaming("reading", extent):
+                raise OffloadError(_failure_message(lost)) from lost
+            with self._naming_extent("reading", extent):
                 extent.slab.file.read(target, extent.offset, self._count)
                 self._check(extent, target)
             with self.changed:
@@ -342,16 +338,16 @@ class Transfers:
             self.end_transfer(extent)
 
     def wait_for(self, future: Future[None]) -> None:
-        """Block until a transfer is over, however it ended."""
-        with self._waiting() as still:
+        """Block until a transfer is over, successfully or not."""
+        with self._waiting() as report_if_slow:
             while not future.done():
-                # Cancelled is done as well; and time passing is no error of ours.
+                # A cancelled transfer is over as well, and a timeout only means to look again.
                 with contextlib.suppress(CancelledError, TimeoutError):
                     future.exception(SLOW_WAIT_SECONDS)
-                still()
+                report_if_slow()
 
     def failure_of(self, future: Future[None]) -> BaseException | None:
-        """Why a transfer came to nothing, or None; waits until it is over."""
+        """The error of a transfer, or None; waits until it is over."""
         try:
             return future.exception()
         except CancelledError as error:
@@ -359,10 +355,10 @@ class Transfers:
             lost.__cause__ = error
             return lost
 
-    def _give_if_over(self, extent: DiskExtent) -> None:
+    def _free_if_over(self, extent: DiskExtent) -> None:
         if extent.released and not extent.transfers:
-            self._ending -= 1
-            self.space.give(extent)
+            self._num_releasing -= 1
+            self.space.release(extent)
 
     def _check(self, extent: DiskExtent, target: Bytes) -> None:
         if extent.checksum is None:
@@ -377,8 +373,8 @@ class Transfers:
             )
 
     @contextmanager
-    def _blaming(self, action: str, extent: DiskExtent) -> Iterator[None]:
-        """Turn what the system says into an error that names the extent, and remember it there."""
+    def _naming_extent(self, action: str, extent: DiskExtent) -> Iterator[None]:
+        """Turn the system's error into one that names the extent, and remember it there."""
         try:
             yield
         except OSError as error:
@@ -394,14 +390,14 @@ class Transfers:
 
     @contextmanager
     def _waiting(self) -> Iterator[Callable[[], None]]:
-        """Count the seconds that the host waits; yield what to call when it still has to."""
+        """Count the seconds inside; yields a function to call whenever the wait goes on."""
         start_seconds, start_bytes = time.monotonic(), self._moved_bytes
 
-        def still() -> None:
+        def report_if_slow() -> None:
             seconds = time.monotonic() - start_seconds
-            if seconds < SLOW_WAIT_SECONDS or self._told_slow:
+            if seconds < SLOW_WAIT_SECONDS or self._is_slow_reported:
                 return
-            self._told_slow = True
+            self._is_slow_reported = True
             moved_bytes = self._moved_bytes - start_bytes
             logger.warning(
                 "waiting for the disk in %s for %.1f s now, in which it moved %d bytes "
@@ -411,20 +407,20 @@ class Transfers:
             )
 
         try:
-            yield still
+            yield report_if_slow
         finally:
             with self.changed:
                 self.wait_seconds += time.monotonic() - start_seconds
 
 
 class DiskTicket:
-    """What to ask about one transfer between memory and disk.
+    """One transfer between memory and disk, under way or over.
 
     Args:
-        transfers: the books of its store.
-        future: the transfer.
-        needed: whether a transfer that was given up is an error. It is for a read; a write that
-            its extent's release has called off leaves the memory free just as well.
+        transfers: Of its store.
+        future: The work of a thread.
+        needed: Whether a cancelled transfer is an error. It is for a read; a write that was
+            cancelled by its extent's release leaves the memory free just as well.
     """
 
     __slots__ = ("_future", "_needed", "_transfers")
@@ -435,76 +431,68 @@ class DiskTicket:
         self._needed = needed
 
     def done(self) -> bool:
-        """Whether the transfer is over and its memory free or filled; does not wait.
+        """Whether the transfer is over and its memory free or filled; does not block.
 
         Raises:
-            OffloadError: the transfer failed, or the store was closed before a read.
+            OffloadError: The transfer failed, or the store was closed before a read.
         """
         self._transfers.check_process()
         if not self._future.done():
             return False
-        self._raise()
+        self._raise_failure()
         return True
 
     def wait(self) -> None:
         """Block the host until the transfer is over.
 
         Raises:
-            OffloadError: as `done`.
+            OffloadError: As for `done`.
         """
         self._transfers.check_process()
         if not self._future.done():
             self._transfers.wait_for(self._future)
-        self._raise()
+        self._raise_failure()
 
-    def _raise(self) -> None:
+    def _raise_failure(self) -> None:
         if self._future.cancelled() and not self._needed:
             return
         failure = self._transfers.failure_of(self._future)
         if failure is not None:
             # A new one each time, since raising adds to an error's traceback.
-            raise OffloadError(_told(failure)) from failure
+            raise OffloadError(_failure_message(failure)) from failure
 
 
-def _told(failure: BaseException) -> str:
-    """What to say of a failed transfer; what is not ours does not say where it comes from."""
+def _failure_message(failure: BaseException) -> str:
+    """The message of a failed transfer; an unexpected error gets a prefix that says its origin."""
     if isinstance(failure, OffloadError):
         return str(failure)
     return f"disk tier: a transfer failed unexpectedly: {failure!r}"
 
 
-DEFAULT_DISK_SLAB_BYTES = 2**30
-DEFAULT_QUEUED_BYTES = 256 * 2**20
-"""What may wait to be written: 40 ms of a fast disk, enough to keep its threads busy."""
-
-_LEAST_LEFT_BYTES = 2**30
-
-
 @dataclass(frozen=True, slots=True)
 class DiskWrite:
-    """A write that was started: where its bytes will be, and what to ask about it."""
+    """A write that was started."""
 
     extent: DiskExtent
     ticket: DiskTicket
 
 
 class DiskStore:
-    """Keeps runs of host bytes in files until they are released.
+    """Keeps host bytes in files until they are released.
 
-    All methods may be called from any thread, but only in the process that made the store.
+    Methods may be called from any thread, but only in the process that made the store.
 
     Args:
-        directory: where to make the files; made itself if it does not exist.
-        budget_bytes: the most that the files may take; None for what is free now less 1 GiB or 5%
-            of it, whichever is more. Stores that share a disk need budgets of their own.
-        slab_bytes: size of the first files.
-        checksum: check all bytes that come back, in the background threads; see
-            `disk_files.checksum`.
-        threads: how many write, and how many read.
-        max_queued_bytes: what may wait to be written; None for `DEFAULT_QUEUED_BYTES`.
+        directory: Where to make the files; made itself if it does not exist.
+        budget_bytes: Maximum size of the files; None for what is free now less 1 GiB or 5% of it,
+            whichever is more. Stores that share a disk need budgets of their own.
+        slab_bytes: Size of the first files.
+        checksum: Check all bytes that are read, in the background threads (`disk_files.checksum`).
+        threads: Number of threads that write, and of threads that read.
+        max_queued_bytes: Bytes that may wait to be written; None for `DEFAULT_QUEUED_BYTES`.
 
     Raises:
-        ConfigError: the directory cannot be made or written to, or is a file.
+        ConfigError: The directory cannot be made or written to, or is a file.
     """
 
     def __init__(
@@ -517,38 +505,38 @@ class DiskStore:
         threads: int = 2,
         max_queued_bytes: int | None = None,
     ) -> None:
-        assert threads > 0, "somebody must do the work"
+        assert threads > 0, "there is at least one thread"
         folder = StoreFolder(Path(directory))
         if budget_bytes is None:
             free_bytes = folder.free_bytes
-            budget_bytes = max(0, free_bytes - max(_LEAST_LEFT_BYTES, free_bytes // 20))
+            budget_bytes = max(0, free_bytes - max(_MIN_FREE_BYTES, free_bytes // 20))
         queued_bytes = DEFAULT_QUEUED_BYTES if max_queued_bytes is None else max_queued_bytes
         self.space = DiskSpace(folder, slab_bytes=slab_bytes, budget_bytes=budget_bytes)
-        """The files, and what is lent of them."""
+        """Allocates bytes of the files."""
         self.transfers = Transfers(
             folder, self.space, verify=checksum, max_queued_bytes=queued_bytes
         )
-        """What is under way, and the books."""
+        """Does the work of the threads, and counts it."""
         self._writers = _make_threads(self.transfers, threads, "write")
         self._readers = _make_threads(self.transfers, threads, "read")
         # Runs on close, when nobody refers to the store any more, or at the interpreter's exit.
         self._finalizer = weakref.finalize(
-            self, _dismantle, self.transfers, self._writers, self._readers
+            self, _close_store, self.transfers, self._writers, self._readers
         )
 
     def start_write(self, host_bytes: Tensor) -> DiskWrite:
         """Start writing `host_bytes`, uint8 [n], n > 0; blocks while the queue is full.
 
-        The bytes must stay untouched until the ticket is done. Memory at multiples of 4096 bytes is
+        The bytes must not change until the ticket is done. Memory at multiples of 4096 bytes is
         written as it is; other memory is copied piece by piece, in the background.
 
         Raises:
-            BudgetError: the budget or the disk has no room for them.
-            OffloadError: the store was closed, or a file could not be made.
+            BudgetError: The budget or the disk has no space for them.
+            OffloadError: The store was closed, or a file could not be made.
         """
         source = _as_array(host_bytes)
         transfers = self.transfers
-        transfers.check_process()  # first of all: a forked child may find the lock held for ever
+        transfers.check_process()  # first: a forked child may find the lock held for ever
         with transfers.changed:
             extent = transfers.admit(source.size)
             try:
@@ -564,7 +552,7 @@ class DiskStore:
         """Start filling `host_bytes`, uint8 [n], with an extent of n bytes, after its write.
 
         Raises:
-            OffloadError: the extent was lost by a failed transfer before, or the store was closed.
+            OffloadError: The extent was lost by a failed transfer, or the store was closed.
         """
         target = _as_array(host_bytes)
         assert target.size == extent.num_bytes, "an extent is read as a whole"
@@ -584,22 +572,22 @@ class DiskStore:
         return DiskTicket(transfers, future, needed=True)
 
     def release(self, extent: DiskExtent) -> None:
-        """Give an extent back, at any moment; its bytes are free once its transfers are over.
+        """Release an extent, at any moment; its bytes are free once its transfers are over.
 
-        A write that has not begun is called off. Reads that were started are finished.
+        A write that has not begun is cancelled. Reads that were started are finished.
         """
         self.transfers.check_process()
         self.transfers.release(extent)
 
     def close(self) -> None:
-        """Give up what waits, end the threads and remove the files; nothing the second time.
+        """Cancel what waits, end the threads and remove the files; does nothing the second time.
 
         Transfers under way are finished first. What was not read is lost, and its tickets raise.
         """
         self._finalizer()
 
     def __reduce__(self) -> NoReturn:
-        """Refuse to be pickled or copied: the threads and the lock cannot be."""
+        """Raise: threads and a lock can be neither pickled nor copied."""
         raise TypeError(
             f"the disk store in {self.transfers.folder.path} can be neither pickled nor copied, "
             "since its files belong to this process; make a DiskStore in the process or place that "
@@ -616,23 +604,23 @@ def _make_threads(transfers: Transfers, threads: int, name: str) -> ThreadPoolEx
 
 
 def _as_array(host_bytes: Tensor) -> Bytes:
-    assert host_bytes.dtype == torch.uint8, "the disk holds bytes"
-    assert host_bytes.dim() == 1, "the disk holds runs of bytes"
-    assert host_bytes.is_contiguous(), "the disk holds bytes without gaps"
-    assert host_bytes.device.type == "cpu", "the disk is behind host memory"
+    assert host_bytes.dtype == torch.uint8, "the disk stores bytes"
+    assert host_bytes.dim() == 1, "the disk stores flat bytes"
+    assert host_bytes.is_contiguous(), "the disk stores contiguous bytes"
+    assert host_bytes.device.type == "cpu", "the disk reads and writes host memory"
     return host_bytes.numpy()
 
 
-def _dismantle(
+def _close_store(
     transfers: Transfers, writers: ThreadPoolExecutor, readers: ThreadPoolExecutor
 ) -> None:
-    """End a store; not a method, so that it can run when the store is gone."""
+    """Close a store; not a method, so that it can run when the store object is gone."""
     if transfers.folder.is_foreign:
         return
     if threading.get_ident() in transfers.threads:
-        # A garbage collection in one of our threads, which cannot wait for itself.
+        # A garbage collection in one of the store's threads, which cannot wait for itself.
         arguments = (transfers, writers, readers)
-        threading.Thread(target=_dismantle, args=arguments, name="sppo-disk-end").start()
+        threading.Thread(target=_close_store, args=arguments, name="sppo-disk-end").start()
         return
     with transfers.changed:
         transfers.closed = True

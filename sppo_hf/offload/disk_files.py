@@ -1,28 +1,21 @@
-"""One slab file of the disk tier: reserved at once, written and read past the page cache.
+"""Files of the disk tier: where they are made, and how bytes are moved past the page cache.
 
-What is read back a step later has no use for the page cache, and would push out what has; so files
-are opened with O_DIRECT where the filesystem has it. Then addresses, offsets and lengths must be
-multiples of `BLOCK_BYTES`; memory that is not passes through a small aligned buffer of the thread.
-Elsewhere pages are given back to the system after use.
+*Reading and writing* (`SlabFile`). What is read back a step later has no use for the page cache,
+and would push out what has; so files are opened with O_DIRECT where the file system has it. Then
+addresses, offsets and lengths must be multiples of `BLOCK_BYTES`; memory that is not passes through
+a small aligned buffer of the thread. Elsewhere pages are given back to the system after use.
 
-A file is removed from its folder as soon as it is open, before any space is taken for it, unless it
-has to keep its name (`disk_folder` knows). The system then keeps its bytes for as long as it is
-open, and frees them when the process ends, however it ends.
-
-
-Where a disk store keeps its files: below the user's folder, and gone with its process.
-
-Where the file system keeps the bytes of a removed file for as long as it is open, every file is
-removed as soon as it is open and before it has any bytes, so nothing is left on the disk whatever
-ends the process, kill -9 included. All local file systems of Linux and macOS do so, and NFS, whose
-client renames such files (`.nfs…`) until they are closed. `_why_not_nameless` does not go by names
-of file systems: it fills and reads one removed block whenever a store is made.
+*Names* (`StoreFolder`). A file is removed from its folder as soon as it is open, before any space
+is taken for it. The system keeps its bytes for as long as it is open and frees them when the
+process ends, however it ends, kill -9 included. All local file systems of Linux and macOS do so,
+and NFS, whose client renames such files (`.nfs…`) until they are closed. `_why_names_are_needed`
+does not go by names of file systems: it fills and reads one removed block for every new store.
 
 Elsewhere (some FUSE and 9p mounts) files keep their names, in a private folder
 `<directory>/sppo-<host>-<process>-<random>` with the file `lock`, on which its process keeps an
-flock for as long as it lives, however it ends. So whoever gets that lock knows that the owner is
-gone, kill -9 included, and removes what it left; every new store looks for such folders. Where a
-filesystem has no flock either, what a crash leaves stays.
+flock for as long as it lives. So whoever gets that lock knows that the owner has ended, and removes
+what it left; every new store looks for such folders. On a file system without flock, what a crash
+leaves stays.
 """
 
 from __future__ import annotations
@@ -48,17 +41,17 @@ from sppo_hf.rules import show
 logger = logging.getLogger(__name__)
 
 Bytes = npt.NDArray[np.uint8]
-"""A run of memory as numpy sees it, uint8 [n]."""
+"""Memory as a NumPy array, uint8 [n]."""
 
 BLOCK_BYTES = 4096
-"""What O_DIRECT may ask addresses, offsets and lengths to be multiples of, on any usual disk."""
+"""O_DIRECT may require addresses, offsets and lengths to be multiples of this on a usual disk."""
 PIECE_BYTES = 16 * 2**20
-"""The most that one system call moves; so that progress shows and closing need not wait long."""
+"""Maximum bytes of one system call, so that progress shows and closing need not wait long."""
 BOUNCE_BYTES = 4 * 2**20
 """Size of a thread's aligned buffer for memory that is not aligned."""
 
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""What the system answers where there is no space, or not for this user or process."""
+DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors by which the system says that there is no space, or none for this user or process."""
 
 _WEIGHTS = np.random.default_rng(0).integers(0, 2**63, BLOCK_BYTES // 8, np.uint64) * 2 + 1
 """Odd factors of a block's words in its checksum, uint64 [512]; the same ones in every process."""
@@ -74,12 +67,12 @@ class SlabFile:
     `write` and `read` may run in several threads at once, on bytes that do not overlap.
 
     Args:
-        path: a file that does not exist yet.
-        num_bytes: its size, a multiple of `BLOCK_BYTES`.
-        keep_name: whether it stays in its folder; else nobody sees it there any more.
+        path: A file that does not exist yet.
+        num_bytes: Its size, a multiple of `BLOCK_BYTES`.
+        keep_name: Whether it stays in its folder, rather than being removed at once.
 
     Raises:
-        OSError: the disk has no room (ENOSPC and the like) or gives no file. Nothing stays then.
+        OSError: The disk is full (ENOSPC and the like) or gives no file. Nothing is left then.
     """
 
     def __init__(self, path: Path, num_bytes: int, *, keep_name: bool) -> None:
@@ -108,15 +101,15 @@ class SlabFile:
     def write(self, source: Bytes, offset: int, on_moved: Callable[[int], None]) -> None:
         """Write `source` at `offset`, a multiple of `BLOCK_BYTES`, in whole blocks.
 
-        What the rest of the last block holds afterwards is left open.
+        The rest of the last block may hold anything afterwards.
 
         Args:
             source: uint8 [n], contiguous.
-            offset: first byte in the file.
-            on_moved: told the bytes that each system call moved.
+            offset: First byte in the file.
+            on_moved: Called with the bytes that each system call moved.
 
         Raises:
-            OSError: the disk refused.
+            OSError: The disk refused.
         """
         for start, end, bounced in self._pieces(source):
             piece = source[start:end]
@@ -126,7 +119,7 @@ class SlabFile:
             self._move(os.pwritev, piece, offset + start, on_moved)
 
     def read(self, target: Bytes, offset: int, on_moved: Callable[[int], None]) -> None:
-        """Fill `target`, uint8 [n], with the bytes that were written at `offset`; as `write`."""
+        """Fill `target`, uint8 [n], with the bytes at `offset`; arguments as for `write`."""
         for start, end, bounced in self._pieces(target):
             piece = _bounce(end - start) if bounced else target[start:end]
             self._move(os.preadv, piece, offset + start, on_moved)
@@ -134,13 +127,13 @@ class SlabFile:
                 target[start:end] = piece[: end - start]
 
     def close(self) -> None:
-        """Close the file; without a name its bytes are free then. No transfer may be under way."""
+        """Close the file, without transfers under way; frees its bytes if it has no name."""
         close_descriptor(self._buffered)
         if self._direct is not None:
             close_descriptor(self._direct)
 
     def _pieces(self, memory: Bytes) -> Iterator[tuple[int, int, bool]]:
-        """Cut `memory` into (start, end, whether it must pass through the aligned buffer)."""
+        """Cut `memory` into (start, end, whether the piece must pass through the buffer)."""
         straight_bytes = memory.size
         if self._is_direct:
             aligned = memory.ctypes.data % BLOCK_BYTES == 0
@@ -196,7 +189,7 @@ class SlabFile:
 def open_descriptor(path: Path, flags: int) -> int:
     """Open a file for this process alone: neither a forked nor a started child keeps it open.
 
-    A child that did would keep the disk space of removed files, and locks, past our end.
+    A child that did would keep the disk space of removed files, and locks, beyond this process.
     """
     descriptor = os.open(path, flags, 0o600)
     _descriptors.add(descriptor)
@@ -204,13 +197,13 @@ def open_descriptor(path: Path, flags: int) -> int:
 
 
 def close_descriptor(descriptor: int) -> None:
-    """Close what `open_descriptor` opened."""
+    """Close a descriptor of `open_descriptor`."""
     _descriptors.discard(descriptor)
     os.close(descriptor)
 
 
 def free_bytes(descriptor: int) -> int:
-    """Bytes that this process may still take on the filesystem of an open file."""
+    """Bytes that this process may still take on the file system of an open file."""
     status = os.fstatvfs(descriptor)
     return status.f_bavail * status.f_frsize
 
@@ -228,7 +221,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def checksum(memory: Bytes) -> int:
-    """A number of 32 bits that tells uint8 `memory` [n] from what damage makes of it.
+    """Return a 32-bit checksum of uint8 `memory` [n].
 
     The CRC-32 of one 64-bit sum for each block of 4096 bytes: its words times odd factors, modulo
     2**64. Factors differ, and a CRC knows order, so neither words nor blocks change places unseen.
@@ -251,7 +244,7 @@ def aligned_bytes(num_bytes: int) -> Bytes:
 
 
 def round_up(num_bytes: int) -> int:
-    """The bytes of the whole blocks that hold `num_bytes`."""
+    """Bytes of the whole blocks that hold `num_bytes`."""
     return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
@@ -263,11 +256,11 @@ def _bounce(num_bytes: int) -> Bytes:
 
 
 def _open_direct(path: Path, opened: int) -> int | None:
-    """Open the file past the page cache; None where the system or the filesystem cannot.
+    """Open the file past the page cache; None if the system or the file system cannot.
 
     Args:
-        path: its name.
-        opened: a descriptor of it, since in a folder of many users a name can change its file.
+        path: Its name.
+        opened: A descriptor of it: in a folder of many users another file may get its name.
     """
     if not hasattr(os, "O_DIRECT"):
         return None
@@ -296,7 +289,7 @@ def _reserve(descriptor: int, num_bytes: int) -> None:
             return
     if free_bytes(descriptor) < num_bytes:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    # Space is then only found when it is written; a disk filled by others meanwhile is an error of
+    # Space is then only taken when it is written; a disk filled by others meanwhile is an error of
     # that write.
     os.ftruncate(descriptor, num_bytes)
 
@@ -309,39 +302,39 @@ except ImportError:  # not a POSIX system
 
 _LOCK = "lock"
 _FOLDER = re.compile(r"sppo-(?P<host>[^-]+)-[0-9]+-[0-9a-f]{16}")
-_MOST_SHOWN = 400
-# Two names that other processes can take before us are chance; eight are a broken filesystem.
+_MAX_SHOWN = 400
+# Losing two folders to other processes is chance; losing eight means a broken file system.
 _MAX_TRIES = 8
 
 
 class StoreFolder:
-    """A place for one store's files below `directory`, which is made if its parent exists.
+    """The folder of one store's files: `directory`, or a private folder below it.
 
-    Making one also removes what ended processes of this host left there under a name.
+    It is made if its parent exists. What ended processes of this host left there is removed.
 
     Args:
-        directory: where the user wants offloaded bytes, the setting `offload_dir`.
+        directory: The setting `offload_dir`.
 
     Raises:
-        ConfigError: the directory cannot be made or written, or is a file.
+        ConfigError: The directory cannot be made or written, or is a file.
     """
 
     def __init__(self, directory: Path) -> None:
         self.process_id = os.getpid()
-        """The process that owns the folder; a forked child must leave it alone."""
-        with refuse_unusable(directory):
+        """The process that owns the folder; a forked child must not touch it."""
+        with unusable_folder_errors(directory):
             if fcntl is None:
                 raise OSError("this system has no POSIX file locks")
             self.path = directory.absolute()
-            """Where files are to be made: `directory`, or a private folder below it."""
-            refuse_missing_parent(self.path)
+            """Where files are made."""
+            check_parent_exists(self.path)
             self.path.mkdir(exist_ok=True)
             _remove_leftovers(self.path)
-            refused = _why_not_nameless(self.path)
+            refused = _why_names_are_needed(self.path)
             self.keeps_names = refused is not None
             """Whether files must keep their names until they are closed."""
             if self.keeps_names:
-                self.path, descriptor = _make(self.path)
+                self.path, descriptor = _make_locked_folder(self.path)
             else:
                 descriptor = open_descriptor(self.path, os.O_RDONLY)
         self._descriptor: int | None = descriptor
@@ -356,7 +349,7 @@ class StoreFolder:
         """Make a file of `num_bytes` bytes, a multiple of `BLOCK_BYTES`.
 
         Raises:
-            OSError: the disk has no room, or gives no file.
+            OSError: The disk is full, or gives no file.
         """
         return SlabFile(self.path / f"{_new_name()}.bin", num_bytes, keep_name=self.keeps_names)
 
@@ -367,12 +360,12 @@ class StoreFolder:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that this process may still take on the filesystem of the folder."""
+        """Bytes that this process may still take on the file system of the folder."""
         assert self._descriptor is not None, "the folder was removed"
         return free_bytes(self._descriptor)
 
     def remove(self) -> None:
-        """Delete what has a name; does nothing the second time or in a forked child."""
+        """Delete what has a name; does nothing the second time, or in a forked child."""
         if self._descriptor is None or self.is_foreign:
             return
         descriptor, self._descriptor = self._descriptor, None
@@ -385,39 +378,39 @@ class StoreFolder:
 
 
 @contextlib.contextmanager
-def refuse_unusable(directory: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn what the system says of `directory`, the setting `offload_dir`, into one error.
+def unusable_folder_errors(directory: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn the system's errors about `directory`, the setting `offload_dir`, into one.
 
     Raises:
-        ConfigError: it has no such name, or cannot be reached, made or written, or is a file.
+        ConfigError: It cannot be named, reached, made or written, or is a file.
     """
     try:
         yield
     except FileExistsError as error:
-        raise _refusal(directory, "what has that name is not a folder") from error
+        raise _unusable_error(directory, "what has that name is not a folder") from error
     except OSError as error:
-        raise _refusal(directory, error.strerror or str(error)) from error
+        raise _unusable_error(directory, error.strerror or str(error)) from error
     except ValueError as error:
         # Zero bytes, and characters that no encoding of file names has.
-        raise _refusal(directory, f"no file can have that name ({error})") from error
+        raise _unusable_error(directory, f"no file can have that name ({error})") from error
 
 
-def refuse_missing_parent(directory: Path) -> None:
-    """Refuse a folder below one that does not exist: a name mistyped, or a disk not mounted.
+def check_parent_exists(directory: Path) -> None:
+    """Check that the folder above exists: else a name is mistyped, or a disk not mounted.
 
     Raises:
-        FileNotFoundError: there is no such parent.
+        FileNotFoundError: It does not exist.
     """
     parent = directory.absolute().parent
     if not parent.exists():
         raise FileNotFoundError(errno.ENOENT, f"{show(str(parent))} does not exist")
 
 
-def _why_not_nameless(directory: Path) -> str | None:
-    """Why a file there cannot be filled and read after its removal; None if it can."""
+def _why_names_are_needed(directory: Path) -> str | None:
+    """The reason why a file there cannot be used after its removal; None if it can."""
     block, seen = aligned_bytes(BLOCK_BYTES), aligned_bytes(BLOCK_BYTES)
     block[:] = np.arange(BLOCK_BYTES) % 251
-    seen[:] = 0  # new memory may hold the same bytes from another trial
+    seen[:] = 0  # new memory may hold the same bytes from an earlier call
     try:
         file = SlabFile(directory / f"{_new_name()}.bin", BLOCK_BYTES, keep_name=False)
         try:
@@ -426,25 +419,25 @@ def _why_not_nameless(directory: Path) -> str | None:
         finally:
             file.close()
     except OSError as error:
-        # A full disk says nothing about names, and will be told of when it is to be used.
-        return None if error.errno in NO_ROOM else error.strerror or str(error)
+        # A full disk says nothing about names, and is reported when it is used.
+        return None if error.errno in DISK_FULL_ERRNOS else error.strerror or str(error)
     return None if np.array_equal(block, seen) else "other bytes came back"
 
 
-def _host() -> str:
-    """The name of this machine as a part of a folder's name."""
+def _host_name() -> str:
+    """The name of this machine, as part of a folder's name."""
     return re.sub(r"[^A-Za-z0-9.]", "_", platform.node()) or "unknown"
 
 
 def _new_name() -> str:
-    return f"sppo-{_host()}-{os.getpid()}-{secrets.token_hex(8)}"
+    return f"sppo-{_host_name()}-{os.getpid()}-{secrets.token_hex(8)}"
 
 
-def _make(directory: Path) -> tuple[Path, int]:
-    """Make and lock a new folder; return it with the descriptor that holds the lock.
+def _make_locked_folder(directory: Path) -> tuple[Path, int]:
+    """Make and lock a new folder; return it with the descriptor of the lock.
 
     Between making and locking, another process may take the folder for a leftover. Then the lock is
-    gone or not to be had, and another name is tried.
+    removed or held by that process, and another name is tried.
     """
     for _ in range(_MAX_TRIES):
         path = directory / _new_name()
@@ -454,7 +447,7 @@ def _make(directory: Path) -> tuple[Path, int]:
         except FileNotFoundError:
             continue
         try:
-            if _take_lock(lock) and _is_still(path / _LOCK, lock):
+            if _take_lock(lock) and _is_same_file(path / _LOCK, lock):
                 return path, lock
         except OSError as error:
             logger.warning(
@@ -466,10 +459,10 @@ def _make(directory: Path) -> tuple[Path, int]:
 
 
 def _take_lock(descriptor: int) -> bool:
-    """Whether the lock was free and is ours now.
+    """Take a file lock; False if another process has it.
 
     Raises:
-        OSError: the filesystem has no locks.
+        OSError: The file system has no locks.
     """
     assert fcntl is not None, "checked when the folder was made"
     try:
@@ -479,8 +472,8 @@ def _take_lock(descriptor: int) -> bool:
     return True
 
 
-def _is_still(path: Path, descriptor: int) -> bool:
-    """Whether the file at `path` is the one that is open as `descriptor`."""
+def _is_same_file(path: Path, descriptor: int) -> bool:
+    """Whether the file at `path` is the one open as `descriptor`."""
     try:
         return os.path.samestat(path.stat(), os.fstat(descriptor))
     except FileNotFoundError:
@@ -490,7 +483,7 @@ def _is_still(path: Path, descriptor: int) -> bool:
 def _remove_leftovers(directory: Path) -> None:
     """Remove the folders of processes of this host that have ended."""
     freed_bytes, num_folders = 0, 0
-    for path in _own_folders(directory):
+    for path in _folders_of_this_user(directory):
         try:
             size = _remove_if_dead(path)
         except OSError as error:
@@ -506,12 +499,12 @@ def _remove_leftovers(directory: Path) -> None:
         )
 
 
-def _own_folders(directory: Path) -> Iterator[Path]:
-    """The folders in `directory` that a store of this user on this host has made."""
+def _folders_of_this_user(directory: Path) -> Iterator[Path]:
+    """Yield the folders in `directory` that stores of this user on this host have made."""
     for entry in os.scandir(directory):
         name = _FOLDER.fullmatch(entry.name)
         # Locks of another host may not be seen here (network disks), so its folders stay.
-        if name is None or name["host"] != _host() or not entry.is_dir(follow_symlinks=False):
+        if name is None or name["host"] != _host_name() or not entry.is_dir(follow_symlinks=False):
             continue
         try:
             owner = entry.stat(follow_symlinks=False).st_uid
@@ -522,11 +515,11 @@ def _own_folders(directory: Path) -> Iterator[Path]:
 
 
 def _remove_if_dead(path: Path) -> int | None:
-    """Remove a folder whose lock is free; return the bytes it held, or None if it stays."""
+    """Remove a folder whose lock is free; return its bytes, or None if its process lives."""
     try:
         lock = open_descriptor(path / _LOCK, os.O_RDWR)
     except FileNotFoundError:
-        # Its maker died before making the lock, or is about to and will then choose another name.
+        # Its process ended before it made the lock, or is about to and will choose another name.
         with contextlib.suppress(FileNotFoundError):
             path.rmdir()
         return 0
@@ -539,7 +532,7 @@ def _remove_if_dead(path: Path) -> int | None:
 def _empty(path: Path) -> int:
     """Delete a folder and the files in it, the lock last; return the bytes they took."""
     num_bytes = 0
-    # Two stores may clean up at once, and a user may have been here before us.
+    # Two stores, or a user, may clean up at once.
     with contextlib.suppress(FileNotFoundError):
         for file in sorted(path.iterdir(), key=lambda file: file.name == _LOCK):
             with contextlib.suppress(FileNotFoundError):
@@ -549,11 +542,10 @@ def _empty(path: Path) -> int:
     return num_bytes
 
 
-def _refusal(directory: str | os.PathLike[str], reason: str) -> ConfigError:
-    """The error of a directory that cannot be used."""
+def _unusable_error(directory: str | os.PathLike[str], reason: str) -> ConfigError:
     # Escaped, so that any name can be printed; whole, unless it would fill the screen.
     name = repr(os.fspath(directory))
-    seen = name if len(name) <= _MOST_SHOWN else show(os.fspath(directory))
+    seen = name if len(name) <= _MAX_SHOWN else show(os.fspath(directory))
     return ConfigError(
         f"offload_dir is {seen}, which cannot be used: {reason}. Allowed: a folder that "
         "exists or can be made in one that does, and that can be written to. Remedy: name such a "

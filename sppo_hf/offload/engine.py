@@ -1,38 +1,35 @@
-"""What an offload engine has moved and holds, as plain numbers; knows nothing of how.
+"""Moves tensors of one device to host memory or disk and back, without blocking the host.
 
-All storages of an engine: how each is moved, brought back and given up.
+Every copy has two verbs: `prefetch` starts it, `wait_for` orders the compute stream behind it and
+returns the tensor. `release` (or dropping the handle) frees the bytes. `layer_offload` connects the
+engine to what autograd saves. Why there is no race: [Note: offload lifetimes] in
+`sppo_hf/offload/__init__.py`.
 
-The engine's inner half: it is called under the engine's lock, looks at storages and not at handles,
-and leaves to the engine what callers are promised. Why there is no race: [Note: offload lifetimes].
-
-What is on its way out waits in a queue, oldest first. One stream copies in order, so what compute
-waits for, and what the host sees done, is always a prefix of this queue: rules 2 and 3 of the note.
-
-
-The owner of everything that is away from the device: starts, awaits, frees and accounts for it.
-
-Two verbs for a copy, `prefetch` and `wait_for`, and one for its end, `release` (dropping the handle
-does the same). `layer_offload` brings layers and autograd in. Why there is no race: [Note: offload
-lifetimes] in `sppo_hf/offload/__init__.py`.
-
-Not covered: CUDA graph capture, and tensors that other streams than the compute stream write.
+Not covered: CUDA graph capture, and tensors that streams other than the compute stream write to.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import operator
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from sppo_hf.errors import OffloadError
-from sppo_hf.offload.copy_streams import Copier, CudaRuntime, HostCopier, StreamCopier, wait_for_all
+from sppo_hf.errors import BudgetError, OffloadError
+from sppo_hf.offload.copy_streams import (
+    Copier,
+    CudaRuntime,
+    HostCopier,
+    StreamCopier,
+    wait_for_all,
+)
 from sppo_hf.offload.disk import DiskStore
 from sppo_hf.offload.host_memory import HostPool, Progress, Region
 from sppo_hf.offload.storage import (
@@ -44,30 +41,30 @@ from sppo_hf.offload.storage import (
     StorageRegistry,
     bytes_of,
 )
-from sppo_hf.offload.tiers import DEFAULT_STAGING_BYTES, HostTier, Staging, Tier, allocate
+from sppo_hf.offload.tiers import DEFAULT_STAGING_BYTES, HostTier, Staging, Tier
 from sppo_hf.planning.memory import HOST_SLAB_BYTES
 from sppo_hf.planning.tiers import OffloadTier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadStats:
-    """What an engine has moved, which only grows, and what it holds now."""
+    """Counters of an engine, which only grow, and what it holds at the moment."""
 
     d2h_bytes: int = 0
     """Bytes copied from the device to the host."""
     h2d_bytes: int = 0
     """Bytes copied from the host to the device."""
     stall_seconds: float = 0.0
-    """Compute standing still for copies; on an accelerator, of the waits passed so far. Includes
-    `disk_stall_seconds`."""
+    """Time that compute stood still for copies, `disk_stall_seconds` included. On an accelerator,
+    of the waits that the device has passed so far."""
     grown_bytes: int = 0
-    """Host bytes reserved after the first `reserve`: growth that a step had to pay for."""
+    """Host bytes allocated in the middle of a step, after the first `reserve`."""
     disk_write_bytes: int = 0
     """Bytes written to `offload_dir`."""
     disk_read_bytes: int = 0
-    """Bytes read from it."""
+    """Bytes read from `offload_dir`."""
     disk_stall_seconds: float = 0.0
-    """The host standing still for disk reads, disk writes or the staging bytes they hold."""
+    """Time that the host stood still for disk reads and writes, or for free staging memory."""
     spilled_bytes: int = 0
     """Bytes meant for the host that went to disk because the host budget was full."""
     pinned_bytes: int = 0
@@ -77,28 +74,28 @@ class OffloadStats:
     host_used_bytes: int = 0
     """Bytes of host slabs in use now."""
     live_handles: int = 0
-    """Moved storages that a handle still owns now."""
+    """Offloaded storages that a handle still owns now."""
     host_peak_bytes: int = 0
-    """The most bytes of host slabs that were in use at once since the engine was made."""
+    """Maximum of `host_used_bytes` since the engine was made."""
     fragmentation: float = 0.0
-    """Share of the host slabs' free bytes outside the largest hole, from 0 to 1, now."""
+    """Share of the host slabs' free bytes outside the largest free block, from 0 to 1, now."""
 
     def since(self, before: OffloadStats) -> OffloadStats:
-        """The same, with what only ever grows counted from `before` on."""
-        return self._counted(operator.sub, before)
+        """These stats with the counters reduced by those of `before`."""
+        return self._combine_counters(operator.sub, before)
 
     def __add__(self, before: OffloadStats) -> OffloadStats:
-        """The same, with what was moved `before` added."""
-        return self._counted(operator.add, before)
+        """These stats with the counters increased by those of `before`."""
+        return self._combine_counters(operator.add, before)
 
-    def _counted(
+    def _combine_counters(
         self, combine: Callable[[float, float], float], other: OffloadStats
     ) -> OffloadStats:
-        counted = {name: combine(getattr(self, name), getattr(other, name)) for name in _GROWING}
+        counted = {name: combine(getattr(self, name), getattr(other, name)) for name in _COUNTERS}
         return replace(self, **counted)
 
 
-_GROWING = (
+_COUNTERS = (
     "d2h_bytes",
     "h2d_bytes",
     "stall_seconds",
@@ -111,51 +108,49 @@ _GROWING = (
 
 
 class PendingCopies:
-    """The storages whose source is still on the device although its copy has been enqueued.
+    """Queue of the storages whose D2H copy is enqueued and whose source is still on the device.
 
-    One for all prefetch orders of an engine: the device's memory is one, and so is the lane.
+    The D2H stream copies in order, so what compute is made to wait for, and what the host sees
+    done, is always a prefix of this queue (rules 2 and 3 of the note). All layers and K/V of an
+    engine share one queue, because they share the stream and the device's memory.
     """
 
     def __init__(self) -> None:
-        self._queue: deque[tuple[int, OffloadedStorage]] = deque()  # (frame, storage)
-        self._frame = 0
+        self._queue: deque[tuple[int, OffloadedStorage]] = deque()  # (group, storage)
+        self._group = 0
         self.num_bytes = 0
         """Bytes enqueued and not yet ordered."""
 
     def add(self, stored: OffloadedStorage) -> None:
-        """Append a storage whose copy has just been enqueued; it belongs to the open frame."""
-        self._queue.append((self._frame, stored))
+        """Append a storage whose copy has just been enqueued; it belongs to the open group."""
+        self._queue.append((self._group, stored))
         self.num_bytes += stored.span.num_bytes
 
-    def limit_pending_d2h(self, max_pending_d2h_bytes: int | None) -> None:
-        """Let compute wait for the oldest copies until at most `max_pending_d2h_bytes` are left.
+    def close_group(self, max_bytes: int | None) -> None:
+        """Make compute wait for the oldest copies until at most `max_bytes` are pending.
 
-        With None, until nothing but the frame that closes is left. Which copies are waited for
-        follows from sizes alone, not from time. One wait, for the last of them, does for all.
+        With None, until only the copies since the last call are pending. Which copies are waited
+        for depends on sizes alone, not on timing. One wait, for the last of them, covers all.
         """
-        going: list[OffloadedStorage] = []
+        ordered: list[OffloadedStorage] = []
         while self._queue:
-            frame, _ = self._queue[0]
-            enough = (
-                frame == self._frame
-                if max_pending_d2h_bytes is None
-                else self.num_bytes <= max_pending_d2h_bytes
-            )
-            if enough:
+            if max_bytes is None and self._queue[0][0] == self._group:
                 break
-            going.append(self._pop())
-        wait_for_all(stored.out_ticket for stored in going)
-        for stored in going:
+            if max_bytes is not None and self.num_bytes <= max_bytes:
+                break
+            ordered.append(self._pop())
+        wait_for_all(stored.d2h_ticket for stored in ordered)
+        for stored in ordered:
             stored.drop_source()
-        self._frame += 1
+        self._group += 1
 
     def poll(self) -> None:
         """Free the sources whose copies have ended; never blocks."""
-        while self._queue and self._queue[0][1].out_ticket.ordered:
+        while self._queue and self._queue[0][1].d2h_ticket.ordered:
             self._pop().drop_source()
 
-    def forget(self) -> None:
-        """Empty the queue; who owns the storages sees to their copies."""
+    def clear(self) -> None:
+        """Empty the queue without waiting; the storages still hold their tickets."""
         self._queue.clear()
         self.num_bytes = 0
 
@@ -165,176 +160,17 @@ class PendingCopies:
         return stored
 
 
-class TransferManager:
-    """Storages by state, and the copies that change it.
-
-    Args:
-        copier: how bytes travel.
-        tiers: where they wait, nearest first; what finds no room on one goes to the next.
-    """
-
-    def __init__(self, copier: Copier, tiers: Sequence[Tier]) -> None:
-        self.tiers = tuple(tiers)
-        for tier in self.tiers:
-            if isinstance(tier, HostTier):
-                tier.make_room = self.settle_limbo
-        self._copier = copier
-        self.live: set[OffloadedStorage] = set()
-        self.registry = StorageRegistry()
-        self.pending = PendingCopies()
-        # Filled by finalizers at any moment, hence only appended to; see rule 6 of the note.
-        self.retired: deque[OffloadedStorage] = deque()
-        self.limbo: list[OffloadedStorage] = []
-        self.d2h_bytes = 0
-        self.h2d_bytes = 0
-        self.spilled_bytes = 0
-
-    @property
-    def is_clean(self) -> bool:
-        """Whether no host bytes are in use but for copies under way; asked when nothing lives."""
-        return all(tier.is_drained(self._waiting_of(tier)) for tier in self.tiers)
-
-    def _waiting_of(self, tier: Tier) -> list[OffloadedStorage]:
-        return [stored for stored in self.limbo if stored.tier is tier]
-
-    def move(self, tensor: Tensor, wanted: OffloadTier) -> StorageRef:
-        """Start copying out what `tensor` reaches, unless a move before has it."""
-        owner = self.registry.owner_of(tensor)
-        if owner is not None:
-            return owner
-        span = ByteRange.to_move(tensor)
-        source = bytes_of(tensor, span)
-        tier, region = self._room(span.num_bytes, wanted)
-        try:
-            ticket = self._copier.start_d2h(source, region.memory)
-        except BaseException:
-            tier.pool.release(region)
-            raise
-        self.d2h_bytes += span.num_bytes
-        stored = OffloadedStorage(
-            span=span,
-            storage_key=tensor.untyped_storage()._cdata,
-            region=region,
-            out_ticket=ticket,
-            source=source,
-            watched=tensor.detach(),
-            version=tensor._version,
-            tier=tier,
-            disk=tier.on_disk(),
-        )
-        owner = StorageRef(stored)
-        weakref.finalize(owner, self.retired.append, stored).atexit = False
-        self.live.add(stored)
-        self.pending.add(stored)
-        self.registry.add(tensor, owner)
-        tier.store(stored)
-        return owner
-
-    def _room(self, num_bytes: int, wanted: OffloadTier) -> tuple[Tier, Region]:
-        """A region for a copy out, and the tier that it is of."""
-        names = [tier.name for tier in self.tiers]
-        if wanted not in names:
-            raise OffloadError(
-                f"a tensor was to go to {wanted}, but this engine has none; set offload_dir to a "
-                "folder on a fast disk"
-            )
-        tier, region = allocate(self.tiers[names.index(wanted) :], num_bytes, self.land)
-        self.spilled_bytes += num_bytes if tier.name != wanted else 0
-        return tier, region
-
-    def fetch(self, stored: OffloadedStorage) -> None:
-        """Start bringing a storage back to the device, unless it is there or on its way."""
-        if stored.on_device is not None:
-            return
-        if stored.source is not None:
-            stored.on_device = stored.source  # not gone yet: spare the way back
-        elif stored.host_bytes is not None:
-            self.land(stored)
-        else:
-            stored.tier.load(stored)
-
-    def bring(self, stored: OffloadedStorage) -> None:
-        """Like `fetch`, but the copy to the device is enqueued when it returns."""
-        self.fetch(stored)
-        if stored.on_device is None:
-            stored.tier.wait_loaded(stored, self.land)
-            self.fetch(stored)
-
-    def land(self, stored: OffloadedStorage) -> None:
-        """Start the copy to the device from the bytes on the host."""
-        # What nobody wants any more leaves the device before more comes back to it.
-        self.settle_limbo()
-        if stored.retired:
-            return
-        assert stored.host_bytes is not None, "a copy to the device has a source"
-        stored.on_device, stored.in_ticket = self._copier.start_h2d(
-            stored.host_bytes, stored.out_ticket
-        )
-        self.h2d_bytes += stored.span.num_bytes
-        stored.tier.landed(stored)
-
-    def tend(self) -> None:
-        """Move on what has ended; never blocks but for a disk whose queue is full.
-
-        Raises:
-            OffloadError: something went wrong in the background.
-        """
-        self.pass_on()
-        for tier in self.tiers:
-            tier.raise_failure()
-
-    def pass_on(self) -> None:
-        """Like `tend`, but leaves it to a later call to raise."""
-        self.collect()
-        for tier in self.tiers:
-            tier.poll(self.land)
-
-    def abandon(self) -> None:
-        """Give all storages up."""
-        for stored in self.live:
-            stored.abandoned = True
-            self.retired.append(stored)
-        self.pending.forget()
-        self.collect()
-        for tier in self.tiers:
-            tier.forget()
-
-    def collect(self) -> None:
-        """Free what no copy touches any more; polls, never blocks."""
-        self.pending.poll()
-        while self.retired:
-            stored = self.retired.popleft()
-            if not stored.retired:
-                stored.retired = True
-                self.live.discard(stored)
-                self.registry.forget(stored)
-                self.limbo.append(stored)
-                stored.tier.retire(stored)
-        limbo, self.limbo = self.limbo, []
-        for stored in limbo:
-            if stored.ordered:  # asked once: a copy may end between two looks
-                stored.drop_device_bytes()
-                if stored.region is not None:
-                    stored.tier.pool.release(stored.region)
-            else:
-                self.limbo.append(stored)
-
-    def settle_limbo(self) -> None:
-        """Free what was dropped under a copy, by letting compute wait for that copy."""
-        wait_for_all(ticket for stored in self.limbo for ticket in stored.tickets)
-        self.collect()
-
-
 class OffloadEngine:
-    """Moves tensors of one device to a host pool and back without blocking the host.
+    """Owns everything that is offloaded from one device.
 
-    All methods may be called from any thread.
+    Public methods may be called from any thread: they hold the engine's lock. Private methods
+    expect it to be held.
 
     Args:
-        copier: how bytes travel.
-        pool: where they stay.
-        min_offload_elements: tensors with fewer elements stay on the device.
-        staging: the way to the disk; None for an engine without that tier.
+        copier: Copies bytes between device and host.
+        pool: Host memory of the host tier.
+        min_offload_elements: Tensors with fewer elements are kept on the device.
+        staging: The disk tier; None for an engine without one.
     """
 
     def __init__(
@@ -347,16 +183,28 @@ class OffloadEngine:
     ) -> None:
         self.pool = pool
         self.copier = copier
-        """What moves the bytes."""
+        """Copies bytes between device and host."""
         self._min_elements = min_offload_elements
         self._lock = threading.RLock()
+        # What finds no space on one tier goes to the next.
         self._tiers: tuple[Tier, ...] = (HostTier(pool), *(() if staging is None else (staging,)))
-        self._moves = TransferManager(copier, self._tiers)
+        for tier in self._tiers:
+            tier.connect(start_h2d=self._start_h2d, free_dropped=self._free_dropped)
+        self._live: set[OffloadedStorage] = set()
+        self._registry = StorageRegistry()
+        self._pending = PendingCopies()
+        # Finalizers append to it at any moment, hence a deque; see rule 6 of the note.
+        self._unowned: deque[OffloadedStorage] = deque()
+        # Retired storages that a copy may still touch.
+        self._dropped: list[OffloadedStorage] = []
+        self._d2h_bytes = 0
+        self._h2d_bytes = 0
+        self._spilled_bytes = 0
         self._last_stats = self.stats()
 
     @property
     def device(self) -> torch.device:
-        """The device whose tensors move."""
+        """The device whose tensors are offloaded."""
         return self.copier.device
 
     @property
@@ -365,28 +213,26 @@ class OffloadEngine:
         return any(tier.reads_ahead for tier in self._tiers)
 
     def reserve(self, host_bytes: int, progress: Progress | None = None) -> int | None:
-        """Make the host slabs that a step will need before it starts, and those of staging.
+        """Allocate host memory before a step: `host_bytes` for the host tier, and all of staging.
 
         Args:
-            host_bytes: what the host tier will hold at most, without staging; cut to the budget.
-            progress: is told of the host tier's slabs as they are made.
+            host_bytes: Peak of the host tier, without staging; cut to the budget.
+            progress: Called as the host tier's slabs are made.
 
         Returns:
-            Bytes that the host tier has, if the system refused to give all of these; else None.
+            Bytes that the host tier has if the system refused to give all of these, else None.
 
         Raises:
-            OffloadError: the host gives no (pinned) memory.
+            OffloadError: The host gives no (pinned) memory.
         """
         with self._lock:
-            nearest, *others = self._tiers
-            nearest.reserve(host_bytes, progress)
-            for tier in others:
-                tier.reserve()
+            for tier in self._tiers:
+                tier.reserve(host_bytes, progress)
             short = self.pool.refusal and self.pool.reserved_bytes < host_bytes
             return self.pool.reserved_bytes if short else None
 
     def can_offload(self, tensor: Tensor) -> bool:
-        """Whether `start_offload` would move `tensor` rather than keep it in the handle."""
+        """Whether `start_offload` would copy `tensor` rather than keep it in the handle."""
         return (
             tensor.numel() >= max(self._min_elements, 1)
             and tensor.device == self.copier.device
@@ -402,212 +248,337 @@ class OffloadEngine:
     def start_offload(
         self, tensor: Tensor, *, label: object = None, tier: OffloadTier = "host"
     ) -> OffloadedTensor:
-        """Start copying `tensor` to the host or on to the disk; return what stands for it.
+        """Start copying `tensor` away from the device; return the handle that stands for it.
 
         The caller drops its own reference; the device memory is free once the copy is over and
-        nobody else refers to it. Until then a `wait_for` gives the original bytes back. Views of
-        a storage that is away already cost no bytes.
+        nobody else refers to it. Until then `wait_for` returns the original bytes. Views of a
+        storage that is offloaded already cost no bytes. The host blocks only where the disk is
+        slower than what goes to it.
 
         Args:
-            tensor: any strides, any dtype; kept in the handle if it is not `can_offload`.
-            label: what the tensor belongs to, for messages.
-            tier: where its bytes are to wait. What finds no room on the host goes to the disk, if
-                there is one. The host waits where the disk is slower than what goes there.
+            tensor: Any strides, any dtype; kept in the handle if it is not `can_offload`.
+            label: What the tensor belongs to, for error messages.
+            tier: Where its bytes go. What finds no space on the host goes to the disk, if any.
 
         Raises:
-            BudgetError: the pool or the disk has no room left.
-            OffloadError: the host gives no memory, the engine has no disk, or the disk failed.
+            BudgetError: The pool or the disk is full.
+            OffloadError: The host gives no memory, the engine has no disk, or the disk failed.
         """
         with self._lock:
-            self._moves.tend()
+            self._poll_and_raise()
             if not self.can_offload(tensor):
-                return OffloadedTensor.stayed(tensor, label)
-            return OffloadedTensor.moved(tensor, self._moves.move(tensor, tier), label)
+                return OffloadedTensor.kept(tensor, label)
+            return OffloadedTensor.offloaded(tensor, self._start_d2h(tensor, tier), label)
 
     @torch.no_grad()
     def prefetch(self, handle: OffloadedTensor) -> None:
-        """Start bringing the tensor back to the device; does nothing if it is there or stayed.
+        """Start bringing the tensor back to the device; does nothing if it is there.
 
-        What is on disk is read in the background; a later call of the engine sends it on.
+        A tensor on disk is read in the background; a later call of the engine copies it on.
 
         Raises:
-            OffloadError: the handle was released or abandoned, or the disk failed.
+            OffloadError: The handle was released or abandoned, or the disk failed.
         """
         with self._lock:
-            self._moves.tend()
+            self._poll_and_raise()
             if handle.is_offloaded:
-                self._moves.fetch(handle.stored())
+                self._start_load(handle.stored())
 
     def poll(self) -> None:
-        """Move on what has ended: copies that are over go on to their tier behind the host.
+        """Advance what has ended: finished copies go on to the disk, finished reads to the device.
 
         Raises:
-            OffloadError: the disk failed.
+            OffloadError: The disk failed.
         """
         with self._lock:
-            self._moves.tend()
+            self._poll_and_raise()
 
     def read_ahead(self, handle: OffloadedTensor) -> bool:
         """Start reading the tensor from disk into host memory, if it is there.
 
         Returns:
-            False if there is no room for it yet, so that a later call may do more.
+            False if staging has no free space for it yet, so that a later call may succeed.
         """
         with self._lock:
             return not handle.is_loadable or handle.stored().tier.read_ahead(handle.stored())
 
     @torch.no_grad()
     def wait_for(self, handle: OffloadedTensor) -> Tensor:
-        """The tensor on the device, with its shape and strides; compute is behind its copy.
+        """Return the tensor on the device, with its shape and strides; compute is behind its copy.
 
         May be called again until the handle is released; all calls share one device copy, which
-        lives as long as the handles of its storage. The host waits where a disk has yet to give the
-        bytes.
+        lives as long as the handles of its storage. The host blocks only for a disk read.
 
         Raises:
-            OffloadError: the handle was released or abandoned, its source was modified in place
+            OffloadError: The handle was released or abandoned, its source was modified in place
                 before it could be copied, or the disk failed.
         """
         with self._lock:
-            self._moves.tend()
+            self._poll_and_raise()
             if not handle.is_offloaded:
                 return handle.kept_tensor()
             stored = handle.stored()
-            self._moves.bring(stored)
+            self._start_load(stored)
+            if stored.device_bytes is None:
+                stored.tier.wait_loaded(stored)
+                self._start_load(stored)
             stored.check_overwritten()
             if stored.overwritten:
                 raise OffloadError(f"{handle} {MODIFIED}")
-            if stored.in_ticket is not None:
-                stored.in_ticket.wait()
-            assert stored.on_device is not None, "a fetched storage has device bytes"
-            return handle.rebuild(stored.on_device, stored.span)
+            if stored.h2d_ticket is not None:
+                stored.h2d_ticket.wait()
+            assert stored.device_bytes is not None, "a loaded storage has device bytes"
+            return handle.rebuild(stored.device_bytes, stored.span)
 
     def release(self, handle: OffloadedTensor) -> None:
         """Give the handle's bytes back; the last handle of a storage frees host and device bytes.
 
-        Tensors from `wait_for` stay valid as long as they are referenced.
+        Tensors returned by `wait_for` stay valid as long as they are referenced.
         """
         with self._lock:
             handle.forget()
-            self._moves.pass_on()
+            self._poll()
 
     def bytes_to_prefetch(self, handles: Iterable[OffloadedTensor]) -> int:
         """Device bytes that a prefetch of all `handles` would take; aliases count once."""
         with self._lock:
             storages = {handle.stored() for handle in handles if handle.is_loadable}
-            return sum(stored.span.num_bytes for stored in storages if not stored.coming)
+            return sum(stored.span.num_bytes for stored in storages if not stored.is_prefetched)
 
     def evict(self, handle: OffloadedTensor) -> None:
-        """Free the device bytes, keep the others: the handle can be prefetched again.
+        """Free the device bytes but not the offloaded ones, so it can be prefetched again.
 
-        All handles of one storage share its device bytes, so they lose them together; whichever
-        is used next brings them back for all. Tensors from `wait_for` stay valid as long as they
-        are referenced. If the source has not left yet, it leaves as it would have. Compute waits
-        for a copy back that nobody waited for. Does nothing for what stayed.
+        All handles of one storage share its device bytes; the next use of any brings them back for
+        all. Tensors returned by `wait_for` stay valid as long as they are referenced. A D2H copy
+        under way continues. Compute waits for an H2D copy that nobody waited for. Does nothing for
+        a tensor that was kept on the device.
 
         Raises:
-            OffloadError: the handle was released or abandoned, or the disk failed.
+            OffloadError: The handle was released or abandoned, or the disk failed.
         """
         with self._lock:
-            self._moves.tend()
+            self._poll_and_raise()
             if handle.is_offloaded:
                 handle.stored().evict()
 
     def limit_pending_d2h(self, max_pending_d2h_bytes: int | None = None) -> None:
-        """Mark a frame boundary: compute waits until few enough bytes are on their way out.
+        """End a group of offloads (a layer's, for one): make compute wait for the oldest copies.
 
-        With `max_pending_d2h_bytes` None, until no frame but this one is, so that at most two
-        frames wait on the device for their copies; see rule 3 of the note.
+        With None, for those of all earlier groups, so that the sources of at most two groups are on
+        the device at a time; see rule 3 of the note.
 
         Raises:
-            OffloadError: the disk failed.
+            OffloadError: The disk failed.
         """
         with self._lock:
-            self._moves.tend()
-            self._moves.pending.limit_pending_d2h(max_pending_d2h_bytes)
+            self._poll_and_raise()
+            self._pending.close_group(max_pending_d2h_bytes)
 
     def abandon(self) -> None:
-        """Give up everything that is away, after an exception; its handles raise from now on.
+        """Give up everything that is offloaded, after an exception; its handles raise from now on.
 
-        The pool is clean afterwards but for copies under way, which return when they end.
+        The pool is empty afterwards but for copies under way, whose regions return when they end.
         """
         with self._lock:
-            self._moves.abandon()
+            for stored in self._live:
+                stored.abandoned = True
+                self._unowned.append(stored)
+            self._pending.clear()
+            self._free_unowned()
+            for tier in self._tiers:
+                tier.forget()
 
     def close(self) -> None:
-        """Abandon everything and let compute wait for the copies under way; call before dropping.
+        """Abandon everything and make compute wait for copies under way; call before dropping.
 
-        An engine dropped without it could free device bytes under a copy. Its disk is closed too,
-        after what still uses the staging memory: from then on only that tier is out of use.
+        An engine dropped without it could free device bytes under a copy. Only the disk tier is out
+        of use afterwards.
         """
         with self._lock:
-            self._moves.abandon()
-            self._moves.settle_limbo()
+            self.abandon()
+            self._free_dropped()
             for tier in self._tiers:
                 tier.close()
 
     def assert_drained(self) -> None:
-        """Prove that nothing is left away.
+        """Check that nothing is offloaded any more.
 
         Raises:
-            OffloadError: some handle still owns bytes, so a graph is alive or a frame leaked.
+            OffloadError: Some handle still owns bytes: a graph is alive, or a handle leaked.
         """
         with self._lock:
-            self._moves.collect()
-            live = self._moves.live
-            if live:
+            self._free_unowned()
+            if self._live:
                 gc.collect()  # a handle may only wait in a reference cycle
-                self._moves.collect()
-            if live:
-                num_bytes = sum(stored.span.num_bytes for stored in live)
+                self._free_unowned()
+            if self._live:
+                num_bytes = sum(stored.span.num_bytes for stored in self._live)
                 raise OffloadError(
-                    f"{len(live)} offloaded storages ({num_bytes} bytes) are still owned, "
+                    f"{len(self._live)} offloaded storages ({num_bytes} bytes) are still owned, "
                     "where none should be: a graph is held that had no backward yet (delete its "
                     "loss), or was kept by retain_graph=True"
                 )
-            assert self._moves.is_clean, "every region has a storage"
+            for tier in self._tiers:
+                dropped = [stored for stored in self._dropped if stored.tier is tier]
+                assert tier.is_drained(dropped), "every region has a storage"
 
     def stats(self) -> OffloadStats:
-        """Bytes and seconds since the engine was made, and what it holds now."""
+        """Counters since the engine was made, and what it holds now."""
         with self._lock:
-            self._moves.collect()
+            self._free_unowned()
             pools = [tier.pool for tier in self._tiers]
             reserved_bytes = sum(pool.reserved_bytes for pool in pools)
             disk_stall_seconds = sum(tier.stall_seconds for tier in self._tiers)
             return OffloadStats(
-                d2h_bytes=self._moves.d2h_bytes,
-                h2d_bytes=self._moves.h2d_bytes,
+                d2h_bytes=self._d2h_bytes,
+                h2d_bytes=self._h2d_bytes,
                 stall_seconds=self.copier.stall_seconds() + disk_stall_seconds,
                 pinned_bytes=reserved_bytes if self.pool.pinned else 0,
                 host_bytes=reserved_bytes,
                 host_used_bytes=sum(pool.used_bytes for pool in pools),
-                live_handles=len(self._moves.live),
+                live_handles=len(self._live),
                 host_peak_bytes=sum(pool.peak_bytes for pool in pools),
                 fragmentation=self.pool.fragmentation,
                 grown_bytes=self.pool.grown_bytes,
                 disk_write_bytes=sum(tier.write_bytes for tier in self._tiers),
                 disk_read_bytes=sum(tier.read_bytes for tier in self._tiers),
                 disk_stall_seconds=disk_stall_seconds,
-                spilled_bytes=self._moves.spilled_bytes,
+                spilled_bytes=self._spilled_bytes,
             )
 
     def take_stats(self) -> OffloadStats:
-        """Like `stats`, but bytes moved and stall seconds since the last call."""
+        """Like `stats`, with the counters since the last call."""
         with self._lock:
             now, last = self.stats(), self._last_stats
             self._last_stats = now
             return now.since(last)
 
+    # -- copies, under the lock --------------------------------------------------------------
+
+    def _start_d2h(self, tensor: Tensor, tier_name: OffloadTier) -> StorageRef:
+        """Start copying the storage of `tensor`, unless an earlier call has copied these bytes."""
+        owner = self._registry.owner_of(tensor)
+        if owner is not None:
+            return owner
+        span = ByteRange.to_offload(tensor)
+        source = bytes_of(tensor, span)
+        tier, region = self._allocate(span.num_bytes, tier_name)
+        if tier.name != tier_name:
+            self._spilled_bytes += span.num_bytes
+        try:
+            ticket = self.copier.start_d2h(source, region.memory)
+        except BaseException:
+            tier.pool.release(region)
+            raise
+        self._d2h_bytes += span.num_bytes
+        stored = OffloadedStorage(
+            span=span,
+            storage_key=tensor.untyped_storage()._cdata,
+            region=region,
+            d2h_ticket=ticket,
+            source=source,
+            watched=tensor.detach(),
+            version=tensor._version,
+            tier=tier,
+        )
+        owner = StorageRef(stored)
+        weakref.finalize(owner, self._unowned.append, stored).atexit = False
+        self._live.add(stored)
+        self._pending.add(stored)
+        self._registry.add(tensor, owner)
+        tier.store(stored)
+        return owner
+
+    def _allocate(self, num_bytes: int, tier_name: OffloadTier) -> tuple[Tier, Region]:
+        """Allocate host memory for a D2H copy on the named tier, or on one behind it.
+
+        Raises:
+            BudgetError: None has free space; says why the last has none.
+        """
+        names = [tier.name for tier in self._tiers]
+        if tier_name not in names:
+            raise OffloadError(
+                f"a tensor was to go to {tier_name}, but this engine has none; set offload_dir to "
+                "a folder on a fast disk"
+            )
+        *nearer, last = self._tiers[names.index(tier_name) :]
+        for tier in nearer:
+            # The error is not kept: its traceback leads to Python frames that hold the step's
+            # tensors.
+            with contextlib.suppress(BudgetError):
+                return tier, tier.allocate(num_bytes)
+        return last, last.allocate(num_bytes)
+
+    def _start_load(self, stored: OffloadedStorage) -> None:
+        """Start bringing a storage back to the device, unless it is there or on its way."""
+        if stored.device_bytes is not None:
+            return
+        if stored.source is not None:
+            stored.device_bytes = stored.source  # not freed yet: no copy is needed
+        elif stored.host_bytes is not None:
+            self._start_h2d(stored)
+        else:
+            stored.tier.load(stored)
+
+    def _start_h2d(self, stored: OffloadedStorage) -> None:
+        """Start the copy to the device of a storage whose bytes are on the host."""
+        # What nobody wants any more is freed on the device before more comes to it.
+        self._free_dropped()
+        if stored.retired:
+            return
+        assert stored.host_bytes is not None, "a copy to the device has a source"
+        stored.device_bytes, stored.h2d_ticket = self.copier.start_h2d(
+            stored.host_bytes, stored.d2h_ticket
+        )
+        self._h2d_bytes += stored.span.num_bytes
+        stored.tier.on_h2d_started(stored)
+
+    def _poll_and_raise(self) -> None:
+        self._poll()
+        for tier in self._tiers:
+            tier.raise_failure()
+
+    def _poll(self) -> None:
+        """Advance what has ended; never blocks but for a disk whose write queue is full."""
+        self._free_unowned()
+        for tier in self._tiers:
+            tier.poll()
+
+    def _free_unowned(self) -> None:
+        """Free what nobody owns and no copy touches any more; polls, never blocks."""
+        self._pending.poll()
+        while self._unowned:
+            stored = self._unowned.popleft()
+            if not stored.retired:
+                stored.retired = True
+                self._live.discard(stored)
+                self._registry.forget(stored)
+                self._dropped.append(stored)
+                stored.tier.retire(stored)
+        dropped, self._dropped = self._dropped, []
+        for stored in dropped:
+            if stored.ordered:  # read once: a copy may end between two reads
+                stored.drop_device_bytes()
+                if stored.region is not None:
+                    stored.tier.pool.release(stored.region)
+            else:
+                self._dropped.append(stored)
+
+    def _free_dropped(self) -> None:
+        """Free what was dropped under a copy, by making compute wait for that copy."""
+        wait_for_all(ticket for stored in self._dropped for ticket in stored.tickets)
+        self._free_unowned()
+
 
 def make_copier(device: torch.device, *, use_streams: bool = True) -> Copier:
-    """What moves bytes between `device`, CPU or CUDA, and the host.
+    """Return the copier between the host and `device`, CPU or CUDA.
 
     Args:
-        device: where the tensors are.
-        use_streams: copy on lanes of their own (CUDA only) rather than on the compute stream.
+        device: Where the tensors are.
+        use_streams: Copy on streams of their own (CUDA only) rather than on the compute stream.
 
     Raises:
-        OffloadError: the device is of another kind.
+        OffloadError: The device is of another type.
     """
     if device.type == "cpu":
         return HostCopier()
@@ -631,23 +602,23 @@ def make_engine(
     staging_bytes: int | None = None,
     copier: Copier | None = None,
 ) -> OffloadEngine:
-    """An engine for `device`, CPU or CUDA.
+    """Return an engine for `device`, CPU or CUDA.
 
     Args:
-        device: where the tensors are; on the CPU the host tier is plain memory beside them.
-        use_pin_memory: page-lock the slabs (CUDA only); without it copies block the host.
-        use_streams: copy on lanes of their own (CUDA only) rather than on the compute stream.
-        min_offload_elements: tensors with fewer elements stay on the device.
-        slab_bytes: size of a host slab.
-        budget_bytes: the most that the host slabs may take, staging included; None for no limit.
-        disk: the disk tier, from now on the engine's; None for none.
-        staging_bytes: the part of the budget that bytes pass through on their way to and from the
-            disk; None for a quarter of it, 1 GiB at most.
-        copier: moves bytes of others too, so that all copies of a direction end in one order; None
+        device: Where the tensors are; on the CPU the host tier is plain memory beside them.
+        use_pin_memory: Page-lock the slabs (CUDA only); without it copies block the host.
+        use_streams: Copy on streams of their own (CUDA only) rather than on the compute stream.
+        min_offload_elements: Tensors with fewer elements are kept on the device.
+        slab_bytes: Size of a host slab.
+        budget_bytes: Maximum size of all host slabs, staging included; None for no limit.
+        disk: The disk tier's files, owned by the engine from now on; None for no disk tier.
+        staging_bytes: Part of the budget that bytes pass through on their way to and from the
+            disk; None for a quarter of it, at most 1 GiB.
+        copier: Shared with other users, so that all copies of a direction end in one order; None
             makes one.
 
     Raises:
-        OffloadError: the device is of another kind.
+        OffloadError: The device is of another type.
     """
     if copier is None:
         copier = make_copier(device, use_streams=use_streams)

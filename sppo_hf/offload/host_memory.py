@@ -1,37 +1,31 @@
-"""Host memory from the operating system: plain, or page-locked by several threads.
+"""Host memory for offloaded bytes: slabs from the operating system, and regions within them.
+
+`host_memory` makes pieces of memory, plain or page-locked by several threads. `SlabAllocator` hands
+out runs of bytes of a growing list of slabs, first-fit with coalescing; the disk tier uses it for
+its files. `HostPool` is that over host memory, within a budget. Slabs are kept for the life of a
+pool, because pinning costs milliseconds and a step must not pay it twice; best they are made before
+the first step, by `reserve`. Nothing here is thread-safe by itself; the engine calls a pool under
+its lock.
 
 [Note: page-locked memory]
 Copies overlap with compute only from and into page-locked memory, and training with offload wants
 tens of GiB of it before its first step. One call of cudaHostAlloc makes, clears and maps all pages
-in one thread. Here threads of ours write to every page of a piece first, which is most of the work,
+in one thread. Here several threads write to every page of a piece first, which is most of the work,
 and then one call has the driver lock what is there, while the pages of the next piece are made.
 (RAPIDS cuDF, pull request 23457, an instance with 16 processors: 16 GiB in 7.9 s by cudaHostAlloc,
-in 1.5 s so with four threads. Nothing of ours was measured; `recipes/benchmarks/pinning.py` does.)
+in 1.5 s this way with four threads. `recipes/benchmarks/pinning.py` measures it here.)
 
-- A piece is given out when all of it is locked. A refusal is raised in its turn, after the pieces
+- A piece is yielded when all of it is locked. A refusal is raised in its turn, after the pieces
   before it; what was made ahead is given back.
-- It has as many bytes as it was asked for, where PyTorch's pinned memory has a power of two, and
-  goes back to the system, unlocked before, when the last tensor in it is gone.
-- Its pages are shared with processes that are forked. Private pages that are locked would be copied
-  for each of them at once (Linux since 5.12); without them, reading a weight that rests here would
-  end a worker of a DataLoader.
+- It has exactly the bytes that were requested, where PyTorch's pinned memory has a power of two,
+  and returns to the system, unlocked first, when the last tensor in it is gone.
+- Its pages are shared with forked processes. Private pages that are locked would be copied for each
+  of them at once (Linux since 5.12); without them, reading a host-resident weight would end a
+  worker of a DataLoader.
 - The driver is called in a thread that then ends: CUDA's runtime remembers a refusal for the thread
   that met it, and that thread's next kernel would raise it again.
-- It is memory of this process, so a control group's limit and the resident size count it. Where
-  less is free, it is refused here: touching it would have this process killed.
-
-
-The free bytes of runs of memory or file: first-fit, with coalescing; and slabs of them.
-
-Pure bookkeeping: who takes multiples of an alignment gets multiples of it.
-
-
-Host memory for offloaded bytes: few large slabs, sub-allocated first-fit with coalescing.
-
-Who releases a region vouches that no copy still touches it. Slabs are kept for the life of the
-pool, because pinning costs milliseconds and a step must not pay it twice; better still they are
-made before the first step, by `reserve`. Not thread-safe by itself; the engine calls it under its
-lock.
+- It is memory of this process, so a control group's limit and the resident size count it. If less
+  is free, it is refused here: touching it would have this process killed.
 """
 
 from __future__ import annotations
@@ -58,22 +52,38 @@ from sppo_hf.planning.machine import free_host_memory_bytes
 from sppo_hf.planning.memory import HOST_SLAB_BYTES
 from sppo_hf.rules import format_bytes
 
+ALIGNMENT_BYTES = 512
+"""Regions start at multiples of it within their slab, unless a pool says otherwise."""
 PAGE_BYTES = 4096
-"""Memory that is handed out starts at a multiple of it, as transfers past the page cache want."""
-MOST_THREADS = 8
+"""Pieces of memory start at a multiple of it, as transfers past the page cache want."""
+MAX_SLAB_BYTES = 8 * 2**30
+"""Maximum size of a slab that `reserve` makes: the driver may refuse tens of GiB in one piece which
+it gives in several."""
+MAX_THREADS = 8
 """Threads that write to pages; more made nothing faster where that was measured (see the note)."""
 _PART_BYTES = 2**28
 """What a thread writes to at a time."""
 
+Progress = Callable[[int, int], None]
+"""Called with the bytes that have been made so far, and with how many will be."""
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is not less than `value`."""
+    return -(-value // multiple) * multiple
+
+
+# -- pages from the operating system -----------------------------------------------------------
+
 
 class PageLocker(Protocol):
-    """Tells a device's driver that pages stay where they are; called from any thread."""
+    """Page-locks memory with a device's driver; called from any thread."""
 
     def lock_pages(self, address: int, num_bytes: int) -> None:
         """Lock these bytes, from the start of a page on.
 
         Raises:
-            RuntimeError: the driver refuses.
+            RuntimeError: The driver refuses.
         """
         ...
 
@@ -94,8 +104,8 @@ class _Pages(mmap.mmap):
     def lock(self, locker: PageLocker) -> None:
         locker.lock_pages(self.array().ctypes.data, len(self))
         self._locker, self._process = locker, os.getpid()
-        with _adding:
-            _locked.add(self)
+        with _locked_pages_guard:
+            _locked_pages.add(self)
 
     def __del__(self) -> None:
         # The driver forgets a process that ends, and knows nothing of its children.
@@ -104,36 +114,37 @@ class _Pages(mmap.mmap):
         self._locker.unlock_pages(self.array().ctypes.data)
 
 
-_locked: weakref.WeakSet[_Pages] = weakref.WeakSet()
-_adding = threading.Lock()
+_locked_pages: weakref.WeakSet[_Pages] = weakref.WeakSet()
+_locked_pages_guard = threading.Lock()
 """Held while pieces are added, in a thread, or counted, in another; one may go at any time."""
 
 
 def locked_bytes() -> int:
-    """Page-locked memory that this process holds, but PyTorch's own."""
-    with _adding:
-        return sum(map(len, _locked))
+    """Page-locked memory of this process in bytes, without PyTorch's own."""
+    with _locked_pages_guard:
+        return sum(map(len, _locked_pages))
 
 
 def host_memory(
     sizes: Sequence[int], locker: PageLocker | None = None, *, threads: int | None = None
 ) -> Iterator[Tensor]:
-    """Yields pieces of host memory, uint8 [size], each from the start of a page on.
+    """Yield pieces of host memory, uint8 [size], each from the start of a page on.
 
     Args:
-        sizes: bytes of each, at least 1.
-        locker: page-locks them; None for plain memory.
-        threads: that write to pages to be locked; None for as many as help.
+        sizes: Bytes of each piece, at least 1.
+        locker: Page-locks them; None for plain memory.
+        threads: Number of threads that write to pages before they are locked; None for as many as
+            help.
 
     Raises:
-        OffloadError: the operating system or the driver gives no more; what was yielded stays.
+        OffloadError: The operating system or the driver gives no more; what was yielded stays.
     """
     if locker is None:
-        return map(_plain, sizes)
+        return map(_plain_memory, sizes)
     return _locked_memory(sizes, locker, threads or _num_threads())
 
 
-def _plain(num_bytes: int) -> Tensor:
+def _plain_memory(num_bytes: int) -> Tensor:
     try:
         memory = torch.empty(num_bytes + PAGE_BYTES, dtype=torch.uint8)
     except RuntimeError as error:
@@ -155,7 +166,7 @@ def _locked_memory(sizes: Sequence[int], locker: PageLocker, threads: int) -> It
         try:
             for size in sizes:
                 try:
-                    pages = _touched(size, touching)
+                    pages = _touched_pages(size, touching)
                 except OffloadError:
                     if before is not None:
                         yield before.result()
@@ -170,15 +181,15 @@ def _locked_memory(sizes: Sequence[int], locker: PageLocker, threads: int) -> It
             before = pages = None
 
 
-def _touched(num_bytes: int, threads: ThreadPoolExecutor) -> _Pages:
-    """Memory of which every page is there."""
+def _touched_pages(num_bytes: int, threads: ThreadPoolExecutor) -> _Pages:
+    """Memory of which every page has been written to."""
     free_bytes = free_host_memory_bytes()
     if free_bytes < num_bytes:
-        raise _refused(num_bytes, f"{format_bytes(free_bytes)} of host memory are free")
+        raise _lock_error(num_bytes, f"{format_bytes(free_bytes)} of host memory are free")
     try:
         pages = _Pages(-1, num_bytes)
     except OSError as error:
-        raise _refused(num_bytes, str(error)) from error
+        raise _lock_error(num_bytes, str(error)) from error
     with suppress(AttributeError, OSError):  # not Linux, or a system without them
         pages.madvise(mmap.MADV_HUGEPAGE)
     starts = range(0, num_bytes, _PART_BYTES)
@@ -196,11 +207,11 @@ def _lock(pages: _Pages, locker: PageLocker) -> Tensor:
     try:
         pages.lock(locker)
     except RuntimeError as error:
-        raise _refused(len(pages), str(error)) from error
+        raise _lock_error(len(pages), str(error)) from error
     return torch.frombuffer(pages, dtype=torch.uint8)
 
 
-def _refused(num_bytes: int, reason: str) -> OffloadError:
+def _lock_error(num_bytes: int, reason: str) -> OffloadError:
     return OffloadError(
         f"pinning a host slab of {num_bytes} bytes failed ({reason}); pinned memory is a budget "
         f"of its own, here {_memlock_limit()}. Lower host_memory, raise the limit "
@@ -221,17 +232,20 @@ def _memlock_limit() -> str:
 
 
 def _num_threads() -> int:
-    """As many as there are processors for them; on those of the device's NUMA node, once bound."""
+    """One for each processor that this process may run on, up to `MAX_THREADS`."""
     allowed = getattr(os, "sched_getaffinity", None)
     processors = os.cpu_count() or 1 if allowed is None else len(allowed(0))
-    return min(MOST_THREADS, processors)
+    return min(MAX_THREADS, processors)
+
+
+# -- sub-allocation ----------------------------------------------------------------------------
 
 
 class FreeList:
-    """Free (offset, size) pairs in bytes, sorted by offset, never adjacent.
+    """Free blocks of one slab: (offset, size) in bytes, sorted by offset, never adjacent.
 
     Args:
-        num_bytes: the length of the run; all of it is free at first.
+        num_bytes: Size of the slab; all of it is free at first.
     """
 
     __slots__ = ("_free",)
@@ -241,27 +255,27 @@ class FreeList:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes in all holes together."""
+        """Bytes of all free blocks together."""
         return sum(size for _, size in self._free)
 
     @property
     def largest_bytes(self) -> int:
-        """Bytes in the largest hole; 0 if there is none."""
+        """Bytes of the largest free block; 0 if there is none."""
         return max((size for _, size in self._free), default=0)
 
-    def take(self, size: int) -> int | None:
-        """Cut `size` bytes from the first hole that has them; return the offset, or None."""
-        for index, (offset, hole) in enumerate(self._free):
-            if hole > size:
-                self._free[index] = (offset + size, hole - size)
+    def allocate(self, size: int) -> int | None:
+        """Take `size` bytes from the first block that has them; return the offset, or None."""
+        for index, (offset, block) in enumerate(self._free):
+            if block > size:
+                self._free[index] = (offset + size, block - size)
                 return offset
-            if hole == size:
+            if block == size:
                 del self._free[index]
                 return offset
         return None
 
-    def give(self, offset: int, size: int) -> None:
-        """Make [offset, offset + size) a hole and join it with the holes that touch it."""
+    def free(self, offset: int, size: int) -> None:
+        """Free [offset, offset + size) and join it with the free blocks that touch it."""
         index = bisect_left(self._free, (offset, 0))
         end = offset + size
         if index < len(self._free):
@@ -283,86 +297,78 @@ class Slab:
     """One piece of memory, or one file."""
 
     free_list: FreeList
-    """What is free of it."""
 
 
 SlabT = TypeVar("SlabT", bound=Slab)
 
 
-class Slabs(Generic[SlabT]):
-    """Runs of bytes lent first-fit out of a growing list of slabs, and counted."""
+class SlabAllocator(Generic[SlabT]):
+    """Allocates runs of bytes, first-fit, out of a growing list of slabs.
+
+    A subclass that allocates multiples of an alignment gets multiples of it.
+    """
 
     def __init__(self) -> None:
         self.used_bytes = 0
-        """Lent now."""
+        """Bytes allocated now."""
         self.peak_bytes = 0
-        """The most that was lent at once."""
+        """Maximum of `used_bytes` so far."""
         self.reserved_bytes = 0
-        """Of all slabs."""
+        """Bytes of all slabs."""
         self._slabs: list[SlabT] = []
 
     @property
     def free_bytes(self) -> int:
-        """Bytes of all holes together."""
+        """Bytes of all free blocks together."""
         return sum(slab.free_list.free_bytes for slab in self._slabs)
 
     def _grow(self, size: int) -> None:
         """Add a slab of at least `size` bytes."""
         raise NotImplementedError
 
-    def _lend(self, size: int) -> tuple[SlabT, int]:
-        """Lend `size` bytes, growing where no hole is large enough: the slab and the offset."""
-        taken = self._take(size)
-        if taken is None:
+    def _allocate(self, size: int) -> tuple[SlabT, int]:
+        """Allocate `size` bytes, growing if no free block is large enough: (slab, offset)."""
+        allocated = self._try_allocate(size)
+        if allocated is None:
             self._grow(size)
-            taken = self._take(size)
-            assert taken is not None, "a new slab holds the request that it was made for"
-        return taken
+            allocated = self._try_allocate(size)
+            assert allocated is not None, "a new slab holds the request that it was made for"
+        return allocated
 
-    def _take(self, size: int) -> tuple[SlabT, int] | None:
-        """Lend `size` bytes of the first slab that has such a hole: the slab and the offset."""
+    def _try_allocate(self, size: int) -> tuple[SlabT, int] | None:
+        """Allocate `size` bytes of the first slab with such a free block: (slab, offset)."""
         for slab in self._slabs:
-            offset = slab.free_list.take(size)
+            offset = slab.free_list.allocate(size)
             if offset is not None:
                 self.used_bytes += size
                 self.peak_bytes = max(self.peak_bytes, self.used_bytes)
                 return slab, offset
         return None
 
-    def _give(self, slab: SlabT, offset: int, size: int) -> None:
-        """Take a run back."""
-        slab.free_list.give(offset, size)
+    def _free(self, slab: SlabT, offset: int, size: int) -> None:
+        slab.free_list.free(offset, size)
         self.used_bytes -= size
 
-    def _add(self, slab: SlabT, num_bytes: int) -> None:
-        """Grow by a slab."""
+    def _add_slab(self, slab: SlabT, num_bytes: int) -> None:
         self._slabs.append(slab)
         self.reserved_bytes += num_bytes
 
 
-ALIGNMENT_BYTES = 512
-MOST_SLAB_BYTES = 8 * 2**30
-"""A slab that `reserve` makes is no larger: the driver may refuse tens of GiB in one piece which it
-gives in several."""
-
-Progress = Callable[[int, int], None]
-"""Is told how many bytes of how many are there."""
-
-
 @dataclass(slots=True, eq=False)
-class _Slab(Slab):
+class _MemorySlab(Slab):
     memory: Tensor
+    """uint8 [n]."""
 
 
 @dataclass(slots=True, eq=False)
 class Region:
-    """A run of host bytes lent by a `HostPool`."""
+    """Host bytes allocated from a `HostPool`."""
 
-    slab: _Slab = field(repr=False)
+    slab: _MemorySlab = field(repr=False)
     offset: int
     """First byte within the slab."""
     num_bytes: int
-    """Bytes asked for."""
+    """Bytes requested."""
     reserved_bytes: int
     """Bytes taken from the slab: `num_bytes` rounded up to the alignment."""
     released: bool = False
@@ -374,15 +380,16 @@ class Region:
         return self.slab.memory[self.offset : self.offset + self.num_bytes]
 
 
-class HostPool(Slabs[_Slab]):
-    """Lends regions of host slabs within a budget.
+class HostPool(SlabAllocator[_MemorySlab]):
+    """Allocates regions of host slabs within a budget.
 
     Args:
-        slab_bytes: size of a slab; one that a larger request needs is made as large as that.
-        locker: page-locks the slabs, which copies that overlap with compute need; None for none.
-        budget_bytes: the most that all slabs together may take; None for no limit.
-        alignment_bytes: regions start at multiples of it within their slab, and slabs hold whole
-            numbers of it.
+        slab_bytes: Size of a slab; a larger request gets a slab as large as itself.
+        locker: Page-locks the slabs, which copies need to overlap with compute; None for plain
+            memory.
+        budget_bytes: Maximum size of all slabs together; None for no limit.
+        alignment_bytes: Regions start at multiples of it within their slab, and slabs are
+            multiples of it.
     """
 
     def __init__(
@@ -398,15 +405,15 @@ class HostPool(Slabs[_Slab]):
         self._locker = locker
         self.budget_bytes = budget_bytes
         self._alignment_bytes = alignment_bytes
-        self._slab_bytes = _round_up(slab_bytes, alignment_bytes)
+        self._slab_bytes = round_up(slab_bytes, alignment_bytes)
         self.refusal = ""
-        """Why the system gave less than was asked for; empty where it did not refuse anything."""
+        """Why the system gave less than was requested; empty if it did not refuse anything."""
         self.grown_bytes = 0
         """Bytes of slabs that were made when they were needed rather than by `reserve`."""
 
     @property
     def fragmentation(self) -> float:
-        """Share of the free bytes that lies outside the largest hole, from 0 to 1."""
+        """Share of the free bytes that lies outside the largest free block, from 0 to 1."""
         free_bytes = self.free_bytes
         largest_bytes = max((slab.free_list.largest_bytes for slab in self._slabs), default=0)
         return 1.0 - largest_bytes / free_bytes if free_bytes else 0.0
@@ -419,72 +426,73 @@ class HostPool(Slabs[_Slab]):
     def reserve(self, num_bytes: int, progress: Progress | None = None) -> None:
         """Make slabs until they hold `num_bytes` in all, or the whole budget if that is less.
 
-        In as few pieces of at most `MOST_SLAB_BYTES` as possible. If the system refuses one after
+        In as few pieces of at most `MAX_SLAB_BYTES` as possible. If the system refuses one after
         others, these are the budget from then on.
 
         Args:
-            num_bytes: what all slabs are to hold.
-            progress: is told before the first slab and after each.
+            num_bytes: Total size of all slabs.
+            progress: Called before the first slab and after each.
 
         Raises:
-            OffloadError: the operating system or the driver gives no (pinned) memory at all.
+            OffloadError: The operating system or the driver gives no (pinned) memory at all.
         """
         if self.budget_bytes is not None:
             num_bytes = min(num_bytes, self.budget_bytes)
         sizes: list[int] = []
         held_bytes = self.reserved_bytes
         while held_bytes < num_bytes:
-            size = self._slab_size(min(num_bytes - held_bytes, MOST_SLAB_BYTES), held_bytes)
+            size = self._new_slab_bytes(min(num_bytes - held_bytes, MAX_SLAB_BYTES), held_bytes)
             if size <= 0:
                 break  # the rest of the budget is smaller than any slab
             sizes.append(size)
             held_bytes += size
         if not sizes:
             return
-        tell = progress or (lambda done_bytes, wanted_bytes: None)
-        tell(self.reserved_bytes, held_bytes)
+        if progress is not None:
+            progress(self.reserved_bytes, held_bytes)
         try:
             for memory in host_memory(sizes, self._locker):
-                self._add_slab(memory)
-                tell(self.reserved_bytes, held_bytes)
+                self._add_memory(memory)
+                if progress is not None:
+                    progress(self.reserved_bytes, held_bytes)
         except OffloadError as error:
             if not self._slabs:
                 raise
             self.budget_bytes, self.refusal = self.reserved_bytes, f"; {error}"
 
     def allocate(self, num_bytes: int) -> Region:
-        """Lend `num_bytes` (at least 1), adding a slab where no hole is large enough.
+        """Allocate `num_bytes` (at least 1), adding a slab if no free block is large enough.
 
         Raises:
-            BudgetError: a further slab would exceed the budget.
-            OffloadError: the operating system or the driver gives no (pinned) memory.
+            BudgetError: A further slab would exceed the budget.
+            OffloadError: The operating system or the driver gives no (pinned) memory.
         """
         assert num_bytes > 0, "a region holds at least one byte"
-        size = _round_up(num_bytes, self._alignment_bytes)
-        return Region(*self._lend(size), num_bytes, size)
+        size = round_up(num_bytes, self._alignment_bytes)
+        return Region(*self._allocate(size), num_bytes, size)
 
     def try_allocate(self, num_bytes: int) -> Region | None:
-        """Lend `num_bytes` (at least 1) from the slabs there are; None where no hole fits."""
+        """Allocate `num_bytes` (at least 1) from the present slabs; None if no free block fits."""
         assert num_bytes > 0, "a region holds at least one byte"
-        size = _round_up(num_bytes, self._alignment_bytes)
-        taken = self._take(size)
-        return None if taken is None else Region(*taken, num_bytes, size)
+        size = round_up(num_bytes, self._alignment_bytes)
+        allocated = self._try_allocate(size)
+        return None if allocated is None else Region(*allocated, num_bytes, size)
 
     def release(self, region: Region) -> None:
-        """Take a region back; its copies must be over or ordered before any later use."""
+        """Free a region; its copies must be over, or ordered before any later use."""
         assert not region.released, "a host region was released twice"
         assert region.slab in self._slabs, "a host region was released to a pool it is not from"
         region.released = True
-        self._give(region.slab, region.offset, region.reserved_bytes)
+        self._free(region.slab, region.offset, region.reserved_bytes)
 
     def close(self) -> None:
-        """Give the slabs back, if no region is lent; later requests make new ones."""
+        """Free the slabs if no region is allocated; later requests make new ones."""
         if not self.used_bytes:
             self._slabs.clear()
             self.reserved_bytes = 0
 
     def _grow(self, size: int) -> None:
-        slab_bytes = self._slab_size(size, self.reserved_bytes)
+        slab_bytes = self._new_slab_bytes(size, self.reserved_bytes)
         if slab_bytes < size:
             raise BudgetError(
                 f"host tier: offloading needs {size} bytes more in one piece, while "
@@ -494,20 +502,16 @@ class HostPool(Slabs[_Slab]):
                 f"sequences, or set offload to 'none'{self.refusal}"
             )
         for memory in host_memory([slab_bytes], self._locker):
-            self._add_slab(memory)
+            self._add_memory(memory)
         self.grown_bytes += slab_bytes
 
-    def _slab_size(self, size: int, held_bytes: int) -> int:
-        """Size of a slab for `size` bytes beside others: less only where the budget leaves less."""
-        slab_bytes = max(_round_up(size, self._alignment_bytes), self._slab_bytes)
+    def _new_slab_bytes(self, size: int, held_bytes: int) -> int:
+        """Size of a new slab for `size` bytes; less only if the budget leaves less."""
+        slab_bytes = max(round_up(size, self._alignment_bytes), self._slab_bytes)
         if self.budget_bytes is not None:
-            left = self.budget_bytes - held_bytes
-            slab_bytes = min(slab_bytes, left - left % self._alignment_bytes)
+            left_bytes = self.budget_bytes - held_bytes
+            slab_bytes = min(slab_bytes, left_bytes - left_bytes % self._alignment_bytes)
         return slab_bytes
 
-    def _add_slab(self, memory: Tensor) -> None:
-        self._add(_Slab(FreeList(memory.numel()), memory), memory.numel())
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
+    def _add_memory(self, memory: Tensor) -> None:
+        self._add_slab(_MemorySlab(FreeList(memory.numel()), memory), memory.numel())

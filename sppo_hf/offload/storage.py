@@ -1,12 +1,9 @@
-"""What is away: spans of storages, where their bytes are, and the handles that stand for tensors.
+"""Offloaded storages: which of their bytes are where, and the handles that stand for tensors.
 
-One storage moves once, however many views of it are saved, by however many frames: each view has a
-handle (`OffloadedTensor`), all of them share one `StorageRef`, and the owner's `OffloadedStorage`
-says which bytes are on the device, the host and the disk. Plain state; only `engine`, `transfers`
-and the tiers change it. Why nothing here is counted by hand: [Note: offload lifetimes].
-
-Storages are known by identity (`StorageRegistry`); a weak reference to each keeps its identity from
-being given to another as long as a move of it is known.
+A storage is copied once, however many views of it are saved, by however many layers: each view has
+a handle (`OffloadedTensor`), all of them share one `StorageRef`, and its `OffloadedStorage` says
+which bytes are on the device, the host and the disk. Plain state; only `engine` and `tiers` change
+it. Why nothing here counts references by hand: [Note: offload lifetimes].
 """
 
 from __future__ import annotations
@@ -28,20 +25,25 @@ from sppo_hf.offload.host_memory import Region
 if TYPE_CHECKING:
     from sppo_hf.offload.tiers import Tier
 
-# Views of other dtypes may share a moved span, so its first byte suits the widest of them.
+# Views of other dtypes may share an offloaded span, so its first byte suits the widest of them.
 _SPAN_ALIGNMENT_BYTES = 16
+
+MODIFIED = (
+    "was modified in place while backward still needs it; change weights after backward, and use "
+    "operations that are not in place for all else"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class ByteRange:
-    """A run of bytes of a storage."""
+    """Contiguous bytes of a storage."""
 
     start_byte: int
     num_bytes: int
 
     @property
     def end_byte(self) -> int:
-        """First byte behind the span."""
+        """First byte behind the range."""
         return self.start_byte + self.num_bytes
 
     def contains(self, other: ByteRange) -> bool:
@@ -57,11 +59,11 @@ class ByteRange:
         return cls(first * item, (last + 1 - first) * item)
 
     @classmethod
-    def to_move(cls, tensor: Tensor) -> ByteRange:
-        """The bytes to move for `tensor`: its span, or the whole storage if that is most of it.
+    def to_offload(cls, tensor: Tensor) -> ByteRange:
+        """The bytes to copy for `tensor`: its range, or the whole storage if that is most of it.
 
-        Fused projections are saved as interleaved views whose spans differ a little; the whole
-        storage, moved for the first of them, serves the others.
+        Fused projections are saved as interleaved views whose ranges differ a little; the whole
+        storage, copied for the first of them, serves the others.
         """
         span = cls.of(tensor)
         storage_bytes = tensor.untyped_storage().nbytes()
@@ -77,8 +79,13 @@ def bytes_of(tensor: Tensor, span: ByteRange) -> Tensor:
     return flat.set_(tensor.untyped_storage(), span.start_byte, (span.num_bytes,), (1,))
 
 
+def version_of(tensor: Tensor) -> int:
+    """Number of in-place writes so far to `tensor`, or to what it is a view of."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 class StorageRef:
-    """Shared by the handles of one moved storage; when it dies, its storage is retired."""
+    """Shared by the handles of one offloaded storage; when it dies, the storage is retired."""
 
     __slots__ = ("__weakref__", "stored")
 
@@ -88,23 +95,23 @@ class StorageRef:
 
 @dataclass(slots=True, eq=False)
 class DiskState:
-    """What a storage of the disk tier has of the disk; only `staging` changes it."""
+    """The disk's side of a storage of the disk tier; only `Staging` changes it."""
 
     extent: Any = None
-    """The place on the disk, from the moment at which the host bytes were handed over."""
+    """Its bytes in a file, from the moment at which the write was started."""
     write: DiskTicket | None = None
-    """The write of the region, while it is under way."""
+    """The write of the host region, while it is under way."""
     read: DiskTicket | None = None
-    """The read that fills the region, while it is under way."""
+    """The read that fills the host region, while it is under way."""
     copies: list[Ticket] = field(default_factory=list)
-    """Copies to the device that read the region."""
+    """H2D copies that read the host region."""
     wanted: bool = False
-    """The bytes are to go on to the device as soon as they are on the host."""
+    """Whether the bytes are to be copied to the device as soon as they are on the host."""
     failure: SPPOError | None = None
-    """Why the bytes cannot be had any more."""
+    """The error by which the bytes were lost."""
 
     def raise_failure(self) -> None:
-        """Raise what went wrong, if anything did."""
+        """Raise the error by which the bytes were lost, if they were."""
         if self.failure is not None:
             # A new one each time, since raising adds to an error's traceback.
             raise type(self.failure)(str(self.failure)) from self.failure
@@ -112,165 +119,161 @@ class DiskState:
 
 @dataclass(slots=True, eq=False)
 class OffloadedStorage:
-    """Where the bytes of one moved span are, and which copies touch them."""
+    """Where the bytes of one offloaded storage are, and which copies touch them."""
 
     span: ByteRange
+    """The bytes of the original storage that were copied."""
     storage_key: int
-    """Identity of the storage they came from (engine's own)."""
+    """Identity of the original storage, for the registry."""
     region: Region | None
-    """Host bytes. Those of the host tier are held until the storage is retired, those of the disk
-    tier only on their way through."""
+    """Host bytes. The host tier holds them until the storage is retired, the disk tier only between
+    device and disk."""
     tier: Tier
-    """Where the bytes wait."""
-    out_ticket: Ticket
+    """Where the bytes are kept."""
+    d2h_ticket: Ticket
     source: Tensor | None
-    """Device bytes being copied out, held until `out_ticket` is ordered."""
+    """Device bytes being copied out, held until `d2h_ticket` is ordered."""
     watched: Tensor | None
     """Shares the version counter of the source; held as long as the source can be read."""
     version: int
     """Version of the source when its copy started."""
     overwritten: bool = False
-    """The source was modified in place while it was still read: the bytes may be torn."""
-    on_device: Tensor | None = None
-    """Device bytes for backward: the copy back, or the source where it had not left yet."""
-    in_ticket: Ticket | None = None
+    """Whether the source was modified in place while it was still read: the bytes may be torn."""
+    device_bytes: Tensor | None = None
+    """Device bytes for backward: the H2D copy, or the source if that was still there."""
+    h2d_ticket: Ticket | None = None
     disk: DiskState | None = None
-    """For the disk tier: what becomes of the bytes behind the host."""
+    """Set by the disk tier."""
     abandoned: bool = False
+    """Whether the engine gave it up after an exception; its handles raise."""
     retired: bool = False
+    """Whether nobody owns it any more."""
 
     @property
     def host_bytes(self) -> Tensor | None:
-        """The bytes on the host, uint8 [span.num_bytes], behind `out_ticket`; None if not there."""
+        """The bytes on the host, uint8 [span.num_bytes], behind `d2h_ticket`; None if not there."""
         if self.region is None or (self.disk is not None and self.disk.read is not None):
             return None
         return self.region.memory
 
     @property
-    def coming(self) -> bool:
-        """Whether the bytes are on the device, or asked for."""
-        return self.on_device is not None or (self.disk is not None and self.disk.wanted)
+    def is_prefetched(self) -> bool:
+        """Whether the bytes are on the device, or requested there."""
+        return self.device_bytes is not None or (self.disk is not None and self.disk.wanted)
 
     @property
     def ordered(self) -> bool:
-        """Whether device bytes and a region of the host tier can be given away.
+        """Whether compute stands behind all its copies, so its memory may be reused.
 
-        No copy can then still touch them; see rule 5 of the note.
+        That is its device bytes, and a region of the host tier; see rule 5 of the note.
         """
-        return self.out_ticket.ordered and (self.in_ticket is None or self.in_ticket.ordered)
+        return self.d2h_ticket.ordered and (self.h2d_ticket is None or self.h2d_ticket.ordered)
 
     @property
     def tickets(self) -> list[Ticket]:
-        """The copies; when compute stands behind them, `ordered` holds."""
-        return [self.out_ticket] if self.in_ticket is None else [self.out_ticket, self.in_ticket]
+        """All its copies; once compute waits for these, `ordered` holds."""
+        return [self.d2h_ticket] if self.h2d_ticket is None else [self.d2h_ticket, self.h2d_ticket]
 
     def check_overwritten(self) -> None:
-        """Notice that the source changed before its copy was ordered, or before its use."""
+        """Note whether the source changed before its copy was ordered, or before its use."""
         if self.watched is not None and self.watched._version != self.version:
             self.overwritten = True
 
     def drop_source(self) -> None:
         """Free the source on the device; its copy is ordered."""
         self.check_overwritten()
-        if self.on_device is None:  # else backward reads the source itself, so keep watching it
+        if self.device_bytes is None:  # else backward reads the source itself, so keep watching it
             self.watched = None
         self.source = None
 
     def evict(self) -> None:
-        """Free the device bytes for backward; those on the host stay, and a source on its way."""
-        if self.in_ticket is not None:
-            # Compute takes the freed block next, and the copy into it may only be under way.
-            self.in_ticket.wait()
-            self.in_ticket = None
+        """Free the device bytes for backward, but not a source that is being copied out."""
+        if self.h2d_ticket is not None:
+            # Compute reuses the freed block next, and the copy into it may be under way.
+            self.h2d_ticket.wait()
+            self.h2d_ticket = None
         if self.disk is not None:
             self.disk.wanted = False
-        self.on_device = None
+        self.device_bytes = None
         if self.source is None:
             self.watched = None  # nobody reads the source any more
 
     def drop_device_bytes(self) -> None:
         """Free everything on the device; all copies are ordered."""
-        self.source = self.watched = self.on_device = None
+        self.source = self.watched = self.device_bytes = None
 
 
-@dataclass(slots=True)
-class _Origin:
-    """The moves that started from one storage."""
+class StorageRegistry:
+    """Finds the offloaded storage that already has a tensor's bytes.
 
-    storage: StorageWeakRef
-    owners: list[weakref.ref[StorageRef]]
+    Storages are known by identity; a weak reference to each keeps its identity from being given to
+    another as long as some `StorageRef` of it lives.
+    """
 
-    def alive(self) -> Iterator[StorageRef]:
-        for reference in self.owners:
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[StorageWeakRef, list[weakref.ref[StorageRef]]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def owner_of(self, tensor: Tensor) -> StorageRef | None:
+        """The owner of a copy with all bytes of `tensor` in their present version, or None."""
+        span = ByteRange.of(tensor)
+        for owner in self._owners(tensor.untyped_storage()._cdata):
+            if owner.stored.version == tensor._version and owner.stored.span.contains(span):
+                return owner
+        return None
+
+    def add(self, tensor: Tensor, owner: StorageRef) -> None:
+        """Remember that `owner` has bytes of `tensor`, whose storage has the key of its storage."""
+        storage = StorageWeakRef(tensor.untyped_storage())
+        _, owners = self._known.setdefault(owner.stored.storage_key, (storage, []))
+        owners.append(weakref.ref(owner))
+
+    def forget(self, stored: OffloadedStorage) -> None:
+        """Forget an offloaded storage that nobody owns any more."""
+        if stored.storage_key not in self._known:
+            return
+        _, owners = self._known[stored.storage_key]
+        owners[:] = [weakref.ref(owner) for owner in self._owners(stored.storage_key)]
+        if not owners:
+            del self._known[stored.storage_key]
+
+    def _owners(self, storage_key: int) -> Iterator[StorageRef]:
+        _, owners = self._known.get(storage_key, (None, []))
+        for reference in owners:
             owner = reference()
             if owner is not None and not owner.stored.abandoned:
                 yield owner
 
 
-class StorageRegistry:
-    """The moves under way or over whose bytes somebody still owns, by storage."""
-
-    def __init__(self) -> None:
-        self._origins: dict[int, _Origin] = {}
-
-    def __len__(self) -> int:
-        return len(self._origins)
-
-    def owner_of(self, tensor: Tensor) -> StorageRef | None:
-        """The owner of a move that already holds all bytes of `tensor` in their present version."""
-        origin = self._origins.get(tensor.untyped_storage()._cdata)
-        if origin is None:
-            return None
-        span = ByteRange.of(tensor)
-        for owner in origin.alive():
-            stored = owner.stored
-            if stored.version == tensor._version and stored.span.contains(span):
-                return owner
-        return None
-
-    def add(self, tensor: Tensor, owner: StorageRef) -> None:
-        """Remember that `owner` moved `tensor`; its storage has the storage's key."""
-        storage = StorageWeakRef(tensor.untyped_storage())
-        origin = self._origins.setdefault(owner.stored.storage_key, _Origin(storage, []))
-        origin.owners.append(weakref.ref(owner))
-
-    def forget(self, stored: OffloadedStorage) -> None:
-        """Forget a move that nobody owns any more."""
-        origin = self._origins.get(stored.storage_key)
-        if origin is None:
-            return
-        origin.owners = [weakref.ref(owner) for owner in origin.alive()]
-        if not origin.owners:
-            del self._origins[stored.storage_key]
-
-
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class OffloadedTensor:
-    """Stands for a tensor given to `OffloadEngine.start_offload`.
+    """Handle that stands for a tensor given to `OffloadEngine.start_offload`.
 
-    Whoever holds it owns the bytes: when the last handle of a storage is released or dropped, its
-    host bytes return to the pool. Small tensors, and those that cannot move, stay in the handle.
+    It owns the bytes: when the last handle of a storage is released or dropped, its host bytes
+    return to the pool. Small tensors, and those that cannot be offloaded, are kept in the handle.
     """
 
     shape: torch.Size
     stride: tuple[int, ...]
     start_byte: int
-    """First byte within the storage the tensor came from."""
+    """First byte within the original storage."""
     dtype: torch.dtype
     _owner: StorageRef | None = field(repr=False)
-    _stayed: Tensor | None = field(repr=False)
-    _stayed_version: int = 0
+    _kept: Tensor | None = field(repr=False)
+    _kept_version: int = 0
     label: object = None
-    """For messages: what the tensor belongs to."""
+    """What the tensor belongs to, for error messages."""
 
     @classmethod
-    def moved(cls, tensor: Tensor, owner: StorageRef, label: object) -> OffloadedTensor:
-        """A handle for a view whose bytes `owner` holds."""
+    def offloaded(cls, tensor: Tensor, owner: StorageRef, label: object) -> OffloadedTensor:
+        """A handle for a view whose bytes `owner` has."""
         start_byte = int(tensor.storage_offset()) * tensor.element_size()
         return cls(tensor.shape, tensor.stride(), start_byte, tensor.dtype, owner, None, 0, label)
 
     @classmethod
-    def stayed(cls, tensor: Tensor, label: object) -> OffloadedTensor:
+    def kept(cls, tensor: Tensor, label: object) -> OffloadedTensor:
         """A handle that keeps the tensor on the device."""
         # detach: a handle inside the graph must not hold the graph.
         kept = tensor.detach()
@@ -278,24 +281,24 @@ class OffloadedTensor:
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether the bytes go to the host (else the tensor stays on the device)."""
-        return self._stayed is None
+        """Whether the bytes were copied away from the device, rather than kept there."""
+        return self._kept is None
 
     @property
     def is_loadable(self) -> bool:
-        """Whether the tensor was moved and can still be had."""
+        """Whether the tensor was offloaded and was neither released nor abandoned."""
         return self._owner is not None and not self._owner.stored.abandoned
 
     @property
     def is_released(self) -> bool:
         """Whether `OffloadEngine.release` took the bytes back."""
-        return self._owner is None and self._stayed is None
+        return self._owner is None and self._kept is None
 
     def stored(self) -> OffloadedStorage:
-        """The live storage of a moved tensor.
+        """The storage of an offloaded tensor.
 
         Raises:
-            OffloadError: the bytes were released or abandoned, or are not those that were saved.
+            OffloadError: The bytes were released or abandoned.
         """
         if self._owner is None:
             raise OffloadError(
@@ -310,21 +313,21 @@ class OffloadedTensor:
         return stored
 
     def kept_tensor(self) -> Tensor:
-        """The tensor that stayed.
+        """The tensor that was kept on the device.
 
         Raises:
-            OffloadError: it was modified in place since.
+            OffloadError: It was modified in place since.
         """
-        assert self._stayed is not None, "only a tensor that stayed can be had without a copy"
-        if version_of(self._stayed) != self._stayed_version:
+        assert self._kept is not None, "only a kept tensor can be had without a copy"
+        if version_of(self._kept) != self._kept_version:
             raise OffloadError(f"{self} {MODIFIED}")
-        return self._stayed
+        return self._kept
 
     def rebuild(self, device_bytes: Tensor, span: ByteRange) -> Tensor:
         """The tensor with its shape and strides, as a view of `device_bytes` (`span` of it)."""
         item = self.dtype.itemsize
         offset_bytes = self.start_byte - span.start_byte
-        assert offset_bytes % item == 0, "a span starts at an element of each of its views"
+        assert offset_bytes % item == 0, "a range starts at an element of each of its views"
         offset = device_bytes.storage_offset() + offset_bytes
         assert offset % item == 0, "device bytes start at an element of each of their views"
         view = torch.empty(0, dtype=self.dtype, device=device_bytes.device)
@@ -333,19 +336,8 @@ class OffloadedTensor:
     def forget(self) -> None:
         """Let go of the bytes; the handle can no longer be used."""
         assert not self.is_released, f"{self} was released twice"
-        self._owner = self._stayed = None
+        self._owner = self._kept = None
 
     def __str__(self) -> str:
         where = f" of {self.label}" if self.label is not None else ""
         return f"an offloaded tensor{where}, {self.dtype}, shape {tuple(self.shape)},"
-
-
-def version_of(tensor: Tensor) -> int:
-    """How often `tensor`, or what it is a view of, was written into in place."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
-MODIFIED = (
-    "was modified in place while backward still needs it; change weights after backward, and use "
-    "operations that are not in place for all else"
-)

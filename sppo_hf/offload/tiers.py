@@ -1,32 +1,28 @@
-"""What a tier is to the engine: a place away from the device where offloaded bytes wait.
+"""Tiers: the places away from the device where offloaded bytes are kept, host memory and disk.
 
-Copies from and to the device always have one end in host memory, so a tier lends a region for each
-copy out. What it does with the bytes behind that region is its own affair: the host tier leaves
-them there, the disk tier (`staging`) writes them to files and reads them back. A further tier is
-one more class with these methods, handed to `OffloadEngine` behind the others; what finds no room
-on one goes to the next. All methods are called under the engine's lock.
+Copies from and to the device always have one end in host memory, so every tier allocates a host
+region for each D2H copy. The host tier leaves the bytes there (`HostTier`). The disk tier
+(`Staging`) writes them to files and reads them back through a slab of its own: once the host has
+seen a D2H copy end, a background thread writes its region to disk and the region is free again; a
+tensor comes back by a read into a region and an H2D copy from there. Nothing in this file knows
+handles, prefetch orders or autograd. All methods are called under the engine's lock.
 
-
-The way between device and disk: host bytes that are only passed through.
-
-Bytes leave by a copy into a staging region; once the host has seen that copy end, a background
-thread writes the region to disk and it is free again. They return by a read into a staging region
-and a copy from there. All of it moves on when the engine calls `poll`, which does not wait. Knows
-nothing of handles, prefetch orders or autograd; called under the engine's lock.
+A further tier is one more subclass of `Tier`, added to `OffloadEngine` behind the others; what
+finds no space on one tier goes to the next.
 
 [Note: staging never deadlocks]
 
 Staging is one slab of its own, which bytes of the host tier cannot take. Whatever holds a region
-gives it up by itself, without needing a further one: a copy out ends and becomes a write, a write
-ends, a copy to the device ends, and what was read ahead can be dropped, since the disk still has
-it. So whoever needs room lets the host wait for these in turn (`_make_progress`); at the latest
-when all are through, the slab is one hole, and any region no larger than the slab fits. Two regions
-of the largest kind are the least that lets a copy and a write overlap, but that is a matter of
-speed only.
+gives it up by itself, without needing a further one: a D2H copy ends and becomes a write, a write
+ends, an H2D copy ends, and what was read ahead can be dropped, since the disk still has it. So
+whoever needs a region makes the host wait for these in turn (`_make_progress`); at the latest when
+all are through, the slab is one free block, and any region no larger than the slab fits. Two
+regions of the largest size are the minimum at which a copy and a write overlap, but that is a
+matter of speed only.
 
-Threads write and read these regions, and the compute stream orders nothing for a thread. So a
-region here is free when the host has *seen* all its copies end, while for one of the host tier it
-is enough that compute stands behind them: rule 7 of [Note: offload lifetimes].
+Threads write and read these regions, and what the compute stream waits for orders nothing for a
+thread. So a region of staging is free when the host has *seen* all its copies end, while for one of
+the host tier it is enough that compute stands behind them: rule 7 of [Note: offload lifetimes].
 """
 
 from __future__ import annotations
@@ -34,7 +30,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -45,130 +41,118 @@ from sppo_hf.offload.host_memory import PAGE_BYTES, HostPool, PageLocker, Progre
 from sppo_hf.offload.storage import DiskState, OffloadedStorage
 from sppo_hf.planning.tiers import OffloadTier
 
-Land = Callable[[OffloadedStorage], None]
-"""Starts the copy to the device of a storage whose bytes are on the host; then calls `landed`."""
+DEFAULT_STAGING_BYTES = 2**30
 
 
 class Tier:
-    """Stores bytes that leave the device, and loads them into host memory for their way back."""
+    """Stores bytes that leave the device, and loads them into host memory on their way back."""
 
     name: ClassVar[OffloadTier]
     pool: HostPool
-    """Host memory that its regions are from; its budget is the tier's, or that of the way there."""
+    """Host memory that its regions come from."""
     reads_ahead: ClassVar[bool] = False
-    """Whether it takes time to bring bytes into host memory, so that asking early helps."""
+    """Whether loading bytes into host memory takes time, so that asking early helps."""
     write_bytes: int = 0
-    """Bytes written behind host memory since the engine was made."""
+    """Bytes written from host memory to the tier since the engine was made."""
     read_bytes: int = 0
-    """Bytes read from there."""
+    """Bytes read from the tier into host memory since the engine was made."""
     stall_seconds: float = 0.0
     """Seconds that the host has waited for the tier."""
 
-    def reserve(self, num_bytes: int | None = None, progress: Progress | None = None) -> None:
-        """Make the host memory that a step will need; None: as much as the tier always has."""
+    def connect(
+        self, *, start_h2d: Callable[[OffloadedStorage], None], free_dropped: Callable[[], None]
+    ) -> None:
+        """Take the engine's callbacks.
+
+        Args:
+            start_h2d: Starts the H2D copy of a storage whose bytes are on the host; it then calls
+                `on_h2d_started`.
+            free_dropped: Makes compute wait for the copies of retired storages, which frees them.
+        """
+        self._start_h2d = start_h2d
+        self._free_dropped = free_dropped
+
+    def reserve(self, num_bytes: int, progress: Progress | None = None) -> None:
+        """Allocate the host memory that a step will need: `num_bytes` on the host tier."""
         raise NotImplementedError
 
-    def allocate(self, num_bytes: int, land: Land) -> Region:
-        """Lend a region for a copy out of the device.
+    def allocate(self, num_bytes: int) -> Region:
+        """Allocate a host region for a D2H copy.
 
         Raises:
-            BudgetError: the tier has no room for it, and will not have any.
+            BudgetError: The tier has no free space for it, and will not have any.
         """
         raise NotImplementedError
 
-    def on_disk(self) -> DiskState | None:
-        """What a new storage remembers of the place behind host memory; None: nothing."""
-        return None
-
     def store(self, stored: OffloadedStorage) -> None:
-        """Take over a storage whose copy out has just been enqueued."""
+        """Take over a storage whose D2H copy has just been enqueued."""
 
     def load(self, stored: OffloadedStorage) -> None:
-        """Bring the bytes to the device as soon as may be; they are not on the host."""
+        """Start bringing the bytes to the device; they are not on the host."""
         raise AssertionError(f"bytes of the {self.name} tier are always on the host")
 
-    def wait_loaded(self, stored: OffloadedStorage, land: Land) -> None:
-        """Let the host wait until the bytes are in host memory, or on their way to the device."""
+    def wait_loaded(self, stored: OffloadedStorage) -> None:
+        """Block the host until the bytes are in host memory, or on their way to the device."""
 
     def read_ahead(self, stored: OffloadedStorage) -> bool:
-        """Start bringing the bytes into host memory; False if there is no room for it now."""
+        """Start loading the bytes into host memory; False if there is no free space for it now."""
         return True
 
-    def landed(self, stored: OffloadedStorage) -> None:
-        """Note that a copy to the device has been enqueued from the storage's region."""
+    def on_h2d_started(self, stored: OffloadedStorage) -> None:
+        """Called when an H2D copy has been enqueued from the storage's region."""
 
     def retire(self, stored: OffloadedStorage) -> None:
-        """Give up what a storage has behind host memory; nobody owns it any more."""
+        """Give up what a storage has beyond host memory; nobody owns it any more."""
 
-    def is_drained(self, waiting: Iterable[OffloadedStorage]) -> bool:
-        """Whether no host memory is in use but that of retired storages which wait for a copy."""
+    def is_drained(self, dropped: Iterable[OffloadedStorage]) -> bool:
+        """Whether no host memory is in use but that of retired storages that wait for a copy."""
         raise NotImplementedError
 
-    def poll(self, land: Land) -> None:
-        """Move on what has come to an end."""
+    def poll(self) -> None:
+        """Advance what has ended."""
 
     def raise_failure(self) -> None:
-        """Raise what went wrong in the background and was not raised yet."""
+        """Raise the first background error that was not raised yet."""
 
     def forget(self) -> None:
-        """Drop failures, and all storages, which are retired."""
+        """Drop errors, and all storages, which are retired."""
 
     def close(self) -> None:
-        """Give up the host memory and what is behind it, when nothing touches it any more."""
+        """Free the host memory and what is beyond it, once nothing touches it any more."""
 
 
 class HostTier(Tier):
-    """Bytes stay in the region that they were copied to.
-
-    Args:
-        pool: lends the regions.
-    """
+    """Keeps bytes in the region that they were copied to."""
 
     name = "host"
 
     def __init__(self, pool: HostPool) -> None:
         self.pool = pool
-        self.make_room: Callable[[], None] = lambda: None
-        """Lets compute wait for copies of retired storages, so that their regions are free."""
 
-    def reserve(self, num_bytes: int | None = None, progress: Progress | None = None) -> None:
-        """Make the slabs for `num_bytes`, cut to the budget."""
-        self.pool.reserve(num_bytes or 0, progress)
+    def reserve(self, num_bytes: int, progress: Progress | None = None) -> None:
+        """Allocate slabs of `num_bytes`, cut to the budget."""
+        self.pool.reserve(num_bytes, progress)
 
-    def allocate(self, num_bytes: int, land: Land) -> Region:
-        """Lend a region; rather lets compute wait than the pool grow."""
+    def allocate(self, num_bytes: int) -> Region:
+        """Allocate a region; makes compute wait for dropped storages before the pool grows."""
         region = self.pool.try_allocate(num_bytes)
         if region is None:
-            self.make_room()
+            self._free_dropped()
             region = self.pool.try_allocate(num_bytes)
         return region or self.pool.allocate(num_bytes)
 
-    def is_drained(self, waiting: Iterable[OffloadedStorage]) -> bool:
-        """Whether all other regions are back."""
-        regions = [stored.region for stored in waiting if stored.region is not None]
+    def is_drained(self, dropped: Iterable[OffloadedStorage]) -> bool:
+        """Whether all regions but those of `dropped` are back."""
+        regions = [stored.region for stored in dropped if stored.region is not None]
         return self.pool.used_bytes == sum(region.reserved_bytes for region in regions)
 
     def close(self) -> None:
-        """Give the slabs back."""
+        """Free the slabs."""
         self.pool.close()
 
 
-def allocate(tiers: Sequence[Tier], num_bytes: int, land: Land) -> tuple[Tier, Region]:
-    """Lend a region of the first of some tiers that has room.
-
-    Raises:
-        BudgetError: none has; says why the last has not.
-    """
-    *nearer, last = tiers
-    for tier in nearer:
-        # The error is not kept: its traceback leads to frames that hold the step's tensors.
-        with contextlib.suppress(BudgetError):
-            return tier, tier.allocate(num_bytes, land)
-    return last, last.allocate(num_bytes, land)
-
-
 @dataclass(slots=True, eq=False)
-class _Return:
+class _ReclaimedRegion:
     """A region that nobody wants any more, and what may still touch it."""
 
     region: Region
@@ -190,56 +174,53 @@ class _Return:
 
 
 class ReclaimQueue:
-    """The regions of `pool` that are on their way back to it, oldest first."""
+    """Regions of a pool that are freed once nothing touches them, oldest first."""
 
     def __init__(self, pool: HostPool) -> None:
         self._pool = pool
-        self._queue: deque[_Return] = deque()
+        self._queue: deque[_ReclaimedRegion] = deque()
 
     def __len__(self) -> int:
         return len(self._queue)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes taken from the pool by what is on its way back."""
-        return sum(one.region.reserved_bytes for one in self._queue)
+        """Bytes of the pool that are queued."""
+        return sum(entry.region.reserved_bytes for entry in self._queue)
 
     def add(self, region: Region, copies: list[Ticket], transfers: list[DiskTicket]) -> None:
-        """Give `region` back when all of `copies` and `transfers` have ended."""
-        self._queue.append(_Return(region, copies, transfers))
+        """Free `region` when all of `copies` and `transfers` have ended."""
+        self._queue.append(_ReclaimedRegion(region, copies, transfers))
 
     def poll(self) -> None:
-        """Give back what is free, up to the first that is not; cheap."""
-        while self._queue and self._give(self._queue[0]):
+        """Free regions from the oldest on, up to the first that is still touched; cheap."""
+        while self._queue and self._release_if_over(self._queue[0]):
             self._queue.popleft()
 
     def poll_all(self) -> None:
-        """Give back all that is free: what comes after a slow write may be."""
-        self._queue = deque(one for one in self._queue if not self._give(one))
+        """Free all that can be: a region queued behind a slow write may be over."""
+        self._queue = deque(entry for entry in self._queue if not self._release_if_over(entry))
 
     def finish_first(self) -> None:
-        """Block the host until the oldest is free, and give it back."""
+        """Block the host until the oldest region is free, and free it."""
         self._queue[0].finish()
         self.poll()
 
-    def _give(self, one: _Return) -> bool:
-        if not one.is_over():
+    def _release_if_over(self, entry: _ReclaimedRegion) -> bool:
+        if not entry.is_over():
             return False
-        self._pool.release(one.region)
+        self._pool.release(entry.region)
         return True
 
 
-DEFAULT_STAGING_BYTES = 2**30
-
-
 class Staging(Tier):
-    """The disk tier: staging regions and what is under way through them.
+    """The disk tier: a staging slab, the files behind it, and the transfers between the two.
 
     Args:
-        disk: keeps the bytes; closed by `close`.
-        budget_bytes: size of the staging slab.
-        locker: page-locks the slab; None for none.
-        clock: seconds, to count how long the host waits.
+        disk: Keeps the bytes; closed by `close`.
+        budget_bytes: Size of the staging slab.
+        locker: Page-locks the slab; None for plain memory.
+        clock: Returns seconds, to count how long the host waits.
     """
 
     name = "disk"
@@ -260,43 +241,44 @@ class Staging(Tier):
             budget_bytes=self.budget_bytes,
             alignment_bytes=PAGE_BYTES,
         )
-        self.write_bytes = 0
-        self.read_bytes = 0
-        self.stall_seconds = 0.0
         self._disk = disk
         self._clock = clock
-        self._waiting = False
-        # A storage passes through these in order; retired ones are left for whoever looks next.
+        self._is_stalled = False
+        # A storage passes through these in order. Retired ones stay queued; whoever looks at them
+        # next skips them.
         self._out: deque[OffloadedStorage] = deque()
+        """D2H copy under way."""
         self._writing: deque[OffloadedStorage] = deque()
         self._wanted: deque[OffloadedStorage] = deque()
+        """Prefetched, and waiting for a free region to be read into."""
         self._reading: deque[OffloadedStorage] = deque()
-        self._arrived: dict[OffloadedStorage, None] = {}
+        self._loaded: dict[OffloadedStorage, None] = {}
+        """In host memory, without an H2D copy yet; the newest at the end."""
         self._reclaims = ReclaimQueue(self.pool)
         self._failures: list[SPPOError] = []
 
     @property
     def ahead_bytes(self) -> int:
-        """Bytes being read or read that nobody has asked for on the device yet."""
+        """Bytes read, or being read, that nobody has prefetched to the device yet."""
         reading = (
             stored for stored in self._reading if not (stored.retired or _disk_state(stored).wanted)
         )
-        return sum(stored.span.num_bytes for stored in (*reading, *self._arrived))
+        return sum(stored.span.num_bytes for stored in (*reading, *self._loaded))
 
-    def is_drained(self, waiting: Iterable[OffloadedStorage] = ()) -> bool:
-        """Whether no storage has a region any more; some may still be on their way back."""
+    def is_drained(self, dropped: Iterable[OffloadedStorage] = ()) -> bool:
+        """Whether no storage has a region any more; regions in the reclaim queue do not count."""
         return self.pool.used_bytes == self._reclaims.num_bytes
 
-    def reserve(self, num_bytes: int | None = None, progress: Progress | None = None) -> None:
-        """Make the slab, if it is not made yet."""
+    def reserve(self, num_bytes: int = 0, progress: Progress | None = None) -> None:
+        """Allocate the staging slab, whatever `num_bytes`; does nothing if it is there."""
         self.pool.reserve(self.budget_bytes)
 
-    def allocate(self, num_bytes: int, land: Land) -> Region:
-        """Lend a region for a copy out, waiting for what is under way if there is no room.
+    def allocate(self, num_bytes: int) -> Region:
+        """Allocate a region for a D2H copy, blocking the host until one is free.
 
         Raises:
-            BudgetError: it is larger than all of staging.
-            OffloadError: a transfer failed meanwhile, or the host gives no memory.
+            BudgetError: It is larger than all of staging.
+            OffloadError: A transfer failed meanwhile, or the host gives no memory.
         """
         if num_bytes > self.budget_bytes:
             raise BudgetError(
@@ -304,30 +286,27 @@ class Staging(Tier):
                 f"of {self.budget_bytes} bytes on its way to disk; raise host_memory (staging is "
                 "a part of it) or use shorter chunks"
             )
-        region = self._take(num_bytes)
+        region = self._try_allocate(num_bytes)
         while region is None:
-            with self._stall():
-                self.poll(land)
+            with self._count_stall():
+                self.poll()
                 self.raise_failure()
-                region = self._take(num_bytes)
+                region = self._try_allocate(num_bytes)
                 if region is None:
                     self._make_progress()
         return region
 
-    def on_disk(self) -> DiskState:
-        """What a new storage has of the disk: nothing yet."""
-        return DiskState()
-
     def store(self, stored: OffloadedStorage) -> None:
-        """Follow a storage of the disk tier whose copy out has just been enqueued."""
+        """Follow a storage whose D2H copy has just been enqueued."""
+        stored.disk = DiskState()
         self._out.append(stored)
-        self._hand_over()  # on the CPU its copy has ended already
+        self._start_writes()  # on the CPU its copy has ended already
 
-    def poll(self, land: Land) -> None:
-        """Move on what has come to an end; does not wait, but for a disk with a full queue."""
-        self._hand_over()
+    def poll(self) -> None:
+        """Advance what has ended; blocks only for a disk whose write queue is full."""
+        self._start_writes()
         self._end_writes()
-        self._end_reads(land)
+        self._end_reads()
         self._reclaims.poll()
         self._start_wanted()
 
@@ -335,8 +314,8 @@ class Staging(Tier):
         """Raise the first error of a background transfer that was not raised yet.
 
         Raises:
-            OffloadError: a write or read failed; its storage is lost.
-            BudgetError: the disk is full.
+            OffloadError: A write or read failed; its storage is lost.
+            BudgetError: The disk is full.
         """
         if self._failures:
             error = self._failures[0]
@@ -344,7 +323,7 @@ class Staging(Tier):
             raise type(error)(str(error)) from error
 
     def load(self, stored: OffloadedStorage) -> None:
-        """Bring a storage from the disk to the device as soon as may be, in the order of calls."""
+        """Bring a storage from the disk to the device as soon as possible, in order of calls."""
         on_disk = _disk_state(stored)
         on_disk.raise_failure()
         if on_disk.wanted:
@@ -354,32 +333,32 @@ class Staging(Tier):
             self._wanted.append(stored)
             self._start_wanted()
 
-    def wait_loaded(self, stored: OffloadedStorage, land: Land) -> None:
-        """Wait until the bytes of a storage are on the host, or on their way to the device.
+    def wait_loaded(self, stored: OffloadedStorage) -> None:
+        """Block the host until the bytes are on the host, or on their way to the device.
 
         Raises:
-            OffloadError: they are lost, or another transfer failed meanwhile.
+            OffloadError: They are lost, or another transfer failed meanwhile.
         """
         on_disk = _disk_state(stored)
-        with self._stall():
-            while stored.on_device is None and stored.host_bytes is None:
-                self.poll(land)
+        with self._count_stall():
+            while stored.device_bytes is None and stored.host_bytes is None:
+                self.poll()
                 self.raise_failure()
                 on_disk.raise_failure()
                 if on_disk.read is not None:
                     _finish(on_disk.read)
                     self._reading.remove(stored)
-                    self._end_read(stored, land)
+                    self._end_read(stored)
                 elif stored.region is None and not self._start_read(stored):
                     self._make_progress()
 
     def read_ahead(self, stored: OffloadedStorage) -> bool:
-        """Start reading a storage that will be wanted; False if there is no room for it now.
+        """Start reading a storage that will be prefetched; False if there is no free region now.
 
-        At most half of staging is used for this, but always for one storage.
+        At most half of staging is used for this, but always enough for one storage.
         """
         on_disk = _disk_state(stored)
-        if stored.coming or stored.region is not None or on_disk.failure is not None:
+        if stored.is_prefetched or stored.region is not None or on_disk.failure is not None:
             return True
         ahead_bytes = self.ahead_bytes
         if self._wanted or (
@@ -388,28 +367,28 @@ class Staging(Tier):
             return False
         return self._start_read(stored)
 
-    def landed(self, stored: OffloadedStorage) -> None:
-        """Note that a copy to the device has been enqueued from the storage's region."""
+    def on_h2d_started(self, stored: OffloadedStorage) -> None:
+        """Free the storage's region after its H2D copy, if the disk has the bytes."""
         on_disk = _disk_state(stored)
         on_disk.wanted = False
-        assert stored.in_ticket is not None, "a landed storage has a copy to the device"
-        on_disk.copies.append(stored.in_ticket)
-        self._arrived.pop(stored, None)
+        assert stored.h2d_ticket is not None, "the H2D copy has been enqueued"
+        on_disk.copies.append(stored.h2d_ticket)
+        self._loaded.pop(stored, None)
         if on_disk.extent is not None and on_disk.write is None:
-            self._let_go(stored)
+            self._reclaim(stored)
 
     def retire(self, stored: OffloadedStorage) -> None:
         """Give up what a storage has of host and disk; nobody owns it any more."""
         on_disk = _disk_state(stored)
         on_disk.wanted = False
-        self._arrived.pop(stored, None)
+        self._loaded.pop(stored, None)
         if on_disk.extent is not None:
             self._disk.release(on_disk.extent)
             on_disk.extent = None
-        self._let_go(stored)
+        self._reclaim(stored)
 
     def forget(self) -> None:
-        """Drop the errors that nobody was told, and all storages, which are retired."""
+        """Drop errors that were not raised, and all storages, which are retired."""
         self._failures.clear()
         for queue in (self._out, self._writing, self._wanted, self._reading):
             assert all(stored.retired for stored in queue), "only retired storages are forgotten"
@@ -423,15 +402,15 @@ class Staging(Tier):
         self._disk.close()
         self.pool.close()
 
-    def _hand_over(self) -> None:
-        """Start writing what has come out of the device."""
-        while self._out and (self._out[0].retired or self._out[0].out_ticket.done()):
+    def _start_writes(self) -> None:
+        """Start writing the storages whose D2H copy the host has seen end."""
+        while self._out and (self._out[0].retired or self._out[0].d2h_ticket.done()):
             stored = self._out.popleft()
             if stored.retired:
                 continue
             assert stored.region is not None, "bytes on their way out have a region"
             try:
-                with self._stall():
+                with self._count_stall():
                     write = self._disk.start_write(stored.region.memory)
             except SPPOError as error:
                 self._fail(stored, error)
@@ -453,10 +432,10 @@ class Staging(Tier):
                     self._fail(stored, error)
                 else:
                     _disk_state(stored).write = None
-                    self._let_go(stored)
+                    self._reclaim(stored)
             self._writing.popleft()
 
-    def _end_reads(self, land: Land) -> None:
+    def _end_reads(self) -> None:
         while self._reading:
             stored = self._reading[0]
             read = _disk_state(stored).read
@@ -464,10 +443,10 @@ class Staging(Tier):
                 return
             self._reading.popleft()
             if not stored.retired:
-                self._end_read(stored, land)
+                self._end_read(stored)
 
-    def _end_read(self, stored: OffloadedStorage, land: Land) -> None:
-        """See what came of a read that is over."""
+    def _end_read(self, stored: OffloadedStorage) -> None:
+        """Take the result of a read that is over, and copy on what is wanted."""
         on_disk = _disk_state(stored)
         assert on_disk.read is not None, "a read that is over was started"
         try:
@@ -476,22 +455,22 @@ class Staging(Tier):
             self._fail(stored, error)
             return
         on_disk.read = None
-        self._arrived[stored] = None
+        self._loaded[stored] = None
         if on_disk.wanted:
-            land(stored)
+            self._start_h2d(stored)
 
     def _start_wanted(self) -> None:
         while self._wanted:
             stored = self._wanted[0]
-            waits = _disk_state(stored).wanted and stored.region is None
-            if waits and not self._start_read(stored):
+            needs_read = _disk_state(stored).wanted and stored.region is None
+            if needs_read and not self._start_read(stored):
                 return
             self._wanted.popleft()
 
     def _start_read(self, stored: OffloadedStorage) -> bool:
-        """Start reading into a new region; False if there is no room."""
+        """Start reading into a new region; False if none is free."""
         on_disk = _disk_state(stored)
-        region = self._take(stored.span.num_bytes)
+        region = self._try_allocate(stored.span.num_bytes)
         if region is None:
             return False
         try:
@@ -505,7 +484,7 @@ class Staging(Tier):
         self.read_bytes += stored.span.num_bytes
         return True
 
-    def _take(self, num_bytes: int) -> Region | None:
+    def _try_allocate(self, num_bytes: int) -> Region | None:
         self.reserve()
         region = self.pool.try_allocate(num_bytes)
         if region is None and self._reclaims:
@@ -513,18 +492,18 @@ class Staging(Tier):
             region = self.pool.try_allocate(num_bytes)
         return region
 
-    def _let_go(self, stored: OffloadedStorage) -> None:
-        """Free the region as soon as nothing touches it; the disk has its bytes, or nobody will."""
+    def _reclaim(self, stored: OffloadedStorage) -> None:
+        """Free the region as soon as nothing touches it; its bytes are on disk, or not needed."""
         if stored.region is None:
             return
         on_disk = _disk_state(stored)
-        transfers = [one for one in (on_disk.write, on_disk.read) if one is not None]
-        self._reclaims.add(stored.region, [*on_disk.copies, stored.out_ticket], transfers)
+        transfers = [ticket for ticket in (on_disk.write, on_disk.read) if ticket is not None]
+        self._reclaims.add(stored.region, [*on_disk.copies, stored.d2h_ticket], transfers)
         stored.region = on_disk.write = on_disk.read = None
         on_disk.copies = []
 
     def _make_progress(self) -> None:
-        """Let the host wait for something that gives a region up; see the note."""
+        """Block the host on something that gives up a region; [Note: staging never deadlocks]."""
         if self._reclaims:
             self._reclaims.finish_first()
         elif self._writing:
@@ -532,37 +511,37 @@ class Staging(Tier):
             assert write is not None, "a write under way has a ticket"
             _finish(write)
         elif self._out:
-            self._out[0].out_ticket.finish()
+            self._out[0].d2h_ticket.finish()
         elif self._reading:
             read = _disk_state(self._reading[0]).read
             assert read is not None, "a read under way has a ticket"
             _finish(read)
         else:
-            assert self._arrived, "an empty slab has room for any region"
-            stored, _ = self._arrived.popitem()  # the newest is needed last
-            self._let_go(stored)
+            assert self._loaded, "an empty slab has free space for any region"
+            stored, _ = self._loaded.popitem()  # the newest is needed last
+            self._reclaim(stored)
 
     def _fail(self, stored: OffloadedStorage, error: SPPOError) -> None:
         on_disk = _disk_state(stored)
-        # Not the error itself: its frames, and those of its cause, lead to the step's and so to the
-        # graph that holds this storage, a circle through autograd that no garbage collection sees.
+        # Not the error itself: the Python frames of its traceback lead to the step's, hence to the
+        # graph that holds this storage: a cycle through autograd that no garbage collection sees.
         on_disk.failure = type(error)(str(error))
         on_disk.wanted = False
         self._failures.append(on_disk.failure)
-        self._arrived.pop(stored, None)
-        self._let_go(stored)
+        self._loaded.pop(stored, None)
+        self._reclaim(stored)
 
     @contextlib.contextmanager
-    def _stall(self) -> Iterator[None]:
-        """Count the seconds in here, once."""
-        if self._waiting:
+    def _count_stall(self) -> Iterator[None]:
+        """Add the seconds inside to `stall_seconds`; nested calls count once."""
+        if self._is_stalled:
             yield
             return
-        self._waiting, start_seconds = True, self._clock()
+        self._is_stalled, start_seconds = True, self._clock()
         try:
             yield
         finally:
-            self._waiting = False
+            self._is_stalled = False
             self.stall_seconds += self._clock() - start_seconds
 
 
@@ -572,7 +551,7 @@ def _disk_state(stored: OffloadedStorage) -> DiskState:
 
 
 def _is_over(transfer: DiskTicket) -> bool:
-    """Whether a transfer has ended, well or not; does not wait."""
+    """Whether a transfer has ended, successfully or not; does not block."""
     try:
         return transfer.done()
     except SPPOError:
@@ -580,6 +559,6 @@ def _is_over(transfer: DiskTicket) -> bool:
 
 
 def _finish(transfer: DiskTicket) -> None:
-    """Block the host until a transfer has ended, well or not."""
+    """Block the host until a transfer has ended, successfully or not."""
     with contextlib.suppress(SPPOError):
         transfer.wait()

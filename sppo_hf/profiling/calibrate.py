@@ -47,7 +47,7 @@ from sppo_hf.engine.device_facts import (
     device_versions,
 )
 from sppo_hf.errors import ConfigError
-from sppo_hf.offload.disk_files import refuse_missing_parent
+from sppo_hf.offload.disk_files import check_parent_exists
 from sppo_hf.planning.hardware import Curve, HardwareProfile
 from sppo_hf.planning.machine import free_disk_bytes, host_memory_bytes, lockable_bytes
 from sppo_hf.testing.tiny_models import VOCAB_SIZE, build_tiny_model
@@ -271,7 +271,7 @@ def measure_disk(
     """
     path = Path(folder)
     try:
-        refuse_missing_parent(path)
+        check_parent_exists(path)
         path.mkdir(exist_ok=True)
         blocks = min(num_bytes, free_disk_bytes(path) // 4) // _BLOCK_BYTES
         if blocks < _LEAST_BLOCKS:

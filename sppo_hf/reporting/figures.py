@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.activation_modes import SAVED, ActivationMode, mode_of
-from sppo_hf.planning.causes import OF_SAVED, Cause
+from sppo_hf.planning.causes import CAUSE_OF_SAVED, Cause
 from sppo_hf.planning.plan import Plan
 from sppo_hf.planning.tiers import TIERS
 from sppo_hf.reporting.plan_tables import format_lengths, format_tokens
@@ -751,7 +751,7 @@ def _resource_handles(kinds: set[Kind], *, waited: bool) -> list[Artist]:
 def mode_colour(mode: ActivationMode) -> str:
     """Returns the tier's colour, paler the less of the frame is saved."""
     paler = 0.15 * (mode.saved == "hidden")  # than what its bytes are counted with
-    return mixed(TIERS[mode.tier].colour, OF_SAVED[mode.saved].paleness + paler)
+    return mixed(TIERS[mode.tier].colour, CAUSE_OF_SAVED[mode.saved].paleness + paler)
 
 
 class Layer(NamedTuple):

@@ -34,14 +34,14 @@ def answer_to_dict(answer: PlanResult) -> dict[str, Any]:
         "mfu": None if predicted is None else predicted.mfu,
         "stall_seconds": None if predicted is None else predicted.stall_seconds,
         "update_seconds": None if predicted is None else predicted.update_seconds,
-        "attention_again_seconds": None if plan is None else plan.program().attention_again_seconds,
+        "attention_again_seconds": None if plan is None else plan.program().attention_rerun_seconds,
         "max_seq_len": answer.max_seq_len,
         "policy": None if predicted is None else predicted.policy,
         "order": None if plan is None else plan.order,
         "weights": None if plan is None else weight_placement(plan)[0],
         "optimizer": None if plan is None else weight_placement(plan)[1],
         "layer_tile_tokens": None if plan is None else plan.layer_tile_tokens,
-        "kv_tier": None if plan is None else plan.farthest_keys,
+        "kv_tier": None if plan is None else plan.farthest_kv_tier,
         "kv_modes": None if plan is None else list(plan.kv_modes),
         "kv_block_tokens": None if plan is None else plan.kv_block_tokens,
         "hardware": answer.question.device.name,
@@ -96,7 +96,7 @@ def chunks_to_list(plan: Plan) -> list[dict[str, Any]]:
     """
     assert plan.cost is not None, "a plan made with a profile has costs"
     assert plan.prediction is not None, "a plan made with a profile is predicted"
-    again = plan.program().attends_again.sum(axis=1).tolist()
+    again = plan.program().reruns_attention.sum(axis=1).tolist()
     chunks: list[dict[str, Any]] = []
     for chunk, ((start, end), modes) in enumerate(zip(plan.bounds, plan.layer_modes, strict=True)):
         seconds = plan.prediction.chunks[chunk]

@@ -311,7 +311,7 @@ def _add_attention_again(table: Table, plan: Plan) -> None:
     """Says of which layers and chunks attention runs again, and what that takes."""
     assert plan.prediction is not None, "attention runs again in plans that are predicted"
     program = plan.program()
-    seconds = program.attention_again_seconds
+    seconds = program.attention_rerun_seconds
     why = f"{format_seconds(seconds)}, {seconds / plan.prediction.step_seconds:.1%} of the step; "
     table.add_row(
         "attention again", attention_recompute_text(plan), why + "memory has no room for its output"
@@ -320,7 +320,7 @@ def _add_attention_again(table: Table, plan: Plan) -> None:
 
 def attention_recompute_text(plan: Plan) -> str:
     """Says where attention runs again: "chunks 1-4 of layers 1-20; chunks 1-8 of layers 21-32"."""
-    again = plan.program().attends_again
+    again = plan.program().reruns_attention
     layers: dict[tuple[int, ...], list[int]] = {}
     for layer in range(plan.num_layers):
         chunks = tuple(again[:, layer].nonzero()[0].tolist())

@@ -114,7 +114,7 @@ class Run:
         refused = "an attack says so" if self.keeps_names else None
         with (
             mock.patch.object(offload_holder, "DiskStore", small),
-            mock.patch.object(disk_files, "_why_not_nameless", return_value=refused),
+            mock.patch.object(disk_files, "_why_names_are_needed", return_value=refused),
         ):
             ours = _gradients(self.model, number, before_backward)
         worst = parameter_errors(ours, _reference(number))[0]

@@ -19,7 +19,7 @@ from sppo_hf.integrations.accelerator import optimizer_state_bytes, reason_again
 from sppo_hf.integrations.validation import check_host_placement
 from sppo_hf.offload.copy_streams import HostCopier
 from sppo_hf.planning import plan
-from sppo_hf.planning.choices import Places
+from sppo_hf.planning.choices import Placement
 from tests.fakes.device import FakeDevice
 from tests.integrations.training import make_arguments, make_model, make_rows
 from tests.sweeps import ALL
@@ -102,25 +102,27 @@ def test_a_dropped_loss_leaves_nothing_on_the_device_for_the_optimizer() -> None
     assert all(not torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
 
 
-def _decided(places: Places) -> Callable[..., tuple[Places, ...]]:
+def _decided(places: Placement) -> Callable[..., tuple[Placement, ...]]:
     """As if a GPU had no room, where settings and optimizer leave the place open."""
 
     def read(config: SPPOConfig, *_: object, **__: object):
         return (
-            (places,) if config.host_resident != (True, True) else (Places(*config.host_resident),)
+            (places,)
+            if config.host_resident != (True, True)
+            else (Placement(*config.host_resident),)
         )
 
     return read
 
 
-@pytest.mark.parametrize("places", [Places(False, True), Places(True, True)], ids=str)
+@pytest.mark.parametrize("places", [Placement(False, True), Placement(True, True)], ids=str)
 def test_what_a_plan_puts_on_the_host_goes_there_before_the_first_step(
-    places: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    places: Placement, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # With Adam's own epsilon, rounding decides the sign of steps along the smallest gradients.
     steps = {"max_steps": 3, "adam_epsilon": 1e-3}
     plain = _train(tmp_path / "plain", None, **steps)
-    monkeypatch.setattr(plan, "read_places", _decided(places))
+    monkeypatch.setattr(plan, "read_placements", _decided(places))
     auto = _train(tmp_path / "auto", SPPOPlugin(chunk_tokens=16), **steps)
     weights = get_engine(auto.model).weights
     assert weights.keep_device_copies is not places.weights
@@ -137,15 +139,15 @@ def test_weights_follow_the_optimizer_where_longer_rows_ask_for_it(
     model, plain = make_model(), make_model()
     optimizers = [torch.optim.AdamW(m.parameters(), eps=1e-3) for m in (model, plain)]
     model, ours = accelerator.prepare(model, optimizers[0])
-    for tokens, places in ((8, Places(False, True)), (12, Places(True, True)), (8, None)):
+    for tokens, places in ((8, Placement(False, True)), (12, Placement(True, True)), (8, None)):
         if places is not None:
-            monkeypatch.setattr(plan, "read_places", _decided(places))
+            monkeypatch.setattr(plan, "read_placements", _decided(places))
         ids = torch.arange(tokens)[None]
         for one, optimizer in ((model, ours), (plain.train(), optimizers[1])):
             one(input_ids=ids, labels=ids).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert get_engine(model).weights.keep_device_copies is (places == Places(False, True))
+        assert get_engine(model).weights.keep_device_copies is (places == Placement(False, True))
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
     assert optimizers[0].param_groups[0]["fused"], "torch's fused kernel updates host memory"

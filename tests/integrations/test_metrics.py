@@ -10,7 +10,7 @@ from sppo_hf.integrations.callback import StepMeter, summary
 from sppo_hf.offload.engine import OffloadStats
 
 _OFFLOAD = {field.name for field in fields(OffloadStats)}
-MOVED = {
+TRANSIENT_CAUSES = {
     "stall_seconds": 0.5,
     "d2h_bytes": 10,
     "h2d_bytes": 20,
@@ -31,7 +31,7 @@ def _record(**changes: Any) -> StepRecord:
         "planned_seconds": None,
         "num_chunks": 4,
         "training": True,
-        "offload": OffloadStats(**MOVED | offload),
+        "offload": OffloadStats(**TRANSIENT_CAUSES | offload),
     }
     return StepRecord(**{**values, **changes})
 

@@ -348,7 +348,7 @@ def test_the_engine_prefetches_where_the_program_does(run: tuple[ModelCost, Deci
     what = keys_here(what)
     resources = actions_of(what, cost)
     mover = _Mover()
-    prefetch_order = PrefetchOrder(mover, asked=lower(what, cost).lowest_prefetched)  # type: ignore[arg-type]
+    prefetch_order = PrefetchOrder(mover, lowest_prefetched=lower(what, cost).lowest_prefetched)  # type: ignore[arg-type]
     frames: dict[tuple[int, int], _Frame] = {}
     order = in_order(what)
     for at, (chunk, layer) in enumerate(order):
