@@ -30,7 +30,7 @@ class LogitsRequest:
     requested_by: str = ""
     """Who requested whole logits, for a warning of their size; "" for no warning."""
     reduce: Reduce | None = None
-    """Called tile by tile if the call has labels of the inputs' shape; otherwise `whole` applies."""
+    """Called tile by tile if the call has labels of the inputs' shape; else `whole` applies."""
     reduced: Any = None
     """Output: what `reduce` returned, joined to `[B, T, ...]`; None before the call."""
     failure: str = ""
@@ -74,7 +74,7 @@ class LogitsCollector:
         self._chunks = []
 
     def begin_chunk(self, labels_BC: Tensor) -> None:
-        """Begin a chunk with the caller's labels, of which only the shape counts without `reduce`."""
+        """Begin a chunk with the caller's labels; without `reduce` only their shape counts."""
         self._end_chunk()
         self._labels_BC = labels_BC
 

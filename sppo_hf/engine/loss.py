@@ -513,7 +513,7 @@ class _TiledLoss(torch.autograd.Function):
         if ctx.last:  # runs first; afterwards a hook may have stepped an optimizer
             ctx.loss.check_unchanged()
         (dhidden_BCD,) = ctx.saved_tensors
-        # In the wide dtype: a bfloat16 factor would bias all gradients, a float16 one may underflow.
+        # In the wide dtype: a bfloat16 factor biases all gradients, a float16 one may underflow.
         factor = dtotal / ctx.loss.scale
         grads = [
             None if g is None else g.mul_(factor.to(g.dtype)).to(dtype)
@@ -528,7 +528,7 @@ def divide_loss(total: Tensor, count: Tensor, divisor: Tensor) -> Tensor:
     """Return `total / divisor`, as Transformers divides the loss; all of shape `[]`.
 
     `count` is the number of labels that are not ignored, `divisor` is `num_items_in_batch` or
-    `count`. Where `count` is zero the gradient is zero although the value may be NaN, as in PyTorch.
+    `count`. Where `count` is zero the gradient is zero, as in PyTorch, though the value may be NaN.
     """
     return _Divide.apply(total, count, divisor)
 
