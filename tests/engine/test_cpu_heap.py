@@ -104,7 +104,7 @@ def trims(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Gets an entry whenever free heap is given back."""
     made: list[int] = []
     monkeypatch.setattr(cpu_heap, "_malloc_trim", made.append)
-    monkeypatch.setattr(cpu_heap, "_least_resident", 0.0)
+    monkeypatch.setattr(cpu_heap, "_min_resident_bytes", 0.0)
     return made
 
 
@@ -146,7 +146,7 @@ def test_free_heap_stays_where_little_is_resident(trims: list[int]) -> None:
     assert cpu_heap.resident_bytes() - before > 0.9 * held.nbytes
     HeapWatch(2 * before).between_layers()
     assert not trims
-    HeapWatch(2 * before, passing=before).between_layers()
+    HeapWatch(2 * before, workspace_bytes=before).between_layers()
     assert len(trims) == 1
     more = torch.ones(1 << 24)
     HeapWatch(None).between_layers()
@@ -160,7 +160,7 @@ def test_free_heap_goes_before_as_much_again_would_be_too_much(
     # After three layers, given back to 12, after the fourth, given back to 5, after the fifth.
     resident = iter([10.0, 30.0, 45.0, 12.0, 12.0, 40.0, 5.0, 5.0, 20.0])
     monkeypatch.setattr(cpu_heap, "resident_bytes", lambda: next(resident))
-    heap, counts = HeapWatch(55, passing=1), list[int]()
+    heap, counts = HeapWatch(55, workspace_bytes=1), list[int]()
     for _ in range(5):
         heap.between_layers()
         counts.append(len(trims))
@@ -199,7 +199,7 @@ def test_layers_give_back_free_heap_where_the_plan_has_no_room_for_it(
 ) -> None:
     """What a step's first rows keep is in its plan, and gives those after them no more room."""
     model, inputs = build_tiny_model("llama"), make_batch(rows=rows, tokens=24)
-    monkeypatch.setattr(cpu_heap, "_WORTH_BYTES", -math.inf)
+    monkeypatch.setattr(cpu_heap, "_MIN_GROWTH_BYTES", -math.inf)
     convert(model, SPPOConfig(chunk_tokens=8, order=order, micro_batch_size=1))
 
     def count(later: float) -> int:
