@@ -1,9 +1,9 @@
-"""The Plan: every decision about one batch shape, made before it runs, with its reasons.
+"""The Plan: every decision about one batch shape, made before it runs, with reasons.
 
 `make_plan` turns a request (settings, a model's shape, a device's facts) into chunk bounds, a mode
-per (layer, chunk), tiers, look-ahead and a memory estimate, and refuses what cannot fit, saying
-which budget breaks, by how many bytes, and what helps. A Plan is a value: the engine, the tables
-and the tests read the same.
+per (layer, chunk), tiers, look-ahead and a memory estimate. It refuses what cannot fit, and says
+which budget is exceeded, by how many bytes, and what helps. A Plan is a value: engine, tables and
+tests read the same.
 """
 
 from __future__ import annotations
@@ -76,11 +76,11 @@ from sppo_hf.registry import OFFLOAD_POLICIES
 from sppo_hf.rules import format_bytes
 
 _NEARLY_FULL = 0.8
-"""Share of the device's budget from which on more of it would change a plan."""
+"""Share of the device's budget above which more memory would change a plan."""
 
 
 def limit_text(limit: BudgetViolation, budgets: Budgets, total_tokens: int) -> str:
-    """Why nothing fits, in bytes, and what would help."""
+    """Returns why nothing fits, in bytes, and the remedy."""
     have = budgets.of(limit.tier) or 0
     need = have + limit.missing_bytes
     return (
@@ -94,7 +94,7 @@ def limit_text(limit: BudgetViolation, budgets: Budgets, total_tokens: int) -> s
 def check_standing_bytes(
     config: SPPOConfig, shape: ModelShape, budgets: Budgets, *, training: bool
 ) -> None:
-    """Holds what stays on a tier throughout against the budget that the user named.
+    """Checks bytes that are held throughout the step against budgets named by the user.
 
     Raises:
         BudgetError: no choice of chunks can fit.
@@ -125,7 +125,7 @@ def check_standing_bytes(
 
 
 def check_named_budgets(config: SPPOConfig, budgets: Budgets, predicted: MemoryEstimate) -> None:
-    """Holds what the user named against what fixed modes need; a solved plan fits already.
+    """Checks the bytes of modes set by the user against budgets named by the user.
 
     Raises:
         BudgetError: a budget of the host or the disk is too small.
@@ -152,7 +152,7 @@ def limit_warnings(
     budgets: Budgets,
     total_tokens: int,
 ) -> Iterator[str]:
-    """What a user should know before the first step, though nothing here stops it."""
+    """Yields warnings about the model's positions and exceeded budgets that do not stop a run."""
     limit = shape.max_positions_tokens
     if limit is not None and total_tokens > limit:
         yield (
@@ -171,7 +171,7 @@ def limit_warnings(
 
 
 def estimate_warnings(shape: ModelShape) -> tuple[str, ...]:
-    """Says which of a plan's numbers hang on installed kernels: what scans take."""
+    """Returns a warning if installed kernels matter, as they do for recurrent layers."""
     scans = sum(layer.scans for layer in shape.layers)
     if not scans:
         return ()
@@ -184,7 +184,7 @@ def estimate_warnings(shape: ModelShape) -> tuple[str, ...]:
 def fragmentation_warnings(
     config: SPPOConfig, facts: DeviceFacts, predicted: MemoryEstimate, budgets: Budgets
 ) -> Iterator[str]:
-    """Says that a setting of PyTorch would let a plan that fills the device use more of it."""
+    """Yields a warning if a PyTorch setting would let a nearly full device hold more."""
     budget = budgets.device
     if not reserves_fragmentation(config, facts) or budget is None:
         return
@@ -197,17 +197,17 @@ def fragmentation_warnings(
 
 
 def planned_for(shape: ModelShape, total_tokens: int) -> str:
-    """Returns the line in `sppo.yaml` that says what a written plan was made for."""
+    """Returns the text in `sppo.yaml` that says what a written plan was made for."""
     return f"plan {PLAN_VERSION}: {_model_of(shape)}; {total_tokens} tokens"
 
 
 def other_plan_warnings(
     config: SPPOConfig, shape: ModelShape, total_tokens: int, *, training: bool
 ) -> Iterator[str]:
-    """Says where a written plan is another model's, or that of rows of another length.
+    """Yields warnings if a written plan was made for another model or other lengths.
 
-    A run that is given other settings than were planned for it is slower, or does not fit; settings
-    of one's own have no such line. Evaluation may have rows of other lengths.
+    Such a run is slower than planned, or does not fit. Settings that were not written by `sppo
+    plan` do not name a model. Evaluation may have rows of other lengths.
     """
     if config.planned_for is None:
         return
@@ -244,101 +244,104 @@ def _remedy(modes: frozenset[ActivationMode], tier: Tier) -> str:
     return "shorter chunks or shorter sequences hold less"
 
 
-# Of a stage's plan, until it fits with copies by unit.
+# Attempts to make a stage's plan fit with copies by unit.
 _ATTEMPTS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineStep:
-    """What all stages of a pipeline do together in a step."""
+    """Predicted step of all stages of a pipeline."""
 
     schedule: str
     """Name of the schedule."""
 
     reason: str
-    """Why this one, and these chunks."""
+    """Reason for the schedule and the chunks."""
 
     ranks: int
-    """Of the pipeline."""
+    """Ranks of the pipeline."""
 
     replicas: int
-    """Pipelines beside this one."""
+    """Number of data-parallel pipelines."""
 
     micro_batches: int
-    """Of a step."""
+    """Micro-batches per step."""
 
     step_seconds: float | None = None
-    """Predicted, of all stages and micro-batches; None where speeds are unknown."""
+    """Predicted seconds of all stages and micro-batches; None if speeds are unknown."""
 
     bubble_fraction: float = 0.0
     """Share of the ranks' time without compute."""
 
     mfu: float | None = None
-    """Of all ranks' dense bf16 peak; None where that is unknown."""
+    """Share of all ranks' dense bf16 peak; None if that is unknown."""
 
 
 _FASTER = "auto: the faster of those that fit"
 _LESS_MEMORY = "auto: less memory"
 _AS_LITTLE_MEMORY = "auto: about as little memory as the other"
-# Peaks of a step on a CPU that differ by less are alike, and the one with fewer chunks is faster:
-# SmolLM2 by layer at 4,096 tokens, 8 chunks 34.8 s, 4 chunks 31.0 s, 2 chunks 28.6 s.
+# Plans on a CPU whose peaks differ by less than this ratio are equal in memory, and the one with
+# fewer chunks is faster: SmolLM2 by layer at 4,096 tokens, 8 chunks 34.8 s, 4 chunks 31.0 s, 2
+# chunks 28.6 s.
 _EQUAL_MEMORY_RATIO = 1.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(Decisions):
-    """How one batch shape is run, and why so."""
+    """How one batch shape is run, with reasons."""
 
     shape: ModelShape
-    """What runs: the model, or a stage of it."""
+    """The model, or a stage of it."""
 
     device: DeviceFacts
-    """Where it runs."""
+    """The device."""
 
     backend_name: str
     """Attention backend."""
 
     backend_reason: str
-    """Why this backend."""
+    """Reason for the backend."""
 
     recompute_reason: str
-    """Why frames are recomputed or not."""
+    """Reason for recomputation, or for none."""
 
     offload_reason: str
-    """Why frames leave the device or not."""
+    """Reason for offloading, or for none."""
 
     order_reason: str = ""
-    """Why the grid is walked in this order."""
+    """Reason for the order."""
 
     places_reason: str = ""
-    """Why weights or the optimizer rest on the host; "" where nothing does."""
+    """Reason for host-resident weights or optimizer; "" without them."""
 
     estimate: MemoryEstimate
     """Predicted bytes."""
 
     budgets: Budgets
-    """What each tier may hold: the config's budget, else what there is, else unknown."""
+    """Bytes that each tier may hold: the config's budget, else what the machine has, else unknown.
+    """
 
     prediction: Prediction | None = None
-    """Predicted seconds; None where nothing is known of the device's speed."""
+    """Predicted seconds; None if speeds are unknown."""
 
     cost: ModelCost | None = None
-    """What the prediction was made with."""
+    """Costs from which the prediction was made."""
 
     pipeline: PipelineStep | None = None
-    """Of a stage: what it is a part of. All else is then of one micro-batch on this stage."""
+    """The pipeline that this is a stage of; other fields then describe one micro-batch on this
+    stage."""
 
     warnings: tuple[str, ...] = ()
-    """What a user should know before the first step; nothing here stops it."""
+    """Warnings for the user, which stop nothing."""
 
     def program(self) -> StepProgram:
-        """Returns the step as a program: what runs, in order, with its bytes and seconds."""
+        """Returns the program of the step: its actions in order, with bytes and seconds."""
         return StepProgram(self, self.shape, self.device.kind, self.cost)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Task:
-    """What is planned for, read once."""
+    """A request with its settings resolved to budgets, choices and costs."""
 
     config: SPPOConfig
     shape: ModelShape
@@ -349,7 +352,7 @@ class _Task:
     choices: Choices
     orders: tuple[Order, ...]
     tiles: tuple[int, ...]
-    """Tokens of tiles in which token-wise modules of one chunk over all tokens may run."""
+    """Tile sizes for token-wise modules of one chunk over all tokens."""
     cost: ModelCost | None
     bounds: Bounds | None
     under_seconds: float
@@ -358,62 +361,61 @@ class _Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """A batch of a model on a machine, and settings: all that a plan follows from."""
+    """A batch of a model on a machine, with settings: all inputs of a plan."""
 
     shape: ModelShape
     """The model."""
 
     config: SPPOConfig
-    """Settings; budgets it names count, what it leaves open comes from the device."""
+    """Settings; budgets that are not named come from the device."""
 
     device: DeviceFacts
-    """The machine; with a profile, "auto" is solved for time."""
+    """The machine; with a profile, "auto" minimises time."""
 
     total_tokens: int
     """Length of each row."""
 
     batch_rows: int = 1
-    """Rows that go through together."""
+    """Rows of the batch."""
 
     training: bool = True
     """Whether a backward follows."""
 
     accumulates: bool = False
-    """Whether gradients of earlier batches are there, as with gradient accumulation."""
+    """Whether gradients of earlier batches exist, as with gradient accumulation."""
 
     dtype_name: str = "bfloat16"
-    """Dtype of the compute."""
+    """Dtype of compute."""
 
     backend_name: str = "auto"
     """Attention backend."""
 
     backend_reason: str = "chosen once the model is loaded; as fast as the profile says"
-    """Why this one."""
+    """Reason for the backend."""
 
     correction: Correction | None = None
-    """What the first steps taught about the profile."""
+    """Correction of the profile by measured steps."""
 
     bounds: Bounds | None = None
-    """Chunks that must stay as they are; None where they are decided too."""
+    """Fixed chunks; None if chunks are decided too."""
 
     alive: float | None = None
-    """Of a stage of a pipeline, batches that share the budgets; see `budgets_per_micro_batch`.
-    None for a device of its own."""
+    """Number of micro-batches that share the budgets of a pipeline stage, see
+    `budgets_per_micro_batch`; None for a device that runs the whole model."""
 
     slices: Mapping[Tier, int] = field(default_factory=dict[Tier, int])
-    """Of a stage whose rank shares other stages' units: bytes of their keys and values by tier,
-    which are not the stage's to use; see `pipeline_cost.extra_shared_unit_bytes`."""
+    """Bytes by tier that a rank's shared units of other stages hold as K/V, which are subtracted
+    from the budgets; see `pipeline_cost.extra_shared_unit_bytes`."""
 
     by_layer: bool | str = True
-    """Whether the model's layers can be called on parts of a sequence; a part of a sentence says
-    why not, and is passed on as a warning."""
+    """Whether the model's layers can be called on parts of a sequence. A string is the reason why
+    not, shown in a warning."""
 
     on_host: bool | str = True
-    """Whether weights and optimizer may rest on the host where the settings leave that open;
-    likewise."""
+    """Whether "auto" may put weights and optimizer on the host. A string is the reason why not."""
 
     in_tiles: bool | str = True
-    """The same of whether token-wise modules of layers can run in tiles."""
+    """Whether token-wise modules of layers can run in tiles. A string is the reason why not."""
 
 
 def make_plan(request: PlanRequest) -> Plan:
@@ -421,7 +423,7 @@ def make_plan(request: PlanRequest) -> Plan:
 
     Raises:
         ConfigError: the settings do not fit this length.
-        BudgetError: a budget that the user named cannot hold what it must.
+        BudgetError: a budget named by the user is too small.
     """
     plan: Plan | None = None
     refusal: BudgetError | None = None
@@ -442,7 +444,10 @@ def make_plan(request: PlanRequest) -> Plan:
 
 
 def _remedy_without_groups(request: PlanRequest) -> str:
-    """What would fit a batch whose rows go in groups, beside which no weights rest on the host."""
+    """Returns a remedy if the batch would fit without groups of rows.
+
+    Beside groups no weights are put on the host.
+    """
     rows = request.config.micro_batch_size
     if rows is None or not request.training or request.on_host is not True:
         return ""
@@ -468,7 +473,7 @@ def _possible_places(request: PlanRequest) -> tuple[Placement, ...]:
 
 
 def _planned(request: PlanRequest) -> Plan:
-    """`make_plan`, with the settings as they are."""
+    """Plans without trying other settings as remedies."""
     config, shape, on_host = request.config, request.shape, request.on_host
 
     def resting(places: Placement) -> ModelShape:
@@ -507,20 +512,20 @@ def _planned(request: PlanRequest) -> Plan:
 
 
 def _exchange_rate(config: SPPOConfig, profile: HardwareProfile) -> float:
-    """Bytes per second between ranks that share sequences: on one node, or on any."""
+    """Returns bytes per second between ranks that share sequences, on one node or between nodes."""
     on_node, far = profile.node_bytes_per_second, profile.network_bytes_per_second
     return (far if config.sp_across_nodes else on_node) or UNKNOWN_LINK
 
 
 def _with_attention_once(placed: Callable[..., Plan], *, required: bool) -> Plan:
-    """Plans with one forward of attention; where that does not fit, with more, if those do.
+    """Plans with one attention forward; if that does not fit, with rerun attention if that does.
 
     Args:
-        placed: makes a plan, with `rerun_attention` or without.
-        required: whether attention may not run again: what would fit is then a remedy.
+        placed: makes a plan, given `rerun_attention`.
+        required: whether attention must not be rerun; a plan that would fit is then a remedy.
 
     Raises:
-        BudgetError: neither fits, or what fits may not be, and the user named the budgets.
+        BudgetError: neither fits, or rerunning is not allowed, and the user named the budgets.
     """
     plan: Plan | None = None
     refusal: BudgetError | None = None
@@ -559,17 +564,18 @@ def _best_placement(
     made_with: Callable[..., Plan],
     may_fit: Callable[[Placement], bool],
 ) -> Plan:
-    """Plans with the first places; where that does not fit, with those that take least time.
+    """Plans with the first placement; if that does not fit, with the fastest that does.
 
-    [Note: weights and optimizer by themselves] What fits on the device stays there: there it costs
-    no copies and no update by the processor. Else simulation decides between the optimizer alone on
-    the host and all layers' weights too. The optimizer alone brings each weight once a batch, not
-    twice; without the weights there is more room for activations. Of nearly equals, the first.
+    [Note: weights and optimizer by themselves] What fits on the device is kept there, without
+    copies and without an update by the processor. Otherwise simulation decides between the
+    optimizer alone on the host and all layers' weights too. The optimizer alone loads each weight
+    once per batch, not twice; without the weights the device has more memory for activations. Of
+    nearly equal plans, the first is taken.
 
     Args:
-        places: what may rest on the host, the least first.
-        made_with: makes a plan; of one that takes `under_seconds` it matters only that it fits.
-        may_fit: whether the device has room for what stands there.
+        places: allowed placements, the one with the fewest bytes on the host first.
+        made_with: makes a plan; if it takes `under_seconds` or more, only whether it fits matters.
+        may_fit: whether the device can hold what it holds throughout the step.
 
     Raises:
         BudgetError: none fits, and the user named the budgets.
@@ -619,10 +625,7 @@ def _step_seconds(plan: Plan) -> float:
 
 
 def _make_plan(request: PlanRequest, *, rerun_attention: bool, under_seconds: float) -> Plan:
-    """Decides with weights and optimizer where the request's settings and shape have them.
-
-    `under_seconds`: see `solve`.
-    """
+    """Plans with the placement in the request's settings and shape; see `solve`."""
     config, shape, device = request.config, request.shape, request.device
     total_tokens, training, alive = request.total_tokens, request.training, request.alive
     by_layer, in_tiles = request.by_layer, request.in_tiles
@@ -740,7 +743,7 @@ def _decide(task: _Task) -> _Decided:
 
 
 def _decide_by_unit(task: _Task) -> _Decided:
-    """Decides about a stage, whose copies take more room than those of single frames."""
+    """Decides about a pipeline stage, whose copies of whole units take more bytes."""
     best: _Decided | None = None
     lowered = task
     for _ in range(_ATTEMPTS):
@@ -771,7 +774,7 @@ def _copied_by_unit(task: _Task, decided: _Decided) -> _Decided:
 
 
 def _evaluation(task: _Task) -> _Decided:
-    """Nothing waits for a backward; only K/V may have to leave."""
+    """Decides about an evaluation: nothing is saved, and only K/V may be offloaded."""
     borrows = any(layer.borrows_keys for layer in task.shape.layers)
     found: list[Decisions] = []
     for base in (base for order in task.orders for base in _in_fewer_chunks(task, order)):
@@ -787,7 +790,7 @@ def _evaluation(task: _Task) -> _Decided:
 
 
 def _place_kv(task: _Task, decisions: Decisions) -> Decisions:
-    """Puts K/V on the nearest allowed tier with which everything fits; the farthest if none."""
+    """Returns the plan with K/V on the nearest tier with which all fits; the farthest if none."""
     for kv_mode in kv_modes_of(task.shape, decisions, task.choices):
         decisions = with_kv(decisions, kv_mode, task.shape, task.budgets, task.device.kind)
         if fits(_estimate(task, decisions), task.budgets):
@@ -800,7 +803,7 @@ def _estimate(task: _Task, decisions: Decisions) -> MemoryEstimate:
 
 
 def _by_policy(task: _Task) -> _Decided:
-    """Some frames leave and others stay, by the rule that the user named."""
+    """Decides by the offload policy named in the settings."""
     policy = task.config.offload
     if task.cost is None:
         raise ConfigError(
@@ -830,7 +833,7 @@ def _with_host(choices: Choices) -> Choices:
 
 
 def _by_rule(task: _Task) -> _Decided:
-    """Modes that need no search: the user fixed them, or memory alone counts."""
+    """Decides without a search: modes are set by the user, or only memory counts."""
     config, device = task.config, task.device
     saved: Saved = "inputs"
     recompute_reason = "auto: least memory, and attention is not run again"
@@ -864,10 +867,10 @@ def _by_rule(task: _Task) -> _Decided:
 
 
 def _rule_candidates(task: _Task, base: Decisions, mode: ActivationMode) -> Iterator[Decisions]:
-    """Every frame in one mode, and K/V on the nearest tier with which everything fits.
+    """Yields plans with one activation mode and K/V on the nearest tier with which all fits.
 
-    By layer on a CPU with K/V on each tier, nearest first: what is nearly as small with K/V nearer
-    saves time, see `_min_memory_choice`.
+    By layer on a CPU K/V are tried on each tier, nearest first: a plan that takes little more
+    memory with nearer K/V saves time, see `_min_memory_choice`.
     """
     config, on_cpu = task.config, task.device.kind == "cpu"
     modes = uniform_modes(base.num_chunks, base.num_layers, mode)
@@ -886,10 +889,11 @@ def _rule_candidates(task: _Task, base: Decisions, mode: ActivationMode) -> Iter
 
 
 def _in_fewer_chunks(task: _Task, order: Order) -> Iterator[Decisions]:
-    """By layer on a CPU the fewest chunks first, where "auto" may cut; else as settings say.
+    """Yields bases by layer on a CPU with the fewest chunks first; otherwise the configured cut.
 
-    Chunk by chunk, K/V and the last chunk's frames take more than time is worth; by layer a chunk's
-    temporaries are those of one layer. One chunk for all tokens saves no time that can be measured.
+    Chunk by chunk, K/V and the last chunk's activations take more memory than the saved time is
+    worth; by layer a chunk's temporaries are those of one layer. One chunk for all tokens saves no
+    measurable time.
     """
     base = _base(task, order)
     target = TARGET_CHUNK_TOKENS[task.device.kind]
@@ -910,9 +914,9 @@ def _in_fewer_chunks(task: _Task, order: Order) -> Iterator[Decisions]:
 
 
 def _min_memory_choice(task: _Task, found: Sequence[Decisions]) -> tuple[Decisions, str]:
-    """The first of those with the least memory, which on a CPU are all that are nearly as small.
+    """Returns the first plan with the least memory, and the reason for its order.
 
-    And why its order, where memory decides.
+    On a CPU, plans with nearly as little memory count as equal.
     """
     if len(found) == 1:
         return found[0], _LESS_MEMORY
@@ -929,9 +933,9 @@ def _min_memory_choice(task: _Task, found: Sequence[Decisions]) -> tuple[Decisio
 
 
 def _memory_rank(task: _Task, decisions: Decisions) -> tuple[int, float]:
-    """Bytes over the budgets, then what decides between orders: memory, or time on a GPU.
+    """Returns missing bytes, then memory, or on a GPU in training seconds.
 
-    An evaluation takes the same time in both.
+    An evaluation takes the same time in both orders.
     """
     predicted = _estimate(task, decisions)
     missing = missing_bytes(predicted, task.budgets)
@@ -977,10 +981,10 @@ def _solved(task: _Task, cost: ModelCost) -> _Decided:
 
 
 def _closest(task: _Task, cost: ModelCost, limit: BudgetViolation) -> Solution:
-    """What comes closest, where only machines' own limits break; they are warned about.
+    """Returns the plan closest to fitting, if only limits of the machine are exceeded.
 
     Raises:
-        BudgetError: the user named the budget that breaks.
+        BudgetError: the user named the exceeded budget.
     """
     if limit.tier in named_budgets(task.config):
         raise BudgetError(limit_text(limit, task.budgets, task.total_tokens))
@@ -1021,9 +1025,9 @@ def _bounds(task: _Task) -> Bounds:
 
 
 def _cuts(task: _Task, cost: ModelCost) -> Iterator[list[Bounds]]:
-    """Ways to cut that the config leaves open; the later where nothing fits by the earlier.
+    """Yields ways to cut that the config allows, each for when nothing fits with earlier ones.
 
-    On a CPU those by rule.
+    On a CPU these are fixed.
     """
     if _cut_is_fixed(task):
         yield [base.bounds for base in _in_fewer_chunks(task, task.orders[0])]
@@ -1048,7 +1052,7 @@ def _simulate(cost: ModelCost, decisions: Decisions, *, policy: str) -> Predicti
 
 
 def _staging_bytes(device: DeviceFacts, budgets: Budgets) -> int:
-    """Host bytes through which frames pass on their way to the disk: small beside the budget."""
+    """Returns the size of the staging region for the disk: small beside the host's budget."""
     if device.kind == "cpu":
         return 64 * 2**20
     host = budgets.host

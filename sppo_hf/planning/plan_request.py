@@ -1,8 +1,8 @@
-"""Questions and answers: does this model at this length fit that machine, and how fast is it?
+"""Requests and results: does this model at this length fit that machine, and how fast is it?
 
-What `sppo estimate`, `sppo plan` and the notebooks ask. One path from a model's config, settings
-and a hardware profile to a Plan; whatever does not fit is answered too, with the first limit that
-breaks. Knows nothing of torch: the machine in question need not be this one.
+`sppo estimate`, `sppo plan` and the notebooks use this. It goes from a model's config, settings and
+a hardware profile to a Plan. If nothing fits, the result names the budget that is exceeded first.
+The machine need not be this one, so nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -67,34 +67,34 @@ _MOST_UNITS = 2**15
 _MOST_SOLVED_CHUNKS = 512
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-"""Dtypes that can be asked for, and the bytes of one element."""
+"""Supported dtypes, and the bytes of one element."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanResult:
-    """What a question came to."""
+    """Result of a request."""
 
     question: PlanRequest
-    """What was asked."""
+    """The request."""
 
     plan: Plan | None
-    """The plan, or None where nothing fits."""
+    """The plan; None if nothing fits."""
 
     first_limit: BudgetViolation | None
-    """What breaks first under the plan that comes closest; None where one fits."""
+    """The first budget that the closest plan exceeds; None if a plan fits."""
 
     estimate: MemoryEstimate
-    """Bytes of the plan, or of the one that comes closest."""
+    """Bytes of the plan, or of the closest one."""
 
     budgets: Budgets
-    """What each tier may hold."""
+    """Bytes that each tier may hold."""
 
     max_seq_len: int
     """The longest row that fits these budgets and settings, in tokens; 0 if none does."""
 
     enough: Mapping[Tier, int] = field(default_factory=dict[Tier, int])
-    """Where nothing fits: bytes of a tier that would do alone, all else as asked. Not always the
-    least; tiers of which no amount would do are left out."""
+    """If nothing fits: by tier, a capacity with which it would fit, all else unchanged. Not always
+    the smallest; tiers of which no capacity is enough are left out."""
 
     @property
     def fits(self) -> bool:
@@ -104,25 +104,25 @@ class PlanResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyResult:
-    """What one policy would come to, in the same chunks as the plan it is compared with."""
+    """Result of one policy, in the same chunks as the plan that it is compared with."""
 
     policy: str
     """"auto", "none", "full" or "sppo"."""
 
     frames: str
-    """How much is recomputed: "none", "selective", "full", or "mixed" by the solver."""
+    """What is recomputed: "none", "selective", "full", or "mixed" by the solver."""
 
     first_limit: BudgetViolation | None
-    """Why it does not fit."""
+    """The first exceeded budget; None if it fits."""
 
     estimate: MemoryEstimate
-    """Its bytes."""
+    """Its memory estimate."""
 
     step_seconds: float | None
-    """Simulated duration of a step; None where it does not fit."""
+    """Simulated seconds of a step; None if it does not fit."""
 
     tokens_per_second: float | None
-    """Likewise."""
+    """Simulated tokens per second; None if it does not fit."""
 
 
 def question_for(
@@ -137,17 +137,17 @@ def question_for(
     lora_rank: int | None = None,
     trace: Tracer,
 ) -> PlanRequest:
-    """Puts a question together.
+    """Builds a request.
 
     Args:
         model_config: of Transformers, or an object with the fields of a `config.json`.
         config: the settings; naming `offload_dir` gives the machine a disk.
-        profile: the machine: its speeds, and what it holds where `config` names no budget.
+        profile: the machine: its speeds, and its capacities where `config` names no budget.
         total_tokens: length of each row.
         batch_rows: rows of the batch.
-        accumulates: whether gradients of earlier batches are there.
+        accumulates: whether gradients of earlier batches exist.
         dtype_name: one of `DTYPE_BYTES`.
-        lora_rank: of adapters on all linear layers, float32 as PEFT makes them; None trains all.
+        lora_rank: rank of float32 adapters on all linear layers; None trains all weights.
         trace: makes the model's profile if it is not known.
 
     Raises:
@@ -177,7 +177,7 @@ def question_for(
 
 
 def _host_bytes(profile: HardwareProfile) -> int | None:
-    """What a run on that machine would count on where no budget is named."""
+    """Returns the host bytes that a run on that machine counts on without a named budget."""
     total = profile.host_bytes
     if total is None or profile.kind == "cpu":
         return total
@@ -185,7 +185,7 @@ def _host_bytes(profile: HardwareProfile) -> int | None:
 
 
 def request_plan(question: PlanRequest) -> PlanResult:
-    """Answers a question.
+    """Plans a request, and finds the longest length and, if nothing fits, what would.
 
     Raises:
         ConfigError: the settings do not fit this length.
@@ -216,7 +216,7 @@ def request_plan(question: PlanRequest) -> PlanResult:
 
 
 def is_possible(question: PlanRequest) -> bool:
-    """Whether the batch fits; `request_plan` answers more, and takes longer.
+    """Whether the batch fits; faster than `request_plan`.
 
     Raises:
         ConfigError: the settings do not fit this length.
@@ -226,7 +226,7 @@ def is_possible(question: PlanRequest) -> bool:
 
 
 def _placements(question: PlanRequest) -> list[PlanRequest]:
-    """The question with weights and optimizer wherever they may be."""
+    """Returns the request with each allowed placement of weights and optimizer."""
     orders = read_orders(question.config)
     found: list[PlanRequest] = []
     for places in read_placements(
@@ -243,7 +243,7 @@ def _placements(question: PlanRequest) -> list[PlanRequest]:
 
 
 def plan_for(question: PlanRequest) -> Plan:
-    """Makes the plan; where nothing fits, one that breaks budgets and warns of it.
+    """Makes the plan; if nothing fits, one that exceeds budgets and warns about it.
 
     Raises:
         ConfigError: the settings do not fit this length, or there are so many chunks and layers
@@ -302,14 +302,14 @@ def timeline_of(plan: Plan) -> Timeline:
 
 
 def compare_policies(question: PlanRequest, plan: Plan) -> tuple[PolicyResult, ...]:
-    """Lays "auto" beside every fixed policy, in the same chunks and with K/V on the same tier.
+    """Compares "auto" with every fixed policy, in the same chunks and with K/V on the same tier.
 
     Args:
-        question: what was asked, with `offload="auto"`.
-        plan: made for it.
+        question: the request, with `offload="auto"`.
+        plan: the plan made for it.
 
     Returns:
-        The fastest first, "auto" before its equals; what does not fit last.
+        The fastest first, "auto" before its equals; those that do not fit last.
     """
     again = any(mode.saved == "hidden" for row in plan.layer_modes for mode in row)
     choices = read_choices(question.config, question.device, rerun_attention=again)
@@ -345,7 +345,7 @@ def _result(plan: Plan, name: str, decisions: Decisions) -> PolicyResult:
 
 
 def _closest(placed: list[PlanRequest], plan: Plan) -> tuple[BudgetViolation, MemoryEstimate]:
-    """The plan that lacks least, over all tiers, and what breaks first in it."""
+    """Returns the first exceeded budget and the estimate of the closest plan."""
     predictions = [
         plan.estimate,
         *(
@@ -360,7 +360,7 @@ def _closest(placed: list[PlanRequest], plan: Plan) -> tuple[BudgetViolation, Me
 
 
 def _sufficient_bytes(placed: list[PlanRequest], plan: Plan) -> dict[Tier, int]:
-    """Returns what each tier by itself must hold for some plan to fit, if any amount will do."""
+    """Returns by tier a capacity with which some plan fits, if any capacity is enough."""
     found: dict[Tier, int] = {}
     for tier in offload_tiers():
         if not TIERS[tier].called:
@@ -372,7 +372,7 @@ def _sufficient_bytes(placed: list[PlanRequest], plan: Plan) -> dict[Tier, int]:
 
 
 def _sizes_that_fit(question: PlanRequest, plan: Plan, tier: Tier) -> Iterator[int]:
-    """Yields what a tier holds in the plans that fit if it has no limit."""
+    """Yields the tier's peak in the plans that fit if it has no limit."""
     question = replace(question, config=TIERS[tier].allowing(question.config))
     unlimited = plan.budgets.replace(**{tier: None})
     allowed = replace(plan, budgets=unlimited)
@@ -424,7 +424,7 @@ def _longest(placed: list[PlanRequest], plan: Plan) -> int:
 
 
 def _min_memory_plans(question: PlanRequest, plan: Plan, total_tokens: int) -> Iterator[Decisions]:
-    """Yields what holds least of all that the settings allow, by order, cut and place of K/V."""
+    """Yields the plan with the least memory for each allowed order, cut and K/V mode."""
     cost = _cost_of(question, plan)
     for base in _bases(question, cost, plan, total_tokens):
         yield _min_memory_plan(question, cost, plan.budgets, base)
@@ -438,15 +438,15 @@ def _bases(
     *,
     most_cuts: int | None = None,
 ) -> Iterator[Decisions]:
-    """Yields all orders, cuts and places of K/V that the settings allow, modes of frames left open.
+    """Yields all allowed orders, cuts and K/V modes, with activation modes left open.
 
     Args:
-        question: what is asked, weights and optimizer placed.
-        cost: of its shape.
-        plan: made for it, at any length.
+        question: the request, with weights and optimizer placed.
+        cost: costs of its shape.
+        plan: a plan made for it, at any length.
         total_tokens: length of the rows.
-        most_cuts: how many ways to cut, shortest chunks first and of each length by all that
-            `partitions_of` gives; None for all.
+        most_cuts: how many ways to cut, shortest chunks first and of each length all of
+            `partitions_of`; None for all.
     """
     config, kind = question.config, question.device.kind
     choices = _choices(question)
@@ -470,7 +470,7 @@ def _bases(
 def _min_memory_plan(
     question: PlanRequest, cost: ModelCost, budgets: Budgets, base: Decisions
 ) -> Decisions:
-    """Returns one of `_bases` with the modes that hold least."""
+    """Returns one of `_bases` with the modes that need the least memory."""
     config, choices = question.config, _choices(question)
     if is_fixed(config, question.device):
         return _fixed_plan(config, cost, base, choices)
@@ -528,7 +528,7 @@ def _batch(plan: Plan, config: SPPOConfig) -> Batch:
 
 
 def _cost_of(question: PlanRequest, plan: Plan) -> ModelCost:
-    """The plan's costs, of the question's shape: weights and optimizer may rest elsewhere."""
+    """Returns the plan's costs with the request's shape, whose weights may be elsewhere."""
     return replace(_cost(plan), shape=question.shape)
 
 

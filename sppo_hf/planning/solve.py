@@ -1,13 +1,12 @@
-"""The solver: of all plans for given bounds and order, the fastest that fits, or what breaks first.
+"""The solver: finds the fastest plan that fits for given bounds and order, or the violated budget.
 
 The linear program says how many layers of each chunk (by layer: chunks of each layer) get which
-mode; counts are rounded to whole ones, the estimate is checked against every budget, and the
-simulator has the last word. The fixed policies are candidates like any other, so the answer is
-never worse, in its own simulation, than any of them that fits.
+mode. Counts are rounded to integers, the estimate is checked against every budget, and candidates
+are compared by simulation. The fixed policies are candidates like any other, so the answer is never
+slower, in its own simulation, than any of them that fits.
 
-Before any search stands the least that a batch must hold (`min_memory`): whether it fits at all,
-and what breaks first if not, with the bytes of the look-ahead that every plan holds beside its
-frames.
+Before any search, `min_memory` finds the plan with the fewest bytes, the look-ahead included:
+whether the batch fits at all, and if not, which budget is exceeded.
 """
 
 from __future__ import annotations
@@ -60,22 +59,23 @@ from sppo_hf.schedule.timeline import Timeline
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-# With more frames than this, nothing that is rebuilt or on its way weighs as much as what waits.
+# With more units than this, recomputation buffers and copies in flight weigh little beside saved
+# activations.
 _FEW_UNITS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
-    """What the solver may choose from."""
+    """The modes and tiers that the solver may use."""
 
     saved: tuple[Saved, ...] = ATTENTION_ONCE
-    """How frames may be reduced."""
+    """How much of a layer may be saved."""
 
     tiers: tuple[Tier, ...] = ("device", "host")
-    """Where frames may wait."""
+    """Tiers that may hold activations."""
 
     kv_tiers: tuple[Tier, ...] = ("device",)
-    """Where K/V may wait; of those that fit, the fastest is taken, and the first of equals."""
+    """Tiers that may hold K/V; of those that fit the fastest is taken, the first of equals."""
 
     @property
     def modes(self) -> tuple[ActivationMode, ...]:
@@ -85,23 +85,23 @@ class Choices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetViolation:
-    """What keeps a batch from fitting, whatever is chosen."""
+    """A budget that is exceeded."""
 
     tier: Tier
-    """The tier whose budget breaks."""
+    """The tier."""
 
     missing_bytes: int
-    """By how much."""
+    """Bytes above the budget."""
 
     moment: str
-    """When."""
+    """Name of the point of the tier's peak."""
 
 
 def kv_modes_of(shape: ModelShape, base: Decisions, choices: Choices) -> tuple[KVMode, ...]:
-    """Returns what may become of K/V.
+    """Returns the allowed K/V modes.
 
-    By layer they may be made again where layers may. Those that other layers borrow must be there
-    for all of them.
+    By layer, K/V may be recomputed where layers may. K/V that other layers use must be held for all
+    of these.
     """
     if not base.by_layer:
         return choices.kv_tiers
@@ -167,12 +167,12 @@ def min_missing_bytes(
 
 
 def min_memory(cost: ModelCost, base: Decisions, budgets: Budgets, choices: Choices) -> Decisions:
-    """Returns the plan that is most likely to fit: small frames, as far away as there is room.
+    """Returns the plan most likely to fit: few saved bytes, on the farthest tiers with free bytes.
 
-    The earliest frames (needed last) go to the disk when the host is full, and the latest (needed
-    first) stay on the device when nothing else has room. Reduced frames are smallest, but what is
-    rebuilt from them, and what is on its way, needs room too; so with few layers or chunks another
-    choice may hold less, and the one that comes closest is taken.
+    The earliest activations (needed last) go to the disk when the host is full, and the latest
+    (needed first) are kept on the device when no other tier has free bytes. Saving less takes fewer
+    bytes, but recomputation buffers and copies in flight need memory too. So with few layers or
+    chunks other choices are tried, and the one that comes closest to the budgets is returned.
     """
     plans: list[Decisions] = []
     few = base.num_chunks * base.num_layers <= _FEW_UNITS
@@ -201,7 +201,7 @@ def _farthest_modes(
     choices: Choices,
     saved: Saved,
 ) -> LayerModes:
-    """Frames of one kind on the farthest tiers that have room, frame by frame."""
+    """Returns modes that save one kind on the farthest tiers with free bytes, unit by unit."""
     away: list[Tier] = [tier for tier in offload_tiers() if tier in choices.tiers]
     room = {tier: _free_bytes(cost, base, budgets, tier, away) for tier in away}
     places: dict[Tier, float] = {}
@@ -237,7 +237,7 @@ def _farthest_modes(
 
 
 def _next_tier(places: dict[Tier, float], size: int) -> Tier:
-    """The nearest tier with room for one more frame."""
+    """Returns the nearest tier with free bytes for one more unit."""
     for tier, room in places.items():
         # What must stay is a quota: it takes the frame that crosses it too.
         if room > 0 if tier == "device" else room >= size:
@@ -252,7 +252,7 @@ def _free_bytes(
     tier: Tier,
     away: Sequence[Tier],
 ) -> float:
-    """Bytes that frames may take on a tier, beside K/V and what passes through."""
+    """Returns the bytes free for activations on a tier, beside K/V and staging."""
     budget = budgets.of(tier)
     if budget is None:
         return float("inf")
@@ -277,16 +277,16 @@ def _free_bytes(
 def with_lookahead(
     cost: ModelCost, base: Decisions, modes: LayerModes, *, frames: int
 ) -> Decisions:
-    """Returns `base` with other modes, and room for so many of their frames on their way."""
+    """Returns `base` with other modes and a look-ahead of so many of their largest units."""
     away: set[Saved] = {mode.saved for mode in modes_used(modes) if mode.offload}
     ahead = lookahead_bytes(cost, base, away, frames)
     return with_lookahead_bytes(cost, replace(base, layer_modes=modes), ahead)
 
 
 def with_lookahead_bytes(cost: ModelCost, decisions: Decisions, activation_bytes: int) -> Decisions:
-    """Lets so many bytes of frames be on their way, and one layer's streamed gradient sums.
+    """Sets the look-ahead in bytes of activations, plus one layer's streamed gradient sums.
 
-    By layer, its keys and values where any leave.
+    By layer plus one layer's K/V, if any are offloaded.
     """
     tables = byte_tables(cost.shape, decisions, cost.profile.kind)
     sums = int(tables.kv_out_backward[:, -1].max())
@@ -302,7 +302,7 @@ def with_lookahead_bytes(cost: ModelCost, decisions: Decisions, activation_bytes
 
 
 def lookahead_bytes(cost: ModelCost, base: Decisions, saved: Iterable[Saved], frames: int) -> int:
-    """Returns the bytes of so many of the largest frames of these kinds."""
+    """Returns the bytes of `frames` units of the largest of these kinds."""
     longest = max(base.chunk_lengths)
     layers = LayerKinds.of(cost).representative
     sizes = [cost.activation_bytes(i, longest, kind) for i in layers for kind in set(saved)]
@@ -317,19 +317,19 @@ _MAX_LAYERS_AHEAD = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """A plan that fits, and when what happens in it."""
+    """A plan that fits, with its simulation."""
 
     decisions: Decisions
-    """What is done."""
+    """The plan."""
 
     timeline: Timeline
-    """When what happens, simulated."""
+    """Its simulated timeline."""
 
     policy: str
-    """Which candidate won: "solver", or a fixed policy by name."""
+    """The winning candidate: "solver", or a fixed policy by name."""
 
     bound_seconds: float
-    """The linear program's optimum over fractional layers; 0 where there is none."""
+    """The linear program's optimum over fractional counts; 0 without one."""
 
     @property
     def step_seconds(self) -> float:
@@ -353,8 +353,9 @@ def solve(
         base: rows, bounds, order and tile; its modes and look-ahead are replaced.
         budgets: bytes per tier.
         choices: modes and tiers that may be used.
-        best: another plan that fits; returned where none is faster.
-        under_seconds: a plan that takes as long may be found, or any slower one that fits.
+        best: another plan that fits; returned if none is faster.
+        under_seconds: the caller needs a plan faster than this; if there is none, any plan that
+            fits will do.
     """
     found = _solved(cost, base, budgets, choices, best=best, under_seconds=under_seconds)
     if found is best or isinstance(found, BudgetViolation):
@@ -421,14 +422,15 @@ def _solved(
 
 
 EQUALLY_FAST = 1.01
-"""So many times the seconds are as fast: simulations are not better than that."""
+"""Plans whose durations differ by less than this ratio are equally fast; simulation is not more
+exact."""
 
 # A plan that takes more than so many times its compute waits for copies, and may not be the best.
 _STALLS = 1.01
 
 HOST_TRADE_RATIO = 1.002
-"""So many times the seconds are worth less host memory: page-locking it takes time too, once, and
-what is not locked is left to data loading, checkpoints and other processes."""
+"""A plan may take so many times as long to use less host memory: page-locking takes time too, and
+memory that is not locked is left to data loading, checkpoints and other processes."""
 
 # A slower plan leaves at least so much free of what an equally fast one takes of the host.
 _MIN_FREED_SHARE = 0.1
@@ -444,19 +446,19 @@ def reduce_host_memory(
     budgets: Budgets,
     choices: Choices,
 ) -> Solution:
-    """Returns the one that takes least of the host, of some plans that are about as fast.
+    """Returns the plan with the least host memory among some that are about as fast.
 
-    They have the bounds, the order and the kinds of frames of `found`, and smaller budgets of the
-    host. None is slower, or it takes at most `HOST_TRADE_RATIO` of the fastest's time, at least a
-    tenth less of the host, and no more of what is behind it. The linear program also sends frames
-    away for gains that are small, or lost when its counts are rounded and copies get in each
-    other's way.
+    They have the bounds, the order and the saved kinds of `found`, and smaller host budgets. A
+    result is either not slower, or takes at most `HOST_TRADE_RATIO` times as long as the fastest,
+    at least a tenth less host memory, and no more bytes behind the host. The linear program also
+    offloads for gains that are tiny, or that are lost to rounding and to copies that delay each
+    other.
 
     Args:
         cost: seconds and bytes of every unit.
-        found: by `solve`.
-        budgets: that it was found with.
-        choices: likewise.
+        found: the solution of `solve`.
+        budgets: the budgets of `found`.
+        choices: the choices of `found`.
     """
 
     def bytes_on(solution: Solution, *tiers: Tier) -> int:
@@ -504,7 +506,7 @@ def simulate_plan(
     policy: str,
     bound_seconds: float = 0.0,
 ) -> Solution:
-    """Returns the solution that `decisions` are, simulated."""
+    """Simulates a plan."""
     return Solution(
         decisions=decisions,
         timeline=lower(decisions, cost).simulate(),
@@ -516,10 +518,10 @@ def simulate_plan(
 def with_kv(
     base: Decisions, kv_mode: KVMode, shape: ModelShape, budgets: Budgets, device_kind: str
 ) -> Decisions:
-    """Returns `base` with K/V on a tier, and room for what then passes through to the disk.
+    """Returns `base` with a K/V mode, and the staging memory that it needs.
 
-    Away from the device they come back layer by layer, and by chunk block by block past what is
-    small. By layer those of the last layer stay, for its backward comes at once.
+    Offloaded K/V are loaded layer by layer, and by chunk block by block if they are large. By layer
+    K/V of the last layer are kept on the device, as its backward follows at once.
     """
     rows = base.batch_rows
     block = 0
@@ -561,7 +563,7 @@ def fixed_policies(
 def fixed_policy(
     cost: ModelCost, base: Decisions, policy: str, saved: Saved, choices: Choices
 ) -> Decisions | None:
-    """Returns one fixed policy, or None where it needs a tier that is not allowed."""
+    """Returns the plan of a fixed policy; None if it needs a tier that is not allowed."""
     away: Tier | None = next((tier for tier in offload_tiers() if tier in choices.tiers), None)
     facts = OFFLOAD_POLICIES.facts(policy)
     if facts["keeps"] and "device" not in choices.tiers:
@@ -585,9 +587,9 @@ def _solved_mixes(
     *,
     under_seconds: float,
 ) -> Iterator[tuple[str, Decisions, float]]:
-    """Yields rounded optima, for look-aheads that suit small frames and large ones.
+    """Yields (name, plan, bound in seconds) of rounded optima, for different sets of modes.
 
-    Those that cannot take less than `under_seconds` are left out.
+    Sets that cannot take less than `under_seconds` are left out.
     """
     members = LayerKinds.of(cost).members
     budgets = _whole_slabs(budgets, cost, base)
@@ -627,7 +629,7 @@ def _solved_mixes(
 
 
 def _whole_slabs(budgets: Budgets, cost: ModelCost, base: Decisions) -> Budgets:
-    """Returns budgets that the host's pool, made of slabs, can fill beside what rests there."""
+    """Returns budgets in which activations on the host fill whole slabs of its pool."""
     if budgets.host is None or cost.profile.kind != "cuda":
         return budgets
     host_resident = sum(byte_tables(cost.shape, base, cost.profile.kind).host_resident.values())
@@ -638,12 +640,12 @@ def _whole_slabs(budgets: Budgets, cost: ModelCost, base: Decisions) -> Budgets:
 def _mode_sets(
     choices: Choices, kv_tier: Tier, kv_modes: tuple[KVMode, ...]
 ) -> Iterator[tuple[tuple[ActivationMode, ...], tuple[KVMode, ...]]]:
-    """Allowed modes of frames and, by layer, of K/V, with less and less that leaves the device.
+    """Yields sets of allowed modes and, by layer, of K/V modes, with less and less offloading.
 
-    What leaves needs room for its look-ahead. That of whole frames is ten times that of a layer's
-    inputs, and that of a layer's K/V grows with the sequence. What goes behind the host for gains
-    that are small may come back late: where K/V need not be there, the same once more with nothing
-    there.
+    Offloading needs memory for its look-ahead. That of whole activations is ten times that of a
+    layer's inputs, and that of a layer's K/V grows with the sequence. Bytes behind the host that
+    gain little may arrive late; so where K/V need not be there, the same sets follow without tiers
+    behind the host.
     """
     found = [*_mode_sets_of_tiers(choices, kv_modes)]
     behind = tiers_behind_host()
@@ -675,12 +677,12 @@ def _is_offloaded(mode: KVMode) -> bool:
 def _rounded(
     mix: NDArray[np.float64], members: Sequence[Sequence[int]], modes: Sequence[Chosen]
 ) -> list[tuple[Chosen, ...]]:
-    """Whole layers (or chunks) by largest remainder, what is missing carried on to the next slot.
+    """Rounds counts of layers (or chunks) by largest remainder, carried over to the next slot.
 
     Args:
-        mix: [slot, kind, mode] how many.
-        members: of each kind.
-        modes: what they may be.
+        mix: [slot, kind, mode] counts.
+        members: layers (or chunks) of each kind.
+        modes: the modes.
 
     Returns:
         The modes of every slot's members.
@@ -707,7 +709,7 @@ def _rounded(
 
 
 def _fit_lookahead(cost: ModelCost, decisions: Decisions, budgets: Budgets) -> Decisions:
-    """Fits the look-ahead to the frames that really leave, and gives it what room is left."""
+    """Fits the look-ahead to the activations that are offloaded, and extends it into free bytes."""
     used = modes_used(decisions.layer_modes)
     away: set[Saved] = {mode.saved for mode in used if mode.offload}
     if not away:
@@ -732,9 +734,9 @@ def lower_budgets(
     *,
     unused: Mapping[Tier, int] = MappingProxyType({}),
 ) -> Budgets:
-    """Returns budgets lowered by what they were broken by, and a little more.
+    """Returns budgets lowered by the excess over them, and a little more.
 
-    Of what broke them, `unused` bytes hold nothing.
+    `unused` bytes of the excess hold nothing, and are not subtracted.
     """
     lowered = {
         limit.tier: limit.missing_bytes - unused.get(limit.tier, 0) + 2**20 for limit in over

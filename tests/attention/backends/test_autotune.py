@@ -13,7 +13,7 @@ from sppo_hf.attention.backends.autotune import (
     Workload,
     autotune,
     autotune_key,
-    representative,
+    representative_workload,
 )
 from sppo_hf.attention.backends.base import AttentionSpec
 from sppo_hf.attention.backends.reference import Reference
@@ -154,13 +154,13 @@ def test_memory_is_free_afterwards_even_of_one_that_failed(clock):
 
 
 def test_what_is_raced_over(clock):
-    load = representative(requirement(gqa_ratio=4, dtype=torch.bfloat16), None)
+    load = representative_workload(requirement(gqa_ratio=4, dtype=torch.bfloat16), None)
     assert (load.query_heads, load.kv_heads, str(load)) == (16, 4, "4K x 32K")
-    assert representative(requirement(gqa_ratio=5), None).query_heads == 15
-    assert representative(requirement(gqa_ratio=71), None).query_heads == 71
-    assert str(representative(requirement(window=True), None)) == "4K x 4K, window 1K"
+    assert representative_workload(requirement(gqa_ratio=5), None).query_heads == 15
+    assert representative_workload(requirement(gqa_ratio=71), None).query_heads == 71
+    assert str(representative_workload(requirement(window=True), None)) == "4K x 4K, window 1K"
     for free_bytes in (2**34, 2**28):
-        load = representative(requirement(qk_head_size=128), free_bytes)
+        load = representative_workload(requirement(qk_head_size=128), free_bytes)
         assert load.num_bytes <= free_bytes / 4
 
 
