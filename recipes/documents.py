@@ -1,8 +1,7 @@
-"""Long documents from wherever they are: installed packages, local files, a hub.
+"""Loads long documents from installed packages, local files or a hub.
 
-Every source comes back as a `datasets.Dataset` with two text columns, `name` and `text`, one row a
-document, always in the same order. What happens to the text afterwards (tokens, rows, batches) is
-`packing.py`'s business; nothing here knows of tokenizers or models.
+Every source becomes a `datasets.Dataset` with two text columns, `name` and `text`, one row for each
+document, always in the same order. `packing.py` makes tokens, rows and batches of them.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _SKIPPED_FOLDERS = re.compile(
 
 
 class Split(NamedTuple):
-    """Documents to learn from and documents to be judged by; no text is in both."""
+    """Documents for training and for evaluation; no text is in both."""
 
     train: Dataset
     held_out: Dataset
@@ -44,7 +43,7 @@ def load_documents(
     split: str = "train",
     text_column: str | None = None,
 ) -> Dataset:
-    """Documents from the source that a user named.
+    """Load documents from the source that a user named.
 
     Args:
         source: `installed-packages`; or a path to a .jsonl, .json, .parquet, .csv or text file, or
@@ -160,9 +159,9 @@ def local_documents(path: str | Path, *, text_column: str | None = None) -> Data
 
 
 def split_documents(documents: Dataset, *, held_out_fraction: float = 0.1, seed: int = 0) -> Split:
-    """Holds whole documents out, before anything is cut into rows.
+    """Hold whole documents out, before anything is cut into rows.
 
-    Repeated texts are dropped first, so that a held-out text is never also learned from.
+    Repeated texts are dropped first, so that no held-out text is also trained on.
 
     Args:
         documents: a dataset with the columns `name` and `text`.
@@ -223,7 +222,7 @@ def _join_sources(files: Iterable[tuple[str, str]], max_chars: int) -> str:
 
 
 def _readable(paths: Iterable[Path]) -> Iterator[tuple[Path, str]]:
-    """The files that hold text; empty ones, binaries and those that are gone are passed over."""
+    """Yield files with their text, without empty, binary and missing files."""
     for path in paths:
         try:
             text = path.read_text(encoding="utf-8")

@@ -4,10 +4,10 @@
     python recipes/finetune.py --model_name_or_path DIR --dataset notes.jsonl --max_length 16384
     python recipes/finetune.py --sppo_enabled false          # the same run without sppo_hf
 
-Only one argument is ours: `parallelism_config`. Without options it trains SmolLM2-135M-Instruct on
+One argument is SPPO's: `parallelism_config`. Without options it trains SmolLM2-135M-Instruct on
 the source code of the installed Python packages, offline: 4,096 tokens on a CPU, 65,536 on a GPU.
-Exit status 1 says that the held-out loss did not fall, or that what was saved is not what was
-trained.
+The exit status is 1 if the held-out loss did not fall, or the saved model differs from the trained
+one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ON_GPU = torch.cuda.is_available()
 
 @dataclass
 class RecipeArguments:
-    """What this script can be told beside the Trainer's and SPPO's own options."""
+    """Options of this script, beside those of the Trainer and of SPPO."""
 
     model_name_or_path: str = field(default=DEFAULT_MODEL, metadata={"help": "Hub id or folder."})
     dataset: str = field(
@@ -69,8 +69,8 @@ class RecipeArguments:
 
 
 def parse(argv: list[str]) -> tuple[RecipeArguments, TrainingArguments, SPPOArguments]:
-    """Reads the command line; an option of the Trainer has its usual name and our default."""
-    # Read twice, because some of the Trainer's defaults depend on the recipe's own options.
+    """Parse the command line; the Trainer's options have other defaults here."""
+    # Parsed twice, because some of these defaults depend on the recipe's own options.
     own = HfArgumentParser(RecipeArguments, add_help=False, allow_abbrev=False)
     recipe, _ = own.parse_args_into_dataclasses(argv, return_remaining_strings=True)
     parser = HfArgumentParser(
@@ -93,7 +93,7 @@ def parse(argv: list[str]) -> tuple[RecipeArguments, TrainingArguments, SPPOArgu
 
 
 def prepare_rows(recipe: RecipeArguments, tokenizer: PreTrainedTokenizerBase, seed: int) -> Split:
-    """Training and held-out rows; documents are held out whole, before they are cut to rows."""
+    """Return training and held-out rows, of different documents."""
     documents = load_documents(
         recipe.dataset, split=recipe.dataset_split, text_column=recipe.text_column
     )
@@ -140,7 +140,7 @@ def main(argv: list[str]) -> int:
     loaded_host_bytes = host_bytes()
 
     if recipe.sppo_enabled:
-        training.parallelism_config = sppo.to_plugin()  # the one argument that is ours
+        training.parallelism_config = sppo.to_plugin()  # the one argument that switches SPPO on
     trainer = Trainer(
         model=model,
         args=training,

@@ -1,8 +1,7 @@
-"""Documents to rows of tokens that are all as long as the context, and rows to batches.
+"""Packs documents into rows of tokens as long as the context, and collates rows to batches.
 
-Documents are tokenised, joined with an end-of-sequence token behind each, and cut into rows of
-`max_length` tokens; what belongs to which split has been decided before, document by document, in
-`documents.py`. Batches are padded on the right only: chunks of nothing but padding need not run.
+Documents are tokenised, joined with an end-of-sequence token after each, and cut into rows of
+`max_length` tokens. Batches are padded on the right only: chunks that are all padding need not run.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def pack_documents(
     max_length: int,
     boundaries: bool = False,
 ) -> Dataset:
-    """Packs documents into rows of `max_length` tokens.
+    """Pack documents into rows of `max_length` tokens.
 
     A last row that is not full is dropped, unless it is the only one: then it is kept short.
     Cost: every token is held in memory once, in four bytes.
@@ -68,7 +67,7 @@ def pack_documents(
 
 
 def spread_rows(rows: Dataset, count: int | None) -> Dataset:
-    """`count` rows taken evenly from the whole of `rows`, in order; all of them if it has fewer."""
+    """Return `count` rows, evenly spaced over `rows` and in order; all of them if it has fewer."""
     if count is None or count >= len(rows):
         return rows
     if count < 1:
@@ -79,7 +78,7 @@ def spread_rows(rows: Dataset, count: int | None) -> Dataset:
 def _join_tokens(
     documents: Dataset, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[np.ndarray, np.ndarray]:
-    """All tokens in a line, and each token's position in its own document."""
+    """Return all tokens in one array, and each token's position in its document."""
     end = tokenizer.eos_token_id
     if end is None:
         raise ConfigError(
@@ -105,7 +104,7 @@ def _join_tokens(
 
 
 def _cut(tokens: np.ndarray, max_length: int) -> np.ndarray:
-    """Rows of `max_length`; the remainder goes, unless it is all there is."""
+    """Cut into rows of `max_length`; the remainder is dropped, unless there is nothing else."""
     num_rows = len(tokens) // max_length
     if num_rows == 0:
         return tokens[None, :].copy()
@@ -113,7 +112,7 @@ def _cut(tokens: np.ndarray, max_length: int) -> np.ndarray:
 
 
 def _carried_over(row_positions: np.ndarray) -> np.ndarray:
-    """What to subtract up to each row's first document start: the row's first position."""
+    """Return each row's first position, up to the row's first document start, and 0 after it."""
     inside_first = np.cumsum(row_positions == 0, axis=1) == 0
     return np.where(inside_first, row_positions[:, :1], 0)
 
@@ -127,12 +126,12 @@ class RightPaddingCollator:
     """
 
     pad_token_id: int
-    """The token that fills a row; its value is never looked at, since mask and labels hide it."""
+    """Token that pads rows; its value has no effect, because mask and labels hide it."""
     pad_to_multiple_of: int | None = None
     """Pad every batch to a multiple of this many tokens."""
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """Makes one batch.
+        """Collate one batch.
 
         Args:
             rows: mappings with `input_ids` and perhaps `labels` (the tokens themselves if absent)

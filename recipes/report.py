@@ -1,4 +1,4 @@
-"""What a training run has to show at its end: a table, a picture and a file of numbers."""
+"""Reports a finished training run: a table, a picture of the losses and a file of numbers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ matplotlib.use("Agg")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """The numbers of one run; every one of them is measured, none predicted."""
+    """The measured numbers of one run."""
 
     model: str
     dataset: str
@@ -42,20 +42,20 @@ class Report:
     loss_after: float
     """Held-out loss after the last step."""
     loss_reloaded: float | None
-    """Held-out loss of what was saved, in a plain model; None if that one ran out of memory."""
+    """Held-out loss of the saved model in plain Transformers; None if that ran out of memory."""
     reload_tolerance: float
     train_seconds: float
     tokens_per_second: float
     loaded_host_bytes: int
     """Resident memory of the process when model and data were loaded."""
     peak_host_bytes: int
-    """The largest resident memory of the process so far, as the operating system saw it."""
+    """Peak resident memory of the process so far."""
     peak_device_bytes: int
     """The largest memory allocated on the GPU; 0 without one."""
     saved_to: str
 
     def failures(self) -> list[str]:
-        """What must hold and does not, in sentences."""
+        """Describe in sentences what is wrong with the run; [] if nothing is."""
         found = []
         if not self.loss_after < self.loss_before:
             found.append(
@@ -73,7 +73,7 @@ class Report:
 
 
 def summarise(trainer: Trainer, trained: TrainOutput, reloaded: nn.Module, **facts: Any) -> Report:
-    """Collects the numbers of a finished run.
+    """Collect the numbers of a finished run.
 
     Args:
         trainer: the Trainer, trained.
@@ -81,7 +81,7 @@ def summarise(trainer: Trainer, trained: TrainOutput, reloaded: nn.Module, **fac
         reloaded: a plain model made from what was saved.
         **facts: the fields of `Report` that only the script knows.
     """
-    # Read before the plain model runs: its peak is not the run's.
+    # Read before the plain model runs, whose peak does not count.
     peaks = {"peak_host_bytes": peak_host_bytes(), "peak_device_bytes": peak_device_bytes()}
     trainer.model.to("cpu")
     args, steps = trainer.args, trainer.state.global_step
@@ -134,7 +134,7 @@ def host_bytes() -> int:
 
 
 def forget_peak() -> None:
-    """Starts the peaks afresh: the GPU's always, the host's where Linux allows it."""
+    """Reset the peaks: the GPU's always, the host's where Linux allows it."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     try:
@@ -144,7 +144,7 @@ def forget_peak() -> None:
 
 
 def peak_host_bytes() -> int:
-    """The largest resident memory of this process since it began or since `forget_peak`."""
+    """The peak resident memory of this process since it began or since `forget_peak`."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 

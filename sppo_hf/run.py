@@ -1,15 +1,15 @@
-"""Run a training program that was never changed, with SPPO switched on.
+"""Run an unchanged training program with SPPO switched on.
 
     accelerate launch --config_file a.yaml -m sppo_hf.run --config sppo.yaml train.py --lr 1e-5
     python -m sppo_hf.run train.py --lr 1e-5
     python -m sppo_hf.run -m package.train --lr 1e-5
     python -m sppo_hf.run trl sft --learning_rate 1e-5
 
-What is run is a file, a module as `python -m` takes it, or an installed command. While it runs,
-TrainingArguments and Accelerators that are made without a parallelism_config get the plugin; one
-that the program passes by itself is respected, with a warning if it is not SPPO's. A program that
-itself calls `accelerate launch` (as TRL's command does) gets SPPO in the processes that it starts.
-This is the only place of the package that changes what other packages do by default.
+The program is a file, a module as for `python -m`, or an installed command. While it runs,
+TrainingArguments and Accelerators that are made without a parallelism_config get the plugin; a
+config that the program passes itself is respected, with a warning if it is not SPPO's. A program
+that itself calls `accelerate launch` (as TRL's command does) gets SPPO in the processes that it
+starts. Nothing else in this package changes defaults of other packages.
 """
 
 from __future__ import annotations
@@ -39,42 +39,42 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A process that is ending waits so long for Gloo's threads at most.
-_LEAVE_SECONDS = 5.0
+_MAX_WAIT_SECONDS = 5.0
+"""Longest time that an ending process waits for Gloo's threads."""
 
 
 @dataclass(slots=True)
 class _Uses:
-    """Who asked for the plugin."""
+    """Whether the program used the plugin."""
 
     here: bool = False
     """Whether TrainingArguments or an Accelerator were made in this process."""
-    launched: bool = False
-    """Whether the program handed its work to processes that it started with SPPO."""
+    in_launch: bool = False
+    """Whether the program launched other processes, which got the plugin."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a program as the interpreter or the shell would, with the plugin as default.
 
     Args:
-        argv: Command line without the program's name; None takes the process's own.
+        argv: Command line without this module's name; None takes the process's own.
 
     Returns:
-        Exit status 0; the program's own `SystemExit` passes through, as do its errors.
+        Exit status 0. The program's own `SystemExit` and its errors pass through.
 
     Raises:
-        SystemExit: Status 2 if the command line, the program or the settings file is wrong.
+        SystemExit: With status 2: the command line, the program or the settings file is wrong.
     """
     parser = _parser()
     options = parser.parse_args(argv)
     request_expandable_segments(os.environ)
     set_max_connections(os.environ)
-    with _as_if_started(options.program, options.arguments, is_module=options.module):
+    with _program_environment(options.program, options.arguments, is_module=options.module):
         run = _find(parser, options.program, is_module=options.module)
         plugin = _plugin(parser, options.config)
-        with plugin_by_default(plugin) as uses, _launching_alike(options.config, uses):
+        with plugin_by_default(plugin) as uses, _launching_with_plugin(options.config, uses):
             status = run()
-    if not uses.here and not uses.launched:
+    if not uses.here and not uses.in_launch:
         logger.warning(
             "%s made neither TrainingArguments nor an Accelerator in this process, so SPPO was not "
             "used. If it starts other processes, start sppo_hf.run in those instead.",
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     if status not in (None, 0):
         raise SystemExit(status)
-    _leave_group()
+    _leave_process_group()
     return 0
 
 
@@ -101,13 +101,13 @@ def _plugin(parser: argparse.ArgumentParser, config: str | None) -> SPPOPlugin:
 def _find(
     parser: argparse.ArgumentParser, program: str, *, is_module: bool
 ) -> Callable[[], object]:
-    """What runs the program and returns its exit status, which is None for files and modules."""
+    """Return a function that runs the program and returns its exit status, or None."""
     if is_module:
         _check_module(parser, program)
-        return lambda: _nothing(runpy.run_module(program, run_name="__main__", alter_sys=True))
+        return lambda: _no_status(runpy.run_module(program, run_name="__main__", alter_sys=True))
     path = Path(program)
-    if os.path.isfile(path):  # which takes names of any length
-        return lambda: _nothing(runpy.run_path(str(path), run_name="__main__"))
+    if os.path.isfile(path):  # unlike Path.is_file, takes names of any length
+        return lambda: _no_status(runpy.run_path(str(path), run_name="__main__"))
     commands = entry_points(group="console_scripts", name=program)
     if os.path.isdir(path) or not commands:
         found = "does not exist, nor does such a command"
@@ -120,13 +120,13 @@ def _find(
     return lambda: command.load()()
 
 
-def _nothing(_: object) -> None:
-    """Drop the names that `runpy` returns: a file or a module that ends has no exit status."""
+def _no_status(_: object) -> None:
+    """Drop the globals that `runpy` returns: a file or module that ends has no exit status."""
 
 
 def _check_module(parser: argparse.ArgumentParser, name: str) -> None:
     missing = f"there is no module {show(name)}"
-    if os.path.isfile(name):  # first, because looking for "train.py" would run train.py
+    if os.path.isfile(name):  # first, because find_spec("train.py") would run train.py
         parser.error(f"{missing}; it is a file, so leave -m out")
     try:
         spec = None if name.startswith(".") else importlib.util.find_spec(name)
@@ -134,46 +134,46 @@ def _check_module(parser: argparse.ArgumentParser, name: str) -> None:
             missing = f"{name!r} is a package that has no __main__, so it cannot be run"
             spec = importlib.util.find_spec(f"{name}.__main__")
     except ModuleNotFoundError as error:
-        # Of the name itself, or of what its packages import, which is their own business.
+        # An import that fails inside of the module's packages is the program's own error.
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
         spec = None
-    except ValueError:  # an empty name, or that of something that came from no file
+    except ValueError:  # an empty name, or a module without a spec
         spec = None
     if spec is None:
         parser.error(missing)
 
 
-def _leave_group() -> None:
-    """Leave the process group, if the script has not, as a script that ends well should.
+def _leave_process_group() -> None:
+    """Destroy the process group, if the program has not, and wait for Gloo's threads.
 
-    Gloo's threads drop the tensors of a last collective a little later, for which they ask for the
-    interpreter; when that is shutting down by then, the process is aborted, whether SPPO is on or
-    not (PyTorch 2.13). Leaving the group does not end them, so they are waited for: until all ranks
-    are here, for a thread may also wait for another rank's part, and then until they rest.
+    Gloo's threads free the tensors of the last collective a little later, for which they take the
+    interpreter's lock; if the interpreter is shutting down by then, the process is aborted, with or
+    without SPPO (PyTorch 2.13). Destroying the group does not end them. So all ranks are waited
+    for, because a thread may wait for another rank's data, and then the threads, until they sleep.
     """
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return
-    late = time.monotonic() + _LEAVE_SECONDS
+    deadline = time.monotonic() + _MAX_WAIT_SECONDS
     uses_gloo = distributed.get_backend() == "gloo"
     if uses_gloo:
-        last = distributed.barrier(async_op=True)
-        while not last.is_completed() and time.monotonic() < late:
-            time.sleep(0.01)  # without the interpreter's lock, which the threads may wait for
+        barrier = distributed.barrier(async_op=True)
+        while not barrier.is_completed() and time.monotonic() < deadline:
+            time.sleep(0.01)  # releases the interpreter's lock, which the threads may wait for
     distributed.destroy_process_group()
-    seen_at_rest = 0
-    while uses_gloo and seen_at_rest < 3 and time.monotonic() < late:
+    num_idle_polls = 0
+    while uses_gloo and num_idle_polls < 3 and time.monotonic() < deadline:
         time.sleep(0.01)
-        seen_at_rest = 0 if _gloo_runs() else seen_at_rest + 1
+        num_idle_polls = 0 if _gloo_is_running() else num_idle_polls + 1
 
 
-def _gloo_runs() -> bool:
-    """Whether a thread of Gloo runs or could run; False where threads cannot be looked at."""
+def _gloo_is_running() -> bool:
+    """Whether a thread of Gloo is not asleep; False on systems without /proc."""
     for path in Path("/proc/self/task").glob("*/stat"):
         try:
             name, _, state = path.read_text().partition("(")[2].rpartition(")")
-        except OSError:  # it has ended
+        except OSError:  # the thread has ended
             continue
         if "gloo" in name and not state.lstrip().startswith("S"):
             return True
@@ -182,42 +182,38 @@ def _gloo_runs() -> bool:
 
 @contextmanager
 def plugin_by_default(plugin: SPPOPlugin) -> Iterator[_Uses]:
-    """Give the plugin to every TrainingArguments and Accelerator made without one, in this block.
-
-    Args:
-        plugin: The plugin.
-    """
+    """In this block, give the plugin to TrainingArguments and Accelerators made without one."""
     uses = _Uses()
     from accelerate import Accelerator
     from transformers import TrainingArguments
 
-    finish_arguments, make_accelerator = TrainingArguments.__post_init__, Accelerator.__init__
+    post_init, init = TrainingArguments.__post_init__, Accelerator.__init__
 
-    @functools.wraps(finish_arguments)
+    @functools.wraps(post_init)
     def with_plugin(self: TrainingArguments, *args: Any, **kwargs: Any) -> None:
         uses.here = True
         self.parallelism_config = _default(self.parallelism_config, plugin)
-        finish_arguments(self, *args, **kwargs)
+        post_init(self, *args, **kwargs)
 
     TrainingArguments.__post_init__ = with_plugin
-    Accelerator.__init__ = _with_default(make_accelerator, plugin, uses)
+    Accelerator.__init__ = _with_default(init, plugin, uses)
     try:
         yield uses
     finally:
-        TrainingArguments.__post_init__ = finish_arguments
-        Accelerator.__init__ = make_accelerator
+        TrainingArguments.__post_init__ = post_init
+        Accelerator.__init__ = init
 
 
 def _with_default(
-    make_accelerator: Callable[..., None], plugin: SPPOPlugin, uses: _Uses
+    init: Callable[..., None], plugin: SPPOPlugin, uses: _Uses
 ) -> Callable[..., None]:
-    """Wrap `Accelerator.__init__`, whose parallelism_config can only sensibly come by keyword."""
+    """Wrap `Accelerator.__init__`; a parallelism_config is expected by keyword."""
 
-    @functools.wraps(make_accelerator)
+    @functools.wraps(init)
     def make(self: Any, *args: Any, **kwargs: Any) -> None:
         uses.here = True
         kwargs["parallelism_config"] = _default(kwargs.get("parallelism_config"), plugin)
-        make_accelerator(self, *args, **kwargs)
+        init(self, *args, **kwargs)
 
     return make
 
@@ -237,28 +233,28 @@ def _default(given: object, plugin: SPPOPlugin) -> object:
 
 
 @contextmanager
-def _launching_alike(config: str | None, uses: _Uses) -> Iterator[None]:
-    """Let `accelerate launch`, where the program calls it in this block, start us in between."""
+def _launching_with_plugin(config: str | None, uses: _Uses) -> Iterator[None]:
+    """In this block, have `accelerate launch` start the training script by this module."""
     import accelerate.commands.launch as launching
 
     launch = launching.launch_command
 
     @functools.wraps(launch)
-    def launch_us(args: Any) -> Any:
+    def launch_this_module(args: Any) -> Any:
         if not args.no_python:
-            ours = [] if config is None else ["--config", os.path.abspath(config)]
-            theirs = ["-m"] if args.module else []
-            uses.launched = True
+            config_option = [] if config is None else ["--config", os.path.abspath(config)]
+            module_option = ["-m"] if args.module else []
+            uses.in_launch = True
             args.training_script_args = [
-                *ours,
-                *theirs,
+                *config_option,
+                *module_option,
                 args.training_script,
                 *args.training_script_args,
             ]
             args.training_script, args.module = "sppo_hf.run", True
         return launch(args)
 
-    launching.launch_command = launch_us
+    launching.launch_command = launch_this_module
     try:
         yield
     finally:
@@ -266,16 +262,18 @@ def _launching_alike(config: str | None, uses: _Uses) -> Iterator[None]:
 
 
 @contextmanager
-def _as_if_started(program: str, arguments: Sequence[str], *, is_module: bool) -> Iterator[None]:
-    """Set `sys.argv` and `sys.path` to what the interpreter or the shell gives a program."""
+def _program_environment(
+    program: str, arguments: Sequence[str], *, is_module: bool
+) -> Iterator[None]:
+    """Set `sys.argv` and `sys.path` as the interpreter or the shell would for the program."""
     argv, path = sys.argv, list(sys.path)
     script = Path(program)
     is_file = os.path.isfile(script) and not is_module
-    # For a module, `runpy` sets the first word to its file.
+    # For a module, `runpy` sets argv[0] to its file.
     command = None if is_module or is_file else shutil.which(program)
     sys.argv = [command or program, *arguments]
     if not sys.flags.safe_path and (is_file or is_module):
-        # In front of, not instead of, what is there: the package may be importable from there only.
+        # Added in front, because this package may be importable from the present first entry only.
         folder = os.fspath(script.resolve().parent) if is_file else os.getcwd()
         if sys.path[:1] != [folder]:
             sys.path.insert(0, folder)
@@ -293,8 +291,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--config",
         metavar="FILE",
-        help="settings file (YAML); without it, SPPO_CONFIG names one, or all settings are as "
-        "they are by default",
+        help="settings file (YAML); by default the one that SPPO_CONFIG names, or default settings",
     )
     parser.add_argument(
         "-m", "--module", action="store_true", help="the program is a module, as for python -m"

@@ -1,10 +1,10 @@
-"""Attention backends beside each other: a chunk of queries against a prefix, forward and backward.
+"""Compares attention backends: a chunk of queries against a prefix, forward and backward.
 
     python recipes/benchmarks/attention_kernels.py --json kernels.json --figure kernels.png
 
-TFLOPS of every backend that can do it on this device and agrees with the reference, by chunk and
-prefix length. FLOPs are those of visible pairs (the causal half counts once), a backward counts as
-2.5 forwards. Without a GPU the sizes are small and show only that everything runs.
+TFLOPS of every backend that supports this device and agrees with the reference, by chunk and prefix
+length. FLOPs are those of visible query-key pairs (the causal half counts once); a backward counts
+as 2.5 forwards. Without a GPU the sizes are small and show only that everything runs.
 """
 
 from __future__ import annotations

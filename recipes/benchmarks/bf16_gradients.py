@@ -1,15 +1,14 @@
-"""How far gradients in bfloat16 are from float32's, of the plain model and of the same in chunks.
+"""Measures errors of bfloat16 gradients against float32, of the plain model and in chunks.
 
     python recipes/benchmarks/bf16_gradients.py --check
 
-Weights are rounded to bfloat16 first, so all know the same model: in float32 (the reference), in
-bfloat16 untouched, with two attention kernels, and in bfloat16 in chunks. An error is the norm of
-the difference from the reference by the reference's norm, over all weights. What a deep model
-rounds in forward decides most of it, and that is a matter of luck: on one text any of them may be
-twice as far as another. So each text has its own ratio to the plain model's error, and the table
-says the geometric mean of the ratios over all texts with its 95% interval (of the mean of
-logarithms, by their spread). With --check the exit status is 1 if a mean of ours is above 1.1, or
-the mean of many chunks over that of the fewest.
+Weights are rounded to bfloat16 first, so that all runs have the same model: in float32 (the
+reference), unmodified in bfloat16 with two attention kernels, and in bfloat16 in chunks. An error
+is the norm of the difference from the reference over the reference's norm, over all weights. Most
+of it comes from rounding in a deep model's forward and is random: on one text any of the runs may
+be twice as far as another. So the ratio to the plain model's error is taken text by text, and the
+table has the geometric mean of the ratios with its 95% interval. With --check the exit status is 1
+if a mean is above 1.1, or the mean for many chunks is above 1.1 times that for the fewest.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from transformers import PreTrainedModel
 from sppo_hf import SPPOPlugin
 from sppo_hf.testing.tiny_models import build_tiny_model
 
-MOST_RATIO = 1.1
+MAX_RATIO = 1.1
 
 PLAIN, EAGER = "plain, sdpa", "plain, eager"
 
@@ -39,7 +38,7 @@ Gradients = dict[str, Tensor]
 
 
 def gradients(model: nn.Module, ids: Tensor, **settings: Any) -> Gradients:
-    """Gradients of a step on `ids` `[1, T]`; with settings in chunks, then reverted."""
+    """Return the gradients of a step on `ids` `[1, T]`, in chunks if there are settings."""
     plugin = None
     if settings:
         plugin = SPPOPlugin(**settings, show_plan=False, show_progress=False)
@@ -76,7 +75,7 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
 def errors_by_way(
     model: PreTrainedModel, texts: tuple[Tensor, ...], ways: dict[str, dict[str, Any]]
 ) -> dict[str, list[float]]:
-    """The error of every text, plain with each kernel and as `ways` say."""
+    """Return the error of every text: plain with each kernel, and with the settings of `ways`."""
     found: dict[str, list[float]] = {name: [] for name in (PLAIN, EAGER, *ways)}
     for number, ids in enumerate(texts):
         _cast(model, torch.float32)
@@ -130,7 +129,7 @@ def main() -> None:
             if way in ways:
                 worst = max(worst, mean, mean_ratio(errors, found[fewest])[0])
     Console(width=100).print(table)
-    if options.check and worst > MOST_RATIO:
+    if options.check and worst > MAX_RATIO:
         sys.exit(1)
 
 

@@ -1,12 +1,12 @@
-"""Would an order of work between by layer and by chunk win: all chunks of a block of layers first?
+"""Simulates an order between by layer and by chunk: all chunks through a block of layers first.
 
     python recipes/benchmarks/blocks_of_layers.py
 
 For shipped models with LoRA on one H100, 16K to 1M tokens, hosts of 64 to 1,900 GiB: the fastest
 step that fits, layer by layer or chunk by chunk, against that of blocks of about 2, 4 and 8 layers
-(the nearest number that divides the model's). A block is planned as one layer by layer that is all
-of its layers fused: their products, saved bytes, keys and values; the hidden states between two
-blocks are two buffers, as between two layers. What backward rebuilds is that of one layer of them.
+(the nearest divisor of the number of layers). A block is planned, by layer, as one layer with the
+matmuls, saved bytes, keys and values of all of its layers; between two blocks, as between two
+layers, there are two buffers of hidden states. Backward rebuilds one of its layers at a time.
 
 Every number is a simulation with the shipped profile, which is made of public figures; none is
 measured. Needs no GPU and no torch.
@@ -51,7 +51,7 @@ _SUMMED = (
 
 
 def fused(layers: tuple[LayerProfile, ...]) -> LayerProfile:
-    """Returns one layer that is all of these; windows count as products, for they see few keys."""
+    """Return one layer with the costs of all of these; windowed attention counts as matmuls."""
     summed = {name: sum(getattr(layer, name) for layer in layers) for name in _SUMMED}
     whole = [layer for layer in layers if layer.window is None] or list(layers)
     for layer in layers:
@@ -64,7 +64,7 @@ def fused(layers: tuple[LayerProfile, ...]) -> LayerProfile:
 
 
 def in_blocks(shape: ModelShape, size: int) -> ModelShape:
-    """Returns the shape with each block of layers as a layer."""
+    """Return the shape with each block of layers as one layer."""
     return replace(shape, layers=tuple(map(fused, _blocks(shape.layers, size))))
 
 
@@ -74,12 +74,12 @@ def _blocks(layers: tuple[LayerProfile, ...], size: int) -> Iterator[tuple[Layer
 
 
 def nearest_divisor(number: int, size: int) -> int:
-    """Returns the divisor of `number` that is nearest to `size`, but 1."""
+    """Return the divisor of `number` above 1 that is nearest to `size`."""
     return min((n for n in range(2, number) if number % n == 0), key=lambda n: abs(n - size))
 
 
 def one_layer_at_a_time(of: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `of`, of `ByteTables`, with the temporaries of one layer of a block."""
+    """Wrap a method of `ByteTables` so that it returns the temporaries of one layer of a block."""
 
     @functools.wraps(of)
     def divided(tables: ByteTables, **options: Any) -> Any:
@@ -89,11 +89,11 @@ def one_layer_at_a_time(of: Callable[..., Any]) -> Callable[..., Any]:
 
 
 SIZE_OF: dict[int, int] = {}
-"""Layers of a block, by shape."""
+"""Layers of a block, by the id of its shape."""
 
 
 def fastest(cost: ModelCost, tokens: int, host: int, orders: tuple[Order, ...]) -> float | None:
-    """Returns the seconds of the fastest step that fits; None where none does."""
+    """Return the seconds of the fastest step that fits; None if none fits."""
     found = solve_chunks(
         cost,
         Batch(batch_rows=1, tile_tokens=512),

@@ -1,7 +1,7 @@
-"""Peak memory and time of a forward and backward on the CPU: plain, checkpointing, in chunks.
+"""Measures memory and time of a forward and backward on the CPU: plain, checkpointing, in chunks.
 
-In chunks, as "auto" cuts, by both orders: all layers of a chunk first, and all chunks of a layer
-first. And each layer over all tokens, with its token-wise modules in tiles.
+In chunks in both orders: by chunk (all layers of a chunk first) and by layer (all chunks of a layer
+first), with "auto" chunks; and each layer over all tokens, with its token-wise modules in tiles.
 
     python recipes/benchmarks/cpu_memory.py --repeats 3 --check
     python recipes/benchmarks/cpu_memory.py --model hybrid
@@ -10,9 +10,8 @@ first. And each layer over all tokens, with its token-wise modules in tiles.
 SmolLM2-135M-Instruct (or, with random weights, "hybrid", a Qwen3.5-shaped model, or "mha",
 SmolLM2's shape with as many K/V heads as query heads), float32, all weights trainable, 4,096 tokens
 of real source code, no optimizer step. Every measurement is a process of its own, so that no
-contender inherits another's memory; contenders take turns, so that a machine that slows down slows
-all of them down. Memory is the operating system's peak of the process, above what it was with the
-model loaded.
+contender inherits another's memory; contenders run in turns, so that a machine that slows down
+affects all of them. Memory is the process's peak above its resident memory with the model loaded.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from sppo_hf.rules import format_bytes
 MAX_MEMORY_RATIO = 0.35
 MAX_TIME_RATIO = 1.15
 MAX_BY_LAYER_MEMORY_RATIO = {4096: 0.85, 16_384: 0.7}
-"""By number of tokens: the most memory by layer, of that by chunk."""
+"""Largest allowed ratio of memory by layer to memory by chunk, by number of tokens."""
 MAX_BY_LAYER_MEMORY_RATIO_MHA = 0.6
 """The same at 16,384 tokens of a model with as many K/V heads as query heads."""
 MAX_BY_LAYER_TIME_RATIO = 1.0
@@ -81,10 +80,10 @@ CONTENDERS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 def measure(contender: str, model_name: str, tokens: int) -> dict[str, float]:
-    """One contender in this process: load, then one forward and backward."""
+    """Load one contender in this process, and run one forward and backward."""
     input_ids = real_tokens(model_name, 1, tokens)
     model = CONTENDERS[contender](load(model_name))
-    forget_peak()  # unpacking the weights is not the contest
+    forget_peak()  # loading the weights does not count
     loaded_bytes = host_bytes()
     began = time.perf_counter()
     loss = model(input_ids=input_ids, labels=input_ids).loss
@@ -103,7 +102,7 @@ def measure(contender: str, model_name: str, tokens: int) -> dict[str, float]:
 
 
 def run_all(options: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
-    """Every contender `--repeats` times, in turns, each in a fresh process."""
+    """Run every contender `--repeats` times, in turns, each in a fresh process."""
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in options.only}
     for repeat in range(options.repeats):
         for name in options.only:
@@ -118,9 +117,9 @@ def run_all(options: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
 
 
 def summarise(runs: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
-    """Per contender: the fastest time, the largest memory, and both against the first of them.
+    """Return each contender's fastest time and largest memory, and their ratios to the first's.
 
-    The fastest run is the one that the machine disturbed least; memory may not be lucky.
+    The fastest run is the least disturbed one; of memory the worst case counts.
     """
     best = {
         name: {
@@ -142,7 +141,7 @@ def summarise(runs: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, fl
 
 
 def missed_targets(best: dict[str, dict[str, float]], tokens: int, model: str) -> list[str]:
-    """What the chunked model promises and did not keep, in sentences."""
+    """Describe in sentences the targets that the chunked model missed."""
     missed = []
     if {"sppo", "sppo by layer"} <= best.keys() and tokens in MAX_BY_LAYER_MEMORY_RATIO:
         by_layer, by_chunk = (

@@ -1,11 +1,11 @@
-"""How memory grows with length on a CPU when frames, and then K/V too, go to disk.
+"""Measures how memory grows with length on a CPU with activations, and K/V too, on disk.
 
     python recipes/benchmarks/disk_tokens.py --check
 
 SmolLM2-135M-Instruct in float32, 2,048 to 16,384 tokens in chunks of 512. Peaks are above the
-loaded model; the growth per token is the slope of a straight line through them, so what does not
-depend on the length is not in it. K/V and dK/dV in float32 are 92 KB of a token, and a plain
-backward keeps about 1.9 MB of it.
+loaded model; the growth per token is the slope of a straight line through them, without what does
+not depend on the length. K/V and dK/dV in float32 take 92 KB per token, and a plain backward keeps
+about 1.9 MB per token.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from sppo_hf.rules import format_bytes
 
 CHUNK_TOKENS = 512
 SETTINGS: dict[str, dict[str, Any]] = {
-    "frames on disk": {"offload": "full", "recompute": "full"},
-    "frames and K/V on disk": {"offload": "full", "recompute": "full", "offload_kv": "full"},
+    "activations on disk": {"offload": "full", "recompute": "full"},
+    "activations and K/V on disk": {"offload": "full", "recompute": "full", "offload_kv": "full"},
 }
-MOST_BYTES_PER_TOKEN = {"frames on disk": 120_000, "frames and K/V on disk": 40_000}
+MAX_BYTES_PER_TOKEN = {"activations on disk": 120_000, "activations and K/V on disk": 40_000}
 
 
 def run(options: argparse.Namespace) -> dict[str, dict[int, dict[str, Any]]]:
@@ -93,7 +93,7 @@ def main(argv: list[str]) -> int:
     wrong = [
         f"{name}: {slope_bytes(taken) / 1e3:.1f} KB per token"
         for name, taken in results.items()
-        if slope_bytes(taken) > MOST_BYTES_PER_TOKEN[name]
+        if slope_bytes(taken) > MAX_BYTES_PER_TOKEN[name]
     ]
     for sentence in wrong:
         print(f"missed: {sentence}", file=sys.stderr)

@@ -1,10 +1,9 @@
-"""The memory estimate against reality on this CPU: predicted and measured peaks by settings.
+"""Compares predicted with measured memory peaks on this CPU, for many settings.
 
     python recipes/benchmarks/estimator.py --check
 
 SmolLM2-135M-Instruct, and a Qwen3.5-shaped model, in float32. The CPU's memory stands for the
-device's, a folder for the host tier's. Peaks are above the loaded model, as the operating system
-counts them.
+device's, a folder for the host tier's. Peaks are above the loaded model, from the operating system.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from smollm2 import DEFAULT_MODEL
 
 from sppo_hf.rules import format_bytes
 
-RELATIVE = 0.05
-ABSOLUTE_BYTES = 2**30
+MAX_RELATIVE_ERROR = 0.05
+MAX_ERROR_BYTES = 2**30
 
 JOBS: dict[str, dict[str, Any]] = {
     "recompute, 4,096": {"tokens": 4096, "settings": {"recompute": "full"}},
@@ -33,7 +32,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "recompute, 2 x 4,096": {"rows": 2, "tokens": 4096, "settings": {"recompute": "full"}},
     "keep, 2,048": {"tokens": 2048, "settings": {"recompute": "none", "offload": "none"}},
     "keep, 4,096": {"tokens": 4096, "settings": {"recompute": "none", "offload": "none"}},
-    "skeletons to disk, 8,192": {
+    "full recompute, the rest to disk, 8,192": {
         "tokens": 8192,
         "settings": {"recompute": "full", "offload": "full", "offload_dir": "DIR"},
     },
@@ -52,7 +51,7 @@ JOBS: dict[str, dict[str, Any]] = {
         "tokens": 2048,
         "settings": {"order": "by_layer", "recompute": "none", "offload": "none"},
     },
-    "by layer, skeletons and K/V to disk, 4,096": {
+    "by layer, full recompute, the rest and K/V to disk, 4,096": {
         "tokens": 4096,
         "settings": {
             "order": "by_layer",
@@ -105,7 +104,7 @@ def missed(results: dict[str, dict[str, Any]]) -> list[str]:
     for name, taken in results.items():
         measured = taken["peak_bytes_above_loaded"]
         off = taken["predicted_bytes_above_loaded"] - measured
-        if abs(off) > min(RELATIVE * measured, ABSOLUTE_BYTES):
+        if abs(off) > min(MAX_RELATIVE_ERROR * measured, MAX_ERROR_BYTES):
             found.append(f"{name}: off by {off / measured:+.1%}")
     return found
 

@@ -2,10 +2,10 @@
 
     python recipes/benchmarks/host_weights.py --check
 
-SmolLM2-135M-Instruct in float32 on source code. Shown: losses and gradient norms of both runs step
-by step; a third run that continues from the hosted run's checkpoint; and how many bytes of weights
-were on the "device" at a time. On a CPU that is ordinary memory too, so the bytes are those that
-the copies took, not the process's.
+SmolLM2-135M-Instruct in float32 on source code. Compares losses and gradient norms of both runs by
+step, and of a third run that resumes from the second one's checkpoint; and says how many bytes
+of weights were on the "device" at a time. On a CPU that is ordinary memory too, so these are the
+bytes of the copies, not of the process.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from sppo_hf import SPPOPlugin
 from sppo_hf.engine.convert import get_engine
 from sppo_hf.rules import format_bytes
 
-NEAR = 1e-4
+MAX_RELATIVE_ERROR = 1e-4
 NUMBERS = ("loss", "grad_norm")
 
 
@@ -44,7 +44,7 @@ def train(
     resume: bool,
     **settings: str,
 ) -> dict[str, Any]:
-    """One run of the Trainer; its numbers by step, and what was on the device."""
+    """Run the Trainer; return its numbers by step, and the bytes that were on the device."""
     AcceleratorState._reset_state(reset_partial_state=True)
     torch.manual_seed(0)
     model = load_model(options.model, dtype=torch.float32, max_length=options.tokens)
@@ -92,14 +92,14 @@ def train(
 
 
 def missed(results: dict[str, dict[str, Any]]) -> list[str]:
-    """What is not as it should be."""
+    """Describe numbers that differ between runs, and wrong bytes on the device."""
     plain, hosted, resumed = (results[name] for name in ("plain", "hosted", "resumed"))
     found = []
     for name in NUMBERS:
         for other, steps in ((plain, hosted[name]), (resumed, hosted[name][-len(resumed[name]) :])):
             theirs = other[name][-len(steps) :]
             worst = max(abs(a - b) / abs(b) for a, b in zip(steps, theirs, strict=True))
-            if worst > NEAR:
+            if worst > MAX_RELATIVE_ERROR:
                 found.append(f"{name}: {worst:.1e} apart")
     if hosted["peak_bytes"] != hosted["predicted_bytes"] or hosted["left_bytes"]:
         found.append(f"device bytes: {hosted['peak_bytes']:,}, left {hosted['left_bytes']:,}")

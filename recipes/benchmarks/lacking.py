@@ -1,10 +1,10 @@
-"""Which requirements this Python lacks, as pyproject.toml has them.
+"""Prints which requirements of pyproject.toml this Python lacks.
 
     python recipes/benchmarks/lacking.py sppo-hf peft pytest
 
-"sppo-hf" stands for what the package itself requires. Prints lines of two words, what was asked for
-and what is missing: "sppo-hf psutil", "peft peft>=0.18". Needs nothing but the standard library and
-`packaging`, which comes with Transformers.
+"sppo-hf" stands for the package's own requirements. Each line has the requested name and what is
+missing: "sppo-hf psutil", "peft peft>=0.18". Needs only the standard library and `packaging`, which
+comes with Transformers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
 
 def lacking(names: list[str]) -> Iterator[tuple[str, Requirement]]:
-    """Yields what was asked for, and a requirement of it that is not there."""
+    """Yield each requested name with a requirement of it that is not installed."""
     project = tomllib.loads(PROJECT.read_text())["project"]
     optional = [text for extra in project["optional-dependencies"].values() for text in extra]
     known = {one.name: one for one in map(Requirement, optional)}
@@ -29,13 +29,13 @@ def lacking(names: list[str]) -> Iterator[tuple[str, Requirement]]:
     for name in names:
         for wanted in own if name == project["name"] else [known.get(name, Requirement(name))]:
             try:
-                there = wanted.specifier.contains(version(wanted.name), prereleases=True)
+                is_installed = wanted.specifier.contains(version(wanted.name), prereleases=True)
             except PackageNotFoundError:
-                there = False
-            if not there:
+                is_installed = False
+            if not is_installed:
                 yield name, wanted
 
 
 if __name__ == "__main__":
-    for asked, requirement in lacking(sys.argv[1:]):
-        print(asked, str(requirement).replace(" ", ""))
+    for name, requirement in lacking(sys.argv[1:]):
+        print(name, str(requirement).replace(" ", ""))

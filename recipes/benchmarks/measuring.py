@@ -1,6 +1,7 @@
-"""A forward and backward of a model under given settings, measured in a process of its own.
+"""Measures one forward and backward under given settings, in a fresh process.
 
-What the benchmarks share: real text, a fresh process per measurement, the operating system's peak.
+Shared by the CPU benchmarks: real text, one process per measurement, and the operating system's
+peaks.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from sppo_hf.planning.causes import Cause
 from sppo_hf.planning.plan import Plan
 
 
-class _Notebook(StepObserver):
+class _PlanAndRecord(StepObserver):
     """Keeps the plan and the record of the last step."""
 
     def __init__(self) -> None:
@@ -45,17 +46,17 @@ class _Notebook(StepObserver):
 
 HYBRID = str(Path(__file__).with_name("qwen3_5_100m"))
 """A Qwen3.5-shaped model of 95 million parameters: nine layers of Gated DeltaNet, three of
-attention; 64 of 128 dimensions a head. A configuration alone."""
+attention; 64 of 128 dimensions a head. A configuration without weights."""
 
 MHA = str(Path(__file__).with_name("llama_148m_mha"))
-"""SmolLM2-135M's shape with as many K/V heads as query heads (nine). A configuration alone."""
+"""SmolLM2-135M's shape with as many K/V heads as query heads (nine). Without weights."""
 
 SHAPES = {"hybrid": HYBRID, "mha": MHA}
-"""By the names that the benchmarks' `--model` takes for them."""
+"""Folders of these configurations, by their names for the benchmarks' `--model`."""
 
 
 def load(name: str) -> nn.Module:
-    """A model for training in float32, with random weights where a folder has none."""
+    """Load a model for training in float32; a folder without weights gets random ones."""
     if _is_shape(name):
         torch.manual_seed(0)
         config = AutoConfig.from_pretrained(name)
@@ -69,7 +70,7 @@ def _is_shape(name: str) -> bool:
 
 
 def real_tokens(model_name: str, rows: int, tokens: int) -> torch.Tensor:
-    """Rows of real source code, `[rows, tokens]`."""
+    """Return token ids of real source code, `[rows, tokens]`."""
     tokenizer = load_tokenizer(DEFAULT_MODEL if _is_shape(model_name) else model_name)
     code = installed_packages(["transformers"], max_document_chars=8 * tokens * rows)
     packed = pack_documents(code, tokenizer, max_length=tokens)
@@ -94,34 +95,34 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         lora = LoraConfig(r=job["lora"], target_modules="all-linear", task_type="CAUSAL_LM")
         with suppress_peft_warnings():
             model = get_peft_model(model, lora)
-    notes = _Notebook()
+    kept = _PlanAndRecord()
     plugin = SPPOPlugin(show_progress=False, show_plan=False, **job["settings"])
-    plugin.observer.subscribe(notes)
+    plugin.observer.subscribe(kept)
     plugin.convert(model)
     loaded_bytes = host_bytes()
     if job.get("warm_up", True):
         # As in every later step of a run that accumulates, gradients are there from the start.
         model(input_ids=input_ids, labels=input_ids).loss.backward()
     forget_peak()
-    began = time.perf_counter()
+    start_seconds = time.perf_counter()
     model(input_ids=input_ids, labels=input_ids).loss.backward()
-    seconds = time.perf_counter() - began
-    assert notes.plan is not None, "a step has a plan"
-    assert notes.record is not None, "a step has a record"
-    estimate = notes.plan.estimate
-    together = estimate.peak_bytes("device", "host")
+    seconds = time.perf_counter() - start_seconds
+    assert kept.plan is not None, "a step has a plan"
+    assert kept.record is not None, "a step has a record"
+    estimate = kept.plan.estimate
+    predicted = estimate.peak_bytes("device", "host")
     device = estimate.device
-    standing = sum(device[cause] for cause in (Cause.WEIGHTS, Cause.LORA, Cause.OPTIMIZER))
+    loaded = sum(device[cause] for cause in (Cause.WEIGHTS, Cause.LORA, Cause.OPTIMIZER))
     return {
         "seconds": seconds,
-        "stall_seconds": notes.record.offload.stall_seconds,
+        "stall_seconds": kept.record.offload.stall_seconds,
         "peak_bytes_above_loaded": peak_host_bytes() - loaded_bytes,
         # Weights are loaded before, and no optimizer runs here.
-        "predicted_bytes_above_loaded": together - standing,
+        "predicted_bytes_above_loaded": predicted - loaded,
         "predicted_causes": dict(device.items()),
         "moment": estimate.moment,
         "disk_bytes": estimate.of("disk").total,
-        "num_chunks": notes.plan.num_chunks,
+        "num_chunks": kept.plan.num_chunks,
     }
 
 

@@ -1,11 +1,11 @@
-"""What it costs to check every byte that returns from disk.
+"""Measures what `offload_checksum` costs, which checks every byte read back from disk.
 
     python recipes/benchmarks/offload_checksum.py --check
 
-SmolLM2-135M-Instruct in float32; what recomputation needs goes to disk. One converted model runs
-forward and backward with and without `offload_checksum` by turns, so that a machine that others use
-as well slows both alike. The checks run on the threads that copy: their CPU seconds are counted
-there, and a step may be longer by less than that.
+SmolLM2-135M-Instruct in float32; the layer inputs that recomputation needs are offloaded to disk.
+One converted model runs forward and backward with and without `offload_checksum` in turns, so that
+other load on the machine slows both alike. The checks run on the copying threads, where their CPU
+seconds are counted; a step may take less than that longer.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from sppo_hf.offload.disk import Transfers
 from sppo_hf.offload.disk_files import Bytes, checksum
 from sppo_hf.rules import format_bytes
 
-MOST_RATIO = 1.03
+MAX_RATIO = 1.03
 
 
 @dataclass
@@ -48,22 +48,22 @@ class Switch:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def make(self, *args: Any, **kwargs: Any) -> Transfers:
-        """In place of `Transfers`: notes it down."""
+        """Stand in for `Transfers`, and keep what it makes."""
         self.stores.append(Transfers(*args, **kwargs))
         return self.stores[-1]
 
     def checksum(self, memory: Bytes) -> int:
-        """In place of `checksum`, in any thread."""
-        began = time.thread_time()
-        found = checksum(memory)
-        took = time.thread_time() - began
+        """Stand in for `checksum`, in any thread, and count its CPU seconds."""
+        start_seconds = time.thread_time()
+        value = checksum(memory)
+        seconds = time.thread_time() - start_seconds
         with self._lock:
-            self.cpu_seconds += took
+            self.cpu_seconds += seconds
             self.num_bytes += memory.size
-        return found
+        return value
 
-    def turn(self, on: bool) -> None:
-        """Between steps: what one writes is read in the same one."""
+    def set_enabled(self, on: bool) -> None:
+        """Switch the checks between steps, each of which reads only what it wrote itself."""
         for store in self.stores:
             store._verify = on
         self.cpu_seconds, self.num_bytes = 0.0, 0
@@ -94,14 +94,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         plugin.convert(model)
 
         def step() -> float:
-            began = time.perf_counter()
+            start_seconds = time.perf_counter()
             model(input_ids=input_ids, labels=input_ids).loss.backward()
-            return time.perf_counter() - began
+            return time.perf_counter() - start_seconds
 
-        step()  # opens the files, and leaves gradients as every later step finds them
+        step()  # opens the files, and makes gradients, which every later step has
         for turn in range(options.steps):
             for on in (turn % 2 == 0, turn % 2 == 1):
-                switch.turn(on)
+                switch.set_enabled(on)
                 seconds[on].append(step())
                 if on:
                     cpu_seconds.append(switch.cpu_seconds)
@@ -145,16 +145,16 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--dir", type=Path, help="where offloaded bytes go")
     parser.add_argument("--json", type=Path, help="file that all numbers are written to")
     parser.add_argument(
-        "--check", action="store_true", help=f"exit status 1 if the ratio is above {MOST_RATIO}"
+        "--check", action="store_true", help=f"exit status 1 if the ratio is above {MAX_RATIO}"
     )
     options = parser.parse_args(argv)
     taken = measure(options)
     show(taken)
     if options.json:
         options.json.write_text(json.dumps(taken, indent=2))
-    slow = taken["ratio"] > MOST_RATIO
+    slow = taken["ratio"] > MAX_RATIO
     if slow:
-        print(f"missed: ratio {taken['ratio']:.3f}, at most {MOST_RATIO}", file=sys.stderr)
+        print(f"missed: ratio {taken['ratio']:.3f}, at most {MAX_RATIO}", file=sys.stderr)
     return 1 if options.check and slow else 0
 
 

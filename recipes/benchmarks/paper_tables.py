@@ -82,7 +82,7 @@ PAPER = (
 # Seq1F1B (arXiv 2406.03488), 7B on 32 A100: length in K, its tokens/s, and plain 1F1B's.
 SEQ1F1B = ((32, 53_500, 48_200), (128, 30_400, None))
 SEQ1F1B_ROWS = 32
-# At which length SPPO's own ablation was made, and for 7B the first of its table.
+# Lengths of SPPO's ablation, in K; for 7B, the first length of its table.
 ABLATED_K = {"7B": 512, "13B": 512, "65B": 640}
 
 LONG = SearchSpace(
@@ -100,7 +100,7 @@ _PLAIN = replace(
     frames=(("whole", "none"), ("matmuls", "none"), ("inputs", "none")),
     kv_tiers=("device",),
 )
-# Everything for one sequence a step, on the papers' machine.
+# All layouts for one sequence a step, on the papers' machine.
 ONE_ROW = SearchSpace(
     schedules=("seq1f1b", "zb_seq1f1b", "interleaved_seq1f1b", "msp"),
     partitions=("bounded",),
@@ -110,7 +110,7 @@ ONE_ROW = SearchSpace(
     # SPPO shares units between sequence-parallel groups, which our runtime does not yet do.
     beyond_runtime=True,
 )
-# What the figure of SPPO's own ablation adds, at its own layout: no recomputation.
+# The steps of SPPO's ablation, at its own layout and without recomputation.
 ABLATION: tuple[tuple[str, str, OffloadRule], ...] = (
     ("nothing offloaded", "seq1f1b", "none"),
     ("all offloaded", "seq1f1b", "full"),
@@ -122,13 +122,13 @@ ABLATED_LAYOUTS = {"7B": (8, 4, 32), "13B": (8, 8, 32), "65B": (16, 8, 80)}
 PUBLISHED_ABLATION = {"13B": (1.0, 0.91, 1.23, 1.44), "65B": (None, 2.1, 3.38, 3.48)}
 """Read off figure 11. Of 13B relative to nothing offloaded; of 65B to Megatron, as printed."""
 COPY_BYTES_PER_SECOND = 13e9
-"""Each way, both at once: what figure 5's gigabytes and milliseconds come to."""
-MOST_ACTIONS = 60_000
+"""Each way with both at once, computed from the gigabytes and milliseconds of figure 5."""
+MAX_ACTIONS = 60_000
 """Simulated for one question; a longer search may find a somewhat faster layout."""
 PUBLISHED_LONGEST_K = {32: (1331, 1024), 64: (2048, 1408), 128: (4096, 2181)}
-"""7B on so many GPUs: SPPO's and Megatron's longest length, in K."""
+"""Longest lengths of 7B in K, SPPO's and Megatron's, by number of GPUs."""
 
-# Models by the numbers of stages that make them equal, and GPUs that their pipelines are made of.
+# Numbers of stages that divide each model evenly, and numbers of GPUs.
 SCALED = {"Llama 8B": (8, 16, 32), "Llama 70B": (40, 80)}
 SCALED_GPUS = (128, 1024)
 SCALED_LENGTHS_K = (K, 4 * K, 16 * K)
@@ -163,7 +163,7 @@ def llama(name: str) -> ModelShape:
 def question(
     shape: ModelShape, gpus: int, tokens: int, rows: int, space: SearchSpace = LONG
 ) -> ClusterQuestion:
-    """Rows without sequence parallelism, every hop as slow as one between nodes."""
+    """A question without sequence parallelism, all links as slow as those between nodes."""
     profile = load_profile("a100-80gb")
     assert profile.device_bytes is not None, "the shipped profile knows its memory"
     device = int(DEVICE_SHARE * profile.device_bytes)
@@ -180,7 +180,7 @@ def question(
 
 
 def machine(copies: float | None = COPY_BYTES_PER_SECOND) -> HardwareProfile:
-    """The papers' A100, with copies as fast as their figure says."""
+    """The papers' A100, with copies at the given rate."""
     profile = load_profile("a100-80gb")
     if copies is None:
         return profile
@@ -200,7 +200,7 @@ def one_row(
     space: SearchSpace = ONE_ROW,
     profile: HardwareProfile | None = None,
 ) -> ClusterQuestion:
-    """A step of one sequence; links have the profile's two speeds."""
+    """A question about steps of one sequence, with the profile's rates within and between nodes."""
     profile = profile or machine()
     assert profile.device_bytes is not None, "shipped profiles know their memory"
     assert profile.network_bytes_per_second is not None, "and their links"
@@ -218,7 +218,7 @@ def one_row(
 
 
 def exchange_fraction(asked: ClusterQuestion, plan: ClusterPlan) -> float:
-    """Share of the ranks' compute that is all-to-alls, those of shared units left out."""
+    """Share of the ranks' compute time spent in all-to-alls, without those of shared units."""
     cost = asked.bounds_of_layout.cost(plan.layout)
     layers = range(cost.shape.num_layers)
     seconds = 2 * sum(
@@ -231,9 +231,10 @@ def exchange_fraction(asked: ClusterQuestion, plan: ClusterPlan) -> float:
 
 
 def ceilings(asked: ClusterQuestion) -> tuple[float, float]:
-    """Tokens/s if no GPU ever idled: nothing run twice, and every forward, attention too, twice.
+    """Tokens/s if no GPU ever idled, without recomputation and with every forward run twice.
 
-    Kernels at their best, in chunks of 16K. The second is more than full recomputation can reach.
+    In chunks of 16K, where kernels are fastest. The second recomputes attention too, which full
+    recomputation here does not.
     """
     cost, tokens = asked.cost, asked.total_tokens
     once = twice = 0.0
@@ -247,7 +248,7 @@ def ceilings(asked: ClusterQuestion) -> tuple[float, float]:
 
 
 def as_row(asked: ClusterQuestion, plan: ClusterPlan | None) -> dict[str, Any]:
-    """What is said of a plan; of none, if nothing came near."""
+    """Return a plan's row of a table; None: no layout came close to fitting."""
     if plan is None:
         return {"fits": False, "lacks": None}
     flops = step_flops(asked.cost.shape, asked.rows, asked.total_tokens)
@@ -268,24 +269,22 @@ def as_row(asked: ClusterQuestion, plan: ClusterPlan | None) -> dict[str, Any]:
     }
 
 
-def solved(asked: ClusterQuestion, most_actions: float = MOST_ACTIONS) -> dict[str, Any]:
-    answer = solve_cluster(asked, keep=1, slack=SLACK, most_actions=most_actions)
+def solved(asked: ClusterQuestion, max_actions: float = MAX_ACTIONS) -> dict[str, Any]:
+    answer = solve_cluster(asked, keep=1, slack=SLACK, max_actions=max_actions)
     return as_row(asked, answer.best[0] if answer.best else answer.closest)
 
 
 def paper_row(at: tuple[int, int]) -> dict[str, Any]:
-    """(a) One model at one of its lengths: the best layout found, one sequence a step."""
+    """(a) Return the best layout for one model at one length, with one sequence a step."""
     model, place = PAPER[at[0]], at[1]
     tokens = model.lengths_k[place] * K
     asked = one_row(gpt(model.name), model.gpus, tokens)
     once, twice = ceilings(asked)
-    # Of what the runtime takes: groups of one device may share units, so they are looked at too.
+    # What our runtime can run: only single devices can share units, so sp=1 is searched too.
     space = replace(asked.space, sp=(1, *asked.space.sp), beyond_runtime=False)
     runs = solved(replace(asked, space=space))
-    # Layouts with shared units have many actions, and a quarter of a search is theirs.
-    shared = solved(
-        replace(asked, space=replace(asked.space, schedules=("msp",))), 4 * MOST_ACTIONS
-    )
+    # Layouts with shared units have many actions, and a search spends only a quarter on them.
+    shared = solved(replace(asked, space=replace(asked.space, schedules=("msp",))), 4 * MAX_ACTIONS)
     found = (runs, solved(asked), shared)
     ours = max(found, key=lambda row: (row["fits"], row.get("tokens_per_second", 0)))
     return {
@@ -301,7 +300,7 @@ def paper_row(at: tuple[int, int]) -> dict[str, Any]:
 
 
 def seq1f1b_row(at: int) -> dict[str, Any]:
-    """Seq1F1B's 7B: our plan, and plain 1F1B with whole rows that keeps or recomputes."""
+    """Return Seq1F1B's 7B: our plan, and plain 1F1B over whole rows."""
     tokens_k, published, plain = SEQ1F1B[at]
     space = replace(LONG, chunk_tokens=(2 * K, 32 * K), partitions=("flops",))
     asked = question(gpt("7B"), 32, tokens_k * K, SEQ1F1B_ROWS, space)
@@ -316,7 +315,7 @@ def seq1f1b_row(at: int) -> dict[str, Any]:
 
 
 def ablation_rows(name: str) -> list[dict[str, Any]]:
-    """(b) SPPO's four steps at SPPO's own layout; what does not fit, as if it did."""
+    """(b) Return the four steps of SPPO's ablation at its own layout, fitting or not."""
     model = next(model for model in PAPER if model.name == name)
     tokens, (sp, stages, chunks) = ABLATED_K[name] * K, ABLATED_LAYOUTS[name]
     asked = one_row(gpt(name), model.gpus, tokens)
@@ -331,8 +330,19 @@ def ablation_rows(name: str) -> list[dict[str, Any]]:
     return found
 
 
+def largest_count(fits: Callable[[int], bool], *, first: int) -> int:
+    """Return the largest fitting count, by doubling from `first` and bisection; 0 if none does."""
+    low, high = 0, first
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
 def longest_7b(gpus: int) -> dict[str, Any]:
-    """(d) The longest row of SPPO's 7B, in steps of 128K: one pipeline of groups of 8."""
+    """(d) Return SPPO's 7B at its longest length, a multiple of 128K: one pipeline, sp=8."""
     step = 128 * K
     layouts = [Layout("seq1f1b", gpus // 8, 1, 1, 1, "bounded", "inputs", "full", "host", sp=8)]
 
@@ -345,18 +355,13 @@ def longest_7b(gpus: int) -> dict[str, Any]:
             for chunk in (32 * K, 64 * K)
         )
 
-    low, high = 0, 8
-    while fits(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+    count = largest_count(fits, first=8)
     sppo, megatron = PUBLISHED_LONGEST_K[gpus]
-    return {"gpus": gpus, "tokens": low * step, "sppo": sppo * K, "megatron": megatron * K}
+    return {"gpus": gpus, "tokens": count * step, "sppo": sppo * K, "megatron": megatron * K}
 
 
 def trl_row(tokens_k: int) -> dict[str, Any]:
-    """(e) Qwen3-8B, all weights, on one node of 8 H100: what TRL measured 380 s for at 1M."""
+    """(e) Return Qwen3-8B, all weights, on 8 H100; at 1M tokens TRL measured 380 s."""
     config = load_config("qwen3-4b")
     sizes = {
         "hidden_size": 4096,
@@ -384,7 +389,7 @@ def trl_row(tokens_k: int) -> dict[str, Any]:
         chunk_tokens=(4 * K, 16 * K),
     )
     asked = one_row(shape, 8, tokens_k * K, space, load_profile("h100"))
-    answer = solve_cluster(asked, keep=3, slack=SLACK, most_actions=MOST_ACTIONS)
+    answer = solve_cluster(asked, keep=3, slack=SLACK, max_actions=MAX_ACTIONS)
     plans = answer.best or ((answer.closest,) if answer.closest else ())
     flops = step_flops(shape, 1, asked.total_tokens)
     return {
@@ -410,14 +415,14 @@ def scaled_layout(asked: ClusterQuestion, chunk_tokens: int) -> Layout:
 
 
 def scaled_chunks(tokens: int) -> tuple[int, ...]:
-    """Shorter chunks fill a pipeline sooner; past a few hundred, longer ones do too."""
+    """Chunk lengths to try: shorter ones fill a pipeline sooner, which matters for short rows."""
     return (16 * K, 32 * K) if tokens <= PIPELINE_TOKENS else (32 * K,)
 
 
 def scaling_row(at: tuple[str, int]) -> dict[str, Any]:
-    """(c) A length: the best pipeline, as often beside itself as there are GPUs.
+    """(c) Return the best pipeline for a length, replicated over all GPUs.
 
-    Gradients are reduced over pipelines in less than a thousandth of such steps; left out.
+    Reducing gradients over replicas takes less than a thousandth of such steps and is left out.
     """
     name, tokens_k = at
     shape, tokens = llama(name), tokens_k * K
@@ -436,13 +441,13 @@ def scaling_row(at: tuple[str, int]) -> dict[str, Any]:
         fitting = [row for row in speeds if row["fits"]]
         per_gpu[gpus] = max(fitting, key=lambda row: row["per_gpu"], default={})
         if not fitting:
-            # On paper only: what a node's host would have to hold.
+            # Does not fit: shows how much host memory a node would need.
             per_gpu[gpus] = min(speeds, key=lambda row: row["host_bytes"])
     return {"model": name, "tokens": tokens, "gpus": per_gpu}
 
 
 def longest(at: tuple[str, int]) -> dict[str, Any]:
-    """(c) The longest row, in steps of 256K tokens, that a pipeline of so many GPUs holds."""
+    """(c) Return the longest row, a multiple of 256K tokens, that fits a pipeline."""
     name, stages = at
 
     def fits(count: int) -> bool:
@@ -452,17 +457,12 @@ def longest(at: tuple[str, int]) -> dict[str, Any]:
             for chunk_tokens in scaled_chunks(asked.total_tokens)
         )
 
-    low, high = 0, 1
-    while fits(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return {"model": name, "stages": stages, "tokens": low * 256 * K}
+    count = largest_count(fits, first=1)
+    return {"model": name, "stages": stages, "tokens": count * 256 * K}
 
 
 def collect(options: argparse.Namespace) -> dict[str, list[Any]]:
-    """All tables, several questions at a time."""
+    """Compute all tables, several questions at a time."""
     names = [model.name for model in PAPER]
     jobs: dict[str, tuple[Callable[[Any], Any], list[Any]]] = {
         "ablation": (ablation_rows, names),

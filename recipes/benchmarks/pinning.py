@@ -1,14 +1,13 @@
-"""How long page-locked host memory takes to get, and what copies from and into it reach.
+"""Measures how long page-locked host memory takes to allocate, and how fast copies with it are.
 
     python recipes/benchmarks/pinning.py [GIB]
 
 Every training with offload locks tens of GiB before its first step. PyTorch takes such memory from
 cudaHostAlloc, in one thread; `sppo_hf.offload.host_memory` has several write to its pages before
-the driver locks them. This says what each costs here, and whether the memory is as fast. Without a
-GPU it says so.
+the driver locks them. This measures both ways, and the copies. Without a GPU it only says so.
 
-Before that it uses most of the host's free memory and gives it back. A virtual machine may have
-been given little so far and get more as it uses it; a plan counts on what is there.
+First it uses most of the host's free memory and releases it, because a virtual machine may get its
+memory only as it uses it, and a plan relies on all of it.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ from sppo_hf.offload.host_memory import host_memory
 from sppo_hf.planning.machine import free_host_memory_bytes, host_memory_bytes
 
 PIECES = 4
-MOST_USED_BYTES = 96 << 30
-LEFT_BYTES = 4 << 30
-"""Host memory that is left alone."""
+MAX_USED_BYTES = 96 << 30
+RESERVED_BYTES = 4 << 30
+"""Free host memory that is not used."""
 
 
-def use_host_memory(most_bytes: int, *, most_seconds: float = 15.0) -> None:
-    """Says what memory the host has before and after up to `most_bytes` of it were in use."""
+def use_host_memory(max_bytes: int, *, max_seconds: float = 15.0) -> None:
+    """Use up to `max_bytes` of host memory; print what the host has before and after."""
     start_seconds, pieces = time.perf_counter(), list[Tensor]()
     before_bytes = host_memory_bytes()
     while (
-        free_host_memory_bytes() > LEFT_BYTES
-        and len(pieces) << 30 < most_bytes
-        and time.perf_counter() - start_seconds < most_seconds
+        free_host_memory_bytes() > RESERVED_BYTES
+        and len(pieces) << 30 < max_bytes
+        and time.perf_counter() - start_seconds < max_seconds
     ):
         pieces.append(torch.ones(1 << 30, dtype=torch.uint8))  # pages that are written to
     print(
@@ -48,7 +47,7 @@ def use_host_memory(most_bytes: int, *, most_seconds: float = 15.0) -> None:
 
 
 def copy_rates(host: Tensor) -> tuple[float, float]:
-    """Bytes per second from the device to `host`, uint8 [n], and back."""
+    """Return bytes per second from the device to `host`, uint8 [n], and back."""
     device = torch.empty_like(host, device="cuda")
     rates = []
     for target, source in ((host, device), (device, host)):
@@ -64,7 +63,7 @@ def copy_rates(host: Tensor) -> tuple[float, float]:
 
 
 def report(name: str, make: Callable[[], list[Tensor]]) -> None:
-    """Says how long some memory takes to get, to copy from and into, and to give back."""
+    """Print how long memory takes to allocate and to free, and how fast copies with it are."""
     start_seconds = time.perf_counter()
     pieces = make()
     seconds = time.perf_counter() - start_seconds
@@ -85,7 +84,7 @@ def main(gib: int) -> None:
         print("no CUDA device: nothing is pinned")
         return
     torch.cuda.init()
-    use_host_memory(MOST_USED_BYTES)
+    use_host_memory(MAX_USED_BYTES)
     sizes = [(gib << 30) // PIECES] * PIECES
     runtime = CudaRuntime(torch.device("cuda"))
     try:
@@ -94,7 +93,7 @@ def main(gib: int) -> None:
     except OffloadError as error:
         print(f"not all is measured: {error}")
         return
-    # Last, for PyTorch keeps what it was given.
+    # Last, because PyTorch does not free this memory.
     report(
         "cudaHostAlloc", lambda: [torch.empty(n, dtype=torch.uint8, pin_memory=True) for n in sizes]
     )

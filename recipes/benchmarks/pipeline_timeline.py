@@ -75,7 +75,7 @@ def model_of(options: argparse.Namespace) -> LlamaForCausalLM:
 
 
 def run_rank(rank: int, options: argparse.Namespace, port: int, out: str) -> None:
-    """One rank: some steps; rank 0 writes down what all did."""
+    """Run the steps on one rank; rank 0 saves the actions of all ranks."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=options.ranks)
@@ -107,7 +107,7 @@ def run_rank(rank: int, options: argparse.Namespace, port: int, out: str) -> Non
 
 
 def measure(options: argparse.Namespace) -> list[list[list[ActionRecord]]]:
-    """What each rank did in each step, in its own order."""
+    """Return the actions of each rank in each step, in its own order."""
     with socket.socket() as probe, tempfile.TemporaryDirectory() as folder:
         probe.bind(("127.0.0.1", 0))
         port, out = probe.getsockname()[1], str(Path(folder) / "steps.pt")

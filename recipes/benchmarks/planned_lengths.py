@@ -1,9 +1,9 @@
-"""What the planner says of Llama-3.1-8B with LoRA on one H100, 16K to 1M tokens, by policy.
+"""Plans Llama-3.1-8B with LoRA on one H100, 16K to 1M tokens, with every policy.
 
     python recipes/benchmarks/planned_lengths.py --check
     python recipes/benchmarks/planned_lengths.py --all-weights
 
-With --all-weights all of the model is trained, weights or optimizer on a host of 1,900 GiB.
+With --all-weights the whole model is trained, with weights or optimizer on a host of 1,900 GiB.
 
 Every number is a simulation with the shipped profile, which is made of public figures; none is
 measured. Needs no GPU and no torch.
@@ -35,7 +35,7 @@ from sppo_hf.planning.plan_request import (
     request_plan,
     timeline_of,
 )
-from sppo_hf.planning.solve import LESS_HOST_SECONDS, over_budget
+from sppo_hf.planning.solve import HOST_TRADE_RATIO, over_budget
 from sppo_hf.reporting.plan_json import weight_placement
 from sppo_hf.reporting.plan_tables import format_seconds, kv_modes_text
 from sppo_hf.rules import format_bytes
@@ -50,11 +50,11 @@ PLACES = {
     "optimizer": ("device", "host"),
     "weights and optimizer": ("host", "host"),
 }
-"""Where weights and optimizer rest, by what is on the host."""
+"""Settings `weights` and `optimizer`, by what is on the host."""
 
 
 def plan_length(options: argparse.Namespace, tokens: int, *, disk: bool) -> dict[str, Any]:
-    """One row: the best of each policy at a length."""
+    """Return a row of the table: the best plan of each policy at a length."""
     budgets: dict[str, Any] = {"device_memory": "80GiB", "host_memory": "256GiB"}
     if disk:
         budgets |= {"disk_memory": "2TB", "offload_dir": options.dir}
@@ -92,15 +92,15 @@ def plan_length(options: argparse.Namespace, tokens: int, *, disk: bool) -> dict
         "simulated_actions": len(timeline),
         "simulation_seconds": time.perf_counter() - began,
         "order": plan.order,
-        "kv_tier": plan.farthest_keys,
+        "kv_tier": plan.farthest_kv_tier,
         "keys": kv_modes_text(plan) if plan.by_layer else plan.kv_tier,
         "num_chunks": plan.num_chunks,
-        "attention_again": bool(plan.program().attends_again.any()),
+        "attention_again": bool(plan.program().reruns_attention.any()),
     }
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in POLICIES}
-    for result in compare_policies(answer.question, plan):  # in the plan's own chunks
+    for result in compare_policies(answer.question, plan):  # all in the chunks of this plan
         results[result.policy].append(_as_row(result))
-    for policy, recompute in product(POLICIES[1:], ("full", "none")):  # in theirs
+    for policy, recompute in product(POLICIES[1:], ("full", "none")):  # each in its own chunks
         own = plan_for(question(offload=policy, recompute=recompute))
         results[policy].append(_as_row(own))
     results[BY_CHUNK] = [_as_row(by_chunk.plan or plan_for(question(order="by_chunk")))]
@@ -110,7 +110,7 @@ def plan_length(options: argparse.Namespace, tokens: int, *, disk: bool) -> dict
 
 
 def plan_all_weights(options: argparse.Namespace, tokens: int, *, longest: bool) -> dict[str, Any]:
-    """One row: all weights trained, by what rests on the host."""
+    """Return a row of the table: all weights trained, by what is on the host."""
     row: dict[str, Any] = {"tokens": tokens, "places": {}}
     for name, (weights, optimizer) in PLACES.items():
         question = question_for(
@@ -150,12 +150,12 @@ def show_all_weights(rows: list[dict[str, Any]]) -> None:
         table.add_column(heading, justify="right")
     for row in rows:
         for name, found in row["places"].items():
-            said = name
+            label = name
             if name == "auto":
-                said += f" (weights {found['weights']}, optimizer {found['optimizer']})"
+                label += f" (weights {found['weights']}, optimizer {found['optimizer']})"
             seconds = (found[f"{what}_seconds"] for what in ("step", "update", "stall"))
             speed, peaks = ("no", "") if found["lacks"] else _cell(found).split(" ", 1)
-            table.add_row(f"{row['tokens']:,}", said, speed, *map(format_seconds, seconds), peaks)
+            table.add_row(f"{row['tokens']:,}", label, speed, *map(format_seconds, seconds), peaks)
     console = Console(width=160)
     console.print(table)
     for name, found in rows[0]["places"].items():
@@ -179,7 +179,7 @@ def _as_row(result: PolicyResult | Plan) -> dict[str, Any]:
 
 
 def _rank(result: dict[str, Any]) -> tuple[float, int]:
-    """Larger is better: what fits by its speed, what does not by how little it lacks."""
+    """Sort key, larger is better: speed where it fits, else the fewest missing bytes."""
     return result["tokens_per_second"] or 0.0, -(result["lacks"] or ("", 0))[1]
 
 
@@ -222,7 +222,7 @@ def not_first(rows: list[dict[str, Any]]) -> list[str]:
     for row in rows:
         speeds = {n: r["tokens_per_second"] or 0.0 for n, r in row["policies"].items()}
         # So much of its time it may give for less host memory.
-        if speeds and LESS_HOST_SECONDS * speeds["auto"] < max(speeds.values()):
+        if speeds and HOST_TRADE_RATIO * speeds["auto"] < max(speeds.values()):
             found.append(f"{row['tokens']:,} tokens: {speeds}")
     return found
 

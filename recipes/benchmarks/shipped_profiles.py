@@ -1,9 +1,9 @@
-"""Traces the model profiles that come with the package anew, into `planning/model_profiles`.
+"""Traces the model profiles that are shipped with the package, into `planning/model_profiles`.
 
     python recipes/benchmarks/shipped_profiles.py
 
-To be run when a model is added to `planning/models`, or when Transformers computes one otherwise;
-`tests/engine/test_trace_profile.py` says when. Takes seconds, and no weights.
+Run it when a model is added to `planning/models`, or when a new Transformers computes one
+differently, which `tests/engine/test_trace_profile.py` detects. Takes seconds, and no weights.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from sppo_hf.engine.trace_profile import trace_config
 from sppo_hf.planning.config_file import load_config, shipped_models
 from sppo_hf.planning.model_profile import LoraShape, Training, config_digest, profiles_to_json
 
-# Other ranks lie on a line through two.
+# Profiles of other ranks are interpolated linearly from two.
 PLAIN = (None, LoraShape(rank=8), LoraShape(rank=16))
 AUTOCAST = (LoraShape(rank=8, autocast=True), LoraShape(rank=16, autocast=True))
 TRAININGS = {(2, 2): (*PLAIN, *AUTOCAST), (4, 4): PLAIN, (2, 4): (None, *AUTOCAST)}
-"""By the bytes of an element in products and of a weight: bf16, float32, and bf16 by autocast."""
+"""By bytes of an element in matmuls and of a weight: bf16, float32, and bf16 autocast."""
 
 
 def main() -> None:
-    """Writes one file a model."""
+    """Write one file for each model."""
     folder = Path(sppo_hf.planning.__file__).with_name("model_profiles")
     for name in shipped_models():
         config = load_config(name)

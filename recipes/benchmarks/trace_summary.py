@@ -1,10 +1,10 @@
-"""Where the time of a traced training step went, and its three largest gaps.
+"""Prints where the time of a traced training step went, and its three largest gaps.
 
     sppo bench llama-3.1-8b --seq-lens 32K --contenders sppo-auto --trace
     python recipes/benchmarks/trace_summary.py bench/trace-sppo-auto-32768.json.gz
 
-Reads any Chrome trace of torch.profiler, packed or not. How a step is divided is said in
-`sppo_hf.cli.benchmark.trace_summary`.
+Reads any Chrome trace of torch.profiler, gzipped or not. `sppo_hf.cli.benchmark.trace_summary`
+explains how a step is divided.
 """
 
 from __future__ import annotations

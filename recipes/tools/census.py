@@ -1,4 +1,4 @@
-"""Tries every language model of the installed Transformers: exact, refused, or not tried, and why.
+"""Checks every language model of the installed Transformers: exact, refused, or not tried, and why.
 
     python recipes/tools/census.py llama mamba  # prints what becomes of each
     python recipes/tools/census.py --write      # all of them; recipes/MODELS.md has the counts
@@ -48,13 +48,13 @@ _CRASHES = (TypeError, RuntimeError, AttributeError, LookupError, AssertionError
 
 
 def census(names: Iterable[str] = TYPES) -> dict[str, tuple[str, str]]:
-    """Tries types.
+    """Check model types.
 
     Returns:
-        For each "exact", "text decoder alone", "refused", "not tried" or "not exact"; and the worst
-        error, or why.
+        For each, "exact", "text decoder alone", "refused", "not tried" or "not exact", and the
+        worst error or the reason.
     """
-    # Tried here, and not a second time by the check that conversion makes of unknown families.
+    # Conversion would check unknown families itself, a second time.
     with family_check_disabled(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return {name: _outcome(name) for name in names}
@@ -74,7 +74,7 @@ def _outcome(name: str) -> tuple[str, str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Tries, prints, writes; returns the exit code."""
+    """Check, print and write; return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("types", nargs="*", help="default: all")
     parser.add_argument("--write", action="store_true", help="put the counts into the page")

@@ -1,4 +1,4 @@
-"""Asks the planner how long a sequence each well-known checkpoint may be trained with on one GPU.
+"""Predicts the longest sequence with which each well-known checkpoint can be trained on one GPU.
 
     python recipes/tools/checkpoint_table.py qwen3.5   # prints Markdown
     python recipes/tools/checkpoint_table.py --write   # recipes/MODELS.md and `sppo check --list`
@@ -29,11 +29,11 @@ from sppo_hf.planning.plan_request import question_for, request_plan
 CONFIGS = Path(__file__).with_name("checkpoints.json")
 HARDWARE, HOST_MEMORY, RANK = "h100-80gb", "256GiB", 16
 TOKENS = 8192
-"""A length to ask for; the longest does not depend on it."""
+"""Length of the plan request, on which the longest length does not depend."""
 
 
 def longest(name: str, config: str | dict[str, Any]) -> dict[str, Any]:
-    """One row: a checkpoint's parameters, and its longest sequence in tokens (0: none fits)."""
+    """Return a checkpoint's parameters, and its longest sequence in tokens (or 0)."""
     model = load_config(config) if isinstance(config, str) else to_namespace(config)
     answer = request_plan(
         question_for(
@@ -56,7 +56,7 @@ def longest(name: str, config: str | dict[str, Any]) -> dict[str, Any]:
 
 
 def table(names: Sequence[str] = ()) -> dict[str, Any]:
-    """All rows, or those whose names contain one of `names`, and what was assumed."""
+    """Return all rows, or those whose names contain one of `names`, and the assumptions."""
     configs: dict[str, str | dict[str, Any]] = json.loads(CONFIGS.read_text(encoding="utf-8"))
     wanted = {
         name: config
@@ -73,7 +73,7 @@ def table(names: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Asks and writes; returns the exit code."""
+    """Predict and write; return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", help="parts of names; default: all")
     parser.add_argument("--write", action="store_true", help="write the page and the list instead")

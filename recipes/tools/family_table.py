@@ -1,4 +1,4 @@
-"""Run the exactness harness over all tiny families and make the tables of them.
+"""Runs the exactness harness over all tiny families and writes the tables of the results.
 
     python recipes/tools/family_table.py llama gemma3_text   # prints Markdown
     python recipes/tools/family_table.py --write   # recipes/MODELS.md and `sppo check --list`
@@ -55,16 +55,16 @@ CODE = {
     "deepseek_v4": "top_k = min(self.index_topk, compressed_len)",
     "qwen4_exp_text": "scores.topk(min(self.block_topk, num_complete_blocks)",
 }
-"""By family what of its code makes it impossible, as its file has it; said with the line's number.
+"""By family, the line of its code that rules it out, as in its file; shown with the line's number.
 
-A test finds each in the installed Transformers."""
+A test looks for each in the installed Transformers."""
 ONE_TOKEN = SPPOConfig(
     chunk_lengths=(1,) * TOKENS, recompute="full", offload="full", min_offload_size=1
 )
-"""Not for models with states, of which a chunk behind the first has two tokens."""
+"""Not for models with recurrent states, whose later chunks have at least two tokens."""
 
 
-# One family that breaks must not lose the others' results.
+# Errors of one family, after which the others still run.
 _CRASHES = (TypeError, RuntimeError, AttributeError, LookupError, AssertionError, ValueError)
 
 
@@ -79,7 +79,7 @@ class Row(NamedTuple):
 
 
 def check_family(name: str) -> Row:
-    """The worst of several chunkings and modes, or the reason of the refusal."""
+    """Return the worst result of several chunkings and modes, or the reason of the refusal."""
     feature = FAMILIES[name].feature
     results: list[CheckResult] = []
     single = [] if _has_states(name) else [ONE_TOKEN]
@@ -99,10 +99,10 @@ def check_family(name: str) -> Row:
 
 
 def line_of_code(name: str) -> str:
-    """Where `CODE` stands in the installed Transformers, as the end of a sentence; "" without.
+    """Return file and line of a family's `CODE`, as the end of a sentence; "" if it has none.
 
     Raises:
-        LookupError: The code is not there any more: look again whether the reason holds.
+        LookupError: The installed Transformers has no such line: check whether the reason holds.
     """
     if name not in CODE:
         return ""

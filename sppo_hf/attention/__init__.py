@@ -1,1 +1,1 @@
-"""Chunked causal attention (KV store, kernels, merging); must not know schedules or offload."""
+"""Chunked causal attention: K/V stores, kernels, merging of partial results."""

@@ -166,7 +166,7 @@ def _plan_over_devices(arguments: PlanArguments, as_json: bool) -> bool:
             "one device's plan. Remedy: `sppo simulate` draws a layout over several."
         )
     question = _cluster_question(arguments)
-    answer = solve_cluster(question, most_actions=_MAX_SIMULATED_ACTIONS)
+    answer = solve_cluster(question, max_actions=_MAX_SIMULATED_ACTIONS)
     launch: Launch | None = None
     actions: list[list[str]] | None = []
     if answer.best and (as_json or folder is not None):

@@ -1,16 +1,14 @@
-"""Convert a model in place, and take everything back.
+"""Convert a model in place, and revert it.
 
-Conversion puts a stand-in for `forward` on the causal language model and pre/post hooks on its
-decoder layers (and on rotary modules that need the sequence's length). Class, parameters, names,
-config and checkpoint stay as they are. Nothing about it is global: other models in the process are
-not touched.
+Conversion replaces the causal language model's `forward` and registers hooks on its decoder layers,
+its final norm, and rotary modules that depend on the sequence's length. Class, parameters, names,
+config and checkpoint stay the same. Other models in the process are not touched.
 
-[Note: rotary tables that know the length] "dynamic" and "longrope" choose their frequencies by the
-largest position they are shown, so a chunk shown alone would get the short table. While a sequence
-runs, hooks on those rotary modules append the sequence's last position to every call and cut its
-row off the result: the module's own code then chooses, for every chunk, exactly what it would have
-chosen for the whole. All other kinds (default, linear, yarn, llama3 ...) depend on each position
-alone and are left as they are.
+[Note: rotary tables that depend on the length] "dynamic" and "longrope" choose their frequencies by
+the largest position of the call, so a chunk would get the table of a short sequence. In a chunked
+forward, hooks on these modules append the sequence's last position to every call and remove its row
+from the result, so that the module's own code makes the same choice as for the whole sequence. All
+other kinds (default, linear, yarn, llama3, ...) depend on each position only and have no hooks.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ from sppo_hf.errors import ConfigError, UnsupportedModelError
 
 
 def _depends_on_length(module: nn.Module) -> bool:
-    """Whether a module is a rotary embedding whose table depends on the sequence's length."""
+    """Whether a module is a rotary embedding that depends on the sequence's length."""
     kind = getattr(module, "rope_type", None)
     kinds = kind.values() if isinstance(kind, dict) else [kind]
     return any("dynamic" in str(name) or name == "longrope" for name in kinds)
@@ -55,7 +53,7 @@ def _append_last(
     if len(args) < 2:
         raise UnsupportedModelError(
             "a rotary embedding that depends on the sequence length is called without "
-            "position_ids; its table cannot be kept right chunk by chunk."
+            "position_ids, so it cannot be exact in chunks. Train this model without sppo_hf."
         )
     return (args[0], _with_last(args[1], last), *args[2:]), kwargs
 
@@ -77,17 +75,19 @@ _ATTRIBUTE = "_sppo_conversion"
 
 
 class _Conversion:
-    """What was done to one model, so that it can be undone."""
+    """What `revert` needs to undo one conversion."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.own_forward: Any = None
-        self.stand_in: Any = None
+        self.instance_forward: Any = None
+        """The `forward` in the model's `__dict__` before the conversion, if there was one."""
+        self.chunked_forward: Any = None
+        """The `forward` that the conversion put there."""
         self.handles: list[RemovableHandle] = []
 
 
 MakeEngine = Callable[..., Engine]
-"""Makes the engine of a model; takes the arguments of `Engine`."""
+"""Creates an engine; takes the arguments of `Engine`."""
 
 
 def convert(
@@ -97,16 +97,16 @@ def convert(
     observer: StepObserver | None = None,
     make_engine: MakeEngine = Engine,
 ) -> ModelT:
-    """Make a causal language model, bare or wrapped by PEFT, train chunk by chunk, in place.
+    """Convert a causal language model, bare or wrapped by PEFT, to train in chunks, in place.
 
-    `observer` is told about plans, units and records; `make_engine` makes what runs the model.
+    `observer` receives plans, units and records of steps; `make_engine` creates the engine.
 
     Returns:
         `model` itself. Converting again with equal settings changes nothing.
 
     Raises:
-        UnsupportedModelError: If the model could not be trained exactly.
-        ConfigError: If it is already converted with other settings.
+        UnsupportedModelError: The model cannot be trained exactly.
+        ConfigError: It is already converted with other settings.
     """
     causal_lm = find_causal_lm(model)
     engine = get_engine(model)
@@ -119,18 +119,17 @@ def convert(
         return model
     staged = staged_model_of(causal_lm)
     with contextlib.nullcontext() if staged is None else staged.whole():
-        # An engine that is not enabled was reverted while somebody's wrapper stood around our
-        # forward: it is still in place.
+        # A disabled engine was reverted while a wrapper held our forward, so it is still in place.
         _attach(causal_lm, config, observer, engine, make_engine)
     return model
 
 
 def revert(model: ModelT) -> ModelT:
-    """Undo `convert`: the object has the attributes, hooks and forward it had before.
+    """Undo `convert`: restore attributes, hooks and forward.
 
     Returns:
-        `model` itself; a model that is not converted is left alone. One that was cut into stages
-        stays cut, and refuses to run until it is converted again.
+        `model` itself, unchanged if it is not converted. A model that was cut into stages stays
+        cut, and refuses to run until it is converted again.
     """
     causal_lm = find_causal_lm(model)
     conversion: _Conversion | None = causal_lm.__dict__.get(_ATTRIBUTE)
@@ -142,38 +141,38 @@ def revert(model: ModelT) -> ModelT:
     conversion.engine.enabled = False
     conversion.engine.close()
     if staged_model_of(causal_lm) is not None:
-        # Only a part of the model is here, which its own forward would run without a word.
+        # The model's own forward would silently run the part of the model that is here.
         return model
-    if causal_lm.__dict__.get("forward") is not conversion.stand_in:
-        # Accelerate's mixed-precision wrapper (or another) stands around our forward. We cannot
-        # take ours out of the middle; disabled, it passes every call on unchanged.
+    if causal_lm.__dict__.get("forward") is not conversion.chunked_forward:
+        # A wrapper, such as Accelerate's for mixed precision, holds our forward, which cannot be
+        # removed. The disabled engine passes calls on to the original forward.
         return model
-    if conversion.own_forward is None:
+    if conversion.instance_forward is None:
         del causal_lm.__dict__["forward"]
     else:
-        causal_lm.__dict__["forward"] = conversion.own_forward
+        causal_lm.__dict__["forward"] = conversion.instance_forward
     del causal_lm.__dict__[_ATTRIBUTE]
     return model
 
 
 def check_convertible(model: nn.Module) -> None:
-    """Find out whether `convert` would take `model`, and change nothing; a converted one passes.
+    """Check that `convert` would accept `model`, without changing it.
 
     Raises:
-        UnsupportedModelError: If the model could not be trained exactly.
+        UnsupportedModelError: The model cannot be trained exactly.
     """
     if get_engine(model) is None:
         check_family(find_parts(model))
 
 
 def is_converted(model: nn.Module) -> bool:
-    """Whether `model` (or what it wraps) trains chunk by chunk now."""
+    """Whether `model` (or the model that it wraps) is converted."""
     engine = get_engine(model)
     return engine is not None and engine.enabled
 
 
 def get_engine(model: nn.Module) -> Engine | None:
-    """The engine of a converted model; None of any other module, a loss or a value head, say."""
+    """The engine of a converted model; None for any other module."""
     try:
         conversion = find_causal_lm(model).__dict__.get(_ATTRIBUTE)
     except UnsupportedModelError:
@@ -197,9 +196,9 @@ def _attach(
     else:
         observer = observer or StepObserver()
         conversion = _Conversion(make_engine(parts, config, observer, causal_lm.forward))
-        conversion.own_forward = causal_lm.__dict__.get("forward")
+        conversion.instance_forward = causal_lm.__dict__.get("forward")
         causal_lm.__dict__[_ATTRIBUTE] = conversion
-        conversion.stand_in = causal_lm.__dict__["forward"] = _stand_in(causal_lm)
+        conversion.chunked_forward = causal_lm.__dict__["forward"] = _chunked_forward(causal_lm)
     engine = conversion.engine
     for index, layer in enumerate(parts.layers):
         if isinstance(layer, AbsentLayer):
@@ -225,20 +224,20 @@ def _attach(
         ]
 
 
-def _stand_in(causal_lm: Any) -> types.MethodType:
+def _chunked_forward(causal_lm: Any) -> types.MethodType:
     original = causal_lm.forward
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self.__dict__[_ATTRIBUTE].engine.forward(*args, **kwargs)
 
-    # The Trainer reads the parameters' names to decide which columns of a dataset to keep.
+    # The Trainer reads the signature to decide which columns of a dataset to keep.
     signature = inspect.signature(original)
     self_parameter = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     forward.__signature__ = signature.replace(  # type: ignore[attr-defined]
         parameters=[self_parameter, *signature.parameters.values()]
     )
-    # A bound method, so that a deep copy of the model is bound to the copy's engine.
+    # A bound method, so that a deep copy of the model uses the copy's engine.
     return types.MethodType(forward, causal_lm)
 
 
@@ -256,7 +255,7 @@ def _after_layer(engine: Engine, index: int, layer: nn.Module, _: Any, output: A
     runner = engine.running
     if runner is None:
         return None
-    # Called with None when the layer (or another hook before it) raised.
+    # The output is None if the layer (or a hook before this one) raised.
     return runner.after_layer(index, layer, output, failed=output is None)
 
 

@@ -1,12 +1,12 @@
-"""Room for what a chunk keeps until its backward, side by side instead of between temporaries.
+"""Keeps the C library's heap from fragmenting on a CPU; CUDA's allocator does not need this.
 
-On a CPU the C library puts tensors of a few megabytes into its heap. A layer's temporaries come and
-go there, and what a frame keeps (inputs, attention outputs, keys, values) would stay behind as
-islands between holes that the next chunk's tensors do not fit into: measured with SmolLM2 at 4,096
-tokens, the heap grew to twice what was alive. So a chunk's kept tensors are copied into slabs, one
-per kind for all layers. A slab is a mapping of its own, whatever size the C library would map, and
-goes back to the operating system when backward has used its last part. CUDA's allocator does not
-need this.
+The C library puts tensors of a few megabytes into its heap. A layer's temporaries come and go
+there, and what is kept of a chunk until its backward (inputs, attention outputs, keys, values)
+would lie between free blocks that the next chunk's tensors do not fit into: measured with SmolLM2
+at 4,096 tokens, the heap grew to twice the live bytes. So a chunk's kept tensors are copied into
+slabs, one per kind for all layers (`CpuChunkArena`). A slab is a memory mapping of its own,
+whatever size the C library would map, and returns to the operating system when backward has used
+its last part. Free heap that remains is returned between layers (`HeapWatch`).
 """
 
 from __future__ import annotations
@@ -31,47 +31,49 @@ _MAPPED_BYTES = 2**20
 class CpuChunkArena:
     """Slabs for the kept tensors of one chunk; a slab lives as long as any part of it.
 
-    By layer, for those of one layer: "layers" here are then its chunks.
+    In the order by layer, for those of one layer: "layers" here are then its chunks.
     """
 
     def __init__(self, num_layers: int, *, keep_whole_inputs: bool | None = None) -> None:
-        """Prepare for tensors that every one of `num_layers` layers keeps once.
+        """Prepare for tensors that each of `num_layers` layers keeps once.
 
         Args:
-            num_layers: Parts of a slab.
-            keep_whole_inputs: By layer, whether all chunks keep their inputs: these are parts of
-                one tensor, which then is slab enough. If not, none may keep the whole alive.
-                None chunk by chunk.
+            num_layers: Number of parts of a slab.
+            keep_whole_inputs: In the order by layer, whether all chunks keep their inputs. These
+                are parts of one tensor, which then serves as the slab; if some chunks do not, none
+                may keep the whole tensor alive. None in the order by chunk.
         """
         self._num_layers = num_layers
-        self._inputs_stay = keep_whole_inputs
+        self._keep_whole_inputs = keep_whole_inputs
         self._slabs: dict[tuple[str, torch.Size, torch.dtype], tuple[Tensor, int]] = {}
 
     def keep(self, kind: str, tensor: Tensor) -> Tensor:
-        """A copy of `tensor` beside those of the same kind, or the tensor itself if not on a CPU.
+        """Return a copy of `tensor` in the slab of its kind; not on a CPU, the tensor, detached.
 
         Args:
-            kind: What it is; layers keep one tensor of a kind each.
+            kind: Name of its kind; each layer keeps one tensor of a kind.
             tensor: Any strides; the copy is contiguous and detached.
         """
         part = kind == "inputs" and tensor.untyped_storage().nbytes() > tensor.nbytes
-        if part and self._inputs_stay:
+        if part and self._keep_whole_inputs:
             return tensor.detach()
         if tensor.device.type != "cpu":
             return (
-                tensor.detach().clone() if part and self._inputs_stay is False else tensor.detach()
+                tensor.detach().clone()
+                if part and self._keep_whole_inputs is False
+                else tensor.detach()
             )
         key = (kind, tensor.shape, tensor.dtype)
         slab, used = self._slabs.get(key, (None, 0))
         if slab is None or used == self._num_layers:
             slab, used = _slab((self._num_layers, *tensor.shape), tensor.dtype), 0
         self._slabs[key] = (slab, used + 1)
-        # As `.data`, each part counts writes into itself alone, not those into the whole slab.
+        # `.data`, so that each part has a version counter of its own and not the slab's.
         return slab[used].copy_(tensor.detach()).data
 
 
 def _slab(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A dense tensor with whatever values, whose memory goes back to the system with it."""
+    """An uninitialized dense tensor, whose memory returns to the system with it."""
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes >= _MAPPED_BYTES and hasattr(mmap, "MAP_ANONYMOUS"):
         with contextlib.suppress(OSError):  # too many mappings
@@ -80,87 +82,89 @@ def _slab(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.empty(*shape, dtype=dtype)
 
 
-_WORTH_BYTES = 4 * 2**20
-"""Looking through the heap takes milliseconds: not for what grew by less."""
+_MIN_GROWTH_BYTES = 4 * 2**20
+"""Growth from which on free heap is returned; looking through the heap takes milliseconds."""
 
-_least_resident = 0.0
-"""Since free heap last went back."""
+_min_resident_bytes = 0.0
+"""Minimum of the resident bytes since free heap was last returned."""
 
 
 def return_free_heap(*, always: bool = False) -> None:
-    """Give free pages inside the C library's heap back to the operating system.
+    """Return free pages inside the C library's heap to the operating system.
 
-    glibc before 2.38 cannot reuse a freed block for an aligned block of the same size, so the holes
-    that a chunk's temporaries leave add up. Does nothing where there is no glibc, nor, unless
-    `always`, where this process has grown by less than 4 MiB since.
+    glibc before 2.38 cannot reuse a freed block for an aligned block of the same size, so the free
+    blocks that a chunk's temporaries leave add up. Does nothing without glibc, nor, unless
+    `always`, if this process has grown by less than 4 MiB since the last time.
     """
-    global _least_resident
+    global _min_resident_bytes
     if _malloc_trim is None:
         return
     if not always:
         now = resident_bytes()
-        _least_resident = min(_least_resident, now)
-        if now - _least_resident < _WORTH_BYTES:
+        _min_resident_bytes = min(_min_resident_bytes, now)
+        if now - _min_resident_bytes < _MIN_GROWTH_BYTES:
             return
     _malloc_trim(0)
-    _least_resident = resident_bytes()
+    _min_resident_bytes = resident_bytes()
 
 
 class HeapWatch:
-    """Gives free heap back between layers, before a step would pass its plan.
+    """Returns free heap between layers, before a step would exceed its planned memory.
 
-    What is given back has to be mapped and zeroed again: every few layers, a tenth of a step's
-    time. So holes stay while there is room for as many again.
+    Returned pages have to be mapped and zeroed again, which every few layers costs a tenth of a
+    step's time. So free heap is kept while as much again would still fit.
     """
 
-    def __init__(self, most: float | None, *, passing: float = 0.0) -> None:
+    def __init__(self, max_bytes: float | None, *, workspace_bytes: float = 0.0) -> None:
         """Watch one step.
 
         Args:
-            most: See `max_resident_bytes`; None gives free heap back every time.
-            passing: Bytes that come and go while a layer runs.
+            max_bytes: Limit of `resident_bytes` (`max_resident_bytes`); None returns free heap
+                every time.
+            workspace_bytes: Bytes that come and go while a layer runs.
         """
-        self._most = most
-        self._passing = passing
-        self._last = math.inf
+        self._max_bytes = max_bytes
+        self._workspace_bytes = workspace_bytes
+        self._last_bytes = math.inf
 
     @classmethod
     def of_step(cls, plan: Plan, parameters: Iterable[Tensor]) -> HeapWatch:
-        """Watch a step that is about to begin, with all its groups of rows; see the class.
+        """Return the watch of a step that is about to begin, with all its groups of rows.
 
-        Free heap may stay on a CPU, but not where most of what is kept lies where autograd saves
-        it, between the temporaries.
+        Free heap may be kept on a CPU if most layers are recomputed: else most saved activations
+        lie in the heap, between the temporaries.
 
         Args:
             plan: Of the step.
             parameters: The model's.
         """
-        most: float | None = None
+        max_bytes: float | None = None
         again = [mode.recompute for row in plan.layer_modes for mode in row]
         if plan.device.kind == "cpu" and 2 * sum(again) >= len(again):
-            most = max_resident_bytes(plan.estimate, parameters)
-        return cls(most, passing=plan.estimate.most_bytes(Cause.WORKSPACE))
+            max_bytes = max_resident_bytes(plan.estimate, parameters)
+        return cls(max_bytes, workspace_bytes=plan.estimate.most_bytes(Cause.WORKSPACE))
 
     @property
     def may_keep_free_heap(self) -> bool:
-        """Whether some free heap may stay."""
-        return self._most is not None
+        """Whether some free heap may be kept."""
+        return self._max_bytes is not None
 
     def between_layers(self) -> None:
-        """Give free heap back if what was added since the last time would not fit once more."""
-        if self._most is None:
+        """Return free heap if the growth since the last call would not fit once more."""
+        if self._max_bytes is None:
             return return_free_heap()
-        now = resident_bytes()
-        if now + max(self._passing, now - self._last) > self._most:
+        now_bytes = resident_bytes()
+        growth_bytes = max(self._workspace_bytes, now_bytes - self._last_bytes)
+        if now_bytes + growth_bytes > self._max_bytes:
             return_free_heap(always=True)
-            now = resident_bytes()
-        self._last = now
+            now_bytes = resident_bytes()
+        self._last_bytes = now_bytes
 
 
 def resident_bytes() -> float:
-    """This process's own memory that is in RAM, without files'; infinite where nobody says."""
+    """This process's memory in RAM, without files'; infinite if the system does not say."""
     try:
-        # Asked between layers: without text and a buffer it takes half the time.
+        # Called between layers: unbuffered and binary takes half the time.
         with open("/proc/self/statm", "rb", buffering=0) as file:
             _, resident, shared, *_ = file.read().split()
     except OSError:
@@ -169,19 +173,20 @@ def resident_bytes() -> float:
 
 
 def max_resident_bytes(estimate: MemoryEstimate, parameters: Iterable[Tensor]) -> float:
-    """What may be resident in a step that is about to begin.
+    """Return the limit of `resident_bytes` in a step that is about to begin.
 
-    The step then takes no more than its estimate says, even if none of the holes is used again.
+    Within it the step takes no more than its estimate, even if no free heap is reused.
 
     Args:
-        estimate: Of the step. Weights and what an optimizer holds are there, or not in this step.
-        parameters: The model's; their gradients count as the step's own, which they are in it.
+        estimate: Memory of the step. Weights and the optimizer's state are resident already, or
+            are not in this step.
+        parameters: The model's; those gradients that exist are part of the estimate.
     """
     return_free_heap(always=True)
-    there = sum(p.grad.nbytes for p in parameters if p.grad is not None)
+    known_bytes = sum(p.grad.nbytes for p in parameters if p.grad is not None)
     causes = (Cause.WEIGHTS, Cause.LORA, Cause.OPTIMIZER)
-    there += sum(estimate.standing_bytes(cause) for cause in causes)
-    return resident_bytes() + estimate.peak_bytes("device", "host") - there
+    known_bytes += sum(estimate.standing_bytes(cause) for cause in causes)
+    return resident_bytes() + estimate.peak_bytes("device", "host") - known_bytes
 
 
 def _find_malloc_trim() -> Callable[[int], int] | None:

@@ -1,6 +1,6 @@
 """Facts about this machine and this model, gathered with torch for the torch-free planner.
 
-And what is told to the machine before the first plan: allocator, cache, processors.
+Also settings of the machine before the first plan: CUDA's allocator, and processor affinity.
 """
 
 from __future__ import annotations
@@ -49,32 +49,32 @@ from sppo_hf.planning.model_shape import ModelShape
 
 logger = logging.getLogger(__name__)
 
-# What a CUDA context takes before any kernel's code is loaded.
 _FRESH_CONTEXT_BYTES = 600 * 2**20
+"""Size of a CUDA context before any kernel's code is loaded."""
 
 
 def use_expandable_segments(device: torch.device) -> None:
-    """Let PyTorch's CUDA allocator map what it takes from now on in pages, which leave no holes.
+    """Let PyTorch's CUDA allocator use expandable segments, which do not fragment.
 
-    What the environment says of the allocator stays. Called before the first plan, when weights are
-    there but nothing that comes and goes in a step is.
+    Settings of the allocator in the environment are respected. Called before the first plan, when
+    only weights are allocated.
     """
     if device.type != "cuda" or not request_expandable_segments(os.environ):
         return
-    tell: Any = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    set_allocator: Any = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     try:
-        # The environment is read once, long ago; children of this process still read it.
-        tell(EXPANDABLE_SEGMENTS)
+        # PyTorch has read the environment already; child processes will read it.
+        set_allocator(EXPANDABLE_SEGMENTS)
     except (TypeError, ValueError, RuntimeError) as error:
         withdraw_expandable_segments(os.environ)
         logger.info("PyTorch's allocator keeps its segments as they are: %s", error)
 
 
 def reserve_driver_memory(device: torch.device, num_bytes: int) -> None:
-    """Keep PyTorch's cache from growing into the last `num_bytes` of a CUDA device.
+    """Keep `num_bytes` of a CUDA device out of PyTorch's cache.
 
-    Kernels' code, cuBLAS's workspaces and cuDNN's plans come from the driver, which cannot take
-    back what the cache holds without using it.
+    The driver needs them for kernel code, cuBLAS workspaces and cuDNN plans, and cannot reclaim
+    memory that the cache holds.
     """
     if device.type == "cuda":
         total_bytes = torch.cuda.mem_get_info(device)[1]
@@ -84,28 +84,28 @@ def reserve_driver_memory(device: torch.device, num_bytes: int) -> None:
 def device_facts(
     device: torch.device, config: SPPOConfig, *, counted_bytes: int = 0
 ) -> DeviceFacts:
-    """Name, memory and speed of `device` and of the host, as far as this process may use them.
+    """Name, memory and speed of `device` and the host, as far as this process may use them.
 
-    `counted_bytes` of host memory, not pinned, are taken already by what a plan counts; less than 0
-    where so much that is page-locked is not in the plan.
+    `counted_bytes` is pageable host memory in use that plans count, so it is added to the free
+    memory; it is negative for page-locked memory that they do not count.
 
     Raises:
-        ConfigError: `config.hardware` names no profile, or `config.offload_dir` no possible folder.
+        ConfigError: `config.hardware` names no profile, or `config.offload_dir` cannot be used.
     """
-    # Processes of one machine share its memory.
+    # Processes on one machine share its memory.
     processes = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     host_bytes = host_memory_bytes() // processes
     if device.type == "cuda":
-        # What is pinned already is ours to use; for the other processes, as much again.
+        # Pinned memory of this process is available to it; others have about as much.
         pinned_bytes = int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))
         pinned_bytes += locked_bytes()
         free_bytes = free_host_memory_bytes() - host_reserve_bytes(host_memory_bytes())
-        ours_bytes = pinned_bytes + counted_bytes
-        host_bytes = min(host_bytes, max(0, free_bytes // processes + ours_bytes))
+        own_bytes = pinned_bytes + counted_bytes
+        host_bytes = min(host_bytes, max(0, free_bytes // processes + own_bytes))
         name = torch.cuda.get_device_properties(device).name
         free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-        ours_bytes = torch.cuda.memory_reserved(device) + _FRESH_CONTEXT_BYTES
-        device_bytes = min(total_bytes, free_bytes + ours_bytes)
+        own_bytes = torch.cuda.memory_reserved(device) + _FRESH_CONTEXT_BYTES
+        device_bytes = min(total_bytes, free_bytes + own_bytes)
     else:
         name, device_bytes = processor_name(), host_bytes
     return DeviceFacts(
@@ -128,10 +128,10 @@ def _free_disk_bytes(config: SPPOConfig) -> int | None:
 
 
 def _profile(device: torch.device, name: str, config: SPPOConfig) -> HardwareProfile | None:
-    """How fast the device is; None for a CPU of which nothing was measured or said.
+    """Speeds of the device; None for a CPU that was not calibrated.
 
-    Processors differ too much for a guess to be worth showing, and on a CPU plans without a
-    `device_memory` are made for memory alone.
+    CPUs differ too much for generic speeds to be useful, unless `device_memory` makes the planner
+    choose between modes.
     """
     if config.hardware is not None:
         return load_profile(config.hardware)
@@ -142,9 +142,9 @@ def _profile(device: torch.device, name: str, config: SPPOConfig) -> HardwarePro
 
 
 def device_versions(device: torch.device) -> dict[str, str]:
-    """What a measured speed of `device` hangs on besides the device: versions, and threads.
+    """What measured speeds of `device` depend on: versions of libraries, and CPU threads.
 
-    A hardware profile is reused only where all of it agrees; see `profile_for`.
+    A hardware profile is reused only if all of these are equal; see `profile_for`.
     """
     versions = {"torch": torch.__version__}
     if device.type == "cuda":
@@ -159,12 +159,12 @@ def device_versions(device: torch.device) -> dict[str, str]:
 
 
 def device_numa_node(device: torch.device) -> int | None:
-    """NUMA node that a CUDA device hangs on; None for others, and where it is not known."""
+    """NUMA node of a CUDA device; None if unknown and for other devices."""
     if device.type != "cuda":
         return None
-    # By the bus, because the numbers of devices change with CUDA_VISIBLE_DEVICES.
+    # By bus address, because device numbers change with CUDA_VISIBLE_DEVICES.
     properties: Any = torch.cuda.get_device_properties(device)
-    # Not every build of PyTorch tells.
+    # Some builds of PyTorch do not have these properties.
     domain, bus, slot = (
         getattr(properties, f"pci_{name}_id", None) for name in ("domain", "bus", "device")
     )
@@ -174,11 +174,10 @@ def device_numa_node(device: torch.device) -> int | None:
 
 
 def model_shape(parts: ModelParts, device: torch.device | None = None) -> ModelShape:
-    """The model's shape, with the parameters that are really there and really trained.
+    """The model's shape, with the parameters that exist on this rank and train now.
 
-    `device` is where it computes, which may have a dtype of its own; None for where its weights
-    are. LoRA is recognised by its adapters; where ranks differ from module to module, by the
-    largest.
+    `device` is where the model computes, whose autocast dtype counts; None for where its weights
+    are. LoRA is recognised by its adapters; if their ranks differ, the largest counts.
     """
     parameters = list(parts.causal_lm.parameters())
     trained = [p for p in parameters if p.requires_grad]
@@ -193,12 +192,12 @@ def model_shape(parts: ModelParts, device: torch.device | None = None) -> ModelS
 
 
 def whole_shape(parts: ModelParts) -> ModelShape:
-    """The shape of the model that `parts` may be a stage of, as its configuration has it."""
+    """The shape of the whole model that `parts` may be a stage of, by its configuration."""
     return ModelShape.from_profile(model_profile(parts))
 
 
 def model_profile(parts: ModelParts, device: torch.device | None = None) -> ModelProfile:
-    """What the model's layers cost as it is trained now; traced once for a configuration."""
+    """Costs of the model's layers as it is trained now; traced once for each configuration."""
     device = device or next(parts.causal_lm.parameters()).device
     dtype_bytes, dtype = _compute_bytes(parts, device), parts.causal_lm.dtype
     training = Training(
@@ -206,13 +205,13 @@ def model_profile(parts: ModelParts, device: torch.device | None = None) -> Mode
         parameter_bytes=dtype.itemsize if dtype.is_floating_point else dtype_bytes,
         lora=_find_lora(parts, device),
     )
-    # Not the class that FSDP2 makes of a model's own.
+    # Without the subclass that FSDP2 creates.
     own_class = next(c for c in type(parts.causal_lm).__mro__ if not hasattr(c, "unshard"))
     config = parts.causal_lm.config
     key = (own_class, config_digest(config), training)
     if key not in _profiles:
         make = partial(trace_model, make=own_class._from_config)
-        # Code that is not Transformers' own may change while its settings stay.
+        # Profiles of custom code are not stored, since it may change under the same settings.
         stock = own_class.__module__.startswith("transformers.")
         _profiles[key] = find_profile(config, training, make) if stock else make(config, training)
     return _profiles[key]
@@ -222,7 +221,7 @@ _profiles: dict[tuple[type, str, Training], ModelProfile] = {}
 
 
 def _find_lora(parts: ModelParts, device: torch.device) -> LoraShape | None:
-    """The trained adapters of the decoder layers, by the attributes that PEFT gives them."""
+    """Find trained LoRA adapters of the decoder layers, by PEFT's attributes."""
     targets: set[str] = set()
     rank = dtype_bytes = 0
     dropout = 0.0
@@ -256,7 +255,7 @@ def _dropout_rate(module: nn.Module, adapter: str) -> float:
 
 
 def dtype_name(parts: ModelParts, device: torch.device | None = None) -> str:
-    """Name of the dtype that the model computes in now, "bfloat16"; `device` as `model_shape`."""
+    """Name of the compute dtype, such as "bfloat16"; `device` as in `model_shape`."""
     device = device or next(parts.causal_lm.parameters()).device
     dtype = parts.causal_lm.dtype
     if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
@@ -272,7 +271,7 @@ def _compute_bytes(parts: ModelParts, device: torch.device) -> int:
 
 
 def _is_autocast(device: torch.device) -> bool:
-    # Autocast does not know the device of models without memory.
+    # Autocast does not support the meta device.
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
@@ -280,15 +279,14 @@ _THREADS = Path("/proc/self/task")
 
 
 def bind_to_device(device: torch.device) -> frozenset[int] | None:
-    """Run all threads of this process on the processors of the device's NUMA node from now on.
+    """Restrict all threads of this process to the processors of the device's NUMA node.
 
-    A page lies on the NUMA node of the processor that first touches it, and a copy that crosses the
-    link between sockets is slower by a third or more; so processes are bound before they pin
-    memory. Accelerate's `set_numa_affinity` does the same through NVML, which needs a package that
-    may be absent, counts devices regardless of CUDA_VISIBLE_DEVICES, and widens an affinity that a
-    launcher or a batch system has narrowed. This reads the node by the device's bus address and
-    only ever narrows; after Accelerate's it changes nothing. Not covered: binding memory of threads
-    that run elsewhere.
+    A page is allocated on the NUMA node of the processor that first touches it, and a copy across
+    sockets is slower by a third or more, so processes are bound before they pin memory.
+    Accelerate's `set_numa_affinity` does the same through NVML, but needs a package that may be
+    absent, ignores CUDA_VISIBLE_DEVICES, and widens an affinity that a launcher or batch system has
+    set. This function finds the node by the device's bus address and only narrows the affinity;
+    after Accelerate's it changes nothing. Not covered: memory that other nodes' threads touch.
 
     Returns:
         The processors that were allowed before, for `set_thread_affinity`. None if nothing was
@@ -306,7 +304,7 @@ def bind_to_device(device: torch.device) -> frozenset[int] | None:
 
 
 def set_thread_affinity(processors: frozenset[int]) -> None:
-    """Let all threads of this process, and those they will start, run on these processors."""
+    """Restrict all threads of this process, and those they will start, to `processors`."""
     for entry in list(_THREADS.iterdir()):
         # A thread may end between the listing and the call.
         with contextlib.suppress(ProcessLookupError):
@@ -315,7 +313,7 @@ def set_thread_affinity(processors: frozenset[int]) -> None:
 
 @contextlib.contextmanager
 def bound_to_device(device: torch.device) -> Iterator[None]:
-    """Be bound to the device's node for a while; see `bind_to_device`."""
+    """Context in which this process is bound to the device's node; see `bind_to_device`."""
     before = bind_to_device(device)
     try:
         yield

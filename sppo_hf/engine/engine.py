@@ -47,7 +47,7 @@ from sppo_hf.engine.structure import ModelParts, check_adapters, check_layers, c
 from sppo_hf.errors import ConfigError, SPPOError, UnsupportedModelError
 from sppo_hf.offload.engine import OffloadEngine, OffloadStats
 from sppo_hf.offload.weights import HostWeights, can_be_host_resident
-from sppo_hf.planning.choices import Places, read_budgets, read_places
+from sppo_hf.planning.choices import Placement, read_budgets, read_placements
 from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.memory import standing_device_bytes
 from sppo_hf.planning.model_shape import ModelShape
@@ -677,12 +677,12 @@ class Engine:
             return
         facts = device_facts(device, self.config)
         budget = read_budgets(self.config, facts).device
-        if budget is None or len(read_places(self.config, facts)) == 1:
+        if budget is None or len(read_placements(self.config, facts)) == 1:
             return
         whole = replace(model_shape(self.parts, device), optimizer_bytes=self.plans.optimizer_bytes)
-        default, *others = read_places(self.config, facts, adapters=whole.lora is not None)
+        default, *others = read_placements(self.config, facts, adapters=whole.lora is not None)
 
-        def standing_bytes(places: Places) -> int:
+        def standing_bytes(places: Placement) -> int:
             shape = whole.with_host_residents(weights=places.weights, optimizer=places.optimizer)
             return standing_device_bytes(shape, device.type)
 
@@ -692,14 +692,16 @@ class Engine:
 
     def _place_as_planned(self, plan: Plan, device: torch.device) -> None:
         """Move weights to the host if settings leave that open and the plan has them there."""
-        resting = plan.shape.host_resident
-        if resting is None or not plan.training:
+        residents = plan.shape.host_resident
+        if residents is None or not plan.training:
             return
-        if self.weights is None or self.weights.keep_device_copies != resting.stays:
-            places = Places(weights=not resting.stays, optimizer=resting.gradient_bytes > 0)
+        if self.weights is None or self.weights.keep_device_copies != residents.stays:
+            places = Placement(weights=not residents.stays, optimizer=residents.gradient_bytes > 0)
             self._set_places(places, device, plan)
 
-    def _set_places(self, places: Places, device: torch.device, plan: Plan | None = None) -> None:
+    def _set_places(
+        self, places: Placement, device: torch.device, plan: Plan | None = None
+    ) -> None:
         placement = places.set_in(self.config)
         if not places.weights:
             # Longer rows may still move them to the host.

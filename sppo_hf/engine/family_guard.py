@@ -1,9 +1,9 @@
-"""A family that nobody has tested is tested before its first step.
+"""Check at conversion that a model's family is exact, if the project's tests do not cover it.
 
-Families in `PROVED` are compared with the unmodified model in this project's tests, feature by
-feature. For any other, conversion builds a tiny random model of the same configuration and compares
-loss and every gradient in float64, once per process (about a second). What is not exact is refused;
-what cannot be built so small is let through with a warning that says how to check it.
+Families in `PROVED` are compared with the unmodified model in this project's tests. For any other,
+conversion builds a tiny random model of the same configuration and compares loss and all gradients
+in float64, once per process (about a second). A model that is not exact is refused; if no tiny
+model can be built, conversion warns and says how to check it.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ PROVED = frozenset(
 """Model types whose tiny models are exact in `tests/engine/test_exactness.py`."""
 
 PROVED_ROUTER_LOSS = frozenset("ernie4_5_moe gpt_oss mixtral olmoe qwen2_moe qwen3_moe".split())
-"""Model types that are exact there with the auxiliary loss of their routers as well."""
+"""Model types whose auxiliary router loss is exact in these tests, too."""
 
 
 def is_proved(parts: ModelParts) -> bool:
-    """Whether the family was proved; of a multimodal model, both it and its text decoder."""
+    """Whether tests cover the family; for a multimodal model, also that of its text decoder."""
     if _has_router_loss(parts) and parts.model_type not in PROVED_ROUTER_LOSS:
         return False
     return {parts.model_type, parts.text_config.model_type} <= PROVED
 
 
 def check_router_loss(parts: ModelParts) -> None:
-    """Like `check_family`, where a loss of routers was switched on after the conversion.
+    """Call `check_family` if the router loss is on, which may have been enabled after conversion.
 
     Raises:
-        UnsupportedModelError: see there.
+        UnsupportedModelError: as `check_family` does.
     """
     if _has_router_loss(parts):
         check_family(parts)
@@ -70,7 +70,7 @@ _state = threading.local()
 
 @contextlib.contextmanager
 def family_check_disabled() -> Iterator[None]:
-    """Lets this thread convert any family: for those who compare it with the unmodified one."""
+    """Context in which this thread converts any family, to compare it with the unmodified one."""
     before = getattr(_state, "checking", False)
     _state.checking = True
     try:
@@ -80,10 +80,10 @@ def family_check_disabled() -> Iterator[None]:
 
 
 def check_family(parts: ModelParts) -> None:
-    """Refuse a model whose family is neither proved nor found exact now.
+    """Refuse a model if its family is not covered by tests and a tiny model of it is not exact.
 
     Raises:
-        UnsupportedModelError: If a tiny model of the family is not exact; says by how much.
+        UnsupportedModelError: A tiny model of the family is not exact; says by how much.
     """
     if is_proved(parts) or getattr(_state, "checking", False):
         return
@@ -104,8 +104,7 @@ def _own_config(parts: ModelParts) -> PreTrainedConfig:
 
 
 def _verdict(parts: ModelParts) -> str | None:
-    # By name: the harness stands above this room, for it converts models itself, and it is needed
-    # only where an unknown family comes.
+    # Imported at run time, because the harness belongs to a room above this one.
     check_config = importlib.import_module("sppo_hf.testing.check").check_config
 
     model_type = parts.model_type

@@ -1,7 +1,7 @@
-"""One call of a causal language model's forward, read into named parts.
+"""The arguments of one call of a causal language model's forward.
 
-Sorts the keyword arguments of a call into inputs that are cut along the tokens, what the loss
-needs, and what every chunk gets unchanged; refuses what has no meaning chunk by chunk.
+Sorts them into inputs that are sliced along the tokens, arguments of the loss, and constants that
+every chunk gets; refuses arguments that have no meaning in chunks.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from sppo_hf.errors import ConfigError
 _LOSS_ARGUMENTS = ("labels", "shift_labels", "num_items_in_batch", "ignore_index")
 _PACKING_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 _HEAD_ARGUMENTS = ("fused_lm_head",)
-"""Keywords by which TRL asks the head that it put on the model for log-probabilities in tiles."""
+"""Keywords with which TRL makes its own head compute log-probabilities in tiles."""
 _OTHER_INPUTS = ("image", "pixel", "video", "audio", "feature")
-"""Parts of the names of inputs that are no text; each chunk would get all of them."""
+"""Parts of the names of inputs other than text, of which each chunk would get all."""
 _MODALITIES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
-"""By which processors of multimodal models tell tokens of images and sound from text."""
+"""Inputs of multimodal models that mark tokens as text, image or sound."""
 _OUTPUT_SWITCHES = ("output_attentions", "output_hidden_states", "output_router_logits")
 
 
@@ -40,26 +40,27 @@ class ForwardCall:
     """The arguments of one call."""
 
     tokens: dict[str, Tensor]
-    """Inputs with a token dim: `input_ids` `[B, T]` or `inputs_embeds` `[B, T, D]`, and others."""
+    """Inputs with a token dim, first `input_ids` `[B, T]` or `inputs_embeds` `[B, T, D]`."""
     attention_mask: Tensor | None
     position_ids: Tensor | None
     cu_seq_lens: Tensor | None
     cu_seq_lens_k: Tensor | None
     shift_labels: Tensor | None
-    """`[B, T]`, aligned with the positions that predict them; None without labels."""
+    """Labels at the positions that predict them, `[B, T]`; None without labels."""
     num_items_in_batch: Tensor | int | None
     ignore_index: int
     loss_arguments: dict[str, Any]
-    """As the caller gave them, for a head and a loss that the model itself computes."""
+    """Arguments of the loss as given, for models that compute head and loss themselves."""
     head_arguments: dict[str, Any]
-    """For a head that somebody put on the model; it then gets the whole hidden states."""
+    """Arguments of a replaced head (TRL's), which then gets the whole hidden states."""
     constants: dict[str, Any]
+    """Arguments that every chunk gets unchanged."""
     switched_on: tuple[str, ...]
-    """Keywords, and fields of the model's config, that collect tensors of the whole sequence."""
+    """Keywords and config fields that are on and collect tensors of the whole sequence."""
     cache: str | None
-    """The keyword that a cache was given with, if one was."""
+    """Name of the argument that holds a cache, if there is one."""
     kept_positions: Tensor | None
-    """Tokens that `logits_to_keep` names, `[B, K]`; None for all."""
+    """Positions that `logits_to_keep` selects, `[B, K]`; None for all."""
     uses_cache: bool
     return_dict: bool
     left_padding: bool
@@ -91,33 +92,33 @@ class ForwardCall:
         return self._first.device
 
     def positions(self) -> Tensor:
-        """Position of every token, `[B or 1, T]`: as given, with axes too, or counted from 0."""
+        """Positions of the tokens, `[B or 1, T]`, counted from 0 unless given; may have axes."""
         if self.position_ids is not None:
             return self.position_ids
         return torch.arange(self.total_tokens, device=self.device)[None]
 
     @property
     def aligned_labels(self) -> Tensor | None:
-        """The labels as given, `[B, T]`; None without any, or where only some tokens have one."""
+        """The labels as given, `[B, T]`; None without labels or with `logits_to_keep`."""
         labels: Tensor | None = self.loss_arguments.get("labels")
         return labels if self.kept_positions is None else None
 
     def select_kept_logits(self, logits_BTV: Tensor) -> Tensor:
-        """The logits, `[B, K, V]`, of the tokens that `logits_to_keep` names."""
+        """Logits of the positions that `logits_to_keep` selects, `[B, K, V]`."""
         if self.kept_positions is None:
             return logits_BTV
         kept_BK1 = self.kept_positions[..., None].to(logits_BTV.device)
         return logits_BTV.take_along_dim(kept_BK1, dim=1)
 
     def layout(self, *, all_positions: bool = False) -> BatchLayout:
-        """The layout of the batch; see `read_layout`, which reads a few integers off the device.
+        """The layout of the batch; see `read_layout`, which reads a few integers from the device.
 
-        With `all_positions` those without a label, padding among them, count as well: their logits
-        were asked for.
+        With `all_positions`, positions without labels count as used, because their logits were
+        requested.
 
         Raises:
-            ConfigError: For holes, wrong shapes, left padding that cannot be exact, keys packed
-                unlike queries.
+            ConfigError: The mask has gaps, shapes are wrong, left padding cannot be exact, or keys
+                are packed differently from queries.
         """
         of_q, of_k = self.cu_seq_lens, self.cu_seq_lens_k
         if of_k is not None and of_k is not of_q and (of_q is None or not torch.equal(of_q, of_k)):
@@ -143,31 +144,31 @@ class ForwardCall:
         )
 
     def divisor(self, count: Tensor) -> Tensor:
-        """What the summed loss is divided by, as Transformers does, shape `[]`."""
+        """Divisor of the summed loss, as in Transformers, shape `[]`."""
         number = self.num_items_in_batch
         if number is None:
             return count
         if not isinstance(number, Tensor):
-            # Filled on the device; a copy from the host would wait until all of forward has run.
+            # Filled on the device; a copy from the host would wait for the whole forward.
             return torch.full((), number, device=count.device)
-        # Pageable memory is read before the call returns, so this copy need not be waited for.
+        # Pageable memory is read before the call returns, so no wait is needed.
         return number.to(count.device, non_blocking=number.device.type == "cpu")
 
     def micro_batch_rows(self, config: SPPOConfig) -> int:
-        """Rows that go through the chunks together."""
+        """Rows that run together."""
         return min(config.micro_batch_size or self.batch_rows, self.batch_rows)
 
     def row_groups(self, config: SPPOConfig) -> Iterator[tuple[int, int]]:
-        """Half-open ranges of rows, one group after the other."""
+        """Yield half-open ranges of rows that run together."""
         size = self.micro_batch_rows(config)
         for start in range(0, self.batch_rows, size):
             yield start, min(start + size, self.batch_rows)
 
     def refuse_unsupported(self, name: str) -> None:
-        """Refuse arguments that have no meaning chunk by chunk.
+        """Refuse arguments that have no meaning in chunks.
 
         Raises:
-            ConfigError: Naming the argument and the remedy.
+            ConfigError: Names the argument and a remedy.
         """
         self._refuse_shapes()
         for switch in self.switched_on:
@@ -178,7 +179,7 @@ class ForwardCall:
             )
         if self.cache is not None:
             raise ConfigError(
-                f"{name}: {self.cache} together with labels (prefix tuning, for one) is not "
+                f"{name}: {self.cache} together with labels (as in prefix tuning) is not "
                 "supported in chunked training. Use LoRA, or revert the model."
             )
         self._refuse_other_modalities(name)
@@ -189,24 +190,24 @@ class ForwardCall:
             )
 
     def _takes_axes(self) -> bool:
-        """Whether positions may have axes of their own (time, height, width) for rotary tables."""
+        """Whether positions may have axes (time, height, width) for rotary tables."""
         tables = self.parts.decoder.children()
         return any(getattr(table, "mrope_section", None) for table in tables)
 
     def _refuse_other_modalities(self, name: str) -> None:
-        """Refuse what is not text, and take away what only says that all is text."""
-        whole = self.parts.is_multimodal
+        """Refuse inputs other than text, and drop those that mark all tokens as text."""
+        is_multimodal = self.parts.is_multimodal
         for argument, value in [*self.tokens.items(), *self.constants.items()]:
-            if whole and argument in _MODALITIES and isinstance(value, Tensor):
-                if self._says_text(argument, value):
+            if is_multimodal and argument in _MODALITIES and isinstance(value, Tensor):
+                if self._marks_text_only(argument, value):
                     self.tokens.pop(argument, None)
                     self.constants.pop(argument, None)
                     continue
-                seen = "marks tokens that are not read as text"
+                seen = "marks tokens that are not text"
             elif isinstance(value, Tensor) and any(word in argument for word in _OTHER_INPUTS):
                 seen = "holds images or sound"
-            elif whole and argument in self.constants and not _is_switch(value):
-                seen = "is not cut along the tokens"
+            elif is_multimodal and argument in self.constants and not _is_switch(value):
+                seen = "cannot be sliced along the tokens"
             else:
                 continue
             raise ConfigError(
@@ -214,13 +215,13 @@ class ForwardCall:
                 f"(leave {argument} out), or revert the model."
             )
 
-    def _says_text(self, argument: str, value: Tensor) -> bool:
-        """Whether types of tokens are all the same, and change nothing."""
+    def _marks_text_only(self, argument: str, value: Tensor) -> bool:
+        """Whether all tokens have one type, with which attention is causal."""
         low, high = (int(x) for x in torch.stack([value.min(), value.max()]).tolist())
         return low == high and is_causal_with(self.parts, argument, low)
 
     def _refuse_shapes(self) -> None:
-        """Refuse positions and offsets of another type or shape than models take."""
+        """Refuse positions and offsets whose types or shapes models do not accept."""
         named = {
             "attention_mask": self.attention_mask,
             "position_ids": self.position_ids,
@@ -263,8 +264,7 @@ def read_call(
     """Read the arguments of a call of `forward`.
 
     Raises:
-        ConfigError: If inputs or labels are no tensors, or do not have the same rows and tokens, or
-            labels not those of the tokens that `logits_to_keep` names.
+        ConfigError: Inputs or labels are not tensors, or their rows and tokens do not match.
     """
     given = _bind(forward, args, kwargs)
     inputs = {n: given.pop(n) for n in ("input_ids", "inputs_embeds") if given.get(n) is not None}
@@ -288,7 +288,7 @@ def read_call(
     keep = given.pop("logits_to_keep", None)
     kept = _kept_positions(keep, first) if loss_arguments else None
     if keep is not None:
-        # For whoever runs the head on whole hidden states: the model's own code then cuts them.
+        # A head that gets the whole hidden states selects the positions itself.
         loss_arguments["logits_to_keep"] = keep
     call = ForwardCall(
         tokens=inputs,
@@ -323,7 +323,7 @@ def read_call(
 
 
 def _switched_on(parts: ModelParts, given: dict[str, Any]) -> tuple[str, ...]:
-    """The keywords that are true, and the fields of the config that stand in for one left out."""
+    """Keywords that are true, and config fields that are true and not overridden by a keyword."""
     owner = "model.config" + ("" if parts.text_config is parts.causal_lm.config else ".text_config")
     fields = [
         f"{owner}.{name}"
@@ -357,7 +357,7 @@ def _refuse_other_types(name: str, value: object) -> None:
 
 
 def _kept_positions(keep: int | Tensor | None, first: Tensor) -> Tensor | None:
-    """The tokens whose logits the unmodified model would make, `[B, K]`; None for all."""
+    """Positions whose logits the unmodified model would compute, `[B, K]`; None for all."""
     if keep is None or (isinstance(keep, int) and keep == 0):
         return None
     if not isinstance(keep, int):
@@ -375,7 +375,7 @@ def _kept_positions(keep: int | Tensor | None, first: Tensor) -> Tensor | None:
     ordered_BK = kept_BK.sort(dim=1).values
     if bool((ordered_BK[:, 1:] == ordered_BK[:, :-1]).any()):
         raise ConfigError(
-            "logits_to_keep names a token twice. Allowed with labels: each token at most once. "
+            "logits_to_keep selects a token twice. Allowed with labels: each token at most once. "
             "Remedy: logits_to_keep.unique(), and labels cut to it."
         )
     return kept_BK
@@ -384,10 +384,10 @@ def _kept_positions(keep: int | Tensor | None, first: Tensor) -> Tensor | None:
 def _shift_labels(
     loss_arguments: dict[str, Any], first: Tensor, kept: Tensor | None, ignore: int
 ) -> Tensor | None:
-    """Labels aligned with the positions that predict them, `[B, T]`; None without labels.
+    """Labels at the positions that predict them, `[B, T]`; None without labels.
 
-    With `logits_to_keep` they come cut to the tokens that it names. The unmodified model shifts
-    them as they are: the first of them is predicted by nothing. All other tokens have no label.
+    With `logits_to_keep`, labels are those of the selected tokens. The unmodified model shifts them
+    among these tokens, so the first one is not predicted; all other tokens have no label.
     """
     rows, total_tokens = first.shape[:2]
     tokens = total_tokens if kept is None else kept.shape[1]
@@ -399,7 +399,7 @@ def _shift_labels(
             continue
         if kept is not None:
             raise ConfigError(
-                f"{name} has shape {tuple(value.shape)}, but logits_to_keep names {tokens} of "
+                f"{name} has shape {tuple(value.shape)}, but logits_to_keep selects {tokens} of "
                 f"{total_tokens} tokens, so it must have ({rows}, {tokens}). Remedy: cut it to the "
                 "same tokens, or drop logits_to_keep: masked positions cost no logits memory."
             )

@@ -1,36 +1,36 @@
-"""Optional kernels in decoder layers, each tried beside the code that it stands for.
+"""Optional kernels in decoder layers, each compared with the code that it replaces before use.
 
-*Norms and gated activations* (Liger's, or compiled). Eager PyTorch runs a norm or `act(gate) * up`
-as several passes over memory; Liger's kernels take one each way. They are used on CUDA where liger-
-kernel is installed, and nothing is believed: each norm, and each MLP, is tried beside its own code
-on random values, forward and backward, and keeps its own code unless the kernel is as near to
-float32 as that is. A module that is more than a plain norm or a plain gated product (a clamp, a
-scale, another activation) fails that comparison.
+*Norms and gated activations* (Liger's kernels, or compiled). Eager PyTorch runs a norm or
+`act(gate) * up` as several passes over memory; Liger's kernels take one each way. They are used on
+CUDA if liger-kernel is installed and each passes a comparison: the norm or MLP runs with the kernel
+and with its own code on random values, forward and backward, and takes the kernel only if that is
+as near to float32 as its own code. A module that is more than a norm or a gated product (a clamp, a
+scale, another activation) fails the comparison.
 
-What is replaced is `forward` on the instance. Not covered: rotary embedding, which Transformers'
-attention takes from its file's globals, so that replacing it would change every model of that
-family in the process; experts, which have code of their own; and weights that FSDP2 shards.
+The instance's `forward` is replaced. Not covered: rotary embedding, which Transformers' attention
+takes from its module's globals, so that replacing it would change every model of that family in the
+process; experts, which have code of their own; and weights that FSDP2 shards.
 
 [Note: a kernel that writes into what it has saved] Liger's gated product writes its gradients over
-the gate and the up projection that autograd saved for it. That is exact here, because those two are
-saved by no one else and a backward runs once; a norm is asked not to write into its gradient, which
-a residual shares.
+the gate and up projections that autograd saved for it. That is exact here, because nothing else
+saves those two and backward runs once; a norm is told not to write into its gradient, which a
+residual shares.
 
 [Note: what is compiled] With `compile: true` the same norms and MLPs are compiled instead. Not the
 whole layer: its attention calls back into the engine, and the layer's own hooks would be traced.
-Compiled code runs in eager mode beside a dispatch mode, so no layer keeps its matrix products
-alone, and recomputation repeats all of them. A module with hooks stays as it is, for they would be
-compiled with it. Exact up to rounding: inductor keeps float32 between operations that eager code
-rounds to bfloat16.
+Compiled code does not run under a dispatch mode, so no layer saves its matmuls alone, and
+recomputation repeats all of them. A module with hooks is not compiled, since they would be compiled
+with it. Exact up to rounding: inductor keeps float32 between operations that eager code rounds to
+bfloat16.
 
 *Mixers.* Transformers takes the scan and the convolution of a mixer from flash-linear-attention,
-mamba-ssm or causal-conv1d where they are installed, and from torch code of its own elsewhere.
-Chunks ask more of a kernel than training without chunks: it begins with a state from before and
-hands one on, and gradients flow through both. So each is tried beside the torch code before the
-first step, on two chunks of random values, forward and backward, on the device where the model
-runs. One that fails or differs is named in a warning, and mixers take the torch code in its place.
-The choice is made where the mixer looks the function up, among the globals of its file. It holds in
-chunks alone: a model that is not converted runs as it did before.
+mamba-ssm or causal-conv1d if they are installed, and from torch code of its own otherwise. Chunks
+require more of a kernel than training without chunks: it starts from the state of the chunk before
+and passes one on, and gradients flow through both. So each is compared with the torch code before
+the first step, on two chunks of random values, forward and backward, on the model's device. One
+that fails or differs is named in a warning, and mixers run the torch code instead. The choice is
+made where the mixer looks the function up, in the globals of its module. It applies in chunks
+alone: a model that is not converted runs as before.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ logger = logging.getLogger(__name__)
 # B batch rows, C tokens of a chunk, M tokens, D model width, F width of the gated product.
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""What Liger computes with float32 inside; a float64 model would lose digits."""
+"""Dtypes that Liger computes in float32; a float64 model would lose digits."""
 
 _SLACK = 1.1
-"""How much farther from float32 a kernel may be than the module's own code."""
+"""Factor by which a kernel may be farther from float32 than the module's own code."""
 
 _ROUNDING = {torch.float32: 1e-5}
-"""Where the module's own code is the measure: the largest relative difference."""
+"""For dtypes that are compared with the module's own code: maximum relative difference."""
 
 _PROBE_TOKENS = 64
 _GATED = {"gate_proj", "up_proj", "down_proj"}
@@ -78,11 +78,10 @@ _COMPILED = "_sppo_compiled"
 
 
 def prepare_layers(parts: ModelParts, config: SPPOConfig, device: torch.device) -> None:
-    """Give norms and MLPs the kernels that the settings ask for; again is fine.
+    """Give norms and MLPs the kernels of the settings; may be called again.
 
     Raises:
-        ConfigError: They are to be compiled, and `torch.compile` does not work here or for this
-            model.
+        ConfigError: `compile` is set, and `torch.compile` does not work here or for this model.
     """
     if config.compile:
         compile_layers(parts, device)
@@ -91,7 +90,7 @@ def prepare_layers(parts: ModelParts, config: SPPOConfig, device: torch.device) 
 
 
 def restore_layers(parts: ModelParts) -> None:
-    """Give every module its own code back."""
+    """Restore every module's own code."""
     for module in parts.causal_lm.modules():
         if hasattr(getattr(module.__dict__.get("forward"), "__func__", None), _MARK):
             del module.__dict__["forward"]
@@ -103,7 +102,7 @@ def compile_layers(parts: ModelParts, device: torch.device) -> int:
     """Compile norms and MLPs of decoder layers; see [Note: what is compiled].
 
     Returns:
-        How many modules are compiled now.
+        Number of modules that are compiled now.
 
     Raises:
         ConfigError: `torch.compile` does not work here, or FSDP2 shards the model.
@@ -113,7 +112,7 @@ def compile_layers(parts: ModelParts, device: torch.device) -> int:
             f"compile=True, but FSDP2 shards {parts.name}, whose hooks would be compiled too. "
             "Allowed: compile without FSDP2. Remedy: drop compile."
         )
-    _refuse_without_compiler(device)
+    _check_compiler(device)
     count = 0
     for module in _candidates(parts):
         hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
@@ -125,13 +124,13 @@ def compile_layers(parts: ModelParts, device: torch.device) -> int:
     return count
 
 
-def _refuse_without_compiler(device: torch.device) -> None:
-    """Compile something small, forward and backward, before a model is changed."""
+def _check_compiler(device: torch.device) -> None:
+    """Compile something small, forward and backward, to see that it works here."""
     values = torch.ones(4, device=device, requires_grad=True)
     try:
         with torch.enable_grad():
             torch.compile(lambda x: (x * 2).sin().sum())(values).backward()
-    # Of Dynamo, Inductor, Triton or whatever runs the compiler, each with its own.
+    # Dynamo, Inductor, Triton and the compiler raise errors of their own.
     except Exception as error:
         reason = first_line(error).rstrip(".")
         raise ConfigError(
@@ -141,29 +140,29 @@ def _refuse_without_compiler(device: torch.device) -> None:
 
 
 def liger_runs_on(device: torch.device) -> bool:
-    """Whether Liger's kernels can be tried on a device."""
+    """Whether Liger's kernels can run on a device."""
     found = all(importlib.util.find_spec(name) is not None for name in ("liger_kernel", "triton"))
     return device.type == "cuda" and found
 
 
 def use_layer_kernels(parts: ModelParts, device: torch.device) -> dict[str, int]:
-    """Put Liger's kernels where they are proven equal; again is fine.
+    """Use Liger's kernels in modules where they pass the comparison; may be called again.
 
     Returns:
-        How many modules take a kernel, by the kernel's name.
+        Number of modules that take a kernel, by the kernel's name.
     """
     counts: dict[str, int] = {}
     if parts.is_sharded() or not liger_runs_on(device):
         return counts
     from liger_kernel import ops  # type: ignore[import-not-found]
 
-    proven: dict[Any, Callable[..., Tensor] | None] = {}
+    found: dict[Any, Callable[..., Tensor] | None] = {}
     for module in _candidates(parts):
-        # Modules of a class with the same settings run the same code: tried once.
+        # Modules of a class with the same settings run the same code: compared once.
         key = _kind(module)
-        if key not in proven:
-            proven[key] = _find_kernel(module, ops, device)
-        forward = proven[key]
+        if key not in found:
+            found[key] = _find_kernel(module, ops, device)
+        forward = found[key]
         if forward is not None:
             module.__dict__["forward"] = types.MethodType(forward, module)
             counts[getattr(forward, _MARK)] = counts.get(getattr(forward, _MARK), 0) + 1
@@ -171,13 +170,13 @@ def use_layer_kernels(parts: ModelParts, device: torch.device) -> dict[str, int]
 
 
 def _candidates(parts: ModelParts) -> Iterator[nn.Module]:
-    """Yield norms and MLPs that run their class's own forward, of layers and behind them."""
+    """Yield norms and MLPs that run their class's own forward, the final norm included."""
     roots = [*parts.layers, parts.final_norm()]
     for root in (root for root in roots if root is not None):
         for module in root.modules():
-            plain = "forward" not in module.__dict__ and (_is_norm(module) or _is_gated(module))
+            eligible = "forward" not in module.__dict__ and (_is_norm(module) or _is_gated(module))
             weight = next(module.parameters(), None)
-            if plain and weight is not None and weight.dtype in _DTYPES and not weight.is_meta:
+            if eligible and weight is not None and weight.dtype in _DTYPES and not weight.is_meta:
                 yield module
 
 
@@ -209,15 +208,15 @@ def _kind(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _find_kernel(module: nn.Module, ops: Any, device: torch.device) -> Callable[..., Tensor] | None:
-    """Return the first kernel that does what a module does, as a forward for it."""
-    found = _norms(module, ops) if _is_norm(module) else _gated_products(ops)
+    """Return the first kernel that agrees with a module, as a forward for it."""
+    kernels = _norms(module, ops) if _is_norm(module) else _gated_products(ops)
     try:
-        for name, kernel in found:
+        for name, kernel in kernels:
             if _is_norm(module):
-                good, forward = _norm_agrees(module, kernel, device), _norm_forward(kernel)
+                agrees, forward = _norm_agrees(module, kernel, device), _norm_forward(kernel)
             else:
-                good, forward = _product_agrees(module, kernel, device), _gated_forward(kernel)
-            if good:
+                agrees, forward = _product_agrees(module, kernel, device), _gated_forward(kernel)
+            if agrees:
                 setattr(forward, _MARK, name)
                 return forward
     except Exception as error:  # noqa: BLE001 - kernels of another release, or no compiler
@@ -280,8 +279,8 @@ def _product_agrees(module: nn.Module, kernel: Callable[..., Tensor], device: to
     bare.__dict__["_modules"] = dict(module._modules)
 
     def own(gate_MF: Tensor, up_MF: Tensor) -> Tensor:
-        bare._modules["gate_proj"] = _Gives(gate_MF)
-        bare._modules["up_proj"] = _Gives(up_MF)
+        bare._modules["gate_proj"] = _Constant(gate_MF)
+        bare._modules["up_proj"] = _Constant(up_MF)
         bare._modules["down_proj"] = nn.Identity()
         return type(module).forward(bare, gate_MF)
 
@@ -289,8 +288,8 @@ def _product_agrees(module: nn.Module, kernel: Callable[..., Tensor], device: to
     return _agree(own, kernel, shapes, next(module.parameters()).dtype, device)
 
 
-class _Gives(nn.Module):
-    """Stands for a projection whose output is known."""
+class _Constant(nn.Module):
+    """A projection that returns a given output."""
 
     def __init__(self, output: Tensor) -> None:
         super().__init__()
@@ -307,18 +306,19 @@ def _agree(
     dtype: torch.dtype,
     device: torch.device,
 ) -> bool:
-    """Whether outputs and gradients of a kernel are as near to float32 as the module's own."""
+    """Whether outputs and gradients of a kernel are as near to float32 as those of `own`."""
     generator = torch.Generator(device).manual_seed(0)
     drawn = [torch.randn(s, device=device, generator=generator) for s in shapes]
     values = [value.to(dtype) for value in drawn]
     grad = torch.randn(shapes[0], device=device, generator=generator).to(dtype)
-    ours, theirs = _run(own, values, grad), _run(kernel, values, grad)
+    own_results, kernel_results = _run(own, values, grad), _run(kernel, values, grad)
     if dtype in _ROUNDING:
-        return all(_error(b, a) <= _ROUNDING[dtype] for a, b in zip(ours, theirs, strict=True))
+        pairs = zip(own_results, kernel_results, strict=True)
+        return all(_error(b, a) <= _ROUNDING[dtype] for a, b in pairs)
     exact = _run(own, [value.float() for value in values], grad.float())
     return all(
         b.dtype == a.dtype and _error(b, e) <= _SLACK * _error(a, e) + torch.finfo(dtype).eps / 16
-        for a, b, e in zip(ours, theirs, exact, strict=True)
+        for a, b, e in zip(own_results, kernel_results, exact, strict=True)
     )
 
 
@@ -327,14 +327,14 @@ def _run(
 ) -> list[Tensor]:
     leaves = [value.clone().requires_grad_() for value in values]
     with torch.enable_grad():
-        # A kernel may write into what it saves, which a leaf must survive.
+        # Not the leaves themselves: a kernel may write into what it saves.
         output = function(*(leaf * 1 for leaf in leaves))
         gradients = torch.autograd.grad(output, leaves, grad_output)
     return [output.detach(), *gradients]
 
 
 def _error(value: Tensor, expected: Tensor) -> float:
-    """Return the error relative to the norm; not a number counts as infinite."""
+    """The error relative to the norm; NaN counts as infinite."""
     difference = (value.double() - expected.double()).norm() / expected.double().norm()
     return float(difference.nan_to_num(float("inf")))
 
@@ -342,49 +342,50 @@ def _error(value: Tensor, expected: Tensor) -> float:
 # -- mixers ------------------------------------------------------------------------------------
 
 PACKAGES = ("fla", "mamba_ssm", "causal_conv1d", "kernels")
-"""Whose kernels Transformers may take."""
+"""Packages whose kernels Transformers may use."""
 
 _MIXER_TOKENS = 300
-"""Of each of the two chunks: more than a block of a scan's kernel (64 to 256), and no multiple."""
+"""Tokens of each of the two chunks: more than a block of a scan's kernel (64 to 256), and not a
+multiple of one."""
 
-_CHOOSES = "_sppo_chooses"
+_CHOICE_MARK = "_sppo_chooses"
 
 _rejected: weakref.WeakKeyDictionary[nn.Module, set[tuple[str, str]]] = weakref.WeakKeyDictionary()
-"""By causal language model: file and name of the functions of which it takes the torch code."""
+"""By causal language model: (module, name) of the functions for which it runs the torch code."""
 
 
 def check_mixer_kernels(parts: ModelParts, device: torch.device) -> tuple[str, ...]:
-    """Let mixers take torch code where an installed kernel does not agree with it; again is fine.
+    """Make mixers run the torch code for kernels that disagree with it; may be called again.
 
     Returns:
-        The functions, by name, for which the model's chunks take the torch code.
+        Names of the functions for which the model's chunks run the torch code.
     """
     rejected = _rejected.setdefault(parts.causal_lm, set())
-    for mixer in _kinds_of_mixers(parts):
+    for mixer in _distinct_mixers(parts):
         for name in _kernels(mixer):
             place = type(mixer).__module__, name
-            why = None if place in rejected else _disagreement(mixer, name, parts, device)
-            if why is not None:
-                _let_models_choose(mixer, name)
+            reason = None if place in rejected else _disagreement(mixer, name, parts, device)
+            if reason is not None:
+                _choose_by_model(mixer, name)
                 rejected.add(place)
                 logger.warning(
                     "%s takes torch code for %s, which is slower: the installed kernel %s. "
                     "Remedy: install another release of it, or none.",
                     type(mixer).__name__,
                     name,
-                    why,
+                    reason,
                 )
     return tuple(sorted(name for _, name in rejected))
 
 
 @contextlib.contextmanager
 def torch_code_alone(parts: ModelParts) -> Iterator[None]:
-    """Let no mixer of the model's family use a kernel, in chunks or not.
+    """Context in which mixers of the model's family run the torch code, in chunks or not.
 
-    For a tiny model of it, which runs in float64 and on the CPU: no kernel does.
+    For tiny models, which run in float64 on the CPU: no kernel does.
     """
     with contextlib.ExitStack() as stack:
-        for mixer in _kinds_of_mixers(parts):
+        for mixer in _distinct_mixers(parts):
             names = _globals(mixer)
             for name in _kernels(mixer):
                 stack.callback(names.__setitem__, name, names[name])
@@ -392,8 +393,8 @@ def torch_code_alone(parts: ModelParts) -> Iterator[None]:
         yield
 
 
-def _kinds_of_mixers(parts: ModelParts) -> Iterator[nn.Module]:
-    """Yield a mixer of each kind; none where no package has a kernel."""
+def _distinct_mixers(parts: ModelParts) -> Iterator[nn.Module]:
+    """Yield one mixer for each class and set of parameters; none if no package is installed."""
     if not any(importlib.util.find_spec(name) for name in PACKAGES):
         return
     seen: set[tuple[Any, ...]] = set()
@@ -410,7 +411,7 @@ def _globals(mixer: nn.Module) -> dict[str, Any]:
 
 
 def _kernels(mixer: nn.Module) -> Iterator[str]:
-    """Yield the functions of a mixer that Transformers may have a kernel for."""
+    """Yield the names of a mixer's functions that Transformers may have a kernel for."""
     names = _globals(mixer)
     for name in sorted(referenced_names(type(mixer)) & names.keys()):
         function = names[name]
@@ -421,7 +422,7 @@ def _kernels(mixer: nn.Module) -> Iterator[str]:
 
 
 def _torch_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The torch code behind a function, called as that is."""
+    """The torch code behind a function, without the arguments that it does not know."""
     code = inspect.unwrap(function)
     known = inspect.signature(code).parameters
 
@@ -431,11 +432,11 @@ def _torch_code(function: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-def _let_models_choose(mixer: nn.Module, name: str) -> None:
-    """Put a function in the place of another that takes its torch code where that is decided."""
+def _choose_by_model(mixer: nn.Module, name: str) -> None:
+    """Replace a function by one that runs the torch code for models that rejected the kernel."""
     names, place = _globals(mixer), (type(mixer).__module__, name)
     function, torch_code = names[name], _torch_code(names[name])
-    if hasattr(function, _CHOOSES):
+    if hasattr(function, _CHOICE_MARK):
         return
 
     @functools.wraps(function)
@@ -445,24 +446,24 @@ def _let_models_choose(mixer: nn.Module, name: str) -> None:
         rejects = model is not None and place in _rejected.get(model, ())
         return (torch_code if rejects else function)(*args, **kwargs)
 
-    setattr(chosen, _CHOOSES, True)
+    setattr(chosen, _CHOICE_MARK, True)
     names[name] = chosen
 
 
 def _disagreement(
     mixer: nn.Module, name: str, parts: ModelParts, device: torch.device
 ) -> str | None:
-    """What is wrong with the kernel behind `name`; None if it agrees with the torch code."""
+    """The reason to reject the kernel behind `name`; None if it agrees with the torch code."""
     names = _globals(mixer)
     kernels = {other: names[other] for other in _kernels(mixer)}
     try:
         names.update({other: _torch_code(kernel) for other, kernel in kernels.items()})
         try:
             expected = _two_chunks(mixer, parts, device)
-        except Exception as error:  # noqa: BLE001 - out of memory, ...: says nothing of the kernel
+        except Exception as error:  # noqa: BLE001 - out of memory, ...: no verdict
             logger.warning("%s was not tried: its torch code failed (%s)", name, first_line(error))
             return None
-        # One at a time, so that the one that differs is known.
+        # One at a time, to know which one differs.
         names[name] = kernels[name]
         try:
             found = _two_chunks(mixer, parts, device)
@@ -473,11 +474,11 @@ def _disagreement(
     missing = [what for what in expected if what not in found]
     if missing:
         return f"gives no {missing[0].removeprefix('the ')}"
-    # The coarsest of all: under autocast, gradients of float32 weights are no better than the rest.
-    most = max(TOLERANCE[truth.dtype] for truth in expected.values())
+    # The coarsest: under autocast, gradients of float32 weights are no more exact than the rest.
+    tolerance = max(TOLERANCE[truth.dtype] for truth in expected.values())
     for what, truth in expected.items():
         error = relative_error(found[what].double(), truth.double())
-        if not error <= most:
+        if not error <= tolerance:
             return f"differs in {what} (relative error {error:.1e})"
     return None
 
@@ -487,8 +488,8 @@ def _two_chunks(mixer: nn.Module, parts: ModelParts, device: torch.device) -> di
     """Run a mixer on two chunks with random values.
 
     Returns:
-        Outputs and gradients of the inputs, each `[1, C, D]`, and of the weights, by what they are;
-        without what has no gradient.
+        By name: the outputs and the gradients of the inputs, each [1, C, D], and the gradients of
+        the weights that have one.
     """
     generator = torch.Generator(device).manual_seed(0)
 
@@ -496,7 +497,7 @@ def _two_chunks(mixer: nn.Module, parts: ModelParts, device: torch.device) -> di
         values = torch.randn(shape, device=device, generator=generator)
         return values.to(like.dtype)
 
-    # Drawn, and not the model's own: those may be sharded, or wait on the host.
+    # Random, not the model's own, which may be sharded or host-resident.
     floats = {n: p for n, p in mixer.named_parameters() if p.is_floating_point()}
     weights = {
         n: drawn(*p.shape, like=p).mul_(p.shape[-1] ** -0.5).requires_grad_()

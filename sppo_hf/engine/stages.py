@@ -226,7 +226,7 @@ class StagedModel:
             yield
 
     def _places(self, layers: nn.ModuleList, *stages: int) -> list[Place]:
-        """Places of layers, and of the modules around the layers of borrowed stages."""
+        """Placement of layers, and of the modules around the layers of borrowed stages."""
         ends = [end for stage in stages for end in self._ends.get(stage, ())]
         return [(self.parts.decoder, self._layers_name, layers), *ends]
 

@@ -1,11 +1,9 @@
-"""Where things are in a Hugging Face causal language model, and whether we can train it exactly.
+"""The parts of a Hugging Face causal language model, and checks that it can be trained exactly.
 
-And which of Transformers' automatic classes makes one of a configuration.
-
-Finds the parts the engine needs (base model, decoder layers, the configs that attention reads, the
-head) in a bare model or inside a PEFT wrapper, and refuses, with the reason and the remedy, what
-would not be exact chunk by chunk. It looks at modules and configs only; it runs nothing, and
-changes nothing but the model's own activation checkpointing.
+Finds the parts that the engine needs (base model, decoder layers, head, the configs that attention
+reads) in a bare model or in a PEFT wrapper, and refuses what would not be exact in chunks, with the
+reason and a remedy. It inspects modules and configs, runs no forward, and changes nothing but the
+model's own activation checkpointing.
 """
 
 from __future__ import annotations
@@ -50,23 +48,24 @@ ATTENTION_DROPOUT_FIELDS = (
     *("attention_dropout", "attn_pdrop", "attn_dropout"),
     "attention_dropout_prob",
 )
-"""How configs call the share of attention probabilities that is dropped."""
+"""Names of the config field with the dropout rate of attention probabilities."""
 
 CACHE_ARGUMENTS = ("cache", "cache_params", "past_key_values")
-"""What a forward calls its cache: since Transformers 5.24; before that, in Mamba; in all others."""
+"""Names of a forward's cache argument: since Transformers 5.24; before that in Mamba; in others."""
 
-
-_WRITES = frozenset(("update_conv_state", "update_recurrent_state"))
+_STATE_UPDATES = frozenset(("update_conv_state", "update_recurrent_state"))
 
 
 def mixers_of(module: nn.Module) -> tuple[nn.Module, ...]:
-    """The modules in `module` that carry a state: those whose code writes it into a cache."""
-    return tuple(child for child in module.modules() if _WRITES & referenced_names(type(child)))
+    """Recurrent and convolutional mixers in `module`: those whose code writes states to a cache."""
+    return tuple(
+        child for child in module.modules() if _STATE_UPDATES & referenced_names(type(child))
+    )
 
 
 @functools.cache
 def referenced_names(kind: type[nn.Module]) -> frozenset[str]:
-    """The globals and attributes that methods of a class, not of its bases, refer to."""
+    """Names of globals and attributes that a class's own methods refer to."""
     methods = (inspect.unwrap(value) for value in vars(kind).values() if inspect.isroutine(value))
     codes = (getattr(method, "__code__", None) for method in methods)
     return frozenset(name for code in codes if code is not None for name in code.co_names)
@@ -77,12 +76,11 @@ class ModelParts:
     """The parts of one causal language model."""
 
     causal_lm: PreTrainedModel
-    """The model with the language-model head; its `forward` is the one the engine takes over."""
+    """The model with the language-model head, whose `forward` the engine replaces."""
     base: nn.Module
-    """All that runs before the head; returns `last_hidden_state`."""
+    """The model without the head; returns `last_hidden_state`."""
     decoder: nn.Module
-    """Embedding, decoder layers and final norm: `base` itself, or the text decoder inside it where
-    `base` is multimodal."""
+    """Embedding, decoder layers and final norm: `base`, or its text decoder if it is multimodal."""
     layers: tuple[nn.Module, ...]
     configs: tuple[PreTrainedConfig, ...]
     """Every config object in which an attention module may look up its implementation."""
@@ -99,22 +97,21 @@ class ModelParts:
 
     @property
     def has_recurrent_state(self) -> bool:
-        """Whether states go from chunk to chunk beside keys and values."""
+        """Whether recurrent states are passed from chunk to chunk, beside K/V."""
         return any(self.has_state(layer) for layer in range(len(self.layers)))
 
     def has_state(self, layer: int) -> bool:
-        """Whether a recurrent or convolutional mixer is in decoder layer `layer`."""
+        """Whether decoder layer `layer` has a recurrent or convolutional mixer."""
         return bool(mixers_of(self.layers[layer]))
 
     def attending_layers(self) -> frozenset[int]:
-        """Decoder layers with keys and values: all but recurrent ones and those of an MLP alone."""
-        # What a layer keeps for generation, Transformers itself knows best; but layers that read
-        # another layer's keys keep nothing either.
-        kept = DynamicCache(config=self.text_config).layers
+        """Decoder layers with attention: all but recurrent ones and those with an MLP only."""
+        # By what Transformers caches for a layer. Layers that read another layer's K/V cache none.
+        cached = DynamicCache(config=self.text_config).layers
         kinds = getattr(self.text_config, "layer_types", None)
         return frozenset(range(len(self.layers))) - {
             index
-            for index, layer in enumerate(kept)
+            for index, layer in enumerate(cached)
             if not isinstance(layer, CacheLayerMixin)
             and (kinds is None or kinds[index] in WITHOUT_ATTENTION)
         }
@@ -124,36 +121,36 @@ class ModelParts:
         return frozenset(inspect.signature(self.base.forward).parameters)
 
     def cache_argument(self) -> str:
-        """What the base model's forward calls its cache: `CACHE_ARGUMENTS` says since when."""
+        """Name of the base model's cache argument; see `CACHE_ARGUMENTS`."""
         names = self.base_arguments()
         return next((name for name in CACHE_ARGUMENTS if name in names), CACHE_ARGUMENTS[-1])
 
     @property
     def model_type(self) -> str:
-        """Transformers' name of the family: of the whole model where it is multimodal."""
+        """Transformers' model type, of the whole model if it is multimodal."""
         config: PreTrainedConfig = self.causal_lm.config
         return (config if self.is_multimodal else self.text_config).model_type
 
     @property
     def is_multimodal(self) -> bool:
-        """Whether there are encoders beside the text decoder: its config is then a nested one."""
+        """Whether the model has encoders beside its text decoder, whose config is then nested."""
         return self.text_config is not self.causal_lm.config
 
     @property
     def reads_ids(self) -> bool:
-        """Whether more than the embedding reads `input_ids`.
+        """Whether other modules than the embedding read `input_ids`.
 
-        Tables of every layer's own do (Gemma 3n and 4), and what looks for tokens of images.
+        Per-layer embeddings do (Gemma 3n and 4), and code that looks for image tokens.
         """
         own_tables = getattr(self.text_config, "hidden_size_per_layer_input", None)
         return bool(own_tables) or self.is_multimodal
 
     def embed_sequence(self, tokens: Mapping[str, Tensor]) -> Tensor | None:
-        """Embeddings `[B, T, D]` of the whole sequence, where chunks are to be cut from them.
+        """Embeddings `[B, T, D]` of the whole sequence; None if each chunk embeds its own tokens.
 
-        The gradient of an embedding is as large as the vocabulary, so on a CPU, where that costs
-        seconds, tokens are embedded once and not chunk by chunk. On a GPU it costs nothing, and
-        embeddings of the whole sequence would stay on the device until its end.
+        The gradient of an embedding is as large as its table. On a CPU that costs seconds, so
+        tokens are embedded once. On a GPU it is cheap, and embeddings of the whole sequence would
+        take memory until the end of the step.
         """
         embedding, ids = self.causal_lm.get_input_embeddings(), tokens.get("input_ids")
         trained = torch.is_grad_enabled() and any(p.requires_grad for p in embedding.parameters())
@@ -162,7 +159,7 @@ class ModelParts:
         return embedding(ids)
 
     def final_norm(self) -> nn.Module | None:
-        """The first norm defined behind the decoder layers; None where there is none."""
+        """The first norm defined after the decoder layers; None if there is none."""
         layers = set(self.layers)
         behind = False
         for child in self.decoder.children():
@@ -173,18 +170,18 @@ class ModelParts:
 
     @property
     def head_owner(self) -> nn.Module:
-        """The module that has `base` and the head as its children; `causal_lm` in most families."""
+        """The module whose children are `base` and the head; `causal_lm` in most families."""
         for module in self.causal_lm.modules():
             if any(child is self.base for child in module.children()):
                 return module
         raise AssertionError("the base is a part of the model")
 
     def is_sharded(self) -> bool:
-        """Whether FSDP2 shards the model; it gives the modules it manages an `unshard` method."""
+        """Whether FSDP2 shards the model: its modules have an `unshard` method."""
         return any(callable(getattr(m, "unshard", None)) for m in self.causal_lm.modules())
 
     def head_is_hooked(self) -> bool:
-        """Whether somebody's hooks on the head's modules see or change what passes through it."""
+        """Whether the head's modules have forward or backward hooks."""
         return any(
             module._backward_hooks
             or module._backward_pre_hooks
@@ -196,7 +193,7 @@ class ModelParts:
         )
 
     def head_parameters(self) -> list[nn.Parameter]:
-        """Parameters that logits depend on beyond the base model's hidden states."""
+        """Parameters of the head: those that logits depend on beside hidden states."""
         seen: dict[int, nn.Parameter] = {}
         for child in self.head_owner.children():
             if child is not self.base:
@@ -207,13 +204,13 @@ class ModelParts:
         return list(seen.values())
 
     def head_reads(self) -> ReadTensors:
-        """What logits depend on beyond the base model's hidden states, settings included."""
+        """Tensors and settings that logits depend on beside hidden states."""
         return ReadTensors.of_module(self.causal_lm, self.base)
 
 
 @contextlib.contextmanager
 def patched_attribute(name: str, values: Mapping[Any, Any]) -> Iterator[None]:
-    """Let objects have this attribute on the instance (a forward, say); at exit as before."""
+    """Context in which objects have another value of an instance attribute, such as `forward`."""
     before = {owner: owner.__dict__.get(name) for owner in values}
     try:
         for owner, value in values.items():
@@ -230,7 +227,7 @@ def patched_attribute(name: str, values: Mapping[Any, Any]) -> Iterator[None]:
 def swapped_modules(
     places: Sequence[tuple[nn.Module, str, nn.Module | None]],
 ) -> Iterator[None]:
-    """Let other modules stand in these places, each (parent, name, module); at exit as before."""
+    """Context in which other modules are in these places, each (parent, name, module)."""
     before = [parent._modules[name] for parent, name, _ in places]
     for parent, name, module in places:
         parent._modules[name] = module
@@ -265,10 +262,10 @@ def find_causal_lm(model: nn.Module) -> PreTrainedModel:
 
 
 def find_parts(model: nn.Module) -> ModelParts:
-    """Find the parts of `model` and check that its architecture can be chunked exactly.
+    """Find the parts of `model`, and check that its architecture can run in chunks exactly.
 
     Raises:
-        UnsupportedModelError: Naming the model, the reason and what to do.
+        UnsupportedModelError: It cannot; names the model, the reason and a remedy.
     """
     causal_lm = find_causal_lm(model)
     name = type(causal_lm).__name__
@@ -301,13 +298,12 @@ def find_parts(model: nn.Module) -> ModelParts:
 
 
 def check_trainable(parts: ModelParts) -> None:
-    """Refuse settings that matter in training only: dropout in attention, noise.
+    """Refuse settings that matter in training only: dropout in attention, NEFTune.
 
-    Activation checkpointing of the model's own, that somebody switched on after the conversion, is
-    switched off again.
+    Also switches off activation checkpointing that was enabled after the conversion.
 
     Raises:
-        UnsupportedModelError: Naming the setting and the remedy.
+        UnsupportedModelError: Names the setting and a remedy.
     """
     config = parts.text_config
     for field in ATTENTION_DROPOUT_FIELDS:
@@ -329,10 +325,10 @@ def check_trainable(parts: ModelParts) -> None:
 
 
 def disable_gradient_checkpointing(model: nn.Module) -> bool:
-    """Switch the model's own activation checkpointing off, and say so.
+    """Switch off the model's own activation checkpointing, with a warning.
 
-    Under SPPO it would run attention a second time and hide the layers' insides from the engine;
-    what a user wants by it, less memory, is what SPPO's `recompute` and `offload` give.
+    It would run attention a second time, and the engine would not see what the layers save. SPPO's
+    `recompute` and `offload` save memory instead.
 
     Returns:
         Whether it was on.
@@ -357,17 +353,17 @@ def disable_gradient_checkpointing(model: nn.Module) -> bool:
 
 
 def check_layers(parts: ModelParts) -> None:
-    """Refuse a model whose decoder layers are not those that were converted.
+    """Refuse a model whose decoder layers have changed since the conversion.
 
     Raises:
-        ConfigError: Some were added, taken away or replaced.
+        ConfigError: Layers were added, removed or replaced.
     """
     now = _decoder_layers(parts.decoder)
     known = set(map(id, parts.layers))
     if known == set(map(id, now)):
         return
     if len(now) in (0, len(known)) and known <= set(map(id, parts.decoder.modules())):
-        return  # inside of wrappers, such as a compiler's
+        return  # inside wrappers, such as torch.compile's
     raise ConfigError(
         f"{parts.name} had {len(known)} decoder layers when SPPO converted it; now it has "
         f"{len(now)}, of which {sum(id(layer) not in known for layer in now)} are new. Allowed: "
@@ -377,12 +373,12 @@ def check_layers(parts: ModelParts) -> None:
 
 
 def check_adapters(parts: ModelParts) -> None:
-    """Refuse adapters of PEFT whose place in the sequence is counted from its end (aLoRA).
+    """Refuse PEFT adapters that begin at a position counted from the sequence's end (aLoRA).
 
-    Asked at every call, in evaluation too: adapters come and go after the conversion.
+    Called in every forward, also in evaluation, since adapters may be added at any time.
 
     Raises:
-        UnsupportedModelError: One is active.
+        UnsupportedModelError: Such an adapter is active.
     """
     configs: Any = getattr(parts.causal_lm, "peft_config", None) or {}
     invoked = {n for n, c in configs.items() if getattr(c, "alora_invocation_tokens", None)}
@@ -403,7 +399,7 @@ def check_adapters(parts: ModelParts) -> None:
 def _refuse_architecture(causal_lm: PreTrainedModel, decoder: nn.Module, name: str) -> None:
     config: Any = causal_lm.config.get_text_config(decoder=True)
     layer_types: set[str] = set(getattr(config, "layer_types", None) or ())
-    # Layers of another stage stand for what they are.
+    # Replacements of other stages' layers carry the flag of the layer.
     mixed = bool(mixers_of(causal_lm)) or any(
         getattr(module, "carries_state", False) for module in causal_lm.modules()
     )
@@ -428,11 +424,11 @@ def _refuse_architecture(causal_lm: PreTrainedModel, decoder: nn.Module, name: s
 
 
 def _base_of(causal_lm: PreTrainedModel) -> nn.Module:
-    """What runs before the head; `causal_lm` itself where that cannot be told."""
+    """The model without the head; `causal_lm` itself if that cannot be told."""
     if causal_lm.base_model is not causal_lm:
         return causal_lm.base_model
-    # Llama 4 names an attribute that its language models do not have, and Llama 4 with images has
-    # a language model with a head inside.
+    # Llama 4's `base_model_prefix` names an attribute that its language models do not have, and its
+    # multimodal model contains a language model with a head.
     head = causal_lm.get_output_embeddings()
     bodies = [child for child in causal_lm.children() if isinstance(child, PreTrainedModel)]
     with_head = [body for body in bodies if any(head is module for module in body.modules())]
@@ -459,10 +455,9 @@ def _decoder_layers(base: nn.Module) -> tuple[nn.Module, ...]:
 
 @contextlib.contextmanager
 def suppress_peft_warnings() -> Iterator[None]:
-    """Context for PEFT's `get_peft_model` and `from_pretrained`.
+    """Context without the warning about `is_gradient_checkpointing`, which PEFT still reads.
 
-    PEFT asks models for `is_gradient_checkpointing`, a name that newer releases of Transformers
-    call deprecated. Nothing else is silenced.
+    Newer releases of Transformers deprecate that name. For `get_peft_model`, `from_pretrained`.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
@@ -473,16 +468,15 @@ BUILD_ERRORS = (
     *(ValueError, TypeError, RuntimeError, AttributeError, LookupError, ArithmeticError),
     *(AssertionError, ImportError, OSError, StrictDataclassError),
 )
-"""What model and configuration classes raise where settings do not fit together, or where some of
-them are looked up on the hub."""
+"""What model and configuration classes raise if settings do not fit together, or if some of them
+cannot be found on the hub."""
 
 
 def decoder_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The configuration of a causal language model: `config`, or that of its text decoder alone.
+    """The configuration to build a language model of: `config`, or that of its text decoder.
 
-    Returns:
-        `config` itself if Transformers has a language model of it as a whole, encoders of images
-        and sound included, or if its text decoder has none of its own.
+    The latter if Transformers has no language model for `config` as a whole, encoders included, but
+    has one for its text decoder.
     """
     text = config.get_text_config(decoder=True)
     if auto_class_of(config) is None and auto_class_of(text) is not None:
@@ -491,13 +485,13 @@ def decoder_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def auto_class_of(config: PreTrainedConfig) -> Any:
-    """The automatic class that makes a language model of this very configuration, or None."""
+    """The Auto class that builds a language model of this very configuration, or None."""
     for loader in (AutoModelForCausalLM, AutoModelForMultimodalLM):
         if type(config) not in loader._model_mapping:
             continue
         model_class: Any = loader._model_mapping[type(config)]
-        # Of some types AutoModelForCausalLM loads the text decoder alone, by the configuration
-        # inside; draft models are described by their model's configuration.
+        # For some types AutoModelForCausalLM builds the text decoder only, from the nested
+        # configuration. Draft models have the configuration of their whole model.
         inner = getattr(config, "sub_configs", {}).get("text_config")
         if inner is None or model_class.config_class is not inner:
             return loader
@@ -506,23 +500,23 @@ def auto_class_of(config: PreTrainedConfig) -> Any:
 
 @contextlib.contextmanager
 def without_parameter_hooks(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Context in which backward runs no hook that was set on `parameters` before it."""
-    aside: list[tuple[Any, dict[int, Any]]] = []
+    """Context without the hooks on `parameters`; hooks added inside are kept."""
+    removed: list[tuple[Any, dict[int, Any]]] = []
     for parameter in parameters:
         for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
             if hooks:
-                # The mapping itself belongs to autograd and to the handles that remove hooks.
-                aside.append((hooks, dict(hooks)))
+                # Emptied in place: autograd and the hooks' handles refer to the mapping.
+                removed.append((hooks, dict(hooks)))
                 hooks.clear()
     try:
         yield
     finally:
-        for hooks, before in aside:
-            since = dict(hooks)
+        for hooks, before in removed:
+            added = dict(hooks)
             hooks.clear()
-            hooks.update(before | since)
+            hooks.update(before | added)
 
 
 def has_parameter_hooks(parameters: Iterable[nn.Parameter]) -> bool:
-    """Whether a hook is set on any of `parameters`."""
+    """Whether any of `parameters` has a hook."""
     return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters)

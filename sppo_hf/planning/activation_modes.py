@@ -1,6 +1,6 @@
-"""What becomes of a frame between forward and backward: how much is saved, and where it waits.
+"""Activation modes: how much of a (layer, chunk) is saved for backward, and on which tier.
 
-A `ActivationMode` is chosen per (layer, chunk) by the plan and carried out by the engine.
+The plan chooses an `ActivationMode` per (layer, chunk), and the engine carries it out.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Literal
 from sppo_hf.planning.tiers import DEVICE, HOST, TIERS, Tier
 
 Saved = Literal["whole", "matmuls", "inputs", "hidden"]
-"""How much of a frame is saved.
+"""How much of a layer's activations is saved.
 
-"whole": all that autograd saves; nothing is recomputed. "matmuls": the layer input and the outputs
-of attention and of the matrix products; only elementwise work is recomputed. "inputs": the layer
-input, the attention output and its log-sum-exp; the layer's linear part is recomputed. "hidden":
-the layer input alone; attention runs again too, which no other mode makes it do.
+"whole": everything that autograd saves; nothing is recomputed. "matmuls": the layer input and the
+outputs of attention and of matmuls; elementwise work is recomputed. "inputs": the layer input, the
+attention output and its log-sum-exp; the layer except attention is recomputed. "hidden": the layer
+input alone; attention is recomputed too, in no other mode.
 """
 
 SAVED_BY_RECOMPUTE: dict[str, Saved] = {
@@ -25,33 +25,33 @@ SAVED_BY_RECOMPUTE: dict[str, Saved] = {
     "selective": "matmuls",
     "full": "inputs",
 }
-"""What is saved by the setting `recompute`, where that says it."""
+"""What each value of the setting `recompute` saves."""
 
 RECOMPUTE_BY_SAVED: dict[Saved, str] = {
     **{saved: word for word, saved in SAVED_BY_RECOMPUTE.items()},
     "hidden": "full with attention",
 }
-"""What tables call it; but for the last, which no setting asks for, settings too."""
+"""Name of each choice in tables. No setting requests the last one."""
 
 
 @dataclass(frozen=True, slots=True)
 class ActivationMode:
-    """How one (layer, chunk) bridges the time between its forward and its backward."""
+    """How the activations of one (layer, chunk) are kept from forward to backward."""
 
     saved: Saved
     """What is saved; the rest is recomputed in backward."""
 
     tier: Tier
-    """Where it waits."""
+    """Tier that holds what is saved."""
 
     @property
     def recompute(self) -> bool:
-        """Whether any of the layer runs again in backward."""
+        """Whether a part of the layer is recomputed in backward."""
         return self.saved != "whole"
 
     @property
     def offload(self) -> bool:
-        """Whether what is saved leaves the device."""
+        """Whether what is saved is offloaded."""
         return self.tier != DEVICE
 
     def __str__(self) -> str:
@@ -69,20 +69,20 @@ _RECOMPUTED: dict[Saved, str] = {
 }
 
 SAVED: tuple[Saved, ...] = ("whole", "matmuls", "inputs", "hidden")
-"""From most bytes to least."""
+"""All choices, from most bytes to fewest."""
 
 ATTENTION_ONCE: tuple[Saved, ...] = tuple(saved for saved in SAVED if saved != "hidden")
-"""Those in which attention's forward runs once."""
+"""The choices in which attention's forward runs once."""
 
 
 def all_modes() -> tuple[ActivationMode, ...]:
-    """Returns all modes of the tiers that there are, tier by tier."""
+    """Returns all modes of the registered tiers, tier by tier."""
     return tuple(mode_of(saved, tier) for tier in TIERS for saved in SAVED)
 
 
 @cache
 def mode_of(saved: Saved, tier: Tier) -> ActivationMode:
-    """Returns the shared constant for the two answers, so that plans hold few objects.
+    """Returns the one shared object for a mode, so that plans hold few objects.
 
     Raises:
         KeyError: there is no such tier.

@@ -1,7 +1,6 @@
-"""What bytes are for: every cause that a plan's bytes can have, with its name and its colour.
+"""What bytes are used for: every cause of a plan's bytes, with its name and colour.
 
-The estimate, the simulator's curves, the tables, the pictures and the JSON all use these. Knows
-nothing of models, plans or how the figures come about.
+The estimate, the simulator's curves, tables, pictures and JSON all use these.
 """
 
 from __future__ import annotations
@@ -13,27 +12,27 @@ from sppo_hf.planning.activation_modes import Saved
 
 
 class Cause(StrEnum):
-    """A cause of bytes; its value is its key in JSON and its name in a simulation's changes.
+    """A cause of bytes. Its value is its key in JSON and its name in a simulation's changes.
 
-    In the order of tables and pictures: what lasts through a step comes before what passes.
+    Ordered as in tables and pictures: what lasts through a step comes before what is temporary.
     """
 
     label: str
-    """As a person reads it."""
+    """Name in tables."""
 
     meaning: str
-    """More about it, "" where the label says enough."""
+    """Explanation beside the name; "" if the name is enough."""
 
     colour: str
-    """What fills it in a picture; "" for the colour of its tier, see `paleness`."""
+    """Fill colour in pictures; "" for the colour of its tier, see `paleness`."""
 
     paleness: float
-    """Share of white in its tier's colour."""
+    """Share of white mixed into its tier's colour."""
 
     def __new__(
         cls, value: str, label: str, meaning: str, colour: str = "", paleness: float = 0.0
     ) -> Cause:
-        """Make a member that is its key, with what else there is to say of it."""
+        """Make a member from its key and attributes."""
         cause = str.__new__(cls, value)
         cause._value_ = value
         cause.label, cause.meaning = label, meaning
@@ -59,17 +58,17 @@ class Cause(StrEnum):
     RESERVE = "reserve", "reserve", "device context, fragmentation", "#E5E5E5"
 
 
-OF_SAVED: dict[Saved, Cause] = {
+CAUSE_OF_SAVED: dict[Saved, Cause] = {
     "whole": Cause.FRAMES,
     "matmuls": Cause.PRODUCTS,
     "inputs": Cause.INPUTS,
     "hidden": Cause.INPUTS,
 }
-"""The cause of what is saved of a layer, by how much of it is."""
+"""Cause of a layer's saved activations, by how much is saved."""
 
 
 class MemoryBreakdown(dict[Cause, int]):
-    """Bytes on one tier, by cause; 0 for a cause that is not there."""
+    """Bytes on one tier, by cause; 0 for a missing cause."""
 
     def __missing__(self, cause: Cause) -> int:
         return 0
@@ -81,9 +80,9 @@ class MemoryBreakdown(dict[Cause, int]):
 
     @property
     def held(self) -> int:
-        """What stays for its backward: neither passing through nor a slab's unused rest."""
+        """Bytes held for backward, without copies in flight and unused parts of slabs."""
         return self.total - self[Cause.COPIES] - self[Cause.SLABS]
 
     def shown(self) -> Iterator[tuple[Cause, int]]:
-        """Yields the causes that there are bytes of, in the order of `Cause`."""
+        """Yields (cause, bytes) of all causes with bytes, in the order of `Cause`."""
         return ((cause, self[cause]) for cause in Cause if self[cause])

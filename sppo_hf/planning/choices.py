@@ -1,4 +1,4 @@
-"""What a config leaves to the solver: budgets in bytes, modes and tiers that may be used."""
+"""What a config leaves to the solver: budgets in bytes, and the allowed modes and tiers."""
 
 from __future__ import annotations
 
@@ -18,82 +18,83 @@ from sppo_hf.planning.tile_sizes import LAYER_TILES_TOKENS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceFacts:
-    """What planning needs to know of the machine; collected by rooms that may import torch."""
+    """What planning needs to know about the machine; collected by rooms that may import torch."""
 
     kind: str
     """"cpu" or "cuda"."""
 
     name: str
-    """As the driver gives it, or the processor's name."""
+    """Name of the device or processor."""
 
     device_memory_bytes: int | None = None
-    """Memory of the device in bytes (of the machine, for a CPU); None where unknown."""
+    """Memory of the device (of the machine, for a CPU); None if unknown."""
 
     host_memory_bytes: int | None = None
-    """Host memory in bytes that a plan may count on; None where unknown."""
+    """Host memory that a plan may count on; None if unknown."""
 
     expandable_segments: bool = True
-    """Whether PyTorch's CUDA allocator maps memory in pages, and so leaves hardly any holes."""
+    """Whether PyTorch's CUDA allocator uses expandable segments, which hardly fragment."""
 
     disk_memory_bytes: int | None = None
-    """Free bytes below `offload_dir`; None where there is none or it is unknown."""
+    """Free bytes below `offload_dir`; None if there is none or it is unknown."""
 
     profile: HardwareProfile | None = None
-    """How fast it is; without it nothing can be planned by time."""
+    """Its speeds; without them plans are not compared by time."""
 
 
 # Sequences of allocations of real steps, replayed on a model of that allocator, needed between 2%
 # and 10% more than their peak.
-HOLES = 0.08
-"""Share of the device that is left to the holes of an allocator without expandable segments."""
+FRAGMENTATION_SHARE = 0.08
+"""Share of the device that is reserved for fragmentation without expandable segments."""
 
 
 def read_budgets(config: SPPOConfig, facts: DeviceFacts) -> Budgets:
-    """Returns what each tier may hold: what the config says, else what the machine has.
+    """Returns the budget of each tier: the config's, else what the machine has.
 
-    Where nothing is said, an allocator that cuts memory into blocks is left room for its holes.
+    Without a budget in the config, memory is reserved for fragmentation of an allocator without
+    expandable segments.
     """
     budgets = {name: tier.capacity_bytes(config, facts) for name, tier in TIERS.items()}
     device = budgets[DEVICE]
-    if device is not None and leaves_holes(config, facts):
-        budgets[DEVICE] = device - int(HOLES * device)
+    if device is not None and reserves_fragmentation(config, facts):
+        budgets[DEVICE] = device - int(FRAGMENTATION_SHARE * device)
     return Budgets(**budgets)
 
 
-def leaves_holes(config: SPPOConfig, facts: DeviceFacts) -> bool:
-    """Whether a part of the device's memory is left to its allocator's holes."""
+def reserves_fragmentation(config: SPPOConfig, facts: DeviceFacts) -> bool:
+    """Whether a part of the device's memory is reserved for fragmentation."""
     return config.device_memory is None and facts.kind == "cuda" and not facts.expandable_segments
 
 
 def named_budgets(config: SPPOConfig) -> frozenset[Tier]:
-    """Returns the tiers whose budget the user named; only those are a reason to refuse.
+    """Returns the tiers with a budget in the config; only these are a reason to refuse a batch.
 
-    What a machine merely has is warned about: weights may be sharded over devices in a way that is
-    not visible here, and an estimate may be wrong.
+    Exceeding what the machine has is only warned about: weights may be sharded over devices in a
+    way that is not visible here, and an estimate may be wrong.
     """
     return frozenset(name for name, tier in TIERS.items() if tier.named(config) is not None)
 
 
-def may_attend_again(config: SPPOConfig, facts: DeviceFacts, shape: ModelShape) -> bool:
-    """Whether attention of some layers may run again in backward, if nothing fits otherwise.
+def may_rerun_attention(config: SPPOConfig, facts: DeviceFacts, shape: ModelShape) -> bool:
+    """Whether attention of some layers may be recomputed in backward, if nothing fits otherwise.
 
-    Layers that share keys would have to find those of another layer; ranks that share sequences
-    would have to exchange tokens once more, and a pipeline's stages wait for each other.
+    Not where layers share K/V, for they would need another layer's; where ranks share sequences,
+    for they would exchange tokens once more; or in a pipeline, whose stages wait for each other.
     """
     if config.attention_once or config.recompute != "auto" or config.sharing_ranks > 1:
         return False
     saves_memory = facts.kind == "cpu" and config.device_memory is None
-    if saves_memory or facts.profile is None or set_by_rule(config, facts):
+    if saves_memory or facts.profile is None or is_fixed(config, facts):
         return False  # nothing is searched
     attends = any(layer.num_heads for layer in shape.layers)
     return attends and not any(layer.borrows_keys for layer in shape.layers)
 
 
 def read_choices(
-    config: SPPOConfig, facts: DeviceFacts, *, attention_again: bool = False
+    config: SPPOConfig, facts: DeviceFacts, *, rerun_attention: bool = False
 ) -> Choices:
-    """Returns the modes and tiers that the config allows on this kind of device."""
-    saved: tuple[Saved, ...] = SAVED if attention_again else ATTENTION_ONCE
+    """Returns the modes and tiers that the config allows on this device."""
+    saved: tuple[Saved, ...] = SAVED if rerun_attention else ATTENTION_ONCE
     if config.recompute != "auto":
         saved = (SAVED_BY_RECOMPUTE[config.recompute],)
     if config.compile:
@@ -117,7 +118,7 @@ def read_choices(
 
 
 def read_tiles(config: SPPOConfig, device: DeviceFacts) -> tuple[int, ...]:
-    """Returns the tiles that a layer over all tokens may have, if one chunk is allowed."""
+    """Returns the allowed tile sizes of a layer over all tokens, if one chunk is allowed."""
     several = config.num_chunks not in ("auto", 1) or len(config.chunk_lengths or ()) > 1
     if several or config.chunk_tokens or config.compile or config.sharing_ranks > 1:
         return ()
@@ -127,7 +128,7 @@ def read_tiles(config: SPPOConfig, device: DeviceFacts) -> tuple[int, ...]:
 
 
 def read_orders(config: SPPOConfig, *, by_layer: bool = True) -> tuple[Order, ...]:
-    """Returns the orders of work that may be used, the one with less memory first."""
+    """Returns the allowed orders, the one with less memory first."""
     # A stage of a pipeline passes each chunk on before it begins the next.
     if not by_layer or config.pp_size > 1 or config.order == "by_chunk":
         return ("by_chunk",)
@@ -136,53 +137,53 @@ def read_orders(config: SPPOConfig, *, by_layer: bool = True) -> tuple[Order, ..
     return ("by_layer",) if config.order == "by_layer" else ("by_layer", "by_chunk")
 
 
-class Places(NamedTuple):
-    """What of a model rests on the host."""
+class Placement(NamedTuple):
+    """Which parts of a model are host-resident."""
 
     weights: bool
-    """Layers' weights, but trained ones whose optimizer is on the device."""
+    """Weights of layers, except trained ones whose optimizer is on the device."""
 
     optimizer: bool
     """Trained weights, with their gradients and the optimizer."""
 
     def set_in(self, config: SPPOConfig) -> SPPOConfig:
-        """Returns the settings with these places and none that is open."""
+        """Returns the settings with this placement and nothing left open."""
         weights, optimizer = ("host" if away else "device" for away in self)
         return config.replace(weights=weights, optimizer=optimizer)
 
 
-def read_places(
+def read_placements(
     config: SPPOConfig,
     facts: DeviceFacts,
     *,
     adapters: bool = False,
     by_layer: bool = True,
-) -> tuple[Places, ...]:
-    """Returns what may rest on the host, the least first.
+) -> tuple[Placement, ...]:
+    """Returns the allowed placements, the one with the fewest bytes on the host first.
 
-    An optimizer that is left open follows the weights: it works where they rest.
+    An optimizer left to "auto" follows the weights: it runs where they are.
 
     Args:
         config: the settings.
         facts: the machine.
-        adapters: whether adapters alone are trained, whose optimizer by itself makes no room.
+        adapters: whether only adapters are trained, whose optimizer alone would free little.
         by_layer: whether the model's layers can be called on parts of a sequence.
     """
-    asked = Places(*config.host_resident)
+    asked = Placement(*config.host_resident)
     # On a CPU the host's memory is the device's; ranks need their weights for each other's chunks.
     if facts.kind == "cpu" or config.sharing_ranks > 1:
         return (asked,)
     found = [asked]
     if config.optimizer == "auto" and not (asked.optimizer or adapters):
-        found.append(Places(weights=False, optimizer=True))
+        found.append(Placement(weights=False, optimizer=True))
     once = by_layer and config.order != "by_chunk" and config.micro_batch_size is None
     if config.weights == "auto" and once:
-        found.append(Places(weights=True, optimizer=config.optimizer != "device"))
+        found.append(Placement(weights=True, optimizer=config.optimizer != "device"))
     return tuple(found)
 
 
-def set_by_rule(config: SPPOConfig, facts: DeviceFacts) -> bool:
-    """Whether nothing is left to search: modes are fixed, and what leaves has one place to go."""
+def is_fixed(config: SPPOConfig, facts: DeviceFacts) -> bool:
+    """Whether nothing is left to search: modes are fixed, and one tier takes what is offloaded."""
     # Where two tiers are away, something has to say what goes to which.
     one_place = config.offload == "none" or len(allowed_activation_tiers(config, facts)) < 2
     fixed = config.offload != "auto" and config.recompute != "auto" and one_place
@@ -190,7 +191,7 @@ def set_by_rule(config: SPPOConfig, facts: DeviceFacts) -> bool:
 
 
 def allowed_activation_tiers(config: SPPOConfig, facts: DeviceFacts) -> tuple[Tier, ...]:
-    """Returns those of `allowed_offload_tiers` that saved activations may leave for."""
+    """Returns the tiers of `allowed_offload_tiers` that saved activations may use."""
     away = allowed_offload_tiers(config, facts)
     if config.offload_tier == "auto":
         return away
@@ -198,9 +199,9 @@ def allowed_activation_tiers(config: SPPOConfig, facts: DeviceFacts) -> tuple[Ti
 
 
 def allowed_offload_tiers(config: SPPOConfig, facts: DeviceFacts) -> tuple[Tier, ...]:
-    """Returns the tiers that are away from the device, nearest first.
+    """Returns the tiers that bytes may be offloaded to, nearest first.
 
-    On a CPU host memory is the device's own, so only what is behind it is away.
+    On a CPU the host is not among them, as its memory is the device's own.
     """
-    there = (name for name, tier in TIERS.items() if tier.is_there(config, facts.kind))
+    there = (name for name, tier in TIERS.items() if tier.is_available(config, facts.kind))
     return tuple(name for name in there if name != DEVICE)

@@ -1,10 +1,10 @@
-"""Plans for several devices: stages, replicas, chunks, cut, schedule and what is kept of frames.
+"""Search for the fastest layouts of a training step over several devices.
 
-Candidates are simulated, the most promising first; what does not fit on any one rank is rejected.
-Order and rejection go by `LowerBounds`: the seconds and bytes that a layout takes at least, found
-without simulating it, with the terms of PipelineCost; seconds with the layout's own stages, bytes
-with stages taken as equal where that makes them smaller. Frames and K/V follow one rule on all
-stages: this searches layouts, the solver for one device searches frames.
+A layout is a number of stages, replicas and chunks, a schedule, and one rule for what all stages
+save, recompute and offload. Layouts are sorted by a lower bound on their step time (`LowerBounds`)
+and simulated in that order (`PipelineCost`), until the bound exceeds the slowest of the plans to
+keep. Those whose lower bound on memory exceeds a budget are not simulated. Which single activations
+to save is the solver's question, for one device (`solve`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.simulate import period_seconds
 from sppo_hf.schedule.timeline import Timeline
 
-# What layouts whose ranks share units may be simulated beside all others: this share of it.
+# Layouts whose ranks share units may take this share of the actions that all others may take.
 _SHARING = 0.25
 
 
@@ -46,31 +46,31 @@ class ClusterQuestion:
     """Rows of a length, and devices to train them on."""
 
     cost: ModelCost
-    """The model on one device, one row at a time."""
+    """Costs of the model on one device, for one row at a time."""
 
     total_tokens: int
     """Length of each row."""
 
     rows: int
-    """Rows of a step, over all devices."""
+    """Rows of a step, over all replicas."""
 
     gpus: int
-    """Devices."""
+    """Number of devices."""
 
     budgets: Budgets
-    """Bytes of one device, and of one node's host."""
+    """Budgets of one device, and of the host of one node."""
 
     gpus_per_node: int = 8
     """Devices that share a host."""
 
     link_bytes_per_second: float = UNKNOWN_LINK
-    """From a device to one of another node, each way."""
+    """Rate from a device to one of another node, each way."""
 
     node_bytes_per_second: float | None = None
-    """From a device to one of its own node, each way; None where it is the same."""
+    """Rate from a device to one of its own node, each way; None: as between nodes."""
 
     space: SearchSpace = field(default_factory=SearchSpace)
-    """What may be chosen."""
+    """The layouts to search."""
 
     shares_units: bool = True
     """Whether ranks of a pipeline can share units of this model (`count_head_blocks`), where its
@@ -78,35 +78,35 @@ class ClusterQuestion:
 
     @cached_property
     def bounds_of_layout(self) -> LowerBounds:
-        """What layouts take at least."""
+        """Lower bounds on what each layout takes."""
         fastest_rate = max(self._within_node, self.link_bytes_per_second)
         return LowerBounds(
             self.cost, self.total_tokens, self.rows, self.group_bytes_per_second, fastest_rate
         )
 
     def min_step_seconds(self, layout: Layout) -> float:
-        """Returns the least time of a layout's step."""
+        """Returns a lower bound on the time of a layout's step."""
         reduce_seconds = _reduce_seconds(self, layout)
         return self.bounds_of_layout.seconds(layout, reduce_seconds=reduce_seconds)
 
     @property
     def ranks_per_node(self) -> int:
-        """Devices that share a host, if there are so many."""
+        """Devices that share a host; all of them where they are fewer than a node has."""
         return min(self.gpus_per_node, self.gpus)
 
     def group_bytes_per_second(self, sp: int) -> float:
-        """Returns the bytes per second between sequence-parallel devices, each way."""
+        """Returns the rate between the devices of a sequence-parallel group of that size."""
         return self.link_bytes_per_second if self.crosses_nodes(sp) else self._within_node
 
     def crosses_nodes(self, sp: int) -> bool:
-        """Returns whether some of the groups of so many devices lie on two nodes or more."""
+        """Returns whether any group of that many devices spans several nodes."""
         return self.gpus > self.gpus_per_node and self.gpus_per_node % sp != 0
 
     @property
     def sequence_parallel(self) -> tuple[int, ...]:
-        """Sizes of groups that can share units: each has heads of every layer, as many each.
+        """Sizes of sequence-parallel groups that this model can be run on.
 
-        Layers without attention over all heads (recurrent ones, states) are not shared.
+        They must divide the heads of every layer; recurrent layers cannot be divided.
         """
         shape = self.cost.shape
         kinds = {shape.layers[i] for i in shape.layer_kinds}
@@ -122,14 +122,14 @@ class ClusterQuestion:
         )
 
     def can_run(self, layout: Layout) -> bool:
-        """Returns whether the runtime takes a layout: units are shared by single devices alone."""
+        """Returns whether the runtime can run a layout: no sequence-parallel groups share units."""
         if layout.schedule not in SHARED_UNIT_SCHEDULES:
             return True
         return self.shares_units and layout.sp == 1 and layout.stages in self._sharing_stages
 
     @cached_property
     def _sharing_stages(self) -> frozenset[int]:
-        """Numbers of stages whose ranks can divide the heads of units that they share."""
+        """Numbers of stages whose ranks can divide attention heads in units that they share."""
         attending = [layer for layer in self.cost.shape.layers if layer.num_heads]
         found: list[int] = []
         for stages in range(2, min(self.gpus, self.cost.shape.num_layers) + 1):
@@ -147,47 +147,48 @@ class ClusterQuestion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterPlan:
-    """A layout that was simulated."""
+    """A simulated layout."""
 
     layout: Layout
-    """What it is."""
+    """The layout."""
 
     layers: tuple[range, ...]
     """Layers of each stage."""
 
     bounds: Bounds
-    """The chunks."""
+    """Chunks of every row."""
 
     step_seconds: float
-    """Of all rows, gradients reduced."""
+    """Seconds of a step over all rows, the reduction of gradients included."""
 
     tokens_per_second: float
-    """Of all devices together."""
+    """Tokens per second of all devices together."""
 
     bubble_fraction: float
-    """Share of the ranks' time without compute."""
+    """Share of the ranks' time in which they do not compute."""
 
     recompute_fraction: float
-    """Share of compute that runs again."""
+    """Share of compute that is recomputation."""
 
     peak_bytes: tuple[int, ...]
-    """Most bytes on each rank's device."""
+    """[ranks] Peak bytes on one device of each rank."""
 
     host_bytes: int
-    """Most bytes on any node's host, if all its ranks hold most at once."""
+    """Peak bytes on the host of the fullest node, if all its ranks peak at the same time."""
 
     missing_bytes: int
-    """What budgets lack, over all tiers; 0 where it fits."""
+    """Bytes by which budgets are exceeded, over all tiers; 0 where the layout fits."""
 
     disk_bytes: int = 0
-    """Most bytes behind any node's host, likewise."""
+    """The same of the tiers behind the host."""
 
     offloads: bool = False
-    """Whether anything of frames leaves a device: not where backward follows forward at once."""
+    """Whether any saved activations are offloaded; not those of a forward whose backward follows at
+    once."""
 
     @property
     def reason(self) -> str:
-        """What the time goes into, in words."""
+        """What the time is lost to, in words."""
         parts = [f"idle {self.bubble_fraction:.1%}"]
         if self.recompute_fraction > 0:
             parts.append(f"recompute {self.recompute_fraction:.1%}")
@@ -198,25 +199,26 @@ class ClusterPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterAnswer:
-    """What a search came to."""
+    """The result of a search."""
 
     best: tuple[ClusterPlan, ...]
-    """Those that fit, fastest first."""
+    """Plans that fit, fastest first."""
 
     closest: ClusterPlan | None
-    """Of those that do not fit, the one that lacks least; None if all that were tried fit."""
+    """Of the simulated layouts that do not fit, the one that exceeds budgets by least; None where
+    all fit."""
 
     num_simulated: int
-    """Layouts that were simulated; others were too large at a glance, or too slow."""
+    """Layouts that were simulated; the others are too large or too slow by their lower bounds."""
 
     num_candidates: int
-    """Layouts that there are."""
+    """Layouts in the search space."""
 
     num_skipped: int = 0
-    """Layouts that might be among the best, and were not simulated, to be done sooner."""
+    """Layouts that might be among the best, but were not simulated, to limit the search."""
 
     skipped_min_seconds: float | None = None
-    """What the step of any of these takes at least; None where there are none."""
+    """Lower bound on the step time of all of these; None where there are none."""
 
 
 def solve_cluster(
@@ -224,30 +226,28 @@ def solve_cluster(
     *,
     keep: int = 5,
     slack: float = 0.0,
-    most_actions: float = math.inf,
+    max_actions: float = math.inf,
 ) -> ClusterAnswer:
-    """Finds the fastest layouts.
-
-    Candidates are taken in the order of the least time that they can take, until it exceeds the
-    slowest of those to keep.
+    """Finds the fastest layouts that fit.
 
     Args:
-        question: what is asked.
-        keep: how many to return.
-        slack: how much longer than necessary their steps may take, as a share; a search that need
+        question: model, rows, devices, budgets and search space.
+        keep: how many plans to return.
+        slack: share by which the returned plans may be slower than the best; a search that need
             not be sure of the last percent is many times shorter.
-        most_actions: how many actions may be simulated, over all candidates. Half of them are for
-            candidates that take an eighth of them or less; the rest comes after. A fourth of it is
-            for candidates whose ranks share units, besides. At least one candidate is simulated.
+        max_actions: limit on simulated actions, over all candidates. Half of them are for
+            candidates that need at most an eighth of the limit; larger ones follow. A fourth of the
+            limit is added for candidates whose ranks share units. At least one candidate is
+            simulated.
 
     Raises:
         ConfigError: no number of stages and replicas fits the devices, rows and layers.
     """
-    answer = _solved(question, layouts(question), keep, slack, most_actions)
+    answer = _search(question, layouts(question), keep, slack, max_actions)
     if answer is None or not answer.best:
-        # Only now groups that leave a node.
-        across = _solved(question, layouts(question, across=True), keep, slack, most_actions)
-        answer = answer if across is None else _together(answer, across)
+        # Groups that span nodes are slow: only where nothing else fits.
+        across = _search(question, layouts(question, across=True), keep, slack, max_actions)
+        answer = answer if across is None else _join(answer, across)
     if answer is None:
         raise ConfigError(
             f"{question.gpus} devices cannot share {question.rows} rows of "
@@ -259,8 +259,8 @@ def solve_cluster(
     return answer
 
 
-def _together(within: ClusterAnswer | None, across: ClusterAnswer) -> ClusterAnswer:
-    """The answer of two searches, the first of which found nothing that fits."""
+def _join(within: ClusterAnswer | None, across: ClusterAnswer) -> ClusterAnswer:
+    """Joins the answers of two searches, the first of which found nothing that fits."""
     if within is None:
         return across
     closest = [plan for plan in (within.closest, across.closest) if plan is not None]
@@ -272,36 +272,36 @@ def _together(within: ClusterAnswer | None, across: ClusterAnswer) -> ClusterAns
     )
 
 
-def _solved(
+def _search(
     question: ClusterQuestion,
     candidates: Iterable[Layout],
     keep: int,
     slack: float,
-    most_actions: float,
+    max_actions: float,
 ) -> ClusterAnswer | None:
-    """Searches some layouts; None if there are none."""
+    """Searches a set of layouts; None if it is empty."""
     per_node = question.ranks_per_node
     # Of two that seem to take as long, the one with fewer hops between nodes comes first.
-    looked_at = [
+    bounded = [
         (question.min_step_seconds(x), x.hops_between_nodes(per_node), x) for x in candidates
     ]
-    ranked = [(seconds, layout) for seconds, _, layout in sorted(looked_at)]
+    ranked = [(seconds, layout) for seconds, _, layout in sorted(bounded)]
     if not ranked:
         return None
     search = _Search(question, keep, slack)
     with _no_collection():
-        unseen = search.go_through(
-            [one for one in ranked if one[1].schedule not in SHARED_UNIT_SCHEDULES], most_actions
+        unseen = search.simulate_all(
+            [one for one in ranked if one[1].schedule not in SHARED_UNIT_SCHEDULES], max_actions
         )
-        # Units that ranks share have bounds without idle time, so they would all come first, and
-        # many actions: apart, so that nothing else is left out for them.
-        unseen += search.go_through(
+        # Bounds of layouts with shared units leave out idle time, so these would all come first,
+        # and they have many actions: a limit of their own, so that they displace no others.
+        unseen += search.simulate_all(
             [one for one in ranked if one[1].schedule in SHARED_UNIT_SCHEDULES],
-            most_actions * _SHARING,
+            max_actions * _SHARING,
         )
         if not search.best:
-            search.simulate_closest([layout for _, layout in unseen], most_actions)
-    seconds = [at for at, x in unseen if search.may_win(at) and not search.has_seen(x)]
+            search.simulate_closest([layout for _, layout in unseen], max_actions)
+    seconds = [at for at, x in unseen if search.may_win(at) and not search.is_simulated(x)]
     return ClusterAnswer(
         best=tuple(search.best),
         closest=search.closest,
@@ -313,28 +313,29 @@ def _solved(
 
 
 class _Search:
-    """What was simulated so far, and what came of it."""
+    """A search under way."""
 
     def __init__(self, question: ClusterQuestion, keep: int, slack: float) -> None:
         self._question = question
         self._keep = keep
         self._slack = slack
         self._actions = 0
-        self._hopeless: list[tuple[int, Layout]] = []
-        """Bytes that a layout lacks at a glance."""
-        self._missing: dict[Layout, int] = {}
-        """Bytes that those lack that were simulated, or are the same as one that was."""
+        self._too_large: list[tuple[int, Layout]] = []
+        """Layouts that exceed a budget by their lower bounds, and by how many bytes."""
+        self._missing_bytes: dict[Layout, int] = {}
+        """By layout that was simulated, or equals one that was, the bytes by which it exceeds
+        budgets."""
         self.best: list[ClusterPlan] = []
         self.closest: ClusterPlan | None = None
 
     @property
     def num_simulated(self) -> int:
         """Layouts that were simulated."""
-        return len(self._missing)
+        return len(self._missing_bytes)
 
-    def has_seen(self, layout: Layout) -> bool:
+    def is_simulated(self, layout: Layout) -> bool:
         """Returns whether a layout was simulated."""
-        return layout in self._missing
+        return layout in self._missing_bytes
 
     def may_win(self, seconds: float) -> bool:
         """Returns whether a step of that many seconds would be among the best."""
@@ -342,19 +343,19 @@ class _Search:
             return True
         return seconds * (1.0 + self._slack) <= self.best[-1].step_seconds
 
-    def go_through(
-        self, ranked: Iterable[tuple[float, Layout]], most_actions: float
+    def simulate_all(
+        self, ranked: Iterable[tuple[float, Layout]], max_actions: float
     ) -> list[tuple[float, Layout]]:
-        """Simulates candidates: what is small, what is large, what seems not to fit.
+        """Simulates candidates: small ones first, then large ones, then those that hardly fit.
 
-        Returns those that would take more than `most_actions`, over all of them.
+        Returns the candidates that are left out because of the limit on actions.
         """
-        most = self._actions + most_actions
-        half = self._actions + most_actions / 2
-        large, doubtful = self.simulate(ranked, each=most_actions / 8, in_all=half)
-        large, more = self.simulate(large, each=most_actions, in_all=most)
+        limit = self._actions + max_actions
+        half = self._actions + max_actions / 2
+        large, doubtful = self.simulate(ranked, each=max_actions / 8, in_all=half)
+        large, more = self.simulate(large, each=max_actions, in_all=limit)
         doubtful = sorted([*doubtful, *more])
-        late, _ = self.simulate(doubtful, each=most_actions, in_all=most, whatever=True)
+        late, _ = self.simulate(doubtful, each=max_actions, in_all=limit, include_doubtful=True)
         return [*large, *late]
 
     def simulate(
@@ -363,18 +364,19 @@ class _Search:
         *,
         each: float,
         in_all: float,
-        whatever: bool = False,
+        include_doubtful: bool = False,
     ) -> tuple[list[tuple[float, Layout]], list[tuple[float, Layout]]]:
         """Simulates candidates as long as they may win.
 
         Args:
-            ranked: by the least seconds that their steps take.
-            each: most actions that are simulated for one of them.
-            in_all: most actions that are simulated until this returns, those before it counted.
-            whatever: those too of which even what keeps least of frames does not fit.
+            ranked: (lower bound on step seconds, layout), sorted.
+            each: limit on the actions of one candidate.
+            in_all: limit on the actions simulated by this search so far and here.
+            include_doubtful: also simulate candidates of which even the variant that saves least
+                does not fit.
 
         Returns:
-            Those that would take more actions, and those that are left out as they hardly fit.
+            Candidates that need more actions than the limits, and doubtful ones.
         """
         budgets = self._question.budgets
         large: list[tuple[float, Layout]] = []
@@ -382,54 +384,55 @@ class _Search:
         for seconds, layout in ranked:
             if not self.may_win(seconds):
                 break
-            if self.has_seen(layout):
+            if self.is_simulated(layout):
                 continue
-            lacking, device_bytes = self._lacking(layout)
-            if lacking:
-                self._hopeless.append((lacking, layout))
+            excess, device_bytes = self._excess(layout)
+            if excess:
+                self._too_large.append((excess, layout))
                 continue
-            if not whatever and 2 * device_bytes > (budgets.device or math.inf):
+            if not include_doubtful and 2 * device_bytes > (budgets.device or math.inf):
                 saved, offload = self._question.space.frames[-1]
                 least = layout._replace(saved=saved, offload=offload)
-                if not self.has_seen(least) and not self._lacking(least)[0]:
+                if not self.is_simulated(least) and not self._excess(least)[0]:
                     self._simulate(least, min(each, in_all - self._actions))
-                if self._missing.get(least, 0):
+                if self._missing_bytes.get(least, 0):
                     doubtful.append((seconds, layout))
                     continue
-            if not self.has_seen(layout) and not self._simulate(
+            if not self.is_simulated(layout) and not self._simulate(
                 layout, min(each, in_all - self._actions)
             ):
                 large.append((seconds, layout))
         return large, doubtful
 
-    def _lacking(self, layout: Layout) -> tuple[int, int]:
-        """Bytes that a layout lacks at a glance, and those that it needs on the device."""
+    def _excess(self, layout: Layout) -> tuple[int, int]:
+        """Lower bounds: bytes by which a layout exceeds budgets, and its bytes on one device."""
         bounds_of_layout, budgets = self._question.bounds_of_layout, self._question.budgets
         device_bytes = bounds_of_layout.device_bytes(layout)
-        lacking = _over(device_bytes, budgets.device)
+        excess = _over(device_bytes, budgets.device)
         if budgets.host is not None:
             per_node = self._question.ranks_per_node
             host_bytes = bounds_of_layout.host_bytes(layout, per_node, budgets.device)
-            lacking += _over(host_bytes, budgets.host)
-        return lacking, device_bytes
+            excess += _over(host_bytes, budgets.host)
+        return excess, device_bytes
 
-    def simulate_closest(self, unseen: Sequence[Layout], most_actions: float) -> None:
-        """Simulates what seems to lack least of those that cannot fit.
+    def simulate_closest(self, unseen: Sequence[Layout], max_actions: float) -> None:
+        """Simulates one candidate where none fits, so that there is a closest one to show.
 
-        Where nothing was simulated and some may fit, the smallest of these.
+        Of those that cannot fit, the one that exceeds budgets by least; where nothing was simulated
+        and some may fit, the one with the fewest actions.
         """
         if unseen and not self.num_simulated:
             self._simulate(min(unseen, key=self._all_actions), math.inf)
             return
-        # Little is known of what units take that ranks share.
+        # Bounds of layouts with shared units are loose: these last.
         hopeless = sorted(
-            self._hopeless, key=lambda one: (one[1].schedule in SHARED_UNIT_SCHEDULES, *one)
+            self._too_large, key=lambda one: (one[1].schedule in SHARED_UNIT_SCHEDULES, *one)
         )
-        # Before a pipeline repeats itself, less than twice what all its rows take is simulated.
-        small = [one for one in hopeless if 2 * self._all_actions(one[1]) <= most_actions]
+        # Simulating until a pipeline repeats itself takes less than twice the actions of all rows.
+        small = [one for one in hopeless if 2 * self._all_actions(one[1]) <= max_actions]
         if small:
-            lacking, layout = small[0]
-            if self.closest is None or lacking < self.closest.missing_bytes:
+            excess, layout = small[0]
+            if self.closest is None or excess < self.closest.missing_bytes:
                 self._simulate(layout, math.inf)
         elif not self.num_simulated:
             self._simulate(min((x for _, x in hopeless), key=self._all_actions), math.inf)
@@ -437,19 +440,19 @@ class _Search:
     def _all_actions(self, layout: Layout) -> int:
         return _num_actions(layout, self._question.rows // layout.replicas)
 
-    def _simulate(self, layout: Layout, most_actions: float) -> bool:
-        plan, actions = _simulate_within(self._question, layout, most_actions)
+    def _simulate(self, layout: Layout, max_actions: float) -> bool:
+        plan, actions = _simulate_within(self._question, layout, max_actions)
         self._actions += actions
         if plan is None:
             return False
-        self._missing[layout] = plan.missing_bytes
+        self._missing_bytes[layout] = plan.missing_bytes
         stays = layout.saved, "none"
         if layout.offload != "none" and not plan.offloads and stays in self._question.space.frames:
-            # Nothing leaves: it is another of the layouts, and known with it.
+            # Nothing is offloaded: this is the same as the layout without offload.
             layout = layout._replace(offload="none", activation_tier=HOST)
-            if self.has_seen(layout):
+            if self.is_simulated(layout):
                 return True
-            self._missing[layout] = plan.missing_bytes
+            self._missing_bytes[layout] = plan.missing_bytes
             plan = replace(plan, layout=layout)
         if not plan.missing_bytes:
             self.best = sorted([*self.best, plan], key=_worse)[: self._keep]
@@ -459,15 +462,14 @@ class _Search:
 
 
 def _worse(plan: ClusterPlan) -> tuple[float, bool, bool]:
-    """What orders plans: time, then what moves for nothing."""
+    """Sort key of plans: time, then whether anything is copied for nothing."""
     return plan.step_seconds, plan.offloads, plan.layout.kv_tier != "device"
 
 
 def layouts(question: ClusterQuestion, *, across: bool = False) -> Iterator[Layout]:
-    """Yields every layout that is worth a look.
+    """Yields every layout to consider.
 
-    With `across`, those some of whose groups of sequence-parallel devices leave a node; else all
-    others.
+    With `across`, those whose sequence-parallel groups span nodes; otherwise all others.
     """
     space = question.space
     found = space.layouts(
@@ -481,10 +483,10 @@ def layouts(question: ClusterQuestion, *, across: bool = False) -> Iterator[Layo
 
 
 def simulate_layout(question: ClusterQuestion, layout: Layout) -> ClusterPlan:
-    """Simulates one layout; it need not fit.
+    """Simulates one layout, whether or not it fits.
 
-    A step's rows are alike, so a pipeline soon repeats itself: of many rows only as many are
-    simulated as show it, and what the others add is known (`period_seconds`).
+    All rows of a step are alike, so a pipeline soon repeats itself: of many rows only as many are
+    simulated as show its period, and the others add whole periods (`period_seconds`).
     """
     plan, _ = _simulate_within(question, layout, math.inf)
     assert plan is not None, "nothing was too large"
@@ -492,15 +494,15 @@ def simulate_layout(question: ClusterQuestion, layout: Layout) -> ClusterPlan:
 
 
 def _simulate_within(
-    question: ClusterQuestion, layout: Layout, most_actions: float
+    question: ClusterQuestion, layout: Layout, max_actions: float
 ) -> tuple[ClusterPlan | None, int]:
-    """Simulates a layout if that takes so many actions at most, and says how many it took."""
+    """Simulates a layout within a limit on actions; returns the plan, if any, and its actions."""
     rows = question.rows // layout.replicas
     warm_up, every = _warm_up(layout, rows)
     count, actions = _few_rows(rows, warm_up, every), 0
     while True:
         actions += _num_actions(layout, count)
-        if actions > most_actions:
+        if actions > max_actions:
             return None, actions - _num_actions(layout, count)
         schedule, costs, timeline = _simulated(question, layout, count)
         if count == rows:
@@ -520,13 +522,13 @@ def _planned(
     rows: int,
     more_seconds: float,
 ) -> ClusterPlan:
-    """Returns what was simulated of a pipeline's rows, and what the others add, as a plan."""
+    """Returns a plan from the simulation of `rows` rows and the seconds that the others add."""
     cost, bounds = costs.cost, costs.bounds
     step_seconds = timeline.end_seconds + more_seconds
     peaks = tuple(timeline.peak(f"{rank}.device").num_bytes for rank in range(layout.stages))
 
     def node_bytes(tier: Tier) -> int:
-        """Neighbouring stages share a node; replicas fill it up."""
+        """Sum over the fullest ranks that one node can hold."""
         held = [timeline.peak(f"{rank}.{tier}").num_bytes for rank in range(layout.stages)]
         fullest = sorted(held * (layout.replicas * layout.sp), reverse=True)
         return sum(fullest[: question.ranks_per_node])
@@ -591,13 +593,13 @@ def _simulated(
 
 
 def _warm_up(layout: Layout, rows: int) -> tuple[int, int]:
-    """Rows that a pipeline has begun when the first comes back, and rows that pass it together.
+    """Rows begun before the first backward, and rows that pass the stages as one group.
 
     The second is 0 where groups of rows are not all of one size.
     """
     size = Size(layout.stages, rows, layout.num_chunks, layout.virtual)
     if layout.schedule in SHARED_UNIT_SCHEDULES:
-        # One row after the other.
+        # Rows follow each other, each forward and back.
         return 1, 1
     units = forwards_before_backward(layout.schedule, size)[0]
     warm_up = -(-units // (layout.num_chunks * layout.virtual))
@@ -609,7 +611,7 @@ def _warm_up(layout: Layout, rows: int) -> tuple[int, int]:
 
 @contextmanager
 def _no_collection() -> Generator[None]:
-    """Stops the search for cycles: none are made here, and it would look through all actions."""
+    """Turns garbage collection off: no cycles are made here, and it would visit all actions."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -620,9 +622,9 @@ def _no_collection() -> Generator[None]:
 
 
 def _num_actions(layout: Layout, rows: int) -> int:
-    """Returns how many actions `rows` rows are in a lowered schedule, or a few more.
+    """Returns the number of actions of `rows` rows in a lowered schedule, or a few more.
 
-    More where chunks are not streamed or sent away that here are taken to be.
+    Counts copies of all chunks, also of those that are not copied.
     """
     stages, chunks = layout.stages * layout.virtual, layout.num_chunks
     computes = 3 if layout.schedule == "zb_seq1f1b" else 2
@@ -631,31 +633,32 @@ def _num_actions(layout: Layout, rows: int) -> int:
     copies += 0 if layout.kv_tier == "device" else 4
     units, passes = stages * chunks, 4 * (stages - 1) * chunks
     if layout.schedule in SHARED_UNIT_SCHEDULES:
-        # Each rank has its share of a unit: of a stage's first and last ones several.
+        # Each rank of a shared unit has an action of its own.
         ahead = range(stages)
         units = sum((stages - 1 - i) * (stages - i) + i * (i + 1) for i in ahead)
         units += stages * (chunks - stages + 1)
-        # Hidden states go from each share to each that needs some of them, K/V and their sums from
-        # each rank to all others.
+        # Hidden states pass from each share to each that needs some of them; K/V and dK/dV pass
+        # from each rank to all others.
         passes += 16 * math.comb(stages, 3) + 2 * stages * (stages - 1) * chunks
     return rows * (units * (computes + copies) + passes)
 
 
 def _few_rows(rows: int, warm_up: int, every: int) -> int:
-    """Returns the fewest rows in which a pipeline can be seen to repeat itself, or all."""
+    """Returns the fewest rows that show whether a pipeline repeats itself, or all."""
     if not every:
         return rows
     few = warm_up + 2 * every + 1
     few += (rows - few) % every
-    # A try that may fail should cost much less than doing without.
+    # An attempt that may fail should cost much less than simulating all rows.
     return few if 2 * few <= rows else rows
 
 
 def _reduce_seconds(question: ClusterQuestion, layout: Layout) -> float:
-    """A ring all-reduce of the largest stage's gradients: 2 (R - 1) / R of them over each link.
+    """Seconds of a ring all-reduce of the largest stage's gradients over R replicas.
 
-    Of n sequence-parallel devices each first gets its n-th of the sum over them, and in the end
-    the others' shares. Sharded gradients are reduced unit by unit.
+    2 (R - 1) / R of them pass over each link. n sequence-parallel devices first reduce-scatter
+    among themselves and all-gather in the end, so 1 / n of the gradients passes between replicas.
+    Sharded gradients are reduced unit by unit instead.
     """
     if layout.sharded or layout.replicas * layout.sp == 1:
         return 0.0

@@ -1,8 +1,7 @@
 """ModelCost: seconds and bytes of every unit of work, from a model's shape and a machine's profile.
 
-The one place that turns FLOPs into seconds. The solver, the simulator and the reports ask it, so
-they agree. One unit is the forward or the backward of one decoder layer over one chunk; the head
-and the loss of a chunk are a unit of their own.
+The one place that turns FLOPs into seconds; solver, simulator and reports read it. One unit is the
+forward or the backward of one decoder layer over one chunk; head and loss of a chunk are another.
 """
 
 from __future__ import annotations
@@ -23,112 +22,115 @@ from sppo_hf.planning.model_shape import ModelShape, visible_pairs
 from sppo_hf.planning.tiers import TIERS, Tier
 
 ATTENTION_BACKWARD_FLOPS = 2.5
-"""Attention's backward in forwards: five matrix products where forward has two."""
+"""FLOPs of attention's backward over its forward's: five matrix products instead of two."""
 
 UNKNOWN_HOST_UPDATE = 50e9
-"""Bytes per second of an optimizer's update on a host that nobody has measured: a guess, a sixth of
-what eight channels of DDR5-4800 move at best."""
+"""Bytes per second of an optimizer's update in host memory where not measured: a sixth of the
+peak of eight channels of DDR5-4800."""
 
 # Every byte that autograd saves was written once and read once in forward; backward reads it and
 # reads and writes a gradient of the same size.
 _FORWARD_TRAFFIC = 2
 _BACKWARD_TRAFFIC = 3
 
-# Python's time for forward and backward of a layer's frame, in forwards of the bare layer: measured
+# Python's time for a recomputed layer's forward and backward, over a bare forward: measured
 # on a CPU with Llama's layer and adapters on all its linears (the bare layer itself is at 2.2).
 _HOST_FORWARDS: dict[Saved, float] = {"inputs": 4.1, "matmuls": 8.4, "hidden": 4.1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """Measured over predicted, to correct a profile that lies; 1.0 where nothing was measured."""
+    """Ratios of measured to predicted times; 1.0 where nothing was measured."""
 
     forward: float = 1.0
-    """Seconds of forward units."""
+    """Factor on the seconds of forward units."""
 
     backward: float = 1.0
-    """Seconds of backward units."""
+    """Factor on the seconds of backward units."""
 
     d2h: float = 1.0
-    """Seconds per byte to the host."""
+    """Factor on the seconds of copies to the host."""
 
     h2d: float = 1.0
-    """Seconds per byte to the device."""
+    """Factor on the seconds of copies to the device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitSeconds:
-    """Seconds of every unit of one batch, [kinds, chunks] where nothing else is said.
+    """Seconds of every unit of one batch, [kinds, chunks] unless stated otherwise.
 
-    Kinds are the layers that cost the same, in the order of `ModelShape.layer_kinds`.
+    Kinds of layers are numbered as in `ModelShape.layer_kinds`.
     """
 
     forward: NDArray[np.float64]
-    """Forwards."""
+    """Forward."""
 
     backward: NDArray[np.float64]
-    """Backwards, recomputation left out."""
+    """Backward without recomputation."""
 
     weight: NDArray[np.float64]
-    """The part of backwards that is gradients of weights."""
+    """The part of backward that computes gradients of weights."""
 
     recompute: NDArray[np.float64]
-    """[kinds, saved, chunks] What is run again, by what is saved (`SAVED`)."""
+    """[kinds, saved, chunks] Recomputation, by what is saved (`SAVED`)."""
 
     keys: NDArray[np.float64]
-    """What makes keys and values again from a layer's input."""
+    """Recomputation of K/V from a layer's input."""
 
     head: NDArray[np.float64]
-    """[chunks] Head and loss, with gradients."""
+    """[chunks] Head and loss in training, with their gradients."""
 
     head_evaluated: NDArray[np.float64]
-    """[chunks] The same without."""
+    """[chunks] Head and loss in evaluation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCost:
-    """Costs of one stage's units on one device."""
+    """Seconds and bytes of a model's units on one device."""
 
     shape: ModelShape
     """The model."""
 
     profile: HardwareProfile
-    """The machine."""
+    """Speeds of the machine."""
 
     dtype_name: str
-    """Dtype of the compute, "bfloat16"."""
+    """Dtype of matrix products, such as "bfloat16"."""
 
     batch_rows: int = 1
-    """Rows that go through together; all seconds and bytes are of all of them."""
+    """Rows of a batch; seconds and bytes are those of all of them."""
 
     all_to_all_bytes_per_second: float = math.inf
-    """Between ranks that share every unit (`ModelShape.sp`), each way, while all of them exchange
-    tokens for heads. Seconds and bytes are those of one of them."""
+    """Rate of each sequence-parallel rank (`ModelShape.sp`) in an all-to-all, each way. Seconds and
+    bytes are those of one rank."""
 
     correction: Correction = Correction()
-    """What the first steps taught."""
+    """Correction from the first measured steps."""
 
-    # Not taken along by `dataclasses.replace`: another profile or correction, other seconds.
+    # Not copied by `dataclasses.replace`: other fields give other seconds.
     _memo: dict[tuple[object, ...], Any] = field(
         default_factory=dict[tuple[object, ...], Any], init=False, repr=False, compare=False
     )
     _kinds: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Number the kinds of layers, for layers of one kind cost the same."""
+        """Number the kinds of layers: those of one kind cost the same."""
         object.__setattr__(self, "_kinds", self.shape.layer_kinds)
 
     @property
     def sp(self) -> int:
-        """Sequence-parallel ranks that share each unit."""
+        """Number of sequence-parallel ranks that share each unit."""
         return self.shape.sp
 
     def with_sequence_parallel(
         self, sp: int, all_to_all_bytes_per_second: float, head_blocks: int | None = None
     ) -> ModelCost:
-        """Returns the costs of one of `sp` ranks that share each unit, and exchange so fast.
+        """Returns the costs of one of `sp` sequence-parallel ranks, the one with most heads.
 
-        Of ranks with unequal numbers of heads (`head_blocks`, see `ModelShape`), the one with most.
+        Args:
+            sp: number of ranks.
+            all_to_all_bytes_per_second: rate of each rank in an all-to-all.
+            head_blocks: how ranks divide heads, see `ModelShape.head_blocks`.
         """
         return replace(
             self,
@@ -137,16 +139,16 @@ class ModelCost:
         )
 
     def all_to_all_seconds(self, layer: int, tokens: int, *, keys: bool = True) -> float:
-        """All-to-alls of a layer over a chunk of `tokens` tokens, tokens to heads and back.
+        """Seconds of a layer's all-to-alls over a chunk, from tokens to heads and back.
 
         Each rank sends every other one that one's heads of its own tokens' queries, keys and
         values, and gets its own tokens' output back: of `2 Hq + 2 Hkv` heads of C tokens,
         (n - 1) / n^2 where n divides them. Backward sends as much.
 
         Args:
-            layer: which.
-            tokens: C, of the whole chunk.
-            keys: False leaves out keys and values, as recomputation does.
+            layer: index of the layer.
+            tokens: C, tokens of the whole chunk.
+            keys: False leaves out K/V, as recomputation does.
         """
         if self.sp == 1:
             return 0.0
@@ -159,7 +161,7 @@ class ModelCost:
         return sent * self.shape.dtype_bytes / self.all_to_all_bytes_per_second
 
     def unit_seconds(self, bounds: Bounds, layer_tile_tokens: int = 0) -> UnitSeconds:
-        """Returns the seconds of every unit of a batch, once for each kind of layer."""
+        """Returns the seconds of every unit of a batch, by kind of layer."""
         key = ("units", bounds, layer_tile_tokens)
         if key not in self._memo:
             kinds = sorted(set(self._kinds))
@@ -192,7 +194,7 @@ class ModelCost:
         return self._memo[key]
 
     def forward_seconds(self, layer: int, start: int, end: int, tile: int = 0) -> float:
-        """Forward of `layer` over tokens [start, end) with all keys before them."""
+        """Seconds of forward of `layer` over tokens [start, end), which see all before."""
         shape = self.shape.layers[layer]
         key = ("F", self._kinds[layer], start, end, tile)
         if key not in self._memo:
@@ -208,7 +210,7 @@ class ModelCost:
         return self._memo[key]
 
     def backward_seconds(self, layer: int, start: int, end: int, tile: int = 0) -> float:
-        """Backward of `layer` over tokens [start, end), recomputation left out."""
+        """Seconds of backward of `layer` over tokens [start, end), without recomputation."""
         shape = self.shape.layers[layer]
         key = ("B", self._kinds[layer], start, end, tile)
         if key not in self._memo:
@@ -228,7 +230,7 @@ class ModelCost:
         return self._memo[key]
 
     def weight_seconds(self, layer: int, tokens: int) -> float:
-        """The part of `backward_seconds` that is gradients of weights, where it is done apart."""
+        """The part of `backward_seconds` that computes gradients of weights."""
         key = ("W", self._kinds[layer], tokens)
         if key not in self._memo:
             flops = self.shape.weight_gradient_flops_per_token(layer)
@@ -238,9 +240,9 @@ class ModelCost:
     def recompute_seconds(
         self, layer: int, tokens: int, saved: Saved, tile: int = 0, *, start: int = 0
     ) -> float:
-        """What backward runs again of `layer` over a chunk of `tokens` tokens behind `start`.
+        """Seconds of recomputing `layer` over `tokens` tokens from `start` on.
 
-        Where that begins counts for attention alone.
+        `start` matters only where attention is recomputed.
         """
         if saved == "whole":
             return 0.0
@@ -256,34 +258,34 @@ class ModelCost:
             linear = self._linear_seconds(flops, tokens, tile)
             busy = linear + self._elementwise_seconds(layer, tokens, _FORWARD_TRAFFIC)
             seconds = max(busy, launches * self.profile.launch_seconds)
-            # Short chunks leave the device waiting for Python, which some modes keep busier.
+            # With short chunks the device waits for Python, which recomputation keeps busier.
             host = _HOST_FORWARDS[saved] * launches * self.profile.launch_seconds
             beside = self.forward_seconds(layer, 0, tokens, tile) / self.correction.forward
             beside += self.backward_seconds(layer, 0, tokens, tile) / self.correction.backward
             again = max(seconds, host - beside) * self.correction.backward
             if saved == "inputs":
-                # Queries go to heads once more, and attention's output, kept there, comes back.
+                # Queries are exchanged to heads again, and the saved attention output back.
                 again += self.all_to_all_seconds(layer, tokens, keys=False)
             self._memo[key] = again
         return self._memo[key]
 
     def attention_recompute_seconds(self, layer: int, start: int, end: int) -> float:
-        """What it takes backward to run attention of tokens [start, end) forward once more."""
+        """Seconds of recomputing attention's forward of tokens [start, end)."""
         flops = self._pairs_flops(self.shape.layers[layer], start, end)
         rate = self._rate(self.profile.attention_forward_flops, end - start)
         return flops / rate * self.correction.backward
 
     def kv_recompute_seconds(self, layer: int, tokens: int) -> float:
-        """Making keys and values of a chunk again: the layer runs up to its attention.
+        """Seconds of recomputing K/V of a chunk: the layer runs up to its attention.
 
-        Norm, projections (queries' too) and rotary embedding.
+        That is norm, projections (those of queries too) and rotary embedding.
         """
         key = ("K", self._kinds[layer], tokens)
         if key not in self._memo:
             shape = self.shape.layers[layer]
             elements = shape.kv_elements and shape.kv_elements + shape.q_elements
             linear = self._linear_seconds(2 * shape.hidden_size * elements, tokens)
-            # The input is read and its norm written and read; the rest is written and turned.
+            # Input read, norm written and read; projections written, and rotated in place.
             passed = (3 * shape.hidden_size + 4 * elements) * self.shape.dtype_bytes
             passed *= tokens * self.batch_rows
             seconds = linear + passed / self.profile.memory_bytes_per_second
@@ -292,7 +294,7 @@ class ModelCost:
         return self._memo[key]
 
     def head_seconds(self, tokens: int, *, training: bool = True) -> float:
-        """Head and loss of a chunk; in training its gradients are computed on the spot."""
+        """Seconds of head and loss of a chunk; in training with the gradients of both."""
         key = ("H", tokens, training)
         if key not in self._memo:
             products = 1.0 + (1.0 + self.shape.head_trainable if training else 0.0)
@@ -321,26 +323,26 @@ class ModelCost:
         return [by_length[tokens] for tokens in lengths]
 
     def kv_bytes(self, layer: int, tokens: int) -> int:
-        """K and V of `tokens` tokens of `layer`."""
+        """Bytes of K and V of `tokens` tokens of `layer`."""
         return self._own_rows(tokens) * self.shape.per_rank.kv_bytes_per_token(layer)
 
     def dkv_bytes(self, layer: int, tokens: int) -> int:
-        """Gradient sums of K and V of `tokens` tokens of `layer`."""
+        """Bytes of accumulated dK and dV of `tokens` tokens of `layer`."""
         return self._own_rows(tokens) * self.shape.per_rank.dkv_bytes_per_token(layer)
 
     def d2h_seconds(self, num_bytes: float, *, both: bool = False) -> float:
-        """A copy to the host; `both` while another runs the other way."""
+        """Seconds of a copy to the host; `both` while another runs the other way."""
         rate = self.profile.both_d2h_bytes_per_second if both else self.profile.d2h_bytes_per_second
         return num_bytes / rate * self.correction.d2h
 
     def h2d_seconds(self, num_bytes: float, *, both: bool = False) -> float:
-        """A copy to the device; `both` while another runs the other way."""
+        """Seconds of a copy to the device; `both` while another runs the other way."""
         rate = self.profile.both_h2d_bytes_per_second if both else self.profile.h2d_bytes_per_second
         return num_bytes / rate * self.correction.h2d
 
     @property
     def update_seconds(self) -> float:
-        """The optimizer's update where it works in host memory; 0 where it does not."""
+        """Seconds of the optimizer's update in host memory; 0 where it runs on the device."""
         resting = self.shape.host_resident
         if resting is None:
             return 0.0
@@ -348,15 +350,15 @@ class ModelCost:
         return resting.update_bytes / rate
 
     def store_seconds(self, tier: Tier, num_bytes: float) -> float:
-        """Storing what is in host memory on a tier behind it."""
+        """Seconds of writing from host memory to a tier behind it."""
         return num_bytes / TIERS[tier].store_rate(self.profile)
 
     def load_seconds(self, tier: Tier, num_bytes: float) -> float:
-        """Loading it into host memory."""
+        """Seconds of reading from such a tier into host memory."""
         return num_bytes / TIERS[tier].load_rate(self.profile)
 
     def _own_rows(self, tokens: int) -> int:
-        """A rank's tokens of a chunk, of all rows."""
+        """Tokens of a chunk on one rank, over all rows."""
         return self.batch_rows * self.shape.tokens_per_rank(tokens)
 
     def _pairs_flops(self, shape: LayerProfile, start: int, end: int) -> float:
@@ -364,14 +366,14 @@ class ModelCost:
         flops = self.batch_rows * shape.attention_flops_per_key * pairs
         if self.sp == 1 or not shape.num_heads:
             return flops
-        # Where ranks are more than heads, several take a head, and each a part of its queries.
+        # Where there are more ranks than heads, several divide the queries of one head.
         each = max(1, self.sp // shape.num_heads)
         return flops * shape.heads_of(self.sp, self.shape.head_blocks) / (each * shape.num_heads)
 
     def _launches(self, tokens: int, tile: int) -> float:
-        """How many times as many kernels a layer in tiles has.
+        """Kernels of a layer whose token-wise modules run in tiles, over those of one without.
 
-        About half of a layer's kernels are those of token-wise modules: an assumption.
+        Assumes that half of a layer's kernels are in token-wise modules.
         """
         rows = self._own_rows(tokens)
         return (1 + -(-rows // tile)) / 2 if tile and rows > tile else 1.0

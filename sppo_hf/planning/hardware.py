@@ -1,10 +1,12 @@
-"""HardwareProfile: how fast a machine computes and copies, and how much it holds.
+"""HardwareProfile: speeds and memory sizes of a machine, as JSON, and how one is found.
 
-Measured by `sppo calibrate` or shipped as data from public figures. Rates are per second of one
-device; curves give a rate by the number of tokens of a chunk, because small chunks are slower.
+Rates are per second of one device; curves give a rate by the tokens of a chunk, because small
+chunks are slower. As JSON a profile has one key per field, a curve as an object from tokens to
+rate, and `format`, the version of this layout.
 
-As JSON a profile is flat: one key per field, a curve as an object from tokens to its rate, and
-`format`, the version of this layout. What is wrong with a file is said by file and field.
+Profiles are looked for in this order: measured by `sppo calibrate` and kept under the Hugging Face
+cache, one file per device name and versions; shipped with the package (`planning/profiles/`) from
+public figures; else orders of magnitude. The last two say that they are estimates.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from sppo_hf.reading import parse_json, read_text
 from sppo_hf.rules import show
 
 UNKNOWN_LINK = 25 * 2.0**30
-"""Bytes per second between devices where a profile has no rate: a 200 Gbit/s network card's."""
+"""Bytes per second between devices where a profile has no rate: those of a 200 Gbit/s network."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ class Curve:
     """(tokens, rate), tokens strictly increasing."""
 
     def __post_init__(self) -> None:
-        """Refuse a curve that has no rate to give.
+        """Refuse an invalid curve.
 
         Raises:
             ConfigError: there is no point, tokens do not increase from 1 up, or a rate is not a
@@ -89,7 +91,7 @@ _STANDS_FOR: dict[str, tuple[tuple[str, float], ...]] = {
 
 
 def curve_for(curves: Mapping[str, Curve], dtype_name: str) -> Curve:
-    """The curve of a dtype, or what its nearest relative lets expect.
+    """Returns the curve of a dtype, or an estimate from that of a related one.
 
     Returns:
         `curves[dtype_name]` where it is listed. Else the other 16-bit dtype's curve for a 16-bit
@@ -130,10 +132,10 @@ class HardwareProfile:
     """The same of its backward, which is counted as 2.5 times the forward's FLOPs."""
 
     memory_bytes_per_second: float
-    """Reads and writes of the device's own memory; bounds elementwise work."""
+    """Bandwidth of the device's memory, which bounds elementwise work."""
 
     launch_seconds: float
-    """Time one layer's forward takes at least, however few tokens: launches and Python."""
+    """Minimum time of one layer's forward with few tokens: kernel launches and Python."""
 
     d2h_bytes_per_second: float
     """Pinned copy to the host while nothing else is copied."""

@@ -1,7 +1,7 @@
 """Small JSON files that processes keep for each other under the Hugging Face home.
 
-A file's name has what the value hangs on as a digest, so that values of several environments lie
-side by side and one of another format is not even opened.
+A file's name contains a digest of everything that the value depends on, so that values of several
+environments and format versions lie side by side.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def cache_folder(kind: str) -> Path:
 
 
 def cache_path(kind: str, name: str, key: object) -> Path:
-    """Where a value lies, whether or not it exists.
+    """Path of the file of a value, whether or not it exists.
 
     Args:
-        kind: of values; see `cache_folder`.
-        name: to recognise the file by.
-        key: all that the value hangs on, in values that JSON knows.
+        kind: kind of values; see `cache_folder`.
+        name: for people, put in front of the digest.
+        key: everything that the value depends on, serializable as JSON.
     """
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:12]
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:60]
@@ -47,7 +47,7 @@ def cache_path(kind: str, name: str, key: object) -> Path:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Writes a file, whole or not at all, over one that is there.
+    """Writes a file atomically, replacing one that exists.
 
     Raises:
         OSError: it cannot be written.
@@ -57,7 +57,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def write_temporary(path: Path, text: str) -> Path:
-    """Writes a file under a name of its own in the folder of `path`, which is made.
+    """Writes a file with a temporary name in the folder of `path`, which is created.
 
     Raises:
         OSError: it cannot be written.
@@ -72,11 +72,10 @@ def write_temporary(path: Path, text: str) -> Path:
 
 @contextmanager
 def file_lock(path: Path, *, most_seconds: float) -> Generator[None]:
-    """Lets one process of a machine at a time make a file, so that the others find it made.
+    """Holds a lock of the operating system on a file beside `path` while a process makes `path`.
 
-    The lock is the operating system's, on a file beside `path`, and ends with the process that has
-    it, however that ends. Who has waited `most_seconds` goes on without it, and so does everybody
-    where nothing can be locked: the file is then made more than once.
+    The lock ends with the process that holds it. A process that has waited `most_seconds` goes on
+    without it, as do all where files cannot be locked: `path` is then made more than once.
     """
     lock = path.with_suffix(".lock")
     until = time.monotonic() + most_seconds
@@ -97,7 +96,7 @@ def file_lock(path: Path, *, most_seconds: float) -> Generator[None]:
 
 
 def _locked(descriptor: int, until: float) -> bool:
-    """Whether a lock could be had in time."""
+    """Whether the lock was acquired in time."""
     while fcntl is not None:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

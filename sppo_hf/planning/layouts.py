@@ -1,6 +1,6 @@
-"""Layouts: how a step may be spread over devices, and which of these ways a search looks at.
+"""Layouts of a training step over devices, the space of them that a search covers, and bounds.
 
-Also `LowerBounds`: the seconds and bytes that a layout takes at least.
+`LowerBounds` says what a layout takes at least, so that `cluster` need not simulate all of them.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from sppo_hf.schedule.generate import (
 )
 
 PartitionMode = Literal["even", "flops", "bounded"]
-"""How a sequence is cut: equal lengths; equal FLOPs; equal FLOPs as far as no chunk is much longer
-or shorter than the mean, so that no frame is."""
+"""How a sequence is cut: equal lengths; equal FLOPs; equal FLOPs, but no chunk much longer or
+shorter than the mean, so that saved activations are of similar size."""
 
 
 class Layout(NamedTuple):
-    """How a step is spread over devices."""
+    """How a training step is spread over devices."""
 
     schedule: str
     """Name of the schedule."""
@@ -52,40 +52,39 @@ class Layout(NamedTuple):
     """Ranks of a pipeline."""
 
     replicas: int
-    """Pipelines beside each other, each with its share of the rows."""
+    """Data-parallel pipelines, each with its share of the rows."""
 
     virtual: int
-    """Stages of each rank."""
+    """Virtual stages of each rank."""
 
     num_chunks: int
-    """Chunks of a sequence."""
+    """Chunks of a row."""
 
     partition: PartitionMode
-    """How it is cut."""
+    """How rows are cut into chunks."""
 
     saved: Saved
-    """What is kept of frames."""
+    """What is saved of each layer for backward; the rest is recomputed."""
 
     offload: OffloadRule
-    """What of that leaves the device."""
+    """How much of what is saved is offloaded."""
 
     kv_tier: Tier = "device"
-    """Where keys, values and their gradient sums wait."""
+    """Tier of K/V and of their accumulated gradients."""
 
     sp: int = 1
-    """Devices that share each stage's units by sequence parallelism: each rank of a pipeline is so
-    many."""
+    """Sequence-parallel devices that make up each rank of a pipeline."""
 
     sharded: bool = False
     """Whether weights, gradients and optimizer states are sharded over all devices of a stage
     (FSDP); only without a pipeline."""
 
     activation_tier: Tier = HOST
-    """Where what leaves goes."""
+    """Tier of offloaded activations."""
 
     @property
     def devices(self) -> int:
-        """Devices in use."""
+        """Number of devices in use."""
         return self.stages * self.replicas * self.sp
 
     def to_json(self) -> dict[str, Any]:
@@ -104,7 +103,7 @@ class Layout(NamedTuple):
         return tuple((d // devices_per_node, (d + self.sp - 1) // devices_per_node) for d in first)
 
     def rank_nodes(self, devices_per_node: int) -> tuple[Hashable, ...]:
-        """Returns a node for each rank: equal where two are on one node in all replicas."""
+        """Returns the node of each rank, equal where two share a node in all replicas."""
         found: list[Hashable] = []
         for rank in range(self.stages):
             nodes = self.nodes_of(rank, devices_per_node)
@@ -120,20 +119,20 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchSpace:
-    """What a search may choose from."""
+    """The values that a search tries for each field of a layout."""
 
     schedules: tuple[str, ...] = ("seq1f1b", "zb_seq1f1b", "interleaved_seq1f1b", MSP)
-    """Where there is more than one stage; on a single one they are all the same."""
+    """Schedules, where there is more than one stage; on a single one they are all the same."""
 
     beyond_runtime: bool = False
-    """Whether ranks may share units where none can yet run that: groups of sequence-parallel
-    devices, or heads that cannot be divided."""
+    """Whether to include shared units that the runtime refuses: of sequence-parallel groups, or
+    with heads that cannot be divided."""
 
     virtual: tuple[int, ...] = (2, 4)
-    """Stages of a rank, for schedules that put several on one."""
+    """Stages per rank, for interleaved schedules."""
 
     partitions: tuple[PartitionMode, ...] = ("flops",)
-    """How sequences are cut."""
+    """How rows are cut."""
 
     frames: tuple[tuple[Saved, OffloadRule], ...] = (
         ("whole", "none"),
@@ -143,30 +142,30 @@ class SearchSpace:
         ("inputs", "none"),
         ("inputs", "full"),
     )
-    """What is kept of frames, and what of that leaves, fastest first."""
+    """What is saved of each layer and how much of it is offloaded, fastest first."""
 
     kv_tiers: tuple[Tier, ...] = ("device", "host")
-    """Where K/V may wait."""
+    """Tiers of K/V."""
 
     activation_tiers: tuple[Tier, ...] = (HOST,)
-    """Where what leaves of frames may go."""
+    """Tiers of offloaded activations."""
 
     sp: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
-    """Sequence-parallel devices of a rank. Groups that leave a node are looked at only where
-    nothing else fits."""
+    """Sizes of sequence-parallel groups. Those that span nodes are tried only where nothing else
+    fits."""
 
     sharded: tuple[bool, ...] = (False,)
-    """Whether weights may be sharded where there is one stage."""
+    """Whether weights are sharded, where there is one stage."""
 
     chunk_tokens: tuple[int, int] = (2048, 32_768)
-    """Least and most tokens of a chunk on one device, on average: of a rank's share where several
-    share it. A row that is shorter is one chunk."""
+    """Minimum and maximum mean tokens of a chunk on one device (its share in a sequence-parallel
+    group). A shorter row is one chunk."""
 
     max_units: int = 1024
-    """Chunks of all rows that pass through one pipeline in a step."""
+    """Maximum number of chunks, over all rows, that pass through one pipeline in a step."""
 
     min_device_share: float = 1.0
-    """Share of the devices that must be used; below 1, some may stand idle so that stages become
+    """Share of the devices that must be used; below 1 some may be left out, so that stages become
     equal."""
 
     def layouts(
@@ -192,7 +191,7 @@ class SearchSpace:
     def _of_groups(
         self, gpus: int, rows: int, total_tokens: int, num_layers: int
     ) -> Iterator[Layout]:
-        """Yields layouts over groups of devices that each see so many tokens of a row."""
+        """Yields layouts over `gpus` groups of devices, `total_tokens` tokens of a row on each."""
         shortest, longest = self.chunk_tokens
         chunks = [
             2**power
@@ -201,7 +200,7 @@ class SearchSpace:
         ]
         for stages in range(1, min(gpus, num_layers) + 1):
             least = math.ceil(self.min_device_share * gpus / stages)
-            # A rank more than the largest stage's layers ask for only makes others smaller.
+            # One stage more leaves the largest stage as large: only others become smaller.
             needless = stages > 1 and -(-num_layers // stages) == -(-num_layers // (stages - 1))
             for replicas in range(least, gpus // stages + 1):
                 if rows % replicas or (needless and stages * replicas < gpus):
@@ -213,7 +212,7 @@ class SearchSpace:
     def _variants(
         self, stages: int, replicas: int, num_chunks: int, num_layers: int
     ) -> Iterator[Layout]:
-        # A single chunk is cut in no way, and a single stage is run by no schedule.
+        # A single chunk is not cut, and with a single stage all schedules are the same.
         cuts = self.partitions if num_chunks > 1 else self.partitions[:1]
         for schedule in self.schedules if stages > 1 else self.schedules[:1]:
             for virtual in self.virtual if schedule in INTERLEAVED and stages > 1 else (1,):
@@ -234,7 +233,7 @@ class SearchSpace:
 def bounds_of(
     curve: PrefixCost, total_tokens: int, num_chunks: int, partition: PartitionMode
 ) -> Bounds:
-    """Cuts a sequence as a layout says."""
+    """Returns the chunks of a row that is cut into `num_chunks`."""
     if partition == "even":
         return even_bounds(total_tokens, num_chunks)
     if partition == "bounded":

@@ -2,16 +2,16 @@
 
 Time is cut into slots, forward and backward of each chunk, or by layer of each layer. A slot lasts
 as long as its compute (recomputation included) and at least as long as the copies that must go on
-in it; the sum is minimised. Bytes are conserved: what leaves was produced, what comes back is there
-before its use, no more than the look-ahead waits on the device. All of it is linear in the numbers
-of frames, so the optimum over fractional numbers is found exactly (HiGHS) and bounds
-every plan of these modes and look-ahead from below; rounding to whole frames is `solve`'s.
+in it; the sum is minimised. Bytes are conserved: what leaves was produced, what comes back is
+exists before its use, no more than the look-ahead waits on the device. All of it is linear in the
+numbers of frames, so the optimum over fractional numbers is found exactly (HiGHS) and bounds every
+plan of these modes and look-ahead from below; rounding to whole frames is `solve`'s.
 
 By chunk the frames of a slot are those of its layers, in groups of layers that cost the same. By
 layer they are those of its chunks, taken as equal: their bytes and their recomputation grow with
 their tokens alone. Only where attention may run again, which takes longer the more keys a chunk
 sees, are they put into groups (`chunk_groups`). Keys and values of the layer are one more thing
-there, with modes of their own.
+exists, with modes of their own.
 
 Knows nothing of budgets' origin, of rounding or of simulation.
 """
@@ -29,7 +29,7 @@ from numpy.typing import ArrayLike, NDArray
 from sppo_hf.planning.activation_modes import SAVED, ActivationMode
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions, KVMode
-from sppo_hf.planning.lowering import LAYERS_THERE, least_device_bytes, mode_free_levels
+from sppo_hf.planning.lowering import RESIDENT_LAYERS, fixed_levels, min_device_bytes
 from sppo_hf.planning.memory import FRAGMENTATION, byte_tables
 from sppo_hf.planning.memory_snapshots import Budgets, Bytes
 from sppo_hf.planning.tiers import Tier, offload_tiers, tiers_behind_host
@@ -121,12 +121,12 @@ class Rows:
         self._counts: list[NDArray[np.int64]] = []
         self._bounds: list[NDArray[np.float64]] = []
 
-    def add(self, *rows: tuple[Terms, ArrayLike], there: NDArray[np.bool_] | None = None) -> None:
+    def add(self, *rows: tuple[Terms, ArrayLike], exists: NDArray[np.bool_] | None = None) -> None:
         """Adds rows and their bounds, [slots] of each: all of a slot, then those of the next.
 
         Args:
             rows: terms and bounds of the first rows of all slots, of the second ones, ...
-            there: [slots, rows] which there are; None for all.
+            exists: [slots, rows] which exists are; None for all.
         """
         slots, widest = len(rows[0][0].columns), max(terms.columns.shape[1] for terms, _ in rows)
         columns = np.zeros((slots, len(rows), widest), dtype=np.int64)
@@ -136,8 +136,8 @@ class Rows:
             width = terms.columns.shape[1]
             columns[:, at, :width], factors[:, at, :width] = terms
             bounds[:, at] = bound
-        if there is not None:
-            columns, factors, bounds = columns[there], factors[there], bounds[there]
+        if exists is not None:
+            columns, factors, bounds = columns[exists], factors[exists], bounds[exists]
         used = factors != 0.0
         self._columns.append(columns[used])
         self._factors.append(factors[used])
@@ -161,7 +161,7 @@ class Rows:
 
 
 def minimise(objective: NDArray[np.float64], less: Rows, equal: Rows) -> NDArray[np.float64] | None:
-    """Returns the x >= 0 that minimises `objective . x`, or None where there is none.
+    """Returns the x >= 0 that minimises `objective . x`, or None where exists is none.
 
     Args:
         objective: [width].
@@ -193,7 +193,7 @@ def _silent_solver() -> Highs:
 
     class Silent(Highs):
         def enableCallbacks(self) -> None:
-            # The constructor calls it, and 1.16 prints a banner there unless told before.
+            # The constructor calls it, and 1.16 prints a banner exists unless told before.
             self.silent()
             super().enableCallbacks()
 
@@ -212,7 +212,7 @@ class _Group(NamedTuple):
     """[ways] Where each puts them."""
 
     sizes: NDArray[np.float64]
-    """[ways, slots] GiB of one there."""
+    """[ways, slots] GiB of one exists."""
 
     seconds: NDArray[np.float64]
     """[ways, slots] What backward runs again for one."""
@@ -229,22 +229,20 @@ class LinearProgram:
         modes: Sequence[ActivationMode],
         *,
         kv_modes: Sequence[KVMode] = (),
-        device_kind: str,
     ) -> None:
         """Prepare; neither modes nor K/V modes of `decisions` are looked at."""
-        self._what = decisions
+        self._decisions = decisions
         self._cost = cost
         self._budgets = budgets
         self._modes = modes
-        self._device_kind = device_kind
-        self._tables = byte_tables(cost.shape, decisions, device_kind)
+        self._tables = byte_tables(cost.shape, decisions, cost.profile.kind)
         self._work = cost.unit_seconds(decisions.bounds, decisions.layer_tile_tokens)
         if decisions.by_layer:
-            self._groups = [*self._frames_of_layers(), self._keys_of_layers(kv_modes)]
+            self._groups = [*self._groups_by_layer(), self._kv_group(kv_modes)]
         else:
-            self._groups = self._frames_of_chunks()
+            self._groups = self._groups_by_chunk()
         last = len(self._groups) - 1
-        self._keys = range(last, last + 1) if decisions.by_layer else range(0)
+        self._kv_groups = range(last, last + 1) if decisions.by_layer else range(0)
         """Groups that are keys and values."""
         self._slots = decisions.num_layers if decisions.by_layer else decisions.num_chunks
         groups = self._groups
@@ -252,21 +250,21 @@ class LinearProgram:
         """[ways] Of all groups, one behind the other: where each puts things."""
         self._group_of = np.repeat(np.arange(len(groups)), [len(group.tiers) for group in groups])
         self._sizes = np.concatenate([group.sizes for group in groups]).T
-        """[slots, ways] GiB of one there."""
-        self._again = np.concatenate([group.seconds for group in groups]).T
+        """[slots, ways] GiB of one exists."""
+        self._rerun_seconds = np.concatenate([group.seconds for group in groups]).T
         """[slots, ways] What backward runs again for one."""
         self._ways = len(self._tiers)
         self._x = self._slots * self._ways
         self._at = np.arange(self._x).reshape(self._slots, self._ways)
         """[slots, ways] Columns of the counts."""
         # Behind the counts: one column per slot and purpose.
-        self._away = offload_tiers()
+        self._offload_tiers = offload_tiers()
         self._behind = tiers_behind_host()
         written, stored, read = (
             [f"{what} {tier}" for tier in self._behind] for what in ("written", "stored", "read")
         )
         names = (
-            *("forward", "backward", "kept", *self._away),
+            *("forward", "backward", "kept", *self._offload_tiers),
             *("out", *written, "sums", *stored, "coming", "back", *read),
         )
         self._column = {name: self._x + i * self._slots for i, name in enumerate(names)}
@@ -275,7 +273,7 @@ class LinearProgram:
         self._less = Rows()
         self._equal = Rows()
 
-    def _frames_of_chunks(self) -> list[_Group]:
+    def _groups_by_chunk(self) -> list[_Group]:
         """Layers of each kind; in the tables, which tell more layers apart, by one of them."""
         tables, groups = self._tables, list[_Group]()
         saved = [SAVED.index(mode.saved) for mode in self._modes]
@@ -287,7 +285,7 @@ class LinearProgram:
             groups.append(_Group(len(members), tiers, sizes, seconds))
         return groups
 
-    def _frames_of_layers(self) -> list[_Group]:
+    def _groups_by_layer(self) -> list[_Group]:
         """Chunks, each of the mean length of its group.
 
         Attention that runs again takes what it takes that of them whose queries see fewest keys.
@@ -297,7 +295,7 @@ class LinearProgram:
         tiers: list[Tier] = [mode.tier for mode in self._modes]
         hidden, inputs = SAVED.index("hidden"), SAVED.index("inputs")
         per_token = (work[:, hidden] - work[:, inputs]) / tables.lengths
-        for chunks in map(list, chunk_groups(self._what.num_chunks, self._modes)):
+        for chunks in map(list, chunk_groups(self._decisions.num_chunks, self._modes)):
             sizes, seconds = (
                 table[:, :, chunks].mean(axis=2) for table in (tables.saved / _GIB, work)
             )
@@ -307,8 +305,8 @@ class LinearProgram:
             groups.append(_Group(len(chunks), tiers, sizes, seconds))
         return groups
 
-    def _keys_of_layers(self, kv_modes: Sequence[KVMode]) -> _Group:
-        layers = self._what.num_layers
+    def _kv_group(self, kv_modes: Sequence[KVMode]) -> _Group:
+        layers = self._decisions.num_layers
         sizes, seconds = np.zeros((2, len(kv_modes), layers))
         tiers: list[Tier] = []
         for way, mode in enumerate(kv_modes):
@@ -322,19 +320,19 @@ class LinearProgram:
 
     def solve(self) -> Mix | None:
         """Returns the optimum, or None where nothing fits the budgets."""
-        self._count_layers()
-        self._hold_device()
-        self._hold_elsewhere()
-        self._take_time()
-        self._copy_out()
-        self._copy_back()
+        self._fix_counts()
+        self._limit_device()
+        self._limit_tiers()
+        self._bound_compute()
+        self._bound_stores()
+        self._bound_loads()
         objective = np.zeros(self._width)
         slots = self._slots
         for name in ("forward", "backward"):
             first = self._column[name]
             objective[first : first + slots] = 1.0
         # Of equally fast plans, the one that moves less; never at a price that counts.
-        moved = np.where([tier in self._away for tier in self._tiers], self._sizes, 0.0)
+        moved = np.where([tier in self._offload_tiers for tier in self._tiers], self._sizes, 0.0)
         most = 0.0
         for at, group in enumerate(self._groups):
             of_group = moved[:, self._group_of == at]
@@ -347,13 +345,13 @@ class LinearProgram:
         first = self._column["forward"]
         seconds = float(values[first : first + 2 * slots].sum())
         counts = values[: self._x].reshape(slots, self._ways)
-        frames = self._ways - sum(len(self._groups[at].tiers) for at in self._keys)
-        if self._what.training:
+        frames = self._ways - sum(len(self._groups[at].tiers) for at in self._kv_groups)
+        if self._decisions.training:
             seconds += self._cost.update_seconds
         return Mix(
             counts[:, :frames].reshape(slots, -1, len(self._modes)),
             seconds,
-            counts[:, frames:] if self._what.by_layer else None,
+            counts[:, frames:] if self._decisions.by_layer else None,
         )
 
     # -- terms: a row for each slot ------------------------------------------------------------
@@ -372,9 +370,9 @@ class LinearProgram:
         ]
         return Terms(self._at[:, chosen], self._sizes[:, chosen])
 
-    def _keys_on(self, tiers: Container[str]) -> Terms:
+    def _kv_on(self, tiers: Container[str]) -> Terms:
         """Those of keys and values alone; none by chunk."""
-        return self._terms(tiers, self._keys)
+        return self._terms(tiers, self._kv_groups)
 
     def _col(self, name: str, factor: float = 1.0) -> Terms:
         first = self._column[name]
@@ -392,7 +390,7 @@ class LinearProgram:
 
     # -- constraints -------------------------------------------------------------------------
 
-    def _count_layers(self) -> None:
+    def _fix_counts(self) -> None:
         ones = np.ones((self._slots, self._ways))
         self._equal.add(
             *(
@@ -402,31 +400,31 @@ class LinearProgram:
             )
         )
 
-    def _sum_up(self, name: str, tiers: Container[str]) -> None:
+    def _accumulate(self, name: str, tiers: Container[str]) -> None:
         """Makes column `name` of each slot the GiB of all up to it on some tiers."""
         before = self._col(name).before()
         self._equal.add((joined(self._terms(tiers), self._col(name, -1.0), before), 0.0))
 
-    def _hold_device(self) -> None:
+    def _limit_device(self) -> None:
         """What is kept and all else are within the budget where a slot's forward and backward end.
 
         Between these ends both change linearly. What is on its way, or is rebuilt, is counted as
         the modes allow.
         """
-        self._sum_up("kept", _HERE)
+        self._accumulate("kept", _HERE)
         budget = self._budgets.device
         if budget is None:
             return
-        share = 1.0 + FRAGMENTATION[self._device_kind]
-        held = least_device_bytes(self._tables)
-        copies, forward, backward = self._passing()
+        share = 1.0 + FRAGMENTATION[self._cost.profile.kind]
+        held = min_device_bytes(self._tables)
+        copies, forward, backward = self._transient_bytes()
         kept = self._col("kept", share)
         # Of the running layer's keys and values all know; those of the one below come ahead.
-        running = joined(kept, -self._keys_on(_HERE).times(share))
+        running = joined(kept, -self._kv_on(_HERE).times(share))
         # Of the slot itself, the frame that runs.
-        below = self._keys_on(self._away).before().times(share)
-        below = joined(kept.before(), below, self._share_of_frame(share=share))
-        ahead, heads, begin, end, there = self._ends()
+        below = self._kv_on(self._offload_tiers).before().times(share)
+        below = joined(kept.before(), below, self._running_activations(share=share))
+        ahead, heads, begin, end, exists = self._ends()
 
         def room(at: Bytes, passing: Bytes | int) -> NDArray[np.float64]:
             return (budget - (held[at] + share * (passing + copies))) / _GIB
@@ -436,30 +434,36 @@ class LinearProgram:
             (kept, room(heads, 0)),
             (running, room(begin, backward)),
             (below, room(end, backward)),
-            there=there,
+            exists=exists,
         )
 
     def _ends(self) -> tuple[Bytes, Bytes, Bytes, Bytes, NDArray[np.bool_]]:
         """[slots] Points at which forward ends, of a head behind it, and of backward's ends.
 
-        And [slots, 4] which there are.
+        And [slots, 4] which exists are.
         """
         points: Any = self._tables.points  # numbers of its functions may be arrays
         slots = np.arange(self._slots)
         first, last_chunk = np.zeros_like(slots), points.num_chunks - 1
         last_layer = first + points.num_layers - 1
-        there = np.ones((self._slots, 4), dtype=bool)
-        there[0, 3] = False
+        exists = np.ones((self._slots, 4), dtype=bool)
+        exists[0, 3] = False
         begin, end, heads = (slots, last_layer), (slots, first), slots
-        if self._what.by_layer:
+        if self._decisions.by_layer:
             begin, end, heads = (first + last_chunk, slots), (first, slots), first + last_chunk
-            there[:-1, 1] = False
+            exists[:-1, 1] = False
         behind = points.forward(heads, last_layer + 1)
-        return points.forward(*begin), behind, points.backward(*begin), points.backward(*end), there
+        return (
+            points.forward(*begin),
+            behind,
+            points.backward(*begin),
+            points.backward(*end),
+            exists,
+        )
 
-    def _passing(self) -> tuple[Bytes, Bytes, Bytes]:
+    def _transient_bytes(self) -> tuple[Bytes, Bytes, Bytes]:
         """[slots] The most that copies, and workspaces forward and backward, take."""
-        tables, what = self._tables, self._what
+        tables, what = self._tables, self._decisions
         again = tables.rebuilt if any(mode.recompute for mode in self._modes) else 0
 
         def most(table: Bytes) -> Bytes:
@@ -474,32 +478,32 @@ class LinearProgram:
         leaves = what.max_pending_d2h_bytes or 0
         copies = running + np.maximum(max(leaves, what.max_prefetch_bytes or 0), largest)
         keys_leave = tables.streams or any(
-            tier in self._away for at in self._keys for tier in self._groups[at].tiers
+            tier in self._offload_tiers for at in self._kv_groups for tier in self._groups[at].tiers
         )
         copies = np.where(largest > 0, copies, leaves if keys_leave else 0)
         return copies, most(tables.workspace_forward), most(tables.workspace_backward + again)
 
-    def _share_of_frame(self, *, share: float) -> Terms:
+    def _running_activations(self, *, share: float) -> Terms:
         """GiB of one kept frame of the first layer, or chunk, where modes are spread evenly."""
         at = 0
-        if not self._what.by_layer:
+        if not self._decisions.by_layer:
             kinds = LayerKinds.of(self._cost)
             (at,) = (k for k, members in enumerate(kinds.members) if 0 in members)
         return self._terms(_HERE, [at]).times(share / self._groups[at].number)
 
-    def _hold_elsewhere(self) -> None:
-        what, points = self._what, self._tables.points
+    def _limit_tiers(self) -> None:
+        what, points = self._decisions, self._tables.points
         last, layers = what.num_chunks - 1, points.num_layers
         used = {what.kv_tier, *self._tiers}
         passing = any(tier in used for tier in self._behind)
-        for tier in self._away:
-            self._sum_up(tier, {tier})
+        for tier in self._offload_tiers:
+            self._accumulate(tier, {tier})
             budget = self._budgets.of(tier)
             if budget is None:
                 continue
             if tier == "host":
                 budget -= what.staging_bytes * passing + sum(self._tables.host_resident.values())
-            levels = mode_free_levels(self._tables)[tier].values()
+            levels = fixed_levels(self._tables)[tier].values()
             # Where forward ends, and after the first chunk's backward, when most gradient sums
             # wait.
             ends = [(points.forward(last, layers), self._slots - 1)]
@@ -511,61 +515,65 @@ class LinearProgram:
                 of = slice(framed, framed + 1)
                 self._less.add((Terms(columns[of], factors[of]), (budget - held) / _GIB))
 
-    def _take_time(self) -> None:
+    def _bound_compute(self) -> None:
         work, layers = self._work, self._tables.kind_of
-        if self._what.by_layer:
+        if self._decisions.by_layer:
             forward, backward = (w.sum(axis=1)[layers] for w in (work.forward, work.backward))
             forward[-1] += work.head.sum()
         else:
             forward = work.forward[layers].sum(axis=0) + work.head
             backward = work.backward[layers].sum(axis=0)
         self._compute_seconds = float((forward + backward).sum())
-        again = joined(Terms(self._at, self._again), self._col("backward", -1.0))
+        again = joined(Terms(self._at, self._rerun_seconds), self._col("backward", -1.0))
         self._less.add((self._col("forward", -1.0), -forward), (again, -backward))
 
-    def _copy_out(self) -> None:
+    def _bound_stores(self) -> None:
         """D2H and writes: how much has left the device, and the host, by the end of each slot."""
-        cost, what, tables = self._cost, self._what, self._tables
+        cost, what, tables = self._cost, self._decisions, self._tables
         per_gib = cost.d2h_seconds(_GIB, both=tables.both_ways[0])
         most_sums = float(self._largest_gib(tables.kv_out_backward).max())
         leave = what.max_pending_d2h_bytes / _GIB if what.max_pending_d2h_bytes else most_sums
         stage = leave + what.staging_bytes / _GIB
         stage += (what.kv_tier in self._behind) * 2 * most_sums
-        stage += 2 * max((float(self._groups[at].sizes.max()) for at in self._keys), default=0.0)
+        stage += 2 * max(
+            (float(self._groups[at].sizes.max()) for at in self._kv_groups), default=0.0
+        )
         kv_gib = np.cumsum(self._kv_gib(tables.kv_out_forward))
-        frames = [self._col(tier) for tier in self._away]
-        flows = self._flow("out", frames, kv_gib, lag_gib=leave, later=self._keys_on(self._away))
+        frames = [self._col(tier) for tier in self._offload_tiers]
+        flows = self._lag_rows(
+            "out", frames, kv_gib, lag_gib=leave, later=self._kv_on(self._offload_tiers)
+        )
         for tier in self._behind:
-            kv, later = (what.kv_tier == tier) * kv_gib, self._keys_on({tier})
-            flows += self._flow(
+            kv, later = (what.kv_tier == tier) * kv_gib, self._kv_on({tier})
+            flows += self._lag_rows(
                 f"written {tier}", [self._col(tier)], kv, lag_gib=stage, later=later
             )
         self._less.add(*flows)
-        self._pace("out", "forward", per_gib)
+        self._limit_rate("out", "forward", per_gib)
         for tier in self._behind:
-            self._pace(f"written {tier}", "forward", cost.store_seconds(tier, _GIB))
+            self._limit_rate(f"written {tier}", "forward", cost.store_seconds(tier, _GIB))
         gradients = self._gradients_gib()
         if not (tables.streams or gradients.any()):
             return
         # The gradient sums of backward, behind what of forward has not left yet; and gradients of
         # weights, of which one slot's may be on their way.
-        frames = [self._last(tier) for tier in self._away]
+        frames = [self._last(tier) for tier in self._offload_tiers]
         leave += float(gradients.max())
         kv_gib = _cumulated(self._kv_gib(tables.kv_out_backward), float(kv_gib[-1]))
-        flows = self._flow("sums", frames, kv_gib + _cumulated(gradients), lag_gib=leave)
+        flows = self._lag_rows("sums", frames, kv_gib + _cumulated(gradients), lag_gib=leave)
         for tier in self._behind:
             kv = (what.kv_tier == tier) * kv_gib
-            flows += self._flow(f"stored {tier}", [self._last(tier)], kv, lag_gib=stage)
+            flows += self._lag_rows(f"stored {tier}", [self._last(tier)], kv, lag_gib=stage)
         self._less.add(*map(_reversed, flows))
         per_gib = cost.d2h_seconds(_GIB, both=tables.both_ways[1])
-        self._pace("sums", "backward", per_gib, follows="out")
+        self._limit_rate("sums", "backward", per_gib, follows="out")
         for tier in self._behind:
             seconds = cost.store_seconds(tier, _GIB)
-            self._pace(f"stored {tier}", "backward", seconds, follows=f"written {tier}")
+            self._limit_rate(f"stored {tier}", "backward", seconds, follows=f"written {tier}")
 
-    def _copy_back(self) -> None:
+    def _bound_loads(self) -> None:
         """H2D and reads: what has come by the end of each slot; frames from the last slot on."""
-        cost, what, tables = self._cost, self._what, self._tables
+        cost, what, tables = self._cost, self._decisions, self._tables
         per_gib = cost.h2d_seconds(_GIB, both=tables.both_ways[0])
         behind = what.kv_tier in self._behind
         # What streams from behind the host comes at its pace.
@@ -576,59 +584,62 @@ class LinearProgram:
             kv_gib = np.cumsum(self._kv_gib(tables.kv_in_forward) + weights[0])
             first = self._largest_gib(tables.kv_in_forward)
             first = np.append(first[1:], first[-1])
-            self._less.add(*self._flow("coming", [], kv_gib, lead_gib=first))
+            self._less.add(*self._lag_rows("coming", [], kv_gib, lead_gib=first))
             read = cost.load_seconds(what.kv_tier, _GIB) if behind else 0.0
-            self._pace("coming", "forward", max(per_gib, read))
+            self._limit_rate("coming", "forward", max(per_gib, read))
         per_gib = cost.h2d_seconds(_GIB, both=tables.both_ways[1])
         kv_gib = _cumulated(self._kv_gib(tables.kv_in_backward) + weights[1])
         largest = self._largest_gib(tables.kv_in_backward)
         lead = fetch + np.append(largest[:1], largest[:-1])
-        # By layer, keys of the slot below are there before it begins.
-        frames = [*self._from_the_end(self._away), self._keys_on(self._away).before()]
-        flows = self._flow("back", frames, kv_gib, lead_gib=lead)
+        # By layer, keys of the slot below are exists before it begins.
+        frames = [
+            *self._from_the_end(self._offload_tiers),
+            self._kv_on(self._offload_tiers).before(),
+        ]
+        flows = self._lag_rows("back", frames, kv_gib, lead_gib=lead)
         for tier in self._behind:
-            stored = [*self._from_the_end((tier,)), self._keys_on({tier}).before()]
+            stored = [*self._from_the_end((tier,)), self._kv_on({tier}).before()]
             kv = (what.kv_tier == tier) * kv_gib
-            flows += self._flow(f"read {tier}", stored, kv, lead_gib=lead + staged)
+            flows += self._lag_rows(f"read {tier}", stored, kv, lead_gib=lead + staged)
         self._less.add(*map(_reversed, flows))
         first = float(largest[-1])
-        self._pace("back", "backward", per_gib, head_start_gib=first)
+        self._limit_rate("back", "backward", per_gib, head_start_gib=first)
         for tier in self._behind:
             read = cost.load_seconds(tier, _GIB)
-            self._pace(f"read {tier}", "backward", read, head_start_gib=first)
+            self._limit_rate(f"read {tier}", "backward", read, head_start_gib=first)
 
     def _weights_gib(self) -> NDArray[np.float64]:
         """[2, slots] GiB of weights that come from the host in each slot's forward and backward.
 
         Those that the first unit waits for are left out.
         """
-        resting, layers = self._cost.shape.host_resident, self._tables.points.num_layers
+        host_resident, layers = self._cost.shape.host_resident, self._tables.points.num_layers
         found = np.zeros((2, self._slots))
-        if resting is None:
+        if host_resident is None:
             return found
-        sizes = np.array(resting.layer_bytes) / _GIB
-        if not self._what.by_layer:
-            assert resting.stays, "by chunk weights would come once for every chunk"
+        sizes = np.array(host_resident.layer_bytes) / _GIB
+        if not self._decisions.by_layer:
+            assert host_resident.stays, "by chunk weights would come once for every chunk"
             found[0, 0] = sizes[1:].sum()
             return found
         found[0, :-1] = sizes[1:]
-        if not resting.stays and layers > LAYERS_THERE:
-            found[1, 1 : layers - LAYERS_THERE + 1] = sizes[: layers - LAYERS_THERE]
+        if not host_resident.stays and layers > RESIDENT_LAYERS:
+            found[1, 1 : layers - RESIDENT_LAYERS + 1] = sizes[: layers - RESIDENT_LAYERS]
         return found
 
     def _gradients_gib(self) -> NDArray[np.float64]:
         """[slots] GiB of gradients of weights that each slot's backward sends to the host."""
-        resting = self._cost.shape.host_resident
+        host_resident = self._cost.shape.host_resident
         found = np.zeros(self._slots)
-        if resting is not None:
-            sizes = np.array(resting.layer_gradient_bytes) / _GIB
-            if self._what.by_layer:
+        if host_resident is not None:
+            sizes = np.array(host_resident.layer_gradient_bytes) / _GIB
+            if self._decisions.by_layer:
                 found[:] = sizes
             else:
                 found[0] = sizes.sum()
         return found
 
-    def _flow(
+    def _lag_rows(
         self,
         name: str,
         frames: Sequence[Terms],
@@ -652,7 +663,7 @@ class LinearProgram:
             (joined(*frames, -moved), lag_gib - fixed_gib),
         ]
 
-    def _pace(
+    def _limit_rate(
         self,
         name: str,
         slot: str,
@@ -683,13 +694,13 @@ class LinearProgram:
 
     def _kv_gib(self, streamed: Bytes) -> NDArray[np.float64]:
         """[slots] GiB that all layers of a chunk stream; none by layer."""
-        if self._what.by_layer:
+        if self._decisions.by_layer:
             return np.zeros(self._slots)
         return streamed[self._tables.kind_of].sum(axis=0) / _GIB
 
     def _largest_gib(self, streamed: Bytes) -> NDArray[np.float64]:
         """[slots] The most that any layer of a chunk streams; none by layer."""
-        return np.zeros(self._slots) if self._what.by_layer else streamed.max(axis=0) / _GIB
+        return np.zeros(self._slots) if self._decisions.by_layer else streamed.max(axis=0) / _GIB
 
 
 _GIB = 2**30

@@ -1,38 +1,39 @@
-"""The one lowering: decisions about one device's step become its program.
+"""Lowering: the decisions about one device's step become its program.
 
-A `StepProgram` is all that is known of a step before it runs: the computations in their order (its
-points), each with its seconds and with the bytes that it takes and gives back on every tier, and
-the copies beside them, which follow from byte counts alone. The estimate is the running sum of
-these bytes, the simulator adds up the same, the linear program takes its rows from the same arrays,
-and `pipeline_cost` adds up the tables beneath it over the layers of a stage.
+A `StepProgram` holds all that is known of a step before it runs: the computations in order (its
+points), each with its duration and with the bytes that it allocates and frees on every tier, and
+the copies that run beside them, which follow from byte counts alone. The memory estimate is the
+running sum of these bytes, the simulator sums the same, the linear program takes its rows from the
+same arrays, and `pipeline_cost` sums the underlying tables over the layers of a stage.
 
-[Note: when bytes come and go] A point takes bytes when it begins and gives back when it ends, so a
-peak is always at a point's begin, and no stall changes it. On the device, what a layer saves is
-there from its forward on. What leaves it goes where compute waits for copies out: of all that has
-left so far no more than `max_pending_d2h_bytes` is still there. What comes back is there from the
-point on that asks for it. Elsewhere bytes are taken when their copy out is enqueued, right behind
-the forward, and given back with the backward.
+[Note: when bytes come and go] A point allocates when it begins and frees when it ends, so a peak is
+always at the begin of a point, and stalls do not change it. On the device, what a layer saves is
+allocated by its forward. Offloaded bytes are freed where compute waits for copies to the host: of
+all bytes offloaded so far at most `max_pending_d2h_bytes` are still on the device. Prefetched bytes
+are allocated at the point that starts the prefetch. On the host and behind it, bytes are allocated
+when their copy is enqueued, right behind the forward, and freed with the backward.
 
-[Note: the order of copies] Copies of one resource end in order. A frame closes when forward ends;
-the next unit waits until no more than `max_pending_d2h_bytes` are on their way out. When backward
-enters a frame that leaves or is recomputed, frames are asked for in the order of backward, as long
-as those ahead of their use stay within `max_prefetch_bytes`; one frame may always be ahead. Frames
-that are kept whole ask for nothing. In a pipeline whole chunks are asked for, as `fetch_chunks`
-says. `sppo_hf.offload` carries this out: its prefetch order is given `lowest_prefetched`.
+[Note: the order of copies] Copies of one resource end in order. When a forward of a layer has
+ended, the next unit waits until at most `max_pending_d2h_bytes` are on their way to the host. When
+backward reaches a unit whose activations are offloaded or recomputed, it starts prefetches in the
+order of backward, as long as the bytes ahead of their use stay within `max_prefetch_bytes`; one
+layer's activations may always be ahead. Units whose activations are kept whole start no prefetch.
+In a pipeline whole chunks are prefetched, as `prefetch_chunks` says. `sppo_hf.offload` carries this
+out: its prefetch order is given `lowest_prefetched`.
 
-[Note: the order of work] By chunk, keys and values of all layers wait for their gradients, and so
-do the gradient sums: a pipeline must pass a chunk on before it begins the next. By layer, a layer's
-keys and values are all there when its forward ends, and are not read before its backward: like what
-else is saved they stay, leave in one copy and come back while the backward of the layer above runs,
-or are made again from the layer's inputs. Gradient sums are there for the one layer whose backward
-runs; what weighs instead are hidden states of all tokens between two layers.
+[Note: the order of work] By chunk, K/V of all layers are held until their gradients are known, and
+so are the gradient sums: a pipeline must pass a chunk on before it begins the next. By layer, a
+layer's K/V are complete when its forward ends, and are not read before its backward: like other
+saved activations they are kept, or offloaded in one copy and prefetched while the backward of the
+layer above runs, or recomputed from the layer's inputs. Gradient sums exist only for the layer
+whose backward runs. Instead, hidden states of all tokens are held between two layers.
 
-[Note: weights on the host] What is outside of the layers comes before the first forward and stays;
-a layer's weights are asked for when the layer before it is entered, in both directions, and those
-of the last two forwards are still there when backward begins. A layer's gradients leave when the
-last chunk's (by its number the first) backward has made them whole; those of one layer may be on
-their way while the next one computes. When all have left the host updates its weights. A plan is of
-the batch that the update follows; where batches accumulate, the others have none.
+[Note: weights on the host] Weights outside of the layers are loaded before the first forward and
+kept. A layer's weights are loaded when the layer before it begins, in both directions; those of the
+last two forwards are still on the device when backward begins. A layer's gradients are offloaded
+when they are complete, after the backward of chunk 0; those of one layer may be on their way while
+the next layer computes. When all have arrived, the host updates its weights. A plan describes the
+batch that is followed by the update; with gradient accumulation the other batches have none.
 `sppo_hf.offload.weights` carries this out.
 """
 
@@ -48,7 +49,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sppo_hf.planning.activation_modes import SAVED, all_modes, mode_of
-from sppo_hf.planning.causes import OF_SAVED, Cause
+from sppo_hf.planning.causes import CAUSE_OF_SAVED, Cause
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions, KVMode
 from sppo_hf.planning.memory import (
@@ -67,15 +68,16 @@ from sppo_hf.schedule.timeline import Timeline
 
 COMPUTE, D2H, H2D = "compute", "d2h", "h2d"
 HOST_COMPUTE = "host compute"
-"""The resource of an optimizer that works in host memory."""
+"""The resource of an optimizer that runs on the host."""
 
-LAYERS_THERE = 2
-"""Layers that rest on the host and are on the device at a time: the one in use and the next."""
+RESIDENT_LAYERS = 2
+"""Layers with host-resident weights that are on the device at a time: the running one and the next.
+"""
 
-# What is a part of a slab on a CPU goes when all of its chunk has gone.
+# On a CPU these are parts of one slab, which is freed as a whole with its chunk.
 _IN_SLABS = (Cause.KV, Cause.PRODUCTS, Cause.INPUTS)
-MOVED = frozenset(Cause) - {Cause.WEIGHTS, Cause.LORA, Cause.OPTIMIZER, Cause.GRADIENTS}
-"""What comes and goes on the device within a step, and so leaves holes."""
+TRANSIENT_CAUSES = frozenset(Cause) - {Cause.WEIGHTS, Cause.LORA, Cause.OPTIMIZER, Cause.GRADIENTS}
+"""Causes whose bytes on the device are allocated and freed within a step, and fragment memory."""
 
 
 def lower(decisions: Decisions, cost: ModelCost) -> StepProgram:
@@ -90,24 +92,24 @@ def estimate(
     return StepProgram(decisions, shape, device_kind).estimate
 
 
-def least_device_bytes(tables: ByteTables) -> NDArray[np.float64]:
-    """Returns what the device holds at every point whatever the modes are, its holes counted."""
+def min_device_bytes(tables: ByteTables) -> NDArray[np.float64]:
+    """Returns the device bytes that every choice of modes holds, with fragmentation, [points]."""
     share = FRAGMENTATION[tables.device_kind]
     standing = sum(tables.standing.values()) + CONTEXT_BYTES[tables.device_kind]
     held = np.full(tables.points.count, float(standing))
-    for cause, level in mode_free_levels(tables)["device"].items():
-        held += level.during * (1.0 + share * (cause in MOVED))
+    for cause, level in fixed_levels(tables)["device"].items():
+        held += level.during * (1.0 + share * (cause in TRANSIENT_CAUSES))
     return held
 
 
 def compute_seconds(decisions: Decisions, cost: ModelCost) -> float:
-    """Returns the seconds of all compute of a step, an update on the host too; waiting left out."""
+    """Returns the compute seconds of a step, including an update on the host, without stalls."""
     seconds = float(lower(decisions, cost).seconds.sum())
     return seconds + cost.update_seconds * decisions.training
 
 
 class StepProgram:
-    """The program of one device's step; each part of it is worked out when asked for."""
+    """The program of one device's step. Its parts are computed on first use."""
 
     def __init__(
         self,
@@ -116,7 +118,7 @@ class StepProgram:
         device_kind: str,
         cost: ModelCost | None = None,
     ) -> None:
-        """Prepare; `cost` is asked for seconds only, so bytes are known without it."""
+        """Prepare the program; `cost` is needed for durations only."""
         streams = decisions.kv_tier != "device"
         assert not (streams and decisions.by_layer), "by layer, `kv_modes` says where K/V wait"
         self.decisions = decisions
@@ -128,7 +130,7 @@ class StepProgram:
 
     @cached_property
     def modes(self) -> Bytes:
-        """[chunks, layers] Index of each frame's mode in `all_modes`: tier by tier."""
+        """[chunks, layers] Index of each unit's mode in `all_modes`, which goes tier by tier."""
         chunks = self.decisions.layer_modes
         # Modes are shared constants, and rows are often the same object.
         rows = {id(row): row for row in chunks}
@@ -139,23 +141,23 @@ class StepProgram:
 
     @cached_property
     def tiers(self) -> Bytes:
-        """[chunks, layers] Index of the tier on which each frame waits, in `TIERS`."""
+        """[chunks, layers] Index in `TIERS` of the tier of each unit's activations."""
         return self.modes // len(SAVED)
 
     @cached_property
     def activation_bytes(self) -> Bytes:
-        """[chunks, layers] What is saved of each."""
+        """[chunks, layers] Bytes of each unit's saved activations."""
         tables = self.tables
         chunks = np.arange(self.points.num_chunks)[:, None]
         return tables.saved[tables.kind_of, self.modes % len(SAVED), chunks]
 
     @cached_property
     def offloaded_bytes(self) -> Bytes:
-        """[chunks, layers] The same of what leaves the device; 0 elsewhere."""
+        """[chunks, layers] Bytes of each unit's offloaded activations; 0 where they are kept."""
         return np.where(self.modes >= len(SAVED), self.activation_bytes, 0) * self.points.training
 
     def kv_bytes(self, *modes: KVMode) -> Bytes:
-        """[layers] By layer: keys and values that are treated in one of these ways; 0 elsewhere."""
+        """[layers] By layer: K/V bytes of layers whose K/V mode is one of `modes`; else 0."""
         what, tables = self.decisions, self.tables
         if not what.by_layer:
             return np.zeros(what.num_layers, dtype=np.int64)
@@ -163,15 +165,16 @@ class StepProgram:
         return np.where(chosen, tables.layer_kv, 0)
 
     @cached_property
-    def kv_away_bytes(self) -> Bytes:
-        """[layers] By layer: keys and values that leave the device, in training."""
+    def offloaded_kv_bytes(self) -> Bytes:
+        """[layers] By layer: K/V bytes that are offloaded, in training."""
         return self.kv_bytes(*offload_tiers()) * self.points.training
 
     @cached_property
-    def kept_keys(self) -> Bytes:
-        """[chunks, layers] By layer: keys and values that stay on the device until backward.
+    def kept_kv_bytes(self) -> Bytes:
+        """[chunks, layers] By layer: K/V bytes that are kept on the device until backward.
 
-        Those to be made again stay too where a frame is kept whole: it keeps no input by itself.
+        K/V to be recomputed are kept too where the activations are kept whole, because a layer
+        input is not saved separately then.
         """
         tables = self.tables
         whole = self.modes % len(SAVED) == SAVED.index("whole")
@@ -179,57 +182,57 @@ class StepProgram:
         return np.where(stays, tables.of_layers(tables.kv), 0)
 
     @cached_property
-    def again_inputs(self) -> Bytes:
-        """[layers] Inputs that come back once more, to make keys and values from.
+    def reloaded_input_bytes(self) -> Bytes:
+        """[layers] Bytes of offloaded layer inputs that are loaded a second time, to recompute K/V.
 
-        Those of the last chunk are back for its recomputation.
+        Inputs of the last chunk are not among them: they are loaded for its own recomputation.
         """
-        again = (self.kv_bytes("recompute") > 0) & (self.modes[:-1] % len(SAVED) > 0)
+        recomputed = (self.kv_bytes("recompute") > 0) & (self.modes[:-1] % len(SAVED) > 0)
         inputs = np.where(self.offloaded_bytes[:-1] > 0, self.tables.hidden_states[:-1, None], 0)
-        return np.where(again, inputs, 0).sum(axis=0)
+        return np.where(recomputed, inputs, 0).sum(axis=0)
 
     @cached_property
-    def attends_again(self) -> NDArray[np.bool_]:
-        """[chunks, layers] Frames whose backward runs attention forward once more."""
+    def reruns_attention(self) -> NDArray[np.bool_]:
+        """[chunks, layers] Units whose backward reruns attention's forward."""
         attends = np.array([layer.num_heads > 0 for layer in self.tables.shape.layers])
-        again = self.modes % len(SAVED) == SAVED.index("hidden")
-        return again & attends & self.points.training
+        not_saved = self.modes % len(SAVED) == SAVED.index("hidden")
+        return not_saved & attends & self.points.training
 
     @cached_property
-    def attention_again_seconds(self) -> float:
-        """What that takes."""
-        assert self._cost is not None, "seconds are asked of a program with costs"
+    def attention_rerun_seconds(self) -> float:
+        """Seconds of a step that rerunning attention's forward takes."""
+        assert self._cost is not None, "durations need a program with costs"
         work = self._cost.unit_seconds(self.decisions.bounds, self.decisions.layer_tile_tokens)
         more = work.recompute[:, SAVED.index("hidden")] - work.recompute[:, SAVED.index("inputs")]
-        return float(np.where(self.attends_again, more[self.tables.kind_of].T, 0.0).sum())
+        return float(np.where(self.reruns_attention, more[self.tables.kind_of].T, 0.0).sum())
 
     @cached_property
-    def streamed_again(self) -> Bytes:
-        """[chunks, layers] K/V that come once more, for attention that runs again in backward."""
+    def restreamed_kv_bytes(self) -> Bytes:
+        """[chunks, layers] K/V bytes streamed a second time, to rerun attention in backward."""
         tables = self.tables
         seen = tables.kv_per_token * (tables.prefix_tokens + tables.lengths)
-        return np.where(self.attends_again, tables.of_layers(seen), 0) * tables.streams
+        return np.where(self.reruns_attention, tables.of_layers(seen), 0) * tables.streams
 
     @cached_property
     def copied_bytes(self) -> tuple[int, int]:
-        """Bytes to the host and back over a step."""
-        tables, away = self.tables, self.offloaded_bytes
+        """Bytes copied to the host and to the device over a step."""
+        tables = self.tables
         kinds = np.bincount(tables.kind_of)
 
         def summed(forward: Bytes, backward: Bytes) -> int:
             streamed = kinds @ (forward + backward * self.points.training)
-            return int(away.sum() + streamed.sum() + self.kv_away_bytes.sum())
+            return int(self.offloaded_bytes.sum() + streamed.sum() + self.offloaded_kv_bytes.sum())
 
         out = summed(tables.kv_out_forward, tables.kv_out_backward)
         back = summed(tables.kv_in_forward, tables.kv_in_backward)
-        return out, back + int(self.again_inputs.sum() + self.streamed_again.sum())
+        return out, back + int(self.reloaded_input_bytes.sum() + self.restreamed_kv_bytes.sum())
 
     # -- seconds -------------------------------------------------------------------------------
 
     @cached_property
     def seconds(self) -> NDArray[np.float64]:
-        """[points] How long each takes."""
-        assert self._cost is not None, "seconds are asked of a program with costs"
+        """[points] Seconds of each computation."""
+        assert self._cost is not None, "durations need a program with costs"
         kind_of = self.tables.kind_of
         what = self.decisions
         work = self._cost.unit_seconds(what.bounds, what.layer_tile_tokens)
@@ -237,40 +240,42 @@ class StepProgram:
         if self.points.training:
             chunks = np.arange(self.points.num_chunks)[:, None]
             backward = backward + work.recompute[kind_of, self.modes % len(SAVED), chunks]
-            again = self.kv_bytes("recompute") > 0
-            if again.any():
+            recomputed = self.kv_bytes("recompute") > 0
+            if recomputed.any():
                 # Where the layer's backward begins.
                 made = np.where(self.modes % len(SAVED) > 0, work.keys[kind_of].T, 0.0)
-                backward[-1] += np.where(again, made.sum(axis=0), 0.0)
+                backward[-1] += np.where(recomputed, made.sum(axis=0), 0.0)
         head = work.head if self.points.training else work.head_evaluated
         return self.points.lay(forward, head, backward)
 
     # -- the look-ahead ------------------------------------------------------------------------
 
     @cached_property
-    def asked(self) -> Bytes:
-        """[entries] Entries asked for, from the first on, once each is entered; see `_tape`."""
-        asked = np.zeros(self._tape.sizes.size, dtype=np.int64)
-        on_tape, following, _ = self._look_ahead
-        asked[on_tape] = following
-        return np.maximum.accumulate(asked)
+    def num_prefetched(self) -> Bytes:
+        """[entries] How many entries are prefetched when each entry is reached."""
+        num_prefetched = np.zeros(self._prefetch_entries.sizes.size, dtype=np.int64)
+        asking, following, _ = self._prefetch_limits
+        num_prefetched[asking] = following
+        return np.maximum.accumulate(num_prefetched)
 
     @cached_property
-    def asked_bytes(self) -> Bytes:
-        """[chunks * layers, in the order of backward] Bytes asked for by each point of it."""
-        _, _, sums = self._look_ahead
-        places = self._tape.places
+    def prefetched_bytes(self) -> Bytes:
+        """[chunks * layers, in the order of backward] Bytes prefetched up to each point."""
+        _, _, sums = self._prefetch_limits
+        places = self._prefetch_entries.places
         # Of several entries at a place, the last.
-        return sums[self.asked][np.append(np.flatnonzero(np.diff(places)), places.size - 1)]
+        return sums[self.num_prefetched][
+            np.append(np.flatnonzero(np.diff(places)), places.size - 1)
+        ]
 
     @cached_property
     def lowest_prefetched(self) -> list[int]:
-        """The same as the engine counts: by a frame's number, the lowest number asked for.
+        """The lowest number prefetched when each is reached, as the engine numbers units.
 
-        By chunk that is the number of its forward among all layers' forwards. By layer a layer's
-        keys and values have a number too, behind those of its frames.
+        By chunk a unit's number is the place of its forward among all forwards. By layer a layer's
+        K/V have a number too, behind those of its chunks.
         """
-        points, prefetch_order = self.points, self._tape
+        points, prefetch_order = self.points, self._prefetch_entries
         total = points.num_chunks * points.num_layers
         numbers = total - 1 - prefetch_order.places
         if self.decisions.by_layer:
@@ -280,87 +285,91 @@ class StepProgram:
                 prefetch_order.keys, points.num_chunks, chunk
             )
         lowest = np.full(total, total)
-        lowest[numbers] = np.where(self.asked > 0, numbers[np.maximum(self.asked, 1) - 1], total)
-        # What has no entry asks for nothing more.
+        lowest[numbers] = np.where(
+            self.num_prefetched > 0, numbers[np.maximum(self.num_prefetched, 1) - 1], total
+        )
+        # Numbers without an entry prefetch nothing.
         return np.minimum.accumulate(lowest[::-1])[::-1].tolist()
 
     @cached_property
     def actions(self) -> list[Action]:
         """All actions in the order in which they are enqueued."""
-        return self.resources.listed
+        return self.resources.enqueued
 
     @cached_property
-    def asked_at(self) -> dict[int, list[Action]]:
-        """By place in backward: the copies that are asked for when it is entered."""
-        on_tape, following, _ = self._look_ahead
-        prefetch_order, points = self._tape, self.points
-        away = np.flatnonzero(prefetch_order.sizes)
-        gates = prefetch_order.places[on_tape[np.searchsorted(following, away, side="right")]]
+    def prefetches_at(self) -> dict[int, list[Action]]:
+        """Copies that start when backward reaches a place, by place."""
+        asking, following, _ = self._prefetch_limits
+        prefetch_order, points = self._prefetch_entries, self.points
+        offloaded = np.flatnonzero(prefetch_order.sizes)
+        gates = prefetch_order.places[asking[np.searchsorted(following, offloaded, side="right")]]
         found: dict[int, list[Action]] = {}
-        for gate, entry in zip(gates.tolist(), away.tolist(), strict=True):
+        for gate, entry in zip(gates.tolist(), offloaded.tolist(), strict=True):
             chunk, layer = points.unit(points.num_forward + int(prefetch_order.places[entry]))
             copy = Action("K", 0, chunk, layer, 0) if prefetch_order.keys[entry] else None
             found.setdefault(gate, []).append(copy or Action("H", 0, chunk, layer))
         return found
 
     @cached_property
-    def _tape(self) -> _Tape:
-        """What may come back, in the order of backward."""
+    def _prefetch_entries(self) -> _PrefetchEntries:
+        """What can be prefetched, in the order of backward."""
         points = self.points
         sizes = points.in_backward(self.offloaded_bytes)
         enters = points.in_backward(self.modes) != SAVED.index("whole")
         places = np.arange(sizes.size)
         keys = np.zeros(sizes.size, dtype=bool)
-        (layers,) = np.nonzero(self.kv_away_bytes[::-1])
+        (layers,) = np.nonzero(self.offloaded_kv_bytes[::-1])
         if layers.size:
-            # A layer's keys are one entry more, in front of its frames.
+            # A layer's K/V are one more entry, in front of those of its chunks.
             at = layers * points.num_chunks
-            sizes = np.insert(sizes, at, self.kv_away_bytes[::-1][layers])
+            sizes = np.insert(sizes, at, self.offloaded_kv_bytes[::-1][layers])
             enters, keys = np.insert(enters, at, True), np.insert(keys, at, True)
             places = np.insert(places, at, at)
-        return _Tape(sizes, enters, places, keys)
+        return _PrefetchEntries(sizes, enters, places, keys)
 
     @cached_property
-    def _look_ahead(self) -> tuple[Bytes, Bytes, Bytes]:
-        """Entries that ask, up to which entry each does, and bytes of the first 0, 1 ... ones."""
+    def _prefetch_limits(self) -> tuple[Bytes, Bytes, Bytes]:
+        """Entries that start prefetches, where each stops, and cumulative bytes of all."""
         limit = self.decisions.max_prefetch_bytes or 0
-        sizes = self._tape.sizes
+        sizes = self._prefetch_entries.sizes
         sums = np.concatenate(([0], np.cumsum(sizes)))
-        if self.decisions.fetch_chunks is not None:
-            # The first layer of each chunk asks for all of it, and of as many more.
+        if self.decisions.prefetch_chunks is not None:
+            # The first layer of each chunk prefetches the whole chunk, and
+            # `prefetch_chunks` more.
             layers = self.points.num_layers
             first = np.arange(0, sizes.size, layers)
-            asked = first + (1 + self.decisions.fetch_chunks) * layers
-            return first, np.minimum(asked, sizes.size), sums
-        on_tape = np.flatnonzero(self._tape.enters)
-        used = sums[on_tape + 1]
+            last = first + (1 + self.decisions.prefetch_chunks) * layers
+            return first, np.minimum(last, sizes.size), sums
+        asking = np.flatnonzero(self._prefetch_entries.enters)
+        used = sums[asking + 1]
         following = np.searchsorted(sums, used + limit, side="right") - 1
-        # One frame may always be ahead, however large.
+        # One unit's activations may always be ahead, however large.
         alone = (sums[following] == used) & (following < sizes.size)
         further = sums[np.minimum(following + 1, sizes.size)]
         following = np.where(alone, np.searchsorted(sums, further, side="right") - 1, following)
-        return on_tape, following, sums
+        return asking, following, sums
 
     # -- bytes ---------------------------------------------------------------------------------
 
     @cached_property
     def estimate(self) -> MemoryEstimate:
-        """The running sums of all bytes."""
+        """The memory estimate: running sums of all bytes."""
         return MemoryEstimate(self.points, self.standing, self.levels)
 
     @cached_property
     def standing(self) -> dict[Tier, dict[Cause, int]]:
-        """What is there before the step and after it, and never changes, by tier and cause."""
+        """Bytes that are held throughout the step, by tier and cause."""
         what, tables = self.decisions, self.tables
         standing: dict[Tier, dict[Cause, int]] = {tier: {} for tier in TIERS}
         standing["device"] = dict(tables.standing)
         behind = tiers_behind_host()
-        away = self.tiers[self.offloaded_bytes > 0]
-        through = any((away == list(TIERS).index(tier)).any() for tier in behind)
+        used = self.tiers[self.offloaded_bytes > 0]
+        through = any((used == list(TIERS).index(tier)).any() for tier in behind)
         host = standing["host"]
         host.update(tables.host_resident)
         if what.kv_tier in behind or through or self.kv_bytes(*behind).any():
-            # A region through which bytes pass on their way to a tier behind the host and back.
+            # The staging region through which bytes pass to and from a tier behind
+            # the host.
             host[Cause.COPIES] = what.staging_bytes
         if tables.device_kind == "cuda":
             # The host's pool is made of slabs, and does not shrink within a step.
@@ -370,56 +379,58 @@ class StepProgram:
 
     @cached_property
     def levels(self) -> dict[Tier, dict[Cause, Level]]:
-        """What comes and goes, over all points; see [Note: when bytes come and go]."""
+        """Bytes that change within the step; see [Note: when bytes come and go]."""
         levels: dict[Tier, dict[Cause, Level]] = {
-            tier: dict(levels) for tier, levels in mode_free_levels(self.tables).items()
+            tier: dict(levels) for tier, levels in fixed_levels(self.tables).items()
         }
         if self.points.training:
-            self._hold_frames(levels)
+            self._add_activations(levels)
         if self.points.by_layer:
-            self._hold_keys(levels)
-        workspace = self._workspace()
+            self._add_kv(levels)
+        workspace = self._workspace_bytes()
         levels["device"][Cause.WORKSPACE] = passing(workspace)
-        levels["device"][Cause.COPIES] = self._copies()
+        levels["device"][Cause.COPIES] = self._copies_level()
         kind = self.tables.device_kind
-        moved = [v for c, v in levels["device"].items() if c in MOVED]
+        moved = [v for c, v in levels["device"].items() if c in TRANSIENT_CAUSES]
         share, context = FRAGMENTATION[kind], CONTEXT_BYTES[kind]
-        levels["device"][Cause.RESERVE] = _derived(
+        levels["device"][Cause.RESERVE] = _level_of_sum(
             self.points, moved, lambda held: context + (share * held).astype(np.int64)
         )
         return levels
 
-    def _hold_frames(self, levels: dict[Tier, dict[Cause, Level]]) -> None:
+    def _add_activations(self, levels: dict[Tier, dict[Cause, Level]]) -> None:
         points = self.points
         present = np.bincount(self.modes.ravel(), minlength=len(all_modes()))
         for index in np.flatnonzero(present).tolist():
             mode = all_modes()[index]
             here = self.modes == index
             size = np.where(here, self.activation_bytes, 0)
-            cause = OF_SAVED[mode.saved]
+            cause = CAUSE_OF_SAVED[mode.saved]
             inputs = np.where(here & self._shares_inputs, self.tables.hidden_states[:, None], 0)
             if inputs.any():
-                # Theirs are the hidden states between layers until the layer has run, which are
-                # alive as a whole until the layer's backward ends.
+                # Such inputs are the hidden states between layers while the layer
+                # runs forward, and are held as a whole until the layer's backward
+                # ends.
                 size -= inputs
                 taken, given = (np.zeros_like(inputs) for _ in range(2))
                 taken[-1] = given[0] = inputs.sum(axis=0)
                 handed = points.lay(taken, 0, 0)
                 handed = np.concatenate(([0], handed[:-1]))
-                level = _running(0, handed, points.lay(0, 0, given))
+                level = _level_of_changes(0, handed, points.lay(0, 0, given))
                 _add(levels[mode.tier], cause, level)
             _add(
                 levels[mode.tier],
                 cause,
-                _waiting(self.tables, cause, mode.tier, size, 0, size),
+                _lifetime_level(self.tables, cause, mode.tier, size, 0, size),
             )
 
     @cached_property
     def _shares_inputs(self) -> NDArray[np.bool_]:
-        """[chunks, layers] By layer: frames whose input is a part of that of all tokens.
+        """[chunks, layers] By layer: units whose saved input is a view into that of all tokens.
 
-        What autograd saves is, and what reduced frames keep if all of a layer do, on the device;
-        see `sppo_hf.engine.cpu_heap`. Parts of several rows are made dense, which copies them.
+        What autograd saves is, and what reduced activations save if all of a layer do, on the
+        device; see `sppo_hf.engine.cpu_heap`. With several rows the views are made contiguous,
+        which copies them.
         """
         tables, points = self.tables, self.points
         here = self.modes < len(SAVED)
@@ -430,63 +441,62 @@ class StepProgram:
         stay = (here & reduced).all(axis=0) & parts
         return here & (~reduced | stay)
 
-    def _hold_keys(self, levels: dict[Tier, dict[Cause, Level]]) -> None:
-        """Adds keys and values of a layer between its forward and its backward."""
+    def _add_kv(self, levels: dict[Tier, dict[Cause, Level]]) -> None:
+        """Adds K/V of each layer between its forward and its backward."""
         points, last = self.points, self.points.num_chunks - 1
         layers = range(points.num_layers)
         if not points.training:
-            # Only keys that are to stay do, to the end.
+            # Only K/V that are kept, to the end of the forward.
             taken = np.zeros(points.count, dtype=np.int64)
             taken[[points.forward(last, layer) + 1 for layer in layers]] = self.kv_bytes("device")
             given = np.zeros_like(taken)
             given[-1] = taken.sum()
-            return _add(levels["device"], Cause.KV, _running(0, taken, given))
+            return _add(levels["device"], Cause.KV, _level_of_changes(0, taken, given))
         sizes = {tier: self.kv_bytes(tier) for tier in offload_tiers()}
-        sizes["device"] = self.kept_keys.sum(axis=0)
+        sizes["device"] = self.kept_kv_bytes.sum(axis=0)
         for tier in TIERS:
             if not sizes[tier].any():
                 continue
             taken = np.zeros(points.count, dtype=np.int64)
             given = taken.copy()
             taken[[points.forward(last, layer) + 1 for layer in layers]] = sizes[tier]
-            # On the device they are the running layer's from there on.
+            # On the device they count as the running layer's from there on.
             ends = [points.backward(last, layer) - 1 for layer in layers]
             if tier != "device":
                 ends = [points.backward(0, layer) for layer in layers]
             given[ends] = sizes[tier]
-            _add(levels[tier], Cause.KV, _running(0, taken, given))
+            _add(levels[tier], Cause.KV, _level_of_changes(0, taken, given))
 
-    def _workspace(self) -> Bytes:
-        """[points] Temporaries; layers and head, or layers and embedding, take turns."""
+    def _workspace_bytes(self) -> Bytes:
+        """[points] Temporary bytes; those of layers, head and embedding never overlap."""
         tables, points = self.tables, self.points
         forward = tables.of_layers(tables.workspace_forward)
         if not points.training:
             return points.lay(forward, 0, 0)
-        again = np.where(self.modes % len(SAVED) > 0, tables.of_layers(tables.rebuilt), 0)
-        backward = tables.of_layers(tables.workspace_backward) + again
+        rebuilt = np.where(self.modes % len(SAVED) > 0, tables.of_layers(tables.rebuilt), 0)
+        backward = tables.of_layers(tables.workspace_backward) + rebuilt
         backward[:, 0] = np.maximum(backward[:, 0], tables.embedding_backward)
         return points.lay(forward, 0, backward)
 
-    def _copies(self) -> Level:
-        """[points] Device bytes on their way out or back, the running frame's among them."""
+    def _copies_level(self) -> Level:
+        """[points] Device bytes of copies in flight, the running unit's included."""
         tables, points, limit = self.tables, self.points, self.decisions.max_pending_d2h_bytes
-        away = self.offloaded_bytes
         ahead = points.num_forward
 
         def still_leaving(left: Bytes) -> Bytes:
-            """[...] What is still there of all that left before each point."""
+            """Returns the bytes not yet freed of what was offloaded before each point."""
             if limit is not None:
                 return np.minimum(np.cumsum(left) - left, limit)
-            # All but the newest copy has gone.
+            # All but the newest copy has ended.
             newest = np.maximum.accumulate(np.where(left > 0, np.arange(len(left)), -1))
             newest = np.concatenate(([-1], newest[:-1]))
             return np.where(newest >= 0, left[newest], 0)
 
-        own = points.lay(away, 0, away)
+        own = points.lay(self.offloaded_bytes, 0, self.offloaded_bytes)
         leaving = tables.of_layers(tables.kv_out_forward)
-        if self.kv_away_bytes.any():
+        if self.offloaded_kv_bytes.any():
             leaving = leaving.copy()
-            leaving[-1] = self.kv_away_bytes
+            leaving[-1] = self.offloaded_kv_bytes
         out = own + points.lay(leaving, 0, tables.of_layers(tables.kv_out_backward))
         if tables.streams:
             out[ahead:] -= own[ahead:]
@@ -497,41 +507,41 @@ class StepProgram:
         after = during.copy()
         if points.training:
             used = np.cumsum(own[ahead:])
-            # What waits to be used, the running frame's included.
-            coming = self.asked_bytes - (used - own[ahead:])
+            # Prefetched bytes that have not been used, the running unit's included.
+            coming = self.prefetched_bytes - (used - own[ahead:])
             if tables.streams:
                 during[ahead:] = np.maximum(during[ahead:], coming)
             else:
-                # Frames that had not left when backward began need not come back.
+                # Activations whose copy to the host had not ended when backward
+                # begins need no prefetch.
                 rest = np.full(len(used), still_leaving(np.append(out[:ahead], 0))[-1])
-                asked = self.asked_bytes
-                away_layers = np.flatnonzero(self.kv_away_bytes).tolist()
-                if away_layers:
-                    begins = [
-                        points.backward(points.num_chunks - 1, i) - ahead for i in away_layers
-                    ]
-                    # Keys can only come back once they, and all before them, have left.
+                prefetched = self.prefetched_bytes
+                kv_layers = np.flatnonzero(self.offloaded_kv_bytes).tolist()
+                if kv_layers:
+                    begins = [points.backward(points.num_chunks - 1, i) - ahead for i in kv_layers]
+                    # K/V can only be prefetched once they, and all before
+                    # them, have been copied.
                     rest[begins[-1] :] = 0
-                    # From there on they are the running layer's.
-                    used_keys = np.zeros_like(used)
-                    used_keys[begins] = self.kv_away_bytes[away_layers]
-                    asked = asked - np.cumsum(used_keys)
-                during[ahead:] = np.maximum(rest, asked) - (used - own[ahead:])
+                    # From there on they count as the running layer's.
+                    used_kv = np.zeros_like(used)
+                    used_kv[begins] = self.offloaded_kv_bytes[kv_layers]
+                    prefetched = prefetched - np.cumsum(used_kv)
+                during[ahead:] = np.maximum(rest, prefetched) - (used - own[ahead:])
             after[ahead:] = during[ahead:] - own[ahead:]
         after[-1] = 0
         return Level(0, during, after)
 
     def changes(self, at: int) -> Iterator[Change]:
-        """Yields the bytes that the computation at a point takes and gives back."""
-        for tier, cause, begins, ends in self._steps:
+        """Yields the bytes that the computation at a point allocates and frees."""
+        for tier, cause, begins, ends in self._changes_by_point:
             if begins[at]:
                 yield Change(tier, cause, begins[at])
             if ends[at]:
                 yield Change(tier, cause, ends[at], "end")
 
     @cached_property
-    def _steps(self) -> list[tuple[Tier, Cause, list[int], list[int]]]:
-        """By tier and cause: what each point takes when it begins and when it ends."""
+    def _changes_by_point(self) -> list[tuple[Tier, Cause, list[int], list[int]]]:
+        """Changes at the begin and at the end of each point, by tier and cause."""
         return [
             (tier, cause, begins.tolist(), (level.after - level.during).tolist())
             for tier, levels in self.levels.items()
@@ -543,12 +553,12 @@ class StepProgram:
 
     @cached_property
     def resources(self) -> ActionQueues:
-        """The actions of each resource, with seconds and with what they wait for."""
-        assert self._cost is not None, "seconds are asked of a program with costs"
-        return _Laying(self, self._cost).lay()
+        """The actions of each resource, with durations and dependencies."""
+        assert self._cost is not None, "durations need a program with costs"
+        return _ActionScheduler(self, self._cost).lay()
 
     def simulate(self, *, with_bytes: bool = False) -> Timeline:
-        """Runs all resources; with the bytes of every tier over time where asked for."""
+        """Simulates the step; with the bytes of every tier over time if `with_bytes`."""
         resources = self.resources
         if not with_bytes:
             return resources.simulate()
@@ -574,30 +584,30 @@ class StepProgram:
 
 
 def passing(sizes: Bytes) -> Level:
-    """Returns what is there only while a point runs."""
+    """Returns the level of bytes that are held only while a point runs."""
     return Level(0, sizes, np.zeros_like(sizes))
 
 
-class _Tape(NamedTuple):
-    """Frames, and by layer the keys that leave, in the order in which backward enters them."""
+class _PrefetchEntries(NamedTuple):
+    """Units, and by layer offloaded K/V of layers, in the order in which backward reaches them."""
 
     sizes: Bytes
-    """Bytes that come back; 0 where nothing left."""
+    """[entries] Bytes to prefetch; 0 where nothing is offloaded."""
 
     enters: NDArray[np.bool_]
-    """Which ask for those behind them."""
+    """[entries] Whether reaching the entry starts prefetches."""
 
     places: Bytes
-    """The point of backward at which each is entered, counted from the first."""
+    """[entries] The point at which each is reached, counted from the first point of backward."""
 
     keys: NDArray[np.bool_]
-    """Which are keys and values of a layer."""
+    """[entries] Whether the entry is a layer's K/V."""
 
 
 def _kv_lifetimes(tables: ByteTables) -> Iterator[tuple[Cause, tuple[Bytes, Bytes, Bytes]]]:
-    """Yields, of keys and values and of their gradient sums, when they come and go where K/V wait.
+    """Yields the bytes of K/V and of dK/dV that units allocate and free on the tier that holds K/V.
 
-    [kinds, chunks] each: what a forward takes, what a backward takes, what a backward gives back.
+    [kinds, chunks] each: allocated by forward, allocated by backward, freed by backward.
     """
     yield Cause.KV, (tables.kv, np.zeros_like(tables.kv), tables.kv * tables.training)
     if tables.training:
@@ -607,7 +617,7 @@ def _kv_lifetimes(tables: ByteTables) -> Iterator[tuple[Cause, tuple[Bytes, Byte
         yield Cause.DKV, (np.zeros_like(tables.dkv), written, tables.dkv)
 
 
-def _waiting(
+def _lifetime_level(
     tables: ByteTables,
     cause: Cause,
     tier: Tier,
@@ -617,7 +627,7 @@ def _waiting(
     *,
     given_forward: Bytes | int = 0,
 ) -> Level:
-    """Returns the level of a lifetime on a tier, [chunks, layers] each."""
+    """Returns the level of bytes that units allocate and free on a tier, [chunks, layers] each."""
     points = tables.points
     slabs = tier == "device" and tables.device_kind == "cpu" and points.num_chunks > 1
     if slabs and cause in _IN_SLABS:
@@ -632,12 +642,12 @@ def _waiting(
     if tier != "device":
         # Copies out are enqueued behind what makes their bytes.
         taken = np.concatenate(([0], taken[:-1]))
-    return _running(0, taken, points.lay(given_forward, 0, given))
+    return _level_of_changes(0, taken, points.lay(given_forward, 0, given))
 
 
 @lru_cache(maxsize=64)
-def mode_free_levels(tables: ByteTables) -> dict[Tier, dict[Cause, Level]]:
-    """Returns what comes and goes whatever the modes are, by tier and cause."""
+def fixed_levels(tables: ByteTables) -> dict[Tier, dict[Cause, Level]]:
+    """Returns the levels that do not depend on activation modes, by tier and cause."""
     points, tier = tables.points, tables.kv_tier
     levels: dict[Tier, dict[Cause, Level]] = {tier: {} for tier in TIERS}
     device = levels["device"]
@@ -645,15 +655,15 @@ def mode_free_levels(tables: ByteTables) -> dict[Tier, dict[Cause, Level]]:
         forward, backward, given = map(tables.of_layers, sizes)
         ended: Bytes | int = 0
         if points.by_layer and cause is Cause.KV:
-            # While the layer runs; `_hold_keys` adds where they are from forward to backward.
+            # While the layer runs; `_add_kv` adds them from there to backward.
             ended = np.zeros_like(forward)
             ended[-1] = forward.sum(axis=0)
             backward = ended * points.training
-        levels[tier][cause] = _waiting(
+        levels[tier][cause] = _lifetime_level(
             tables, cause, tier, forward, backward, given, given_forward=ended
         )
     if tables.streams:
-        forward, backward, sums = (table[:, None] for table in tables.kv_passing)
+        forward, backward, sums = (table[:, None] for table in tables.kv_in_transit)
         device[Cause.KV] = passing(points.lay(forward, forward[:, 0], backward))
         device[Cause.DKV] = passing(points.lay(0, 0, sums))
     nothing = np.zeros((points.num_chunks, points.num_layers), dtype=np.int64)
@@ -663,12 +673,13 @@ def mode_free_levels(tables: ByteTables) -> dict[Tier, dict[Cause, Level]]:
     ended = np.zeros(points.count, dtype=np.int64)
     ended[-1] = added * points.training
     if points.by_layer and tables.accumulates:
-        # A layer's sums are complete when its backward ends, and are added to what is there.
+        # A layer's gradient sums are complete when its backward ends, and are added to
+        # existing gradients.
         ended = points.lay(0, 0, shares[::-1])
-    # The step ends; what the optimizer takes is not its affair.
-    device[Cause.GRADIENTS] = _running(before, points.lay(0, 0, shares), ended)
+    # The step ends; bytes of the optimizer's update are not counted.
+    device[Cause.GRADIENTS] = _level_of_changes(before, points.lay(0, 0, shares), ended)
     if points.by_layer:
-        device[Cause.HIDDEN] = _between_layers(tables)
+        device[Cause.HIDDEN] = _hidden_states_level(tables)
     elif points.training:
         waiting, embedded, embedded_back = tables.hidden
         given = nothing.copy()
@@ -678,10 +689,10 @@ def mode_free_levels(tables: ByteTables) -> dict[Tier, dict[Cause, Level]]:
         taken[points.num_forward] += embedded_back - embedded
         given = points.lay(0, 0, given)
         given[-1] += embedded_back
-        device[Cause.HIDDEN] = _running(0, taken, given)
+        device[Cause.HIDDEN] = _level_of_changes(0, taken, given)
     graph = tables.of_layers(tables.graph)
     if graph.any():
-        device[Cause.GRAPH] = _running(0, points.lay(graph, 0, 0), points.lay(0, 0, graph))
+        device[Cause.GRAPH] = _level_of_changes(0, points.lay(graph, 0, 0), points.lay(0, 0, graph))
     # Casts of trained weights, which autocast keeps until forward ends.
     casts = np.zeros(points.count, dtype=np.int64)
     casts[: points.num_forward] = tables.shape.cached_cast_bytes
@@ -692,11 +703,11 @@ def mode_free_levels(tables: ByteTables) -> dict[Tier, dict[Cause, Level]]:
     return levels
 
 
-def _between_layers(tables: ByteTables) -> Level:
-    """Returns the level of hidden states of all tokens: a layer's input and output, and gradients.
+def _hidden_states_level(tables: ByteTables) -> Level:
+    """Returns the level of hidden states of all tokens by layer: inputs, outputs and gradients.
 
-    Behind the last layer, what the final norm was given and what it returned; what the loss leaves
-    there are gradients, chunk by chunk. Inputs of layers beside hidden states are there for all
+    Behind the last layer, these are the input and the output of the final norm; the loss replaces
+    the output by gradients, chunk by chunk. Layer inputs beside hidden states are held for all
     layers at once, and so are their gradients.
     """
     points, sizes = tables.points, tables.hidden_states
@@ -707,7 +718,7 @@ def _between_layers(tables: ByteTables) -> Level:
 
 
 def _add(levels: dict[Cause, Level], cause: Cause, level: Level) -> None:
-    """Adds a level to what there is of its cause."""
+    """Adds a level to the level of its cause."""
     there = levels.get(cause)
     if there is not None:
         before, during, after = level
@@ -715,14 +726,14 @@ def _add(levels: dict[Cause, Level], cause: Cause, level: Level) -> None:
     levels[cause] = level
 
 
-def _running(before: int, taken: Bytes, given: Bytes) -> Level:
-    """Returns the level of what each point takes when it begins and gives back when it ends."""
+def _level_of_changes(before: int, taken: Bytes, given: Bytes) -> Level:
+    """Returns the level of what each point allocates when it begins and frees when it ends."""
     after = before + np.cumsum(taken - given)
     return Level(before, after + given, after)
 
 
-def _derived(points: Points, levels: Iterable[Level], of: Callable[[Any], Any]) -> Level:
-    """Returns a level that follows from the sum of others."""
+def _level_of_sum(points: Points, levels: Iterable[Level], of: Callable[[Any], Any]) -> Level:
+    """Returns a function of the sum of other levels, as a level."""
     before = 0
     during = np.zeros(points.count, dtype=np.int64)
     after = during.copy()
@@ -738,26 +749,26 @@ def _derived(points: Points, levels: Iterable[Level], of: Callable[[Any], Any]) 
 
 @dataclass(slots=True)
 class ActionQueues:
-    """Actions by resource, with what each takes and what it waits for."""
+    """Actions of each resource in order, with durations and dependencies."""
 
     actions: dict[str, list[Action]]
-    """By resource, in its order."""
+    """Actions by resource, each list in execution order."""
 
     seconds: list[float]
-    """How long each takes: resource after resource."""
+    """Duration of each action, the lists of all resources one behind the other."""
 
     needs: list[list[int]]
-    """What each waits for, as places in the same order."""
+    """Positions that each action waits for, in the same numbering."""
 
-    listed: list[Action]
-    """All actions as they are enqueued: the program's one order."""
+    enqueued: list[Action]
+    """All actions in the order in which they are enqueued."""
 
     def simulate(
         self,
         changes: Callable[[Action], Iterable[Change]] | None = None,
         standing: Iterable[Change] = (),
     ) -> Timeline:
-        """Runs all resources; see `simulate_positions`."""
+        """Simulates all resources; see `simulate_positions`."""
         return simulate_positions(
             self.actions,
             seconds=self.seconds,
@@ -769,53 +780,53 @@ class ActionQueues:
 
 @dataclass(slots=True)
 class _Queue:
-    """Bytes that are somewhere until an action ends, oldest first, and who must wait for that."""
+    """Bytes that are held until an action ends, oldest first, with a limit on their sum."""
 
     limit_bytes: int | None
-    """None: what was added last only."""
+    """Most bytes that may be held; None allows only the entry added last."""
     queue: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     first: int = 0
-    """Index of the oldest entry that nobody waited for."""
+    """Index of the oldest entry that has not been waited for."""
     num_bytes: int = 0
-    """Of the entries that nobody waited for."""
+    """Bytes of the entries that have not been waited for."""
 
     def add(self, action: int, num_bytes: int) -> None:
         self.queue.append((action, num_bytes))
         self.num_bytes += num_bytes
 
-    def settle(self, room_bytes: int = 0) -> list[int]:
-        """What must have ended so that `room_bytes` more are within the limit; oldest first."""
+    def settle(self, new_bytes: int = 0) -> list[int]:
+        """Returns what to wait for so that `new_bytes` more fit, oldest first."""
         ended: list[int] = []
-        while self.first < len(self.queue) and self._too_much(room_bytes):
+        while self.first < len(self.queue) and self._exceeds(new_bytes):
             action, num_bytes = self.queue[self.first]
             self.num_bytes -= num_bytes
             self.first += 1
             ended.append(action)
         return ended
 
-    def _too_much(self, room_bytes: int) -> bool:
+    def _exceeds(self, new_bytes: int) -> bool:
         if self.limit_bytes is None:
             return len(self.queue) - self.first > 1
-        return self.num_bytes + room_bytes > self.limit_bytes
+        return self.num_bytes + new_bytes > self.limit_bytes
 
 
-class _Laying:
-    """The actions of a program being laid on resources; see [Note: the order of copies].
+class _ActionScheduler:
+    """Builds the actions of a program; see [Note: the order of copies].
 
-    Until all are there an action is known by a number: its index on its resource times the number
-    of resources, plus the resource. Behind the copies' resources stand each tier's own, for writes
-    and reads.
+    While they are built, an action is known by a number: its index on its resource times the number
+    of resources, plus the index of the resource. Each tier behind the host has a resource for
+    writes and one for reads, behind those of compute and copies.
     """
 
     def __init__(self, program: StepProgram, cost: ModelCost) -> None:
         what, tables = program.decisions, program.tables
         self._program = program
-        self._what = what
+        self._decisions = what
         self._cost = cost
         self._streams = tables.streams
-        self._both = tables.both_ways
+        self._both_ways = tables.both_ways
         """Whether copies run both ways at once, in forward and in backward."""
-        self._resting = tables.shape.host_resident
+        self._host_resident = tables.shape.host_resident
         behind = [TIERS[tier] for tier in tiers_behind_host()]
         self._resources = [COMPUTE, D2H, H2D, HOST_COMPUTE]
         self._resources += [
@@ -836,35 +847,37 @@ class _Laying:
                 (tables.kv_in_backward, tables.kv_out_backward),
             )
         ]
-        come_back = np.array(self._streamed[1][0]) + program.streamed_again
+        come_back = np.array(self._streamed[1][0]) + program.restreamed_kv_bytes
         self._streamed[1][0] = come_back.tolist()
         # Copies of one resource end in order, so compute waits for the last of those that must end.
-        self._leaving = _Queue(what.max_pending_d2h_bytes)
+        self._pending_d2h = _Queue(what.max_pending_d2h_bytes)
         self._waits: list[int] = []
-        """What the next unit waits for, beside its own frame."""
+        """Actions that the next unit waits for, beside the copy of its own activations."""
         self._staged = _Queue(what.staging_bytes)
-        """Host bytes of frames on their way to a tier behind the host or back."""
-        # K/V pass chunk by chunk, in bytes far below a layer's; a layer's writes lag by one layer.
+        """Host bytes of activations on their way to a tier behind the host or back."""
+        # K/V are staged chunk by chunk, far fewer bytes than a layer's; writes lag by one
+        # layer.
         self._kv_staged = _Queue(None)
-        self._away: dict[tuple[int, int], int] = {}
-        """After which action a frame can come back."""
-        self._kv_away: dict[int, int] = {}
-        """The same of a layer's newest keys, values and gradient sums."""
-        self._kv_sizes = program.kv_away_bytes.tolist()
+        self._available_after: dict[tuple[int, int], int] = {}
+        """The action after which a unit's activations can be loaded, by (chunk, layer)."""
+        self._kv_available_after: dict[int, int] = {}
+        """The action after which a layer's newest K/V and gradient sums can be loaded."""
+        self._kv_sizes = program.offloaded_kv_bytes.tolist()
         self._weights: dict[int, int] = {}
-        """After which copy a layer's weights are there; "layer" `num_layers` is what is outside."""
-        gradients = () if self._resting is None else self._resting.layer_gradient_bytes
+        """The copy that loads a layer's weights; layer `num_layers` are the weights outside of
+        layers."""
+        gradients = () if self._host_resident is None else self._host_resident.layer_gradient_bytes
         self._gradients = _Queue(max(gradients, default=0))
-        """Gradients on their way to the host."""
-        self._turn: list[int] = []
-        """The last action of forward: nothing is read ahead before it has ended."""
+        """Bytes of gradients on their way to the host."""
+        self._forward_end: list[int] = []
+        """The last action of forward, before which nothing is read for backward."""
 
     def lay(self) -> ActionQueues:
         seconds = self._program.seconds.tolist()
         points = self._program.points
         self._forward(seconds)
         if points.training:
-            self._turn = self._last_computed(1)
+            self._forward_end = self._last_computed(1)
             self._backward(seconds[points.num_forward :])
         offsets = [0, *accumulate(map(len, self._actions))]
         resources = len(self._resources)
@@ -876,11 +889,11 @@ class _Laying:
                 for resource in self._needs
                 for needed in resource
             ],
-            listed=self._listed,
+            enqueued=self._listed,
         )
 
     def _forward(self, seconds: list[float]) -> None:
-        what, points = self._what, self._program.points
+        what, points = self._decisions, self._program.points
         for at in range(points.num_forward):
             chunk, layer = points.unit(at)
             if layer == what.num_layers:
@@ -894,86 +907,89 @@ class _Laying:
             if size:
                 copy = Action("D", 0, chunk, layer)
                 tier = self._tiers[chunk][layer]
-                self._away[chunk, layer] = self._send(copy, size, unit, tier)
+                self._available_after[chunk, layer] = self._offload(copy, size, unit, tier)
             self._stream_out(chunk, layer, 0, unit)
             if chunk == what.num_chunks - 1 and self._kv_sizes[layer]:
                 copy = Action("O", 0, chunk, layer, 0)
-                sent = self._send(copy, self._kv_sizes[layer], unit, what.kv_mode(layer))
-                self._kv_away[layer] = sent
-            self._waits += [*self._leaving.settle()[-1:], *coming]
+                sent = self._offload(copy, self._kv_sizes[layer], unit, what.kv_mode(layer))
+                self._kv_available_after[layer] = sent
+            self._waits += [*self._pending_d2h.settle()[-1:], *coming]
 
     def _backward(self, seconds: list[float]) -> None:
-        what, points = self._what, self._program.points
-        asked_at = self._program.asked_at
+        what, points = self._decisions, self._program.points
+        prefetches_at = self._program.prefetches_at
         last = what.num_chunks - 1
-        inputs = self._program.again_inputs.tolist()
+        inputs = self._program.reloaded_input_bytes.tolist()
         for place, taken in enumerate(seconds):
             chunk, layer = points.unit(points.num_forward + place)
             if chunk == last:
                 self._weights_for_backward(layer)
-            for copy in asked_at.get(place, ()):
-                self._fetch(copy)
+            for copy in prefetches_at.get(place, ()):
+                self._prefetch(copy)
             coming = self._stream_in(chunk, layer, 1)
             if self._sizes[chunk][layer]:
-                self._waits.append(self._away[chunk, layer])
+                self._waits.append(self._available_after[chunk, layer])
             if chunk == last and self._kv_sizes[layer]:
-                self._waits.append(self._kv_away[layer])
+                self._waits.append(self._kv_available_after[layer])
             if chunk == last and inputs[layer]:
-                self._waits.append(self._fetch_inputs(layer, inputs[layer]))
+                self._waits.append(self._load_inputs(layer, inputs[layer]))
             unit = self._compute(Action("B", 0, chunk, layer), taken)
             self._stream_out(chunk, layer, 1, unit)
             if self._streams:
-                self._waits += [*self._leaving.settle()[-1:], *coming]
+                self._waits += [*self._pending_d2h.settle()[-1:], *coming]
             if chunk == 0:
                 self._send_gradients(layer, unit)
         self._update()
 
     def _weights_for_forward(self, layer: int) -> None:
-        """A layer is entered: its weights are there, and the next layer's are asked for."""
-        resting = self._resting
-        if resting is None:
+        """Waits for a layer's weights in forward, and loads those of the next layer."""
+        host_resident = self._host_resident
+        if host_resident is None:
             return
         if layer == 0:
-            self._bring_weights(self._what.num_layers, resting.outer_bytes, 0)
-        for coming in range(layer, min(layer + 2, self._what.num_layers)):
+            self._load_weights(self._decisions.num_layers, host_resident.outer_bytes, 0)
+        for coming in range(layer, min(layer + 2, self._decisions.num_layers)):
             if coming not in self._weights:
-                self._bring_weights(coming, resting.layer_bytes[coming], 0)
-        outer = [] if layer else [self._weights.get(self._what.num_layers)]
+                self._load_weights(coming, host_resident.layer_bytes[coming], 0)
+        outer = [] if layer else [self._weights.get(self._decisions.num_layers)]
         self._waits += [at for at in (*outer, self._weights.get(layer)) if at is not None]
 
     def _weights_for_backward(self, layer: int) -> None:
-        """The same in backward, where the last two layers' are there, or all of them."""
-        resting, below = self._resting, layer - 1
-        if resting is None or resting.stays:
+        """Waits for a layer's weights in backward and loads those of the layer below.
+
+        The last two layers' weights, or all, are still on the device from forward.
+        """
+        host_resident, below = self._host_resident, layer - 1
+        if host_resident is None or host_resident.stays:
             return
-        if 0 <= below < self._what.num_layers - LAYERS_THERE:
-            self._bring_weights(below, resting.layer_bytes[below], 1)
+        if 0 <= below < self._decisions.num_layers - RESIDENT_LAYERS:
+            self._load_weights(below, host_resident.layer_bytes[below], 1)
         if layer in self._weights:
             self._waits.append(self._weights[layer])
 
-    def _bring_weights(self, layer: int, num_bytes: int, part: int) -> None:
+    def _load_weights(self, layer: int, num_bytes: int, part: int) -> None:
         if num_bytes:
-            seconds = self._cost.h2d_seconds(num_bytes, both=self._both[part])
+            seconds = self._cost.h2d_seconds(num_bytes, both=self._both_ways[part])
             copy = Action("P", 0, 0, layer, part)
             self._weights[layer] = self._add(_H2D, copy, seconds, self._last_computed(1))
 
     def _send_gradients(self, layer: int, unit: int) -> None:
-        """A layer's backward has ended; behind the first layer's, that of what is outside."""
-        if self._resting is None:
+        """Offloads a layer's gradients; with those of layer 0, also those outside of layers."""
+        if self._host_resident is None:
             return
-        sizes = [(layer, self._resting.layer_gradient_bytes[layer])]
+        sizes = [(layer, self._host_resident.layer_gradient_bytes[layer])]
         if layer == 0:
-            sizes.append((self._what.num_layers, self._resting.outer_gradient_bytes))
+            sizes.append((self._decisions.num_layers, self._host_resident.outer_gradient_bytes))
         for of_layer, num_bytes in sizes:
             if num_bytes:
-                seconds = self._cost.d2h_seconds(num_bytes, both=self._both[1])
+                seconds = self._cost.d2h_seconds(num_bytes, both=self._both_ways[1])
                 sent = self._add(_D2H, Action("G", 0, 0, of_layer), seconds, [unit])
                 self._gradients.add(sent, num_bytes)
         self._waits += self._gradients.settle()[-1:]
 
     def _update(self) -> None:
-        """What rests on the host is updated there once all gradients have come."""
-        if self._resting is not None and self._resting.gradient_bytes:
+        """Updates host-resident weights once all gradients have arrived."""
+        if self._host_resident is not None and self._host_resident.gradient_bytes:
             # The last copy out is that of the last gradients.
             last = len(self._actions[_D2H]) - 1
             needs = [*self._last_computed(1), last * len(self._resources) + _D2H]
@@ -983,15 +999,15 @@ class _Laying:
         waits, self._waits = self._waits, []
         return self._add(_COMPUTE, action, seconds, waits)
 
-    def _send(self, copy: Action, num_bytes: int, unit: int, tier: Tier) -> int:
-        """Copies bytes to the host and on to their tier; returns what ends when they are away."""
+    def _offload(self, copy: Action, num_bytes: int, unit: int, tier: Tier) -> int:
+        """Copies bytes to the host and on to their tier; returns the action that ends last."""
         staged = self._staged if copy.kind == "D" else self._kv_staged
         resource = self._writes.get(tier)
         room = [] if resource is None else staged.settle(num_bytes)
-        # What streams out in backward is streamed in forward too.
-        seconds = self._cost.d2h_seconds(num_bytes, both=self._both[0])
+        # What streams out in backward has streamed out in forward too.
+        seconds = self._cost.d2h_seconds(num_bytes, both=self._both_ways[0])
         sent = self._add(_D2H, copy, seconds, [unit, *room])
-        self._leaving.add(sent, num_bytes)
+        self._pending_d2h.add(sent, num_bytes)
         if resource is None:
             return sent
         write = copy._replace(kind="S", part=None if copy.kind == "D" else (copy.part or 0) + 1)
@@ -999,75 +1015,85 @@ class _Laying:
         staged.add(written, num_bytes)
         return written
 
-    def _fetch(self, copy: Action) -> None:
-        """Brings a frame back, or by layer a layer's keys and values ("K")."""
+    def _prefetch(self, copy: Action) -> None:
+        """Loads a unit's activations, or by layer a layer's K/V (kind "K")."""
         chunk, layer = copy.unit, copy.layer
         assert layer is not None, "what comes back is of one layer"
         keys = copy.kind == "K"
         num_bytes = self._kv_sizes[layer] if keys else self._sizes[chunk][layer]
-        away = self._kv_away[layer] if keys else self._away[chunk, layer]
-        tier = self._what.kv_mode(layer) if keys else self._tiers[chunk][layer]
+        available = self._kv_available_after[layer] if keys else self._available_after[chunk, layer]
+        tier = self._decisions.kv_mode(layer) if keys else self._tiers[chunk][layer]
         resource = self._writes.get(tier)
-        after = [*self._last_computed(1), away]
+        after = [*self._last_computed(1), available]
         staged = self._kv_staged if keys else self._staged
         if resource is not None:
             # Reads run ahead of their copies, as far as staging holds.
-            waits = [*self._turn, away, *staged.settle(num_bytes)]
+            waits = [*self._forward_end, available, *staged.settle(num_bytes)]
             read = Action("L", 0, chunk, layer, 1 if keys else None)
             after.append(self._load(resource, read, tier, num_bytes, waits))
-        seconds = self._cost.h2d_seconds(num_bytes, both=self._both[1])
+        seconds = self._cost.h2d_seconds(num_bytes, both=self._both_ways[1])
         back = self._add(_H2D, copy, seconds, after)
         if keys:
-            self._kv_away[layer] = back
+            self._kv_available_after[layer] = back
         else:
-            self._away[chunk, layer] = back
+            self._available_after[chunk, layer] = back
         if resource is not None:
             staged.add(back, num_bytes)
 
-    def _fetch_inputs(self, layer: int, num_bytes: int) -> int:
-        """Brings a layer's inputs in chunk by chunk, to make its keys and values from."""
-        chunks = range(self._what.num_chunks - 1)
+    def _load_inputs(self, layer: int, num_bytes: int) -> int:
+        """Loads a layer's offloaded inputs, to recompute its K/V."""
+        chunks = range(self._decisions.num_chunks - 1)
         after = [*self._last_computed(1)]
-        after += [self._away[chunk, layer] for chunk in chunks if (chunk, layer) in self._away]
-        copy = Action("K", 0, self._what.num_chunks - 1, layer, 0)
-        # What they are read from, where several tiers have some, is taken to be the farthest.
+        after += [
+            self._available_after[chunk, layer]
+            for chunk in chunks
+            if (chunk, layer) in self._available_after
+        ]
+        copy = Action("K", 0, self._decisions.num_chunks - 1, layer, 0)
+        # Inputs of one layer may be on several tiers; all are taken to be on the farthest
+        # of these.
         tiers = {self._tiers[chunk][layer] for chunk in chunks if self._sizes[chunk][layer]}
         for tier in reversed(self._writes):
             if tier in tiers:
                 load = copy._replace(kind="L", part=1)
                 after.append(self._load(self._writes[tier], load, tier, num_bytes, after[:]))
                 break
-        return self._add(_H2D, copy, self._cost.h2d_seconds(num_bytes, both=self._both[1]), after)
+        return self._add(
+            _H2D, copy, self._cost.h2d_seconds(num_bytes, both=self._both_ways[1]), after
+        )
 
     def _stream_in(self, chunk: int, layer: int, part: int) -> list[int]:
-        """Brings a layer's prefix in beside its attention; returns what the next unit waits for.
+        """Streams a layer's earlier K/V in; returns what the next unit waits for.
 
-        A unit cannot end before its last block has come, which is said here as: the next unit
-        cannot begin. Blocks of a unit come while the one before it still computes.
+        A unit cannot end before its last block has arrived, which is expressed as a dependency of
+        the next unit. Blocks of a unit are copied while the unit before it still computes.
         """
         num_bytes = self._streamed[part][0][chunk][layer]
         if not num_bytes:
             return []
         after = self._last_computed(2)[:-1]
-        if layer in self._kv_away:
-            after.append(self._kv_away[layer])
-        resource = self._writes.get(self._what.kv_tier)
+        if layer in self._kv_available_after:
+            after.append(self._kv_available_after[layer])
+        resource = self._writes.get(self._decisions.kv_tier)
         if resource is not None:
             read = Action("L", 0, chunk, layer, part + 1)
-            after = [*after, self._load(resource, read, self._what.kv_tier, num_bytes, after)]
+            after = [*after, self._load(resource, read, self._decisions.kv_tier, num_bytes, after)]
         seconds = self._cost.h2d_seconds(num_bytes, both=True)
         return [self._add(_H2D, Action("K", 0, chunk, layer, part), seconds, after)]
 
     def _stream_out(self, chunk: int, layer: int, part: int, unit: int) -> None:
-        """Sends a chunk's new K/V away (forward), or the prefix's gradient sums (backward)."""
+        """Offloads new K/V of a chunk (forward) or gradient sums of its prefix (backward)."""
         num_bytes = self._streamed[part][1][chunk][layer]
         if num_bytes:
             copy = Action("O", 0, chunk, layer, part)
-            # Both resources are in order, so the newest stands for all before it.
-            self._kv_away[layer] = self._send(copy, num_bytes, unit, self._what.kv_tier)
+            # Both resources work in order, so the newest action stands for all before
+            # it.
+            self._kv_available_after[layer] = self._offload(
+                copy, num_bytes, unit, self._decisions.kv_tier
+            )
 
     def _last_computed(self, count: int) -> list[int]:
-        """The last so many computations, oldest first; fewer where there are not so many."""
+        """Returns the last `count` computations, oldest first; fewer near the start."""
         done = len(self._actions[_COMPUTE])
         return [at * len(self._resources) + _COMPUTE for at in range(max(done - count, 0), done)]
 

@@ -1,8 +1,8 @@
-"""Where the bytes of a step come from: what layers, chunks and the model's ends take, as arrays.
+"""Sizes of everything that a step holds in memory, as arrays.
 
-`ByteTables` has the quantities, each in one place; who holds them from when to when is said by
-`lowering`, and by `pipeline_cost` for the units of a pipeline. Every figure is a prediction from
-the model's shape and the batch; those that are assumptions rather than consequences say so
+`ByteTables` computes each quantity in one place; `lowering` says when each is allocated and freed,
+and `pipeline_cost` does so for the units of a pipeline. Every figure is a prediction from the
+model's shape and the batch; figures that are assumptions rather than consequences say so
 (`optimizer`, `workspace`, `reserve`).
 """
 
@@ -22,7 +22,7 @@ from sppo_hf.planning.memory_snapshots import Bytes, Points
 from sppo_hf.planning.model_profile import FLOAT32_BYTES, LayerProfile
 from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.tiers import Tier
-from sppo_hf.planning.tile_sizes import MOST_COPIED_BYTES, parallel_heads
+from sppo_hf.planning.tile_sizes import MAX_COPIED_BYTES, parallel_heads
 from sppo_hf.rules import format_bytes
 
 # The assumption behind `optimizer`: AdamW with both moments in float32.
@@ -38,19 +38,19 @@ GRAPH_NODE_BYTES = 730
 
 
 def standing_device_bytes(shape: ModelShape, device_kind: str) -> int:
-    """Returns what training holds on the device at the end of backward, whatever the batch."""
+    """Returns the device bytes of training at the end of backward, which no batch changes."""
     return shape.standing_bytes + CONTEXT_BYTES[device_kind]
 
 
 def byte_tables(shape: ModelShape, decisions: Decisions, device_kind: str) -> ByteTables:
-    """Returns the tables of a batch; those of one batch are made once, whatever its modes are."""
+    """Returns the tables of a batch; they do not depend on modes, and are cached."""
     return _byte_tables(_Batch(shape, decisions, device_kind))
 
 
 class _Batch:
-    """What tables follow from. Shapes are compared as objects: by their fields would take longer.
+    """Cache key of tables; shapes are compared by identity, which is faster than by fields.
 
-    It holds the shape, whose address therefore stays its own.
+    The key holds the shape, so that its address is not reused.
     """
 
     def __init__(self, shape: ModelShape, decisions: Decisions, device_kind: str) -> None:
@@ -75,14 +75,14 @@ def _byte_tables(batch: _Batch) -> ByteTables:
 
 
 class ByteTables:
-    """Bytes of one batch shape. Arrays are [kinds, chunks] where nothing else is said.
+    """Bytes of one batch shape. Arrays are [kinds, chunks] unless stated otherwise.
 
-    A kind is a set of layers that save and take the same; `kind_of` says which a layer is of.
+    Layers of one kind have equal bytes; `kind_of` gives the kind of each layer.
     """
 
     def __init__(self, shape: ModelShape, decisions: Decisions, device_kind: str) -> None:
-        """Work out what all other quantities rest on; see `byte_tables`."""
-        self._what, batch_rows = decisions, decisions.batch_rows
+        """Compute the common quantities; use `byte_tables` for a cached instance."""
+        self._decisions, batch_rows = decisions, decisions.batch_rows
         self._sp, alike = shape.sp, shape.layer_kinds
         bounds, kv_block_tokens = decisions.bounds, decisions.kv_block_tokens
         if shape.sp > 1:
@@ -92,18 +92,18 @@ class ByteTables:
             kv_block_tokens = shape.tokens_per_rank(kv_block_tokens)
         shape = shape.per_rank
         self.shape = shape
-        """What runs here; of ranks that share a sequence, one of them."""
+        """The model; of ranks that share a sequence, the part of one of them."""
         self.rows = batch_rows
         self.training = decisions.training
         self.kv_tier: Tier = decisions.kv_tier
         self.device_kind = device_kind
         self.streams = decisions.kv_tier != "device"
-        """Whether K/V travel."""
+        """Whether K/V are streamed between tiers."""
         self.accumulates = decisions.accumulates
-        """Whether gradients of earlier batches are there."""
+        """Whether gradients of earlier batches exist."""
         self._parameter_bytes = shape.parameter_bytes or shape.dtype_bytes
         self.starts, self.ends = np.array(bounds, dtype=np.int64).T
-        """[chunks] First token of each chunk, and the one behind its last."""
+        """[chunks] First token of each chunk, and the token after its last."""
         self.lengths = self.ends - self.starts
         """[chunks] Tokens."""
         in_a_tile = -(-decisions.layer_tile_tokens // batch_rows)
@@ -113,26 +113,27 @@ class ByteTables:
         self.points = Points(len(bounds), shape.num_layers, self.training, by_layer)
         kinds, self.kind_of = np.unique(np.array(alike), return_inverse=True)
         self.kinds: list[int] = kinds.tolist()
-        """[kinds] A layer of each kind; [layers] the kind of each layer."""
+        """[kinds] A representative layer of each kind; `kind_of` is [layers] the kind of each
+        layer."""
         tokens = batch_rows * self.lengths
         per_token = [[shape.activation_bytes_per_token(i, s) for s in SAVED] for i in self.kinds]
         states = batch_rows * _by_kind(shape.state_bytes, self.kinds)
         self.saved = np.array(per_token, dtype=np.int64)[:, :, None] * tokens + states[:, :, None]
-        """[kinds, saved, chunks] What is saved of a layer, by how much of it is (`SAVED`)."""
+        """[kinds, saved, chunks] Bytes saved of a layer, by how much is saved (`SAVED`)."""
         self.kv_per_token = batch_rows * _by_kind(shape.kv_bytes_per_token, self.kinds)
-        """[kinds, 1] Keys and values of one token of all rows."""
+        """[kinds, 1] K/V bytes of one token of all rows."""
         self.dkv_per_token = batch_rows * _by_kind(shape.dkv_bytes_per_token, self.kinds)
-        """[kinds, 1] Their gradient sums."""
+        """[kinds, 1] dK/dV bytes of one token of all rows."""
         self.kv = self.kv_per_token * self.lengths
-        """A chunk's keys and values."""
+        """K/V bytes of each chunk."""
         self.dkv = self.dkv_per_token * np.append(self.lengths[:-1], 0)
-        """A chunk's gradient sums; backward of the last chunk, which comes first, has none: it
-        writes those of all chunks before it."""
+        """dK/dV bytes of each chunk. Those of the last chunk, whose backward is first, are zero: it
+        writes the sums of all chunks before it."""
         longest = np.maximum.accumulate(self.lengths)
         most = np.maximum(self.starts, self.lengths)
         self.block_tokens = np.minimum(np.maximum(kv_block_tokens, longest), most)
-        """[chunks] Tokens of a block of streamed K/V: of one chunk at least, at most of all
-        before."""
+        """[chunks] Tokens per block of streamed K/V: at least one chunk, at most all earlier ones.
+        """
         self._longest = longest
 
     def of_layers(self, table: Bytes) -> Bytes:
@@ -143,7 +144,7 @@ class ByteTables:
 
     @cached_property
     def prefix_tokens(self) -> Bytes:
-        """Tokens before a chunk that its queries see, in whole chunks."""
+        """Earlier tokens that a chunk's queries attend to, in whole chunks."""
         rows: list[Bytes] = []
         for kind in self.kinds:
             window = self.shape.layers[kind].window
@@ -157,10 +158,10 @@ class ByteTables:
 
     @cached_property
     def both_ways(self) -> tuple[bool, bool]:
-        """Whether copies run to the host and back at once, in forward and in backward.
+        """Whether copies run both ways at once, in forward and in backward.
 
-        Weights that rest on the host come while activations leave, and their gradients leave while
-        activations come back.
+        Host-resident weights are loaded while activations are offloaded, and their gradients are
+        offloaded while activations are loaded.
         """
         resting = self.shape.host_resident
         comes = resting is not None and not resting.stays
@@ -169,17 +170,17 @@ class ByteTables:
 
     @cached_property
     def kv_in_forward(self) -> Bytes:
-        """To the device: the prefix's K/V, which queries attend to beside their own."""
+        """Bytes loaded in forward: K/V of earlier chunks."""
         return self.streams * self.kv_per_token * self.prefix_tokens
 
     @cached_property
     def kv_out_forward(self) -> Bytes:
-        """Away from it: the chunk's own K/V."""
+        """Bytes offloaded in forward: K/V of the chunk."""
         return self.streams * self.kv
 
     @cached_property
     def kv_in_backward(self) -> Bytes:
-        """To it: K/V of prefix and chunk; their sums too, once a later chunk has written them."""
+        """Bytes loaded in backward: K/V of chunk and prefix, and their gradient sums so far."""
         tokens = self.prefix_tokens + self.lengths
         sums = self.dkv_per_token * tokens
         sums[:, -1] = 0
@@ -187,16 +188,17 @@ class ByteTables:
 
     @cached_property
     def kv_out_backward(self) -> Bytes:
-        """Away from it: the prefix's sums; the chunk's own are complete and used at once."""
+        """Bytes offloaded in backward: gradient sums of earlier chunks; the chunk's are used."""
         return self.streams * self.dkv_per_token * self.prefix_tokens
 
     @cached_property
-    def kv_passing(self) -> tuple[Bytes, Bytes, Bytes]:
-        """[chunks] K/V in forward, K/V and dK/dV in backward while streamed, in the busiest layer.
+    def kv_in_transit(self) -> tuple[Bytes, Bytes, Bytes]:
+        """[chunks] Streamed K/V in forward, and K/V and dK/dV in backward, of the largest layer.
 
-        Beside the chunk's own: the block in use and the next one, and where a block is several
-        chunks, the run that they are joined to. In backward the sums of as many and of the block
-        before, which is leaving, and the gradient of the block in use, not yet added.
+        Besides the chunk's own: the block in use and the next one, and where a block is several
+        chunks, the tensor in which they are concatenated. In backward also the sums of as many and
+        of the block before, which is being offloaded, and the gradient of the block in use before
+        it is added.
         """
         block = self.block_tokens
         joined = np.where(block > self._longest, block, 0)
@@ -214,14 +216,14 @@ class ByteTables:
 
     @cached_property
     def workspace_backward(self) -> Bytes:
-        """Temporaries of a layer's backward; what a recomputed layer rebuilds comes on top."""
+        """Temporaries of a layer's backward, without what recomputation rebuilds."""
         return self._workspace(backward=True)
 
     @cached_property
     def rebuilt(self) -> Bytes:
-        """What a recomputed layer rebuilds: its frame, and under autocast casts of its weights.
+        """Bytes rebuilt by recomputing a layer: activations, and under autocast cast weights.
 
-        Where token-wise modules run in tiles, of what they save one tile of one of them.
+        Where token-wise modules run in tiles, one tile of the largest of these counts.
         """
         whole = self.saved[:, SAVED.index("whole")]
         layers = self.shape.layers
@@ -263,7 +265,7 @@ class ByteTables:
         return np.array(rows) * (self.shape.dtype_bytes * self.rows) + np.array(repeated)
 
     def _repeated_bytes(self, layer: LayerProfile, keys: Bytes) -> Bytes:
-        """[chunks] Copies of keys and values with which a CPU's attention keeps threads busy."""
+        """[chunks] Copies of K/V with which a CPU's attention occupies all threads."""
         own = layer.num_kv_heads // self._sp
         if self.device_kind != "cpu" or not own:
             return np.zeros_like(keys)
@@ -272,12 +274,13 @@ class ByteTables:
         # A token of a rank's share stands for its heads of as many tokens as there are ranks.
         elements = self._sp * repeated * (layer.qk_head_size + layer.v_head_size)
         size = max(FLOAT32_BYTES, self.shape.dtype_bytes) * self.rows * elements * keys
-        return np.where((repeated > own) & (size <= MOST_COPIED_BYTES), size, 0)
+        return np.where((repeated > own) & (size <= MAX_COPIED_BYTES), size, 0)
 
     def _wide_adapters_elements(self, layer: LayerProfile) -> int:
-        """Elements, of the model's dtype, of what wider adapters of the MLP compute beside it.
+        """Temporary elements of MLP adapters in a wider dtype, counted in the model's dtype.
 
-        The second factor's product, that times the scale, and its sum with the frozen product.
+        These are the second factor's product, its scaled value, and the sum with the frozen
+        product.
         """
         lora = self.shape.lora
         if lora is None or lora.autocast or lora.dtype_bytes <= self.shape.dtype_bytes:
@@ -286,24 +289,24 @@ class ByteTables:
 
     @cached_property
     def kept_logits(self) -> int:
-        """Logits of the whole sequence, where the caller gets them."""
-        if not self._what.return_logits:
+        """Logits of the whole sequence, if they are returned to the caller."""
+        if not self._decisions.return_logits:
             return 0
-        tokens = self.rows * self._what.total_tokens
+        tokens = self.rows * self._decisions.total_tokens
         return tokens * self.shape.vocab_size * self.shape.dtype_bytes
 
     @cached_property
     def logits(self) -> Bytes:
-        """[chunks] Bytes while a chunk's loss is computed, beside logits that are kept.
+        """[chunks] Bytes while a chunk's loss is computed, beside returned logits.
 
-        A tile in the model's dtype and its logarithms of probabilities in float32, in whose place
-        its gradient comes, once more in the model's dtype if that is narrower. From the second tile
-        on also the head's gradient of one, beside the sum, where it is not added on the spot (see
+        A tile in the model's dtype and its log-probabilities in float32, which its gradient
+        replaces, once more in the model's dtype if that is narrower. From the second tile on also
+        the head's gradient of one tile, beside the sum, where it is not added in place (see
         `engine.loss`). Not counted: what a head saves that caps its logits.
         """
         shape = self.shape
         tokens = self.lengths * self.rows
-        tile = np.minimum(self._what.tile_tokens, tokens)
+        tile = np.minimum(self._decisions.tile_tokens, tokens)
         float32_bytes = max(FLOAT32_BYTES, shape.dtype_bytes)
         narrow_bytes = shape.dtype_bytes if shape.dtype_bytes < float32_bytes else 0
         per_token = shape.vocab_size * (shape.dtype_bytes + float32_bytes + narrow_bytes)
@@ -327,7 +330,7 @@ class ByteTables:
 
     @cached_property
     def graph(self) -> Bytes:
-        """Autograd's graph of a layer over a chunk, however many rows: objects of host memory."""
+        """Host bytes of autograd's graph of a layer over a chunk, for any number of rows."""
         if self.device_kind != "cpu" or not self.training:
             return np.zeros_like(self.kv)
         layers = self.shape.layers
@@ -336,7 +339,7 @@ class ByteTables:
         return GRAPH_NODE_BYTES * (nodes + added * self.lengths // 1024)
 
     def vocabulary_gradient_bytes(self, size: int) -> int:
-        """A gradient of embedding or head with elements of so many bytes, where they train."""
+        """Bytes of a gradient of embedding or head, if they train, with elements of this size."""
         shape = self.shape
         return shape.vocab_size * shape.hidden_size * size if shape.embedding_trained else 0
 
@@ -344,7 +347,7 @@ class ByteTables:
 
     @cached_property
     def standing(self) -> dict[Cause, int]:
-        """What the device holds from step to step, but gradients."""
+        """Bytes that the device holds from step to step, without gradients."""
         shape = self.shape
         away = 0 if shape.host_resident is None else shape.host_resident.optimizer_bytes
         states = (shape.states_bytes - away) * self.training
@@ -357,7 +360,7 @@ class ByteTables:
 
     @cached_property
     def host_resident(self) -> dict[Cause, int]:
-        """The same of the host, where weights or the optimizer are there."""
+        """Bytes that the host holds from step to step, with host-resident weights or optimizer."""
         resting = self.shape.host_resident
         if resting is None:
             return {}
@@ -371,10 +374,10 @@ class ByteTables:
 
     @cached_property
     def gradients(self) -> tuple[int, int]:
-        """Gradients before backward, and what the first backward adds.
+        """Gradient bytes before backward, and bytes that the first backward adds.
 
-        Autograd sums up a parameter's gradients of all chunks before it adds them to what is there
-        of earlier batches. The head's sum comes with the loss, in float32 at least.
+        Autograd sums a parameter's gradients of all chunks before it adds them to those of earlier
+        batches. The head's sum is computed with the loss, in float32 at least.
         """
         shape = self.shape
         if not self.training:
@@ -388,20 +391,20 @@ class ByteTables:
 
     @cached_property
     def layer_kv(self) -> Bytes:
-        """[layers] Keys and values of a layer over all tokens."""
+        """[layers] K/V bytes of a layer over all tokens."""
         return self.kv.sum(axis=1)[self.kind_of]
 
     @cached_property
     def hidden_states(self) -> Bytes:
-        """[chunks] A layer's input, or its output: under autocast as wide as the weights.
+        """[chunks] Bytes of a layer's input or output; under autocast as wide as weights.
 
-        Gemma 3n's are several hidden states of each token.
+        Gemma 3n has several hidden states per token.
         """
         return self.rows * self._hidden_bytes * self.lengths
 
     @cached_property
     def per_layer_inputs(self) -> int:
-        """Inputs of all layers beside hidden states, of all tokens: those of Gemma 3n and 4."""
+        """Bytes of per-layer inputs of all tokens, as Gemma 3n and 4 have them."""
         if not self.shape.message_elements:
             return 0
         beside = self.shape.message_bytes_per_token(0) - self._hidden_bytes
@@ -409,16 +412,16 @@ class ByteTables:
 
     @property
     def _hidden_bytes(self) -> int:
-        """What a layer is given of a token, and returns."""
+        """Bytes of a layer's input per token."""
         return self.shape.activation_bytes_per_token(self.shape.num_layers - 1, "hidden")
 
     @cached_property
     def hidden(self) -> tuple[Bytes, int, int]:
-        """[chunks] What each waits with for its backward; and on a CPU, in forward and backward.
+        """[chunks] Hidden states held until backward; on a CPU also embeddings.
 
-        By chunk. What the final norm was given, and the gradient of what it returned. On a CPU
-        tokens are embedded once for the whole sequence; in backward their gradient gathers as a
-        whole.
+        By chunk: the final norm's input and the gradient of its output. On a CPU tokens are
+        embedded once for the whole sequence, and their gradient is gathered as a whole in backward;
+        these bytes are returned for forward and for backward.
         """
         shape = self.shape
         token_bytes = self.training * self.rows * shape.hidden_size * shape.dtype_bytes
@@ -433,10 +436,10 @@ def _by_kind(per_token: Callable[[int], int], kinds: list[int]) -> Bytes:
 
 
 def check_budget(tier: str, what: str, *, need_bytes: int, have_bytes: int, remedy: str) -> None:
-    """Raises when bytes that cannot be avoided exceed a tier's budget.
+    """Checks bytes that cannot be avoided against a tier's budget.
 
     Raises:
-        BudgetError: names the tier, what needs how much, how much there is, and the remedy.
+        BudgetError: names the tier, the use, the bytes needed and available, and the remedy.
     """
     if need_bytes > have_bytes:
         raise BudgetError(

@@ -1,8 +1,8 @@
-"""MemoryEstimate: what all tiers hold at every point of a step, by cause, and when each holds most.
+"""MemoryEstimate: the bytes of all tiers at every point of a step, by cause, and their peaks.
 
-A step is a row of points: the computations of a device in their order. A `Level` is one cause's
-bytes on one tier over these; all of an estimate is read off such levels, and so are the changes
-that a simulator adds up.
+A step is a sequence of points, the computations of a device in order. A `Level` is one cause's
+bytes on one tier at each point. An estimate is a set of levels, and so are the changes that the
+simulator sums.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ Bytes = NDArray[np.int64]
 
 
 class Budgets:
-    """Bytes that each tier may hold; None where there is no limit, 0 where there is no tier.
+    """Bytes that each tier may hold; None for no limit, 0 for no such tier.
 
     Args:
-        by_tier: bytes by the tier's name; tiers that are left out hold nothing.
+        by_tier: bytes by the tier's name; tiers left out hold nothing.
     """
 
     def __init__(self, **by_tier: int | None) -> None:
         self.by_tier = by_tier
 
     def of(self, tier: Tier) -> int | None:
-        """Returns the bytes of a tier."""
+        """Returns a tier's budget."""
         return self.by_tier.get(tier, 0)
 
     def replace(self, **by_tier: int | None) -> Budgets:
-        """Returns a copy with other bytes on some tiers."""
+        """Returns a copy with other budgets of some tiers."""
         return Budgets(**{**self.by_tier, **by_tier})
 
     @property
     def device(self) -> int | None:
-        """Of the device."""
+        """Budget of the device."""
         return self.of("device")
 
     @property
     def host(self) -> int | None:
-        """Of host memory."""
+        """Budget of host memory."""
         return self.of("host")
 
     def __eq__(self, other: object) -> bool:
@@ -60,16 +60,16 @@ class Budgets:
 
 
 class Level(NamedTuple):
-    """Bytes of one cause on one tier over the points of a step."""
+    """Bytes of one cause on one tier at the points of a step."""
 
     before: int
-    """Before the first point."""
+    """Bytes before the first point."""
 
     during: Bytes
-    """[points] While each point runs."""
+    """[points] Bytes while each point runs."""
 
     after: Bytes
-    """[points] From the end of each point to the begin of the next; nowhere more than before."""
+    """[points] Bytes between a point and the next."""
 
 
 Levels = Mapping[Tier, Mapping[Cause, Level]]
@@ -77,43 +77,43 @@ Levels = Mapping[Tier, Mapping[Cause, Level]]
 
 @dataclass(frozen=True, slots=True)
 class Points:
-    """The computations of a step, in order: forward over the grid of chunks and layers, and back.
+    """The computations of a step in order: forward over chunks and layers, then backward.
 
     By chunk, all layers of a chunk come before the next chunk; by layer, all chunks of a layer
-    before the next layer. The head and the loss of a chunk stand behind its layers, as layer
-    `num_layers`. Backward is the reverse, without heads.
+    before the next layer. Head and loss of a chunk follow its layers, as layer `num_layers`.
+    Backward is the reverse, without heads.
     """
 
     num_chunks: int
-    """Chunks."""
+    """Number of chunks."""
 
     num_layers: int
-    """Layers of each."""
+    """Number of decoder layers."""
 
     training: bool
     """Whether a backward follows."""
 
     by_layer: bool = False
-    """Whether the grid is walked layer by layer."""
+    """Whether all chunks of a layer run before the next layer."""
 
     @property
     def num_forward(self) -> int:
-        """Points of the forward."""
+        """Number of points of forward."""
         return self.num_chunks * (self.num_layers + 1)
 
     @property
     def count(self) -> int:
-        """All points."""
+        """Number of points."""
         return self.num_forward + self.training * self.num_chunks * self.num_layers
 
     def forward(self, chunk: int, layer: int) -> int:
-        """Returns where a forward, or a chunk's head, stands."""
+        """Returns the point of a forward, or of a chunk's head."""
         if self.by_layer:
             return layer * self.num_chunks + chunk
         return chunk * (self.num_layers + 1) + layer
 
     def backward(self, chunk: int, layer: int) -> int:
-        """Returns where a backward stands."""
+        """Returns the point of a backward."""
         chunks_after, layers_after = self.num_chunks - 1 - chunk, self.num_layers - 1 - layer
         if self.by_layer:
             return self.num_forward + layers_after * self.num_chunks + chunks_after
@@ -132,12 +132,12 @@ class Points:
         return chunk, layer
 
     def lay(self, forward: Any, head: Any, backward: Any) -> NDArray[Any]:
-        """Lays quantities out over the points.
+        """Arranges quantities of units in the order of points.
 
         Args:
-            forward: [chunks, layers] or a number: of forwards.
-            head: [chunks] or a number: of heads.
-            backward: [chunks, layers] or a number: of backwards.
+            forward: [chunks, layers] or a number, for forwards.
+            head: [chunks] or a number, for heads.
+            backward: [chunks, layers] or a number, for backwards.
         """
         layers = self.num_layers
         kind = np.result_type(forward, head, backward)
@@ -150,18 +150,18 @@ class Points:
         return laid
 
     def in_backward(self, quantity: NDArray[Any]) -> NDArray[Any]:
-        """Lays [chunks, layers] out in the order of backward."""
+        """Arranges [chunks, layers] in the order of backward."""
         walked = quantity.T if self.by_layer else quantity
         return walked[::-1, ::-1].ravel()
 
     def _grid(self, laid: NDArray[Any], layers: int) -> NDArray[Any]:
-        """[chunks, layers] A view of what is laid out."""
+        """Returns a view of [points] as [chunks, layers]."""
         if self.by_layer:
             return laid.reshape(layers, self.num_chunks).T
         return laid.reshape(self.num_chunks, layers)
 
     def shown(self) -> list[int]:
-        """Returns where each chunk's (or layer's) forward ends and its backward begins and ends."""
+        """Returns the end of each chunk's (or layer's) forward, and both ends of its backward."""
         chunks, layers = range(self.num_chunks), range(self.num_layers)
         last_chunk, last_layer = self.num_chunks - 1, self.num_layers - 1
         if self.by_layer:
@@ -175,7 +175,7 @@ class Points:
         return shown
 
     def name(self, at: int) -> tuple[str, int]:
-        """Returns what a point is in words, and its chunk."""
+        """Returns a point's name in words, and its chunk."""
         chunk, layer = self.unit(at)
         of_chunk = f"chunk {chunk + 1} of {self.num_chunks}"
         if layer == self.num_layers:
@@ -199,16 +199,16 @@ class Points:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemorySnapshot:
-    """What all tiers hold at one point of a step."""
+    """The bytes of all tiers at one point of a step."""
 
     name: str
-    """In words: "start of backward of chunk 8 of 8"."""
+    """Name of the point: "start of backward of chunk 8 of 8"."""
 
     chunk: int
     """Index of the running chunk."""
 
     held: Mapping[Tier, MemoryBreakdown]
-    """Bytes by tier and cause, without causes of none."""
+    """Bytes by tier and cause; causes without bytes are left out."""
 
     def tier(self, tier: Tier) -> MemoryBreakdown:
         """Returns the bytes of one tier."""
@@ -216,17 +216,17 @@ class MemorySnapshot:
 
     @property
     def device(self) -> MemoryBreakdown:
-        """On the accelerator; in ordinary memory when the CPU computes."""
+        """Bytes on the device; in ordinary memory if the CPU computes."""
         return self.held["device"]
 
     @property
     def host(self) -> MemoryBreakdown:
-        """In host memory, offloaded."""
+        """Offloaded bytes in host memory."""
         return self.held["host"]
 
 
 class MemoryEstimate:
-    """Predicted bytes per tier over a step: what stands all along, and what comes and goes."""
+    """Predicted bytes per tier over a step: constant ones and levels."""
 
     def __init__(
         self, points: Points, standing: Mapping[Tier, Mapping[Cause, int]], levels: Levels
@@ -244,27 +244,27 @@ class MemoryEstimate:
         return total
 
     def peak_bytes(self, *tiers: Tier) -> int:
-        """Returns the most bytes of some tiers together at any point."""
+        """Returns the peak of the sum of some tiers' bytes."""
         return int(np.sum([self.total(tier) for tier in tiers], axis=0).max())
 
     def most_bytes(self, cause: Cause) -> int:
-        """Returns the most bytes of what comes and goes of a cause, on the device."""
+        """Returns the peak of a cause's level on the device."""
         level = self._levels["device"].get(cause)
         return 0 if level is None else int(level.during.max())
 
     def standing_bytes(self, cause: Cause) -> int:
-        """Returns the bytes of a cause that are there all along, on the device and the host."""
+        """Returns a cause's constant bytes on the device and the host."""
         return sum(self._standing[tier].get(cause, 0) for tier in ("device", "host"))
 
     def peak(self, tier: Tier) -> MemorySnapshot:
-        """Returns the moment at which a tier holds most; the first of equal ones."""
+        """Returns the first point at which a tier holds most bytes."""
         if tier not in self._peaks:
             self._peaks[tier] = self._moment(int(self.total(tier).argmax()))
         return self._peaks[tier]
 
     @cached_property
     def moments(self) -> tuple[MemorySnapshot, ...]:
-        """The end of each chunk's (or layer's) forward, then begin and end of each backward."""
+        """The end of each chunk's (or layer's) forward, and begin and end of each backward."""
         return tuple(map(self._moment, self._points.shown()))
 
     @property
@@ -283,7 +283,7 @@ class MemoryEstimate:
 
     @property
     def moment(self) -> str:
-        """When the device's peak is reached, in words."""
+        """Name of the point of the device's peak."""
         return self.peak("device").name
 
     def _moment(self, at: int) -> MemorySnapshot:

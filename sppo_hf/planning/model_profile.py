@@ -2,8 +2,8 @@
 
 `sppo_hf.engine.trace_profile` runs a model's decoder layers without memory and writes down what
 autograd saves and which matrix products run; here that is data: read from JSON, found among what is
-shipped or was kept before, and looked up by how the model is trained. Who asks for a model that is
-neither gives a tracer. Not covered: what a whole step needs, which is `memory` and `cost`.
+shipped or was kept before, and looked up by how the model is trained. The caller gives a
+tracer for a model that is neither. Costs and memory of a step follow in `cost` and `memory`.
 
 All numbers are per token of one row. FLOPs count a multiply-add as two and leave out what is
 elementwise. Attention between tokens, which grows with the keys, is `attention_flops_per_key`.
@@ -40,7 +40,7 @@ Thin products are computed again rather than kept."""
 _FORMAT = 5
 
 _TRACED_WITHIN_SECONDS = 60.0
-"""Tracing takes seconds; who waits longer for another process traces too."""
+"""Seconds to wait for another process that traces the same model, before tracing it here too."""
 
 _Numbers = TypeVar("_Numbers", "LayerProfile", "ModelProfile")
 
@@ -207,24 +207,22 @@ class LayerProfile:
 
 
 def count_head_blocks(layers: Iterable[LayerProfile], pp_size: int, name: str) -> int | None:
-    """How ranks that share units (`schedule.generate.msp`) divide the attention heads of a model.
+    """Returns how ranks that share units (`schedule.generate.msp`) divide attention heads.
 
-    They come in sets of every size up to `pp_size`. The runtime refuses by what is said here, and
-    plans over devices propose nothing that it refuses.
-
-    Where all sizes divide the query heads, evenly. Else by key/value heads, as evenly as these can
-    be divided: with 8 of them, three ranks have 2, 3 and 3, and the largest share sets the pace.
+    Units are shared by sets of 2 to `pp_size` ranks. Where all these sizes divide the query heads,
+    heads are divided evenly. Otherwise whole K/V heads are: with 8 of them three ranks have 2, 3
+    and 3, and the largest share sets the pace. Runtime and planner both refuse by this function.
 
     Args:
-        layers: Those that attend.
-        pp_size: P.
-        name: Of the model.
+        layers: layers with attention.
+        pp_size: ranks of the pipeline.
+        name: name of the model, for the error.
 
     Returns:
         See `local_heads`; one for all layers.
 
     Raises:
-        ConfigError: Some size does neither.
+        ConfigError: heads cannot be divided among some number of ranks.
     """
     heads = {(layer.num_heads, layer.num_kv_heads) for layer in layers}
     queries = math.gcd(*(queries for queries, _ in heads))

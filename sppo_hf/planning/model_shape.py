@@ -1,8 +1,11 @@
-"""A model as numbers: FLOPs, weights and bytes per token, layer by layer.
+"""ModelShape: FLOPs, weights and bytes per token of a whole model, and FLOPs of a step.
 
-A profile says what the layers cost (`model_profile`); here the model's ends and its parameters are
-added. FLOPs count a multiply-add as two and leave out what is elementwise. Bytes are those of one
-token of one row.
+It adds embedding, head and parameter counts to what a `model_profile` says of the layers. FLOPs
+count a multiply-add as two and leave out elementwise work. Bytes are those of one token of one row.
+
+Model FLOPs utilisation is `step_flops / (step_seconds * peak_flops)` (`hardware.peak_flops`):
+`step_flops` counts one forward and one backward, attention over visible pairs only, and no
+recomputation, so that recomputing never looks like progress.
 """
 
 from __future__ import annotations
@@ -14,60 +17,60 @@ from functools import cached_property
 from sppo_hf.planning.activation_modes import Saved
 from sppo_hf.planning.model_profile import FLOAT32_BYTES, LayerProfile, LoraShape, ModelProfile
 
-# A model of which less than this share trains has its layers or adapters trained, not its ends.
+# Below this trained share of the parameters, embedding and head are taken to be frozen.
 _MOSTLY = 0.5
 
 
 def arriving_bytes(layer_gradient_bytes: Sequence[int], outer_gradient_bytes: int) -> int:
-    """Room for gradients that arrive on the host to be added to those of earlier batches there."""
+    """Bytes of host staging for gradients that are added to those of earlier batches there."""
     return max(2 * max(layer_gradient_bytes, default=0), outer_gradient_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostResident:
-    """What rests in host memory (`sppo_hf.offload.weights`), in bytes of the host."""
+    """Bytes of weights, gradients and optimizer states on the host (`sppo_hf.offload.weights`)."""
 
     layer_bytes: tuple[int, ...]
-    """Of each layer: weights that come to the device for its forward and for its backward."""
+    """By layer, weights that are copied to the device for its forward and for its backward."""
 
     outer_bytes: int
-    """Weights outside of the layers: on the device from a forward's begin to its backward's end."""
+    """Weights outside the layers; on the device from start of forward to end of backward."""
 
     stays: bool
     """Whether layers' weights stay on the device from forward to backward."""
 
     layer_gradient_bytes: tuple[int, ...]
-    """Of each layer: gradients that leave as they are complete."""
+    """By layer, gradients that are copied to the host when they are complete."""
 
     outer_gradient_bytes: int
-    """The same of what is outside of the layers."""
+    """The same for weights outside the layers."""
 
     optimizer_bytes: int
-    """States of the optimizer that are there."""
+    """Optimizer states on the host."""
 
     @property
     def weight_bytes(self) -> int:
-        """All weights that rest."""
+        """All weights on the host."""
         return sum(self.layer_bytes) + self.outer_bytes
 
     @property
     def gradient_bytes(self) -> int:
-        """All gradients that leave."""
+        """All gradients on the host."""
         return sum(self.layer_gradient_bytes) + self.outer_gradient_bytes
 
     @property
     def held_bytes(self) -> int:
-        """All that is there in training."""
+        """All bytes on the host in training."""
         return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
 
     @property
     def arriving_bytes(self) -> int:
-        """Page-locked memory beside that where gradients of several batches add up."""
+        """Additional pinned memory where gradients of several batches are accumulated."""
         return arriving_bytes(self.layer_gradient_bytes, self.outer_gradient_bytes)
 
     @property
     def update_bytes(self) -> int:
-        """What an update moves: weights and states are read and written, gradients read.
+        """Bytes that an update reads and writes: weights and states both, gradients read only.
 
         Trained weights have as many bytes as their gradients.
         """
@@ -76,7 +79,7 @@ class HostResident:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """The numbers of a causal language model that costs and memory follow from."""
+    """The numbers of a causal language model from which costs and memory are computed."""
 
     layers: tuple[LayerProfile, ...]
     """One entry per decoder layer, first to last; layers that are alike are equal."""
@@ -94,7 +97,7 @@ class ModelShape:
     """Parameters of the model as it is trained, adapters included."""
 
     trainable_parameters: int
-    """Of these, the ones that receive gradients."""
+    """Parameters that receive gradients."""
 
     weight_bytes: int
     """Bytes of all parameters. Not `total_parameters * dtype_bytes` for quantised models."""
@@ -116,23 +119,24 @@ class ModelShape:
     """States of the optimizer; None where it is not known: AdamW's, two float32 of a parameter."""
 
     host_resident: HostResident | None = None
-    """What rests in host memory; `weight_bytes` and `gradient_bytes` are then what the device holds
-    of each in a step. None where nothing does."""
+    """What is kept in host memory; `weight_bytes` and `gradient_bytes` are then those on the device
+    during a step. None where everything is on the device."""
 
     message_elements: tuple[int, ...] = ()
-    """By layer, elements of a token that a stage is given which begins with it; empty where that is
-    one hidden state."""
+    """By layer, elements per token that a pipeline stage receives if it begins with that layer;
+    empty where that is the hidden state."""
 
     cpu_threads: int = 1
-    """Threads of a CPU that attends; where they outnumber key heads, these are repeated for them
+    """CPU threads of attention; where they outnumber K/V heads, these are repeated
     (`parallel_heads`)."""
 
     sp: int = 1
-    """Sequence-parallel ranks that share every chunk. FLOPs are of all of them, weights and their
-    gradients on each; what tokens take on one of them is said by `per_rank`."""
+    """Sequence-parallel ranks that share every chunk. FLOPs are the sum over them, weights and
+    gradients are on each; `per_rank` has the bytes per token of one rank."""
 
     head_blocks: int | None = None
-    """Runs of heads that these ranks do not divide further; None where they divide heads evenly."""
+    """Number of runs of heads that these ranks do not divide further; None where heads are divided
+    evenly."""
 
     @classmethod
     def from_profile(
@@ -144,7 +148,7 @@ class ModelShape:
         weight_bytes: int | None = None,
         gradient_bytes: int | None = None,
     ) -> ModelShape:
-        """Adds a profile up.
+        """Sums up a profile.
 
         Args:
             profile: of the model as it is trained.
@@ -186,13 +190,13 @@ class ModelShape:
         )
 
     def with_host_residents(self, *, weights: bool, optimizer: bool) -> ModelShape:
-        """Returns the shape of a model of which a part rests in host memory.
+        """Returns the shape of a model with a part of it in host memory.
 
         Args:
-            weights: Layers' weights come for their forward and backward, two layers at a time;
-                where the optimizer is on the device, trained ones stay with it.
-            optimizer: Trained weights rest there with optimizer states and gradients; without
-                `weights` all of them are on the device for a whole step.
+            weights: layers' weights are copied to the device for their forward and backward, two
+                layers at a time; trained weights stay on the device where the optimizer does.
+            optimizer: trained weights are there with optimizer states and gradients; without
+                `weights` all of them are on the device during a whole step.
         """
         if self.host_resident is not None or not (weights or optimizer):
             return self
@@ -235,7 +239,7 @@ class ModelShape:
 
     @property
     def states_bytes(self) -> int:
-        """The optimizer's states, wherever they are."""
+        """Bytes of optimizer states, on any tier."""
         if self.optimizer_bytes is not None:
             return self.optimizer_bytes
         return 2 * FLOAT32_BYTES * self.trainable_parameters
@@ -270,7 +274,7 @@ class ModelShape:
 
     @cached_property
     def layer_kinds(self) -> tuple[int, ...]:
-        """For each layer the first one that costs and saves the same."""
+        """For each layer the index of the first one that costs and saves the same."""
         first: dict[object, int] = {}
         return tuple(first.setdefault(layer, index) for index, layer in enumerate(self.layers))
 
@@ -405,12 +409,12 @@ class ModelShape:
         return replace(self, layers=tuple(made[layer] for layer in self.layers), sp=1)
 
     def message_bytes_per_token(self, layer: int) -> int:
-        """What a stage that begins with a layer is given, and whose gradient it gives back."""
+        """Bytes per token that a stage receives if it begins with this layer."""
         elements = self.message_elements[layer] if self.message_elements else self.hidden_size
         return elements * (self.parameter_bytes or self.dtype_bytes)
 
     def state_bytes(self, layer: int) -> int:
-        """States that one row of a chunk is given by the chunk before, which its frame holds."""
+        """Recurrent states of one row that a chunk takes from the one before and saves."""
         return self.layers[layer].state_bytes
 
     @property
@@ -419,15 +423,15 @@ class ModelShape:
         return any(layer.state_bytes for layer in self.layers)
 
     def cast_bytes(self, layer: int) -> int:
-        """Casts of all weights of a layer: 0 unless autocast makes them narrower."""
+        """Bytes of autocast copies of a layer's weights; 0 without autocast."""
         casts = self._parameter_bytes > self.dtype_bytes
         return self.layers[layer].total_weights * self.dtype_bytes if casts else 0
 
     @property
     def cached_cast_bytes(self) -> int:
-        """Casts that autocast keeps until forward ends: of trained weights, layers' and head's.
+        """Bytes of casts that autocast caches until forward ends: of trained layers and the head.
 
-        Those of frozen weights live as long as their product; the embedding's rows are not cast.
+        Casts of frozen weights are freed after their use; the embedding is not cast.
         """
         if self.lora is not None or self._parameter_bytes <= self.dtype_bytes:
             return 0

@@ -1,7 +1,7 @@
-"""What settings leave open about a pipeline, decided by simulation: its schedule and its chunks.
+"""Choice of a pipeline's schedule and chunks, where the settings leave them open, by simulation.
 
-Also how long a step of all its stages together takes. Without speeds a rule decides, and says so.
-Stages, ranks and rows are given: layouts over devices are `cluster`'s business.
+Also predicts the time of a step from the plans of all its stages. Without a hardware profile a
+fixed rule decides. Stages, ranks and rows are given; `cluster` searches layouts over devices.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from sppo_hf.schedule.simulate import bubble_fraction, simulate_pipeline
 from sppo_hf.schedule.timeline import Timeline
 
 DEFAULT_SCHEDULE = "seq1f1b"
-"""What "auto" is where nothing is known of speeds: idles least of whole backwards with one stage on
-a rank."""
+"""Schedule for "auto" without a hardware profile: of those with whole backwards and one stage on a
+rank it idles least."""
 
 AUTO_SCHEDULES: tuple[str, ...] = (DEFAULT_SCHEDULE, "zb_seq1f1b")
-"""Schedules that "auto" chooses from: those for one stage on a rank that may be the fastest."""
+"""Schedules that "auto" chooses from, for one stage on a rank."""
 
-# Actions of one simulation: about a third of a second.
-_MOST_ACTIONS = 30_000
-_TIMES_THE_RULE = (0.5, 1, 2, 4)
+# Limit on the actions of one simulation, about a third of a second.
+_MAX_ACTIONS = 30_000
+_CHUNK_COUNT_FACTORS = (0.5, 1, 2, 4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,13 +47,13 @@ class PipelineChoice:
     """The schedule and the chunks of a pipeline."""
 
     schedule: str
-    """Its name."""
+    """Name of the schedule."""
 
     bounds: Bounds
     """The chunks of every row."""
 
     reason: str
-    """Why these."""
+    """Reason for this choice, for the user."""
 
 
 def default_choice(
@@ -65,7 +65,7 @@ def default_choice(
     device_kind: str,
     may_share: bool = False,
 ) -> PipelineChoice:
-    """Decides without speeds: four units a stage, by one schedule.
+    """Returns the choice without a hardware profile: four units a stage.
 
     Raises:
         ConfigError: the settings do not fit this length.
@@ -76,7 +76,7 @@ def default_choice(
         shape,
         total_tokens,
         stages=config.pp_size,
-        # Where units are shared each fills and drains the pipeline by itself.
+        # With shared units each micro-batch fills and drains the pipeline by itself.
         micro_batches=1 if shares else micro_batches,
         device_kind=device_kind,
     )
@@ -107,11 +107,10 @@ def choose_pipeline(
     dtype_name: str,
     may_share: bool = False,
 ) -> PipelineChoice:
-    """Decides what is open by simulating the candidates with the device's speeds.
+    """Chooses by simulating candidates with the device's speeds.
 
-    What is kept of layers and where K/V wait is, for each candidate, the first of `_ways` that
-    fits; each stage's own plan decides anew later. Finer cuts are tried as long as they can be
-    simulated in a moment.
+    Each candidate is simulated with the first of `_activation_rules` that fits; each stage's own
+    plan decides anew later. Finer cuts are tried as long as simulating them is fast.
 
     Raises:
         ConfigError: the settings do not fit this length.
@@ -131,15 +130,15 @@ def choose_pipeline(
     )
     search = _Search(config, cost, micro_batches, device)
     for bounds in _cuts(config, shape, ruled.bounds, device.kind):
-        search.look_at(ruled.schedule, bounds)
+        search.add_candidate(ruled.schedule, bounds)
     if config.pp_schedule == "auto" and config.pp_msp != "on":
         cuts = [bounds for *_, bounds in sorted(search.found)]
         for bounds in cuts[:2]:
             for name in AUTO_SCHEDULES[1:]:
-                search.look_at(name, bounds)
-        # Idle time no longer asks for many chunks then: coarse cuts may be the best.
+                search.add_candidate(name, bounds)
+        # Shared units leave little idle time, so coarse cuts may be the best.
         for bounds in cuts if may_share and config.pp_msp == "auto" else ():
-            search.look_at(MSP, bounds)
+            search.add_candidate(MSP, bounds)
     missing, seconds, _, name, bounds = min(search.found)
     reason = f"auto: {seconds:,.3g} s a step, the fastest of {len(search.found)} simulated"
     others = [
@@ -155,7 +154,7 @@ def choose_pipeline(
 
 
 class _Search:
-    """Candidates that were simulated."""
+    """The candidates simulated so far."""
 
     def __init__(
         self, config: SPPOConfig, cost: ModelCost, micro_batches: int, device: DeviceFacts
@@ -164,23 +163,23 @@ class _Search:
         self._cost = cost
         self._micro_batches = micro_batches
         self._budgets = read_budgets(config, device)
-        self._ways = list(_ways(config, device))
+        self._activation_rules = list(_activation_rules(config, device))
         away = (tier for tier in read_choices(config, device).tiers if tier != DEVICE)
         self._activation_tier = next(away, HOST)
         self.found: list[tuple[int, float, int, str, Bounds]] = []
-        """Bytes that are missing, seconds of a step; of equals the first; schedule and chunks."""
+        """(bytes over budget, step seconds, index, schedule, chunks); the minimum is chosen."""
 
-    def look_at(self, name: str, bounds: Bounds) -> None:
-        """Simulates a candidate, unless that would take long."""
+    def add_candidate(self, name: str, bounds: Bounds) -> None:
+        """Simulates a candidate, unless it has too many actions."""
         config = self._config
         if name == MSP and len(bounds) < config.pp_size:
             return
         stages = config.pp_size * config.pp_virtual_stages
-        few = min(self._micro_batches, _few(config.pp_size)[1])
-        if self.found and 6 * few * len(bounds) * stages > _MOST_ACTIONS:
+        few = min(self._micro_batches, _simulated_micro_batches(config.pp_size)[1])
+        if self.found and 6 * few * len(bounds) * stages > _MAX_ACTIONS:
             return
         ways: list[tuple[int, float]] = []
-        for saved, offload, kv_tier in self._ways:
+        for saved, offload, kv_tier in self._activation_rules:
             ways.append(self._simulate(name, bounds, saved, offload, kv_tier))
             if not ways[-1][0]:
                 break
@@ -210,12 +209,12 @@ class _Search:
             missing = max(missing, _missing(timeline, config.pp_size, self._budgets))
             return timeline.end_seconds
 
-        seconds = _of_many(seconds_of, self._micro_batches, config.pp_size)
+        seconds = _extrapolated_seconds(seconds_of, self._micro_batches, config.pp_size)
         return missing, seconds
 
 
 StageSeconds = Mapping[tuple[Kind, int | None], list[float]]
-"""Of a stage, how long an action of each kind and part takes, by chunk."""
+"""Seconds of a stage's actions: by kind and part, [chunks]."""
 
 
 def stage_seconds(plan: Plan) -> StageSeconds:
@@ -223,7 +222,7 @@ def stage_seconds(plan: Plan) -> StageSeconds:
 
     Parts are those of K/V streams; of a unit that ranks share the seconds are those of the whole.
     """
-    assert plan.cost is not None, "asked where speeds are known"
+    assert plan.cost is not None, "the caller has a hardware profile"
     program, cost = plan.program(), plan.cost
     tables, chunks = program.tables, plan.num_chunks
     ahead = program.points.num_forward
@@ -280,18 +279,18 @@ def pipeline_step(
     message_seconds: Callable[[int, int], float],
     reduce_seconds: float = 0.0,
 ) -> tuple[float, float]:
-    """Returns seconds of a step of all stages together, and the share of it that ranks idle.
+    """Returns the seconds of a pipeline's step, and the share of it in which ranks are idle.
 
-    Of units that ranks share each takes its share of the time; keys and values, and weights, that
-    pass between them are not counted.
+    Ranks that share a unit take equal shares of its time; K/V and weights that pass between them
+    are not counted.
 
     Args:
-        make: the lowered schedule of so many micro-batches.
-        stages: `stage_seconds` of each.
-        micro_batches: of a step.
-        ranks: of the pipeline.
-        message_seconds: of what a stage is given for a chunk, by both.
-        reduce_seconds: of one stage's reduction over replicas.
+        make: returns the lowered schedule of a number of micro-batches.
+        stages: `stage_seconds` of each stage.
+        micro_batches: micro-batches of a step.
+        ranks: ranks of the pipeline.
+        message_seconds: seconds of the message that a (stage, chunk) receives.
+        reduce_seconds: seconds of reducing one stage's gradients over replicas.
     """
     idle = 0.0
 
@@ -313,26 +312,28 @@ def pipeline_step(
         idle = bubble_fraction(timeline)
         return timeline.end_seconds
 
-    seconds = _of_many(seconds_of, micro_batches, ranks)
+    seconds = _extrapolated_seconds(seconds_of, micro_batches, ranks)
     return seconds, idle
 
 
-def _of_many(seconds_of: Callable[[int], float], micro_batches: int, ranks: int) -> float:
-    """Seconds of a step, of whose micro-batches few are simulated: the others repeat them."""
-    fewer, few = _few(ranks)
+def _extrapolated_seconds(
+    seconds_of: Callable[[int], float], micro_batches: int, ranks: int
+) -> float:
+    """Extrapolates the seconds of a step from simulations of a few micro-batches."""
+    fewer, few = _simulated_micro_batches(ranks)
     if micro_batches <= few:
         return seconds_of(micro_batches)
     before, after = seconds_of(fewer), seconds_of(few)
     return after + (micro_batches - few) * (after - before) / (few - fewer)
 
 
-def _few(ranks: int) -> tuple[int, int]:
-    """Micro-batches after which a pipeline repeats itself; groups of `ranks` are not split."""
+def _simulated_micro_batches(ranks: int) -> tuple[int, int]:
+    """Two numbers of micro-batches, multiples of `ranks`, between which a step grows evenly."""
     return 2 * ranks, 3 * ranks
 
 
 def _is_open(config: SPPOConfig) -> bool:
-    """Whether the settings leave open where chunks end."""
+    """Whether the settings leave chunks open."""
     return config.num_chunks == "auto" and not (config.chunk_lengths or config.chunk_tokens)
 
 
@@ -343,19 +344,21 @@ def _is_set(config: SPPOConfig) -> bool:
 def _cuts(
     config: SPPOConfig, shape: ModelShape, ruled: Bounds, device_kind: str
 ) -> Iterator[Bounds]:
-    """The cut by rule first, then coarser and finer ones where the settings leave them open."""
+    """Yields the default chunks, then coarser and finer ones where the settings leave them open."""
     yield ruled
     if not _is_open(config):
         return
     total_tokens = ruled[-1][1]
     most = max(1, total_tokens // MIN_CHUNK_TOKENS[device_kind])
-    numbers = {min(most, max(1, round(times * len(ruled)))) for times in _TIMES_THE_RULE}
+    numbers = {min(most, max(1, round(times * len(ruled)))) for times in _CHUNK_COUNT_FACTORS}
     for number in sorted(numbers - {len(ruled)}):
         yield bounds_with_count(config, shape, total_tokens, number)
 
 
-def _ways(config: SPPOConfig, device: DeviceFacts) -> Iterator[tuple[Saved, OffloadRule, Tier]]:
-    """What may be kept of layers, what of it leaves, and where K/V wait; fastest first."""
+def _activation_rules(
+    config: SPPOConfig, device: DeviceFacts
+) -> Iterator[tuple[Saved, OffloadRule, Tier]]:
+    """Yields what is saved, how much of it is offloaded, and the tier of K/V; fastest first."""
     choices = read_choices(config, device)
     rules: dict[str, tuple[OffloadRule, ...]] = {
         "none": ("none",),
@@ -370,7 +373,7 @@ def _ways(config: SPPOConfig, device: DeviceFacts) -> Iterator[tuple[Saved, Offl
 
 
 def _missing(timeline: Timeline, ranks: int, budgets: Budgets) -> int:
-    """Bytes by which the fullest rank is over its budgets."""
+    """Bytes by which the fullest rank exceeds its budgets."""
     missing = 0
     for tier, budget in budgets.by_tier.items():
         if budget is not None:

@@ -1,11 +1,11 @@
 """PipelineCost: seconds and bytes of every action of a schedule over ranks, for a real model.
 
-`sppo_hf.schedule.simulate` asks it. All figures come from ModelCost and from the terms of
-the memory estimate, so a pipeline of one rank and the planner agree.
+`sppo_hf.schedule.simulate` reads them. They come from ModelCost and from the byte tables of the
+memory estimate, so a pipeline of one rank and the planner agree.
 
-[Note: K/V that wait on the host] Blocks of the prefix pass beside the attention that they are for:
-actions of their own (K, O; L and S behind the host) on the resources that frames are copied on.
-Each rank that shares a unit has its own, of its heads.
+[Note: K/V on the host] Blocks of earlier K/V are copied while the attention that reads them runs,
+as actions of their own (K, O; L and S behind the host) on the resources of activation
+copies. Each rank that shares a unit copies its own heads.
 
 [Note: what a rank is] A rank of a schedule stands for all devices that share its units by sequence
 parallelism (`ModelCost.sp`); seconds and bytes are those of one of them, and messages go from each
@@ -14,24 +14,24 @@ to its like on the other rank. Where ranks share a unit, all their devices are o
 [Note: more devices than heads] Where the devices of a shared unit are more than query heads,
 several have the same head and divide its queries; then each holds that head's K/V whole. Where
 they cannot divide heads evenly (`count_head_blocks`), the one with most sets the pace; its K/V are
-counted as if they were even shares.
+counted as even shares.
 
 [Note: weights of shared units] A rank that shares units of a stage not its own needs its weights.
-Frozen ones (adapters train) are on every rank. Others come from the stage's rank for a run of
-units, beside the first of them, and gradients go back to it beside the last: there is room for one
-more stage's. Each device of a node's part of a group gets its share from its like and the rest from
-its neighbours.
+Frozen ones (with adapters) are on every rank. Others come from the stage's rank for a run of
+units, beside the first of them, and gradients go back to it beside the last; memory of one more
+stage is counted. Each device of a group receives its share from its counterpart on the other rank
+and the rest from its neighbours.
 
-[Note: slices of keys and values] Neighbouring chunks of a stage with the same ranks (a run; without
-shared units all of them) have stores of their own, as in `sppo_hf.pipeline.multiplex`, so of a
-chunk a rank may hold slices twice:
+[Note: slices of keys and values] Neighbouring chunks of a stage with the same ranks are a run
+(without shared units, all chunks). Each run has a K/V store of its own, as in
+`sppo_hf.pipeline.multiplex`, so a rank may hold a chunk's slices twice:
 - From the first unit of a run on, its ranks have their heads of all chunks before, too, until the
   run's last backward has ended; the run before keeps its own.
-- What comes from other ranks for that waits on the device until that unit, wherever K/V rest.
-- A run's first backward makes sums for all of these chunks. Those of the chunks before wait, where
-  K/V do, for whoever adds them to its own: other ranks, to which they are packed and sent, or this
-  one in a later backward.
-- What comes, of K/V and of sums, is on the device until it is used.
+- What other ranks send for that stays on the device until that unit, on whichever tier K/V are.
+- A run's first backward makes dK/dV sums for all of these chunks. Sums of the chunks before the run
+  are kept on the tier of K/V until they are added to those of the run before: by other ranks, to
+  which they are sent, or by this one in a later backward.
+- Received K/V and sums are on the device until they are used.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from numpy.typing import NDArray
 
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.activation_modes import KEEP, SAVED, Saved
-from sppo_hf.planning.causes import OF_SAVED, Cause
+from sppo_hf.planning.causes import CAUSE_OF_SAVED, Cause
 from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions
@@ -74,10 +74,10 @@ from sppo_hf.schedule.simulate import Change, simulate_pipeline
 from sppo_hf.schedule.timeline import Timeline
 
 OffloadRule = Literal["none", "full", "sppo"]
-"""What of each frame leaves the device: nothing, all of it, or the paper's share."""
+"""How much of the saved activations is offloaded: nothing, all, or the paper's share."""
 
 _RECEIVES: frozenset[Kind] = frozenset(SENDS.values())
-"""What only marks that something has come: it takes no time, and the send counts the bytes."""
+"""Receives only mark an arrival: they take no time, and the send counts the bytes."""
 
 _Key = tuple[Kind, int, int, int | None]
 """Kind, stage, chunk and part of an action."""
@@ -89,7 +89,8 @@ class _Run(NamedTuple):
     chunks: range
     ranks: tuple[int, ...]
     copies: float
-    """How often K/V are there among these ranks; see the note on heads."""
+    """Copies of K/V among these ranks, above 1 where several ranks have the same head; see [Note:
+    more devices than heads]."""
 
 
 # No slots: a cached property needs the instance's dictionary.
@@ -102,52 +103,52 @@ class PipelineCost:
     """
 
     schedule: Schedule = field(repr=False)
-    """Compute: which stages there are, on which ranks, and which units these share."""
+    """Compute actions alone; defines stages, their ranks, and shared units."""
 
     cost: ModelCost
-    """Of one layer on one device; its rows are those of a micro-batch."""
+    """Costs of layers on one device; its `batch_rows` are the rows of a micro-batch."""
 
     bounds: Bounds
-    """The chunks of a sequence."""
+    """The chunks of a row."""
 
     _: KW_ONLY
 
     split: tuple[range, ...] = ()
-    """Layers of each stage; balanced where they are not given."""
+    """Layers of each stage; balanced by cost where empty."""
 
     saved: Saved = "whole"
-    """What is kept of frames; the rest is recomputed."""
+    """What is saved of each layer; the rest is recomputed."""
 
     offload: OffloadRule = "none"
-    """What of that leaves the device."""
+    """How much of that is offloaded."""
 
     activation_tier: Tier = HOST
-    """Where what leaves goes."""
+    """Tier of offloaded activations."""
 
     kv_tier: Tier = "device"
-    """Where K/V wait."""
+    """Tier of K/V and of their accumulated gradients."""
 
     link_bytes_per_second: float = float("inf")
-    """Between ranks of different nodes, each way."""
+    """Rate between ranks of different nodes, each way."""
 
     node_bytes_per_second: float | None = None
-    """Between ranks of one node; None where it is the same."""
+    """Rate between ranks of one node; None: as between nodes."""
 
     rank_nodes: tuple[Hashable, ...] = ()
-    """The node of each rank; empty if all are on different ones."""
+    """Node of each rank; empty if all are on different nodes."""
 
     devices_per_node: int = 8
-    """Devices of a node; of a group that is larger, so many are near each other."""
+    """Devices of a node."""
 
     shards: int = 1
-    """Devices over which weights, gradients and optimizer states of a stage are sharded (FSDP).
-    Weights of a layer then come together for each of its units, and its gradients part again."""
+    """Devices over which weights, gradients and optimizer states of a stage are sharded (FSDP). A
+    layer's weights are all-gathered and its gradients reduce-scattered for every unit."""
 
     shard_bytes_per_second: float = float("inf")
-    """Between these devices."""
+    """Rate between these devices."""
 
     reduce_seconds: float = 0.0
-    """Reduction of a stage's gradients over replicas of the pipeline."""
+    """Seconds that reducing a stage's gradients over replicas of the pipeline takes."""
 
     _seconds: dict[_Key, float] = field(
         default_factory=dict[_Key, float], init=False, repr=False, compare=False
@@ -158,7 +159,7 @@ class PipelineCost:
 
     def __post_init__(self) -> None:
         assert self.schedule.num_chunks == len(self.bounds), "a unit is a chunk of a micro-batch"
-        assert self.stages, "refused here rather than when a figure is asked for"
+        assert self.stages, "raises here, rather than at the first use, if there are too few layers"
 
     @cached_property
     def stages(self) -> tuple[range, ...]:
@@ -172,13 +173,13 @@ class PipelineCost:
 
     @cached_property
     def shared_units(self) -> dict[tuple[int, int], tuple[int, ...]]:
-        """Ranks that share (stage, chunk), by part."""
+        """By (stage, chunk), the ranks that share the unit, by part."""
         shared = self.schedule.shared_units
         return {unit: ranks for unit, ranks in shared.items() if unit[1] < len(self.bounds)}
 
     @cached_property
     def messages(self) -> dict[Action, Message]:
-        """By send and by receive, where units are shared: what it is an end of."""
+        """By send and by receive, its message; empty where no units are shared."""
         found = messages(self.schedule).values() if self.shared_units else ()
         return {end: message for message in found for end in (message.send, message.receive)}
 
@@ -189,7 +190,7 @@ class PipelineCost:
 
     @cached_property
     def ratios(self) -> tuple[tuple[float, ...], ...]:
-        """Share of a frame that leaves, by stage and chunk; empty where none does."""
+        """[stages][chunks] Share of saved activations that is offloaded; empty without offload."""
         if self.offload == "none":
             return ()
         if self.offload == "full":
@@ -206,34 +207,34 @@ class PipelineCost:
                 self.stages,
                 self._frames.tolist(),
                 work.sum(axis=1).tolist(),
-                # What K/V leave of the link while forwards run.
+                # K/V take a part of the copy bandwidth while forwards run.
                 self._streamed["F"][1].sum(axis=1).tolist(),
                 strict=True,
             )
         )
 
     def leaves(self, stage: int, unit: int) -> bool:
-        """Returns whether anything of a frame leaves the device."""
+        """Returns whether any saved activations of a unit are offloaded."""
         return bool(self.ratios) and self.ratios[stage][unit % len(self.bounds)] > 0
 
     def stores(self, stage: int, unit: int) -> bool:
-        """Returns whether anything of a frame goes on to a tier behind the host."""
+        """Returns whether any of them are stored on a tier behind the host."""
         return TIERS[self.activation_tier].behind_host and self.leaves(stage, unit)
 
     @property
     def kv_copies(self) -> frozenset[KVCopy]:
-        """What K/V do beside units."""
+        """Copies of K/V beside units."""
         if self.kv_tier == "device":
             return frozenset()
         return kv_copies_of(self._tables, self.kv_tier, list(self._counts))
 
     def lowered(self, schedule: Schedule, *, reduce: bool = False) -> Schedule:
-        """Returns a schedule of compute with all that goes beside it at these costs."""
+        """Returns a schedule of compute with transfers, copies and reductions added."""
         leaves, stores, kv_copies = self.leaves, self.stores, self.kv_copies
         return lower(schedule, leaves=leaves, stores=stores, kv_copies=kv_copies, reduce=reduce)
 
     def simulate(self, lowered: Schedule) -> Timeline:
-        """Returns when all of a lowered schedule runs, with the bytes of every rank's tiers."""
+        """Simulates a lowered schedule, with the bytes of every rank's tiers."""
         return simulate_pipeline(
             lowered, seconds=self.seconds, changes=self.changes, standing=self.standing()
         )
@@ -255,14 +256,14 @@ class PipelineCost:
         return found
 
     def changes(self, action: Action) -> tuple[Change, ...]:
-        """Returns the bytes that an action takes and gives back, on "R.device", "R.host" and so on.
+        """Returns the bytes that an action allocates and frees, on "R.device", "R.host" and so on.
 
-        A send takes and gives back the receiver's buffer too; where neighbouring stages are on
-        different ranks, the schedule must have its sends.
+        A send also allocates the receiver's buffer, so the schedule must have its sends where
+        neighbouring stages are on different ranks.
         """
         kind, stage, unit, _, part = action
         if kind in _RECEIVES or kind in KV_COPY_KINDS:
-            return ()  # what keys and values hold is their unit's
+            return ()  # bytes of K/V are changed by their unit
         key = (kind, stage, unit % len(self.bounds), part)
         found = self._changes.get(key)
         if found is None:
@@ -272,7 +273,7 @@ class PipelineCost:
         return found
 
     def standing(self) -> Iterator[Change]:
-        """Yields what every rank holds all through the step."""
+        """Yields the bytes that every rank holds throughout the step."""
         for rank in sorted(set(self.stage_ranks)):
             device = f"{rank}.device"
             yield Change(device, Cause.RESERVE, CONTEXT_BYTES[self.cost.profile.kind])
@@ -293,7 +294,7 @@ class PipelineCost:
 
     @cached_property
     def _helped(self) -> list[list[int]]:
-        """By rank, the stages of other ranks whose units it shares."""
+        """By rank, the other ranks' stages whose units it shares."""
         found: list[set[int]] = [set() for _ in range(max(self.stage_ranks) + 1)]
         for (stage, _), ranks in self.shared_units.items():
             for rank in ranks:
@@ -302,19 +303,19 @@ class PipelineCost:
         return [sorted(stages) for stages in found]
 
     def own_kv_bytes(self, stage: int) -> dict[Tier, int]:
-        """Returns bytes of a stage's K/V and their sums of a row: where they wait, and passing."""
+        """Returns bytes of a stage's K/V and dK/dV of a row: on their tier, and in passing."""
         whole = {self.kv_tier: int(self._kv[stage].sum() + self._dkv[stage].sum())}
         if self.kv_tier == "device":
             return whole
-        _, keys, sums = self._tables.kv_passing
+        _, keys, sums = self._tables.kv_in_transit
         return {**whole, "device": int((keys + sums).max())}
 
     def activation_bytes(self, stage: int, chunk: int) -> int:
-        """Returns what is saved of a chunk in all layers of a stage."""
+        """Returns saved bytes of a chunk in all layers of a stage."""
         return int(self._frames[stage, chunk])
 
     def message_bytes(self, stage: int, chunk: int) -> int:
-        """Returns the bytes that a stage is given for a chunk, and gives back as their gradient."""
+        """Returns the bytes that a stage receives for a chunk; their gradient has as many."""
         return self._message_bytes[stage][chunk]
 
     @cached_property
@@ -381,7 +382,7 @@ class PipelineCost:
         return seconds
 
     def _streaming_seconds(self, action: Action) -> float:
-        """How long a resource is busy with K/V and their gradient sums of a unit."""
+        """Seconds of a copy of K/V or their gradient sums beside a unit."""
         kind, stage, chunk, _, _ = action
         forward = kv_copy_pass(action) == (0 if kind in ("K", "O") else 1)
         come, leave = self._streamed_bytes("F" if forward else "B", stage, chunk)
@@ -399,10 +400,10 @@ class PipelineCost:
     def _streamed_slices(
         self, stage: int, chunk: int, part: int, *, forward: bool
     ) -> tuple[int, int]:
-        """What passes to and from where K/V wait because runs have stores of their own.
+        """Extra bytes to and from the device because each run of chunks has its own K/V store.
 
-        Before a run's first unit, slices of all chunks before; in backward, sums to which those of
-        the run behind are added, whoever has them.
+        Before a run's first unit, slices of all earlier chunks; in backward, dK/dV sums to which
+        those of the following run are added.
         """
         run = self._runs[stage, chunk]
         begins, before, rank = chunk == run.chunks.start, range(run.chunks.start), run.ranks[part]
@@ -426,7 +427,7 @@ class PipelineCost:
         return max(0, come), leave
 
     def _share(self, stage: int, chunk: int) -> float:
-        """Which share of a unit one of its ranks has."""
+        """Share of a unit that one of its ranks computes."""
         return 1 / len(self.shared_units.get((stage, chunk), (0,)))
 
     def _computing_seconds(self, kind: Kind, stage: int, chunk: int) -> float:
@@ -449,14 +450,14 @@ class PipelineCost:
         return max(seconds, size / group / hop + size * (group - 1) / group / near)
 
     def _gathered_seconds(self, kind: Kind, stage: int) -> float:
-        """All-gathers of a stage's sharded weights for a unit, and reduce-scatters of gradients."""
+        """Seconds of all-gathers of a stage's sharded weights and reduce-scatters of gradients."""
         held, others = self._weights[stage], (self.shards - 1) / self.shards
         size = held.weights + (held.gradients if kind != "F" else 0)
         return others * size / self.shard_bytes_per_second
 
     @cached_property
     def _frozen(self) -> bool:
-        """Whether helpers keep other stages' weights."""
+        """Whether ranks keep a copy of other stages' weights: those that do not train."""
         return self.cost.shape.lora is not None
 
     @cached_property
@@ -465,11 +466,11 @@ class PipelineCost:
 
     @cached_property
     def _compute(self) -> dict[Kind, NDArray[np.float64]]:
-        """[stages, chunks] Seconds of each kind's units: those of a stage's layers, added up."""
+        """By kind of compute, [stages, chunks] seconds: the sum over a stage's layers."""
         return self._added_up(self.cost)
 
     def _compute_of(self, ranks: int, rate: float) -> dict[Kind, NDArray[np.float64]]:
-        """The same of units that so many ranks share, which exchange at that rate."""
+        """The same for units shared by `ranks` ranks that exchange heads at `rate` bytes/s."""
         if (ranks, rate) not in self._of_ranks:
             cost = self.cost.with_sequence_parallel(self.cost.sp * ranks, rate, self.head_blocks)
             self._of_ranks[ranks, rate] = self._added_up(cost)
@@ -488,7 +489,7 @@ class PipelineCost:
         return {"F": forward, "B": backward, "I": backward - weight, "W": weight}
 
     def _streamed_bytes(self, kind: Kind, stage: int, chunk: int) -> tuple[int, int]:
-        """K/V and gradient sums of a unit that come to the device, and that leave it."""
+        """Bytes of K/V and gradient sums that are copied to the device and from it for a unit."""
         come, leave = self._streamed[kind]
         return int(come[stage, chunk]), int(leave[stage, chunk])
 
@@ -503,9 +504,9 @@ class PipelineCost:
     # -- bytes ---------------------------------------------------------------------------------
 
     def _changed(self, kind: Kind, stage: int, chunk: int, part: int | None) -> Iterator[Change]:
-        """What one rank's action changes; of a shared unit its share of what the whole would."""
+        """Changes by one rank's action; for a shared unit, its share of the whole unit's."""
         if is_kv_copy(Action(kind, stage, chunk, None, part)):
-            return  # what keys and values hold is their unit's
+            return  # bytes of K/V are changed by their unit
         if kind in ("F", "B", "I"):
             yield from self._slices_changed(kind, stage, chunk, part)
         ranks = self.shared_units.get((stage, chunk))
@@ -514,19 +515,19 @@ class PipelineCost:
             return
         share = unit_share(Action(kind, stage, chunk, None, part)) or 0
         for change in self._changed_whole(kind, stage, chunk, ranks[share]):
-            # Each rank has a graph of its own, whose nodes are as many for fewer tokens.
+            # Each rank has an autograd graph of its own, with as many nodes for fewer tokens.
             parts = 1 if Cause(change.cause) is Cause.GRAPH else len(ranks)
             yield change._replace(num_bytes=int(change.num_bytes / parts))
 
     def _passed(self, action: Action, message: Message) -> Iterator[Change]:
-        """What a message of or to a shared unit takes and gives back.
+        """Changes by a message from or to a shared unit.
 
-        Of K/V and their sums, what the units at both ends do not: see the note on slices.
+        Bytes of K/V and sums that the units at both ends do not count; see the note on slices.
         """
         size = self._passed_bytes(message)
         source, target = (f"{r}.device" for r in (message.source, message.target))
         if action.kind in ("SEND_F", "SEND_B"):
-            # What comes is used at once, so that both buffers are there while it passes.
+            # A received message is used at once: both buffers exist during the transfer.
             yield from _during(target, {Cause.MESSAGES: size})
             yield from _during(source, {Cause.MESSAGES: size})
         elif action.kind == "SEND_KV":
@@ -542,7 +543,7 @@ class PipelineCost:
     def _slices_changed(
         self, kind: Kind, stage: int, chunk: int, part: int | None
     ) -> Iterator[Change]:
-        """K/V of one rank of a unit, and their sums; see the note on slices."""
+        """Changes of K/V and dK/dV by one rank of a unit; see the note on slices."""
         run, action = self._runs[stage, chunk], Action(kind, stage, chunk, None, part)
         rank = run.ranks[part or 0]
         device, waits = (f"{rank}.{tier}" for tier in ("device", self.kv_tier))
@@ -551,7 +552,7 @@ class PipelineCost:
         came = sum(map(self._passed_bytes, self._used.get(action, ())))
         packed = sum(map(self._passed_bytes, self._made.get(action, ())))
         if away:
-            forward, backward, sums = (int(sizes[chunk]) for sizes in self._tables.kv_passing)
+            forward, backward, sums = (int(sizes[chunk]) for sizes in self._tables.kv_in_transit)
             passing = {Cause.KV: forward} if kind == "F" else {Cause.KV: backward, Cause.DKV: sums}
             share = run.copies / len(run.ranks)
             yield from _during(device, {cause: int(n * share) for cause, n in passing.items()})
@@ -571,7 +572,7 @@ class PipelineCost:
         yield Change(waits, Cause.DKV, -self._slice(self._dkv, stage, chunk, own), "end")
 
     def _slice(self, sizes: Bytes, stage: int, chunk: int, chunks: range) -> int:
-        """Of some chunks, what each rank of the run of `chunk` has of [stages, chunks] bytes."""
+        """Sum over `chunks` of [stages, chunks] bytes, a rank's share in the run of `chunk`."""
         run = self._runs[stage, chunk]
         share = run.copies / len(run.ranks)
         return sum(int(sizes[stage, other] * share) for other in chunks)
@@ -594,12 +595,12 @@ class PipelineCost:
 
     @cached_property
     def _used(self) -> dict[Action, list[Message]]:
-        """K/V and their sums that come for a unit of the first micro-batch."""
+        """Messages of K/V and dK/dV received for each unit of the first micro-batch."""
         return self._keys_by(lambda message: message.consumer)
 
     @cached_property
     def _made(self) -> dict[Action, list[Message]]:
-        """The same that are sent when such a unit has run."""
+        """The same, sent after each unit."""
         return self._keys_by(lambda message: message.producer)
 
     def _keys_by(self, end: Callable[[Message], Action]) -> dict[Action, list[Message]]:
@@ -611,7 +612,7 @@ class PipelineCost:
 
     def _changed_whole(self, kind: Kind, stage: int, chunk: int, rank: int) -> Iterator[Change]:
         device, host = f"{rank}.device", f"{rank}.host"
-        cause = OF_SAVED[self.saved]
+        cause = CAUSE_OF_SAVED[self.saved]
         if kind == "F":
             yield Change(device, cause, self.activation_bytes(stage, chunk))
             yield Change(device, Cause.GRAPH, int(self._graph[stage, chunk]))
@@ -635,7 +636,7 @@ class PipelineCost:
             if TIERS[self.activation_tier].behind_host:
                 yield Change(f"{rank}.{self.activation_tier}", cause, -size, "end")
         if kind in ("S", "L"):
-            # On the host they are only while they pass.
+            # They are on the host only on their way.
             size, stores = self._leaving_bytes(stage, chunk), kind == "S"
             if stores:
                 yield Change(f"{rank}.{self.activation_tier}", cause, size)
@@ -645,7 +646,7 @@ class PipelineCost:
         return round(self.ratios[stage][chunk] * self.activation_bytes(stage, chunk))
 
     def _gathered(self, device: str, kind: Kind, stage: int) -> Iterator[Change]:
-        """Whole weights of two layers of a sharded stage, and the gradients of one."""
+        """Gathered weights of two layers of a sharded stage, and whole gradients of one."""
         held, count = self._weights[stage], len(self.stages[stage])
         sizes = {Cause.WEIGHTS: 2 * held.weights // count}
         if kind != "F":
@@ -654,13 +655,13 @@ class PipelineCost:
 
     @cached_property
     def _graph(self) -> Bytes:
-        """[stages, chunks] Autograd's graph, on a CPU."""
+        """[stages, chunks] Bytes of autograd's graph, on a CPU."""
         return self._counts @ self._tables.graph
 
     def _transferred(self, kind: Kind, stage: int, chunk: int) -> Iterator[Change]:
-        """Buffers of what passes between ranks: one till it is sent, the other till it is used.
+        """Message buffers: the sender's until it is sent, the receiver's until it is used.
 
-        What a forward received becomes part of its frame; what a backward received ends with it.
+        What a forward receives becomes part of its saved activations; a backward frees its input.
         """
         cause = Cause.MESSAGES
         back = kind in ("B", "I", "SEND_B")
@@ -687,13 +688,13 @@ class PipelineCost:
         size = (forward if kind == "F" else backward)[chunk]
         sizes = {Cause.WORKSPACE: size}
         if stage == len(self.stages) - 1 and kind == "F":
-            # Layers and loss do not run at once.
+            # Layers and loss do not run at the same time.
             sizes[Cause.LOGITS_TILE] = max(0, int(self._tables.logits[chunk]) - size)
         yield from _during(device, sizes)
 
     @cached_property
     def _workspaces(self) -> tuple[list[int], list[int]]:
-        """[chunks] Temporaries of the layer that has most, forward and back."""
+        """[chunks] Temporaries of the layer with most, in forward and in backward."""
         tables = self._tables
         rebuilt = 0 if self.saved == "whole" else tables.rebuilt
         backward = tables.workspace_backward + rebuilt
@@ -701,23 +702,23 @@ class PipelineCost:
 
     @cached_property
     def _counts(self) -> Bytes:
-        """[stages, kinds] Layers of each kind on each stage."""
+        """[stages, kinds] Number of layers."""
         kind_of, kinds = self._tables.kind_of, len(self._tables.kinds)
         return np.array([np.bincount(kind_of[list(s)], minlength=kinds) for s in self.stages])
 
     @cached_property
     def _kv(self) -> Bytes:
-        """[stages, chunks] Keys and values of each chunk."""
+        """[stages, chunks] Bytes of K/V."""
         return self._counts @ self._tables.kv
 
     @cached_property
     def _dkv(self) -> Bytes:
-        """[stages, chunks] Sums of their gradients, which later chunks write."""
+        """[stages, chunks] Bytes of dK/dV sums, which later chunks write."""
         return self._counts @ self._tables.dkv
 
     @cached_property
     def _frames(self) -> Bytes:
-        """[stages, chunks] What is saved."""
+        """[stages, chunks] Bytes of saved activations."""
         return self._counts @ self._tables.saved[:, SAVED.index(self.saved)]
 
     @cached_property
@@ -762,10 +763,10 @@ def head_blocks_of(cost: ModelCost, num_ranks: int) -> int | None:
 
 
 def extra_shared_unit_bytes(costs: PipelineCost, schedule: Schedule, rank: int) -> dict[Tier, int]:
-    """Returns what a rank that shares units holds besides the K/V of its own stage, by tier.
+    """Returns bytes that a rank with shared units holds beside its own stage's K/V, by tier.
 
-    At most, and of K/V, their sums and messages: what the note on slices says. The stage's own plan
-    counts one row's K/V and their sums.
+    The maximum over the step, of K/V, dK/dV and messages (see the note on slices), less one row's
+    K/V and dK/dV, which the stage's own plan counts.
     """
     lowered = lower(schedule, kv_copies=costs.kv_copies)
     timeline = simulate_pipeline(lowered, seconds=costs.seconds, changes=costs.changes)
@@ -784,7 +785,7 @@ def extra_shared_unit_bytes(costs: PipelineCost, schedule: Schedule, rank: int) 
 
 
 def _during(device: str, sizes: dict[Cause, int]) -> Iterator[Change]:
-    """Yields bytes that are there while an action runs."""
+    """Yields changes of bytes that are held while an action runs."""
     for cause, size in sizes.items():
         yield Change(device, cause, size)
         yield Change(device, cause, -size, "end")

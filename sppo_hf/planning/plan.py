@@ -1,9 +1,9 @@
-"""The Plan: every decision about one batch shape, made before it runs, with its reasons.
+"""The Plan: every decision about one batch shape, made before it runs, with reasons.
 
 `make_plan` turns a request (settings, a model's shape, a device's facts) into chunk bounds, a mode
-per (layer, chunk), tiers, look-ahead and a memory estimate, and refuses what cannot fit, saying
-which budget breaks, by how many bytes, and what helps. A Plan is a value: the engine, the tables
-and the tests read the same.
+per (layer, chunk), tiers, look-ahead and a memory estimate. It refuses what cannot fit, and says
+which budget is exceeded, by how many bytes, and what helps. A Plan is a value: engine, tables and
+tests read the same.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from sppo_hf.planning.activation_modes import (
     mode_of,
 )
 from sppo_hf.planning.choices import (
-    HOLES,
+    FRAGMENTATION_SHARE,
     DeviceFacts,
-    Places,
+    Placement,
     allowed_activation_tiers,
-    leaves_holes,
-    may_attend_again,
+    is_fixed,
+    may_rerun_attention,
     named_budgets,
     read_budgets,
     read_choices,
     read_orders,
-    read_places,
+    read_placements,
     read_tiles,
-    set_by_rule,
+    reserves_fragmentation,
 )
 from sppo_hf.planning.chunk_bounds import (
     TARGET_CHUNK_TOKENS,
@@ -54,19 +54,20 @@ from sppo_hf.planning.policies import uniform_modes
 from sppo_hf.planning.prediction import Prediction, predict
 from sppo_hf.planning.search import Batch, chunk_cuts, most_chunks, solve_chunks, tiled_layers
 from sppo_hf.planning.solve import (
-    AS_FAST,
+    EQUALLY_FAST,
     BudgetViolation,
     Choices,
     Solution,
     fits,
     fixed_policy,
     kv_modes_of,
+    lower_budgets,
     min_memory,
+    missing_bytes,
     over_budget,
-    play,
-    tightened,
+    reduce_host_memory,
+    simulate_plan,
     with_kv,
-    with_less_host,
 )
 from sppo_hf.planning.stages import budgets_per_micro_batch, with_copies_by_unit
 from sppo_hf.planning.tiers import TIERS, Tier
@@ -74,12 +75,12 @@ from sppo_hf.planning.tile_sizes import loss_tile_tokens
 from sppo_hf.registry import OFFLOAD_POLICIES
 from sppo_hf.rules import format_bytes
 
-_FULL = 0.8
-"""Share of the device's budget from which on more of it would change a plan."""
+_NEARLY_FULL = 0.8
+"""Share of the device's budget above which more memory would change a plan."""
 
 
 def limit_text(limit: BudgetViolation, budgets: Budgets, total_tokens: int) -> str:
-    """Why nothing fits, in bytes, and what would help."""
+    """Returns why nothing fits, in bytes, and the remedy."""
     have = budgets.of(limit.tier) or 0
     need = have + limit.missing_bytes
     return (
@@ -93,7 +94,7 @@ def limit_text(limit: BudgetViolation, budgets: Budgets, total_tokens: int) -> s
 def check_standing_bytes(
     config: SPPOConfig, shape: ModelShape, budgets: Budgets, *, training: bool
 ) -> None:
-    """Holds what stays on a tier throughout against the budget that the user named.
+    """Checks bytes that are held throughout the step against budgets named by the user.
 
     Raises:
         BudgetError: no choice of chunks can fit.
@@ -124,7 +125,7 @@ def check_standing_bytes(
 
 
 def check_named_budgets(config: SPPOConfig, budgets: Budgets, predicted: MemoryEstimate) -> None:
-    """Holds what the user named against what fixed modes need; a solved plan fits already.
+    """Checks the bytes of modes set by the user against budgets named by the user.
 
     Raises:
         BudgetError: a budget of the host or the disk is too small.
@@ -151,7 +152,7 @@ def limit_warnings(
     budgets: Budgets,
     total_tokens: int,
 ) -> Iterator[str]:
-    """What a user should know before the first step, though nothing here stops it."""
+    """Yields warnings about the model's positions and exceeded budgets that do not stop a run."""
     limit = shape.max_positions_tokens
     if limit is not None and total_tokens > limit:
         yield (
@@ -170,7 +171,7 @@ def limit_warnings(
 
 
 def estimate_warnings(shape: ModelShape) -> tuple[str, ...]:
-    """Says which of a plan's numbers hang on installed kernels: what scans take."""
+    """Returns a warning if installed kernels matter, as they do for recurrent layers."""
     scans = sum(layer.scans for layer in shape.layers)
     if not scans:
         return ()
@@ -180,32 +181,33 @@ def estimate_warnings(shape: ModelShape) -> tuple[str, ...]:
     )
 
 
-def hole_warnings(
+def fragmentation_warnings(
     config: SPPOConfig, facts: DeviceFacts, predicted: MemoryEstimate, budgets: Budgets
 ) -> Iterator[str]:
-    """Says that a setting of PyTorch would let a plan that fills the device use more of it."""
+    """Yields a warning if a PyTorch setting would let a nearly full device hold more."""
     budget = budgets.device
-    if not leaves_holes(config, facts) or budget is None:
+    if not reserves_fragmentation(config, facts) or budget is None:
         return
-    if predicted.device.total > _FULL * budget:
+    if predicted.device.total > _NEARLY_FULL * budget:
         yield (
-            f"{HOLES:.0%} of the device's memory are left to holes in PyTorch's allocator; to use "
-            "them, add expandable_segments:True to PYTORCH_ALLOC_CONF, or leave that unset"
+            f"{FRAGMENTATION_SHARE:.0%} of the device's memory are reserved for fragmentation of "
+            "PyTorch's allocator; to use them, add expandable_segments:True to "
+            "PYTORCH_ALLOC_CONF, or leave that unset"
         )
 
 
 def planned_for(shape: ModelShape, total_tokens: int) -> str:
-    """Returns the line in `sppo.yaml` that says what a written plan was made for."""
+    """Returns the text in `sppo.yaml` that says what a written plan was made for."""
     return f"plan {PLAN_VERSION}: {_model_of(shape)}; {total_tokens} tokens"
 
 
 def other_plan_warnings(
     config: SPPOConfig, shape: ModelShape, total_tokens: int, *, training: bool
 ) -> Iterator[str]:
-    """Says where a written plan is another model's, or that of rows of another length.
+    """Yields warnings if a written plan was made for another model or other lengths.
 
-    A run that is given other settings than were planned for it is slower, or does not fit; settings
-    of one's own have no such line. Evaluation may have rows of other lengths.
+    Such a run is slower than planned, or does not fit. Settings that were not written by `sppo
+    plan` do not name a model. Evaluation may have rows of other lengths.
     """
     if config.planned_for is None:
         return
@@ -242,101 +244,104 @@ def _remedy(modes: frozenset[ActivationMode], tier: Tier) -> str:
     return "shorter chunks or shorter sequences hold less"
 
 
-# Of a stage's plan, until it fits with copies by unit.
+# Attempts to make a stage's plan fit with copies by unit.
 _ATTEMPTS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineStep:
-    """What all stages of a pipeline do together in a step."""
+    """Predicted step of all stages of a pipeline."""
 
     schedule: str
     """Name of the schedule."""
 
     reason: str
-    """Why this one, and these chunks."""
+    """Reason for the schedule and the chunks."""
 
     ranks: int
-    """Of the pipeline."""
+    """Ranks of the pipeline."""
 
     replicas: int
-    """Pipelines beside this one."""
+    """Number of data-parallel pipelines."""
 
     micro_batches: int
-    """Of a step."""
+    """Micro-batches per step."""
 
     step_seconds: float | None = None
-    """Predicted, of all stages and micro-batches; None where speeds are unknown."""
+    """Predicted seconds of all stages and micro-batches; None if speeds are unknown."""
 
     bubble_fraction: float = 0.0
     """Share of the ranks' time without compute."""
 
     mfu: float | None = None
-    """Of all ranks' dense bf16 peak; None where that is unknown."""
+    """Share of all ranks' dense bf16 peak; None if that is unknown."""
 
 
 _FASTER = "auto: the faster of those that fit"
 _LESS_MEMORY = "auto: less memory"
 _AS_LITTLE_MEMORY = "auto: about as little memory as the other"
-# Peaks of a step on a CPU that differ by less are alike, and the one with fewer chunks is faster:
-# SmolLM2 by layer at 4,096 tokens, 8 chunks 34.8 s, 4 chunks 31.0 s, 2 chunks 28.6 s.
-_ALIKE = 1.05
+# Plans on a CPU whose peaks differ by less than this ratio are equal in memory, and the one with
+# fewer chunks is faster: SmolLM2 by layer at 4,096 tokens, 8 chunks 34.8 s, 4 chunks 31.0 s, 2
+# chunks 28.6 s.
+_EQUAL_MEMORY_RATIO = 1.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(Decisions):
-    """How one batch shape is run, and why so."""
+    """How one batch shape is run, with reasons."""
 
     shape: ModelShape
-    """What runs: the model, or a stage of it."""
+    """The model, or a stage of it."""
 
     device: DeviceFacts
-    """Where it runs."""
+    """The device."""
 
     backend_name: str
     """Attention backend."""
 
     backend_reason: str
-    """Why this backend."""
+    """Reason for the backend."""
 
     recompute_reason: str
-    """Why frames are recomputed or not."""
+    """Reason for recomputation, or for none."""
 
     offload_reason: str
-    """Why frames leave the device or not."""
+    """Reason for offloading, or for none."""
 
     order_reason: str = ""
-    """Why the grid is walked in this order."""
+    """Reason for the order."""
 
     places_reason: str = ""
-    """Why weights or the optimizer rest on the host; "" where nothing does."""
+    """Reason for host-resident weights or optimizer; "" without them."""
 
     estimate: MemoryEstimate
     """Predicted bytes."""
 
     budgets: Budgets
-    """What each tier may hold: the config's budget, else what there is, else unknown."""
+    """Bytes that each tier may hold: the config's budget, else what the machine has, else unknown.
+    """
 
     prediction: Prediction | None = None
-    """Predicted seconds; None where nothing is known of the device's speed."""
+    """Predicted seconds; None if speeds are unknown."""
 
     cost: ModelCost | None = None
-    """What the prediction was made with."""
+    """Costs from which the prediction was made."""
 
     pipeline: PipelineStep | None = None
-    """Of a stage: what it is a part of. All else is then of one micro-batch on this stage."""
+    """The pipeline that this is a stage of; other fields then describe one micro-batch on this
+    stage."""
 
     warnings: tuple[str, ...] = ()
-    """What a user should know before the first step; nothing here stops it."""
+    """Warnings for the user, which stop nothing."""
 
     def program(self) -> StepProgram:
-        """Returns the step as a program: what runs, in order, with its bytes and seconds."""
+        """Returns the program of the step: its actions in order, with bytes and seconds."""
         return StepProgram(self, self.shape, self.device.kind, self.cost)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Task:
-    """What is planned for, read once."""
+    """A request with its settings resolved to budgets, choices and costs."""
 
     config: SPPOConfig
     shape: ModelShape
@@ -347,7 +352,7 @@ class _Task:
     choices: Choices
     orders: tuple[Order, ...]
     tiles: tuple[int, ...]
-    """Tokens of tiles in which token-wise modules of one chunk over all tokens may run."""
+    """Tile sizes for token-wise modules of one chunk over all tokens."""
     cost: ModelCost | None
     bounds: Bounds | None
     under_seconds: float
@@ -356,62 +361,61 @@ class _Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """A batch of a model on a machine, and settings: all that a plan follows from."""
+    """A batch of a model on a machine, with settings: all inputs of a plan."""
 
     shape: ModelShape
     """The model."""
 
     config: SPPOConfig
-    """Settings; budgets it names count, what it leaves open comes from the device."""
+    """Settings; budgets that are not named come from the device."""
 
     device: DeviceFacts
-    """The machine; with a profile, "auto" is solved for time."""
+    """The machine; with a profile, "auto" minimises time."""
 
     total_tokens: int
     """Length of each row."""
 
     batch_rows: int = 1
-    """Rows that go through together."""
+    """Rows of the batch."""
 
     training: bool = True
     """Whether a backward follows."""
 
     accumulates: bool = False
-    """Whether gradients of earlier batches are there, as with gradient accumulation."""
+    """Whether gradients of earlier batches exist, as with gradient accumulation."""
 
     dtype_name: str = "bfloat16"
-    """Dtype of the compute."""
+    """Dtype of compute."""
 
     backend_name: str = "auto"
     """Attention backend."""
 
     backend_reason: str = "chosen once the model is loaded; as fast as the profile says"
-    """Why this one."""
+    """Reason for the backend."""
 
     correction: Correction | None = None
-    """What the first steps taught about the profile."""
+    """Correction of the profile by measured steps."""
 
     bounds: Bounds | None = None
-    """Chunks that must stay as they are; None where they are decided too."""
+    """Fixed chunks; None if chunks are decided too."""
 
     alive: float | None = None
-    """Of a stage of a pipeline, batches that share the budgets; see `budgets_per_micro_batch`.
-    None for a device of its own."""
+    """Number of micro-batches that share the budgets of a pipeline stage, see
+    `budgets_per_micro_batch`; None for a device that runs the whole model."""
 
     slices: Mapping[Tier, int] = field(default_factory=dict[Tier, int])
-    """Of a stage whose rank shares other stages' units: bytes of their keys and values by tier,
-    which are not the stage's to use; see `pipeline_cost.extra_shared_unit_bytes`."""
+    """Bytes by tier that a rank's shared units of other stages hold as K/V, which are subtracted
+    from the budgets; see `pipeline_cost.extra_shared_unit_bytes`."""
 
     by_layer: bool | str = True
-    """Whether the model's layers can be called on parts of a sequence; a part of a sentence says
-    why not, and is passed on as a warning."""
+    """Whether the model's layers can be called on parts of a sequence. A string is the reason why
+    not, shown in a warning."""
 
     on_host: bool | str = True
-    """Whether weights and optimizer may rest on the host where the settings leave that open;
-    likewise."""
+    """Whether "auto" may put weights and optimizer on the host. A string is the reason why not."""
 
     in_tiles: bool | str = True
-    """The same of whether token-wise modules of layers can run in tiles."""
+    """Whether token-wise modules of layers can run in tiles. A string is the reason why not."""
 
 
 def make_plan(request: PlanRequest) -> Plan:
@@ -419,7 +423,7 @@ def make_plan(request: PlanRequest) -> Plan:
 
     Raises:
         ConfigError: the settings do not fit this length.
-        BudgetError: a budget that the user named cannot hold what it must.
+        BudgetError: a budget named by the user is too small.
     """
     plan: Plan | None = None
     refusal: BudgetError | None = None
@@ -427,8 +431,8 @@ def make_plan(request: PlanRequest) -> Plan:
         plan = _planned(request)
     except BudgetError as error:
         refusal = error
-    if plan is None or _lacking(plan):
-        remedy = _without_groups(request)
+    if plan is None or _missing_bytes(plan):
+        remedy = _remedy_without_groups(request)
         if remedy and plan is not None:
             plan = replace(plan, warnings=(*plan.warnings, remedy))
         elif remedy:
@@ -439,8 +443,11 @@ def make_plan(request: PlanRequest) -> Plan:
     return plan
 
 
-def _without_groups(request: PlanRequest) -> str:
-    """What would fit a batch whose rows go in groups, beside which no weights rest on the host."""
+def _remedy_without_groups(request: PlanRequest) -> str:
+    """Returns a remedy if the batch would fit without groups of rows.
+
+    Beside groups no weights are put on the host.
+    """
     rows = request.config.micro_batch_size
     if rows is None or not request.training or request.on_host is not True:
         return ""
@@ -448,7 +455,7 @@ def _without_groups(request: PlanRequest) -> str:
     if _possible_places(whole) == _possible_places(request):
         return ""
     with contextlib.suppress(BudgetError):
-        if not _lacking(_planned(whole)):
+        if not _missing_bytes(_planned(whole)):
             return (
                 f"without micro_batch_size={rows} it fits, for weights may then rest on the host: "
                 "give batches of as many rows, and accumulate gradients over more of them"
@@ -456,8 +463,8 @@ def _without_groups(request: PlanRequest) -> str:
     return ""
 
 
-def _possible_places(request: PlanRequest) -> tuple[Places, ...]:
-    return read_places(
+def _possible_places(request: PlanRequest) -> tuple[Placement, ...]:
+    return read_placements(
         request.config,
         request.device,
         adapters=request.shape.lora is not None,
@@ -466,76 +473,76 @@ def _possible_places(request: PlanRequest) -> tuple[Places, ...]:
 
 
 def _planned(request: PlanRequest) -> Plan:
-    """`make_plan`, with the settings as they are."""
+    """Plans without trying other settings as remedies."""
     config, shape, on_host = request.config, request.shape, request.on_host
 
-    def resting(places: Places) -> ModelShape:
+    def resting(places: Placement) -> ModelShape:
         return shape.with_host_residents(weights=places.weights, optimizer=places.optimizer)
 
     def made_with(
-        places: Places, *, attention_again: bool, under_seconds: float = float("inf")
+        places: Placement, *, rerun_attention: bool, under_seconds: float = float("inf")
     ) -> Plan:
         placed = replace(request, config=places.set_in(config), shape=resting(places))
-        return _make_plan(placed, attention_again=attention_again, under_seconds=under_seconds)
+        return _make_plan(placed, rerun_attention=rerun_attention, under_seconds=under_seconds)
 
     possible = _possible_places(request)
     budget = read_budgets(config, request.device).device
 
-    def may_fit(places: Places) -> bool:
+    def may_fit(places: Placement) -> bool:
         return budget is None or budget >= standing_device_bytes(
             resting(places), request.device.kind
         )
 
-    def placed(*, attention_again: bool) -> Plan:
-        made = partial(made_with, attention_again=attention_again)
+    def placed(*, rerun_attention: bool) -> Plan:
+        made = partial(made_with, rerun_attention=rerun_attention)
         first, *others = possible
         if others and request.training and on_host is True:
-            return _first_that_fits(possible, made, may_fit)
+            return _best_placement(possible, made, may_fit)
         plan = made(first)
-        if request.training and isinstance(on_host, str) and others and _lacking(plan):
+        if request.training and isinstance(on_host, str) and others and _missing_bytes(plan):
             said = f"weights and optimizer: on the device, because {on_host}"
             plan = replace(plan, warnings=(*plan.warnings, said))
         return plan
 
     allowing = config.replace(attention_once=False)
     again = request.training and request.alive is None
-    if not again or not may_attend_again(allowing, request.device, shape):
-        return placed(attention_again=False)
-    return _attending_once(placed, required=config.attention_once)
+    if not again or not may_rerun_attention(allowing, request.device, shape):
+        return placed(rerun_attention=False)
+    return _with_attention_once(placed, required=config.attention_once)
 
 
 def _exchange_rate(config: SPPOConfig, profile: HardwareProfile) -> float:
-    """Bytes per second between ranks that share sequences: on one node, or on any."""
+    """Returns bytes per second between ranks that share sequences, on one node or between nodes."""
     on_node, far = profile.node_bytes_per_second, profile.network_bytes_per_second
     return (far if config.sp_across_nodes else on_node) or UNKNOWN_LINK
 
 
-def _attending_once(placed: Callable[..., Plan], *, required: bool) -> Plan:
-    """Plans with one forward of attention; where that does not fit, with more, if those do.
+def _with_attention_once(placed: Callable[..., Plan], *, required: bool) -> Plan:
+    """Plans with one attention forward; if that does not fit, with rerun attention if that does.
 
     Args:
-        placed: makes a plan, with `attention_again` or without.
-        required: whether attention may not run again: what would fit is then a remedy.
+        placed: makes a plan, given `rerun_attention`.
+        required: whether attention must not be rerun; a plan that would fit is then a remedy.
 
     Raises:
-        BudgetError: neither fits, or what fits may not be, and the user named the budgets.
+        BudgetError: neither fits, or rerunning is not allowed, and the user named the budgets.
     """
     plan: Plan | None = None
     refusal: BudgetError | None = None
     try:
-        plan = placed(attention_again=False)
+        plan = placed(rerun_attention=False)
     except BudgetError as error:
         refusal = error
-    if plan is not None and not _lacking(plan):
+    if plan is not None and not _missing_bytes(plan):
         return plan
     more: Plan | None = None
     try:
-        more = placed(attention_again=True)
+        more = placed(rerun_attention=True)
     except BudgetError as error:
         # Of both, the one that needs less.
         refusal = refusal if required else error
     remedy = "attention_once=False makes it fit: attention of some layers then runs again"
-    if more is not None and not _lacking(more):
+    if more is not None and not _missing_bytes(more):
         if not required:
             return more
         if plan is None:
@@ -545,36 +552,38 @@ def _attending_once(placed: Callable[..., Plan], *, required: bool) -> Plan:
         assert refusal is not None, "what was not planned was refused"
         raise refusal
     # An estimate may be wrong: what lacks least is run, and warned about.
-    return plan if required or more is None else min(plan, more, key=_lacking)
+    return plan if required or more is None else min(plan, more, key=_missing_bytes)
 
 
-def _lacking(plan: Plan) -> int:
-    """Bytes that a plan is over its budgets, all tiers together."""
-    return sum(limit.missing_bytes for limit in over_budget(plan.estimate, plan.budgets))
+def _missing_bytes(plan: Plan) -> int:
+    return missing_bytes(plan.estimate, plan.budgets)
 
 
-def _first_that_fits(
-    places: Sequence[Places], made_with: Callable[..., Plan], may_fit: Callable[[Places], bool]
+def _best_placement(
+    places: Sequence[Placement],
+    made_with: Callable[..., Plan],
+    may_fit: Callable[[Placement], bool],
 ) -> Plan:
-    """Plans with the first places; where that does not fit, with those that take least time.
+    """Plans with the first placement; if that does not fit, with the fastest that does.
 
-    [Note: weights and optimizer by themselves] What fits on the device stays there: there it costs
-    no copies and no update by the processor. Else simulation decides between the optimizer alone on
-    the host and all layers' weights too. The optimizer alone brings each weight once a batch, not
-    twice; without the weights there is more room for activations. Of nearly equals, the first.
+    [Note: weights and optimizer by themselves] What fits on the device is kept there, without
+    copies and without an update by the processor. Otherwise simulation decides between the
+    optimizer alone on the host and all layers' weights too. The optimizer alone loads each weight
+    once per batch, not twice; without the weights the device has more memory for activations. Of
+    nearly equal plans, the first is taken.
 
     Args:
-        places: what may rest on the host, the least first.
-        made_with: makes a plan; of one that takes `under_seconds` it matters only that it fits.
-        may_fit: whether the device has room for what stands there.
+        places: allowed placements, the one with the fewest bytes on the host first.
+        made_with: makes a plan; if it takes `under_seconds` or more, only whether it fits matters.
+        may_fit: whether the device can hold what it holds throughout the step.
 
     Raises:
         BudgetError: none fits, and the user named the budgets.
     """
-    made: dict[Places, Plan] = {}
-    refused: dict[Places, BudgetError] = {}
+    made: dict[Placement, Plan] = {}
+    refused: dict[Placement, BudgetError] = {}
 
-    def make(tried: Places, **known: float) -> Plan | None:
+    def make(tried: Placement, **known: float) -> Plan | None:
         try:
             made[tried] = made_with(tried, **known)
         except BudgetError as error:
@@ -584,16 +593,16 @@ def _first_that_fits(
     fitting: list[Plan] = []
     for tried in filter(may_fit, places):
         # One that comes later must be faster than nearly as fast.
-        under_seconds = min(map(_step_seconds, fitting), default=float("inf")) / AS_FAST
+        under_seconds = min(map(_step_seconds, fitting), default=float("inf")) / EQUALLY_FAST
         plan = make(tried, under_seconds=under_seconds)
-        if plan is None or _lacking(plan):
+        if plan is None or _missing_bytes(plan):
             continue
         if tried == places[0]:
             return plan
         fitting.append(plan)
     if fitting:
         least = min(map(_step_seconds, fitting))
-        best = next(plan for plan in fitting if _step_seconds(plan) <= AS_FAST * least)
+        best = next(plan for plan in fitting if _step_seconds(plan) <= EQUALLY_FAST * least)
     else:
         for tried in places:
             if not may_fit(tried):
@@ -602,7 +611,7 @@ def _first_that_fits(
         if not plans:
             first, last = refused[places[0]], refused[places[-1]]
             raise BudgetError(f"{first} Nor with weights and optimizer on the host: {last}")
-        best = min(plans, key=_lacking)
+        best = min(plans, key=_missing_bytes)
     if best.shape.host_resident is None:
         return best
     reason = "auto: not all fits on the device"
@@ -615,11 +624,8 @@ def _step_seconds(plan: Plan) -> float:
     return float("inf") if plan.prediction is None else plan.prediction.step_seconds
 
 
-def _make_plan(request: PlanRequest, *, attention_again: bool, under_seconds: float) -> Plan:
-    """Decides with weights and optimizer where the request's settings and shape have them.
-
-    `under_seconds`: see `solve`.
-    """
+def _make_plan(request: PlanRequest, *, rerun_attention: bool, under_seconds: float) -> Plan:
+    """Plans with the placement in the request's settings and shape; see `solve`."""
     config, shape, device = request.config, request.shape, request.device
     total_tokens, training, alive = request.total_tokens, request.training, request.alive
     by_layer, in_tiles = request.by_layer, request.in_tiles
@@ -652,7 +658,7 @@ def _make_plan(request: PlanRequest, *, attention_again: bool, under_seconds: fl
         ),
         total_tokens=total_tokens,
         budgets=budgets,
-        choices=read_choices(config, device, attention_again=attention_again),
+        choices=read_choices(config, device, rerun_attention=rerun_attention),
         orders=read_orders(config, by_layer=by_layer is True),
         tiles=()
         if request.bounds is not None or in_tiles is not True
@@ -661,7 +667,8 @@ def _make_plan(request: PlanRequest, *, attention_again: bool, under_seconds: fl
         if device.profile is None
         else ModelCost(
             shape=shape,
-            profile=device.profile,
+            # A profile of another kind of device gives speeds alone.
+            profile=replace(device.profile, kind=device.kind),
             dtype_name=request.dtype_name,
             batch_rows=request.batch_rows,
             all_to_all_bytes_per_second=_exchange_rate(config, device.profile),
@@ -691,7 +698,7 @@ def _make_plan(request: PlanRequest, *, attention_again: bool, under_seconds: fl
         cost=task.cost,
         warnings=(
             *limit_warnings(shape, decided.decisions, predicted, budgets, total_tokens),
-            *hole_warnings(config, device, predicted, budgets),
+            *fragmentation_warnings(config, device, predicted, budgets),
             *estimate_warnings(shape),
             *((f"order: by_chunk, because {by_layer}",) if isinstance(by_layer, str) else ()),
             *((f"layer_tile_tokens: 0, because {in_tiles}",) if isinstance(in_tiles, str) else ()),
@@ -728,15 +735,15 @@ def _decide(task: _Task) -> _Decided:
     if not task.batch.training:
         return _evaluation(task)
     if config.offload_is_partial:
-        return _chosen(task)
+        return _by_policy(task)
     saves_memory = task.device.kind == "cpu" and config.device_memory is None
-    if set_by_rule(config, task.device) or saves_memory or task.cost is None:
+    if is_fixed(config, task.device) or saves_memory or task.cost is None:
         return _by_rule(task)
     return _solved(task, task.cost)
 
 
 def _decide_by_unit(task: _Task) -> _Decided:
-    """Decides about a stage, whose copies take more room than those of single frames."""
+    """Decides about a pipeline stage, whose copies of whole units take more bytes."""
     best: _Decided | None = None
     lowered = task
     for _ in range(_ATTEMPTS):
@@ -751,7 +758,7 @@ def _decide_by_unit(task: _Task) -> _Decided:
         over = list(over_budget(predicted, task.budgets))
         if not over or best is decided:
             break
-        lowered = replace(lowered, budgets=tightened(lowered.budgets, over))
+        lowered = replace(lowered, budgets=lower_budgets(lowered.budgets, over))
     assert best is not None, "the first attempt decides or raises"
     return best
 
@@ -762,28 +769,28 @@ def _copied_by_unit(task: _Task, decided: _Decided) -> _Decided:
         return decided
     if task.cost is None or decided.prediction is None:
         return replace(decided, decisions=made)
-    predicted = _predict(task.cost, made, policy=decided.prediction.policy)
+    predicted = _simulate(task.cost, made, policy=decided.prediction.policy)
     return replace(decided, decisions=made, prediction=predicted)
 
 
 def _evaluation(task: _Task) -> _Decided:
-    """Nothing waits for a backward; only K/V may have to leave."""
+    """Decides about an evaluation: nothing is saved, and only K/V may be offloaded."""
     borrows = any(layer.borrows_keys for layer in task.shape.layers)
     found: list[Decisions] = []
     for base in (base for order in task.orders for base in _in_fewer_chunks(task, order)):
-        made = _kv_placed(task, base)
+        made = _place_kv(task, base)
         if made.by_layer and not borrows:
             # Nobody reads them once their layer has run, so they are dropped.
             made = replace(made, kv_modes=("recompute",) * made.num_layers)
         found.append(made)
-    decisions, order_reason = _first_of_the_least(task, found)
+    decisions, order_reason = _min_memory_choice(task, found)
     return _Decided(
         decisions=decisions, recompute_reason="", offload_reason="", order_reason=order_reason
     )
 
 
-def _kv_placed(task: _Task, decisions: Decisions) -> Decisions:
-    """Puts K/V on the nearest allowed tier with which everything fits; the farthest if none."""
+def _place_kv(task: _Task, decisions: Decisions) -> Decisions:
+    """Returns the plan with K/V on the nearest tier with which all fits; the farthest if none."""
     for kv_mode in kv_modes_of(task.shape, decisions, task.choices):
         decisions = with_kv(decisions, kv_mode, task.shape, task.budgets, task.device.kind)
         if fits(_estimate(task, decisions), task.budgets):
@@ -795,8 +802,8 @@ def _estimate(task: _Task, decisions: Decisions) -> MemoryEstimate:
     return estimate(task.shape, decisions, device_kind=task.device.kind)
 
 
-def _chosen(task: _Task) -> _Decided:
-    """Some frames leave and others stay, by the rule that the user named."""
+def _by_policy(task: _Task) -> _Decided:
+    """Decides by the offload policy named in the settings."""
     policy = task.config.offload
     if task.cost is None:
         raise ConfigError(
@@ -817,7 +824,7 @@ def _chosen(task: _Task) -> _Decided:
         ),
         offload_reason=f"{policy}: {OFFLOAD_POLICIES.facts(policy)['reason']}",
         order_reason=f"{policy}: a rule about chunks",
-        prediction=_predict(task.cost, decisions, policy=policy),
+        prediction=_simulate(task.cost, decisions, policy=policy),
     )
 
 
@@ -826,7 +833,7 @@ def _with_host(choices: Choices) -> Choices:
 
 
 def _by_rule(task: _Task) -> _Decided:
-    """Modes that need no search: the user fixed them, or memory alone counts."""
+    """Decides without a search: modes are set by the user, or only memory counts."""
     config, device = task.config, task.device
     saved: Saved = "inputs"
     recompute_reason = "auto: least memory, and attention is not run again"
@@ -843,8 +850,10 @@ def _by_rule(task: _Task) -> _Decided:
     tier: Tier = ((away or ("host",))[0]) if offload else "device"
     mode = mode_of(saved, tier)
     bases = [base for order in task.orders for base in _in_fewer_chunks(task, order)]
-    found = [d for base in (*bases, *_tiled_layers(task)) for d in _ruled(task, base, mode)]
-    decisions, order_reason = _first_of_the_least(task, found)
+    found = [
+        d for base in (*bases, *_tiled_layers(task)) for d in _rule_candidates(task, base, mode)
+    ]
+    decisions, order_reason = _min_memory_choice(task, found)
     if decisions.layer_modes[-1][0] != mode:
         recompute_reason += "; the last chunk is kept, for its backward comes at once"
     by_time = device.kind != "cpu" and task.cost is not None
@@ -853,15 +862,15 @@ def _by_rule(task: _Task) -> _Decided:
         recompute_reason=recompute_reason,
         offload_reason=offload_reason,
         order_reason=_FASTER if by_time else order_reason,
-        prediction=None if task.cost is None else _predict(task.cost, decisions, policy="set"),
+        prediction=None if task.cost is None else _simulate(task.cost, decisions, policy="set"),
     )
 
 
-def _ruled(task: _Task, base: Decisions, mode: ActivationMode) -> Iterator[Decisions]:
-    """Every frame in one mode, and K/V on the nearest tier with which everything fits.
+def _rule_candidates(task: _Task, base: Decisions, mode: ActivationMode) -> Iterator[Decisions]:
+    """Yields plans with one activation mode and K/V on the nearest tier with which all fits.
 
-    By layer on a CPU with K/V on each tier, nearest first: what is nearly as small with K/V nearer
-    saves time, see `_first_of_the_least`.
+    By layer on a CPU K/V are tried on each tier, nearest first: a plan that takes little more
+    memory with nearer K/V saves time, see `_min_memory_choice`.
     """
     config, on_cpu = task.config, task.device.kind == "cpu"
     modes = uniform_modes(base.num_chunks, base.num_layers, mode)
@@ -873,17 +882,18 @@ def _ruled(task: _Task, base: Decisions, mode: ActivationMode) -> Iterator[Decis
         modes = (*modes[:-1], (KEEP,) * base.num_layers)
     base = replace(base, layer_modes=modes)
     if not (base.by_layer and on_cpu):
-        yield _kv_placed(task, base)
+        yield _place_kv(task, base)
         return
     for kv_mode in kv_modes_of(task.shape, base, task.choices):
         yield with_kv(base, kv_mode, task.shape, task.budgets, task.device.kind)
 
 
 def _in_fewer_chunks(task: _Task, order: Order) -> Iterator[Decisions]:
-    """By layer on a CPU the fewest chunks first, where "auto" may cut; else as settings say.
+    """Yields bases by layer on a CPU with the fewest chunks first; otherwise the configured cut.
 
-    Chunk by chunk, K/V and the last chunk's frames take more than time is worth; by layer a chunk's
-    temporaries are those of one layer. One chunk for all tokens saves no time that can be measured.
+    Chunk by chunk, K/V and the last chunk's activations take more memory than the saved time is
+    worth; by layer a chunk's temporaries are those of one layer. One chunk for all tokens saves no
+    measurable time.
     """
     base = _base(task, order)
     target = TARGET_CHUNK_TOKENS[task.device.kind]
@@ -903,16 +913,16 @@ def _in_fewer_chunks(task: _Task, order: Order) -> Iterator[Decisions]:
     yield base
 
 
-def _first_of_the_least(task: _Task, found: Sequence[Decisions]) -> tuple[Decisions, str]:
-    """The first of those with the least memory, which on a CPU are all that are nearly as small.
+def _min_memory_choice(task: _Task, found: Sequence[Decisions]) -> tuple[Decisions, str]:
+    """Returns the first plan with the least memory, and the reason for its order.
 
-    And why its order, where memory decides.
+    On a CPU, plans with nearly as little memory count as equal.
     """
     if len(found) == 1:
         return found[0], _LESS_MEMORY
-    held = [_over_or_held(task, decisions) for decisions in found]
+    held = [_memory_rank(task, decisions) for decisions in found]
     missing, least = min(held)
-    most = least * (_ALIKE if task.device.kind == "cpu" else 1)
+    most = least * (_EQUAL_MEMORY_RATIO if task.device.kind == "cpu" else 1)
     first, *others = (
         decisions
         for decisions, (over, size) in zip(found, held, strict=True)
@@ -922,16 +932,16 @@ def _first_of_the_least(task: _Task, found: Sequence[Decisions]) -> tuple[Decisi
     return first, _AS_LITTLE_MEMORY if alike else _LESS_MEMORY
 
 
-def _over_or_held(task: _Task, decisions: Decisions) -> tuple[int, float]:
-    """Bytes over the budgets, then what decides between orders: memory, or time on a GPU.
+def _memory_rank(task: _Task, decisions: Decisions) -> tuple[int, float]:
+    """Returns missing bytes, then memory, or on a GPU in training seconds.
 
-    An evaluation takes the same time in both.
+    An evaluation takes the same time in both orders.
     """
     predicted = _estimate(task, decisions)
-    missing = sum(limit.missing_bytes for limit in over_budget(predicted, task.budgets))
+    missing = missing_bytes(predicted, task.budgets)
     if task.device.kind == "cpu" or task.cost is None or not task.batch.training:
         return missing, predicted.device.total
-    return missing, play(decisions, task.cost, policy="set").step_seconds
+    return missing, simulate_plan(decisions, task.cost, policy="set").step_seconds
 
 
 def _solved(task: _Task, cost: ModelCost) -> _Decided:
@@ -947,11 +957,10 @@ def _solved(task: _Task, cost: ModelCost) -> _Decided:
             orders=task.orders,
             tiles=task.tiles,
             under_seconds=task.under_seconds,
-            device_kind=task.device.kind,
         )
         if not isinstance(found, BudgetViolation):
             if task.device.kind == "cuda" and found.step_seconds < task.under_seconds:
-                light = with_less_host(cost, found, task.budgets, task.choices)
+                light = reduce_host_memory(cost, found, task.budgets, task.choices)
                 if light.step_seconds > found.step_seconds:
                     slower = light.step_seconds / found.step_seconds - 1.0
                     fastest = f"{slower:.2%} slower than the {fastest}, for less host memory"
@@ -972,10 +981,10 @@ def _solved(task: _Task, cost: ModelCost) -> _Decided:
 
 
 def _closest(task: _Task, cost: ModelCost, limit: BudgetViolation) -> Solution:
-    """What comes closest, where only machines' own limits break; they are warned about.
+    """Returns the plan closest to fitting, if only limits of the machine are exceeded.
 
     Raises:
-        BudgetError: the user named the budget that breaks.
+        BudgetError: the user named the exceeded budget.
     """
     if limit.tier in named_budgets(task.config):
         raise BudgetError(limit_text(limit, task.budgets, task.total_tokens))
@@ -994,21 +1003,15 @@ def _closest(task: _Task, cost: ModelCost, limit: BudgetViolation) -> Solution:
             with_kv(base, kv_mode, task.shape, task.budgets, task.device.kind),
             task.budgets,
             task.choices,
-            task.device.kind,
         )
         for base in bases
         for kv_mode in kv_modes_of(task.shape, base, task.choices)
     ]
-    estimates = [_estimate(task, p) for p in plans]
-
-    def missing(index: int) -> int:
-        return sum(o.missing_bytes for o in over_budget(estimates[index], task.budgets))
-
-    best = min(range(len(plans)), key=missing)
-    for other in over_budget(estimates[best], task.budgets):
+    best = min(plans, key=lambda plan: missing_bytes(_estimate(task, plan), task.budgets))
+    for other in over_budget(_estimate(task, best), task.budgets):
         if other.tier in named_budgets(task.config):
             raise BudgetError(limit_text(other, task.budgets, task.total_tokens))
-    return play(plans[best], cost, policy="least memory")
+    return simulate_plan(best, cost, policy="least memory")
 
 
 def _base(task: _Task, order: Order) -> Decisions:
@@ -1022,9 +1025,9 @@ def _bounds(task: _Task) -> Bounds:
 
 
 def _cuts(task: _Task, cost: ModelCost) -> Iterator[list[Bounds]]:
-    """Ways to cut that the config leaves open; the later where nothing fits by the earlier.
+    """Yields ways to cut that the config allows, each for when nothing fits with earlier ones.
 
-    On a CPU those by rule.
+    On a CPU these are fixed.
     """
     if _cut_is_fixed(task):
         yield [base.bounds for base in _in_fewer_chunks(task, task.orders[0])]
@@ -1043,13 +1046,13 @@ def _cut_is_named(task: _Task) -> bool:
     return bool(task.bounds is not None or named)
 
 
-def _predict(cost: ModelCost, decisions: Decisions, *, policy: str) -> Prediction:
-    played = play(decisions, cost, policy=policy)
+def _simulate(cost: ModelCost, decisions: Decisions, *, policy: str) -> Prediction:
+    played = simulate_plan(decisions, cost, policy=policy)
     return predict(decisions, cost, played.timeline, policy=policy)
 
 
 def _staging_bytes(device: DeviceFacts, budgets: Budgets) -> int:
-    """Host bytes through which frames pass on their way to the disk: small beside the budget."""
+    """Returns the size of the staging region for the disk: small beside the host's budget."""
     if device.kind == "cpu":
         return 64 * 2**20
     host = budgets.host

@@ -1,14 +1,15 @@
-"""Questions and answers: does this model at this length fit that machine, and how fast is it?
+"""Requests and results: does this model at this length fit that machine, and how fast is it?
 
-What `sppo estimate`, `sppo plan` and the notebooks ask. One path from a model's config, settings
-and a hardware profile to a Plan; whatever does not fit is answered too, with the first limit that
-breaks. Knows nothing of torch: the machine in question need not be this one.
+`sppo estimate`, `sppo plan` and the notebooks use this. It goes from a model's config, settings and
+a hardware profile to a Plan. If nothing fits, the result names the budget that is exceeded first.
+The machine need not be this one, so nothing here needs torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice, product, zip_longest
 
 from sppo_hf.config import SPPOConfig
@@ -16,13 +17,13 @@ from sppo_hf.errors import BudgetError, ConfigError
 from sppo_hf.planning.activation_modes import SAVED_BY_RECOMPUTE
 from sppo_hf.planning.choices import (
     DeviceFacts,
-    may_attend_again,
+    is_fixed,
+    may_rerun_attention,
     read_budgets,
     read_choices,
     read_orders,
-    read_places,
+    read_placements,
     read_tiles,
-    set_by_rule,
 )
 from sppo_hf.planning.chunk_bounds import (
     TARGET_CHUNK_TOKENS,
@@ -49,10 +50,11 @@ from sppo_hf.planning.solve import (
     fixed_policies,
     fixed_policy,
     kv_modes_of,
-    least_missing,
     min_memory,
+    min_missing_bytes,
+    missing_bytes,
     over_budget,
-    play,
+    simulate_plan,
     with_kv,
 )
 from sppo_hf.planning.tiers import TIERS, Tier, offload_tiers
@@ -65,34 +67,34 @@ _MOST_UNITS = 2**15
 _MOST_SOLVED_CHUNKS = 512
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-"""Dtypes that can be asked for, and the bytes of one element."""
+"""Supported dtypes, and the bytes of one element."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanResult:
-    """What a question came to."""
+    """Result of a request."""
 
     question: PlanRequest
-    """What was asked."""
+    """The request."""
 
     plan: Plan | None
-    """The plan, or None where nothing fits."""
+    """The plan; None if nothing fits."""
 
     first_limit: BudgetViolation | None
-    """What breaks first under the plan that comes closest; None where one fits."""
+    """The first budget that the closest plan exceeds; None if a plan fits."""
 
     estimate: MemoryEstimate
-    """Bytes of the plan, or of the one that comes closest."""
+    """Bytes of the plan, or of the closest one."""
 
     budgets: Budgets
-    """What each tier may hold."""
+    """Bytes that each tier may hold."""
 
     max_seq_len: int
     """The longest row that fits these budgets and settings, in tokens; 0 if none does."""
 
     enough: Mapping[Tier, int] = field(default_factory=dict[Tier, int])
-    """Where nothing fits: bytes of a tier that would do alone, all else as asked. Not always the
-    least; tiers of which no amount would do are left out."""
+    """If nothing fits: by tier, a capacity with which it would fit, all else unchanged. Not always
+    the smallest; tiers of which no capacity is enough are left out."""
 
     @property
     def fits(self) -> bool:
@@ -102,25 +104,25 @@ class PlanResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyResult:
-    """What one policy would come to, in the same chunks as the plan it is compared with."""
+    """Result of one policy, in the same chunks as the plan that it is compared with."""
 
     policy: str
     """"auto", "none", "full" or "sppo"."""
 
     frames: str
-    """How much is recomputed: "none", "selective", "full", or "mixed" by the solver."""
+    """What is recomputed: "none", "selective", "full", or "mixed" by the solver."""
 
     first_limit: BudgetViolation | None
-    """Why it does not fit."""
+    """The first exceeded budget; None if it fits."""
 
     estimate: MemoryEstimate
-    """Its bytes."""
+    """Its memory estimate."""
 
     step_seconds: float | None
-    """Simulated duration of a step; None where it does not fit."""
+    """Simulated seconds of a step; None if it does not fit."""
 
     tokens_per_second: float | None
-    """Likewise."""
+    """Simulated tokens per second; None if it does not fit."""
 
 
 def question_for(
@@ -135,17 +137,17 @@ def question_for(
     lora_rank: int | None = None,
     trace: Tracer,
 ) -> PlanRequest:
-    """Puts a question together.
+    """Builds a request.
 
     Args:
         model_config: of Transformers, or an object with the fields of a `config.json`.
         config: the settings; naming `offload_dir` gives the machine a disk.
-        profile: the machine: its speeds, and what it holds where `config` names no budget.
+        profile: the machine: its speeds, and its capacities where `config` names no budget.
         total_tokens: length of each row.
         batch_rows: rows of the batch.
-        accumulates: whether gradients of earlier batches are there.
+        accumulates: whether gradients of earlier batches exist.
         dtype_name: one of `DTYPE_BYTES`.
-        lora_rank: of adapters on all linear layers, float32 as PEFT makes them; None trains all.
+        lora_rank: rank of float32 adapters on all linear layers; None trains all weights.
         trace: makes the model's profile if it is not known.
 
     Raises:
@@ -175,7 +177,7 @@ def question_for(
 
 
 def _host_bytes(profile: HardwareProfile) -> int | None:
-    """What a run on that machine would count on where no budget is named."""
+    """Returns the host bytes that a run on that machine counts on without a named budget."""
     total = profile.host_bytes
     if total is None or profile.kind == "cpu":
         return total
@@ -183,13 +185,13 @@ def _host_bytes(profile: HardwareProfile) -> int | None:
 
 
 def request_plan(question: PlanRequest) -> PlanResult:
-    """Answers a question.
+    """Plans a request, and finds the longest length and, if nothing fits, what would.
 
     Raises:
         ConfigError: the settings do not fit this length.
     """
     plan = plan_for(question)
-    placed = _placed(question)
+    placed = _placements(question)
     longest_tokens = _longest(placed, plan)
     if fits(plan.estimate, plan.budgets):
         return PlanResult(
@@ -209,12 +211,12 @@ def request_plan(question: PlanRequest) -> PlanResult:
         estimate=closest,
         budgets=plan.budgets,
         max_seq_len=longest_tokens,
-        enough={} if question.device.kind == "cpu" else _enough(placed, plan),
+        enough={} if question.device.kind == "cpu" else _sufficient_bytes(placed, plan),
     )
 
 
 def is_possible(question: PlanRequest) -> bool:
-    """Whether the batch fits; `request_plan` answers more, and takes longer.
+    """Whether the batch fits; faster than `request_plan`.
 
     Raises:
         ConfigError: the settings do not fit this length.
@@ -223,11 +225,11 @@ def is_possible(question: PlanRequest) -> bool:
     return fits(plan.estimate, plan.budgets)
 
 
-def _placed(question: PlanRequest) -> list[PlanRequest]:
-    """The question with weights and optimizer wherever they may be."""
+def _placements(question: PlanRequest) -> list[PlanRequest]:
+    """Returns the request with each allowed placement of weights and optimizer."""
     orders = read_orders(question.config)
     found: list[PlanRequest] = []
-    for places in read_places(
+    for places in read_placements(
         question.config,
         question.device,
         adapters=question.shape.lora is not None,
@@ -241,7 +243,7 @@ def _placed(question: PlanRequest) -> list[PlanRequest]:
 
 
 def plan_for(question: PlanRequest) -> Plan:
-    """Makes the plan; where nothing fits, one that breaks budgets and warns of it.
+    """Makes the plan; if nothing fits, one that exceeds budgets and warns about it.
 
     Raises:
         ConfigError: the settings do not fit this length, or there are so many chunks and layers
@@ -263,7 +265,7 @@ def plan_for(question: PlanRequest) -> Plan:
 
 def _check_units(question: PlanRequest) -> None:
     config, kind, layers = question.config, question.device.kind, question.shape.num_layers
-    ruled = set_by_rule(config, question.device)
+    ruled = is_fixed(config, question.device)
     ruled = ruled or (kind == "cpu" and config.device_memory is None)
     most = min(_MOST_UNITS // layers, _MOST_CHUNKS if ruled else _MOST_SOLVED_CHUNKS)
     if config.chunk_lengths is not None:
@@ -300,17 +302,17 @@ def timeline_of(plan: Plan) -> Timeline:
 
 
 def compare_policies(question: PlanRequest, plan: Plan) -> tuple[PolicyResult, ...]:
-    """Lays "auto" beside every fixed policy, in the same chunks and with K/V on the same tier.
+    """Compares "auto" with every fixed policy, in the same chunks and with K/V on the same tier.
 
     Args:
-        question: what was asked, with `offload="auto"`.
-        plan: made for it.
+        question: the request, with `offload="auto"`.
+        plan: the plan made for it.
 
     Returns:
-        The fastest first, "auto" before its equals; what does not fit last.
+        The fastest first, "auto" before its equals; those that do not fit last.
     """
     again = any(mode.saved == "hidden" for row in plan.layer_modes for mode in row)
-    choices = read_choices(question.config, question.device, attention_again=again)
+    choices = read_choices(question.config, question.device, rerun_attention=again)
     base = replace(
         _batch(plan, question.config).decisions(plan.bounds, plan.num_layers, plan.order),
         layer_tile_tokens=plan.layer_tile_tokens,
@@ -325,11 +327,11 @@ def compare_policies(question: PlanRequest, plan: Plan) -> tuple[PolicyResult, .
 
 def _result(plan: Plan, name: str, decisions: Decisions) -> PolicyResult:
     cost = _cost(plan)
-    predicted = estimate(cost.shape, decisions, device_kind=plan.device.kind)
+    predicted = lower(decisions, cost).estimate
     limit = next(over_budget(predicted, plan.budgets), None)
     seconds = None
     if limit is None:
-        seconds = play(decisions, cost, policy=name).step_seconds
+        seconds = simulate_plan(decisions, cost, policy=name).step_seconds
     tokens = plan.batch_rows * plan.total_tokens
     policy, recompute = name.split(", recompute ")
     return PolicyResult(
@@ -343,25 +345,22 @@ def _result(plan: Plan, name: str, decisions: Decisions) -> PolicyResult:
 
 
 def _closest(placed: list[PlanRequest], plan: Plan) -> tuple[BudgetViolation, MemoryEstimate]:
-    """The plan that lacks least, over all tiers, and what breaks first in it."""
+    """Returns the first exceeded budget and the estimate of the closest plan."""
     predictions = [
         plan.estimate,
         *(
             estimate(question.shape, decisions, device_kind=question.device.kind)
             for question in placed
-            for decisions in _smallest(question, plan, question.total_tokens)
+            for decisions in _min_memory_plans(question, plan, question.total_tokens)
         ),
     ]
-
-    def missing(predicted: MemoryEstimate) -> int:
-        return sum(limit.missing_bytes for limit in over_budget(predicted, plan.budgets))
-
-    closest = min((p for p in predictions if missing(p)), key=missing)
+    missing = partial(missing_bytes, budgets=plan.budgets)
+    closest = min(filter(missing, predictions), key=missing)
     return next(over_budget(closest, plan.budgets)), closest
 
 
-def _enough(placed: list[PlanRequest], plan: Plan) -> dict[Tier, int]:
-    """Returns what each tier by itself must hold for some plan to fit, if any amount will do."""
+def _sufficient_bytes(placed: list[PlanRequest], plan: Plan) -> dict[Tier, int]:
+    """Returns by tier a capacity with which some plan fits, if any capacity is enough."""
     found: dict[Tier, int] = {}
     for tier in offload_tiers():
         if not TIERS[tier].called:
@@ -373,13 +372,13 @@ def _enough(placed: list[PlanRequest], plan: Plan) -> dict[Tier, int]:
 
 
 def _sizes_that_fit(question: PlanRequest, plan: Plan, tier: Tier) -> Iterator[int]:
-    """Yields what a tier holds in the plans that fit if it has no limit."""
-    question = replace(question, config=TIERS[tier].with_one(question.config))
+    """Yields the tier's peak in the plans that fit if it has no limit."""
+    question = replace(question, config=TIERS[tier].allowing(question.config))
     unlimited = plan.budgets.replace(**{tier: None})
     allowed = replace(plan, budgets=unlimited)
     predictions = (
         estimate(question.shape, decisions, device_kind=question.device.kind)
-        for decisions in _smallest(question, allowed, question.total_tokens)
+        for decisions in _min_memory_plans(question, allowed, question.total_tokens)
     )
     yield from (found.peak_bytes(tier) for found in predictions if fits(found, unlimited))
 
@@ -387,7 +386,7 @@ def _sizes_that_fit(question: PlanRequest, plan: Plan, tier: Tier) -> Iterator[i
 def _longest(placed: list[PlanRequest], plan: Plan) -> int:
     budgets = plan.budgets
     config, kind = placed[0].config, placed[0].device.kind
-    there = [name for name, tier in TIERS.items() if tier.is_there(config, kind)]
+    there = [name for name, tier in TIERS.items() if tier.is_available(config, kind)]
     if all(budgets.of(tier) is None for tier in there):
         return longest(lambda _: -1)
     most_cuts = len(partitions_of(config))
@@ -395,21 +394,21 @@ def _longest(placed: list[PlanRequest], plan: Plan) -> int:
     fitted = 0
 
     def missing(tokens: int) -> float:
-        """Bytes that are missing where least are; where one fits, less than 0: those it leaves."""
+        """Returns the fewest missing bytes; if something fits, minus the bytes that it leaves."""
         nonlocal fitted
         bases = [
             (question, cost, base)
             for question, cost in zip(placed, costs, strict=True)
             for base in _bases(question, cost, plan, tokens, most_cuts=most_cuts)
         ]
-        least = float("inf")
+        fewest = float("inf")
         # What fitted at another length is tried first: it most likely fits again.
         for at in sorted(range(len(bases)), key=lambda at: at != fitted):
             question, cost, base = bases[at]
-            if least_missing(cost.shape, base, budgets, _choices(question), kind) > least:
+            if min_missing_bytes(cost, base, budgets, _choices(question)) > fewest:
                 continue
-            found = estimate(cost.shape, _least(question, cost, budgets, base), device_kind=kind)
-            lacking = sum(limit.missing_bytes for limit in over_budget(found, budgets))
+            found = lower(_min_memory_plan(question, cost, budgets, base), cost).estimate
+            lacking = missing_bytes(found, budgets)
             if not lacking:
                 fitted = at
                 return -sum(
@@ -417,18 +416,18 @@ def _longest(placed: list[PlanRequest], plan: Plan) -> int:
                     for tier in there
                     if (budget := budgets.of(tier)) is not None
                 )
-            least = min(least, lacking)
-        return least
+            fewest = min(fewest, lacking)
+        return fewest
 
     fits_now = fits(plan.estimate, budgets)
     return longest(missing, known_tokens=placed[0].total_tokens if fits_now else 0)
 
 
-def _smallest(question: PlanRequest, plan: Plan, total_tokens: int) -> Iterator[Decisions]:
-    """Yields what holds least of all that the settings allow, by order, cut and place of K/V."""
+def _min_memory_plans(question: PlanRequest, plan: Plan, total_tokens: int) -> Iterator[Decisions]:
+    """Yields the plan with the least memory for each allowed order, cut and K/V mode."""
     cost = _cost_of(question, plan)
     for base in _bases(question, cost, plan, total_tokens):
-        yield _least(question, cost, plan.budgets, base)
+        yield _min_memory_plan(question, cost, plan.budgets, base)
 
 
 def _bases(
@@ -439,15 +438,15 @@ def _bases(
     *,
     most_cuts: int | None = None,
 ) -> Iterator[Decisions]:
-    """Yields all orders, cuts and places of K/V that the settings allow, modes of frames left open.
+    """Yields all allowed orders, cuts and K/V modes, with activation modes left open.
 
     Args:
-        question: what is asked, weights and optimizer placed.
-        cost: of its shape.
-        plan: made for it, at any length.
+        question: the request, with weights and optimizer placed.
+        cost: costs of its shape.
+        plan: a plan made for it, at any length.
         total_tokens: length of the rows.
-        most_cuts: how many ways to cut, shortest chunks first and of each length by all that
-            `partitions_of` gives; None for all.
+        most_cuts: how many ways to cut, shortest chunks first and of each length all of
+            `partitions_of`; None for all.
     """
     config, kind = question.config, question.device.kind
     choices = _choices(question)
@@ -468,20 +467,24 @@ def _bases(
             yield with_kv(base, kv_mode, cost.shape, plan.budgets, kind)
 
 
-def _least(question: PlanRequest, cost: ModelCost, budgets: Budgets, base: Decisions) -> Decisions:
-    """Returns one of `_bases` with the modes that hold least."""
+def _min_memory_plan(
+    question: PlanRequest, cost: ModelCost, budgets: Budgets, base: Decisions
+) -> Decisions:
+    """Returns one of `_bases` with the modes that need the least memory."""
     config, choices = question.config, _choices(question)
-    if set_by_rule(config, question.device):
-        return _ruled(config, cost, base, choices)
-    return min_memory(cost, base, budgets, choices, question.device.kind)
+    if is_fixed(config, question.device):
+        return _fixed_plan(config, cost, base, choices)
+    return min_memory(cost, base, budgets, choices)
 
 
 def _choices(question: PlanRequest) -> Choices:
-    again = may_attend_again(question.config, question.device, question.shape)
-    return read_choices(question.config, question.device, attention_again=again)
+    again = may_rerun_attention(question.config, question.device, question.shape)
+    return read_choices(question.config, question.device, rerun_attention=again)
 
 
-def _ruled(config: SPPOConfig, cost: ModelCost, base: Decisions, choices: Choices) -> Decisions:
+def _fixed_plan(
+    config: SPPOConfig, cost: ModelCost, base: Decisions, choices: Choices
+) -> Decisions:
     saved = SAVED_BY_RECOMPUTE.get(config.recompute, "whole")
     decisions = fixed_policy(cost, base, config.offload, saved, choices)
     assert decisions is not None, "a rule that the user sets may use the tiers that it needs"
@@ -491,7 +494,7 @@ def _ruled(config: SPPOConfig, cost: ModelCost, base: Decisions, choices: Choice
 def _cuts(question: PlanRequest, cost: ModelCost, total_tokens: int) -> Iterator[Bounds]:
     config, kind = question.config, question.device.kind
     fixed = config.num_chunks != "auto" or config.chunk_lengths or config.chunk_tokens
-    if not (fixed or set_by_rule(config, question.device) or kind == "cpu"):
+    if not (fixed or is_fixed(config, question.device) or kind == "cpu"):
         by_kind = (chunk_cuts(cost, total_tokens, kind) for kind in partitions_of(config))
         for alike in zip_longest(*by_kind):
             yield from (bounds for bounds in alike if bounds is not None)
@@ -525,7 +528,7 @@ def _batch(plan: Plan, config: SPPOConfig) -> Batch:
 
 
 def _cost_of(question: PlanRequest, plan: Plan) -> ModelCost:
-    """The plan's costs, of the question's shape: weights and optimizer may rest elsewhere."""
+    """Returns the plan's costs with the request's shape, whose weights may be elsewhere."""
     return replace(_cost(plan), shape=question.shape)
 
 

@@ -1,7 +1,7 @@
-"""What a simulated step says, chunk by chunk, and what a measured one teaches about it.
+"""Predicted durations of a step, by chunk, and their correction by measured steps.
 
-Profiles lie: they were made with other kernels, at another temperature, or by somebody's guess. The
-first steps say by how much.
+Hardware profiles are inexact: they were measured with other kernels or at another temperature, or
+estimated. The first steps show by how much.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from sppo_hf.schedule.timeline import Timeline
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkPrediction:
-    """Seconds of one chunk."""
+    """Predicted seconds of one chunk."""
 
     forward_seconds: float = 0.0
-    """Compute of its forward, head and loss included."""
+    """Compute of its forward, including head and loss."""
 
     backward_seconds: float = 0.0
-    """Compute of its backward, recomputation included."""
+    """Compute of its backward, including recomputation."""
 
     d2h_seconds: float = 0.0
-    """Copies of its bytes to the host, whether hidden or not."""
+    """Copies of its bytes to the host, hidden or not."""
 
     h2d_seconds: float = 0.0
     """Copies of its bytes to the device."""
@@ -39,44 +39,44 @@ class ChunkPrediction:
 
     @property
     def compute_seconds(self) -> float:
-        """Forward and backward."""
+        """Compute of forward and backward."""
         return self.forward_seconds + self.backward_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """A simulated step."""
+    """Summary of a simulated step."""
 
     policy: str
-    """The candidate that won: "solver", or a fixed policy by name."""
+    """The winning candidate: "solver", or a fixed policy by name."""
 
     step_seconds: float
-    """Duration."""
+    """Duration of the step."""
 
     stall_seconds: float
-    """Compute standing still for copies and disk."""
+    """Time that compute waits for copies and disk."""
 
     update_seconds: float = 0.0
     """The optimizer's update on the host, which follows backward; 0 where it is on the device."""
 
     tokens_per_second: float
-    """Of all rows."""
+    """Tokens per second, over all rows."""
 
     mfu: float | None
-    """Of the device's dense bf16 peak; None where that is unknown."""
+    """Share of the device's dense bf16 peak; None if that is unknown."""
 
     chunks: tuple[ChunkPrediction, ...]
-    """First to last."""
+    """Durations by chunk."""
 
     d2h_bytes: int = 0
-    """Activations that leave the device, for the host or on to the disk."""
+    """Bytes copied to the host, including those that go on to the disk."""
 
     h2d_bytes: int = 0
-    """What of them comes back; keys and values, where they leave, for each chunk that uses them."""
+    """Bytes copied to the device; streamed K/V count once for each chunk that uses them."""
 
     @property
     def forward_backward_seconds(self) -> float:
-        """The step without an update on the host, as an engine can measure it."""
+        """Seconds of the step without an update on the host, as the engine measures it."""
         return self.step_seconds - self.update_seconds
 
 
@@ -138,24 +138,24 @@ def _by_chunk(decisions: Decisions, timeline: Timeline) -> tuple[ChunkPrediction
     )
 
 
-# A stall this much longer than predicted, as a share of the step, is the copies' fault.
+# A stall longer than predicted by more than this share of the step is attributed to copies.
 _STALL_NOISE = 0.02
-# Factors nearer to one than this are noise and change no plan.
+# Corrections smaller than this are noise and change no plan.
 _WORTH_CORRECTING = 0.10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredStep:
-    """What one forward and backward took and moved."""
+    """Measured durations and bytes of one forward and backward."""
 
     forward_seconds: tuple[float, ...]
-    """Per chunk, first to last, standing still included."""
+    """Seconds of each chunk's forward, stalls included."""
 
     backward_seconds: tuple[float, ...]
-    """The same of backward."""
+    """Seconds of each chunk's backward, stalls included."""
 
     stall_seconds: float
-    """Compute standing still for copies and disk, over the whole step."""
+    """Time that compute waits for copies and disk, over the step."""
 
     d2h_bytes: int = 0
     """Bytes copied to the host."""
@@ -176,16 +176,15 @@ class MeasuredStep:
 
 
 def learn(prediction: Prediction, measured: MeasuredStep, before: Correction) -> Correction:
-    """Returns the correction that makes the prediction agree with what was measured.
+    """Returns the correction that makes the prediction agree with a measurement.
 
-    Compute is what was measured without the stalls, which are taken off forward and backward in
-    proportion. If compute stood still for longer than predicted, copies were slower than predicted
-    by as much as that.
+    Compute time is what was measured without stalls, which are subtracted from forward and backward
+    in proportion. If compute waited longer than predicted, copies were slower by that time.
 
     Args:
         prediction: of the plan that ran.
         measured: a step of it, not the first (which compiles, allocates and pins).
-        before: the correction the prediction was made with.
+        before: the correction with which the prediction was made.
     """
     step = measured.step_seconds
     busy = max(0.0, 1.0 - measured.stall_seconds / step) if step > 0 else 1.0

@@ -1,7 +1,4 @@
-"""Searches around the solver: how many chunks, and how long a sequence can be.
-
-Knows nothing of configs or devices by name.
-"""
+"""Searches around the solver: how to cut a sequence, and how long a sequence can be."""
 
 from __future__ import annotations
 
@@ -23,12 +20,12 @@ from sppo_hf.planning.solve import (
 )
 
 TARGET_TOKENS = (2048, 4096, 8192, 16_384)
-"""Chunk lengths that are tried, in tokens: below, kernels starve; above, chunks only cost memory
-(SPPO, section 6: "2K to 16K")."""
+"""Chunk lengths that are tried, in tokens: shorter ones make kernels inefficient, longer ones only
+take memory (SPPO, section 6: "2K to 16K")."""
 
-# More chunks than this make the program slow and no plan better.
+# More chunks than this make solving slow and no plan better.
 _MOST_CHUNKS = 256
-# Of the ways to cut, those with the least compute are solved until so many fit.
+# Ways to cut are solved by increasing compute until so many fit.
 _PLANS_COMPARED = 2
 _LENGTH_STEP_TOKENS = 1024
 _LONGEST_TOKENS = 2**27
@@ -36,31 +33,31 @@ _LONGEST_TOKENS = 2**27
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """What a plan is for: everything that no search changes."""
+    """The batch that is planned for: all decisions that no search changes."""
 
     batch_rows: int
-    """Rows."""
+    """Rows of the batch."""
 
     tile_tokens: int
-    """Tokens of a tile of the loss."""
+    """Tokens per tile of the loss."""
 
     layer_tile_tokens: int = 0
-    """Tokens of a tile of layers' token-wise modules; 0: all of a chunk."""
+    """Tokens per tile of token-wise modules of layers; 0 for whole chunks."""
 
     training: bool = True
     """Whether a backward follows."""
 
     accumulates: bool = False
-    """Whether gradients of earlier batches are there already."""
+    """Whether gradients of earlier batches exist."""
 
     return_logits: bool = False
-    """Whether logits are kept."""
+    """Whether logits are returned."""
 
     staging_bytes: int = 2**30
-    """Host bytes through which frames pass on their way to and from the disk."""
+    """Host memory through which activations pass to and from the disk."""
 
     def decisions(self, bounds: Bounds, num_layers: int, order: Order = "by_chunk") -> Decisions:
-        """Returns decisions with every frame kept, for others to change."""
+        """Returns decisions that keep all activations, for others to change."""
         return Decisions(
             batch_rows=self.batch_rows,
             bounds=bounds,
@@ -85,21 +82,18 @@ def solve_chunks(
     orders: Sequence[Order] = ("by_chunk",),
     tiles: Sequence[int] = (),
     under_seconds: float = float("inf"),
-    device_kind: str = "cuda",
 ) -> Solution | BudgetViolation:
-    """Returns the fastest of the plans for several ways to cut a sequence and to walk the grid.
+    """Returns the fastest plan over several ways to cut a sequence and orders of the grid.
 
     Args:
         cost: seconds and bytes of every unit.
-        batch: what is planned for.
+        batch: the batch.
         cuts: bounds to choose from, at least one.
         budgets: bytes per tier.
         choices: modes and tiers that may be used.
-        orders: orders of work, the first of equally fast ones is taken.
-        tiles: by layer, tokens on which token-wise modules of one chunk over all tokens may run at
-            once: another way than chunks inside layers.
+        orders: orders to choose from; the first of equally fast ones is taken.
+        tiles: by layer, tile sizes for one chunk over all tokens, an alternative to several chunks.
         under_seconds: see `solve`.
-        device_kind: "cpu" or "cuda".
     """
     best: Solution | None = None
     closest: BudgetViolation | None = None
@@ -121,7 +115,6 @@ def solve_chunks(
                 choices,
                 best=other,
                 under_seconds=under_seconds,
-                device_kind=device_kind,
             )
             if isinstance(found, BudgetViolation):
                 if closest is None or found.missing_bytes < closest.missing_bytes:
@@ -139,7 +132,7 @@ def solve_chunks(
 def tiled_layers(
     batch: Batch, total_tokens: int, num_layers: int, tiles: Sequence[int]
 ) -> Iterator[Decisions]:
-    """Yields layers over all tokens with token-wise modules in tiles, where tiles are shorter."""
+    """Yields plans by layer in one chunk, with token-wise modules in tiles."""
     for tile_tokens in tiles:
         if tile_tokens < total_tokens * batch.batch_rows:
             whole = batch.decisions(((0, total_tokens),), num_layers, "by_layer")
@@ -152,13 +145,13 @@ def chunk_cuts(
     partition: str,
     cut: Callable[[int], Bounds] | None = None,
 ) -> Iterator[Bounds]:
-    """Yields ways to cut a sequence, by target length, each once.
+    """Yields bounds by target length, without duplicates.
 
     Args:
         cost: of the model.
         total_tokens: length of the rows.
         partition: "flops" or "even".
-        cut: bounds for a target in tokens; `auto_bounds` with `chunk_bounds` when None.
+        cut: returns bounds for a target in tokens; `auto_bounds` if None.
     """
     prefix = PrefixCost.of(cost.shape)
     seen: set[Bounds] = set()
@@ -183,11 +176,11 @@ def most_chunks(total_tokens: int) -> int:
 
 
 def longest(missing: Callable[[int], float], *, known_tokens: int = 0) -> int:
-    """Returns the largest number of tokens (a multiple of 1,024) that is possible; 0 if none.
+    """Returns the largest possible number of tokens, a multiple of 1,024; 0 if none.
 
     Args:
-        missing: of one length, see `search_longest`.
-        known_tokens: a length that is possible, from which longer ones are tried.
+        missing: bytes missing at a length, see `search_longest`.
+        known_tokens: a length that is known to fit.
     """
     return search_longest(
         missing,
@@ -199,31 +192,31 @@ def longest(missing: Callable[[int], float], *, known_tokens: int = 0) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a search came to."""
+    """Result of `search_longest`."""
 
     longest_tokens: int
-    """The longest length that trained; 0 if none did."""
+    """The longest length that fits; 0 if none does."""
 
     failed_tokens: int | None
-    """The shortest length that did not train; None if the search ended at its limit."""
+    """The shortest length that does not fit; None if the search ended at its limit."""
 
 
 def search_longest(
     missing: Callable[[int], float], *, step_tokens: int, most_tokens: int, known_tokens: int = 0
 ) -> Found:
-    """Searches the longest multiple of `step_tokens` that trains.
+    """Searches the longest multiple of `step_tokens` that fits.
 
-    What fits is taken to fit at every shorter length too. Doubles the length until one fails, then
-    tries where a straight line through what is missing at both ends says that nothing is missing,
-    or halfway when two such tries in turn have not halved what is left. Takes about twice the
-    logarithm of the answer in tries by halves, few along a line, twice as many at the worst.
+    Assumes that all lengths below one that fits fit too. Doubles the length until one fails, then
+    tries where linear interpolation of the missing amount is zero, or the middle if two such tries
+    in a row have not halved the interval. Takes about twice the logarithm of the answer in tries by
+    bisection, few by interpolation, twice as many at worst.
 
     Args:
-        missing: tries a length, in tokens, and says how much is missing in any unit: at most 0
-            where it trains, and the less the more room there is. A bare yes or no is -1 or 1.
+        missing: tries a length in tokens and returns how much is missing, in any unit: at most 0
+            if it fits, and the less the more is free. A bare yes or no is -1 or 1.
         step_tokens: resolution, and the first length tried.
-        most_tokens: lengths above are not tried.
-        known_tokens: a length that is known to train.
+        most_tokens: the longest length tried.
+        known_tokens: a length that is known to fit.
     """
     good, bad = known_tokens // step_tokens * step_tokens, None
     at_good, at_bad = 0.0, 0.0

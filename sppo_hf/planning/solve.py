@@ -1,13 +1,12 @@
-"""The solver: of all plans for given bounds and order, the fastest that fits, or what breaks first.
+"""The solver: finds the fastest plan that fits for given bounds and order, or the violated budget.
 
 The linear program says how many layers of each chunk (by layer: chunks of each layer) get which
-mode; counts are rounded to whole ones, the estimate is checked against every budget, and the
-simulator has the last word. The fixed policies are candidates like any other, so the answer is
-never worse, in its own simulation, than any of them that fits.
+mode. Counts are rounded to integers, the estimate is checked against every budget, and candidates
+are compared by simulation. The fixed policies are candidates like any other, so the answer is never
+slower, in its own simulation, than any of them that fits.
 
-Before any search stands the least that a batch must hold (`min_memory`): whether it fits at all,
-and what breaks first if not, with the bytes of the look-ahead that every plan holds beside its
-frames.
+Before any search, `min_memory` finds the plan with the fewest bytes, the look-ahead included:
+whether the batch fits at all, and if not, which budget is exceeded.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -38,12 +37,10 @@ from sppo_hf.planning.decisions import (
 )
 from sppo_hf.planning.linear_program import LayerKinds, LinearProgram, chunk_groups
 from sppo_hf.planning.lowering import (
-    StepProgram,
     compute_seconds,
-    estimate,
-    least_device_bytes,
+    fixed_levels,
     lower,
-    mode_free_levels,
+    min_device_bytes,
 )
 from sppo_hf.planning.memory import (
     FRAGMENTATION,
@@ -62,22 +59,23 @@ from sppo_hf.schedule.timeline import Timeline
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-# With more frames than this, nothing that is rebuilt or on its way weighs as much as what waits.
-_FEW_FRAMES = 16
+# With more units than this, recomputation buffers and copies in flight weigh little beside saved
+# activations.
+_FEW_UNITS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
-    """What the solver may choose from."""
+    """The modes and tiers that the solver may use."""
 
     saved: tuple[Saved, ...] = ATTENTION_ONCE
-    """How frames may be reduced."""
+    """How much of a layer may be saved."""
 
     tiers: tuple[Tier, ...] = ("device", "host")
-    """Where frames may wait."""
+    """Tiers that may hold activations."""
 
     kv_tiers: tuple[Tier, ...] = ("device",)
-    """Where K/V may wait; of those that fit, the fastest is taken, and the first of equals."""
+    """Tiers that may hold K/V; of those that fit the fastest is taken, the first of equals."""
 
     @property
     def modes(self) -> tuple[ActivationMode, ...]:
@@ -87,23 +85,23 @@ class Choices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetViolation:
-    """What keeps a batch from fitting, whatever is chosen."""
+    """A budget that is exceeded."""
 
     tier: Tier
-    """The tier whose budget breaks."""
+    """The tier."""
 
     missing_bytes: int
-    """By how much."""
+    """Bytes above the budget."""
 
     moment: str
-    """When."""
+    """Name of the point of the tier's peak."""
 
 
 def kv_modes_of(shape: ModelShape, base: Decisions, choices: Choices) -> tuple[KVMode, ...]:
-    """Returns what may become of K/V.
+    """Returns the allowed K/V modes.
 
-    By layer they may be made again where layers may. Those that other layers borrow must be there
-    for all of them.
+    By layer, K/V may be recomputed where layers may. K/V that other layers use must be held for all
+    of these.
     """
     if not base.by_layer:
         return choices.kv_tiers
@@ -128,84 +126,84 @@ def over_budget(predicted: MemoryEstimate, budgets: Budgets) -> Iterator[BudgetV
             yield BudgetViolation(tier=tier, missing_bytes=missing, moment=moment)
 
 
-def least_missing(
-    shape: ModelShape, base: Decisions, budgets: Budgets, choices: Choices, device_kind: str
-) -> float:
-    """Returns bytes that any plan with these bounds, order and places of K/V lacks; 0 for unknown.
+def missing_bytes(predicted: MemoryEstimate, budgets: Budgets) -> int:
+    """Returns the bytes by which peaks exceed their budgets, summed over tiers; 0 if all fit."""
+    return sum(limit.missing_bytes for limit in over_budget(predicted, budgets))
 
-    What the device holds whatever the modes are is more than its budget by so much, or what all
-    tiers hold together when backward begins is, where every frame waits somewhere. Takes a fifth of
-    the time of an estimate.
+
+def min_missing_bytes(
+    cost: ModelCost, base: Decisions, budgets: Budgets, choices: Choices
+) -> float:
+    """Returns bytes that every plan with these bounds, order and K/V tier lacks; 0 if unknown.
+
+    A lower bound from the device bytes that no mode changes, and from the bytes of all tiers
+    together when backward begins, where every activation is held somewhere. Takes a fifth of the
+    time of an estimate.
     """
     if not base.training:
         return 0.0
+    program = lower(base, cost)
+    tables, points = program.tables, program.points
     device = float("inf") if budgets.device is None else budgets.device
-    over = standing_device_bytes(shape, device_kind) - device
-    tables = byte_tables(shape, base, device_kind)
-    points, program = tables.points, StepProgram(base, shape, device_kind)
-    always = least_device_bytes(tables)
+    over = standing_device_bytes(cost.shape, cost.profile.kind) - device
+    always = min_device_bytes(tables)
     over = max(over, float(always.max()) - device)
-    room = [budgets.of(tier) for tier in TIERS]
-    if None in room:
+    sizes = [size for tier in TIERS if (size := budgets.of(tier)) is not None]
+    if len(sizes) < len(TIERS):
         return max(0.0, over)
-    last = points.num_chunks - 1, points.num_layers - 1
-    begin = points.backward(*last)
+    begin = points.backward(points.num_chunks - 1, points.num_layers - 1)
     allowed = [SAVED.index(saved) for saved in choices.saved]
-    frames = tables.saved[:, allowed].min(axis=1)
+    smallest = tables.saved[:, allowed].min(axis=1)
     whole, kind = tables.saved[:, SAVED.index("whole")], tables.kind_of[-1]
-    # Of the running layer either all is kept, or it is made again.
-    running = np.minimum(whole - frames, tables.rebuilt)[kind, -1]
+    # The running layer's activations are either all kept, or recomputed.
+    running = np.minimum(whole - smallest, tables.rebuilt)[kind, -1]
     running += tables.workspace_backward[kind, -1]
-    held = always[begin] + float(tables.of_layers(frames).sum() + running)
+    held = always[begin] + float(tables.of_layers(smallest).sum() + running)
     held += sum(tables.host_resident.values())
     held += sum(int(program.kv_bytes(tier)[:-1].sum()) for tier in TIERS)
     for tier in offload_tiers():
-        held += sum(int(level.during[begin]) for level in mode_free_levels(tables)[tier].values())
-    return max(0.0, over, held - sum(size for size in room if size is not None))
+        held += sum(int(level.during[begin]) for level in fixed_levels(tables)[tier].values())
+    return max(0.0, over, held - sum(sizes))
 
 
-def min_memory(
-    cost: ModelCost, base: Decisions, budgets: Budgets, choices: Choices, device_kind: str
-) -> Decisions:
-    """Returns the plan that is most likely to fit: small frames, as far away as there is room.
+def min_memory(cost: ModelCost, base: Decisions, budgets: Budgets, choices: Choices) -> Decisions:
+    """Returns the plan most likely to fit: few saved bytes, on the farthest tiers with free bytes.
 
-    The earliest frames (needed last) go to the disk when the host is full, and the latest (needed
-    first) stay on the device when nothing else has room. Reduced frames are smallest, but what is
-    rebuilt from them, and what is on its way, needs room too; so with few layers or chunks another
-    choice may hold less, and the one that comes closest is taken.
+    The earliest activations (needed last) go to the disk when the host is full, and the latest
+    (needed first) are kept on the device when no other tier has free bytes. Saving less takes fewer
+    bytes, but recomputation buffers and copies in flight need memory too. So with few layers or
+    chunks other choices are tried, and the one that comes closest to the budgets is returned.
     """
     plans: list[Decisions] = []
-    few = base.num_chunks * base.num_layers <= _FEW_FRAMES
+    few = base.num_chunks * base.num_layers <= _FEW_UNITS
     for saved in choices.saved[::-1] if few else choices.saved[-1:]:
-        modes = _as_far_as_possible(cost, base, budgets, choices, saved, device_kind)
+        modes = _farthest_modes(cost, base, budgets, choices, saved)
         plans.append(with_lookahead(cost, base, modes, frames=1))
         if few and "device" in choices.tiers:
             modes = uniform_modes(base.num_chunks, base.num_layers, mode_of(saved, "device"))
             plans.append(with_lookahead(cost, base, modes, frames=1))
     if len(plans) == 1:
         return plans[0]
-    best, least_missing = plans[0], float("inf")
+    best, fewest = plans[0], float("inf")
     for plan in plans:
-        predicted = estimate(cost.shape, plan, device_kind=device_kind)
-        missing = sum(limit.missing_bytes for limit in over_budget(predicted, budgets))
-        if missing < least_missing:
-            best, least_missing = plan, missing
+        missing = missing_bytes(lower(plan, cost).estimate, budgets)
+        if missing < fewest:
+            best, fewest = plan, missing
         if not missing:
             break
     return best
 
 
-def _as_far_as_possible(
+def _farthest_modes(
     cost: ModelCost,
     base: Decisions,
     budgets: Budgets,
     choices: Choices,
     saved: Saved,
-    device_kind: str,
 ) -> LayerModes:
-    """Frames of one kind on the farthest tiers that have room, frame by frame."""
+    """Returns modes that save one kind on the farthest tiers with free bytes, unit by unit."""
     away: list[Tier] = [tier for tier in offload_tiers() if tier in choices.tiers]
-    room = {tier: _room_bytes(cost, base, budgets, tier, away, device_kind) for tier in away}
+    room = {tier: _free_bytes(cost, base, budgets, tier, away) for tier in away}
     places: dict[Tier, float] = {}
     # All bytes, less what fits away, stay: the device takes that much, from the latest frame on.
     sizes: list[Sequence[int]] = [*cost.activation_sizes(base.chunk_lengths, saved)]
@@ -219,27 +217,27 @@ def _as_far_as_possible(
     overfull = next(iter(places))
     rows: list[tuple[ActivationMode, ...]] = []
     for frames in reversed(sizes):
-        whole, size = _next_place(places, 0), sum(frames)
+        whole, size = _next_tier(places, 0), sum(frames)
         if places[whole] >= size:
             places[whole] -= size
             rows.append((mode_of(saved, whole),) * len(frames))
             continue
-        if _next_place(places, min(frames)) == overfull and places[overfull] <= 0:
+        if _next_tier(places, min(frames)) == overfull and places[overfull] <= 0:
             # Nowhere is room for any of them.
             places[overfull] -= size
             rows.append((mode_of(saved, overfull),) * len(frames))
             continue
         row: list[ActivationMode] = []
         for size in reversed(frames):
-            tier = _next_place(places, size)
+            tier = _next_tier(places, size)
             places[tier] -= size
             row.append(mode_of(saved, tier))
         rows.append(tuple(reversed(row)))
     return layer_modes_of(rows[::-1], by_layer=base.by_layer)
 
 
-def _next_place(places: dict[Tier, float], size: int) -> Tier:
-    """The nearest tier with room for one more frame."""
+def _next_tier(places: dict[Tier, float], size: int) -> Tier:
+    """Returns the nearest tier with free bytes for one more unit."""
     for tier, room in places.items():
         # What must stay is a quota: it takes the frame that crosses it too.
         if room > 0 if tier == "device" else room >= size:
@@ -247,21 +245,20 @@ def _next_place(places: dict[Tier, float], size: int) -> Tier:
     return next(iter(places))
 
 
-def _room_bytes(
+def _free_bytes(
     cost: ModelCost,
     base: Decisions,
     budgets: Budgets,
     tier: Tier,
     away: Sequence[Tier],
-    device_kind: str,
 ) -> float:
-    """Bytes that frames may take on a tier, beside K/V and what passes through."""
+    """Returns the bytes free for activations on a tier, beside K/V and staging."""
     budget = budgets.of(tier)
     if budget is None:
         return float("inf")
     if tier == "host":
-        budget -= sum(byte_tables(cost.shape, base, device_kind).host_resident.values())
-    if tier == "host" and device_kind == "cuda":
+        budget -= sum(byte_tables(cost.shape, base, cost.profile.kind).host_resident.values())
+    if tier == "host" and cost.profile.kind == "cuda":
         budget -= max(0, budget) % HOST_SLAB_BYTES
     passing = set(tiers_behind_host())
     if tier == "host" and passing & {*away, base.kv_tier, *base.kv_modes}:
@@ -280,16 +277,16 @@ def _room_bytes(
 def with_lookahead(
     cost: ModelCost, base: Decisions, modes: LayerModes, *, frames: int
 ) -> Decisions:
-    """Returns `base` with other modes, and room for so many of their frames on their way."""
+    """Returns `base` with other modes and a look-ahead of so many of their largest units."""
     away: set[Saved] = {mode.saved for mode in modes_used(modes) if mode.offload}
     ahead = lookahead_bytes(cost, base, away, frames)
-    return looking_ahead(cost, replace(base, layer_modes=modes), ahead)
+    return with_lookahead_bytes(cost, replace(base, layer_modes=modes), ahead)
 
 
-def looking_ahead(cost: ModelCost, decisions: Decisions, activation_bytes: int) -> Decisions:
-    """Lets so many bytes of frames be on their way, and one layer's streamed gradient sums.
+def with_lookahead_bytes(cost: ModelCost, decisions: Decisions, activation_bytes: int) -> Decisions:
+    """Sets the look-ahead in bytes of activations, plus one layer's streamed gradient sums.
 
-    By layer, its keys and values where any leave.
+    By layer plus one layer's K/V, if any are offloaded.
     """
     tables = byte_tables(cost.shape, decisions, cost.profile.kind)
     sums = int(tables.kv_out_backward[:, -1].max())
@@ -305,7 +302,7 @@ def looking_ahead(cost: ModelCost, decisions: Decisions, activation_bytes: int) 
 
 
 def lookahead_bytes(cost: ModelCost, base: Decisions, saved: Iterable[Saved], frames: int) -> int:
-    """Returns the bytes of so many of the largest frames of these kinds."""
+    """Returns the bytes of `frames` units of the largest of these kinds."""
     longest = max(base.chunk_lengths)
     layers = LayerKinds.of(cost).representative
     sizes = [cost.activation_bytes(i, longest, kind) for i in layers for kind in set(saved)]
@@ -314,25 +311,25 @@ def lookahead_bytes(cost: ModelCost, base: Decisions, saved: Iterable[Saved], fr
 
 _ATTEMPTS = 4
 # Frames of the largest kind that may be on their way: more hide hiccups, fewer save memory.
-_FRAMES_AHEAD = 2
-_MOST_FRAMES_AHEAD = 8
+_LAYERS_AHEAD = 2
+_MAX_LAYERS_AHEAD = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """A plan that fits, and when what happens in it."""
+    """A plan that fits, with its simulation."""
 
     decisions: Decisions
-    """What is done."""
+    """The plan."""
 
     timeline: Timeline
-    """When what happens, simulated."""
+    """Its simulated timeline."""
 
     policy: str
-    """Which candidate won: "solver", or a fixed policy by name."""
+    """The winning candidate: "solver", or a fixed policy by name."""
 
     bound_seconds: float
-    """The linear program's optimum over fractional layers; 0 where there is none."""
+    """The linear program's optimum over fractional counts; 0 without one."""
 
     @property
     def step_seconds(self) -> float:
@@ -348,7 +345,6 @@ def solve(
     *,
     best: Solution | None = None,
     under_seconds: float = float("inf"),
-    device_kind: str = "cuda",
 ) -> Solution | BudgetViolation:
     """Finds the fastest plan that fits.
 
@@ -357,20 +353,20 @@ def solve(
         base: rows, bounds, order and tile; its modes and look-ahead are replaced.
         budgets: bytes per tier.
         choices: modes and tiers that may be used.
-        best: another plan that fits; returned where none is faster.
-        under_seconds: a plan that takes as long may be found, or any slower one that fits.
-        device_kind: "cpu" or "cuda".
+        best: another plan that fits; returned if none is faster.
+        under_seconds: the caller needs a plan faster than this; if there is none, any plan that
+            fits will do.
     """
-    known: dict[str, Any] = {"under_seconds": under_seconds, "device_kind": device_kind}
-    found = _solved(cost, base, budgets, choices, best=best, **known)
+    found = _solved(cost, base, budgets, choices, best=best, under_seconds=under_seconds)
     if found is best or isinstance(found, BudgetViolation):
         return found
-    if found.step_seconds <= _WAITS * compute_seconds(found.decisions, cost):
+    if found.step_seconds <= _STALLS * compute_seconds(found.decisions, cost):
         return found
     # The linear program knows of copies only that they must fit beside all compute, not when. What
     # it mixes may wait where a plan of fewer modes does not.
     for saved in choices.saved if len(choices.saved) > 1 else ():
-        other = _solved(cost, base, budgets, replace(choices, saved=(saved,)), best=found, **known)
+        one_kind = replace(choices, saved=(saved,))
+        other = _solved(cost, base, budgets, one_kind, best=found, under_seconds=under_seconds)
         assert not isinstance(other, BudgetViolation), "there was one that fits"
         found = other
     return found
@@ -384,21 +380,20 @@ def _solved(
     *,
     best: Solution | None,
     under_seconds: float,
-    device_kind: str,
 ) -> Solution | BudgetViolation:
     solved, bound = False, 0.0
     broken: list[list[BudgetViolation]] = []
     for kv_mode in kv_modes_of(cost.shape, base, choices):
-        placed = with_kv(base, kv_mode, cost.shape, budgets, device_kind)
-        least = min_memory(cost, placed, budgets, choices, device_kind)
-        broken.append([*over_budget(estimate(cost.shape, least, device_kind=device_kind), budgets)])
+        placed = with_kv(base, kv_mode, cost.shape, budgets, cost.profile.kind)
+        least = min_memory(cost, placed, budgets, choices)
+        broken.append([*over_budget(lower(least, cost).estimate, budgets)])
         if base.training and broken[-1]:
             continue
         # By layer, one program has all that may become of K/V.
         mixed: list[tuple[str, Decisions, float]] = []
         if not solved:
             under = under_seconds if best is None else min(under_seconds, best.step_seconds)
-            mixed += _mixed(cost, placed, budgets, choices, device_kind, under_seconds=under)
+            mixed += _solved_mixes(cost, placed, budgets, choices, under_seconds=under)
         solved = base.by_layer
         bound = min((seconds for *_, seconds in mixed), default=bound if base.by_layer else 0.0)
         named = [
@@ -412,10 +407,10 @@ def _solved(
                 seconds = max(seconds, compute_seconds(decisions, cost))
                 if seconds >= best.step_seconds:
                     continue
-            predicted = estimate(cost.shape, decisions, device_kind=device_kind)
+            predicted = lower(decisions, cost).estimate
             if not fits(predicted, budgets):
                 continue
-            solution = play(decisions, cost, policy=name, bound_seconds=bound)
+            solution = simulate_plan(decisions, cost, policy=name, bound_seconds=bound)
             if best is None or solution.step_seconds < best.step_seconds:
                 best = solution
     if best is not None:
@@ -426,95 +421,92 @@ def _solved(
     return max(closest, key=lambda limit: limit.missing_bytes)
 
 
-AS_FAST = 1.01
-"""So many times the seconds are as fast: simulations are not better than that."""
+EQUALLY_FAST = 1.01
+"""Plans whose durations differ by less than this ratio are equally fast; simulation is not more
+exact."""
 
 # A plan that takes more than so many times its compute waits for copies, and may not be the best.
-_WAITS = 1.01
+_STALLS = 1.01
 
-LESS_HOST_SECONDS = 1.002
-"""So many times the seconds are worth less host memory: page-locking it takes time too, once, and
-what is not locked is left to data loading, checkpoints and other processes."""
+HOST_TRADE_RATIO = 1.002
+"""A plan may take so many times as long to use less host memory: page-locking takes time too, and
+memory that is not locked is left to data loading, checkpoints and other processes."""
 
 # A slower plan leaves at least so much free of what an equally fast one takes of the host.
-_LEFT_FREE = 0.1
+_MIN_FREED_SHARE = 0.1
 # Shares of what a plan takes of the host with which it is looked for once more.
-_LESS_HOST = (0.8, 0.7, 0.6)
+_HOST_SHARES = (0.8, 0.7, 0.6)
 # A plan that takes more of the host's budget would rather have more of it.
-_FILLED = 0.95
+_NEARLY_FULL = 0.95
 
 
-def with_less_host(
+def reduce_host_memory(
     cost: ModelCost,
     found: Solution,
     budgets: Budgets,
     choices: Choices,
-    *,
-    device_kind: str = "cuda",
 ) -> Solution:
-    """Returns the one that takes least of the host, of some plans that are about as fast.
+    """Returns the plan with the least host memory among some that are about as fast.
 
-    They have the bounds, the order and the kinds of frames of `found`, and smaller budgets of the
-    host. None is slower, or it takes at most `LESS_HOST_SECONDS` of the fastest's time, at least a
-    tenth less of the host, and no more of what is behind it. The linear program also sends frames
-    away for gains that are small, or lost when its counts are rounded and copies get in each
-    other's way.
+    They have the bounds, the order and the saved kinds of `found`, and smaller host budgets. A
+    result is either not slower, or takes at most `HOST_TRADE_RATIO` times as long as the fastest,
+    at least a tenth less host memory, and no more bytes behind the host. The linear program also
+    offloads for gains that are tiny, or that are lost to rounding and to copies that delay each
+    other.
 
     Args:
         cost: seconds and bytes of every unit.
-        found: by `solve`.
-        budgets: that it was found with.
-        choices: likewise.
-        device_kind: "cpu" or "cuda".
+        found: the solution of `solve`.
+        budgets: the budgets of `found`.
+        choices: the choices of `found`.
     """
 
     def bytes_on(solution: Solution, *tiers: Tier) -> int:
-        predicted = estimate(cost.shape, solution.decisions, device_kind=device_kind)
+        predicted = lower(solution.decisions, cost).estimate
         return sum(predicted.of(tier).total for tier in tiers)
 
     def host_bytes(solution: Solution) -> int:
         return bytes_on(solution, "host")
 
     most = host_bytes(found)
-    if not most or (budgets.host is not None and most > _FILLED * budgets.host):
+    if not most or (budgets.host is not None and most > _NEARLY_FULL * budgets.host):
         return found
     saved = {mode.saved for mode in modes_used(found.decisions.layer_modes)}
     choices = replace(choices, saved=tuple(kind for kind in choices.saved if kind in saved))
     plans = [found]
-    for share in _LESS_HOST:
+    for share in _HOST_SHARES:
         least = min(plan.step_seconds for plan in plans)
         tried = solve(
             cost,
             found.decisions,
             budgets.replace(host=int(share * most)),
             choices,
-            under_seconds=max(found.step_seconds, LESS_HOST_SECONDS * least),
-            device_kind=device_kind,
+            under_seconds=max(found.step_seconds, HOST_TRADE_RATIO * least),
         )
         if isinstance(tried, Solution):
             plans.append(replace(tried, bound_seconds=found.bound_seconds))
     least = min(plan.step_seconds for plan in plans)
-    as_fast = (p for p in plans if p.step_seconds <= min(found.step_seconds, AS_FAST * least))
+    as_fast = (p for p in plans if p.step_seconds <= min(found.step_seconds, EQUALLY_FAST * least))
     light = min(as_fast, key=host_bytes)
-    worth, behind = (1.0 - _LEFT_FREE) * host_bytes(light), tiers_behind_host()
+    worth, behind = (1.0 - _MIN_FREED_SHARE) * host_bytes(light), tiers_behind_host()
     nearly = (
         p
         for p in plans
-        if p.step_seconds <= LESS_HOST_SECONDS * least
+        if p.step_seconds <= HOST_TRADE_RATIO * least
         and host_bytes(p) <= worth
         and bytes_on(p, *behind) <= bytes_on(light, *behind)
     )
     return min(nearly, key=host_bytes, default=light)
 
 
-def play(
+def simulate_plan(
     decisions: Decisions,
     cost: ModelCost,
     *,
     policy: str,
     bound_seconds: float = 0.0,
 ) -> Solution:
-    """Returns the solution that `decisions` are, simulated."""
+    """Simulates a plan."""
     return Solution(
         decisions=decisions,
         timeline=lower(decisions, cost).simulate(),
@@ -526,10 +518,10 @@ def play(
 def with_kv(
     base: Decisions, kv_mode: KVMode, shape: ModelShape, budgets: Budgets, device_kind: str
 ) -> Decisions:
-    """Returns `base` with K/V on a tier, and room for what then passes through to the disk.
+    """Returns `base` with a K/V mode, and the staging memory that it needs.
 
-    Away from the device they come back layer by layer, and by chunk block by block past what is
-    small. By layer those of the last layer stay, for its backward comes at once.
+    Offloaded K/V are loaded layer by layer, and by chunk block by block if they are large. By layer
+    K/V of the last layer are kept on the device, as its backward follows at once.
     """
     rows = base.batch_rows
     block = 0
@@ -571,7 +563,7 @@ def fixed_policies(
 def fixed_policy(
     cost: ModelCost, base: Decisions, policy: str, saved: Saved, choices: Choices
 ) -> Decisions | None:
-    """Returns one fixed policy, or None where it needs a tier that is not allowed."""
+    """Returns the plan of a fixed policy; None if it needs a tier that is not allowed."""
     away: Tier | None = next((tier for tier in offload_tiers() if tier in choices.tiers), None)
     facts = OFFLOAD_POLICIES.facts(policy)
     if facts["keeps"] and "device" not in choices.tiers:
@@ -584,40 +576,37 @@ def fixed_policy(
     tables = byte_tables(cost.shape, base, cost.profile.kind)
     kv_bytes = int(tables.of_layers(tables.kv_out_forward).sum())
     modes = OFFLOAD_POLICIES[policy](cost, base, saved, away, kv_bytes)
-    return with_lookahead(cost, base, modes, frames=_FRAMES_AHEAD)
+    return with_lookahead(cost, base, modes, frames=_LAYERS_AHEAD)
 
 
-def _mixed(
+def _solved_mixes(
     cost: ModelCost,
     base: Decisions,
     budgets: Budgets,
     choices: Choices,
-    device_kind: str,
     *,
     under_seconds: float,
 ) -> Iterator[tuple[str, Decisions, float]]:
-    """Yields rounded optima, for look-aheads that suit small frames and large ones.
+    """Yields (name, plan, bound in seconds) of rounded optima, for different sets of modes.
 
-    Those that cannot take less than `under_seconds` are left out.
+    Sets that cannot take less than `under_seconds` are left out.
     """
     members = LayerKinds.of(cost).members
-    budgets = _in_slabs(budgets, cost, base, device_kind)
+    budgets = _whole_slabs(budgets, cost, base)
     every = kv_modes_of(cost.shape, base, choices) if base.by_layer else ()
     for modes, kv_modes in _mode_sets(choices, base.kv_tier, every):
         away: set[Saved] = {mode.saved for mode in modes if mode.offload}
-        ahead = lookahead_bytes(cost, base, away, _FRAMES_AHEAD)
+        ahead = lookahead_bytes(cost, base, away, _LAYERS_AHEAD)
         shaped = base
         if base.by_layer:
             members = chunk_groups(base.num_chunks, modes)
-            away_modes: list[KVMode] = [mode for mode in kv_modes if _leaves(mode)]
+            away_modes: list[KVMode] = [mode for mode in kv_modes if _is_offloaded(mode)]
             farthest: KVMode = away_modes[0] if away_modes else "device"
             shaped = replace(base, kv_modes=(farthest,) * base.num_layers)
-        shaped = looking_ahead(cost, shaped, ahead)
+        shaped = with_lookahead_bytes(cost, shaped, ahead)
         tight, bound = budgets, float("inf")
         for _ in range(_ATTEMPTS):
-            mix = LinearProgram(
-                shaped, cost, tight, modes, kv_modes=kv_modes, device_kind=device_kind
-            ).solve()
+            mix = LinearProgram(shaped, cost, tight, modes, kv_modes=kv_modes).solve()
             if mix is None:
                 break
             bound = min(bound, mix.seconds)
@@ -628,49 +617,49 @@ def _mixed(
             if mix.keys is not None:
                 keys = _rounded(mix.keys[:, None], ((0,),), kv_modes)
                 decisions = replace(decisions, kv_modes=tuple(mode for (mode,) in keys))
-            decisions = _settled(cost, decisions, budgets, device_kind)
-            predicted = estimate(cost.shape, decisions, device_kind=device_kind)
+            decisions = _fit_lookahead(cost, decisions, budgets)
+            predicted = lower(decisions, cost).estimate
             over = list(over_budget(predicted, budgets))
             if not over:
                 yield "solver", decisions, bound
                 break
             # A few bytes too many on the host take a whole slab, which would be much to give up.
             slabs = {"host": predicted.standing_bytes(Cause.SLABS)}
-            tight = tightened(tight, over, unused=slabs)
+            tight = lower_budgets(tight, over, unused=slabs)
 
 
-def _in_slabs(budgets: Budgets, cost: ModelCost, base: Decisions, device_kind: str) -> Budgets:
-    """Returns budgets that the host's pool, made of slabs, can fill beside what rests there."""
-    if budgets.host is None or device_kind != "cuda":
+def _whole_slabs(budgets: Budgets, cost: ModelCost, base: Decisions) -> Budgets:
+    """Returns budgets in which activations on the host fill whole slabs of its pool."""
+    if budgets.host is None or cost.profile.kind != "cuda":
         return budgets
-    resting = sum(byte_tables(cost.shape, base, device_kind).host_resident.values())
-    spare = max(0, budgets.host - resting) % HOST_SLAB_BYTES
+    host_resident = sum(byte_tables(cost.shape, base, cost.profile.kind).host_resident.values())
+    spare = max(0, budgets.host - host_resident) % HOST_SLAB_BYTES
     return budgets.replace(host=budgets.host - spare)
 
 
 def _mode_sets(
     choices: Choices, kv_tier: Tier, kv_modes: tuple[KVMode, ...]
 ) -> Iterator[tuple[tuple[ActivationMode, ...], tuple[KVMode, ...]]]:
-    """Allowed modes of frames and, by layer, of K/V, with less and less that leaves the device.
+    """Yields sets of allowed modes and, by layer, of K/V modes, with less and less offloading.
 
-    What leaves needs room for its look-ahead. That of whole frames is ten times that of a layer's
-    inputs, and that of a layer's K/V grows with the sequence. What goes behind the host for gains
-    that are small may come back late: where K/V need not be there, the same once more with nothing
-    there.
+    Offloading needs memory for its look-ahead. That of whole activations is ten times that of a
+    layer's inputs, and that of a layer's K/V grows with the sequence. Bytes behind the host that
+    gain little may arrive late; so where K/V need not be there, the same sets follow without tiers
+    behind the host.
     """
-    found = [*_leaving_less(choices, kv_modes)]
+    found = [*_mode_sets_of_tiers(choices, kv_modes)]
     behind = tiers_behind_host()
     near = tuple(tier for tier in choices.tiers if tier not in behind)
     near_keys = tuple(mode for mode in kv_modes if mode not in behind)
     if kv_tier not in behind and near and near != choices.tiers and (near_keys or not kv_modes):
-        found += _leaving_less(replace(choices, tiers=near), near_keys)
+        found += _mode_sets_of_tiers(replace(choices, tiers=near), near_keys)
     yield from dict.fromkeys(found)
 
 
-def _leaving_less(
+def _mode_sets_of_tiers(
     choices: Choices, kv_modes: tuple[KVMode, ...]
 ) -> Iterator[tuple[tuple[ActivationMode, ...], tuple[KVMode, ...]]]:
-    stays: tuple[KVMode, ...] = tuple(mode for mode in kv_modes if not _leaves(mode))
+    stays: tuple[KVMode, ...] = tuple(mode for mode in kv_modes if not _is_offloaded(mode))
     for keys in (kv_modes, stays) if stays and stays != kv_modes else (kv_modes,):
         if choices.tiers != ("device",):
             for skipped in range(len(choices.saved)):
@@ -681,19 +670,19 @@ def _leaving_less(
             yield tuple(m for m in choices.modes if not m.offload), keys
 
 
-def _leaves(mode: KVMode) -> bool:
+def _is_offloaded(mode: KVMode) -> bool:
     return mode in offload_tiers()
 
 
 def _rounded(
     mix: NDArray[np.float64], members: Sequence[Sequence[int]], modes: Sequence[Chosen]
 ) -> list[tuple[Chosen, ...]]:
-    """Whole layers (or chunks) by largest remainder, what is missing carried on to the next slot.
+    """Rounds counts of layers (or chunks) by largest remainder, carried over to the next slot.
 
     Args:
-        mix: [slot, kind, mode] how many.
-        members: of each kind.
-        modes: what they may be.
+        mix: [slot, kind, mode] counts.
+        members: layers (or chunks) of each kind.
+        modes: the modes.
 
     Returns:
         The modes of every slot's members.
@@ -719,37 +708,35 @@ def _rounded(
     return rows
 
 
-def _settled(
-    cost: ModelCost, decisions: Decisions, budgets: Budgets, device_kind: str
-) -> Decisions:
-    """Fits the look-ahead to the frames that really leave, and gives it what room is left."""
+def _fit_lookahead(cost: ModelCost, decisions: Decisions, budgets: Budgets) -> Decisions:
+    """Fits the look-ahead to the activations that are offloaded, and extends it into free bytes."""
     used = modes_used(decisions.layer_modes)
     away: set[Saved] = {mode.saved for mode in used if mode.offload}
     if not away:
-        return looking_ahead(cost, decisions, 0)
-    least = lookahead_bytes(cost, decisions, away, _FRAMES_AHEAD)
-    most = lookahead_bytes(cost, decisions, away, _MOST_FRAMES_AHEAD)
+        return with_lookahead_bytes(cost, decisions, 0)
+    least = lookahead_bytes(cost, decisions, away, _LAYERS_AHEAD)
+    most = lookahead_bytes(cost, decisions, away, _MAX_LAYERS_AHEAD)
     if budgets.device is None:
-        return looking_ahead(cost, decisions, most)
-    decisions = looking_ahead(cost, decisions, least)
-    peak = estimate(cost.shape, decisions, device_kind=device_kind).device.total
+        return with_lookahead_bytes(cost, decisions, most)
+    decisions = with_lookahead_bytes(cost, decisions, least)
+    peak = lower(decisions, cost).estimate.device.total
     # The reserve grows with what is held.
-    spare = int((budgets.device - peak) / (1.0 + FRAGMENTATION[device_kind]))
-    more = looking_ahead(cost, decisions, min(most, least + max(0, spare)))
+    spare = int((budgets.device - peak) / (1.0 + FRAGMENTATION[cost.profile.kind]))
+    more = with_lookahead_bytes(cost, decisions, min(most, least + max(0, spare)))
     # Frames come back whole, so a peak may grow by a little more than the look-ahead.
-    peak = estimate(cost.shape, more, device_kind=device_kind).device.total
+    peak = lower(more, cost).estimate.device.total
     return more if peak <= budgets.device else decisions
 
 
-def tightened(
+def lower_budgets(
     budgets: Budgets,
     over: Sequence[BudgetViolation],
     *,
     unused: Mapping[Tier, int] = MappingProxyType({}),
 ) -> Budgets:
-    """Returns budgets lowered by what they were broken by, and a little more.
+    """Returns budgets lowered by the excess over them, and a little more.
 
-    Of what broke them, `unused` bytes hold nothing.
+    `unused` bytes of the excess hold nothing, and are not subtracted.
     """
     lowered = {
         limit.tier: limit.missing_bytes - unused.get(limit.tier, 0) + 2**20 for limit in over

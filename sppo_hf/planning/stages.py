@@ -1,8 +1,8 @@
-"""Stages of a pipeline: their layers, what each holds, their share of the memory, and the chunks.
+"""Stages of a pipeline: their layers, weights and memory budgets, and the chunks of a row.
 
-Stages are runs of decoder layers of about the same cost; embedding, head and loss count. All ranks
-must cut sequences alike, so chunks follow from the whole model and the settings alone; what becomes
-of a stage's frames is each rank's own affair.
+Stages are runs of decoder layers of about the same cost, with embedding, head and loss counted. All
+ranks must use the same chunks, so these follow from the whole model and the settings alone; which
+activations to save or offload is planned by each rank for its stages.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from sppo_hf.schedule.lower import KVCopy
 def split_layers(
     layer_costs: Sequence[float], num_stages: int, *, last: float = 0.0
 ) -> tuple[range, ...]:
-    """Cuts layers into stages so that the most expensive stage costs as little as possible.
+    """Divides layers into stages so that the most expensive stage costs as little as possible.
 
-    Of cuts that are equal in that, the one with the least sum of squares.
+    Among equals, minimizes the sum of squared costs.
 
     Args:
-        layer_costs: of each layer, in any unit.
-        num_stages: how many runs of at least one layer.
-        last: what the last stage has beside its layers: head and loss.
+        layer_costs: cost of each layer, in any unit.
+        num_stages: number of stages, each of at least one layer.
+        last: cost of head and loss, which the last stage adds.
 
     Raises:
         ConfigError: fewer than one stage, or more stages than layers.
@@ -56,7 +56,7 @@ def split_layers(
     return _split(tuple(layer_costs), num_stages, last)
 
 
-# Layouts that differ in what they keep or send away ask for the same stages.
+# Layouts that differ only in what they save or offload have the same stages.
 @lru_cache(maxsize=256)
 def _split(layer_costs: tuple[float, ...], num_stages: int, last: float) -> tuple[range, ...]:
     num_layers = len(layer_costs)
@@ -66,12 +66,12 @@ def _split(layer_costs: tuple[float, ...], num_stages: int, last: float) -> tupl
             f"to {num_layers}; each stage has a layer at least. Remedy: use fewer stages."
         )
     sums = np.array([0.0, *accumulate(layer_costs)])
-    # [end, begin] What a stage costs; one that ends where it begins, or before, is none.
+    # [end, begin] Cost of a stage of these layers; infinite where it has none.
     runs = sums[:, None] - sums
     runs[-1] += last
     runs[np.triu_indices(num_layers + 1)] = math.inf
     squares = runs * runs
-    # [end] Of the stages so far that end there: highest cost, sum of squares.
+    # [end] Best division so far of the layers before `end`: highest cost, sum of squares.
     most, sum_squares = runs[:, 0], squares[:, 0]
     begins: list[list[int]] = []
     for _ in range(1, num_stages):
@@ -87,7 +87,7 @@ def _split(layer_costs: tuple[float, ...], num_stages: int, last: float) -> tupl
 
 
 def balanced_stages(cost: ModelCost, bounds: Bounds, num_stages: int) -> tuple[range, ...]:
-    """Cuts a model so that stages take the same time for a whole sequence, head and loss counted.
+    """Divides a model so that stages take about the same time for a row, head and loss counted.
 
     Raises:
         ConfigError: fewer than one stage, or more than layers.
@@ -102,20 +102,20 @@ def balanced_stages(cost: ModelCost, bounds: Bounds, num_stages: int) -> tuple[r
 
 @dataclass(frozen=True, slots=True)
 class StageWeights:
-    """What a stage holds from step to step, in bytes."""
+    """Bytes of a stage's weights, gradients and optimizer states."""
 
     weights: int
-    """Parameters; tied embeddings are on the first stage and on the last."""
+    """Parameters; tied embeddings are on the first and on the last stage."""
 
     gradients: int
-    """Gradients of those that train."""
+    """Gradients of trained parameters."""
 
     optimizer: int
-    """Two float32 states of each, as AdamW keeps."""
+    """Two float32 states of each trained parameter, as in AdamW."""
 
     @classmethod
     def of(cls, shape: ModelShape, layers: range) -> StageWeights:
-        """Counts the parameters of a run of layers, and of what stands at the model's ends."""
+        """Counts the parameters of a run of layers, with embedding and head at the model's ends."""
         held = shape.layers[layers.start : layers.stop]
         first, last = layers.start == 0, layers.stop == shape.num_layers
         table = shape.vocab_size * shape.hidden_size
@@ -124,7 +124,7 @@ class StageWeights:
         if last:
             own += shape.hidden_size + (0 if shape.tied and first else table)
         if first:
-            # Positions and the like stand beside the embedding.
+            # Position embeddings and the like are on the first stage.
             own += _ends(shape) - shape.hidden_size - (0 if shape.tied else table)
         all_adapters = sum(work.adapter_weights for work in shape.layers)
         # Not the dtype's size, for quantised weights.
@@ -145,12 +145,11 @@ def _ends(shape: ModelShape) -> int:
     return shape.total_parameters - inside
 
 
-# Where nothing is said about chunks: so many units per stage, which idles at most a fifth of the
-# time ((P-1) / (NM + P-1), arXiv 2406.03488), of at least so many tokens, below which kernels are
-# slow.
+# Units per stage where the settings leave chunks open: ranks then idle at most a fifth of the time,
+# (P-1) / (NM + P-1), arXiv 2406.03488.
 _UNITS_PER_STAGE = 4
 MIN_CHUNK_TOKENS = {"cpu": 16, "cuda": 2048}
-"""Of a chunk, on average, by kind of device: below, kernels are slow."""
+"""Minimum mean tokens of a chunk, by kind of device; kernels are slow below."""
 
 
 def pipeline_bounds(
@@ -162,7 +161,7 @@ def pipeline_bounds(
     micro_batches: int,
     device_kind: str,
 ) -> Bounds:
-    """Cuts the sequences of a pipeline; more often than for one device where that fills it.
+    """Returns the chunks of a pipeline's rows: more than for one device where that fills it.
 
     Raises:
         ConfigError: the settings do not fit this length.
@@ -179,7 +178,7 @@ def pipeline_bounds(
 def bounds_with_count(
     config: SPPOConfig, shape: ModelShape, total_tokens: int, number: int
 ) -> Bounds:
-    """Returns so many chunks of a pipeline's row, even or of the same work as the settings say."""
+    """Returns a pipeline's row in `number` chunks, of equal length or equal work."""
     if partition_of(config, stages=config.pp_size) == "even":
         return lengthened(even_bounds(total_tokens, number), shape)
     return lengthened(balanced_bounds(PrefixCost.of(shape), total_tokens, number), shape)
@@ -190,8 +189,8 @@ def stage_shape(shape: ModelShape, layers: range, *, last: bool) -> ModelShape:
 
     Args:
         shape: the whole model's layers, with the parameters that are on this rank.
-        layers: the stage's.
-        last: whether logits are computed here.
+        layers: the layers of the stage.
+        last: whether the stage computes the logits.
     """
     return replace(
         shape,
@@ -201,10 +200,10 @@ def stage_shape(shape: ModelShape, layers: range, *, last: bool) -> ModelShape:
 
 
 def with_copies_by_unit(decisions: Decisions, shape: ModelShape, device_kind: str) -> Decisions:
-    """Returns the decisions about a stage with copies by unit, as a pipeline's schedule lists them.
+    """Returns a stage's decisions with copies of whole units, as a pipeline's schedule has them.
 
-    While a unit computes, one is on its way out (D), and the one that is used next on its way back
-    (H), all layers of it (`schedule.lower.add_offload`).
+    While a unit computes, one unit is copied out (D) and the next one that is used is copied back
+    (H), with all its layers (`schedule.lower.add_offload`).
     """
     away = StepProgram(decisions, shape, device_kind).offloaded_bytes.sum(axis=1)
     if not away.any():
@@ -214,14 +213,17 @@ def with_copies_by_unit(decisions: Decisions, shape: ModelShape, device_kind: st
         decisions,
         max_pending_d2h_bytes=max_pending_d2h_bytes,
         max_prefetch_bytes=None,
-        fetch_chunks=1,
+        prefetch_chunks=1,
     )
 
 
 def kv_copies_of(tables: ByteTables, kv_tier: Tier, stages: Sequence[Bytes]) -> frozenset[KVCopy]:
-    """Returns what keys and values do beside the units of stages, where they wait elsewhere.
+    """Returns the copies of K/V beside units, where K/V are not kept on the device.
 
-    `stages` are the layers of each kind of each stage: [kinds].
+    Args:
+        tables: bytes of each kind of layer and chunk.
+        kv_tier: where K/V are kept.
+        stages: for each stage, [kinds] the number of its layers.
     """
     behind = TIERS[kv_tier].behind_host
     copies: tuple[tuple[Kind, int, Bytes], ...] = (
@@ -241,7 +243,7 @@ def kv_copies_of(tables: ByteTables, kv_tier: Tier, stages: Sequence[Bytes]) -> 
 
 
 def _with_own_keys(layers: tuple[LayerProfile, ...]) -> tuple[LayerProfile, ...]:
-    """The layers of a stage, of which the first to read keys of another stage stores them here."""
+    """Returns a stage's layers; one that reads K/V of an earlier stage's layer stores its own."""
     seen: set[tuple[int | None, ...]] = set()
     found: list[LayerProfile] = []
     for layer in layers:
@@ -252,15 +254,15 @@ def _with_own_keys(layers: tuple[LayerProfile, ...]) -> tuple[LayerProfile, ...]
 
 
 def budgets_per_micro_batch(budgets: Budgets, *, standing_bytes: int, alive: float) -> Budgets:
-    """Returns what one micro-batch on one stage may use of a rank's budgets.
+    """Returns the part of a rank's budgets that one micro-batch on one stage may use.
 
-    A plan is made for one micro-batch; of a pipeline's micro-batches several are alive at once, in
-    part, and a rank may have several stages. Each has its share of what weights leave.
+    A plan is made for one micro-batch of one stage, but several are in flight at once. Each gets an
+    equal share of what weights and gradients leave.
 
     Args:
-        budgets: the rank's.
-        standing_bytes: weights and gradients, which are on the device once.
-        alive: micro-batches alive at once, in units of whole ones, over the rank's stages.
+        budgets: budgets of the rank.
+        standing_bytes: bytes of weights and gradients, which are on the device once.
+        alive: micro-batches in flight at once, over all of the rank's stages; may be fractional.
     """
     share = max(1.0, alive)
     each = {

@@ -1,13 +1,13 @@
-"""Tiers: where bytes wait between their uses, as values that planning iterates over.
+"""Tiers: the memories that hold bytes between their uses, as values that planning iterates over.
 
-A tier is one class here (or in a package of the user's) under `@register_tier("name")`: how much it
-holds, how fast bytes come and go, and what is said of it. Budgets, estimates, the linear program,
-the simulator's resources, tables, pictures and JSON have one entry for each. How bytes are really
-stored and loaded is said by a class of the same name in `sppo_hf.offload.tiers`.
+A tier is one class here (or in a user's package) under `@register_tier("name")`: its capacity, its
+rates and its name in messages. Budgets, estimates, the linear program, the simulator's resources,
+tables, pictures and JSON have one entry per tier. A class of the same name in
+`sppo_hf.offload.tiers` stores and loads the bytes.
 
 Copies from and to the device have their other end in host memory. So a tier is the device, the
-host, or *behind* the host: then bytes are first copied to a staging region there, and stored from
-it on resources of the tier's own, while the next ones are copied.
+host, or *behind* the host: its bytes are first copied to a staging region in host memory, and
+written from there, on resources of the tier's own, while the next ones are copied.
 """
 
 from __future__ import annotations
@@ -21,60 +21,61 @@ from sppo_hf.planning.hardware import HardwareProfile
 from sppo_hf.registry import TIERS as TIERS
 
 Tier = str
-"""Name of a tier: "device" beside the compute, "host" memory, "disk" below `offload_dir` ..."""
+"""Name of a tier: "device" (memory of the computing device), "host", "disk" (below `offload_dir`)
+..."""
 
 OffloadTier = Tier
-"""Name of one that bytes leave the device for; what stores them is a class (`offload.tiers`)."""
+"""Name of a tier other than the device; a class in `offload.tiers` stores its bytes."""
 
 DEVICE: Tier = "device"
 HOST: Tier = "host"
 
 
 class TierModel:
-    """What planning knows of a tier; nearest first in `TIERS`."""
+    """What planning knows of a tier. `TIERS` lists them nearest first."""
 
     name: Tier = ""
-    """As it is registered."""
+    """Name under which the tier is registered."""
 
     behind_host: bool = False
-    """Whether its bytes pass through a region of host memory, each way."""
+    """Whether its bytes pass through a staging region in host memory, each way."""
 
     setting: str = ""
-    """Field of the config that says how much of it may be used; "" where none does."""
+    """Config field with the tier's budget; "" if there is none."""
 
     fact: str = ""
-    """Field of `DeviceFacts` with the bytes that the machine has of it; "" where none has."""
+    """Field of `DeviceFacts` with the bytes that the machine has; "" if there is none."""
 
     remedy: str = ""
-    """What would help where its budget breaks, with a full stop."""
+    """Remedy shown when this tier's budget is exceeded; a full sentence."""
 
     called: str = ""
-    """What more of it would be: "host memory"; "" where more cannot be had."""
+    """Description of more of it, "host memory"; "" if more cannot be added."""
 
     colour: str = "#999999"
-    """Its bytes' and copies' in pictures."""
+    """Colour of its bytes and copies in pictures."""
 
     @property
     def store_resource(self) -> str:
-        """The resource that its writes occupy one after another."""
+        """Simulator resource of the tier's writes."""
         return f"{self.name} write"
 
     @property
     def load_resource(self) -> str:
-        """The resource that its reads occupy."""
+        """Simulator resource of the tier's reads."""
         return f"{self.name} read"
 
     @property
     def option(self) -> str:
-        """The command line's name of its setting."""
+        """Command-line option of its setting."""
         return "--" + self.setting.replace("_", "-")
 
-    def is_there(self, config: SPPOConfig, device_kind: str) -> bool:
-        """Whether bytes may leave the device for it."""
+    def is_available(self, config: SPPOConfig, device_kind: str) -> bool:
+        """Whether bytes may be held there."""
         return True
 
-    def with_one(self, config: SPPOConfig) -> SPPOConfig:
-        """Returns the settings with such a tier, for the question how much would be enough."""
+    def allowing(self, config: SPPOConfig) -> SPPOConfig:
+        """Returns the settings with this tier allowed, to find how much of it would be enough."""
         return config
 
     def named(self, config: SPPOConfig) -> int | float | str | None:
@@ -82,7 +83,7 @@ class TierModel:
         return getattr(config, self.setting) if self.setting else None
 
     def capacity_bytes(self, config: SPPOConfig, facts: Any) -> int | None:
-        """Returns what it may hold: what the user named, else what the machine has.
+        """Returns its capacity: the user's budget, else what the machine has.
 
         Args:
             config: the settings.
@@ -95,7 +96,7 @@ class TierModel:
         return parse_bytes(value, field=self.setting, total_bytes=has)
 
     def store_rate(self, profile: HardwareProfile) -> float:
-        """Bytes per second from host memory to it; asked of tiers behind the host."""
+        """Bytes per second from host memory to it; only for tiers behind the host."""
         raise NotImplementedError
 
     def load_rate(self, profile: HardwareProfile) -> float:
@@ -103,15 +104,15 @@ class TierModel:
         raise NotImplementedError
 
     def of_one_device(self, profile: HardwareProfile, devices: int) -> HardwareProfile:
-        """Returns the profile with what one of so many devices of a machine has of its rates."""
+        """Returns the profile with one device's share of the tier's rates."""
         return profile
 
 
 def register_tier(name: Tier) -> Callable[[type[TierModel]], type[TierModel]]:
-    """Decorator: the tier is planned with, behind those that were registered before.
+    """Decorator that registers a tier behind those registered before.
 
     Args:
-        name: how it is called in plans, JSON and tables.
+        name: its name in plans, JSON and tables.
     """
 
     def register(made: type[TierModel]) -> type[TierModel]:
@@ -124,18 +125,18 @@ def register_tier(name: Tier) -> Callable[[type[TierModel]], type[TierModel]]:
 
 
 def offload_tiers() -> tuple[Tier, ...]:
-    """Returns the tiers that a frame leaves the device for, nearest first."""
+    """Returns all tiers but the device, nearest first."""
     return tuple(name for name in TIERS if name != DEVICE)
 
 
 def tiers_behind_host() -> tuple[Tier, ...]:
-    """Returns those whose bytes pass through host memory, nearest first."""
+    """Returns the tiers behind the host, nearest first."""
     return tuple(name for name, tier in TIERS.items() if tier.behind_host)
 
 
 @register_tier("device")
 class Device(TierModel):
-    """Beside the compute; ordinary memory where the CPU computes."""
+    """Memory of the device; ordinary memory if the CPU computes."""
 
     setting = "device_memory"
     fact = "device_memory_bytes"
@@ -148,7 +149,7 @@ class Device(TierModel):
 
 @register_tier("host")
 class Host(TierModel):
-    """Host memory, page-locked where the device copies by itself."""
+    """Host memory, page-locked for devices with copy engines."""
 
     setting = "host_memory"
     fact = "host_memory_bytes"
@@ -156,8 +157,8 @@ class Host(TierModel):
     colour = "#E69F00"
     remedy = "Raise host_memory, name a fast disk as offload_dir, or shorten the sequences."
 
-    def is_there(self, config: SPPOConfig, device_kind: str) -> bool:
-        """On a CPU host memory is the device's own."""
+    def is_available(self, config: SPPOConfig, device_kind: str) -> bool:
+        """False on a CPU, where host memory is the device's own."""
         return device_kind != "cpu"
 
 
@@ -176,16 +177,16 @@ class Disk(TierModel):
     colour = "#CC79A7"
     remedy = "Raise disk_memory or free space in offload_dir, or shorten the sequences."
 
-    def is_there(self, config: SPPOConfig, device_kind: str) -> bool:
-        """Where a folder was named."""
+    def is_available(self, config: SPPOConfig, device_kind: str) -> bool:
+        """Whether `offload_dir` is set."""
         return config.offload_dir is not None
 
-    def with_one(self, config: SPPOConfig) -> SPPOConfig:
-        """Nothing is written: what may be decided depends on whether there is a folder."""
+    def allowing(self, config: SPPOConfig) -> SPPOConfig:
+        """Names a folder, which nothing is written to: decisions depend on whether there is one."""
         return config if config.offload_dir is not None else config.replace(offload_dir="disk")
 
     def capacity_bytes(self, config: SPPOConfig, facts: Any) -> int | None:
-        """No bytes without a folder."""
+        """Returns 0 without `offload_dir`."""
         return 0 if config.offload_dir is None else super().capacity_bytes(config, facts)
 
     def store_rate(self, profile: HardwareProfile) -> float:
@@ -197,7 +198,7 @@ class Disk(TierModel):
         return profile.disk_read_bytes_per_second or _UNKNOWN_DISK
 
     def of_one_device(self, profile: HardwareProfile, devices: int) -> HardwareProfile:
-        """All devices write to one disk."""
+        """Divides the rates, as all devices share one disk."""
         return replace(
             profile,
             disk_write_bytes_per_second=self.store_rate(profile) / devices,

@@ -1,4 +1,4 @@
-"""How much of something long is held at once: tiles of logits, blocks of K/V, bytes in passing."""
+"""Sizes of tiles: of logits, of token-wise modules, of streamed K/V, and of staging memory."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ _LOGITS_TILE_BYTES = {"cpu": 128 * 2**20, "cuda": 256 * 2**20}
 _KV_BLOCK_BYTES = {"cpu": 8 * 2**20, "cuda": 256 * 2**20}
 _KV_BLOCK_MULTIPLE_TOKENS = 1024
 
-MOST_COPIED_BYTES = 2**25
-"""Most bytes of keys and values that a CPU's attention repeats for its backward; see
-`parallel_heads`. Their gradients are as many again."""
+MAX_COPIED_BYTES = 2**25
+"""Most bytes of K/V that a CPU's attention repeats for its backward; see `parallel_heads`. Their
+gradients take as much again."""
 
 _WORTH_COPIES = 0.75
-"""Copies of key heads must make the busiest thread's share this small: a backward with three of
-each took 1.26 times the processor's time (9 query heads, 3 key heads, 512 queries, 2,048 keys)."""
+"""Copying key heads must reduce the busiest thread's work to this share. A backward with three
+copies of each took 1.26 times the processor's time (9 query heads, 3 key heads, 512 queries, 2,048
+keys)."""
 
 
 def loss_tile_tokens(shape: ModelShape, *, device_kind: str) -> int:
@@ -33,20 +34,21 @@ def loss_tile_tokens(shape: ModelShape, *, device_kind: str) -> int:
 
 
 LAYER_TILES_TOKENS = {"cpu": (512,), "cuda": (2048, 8192)}
-"""Tokens on which token-wise modules of a layer may run at once: longer ones gain a kernel nothing,
-and shorter ones save little beside what a layer holds over all tokens."""
+"""Tile sizes in tokens for token-wise modules of a layer: longer tiles make no kernel faster,
+shorter ones save little beside what a layer holds over all tokens."""
 
 
 def parallel_heads(rows: int, num_heads: int, num_kv_heads: int, threads: int) -> int:
-    """Returns the key heads with which a backward that gives each to one thread is fastest.
+    """Returns the number of key heads with which a backward of one thread per key head is fastest.
 
-    A repeated head is as many copies, each with its share of the query heads; few are worth it.
+    A repeated head is several copies, each with its share of the query heads; few copies are worth
+    it.
 
     Args:
         rows: B.
         num_heads: N.
         num_kv_heads: K, which divides N.
-        threads: that work side by side.
+        threads: threads that work in parallel.
     """
     best, least = num_kv_heads, float("inf")
     for copies in range(1, num_heads // num_kv_heads + 1):
@@ -89,10 +91,8 @@ def passing_bytes(
 ) -> int:
     """Returns the least staging memory with which a copy and a disk transfer overlap.
 
-    `block_tokens` are 0 where K/V do not pass.
-
-    Two tensors of the largest kind that frames or K/V have: what a layer saves, keys and values of
-    a chunk in one, or the float32 sums of a block's key gradients.
+    That is two tensors of the largest kind: what a layer saves, K/V of a chunk in one tensor, or
+    the float32 sums of a block's key gradients. `block_tokens` is 0 where K/V do not pass.
     """
     own, layers = shape.tokens_per_rank(chunk_tokens), range(len(shape.layers))
     largest = own * max(layer.largest_bytes for layer in shape.layers)

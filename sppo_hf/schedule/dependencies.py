@@ -1,20 +1,20 @@
 """The resources of a Schedule over many ranks, and what each action on them waits for.
 
-These are the only rules of what needs what: simulation and validation both read them.
+Simulation and validation both read these rules; there are no others.
 
 [Note: what an action waits for] A rank carries out its list in order, but only compute occupies it:
 copies, sends, receives and reductions are started where they are listed (when the compute listed
 before them is done) and run beside what follows. Besides:
 a forward needs the activation of the stage before and, for keys and values, the chunk before;
-a backward needs its forward, the gradient of the stage behind, its frame (if that left the device)
-and, for the gradients of keys and values, the chunk behind;
+a backward needs its forward, the gradient of the following stage, its saved activations (if they
+were offloaded) and, for the gradients of keys and values, the following chunk;
 either needs keys and values, or sums of their gradients, that other ranks send it;
-what is stored behind the host needs its copy out, is loaded from there, and then copied back, and
-a copy out needs that all but the last one before it were stored;
-a weight gradient needs its input gradient; a receive needs its send, and a send that the receiver
-has come to the receive, so that buffers are taken no earlier than listed;
-and one frame is on its way out while a unit computes, no more: the unit after next waits for it.
-Keys and values that wait elsewhere pass beside the unit whose attention reads them, block by block,
+a store behind the host needs its copy out; a load needs its store, and the copy back its load; a
+copy out needs that all but the last store before it have ended, so that host memory is bounded;
+a weight gradient needs its input gradient; a receive needs its send, and a send needs that the
+receiver has reached its receive, so that buffers are allocated no earlier than listed;
+and at most one unit is copied out while another computes: the unit after next waits for it.
+K/V that are not on the device are copied beside the unit whose attention reads them, in blocks,
 on the copies' resources: what is listed for it (K, O; L, S behind the host) may begin when the unit
 may, and the rank's next compute, and what the unit sends, wait for all of it.
 Ranks that share a unit exchange tokens and heads in each layer, so their shares begin together,
@@ -45,23 +45,26 @@ _BESIDE: dict[Kind, str] = {
     "REDUCE_GRAD": "reduce",
 }
 _PLAIN: frozenset[Kind] = frozenset({"K", "O", "S", "L"})
-"""Kinds whose part is no share of a unit."""
+"""Kinds whose part is not a share of a unit."""
 _PEERS: dict[Kind, tuple[str, int]] = {
     "SEND_F": ("send", 1),
     "RECV_F": ("recv", -1),
     "SEND_B": ("send", -1),
     "RECV_B": ("recv", 1),
 }
-"""Which way a transfer goes, and where its other end is, in stages."""
+"""Direction of a transfer, and the distance to the stage of its other end."""
 _KEYS: frozenset[Kind] = frozenset({"SEND_KV", "RECV_KV", "SEND_DKV", "RECV_DKV"})
-"""Kinds of which each piece is for a unit of its own, maybe one that another set computes."""
+"""Kinds whose pieces may each be for another unit."""
 _KINDS: tuple[Kind, ...] = tuple(KIND_NAMES)
 _NUMBER = {kind: number for number, kind in enumerate(_KINDS)}
 _NOWHERE = -1
 
 
 class DependencyGraph:
-    """What `simulate_positions` asks for, of one schedule."""
+    """The actions of a schedule by resource, and their dependencies, for `simulate_positions`.
+
+    An action's position is its index when all resources' lists are joined in order.
+    """
 
     def __init__(
         self,
@@ -70,7 +73,7 @@ class DependencyGraph:
         complete: bool = True,
         sent: Mapping[Action, Message] | None = None,
     ) -> None:
-        """Sort the actions by resource and find all that they wait for.
+        """Sort the actions by resource and find their dependencies.
 
         Args:
             schedule: compute alone, or with what goes beside it.
@@ -88,42 +91,42 @@ class DependencyGraph:
         self._size = self._num_units * len(self._stage_ranks)
         shared = schedule.shared_units
         self._messages: dict[Action, Message] = {}
-        """By send or receive, where units are shared: what it is an end of."""
+        """By send and by receive, its message; empty where no units are shared."""
         if shared and sent is None:
             sent = messages(schedule)
         for message in sent.values() if shared and sent else ():
             self._messages[message.send] = self._messages[message.receive] = message
         first = frozenset(schedule.first_units)
         self._first = [unit in first for unit in range(self._num_units + 1)]
-        """By unit: whether a micro-batch begins with it, and so the one before it ends another."""
+        """By unit, whether it is the first chunk of a micro-batch."""
         self._places: dict[str, list[int]] = {}
         """By resource, for each of its actions, a place on another resource of its rank: for
         compute, of the copy out that must have ended; for what runs beside, of the compute listed
         before."""
         self._streams: dict[Action, list[Action]] = {}
-        """By compute, what keys and values do beside it."""
+        """By compute action, the copies of K/V beside it."""
         self._awaited: dict[Action, list[Action]] = {}
-        """By compute, the streams of the one before it on its rank."""
+        """By compute action, the copies of K/V beside the one before it on its rank."""
         self._room: dict[Action, Action] = {}
-        """By copy out, what must have been stored for there to be room in host memory."""
+        """By copy out, the store that must have ended before it, so that host memory is free."""
         for rank, actions in enumerate(schedule.ranks):
             self._sort(rank, actions)
         self.actions = [action for resource in self.resources.values() for action in resource]
         """By position."""
         self._at: dict[Kind, list[int]] = {}
-        """Positions by kind, and then by stage and unit; of a shared unit, that of any share."""
+        """By kind, [stage * num_units + unit] the position; of a shared unit, that of any share."""
         self._groups: dict[tuple[Kind, int], list[int]] = {}
-        """Positions of all shares or pieces of what is there in several."""
+        """By kind and [stage, unit] index, the positions of all shares or pieces."""
         self._alone: dict[Action, int] = {}
-        """Positions of shares, pieces and streams."""
+        """Positions of shares, pieces and copies of K/V."""
         self._number_actions()
-        # Whole or split, it is a backward's first part that others wait for.
+        # Others wait for a whole backward, or for the input gradient of a split one.
         self._at_backward = list(map(max, self._of("B"), self._of("I")))
         self._waited = self._positions()
         self.needs: list[list[int]] = [
             self._needs(position, action) for position, action in enumerate(self.actions)
         ]
-        """By position: the positions of what must be done before."""
+        """By position, the positions of the actions that must end before."""
         for receive in self._alone if self._messages else ():
             if receive.kind in ("RECV_KV", "RECV_DKV") and receive in self._messages:
                 used = self._position(self._messages[receive].consumer)
@@ -153,19 +156,19 @@ class DependencyGraph:
                     self._groups.setdefault((kind, here), []).append(position)
 
     def needed(self, found: int) -> Action:
-        """Returns an entry of `needs` as an action; one that no rank has, if it is negative."""
+        """Returns an entry of `needs` as an action; negative ones are on no rank."""
         if found >= 0:
             return self.actions[found]
         number, here = divmod(-2 - found, self._size)
         return Action(_KINDS[number], *divmod(here, self._num_units))
 
     def _nothing(self, kind: Kind) -> list[int]:
-        """For every stage and unit, that there is no action of that kind; see `needed`."""
+        """[stages * units] Entries that say that there is no action of a kind; see `needed`."""
         last = -2 - _NUMBER[kind] * self._size
         return list(range(last, last - self._size, -1))
 
     def _share(self) -> None:
-        """Spreads what was found of one share over all: who waits for one waits for all of them."""
+        """Makes an action that waits for one share of a unit wait for all of its shares."""
         group_of = {position: group for group in self._groups.values() for position in group}
         spread: list[list[int]] = []
         for needed in self.needs:
@@ -177,7 +180,7 @@ class DependencyGraph:
         starts = frozenset(accumulate(map(len, self.resources.values()), initial=0))
         for (kind, _), group in self._groups.items():
             if kind in COMPUTE_KINDS:
-                # A share begins when all can: when what is listed before each of them is done.
+                # Shares begin together, once the actions listed before each of them have ended.
                 before = [position - 1 for position in group if position not in starts]
                 together = dict.fromkeys(p for at in group for p in self.needs[at])
                 together.update(dict.fromkeys(before))
@@ -211,7 +214,7 @@ class DependencyGraph:
             resource.append(action)
             streams = action.part is not None and is_kv_copy(action)
             if streams and kind in ("O", "S") and compute:
-                # Beside the unit that it is listed behind, so after the one before that.
+                # Beside the unit before it in the list, so after the compute before that.
                 self._streams.setdefault(compute[-1], []).append(action)
                 places.append(len(compute) - 2)
                 continue
@@ -229,7 +232,7 @@ class DependencyGraph:
         return self.resources.setdefault(name, []), self._places.setdefault(name, [])
 
     def _positions(self) -> list[int]:
-        """By position: that of the action whose place is noted, or nowhere."""
+        """By position, that of the action noted in `_places`, or `_NOWHERE`."""
         starts = dict(
             zip(
                 self.resources,
@@ -304,7 +307,7 @@ class DependencyGraph:
         return needed
 
     def _add_others(self, needed: list[int], kind: Kind, here: int) -> None:
-        """What actions other than forward and backward need, besides what they are listed after."""
+        """Adds the dependencies of actions other than forward and backward."""
         if kind == "RECV_F":
             needed.append(self._of("SEND_F")[here - self._num_units])
         elif kind == "RECV_B":
@@ -327,7 +330,7 @@ class DependencyGraph:
             self._add_link(needed, kind, here)
 
     def _add_link(self, needed: list[int], kind: Kind, here: int) -> None:
-        """What a send needs besides what is sent: its unit's keys and values, and the receiver."""
+        """Adds what a send needs beside its data: copies of K/V of its unit, and the receiver."""
         made = self._of("F")[here] if kind == "SEND_F" else self._at_backward[here]
         if self._streams and made >= 0:
             needed += map(self._position, self._streams.get(self.actions[made], ()))
@@ -337,7 +340,7 @@ class DependencyGraph:
             needed.append(self._waited[receive])
 
     def _add_parts(self, needed: list[int], action: Action) -> None:
-        """The same of one rank's share of a unit, or of a piece of what passes between them."""
+        """Adds the dependencies of one rank's share of a unit, or of a piece of a message."""
         kind, stage, unit = action[:3]
         message = self._messages.get(action)
         if message is None:
@@ -363,11 +366,11 @@ class DependencyGraph:
         here = action.stage * self._num_units + action.unit
         if action.part is None:
             return self._of(action.kind)[here]
-        # One that is missing is named without its part.
+        # A missing action is encoded without its part.
         return self._alone.get(action, -2 - _NUMBER[action.kind] * self._size - here)
 
     def _missing(self) -> str:
-        """Says what is needed and not there."""
+        """Returns an error message for the first dependency that no rank has."""
         position = next(at for at, needed in enumerate(self.needs) if needed and min(needed) < 0)
         action = self.actions[position]
         return (

@@ -1,7 +1,7 @@
-"""Lowering: passes that add to a schedule of compute what its ranks do beside it.
+"""Lowering: passes that add transfers, copies and reductions to a schedule of compute.
 
-Each takes a Schedule and returns a longer one; compute actions keep their order. What leaves the
-device is decided elsewhere and comes in as data or as a callable.
+Each takes a Schedule and returns a longer one; compute actions keep their order. Which units are
+offloaded is decided by the caller.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.simulate import simulate_positions
 
 Leaves = Container[tuple[int, int]] | Callable[[int, int], bool]
-"""Which frames leave the device: those (stage, unit) that it contains, or for which it is true."""
+"""Set of units: a container of (stage, unit), or a predicate of both."""
 
 _BACKWARDS: tuple[Kind, ...] = ("B", "I")
 
 
 KVCopy = tuple[Kind, int, int, int]
-"""What keys and values that wait elsewhere do beside units: (kind, stage, chunk, part) of "K", "O",
-and where they wait behind the host "S" and "L"; `Action` says what parts are."""
+"""Copy of K/V beside a unit: (kind, stage, chunk, part) with kind "K", "O" and, for tiers behind
+the host, "S", "L"; see `actions.kv_copy_part`."""
 
 KVCopies = Container[KVCopy]
 
@@ -37,13 +37,13 @@ def lower(
     kv_copies: KVCopies = (),
     reduce: bool = False,
 ) -> Schedule:
-    """Returns a schedule of compute with all that goes beside it, sends first.
+    """Returns a schedule of compute with everything that runs beside it.
 
     Args:
         schedule: compute alone, as the generators make it.
-        leaves: which frames leave the device; none by default.
-        stores: of which of these anything goes on to a tier behind the host.
-        kv_copies: what keys and values do.
+        leaves: units whose saved activations are offloaded, whole or in part; none by default.
+        stores: of these, units of which anything is stored on a tier behind the host.
+        kv_copies: copies of K/V.
         reduce: whether gradients are reduced over data-parallel replicas of the pipeline.
     """
     schedule = add_kv_copies(add_offload(schedule, leaves, stores), kv_copies)
@@ -84,7 +84,7 @@ def add_transfers(schedule: Schedule, *, receives_ahead: int = 1) -> Schedule:
 
 
 def _compute_turns(schedule: Schedule) -> dict[Action, float]:
-    """In how many turns computes begin, if each takes one: none needs one with a later turn."""
+    """By compute action, its start time if each takes one unit of time: a topological order."""
     graph = DependencyGraph(schedule.keep(lambda action: action.kind in COMPUTE_KINDS))
     seconds = [1.0] * len(graph.actions)
     timeline = simulate_positions(graph.resources, seconds=seconds, needs=graph.needs)
@@ -98,11 +98,11 @@ def _compute_turns(schedule: Schedule) -> dict[Action, float]:
 def _sending_steps(
     places: _Places, source: int, sent: Sequence[Message], turns: Mapping[Action, float]
 ) -> list[int]:
-    """Behind which step each message of a link is sent: as soon as it can be.
+    """Returns the step after which each message of a link is sent: its producer's, mostly.
 
-    Of sums of gradients many can be at once, and are needed one by one: the first two are, the
-    others follow a compute later each, and wait where they were summed; but behind no compute whose
-    turn is that of the message's use or later, for it may wait for what that use makes.
+    A backward may produce many dK/dV sums at once, which are needed one by one: the first two are
+    sent at once, the others one compute later each, to bound the receiver's buffers; but never
+    after a compute that starts with the message's consumer or later, which might wait for it.
     """
     before: dict[Action, int] = {}
     steps: list[int] = []
@@ -119,10 +119,10 @@ def _sending_steps(
 def _receiving_steps(
     places: _Places, target: int, sent: Sequence[Message], ahead: int
 ) -> list[int]:
-    """Before which step each message of a link is received, were it the only one.
+    """Returns the step before which each message of a link is received, taken by itself.
 
-    Several for one use (K/V of many chunks for the first that is shared) come one by one: the last
-    `ahead` of it, each other one compute earlier.
+    Of several messages for one consumer (K/V of many chunks for the first shared one) the last is
+    received `ahead` computes before it, each other one compute earlier.
     """
     later: dict[Action, int] = {}
     steps: list[int] = []
@@ -142,17 +142,16 @@ def add_reductions(schedule: Schedule) -> Schedule:
     for rank, actions in enumerate(schedule.ranks):
         last = {a.stage: (step, a) for step, a in enumerate(actions) if a.kind in ("B", "W")}
         for stage, (step, action) in last.items():
-            # Whoever shares a stage's units hands the gradients of its weights to its own rank.
+            # Ranks that share a stage's units send weight gradients to the stage's own rank.
             if schedule.stage_ranks[stage] == rank:
                 places.add_after(rank, step, Action("REDUCE_GRAD", stage, action.unit))
     return places.schedule()
 
 
 def add_kv_copies(schedule: Schedule, kv_copies: KVCopies) -> Schedule:
-    """Adds what keys and values do beside their units: in before it, out behind it.
+    """Adds copies of K/V beside their units: in before the unit, out after it.
 
-    When they run, and what waits for them: `dependencies`. Each rank that shares a unit has its
-    own, of its heads.
+    Each rank that shares a unit has copies of its own heads. `dependencies` says when they run.
     """
     if not kv_copies:
         return schedule
@@ -179,20 +178,17 @@ def add_kv_copies(schedule: Schedule, kv_copies: KVCopies) -> Schedule:
 
 
 def add_offload(schedule: Schedule, leaves: Leaves, stores: Leaves = ()) -> Schedule:
-    """Adds a copy to the host after the forward of each frame that leaves, and one back in time.
+    """Adds a copy to the host after each offloaded unit's forward, and a prefetch before backward.
 
-    It begins to come back one backward of its rank ahead of its own, so that one frame is on the
-    device beside the one in use.
-
-    What of a frame leaves, all or some layers, is the business of whoever says how long a copy
-    takes and how many bytes it moves. A frame whose backward follows its forward at once stays, for
-    it would only come back.
+    The prefetch begins one backward of its rank early, so that saved activations of one unit are on
+    the device beside those in use. Costs decide how many bytes of a unit are copied. A unit whose
+    backward follows its forward at once is not offloaded.
 
     Args:
         schedule: with backwards.
-        leaves: which frames leave.
-        stores: which of these go on to a tier behind the host; they are read from there a unit
-            before they are copied back.
+        leaves: units to offload.
+        stores: of these, units to store on a tier behind the host; they are read from there one
+            unit before they are copied back.
     """
     places = _Places(schedule)
     for rank, actions in enumerate(schedule.ranks):
@@ -202,11 +198,11 @@ def add_offload(schedule: Schedule, leaves: Leaves, stores: Leaves = ()) -> Sche
             turn = turns.get(action[1:3])
             if action.kind != "F" or turn is None or not _is_in(leaves, action):
                 continue
-            # What comes before the first backward counts as one.
+            # The compute before the first backward counts as one.
             ahead, early = backwards[max(turn - 1, 0)], int(turn == 0)
             fetched = places.compute_before(rank, ahead, early)
             used = places.step(rank, backwards[turn])
-            # It cannot come before it has left, beside at least one unit.
+            # Prefetched only after it was copied out, beside at least one unit.
             begin = max(fetched, places.compute_after(rank, action, 2))
             if places.compute_after(rank, action, 1) >= used:
                 continue
@@ -228,7 +224,7 @@ def _is_in(leaves: Leaves, action: Action) -> bool:
 
 
 class _Places:
-    """A schedule, and what is to be listed before and after each of its steps."""
+    """A schedule, and the actions to insert before and after each of its steps."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
@@ -237,7 +233,7 @@ class _Places:
         self._compute: list[list[int]] = []
         """By rank, the steps of its compute."""
         self._turns: dict[Action, int] = {}
-        """By compute, which one of its rank's it is."""
+        """By compute action, its index among the computes of its rank."""
         for rank in schedule.ranks:
             steps = [step for step, action in enumerate(rank) if action.kind in COMPUTE_KINDS]
             self._turns.update((rank[step], turn) for turn, step in enumerate(steps))
@@ -304,5 +300,5 @@ class _Places:
 
 
 def _like(action: Action, kind: Kind) -> Action:
-    """The same action of another kind; several times faster than `_replace`."""
+    """The same action with another kind; several times faster than `_replace`."""
     return Action(kind, action[1], action[2], action[3], action[4])

@@ -1,8 +1,7 @@
-"""A run as it was measured, beside the simulation of its schedule.
+"""Timeline of a measured run, and its comparison with the simulation of its schedule.
 
-From what each rank noted down (action, begin, end) comes a Timeline as `simulate_pipeline` returns,
-durations to simulate with, and a sum of what measured and simulated step differ by. All ranks read
-the same clock, as processes of one machine do.
+Made from what each rank recorded (action, start, end). All ranks must read the same clock, as
+processes of one machine do.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ class ActionRecord(NamedTuple):
     """What was done."""
 
     start_seconds: float
-    """When the rank turned to it."""
+    """When the rank started it, waiting included."""
 
     end_seconds: float
     """When it was done."""
 
     ready_seconds: float
-    """When the message that it waited for was there; `start_seconds` if it waited for none."""
+    """When the message that it waited for had arrived; `start_seconds` if it waited for none."""
 
 
 def measured_timeline(schedule: Schedule, executed: Sequence[Sequence[ActionRecord]]) -> Timeline:

@@ -1,6 +1,6 @@
-"""What passes between ranks: activations, gradients, and between those of shared units K/V too.
+"""Messages between ranks: activations, gradients and, where units are shared, K/V and dK/dV.
 
-All of it follows from where units are computed, so lowering, validation, simulation and costs ask
+They follow from where units are computed; lowering, validation, simulation and costs all read them
 here.
 
 [Note: what moves where units are shared] The n ranks of a shared unit hold n-ths of its tokens, in
@@ -39,32 +39,32 @@ _ALL = Fraction(1)
 
 
 class Message(NamedTuple):
-    """What one rank sends another, once."""
+    """One message from one rank to another."""
 
     send: Action
-    """On the rank that has it."""
+    """The send, on the source."""
 
     receive: Action
-    """On the rank that needs it."""
+    """The receive, on the target."""
 
     source: int
-    """The first rank."""
+    """Rank that sends."""
 
     target: int
-    """The other one."""
+    """Rank that receives."""
 
     producer: Action
-    """What `source` has it from: sent once that is done."""
+    """Compute action of `source` that makes the data; it is sent once that has ended."""
 
     consumer: Action
-    """What `target` needs it for."""
+    """Compute action of `target` that needs the data."""
 
     share: Fraction
-    """Which share of a whole unit's activation, gradient, or K/V it is."""
+    """Share of the whole unit's activation, gradient or K/V."""
 
 
 def messages(schedule: Schedule) -> dict[Action, Message]:
-    """Returns all that passes between ranks, by send, in the order in which each rank makes it."""
+    """Returns all messages by their send, in the order in which each rank produces them."""
     back: dict[tuple[int, int], Kind] = {
         (stage, unit): kind
         for rank in schedule.ranks
@@ -94,7 +94,7 @@ def messages(schedule: Schedule) -> dict[Action, Message]:
                 for message in _pieces_from(schedule, send, made, stage, kind):
                     found[message.send] = message
             elif homes[stage] != rank:
-                # Much the most frequent: worth its own few lines in a search over layouts.
+                # By far the most frequent case, inlined for speed in a search over layouts.
                 sent = Action(send, made[1], made[2])
                 received = Action(SENDS[send], stage, made[2])
                 used = Action(kind, stage, made[2])
@@ -105,7 +105,7 @@ def messages(schedule: Schedule) -> dict[Action, Message]:
 def _pieces_from(
     schedule: Schedule, send: Kind, made: Action, stage: int, kind: Kind
 ) -> Iterator[Message]:
-    """What one rank's share of a unit sends to the ranks of the stage next to it."""
+    """Messages from one rank's share of a unit to the ranks of the neighbouring stage."""
     here = schedule.unit_ranks(made.stage, made.unit)
     there = schedule.unit_ranks(stage, made.unit)
     for piece, (mine, yours, share) in enumerate(_overlaps(len(here), len(there))):
@@ -122,7 +122,7 @@ def _pieces_from(
 
 
 def _of_keys(schedule: Schedule, back: dict[tuple[int, int], Kind]) -> Iterator[Message]:
-    """K/V where a stage's units change ranks, and the sums of their gradients on the way back."""
+    """Messages of K/V where a stage's units change ranks, and of dK/dV sums in backward."""
     for stage in sorted({stage for stage, _ in schedule.shared_units}):
         for first, stop in pairwise(schedule.first_units):
             pieces = [0] * (stop - first)
@@ -143,7 +143,7 @@ def _moved(
     piece: int,
     back: dict[tuple[int, int], Kind],
 ) -> Iterator[Message]:
-    """One unit's K/V from the ranks of one unit to those of a later one, and their sums back."""
+    """Messages of one unit's K/V from the ranks of one unit to those of a later one, and back."""
     here, there = (schedule.unit_ranks(stage, end) for end in ends)
     crossing = [o for o in _overlaps(len(here), len(there)) if here[o[0]] != there[o[1]]]
     kinds = [back.get((stage, end)) for end in ends]
@@ -160,7 +160,7 @@ def _moved(
 
 
 def _runs(schedule: Schedule, stage: int, units: range) -> list[range]:
-    """Neighbouring units that the same ranks compute."""
+    """Runs of neighbouring units that the same ranks compute."""
     starts = [units.start]
     for before, unit in pairwise(units):
         if schedule.unit_ranks(stage, before) != schedule.unit_ranks(stage, unit):
@@ -170,7 +170,7 @@ def _runs(schedule: Schedule, stage: int, units: range) -> list[range]:
 
 @lru_cache(maxsize=4096)
 def _overlaps(here: int, there: int) -> list[tuple[int, int, Fraction]]:
-    """Where equal parts of a whole overlap with other equal parts of it: both, and how much."""
+    """Overlaps of a whole cut into `here` and into `there` equal parts: (part, part, share)."""
     found: list[tuple[int, int, Fraction]] = []
     for mine in range(here):
         for yours in range(there):

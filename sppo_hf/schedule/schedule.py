@@ -1,7 +1,12 @@
-"""A Schedule: for each rank the actions that it carries out, in order, as one immutable value.
+"""Schedule: the actions of each rank in order, as one immutable value with a text form.
 
-Knows what stages, units and chunks are; nothing of whether the order can run (`validate`), how long
-it takes (`simulate_pipeline`) or how it is written down (`grid`, `torch_csv`).
+    chunks 1
+    step  rank 0  rank 1
+    0     0F0     1F0
+    1     0B0     1B0
+
+A step is an index in a rank's list, not a time: `timeline.over_time` shows when actions run.
+`validate` says whether the order can run and `simulate` how long it takes.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ from sppo_hf.schedule.actions import Action, Kind
 # No slots: a cached property needs the instance's dictionary.
 @dataclass(frozen=True)
 class Schedule:
-    """What every rank does, in order.
+    """The actions of every rank, in order.
 
     Units are the chunks of the first micro-batch, then those of the second, and so on: where all
     have as many chunks, a unit is `micro-batch * num_chunks + chunk`. A stage belongs to one rank;
@@ -36,7 +41,7 @@ class Schedule:
     """Chunks of every micro-batch, or of the first, the second and so on where they differ."""
 
     def __post_init__(self) -> None:
-        """Write equal numbers of chunks in one way."""
+        """Write equal numbers of chunks as one number, so that equal schedules compare equal."""
         if isinstance(self.chunks, tuple) and len(set(self.chunks)) == 1:
             object.__setattr__(self, "chunks", self.chunks[0])
 
@@ -152,7 +157,7 @@ class Schedule:
 
     @cached_property
     def live_units(self) -> tuple[float, ...]:
-        """The most units whose activations each rank holds at once, if none leaves the device.
+        """By rank, the maximum number of units whose activations it holds, without offload.
 
         A unit lives from its forward to the end of its backward (of its weight gradient where
         backward is split; of its forward where there is none). A rank computes in the order of its
@@ -187,14 +192,14 @@ class Schedule:
         return bisect_right(self.first_units, action.unit) - 1
 
     def keep(self, wanted: Callable[[Action], bool]) -> Schedule:
-        """Returns the schedule with only those actions that are wanted."""
+        """Returns the schedule with only those actions for which `wanted` is true."""
         ranks = tuple(tuple(a for a in rank if wanted(a)) for rank in self.ranks)
         return Schedule(ranks, self.chunks)
 
     def with_added(self, ranks: tuple[tuple[Action, ...], ...]) -> Schedule:
-        """Returns a schedule with more beside its compute: of its own units, on their ranks.
+        """Returns a schedule with the same compute and more actions beside it.
 
-        What follows from the compute alone, and was worked out here, is taken over.
+        Cached properties that depend on compute alone are copied.
         """
         made = Schedule(ranks, self.chunks)
         known = ("num_units", "first_units", "stage_ranks", "shared_units")

@@ -1,7 +1,7 @@
-"""A Timeline: when each action of a schedule ran, what it waited for, and the bytes over time.
+"""Timeline: when each action of a schedule ran, what it waited for, and the bytes over time.
 
-`simulate` makes one from durations; a measured run can make the same from what it recorded, so the
-two can be laid over each other.
+`simulate` makes one from durations and `measured_timeline` from a measured run, so that the two can
+be compared.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Check one model by name: is it exact, or refused and why?
+"""Check one model by name: is it exact, or refused, and why?
 
-What `sppo check` and the table of families (recipes/MODELS.md) are made of: finds or builds a small
-model, compares it unmodified and converted, and turns what happened into one result. Raises only
-for input that names no model at all.
+The basis of `sppo check` and of the table of families (recipes/MODELS.md). Finds or builds a small
+model, compares the unmodified and the converted one, and returns the outcome as a result; it raises
+only if the input names no model that can run.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 LARGEST_PARAMETERS = 20_000_000
-"""A local model with more parameters than this is checked as a tiny random one of its config."""
+"""Largest local model that is checked with its own weights, not as a tiny random one."""
 
 _DRIFT_BATCHES = 4
 
@@ -49,15 +49,15 @@ _NAMES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckResult:
-    """What came of checking one model."""
+    """The outcome of checking one model."""
 
     name: str
-    """As it was asked for."""
+    """The name that was given."""
     status: Literal["exact", "not exact", "refused"]
     model_class: str = ""
-    """Transformers class of the model; empty where it could not be built."""
+    """Transformers class of the model."""
     reason: str = ""
-    """Why it was refused."""
+    """Why the model was refused."""
     error: float | None = None
     """Worst error of loss and gradients; in low precision the distance from float32."""
     allowed: float | None = None
@@ -70,9 +70,9 @@ class CheckResult:
     num_parameters: int | None = None
     dtype: str = "float64"
     random_weights: bool = True
-    """False where a local model's own weights were used."""
+    """False if a local model's own weights were used."""
     note: str = ""
-    """What was checked in place of what was named: the text decoder of a larger model."""
+    """Says so if only the text decoder of the named model was checked."""
 
 
 def check_model(
@@ -87,13 +87,13 @@ def check_model(
     """Compare loss and gradients of one model with and without chunks.
 
     Args:
-        name: see `small_model`.
-        config: the settings of the converted model.
-        rows: sequences of the batch; the last is padded by a third if there are several.
-        tokens: length of each.
+        name: as for `small_model`.
+        config: settings of the converted model.
+        rows: rows of the batch; with several, a third of the last one is padding.
+        tokens: length of each row.
         dtype: float64 and float32 compare with the unmodified model directly; bfloat16 and
             float16 compare both models' distances from float32.
-        seed: of weights and batch.
+        seed: seed of the batch.
 
     Raises:
         ConfigError: `name` is no model, `config` does not fit the batch, the unmodified model
@@ -108,7 +108,7 @@ def check_model(
 
 
 def check_config(hf_config: PreTrainedConfig, config: SPPOConfig) -> CheckResult:
-    """The same for a tiny random model of a Transformers configuration, in float64.
+    """Check a tiny random model of a Transformers configuration in float64, as `check_model`.
 
     Raises:
         ConfigError: no tiny model of this configuration can be built.
@@ -119,7 +119,7 @@ def check_config(hf_config: PreTrainedConfig, config: SPPOConfig) -> CheckResult
         result = _check(model, True, hf_config.model_type, config, 2, 29, torch.float64, 0)
         if result.status != "exact":
             return result
-        # One row without padding has no attention mask, which models treat in another way.
+        # One row without padding has no attention mask, which is another code path in models.
         return _check(model, True, hf_config.model_type, config, 1, 29, torch.float64, 0)
 
 
@@ -183,19 +183,19 @@ def _check(
 
 
 def _check_tokens(rows: int, tokens: int, heads: int, vocab_size: int) -> None:
-    """Refuse a length whose attention scores or logits would not be small."""
-    most = next(
+    """Refuse a length whose attention scores or logits would take more than `LARGEST_BYTES`."""
+    max_tokens = next(
         length
         for length in (2**power for power in range(24, -1, -1))
         if rows * length * max(heads * length, vocab_size) * torch.float64.itemsize <= LARGEST_BYTES
     )
-    if tokens > most:
+    if tokens > max_tokens:
         refuse(
             "tokens",
             tokens,
-            allowed=f"at most {most:,} ({heads} heads and a vocabulary of {vocab_size:,}: attention"
-            f" scores and logits of {format_bytes(LARGEST_BYTES)})",
-            remedy="check a shorter sequence: what is exact does not depend on the length",
+            allowed=f"at most {max_tokens:,} ({heads} heads and a vocabulary of {vocab_size:,}:"
+            f" attention scores and logits of {format_bytes(LARGEST_BYTES)})",
+            remedy="check a shorter sequence: exactness does not depend on the length",
         )
 
 
@@ -214,22 +214,22 @@ def _check_runs(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> None:
 def small_model(
     name: str, *, dtype: torch.dtype = torch.float64
 ) -> tuple[PreTrainedModel, bool, str]:
-    """Find or build the small model that stands for `name`.
+    """Find or build the small model to check in place of `name`.
 
     Args:
         name: a tiny family or Transformers model type; a local folder with a model (its own
             weights if it has at most 20 million parameters, else a tiny random model of its
             configuration); a `config.json`; or a hub id, of which only the configuration is read.
-            Of types that have no language model as a whole, the text decoder alone is built.
-        dtype: of the weights.
+            If a type has no language model as a whole, its text decoder is built.
+        dtype: dtype of the weights.
 
     Returns:
-        The model in training mode on the CPU, whether its weights are random, and a note where it
-        is only a part of what was named.
+        The model in training mode on the CPU, whether its weights are random, and a note if it is
+        only the text decoder of the named model.
 
     Raises:
-        ConfigError: there is no such model, it is no causal language model, or none of it can be
-            built in little memory.
+        ConfigError: there is no such model, it is no causal language model, or no tiny model of it
+            can be built.
     """
     path = Path(name).expanduser()
     local = os.path.exists(path)  # False for what can be no path, where Path raises
@@ -256,12 +256,12 @@ def small_model(
 
 
 def _part_of(config: PreTrainedConfig, model: PreTrainedModel) -> str:
-    """Say that `model` is the text decoder of what `config` describes."""
+    """The note that `model` is only the text decoder of the model that `config` describes."""
     return f"the text decoder of {config.model_type} alone ({model.config.model_type})"
 
 
 def _tiny_text_decoder(name: str, dtype: torch.dtype, whole: ConfigError) -> PreTrainedModel:
-    """The text decoder of a multimodal type, of which no tiny model can be built as a whole."""
+    """The tiny text decoder of a multimodal type; raises `whole` if there is none."""
     try:
         text = AutoConfig.for_model(name).get_text_config(decoder=True)
     except BUILD_ERRORS:
@@ -280,7 +280,7 @@ def _read_config(name: str, path: Path, local: bool) -> PreTrainedConfig:
         raise ConfigError(f"{show(name)} is no file or folder. {_NAMES}")
     source = path if local else name
     try:
-        # Read first as it is: a configuration's class may make a list of as many layers as it asks.
+        # Sizes are checked in the JSON, before the configuration's class makes lists of layers.
         fields = read_fields(path) if local else PreTrainedConfig.get_config_dict(name)[0]
         check_sizes(fields)
         return AutoConfig.from_pretrained(source, trust_remote_code=False)

@@ -1,27 +1,25 @@
 """Compare a converted model with the unmodified one: loss and every gradient.
 
-`compare` runs two copies of a model over the same batch, one untouched and one converted, and
-reports the worst difference. The tests' matrix, the table of families and `sppo check` are all made
-of it.
+`compare` runs two copies of a model over the same batch, one unmodified and one converted, and
+reports the worst difference. The exactness tests, the table of families and `sppo check` use it.
 
 [Note: how an error is measured]
 The error of a parameter is ``max|g - r| / max(max|r|, 1e-4 * G)``, where r is the reference
-gradient, g ours and G the largest entry of all reference gradients. The floor is there for
-gradients that are zero in exact arithmetic: the bias of a key projection without rotary shifts all
-scores of a query alike, so both gradients are rounding noise, and noise has no relative error.
+gradient, g ours and G the largest entry of all reference gradients. The floor is for gradients that
+are zero in exact arithmetic: the bias of a key projection without rotary embedding adds the same to
+all scores of a query, so both of its gradients are rounding noise without a relative error.
 
 [Note: hooks in the harness]
-Both models run with hooks on every parameter (see `GradientHooks`), so every comparison also shows
+Both models run with hooks on every parameter (see `GradientHooks`), so every comparison also checks
 that hooks run once per backward, on the whole gradient.
 
 [Note: why float64 has to be enforced]
 A model whose weights are float64 does not compute in float64. Transformers raises norms, rotary
 tables, router logits, attention's softmax and the loss to float32 on purpose (`x.float()`,
 `x.to(torch.float32)`, `softmax(..., dtype=torch.float32)`), which for a float64 model is a step
-*down*: two orders of the same sum then differ by 1e-7, and a wrong chunk whose error is 1e-8 goes
-unseen. Under `float64_everywhere` every such step stays in float64, for the unmodified model and
-for ours alike, so that the only differences left are those of float64 rounding (1e-13 or so), and a
-tolerance of 1e-9 means something.
+*down*: two orders of the same sum then differ by 1e-7, which hides an error of 1e-8 in a chunk.
+Under `float64_everywhere` both models stay in float64, so the only differences left are those of
+float64 rounding, about 1e-13, and a tolerance of 1e-9 is meaningful.
 """
 
 from __future__ import annotations
@@ -51,20 +49,20 @@ from sppo_hf.planning.plan import Plan
 
 
 class _Torch(types.ModuleType):
-    """What modules find as `torch` under `float64_everywhere`."""
+    """Replaces the name `torch` in modules under `float64_everywhere`."""
 
     def __getattr__(self, name: str) -> Any:
-        """What torch has got since `follow`."""
+        """Look up attributes that torch has got since `copy_torch`."""
         return getattr(sys.modules["torch"], name)
 
-    def follow(self) -> None:
-        """Be as torch is now: a copy, so that nothing is slower to find."""
+    def copy_torch(self) -> None:
+        """Copy torch's attributes, for look-ups as fast as in torch, and replace float32."""
         vars(self).clear()
         vars(self).update(vars(torch), float32=torch.float64, float=torch.float64)
 
 
 _torch = _Torch("torch")
-"""One for all time: code that was compiled with another is compiled again."""
+"""The only instance: torch.compile would compile code again for another one."""
 
 _float64_lock = threading.Lock()
 _float64_depth = 0
@@ -73,16 +71,16 @@ _leave_float64 = contextlib.ExitStack()
 
 @contextlib.contextmanager
 def float64_everywhere() -> Iterator[None]:
-    """While active, whatever asks torch for float32 gets float64, in backward too.
+    """Context in which requests for float32 yield float64, in backward too.
 
-    Covers `Tensor.float()`, `torch.float32` wherever a module's code names it, default arguments of
-    functions included, and the default dtype of newly made tensors. Integer dtypes and half
-    precision are left alone. See [Note: why float64 has to be enforced].
+    Covers `Tensor.float()`, `torch.float32` wherever a module's code names it, including default
+    arguments, and the default dtype of new tensors. Integer dtypes and half precision are not
+    changed. See [Note: why float64 has to be enforced].
 
-    It holds for all threads of the process, which can enter at once, and costs nothing while it
-    does: no call is looked at, but the names `torch` and `float32` mean something else in all
-    modules that are imported by now. Not covered: torch's own code, functions that import torch
-    when they run, and values that were made of `torch.float32` before (a table, say).
+    It affects all threads of the process, several of which may enter it at once. It intercepts no
+    calls, but replaces the names `torch` and `float32` in all imported modules, so it does not slow
+    anything down. Not covered: torch's own code, functions that import torch when they run, and
+    values that were derived from `torch.float32` before.
     """
     global _float64_depth
     with _float64_lock:
@@ -104,54 +102,54 @@ def _enter_float64() -> None:
     torch.set_default_dtype(torch.float64)
     Tensor.float = Tensor.double
     _leave_float64.callback(delattr, Tensor, "float")  # it comes from a base class
-    _torch.follow()
-    _leave_float64.callback(_rename, names, within=False)
-    _rename(names, within=True)
+    _torch.copy_torch()
+    _leave_float64.callback(_bind, names, in_float64=False)
+    _bind(names, in_float64=True)
 
 
 class _Name(NamedTuple):
-    """What means something else under `float64_everywhere`."""
+    """A name that has another value under `float64_everywhere`."""
 
     owner: dict[str, Any] | types.FunctionType
     """A module's namespace, or a function with default arguments."""
     name: str
-    without: Any
-    within: Any
+    usual: Any
+    in_float64: Any
 
 
-def _rename(names: Iterable[_Name], *, within: bool) -> None:
-    for owner, name, *meanings in names:
+def _bind(names: Iterable[_Name], *, in_float64: bool) -> None:
+    for owner, name, *values in names:
         if isinstance(owner, dict):
-            owner[name] = meanings[within]
+            owner[name] = values[in_float64]
         else:
-            setattr(owner, name, meanings[within])
+            setattr(owner, name, values[in_float64])
 
 
 _modules: dict[str, types.ModuleType] = {}
-"""Those that were looked at."""
+"""Modules that were searched."""
 _found: list[_Name] = []
-"""What was found in them."""
-_imported_meanwhile = False
-"""Whether another thread imported a module that was looked at: it has more to come."""
+"""Names that were found in them."""
+_was_importing = False
+"""Whether a searched module was still being imported by another thread."""
 
 
 def _names() -> list[_Name]:
-    """Those of all modules; only what was imported since the last call is looked at."""
-    global _imported_meanwhile
-    # The newest come last. A forked process copies a page for each module that it looks at.
+    """Names in all modules; only modules imported since the last call are searched."""
+    global _was_importing
+    # New modules are at the end. In a forked process each search of a module copies a memory page.
     more = len(sys.modules) - len(_modules)
     modules = list(itertools.islice(reversed(sys.modules.items()), max(more, 0) + 1))
     name, module = modules.pop()
     known = _modules
-    if _imported_meanwhile or more < 0 or known.get(name) is not module:
+    if _was_importing or more < 0 or known.get(name) is not module:
         modules, known = list(sys.modules.items()), dict(_modules)
         _modules.clear()
-    _imported_meanwhile = False
+    _was_importing = False
     for name, module in modules:
         if known.get(name) is not module:
             _found.extend(_names_of(name, module))
         if getattr(getattr(module, "__spec__", None), "_initializing", False):
-            _imported_meanwhile = True
+            _was_importing = True
         else:
             _modules[name] = module
     return _found
@@ -174,9 +172,9 @@ def _names_of(module_name: str, module: types.ModuleType) -> list[_Name]:
 
 
 def _functions(value: Any, module_name: str) -> Iterator[types.FunctionType]:
-    """Functions and methods that `value` of a module is, and what they were wrapped around."""
+    """Functions of a module's `value`, which may be a class, and the functions they wrap."""
     values = [value]
-    # By its type, and by what it has itself: some classes import what they need when asked.
+    # Without getattr: some classes import modules when an attribute is looked up.
     if issubclass(type(value), type) and vars(value).get("__module__") == module_name:
         values = list(vars(value).values())
     for function in values:
@@ -188,7 +186,7 @@ def _functions(value: Any, module_name: str) -> Iterator[types.FunctionType]:
 
 
 def _defaults(function: types.FunctionType) -> Iterator[_Name]:
-    """Default arguments of `function`, if float32 is among them."""
+    """Default arguments of `function` that include float32."""
     given, by_name = function.__defaults__ or (), function.__kwdefaults__ or {}
     if any(value is torch.float32 for value in given):
         yield _Name(function, "__defaults__", given, tuple(map(_wide, given)))
@@ -208,21 +206,21 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 """Largest error that counts as exact. In float32 rounding alone reaches 1e-4 in unlucky entries."""
 
 DRIFT_ALLOWANCE = 1.1
-"""Low precision: how much farther than the unmodified model's ours may be from float32."""
+"""In low precision, the allowed distance from float32 relative to the unmodified model's."""
 
 Batch = Mapping[str, Tensor]
 
 
 class GradientHooks:
-    """Hooks on every trained parameter of a model: one changes gradients, both count their calls.
+    """Context with two hooks on every trained parameter, which count their calls.
 
-    The change, `g * (1 + |g| / max|g|)`, is not linear, so it comes out otherwise on a part of the
-    gradient or when it is made twice. It is one-to-one and keeps the gradient's size, so relative
-    errors stay what they are. Use as a context; `forward_calls` lasts longer.
+    The tensor hook changes gradients to `g * (1 + |g| / max|g|)`. That is not linear, so the result
+    differs if the hook sees only a part of the gradient or runs twice. It keeps the order of
+    magnitude, and so relative errors.
     """
 
     def __init__(self, model: nn.Module, *, after_accumulation: bool = True) -> None:
-        """Prepare hooks on `model`; post-accumulate hooks only with `after_accumulation`."""
+        """Prepare hooks on `model`; with `after_accumulation` post-accumulate hooks, too."""
         self._after_accumulation = after_accumulation
         self._named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         self._handles: list[RemovableHandle] = []
@@ -257,26 +255,25 @@ class GradientHooks:
 
 @dataclass(frozen=True, slots=True)
 class ParameterError:
-    """Difference of one parameter's gradient."""
+    """Error of one parameter's gradient."""
 
     name: str
-    """The parameter's name."""
     error: float
-    """See [Note: how an error is measured]; inf where only one side has a gradient or a NaN."""
+    """See [Note: how an error is measured]; inf if NaNs differ."""
     scale: float
     """Largest entry of the reference gradient."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """What one run left behind."""
+    """Loss and gradients of one run."""
 
     loss: float
     """The loss, summed over the accumulated micro-steps."""
     by_name: Mapping[str, Tensor | None]
-    """Gradients by parameter name; None where a trainable parameter got none."""
+    """Gradients of trainable parameters by name; None for those without a gradient."""
     hook_calls: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """See `GradientHooks.calls`; empty where no hooks were set."""
+    """See `GradientHooks.calls`; empty for runs without hooks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,10 +291,10 @@ class ExactnessReport:
     """All trainable parameters, the worst first."""
     num_chunks: int
     attention_forwards: int
-    """Attention forwards that the converted model really ran."""
+    """Attention forwards that the converted model ran."""
     tolerance: float
     hooks_differ: tuple[str, ...] = ()
-    """Parameters whose hooks did not run as often as the unmodified model's."""
+    """Parameters whose hooks did not run as often as in the unmodified model."""
 
     @property
     def loss_error(self) -> float:
@@ -316,7 +313,7 @@ class ExactnessReport:
 
     @property
     def exact(self) -> bool:
-        """Whether everything is within the tolerance, and hooks ran as often as they should."""
+        """Whether all errors are within the tolerance, and hooks ran as often as they should."""
         return self.error <= self.tolerance and not self.hooks_differ
 
     def __str__(self) -> str:
@@ -345,9 +342,9 @@ class DriftReport:
     model_name: str
     dtype: torch.dtype
     drift: float
-    """Norm of (our gradients minus float32's) over the norm of float32's."""
+    """Norm of (converted model's gradients minus float32's) over the norm of float32's."""
     unmodified_drift: float
-    """The same of the unmodified model in the low precision."""
+    """The same for the unmodified model in the low precision."""
     loss: float
     """Loss of the converted model in the low precision, mean of the batches."""
     unmodified_loss: float
@@ -361,12 +358,12 @@ class DriftReport:
 
     @property
     def exact(self) -> bool:
-        """Whether ours is no farther from float32 than allowed."""
+        """Whether the converted model is no farther from float32 than allowed."""
         return self.drift <= self.allowed_drift
 
 
 class _PlanWatcher(StepObserver):
-    """Remembers the last plan, to know the number of chunks."""
+    """Keeps the number of chunks of the last plan."""
 
     def __init__(self) -> None:
         self.num_chunks = 0
@@ -410,20 +407,20 @@ def compare(
     converted = convert(_copy_of(model), config, observer=watcher)
     engine = get_engine(converted)
     assert engine is not None, "convert() left no engine behind"
-    ours = run_batch(converted, batch, accumulation=accumulation, hooks=True)
+    actual = run_batch(converted, batch, accumulation=accumulation, hooks=True)
 
-    theirs = reference or run_reference(model, batch, accumulation=accumulation)
+    expected = reference or run_reference(model, batch, accumulation=accumulation)
     return ExactnessReport(
         model_name=type(find_causal_lm(model)).__name__,
         dtype=dtype,
         reference_attention=reference_attention(model),
-        loss=ours.loss,
-        reference_loss=theirs.loss,
-        parameters=parameter_errors(ours, theirs),
+        loss=actual.loss,
+        reference_loss=expected.loss,
+        parameters=parameter_errors(actual, expected),
         num_chunks=watcher.num_chunks,
         attention_forwards=engine.counters.get("attention_forwards", 0),
         tolerance=TOLERANCE[dtype] if tolerance is None else tolerance,
-        hooks_differ=_hooks_differ(ours, theirs),
+        hooks_differ=_hooks_differ(actual, expected),
     )
 
 
@@ -434,11 +431,11 @@ def compare_drift(
     *,
     dtype: torch.dtype = torch.bfloat16,
 ) -> DriftReport:
-    """Compare distances from float32: ours in `dtype`, and the unmodified model's in `dtype`.
+    """Compare the converted and the unmodified model in `dtype` by their distances from float32.
 
     Two orders of rounding differ by chance, so give several batches; distances are root mean
-    squares over them. Where tokens choose experts, a rounding may choose another one, and distances
-    say little: use a model of one expert.
+    squares over them. If tokens choose experts, rounding may change the choice, and distances are
+    not meaningful: use a model with one expert.
 
     Args:
         model: a float32 model; its weights are rounded to `dtype` for all three runs, so that
@@ -452,19 +449,19 @@ def compare_drift(
     """
     low = _copy_of(model).to(dtype)
     single = _copy_of(low).to(torch.float32)
-    ours: list[Gradients] = []
+    actual: list[Gradients] = []
     unmodified: list[Gradients] = []
     exact: list[Gradients] = []
     for batch in batches:
-        ours.append(run_batch(convert(_copy_of(low), config), batch))
+        actual.append(run_batch(convert(_copy_of(low), config), batch))
         unmodified.append(run_reference(low, batch, hooks=False))
         exact.append(run_reference(single, batch, hooks=False))
     return DriftReport(
         model_name=type(find_causal_lm(model)).__name__,
         dtype=dtype,
-        drift=_drift(ours, exact),
+        drift=_drift(actual, exact),
         unmodified_drift=_drift(unmodified, exact),
-        loss=_mean_loss(ours),
+        loss=_mean_loss(actual),
         unmodified_loss=_mean_loss(unmodified),
         reference_loss=_mean_loss(exact),
     )
@@ -480,7 +477,7 @@ def run_reference(
 
 
 def _copy_of(model: nn.Module) -> nn.Module:
-    """A deep copy; for the empty tables of every module, which are most of it, in half the time."""
+    """A deep copy, made in half the time by creating the modules' empty tables directly."""
     tables = (table for module in model.modules() for table in vars(module).values())
     empty = {id(x): type(x)() for x in tables if type(x) in _TABLES and not x}
     return copy.deepcopy(model, empty)
@@ -490,10 +487,10 @@ _TABLES = (dict, set, OrderedDict)
 
 
 def reference_attention(model: nn.Module) -> str:
-    """Attention implementation that computes all of the unmodified model's features.
+    """Attention implementation that supports all of the unmodified model's features.
 
-    "sdpa" where Transformers allows it, else "eager": SDPA knows neither soft-capped scores nor
-    attention sinks.
+    "sdpa" if Transformers allows it, else "eager": SDPA has no soft-capped scores and no attention
+    sinks.
     """
     causal_lm = find_causal_lm(model)
     config = causal_lm.config.get_text_config(decoder=True)
@@ -531,7 +528,7 @@ def run_batch(
 
 
 def _micro_batches(batch: Batch, accumulation: int) -> Iterator[dict[str, Any]]:
-    """Split the rows, and tell each part how many labels all parts have."""
+    """Split the rows into parts, each with the label count of all parts."""
     if accumulation == 1:
         yield dict(batch)
         return
@@ -551,24 +548,24 @@ def _even_bounds(rows: int, parts: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(edges))
 
 
-def parameter_errors(ours: Gradients, theirs: Gradients) -> tuple[ParameterError, ...]:
+def parameter_errors(actual: Gradients, expected: Gradients) -> tuple[ParameterError, ...]:
     """Errors of all parameters, the worst first; see [Note: how an error is measured]."""
-    assert ours.by_name.keys() == theirs.by_name.keys(), "conversion changed parameter names"
-    largest = max((_scale(grad) for grad in theirs.by_name.values()), default=0.0)
+    assert actual.by_name.keys() == expected.by_name.keys(), "conversion changed parameter names"
+    largest = max((_scale(grad) for grad in expected.by_name.values()), default=0.0)
     floor = GRADIENT_FLOOR * largest
     errors = [
-        ParameterError(name, _error(ours.by_name[name], grad, floor), _scale(grad))
-        for name, grad in theirs.by_name.items()
+        ParameterError(name, _error(actual.by_name[name], grad, floor), _scale(grad))
+        for name, grad in expected.by_name.items()
     ]
     return tuple(sorted(errors, key=lambda item: item.error, reverse=True))
 
 
-def _hooks_differ(ours: Gradients, theirs: Gradients) -> tuple[str, ...]:
-    """Names of parameters with a gradient whose hooks ran more or less often than theirs."""
+def _hooks_differ(actual: Gradients, expected: Gradients) -> tuple[str, ...]:
+    """Names of parameters with a gradient whose hooks ran another number of times."""
     return tuple(
         name
-        for name, grad in theirs.by_name.items()
-        if grad is not None and ours.hook_calls.get(name) != theirs.hook_calls.get(name)
+        for name, grad in expected.by_name.items()
+        if grad is not None and actual.hook_calls.get(name) != expected.hook_calls.get(name)
     )
 
 
@@ -579,29 +576,29 @@ def _scale(grad: Tensor | None) -> float:
     return torch.nan_to_num(grad.detach(), nan=0.0).abs().max().item()
 
 
-def _error(ours: Tensor | None, theirs: Tensor | None, floor: float) -> float:
-    """Error of one gradient. No gradient at all and a gradient of zeros are the same thing."""
-    if ours is None and theirs is None:
+def _error(actual: Tensor | None, expected: Tensor | None, floor: float) -> float:
+    """Error of one gradient; no gradient counts as a gradient of zeros."""
+    if actual is None and expected is None:
         return 0.0
-    given = ours if ours is not None else theirs
+    given = actual if actual is not None else expected
     assert given is not None, "one of the two was just seen to be a tensor"
-    ours = torch.zeros_like(given) if ours is None else ours
-    theirs = torch.zeros_like(given) if theirs is None else theirs
-    if not torch.equal(ours.isnan(), theirs.isnan()):
+    actual = torch.zeros_like(given) if actual is None else actual
+    expected = torch.zeros_like(given) if expected is None else expected
+    if not torch.equal(actual.isnan(), expected.isnan()):
         return math.inf
-    difference = _scale(ours.double() - theirs.double())
-    scale = max(_scale(theirs), floor)
+    difference = _scale(actual.double() - expected.double())
+    scale = max(_scale(expected), floor)
     if difference == 0.0:
         return 0.0
     return difference / scale if scale > 0.0 else math.inf
 
 
-def _relative(ours: float, theirs: float) -> float:
-    if math.isnan(ours) and math.isnan(theirs):
+def _relative(actual: float, expected: float) -> float:
+    if math.isnan(actual) and math.isnan(expected):
         return 0.0
-    if math.isnan(ours) or math.isnan(theirs):
+    if math.isnan(actual) or math.isnan(expected):
         return math.inf
-    return abs(ours - theirs) / max(abs(theirs), 1e-300) if ours != theirs else 0.0
+    return abs(actual - expected) / max(abs(expected), 1e-300) if actual != expected else 0.0
 
 
 def _mean_loss(runs: Sequence[Gradients]) -> float:
@@ -615,9 +612,9 @@ def _drift(runs: Sequence[Gradients], exact: Sequence[Gradients]) -> float:
         for name, grad in reference.by_name.items():
             if grad is None:
                 continue
-            ours = run.by_name[name]
-            # Gradients of weights that rest on the host are there.
-            ours = torch.zeros_like(grad) if ours is None else ours.to(grad.device)
-            squared_difference += (ours.double() - grad.double()).square().sum().item()
+            actual = run.by_name[name]
+            # Gradients of host-resident weights are on the host.
+            actual = torch.zeros_like(grad) if actual is None else actual.to(grad.device)
+            squared_difference += (actual.double() - grad.double()).square().sum().item()
             squared_norm += grad.double().square().sum().item()
     return math.sqrt(squared_difference / squared_norm) if squared_norm else 0.0

@@ -1,11 +1,10 @@
-"""The tiny families: which settings make each family's special features bite at 20-30 tokens.
+"""Settings of tiny models with which each family's features have an effect at 20-30 tokens.
 
-A plain data file. Every entry starts from the family's own default configuration, shrunk by
-`sppo_hf.testing.tiny_models.shrink`, and then turns on what sets the family apart: a window of 8
-tokens, soft caps low enough to bend, rotary scaling past 16 tokens, multipliers away from one. A
-variant ("phi3-longrope") is a family under other settings.
-
-Does not say whether a family is exact or refused: that is found out by running it.
+Every entry begins with the family's default configuration, shrunk by
+`sppo_hf.testing.tiny_models.shrink`, and turns on what is special about the family: a window of 8
+tokens, low soft caps, rotary scaling past 16 tokens, multipliers other than one. A variant
+("phi3-longrope") is a family with other settings. Whether a family is exact or refused is not
+listed here, but found out by running it.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class TinyFamily:
     overrides: Mapping[str, Any] = field(default_factory=dict)
     """Configuration fields set after shrinking."""
     feature: str = ""
-    """What this entry exercises, in a few words, for tables."""
+    """What this entry tests, in a few words, for tables."""
 
 
 def _family(model_type: str, feature: str = "", **overrides: Any) -> TinyFamily:
@@ -414,7 +413,7 @@ _MULTIMODAL = {
 }
 
 MULTIMODAL = frozenset(_MULTIMODAL)
-"""Those that have encoders of images or sound beside their text decoder."""
+"""Families with encoders of images or sound beside their text decoder."""
 
 FAMILIES: Mapping[str, TinyFamily] = {
     **_DENSE,
@@ -447,4 +446,4 @@ UNLISTED: Mapping[str, TinyFamily] = {
     ),
     "step3p7": _family("step3p7", "multimodal", text_config={"sliding_window": _WINDOW_TOKENS}),
 }
-"""Settings without which no tiny model of a type can be built, of types that are in no table."""
+"""Types that are in no table, with the settings that their tiny models need."""

@@ -1,12 +1,12 @@
-"""Tiny random causal language models of any Transformers family, made to be compared.
+"""Tiny random causal language models of any Transformers family, for comparisons.
 
-A family's own default configuration is shrunk to a few thousand weights, its special features are
-turned on (see `tiny_families`), and every parameter is drawn at random: sinks, biases, router
-parameters and norm weights too, which Transformers starts at zero or one. So attention scores,
-soft caps and routing are far from degenerate and no gradient is zero by accident.
+A family's default configuration is shrunk to a few thousand weights, its special features are
+turned on (see `tiny_families`), and all parameters are random, including sinks, biases, router
+parameters and norm weights, which Transformers initialises to zero or one. So attention scores,
+soft caps and routing are far from degenerate, and no gradient is zero by accident.
 
-Nothing is allocated before it is counted: a model is first built without memory, and refused where
-its weights would take more than 256 MiB, by the names of the settings that make it large.
+A model is first built on the meta device, and refused if its weights would take more than 256 MiB,
+with the names of the settings that make it large.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from sppo_hf.rules import format_bytes
 from sppo_hf.testing.tiny_families import FAMILIES, UNLISTED, TinyFamily
 
 VOCAB_SIZE = 97
-"""Tokens a tiny model knows; odd, so that nothing divides it by luck."""
+"""Vocabulary of tiny models; a prime, so that no other size divides it."""
 
 LARGEST_BYTES = 256 * 2**20
-"""Most bytes of weights that a tiny model may take; what would take more is refused unbuilt."""
+"""Largest size of a tiny model's weights; larger models are refused before they are built."""
 
 _LAYERS = 3
 _MOST_KINDS = 6
@@ -127,15 +127,12 @@ _TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
 def shrink(config: PreTrainedConfig) -> dict[str, Any]:
-    """Settings that make `config` tiny and keep its features.
-
-    Args:
-        config: any Transformers configuration; it is not changed.
+    """Settings that make `config` tiny and keep its features; `config` is not changed.
 
     Returns:
-        Keyword arguments for the same configuration class: few layers (of every kind the original
-        has), few heads and experts, windows of 8 tokens, rotary scaling past 16, no dropout.
-        Configurations inside it (of attention, or of an encoder) are shrunk alike.
+        Keyword arguments for the same configuration class: few layers (of every kind of the
+        original), few heads and experts, windows of 8 tokens, rotary scaling past 16 tokens, no
+        dropout. Nested configurations (of attention, or of an encoder) are shrunk as well.
     """
     original = config.to_dict()
     settings = {
@@ -150,14 +147,14 @@ def shrink(config: PreTrainedConfig) -> dict[str, Any]:
         if name in ("sliding_window", "attention_chunk_size") and isinstance(value, int):
             settings[name] = min(value, _WINDOW_TOKENS)
         if name == "num_experts_per_tok" and value == 1:
-            # Some routers know no other number.
+            # Some routers support no other number.
             settings[name] = 1
         nested = vars(config).get(name)
         if isinstance(nested, PreTrainedConfig):
             stated = {key: item for key, item in nested.to_diff_dict().items() if item != ""}
             settings[name] = {**_without_bookkeeping(stated), **shrink(nested)}
             if "vocab_size" in settings[name] and "pad_token_id" in settings[name]:
-                # Multimodal models embed it in the place of tokens that stand for images.
+                # Multimodal models embed it in place of image tokens.
                 settings[name]["pad_token_id"] = 0
     for name in _TOKEN_IDS:
         if name in original:
@@ -173,7 +170,7 @@ def shrink(config: PreTrainedConfig) -> dict[str, Any]:
 def _shrink_heads(original: Mapping[str, Any]) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     if "head_dim" in original:
-        # With latent attention it may be the size of the rotary part, or of both parts.
+        # In latent attention it may be the size of the rotary part or of the whole head.
         both = (original["head_dim"] or 0) > (original.get("qk_rope_head_dim") or math.inf)
         settings["head_dim"] = 2 * _HEAD_SIZE if both else _HEAD_SIZE
     if "expand" in original and "num_heads" in original:
@@ -184,13 +181,13 @@ def _shrink_heads(original: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_bookkeeping(stated: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration's own fields, which its class takes as arguments."""
+    """The fields that a configuration's class takes as arguments."""
     bookkeeping = ("architectures", "transformers_version", "dtype", "torch_dtype")
     return {name: value for name, value in stated.items() if name not in bookkeeping}
 
 
 def _stored_name(config: PreTrainedConfig, name: str) -> str:
-    """The field behind an alias such as GPT-2's `hidden_size`; two names of one field conflict."""
+    """The field behind an alias such as GPT-2's `hidden_size`; setting both would conflict."""
     return config.attribute_map.get(name, name)
 
 
@@ -201,10 +198,10 @@ def _optional(config: PreTrainedConfig, name: str) -> bool:
 
 
 def _shrink_layers(original: Mapping[str, Any], layers: int | None) -> dict[str, Any]:
-    """What the configuration says layer by layer, for one layer of each kind and at least three.
+    """Per-layer settings of one layer of each kind, and of at least three layers.
 
     Layers that differ in any per-layer list or override are of different kinds. The kinds keep
-    their order, and the last layer keeps its own, which some families insist on.
+    their order, and the last layer keeps its kind, which some families require.
     """
     if not layers:
         return {}
@@ -236,7 +233,7 @@ def _shrink_layers(original: Mapping[str, Any], layers: int | None) -> dict[str,
 
 
 def _shrink_own(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """One layer's own settings: heads twice as large as the others', and half as many keys."""
+    """One layer's own settings: heads twice as large as in others, and half as many K/V heads."""
     sizes = {**_SIZES, "head_dim": 2 * _HEAD_SIZE, "num_key_value_heads": 1}
     if "kv_lora_rank" in overrides:
         sizes["num_key_value_heads"] = _SIZES["num_attention_heads"]
@@ -244,7 +241,7 @@ def _shrink_own(overrides: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _shrink_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary parameters for heads of 8 and an original length of 16 tokens; nested ones too."""
+    """Rotary parameters for heads of 8 elements and an original length of 16 tokens."""
     shrunk: dict[str, Any] = {}
     for name, value in rope.items():
         if isinstance(value, Mapping):
@@ -263,7 +260,7 @@ def _shrink_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _shares(total: int, parts: int) -> list[int]:
-    """`total` in so many whole shares, the last ones larger."""
+    """Divide `total` into integers that differ by at most one, the larger ones last."""
     return [(index + 1) * total // parts - index * total // parts for index in range(parts)]
 
 
@@ -276,7 +273,7 @@ def _check_causal(config: PreTrainedConfig) -> None:
 
 
 def shrunk_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A tiny configuration with the features of `config`, of its text decoder alone; see `shrink`.
+    """A tiny configuration with the features of `decoder_config(config)`; see `shrink`.
 
     Raises:
         ConfigError: the shrunk settings do not fit together, or `config` counts more than
@@ -291,7 +288,7 @@ def shrunk_config(config: PreTrainedConfig) -> PreTrainedConfig:
     text = config.get_text_config(decoder=True)
     owner = small if text is config else small.get("text_config", {})
     if getattr(text, "output_router_logits", False):
-        owner["output_router_logits"] = True  # a loss of its own, not a size
+        owner["output_router_logits"] = True  # it adds a loss
     try:
         return AutoConfig.for_model(config.model_type, **{**stated, **small})
     except BUILD_ERRORS as error:
@@ -299,7 +296,9 @@ def shrunk_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def tiny_config(name: str, **overrides: Any) -> PreTrainedConfig:
-    """The tiny configuration of a family; of a multimodal type, that of its text decoder alone.
+    """The tiny configuration of a family.
+
+    If a multimodal type has no language model as a whole, it is that of its text decoder.
 
     Args:
         name: an entry of `tiny_families.FAMILIES`, or any Transformers `model_type`.
@@ -308,14 +307,14 @@ def tiny_config(name: str, **overrides: Any) -> PreTrainedConfig:
     Raises:
         ConfigError: Transformers has no such model type.
     """
-    asked = repr((name, overrides))
-    if asked not in _configs:
-        _configs[asked] = _make_config(name, overrides)
-    return copy.deepcopy(_configs[asked])
+    key = repr((name, overrides))
+    if key not in _configs:
+        _configs[key] = _make_config(name, overrides)
+    return copy.deepcopy(_configs[key])
 
 
 _configs: dict[str, PreTrainedConfig] = {}
-"""Those made so far: to make one takes as long as to build its model."""
+"""Configurations made so far; making one takes as long as building its model."""
 
 
 def _make_config(name: str, overrides: Mapping[str, Any]) -> PreTrainedConfig:
@@ -336,7 +335,7 @@ def _make_config(name: str, overrides: Mapping[str, Any]) -> PreTrainedConfig:
     try:
         settings = shrink(default)
         if isinstance(getattr(default, "is_decoder", None), bool):
-            # Families that also read in both directions.
+            # Families that also have bidirectional models.
             settings["is_decoder"] = True
         for field, value in {**family.overrides, **overrides}.items():
             stored = _stored_name(default, field)
@@ -359,9 +358,9 @@ def build_tiny_model(
 
     Args:
         model_type: an entry of `tiny_families.FAMILIES`, or any Transformers `model_type`.
-        seed: of the weights; the global random state is left as it was.
-        dtype: of the weights. They are drawn in float64 and rounded, so that models of two dtypes
-            from one seed are the same model.
+        seed: seed of the weights; the global random state is not changed.
+        dtype: dtype of the weights. They are drawn in float64 and rounded, so that models of two
+            dtypes from one seed are the same model.
         **overrides: configuration fields set last.
 
     Raises:
@@ -376,7 +375,7 @@ def model_from_config(
     """A random causal language model of `config`; see `build_tiny_model`.
 
     Raises:
-        ConfigError: besides, its weights would take more than `LARGEST_BYTES`.
+        ConfigError: there is no such model, or its weights would take more than `LARGEST_BYTES`.
     """
     _check_bytes(config)
     with torch.random.fork_rng(devices=[]):
@@ -401,7 +400,7 @@ def weights_bytes(config: PreTrainedConfig) -> int:
 
 
 _counted: set[tuple[type, str]] = set()
-"""Configurations whose models are small."""
+"""Configurations whose models were found to be small."""
 
 
 def _check_bytes(config: PreTrainedConfig) -> None:
@@ -460,10 +459,10 @@ def _not_buildable(model_type: str, error: Exception) -> ConfigError:
 
 @torch.no_grad()
 def randomise(model: nn.Module) -> None:
-    """Draw every parameter (and routing bias) anew, from the global random state.
+    """Draw all parameters (and routing biases) from the global random state.
 
-    Matrices keep a signal at unit size (standard deviation 1/sqrt(fan in)), so that attention is
-    far from uniform; vectors move by 0.3 around their start, so that norms stay norms.
+    Matrices have a standard deviation of 1/sqrt(fan in), so that activations keep unit size and
+    attention is far from uniform; vectors get noise of 0.3 added to their initial values.
     """
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point():
@@ -489,17 +488,17 @@ def make_batch(
     left_padding: Sequence[int] = (),
     seed: int = 0,
 ) -> dict[str, torch.Tensor]:
-    """A random batch of `[rows, tokens]`: ids and labels, a tenth of the labels masked.
+    """A random batch of `[rows, tokens]` ids and labels; a tenth of the labels is masked.
 
     Args:
-        rows: sequences.
-        tokens: length of each, padding included.
-        vocab_size: ids are drawn below it.
-        padding: tokens at the end of each row that are padding; if given, the batch has an
+        rows: number of rows.
+        tokens: length of each row, padding included.
+        vocab_size: upper limit of ids, exclusive.
+        padding: number of padding tokens at the end of each row; if given, the batch has an
             `attention_mask`, and padding has no labels.
-        left_padding: the same at the beginning of each row; the first real token, which padding
-            would predict, has no label either.
-        seed: of ids and masks; the global random state is left as it was.
+        left_padding: number of padding tokens at the beginning of each row; the first real token,
+            which padding would predict, has no label either.
+        seed: seed of ids and masks; the global random state is not changed.
     """
     generator = torch.Generator().manual_seed(seed)
     input_ids = torch.randint(0, vocab_size, (rows, tokens), generator=generator)
@@ -517,10 +516,10 @@ def make_batch(
 
 
 def add_lora(model: PreTrainedModel, *, rank: int = 4, seed: int = 0) -> nn.Module:
-    """Wrap `model` by PEFT with LoRA on every linear layer, all adapters random.
+    """Wrap `model` by PEFT with LoRA on every linear layer, with random adapters.
 
-    PEFT starts one factor at zero, which would make the other's gradient zero. It cannot wrap
-    routers that are linear layers and return more than a product (Llama 4's).
+    PEFT initialises one factor to zero, so that the other one's gradient would be zero. It cannot
+    wrap routers that are linear layers and return more than one tensor (Llama 4's).
 
     Raises:
         ConfigError: PEFT is not installed.

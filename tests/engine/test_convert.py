@@ -87,14 +87,14 @@ def test_a_second_plugin_is_refused(model):
         convert(model, SPPOConfig(num_chunks=4, show_plan=False))
 
 
-def test_signature_and_name_stay(model):
+def test_conversion_keeps_signature_and_name(model):
     before = inspect.signature(model.forward)
     convert(model, QUIET)
     assert inspect.signature(model.forward) == before
     assert model.forward.__name__ == "forward"
 
 
-def test_calls_without_labels_are_the_untouched_model(model, ids):
+def test_calls_without_labels_run_the_original_forward(model, ids):
     model.eval()
     mask = torch.ones_like(ids)
     with torch.no_grad():
@@ -119,7 +119,9 @@ def test_a_cache_together_with_labels_is_refused_by_its_name(model, ids):
 
 
 @pytest.mark.parametrize(("trains", "gradients"), [(False, True), (True, False), (True, True)])
-def test_calls_past_forward_are_refused_in_training_alone(model, ids, trains, gradients):
+def test_calls_of_the_stored_original_forward_are_refused_in_training_only(
+    model, ids, trains, gradients
+):
     expected = model.model(input_ids=ids).last_hidden_state
     convert(model, QUIET).train(trains)
     with torch.set_grad_enabled(gradients):
@@ -148,7 +150,7 @@ def test_a_deep_copy_trains_itself(model, ids):
     assert not is_converted(twin)
 
 
-def test_revert_under_somebody_elses_wrapper_passes_calls_on(model, ids):
+def test_after_revert_a_wrapper_of_our_forward_calls_the_original(model, ids):
     expected = model(input_ids=ids, labels=ids).logits
     convert(model, QUIET)
     ours = model.forward
@@ -183,7 +185,7 @@ def test_not_a_causal_lm_is_refused():
         convert(base, QUIET)
 
 
-def test_a_converted_model_is_pickled_reverted_or_not_at_all(model, tmp_path):
+def test_only_a_reverted_model_can_be_pickled(model, tmp_path):
     plain = copy.deepcopy(model)
     convert(model, QUIET)
     for save in (pickle.dumps, lambda model: torch.save(model, tmp_path / "model.pt")):
@@ -258,7 +260,7 @@ def test_layers_changed_after_conversion_are_refused(model, ids, order, change):
             torch.testing.assert_close(_gradients(model, ids)[name], gradient, rtol=1e-3, atol=1e-5)
 
 
-def test_layers_in_other_places_go_on(model, ids):
+def test_moved_layers_are_accepted(model, ids):
     plain = copy.deepcopy(model)
     convert(model, QUIET)
     for one in (model, plain):

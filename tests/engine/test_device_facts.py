@@ -107,7 +107,7 @@ def test_a_gpu_may_use_the_host_memory_that_is_free(monkeypatch: pytest.MonkeyPa
     assert found(16) == 25, "the others have as much"
 
 
-def test_what_rests_on_the_host_already_is_not_counted_twice(
+def test_host_resident_bytes_are_not_counted_twice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gib = 2**30
@@ -140,7 +140,9 @@ def test_the_allocator_is_asked_for_expandable_segments(
     assert has_expandable_segments(environment) is (refusal is None)
 
 
-def test_what_the_environment_says_of_the_allocator_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_allocator_settings_in_the_environment_are_respected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     environment = {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}
     monkeypatch.setattr(device_facts.os, "environ", environment)
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", None)
@@ -148,7 +150,7 @@ def test_what_the_environment_says_of_the_allocator_stays(monkeypatch: pytest.Mo
     assert environment == {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}
 
 
-def test_the_cache_leaves_a_part_of_a_gpu_to_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pytorchs_cache_leaves_memory_to_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[tuple[float, object]] = []
     gib = 2**30
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (70 * gib, 80 * gib))
@@ -188,7 +190,7 @@ def _system(
     return system
 
 
-def test_binds_all_threads_within_what_was_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_threads_are_bound_to_allowed_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     system = _system(monkeypatch, allowed={0, 1, 2, 3}, node=1, on_node={2, 3, 4, 5})
     assert device_facts.bind_to_device(GPU) == {0, 1, 2, 3}
     assert system.allowed == {2, 3}
@@ -200,7 +202,7 @@ def test_binds_all_threads_within_what_was_allowed(monkeypatch: pytest.MonkeyPat
     ("node", "on_node"),
     [(None, {2, 3}), (1, set()), (1, {8, 9}), (1, {0, 1, 2, 3, 4})],
 )
-def test_changes_nothing_where_there_is_nothing_to_gain(
+def test_affinity_is_not_changed_without_a_closer_node(
     monkeypatch: pytest.MonkeyPatch, node: int | None, on_node: set[int]
 ) -> None:
     system = _system(monkeypatch, allowed={0, 1, 2, 3}, node=node, on_node=on_node)
@@ -208,7 +210,7 @@ def test_changes_nothing_where_there_is_nothing_to_gain(
     assert not system.bound
 
 
-def test_is_let_go_again_even_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_affinity_is_restored_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     system = _system(monkeypatch, allowed={0, 1, 2, 3}, node=0, on_node={0, 1})
 
     def fail_while_bound() -> None:
@@ -221,7 +223,7 @@ def test_is_let_go_again_even_after_an_error(monkeypatch: pytest.MonkeyPatch) ->
     assert system.allowed == {0, 1, 2, 3}
 
 
-def test_a_thread_that_has_just_ended_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_has_ended_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[int] = []
 
     def gone(thread: int, processors: frozenset[int]) -> None:
@@ -233,7 +235,7 @@ def test_a_thread_that_has_just_ended_is_no_error(monkeypatch: pytest.MonkeyPatc
     assert set(tried) >= {int(name) for name in os.listdir("/proc/self/task")}
 
 
-def test_a_processor_as_device_is_left_alone() -> None:
+def test_a_cpu_device_does_not_change_affinity() -> None:
     before = os.sched_getaffinity(0)
     with device_facts.bound_to_device(torch.device("cpu")):
         assert os.sched_getaffinity(0) == before

@@ -209,7 +209,7 @@ def test_labels_of_the_logits_to_keep(ids, kept, shifted):
 
 
 @pytest.mark.parametrize("kept", ["last", "positions"])
-def test_returned_logits_are_those_to_keep(model, ids, kept):
+def test_returned_logits_follow_logits_to_keep(model, ids, kept):
     keep = KEPT[kept]
     cut = ids[:, slice(-keep, None) if isinstance(keep, int) else keep]
     expected = model(input_ids=ids, labels=cut, logits_to_keep=keep).logits
@@ -218,7 +218,7 @@ def test_returned_logits_are_those_to_keep(model, ids, kept):
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_logits_to_keep_without_labels_and_with_a_loss_of_the_models_own(model, ids):
+def test_logits_to_keep_without_labels_and_with_a_custom_loss(model, ids):
     expected = model(input_ids=ids, logits_to_keep=5).logits
     model.loss_function = lambda logits, labels, vocab_size, **_: logits.float().pow(2).mean()
     inputs = {"input_ids": ids, "labels": ids[:, -5:], "logits_to_keep": 5}
@@ -261,7 +261,7 @@ def test_returned_logits_carry_gradients(ids, settings, with_loss, keep):
     torch.testing.assert_close(gradients(model), expected, rtol=1e-9, atol=1e-12)
 
 
-def test_training_without_labels_gives_logits_and_says_what_they_cost(model, ids):
+def test_training_without_labels_returns_logits_and_warns_of_their_size(model, ids):
     def loss_of(logits):
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
@@ -277,7 +277,7 @@ def test_training_without_labels_gives_logits_and_says_what_they_cost(model, ids
     assert get_engine(model).counters["attention_forwards"] == 9
 
 
-def test_a_loss_of_the_models_own_runs_on_whole_logits(model, ids):
+def test_a_custom_loss_gets_full_logits(model, ids):
     def squared(logits, labels, vocab_size, **_):
         return (logits.float() ** 2).mean() + F.cross_entropy(
             logits.flatten(0, 1), labels.flatten()
@@ -290,7 +290,7 @@ def test_a_loss_of_the_models_own_runs_on_whole_logits(model, ids):
         _assert_same(_step(model, input_ids=ids, labels=ids), expected)
 
 
-def test_observer_hears_every_unit_in_order(model, ids):
+def test_the_observer_receives_every_unit_in_order(model, ids):
     listener = Listener()
     convert(model, _config(order="by_chunk"), observer=listener)
     _step(model, input_ids=ids, labels=ids)
@@ -309,7 +309,7 @@ def test_observer_hears_every_unit_in_order(model, ids):
     assert [name for _, name in listener.plans] == ["LlamaForCausalLM"] * 2
 
 
-def test_a_record_has_what_was_moved_for_its_own_step(model, ids):
+def test_a_record_counts_the_copies_of_its_own_step(model, ids):
     listener = Listener()
     convert(model, _config(offload="full", min_offload_size=1), observer=listener)
     for _ in range(2):
@@ -438,10 +438,10 @@ REFUSED = {
                                 ConfigError, r"labels has shape \(2, 5\)"),
     "hidden states": ({}, {"output_hidden_states": True}, ConfigError, "output_hidden_states"),
     "logits_to_keep, labels not cut": ({}, {"logits_to_keep": 2}, ConfigError,
-                                       "logits_to_keep names 2 of 23 tokens.*drop logits_to_keep"),
+                                       "logits_to_keep selects 2 of 23.*drop logits_to_keep"),
     "logits_to_keep twice": ({}, {"logits_to_keep": torch.tensor([3, 5, 3]),
                                   "labels": torch.ones(2, 3, dtype=torch.long)},
-                             ConfigError, "names a token twice"),
+                             ConfigError, "selects a token twice"),
     "logits_to_keep of rows": ({}, {"logits_to_keep": torch.ones(2, T, dtype=torch.bool)},
                                ConfigError, "mask labels with -100"),
     "not installed": ({"attention_backend": "flash_attention_2"}, {}, ConfigError, "cpu_flash"),
@@ -459,7 +459,7 @@ def test_bad_input_is_refused_before_the_first_chunk(model, ids, case):
 
 
 @pytest.mark.parametrize("field", ["output_hidden_states", "output_attentions"])
-def test_what_the_config_collects_is_refused_as_keywords_are(field, ids):
+def test_outputs_enabled_in_the_config_are_refused_like_keywords(field, ids):
     model = build_tiny_model("llama", dtype=torch.float32, attn_implementation="eager").train()
     setattr(model.config, field, True)
     convert(model, _config())

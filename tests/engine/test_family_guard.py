@@ -34,7 +34,7 @@ def test_every_proved_family_is_in_the_harness_and_not_refused_there():
     assert proved_here | {"llama"} == tested
 
 
-def test_an_unknown_family_is_tried_once_and_let_through(monkeypatch):
+def test_an_unknown_family_is_checked_once(monkeypatch):
     model = convert(build_tiny_model("llama"), QUIET)
     assert is_converted(model)
     assert list(guard._verdicts.values()) == [None]
@@ -59,7 +59,7 @@ def test_an_unknown_family_that_is_not_exact_is_refused(monkeypatch):
     assert "forward" not in model.__dict__
 
 
-def test_a_family_that_would_ignore_its_states_is_found_out_by_its_tiny_run(monkeypatch):
+def test_a_family_that_ignores_its_states_is_refused(monkeypatch):
     """Nobody is trusted by name: the table of reasons only says it earlier."""
     monkeypatch.setattr("sppo_hf.engine.structure.STATE_REASONS", {})
     # Its scan is a loop over the tokens, which takes a minute to trace at the usual lengths.
@@ -68,7 +68,7 @@ def test_a_family_that_would_ignore_its_states_is_found_out_by_its_tiny_run(monk
         convert(build_tiny_model("jamba"), SPPOConfig(chunk_lengths=(8, 15), show_plan=False))
 
 
-def test_a_family_that_cannot_be_built_small_is_let_through_aloud(monkeypatch):
+def test_a_family_without_a_tiny_model_gives_a_warning(monkeypatch):
     monkeypatch.setattr(guard, "_state", guard.threading.local())
     monkeypatch.setattr("sppo_hf.testing.check._tiny_of", _cannot)
     with pytest.warns(UserWarning, match="not among the families that were proved exact"):

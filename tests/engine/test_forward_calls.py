@@ -35,7 +35,7 @@ def _call(number: Any) -> ForwardCall:
 
 
 @pytest.mark.parametrize("number", [7, 7.5])
-def test_a_number_is_filled_in_on_the_device(number: float) -> None:
+def test_the_loss_divisor_is_created_on_the_device(number: float) -> None:
     """A copy of it would make the host wait until all of forward has run."""
     call, count = _call(number), torch.zeros((), dtype=torch.int64, device=META)
     with _Operations() as operations:

@@ -25,7 +25,7 @@ from sppo_hf.errors import ConfigError, SPPOError
 from sppo_hf.offload import weights as host
 from sppo_hf.offload.copy_streams import HostCopier
 from sppo_hf.planning.activation_modes import KEEP, ActivationMode
-from sppo_hf.planning.choices import DeviceFacts, Places
+from sppo_hf.planning.choices import DeviceFacts, Placement
 from sppo_hf.planning.memory import CONTEXT_BYTES
 from sppo_hf.planning.memory_snapshots import Budgets
 from sppo_hf.testing.exactness import compare, float64_everywhere
@@ -293,7 +293,7 @@ def test_weights_that_came_to_the_host_by_themselves_leave_it_with_the_order(
         for parameter in model.model.layers[1].parameters():
             parameter.requires_grad_(False)
         model.model.layers[0].register_full_backward_hook(lambda *_: None)
-    engine._set_places(Places(weights=True, optimizer=optimizer), torch.device("cpu"))
+    engine._set_places(Placement(weights=True, optimizer=optimizer), torch.device("cpu"))
     held = engine.weights
     assert held is not None
     assert not held.keep_device_copies
@@ -313,7 +313,7 @@ def test_a_copy_of_a_model_has_its_weights_where_the_model_has_them() -> None:
     model = _converted()
     engine = get_engine(model)
     assert engine is not None
-    engine._set_places(Places(weights=True, optimizer=True), torch.device("cpu"))
+    engine._set_places(Placement(weights=True, optimizer=True), torch.device("cpu"))
     twin = copy.deepcopy(model)
     for one in (model, twin):
         _loss(one).backward()
@@ -328,7 +328,7 @@ def test_a_copy_of_a_model_has_its_weights_where_the_model_has_them() -> None:
 def test_what_leaves_no_room_for_any_length_rests_before_the_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    choices = [Places(*away) for away in ((False, False), (False, True), (True, True))]
+    choices = [Placement(*away) for away in ((False, False), (False, True), (True, True))]
     whole = model_shape(find_parts(_converted()), torch.device("cpu"))
     standing = [
         whole.with_host_residents(weights=p.weights, optimizer=p.optimizer).standing_bytes
@@ -337,7 +337,7 @@ def test_what_leaves_no_room_for_any_length_rests_before_the_first(
     assert standing == sorted(set(standing), reverse=True)
     context = 1 + standing[0]
     monkeypatch.setitem(CONTEXT_BYTES, "cpu", context)
-    monkeypatch.setattr(engines, "read_places", lambda *_, **__: choices)
+    monkeypatch.setattr(engines, "read_placements", lambda *_, **__: choices)
 
     def rests(room: int) -> list[bool]:
         budgets = Budgets(device=context + room)
@@ -397,7 +397,7 @@ def test_what_rests_beside_weights_is_known_to_the_next_plan(
         # Forwards between two updates count no states.
         patched.setattr(engine, "_states_bytes", lambda optimizer: pytest.fail("counted again"))
         assert engine._unpinned_host_bytes() == 2 * trained + steps
-    engine._set_places(Places(weights=True, optimizer=True), torch.device("cpu"))
+    engine._set_places(Placement(weights=True, optimizer=True), torch.device("cpu"))
     assert engine._unpinned_host_bytes() == 2 * trained + steps
     saved = optimizer.state_dict()
     for state in saved["state"].values():

@@ -80,7 +80,7 @@ def test_settings_of_a_user(name: str, scenario: str) -> None:
         ("qwen3_vl", "image_grid_thw", torch.ones(1, 3, dtype=torch.long)),
     ],
 )
-def test_what_is_no_text_is_refused_by_its_name(name: str, argument: str, value: Any) -> None:
+def test_inputs_other_than_text_are_refused_by_name(name: str, argument: str, value: Any) -> None:
     model = convert(build_tiny_model(name, dtype=torch.float32), SETTINGS)
     with pytest.raises(ConfigError, match=rf"{argument} .*leave {argument} out"):
         model(**make_batch(), **{argument: value})
@@ -95,7 +95,7 @@ def test_what_is_no_text_is_refused_by_its_name(name: str, argument: str, value:
         ("qwen3_vl", "mm_token_type_ids", 0),
     ],
 )
-def test_types_of_tokens_that_say_text_change_nothing(name: str, argument: str, value: int) -> None:
+def test_token_types_of_text_change_nothing(name: str, argument: str, value: int) -> None:
     batch = make_batch(tokens=23)
     batch[argument] = torch.full_like(batch["input_ids"], value)
     report = compare(build_tiny_model(name), batch, SETTINGS)

@@ -344,7 +344,7 @@ def test_only_the_first_forward_is_run_again_and_only_once(
     assert plans.budgets == [BUDGET, int(0.95 * BUDGET), int(0.95 * BUDGET)]
 
 
-def test_other_errors_are_no_reason_to_plan_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_errors_do_not_shrink_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     model, plans, ids = budgeted()
     fault = Fault(kind=RuntimeError, words="shapes do not fit")
     PLACES["attention"](monkeypatch, model, fault)
@@ -410,7 +410,7 @@ def _on_cuda(mode: str, tokens: int) -> tuple[torch.nn.Module, Tensor, list[Tens
 @pytest.mark.gpu
 @pytest.mark.parametrize("share", [0.2, 0.4, 0.6])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_card_that_is_too_small(card: Card, mode: str, share: float) -> None:
+def test_a_device_that_is_too_small(card: Card, mode: str, share: float) -> None:
     # The allocator takes 20 MiB at a time: a step has to take many times that.
     model, ids, expected, step_bytes = _on_cuda(mode, tokens=2**15)
     assert step_bytes > 2**28, "too small a step to cut a share of"

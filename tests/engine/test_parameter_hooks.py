@@ -109,7 +109,7 @@ def test_hooks_on_the_heads_module_see_gradients_of_the_loss_itself(hook):
     assert not torch.allclose(hooked.by_name[name], free.by_name[name])
 
 
-def test_hooks_come_back_and_may_change_meanwhile():
+def test_removed_hooks_are_restored_and_may_change():
     parameter = torch.nn.Parameter(torch.ones(2))
     seen = []
     first = parameter.register_hook(lambda _: seen.append("first"))

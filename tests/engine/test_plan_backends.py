@@ -37,7 +37,7 @@ def _choose_by_window(monkeypatch):
     return asked
 
 
-def test_every_kind_of_layer_is_asked_for_before_the_first_runs(monkeypatch):
+def test_backends_of_all_layer_kinds_are_chosen_before_the_first_layer_runs(monkeypatch):
     asked = _choose_by_window(monkeypatch)
     model = build_tiny_model("gemma3_text", dtype=torch.float32).train()
     convert(model, SPPOConfig(num_chunks=3, show_plan=False))
@@ -62,7 +62,7 @@ def test_layers_of_one_kind_have_one_reason(monkeypatch):
     assert plan.backend_reason == f"cpu_flash: {asked[0]}"
 
 
-def test_layers_ask_again_once_determinism_is_asked_for(monkeypatch):
+def test_backends_are_chosen_again_when_determinism_is_enabled(monkeypatch):
     asked = _choose_by_window(monkeypatch)
     model = build_tiny_model("llama", dtype=torch.float32).train()
     convert(model, SPPOConfig(num_chunks=3, show_plan=False))
@@ -74,7 +74,7 @@ def test_layers_ask_again_once_determinism_is_asked_for(monkeypatch):
     assert len(asked) == 2
 
 
-def test_rows_of_many_lengths_ask_for_what_builds_nothing_per_shape(monkeypatch):
+def test_rows_of_many_lengths_get_a_backend_that_builds_nothing_per_shape(monkeypatch):
     asked = _choose_by_window(monkeypatch)
     model = build_tiny_model("llama", dtype=torch.float32).train()
     convert(model, SPPOConfig(num_chunks=2, show_plan=False))
@@ -162,7 +162,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("family", "rows", "settings"), CASES)
-def test_kernels_that_plan_meet_a_steps_shapes_before_it(monkeypatch, family, rows, settings):
+def test_kernels_build_plans_for_all_shapes_of_a_step_before_it(
+    monkeypatch, family, rows, settings
+):
     kernel = Planning()
     step, observer = train_with(monkeypatch, kernel, family, rows, **settings)
     step()
@@ -179,7 +181,7 @@ def test_kernels_that_plan_meet_a_steps_shapes_before_it(monkeypatch, family, ro
 
 @pytest.mark.parametrize("family", ["gemma3_text", "llama4_text"])
 @pytest.mark.parametrize("block_tokens", [1, 20, 48])
-def test_also_where_keys_wait_elsewhere(monkeypatch, family, block_tokens):
+def test_kernels_build_plans_for_offloaded_kv(monkeypatch, family, block_tokens):
     force_kv(monkeypatch, block_tokens=block_tokens)
     kernel = Planning()
     step, _ = train_with(monkeypatch, kernel, family, 2, order="by_chunk")
@@ -187,7 +189,7 @@ def test_also_where_keys_wait_elsewhere(monkeypatch, family, block_tokens):
     assert set(kernel.in_step) <= set(kernel.before)
 
 
-def test_what_waits_elsewhere_takes_no_memory_meanwhile():
+def test_building_plans_for_offloaded_kv_takes_no_memory_for_it():
     transfer = warm_up._ComesAsZeros(torch.device("cpu"))
     keys = torch.ones(1, 5, 2, 3, dtype=torch.bfloat16).transpose(1, 2)
     sent = weakref.ref(keys.untyped_storage())
@@ -200,7 +202,7 @@ def test_what_waits_elsewhere_takes_no_memory_meanwhile():
     assert sent() is None
 
 
-def test_also_where_attention_runs_again_in_backward(monkeypatch):
+def test_kernels_build_plans_for_recomputed_attention(monkeypatch):
     force_modes(monkeypatch, lambda chunk, layer: mode_of("hidden", "device"))
     kernel = Planning()
     step, _ = train_with(monkeypatch, kernel, "llama", 1, order="by_chunk")
@@ -210,7 +212,7 @@ def test_also_where_attention_runs_again_in_backward(monkeypatch):
 
 
 @pytest.mark.parametrize("family", ["llama", "llama4_text"])
-def test_also_for_padding_and_for_evaluation(monkeypatch, family):
+def test_kernels_build_plans_for_padding_and_evaluation(monkeypatch, family):
     kernel = Planning()
     step, _ = train_with(monkeypatch, kernel, family, 2, order="by_chunk")
     mask = torch.ones(2, 48, dtype=torch.long)
@@ -220,7 +222,7 @@ def test_also_for_padding_and_for_evaluation(monkeypatch, family):
     assert set(kernel.in_step) <= set(kernel.before)
 
 
-def test_rows_that_never_come_again_are_forgotten(monkeypatch):
+def test_shapes_of_rows_that_do_not_recur_are_forgotten(monkeypatch):
     """What comes every time, as an evaluation's rows among packed ones, is remembered."""
     monkeypatch.setattr(warm_up, "MOST_DONE", 3)
     tried: list[object] = []
@@ -244,7 +246,7 @@ def test_rows_that_never_come_again_are_forgotten(monkeypatch):
     assert len(warm._done) == 3
 
 
-def test_time_for_it_is_bounded(monkeypatch):
+def test_time_to_build_kernel_plans_is_bounded(monkeypatch):
     monkeypatch.setattr(plans, "_WARM_UP_SECONDS", 0.0)
     kernel = Planning()
     step, observer = train_with(monkeypatch, kernel, "llama", 1, order="by_chunk")
@@ -254,7 +256,7 @@ def test_time_for_it_is_bounded(monkeypatch):
     assert not observer.said
 
 
-def test_kernels_that_plan_nothing_are_left_alone(monkeypatch):
+def test_kernels_without_plans_are_not_warmed_up(monkeypatch):
     kernel = Planning()
     monkeypatch.setattr(CuDNN, "plans_each_shape", False)
     step, _ = train_with(monkeypatch, kernel, "llama", 1, order="by_chunk")

@@ -1,7 +1,9 @@
-"""Plans are made once per batch shape, and anew when gradients turn out to accumulate."""
+"""Plans are made once for each batch shape, and corrected once by measured steps."""
 
 import logging
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -10,14 +12,19 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.engine import plan_cache as plans_module
 from sppo_hf.engine.convert import convert, get_engine
 from sppo_hf.engine.offload_holder import OffloadHolder
-from sppo_hf.engine.plan_cache import PlanCache, ProfileCorrection
-from sppo_hf.engine.step_observer import StepObserver
+from sppo_hf.engine.plan_cache import PlanCache, ProfileCorrection, ProfileCorrector
+from sppo_hf.engine.sequence_group import SequenceGroup
+from sppo_hf.engine.step_observer import StepObserver, StepTimer
 from sppo_hf.engine.structure import find_parts, suppress_peft_warnings
 from sppo_hf.errors import BudgetError
 from sppo_hf.offload.engine import OffloadEngine
 from sppo_hf.planning.cost import Correction
+from sppo_hf.planning.plan import Plan
 from sppo_hf.planning.prediction import MeasuredStep
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
+from tests.planning.situations import slow_cost, small_shape
+from tests.planning.synthetic import mixed_plan
+from tests.planning.test_prediction import as_measured, predicted
 
 
 class _Plans(StepObserver):
@@ -47,7 +54,7 @@ def test_one_plan_per_shape():
     assert not any(plan.accumulates for plan in seen)
 
 
-def test_gradients_that_are_there_are_planned_for():
+def test_accumulated_gradients_are_counted_in_plans():
     model, seen = _converted(build_tiny_model("llama"))
     for _ in range(3):
         _step(model)
@@ -61,7 +68,7 @@ def test_gradients_that_are_there_are_planned_for():
     assert len(seen) == 2, "the first batch of a later step fits what was planned"
 
 
-def test_few_gradients_change_no_plan():
+def test_small_gradients_do_not_change_plans():
     model, seen = _converted(add_lora(build_tiny_model("llama", vocab_size=50_000)))
     for _ in range(2):
         _step(model)
@@ -69,7 +76,7 @@ def test_few_gradients_change_no_plan():
     assert plan.estimate.moments[-1].device["gradients"] < 0.01 * plan.estimate.device.total
 
 
-def test_a_corrected_plan_is_for_the_device_of_the_first(monkeypatch: pytest.MonkeyPatch):
+def test_a_corrected_plan_is_made_for_the_same_device(monkeypatch: pytest.MonkeyPatch):
     """Of several devices of a kind the model's need not be the current one."""
     asked: list[torch.device] = []
     facts = plans_module.device_facts
@@ -86,8 +93,8 @@ def test_a_corrected_plan_is_for_the_device_of_the_first(monkeypatch: pytest.Mon
     assert book.get(1, 20, device, StepObserver()) is plan
     seconds = (1.0,) * 3
     measured = MeasuredStep(forward_seconds=seconds, backward_seconds=seconds, stall_seconds=0.0)
-    correction_found = ProfileCorrection(plan, measured, Correction(backward=2.0))
-    monkeypatch.setattr(book._corrector, "new_corrections", lambda: iter([correction_found]))
+    found = ProfileCorrection(plan, measured, Correction(backward=2.0))
+    monkeypatch.setattr(book._corrector, "new_corrections", lambda: iter([found]))
     book.correct(StepObserver())
     assert asked == [device] * 2
     assert book.get(1, 20, device, StepObserver()) is not plan
@@ -95,7 +102,7 @@ def test_a_corrected_plan_is_for_the_device_of_the_first(monkeypatch: pytest.Mon
     assert asked[2:] == [torch.device("cpu", 2)]
 
 
-def test_plans_are_kept_by_what_trains():
+def test_each_set_of_trained_parameters_has_its_own_plans():
     """Adapters that take turns are planned for once each; one that is off in an evaluation, too."""
     peft = pytest.importorskip("peft")
     model, seen = _converted(build_tiny_model("llama"))
@@ -117,7 +124,7 @@ def test_plans_are_kept_by_what_trains():
     assert len(seen) == 3, "one of evaluation"
 
 
-def test_of_layers_that_are_drawn_to_train_again_and_again_few_plans_stay():
+def test_plans_of_the_least_recently_trained_sets_are_dropped():
     """As LISA draws them; the sets that trained last are those that are still known."""
     model, seen = _converted(build_tiny_model("llama"))
     engine = get_engine(model)
@@ -141,7 +148,7 @@ def test_of_layers_that_are_drawn_to_train_again_and_again_few_plans_stay():
 
 
 @pytest.mark.parametrize("shares", [(0.5,), (1.0, 0.5)], ids=str)
-def test_a_batch_is_planned_with_the_host_memory_that_there_really_is(shares, monkeypatch, caplog):
+def test_plans_use_the_host_memory_that_the_system_grants(shares, monkeypatch, caplog):
     """Also where the system gives less than it gave a moment before."""
     asked = []
 
@@ -162,7 +169,7 @@ def test_a_batch_is_planned_with_the_host_memory_that_there_really_is(shares, mo
     assert caplog.text.count("the system gave") == len(shares)
 
 
-def test_a_correction_that_fits_nowhere_leaves_the_plan(monkeypatch: pytest.MonkeyPatch):
+def test_a_correction_without_a_feasible_plan_keeps_the_plan(monkeypatch: pytest.MonkeyPatch):
     """What ran so far still fits."""
     config = SPPOConfig(num_chunks=3, show_plan=False)
     book = PlanCache(find_parts(build_tiny_model("llama")), config, OffloadHolder(config))
@@ -181,7 +188,7 @@ def test_a_correction_that_fits_nowhere_leaves_the_plan(monkeypatch: pytest.Monk
     assert book.get(*wanted) is plan
 
 
-def test_a_written_plan_of_another_model_is_warned_about():
+def test_a_written_plan_of_another_model_gives_a_warning():
     made_for = "plan 1: 99 layers of 64, vocabulary 1000; 20 tokens"
     model, seen = _converted(build_tiny_model("llama"), planned_for=made_for)
     _step(model)
@@ -190,3 +197,93 @@ def test_a_written_plan_of_another_model_is_warned_about():
     assert "is of a model of 99 layers of 64" in said
     assert "write it again" in said
     assert "20 tokens" not in said, "of this length it is"
+
+
+@dataclass
+class _Timer:
+    """A finished step; `took` is None while the device is behind."""
+
+    plan: Plan
+    took: MeasuredStep | None
+
+    def measured(self) -> MeasuredStep | None:
+        return self.took
+
+
+def _plan() -> Plan:
+    cost = slow_cost(small_shape())
+    return replace(mixed_plan(6), prediction=predicted(cost), cost=cost)
+
+
+def _slower(plan: Plan) -> MeasuredStep:
+    """Backward takes three times as long as planned."""
+    assert plan.prediction is not None
+    as_planned = as_measured(plan.prediction)
+    return replace(as_planned, backward_seconds=tuple(3 * s for s in as_planned.backward_seconds))
+
+
+def _finish_step(corrector: ProfileCorrector, plan: Plan, took: MeasuredStep | None) -> _Timer:
+    timer = _Timer(plan, took)
+    corrector.step_done(cast(StepTimer, timer))
+    return timer
+
+
+def test_only_the_second_step_is_measured():
+    corrector, plan = ProfileCorrector(), _plan()
+    _finish_step(corrector, plan, _slower(plan))
+    assert not list(corrector.new_corrections()), "the first step allocates and compiles"
+    _finish_step(corrector, plan, _slower(plan))
+    (found,) = corrector.new_corrections()
+    assert found.plan is plan
+    assert found.correction.backward / found.correction.forward > 2
+    for _ in range(3):
+        _finish_step(corrector, plan, _slower(plan))
+        assert not list(corrector.new_corrections()), "once"
+
+
+def test_measuring_does_not_wait_for_the_device():
+    corrector, plan = ProfileCorrector(), _plan()
+    _finish_step(corrector, plan, None)
+    timer = _finish_step(corrector, plan, None)
+    assert not list(corrector.new_corrections())
+    timer.took = _slower(plan)
+    assert len(list(corrector.new_corrections())) == 1
+
+
+def test_a_corrected_plan_is_not_corrected_again():
+    corrector, plan = ProfileCorrector(), _plan()
+    assert plan.cost is not None
+    plan = replace(plan, cost=replace(plan.cost, correction=Correction(backward=2.0)))
+    for _ in range(2):
+        _finish_step(corrector, plan, _slower(plan))
+    assert not list(corrector.new_corrections())
+
+
+def test_plans_without_a_prediction_are_not_corrected():
+    corrector = ProfileCorrector()
+    for _ in range(2):
+        _finish_step(corrector, mixed_plan(6), None)
+    assert not list(corrector.new_corrections())
+
+
+class _Group:
+    """Two ranks that share a sequence, of which the other one `took` so long."""
+
+    took: MeasuredStep | None = None
+
+    def decide(self, make: Callable[[], Any], better: Callable[[Any], float]) -> Any:
+        return min(make(), self.took, key=better)
+
+
+def test_ranks_that_share_a_sequence_learn_from_the_slowest_rank():
+    group, plan = _Group(), _plan()
+    corrector = ProfileCorrector(cast(SequenceGroup, group))
+    slow = _slower(plan)
+    for _ in range(2):
+        _finish_step(
+            corrector, plan, replace(slow, forward_seconds=(0.0,) * len(slow.forward_seconds))
+        )
+    assert not list(corrector.new_corrections()), "the other one's device is behind"
+    group.took = slow
+    (found,) = corrector.new_corrections()
+    assert found.measured is slow

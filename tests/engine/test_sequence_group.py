@@ -32,7 +32,7 @@ def test_parts_follow_each_other_and_are_even(start: int, tokens: int, size: int
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 6))
-def test_every_query_head_finds_its_key_head_on_its_rank(size: int, own: int, sharing: int) -> None:
+def test_every_rank_has_the_kv_heads_of_its_query_heads(size: int, own: int, sharing: int) -> None:
     heads = size * own
     if heads % sharing:
         return
@@ -70,7 +70,7 @@ def test_sizes_that_do_not_divide_the_heads_are_refused_with_those_that_do() -> 
         check_heads(12, 5, "a model")
 
 
-def test_ranks_drop_other_tokens_and_are_alike_afterwards() -> None:
+def test_ranks_draw_different_dropout_and_equal_numbers_afterwards() -> None:
     drawn, after = [], []
     for rank in range(2):
         torch.manual_seed(7)

@@ -48,7 +48,7 @@ def names(model: nn.Module) -> dict[str, tuple[int, ...]]:
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set", "ignore:The following .*_pattern keys")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("lora", [False, True], ids=["whole", "LoRA"])
-def test_stages_share_out_the_parameters_under_their_names(family: str, lora: bool) -> None:
+def test_stages_divide_the_parameters_and_keep_their_names(family: str, lora: bool) -> None:
     whole = build(family, lora=lora)
     tied = family in TIED or family in ("gemma3_text", "cohere2", "minicpm3")
     held: dict[str, tuple[int, ...]] = {}
@@ -112,7 +112,7 @@ def test_what_is_not_kept_is_freed() -> None:
     assert staged.parts.causal_lm is model
 
 
-def test_absent_layers_say_what_models_read_off_layers() -> None:
+def test_absent_layers_keep_attributes_that_models_read() -> None:
     model = build("gemma2")
     for index, layer in enumerate(find_parts(model).layers):
         layer.kind_of_attention = f"kind {index}"
@@ -136,7 +136,7 @@ def test_layers_that_are_absent_are_not_recomputed() -> None:
     assert find_parts(model).layers[1](hidden) is hidden
 
 
-def test_absent_ends_do_nothing() -> None:
+def test_absent_ends_return_their_input() -> None:
     model = build()
     cut(model, 1)
     embedded = model.get_input_embeddings()(torch.zeros(2, 3, dtype=torch.long))
@@ -179,7 +179,7 @@ def test_one_stage_runs_at_a_time() -> None:
     ],
     ids=["gap", "empty", "too many layers", "order", "twice"],
 )
-def test_stages_that_are_no_cut_are_refused(layers: tuple[range, ...]) -> None:
+def test_stages_that_do_not_cover_the_layers_are_refused(layers: tuple[range, ...]) -> None:
     model = build()
     with pytest.raises(ConfigError, match=r"stages hold layers .* LlamaForCausalLM has 4.*Remedy"):
         cut(model, 0, layers=layers)
@@ -230,7 +230,7 @@ def test_encoders_are_with_the_first_stage() -> None:
     assert seen[0]
 
 
-def test_what_makes_and_joins_several_hidden_states_is_at_the_ends() -> None:
+def test_altup_projections_are_on_the_first_and_last_stage() -> None:
     model = build_tiny_model("gemma3n_text")
     parts = find_parts(model)
     count = len(parts.layers)
@@ -268,7 +268,9 @@ def layouts(draw: st.DrawFn) -> tuple[MessageLayout, int]:
 
 
 @given(drawn=layouts(), by_name=st.booleans())
-def test_what_was_packed_is_unpacked(drawn: tuple[MessageLayout, int], by_name: bool) -> None:
+def test_unpacking_a_message_restores_its_tensors(
+    drawn: tuple[MessageLayout, int], by_name: bool
+) -> None:
     layout, start = drawn
     streams, size = layout.num_streams, layout.per_layer_size
     shape = (ROWS, TOKENS, WIDTH)
@@ -302,7 +304,7 @@ def test_what_was_packed_is_unpacked(drawn: tuple[MessageLayout, int], by_name: 
 
 
 @pytest.mark.parametrize("layers", [range(0, 2), range(2, 4), range(3, 6)])
-def test_keys_of_an_earlier_stage_are_held_once(layers: range) -> None:
+def test_kv_of_an_earlier_stage_is_stored_once(layers: range) -> None:
     keys = _SharedKV("full_attention", 1, (2, 3, 5), 1, (4, 4))
     layout = MessageLayout(6, WIDTH, 1, 0, (keys,))
     held = layout.kv_layers(layers, {*range(6)})

@@ -1,15 +1,17 @@
-"""What observers are told, and the labels of units in a profiler's trace."""
+"""What observers receive, labels of units in a profiler's trace, and times on a late device."""
 
 import gc
 import json
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from sppo_hf import SPPOPlugin
-from sppo_hf.engine.step_observer import ObserverHub, StepObserver, UnitLabel
+from sppo_hf.engine import step_observer
+from sppo_hf.engine.step_observer import ChunkTimer, ObserverHub, StepObserver, UnitLabel
 from tests.integrations.training import make_model
 
 
@@ -40,7 +42,7 @@ def test_every_event_reaches_every_subscriber_once():
     )
 
 
-def test_who_left_or_is_gone_hears_nothing():
+def test_unsubscribed_and_deleted_observers_receive_nothing():
     hub, heard = ObserverHub(), []
     left, gone = _Listener(heard), _Listener(heard)
     hub.subscribe(left)
@@ -96,3 +98,56 @@ def test_a_label_is_closed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     label.leave()
     label.leave()
     assert seen == ["sppo/a", "end of sppo/a", "sppo/b", "end of sppo/b"]
+
+
+class _LateMark:
+    """A mark on a device whose clock the test sets."""
+
+    now = 0.0
+    reached_until = 0.0
+
+    def __init__(self, device: torch.device) -> None:
+        assert torch.device(device).type == "cuda"
+        self.at = _LateMark.now
+
+    def is_reached(self) -> bool:
+        return self.at <= _LateMark.reached_until
+
+    def seconds_until(self, later: Any) -> float:
+        return later.at - self.at
+
+
+def test_seconds_are_known_when_the_device_has_reached_the_last_mark(monkeypatch):
+    monkeypatch.setattr(step_observer, "Mark", _LateMark)
+    timer = ChunkTimer("cuda")
+    for second, (phase, chunk) in enumerate(
+        [("forward", 0), ("forward", 1), ("end", 0), ("backward", 1), ("backward", 0), ("end", 0)]
+    ):
+        _LateMark.now = float(second**2)
+        timer.enter(phase, chunk)
+    _LateMark.reached_until = 16.0
+    assert not timer.is_ready()
+    with pytest.raises(AssertionError):
+        timer.seconds("forward", 2)
+    _LateMark.reached_until = 25.0
+    assert timer.seconds("forward", 2) == (1.0, 3.0)
+    assert timer.seconds("backward", 2) == (9.0, 7.0), "what lies between the phases is neither's"
+
+
+def test_marks_are_recorded_in_the_stream_of_the_models_device(monkeypatch):
+    """Whatever the current device is: autograd's thread has another than the main thread."""
+    recorded = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self, stream: str) -> None:
+            recorded.append(stream)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    timer = ChunkTimer(torch.device("cuda", 1))
+    timer.enter("forward", 0)
+    timer.enter("end")
+    assert recorded == ["stream of cuda:1"] * 2

@@ -249,7 +249,7 @@ def test_frame_bytes_of_recurrent_layers(family: str, lengths: tuple[int, int]) 
 
 
 @pytest.mark.parametrize("lora", [None, LoraShape(rank=16)])
-def test_llama_is_what_it_is_by_hand(lora: LoraShape | None) -> None:
+def test_the_profile_of_llama_equals_the_one_made_by_hand(lora: LoraShape | None) -> None:
     if lora is not None:
         pytest.importorskip("peft")
     training = Training(dtype_bytes=2, parameter_bytes=2, lora=lora)
@@ -260,14 +260,14 @@ def test_llama_is_what_it_is_by_hand(lora: LoraShape | None) -> None:
     assert replace(traced, layers=layers) == by_hand(config, training)
 
 
-def test_sizes_in_nested_settings_are_no_matter() -> None:
+def test_sizes_in_nested_configs_are_found() -> None:
     config = tiny_config("dbrx")
     layer = trace_config(config, HALF).layers[0]
     assert layer.num_heads == config.n_heads
     assert layer.mlp_width == config.ffn_config.moe_top_k * config.ffn_config.ffn_hidden_size
 
 
-def test_windows_make_kinds_of_layers() -> None:
+def test_layers_with_different_windows_are_different_kinds() -> None:
     profile = trace_config(tiny_config("gemma3_text"), HALF)
     kinds = tiny_config("gemma3_text").layer_types
     assert [layer.window is None for layer in profile.layers] == [
@@ -286,7 +286,7 @@ def test_a_loop_over_chosen_experts_is_run_on_the_cpu(caplog: pytest.LogCaptureF
     assert profile.layers[0].mlp_width == config.num_experts_per_tok * config.intermediate_size
 
 
-def test_the_rank_of_adapters_is_a_line() -> None:
+def test_profiles_are_linear_in_the_adapters_rank() -> None:
     pytest.importorskip("peft")
     config, rank = load_config("smollm2-135m"), 64
     training = Training(dtype_bytes=2, parameter_bytes=2, lora=LoraShape(rank=rank))
@@ -364,7 +364,7 @@ def test_graphs_of_scans_grow_with_the_tokens() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3n_text", "gemma4_text"])
-def test_messages_are_those_that_stages_give_on(family: str) -> None:
+def test_message_sizes_are_those_of_the_stages_messages(family: str) -> None:
     config: Any = tiny_config(family)
     profile = trace_config(config, HALF)
     layout = MessageLayout.of(find_parts(build_tiny_model(family)), profile.layers)

@@ -19,7 +19,7 @@ from sppo_hf.integrations.accelerator import optimizer_state_bytes, reason_again
 from sppo_hf.integrations.validation import check_host_placement
 from sppo_hf.offload.copy_streams import HostCopier
 from sppo_hf.planning import plan
-from sppo_hf.planning.choices import Places
+from sppo_hf.planning.choices import Placement
 from tests.fakes.device import FakeDevice
 from tests.integrations.training import make_arguments, make_model, make_rows
 from tests.sweeps import ALL
@@ -67,7 +67,7 @@ def test_many_steps_are_those_of_the_plain_trainer(places: dict[str, str], tmp_p
 
 
 @pytest.mark.parametrize("places", HOST, ids=str)
-def test_a_checkpoint_goes_on_where_it_stopped(
+def test_training_resumes_from_a_checkpoint(
     places: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # What rests is in pieces of locked memory, as on CUDA; a checkpoint has its bytes alone.
@@ -102,25 +102,27 @@ def test_a_dropped_loss_leaves_nothing_on_the_device_for_the_optimizer() -> None
     assert all(not torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
 
 
-def _decided(places: Places) -> Callable[..., tuple[Places, ...]]:
+def _decided(places: Placement) -> Callable[..., tuple[Placement, ...]]:
     """As if a GPU had no room, where settings and optimizer leave the place open."""
 
     def read(config: SPPOConfig, *_: object, **__: object):
         return (
-            (places,) if config.host_resident != (True, True) else (Places(*config.host_resident),)
+            (places,)
+            if config.host_resident != (True, True)
+            else (Placement(*config.host_resident),)
         )
 
     return read
 
 
-@pytest.mark.parametrize("places", [Places(False, True), Places(True, True)], ids=str)
-def test_what_a_plan_puts_on_the_host_goes_there_before_the_first_step(
-    places: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("places", [Placement(False, True), Placement(True, True)], ids=str)
+def test_planned_host_placement_happens_before_the_first_step(
+    places: Placement, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # With Adam's own epsilon, rounding decides the sign of steps along the smallest gradients.
     steps = {"max_steps": 3, "adam_epsilon": 1e-3}
     plain = _train(tmp_path / "plain", None, **steps)
-    monkeypatch.setattr(plan, "read_places", _decided(places))
+    monkeypatch.setattr(plan, "read_placements", _decided(places))
     auto = _train(tmp_path / "auto", SPPOPlugin(chunk_tokens=16), **steps)
     weights = get_engine(auto.model).weights
     assert weights.keep_device_copies is not places.weights
@@ -137,15 +139,15 @@ def test_weights_follow_the_optimizer_where_longer_rows_ask_for_it(
     model, plain = make_model(), make_model()
     optimizers = [torch.optim.AdamW(m.parameters(), eps=1e-3) for m in (model, plain)]
     model, ours = accelerator.prepare(model, optimizers[0])
-    for tokens, places in ((8, Places(False, True)), (12, Places(True, True)), (8, None)):
+    for tokens, places in ((8, Placement(False, True)), (12, Placement(True, True)), (8, None)):
         if places is not None:
-            monkeypatch.setattr(plan, "read_places", _decided(places))
+            monkeypatch.setattr(plan, "read_placements", _decided(places))
         ids = torch.arange(tokens)[None]
         for one, optimizer in ((model, ours), (plain.train(), optimizers[1])):
             one(input_ids=ids, labels=ids).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert get_engine(model).weights.keep_device_copies is (places == Places(False, True))
+        assert get_engine(model).weights.keep_device_copies is (places == Placement(False, True))
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
     assert optimizers[0].param_groups[0]["fused"], "torch's fused kernel updates host memory"
@@ -161,7 +163,7 @@ def test_weights_follow_the_optimizer_where_longer_rows_ask_for_it(
         (torch.optim.AdamW, {}, ""),
     ],
 )
-def test_what_keeps_weights_on_the_device_is_said(
+def test_reasons_against_host_weights_are_named(
     kind: Any, changes: dict[str, Any], named: str
 ) -> None:
     accelerator = SimpleNamespace(**{"num_processes": 1, "mixed_precision": "no", **changes})
@@ -179,7 +181,7 @@ def test_what_keeps_weights_on_the_device_is_said(
         (torch.optim.SGD, {"momentum": 0.9}, 1),
     ],
 )
-def test_what_an_optimizer_keeps_is_known_before_its_first_step(
+def test_optimizer_state_bytes_are_known_before_the_first_step(
     kind: Any, options: dict[str, Any], per_parameter: int
 ) -> None:
     parameter = torch.nn.Parameter(torch.rand(64, dtype=torch.bfloat16))
@@ -205,7 +207,7 @@ _Eight.__module__ = "bitsandbytes.optim.adamw"
         (torch.optim.AdamW, {"capturable": True}, "capturable=True"),
     ],
 )
-def test_an_optimizer_that_cannot_live_there_is_refused(kind, options, named: str) -> None:
+def test_an_optimizer_for_gpus_only_is_refused_on_the_host(kind, options, named: str) -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(cpu=True, parallelism_config=SPPOPlugin(optimizer="host"))
     model = make_model()
@@ -235,13 +237,13 @@ def test_the_trainer_never_moves_all_of_the_model_to_the_device(tmp_path: Path) 
         ({"mixed_precision": "fp16"}, "weights='host' with mixed_precision='fp16'"),
     ],
 )
-def test_what_needs_the_device_is_refused(seen: dict[str, Any], said: str) -> None:
+def test_host_placement_with_fp16_or_processes_is_refused(seen: dict[str, Any], said: str) -> None:
     accelerator = SimpleNamespace(**{"num_processes": 1, "mixed_precision": "no", **seen})
     with pytest.raises(ConfigError, match=said):
         check_host_placement(accelerator, SPPOConfig(weights="host"))
 
 
-def test_what_a_step_did_ends_with_the_update(tmp_path: Path) -> None:
+def test_the_action_log_ends_with_the_update(tmp_path: Path) -> None:
     plugin = SPPOPlugin(chunk_tokens=16, weights="host", trace_dir=str(tmp_path / "did"))
     _train(tmp_path, plugin, max_steps=2, gradient_accumulation_steps=2)
     ran = (tmp_path / "did" / "rank0.actions").read_text().split()

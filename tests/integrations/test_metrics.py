@@ -10,7 +10,7 @@ from sppo_hf.integrations.callback import StepMeter, summary
 from sppo_hf.offload.engine import OffloadStats
 
 _OFFLOAD = {field.name for field in fields(OffloadStats)}
-MOVED = {
+TRANSIENT_CAUSES = {
     "stall_seconds": 0.5,
     "d2h_bytes": 10,
     "h2d_bytes": 20,
@@ -31,7 +31,7 @@ def _record(**changes: Any) -> StepRecord:
         "planned_seconds": None,
         "num_chunks": 4,
         "training": True,
-        "offload": OffloadStats(**MOVED | offload),
+        "offload": OffloadStats(**TRANSIENT_CAUSES | offload),
     }
     return StepRecord(**{**values, **changes})
 
@@ -101,7 +101,7 @@ def test_a_drain_starts_anew():
     assert meter.drain(world_tokens=100, peak_flops_per_second=None) == {}
 
 
-def test_what_is_not_known_is_left_out():
+def test_unknown_numbers_are_left_out():
     meter = _meter()
     meter.on_record(_record())
     meter.add_step(1.0)

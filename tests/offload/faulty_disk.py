@@ -32,8 +32,8 @@ class FaultyDisk:
         """As `write_begun`, for reads."""
         self.errors: list[BaseException] = []
         """What the next calls raise, first to last."""
-        self.most_bytes: int | None = None
-        """What one call moves at most; past the page cache, where it must be, whole blocks."""
+        self.max_bytes: int | None = None
+        """Maximum bytes of one call; a whole number of blocks past the page cache."""
         self.writes: list[tuple[int, int]] = []
         """Offset and bytes of every write that was made."""
         self.resume()
@@ -68,10 +68,10 @@ class FaultyDisk:
             if self.errors:
                 raise self.errors.pop(0)
             (memory,) = buffers
-            most_bytes = self.most_bytes
-            if most_bytes is not None and fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
-                most_bytes = round_up(most_bytes)
-            memory = memory[:most_bytes]
+            max_bytes = self.max_bytes
+            if max_bytes is not None and fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+                max_bytes = round_up(max_bytes)
+            memory = memory[:max_bytes]
             moved = call(descriptor, [memory], offset)
             if is_write:
                 self.writes.append((offset, moved))

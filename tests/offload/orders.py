@@ -1,4 +1,4 @@
-"""Orders of prefetches for prefetch orders of tests, from the sizes of their frames."""
+"""Lists of prefetches for the tests, from the sizes of groups of handles."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def asked_within(sizes_bytes: Sequence[int], max_prefetch_bytes: int | None) -> list[int]:
-    """By frame, the lowest one asked for while it is in use: as many as the window holds.
+    """By group, the lowest one asked for while it is in use: as many as the window holds.
 
     One that has bytes is always ahead, however large, and those without are passed over.
     """

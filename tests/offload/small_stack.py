@@ -1,4 +1,4 @@
-"""A small stack of layers, run with and without frames; what the frame tests share."""
+"""A small stack of layers, run with and without offload; shared by tests."""
 
 from __future__ import annotations
 
@@ -69,11 +69,11 @@ def loss_of(
             hidden_CD = block(hidden_CD)
         else:
             tier = tiers[number % len(tiers)]
-            frame = _Watched(
+            group = _Watched(
                 engine, prefetch_order, label=f"layer {number}", tier=tier, number=number
             )
-            frame.before_move = before_move
-            with frame:
+            group.before_move = before_move
+            with group:
                 hidden_CD = block(hidden_CD)
     return hidden_CD.square().mean()
 
@@ -91,7 +91,7 @@ def assert_same(ours: list[Tensor], plain: list[Tensor]) -> None:
         assert torch.equal(one, other)
 
 
-def in_a_frame(
+def offload_computation(
     engine: OffloadEngine, prefetch_order: PrefetchOrder, body: Callable[[], Tensor]
 ) -> Tensor:
     with LayerOffload(engine, prefetch_order):

@@ -47,7 +47,9 @@ def test_copies_overlap_with_compute(device: FakeDevice) -> None:
     assert device.compute.ready_at == SECONDS
 
 
-def test_a_source_may_go_once_its_ticket_is_ordered_and_not_before(device: FakeDevice) -> None:
+def test_a_source_may_be_freed_once_its_ticket_is_ordered_and_not_before(
+    device: FakeDevice,
+) -> None:
     copier = StreamCopier(device)
     source = device.tensor(_bytes())
     ticket = copier.start_d2h(source, _host())
@@ -156,7 +158,7 @@ def test_a_wait_for_one_copy_orders_all_before_it_and_none_after(device: FakeDev
     assert copier.stall_seconds() == pytest.approx(4 * SECONDS)
 
 
-def test_what_the_host_has_seen_of_a_lane_it_knows_of_all_before(device: FakeDevice) -> None:
+def test_a_copy_seen_done_implies_all_earlier_ones_of_its_stream(device: FakeDevice) -> None:
     copier = StreamCopier(device)
     hosts = [_host() for _ in range(3)]
     sources = [device.tensor(_bytes()) for _ in hosts]
@@ -182,7 +184,7 @@ def test_a_copy_that_another_stream_waited_for_is_ordered_for_the_new_one(
         assert device.kernel(reads=[back]) is None  # now it raises nothing
 
 
-def test_events_are_used_again(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_are_reused(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of many round trips each makes the two by which its copies are known, and no others."""
     made: list[bool] = []
 
@@ -238,7 +240,7 @@ class _NoWait(FakeStream):
         pytest.param("compute", 1, id="compute does not wait for the H2D copy"),
     ],
 )
-def test_the_fake_device_sees_each_wait_that_is_left_out(lane: str, skipped: int) -> None:
+def test_the_fake_device_detects_each_missing_wait(lane: str, skipped: int) -> None:
     device = FakeDevice(lambda stream, num_bytes: SECONDS)
     streams = {name: _NoWait(device, name) for name in ("compute", "d2h", "h2d")}
     streams[lane].skipped = skipped

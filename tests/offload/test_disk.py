@@ -1,12 +1,17 @@
-"""The disk store returns what it was given, within its budget, in order, and cleans up behind."""
+"""The disk store: bytes come back, faults are reported, queues and budgets hold."""
 
 import copy
+import errno
 import gc
+import logging
+import os
 import pickle
+import re
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -16,7 +21,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sppo_hf.errors import BudgetError, OffloadError
-from sppo_hf.offload.disk import DiskStore, DiskWrite
+from sppo_hf.offload import disk
+from sppo_hf.offload.disk import DiskExtent, DiskSpace, DiskStore, DiskWrite, describe
 from sppo_hf.offload.disk_files import BLOCK_BYTES, StoreFolder, aligned_bytes
 from tests.offload.faulty_disk import PATIENCE_SECONDS, FaultyDisk
 from tests.sweeps import examples
@@ -104,7 +110,7 @@ def await_empty(store: DiskStore) -> None:
     assert store.space.used_bytes == store.transfers.queued_bytes == 0
 
 
-def test_it_counts_what_moved(tmp_path: Path) -> None:
+def test_transferred_bytes_are_counted(tmp_path: Path) -> None:
     store = make_store(tmp_path)
     write = store.start_write(host_bytes(5000))
     write.ticket.wait()
@@ -119,7 +125,7 @@ def test_it_counts_what_moved(tmp_path: Path) -> None:
     store.close()
 
 
-def test_many_threads_may_use_it_at_once(tmp_path: Path) -> None:
+def test_many_threads_may_use_a_store_at_once(tmp_path: Path) -> None:
     store = make_store(tmp_path, threads=2, max_queued_bytes=4 * BLOCK_BYTES)
     wrong: list[int] = []
 
@@ -188,7 +194,7 @@ def test_reads_pass_writes_that_are_stuck(tmp_path: Path, faulty: FaultyDisk) ->
     store.close()
 
 
-def test_releasing_a_write_that_has_not_begun_calls_it_off(
+def test_releasing_a_write_that_has_not_begun_cancels_it(
     tmp_path: Path, faulty: FaultyDisk
 ) -> None:
     store = make_store(tmp_path)
@@ -206,7 +212,7 @@ def test_releasing_a_write_that_has_not_begun_calls_it_off(
     assert faulty.writes == [(0, BLOCK_BYTES)]
 
 
-def test_bytes_released_under_way_are_free_when_it_is_over(
+def test_bytes_released_during_a_transfer_are_free_after_it(
     tmp_path: Path, faulty: FaultyDisk
 ) -> None:
     store = make_store(tmp_path)
@@ -234,9 +240,7 @@ def test_bytes_released_under_way_are_free_when_it_is_over(
     store.close()
 
 
-def test_a_write_with_a_read_behind_it_is_not_called_off(
-    tmp_path: Path, faulty: FaultyDisk
-) -> None:
+def test_a_write_with_a_read_behind_it_is_not_cancelled(tmp_path: Path, faulty: FaultyDisk) -> None:
     store = make_store(tmp_path)
     faulty.writes_flow.clear()
     store.start_write(host_bytes(BLOCK_BYTES))
@@ -275,7 +279,7 @@ def test_a_full_queue_holds_the_host_back(tmp_path: Path, faulty: FaultyDisk) ->
     store.close()
 
 
-def test_what_is_larger_than_the_queue_goes_alone(tmp_path: Path) -> None:
+def test_a_write_larger_than_the_queue_goes_alone(tmp_path: Path) -> None:
     store = make_store(tmp_path, max_queued_bytes=BLOCK_BYTES)
     for turn in range(3):
         source = host_bytes(5 * BLOCK_BYTES, turn)
@@ -283,7 +287,7 @@ def test_what_is_larger_than_the_queue_goes_alone(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_spent_budget_names_the_folder_and_what_is_missing(tmp_path: Path) -> None:
+def test_an_exhausted_budget_names_the_folder_and_the_missing_bytes(tmp_path: Path) -> None:
     store = make_store(tmp_path, budget_bytes=SLAB_BYTES + 1)
     store.start_write(host_bytes(SLAB_BYTES)).ticket.wait()
     with pytest.raises(BudgetError, match=r"disk_memory.*offload_dir") as caught:
@@ -298,7 +302,7 @@ def test_a_spent_budget_names_the_folder_and_what_is_missing(tmp_path: Path) -> 
     store.close()
 
 
-def test_a_spent_budget_waits_for_what_is_about_to_be_free(
+def test_an_exhausted_budget_waits_for_extents_being_released(
     tmp_path: Path, faulty: FaultyDisk
 ) -> None:
     store = make_store(tmp_path, budget_bytes=SLAB_BYTES)
@@ -314,7 +318,7 @@ def test_a_spent_budget_waits_for_what_is_about_to_be_free(
     store.close()
 
 
-def test_by_default_it_leaves_some_of_the_disk_to_others(tmp_path: Path) -> None:
+def test_the_default_budget_leaves_free_space_on_the_disk(tmp_path: Path) -> None:
     store = DiskStore(tmp_path, slab_bytes=SLAB_BYTES)
     free_bytes = store.transfers.folder.free_bytes
     assert 0 <= store.space.budget_bytes < max(free_bytes - 2**29, 1)
@@ -332,7 +336,7 @@ def test_extents_are_not_released_or_read_again(tmp_path: Path) -> None:
     store.close()
 
 
-def test_closing_gives_up_what_waits_and_removes_the_files(
+def test_closing_cancels_queued_transfers_and_removes_the_files(
     tmp_path: Path, faulty: FaultyDisk
 ) -> None:
     store = make_store(tmp_path)
@@ -427,9 +431,354 @@ def test_a_forked_child_is_refused_before_it_could_wait_for_the_lock(
     store.close()
 
 
-def test_it_cannot_be_pickled_or_copied(tmp_path: Path) -> None:
+def test_a_store_cannot_be_pickled_or_copied(tmp_path: Path) -> None:
     store = make_store(tmp_path)
     for refused in (pickle.dumps, copy.copy, copy.deepcopy):
         with pytest.raises(TypeError, match=r"neither pickled nor copied.*make a DiskStore"):
             refused(store)
     store.close()
+
+
+def os_error(number: int) -> OSError:
+    return OSError(number, os.strerror(number))
+
+
+def check_still_works(store: DiskStore) -> None:
+    source = host_bytes(3 * BLOCK_BYTES + 5, 9)
+    write = store.start_write(source)
+    assert torch.equal(read_back(store, write), source)
+    store.release(write.extent)
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"), [(errno.EIO, "check the disk"), (errno.ENOSPC, "bytes free; free some")]
+)
+def test_a_failed_write_is_raised_by_its_ticket_and_by_reads(
+    tmp_path: Path, faulty: FaultyDisk, number: int, remedy: str
+) -> None:
+    store = make_store(tmp_path)
+    faulty.errors = [os_error(number)]
+    source = host_bytes(BLOCK_BYTES)
+    write = store.start_write(source)
+    for _ in range(2):
+        with pytest.raises(OffloadError, match=f"writing .*{errno.errorcode[number]}.*{remedy}"):
+            write.ticket.wait()
+    with pytest.raises(OffloadError, match=re.escape(str(write.extent.slab.file))):
+        write.ticket.done()
+    with pytest.raises(OffloadError, match="writing"):
+        store.start_read(write.extent, source)
+    assert store.transfers.write_bytes == store.transfers.queued_bytes == 0
+    check_still_works(store)
+    store.release(write.extent)
+    assert store.space.used_bytes == 0
+    store.close()
+
+
+def test_a_read_that_was_started_before_the_write_failed_fails_too(
+    tmp_path: Path, faulty: FaultyDisk
+) -> None:
+    store = make_store(tmp_path)
+    faulty.writes_flow.clear()
+    faulty.errors = [os_error(errno.EIO)]
+    write = store.start_write(host_bytes(BLOCK_BYTES))
+    ticket = store.start_read(write.extent, torch.zeros(BLOCK_BYTES, dtype=torch.uint8))
+    faulty.resume()
+    with pytest.raises(OffloadError, match=r"writing .* failed: EIO"):
+        ticket.wait()
+    store.release(write.extent)
+    assert store.space.used_bytes == 0
+    store.close()
+
+
+def test_a_failed_read_loses_its_extent_and_no_other(tmp_path: Path, faulty: FaultyDisk) -> None:
+    store = make_store(tmp_path)
+    write = store.start_write(host_bytes(BLOCK_BYTES))
+    write.ticket.wait()
+    faulty.errors = [os_error(errno.EIO)]
+    with pytest.raises(
+        OffloadError, match=f"reading .*{store.transfers.folder.path}.* failed: EIO.*offload_dir"
+    ):
+        read_back(store, write)
+    with pytest.raises(OffloadError, match="reading"):
+        read_back(store, write)
+    check_still_works(store)
+    store.release(write.extent)
+    assert store.space.used_bytes == 0
+    store.close()
+
+
+def test_an_unexpected_error_is_raised_and_the_threads_survive(
+    tmp_path: Path, faulty: FaultyDisk
+) -> None:
+    store = make_store(tmp_path)
+    faulty.errors = [MemoryError()]
+    write = store.start_write(host_bytes(BLOCK_BYTES))
+    with pytest.raises(OffloadError, match="unexpectedly: MemoryError") as caught:
+        write.ticket.wait()
+    assert isinstance(caught.value.__cause__, MemoryError)
+    with pytest.raises(OffloadError, match="MemoryError"):
+        read_back(store, write)
+    check_still_works(store)
+    store.release(write.extent)
+    assert store.space.used_bytes == 0
+    store.close()
+
+
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "a flipped bit of the last byte": lambda good: good[:-1] + bytes([good[-1] ^ 1]),
+    "a flipped highest bit of a word": lambda good: good[:7] + bytes([good[7] ^ 0x80]) + good[8:],
+    "a zeroed block": lambda good: bytes(BLOCK_BYTES) + good[BLOCK_BYTES:],
+    "stale bytes": lambda good: good[: -BLOCK_BYTES // 2] + good[: BLOCK_BYTES // 2],
+    "blocks that changed places": lambda good: (
+        good[BLOCK_BYTES : 2 * BLOCK_BYTES] + good[:BLOCK_BYTES] + good[2 * BLOCK_BYTES :]
+    ),
+    "all a block too far": lambda good: good[BLOCK_BYTES:] + good[:BLOCK_BYTES],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_the_checksum_detects(tmp_path: Path, damage: str) -> None:
+    store = make_store(tmp_path)
+    source = host_bytes(3 * BLOCK_BYTES + 77)
+    write = store.start_write(source)
+    write.ticket.wait()
+    assert torch.equal(read_back(store, write), source)
+    file = write.extent.slab.file
+    os.pwrite(file._buffered, DAMAGE[damage](source.numpy().tobytes()), 0)
+    place = re.escape(f"{source.numel()} bytes at offset 0 of {file} came back changed")
+    with pytest.raises(OffloadError, match=place):
+        read_back(store, write)
+    check_still_works(store)
+    store.close()
+
+
+def test_without_a_checksum_damaged_bytes_are_returned(tmp_path: Path) -> None:
+    store = make_store(tmp_path, checksum=False)
+    write = store.start_write(host_bytes(BLOCK_BYTES))
+    write.ticket.wait()
+    os.pwrite(write.extent.slab.file._buffered, bytes(BLOCK_BYTES), 0)
+    assert not read_back(store, write).any()
+    store.close()
+
+
+def test_a_file_that_became_shorter_is_an_error(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    write = store.start_write(host_bytes(2 * BLOCK_BYTES))
+    write.ticket.wait()
+    os.ftruncate(write.extent.slab.file._buffered, BLOCK_BYTES)
+    with pytest.raises(OffloadError, match=r"reading .*EIO, the file ended early"):
+        read_back(store, write)
+    store.close()
+
+
+def test_a_slow_disk_is_reported_once_with_its_speed(
+    tmp_path: Path,
+    faulty: FaultyDisk,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.WARNING, logger=disk.__name__)
+    monkeypatch.setattr(disk, "SLOW_WAIT_SECONDS", 0.01)
+    store = make_store(tmp_path, max_queued_bytes=BLOCK_BYTES)
+    for _ in range(2):
+        faulty.writes_flow.clear()
+        write = store.start_write(host_bytes(BLOCK_BYTES))
+        timer = threading.Timer(0.15, faulty.resume)
+        timer.start()
+        write.ticket.wait()
+        timer.join()
+        store.release(write.extent)
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert str(store.transfers.folder.path) in message
+    assert "moved 0 bytes (0 bytes/s)" in message
+    assert store.transfers.wait_seconds > 0.2
+    store.close()
+
+
+def test_a_full_queue_reports_a_slow_disk(
+    tmp_path: Path,
+    faulty: FaultyDisk,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(disk, "SLOW_WAIT_SECONDS", 0.01)
+    store = make_store(tmp_path, max_queued_bytes=BLOCK_BYTES)
+    faulty.writes_flow.clear()
+    store.start_write(host_bytes(BLOCK_BYTES))
+    timer = threading.Timer(0.15, faulty.resume)
+    timer.start()
+    store.start_write(host_bytes(BLOCK_BYTES)).ticket.wait()
+    timer.join()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    store.close()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[StoreFolder]:
+    folder = StoreFolder(tmp_path)
+    yield folder
+    folder.remove()
+
+
+class FakeFile:
+    """A slab file without a file."""
+
+    keeps_name = False
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+class FakeFolder:
+    path = Path("/nowhere")
+    free_bytes = 0
+    new_file = FakeFile
+
+
+def check_disjoint(extents: list[DiskExtent]) -> None:
+    runs = sorted((id(e.slab), e.offset, e.offset + e.reserved_bytes) for e in extents)
+    for (slab, _, end), (next_slab, start, _) in pairwise(runs):
+        assert slab != next_slab or end <= start
+
+
+@given(
+    actions=st.lists(
+        st.tuples(st.booleans(), st.one_of(st.integers(1, 3 * SLAB_BYTES), st.integers(1, 30))),
+        max_size=50,
+    ),
+    budget=st.integers(0, 12 * SLAB_BYTES),
+)
+def test_any_sequence_of_loans(actions: list[tuple[bool, int]], budget: int) -> None:
+    space = DiskSpace(FakeFolder(), slab_bytes=SLAB_BYTES, budget_bytes=budget)  # pyright: ignore
+    lent: list[DiskExtent] = []
+    for is_loan, value in actions:
+        if is_loan:
+            try:
+                lent.append(space.allocate(value))
+            except BudgetError:
+                assert space.reserved_bytes + value > budget - BLOCK_BYTES
+        elif lent:
+            space.release(lent.pop(value % len(lent)))
+        check_disjoint(lent)
+        assert all(e.offset % BLOCK_BYTES == 0 and e.num_bytes <= e.reserved_bytes for e in lent)
+        assert space.used_bytes == sum(extent.reserved_bytes for extent in lent)
+        assert space.used_bytes <= space.peak_bytes <= space.reserved_bytes <= budget
+    for extent in lent:
+        space.release(extent)
+    assert space.used_bytes == 0
+
+
+def test_a_large_disk_needs_few_files() -> None:
+    space = DiskSpace(FakeFolder(), slab_bytes=2**30, budget_bytes=2**41)  # pyright: ignore
+    extents = [space.allocate(2**28) for _ in range(2**13)]
+    assert len({id(extent.slab) for extent in extents}) < 70
+    assert space.reserved_bytes == space.used_bytes == 2**41
+    with pytest.raises(BudgetError):
+        space.allocate(1)
+
+
+def test_a_full_disk_names_the_folder_and_changes_nothing(
+    folder: StoreFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    space = DiskSpace(folder, slab_bytes=SLAB_BYTES, budget_bytes=100 * SLAB_BYTES)
+    first = space.allocate(SLAB_BYTES)
+    with monkeypatch.context() as patch:
+
+        def full(*_: int) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(BudgetError, match=r"No space left.*Free some.*offload_dir") as caught:
+            space.allocate(5000)
+    for seen in (str(folder.path), f"{2 * BLOCK_BYTES} bytes more", "bytes free"):
+        assert seen in str(caught.value)
+    assert space.used_bytes == space.reserved_bytes == SLAB_BYTES
+    assert not list(folder.path.iterdir())
+    assert space.allocate(5000).slab is not first.slab
+    space.close()
+
+
+def test_reserved_bytes_are_logged(folder: StoreFolder, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger=disk.__name__)
+    space = DiskSpace(folder, slab_bytes=SLAB_BYTES, budget_bytes=100 * SLAB_BYTES)
+    for _ in range(2):
+        space.allocate(SLAB_BYTES)
+    told = [record.getMessage() for record in caplog.records]
+    start = f"disk tier: {2 * SLAB_BYTES} bytes are reserved in {folder.path}, in 2 files"
+    assert len(told) == 2
+    assert told[1].startswith(f"{start} without names")
+    space.close()
+
+
+def test_a_file_size_limit_counts_as_a_full_disk(
+    folder: StoreFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_large(*_: int) -> None:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+
+    monkeypatch.setattr(os, "posix_fallocate", too_large)
+    space = DiskSpace(folder, slab_bytes=SLAB_BYTES, budget_bytes=SLAB_BYTES)
+    with pytest.raises(BudgetError, match="File too large"):
+        space.allocate(1)
+
+
+def test_a_smaller_file_is_tried_only_on_a_full_disk(
+    folder: StoreFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def broken(descriptor: int, offset: int, num_bytes: int) -> None:
+        asked.append(num_bytes)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "posix_fallocate", broken)
+    space = DiskSpace(folder, slab_bytes=SLAB_BYTES, budget_bytes=SLAB_BYTES)
+    with pytest.raises(OffloadError, match="Input/output error"):
+        space.allocate(1)
+    assert asked == [SLAB_BYTES]
+
+
+def test_a_nearly_full_disk_gets_a_smaller_file(
+    folder: StoreFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nearly_full(descriptor: int, offset: int, num_bytes: int) -> None:
+        if num_bytes > 3 * BLOCK_BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.ftruncate(descriptor, num_bytes)
+
+    monkeypatch.setattr(os, "posix_fallocate", nearly_full)
+    space = DiskSpace(folder, slab_bytes=SLAB_BYTES, budget_bytes=100 * SLAB_BYTES)
+    space.allocate(2 * BLOCK_BYTES + 1)
+    assert space.reserved_bytes == 3 * BLOCK_BYTES
+    space.close()
+
+
+def test_a_file_that_cannot_be_made_is_another_error(
+    folder: StoreFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_only(*_: object) -> int:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "open", read_only)
+    space = DiskSpace(folder, slab_bytes=SLAB_BYTES, budget_bytes=SLAB_BYTES)
+    with pytest.raises(
+        OffloadError, match=f"{re.escape(str(folder.path))}.*Read-only.*offload_dir"
+    ):
+        space.allocate(1)
+    assert space.reserved_bytes == 0
+
+
+def test_an_error_is_described_by_place_cause_and_remedy(folder: StoreFolder) -> None:
+    space = DiskSpace(folder, slab_bytes=SLAB_BYTES, budget_bytes=SLAB_BYTES)
+    space.allocate(BLOCK_BYTES)
+    extent = space.allocate(10)
+    place = f"reading 10 bytes at offset {BLOCK_BYTES} of {extent.slab.file} failed"
+    text = describe("reading", extent, OSError(errno.EIO, "Input/output error"), folder)
+    assert text.startswith(f"disk tier: {place}: EIO, Input/output error. ")
+    assert "check the disk" in text
+    text = describe("writing", extent, OSError(errno.EDQUOT, "Disk quota exceeded"), folder)
+    assert "lower disk_memory" in text
+    space.close()

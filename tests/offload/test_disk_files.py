@@ -1,19 +1,29 @@
-"""Slab files move any bytes, aligned or not, past the page cache or through it, in any pieces."""
+"""Slab files with and without O_DIRECT, their checksums, and folders that leave nothing behind."""
 
 import errno
+import json
+import logging
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from sppo_hf.config import SPPOConfig
+from sppo_hf.engine.device_facts import device_facts
+from sppo_hf.errors import ConfigError
 from sppo_hf.offload import disk_files
 from sppo_hf.offload.disk_files import (
     BLOCK_BYTES,
     Bytes,
     SlabFile,
+    StoreFolder,
     aligned_bytes,
     checksum,
     round_up,
@@ -69,7 +79,7 @@ def test_round_trips(path: Path, keep_name: bool) -> None:
     file.close()
 
 
-def test_space_is_taken_at_once(path: Path) -> None:
+def test_space_is_reserved_at_once(path: Path) -> None:
     file = SlabFile(path, 64 * BLOCK_BYTES, keep_name=False)
     assert os.fstat(file._buffered).st_blocks * 512 >= 64 * BLOCK_BYTES
     file.close()
@@ -90,7 +100,7 @@ def test_a_file_has_no_name_any_more_before_it_has_bytes(
     assert seen == [False], "a process killed here would leave a file"
 
 
-def test_a_file_that_was_put_in_its_place_is_not_written(
+def test_a_file_swapped_in_under_its_name_is_not_written(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not hasattr(os, "O_DIRECT"):
@@ -112,7 +122,7 @@ def test_a_file_that_was_put_in_its_place_is_not_written(
     assert victim.read_bytes() == b"precious"
 
 
-def test_neighbours_are_left_alone(path: Path) -> None:
+def test_neighbouring_bytes_are_unchanged(path: Path) -> None:
     file = SlabFile(path, NUM_BYTES, keep_name=False)
     background = aligned_bytes(NUM_BYTES)
     background[:] = 7
@@ -127,21 +137,21 @@ def test_neighbours_are_left_alone(path: Path) -> None:
     file.close()
 
 
-@pytest.mark.parametrize("most_bytes", [1000, BLOCK_BYTES + 1, 2 * BLOCK_BYTES])
+@pytest.mark.parametrize("max_bytes", [1000, BLOCK_BYTES + 1, 2 * BLOCK_BYTES])
 @pytest.mark.parametrize("direct", [True, False])
 def test_partial_transfers_are_continued(
-    path: Path, monkeypatch: pytest.MonkeyPatch, most_bytes: int, direct: bool
+    path: Path, monkeypatch: pytest.MonkeyPatch, max_bytes: int, direct: bool
 ) -> None:
     faulty = FaultyDisk(monkeypatch)
     file = SlabFile(path, NUM_BYTES, keep_name=False)
     file._is_direct = direct and file._is_direct
-    faulty.most_bytes = most_bytes
+    faulty.max_bytes = max_bytes
     check_round_trips(file)
-    assert max(moved for _, moved in faulty.writes) <= round_up(most_bytes)
+    assert max(moved for _, moved in faulty.writes) <= round_up(max_bytes)
     file.close()
 
 
-def test_what_a_partial_transfer_left_unaligned_goes_through_the_page_cache(
+def test_the_unaligned_rest_of_a_partial_transfer_goes_through_the_page_cache(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = SlabFile(path, NUM_BYTES, keep_name=False)
@@ -165,7 +175,7 @@ def test_what_a_partial_transfer_left_unaligned_goes_through_the_page_cache(
     file.close()
 
 
-def test_a_filesystem_that_refuses_o_direct_is_used_without(
+def test_a_file_system_that_refuses_o_direct_is_used_without_it(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real_open = os.open
@@ -182,7 +192,7 @@ def test_a_filesystem_that_refuses_o_direct_is_used_without(
     file.close()
 
 
-def test_a_filesystem_that_accepts_o_direct_but_cannot_is_used_without(
+def test_a_file_system_whose_o_direct_fails_is_used_without_it(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = SlabFile(path, NUM_BYTES, keep_name=False)
@@ -203,9 +213,7 @@ def test_a_filesystem_that_accepts_o_direct_but_cannot_is_used_without(
     file.close()
 
 
-def test_another_error_of_o_direct_is_no_reason_to_go_on(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_error_of_o_direct_is_raised(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     faulty = FaultyDisk(monkeypatch)
     file = SlabFile(path, NUM_BYTES, keep_name=False)
     faulty.errors = [OSError(errno.EIO, "Input/output error")]
@@ -216,7 +224,7 @@ def test_another_error_of_o_direct_is_no_reason_to_go_on(
 
 
 @pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EINVAL])
-def test_a_filesystem_that_cannot_reserve_is_asked_for_its_free_bytes(
+def test_without_fallocate_the_free_bytes_are_checked(
     path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     def refuse(*_: int) -> None:
@@ -264,7 +272,7 @@ def test_files_are_private_to_user_and_process(path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_bytes", [1, 8, BLOCK_BYTES, 3 * BLOCK_BYTES + 77])
-def test_a_checksum_knows_every_bit_and_every_place(num_bytes: int) -> None:
+def test_a_checksum_detects_every_flipped_bit_and_swap(num_bytes: int) -> None:
     generator = np.random.default_rng(num_bytes)
     memory = aligned_bytes(num_bytes)
     memory[:] = generator.integers(0, 256, num_bytes, dtype=np.uint8)
@@ -282,3 +290,451 @@ def test_a_checksum_knows_every_bit_and_every_place(num_bytes: int) -> None:
             assert checksum(memory) != good, "words that changed places"
             words[[first, second]] = words[[second, first]]
     assert checksum(memory) == good
+
+
+ROOT = Path(__file__).parent.parent.parent
+
+# One interpreter for all, because importing torch takes longer than the rest. It forks a child for
+# each way to end, tells what the directory holds afterwards, and then ends normally itself.
+SCRIPT = """
+import gc, json, os, signal, sys, time, warnings
+from pathlib import Path
+import torch
+from sppo_hf.errors import OffloadError
+from sppo_hf.offload import disk_files
+from sppo_hf.offload.disk import DiskStore
+
+warnings.simplefilter("ignore")  # newer Pythons warn of fork beside threads, which is the point
+directory = Path(sys.argv[1])
+names = lambda: sorted(path.name for path in directory.iterdir())
+memory = torch.arange(9000, dtype=torch.int16).view(torch.uint8)
+if sys.argv[2] == "named":
+    disk_files._why_names_are_needed = lambda directory: "a test says so"
+
+
+def make():
+    store = DiskStore(directory, slab_bytes=1 << 16)
+    write = store.start_write(memory)
+    write.ticket.wait()
+    return store, write
+
+
+def run(child):
+    number = os.fork()
+    if number == 0:
+        try:
+            child()
+        finally:
+            os._exit(7)
+    return os.waitstatus_to_exitcode(os.waitpid(number, 0)[1])
+
+
+def killed():
+    store, _ = make()
+    os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def terminated():
+    store, _ = make()
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+
+
+def left_at_once():
+    store, _ = make()
+    os._exit(0)
+
+
+told = {"left": []}
+told["codes"] = []
+for child in (killed, terminated, left_at_once):
+    told["codes"].append(run(child))
+    told["left"].append(names())
+store, write = make()
+told["after_new_store"] = names()
+
+
+def forked():
+    global store
+    try:
+        store.start_read(write.extent, torch.zeros_like(memory))
+    except OffloadError as error:
+        refused = "forked" in str(error)
+    try:
+        write.ticket.done()
+    except OffloadError as error:
+        refused = refused and "forked" in str(error)
+    store.close()
+    del store
+    gc.collect()
+    os._exit(3 if refused else 4)
+
+
+told["forked_code"] = run(forked)
+target = torch.zeros_like(memory)
+store.start_read(write.extent, target).wait()
+told["intact_after_fork"] = bool(torch.equal(target, memory)) and names()
+# The child has none of our files open: it would keep their disk space, or the lock, past our end.
+reader, writer = os.pipe()
+if os.fork() == 0:
+    files = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")
+             if os.path.lexists(f"/proc/self/fd/{fd}")]
+    os.write(writer, json.dumps([name for name in files if "sppo-" in name]).encode())
+    os._exit(0)
+told["open_in_child"] = json.loads(os.read(reader, 4096))
+print(json.dumps(told))
+"""
+
+
+def run_script(directory: Path, way: str) -> dict[str, Any]:
+    result = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(directory), way],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert result.returncode == 0, result.stderr
+    told = json.loads(result.stdout)
+    assert told["codes"] == [-signal.SIGKILL, -signal.SIGTERM, 0]
+    assert told["forked_code"] == 3, "a forked child is refused"
+    if os.path.exists("/proc/self/fd"):
+        assert told["open_in_child"] == []
+    assert not list(directory.iterdir()), "a normal end leaves nothing"
+    return told
+
+
+@pytest.mark.process
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_no_file_remains_however_a_process_ends(tmp_path: Path) -> None:
+    told = run_script(tmp_path, "nameless")
+    assert told["left"] == [[], [], []]
+    assert told["after_new_store"] == []
+    assert told["intact_after_fork"] == []
+
+
+@pytest.mark.process
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_named_files_of_a_killed_process_are_removed_by_the_next_store(
+    tmp_path: Path,
+) -> None:
+    told = run_script(tmp_path, "named")
+    assert [len(names) for names in told["left"]] == [1, 1, 1]
+    assert len({name for names in told["left"] for name in names}) == 3
+    assert len(told["after_new_store"]) == 1
+    assert told["intact_after_fork"] == told["after_new_store"]
+
+
+@pytest.fixture
+def named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pretend that a removed file cannot be used."""
+    monkeypatch.setattr(disk_files, "_why_names_are_needed", lambda directory: "a test says so")
+
+
+def folder_name(*, host: str | None = None, number: int = 1) -> str:
+    return f"sppo-{host or disk_files._host_name()}-{os.getpid()}-{number:016x}"
+
+
+def make_leftover(directory: Path, name: str, *, num_bytes: int = 5000) -> Path:
+    path = directory / name
+    path.mkdir()
+    (path / "lock").touch()
+    (path / "slab-0000.bin").write_bytes(bytes(num_bytes))
+    return path
+
+
+def test_files_have_no_names_and_take_space_until_they_are_closed(tmp_path: Path) -> None:
+    folder = StoreFolder(tmp_path / "a")
+    assert folder.path == tmp_path / "a"
+    assert not folder.keeps_names
+    file = folder.new_file(BLOCK_BYTES)
+    assert not list(folder.path.iterdir())
+    assert os.fstat(file._buffered).st_blocks > 0
+    file.close()
+    folder.remove()
+    folder.remove()
+    assert folder.path.is_dir(), "the user's own folder stays"
+
+
+def test_a_relative_folder_is_resolved_when_the_store_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = StoreFolder(Path("here"))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    folder.new_file(BLOCK_BYTES).close()
+    assert (tmp_path / "here").is_dir()
+    assert not list((tmp_path / "elsewhere").iterdir())
+    folder.remove()
+
+
+@pytest.mark.parametrize("call", ["unlink", "fallocate", "pwritev", "preadv", "bytes"])
+def test_a_file_system_without_removed_files_is_detected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str
+) -> None:
+    def refuse(descriptor: Any, *_: object) -> int:
+        if call == "unlink" or not os.fstat(descriptor).st_nlink:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        raise AssertionError("only the trial block is written here")
+
+    def other_bytes(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        return buffers[0].nbytes
+
+    if call == "unlink":
+        monkeypatch.setattr(Path, "unlink", refuse)
+    elif call == "bytes":
+        monkeypatch.setattr(os, "preadv", other_bytes)
+    else:
+        monkeypatch.setattr(os, "posix_fallocate" if call == "fallocate" else call, refuse)
+    folder = StoreFolder(tmp_path)
+    monkeypatch.undo()
+    assert folder.keeps_names
+    assert folder.path.parent == tmp_path
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert str(folder.path) in message
+    assert ("other bytes" if call == "bytes" else os.strerror(errno.ESTALE)) in message
+    file = folder.new_file(BLOCK_BYTES)
+    assert file.path.exists()
+    file.close()
+    folder.remove()
+    assert [path.suffix for path in tmp_path.iterdir()] == [".bin"] * (call == "unlink")
+
+
+def test_a_full_disk_says_nothing_about_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    folder = StoreFolder(tmp_path)
+    assert not folder.keeps_names
+    assert not list(tmp_path.iterdir())
+    folder.remove()
+
+
+@pytest.mark.usefixtures("named")
+def test_a_private_folder_is_made_and_removed_once(tmp_path: Path) -> None:
+    folder = StoreFolder(tmp_path / "a")
+    assert folder.path.parent == tmp_path / "a"
+    assert folder.path.stat().st_mode & 0o777 == 0o700
+    assert [path.name for path in folder.path.iterdir()] == ["lock"]
+    folder.new_file(BLOCK_BYTES).close()
+    assert len(list(folder.path.iterdir())) == 2
+    folder.remove()
+    folder.remove()
+    assert not list((tmp_path / "a").iterdir())
+
+
+@pytest.mark.usefixtures("named")
+def test_folders_of_living_processes_are_kept(tmp_path: Path) -> None:
+    first, second = StoreFolder(tmp_path), StoreFolder(tmp_path)
+    assert first.path.is_dir()
+    assert second.path.is_dir()
+    first.remove()
+    assert [path.name for path in tmp_path.iterdir()] == [second.path.name]
+    second.remove()
+
+
+def test_leftovers_are_removed_and_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger=disk_files.__name__)
+    leftovers = [make_leftover(tmp_path, folder_name(number=number)) for number in range(3)]
+    taken_bytes = sum(
+        file.stat().st_blocks * 512 for leftover in leftovers for file in leftover.iterdir()
+    )
+    (tmp_path / folder_name(number=9)).mkdir()  # its maker died before it had a lock
+    folder = StoreFolder(tmp_path)
+    assert not list(tmp_path.iterdir())
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert str(tmp_path) in message
+    assert "removed 4 folders" in message
+    assert f"{taken_bytes} bytes" in message
+    folder.remove()
+
+
+def test_folders_of_others_are_kept(tmp_path: Path) -> None:
+    kept = [
+        make_leftover(tmp_path, folder_name(host="another.host")),
+        make_leftover(tmp_path, "sppo-results"),
+        make_leftover(tmp_path, f"old-{folder_name()}"),
+    ]
+    elsewhere = make_leftover(tmp_path, "elsewhere")
+    (tmp_path / folder_name(number=2)).symlink_to(elsewhere)
+    (tmp_path / folder_name(number=3)).touch()
+    unlocked = tmp_path / folder_name(number=4)  # files, but no lock: not a store's doing
+    unlocked.mkdir()
+    (unlocked / "notes").touch()
+    StoreFolder(tmp_path).remove()
+    for path in (*kept, elsewhere):
+        assert (path / "slab-0000.bin").exists()
+    assert (unlocked / "notes").exists()
+    assert len(list(tmp_path.iterdir())) == 7
+
+
+def test_a_leftover_that_cannot_be_removed_is_logged_and_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    leftover = make_leftover(tmp_path, folder_name())
+    (leftover / "a_folder").mkdir()
+    folder = StoreFolder(tmp_path)
+    assert leftover.is_dir()
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert str(leftover) in record.getMessage()
+    folder.remove()
+
+
+@pytest.mark.usefixtures("named")
+def test_another_name_is_tried_if_the_lock_was_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = [False, True]
+    monkeypatch.setattr(disk_files, "_take_lock", lambda descriptor: answers.pop(0))
+    folder = StoreFolder(tmp_path)
+    assert not answers
+    assert len(list(tmp_path.iterdir())) == 2  # the other process is about to remove one
+    folder.remove()
+
+
+@pytest.mark.usefixtures("named")
+def test_another_name_is_tried_if_the_new_folder_was_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take_lock = disk_files._take_lock
+    removed: list[Path] = []
+
+    def remove_first(descriptor: int) -> bool:
+        if not removed:
+            (path,) = tmp_path.iterdir()
+            removed.append(path)
+            (path / "lock").unlink()
+            path.rmdir()
+        return take_lock(descriptor)
+
+    monkeypatch.setattr(disk_files, "_take_lock", remove_first)
+    folder = StoreFolder(tmp_path)
+    assert folder.path not in removed
+    assert folder.path.is_dir()
+    folder.remove()
+
+
+@pytest.mark.usefixtures("named")
+def test_a_file_system_without_locks_works_and_is_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_locks(descriptor: int) -> bool:
+        raise OSError("No locks available")
+
+    monkeypatch.setattr(disk_files, "_take_lock", no_locks)
+    first = StoreFolder(tmp_path)
+    second = StoreFolder(tmp_path)
+    assert first.path.is_dir()
+    assert any(f"{tmp_path}: no file locks" in record.getMessage() for record in caplog.records)
+    first.remove()
+    second.remove()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("below", ["", "/deeper"])
+def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path, below: str) -> None:
+    (tmp_path / "file").touch()
+    path = f"{tmp_path}/file{below}"
+    with pytest.raises(ConfigError, match=f"offload_dir is '{path}'.*Remedy: name such a folder"):
+        StoreFolder(Path(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "seen", "reason"),
+    [
+        ("x" * 300, "x" * 300, "File name too long"),
+        ("x/" * 2500, "…x/x/x", "File name too long"),
+        ("a\0b", "a\\\\x00b", "null byte"),
+        ("a\ud800b", "a\\\\ud800b", "surrogates not allowed"),
+    ],
+    ids=["long component", "long path", "zero byte", "surrogate"],
+)
+def test_an_impossible_folder_name_is_refused(
+    tmp_path: Path, name: str, seen: str, reason: str
+) -> None:
+    directory = tmp_path / name
+    attempts = [lambda: StoreFolder(directory)]
+    if len(name) < 4096 and name.isprintable():  # others the settings refuse already
+        attempts.append(lambda: _ask_for_free_bytes(directory))
+    for attempt in attempts:
+        with pytest.raises(ConfigError, match=rf"offload_dir is '.*{seen}.*{reason}") as caught:
+            attempt()
+        assert str(caught.value).isprintable(), "it can be written to any terminal"
+        assert "Allowed: a folder" in str(caught.value)
+        assert "Remedy: name such a folder" in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def _ask_for_free_bytes(directory: Path) -> None:
+    """What a plan does first."""
+    config = SPPOConfig(offload_dir=str(directory))
+    if device_facts(torch.device("cpu"), config).disk_memory_bytes:
+        StoreFolder(directory)  # a parent's free bytes are as good; the folder itself is not made
+
+
+@pytest.mark.process
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_an_unreadable_parent_is_refused(tmp_path: Path) -> None:
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0)
+    reader, writer = os.pipe()
+    if os.fork() == 0:  # root may search everything, so a child becomes somebody else
+        try:
+            if os.geteuid() == 0:
+                os.setuid(65534)
+            for attempt in (StoreFolder, _ask_for_free_bytes):
+                try:
+                    attempt(locked / "folder")
+                except ConfigError as error:
+                    os.write(writer, f"{error}\n".encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as told:
+        lines = told.read().splitlines()
+    os.wait()
+    assert len(lines) == 2
+    for line in lines:
+        assert line.startswith(
+            f"offload_dir is '{locked}/folder', which cannot be used: Permission"
+        )
+        assert "Remedy: name such a folder" in line
+
+
+@pytest.mark.parametrize("call", ["mkdir", "exists", "open"])
+def test_an_unusable_directory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os if call == "open" else Path, call, refuse)
+    with pytest.raises(ConfigError, match=f"offload_dir is '{tmp_path}'.*Permission denied"):
+        _ask_for_free_bytes(tmp_path) if call == "exists" else StoreFolder(tmp_path)
+
+
+def test_free_bytes_are_known_even_when_the_folder_is_gone(tmp_path: Path) -> None:
+    folder = StoreFolder(tmp_path / "folder")
+    folder.path.rmdir()
+    assert folder.free_bytes > 0
+    folder.remove()
+
+
+def test_a_missing_parent_is_refused(tmp_path: Path) -> None:
+    """A disk that is not mounted, say: its files would fill the disk that its parent is on."""
+    for attempt in (StoreFolder, _ask_for_free_bytes):
+        with pytest.raises(ConfigError, match=r"not-mounted' does not exist.*Remedy: name such"):
+            attempt(tmp_path / "not-mounted" / "offload")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "not-mounted").mkdir()
+    _ask_for_free_bytes(tmp_path / "not-mounted" / "offload")
+    assert StoreFolder(tmp_path / "not-mounted" / "offload").path.is_dir()

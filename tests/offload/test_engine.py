@@ -1,18 +1,27 @@
-"""What the engine does for each verb: what moves, what stays, what it says, what it gives back."""
+"""The offload engine on the CPU: round trips, handles, budgets, how it is made, its stats."""
 
 from __future__ import annotations
 
+import errno
 import gc
 import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import astuple, fields
+from pathlib import Path
 
 import pytest
 import torch
 
 from sppo_hf.errors import BudgetError, OffloadError
 from sppo_hf.offload.copy_streams import HostCopier, StreamCopier
-from sppo_hf.offload.engine import OffloadEngine, make_engine
-from sppo_hf.offload.host_memory import ALIGNMENT_BYTES, HostPool
+from sppo_hf.offload.disk import DiskStore
+from sppo_hf.offload.engine import OffloadEngine, OffloadStats, make_engine
+from sppo_hf.offload.host_memory import ALIGNMENT_BYTES, PAGE_BYTES, HostPool
 from tests.fakes.device import FakeDevice
+from tests.offload.faulty_disk import FaultyDisk
+from tests.offload.small_stack import TOKENS, WIDTH, assert_same, loss_of, make_blocks
 
 SLAB_BYTES = 2**14
 
@@ -29,7 +38,7 @@ def _slow_device(seconds: float = 10.0) -> FakeDevice:
     return FakeDevice(lambda stream, num_bytes: seconds)
 
 
-def test_the_source_itself_serves_while_it_has_not_left() -> None:
+def test_the_source_is_reused_until_its_copy_has_ended() -> None:
     device = _slow_device()
     engine = _engine(device)
     source = device.tensor(torch.rand(100))
@@ -38,7 +47,7 @@ def test_the_source_itself_serves_while_it_has_not_left() -> None:
     assert engine.stats().h2d_bytes == 0
 
 
-def test_views_of_a_storage_move_once_and_the_last_handle_frees_it() -> None:
+def test_views_of_a_storage_are_copied_once_and_the_last_handle_frees_it() -> None:
     device = _slow_device()
     engine = _engine(device)
     fused = device.tensor(torch.rand(20, 30))
@@ -76,7 +85,7 @@ def test_a_storage_at_a_reused_address_is_another_storage() -> None:
         assert bool((engine.wait_for(handle) == value).all())
 
 
-def test_a_new_version_of_a_storage_moves_anew() -> None:
+def test_a_new_version_of_a_storage_is_copied_again() -> None:
     device = _slow_device(0.0)
     engine = _engine(device)
     tensor = device.tensor(torch.zeros(100))
@@ -90,7 +99,7 @@ def test_a_new_version_of_a_storage_moves_anew() -> None:
 
 
 @pytest.mark.parametrize("prefetched", [False, True])
-def test_a_source_modified_before_it_left_is_refused(prefetched: bool) -> None:
+def test_a_source_modified_during_its_copy_is_refused(prefetched: bool) -> None:
     device = _slow_device()
     engine = _engine(device)
     tensor = device.tensor(torch.zeros(100))
@@ -116,7 +125,7 @@ def test_a_source_modified_before_it_left_is_refused(prefetched: bool) -> None:
     ],
     ids=["no elements", "small", "another device", "sparse", "conjugate view"],
 )
-def test_what_cannot_move_stays_in_the_handle(tensor: torch.Tensor) -> None:
+def test_a_tensor_that_cannot_be_offloaded_is_kept_in_the_handle(tensor: torch.Tensor) -> None:
     engine = _engine(_slow_device())
     handle = engine.start_offload(tensor)
     assert not handle.is_offloaded
@@ -130,7 +139,7 @@ def test_what_cannot_move_stays_in_the_handle(tensor: torch.Tensor) -> None:
         engine.release(handle)
 
 
-def test_a_released_handle_says_why_it_cannot_be_used() -> None:
+def test_a_released_handle_is_refused_with_the_reason() -> None:
     engine = _engine(_slow_device())
     handle = engine.start_offload(torch.rand(100))
     engine.release(handle)
@@ -140,7 +149,7 @@ def test_a_released_handle_says_why_it_cannot_be_used() -> None:
         engine.release(handle)
 
 
-def test_what_is_left_is_named_in_bytes() -> None:
+def test_leaked_bytes_are_reported() -> None:
     engine = _engine(_slow_device())
     handle = engine.start_offload(torch.rand(100))
     with pytest.raises(OffloadError, match=r"1 offloaded storages \(400 bytes\)"):
@@ -149,7 +158,7 @@ def test_what_is_left_is_named_in_bytes() -> None:
     engine.assert_drained()
 
 
-def test_a_handle_in_a_cycle_is_found_before_anything_is_called_a_leak() -> None:
+def test_a_handle_in_a_reference_cycle_is_no_leak() -> None:
     engine = _engine(_slow_device())
     cycle: list[object] = [engine.start_offload(torch.rand(100))]
     cycle.append(cycle)
@@ -157,7 +166,7 @@ def test_a_handle_in_a_cycle_is_found_before_anything_is_called_a_leak() -> None
     engine.assert_drained()
 
 
-def test_the_pool_does_not_grow_for_what_is_on_its_way_out() -> None:
+def test_the_pool_does_not_grow_for_dropped_storages() -> None:
     device = _slow_device()
     engine = _engine(device, budget_bytes=SLAB_BYTES)
     for _ in range(20):
@@ -166,7 +175,7 @@ def test_the_pool_does_not_grow_for_what_is_on_its_way_out() -> None:
     assert engine.pool.reserved_bytes == SLAB_BYTES
 
 
-def test_a_spent_budget_leaves_the_engine_usable() -> None:
+def test_an_exhausted_budget_leaves_the_engine_usable() -> None:
     engine = _engine(_slow_device(), budget_bytes=2 * ALIGNMENT_BYTES)
     handle = engine.start_offload(torch.rand(ALIGNMENT_BYTES // 4))
     with pytest.raises(BudgetError, match="host tier"):
@@ -175,7 +184,7 @@ def test_a_spent_budget_leaves_the_engine_usable() -> None:
     engine.start_offload(torch.rand(ALIGNMENT_BYTES // 4))
 
 
-def test_a_failing_copy_gives_its_region_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_copy_frees_its_region(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = _engine(_slow_device())
     with monkeypatch.context() as patch:
         patch.setattr(FakeDevice, "copy_bytes", lambda *_: (_ for _ in ()).throw(RuntimeError()))
@@ -185,7 +194,7 @@ def test_a_failing_copy_gives_its_region_back(monkeypatch: pytest.MonkeyPatch) -
     engine.assert_drained()
 
 
-def test_closing_frees_all_without_the_clock() -> None:
+def test_closing_frees_everything_without_time_passing() -> None:
     device = _slow_device()
     engine = _engine(device)
     handles = [engine.start_offload(device.tensor(torch.rand(100))) for _ in range(3)]
@@ -197,7 +206,7 @@ def test_closing_frees_all_without_the_clock() -> None:
     del handles  # only now: those who hold them keep nothing alive
 
 
-def test_stats_taken_are_those_since_the_last_time() -> None:
+def test_taken_stats_count_since_the_last_call() -> None:
     device = _slow_device(2.0)
     engine = _engine(device)
     for expected in (400, 800):
@@ -247,3 +256,171 @@ def test_engines_are_made_for_cpu_and_cuda_only() -> None:
     assert engine.device == torch.device("cpu")
     with pytest.raises(OffloadError, match="meta"):
         make_engine(torch.device("meta"))
+
+
+PAGE_FLOATS = PAGE_BYTES // 4
+
+
+def test_reserving_makes_the_slabs_once() -> None:
+    engine = make_engine(torch.device("cpu"), slab_bytes=PAGE_BYTES, budget_bytes=64 * PAGE_BYTES)
+    engine.reserve(48 * PAGE_BYTES)
+    handles = [engine.start_offload(torch.rand(PAGE_FLOATS)) for _ in range(48)]
+    assert engine.stats().grown_bytes == 0
+    assert engine.stats().host_bytes == 48 * PAGE_BYTES
+    handles.append(engine.start_offload(torch.rand(PAGE_FLOATS)))
+    assert engine.stats().grown_bytes == PAGE_BYTES
+    assert engine.stats().host_peak_bytes == 49 * PAGE_BYTES
+    del handles[::2]
+    assert engine.stats().fragmentation > 0.9
+    engine.close()
+
+
+def test_staging_is_part_of_the_budget(tmp_path: Path) -> None:
+    engine = make_engine(
+        torch.device("cpu"), budget_bytes=64 * PAGE_BYTES, disk=DiskStore(tmp_path)
+    )
+    engine.reserve(2**40)
+    assert engine.stats().host_bytes == 64 * PAGE_BYTES
+    assert engine.pool.reserved_bytes == 48 * PAGE_BYTES
+    engine.close()
+
+
+@pytest.mark.parametrize("checksum", [False, True])
+def test_round_trip_through_a_real_disk(tmp_path: Path, checksum: bool) -> None:
+    disk = DiskStore(tmp_path, slab_bytes=2**20, checksum=checksum)
+    engine = make_engine(torch.device("cpu"), budget_bytes=2**18, disk=disk, staging_bytes=2**17)
+    for _ in range(3):
+        held = []
+        for number in range(40):  # 2 MB through 128 KB
+            values = torch.rand(5000 + 500 * number)
+            tier = "disk" if number % 3 else "host"
+            held.append((engine.start_offload(values.clone(), tier=tier), values))
+        for handle, values in reversed(held):
+            engine.prefetch(handle)
+            assert torch.equal(engine.wait_for(handle), values)
+            engine.release(handle)
+        held.clear()
+        del handle
+        engine.assert_drained()
+    stats = engine.stats()
+    assert stats.host_peak_bytes <= stats.host_bytes <= 2**18
+    assert stats.disk_read_bytes > 0
+    assert stats.spilled_bytes > 0
+    assert disk.space.reserved_bytes > 0
+    engine.close()
+    assert disk.space.reserved_bytes == 0
+
+
+def test_gradients_through_a_real_disk_are_bitwise_equal(tmp_path: Path) -> None:
+    blocks, hidden_CD = make_blocks(6), torch.rand(TOKENS, WIDTH)
+    engine = make_engine(
+        torch.device("cpu"),
+        min_offload_elements=8,
+        budget_bytes=2**15,
+        staging_bytes=2**14,
+        disk=DiskStore(tmp_path, slab_bytes=2**20),
+    )
+
+    def gradients(with_engine: OffloadEngine | None) -> list[torch.Tensor]:
+        blocks.zero_grad()
+        loss_of(blocks, hidden_CD, with_engine, tiers=("disk", "host", "disk")).backward()
+        return [parameter.grad for parameter in blocks.parameters()]
+
+    for _ in range(3):
+        assert_same(gradients(engine), gradients(None))
+        engine.assert_drained()
+    stats = engine.stats()
+    assert 0 < stats.disk_read_bytes <= stats.disk_write_bytes
+    assert stats.host_peak_bytes <= 2**15
+    loss = loss_of(blocks, hidden_CD, engine, tiers=("disk",))
+    del loss  # dropped without backward
+    engine.assert_drained()
+    engine.close()
+
+
+@pytest.mark.parametrize("fails", ["writing", "reading"])
+def test_an_error_in_a_thread_is_raised_in_the_step_with_the_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    faults = FaultyDisk(monkeypatch)
+    disk = DiskStore(tmp_path, slab_bytes=2**20)
+    engine = make_engine(torch.device("cpu"), min_offload_elements=8, budget_bytes=2**15, disk=disk)
+    blocks, hidden_CD = make_blocks(6), torch.rand(TOKENS, WIDTH)
+
+    def break_the_disk() -> None:
+        faults.errors.append(OSError(errno.EIO, "as injected"))
+
+    def step(before_backward: Callable[[], None]) -> None:
+        loss = loss_of(blocks, hidden_CD, engine, tiers=("disk",))
+        while disk.transfers.queued_bytes:
+            time.sleep(0.001)
+        before_backward()
+        loss.backward()
+
+    if fails == "writing":
+        break_the_disk()
+    with pytest.raises(OffloadError, match=rf"{fails} .*{tmp_path}.*EIO"):
+        step(break_the_disk if fails == "reading" else lambda: None)
+    engine.abandon()
+    step(lambda: None)
+    engine.assert_drained()
+    engine.close()
+    assert disk.space.reserved_bytes == 0
+    assert not [one for one in threading.enumerate() if one.name.startswith("sppo-disk")]
+
+
+@pytest.mark.parametrize("fails", ["writing", "reading", "room"])
+def test_a_step_that_the_disk_failed_is_freed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """An error that knew the frames of the step would hold its graph, and the graph the error."""
+    faults = FaultyDisk(monkeypatch)
+
+    def fail() -> weakref.ref[OffloadEngine]:
+        room = 0 if fails == "room" else None
+        disk = DiskStore(tmp_path, slab_bytes=2**20, budget_bytes=room)
+        engine = make_engine(
+            torch.device("cpu"), min_offload_elements=8, budget_bytes=2**15, disk=disk
+        )
+
+        def step() -> None:
+            loss = loss_of(make_blocks(6), torch.rand(TOKENS, WIDTH), engine, tiers=("disk",))
+            while disk.transfers.queued_bytes:
+                time.sleep(0.001)
+            if fails == "reading":
+                faults.errors.append(OSError(errno.EIO, "as injected"))
+            loss.backward()
+
+        if fails == "writing":
+            faults.errors.append(OSError(errno.EIO, "as injected"))
+        with pytest.raises((OffloadError, BudgetError)):
+            step()
+        engine.abandon()
+        return weakref.ref(engine)
+
+    failed = fail()
+    torch.zeros((), requires_grad=True).backward()  # what autograd had queued for this thread
+    gc.collect()
+    assert failed() is None
+
+
+AS_NOW = {
+    "pinned_bytes",
+    "host_bytes",
+    "host_used_bytes",
+    "live_handles",
+    "host_peak_bytes",
+    "fragmentation",
+}
+
+
+def test_counters_are_subtracted_and_state_is_not() -> None:
+    names = [field.name for field in fields(OffloadStats)]
+    before = OffloadStats(**{name: number for number, name in enumerate(names)})
+    now = OffloadStats(**{name: 100 + 3 * number for number, name in enumerate(names)})
+    since = now.since(before)
+    for number, name in enumerate(names):
+        expected = 100 + 3 * number if name in AS_NOW else 100 + 2 * number
+        assert getattr(since, name) == expected, name
+    assert (since + before) == now
+    assert not any(astuple(OffloadStats())), "nothing has moved yet"

@@ -38,8 +38,8 @@ def _slow_device(seconds: float = 10.0) -> FakeDevice:
     return FakeDevice(lambda stream, num_bytes: seconds)
 
 
-class _Frame:
-    """A frame as `engine/recompute.py` makes its own: handles held by what stands for the graph."""
+class _Group:
+    """A group of handles like that of a recomputed layer, held by what stands for the graph."""
 
     def __init__(
         self, engine: OffloadEngine, prefetch_order: PrefetchOrder, handles: list[OffloadedTensor]
@@ -53,40 +53,40 @@ class _Frame:
 
 
 class _Training:
-    """Steps of forward and backward over frames of given sizes, as the host would enqueue them."""
+    """Steps of forward and backward over layers of given sizes, as the host would enqueue them."""
 
     def __init__(self, device: FakeDevice, engine: OffloadEngine) -> None:
         self.device = device
         self.engine = engine
         self.values: dict[int, torch.Tensor] = {}
 
-    def forward(self, sizes: list[list[int]], compute_seconds: Callable[[], float]) -> list[_Frame]:
-        prefetch_order, frames = PrefetchOrder(self.engine), []
+    def forward(self, sizes: list[list[int]], compute_seconds: Callable[[], float]) -> list[_Group]:
+        prefetch_order, groups = PrefetchOrder(self.engine), []
         carried = self.device.tensor(torch.rand(8))
         for activation_sizes in sizes:
-            # What one frame hands to the next is saved by both, as a layer's output is.
+            # A layer's output is saved by itself and by the next one.
             handles = [self._save(carried)]
             for size in activation_sizes:
                 carried = self.device.tensor(torch.rand(size), compute_seconds())
                 handles.append(self._save(carried))
-            frames.append(_Frame(self.engine, prefetch_order, handles))
-            prefetch_order.record(frames[-1], len(frames) - 1)
+            groups.append(_Group(self.engine, prefetch_order, handles))
+            prefetch_order.record(groups[-1], len(groups) - 1)
             self.device.advance(compute_seconds())
-        return frames
+        return groups
 
     def backward(
         self,
-        frames: list[_Frame],
+        groups: list[_Group],
         compute_seconds: Callable[[], float],
         keep: Callable[[], bool] = lambda: True,
     ) -> None:
-        for frame in reversed(frames):
+        for group in reversed(groups):
             if not keep():
-                frame.held.clear()  # this part of the graph was dropped
+                group.held.clear()  # this part of the graph was dropped
                 continue
-            frame.prefetch_order.on_backward(frame)
-            while frame.held:
-                handle = frame.held.pop()
+            group.prefetch_order.on_backward(group)
+            while group.held:
+                handle = group.held.pop()
                 tensor = self.engine.wait_for(handle)
                 self.device.kernel(reads=[tensor], seconds=compute_seconds())
                 assert torch.equal(tensor, self.values.pop(id(handle)))
@@ -118,8 +118,8 @@ def test_any_training_is_ordered_exact_and_drained(
     training = _Training(device, engine)
     seconds = lambda: data.draw(DURATIONS)  # noqa: E731
     for _ in range(3):
-        frames = training.forward(sizes, seconds)
-        training.backward(frames, seconds, keep=lambda: data.draw(st.integers(0, 5)) > 0)
+        groups = training.forward(sizes, seconds)
+        training.backward(groups, seconds, keep=lambda: data.draw(st.integers(0, 5)) > 0)
         training.values.clear()
         engine.assert_drained()
     device.finish()
@@ -136,25 +136,25 @@ def test_any_training_is_ordered_exact_and_drained(
     lane_seconds=st.tuples(DURATIONS, DURATIONS),
     data=st.data(),
 )
-def test_the_device_never_holds_more_than_two_frames(
+def test_the_device_never_holds_more_than_two_layers(
     sizes: list[int], lane_seconds: tuple[float, float], data: st.DataObject
 ) -> None:
-    # Forward holds the frame in work and the one leaving, backward the frame in work and the one
+    # Forward holds the layer in use and the pending one, backward the layer in use and the one
     # ahead. No clock is looked at: the host runs ahead of the device without limit.
     device = FakeDevice(lambda stream, num_bytes: lane_seconds[stream.endswith("2")])
     engine = _engine(device)
-    prefetch_order, frames = PrefetchOrder(engine), []
+    prefetch_order, groups = PrefetchOrder(engine), []
     for size in sizes:
         tensor = device.tensor(torch.rand(size), data.draw(DURATIONS))
-        frames.append(_Frame(engine, prefetch_order, [engine.start_offload(tensor)]))
+        groups.append(_Group(engine, prefetch_order, [engine.start_offload(tensor)]))
         del tensor
-        prefetch_order.record(frames[-1], len(frames) - 1)
-    for frame in reversed(frames):
-        prefetch_order.on_backward(frame)
-        tensor = engine.wait_for(frame.held[0])
+        prefetch_order.record(groups[-1], len(groups) - 1)
+    for group in reversed(groups):
+        prefetch_order.on_backward(group)
+        tensor = engine.wait_for(group.held[0])
         device.kernel(reads=[tensor], seconds=data.draw(DURATIONS))
         del tensor
-        frame.held.clear()
+        group.held.clear()
     engine.close()
     device.look_for_freed()
     assert device.device_bytes == 0
@@ -304,17 +304,17 @@ def _one_training(device: FakeDevice) -> None:
     engine = _engine(device)
     training = _Training(device, engine)
     for _ in range(2):
-        frames = training.forward([[900], [900, 50], [900]], lambda: 1.0)
-        training.backward(frames, lambda: 1.0)
+        groups = training.forward([[900], [900, 50], [900]], lambda: 1.0)
+        training.backward(groups, lambda: 1.0)
     evicted = training.forward([[900]], lambda: 1.0)[0].held[-1]
     device.finish()
     engine.prefetch(evicted)
     engine.evict(evicted)  # its copy back is under way, and nobody waited for it
     dropped = training.forward([[900], [900]], lambda: 1.0)
-    for frame in dropped:
-        for handle in frame.handles():
+    for group in dropped:
+        for handle in group.handles():
             engine.prefetch(handle)
-        frame.held.clear()
+        group.held.clear()
     training.forward([[900]], lambda: 1.0)
     del dropped
 
@@ -344,7 +344,9 @@ MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_the_fake_device_sees_a_broken_engine(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fake_device_detects_a_broken_engine(
+    mutant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _one_training(_slow_device())
     MUTANTS[mutant](monkeypatch)
     with pytest.raises(RaceError):

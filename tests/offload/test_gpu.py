@@ -1,4 +1,4 @@
-"""Frames and windows on CUDA under random pauses, and tensors past 2^31 bytes; twins on the CPU.
+"""Groups and windows on CUDA under random pauses, and tensors past 2^31 bytes; twins on the CPU.
 
 Sizes are small but where a test says so, so that `compute-sanitizer` can run it:
 
@@ -24,10 +24,10 @@ SLOW_COPIES = (10**7,)
 """Cycles: some milliseconds a copy, while compute goes on."""
 
 
-def check_frames(
+def check_offload(
     runtime: DelayedRuntime, device: torch.device, *, own_streams: bool = True, locked: bool = True
 ) -> OffloadEngine:
-    """Gradients of a stack of layers through frames, equal to the bit in every step."""
+    """Check that gradients of an offloaded stack of layers are bitwise equal in every step."""
     pool = HostPool(SLAB_BYTES, locker=runtime if locked else None)
     copier = StreamCopier(runtime, own_streams=own_streams)
     engine = OffloadEngine(copier, pool, min_offload_elements=8)
@@ -40,7 +40,7 @@ def check_frames(
         return [parameter.grad for parameter in blocks.parameters()]
 
     def spoil(tensor: Tensor) -> None:
-        """Called before a tensor moves: what was freed under its copy is overwritten here."""
+        """Called before a tensor is offloaded: memory freed under its copy is overwritten here."""
         if device.type == "cuda":
             for rows in (1, 2, 4):
                 torch.full((TOKENS, rows * WIDTH), float("nan"), device=device)
@@ -64,8 +64,8 @@ def check_frames(
 @pytest.mark.gpu
 @pytest.mark.parametrize("own_streams", [True, False])
 @pytest.mark.parametrize("seed", range(8))
-def test_frames_on_cuda(seed: int, own_streams: bool) -> None:
-    engine = check_frames(delayed_cuda(seed), torch.device("cuda"), own_streams=own_streams)
+def test_offload_on_cuda(seed: int, own_streams: bool) -> None:
+    engine = check_offload(delayed_cuda(seed), torch.device("cuda"), own_streams=own_streams)
     torch.cuda.synchronize()
     stats = engine.stats()
     assert stats.host_used_bytes == stats.live_handles == 0
@@ -73,9 +73,9 @@ def test_frames_on_cuda(seed: int, own_streams: bool) -> None:
 
 @pytest.mark.parametrize("own_streams", [True, False])
 @pytest.mark.parametrize("seed", range(4))
-def test_frames_on_the_fake_device(seed: int, own_streams: bool) -> None:
+def test_offload_on_the_fake_device(seed: int, own_streams: bool) -> None:
     device = FakeDevice(lambda stream, num_bytes: 0.5)
-    engine = check_frames(delayed_fake(device, seed), torch.device("cpu"), own_streams=own_streams)
+    engine = check_offload(delayed_fake(device, seed), torch.device("cpu"), own_streams=own_streams)
     device.finish()
     stats = engine.stats()
     assert stats.host_used_bytes == stats.live_handles == stats.pinned_bytes == 0
@@ -91,7 +91,7 @@ def test_a_lost_wait_shows_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     _break(monkeypatch)
     try:
         with pytest.raises(AssertionError):
-            check_frames(delayed_cuda(0, SLOW_COPIES, only_copies=True), torch.device("cuda"))
+            check_offload(delayed_cuda(0, SLOW_COPIES, only_copies=True), torch.device("cuda"))
     finally:
         torch.cuda.synchronize()
 
@@ -100,7 +100,7 @@ def test_a_lost_wait_shows_on_the_fake_device(monkeypatch: pytest.MonkeyPatch) -
     _break(monkeypatch)
     with pytest.raises(RaceError):
         # Not locked: what fails is never closed, and its memory would be unlocked at any time.
-        check_frames(delayed_fake(FakeDevice(), 0), torch.device("cpu"), locked=False)
+        check_offload(delayed_fake(FakeDevice(), 0), torch.device("cpu"), locked=False)
 
 
 @pytest.mark.gpu
@@ -162,7 +162,7 @@ def check_round_trip(device: torch.device, *, num_elements: int, pin: bool) -> N
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("pin", [True, False])
-def test_more_than_2_31_elements_travel(pin: bool) -> None:
+def test_more_than_2_31_elements_are_offloaded(pin: bool) -> None:
     num_elements = 2**31 + 12345  # 4 GiB, and past every 32-bit count of elements or bytes
     if torch.cuda.mem_get_info()[0] < 14 * 2**30 or psutil.virtual_memory().available < 12 * 2**30:
         pytest.skip("needs 14 GiB of free device memory and 12 GiB of host memory")
@@ -170,5 +170,5 @@ def test_more_than_2_31_elements_travel(pin: bool) -> None:
     torch.cuda.empty_cache()
 
 
-def test_some_elements_travel_on_the_cpu() -> None:
+def test_some_elements_are_offloaded_on_the_cpu() -> None:
     check_round_trip(torch.device("cpu"), num_elements=12345, pin=False)

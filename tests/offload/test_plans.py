@@ -1,6 +1,6 @@
 """Random plans on the fake device and disk: whatever is kept or sent where, and however fast.
 
-Each step runs forward and backward over frames that are kept, or wait on the host or on the disk,
+Each step runs forward and backward over groups that are kept, or wait on the host or on the disk,
 as the host would enqueue them; some steps are broken off by an exception. The fake device asserts
 the order of all work and that nothing is used after it was freed; the pools and the fake disk
 assert that nothing is freed twice; the tests add values, windows, budgets and what is left.
@@ -31,7 +31,7 @@ from tests.offload.orders import asked_within
 from tests.sweeps import examples
 
 Mode = Literal["keep", "host", "disk"]
-MOST_FLOATS = 3 * PAGE_BYTES // 4
+MAX_FLOATS = 3 * PAGE_BYTES // 4
 SECONDS = [0.0, 0.0, 0.1, 1.0, 7.0, 50.0]
 
 
@@ -66,7 +66,7 @@ MACHINES = st.builds(
 FRAMES = st.lists(
     st.tuples(
         st.sampled_from(["keep", "host", "disk"]),
-        st.lists(st.integers(1, MOST_FLOATS - 2), max_size=3),
+        st.lists(st.integers(1, MAX_FLOATS - 2), max_size=3),
     ),
     min_size=1,
     max_size=8,
@@ -74,7 +74,7 @@ FRAMES = st.lists(
 
 
 @dataclass(eq=False)
-class Frame:
+class Group:
     held: list[tuple[OffloadedTensor, torch.Tensor]] = field(default_factory=list)
 
     def handles(self) -> list[OffloadedTensor]:
@@ -102,13 +102,13 @@ class Training:
     def step(self, plan: list[tuple[Mode, list[int]]], fails_at: int | None = None) -> None:
         """One step; the exception comes after so many events, forward and backward together."""
         self.events_left = fails_at
-        frames, prefetch_order = self.forward(plan)
-        self.backward(frames, prefetch_order)
+        groups, prefetch_order = self.forward(plan)
+        self.backward(groups, prefetch_order)
 
-    def forward(self, plan: list[tuple[Mode, list[int]]]) -> tuple[list[Frame], PrefetchOrder]:
+    def forward(self, plan: list[tuple[Mode, list[int]]]) -> tuple[list[Group], PrefetchOrder]:
         machine = self.machine
-        # What a frame is handed by the one before is as long as that one's last.
-        handed = list(accumulate(plan, lambda long, frame: (frame[1] or [long])[-1], initial=8))
+        # A tensor shared with the group before is as long as that one's last.
+        handed = list(accumulate(plan, lambda long, group: (group[1] or [long])[-1], initial=8))
         away = [
             4 * (long + sum(sizes)) * (mode != "keep")
             for long, (mode, sizes) in zip(handed, plan, strict=False)
@@ -119,43 +119,43 @@ class Training:
             max_pending_d2h_bytes=machine.max_pending_d2h_bytes,
             lowest_prefetched=asked,
         )
-        frames: list[Frame] = []
+        groups: list[Group] = []
         carried = self.device.tensor(torch.rand(8))
         self.largest_bytes, self.dropped = 0, False
         self.used: set[OffloadedStorage] = set()
         for mode, sizes in plan:
-            frame = Frame()
+            group = Group()
             before_bytes = self._leaving_bytes()
-            # What one frame hands to the next is saved by both, as a layer's output is.
-            self._save(frame, mode, carried)
+            # A layer's output is saved by itself and by the next one.
+            self._save(group, mode, carried)
             for size in sizes:
                 carried = self.device.tensor(torch.rand(size), self.seconds())
-                self._save(frame, mode, carried)
+                self._save(group, mode, carried)
                 self._event()
-            activation_bytes = sum(4 * value.numel() for _, value in frame.held)
+            activation_bytes = sum(4 * value.numel() for _, value in group.held)
             self.largest_bytes = max(self.largest_bytes, activation_bytes)
             assert self._leaving_bytes() <= before_bytes + activation_bytes
-            prefetch_order.record(frame, len(frames))
+            prefetch_order.record(group, len(groups))
             left_bytes = (
                 self.largest_bytes
                 if machine.max_pending_d2h_bytes is None
                 else machine.max_pending_d2h_bytes
             )
             assert self._leaving_bytes() <= left_bytes
-            frames.append(frame)
+            groups.append(group)
             self.device.advance(self.seconds())
-        return frames, prefetch_order
+        return groups, prefetch_order
 
-    def backward(self, frames: list[Frame], prefetch_order: PrefetchOrder) -> None:
-        while frames:
-            frame = frames.pop()
+    def backward(self, groups: list[Group], prefetch_order: PrefetchOrder) -> None:
+        while groups:
+            group = groups.pop()
             if self.random.random() < 0.05:
                 self.dropped = True  # a part of the graph, without its backward
                 continue
-            prefetch_order.on_backward(frame)
-            self._check_ahead(frames, frame)
-            while frame.held:
-                handle, expected = frame.held.pop()
+            prefetch_order.on_backward(group)
+            self._check_ahead(groups, group)
+            while group.held:
+                handle, expected = group.held.pop()
                 tensor = self.engine.wait_for(handle)
                 self.device.kernel(reads=[tensor], seconds=self.seconds())
                 assert torch.equal(tensor, expected)
@@ -171,7 +171,7 @@ class Training:
         return self.random.choice(SECONDS)
 
     def end(self) -> None:
-        """Prove that nothing is left of a step, broken off or not."""
+        """Check that nothing is left of a step, whether it failed or not."""
         self.engine.assert_drained()
         for _ in range(3):
             self.device.finish()
@@ -182,12 +182,12 @@ class Training:
         self.device.look_for_freed()
         assert self.device.device_bytes == 0
 
-    def _save(self, frame: Frame, mode: Mode, tensor: torch.Tensor) -> None:
+    def _save(self, group: Group, mode: Mode, tensor: torch.Tensor) -> None:
         if mode == "keep":
             handle = OffloadedTensor.kept(tensor, None)
         else:
             handle = self.engine.start_offload(tensor, tier=mode)
-        frame.held.append((handle, tensor.clone()))
+        group.held.append((handle, tensor.clone()))
         self._check_budgets()
 
     def _event(self) -> None:
@@ -205,21 +205,21 @@ class Training:
         assert self.pool.reserved_bytes <= self.machine.host_pages * PAGE_BYTES
         assert self.staging_pool.reserved_bytes <= self.machine.staging_pages * PAGE_BYTES
 
-    def _check_ahead(self, frames: list[Frame], entered: Frame) -> None:
-        """Only what the window allows was asked for of frames that are not in use yet."""
-        # What frames share was planned with twice.
-        most_bytes = max(self.machine.max_prefetch_bytes or 0, self.largest_bytes)
+    def _check_ahead(self, groups: list[Group], entered: Group) -> None:
+        """Check that only the window's bytes were prefetched of groups that are not in use yet."""
+        # Tensors shared by groups were planned twice.
+        max_bytes = max(self.machine.max_prefetch_bytes or 0, self.largest_bytes)
         in_use = {handle.stored() for handle, _ in entered.held if handle.is_offloaded}
         assert all(stored.is_prefetched for stored in in_use)
         if self.dropped:
-            return  # what a dropped frame shared with one that is left is in nobody's window
+            return  # a tensor shared with a dropped group is in nobody's window
         held = {
-            handle.stored() for frame in frames for handle in frame.handles() if handle.is_offloaded
+            handle.stored() for group in groups for handle in group.handles() if handle.is_offloaded
         }
-        # What was in use and is shared with a frame before stays for that one's use.
+        # A tensor that was in use and is shared with an earlier group stays for that one's use.
         self.used |= in_use
         on_device = [stored for stored in held - self.used if stored.device_bytes is not None]
-        assert sum(stored.span.num_bytes for stored in on_device) <= most_bytes
+        assert sum(stored.span.num_bytes for stored in on_device) <= max_bytes
 
 
 @examples(83, whole=250)
@@ -277,18 +277,18 @@ def test_two_forwards_before_their_backwards(
     training = Training(machine, seed)
     forwards = [training.forward(plan) for plan in plans]
     while forwards:
-        frames, prefetch_order = forwards.pop()
+        groups, prefetch_order = forwards.pop()
         training.largest_bytes = 2**20  # of which forward is not known any more
-        training.backward(frames, prefetch_order)
+        training.backward(groups, prefetch_order)
     training.end()
     training.engine.close()
     assert training.engine.pool.used_bytes == 0
 
 
-def test_slow_disk_and_small_staging_only_cost_time() -> None:
+def test_a_slow_disk_and_small_staging_only_cost_time() -> None:
     machine = Machine(write_seconds=50.0, read_seconds=50.0, host_pages=0, staging_pages=3)
     training = Training(machine)
-    training.step([("disk", [MOST_FLOATS - 2, 500])] * 8)
+    training.step([("disk", [MAX_FLOATS - 2, 500])] * 8)
     training.end()
     assert training.staging_pool.peak_bytes <= 3 * PAGE_BYTES
     assert training.device.host_waits > 0
@@ -326,9 +326,7 @@ def _some_steps() -> None:
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_the_fakes_see_a_broken_way_to_the_disk(
-    mutant: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_fakes_detect_a_broken_disk_tier(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _some_steps()
     MUTANTS[mutant](monkeypatch)
     with pytest.raises(RaceError):

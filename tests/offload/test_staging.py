@@ -1,4 +1,4 @@
-"""The engine with a disk behind its host memory: what goes there, when it waits, what it says."""
+"""The engine with a disk tier: what goes there, when the host waits, what is raised."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.fakes.disk import FakeDisk
 PAGE_FLOATS = PAGE_BYTES // 4
 
 
-class _Frame:
+class _Group:
     def __init__(self, handle: OffloadedTensor) -> None:
         self.handle = handle
 
@@ -48,7 +48,7 @@ class _Bench:
         return self.engine.start_offload(self.tensor(pages), tier="disk")
 
     def settle(self) -> None:
-        """Let everything that goes on by itself come to its end."""
+        """Run until all transfers and copies under way have ended."""
         for _ in range(4):
             self.device.finish()
             self.engine.limit_pending_d2h(0)
@@ -84,7 +84,7 @@ def test_bytes_pass_through_staging_to_disk_and_back() -> None:
     bench.engine.assert_drained()
 
 
-def test_waiting_for_what_is_on_disk_blocks_the_host_and_counts_it() -> None:
+def test_waiting_for_a_disk_read_blocks_the_host_and_is_counted() -> None:
     bench = _Bench()
     handle = bench.send()
     bench.settle()
@@ -95,7 +95,7 @@ def test_waiting_for_what_is_on_disk_blocks_the_host_and_counts_it() -> None:
     assert bench.engine.take_stats().disk_stall_seconds == 0.0
 
 
-def test_what_is_wanted_before_it_is_written_comes_from_staging() -> None:
+def test_a_prefetch_before_the_write_ended_is_served_from_staging() -> None:
     bench = _Bench(disk_seconds=100.0)
     handle = bench.send()
     bench.engine.limit_pending_d2h(0)  # the source is free, its bytes are on the host
@@ -113,7 +113,7 @@ def test_what_is_wanted_before_it_is_written_comes_from_staging() -> None:
     assert bench.staging.pool.used_bytes == 0
 
 
-def test_what_nobody_wants_is_not_written() -> None:
+def test_dropped_tensors_are_not_written() -> None:
     bench = _Bench()
     bench.engine.release(bench.send())
     bench.settle()
@@ -121,7 +121,7 @@ def test_what_nobody_wants_is_not_written() -> None:
     bench.engine.assert_drained()
 
 
-def test_the_host_waits_where_the_disk_is_slower() -> None:
+def test_the_host_waits_if_the_disk_is_slower() -> None:
     bench = _Bench(staging_pages=2)
     handles = [bench.send() for _ in range(2)]
     assert bench.device.host_waits == 0
@@ -162,26 +162,26 @@ def test_a_full_host_spills_to_disk() -> None:
 def test_reads_start_before_copies_and_within_half_of_staging() -> None:
     bench = _Bench(staging_pages=8)
     prefetch_order = PrefetchOrder(bench.engine, max_pending_d2h_bytes=0)
-    frames = []
+    groups = []
     for _ in range(12):
-        frames.append(_Frame(bench.send()))
-        prefetch_order.record(frames[-1], len(frames) - 1)
+        groups.append(_Group(bench.send()))
+        prefetch_order.record(groups[-1], len(groups) - 1)
         bench.settle()
-    bench.engine.wait_for(frames[-1].handle)
-    prefetch_order.on_backward(frames[-1])
+    bench.engine.wait_for(groups[-1].handle)
+    prefetch_order.on_backward(groups[-1])
     # The one in use, the one after it on its way to the device, and half of staging.
     assert bench.disk.reads == 1 + 1 + 4
     assert bench.staging.ahead_bytes == 4 * PAGE_BYTES
     bench.settle()
     stall_seconds = bench.engine.stats().disk_stall_seconds
-    for frame in reversed(frames[-6:]):
-        prefetch_order.on_backward(frame)
-        bench.engine.wait_for(frame.handle)
+    for group in reversed(groups[-6:]):
+        prefetch_order.on_backward(group)
+        bench.engine.wait_for(group.handle)
         bench.device.advance(2.0)
     assert bench.engine.stats().disk_stall_seconds == stall_seconds, "all of it was there"
 
 
-def test_what_was_read_ahead_makes_room() -> None:
+def test_tensors_read_ahead_are_dropped_for_space() -> None:
     bench = _Bench(staging_pages=2)
     handles = [bench.send() for _ in range(4)]
     bench.settle()
@@ -196,7 +196,7 @@ def test_what_was_read_ahead_makes_room() -> None:
     assert bench.disk.reads == 1 + 5
 
 
-def test_an_evicted_read_waits_on_the_host_for_its_next_use() -> None:
+def test_an_evicted_tensor_that_was_read_stays_in_host_memory() -> None:
     bench = _Bench()
     handle = bench.send()
     bench.settle()
@@ -212,7 +212,7 @@ def test_an_evicted_read_waits_on_the_host_for_its_next_use() -> None:
 
 
 @pytest.mark.parametrize("fails", ["writes", "reads"])
-def test_a_failed_transfer_surfaces_once_and_its_bytes_are_lost(fails: str) -> None:
+def test_a_failed_transfer_is_raised_once_and_its_bytes_are_lost(fails: str) -> None:
     bench = _Bench()
     setattr(bench.disk, f"fail_{fails}", True)
     handle = bench.send()
@@ -236,7 +236,7 @@ def test_a_failed_transfer_surfaces_once_and_its_bytes_are_lost(fails: str) -> N
     assert bench.disk.used_bytes == 0
 
 
-def test_an_abandoned_step_tells_no_failure_of_its_own() -> None:
+def test_failures_of_an_abandoned_step_are_not_raised() -> None:
     bench = _Bench()
     bench.disk.fail_writes = True
     handle = bench.send()
@@ -250,7 +250,7 @@ def test_an_abandoned_step_tells_no_failure_of_its_own() -> None:
         bench.engine.wait_for(handle)
 
 
-def test_a_full_disk_says_so_and_leaves_nothing_half_used() -> None:
+def test_a_full_disk_is_reported_and_leaks_nothing() -> None:
     bench = _Bench()
     bench.disk.budget_bytes = 2 * PAGE_BYTES
     handles = [bench.send() for _ in range(3)]
@@ -275,7 +275,7 @@ def test_closing_waits_for_transfers_and_closes_the_disk() -> None:
     del handles  # only now: those who hold them keep nothing alive
 
 
-def test_the_fake_device_sees_a_write_before_the_copy_it_writes() -> None:
+def test_the_fake_device_detects_a_write_before_its_copy() -> None:
     bench = _Bench()
     handle = bench.send()
     stored = handle.stored()
@@ -285,7 +285,7 @@ def test_the_fake_device_sees_a_write_before_the_copy_it_writes() -> None:
         bench.disk.start_write(stored.region.memory)
 
 
-def test_the_fake_device_sees_a_region_lent_under_its_write() -> None:
+def test_the_fake_device_detects_a_region_reused_under_its_write() -> None:
     bench = _Bench(staging_pages=1, disk_seconds=100.0)
     handle = bench.send()
     bench.device.advance(2.0)

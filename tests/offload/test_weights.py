@@ -97,7 +97,7 @@ class _Model:
         self.weights._after_gradient(weight, parameter)
 
     def step(self) -> None:
-        """The host writes into what is at rest, at once."""
+        """The host writes into all host-resident weights."""
         for parameter in [self.other, *itertools.chain(*self.layers)]:
             self.on_host(parameter.data, writes=True)
             parameter.data += 1
@@ -129,7 +129,7 @@ def test_nothing_races(
 
 
 @pytest.mark.parametrize("keep_device_copies", [False, True])
-def test_the_layer_in_use_and_the_next_are_on_the_device(keep_device_copies: bool) -> None:
+def test_only_the_layer_in_use_and_the_next_are_on_the_device(keep_device_copies: bool) -> None:
     model = _Model([1.0], [1.0], keep_device_copies=keep_device_copies)
     model.forward()
     model.backward(1.0)
@@ -138,7 +138,9 @@ def test_the_layer_in_use_and_the_next_are_on_the_device(keep_device_copies: boo
     assert model.weights.device_bytes == 0
 
 
-def test_the_host_waits_for_copies_out_of_what_it_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_waits_for_copies_from_memory_that_it_writes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = _Model([50.0], [0.0], keep_device_copies=False)
     model.forward()
     model.weights._last_h2d = None  # as if nobody had to wait
@@ -147,7 +149,7 @@ def test_the_host_waits_for_copies_out_of_what_it_writes(monkeypatch: pytest.Mon
         model.step()
 
 
-def test_a_view_of_a_weight_is_made_of_the_bytes_of_its_time() -> None:
+def test_a_view_of_a_weight_reads_its_bytes_at_backward() -> None:
     model = _Model([1.0], [1.0], keep_device_copies=False)
     parameter = model.layers[0][1]
     model.forward()
@@ -165,7 +167,7 @@ def test_a_view_of_a_weight_is_made_of_the_bytes_of_its_time() -> None:
 
 
 def _run(model: _Model, batches: int) -> list[torch.Tensor]:
-    """Some batches; their gradients, which are taken away."""
+    """Run some batches; return their gradients, which are removed."""
     for batch in range(batches):
         model.forward()
         model.backward(2.0**batch)
@@ -176,7 +178,7 @@ def _run(model: _Model, batches: int) -> list[torch.Tensor]:
     return gradients
 
 
-def test_what_is_locked_is_what_is_planned() -> None:
+def test_locked_bytes_are_the_planned_ones() -> None:
     model = _Model([50.0], [0.0], keep_device_copies=False, locked=True)
     layers, other = [8 * 4 + 6 * 4] * LAYERS, 5 * 4
     resting = HostResident(
@@ -202,12 +204,14 @@ def test_what_is_locked_is_what_is_planned() -> None:
     del gradient
     model.weights.close()
     for parameter in [model.other, *itertools.chain(*model.layers)]:
-        parameter.data = parameter.data.clone()  # the fake device is the host, so it stayed there
+        parameter.data = (
+            parameter.data.clone()
+        )  # the fake device is the host, so it is where it was
     model.weights = None
     assert not locked
 
 
-def test_a_gradient_that_somebody_keeps_is_not_overwritten() -> None:
+def test_a_gradient_that_is_still_held_is_not_overwritten() -> None:
     model = _Model([1.0], [1.0], keep_device_copies=False, locked=True)
     kept = _run(model, 1)
     _run(model, 2)
@@ -226,7 +230,7 @@ def test_a_gradient_of_another_dtype_keeps_it() -> None:
     assert torch.equal(parameter.grad, torch.full((3,), 1 + 2**-12))
 
 
-def test_what_rests_in_one_piece_is_saved_tensor_by_tensor(tmp_path: Path) -> None:
+def test_host_resident_weights_are_saved_tensor_by_tensor(tmp_path: Path) -> None:
     model = _Model([1.0], [1.0], keep_device_copies=False, locked=True)
     _run(model, 1)
     parameters = itertools.chain(*model.layers)
@@ -242,7 +246,7 @@ def test_what_rests_in_one_piece_is_saved_tensor_by_tensor(tmp_path: Path) -> No
         assert torch.equal(tensor, state[name])
 
 
-def test_weights_at_rest_stay_where_they_are_for_the_next_owner() -> None:
+def test_host_resident_weights_keep_their_memory_for_the_next_owner() -> None:
     model = _Model([1.0], [1.0], keep_device_copies=True, locked=True)
     copier = StreamCopier(model.device)
     at = [p.data_ptr() for p in model.layers[0]]
@@ -260,7 +264,7 @@ def test_weights_at_rest_stay_where_they_are_for_the_next_owner() -> None:
     assert all(torch.all(gradient == 1.0) for gradient in _run(model, 1))
 
 
-def test_what_is_more_than_its_bytes_stays() -> None:
+def test_quantized_and_sharded_parameters_are_not_host_resident() -> None:
     assert can_be_host_resident(Parameter(torch.rand(2)))
     assert not can_be_host_resident(
         Parameter(torch.zeros(2, dtype=torch.uint8), requires_grad=False)

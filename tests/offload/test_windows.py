@@ -1,4 +1,4 @@
-"""Bytes in windows: what leaves, what comes back ahead of use, and what is evicted in between."""
+"""Bytes in windows: pending copies, prefetches ahead of use, and evictions in between."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DURATIONS = st.sampled_from([0.0, 0.1, 1.0, 7.0, 50.0])
 WINDOWS = st.one_of(st.none(), st.integers(0, 30_000))
 
 
-class _Frame:
+class _Group:
     def __init__(self, *handles: OffloadedTensor) -> None:
         self.held = list(handles)
 
@@ -50,7 +50,7 @@ def _leaving_bytes(engine: OffloadEngine) -> int:
     max_prefetch_bytes=WINDOWS,
     data=st.data(),
 )
-def test_the_device_holds_the_frame_in_work_and_one_window(
+def test_the_device_holds_the_layer_in_use_and_one_window(
     sizes: list[int],
     lane_seconds: tuple[float, float],
     max_pending_d2h_bytes: int | None,
@@ -62,7 +62,7 @@ def test_the_device_holds_the_frame_in_work_and_one_window(
     engine = _engine(device)
     sizes_bytes = [4 * size for size in sizes]
     asked = asked_within(sizes_bytes, max_prefetch_bytes)
-    prefetch_order, frames = (
+    prefetch_order, groups = (
         PrefetchOrder(engine, max_pending_d2h_bytes=max_pending_d2h_bytes, lowest_prefetched=asked),
         [],
     )
@@ -70,72 +70,72 @@ def test_the_device_holds_the_frame_in_work_and_one_window(
     passes = data.draw(st.booleans())
     for size in sizes:
         tensor = device.tensor(torch.rand(size), data.draw(DURATIONS))
-        frames.append(_Frame(engine.start_offload(tensor)))
+        groups.append(_Group(engine.start_offload(tensor)))
         del tensor
         window_bytes = largest_bytes if max_pending_d2h_bytes is None else max_pending_d2h_bytes
         assert _leaving_bytes(engine) <= window_bytes + 4 * size
-        prefetch_order.record(frames[-1], len(frames) - 1)
+        prefetch_order.record(groups[-1], len(groups) - 1)
         assert _leaving_bytes(engine) <= window_bytes
         device.advance(data.draw(DURATIONS) if passes else 0.0)
     if data.draw(st.booleans()):
-        prefetch_order.start_backward(len(frames) - 1)
-        assert frames[-1].held[0].stored().device_bytes is not None
+        prefetch_order.start_backward(len(groups) - 1)
+        assert groups[-1].held[0].stored().device_bytes is not None
         device.advance(data.draw(DURATIONS) if passes else 0.0)
-    while frames:
-        frame = frames.pop()
-        prefetch_order.on_backward(frame)
-        tensor = engine.wait_for(frame.held[0])
+    while groups:
+        group = groups.pop()
+        prefetch_order.on_backward(group)
+        tensor = engine.wait_for(group.held[0])
         device.kernel(reads=[tensor], seconds=data.draw(DURATIONS))
-        ahead = [one.held[0].stored() for one in frames]
+        ahead = [one.held[0].stored() for one in groups]
         ahead_bytes = sum(one.span.num_bytes for one in ahead if one.device_bytes is not None)
         assert ahead_bytes <= max(max_prefetch_bytes or 0, largest_bytes)
-        assert not frames or ahead[-1].device_bytes is not None, "the next frame is on its way"
-        del tensor, frame, ahead
+        assert not groups or ahead[-1].device_bytes is not None, "the next group is on its way"
+        del tensor, group, ahead
         device.advance(data.draw(DURATIONS) if passes else 0.0)
     engine.assert_drained()
     engine.close()
     device.look_for_freed()
     assert device.device_bytes == 0
-    # The frame in work, what is ahead of it, and what forward left on its way out.
+    # The layer in use, what is prefetched ahead of it, and the copies that forward left pending.
     left_bytes = largest_bytes if max_pending_d2h_bytes is None else max_pending_d2h_bytes
     bound_bytes = largest_bytes + max(max_prefetch_bytes or 0, largest_bytes) + left_bytes
     assert device.peak_device_bytes <= bound_bytes
 
 
-def test_what_leaves_is_bounded_for_all_tapes_together() -> None:
+def test_pending_copies_are_bounded_for_all_prefetch_orders_together() -> None:
     engine = _engine(_slow_device())
     prefetch_orders = [PrefetchOrder(engine, max_pending_d2h_bytes=800) for _ in range(2)]
     held = []
     for _ in range(4):
         for prefetch_order in prefetch_orders:
-            held.append(_Frame(engine.start_offload(torch.rand(100))))
+            held.append(_Group(engine.start_offload(torch.rand(100))))
             prefetch_order.record(held[-1])
     assert _leaving_bytes(engine) == 800
 
 
-def test_without_a_window_one_frame_leaves_whatever_left_before_it() -> None:
+def test_without_a_bound_only_the_last_layer_is_pending() -> None:
     engine = _engine(_slow_device())
     prefetch_order = PrefetchOrder(engine)
     held = [engine.start_offload(torch.rand(500)), engine.start_offload(torch.rand(100))]
-    prefetch_order.record(_Frame(*held))
+    prefetch_order.record(_Group(*held))
     assert _leaving_bytes(engine) == 2400
     held.append(engine.start_offload(torch.rand(100)))
-    prefetch_order.record(_Frame(held[-1]))
+    prefetch_order.record(_Group(held[-1]))
     assert _leaving_bytes(engine) == 400
 
 
-def test_a_frame_that_closes_puts_one_wait_at_most_on_compute() -> None:
+def test_closing_a_layer_puts_at_most_one_wait_on_compute() -> None:
     device = _slow_device()
     engine = _engine(device)
-    prefetch_order, frames = PrefetchOrder(engine, max_pending_d2h_bytes=1000), []
+    prefetch_order, groups = PrefetchOrder(engine, max_pending_d2h_bytes=1000), []
     for _ in range(5):
-        frames.append(_Frame(*(engine.start_offload(torch.rand(100)) for _ in range(7))))
+        groups.append(_Group(*(engine.start_offload(torch.rand(100)) for _ in range(7))))
         before = device.compute.waits
-        prefetch_order.record(frames[-1])
+        prefetch_order.record(groups[-1])
         assert device.compute.waits == before + 1
         assert _leaving_bytes(engine) == 800
     # Used in another order than they come back in: the first that is used is behind the others.
-    last = frames.pop()
+    last = groups.pop()
     prefetch_order.on_backward(last)
     before = device.compute.waits
     for handle in reversed(last.held):
@@ -143,7 +143,7 @@ def test_a_frame_that_closes_puts_one_wait_at_most_on_compute() -> None:
     assert device.compute.waits == before + 1
 
 
-def test_what_was_dropped_under_copies_puts_one_wait_for_each_lane_on_compute() -> None:
+def test_dropping_under_copies_puts_one_wait_per_stream_on_compute() -> None:
     device = _slow_device()
     engine = _engine(device)
     handles = [engine.start_offload(torch.rand(100)) for _ in range(8)]
@@ -158,22 +158,22 @@ def test_what_was_dropped_under_copies_puts_one_wait_for_each_lane_on_compute() 
     assert device.compute.waits == before + 2
 
 
-def test_frames_that_were_kept_are_passed_over() -> None:
+def test_layers_that_were_kept_are_skipped() -> None:
     engine = _engine(_slow_device())
     prefetch_order = PrefetchOrder(engine, max_pending_d2h_bytes=0, lowest_prefetched=[0, 0, 0, 0])
-    frames = [
-        _Frame(engine.start_offload(torch.rand(100))),
-        _Frame(),
-        _Frame(OffloadedTensor.kept(torch.rand(100), None)),
-        _Frame(engine.start_offload(torch.rand(100))),
+    groups = [
+        _Group(engine.start_offload(torch.rand(100))),
+        _Group(),
+        _Group(OffloadedTensor.kept(torch.rand(100), None)),
+        _Group(engine.start_offload(torch.rand(100))),
     ]
-    for number, frame in enumerate(frames):
-        prefetch_order.record(frame, number)
-    prefetch_order.on_backward(frames[3])
+    for number, group in enumerate(groups):
+        prefetch_order.record(group, number)
+    prefetch_order.on_backward(groups[3])
     assert engine.stats().h2d_bytes == 800
 
 
-def test_bytes_to_fetch_count_aliases_once_and_nothing_twice() -> None:
+def test_bytes_to_prefetch_count_aliases_once() -> None:
     device = _slow_device()
     engine = _engine(device)
     whole = device.tensor(torch.rand(20, 30))
@@ -188,7 +188,7 @@ def test_bytes_to_fetch_count_aliases_once_and_nothing_twice() -> None:
     assert engine.bytes_to_prefetch(handles) == 0
 
 
-def test_an_evicted_tensor_comes_back_as_often_as_it_is_wanted() -> None:
+def test_an_evicted_tensor_can_be_prefetched_repeatedly() -> None:
     device = _slow_device()
     engine = _engine(device)
     values = torch.rand(100)
@@ -209,7 +209,7 @@ def test_an_evicted_tensor_comes_back_as_often_as_it_is_wanted() -> None:
     assert device.now == 0.0, "the host waited for nothing"
 
 
-def test_evicting_before_the_source_has_left_lets_it_leave() -> None:
+def test_evicting_during_the_d2h_copy_lets_it_finish() -> None:
     device = _slow_device()
     engine = _engine(device)
     handle = engine.start_offload(device.tensor(torch.rand(100)))
@@ -226,7 +226,7 @@ def test_evicting_before_the_source_has_left_lets_it_leave() -> None:
     assert engine.stats().h2d_bytes == 400
 
 
-def test_evicting_the_source_that_served_after_it_had_left() -> None:
+def test_evicting_a_reused_source_after_its_copy() -> None:
     device = _slow_device()
     engine = _engine(device)
     handle = engine.start_offload(device.tensor(torch.rand(100)))
@@ -238,7 +238,7 @@ def test_evicting_the_source_that_served_after_it_had_left() -> None:
     assert engine.bytes_to_prefetch([handle]) == 400
 
 
-def test_evict_does_nothing_for_what_stayed_and_refuses_what_is_gone() -> None:
+def test_evict_ignores_kept_tensors_and_refuses_released_ones() -> None:
     engine = _engine(_slow_device())
     small = OffloadedTensor.kept(torch.rand(3), None)
     engine.evict(small)

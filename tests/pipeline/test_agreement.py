@@ -22,7 +22,7 @@ def _other_rank_says(monkeypatch: pytest.MonkeyPatch, *numbers: int) -> None:
     monkeypatch.setattr(agreement.dist, "all_gather", all_gather)
 
 
-def test_what_differs_is_named(monkeypatch):
+def test_facts_that_differ_are_named(monkeypatch):
     _other_rank_says(monkeypatch, 2, 64)
     check_agreement(MESH, {"rows": 2, "tokens": 64})
     _other_rank_says(monkeypatch, 2, 48)
@@ -31,7 +31,7 @@ def test_what_differs_is_named(monkeypatch):
     assert "rows" not in str(caught.value)
 
 
-def test_numbers_that_may_differ_are_everyones(monkeypatch):
+def test_own_numbers_of_all_ranks_are_returned(monkeypatch):
     _other_rank_says(monkeypatch, 2, 64, 5, 9)
     assert check_agreement(MESH, {"rows": 2, "tokens": 64}, 7, 9) == [(7, 9), (5, 9)]
 

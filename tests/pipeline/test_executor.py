@@ -200,7 +200,7 @@ def test_an_action_that_fails_was_told_in_words() -> None:
     assert said[-1] == expected
 
 
-def test_an_interrupt_is_passed_on_as_it_is() -> None:
+def test_an_interrupt_is_raised_unchanged() -> None:
     class Stopped(FakeUnits):
         def forward(self, *place: Any) -> Tensor | None:
             raise KeyboardInterrupt
@@ -292,7 +292,7 @@ def test_sends_and_receives_go_by_the_groups_of_their_direction(log: list[str]) 
     ]
 
 
-def test_a_message_is_awaited_by_who_takes_it(log: list[str]) -> None:
+def test_a_message_is_waited_for_when_it_is_taken(log: list[str]) -> None:
     transport = make_transport()
     transport.receive("a", (2, 3), torch.float64, 0)
     transport.receive("b", (1,), torch.float32, 2)
@@ -305,7 +305,7 @@ def test_a_message_is_awaited_by_who_takes_it(log: list[str]) -> None:
     transport.finish()
 
 
-def test_what_nobody_started_to_receive_cannot_be_taken(log: list[str]) -> None:
+def test_a_message_whose_receive_was_not_started_is_an_error(log: list[str]) -> None:
     transport = make_transport()
     transport.receive("a", (1,), torch.float32, 0)
     transport.take("a")
@@ -314,7 +314,7 @@ def test_what_nobody_started_to_receive_cannot_be_taken(log: list[str]) -> None:
             transport.take(key)
 
 
-def test_what_nobody_took_is_an_error(log: list[str]) -> None:
+def test_a_received_message_that_is_not_taken_is_an_error(log: list[str]) -> None:
     transport = make_transport()
     transport.receive("a", (1,), torch.float32, 0)
     with pytest.raises(PipelineError, match=r"received and never used: \['a'\]"):

@@ -106,7 +106,7 @@ def test_gradients_come_with_the_losss_backward_and_not_before() -> None:
 
 
 @pytest.mark.parametrize("factor", [0.0, 0.5, 1.0, 3.0])
-def test_this_steps_share_alone_is_scaled(factor: float) -> None:
+def test_only_this_steps_gradients_are_scaled(factor: float) -> None:
     parameters = make(None, 5.0)
     step = StepGradients(parameters)
     compute(parameters, 1.0, 2.0)
@@ -173,7 +173,7 @@ def test_an_average_has_what_accumulated_and_this_step(
     assert values(parameters) == [AVERAGE * one for one in expected]
 
 
-def test_zeroed_in_between_is_zero(replicas: FakeReplicas) -> None:
+def test_grad_zeroed_between_forward_and_backward_is_not_added(replicas: FakeReplicas) -> None:
     """`loss = model(...)`, then `zero_grad()`, then `backward()`: an older gradient is gone."""
     parameters = make(5.0, 5.0)
     step = StepGradients(parameters)

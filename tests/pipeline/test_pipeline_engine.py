@@ -99,7 +99,7 @@ def test_other_losses() -> None:
         model(**make_batch())
 
 
-def test_what_is_untrainable_matters_in_training_alone() -> None:
+def test_untrainable_models_are_refused_only_in_training() -> None:
     """In training the other ranks are asked first, to which the refusal is told (`_prepare`)."""
     model = make()
     engine = get_engine(model)
@@ -113,7 +113,7 @@ def test_what_is_untrainable_matters_in_training_alone() -> None:
     assert engine._model_error is None
 
 
-def test_what_is_fine_goes_on() -> None:
+def test_a_valid_call_reaches_the_other_ranks() -> None:
     with pytest.raises(AssertionError, match="went on to run: in forward pass 1"):
         make()(**make_batch())
 

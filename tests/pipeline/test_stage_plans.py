@@ -1,4 +1,4 @@
-"""What the ranks of a pipeline say of their stages, and the step that is shown for all."""
+"""Plans of stages, what ranks exchange of them, and the schedule and prediction of a step."""
 
 import math
 from collections.abc import Callable
@@ -58,7 +58,7 @@ def _engine() -> PipelineEngine:
 
 
 @pytest.mark.parametrize("shares", [(1.0, None), (0.5,), (1.0, 0.5)], ids=str)
-def test_stages_are_planned_with_the_host_memory_that_there_really_is(
+def test_stages_are_planned_again_with_the_host_memory_that_the_system_grants(
     shares: tuple[float | None, ...],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -163,7 +163,7 @@ def _alone(make: Callable[[], Any], group: object, *, share: Callable[[Any], Any
     return made, [share(made)]
 
 
-def test_what_was_learned_of_a_set_that_trained_is_forgotten_with_it() -> None:
+def test_corrections_are_forgotten_with_the_set_of_trained_parameters() -> None:
     cache: Any = StagePlanCache(_engine())
     shape = (1, 20, 1, True, torch.device("cpu"), (7, 8))
     kept = (cache._choices, cache._steps, cache._num_steps, cache._corrections, cache._corrected)
@@ -208,10 +208,10 @@ class _Group:
             raise
 
 
-def test_ranks_that_share_a_sequence_hear_of_one_that_gets_no_host_memory(
+def test_ranks_that_share_a_sequence_are_told_when_one_gets_no_host_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """They would wait for its answer."""
+    """They would wait for it in a collective."""
 
     def reserve(*_: object) -> int | None:
         raise OffloadError("not a byte")

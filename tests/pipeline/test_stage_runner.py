@@ -229,7 +229,7 @@ def test_micro_batches_come_back_in_any_order() -> None:
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_a_backward_finds_what_was_prefetched(recompute: str) -> None:
+def test_backward_copies_nothing_after_a_prefetch(recompute: str) -> None:
     """All of the unit's bytes, of the first backward as of the others, and none of another's."""
     settings = {"offload": "full", "recompute": recompute, "min_offload_size": 1}
     pair = Pair(rows=2, **settings)

@@ -1,4 +1,4 @@
-"""The watchdog: who is silent, gone, failed or left in order, and what is said of each."""
+"""The watchdog: ranks that are silent, killed, failed or ended in order, and the error for each."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def eventually(condition: Callable[[], object], seconds: float = 10.0) -> bool:
 # -- what is seen of other ranks -----------------------------------------------------------------
 
 
-def test_ranks_that_live_are_left_alone(launch: Launch) -> None:
+def test_ranks_with_heartbeats_are_not_ended(launch: Launch) -> None:
     # Slow machines hold threads up, so signs of life must be far closer than the timeout.
     first, _ = launch.start(0, timeout=2.0), launch.start(1, timeout=2.0)
     first.set_step("in step 3")
@@ -150,7 +150,7 @@ def test_ranks_that_live_are_left_alone(launch: Launch) -> None:
     assert not launch.ended
 
 
-def test_a_silent_rank_ends_the_others_by_what_it_last_did(launch: Launch) -> None:
+def test_a_silent_rank_ends_the_others_and_its_last_activity_is_named(launch: Launch) -> None:
     launch.start(0)
     launch.pretend(1, "in step 3, action 5 (1B3)")
     assert eventually(lambda: 0 in launch.ended)
@@ -167,7 +167,7 @@ def test_a_rank_that_has_not_begun_is_waited_for(launch: Launch) -> None:
     assert not launch.ended
 
 
-def test_a_rank_that_left_in_order_is_not_missed(launch: Launch) -> None:
+def test_a_rank_that_ended_in_order_ends_nobody(launch: Launch) -> None:
     launch.start(0)
     other = launch.start(1)
     assert eventually(lambda: "sppo/alive/1" in launch.store.held)
@@ -178,7 +178,7 @@ def test_a_rank_that_left_in_order_is_not_missed(launch: Launch) -> None:
     assert not launch.ended
 
 
-def test_a_rank_whose_groups_ended_before_its_watchdog_is_not_missed(launch: Launch) -> None:
+def test_a_rank_that_destroyed_its_groups_ends_nobody(launch: Launch) -> None:
     launch.start(0)
     other = launch.start(1)
     assert eventually(lambda: "sppo/alive/1" in launch.store.held)
@@ -189,7 +189,7 @@ def test_a_rank_whose_groups_ended_before_its_watchdog_is_not_missed(launch: Lau
     assert not launch.ended
 
 
-def test_a_process_that_is_gone_is_missed_at_once(
+def test_a_killed_process_of_this_machine_is_found_at_once(
     launch: Launch, child: tuple[int, Process]
 ) -> None:
     dog = launch.start(0, timeout=60)
@@ -272,14 +272,14 @@ def test_a_failure_is_told_to_the_others(launch: Launch) -> None:
     )
 
 
-def test_the_first_to_fail_is_the_one_to_blame(launch: Launch) -> None:
+def test_the_first_rank_to_fail_is_blamed(launch: Launch) -> None:
     first, second = launch.start(0), launch.start(1)
     second.report_failure(ValueError("the cause"))
     first.report_failure(ValueError("the consequence"))
     assert json.loads(launch.store.get("sppo/failed"))["message"].endswith("the cause")
 
 
-def test_ones_own_error_is_raised_as_it_is(launch: Launch) -> None:
+def test_an_error_of_this_rank_is_not_translated(launch: Launch) -> None:
     dog = launch.start(1)
     error = ValueError("a bad number")
     assert dog.translate_error(error) is error
@@ -343,7 +343,7 @@ def test_sys_exit_in_training_is_told(launch: Launch) -> None:
     )
 
 
-def test_who_is_stuck_is_ended_by_anothers_failure(launch: Launch) -> None:
+def test_a_rank_that_hangs_is_ended_by_the_failure_of_another(launch: Launch) -> None:
     launch.start(0)
     second = launch.start(1)
     second.set_activity("in forward pass 3")
@@ -355,7 +355,7 @@ def test_who_is_stuck_is_ended_by_anothers_failure(launch: Launch) -> None:
     assert 1 not in launch.ended
 
 
-def test_a_rank_that_needs_nobody_has_time_to_end(launch: Launch) -> None:
+def test_a_rank_outside_collective_sections_has_time_to_end(launch: Launch) -> None:
     first, second = launch.start(0, timeout=3), launch.start(1, timeout=3)
     second.report_failure(ValueError("a bad number"))
     assert eventually(lambda: first._failure is not None)
@@ -365,7 +365,7 @@ def test_a_rank_that_needs_nobody_has_time_to_end(launch: Launch) -> None:
         assert eventually(lambda: 0 in launch.ended, seconds=1.5)
 
 
-def test_a_rank_that_was_held_up_says_so(launch: Launch) -> None:
+def test_a_rank_that_was_stopped_itself_says_so(launch: Launch) -> None:
     dog = launch.start(1)
     dog._stopped_seconds, dog._resumed_at = 9.0, time.monotonic()
     dog.set_activity("in forward pass 3")
@@ -373,7 +373,7 @@ def test_a_rank_that_was_held_up_says_so(launch: Launch) -> None:
     assert "rank 1 itself was stopped, or held up, for 9 seconds in forward pass 3" in said
 
 
-def test_what_passes_through_stays_the_place(launch: Launch) -> None:
+def test_an_error_that_passes_a_section_keeps_its_activity(launch: Launch) -> None:
     dog = launch.start(0)
     dog.set_step("in step 2")
     with dog.collective_section("clipping gradients"):
@@ -404,7 +404,7 @@ def test_a_store_that_comes_back_in_time_does_not(launch: Launch) -> None:
 
 
 @pytest.mark.parametrize("gone", [True, False])
-def test_a_store_without_an_answer_is_its_holders_loss(launch: Launch, gone: bool) -> None:
+def test_a_store_that_does_not_answer_means_its_rank_is_lost(launch: Launch, gone: bool) -> None:
     dog = launch.start(1, 3, store_rank=0)
     launch.pretend(0, "in step 2")
     launch.pretend(2, "in step 2")
@@ -417,7 +417,7 @@ def test_a_store_without_an_answer_is_its_holders_loss(launch: Launch, gone: boo
     assert "because lost rank 0, last seen in step 2: " in launch.ended[1]
 
 
-def test_the_holder_of_the_store_stays_until_others_have_heard(
+def test_the_rank_with_the_store_waits_until_others_have_read_its_failure(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_TELL_SECONDS", 10.0)
@@ -444,7 +444,7 @@ def test_reporting_to_a_store_that_is_gone_only_warns(
     dog.close()
 
 
-def test_a_rank_that_left_is_ended_by_nobody(launch: Launch) -> None:
+def test_a_rank_that_closed_its_watchdog_is_not_ended(launch: Launch) -> None:
     dog = launch.start(0)
     dog.close()
     failure = {"rank": 1, "reported_by": 1, "message": "rank 1 failed"}

@@ -282,7 +282,7 @@ def test_a_layout_of_which_nothing_leaves_is_not_simulated_twice() -> None:
     stays = Layout("seq1f1b", 1, 4, 1, 1, "flops", "matmuls", "none")
     assert search._simulate(stays._replace(offload="full"), math.inf)
     assert search.best == [simulate_layout(QUESTION, stays)]
-    assert search.has_seen(stays)
+    assert search.is_simulated(stays)
 
 
 def test_less_memory_is_slower() -> None:
@@ -409,7 +409,7 @@ def test_a_search_cut_short_says_what_it_did_not_see() -> None:
     question = within(6)
     whole = solve_cluster(question, keep=3)
     assert (whole.num_skipped, whole.skipped_min_seconds) == (0, None)
-    short = solve_cluster(question, keep=3, most_actions=1000)
+    short = solve_cluster(question, keep=3, max_actions=1000)
     assert 0 < short.num_simulated < whole.num_simulated
     assert short.num_skipped > 0
     assert short.skipped_min_seconds is not None
@@ -417,7 +417,7 @@ def test_a_search_cut_short_says_what_it_did_not_see() -> None:
     assert short.skipped_min_seconds <= whole.best[0].step_seconds
     assert short.best[0].step_seconds < 1.1 * whole.best[0].step_seconds
     # Where nothing is small enough, the smallest is simulated.
-    least = solve_cluster(question, most_actions=1)
+    least = solve_cluster(question, max_actions=1)
     assert least.num_simulated == 1
     assert least.num_skipped == least.num_candidates - 1 - sum(
         question.bounds_of_layout.device_bytes(layout) > 6 * GIB for layout in layouts(question)

@@ -39,7 +39,7 @@ def optimum(
     modes: tuple[ActivationMode, ...] = all_modes(),
 ) -> Mix:
     kv_modes = (*TIERS, "recompute") if what.by_layer else ()
-    program = LinearProgram(what, cost, budgets, modes, kv_modes=kv_modes, device_kind="cuda")
+    program = LinearProgram(what, cost, budgets, modes, kv_modes=kv_modes)
     mix = program.solve()
     assert mix is not None
     return mix
@@ -77,7 +77,7 @@ def test_with_room_for_all_nothing_moves_and_nothing_runs_again() -> None:
 def test_no_room_no_answer() -> None:
     cost, what = slow_cost(small_shape()), decided(falling_bounds(3))
     tight = Budgets(device=10, host=None, disk=None)
-    assert LinearProgram(what, cost, tight, (KEEP, RECOMPUTE), device_kind="cuda").solve() is None
+    assert LinearProgram(what, cost, tight, (KEEP, RECOMPUTE)).solve() is None
 
 
 def test_free_copies_are_preferred_to_recomputation_and_slow_ones_are_not() -> None:
@@ -123,7 +123,7 @@ def test_the_optimum_bounds_every_simulation(run: tuple[ModelCost, Decisions]) -
 def _fixed_seconds(what: Decisions, cost: ModelCost) -> float:
     """The program's answer where `what`'s own modes are all there is: the bound is tight then."""
     ways = (*TIERS, "recompute") if what.by_layer else ()
-    program = LinearProgram(what, cost, NO_LIMIT, all_modes(), kv_modes=ways, device_kind="cuda")
+    program = LinearProgram(what, cost, NO_LIMIT, all_modes(), kv_modes=ways)
     modes = all_modes()
 
     def fix(slot: int, way: int, count: float) -> None:
@@ -199,7 +199,7 @@ def test_terms_of_zero_and_rows_that_are_not_there_are_left_out() -> None:
     first = Terms(np.array([[0], [1]]), np.array([[0.0], [2.0]]))
     second = joined(first, Terms(np.array([[2], [3]]), np.array([[4.0], [5.0]])))
     there = np.array([[True, True], [False, True]])
-    rows.add((first, np.array([6.0, 7.0])), (second.before(), 8.0), there=there)
+    rows.add((first, np.array([6.0, 7.0])), (second.before(), 8.0), exists=there)
     starts, columns, factors = Rows.matrix(Rows(), rows)
     assert starts.tolist() == [0, 0, 0, 1]
     assert columns.tolist() == [2]

@@ -8,7 +8,7 @@ import pytest
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import BudgetError, ConfigError
 from sppo_hf.planning.activation_modes import KEEP, ActivationMode
-from sppo_hf.planning.choices import HOLES, DeviceFacts, read_places
+from sppo_hf.planning.choices import FRAGMENTATION_SHARE, DeviceFacts, read_placements
 from sppo_hf.planning.hardware import load_profile
 from sppo_hf.planning.plan import Plan, PlanRequest, make_plan
 from sppo_hf.planning.solve import fits
@@ -210,7 +210,7 @@ def test_evaluation_needs_no_host() -> None:
 
 def test_an_allocator_that_leaves_holes_is_left_room_for_them() -> None:
     holes = replace(CUDA, expandable_segments=False)
-    assert plan(device=holes).budgets.device == 80 * 2**30 - int(HOLES * 80 * 2**30)
+    assert plan(device=holes).budgets.device == 80 * 2**30 - int(FRAGMENTATION_SHARE * 80 * 2**30)
     assert plan(device=holes).warnings == (), "half the device is free"
     full = plan(device=holes, recompute="none", offload="none", total_tokens=4096 * 13)
     assert any("expandable_segments:True" in warning for warning in full.warnings)
@@ -313,7 +313,7 @@ def test_where_weights_cannot_rest_on_the_host(changes: dict[str, Any], place: s
 
 def test_groups_of_rows_would_bring_all_weights_several_times() -> None:
     found = {
-        rows: [place.weights for place in read_places(SPPOConfig(micro_batch_size=rows), FAST)]
+        rows: [place.weights for place in read_placements(SPPOConfig(micro_batch_size=rows), FAST)]
         for rows in (None, 1)
     }
     assert found == {None: [False, False, True], 1: [False, False]}
@@ -342,26 +342,26 @@ def test_attention_runs_again_where_nothing_fits_otherwise(by_layer: bool, host:
     asked = {"total_tokens": 131_072, "num_chunks": 32, "model": SHALLOW, "by_layer": by_layer}
     device = replace(LITTLE, host_memory_bytes=host * 2**30)
     roomy = plan(device=replace(LITTLE, host_memory_bytes=64 * 2**30), **asked)
-    assert not roomy.program().attends_again.any()
+    assert not roomy.program().reruns_attention.any()
     made = plan(device=device, **asked)
     assert fits(made.estimate, made.budgets)
-    again = made.program().attends_again
+    again = made.program().reruns_attention
     assert 0 < again.sum() < again.size
     # Where queries see few keys it takes less time for as many bytes.
     work = made.cost.unit_seconds(made.bounds).recompute
     most = again.mean() * (work[:, -1] - work[:, -2]).sum() * 4
-    assert 0 < made.program().attention_again_seconds < 0.7 * most
+    assert 0 < made.program().attention_rerun_seconds < 0.7 * most
     text = " ".join(render_plan(made, "Llama", width=400).split())
     assert f"attention again {attention_recompute_text(made)} " in text
     assert "memory has no room for its output" in text
     refused = plan(device=device, attention_once=True, **asked)
-    assert not refused.program().attends_again.any()
+    assert not refused.program().reruns_attention.any()
     assert not fits(refused.estimate, refused.budgets)
     assert any("attention_once=False makes it fit" in said for said in refused.warnings)
     named = {"device_memory": 15 * 2**30, "host_memory": host * 2**30}
     with pytest.raises(BudgetError, match=r"memory cannot hold .* Or: attention_once=False makes"):
         plan(device=device, attention_once=True, **named, **asked)
-    assert plan(device=device, **named, **asked).program().attends_again.any()
+    assert plan(device=device, **named, **asked).program().reruns_attention.any()
 
 
 @pytest.mark.parametrize(
@@ -370,7 +370,7 @@ def test_attention_runs_again_where_nothing_fits_otherwise(by_layer: bool, host:
 def test_where_attention_never_runs_again(changes: dict[str, Any]) -> None:
     asked = {"total_tokens": 131_072, "num_chunks": 32, "model": SHALLOW}
     made = plan(device=LITTLE, **asked, **changes)
-    assert not made.program().attends_again.any()
+    assert not made.program().reruns_attention.any()
     assert not any("attention_once" in said for said in made.warnings)
 
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from sppo_hf.planning.cost import Correction, ModelCost
 from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.prediction import MeasuredStep, Prediction, learn, predict, worth_correcting
-from sppo_hf.planning.solve import play
+from sppo_hf.planning.solve import simulate_plan
 from sppo_hf.reporting.plan_tables import comparison_table
 from tests.planning.modes import OFFLOAD
 from tests.planning.situations import decided, falling_bounds, slow_cost, small_shape
@@ -20,7 +20,7 @@ WHAT = decided(falling_bounds(6), OFFLOAD, max_pending_d2h_bytes=2**20, max_pref
 
 
 def predicted(cost: ModelCost, what: Decisions = WHAT) -> Prediction:
-    solution = play(what, cost, policy="set")
+    solution = simulate_plan(what, cost, policy="set")
     return predict(what, cost, solution.timeline, policy="set")
 
 

@@ -99,7 +99,7 @@ def test_of_two_orders_the_faster_that_fits() -> None:
         [
             estimate(
                 cost.shape,
-                min_memory(cost, base, roomy, choices, "cuda"),
+                min_memory(cost, base, roomy, choices),
             ).device.total
             for order in orders
             for base in [BATCH.decisions(bounds, 8, order)]

@@ -7,7 +7,7 @@ import pytest
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.activation_modes import RECOMPUTE_BY_SAVED, Saved
-from sppo_hf.planning.causes import OF_SAVED, Cause
+from sppo_hf.planning.causes import CAUSE_OF_SAVED, Cause
 from sppo_hf.planning.choices import DeviceFacts
 from sppo_hf.planning.chunk_bounds import even_bounds
 from sppo_hf.planning.cluster import ClusterQuestion, layouts, simulate_layout, solve_cluster
@@ -37,7 +37,7 @@ SHAPE = shape_of(CONFIG)
 COST = ModelCost(shape=SHAPE, profile=PROFILE, dtype_name="bfloat16")
 TOKENS = 65_536
 GIB = 2**30
-FRAMES = OF_SAVED["whole"]
+FRAMES = CAUSE_OF_SAVED["whole"]
 
 
 def shared(sp: int, rate: float = 1e11, cost: ModelCost = COST) -> ModelCost:

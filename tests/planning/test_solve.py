@@ -19,23 +19,23 @@ from sppo_hf.planning.memory_snapshots import Budgets, MemoryEstimate
 from sppo_hf.planning.policies import uniform_modes
 from sppo_hf.planning.search import Batch
 from sppo_hf.planning.solve import (
-    LESS_HOST_SECONDS,
+    HOST_TRADE_RATIO,
     BudgetViolation,
     Choices,
     Solution,
-    _settled,
+    _fit_lookahead,
     fits,
     fixed_policies,
     kv_modes_of,
-    least_missing,
     lookahead_bytes,
+    lower_budgets,
     min_memory,
+    min_missing_bytes,
     over_budget,
-    play,
+    reduce_host_memory,
+    simulate_plan,
     solve,
-    tightened,
     with_kv,
-    with_less_host,
     with_lookahead,
 )
 from sppo_hf.planning.tiers import TIERS, Tier
@@ -114,7 +114,6 @@ def test_within_budgets_and_never_worse_than_a_fixed_policy(
                         with_kv(base, kv_mode, cost.shape, budgets, "cuda"),
                         budgets,
                         choices,
-                        "cuda",
                     ),
                 ),
                 budgets,
@@ -134,12 +133,12 @@ def test_within_budgets_and_never_worse_than_a_fixed_policy(
         assert found.decisions.kv_tier in kv_modes
     assert not list(over_budget(estimate(cost.shape, found.decisions), budgets))
     for rival in rivals:
-        seconds = play(rival, cost, policy="").step_seconds
+        seconds = simulate_plan(rival, cost, policy="").step_seconds
         assert found.step_seconds <= seconds * (1 + 1e-9)
-    light = with_less_host(cost, found, budgets, choices)
+    light = reduce_host_memory(cost, found, budgets, choices)
     predicted = estimate(cost.shape, light.decisions)
     held = estimate(cost.shape, found.decisions).host.total
-    assert light.step_seconds <= LESS_HOST_SECONDS * found.step_seconds
+    assert light.step_seconds <= HOST_TRADE_RATIO * found.step_seconds
     assert predicted.host.total <= (0.9 if light.step_seconds > found.step_seconds else 1.0) * held
     assert not list(over_budget(predicted, budgets))
     assert light.decisions.bounds == base.bounds
@@ -154,8 +153,8 @@ def test_what_is_missing_at_least_is_missing_under_every_plan(
     cost, base, budgets, choices = problem
     for kv_mode in kv_modes_of(cost.shape, base, choices):
         placed = with_kv(base, kv_mode, cost.shape, budgets, "cuda")
-        bound = least_missing(cost.shape, placed, budgets, choices, "cuda")
-        least = min_memory(cost, placed, budgets, choices, "cuda")
+        bound = min_missing_bytes(cost, placed, budgets, choices)
+        least = min_memory(cost, placed, budgets, choices)
         for what in (least, *(plan for _, plan in fixed_policies(cost, placed, choices))):
             broken = over_budget(estimate(cost.shape, what), budgets)
             # The reserve is rounded down to a byte.
@@ -166,11 +165,11 @@ def test_what_is_missing_at_least_is_much_of_what_is_missing() -> None:
     cost, base = slow_cost(small_shape(16)), decided(falling_bounds(8, 4096), layers=16)
     for budgets in (Budgets(device=2 * GIB, host=0), Budgets(device=GIB, host=None)):
         choices = Choices(tiers=NO_DISK, saved=("inputs",))
-        least = min_memory(cost, base, budgets, choices, "cuda")
+        least = min_memory(cost, base, budgets, choices)
         broken = over_budget(estimate(cost.shape, least), budgets)
         lacking = sum(limit.missing_bytes for limit in broken)
         assert lacking > 0
-        assert least_missing(cost.shape, base, budgets, choices, "cuda") > 0.5 * lacking
+        assert min_missing_bytes(cost, base, budgets, choices) > 0.5 * lacking
 
 
 def test_a_plan_that_need_not_be_the_fastest_is_so_where_it_is_fast_enough() -> None:
@@ -197,14 +196,14 @@ def test_without_host_memory_there_is_nothing_less(monkeypatch: pytest.MonkeyPat
     assert isinstance(found, Solution)
     assert not estimate(cost.shape, found.decisions).host.total
     monkeypatch.setattr("sppo_hf.planning.solve.solve", None)
-    assert with_less_host(cost, found, budgets, choices) is found
+    assert reduce_host_memory(cost, found, budgets, choices) is found
 
 
 def test_first_limit_says_what_is_missing_to_the_byte() -> None:
     cost, base = slow_cost(small_shape(16)), decided(falling_bounds(4), layers=16)
     choices = Choices(tiers=NO_DISK)
     roomy = Budgets(device=None, host=None)
-    least = min_memory(cost, base, roomy, choices, "cuda")
+    least = min_memory(cost, base, roomy, choices)
     need = device_bytes(cost, least)
     enough = solve(cost, base, Budgets(device=need, host=None), choices)
     assert isinstance(enough, Solution)
@@ -229,7 +228,7 @@ def test_budgets_are_lowered_by_what_holds_something() -> None:
         BudgetViolation(tier="device", missing_bytes=100, moment=""),
         BudgetViolation(tier="host", missing_bytes=2**28, moment=""),
     ]
-    lowered = tightened(Budgets(device=2**30, host=2**30), over, unused={"host": 2**28 - 7})
+    lowered = lower_budgets(Budgets(device=2**30, host=2**30), over, unused={"host": 2**28 - 7})
     assert lowered == Budgets(device=2**30 - 100 - 2**20, host=2**30 - 7 - 2**20)
 
 
@@ -238,7 +237,7 @@ def test_the_latest_frames_stay_where_no_other_tier_has_room() -> None:
     frame = cost.activation_bytes(0, 512, "inputs")
     budgets = Budgets(device=None, host=256 * MIB, disk=6 * frame)
     choices = Choices(tiers=("device", "disk"))
-    rows = min_memory(cost, base, budgets, choices, "cuda").layer_modes
+    rows = min_memory(cost, base, budgets, choices).layer_modes
     tiers = [mode.tier for row in rows for mode in row]
     assert tiers == ["disk"] * 6 + ["device"] * 6
 
@@ -248,7 +247,8 @@ def test_tiers_are_filled_to_the_last_byte() -> None:
     base = decided(((0, 512), (512, 1024), (1024, 1536)), staging_bytes=MIB)
     frame = cost.activation_bytes(0, 512, "inputs")
     budgets = Budgets(device=None, host=MIB + 6 * frame, disk=6 * frame)
-    rows = min_memory(cost, base, budgets, Choices(tiers=("host", "disk")), "cpu").layer_modes
+    cost = replace(cost, profile=replace(cost.profile, kind="cpu"))
+    rows = min_memory(cost, base, budgets, Choices(tiers=("host", "disk"))).layer_modes
     assert [mode.tier for row in rows for mode in row] == ["disk"] * 6 + ["host"] * 6
 
 
@@ -257,7 +257,7 @@ def test_the_earliest_frames_go_to_the_disk() -> None:
     base = decided(tuple((i * 65_536, (i + 1) * 65_536) for i in range(4)), staging_bytes=MIB)
     choices = Choices(tiers=ALL_TIERS)
     budgets = Budgets(device=None, host=512 * MIB, disk=None)
-    what = min_memory(cost, base, budgets, choices, "cuda")
+    what = min_memory(cost, base, budgets, choices)
     tiers = [mode.tier for row in what.layer_modes for mode in row]
     assert set(tiers) == {"disk", "host"}
     assert tiers == sorted(tiers)  # disk, then host
@@ -275,12 +275,12 @@ def test_more_is_on_its_way_only_where_room_is_left(
         cost, base, uniform_modes(base.num_chunks, base.num_layers, OFFLOAD), frames=2
     )
     device = device_bytes(cost, what) + int(room_frames * frame)
-    found = _settled(cost, what, Budgets(device=device), "cuda")
+    found = _fit_lookahead(cost, what, Budgets(device=device))
     assert device_bytes(cost, found) <= device
     ahead = found.max_prefetch_bytes or 0
     assert 2 * frame <= ahead <= 8 * frame
     assert ahead >= 8 * frame or ahead - 2 * frame <= room_frames * frame
-    assert _settled(cost, what, Budgets(device=None), "cuda").max_prefetch_bytes == 8 * frame
+    assert _fit_lookahead(cost, what, Budgets(device=None)).max_prefetch_bytes == 8 * frame
 
 
 def test_room_that_is_left_is_for_more_on_its_way() -> None:
@@ -289,15 +289,13 @@ def test_room_that_is_left_is_for_more_on_its_way() -> None:
     base, frame = decided(bounds, layers=16), cost.activation_bytes(0, 512, "whole")
     what = with_lookahead(cost, base, uniform_modes(4, 16, OFFLOAD), frames=2)
     room = round(3 * frame * (1 + FRAGMENTATION["cuda"]))
-    found = _settled(cost, what, Budgets(device=device_bytes(cost, what) + room), "cuda")
+    found = _fit_lookahead(cost, what, Budgets(device=device_bytes(cost, what) + room))
     assert found.max_prefetch_bytes == pytest.approx(5 * frame, rel=1e-6)
 
 
 def test_more_memory_is_never_slower() -> None:
     cost, base = slow_cost(small_shape(8)), decided(falling_bounds(6), layers=8)
-    low = device_bytes(
-        cost, min_memory(cost, base, Budgets(device=None, host=None), Choices(), "cuda")
-    )
+    low = device_bytes(cost, min_memory(cost, base, Budgets(device=None, host=None), Choices()))
     high = device_bytes(cost, base)
     seconds: list[float] = []
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
@@ -322,7 +320,7 @@ def test_keys_leave_when_that_makes_room_for_frames() -> None:
     )
     base = decided(falling_bounds(16, 1024), layers=16)
     here = Choices(tiers=NO_DISK)
-    least = min_memory(cost, base, Budgets(device=None, host=None), here, "cuda")
+    least = min_memory(cost, base, Budgets(device=None, host=None), here)
     budgets = Budgets(device=device_bytes(cost, least) + 8 * MIB, host=None)
     stays = solve(cost, base, budgets, here)
     free = solve(cost, base, budgets, replace(here, kv_tiers=NO_DISK))
@@ -346,13 +344,13 @@ def test_near_the_best_of_all_assignments(share: float, rate: float) -> None:
     base = decided(((0, 1024), (1024, 1792)), layers=3)
     choices = Choices(tiers=NO_DISK, saved=("whole", "inputs"))
     everything = device_bytes(cost, base)
-    least = min_memory(cost, base, Budgets(device=None, host=None), choices, "cuda")
+    least = min_memory(cost, base, Budgets(device=None, host=None), choices)
     low = device_bytes(cost, least)
     budgets = Budgets(device=int(low + share * (everything - low)), host=None)
     found = solve(cost, base, budgets, choices)
     assert isinstance(found, Solution)
     best = min(
-        play(what, cost, policy="").step_seconds
+        simulate_plan(what, cost, policy="").step_seconds
         for what, memory in _all_assignments(cost, base, choices)
         if fits(memory, budgets)
     )
@@ -408,5 +406,5 @@ def test_sixty_four_chunks_of_eighty_layers_in_time(
 def test_compute_seconds_are_the_resources(cost: ModelCost, bounds: object) -> None:
     base = decided(bounds, mode_of("inputs", "host"), layers=cost.shape.num_layers)  # type: ignore[arg-type]
     assume(base.num_chunks > 0)
-    timeline = play(base, cost, policy="").timeline
+    timeline = simulate_plan(base, cost, policy="").timeline
     assert compute_seconds(base, cost) == pytest.approx(timeline.busy_seconds("compute"))

@@ -151,7 +151,7 @@ def test_a_stage_asks_for_whole_units_one_ahead() -> None:
     made = with_copies_by_unit(decisions, shape, "cuda")
     program = StepProgram(made, shape, "cuda")
     # In backward the last chunk comes first; layers count from the top.
-    assert program.asked.tolist() == [6] * 3 + [9] * 3 + [12] * 6
+    assert program.num_prefetched.tolist() == [6] * 3 + [9] * 3 + [12] * 6
     assert made.max_pending_d2h_bytes == program.offloaded_bytes[1].sum()
     assert (
         program.estimate.device.total >= StepProgram(decisions, shape, "cuda").estimate.device.total

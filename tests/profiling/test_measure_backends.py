@@ -39,9 +39,9 @@ def racers(monkeypatch, clock):
     for name, racer in found.items():
         monkeypatch.setitem(select.BACKENDS, name, (lambda racer=racer: racer,))
     monkeypatch.setattr(measuring, "find_mismatch", lambda *_: None)
-    select._find_on.cache_clear()
+    select._find_on_device.cache_clear()
     yield found
-    select._find_on.cache_clear()
+    select._find_on_device.cache_clear()
 
 
 def run(clock, **settings):

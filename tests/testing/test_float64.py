@@ -88,7 +88,7 @@ class _Holds:
         return dtype
 
 
-def test_names_and_default_arguments_are_others_too() -> None:
+def test_names_and_default_arguments_are_replaced_too() -> None:
     """Some write `from torch import float32`, and some `def norm(x, dtype=torch.float32)`."""
 
     def seen() -> set[torch.dtype]:
@@ -102,7 +102,7 @@ def test_names_and_default_arguments_are_others_too() -> None:
     assert (_given.__defaults__, _given.__kwdefaults__) == before
 
 
-def test_what_torch_gets_meanwhile_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_attributes_of_torch_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     with float64_everywhere():
         monkeypatch.setattr(sys.modules["torch"], "new_here", 1, raising=False)
         assert torch.new_here == 1  # type: ignore[attr-defined]
@@ -116,7 +116,7 @@ def test_an_exception_leaves_no_trace() -> None:
     assert torch.zeros(1).float().dtype == FLOAT32
 
 
-def test_the_last_that_leaves_ends_it() -> None:
+def test_the_mode_ends_when_the_last_context_exits() -> None:
     """Also where they do not leave in the order in which they came, as threads do."""
     first, second = float64_everywhere(), float64_everywhere()
     first.__enter__()
@@ -163,7 +163,7 @@ def test_two_orders_of_the_same_sums_agree(family: str) -> None:
         assert (eager - sdpa).abs().max() <= 1e-10 * eager.abs().max(), name
 
 
-def test_without_the_mode_they_do_not() -> None:
+def test_without_the_mode_two_orders_of_sums_differ() -> None:
     """The reason for the mode: float64 weights alone leave differences of float32 size."""
     gradients = []
     for attention in ("eager", "sdpa"):

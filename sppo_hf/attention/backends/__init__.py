@@ -1,1 +1,1 @@
-"""One causal attention kernel per file behind one signature; must not know chunks of a model."""
+"""Causal attention kernels behind one interface."""

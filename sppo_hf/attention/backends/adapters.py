@@ -54,7 +54,7 @@ from sppo_hf.attention.backends.base import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelNeeds:
-    """What a kernel demands of its heads."""
+    """What a kernel requires of its heads."""
 
     grouped_heads: bool
     """Takes fewer key/value heads than query heads."""
@@ -66,7 +66,7 @@ class KernelNeeds:
     """Values must have the head size of queries and keys."""
 
     def padded_sizes(self, qk_head_size: int, v_head_size: int) -> tuple[int, int]:
-        """Head sizes of queries/keys and of values that the kernel sees."""
+        """Return the padded head sizes of queries/keys and of values."""
         qk_size, v_size = (
             -(-size // self.head_multiple) * self.head_multiple
             for size in (qk_head_size, v_head_size)
@@ -79,9 +79,9 @@ class KernelNeeds:
 def head_variants(
     make: Callable[..., Backend], *, native_sizes: bool
 ) -> tuple[Callable[[], Backend], ...]:
-    """Variants of a backend that leave more and more of the heads' adaptation to us.
+    """Return variants of a backend, from least to most adaptation of heads before the kernel.
 
-    With `native_sizes` values of another head size than the keys' are tried unpadded first.
+    `native_sizes`: whether values of another head size than the keys' are first tried unpadded.
     """
     sizes = (False, True) if native_sizes else (True,)
     return tuple(
@@ -107,8 +107,8 @@ def adapted_forward(
         q_BNCH: queries, any strides and head size.
         k_BKTH: keys.
         v_BKTH: values.
-        needs: the kernel's demands.
-        unmasked: every query sees every key, so grouped queries may stand behind each other.
+        needs: the kernel's requirements.
+        unmasked: every query sees every key, so queries of a group may be concatenated.
 
     Returns:
         What the kernel returned, in the callers' heads and head sizes.
@@ -156,13 +156,13 @@ def adapted_backward(
 
 
 def repeat_heads(x_BKTH: Tensor, num_heads: int) -> Tensor:
-    """Repeat key heads until there are as many as query heads: N/K times the bytes."""
+    """Repeat key heads to the number of query heads, N/K times the bytes."""
     num_kv_heads = x_BKTH.shape[1]
     return x_BKTH.repeat_interleave(num_heads // num_kv_heads, dim=1)
 
 
 def sum_repeated_heads(dx_BNTH: Tensor, num_kv_heads: int) -> Tensor:
-    """Gradient of `repeat_heads`; the sum runs in float32 at least and is returned so."""
+    """Return the gradient of `repeat_heads`, in float32 or wider where heads were repeated."""
     batch, num_heads, tokens, size = dx_BNTH.shape
     if num_kv_heads == num_heads:
         return dx_BNTH
@@ -171,9 +171,9 @@ def sum_repeated_heads(dx_BNTH: Tensor, num_kv_heads: int) -> Tensor:
 
 
 def group_queries(x_BNCH: Tensor, num_kv_heads: int) -> Tensor:
-    """Put the queries that share a key head behind each other: [B, K, R, H].
+    """Concatenate the queries that share a key head: [B, K, R, H].
 
-    A kernel without grouped heads then needs no repeated keys. Only for unmasked attention.
+    A kernel without grouped heads then needs no repeated keys. For unmasked attention only.
     """
     batch, num_heads, tokens, size = x_BNCH.shape
     return x_BNCH.reshape(batch, num_kv_heads, num_heads // num_kv_heads * tokens, size)
@@ -186,7 +186,7 @@ def ungroup_queries(x_BKRH: Tensor, num_heads: int) -> Tensor:
 
 
 def _shape(x_BNCH: Tensor, head_size: int) -> Tensor:
-    """Pad heads with zeros and lay them out without gaps, as all kernels read them.
+    """Pad heads with zeros, and make their elements contiguous, as all kernels need.
 
     Zeros in queries and keys add nothing to scores; zeros in values give zeros in the output.
     """
@@ -217,17 +217,17 @@ class Rectangle(Extent):
 def cut_band(
     band: CausalBand, num_rows: int, num_keys: int, *, tile_rows: int = 512
 ) -> list[Rectangle]:
-    """Cut a band over so many rows and keys into rectangles: each visible pair once, no hidden one.
+    """Cut a band into rectangles that cover each visible pair once, and no hidden one.
 
     Args:
         band: the band.
         num_rows: query rows, C.
         num_keys: keys, T.
-        tile_rows: rows that share their rectangles under a window. More rows mean fewer calls and
-            more work at the two slanted sides.
+        tile_rows: rows that share rectangles under a window. More rows mean fewer kernel calls and
+            more masked work.
 
     Returns:
-        Rectangles in an order in which they may be merged. Without a window at most three.
+        Rectangles, in an order in which they may be merged. Without a window at most three.
     """
     rectangles: list[Rectangle] = []
     seen = band.trim(num_rows, num_keys)
@@ -251,11 +251,11 @@ def cut_band(
 
 
 def _cut_tile(band: CausalBand, first: int, last: int, num_keys: int) -> Iterator[Rectangle]:
-    """Rectangles of the rows first..last-1, of which there are no more than the window has keys."""
+    """Yield the rectangles of rows first..last-1, at most as many rows as the window has keys."""
     own = band.q_start + first
     if last - first == 1:
-        # All that one row sees lies side by side, its own key included; squares of one key are
-        # what kernels do slowly or not at all.
+        # One row sees one run of keys, its own included; kernels do squares of one key slowly or
+        # not at all.
         far = 0 if band.window is None else max(0, own - band.window + 1)
         yield Rectangle(first, last, far, min(own + 1, num_keys), Form.FULL)
         return
@@ -267,8 +267,8 @@ def _cut_tile(band: CausalBand, first: int, last: int, num_keys: int) -> Iterato
         return
     shared = band.q_start + last - band.window
     yield Rectangle(first, last, max(0, shared), min(own, num_keys), Form.FULL)
-    # Keys far..shared-1 are the edge; where the sequence begins inside it, or the keys end, only
-    # the square cut_off..stop of it exists, and the rows above see all of that square's keys.
+    # Keys far..shared-1 are the edge. Where the sequence begins or the keys end inside it, only the
+    # square cut_off..stop of it exists, and the rows above see all of that square's keys.
     far = own - band.window + 1
     cut_off = max(0, -far)
     stop = min(shared, num_keys) - far
@@ -279,13 +279,13 @@ def _cut_tile(band: CausalBand, first: int, last: int, num_keys: int) -> Iterato
 class TopLeftBackend(Backend):
     """Backend on a kernel that can do a full rectangle and a causal square.
 
-    The kernel calls get heads as `needs` demands them: padded, repeated or grouped by then.
+    The kernel calls get heads that are already adapted to `needs`.
     """
 
     needs: KernelNeeds
 
     widens = False
-    """True if the kernel calls return results in the accumulation dtype."""
+    """Whether the kernel calls return results in the accumulation dtype."""
 
     def __init__(self, needs: KernelNeeds, *, tile_rows: int = 512) -> None:
         self.needs = needs
@@ -295,7 +295,7 @@ class TopLeftBackend(Backend):
     def kernel_forward(
         self, q_BNCH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, *, causal: bool, scale: float
     ) -> AttentionOutput:
-        """Attend over everything, or (C = T only) causally."""
+        """Attend to all keys, or (only if C = T) causally."""
 
     @abstractmethod
     def kernel_backward(self, given: BackwardInputs, *, causal: bool, scale: float) -> Gradients:
@@ -381,7 +381,7 @@ class TopLeftBackend(Backend):
     def _forward_rectangle(
         self, rectangle: Rectangle, q_BNCH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, scale: float
     ) -> AttentionOutput:
-        """Attend over one rectangle; an edge is turned around."""
+        """Attend over one rectangle; an edge is reversed."""
         form = rectangle.form
         q = _turn(q_BNCH[:, :, rectangle.rows], form)
         k, v = (_turn(x[:, :, rectangle.keys], form) for x in (k_BKTH, v_BKTH))
@@ -404,23 +404,23 @@ class TopLeftBackend(Backend):
 
 
 def _turn(x: Tensor, form: Form) -> Tensor:
-    """Reverse the tokens of an edge, which makes a causal square of it, or back."""
+    """Reverse the tokens of an edge, which makes it a causal square, or back."""
     return x.flip(2) if form is Form.EDGE else x
 
 
 class _Filling:
-    """How parts that may overlap fill a run of tokens without zeros to begin with.
+    """Which parts of an uninitialised buffer are written, which are added, and which zeroed.
 
-    A part that meets no part before it is written, any other is added; what no written part covers
-    must be blanked first. Over tens of thousands of tokens a pass for zeros and one to add to them
-    cost more than the part itself takes to be written.
+    A part that overlaps no earlier one is written; any other is added. Tokens that no written part
+    covers must be zeroed first. Zeroing a whole buffer of tens of thousands of tokens and adding to
+    it would cost more than writing the part.
     """
 
     def __init__(self, parts: Sequence[slice], num_tokens: int) -> None:
-        """Plan the parts, half-open ranges in tokens, in the order in which they come."""
+        """Plan `parts`, half-open ranges in tokens, in the order in which they are computed."""
         written: list[slice] = []
         self.first: list[bool] = []
-        """Of each part: whether it is written rather than added."""
+        """Whether each part is written rather than added."""
         for part in parts:
             new = all(part.stop <= other.start or other.stop <= part.start for other in written)
             self.first.append(new)
@@ -443,16 +443,16 @@ def _write(sums: Tensor, part: Tensor, *, first: bool) -> None:
 
 
 def _empty_by_token(q_BNCH: Tensor, head_size: int, dtype: torch.dtype) -> Tensor:
-    """Memory for `[B, N, C, H]` that lies as projections give and take it: `[B, C, N, H]`."""
+    """Allocate `[B, N, C, H]` with the memory layout of projections, `[B, C, N, H]`."""
     num_rows, num_heads, num_tokens, _ = q_BNCH.shape
     return q_BNCH.new_empty(num_rows, num_tokens, num_heads, head_size, dtype=dtype).transpose(1, 2)
 
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """How far a row sees around its own key, where the last row's own key is the last key.
+    """How many keys a row sees before and after its own, with the last row at the last key.
 
-    Attributes are in tokens; None is unlimited.
+    In tokens; None is unlimited.
     """
 
     left: int | None
@@ -460,29 +460,29 @@ class Reach:
 
     @property
     def causal(self) -> bool:
-        """True if a row sees nothing behind its own key."""
+        """Whether a row sees no later key than its own."""
         return self.right == 0
 
     @property
     def unmasked(self) -> bool:
-        """True if every row sees every key."""
+        """Whether every row sees every key."""
         return self.left is None and self.right is None
 
 
 @dataclass(frozen=True, slots=True)
 class AlignedCall(Extent):
-    """One kernel call: its rows and keys, and the reach between them."""
+    """The rows, keys and reach of one kernel call."""
 
     reach: Reach
     offsets: Offsets | None = None
-    """Where documents begin in these rows and keys, if they are several."""
+    """Offsets of packed documents in these rows and keys, or None."""
 
 
 def align_band(band: CausalBand, num_rows: int, num_keys: int) -> list[AlignedCall]:
-    """Say a band over so many rows and keys as at most two bottom-right-aligned calls.
+    """Express a band as at most two bottom-right-aligned calls.
 
     Returns:
-        The calls, with disjoint rows; none if no row sees a key. Rows in no call see nothing.
+        Calls with disjoint rows; empty if no row sees a key. Rows in no call see no key.
     """
     seen = band.trim(num_rows, num_keys)
     if seen.empty:
@@ -496,7 +496,7 @@ def align_band(band: CausalBand, num_rows: int, num_keys: int) -> list[AlignedCa
         reach = Reach(None if window is None else window - 1, 0)
         calls.append(AlignedCall(seen.row_start, split, seen.key_start, seen.key_stop, reach))
     if split < seen.row_stop:
-        # The kernel takes these rows to end at the last key; they stand `behind` tokens later.
+        # The kernel aligns these rows to end at the last key; they are `behind` tokens later.
         behind = position + (seen.row_stop - seen.row_start) - seen.key_stop
         reach = Reach(None, None)
         if window is not None:
@@ -506,10 +506,10 @@ def align_band(band: CausalBand, num_rows: int, num_keys: int) -> list[AlignedCa
 
 
 class Offsets(NamedTuple):
-    """Where documents begin, as kernels for variable lengths take it."""
+    """Offsets of documents, as kernels for variable lengths take them."""
 
     cu_q: Tensor
-    """First query of each document, and their number: int32, `[documents + 1]`."""
+    """First query of each document, and the number of queries: int32, `[documents + 1]`."""
 
     cu_k: Tensor
     """The same of keys."""
@@ -523,7 +523,7 @@ class Offsets(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def _offsets(documents: Documents, device: torch.device) -> Offsets:
-    """The offsets on a device; layer after layer asks for the same."""
+    """Return the offsets on a device; cached, because all layers need the same."""
 
     def sums(lengths: tuple[int, ...]) -> Tensor:
         made = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
@@ -537,7 +537,7 @@ def _offsets(documents: Documents, device: torch.device) -> Offsets:
 def with_documents(
     variants: tuple[Callable[..., Backend], ...],
 ) -> tuple[Callable[[], Backend], ...]:
-    """Each variant with packed documents left to the kernel, then without."""
+    """Return each variant with packed documents in one kernel call, and then without."""
     return tuple(
         functools.partial(make, documents_at_once=at_once)
         for make in variants
@@ -547,20 +547,20 @@ def with_documents(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelCall:
-    """What a kernel is told beside its tensors."""
+    """Arguments of a kernel beside its tensors."""
 
     reach: Reach
     scale: float
     softcap: float | None
     offsets: Offsets | None
-    """Where documents begin; None where rows are one each."""
+    """Offsets of packed documents; None where every row is one document."""
 
 
 class BottomRightBackend(Backend):
     """Backend on a kernel that aligns masks at the bottom right.
 
-    The kernel calls get tensors as [B, tokens, heads, H], and heads as `needs` demands them; given
-    `offsets`, as [tokens, heads, H] and the log-sum-exp as [N, C].
+    The kernel calls get tensors as [B, tokens, heads, H] with heads adapted to `needs`; with
+    `offsets`, tensors are [tokens, heads, H] and the log-sum-exp is [N, C].
     """
 
     needs: KernelNeeds
@@ -674,7 +674,7 @@ class BottomRightBackend(Backend):
 
 
 def _calls(band: Mask, q_BNCH: Tensor, k_BKTH: Tensor) -> list[AlignedCall]:
-    """The kernel calls of a mask; none if no row sees a key."""
+    """Return the kernel calls of a mask; empty if no row sees a key."""
     num_rows, num_keys = q_BNCH.shape[2], k_BKTH.shape[2]
     if isinstance(band, Documents):
         reach = Reach(None if band.window is None else band.window - 1, 0)
@@ -684,6 +684,6 @@ def _calls(band: Mask, q_BNCH: Tensor, k_BKTH: Tensor) -> list[AlignedCall]:
 
 
 def _by_token(x_BNCH: Tensor, call: KernelCall) -> Tensor:
-    """Tokens before heads, as kernels take them; without the batch where there are offsets."""
+    """Move tokens before heads, as kernels take them; drop the batch dim if there are offsets."""
     x_BCNH = x_BNCH.transpose(1, 2)
     return x_BCNH if call.offsets is None else x_BCNH.squeeze(0)

@@ -54,16 +54,19 @@ from sppo_hf.attention.backends.base import (
     register_backend,
 )
 from sppo_hf.attention.backends.reference import Reference
-from sppo_hf.planning.tile_sizes import MOST_COPIED_BYTES, parallel_heads
+from sppo_hf.planning.tile_sizes import MAX_COPIED_BYTES, parallel_heads
 
 
 @register_backend("aten_flash", cuda=4)
 class AtenFlash(BottomRightBackend):
-    """`aten::_flash_attention_forward` and its backward."""
+    """Flash attention 2 on CUDA; windows and grouped heads are native, 16 bits only.
+
+    Calls `aten::_flash_attention_forward` and its backward.
+    """
 
     @classmethod
     def variants(cls) -> tuple[Callable[[], Backend], ...]:
-        """Grouped heads left to the kernel or not, each with packed documents or without."""
+        """Return variants with and without grouped heads and packed documents in the kernel."""
         return with_documents((cls, functools.partial(cls, grouped_heads=False)))
 
     def __init__(
@@ -125,7 +128,7 @@ class AtenFlash(BottomRightBackend):
 def _lengths(
     q_BCNH: Tensor, k_BTKH: Tensor, offsets: Offsets | None
 ) -> tuple[Tensor | None, Tensor | None, int, int]:
-    """Offsets of queries and keys, and how many there are, as both operators take them."""
+    """Return offsets and numbers of queries and keys, as both operators take them."""
     if offsets is None:
         return None, None, q_BCNH.shape[1], k_BTKH.shape[1]
     return offsets.cu_q, offsets.cu_k, offsets.max_q, offsets.max_k
@@ -136,12 +139,20 @@ _CPU_DTYPES = (torch.float64, torch.float32, *HALF_DTYPES)
 
 @register_backend("cpu_flash", cpu=1)
 class CPUFlash(TopLeftBackend):
-    """Fused CPU kernel, forward and backward; memory linear in tokens."""
+    """The fused CPU kernel behind `scaled_dot_product_attention`; memory linear in tokens.
+
+    Its backward gives each key head of each row to one thread. Where that leaves threads idle, key
+    heads are repeated, and the gradients of the copies are summed (`parallel_heads`).
+
+    16-bit inputs are computed in float32. The kernel would sum key gradients in 16 bits, which puts
+    them up to twice as far from the exact result, and its float16 backward is ten times slower; the
+    price is a float32 copy of the keys and values of one call.
+    """
 
     widens = True
 
     def __init__(self, *, grouped_heads: bool = True, tile_rows: int = 512) -> None:
-        """Make one; `tile_rows` is that of `top_left.cut_band`, others are as in `AtenFlash`."""
+        """Make one; for `tile_rows` see `cut_band`."""
         super().__init__(KernelNeeds(grouped_heads=grouped_heads), tile_rows=tile_rows)
 
     def reason_unsupported(self, requirement: AttentionSpec) -> str | None:
@@ -167,7 +178,7 @@ class CPUFlash(TopLeftBackend):
         rows, num_heads, num_kv_heads = *q.shape[:2], k.shape[1]
         heads = parallel_heads(rows, num_heads, num_kv_heads, torch.get_num_threads())
         copied = rows * heads * k.shape[2] * (k.shape[3] + v.shape[3]) * k.element_size()
-        if heads > num_kv_heads and copied <= MOST_COPIED_BYTES:
+        if heads > num_kv_heads and copied <= MAX_COPIED_BYTES:
             k, v = repeat_heads(k, heads), repeat_heads(v, heads)
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             dout, q, k, v, out, given.lse, 0.0, causal, scale=scale
@@ -178,13 +189,17 @@ class CPUFlash(TopLeftBackend):
 
 @register_backend("cudnn", cuda=5)
 class CuDNN(TopLeftBackend):
-    """`aten::_scaled_dot_product_cudnn_attention` and its backward."""
+    """cuDNN's fused attention on CUDA, 16 bits only.
+
+    Single queries or keys go to the reference: PyTorch itself keeps single keys from cuDNN, and
+    with one query some releases of cuDNN raise in backward and others are wrong.
+    """
 
     plans_each_shape = True
 
     @classmethod
     def variants(cls) -> tuple[Callable[[], Backend], ...]:
-        """Heads adapted less or more."""
+        """Return variants that adapt fewer heads first, see `head_variants`."""
         return head_variants(cls, native_sizes=True)
 
     def __init__(
@@ -200,7 +215,7 @@ class CuDNN(TopLeftBackend):
         Args:
             grouped_heads: let the kernel handle fewer key heads than query heads.
             equal_head_sizes: pad values to the head size of the keys, or the other way round.
-            key_tile: unmasked backward gets multiples of so many keys.
+            key_tile: unmasked backward gets a multiple of this many keys.
             aten: namespace of the two operators; None for PyTorch's own.
         """
         needs = KernelNeeds(
@@ -216,7 +231,7 @@ class CuDNN(TopLeftBackend):
     def reason_unsupported(self, requirement: AttentionSpec) -> str | None:
         """CUDA, 16 bits, head sizes up to 256, no soft cap, no demand for determinism."""
         reason = missing_kernel(requirement, "cuda", HALF_DTYPES, largest_head_size=256)
-        # PyTorch leaves cuDNN out by itself, but only where it chooses the kernel.
+        # PyTorch excludes cuDNN then, too, but only where it chooses the kernel itself.
         if reason is None and determinism() == 2:
             return "has no deterministic backward, which torch.use_deterministic_algorithms demands"
         return reason
@@ -232,7 +247,7 @@ class CuDNN(TopLeftBackend):
         out_BNCH, lse, *_ = self._aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, 0.0, causal, False, scale=scale
         )
-        # PyTorch's versions differ in whether a unit dim is left; backward wants the same.
+        # PyTorch's versions differ in whether a unit dim is kept; backward takes the same shape.
         self._lse_rank = lse.dim()
         return AttentionOutput(out_BNCH, lse.squeeze(-1) if lse.dim() == 4 else lse)
 
@@ -248,7 +263,7 @@ class CuDNN(TopLeftBackend):
         # See [Note: what cuDNN's backward is given].
         whole = num_keys - rest
         k, v = given.k.split([whole, rest], dim=2), given.v.split([whole, rest], dim=2)
-        # Every row stands behind all of these keys.
+        # Every query comes after all of these keys.
         last = self._flash.backward(
             *given._replace(k=k[1], v=v[1]), band=CausalBand(rest), scale=scale
         )
@@ -289,21 +304,21 @@ class CuDNN(TopLeftBackend):
 
 
 def _by_token(x_BNCH: Tensor) -> Tensor:
-    """The same values, laid out as [B, C, N, H] without gaps; a copy only where they are not."""
+    """Return `x` laid out as dense [B, C, N, H]; copies only other layouts."""
     x_BCNH = x_BNCH.transpose(1, 2).contiguous()
     _, num_tokens, num_heads, head_size = x_BCNH.shape
-    # Where a dim is 1, `contiguous` leaves whatever stride it has.
+    # `contiguous` does not normalise the strides of dims of size 1.
     strides = (num_tokens * num_heads * head_size, num_heads * head_size, head_size, 1)
     return x_BCNH.as_strided(x_BCNH.shape, strides).transpose(1, 2)
 
 
 def _is_single(q_BNCH: Tensor, k_BKTH: Tensor) -> bool:
-    """True if there is just one query or just one key."""
+    """Return whether there is only one query or only one key."""
     return q_BNCH.shape[2] == 1 or k_BKTH.shape[2] == 1
 
 
 def _band(k_BKTH: Tensor, *, causal: bool) -> CausalBand:
-    """What the kernel sees: row i the keys up to i, or every row every key."""
+    """Return the kernel's mask as a band: causal from the top left, or none."""
     return CausalBand(0 if causal else k_BKTH.shape[2] - 1)
 
 
@@ -313,7 +328,10 @@ _LSE_MULTIPLE = 32
 
 @register_backend("efficient", cuda=6)
 class Efficient(TopLeftBackend):
-    """`aten::_scaled_dot_product_efficient_attention` and its backward."""
+    """Memory-efficient attention (CUTLASS) on CUDA, also for float32 and odd head sizes.
+
+    Slower than flash kernels. It takes no grouped heads, so keys are repeated for causal squares.
+    """
 
     def __init__(self, *, aten: Any = None) -> None:
         """Make one; `aten` has the two operators, None for PyTorch's own."""
@@ -335,11 +353,11 @@ class Efficient(TopLeftBackend):
 
     def kernel_backward(self, given: BackwardInputs, *, causal: bool, scale: float) -> Gradients:
         """See `TopLeftBackend.kernel_backward`."""
-        # The kernel reads whole groups of rows; +inf gives the rows that do not exist weight 0.
+        # The kernel reads whole groups of rows; +inf gives the padding rows weight 0.
         missing = -given.lse.shape[2] % _LSE_MULTIPLE
         lse = functional.pad(given.lse, (0, missing), value=float("inf")).contiguous()
-        # In 16 bits the kernel sums dout * out itself. It steps through the rows of `out` as those
-        # of a dense [B, C, N, H] and, other than with dout, neither asks for that nor copies.
+        # In 16 bits the kernel sums dout * out itself. It reads `out` as dense [B, C, N, H] and,
+        # other than for dout, neither checks that nor copies.
         out_BNCH = given.out.transpose(1, 2).contiguous().transpose(1, 2)
         # The seed is read only under dropout, so nothing need be in it.
         seed = torch.empty((), dtype=torch.int64, device=given.q.device)

@@ -1,23 +1,20 @@
-"""Which of several backends is the fastest here: a short race over one representative chunk.
+"""Timing of attention backends on one representative chunk, to find the fastest on this device.
 
-Costs one call of each backend, which builds and warms up its kernels, and at most `BUDGET_SECONDS`
-of timed calls and one beyond, once per device, versions and requirement: the result is a value that
-`planning/autotune_store.py` keeps.
+Costs one untimed call of each backend, which builds its kernels, and about `BUDGET_SECONDS` of
+timed calls, once per device, versions and requirement; `planning/autotune_store.py` stores the
+result.
 
 [Note: ranks may attend differently]
-Every rank of a job times its own device, so noise could let two ranks take different backends. On
-one machine (or one shared HF_HOME) they do not: whoever is first to publish a result decides, and
-all read what is published before they choose. Where machines share no folder they may differ, and
-nothing breaks: a rank runs forward and backward of a (layer, chunk) itself, and where attention
-runs again it is on that rank, by that backend, so no two ranks compute two halves of one thing.
-Backends agree within the rounding of the dtype (each was compared with the reference), as two
-data-parallel ranks with different rows do anyway; replicas stay equal, since all apply the same
-summed gradients. Chunk bounds do not depend on the backend. What a user who wants the same bits
-everywhere sets is a backend's name.
+Every rank of a job times its own device, so noise could make two ranks choose different backends.
+On one machine (or with a shared HF_HOME) the first published result decides, because all ranks read
+it before they choose. Machines without a shared folder may differ, and nothing breaks: forward,
+backward and recomputation of a (layer, chunk) all run on one rank, with one backend. Backends agree
+within the rounding of the dtype (each was compared with the reference), and replicas stay equal,
+because all apply the same summed gradients. Chunk bounds do not depend on the backend. For the same
+bits everywhere, set a backend by name.
 
-Each is timed on a chunk of random queries against the keys before it, in a place that the caller's
-state does not reach, its random numbers included; waiting for the device on purpose, which no part
-of a training step does.
+Timing runs isolated from the caller's state, its random numbers included. It waits for the device,
+so it must not be part of a training step.
 
 Shapes: B batch (always 1), N query heads, K key/value heads, C query tokens, T key tokens, H head
 size.
@@ -63,7 +60,7 @@ def device_seconds(
     calls: int = 1,
     clock: Clock = time.perf_counter,
 ) -> float:
-    """Seconds that `calls` calls of `work` take together.
+    """Return the seconds that `calls` calls of `work` take together.
 
     On CUDA between two events on the current stream, on other devices by `clock`.
     """
@@ -82,13 +79,13 @@ def device_seconds(
 
 
 def run_isolated(function: Callable[[], _T], device: torch.device) -> _T:
-    """Run `function` as if nothing were going on around it, and return what it returns.
+    """Run `function` isolated from the caller's torch state, and return its result.
 
-    A layer may be in the middle of its forward: with autocast, hooks on what autograd saves,
-    dispatch modes, a stream of its own. All of these belong to a thread, so the function gets one
-    of its own, without gradients and on the device's default stream. Random generators belong to
-    the process: their state is put back. On CUDA the device's earlier work is waited for, and
-    memory that was freed is given back to the driver.
+    The caller may be in the middle of a layer's forward: under autocast, saved-tensor hooks,
+    dispatch modes or another stream. All of these are thread-local, so the function runs in a
+    thread of its own, without gradients and on the device's default stream. The state of random
+    generators, which is global, is restored. On CUDA it waits for earlier work of the device first,
+    and returns cached memory to the driver afterwards.
 
     Raises:
         Exception: whatever `function` raises.
@@ -110,21 +107,21 @@ def run_isolated(function: Callable[[], _T], device: torch.device) -> _T:
 
 
 BACKWARD_FORWARDS = 2.5
-"""FLOPs of a backward by those of its forward: five matrix products instead of two."""
+"""FLOPs of backward divided by those of forward: five matrix products instead of two."""
 
 SOFTCAP = 50.0
-"""Of the scores where the requirement caps them (Gemma 2 has this one)."""
+"""Cap of scores where the requirement has one; Gemma 2's value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Sizes of one attention."""
+    """Sizes of one attention call to time."""
 
     requirement: AttentionSpec
     """Dtype, head sizes and features."""
 
     query_heads: int
-    """N; a multiple of the requirement's `gqa_ratio`."""
+    """N, a multiple of the requirement's `gqa_ratio`."""
 
     chunk_tokens: int
     """C, at least 1."""
@@ -136,12 +133,12 @@ class Workload:
     """Keys that a query sees, its own included; None for all before it."""
 
     def __post_init__(self) -> None:
-        """Refuse heads that cannot be shared out."""
+        """Check that query heads can be divided among key heads."""
         whole = self.query_heads % self.requirement.gqa_ratio == 0
         assert whole, f"{self.query_heads} heads for groups of {self.requirement.gqa_ratio}"
 
     def __str__(self) -> str:
-        """Its tokens in words: "4K x 32K", "512 x 0, window 1K"."""
+        """Write the chunk and prefix lengths: "4K x 32K", "512 x 0, window 1K"."""
         text = f"{short(self.chunk_tokens)} x {short(self.prefix_tokens)}"
         window = self.window_tokens
         return text if window is None else f"{text}, window {short(window)}"
@@ -158,7 +155,7 @@ class Workload:
 
     @property
     def visible_pairs(self) -> int:
-        """Pairs of a query and a key that it sees, of one head."""
+        """Number of pairs of a query and a key that it sees, per head."""
         rows, before = self.chunk_tokens, self.prefix_tokens
         causal = rows * before + rows * (rows + 1) // 2
         if self.window_tokens is None:
@@ -170,42 +167,42 @@ class Workload:
 
     @property
     def forward_flops(self) -> float:
-        """FLOPs of the forward; only visible pairs count, so the causal half counts once."""
+        """FLOPs of forward, counting visible pairs only."""
         sizes = self.requirement.qk_head_size + self.requirement.v_head_size
         return 2.0 * self.visible_pairs * self.query_heads * sizes
 
     @property
     def backward_flops(self) -> float:
-        """FLOPs of the backward; its own recomputation of scores is one of the five products."""
+        """FLOPs of backward, including its recomputation of scores."""
         return BACKWARD_FORWARDS * self.forward_flops
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of inputs, results and gradients, those of keys in float32; not a kernel's own."""
+        """Bytes of inputs, results and gradients (of keys in float32), without kernel workspace."""
         sizes = self.requirement.qk_head_size + self.requirement.v_head_size
         itemsize = self.requirement.dtype.itemsize
         rows = self.query_heads * self.chunk_tokens * (2 * sizes * itemsize + 4)
         return rows + self.kv_heads * self.num_keys * sizes * (itemsize + max(4, itemsize))
 
-    def shortened(self, most_bytes: int) -> Workload:
-        """The same with a shorter prefix, and then a shorter chunk, so that `num_bytes` fits.
+    def shortened(self, max_bytes: int) -> Workload:
+        """Return it with a shorter prefix, and then a shorter chunk, so that `num_bytes` fits.
 
-        Nothing becomes shorter than `_LEAST_TOKENS`.
+        Neither becomes shorter than `_MIN_TOKENS`.
         """
         load = self
-        while load.num_bytes > most_bytes and load.prefix_tokens > _LEAST_TOKENS:
-            load = replace(load, prefix_tokens=max(_LEAST_TOKENS, load.prefix_tokens // 2))
-        while load.num_bytes > most_bytes and load.chunk_tokens > _LEAST_TOKENS:
-            load = replace(load, chunk_tokens=max(_LEAST_TOKENS, load.chunk_tokens // 2))
+        while load.num_bytes > max_bytes and load.prefix_tokens > _MIN_TOKENS:
+            load = replace(load, prefix_tokens=max(_MIN_TOKENS, load.prefix_tokens // 2))
+        while load.num_bytes > max_bytes and load.chunk_tokens > _MIN_TOKENS:
+            load = replace(load, chunk_tokens=max(_MIN_TOKENS, load.chunk_tokens // 2))
         return load
 
     def make(self, device: torch.device, *, seed: int = 0) -> WorkloadTensors:
-        """Its tensors on `device`, from a generator of their own."""
+        """Return random tensors of these sizes on `device`."""
         return WorkloadTensors(self, device, seed)
 
 
 class WorkloadTensors:
-    """The tensors of a workload, laid out as models do: views of [B, tokens, heads, H]."""
+    """The tensors of a workload, laid out as in models: views of [B, tokens, heads, H]."""
 
     def __init__(self, load: Workload, device: torch.device, seed: int) -> None:
         needs = load.requirement
@@ -232,18 +229,18 @@ class WorkloadTensors:
         return backend.forward(self.q_BNCH, self.k_BKTH, self.v_BKTH, **self._scores)
 
     def backward(self, backend: Backend, attended: AttentionOutput) -> Gradients:
-        """Gradient of `forward` given its results."""
+        """Return the gradients of `forward`, given its results."""
         tensors = (self.dout_BNCH, self.q_BNCH, self.k_BKTH, self.v_BKTH, *attended)
         return backend.backward(*tensors, **self._scores)
 
     def work(self, backend: Backend) -> tuple[Callable[[], object], Callable[[], object]]:
-        """Forward and backward as functions without arguments; runs the forward once."""
+        """Return forward and backward as functions without arguments; runs forward once."""
         attended = self.forward(backend)
         return lambda: self.forward(backend), lambda: self.backward(backend, attended)
 
 
 def short(tokens: int) -> str:
-    """Writes tokens as people say them: "512", "4K", "1M", "1,536"."""
+    """Write a number of tokens briefly: "512", "4K", "1M", "1,536"."""
     for unit, size in (("M", 2**20), ("K", 2**10)):
         if tokens >= size and tokens % size == 0:
             return f"{tokens // size}{unit}"
@@ -251,39 +248,39 @@ def short(tokens: int) -> str:
 
 
 BUDGET_SECONDS = 1.2
-"""No further timed call is begun once timed calls have taken this long.
+"""No timed call starts after timed calls have taken this long together.
 
-What building kernels takes does not count: the slowest to build may be the fastest."""
+The untimed first calls do not count: the kernel that is slowest to build may be the fastest."""
 
 CHUNK_TOKENS = 4096
 PREFIX_TOKENS = 32768
 WINDOW_TOKENS = 1024
 QUERY_HEADS = 16
-"""Enough work to fill a large GPU a few times over, and a few milliseconds for its best kernel."""
+"""Enough work to fill a large GPU several times; its best kernel takes a few milliseconds."""
 
 _SAMPLES = 3
 _NO_TIME = "was not timed, for lack of time"
-_MEMORY_SHARE = 0.25
-_LEAST_TOKENS = 1024
+_MEMORY_FRACTION = 0.25
+_MIN_TOKENS = 1024
 
 Timer = Callable[[Callable[[], object]], float]
-"""Seconds that one call of some work takes."""
+"""Returns the seconds that one call of a function takes."""
 
 
 def autotune_key(
     names: Sequence[str], requirement: AttentionSpec, device: torch.device
 ) -> tuple[str, dict[str, object]]:
-    """What the result of a race hangs on, as `autotune_path` takes it.
+    """Return all that a timing result depends on, as the arguments of `autotune_path`.
 
     Returns:
-        The device's name as its driver gives it, and the rest: versions, requirement, names.
+        The device's name from its driver, and versions, requirement and backends' names.
     """
     key: dict[str, object] = {
         "torch": torch.__version__,
         "requirement": {**asdict(requirement), "dtype": str(requirement.dtype)},
         "backends": list(names),
         "packages": _package_versions(),
-        # Kernels that sum in a fixed order are slower, some much more than others.
+        # Deterministic kernels are slower, some of them much more than others.
         "deterministic": determinism(),
     }
     if device.type != "cuda":
@@ -295,7 +292,7 @@ def autotune_key(
 
 
 def _package_versions() -> dict[str, str]:
-    """Of the kernels that are installed beside torch."""
+    """Return the versions of installed packages of kernels."""
     found: dict[str, str] = {}
     for name in ("flash-attn", "flash-attn-3", "flash-attn-4"):
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -303,18 +300,18 @@ def _package_versions() -> dict[str, str]:
     return found
 
 
-def representative(requirement: AttentionSpec, free_bytes: int | None) -> Workload:
-    """The chunk that backends race over; of `free_bytes`, if given, it takes a quarter at most."""
+def representative_workload(requirement: AttentionSpec, free_bytes: int | None) -> Workload:
+    """Return the chunk that is timed; it needs at most a quarter of `free_bytes`, if given."""
     groups = requirement.gqa_ratio
     load = Workload(
         requirement=requirement,
         query_heads=max(1, QUERY_HEADS // groups) * groups,
         chunk_tokens=CHUNK_TOKENS,
-        # Keys before the window are never looked at.
+        # Keys before the window are not read.
         prefix_tokens=CHUNK_TOKENS if requirement.window else PREFIX_TOKENS,
         window_tokens=WINDOW_TOKENS if requirement.window else None,
     )
-    return load if free_bytes is None else load.shortened(int(_MEMORY_SHARE * free_bytes))
+    return load if free_bytes is None else load.shortened(int(_MEMORY_FRACTION * free_bytes))
 
 
 def autotune(
@@ -330,48 +327,49 @@ def autotune(
     """Time forward and backward of each backend; call it through `run_isolated`.
 
     Args:
-        backends: in the order that decides where none is clearly faster.
-        requirement: what all of them can do.
-        device: where; on CUDA the current one.
-        load: what they do; None for the `representative` one.
-        timer: seconds of one call; None times on the device.
-        clock: seconds that pass on the host.
-        budget_seconds: for the timed calls of all together. The first that works is always timed.
+        backends: in order of preference, for ties.
+        requirement: what all of them support.
+        device: the device to time on; on CUDA the current one.
+        load: the sizes; None for `representative_workload`.
+        timer: returns the seconds of one call; None times on the device.
+        clock: seconds on the host.
+        budget_seconds: limit of all timed calls together. The first backend that works is always
+            timed.
 
     Returns:
-        A lap for each that finished; the others with the reason in `left_out`. A backend that
-        raises, out of memory or otherwise, is logged and left out. The result is not a lasting one
-        if memory or time was lacking.
+        A timing for each backend that finished, and the reasons for the others in `left_out`. A
+        backend that raises, out of memory or otherwise, is logged and left out. The result is not
+        `lasting` if memory or time was lacking.
     """
     if load is None:
         free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
-        load = representative(requirement, free_bytes)
+        load = representative_workload(requirement, free_bytes)
     seconds_of = timer or (lambda work: device_seconds(work, device, clock=clock))
-    laps: list[Timing] = []
+    timings: list[Timing] = []
     left_out: dict[str, str] = {}
     transient = False
     left_seconds = budget_seconds
     tensors: WorkloadTensors | None = None
     flops = load.forward_flops + load.backward_flops
     for backend in backends:
-        if left_seconds <= 0 and laps:
+        if left_seconds <= 0 and timings:
             left_out[backend.name] = _NO_TIME
             transient = True
             continue
         try:
             tensors = tensors or load.make(device)
-            samples, took_seconds = _run(tensors, backend, seconds_of, clock, left_seconds)
-            left_seconds -= took_seconds
+            samples, spent_seconds = _run(tensors, backend, seconds_of, clock, left_seconds)
+            left_seconds -= spent_seconds
             seconds = statistics.median(samples)
-            laps.append(Timing(backend.name, seconds, flops / seconds))
-        # Kernels fail with whatever exception they like; none may stop a training that has others.
+            timings.append(Timing(backend.name, seconds, flops / seconds))
+        # Kernels raise all kinds of exceptions; none may stop a training that has other kernels.
         except Exception as error:
             first_line = (str(error).strip().splitlines() or [""])[0]
             left_out[backend.name] = f"raised {type(error).__name__} when timed: {first_line}"
             transient |= isinstance(error, torch.OutOfMemoryError)
             logger.warning("attention backend %s %s", backend.name, left_out[backend.name])
             logger.debug("attention backend %s", backend.name, exc_info=True)
-    return AutotuneResult(str(load), tuple(laps), left_out, lasting=not transient)
+    return AutotuneResult(str(load), tuple(timings), left_out, lasting=not transient)
 
 
 def _run(
@@ -381,9 +379,9 @@ def _run(
     clock: Clock,
     budget_seconds: float,
 ) -> tuple[list[float], float]:
-    """Seconds of forward and backward, at least once, and what timing them took.
+    """Return samples of seconds of forward and backward, at least one, and the total time.
 
-    One call goes before that is not timed: kernels are built in it.
+    An untimed first call builds the kernels.
     """
 
     def step() -> None:
@@ -391,8 +389,8 @@ def _run(
         tensors.backward(backend, attended)
 
     seconds_of(step)
-    began = clock()
+    start_seconds = clock()
     samples = [seconds_of(step)]
-    while len(samples) < _SAMPLES and clock() - began < budget_seconds:
+    while len(samples) < _SAMPLES and clock() - start_seconds < budget_seconds:
         samples.append(seconds_of(step))
-    return samples, clock() - began
+    return samples, clock() - start_seconds

@@ -1,17 +1,17 @@
-"""The one signature every attention backend has, and the words its callers use.
+"""The interface of attention backends, their masks, and the merge of partial results.
 
-A backend is a stateless pair of functions: attention of the queries of one chunk against keys and
-values, and its gradient. What is visible to which query is said by a `CausalBand` or `Documents`,
-never by a mask tensor.
+A backend is a stateless pair of functions: attention of one chunk's queries against keys and
+values, and its gradient. A `CausalBand` or `Documents` says which query sees which keys; there are
+no mask tensors.
 
 Shapes: B batch, N query heads, K key/value heads, C query tokens, T key tokens, H head size.
 
 [Note: why merged values make backward exact]
-Softmax over keys that were split into parts needs the parts only in two places: the probabilities
-``p = exp(s - lse)`` and ``delta = sum(dout * out)``. Given `lse` and `out` of *all* keys, the
-backward of a part is exactly that part's share of the whole backward; nothing has to be corrected
+Where keys are split into parts, backward of a part depends on the other parts in two places only:
+the probabilities ``p = exp(s - lse)`` and ``delta = sum(dout * out)``. Given `lse` and `out` of
+*all* keys, backward of a part is exactly its share of the whole gradient, with nothing to correct
 afterwards. So every backward here takes the merged `(out, lse)` and returns the part's share, and
-`merge_into` needs no counterpart.
+`merge_into` needs no backward.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class CausalBand:
     """Which keys each query row sees.
 
     Row ``i`` stands at key position ``q_start + i`` and sees the keys ``j`` with
-    ``j <= q_start + i`` and, under a window, ``j > q_start + i - window``. There may be fewer keys
-    than ``q_start + C`` (padded queries) or more (later keys, seen by nobody). `q_start` may be
-    negative: rows before key 0 see nothing.
+    ``j <= q_start + i`` and, with a window, ``j > q_start + i - window``. There may be fewer keys
+    than ``q_start + C`` (padded queries) or more (later keys, which no row sees). `q_start` may be
+    negative: rows before key 0 see no key.
     """
 
     q_start: int
-    """Position of the first query row, in tokens, counted in the keys handed over."""
+    """Position of the first query row, in tokens from the first of the given keys."""
 
     window: int | None = None
     """Number of keys a row sees, its own included, in tokens; None sees all earlier ones."""
@@ -47,10 +47,14 @@ class CausalBand:
         assert self.window is None or self.window >= 1, f"a window of {self.window} tokens"
 
     def trim(self, num_rows: int, num_keys: int) -> TrimmedBand:
-        """Cut away rows that see no key and keys that no row sees, of so many query rows and keys.
+        """Drop the rows that see no key and the keys that no row sees.
+
+        Args:
+            num_rows: query rows, C.
+            num_keys: keys, T.
 
         Returns:
-            The ranges that are left, and the band in their own coordinates. Its `q_start` is never
+            The remaining ranges, and the band in their coordinates. Its `q_start` is never
             negative, and its `window` is None where the window hides nothing.
         """
         row_start = min(max(0, -self.q_start), num_rows)
@@ -83,17 +87,17 @@ class Extent:
 
     @property
     def rows(self) -> slice:
-        """Those rows."""
+        """The rows as a slice."""
         return slice(self.row_start, self.row_stop)
 
     @property
     def keys(self) -> slice:
-        """Those keys."""
+        """The keys as a slice."""
         return slice(self.key_start, self.key_stop)
 
     @property
     def empty(self) -> bool:
-        """True if there are no rows, or no keys."""
+        """Whether there are no rows or no keys."""
         return self.row_stop <= self.row_start or self.key_stop <= self.key_start
 
 
@@ -106,23 +110,23 @@ class TrimmedBand(Extent):
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """Documents side by side in one row, in tokens.
+    """The mask of packed documents in one row.
 
-    A document's queries see its own keys and no other's; its last query stands at its last key, so
-    a document that began in an earlier chunk has more keys than queries.
+    A document's queries see only its own keys, causally; its last query is at its last key, so a
+    document that began in an earlier chunk has more keys than queries.
     """
 
     num_queries: tuple[int, ...]
-    """Of each document; they sum to the queries at hand."""
+    """Queries of each document, in tokens; they sum to C."""
 
     num_keys: tuple[int, ...]
-    """Of each document; they sum to the keys at hand."""
+    """Keys of each document, in tokens; they sum to T."""
 
     window: int | None = None
     """Number of keys a query sees, its own included; None for all of its document so far."""
 
     def __iter__(self) -> Iterator[tuple[slice, slice, CausalBand]]:
-        """Of each document: its queries, its keys, and which of these they see."""
+        """Yield the queries, the keys and the band between them of each document."""
         row = key = 0
         for rows, keys in zip(self.num_queries, self.num_keys, strict=True):
             band = CausalBand(keys - rows, self.window)
@@ -135,7 +139,7 @@ Mask: TypeAlias = CausalBand | Documents
 
 
 class AttendingLayer(Protocol):
-    """What a layer with attention says of it."""
+    """The sizes of a layer's attention."""
 
     @property
     def num_heads(self) -> int:
@@ -159,13 +163,13 @@ class AttendingLayer(Protocol):
 
     @property
     def window(self) -> int | None:
-        """Of a sliding window, in tokens."""
+        """Length of the sliding window in tokens, or None."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
-    """What a model asks of a backend; enough to choose one and to say why."""
+    """What a model requires of a backend; enough to choose one and to give the reason."""
 
     device_type: str
     """"cpu", "cuda", ..."""
@@ -189,15 +193,14 @@ class AttentionSpec:
     """Query heads per key/value head."""
 
     varied: bool = False
-    """Rows are packed, padded or of many lengths, so shapes differ from batch to batch.
-
-    A wish, which "auto" heeds."""
+    """Rows are packed, padded or of many lengths, so shapes differ from batch to batch; "auto" then
+    prefers kernels that do not build a plan for each shape."""
 
     @classmethod
     def of_layer(
         cls, layer: AttendingLayer, *, device_type: str, dtype: torch.dtype, softcap: bool
     ) -> AttentionSpec:
-        """What a layer with attention asks."""
+        """Return the requirement of a layer."""
         return cls(
             device_type=device_type,
             dtype=dtype,
@@ -209,7 +212,7 @@ class AttentionSpec:
         )
 
     def __str__(self) -> str:
-        """The requirement in words, for reasons and errors."""
+        """Describe the requirement for reasons and errors."""
         sizes = f"head size {self.qk_head_size}"
         if self.v_head_size != self.qk_head_size:
             sizes += f" (values {self.v_head_size})"
@@ -241,8 +244,8 @@ class Gradients(NamedTuple):
     """Result of a backward.
 
     `dq_BNCH` has the dtype of the queries; `dk_BKTH` and `dv_BKTH` that of the keys, or the wider
-    accumulation dtype where the backend has them so. They are summands anyway: callers add up the
-    shares of all chunks, in the accumulation dtype.
+    accumulation dtype where the backend returns that. Callers add up the shares of all chunks in
+    the accumulation dtype.
     """
 
     dq_BNCH: Tensor
@@ -251,7 +254,7 @@ class Gradients(NamedTuple):
 
 
 class BackwardInputs(NamedTuple):
-    """What a kernel's backward is given; output and log-sum-exp are merged over all keys."""
+    """Inputs of a kernel's backward; output and log-sum-exp are merged over all keys."""
 
     dout: Tensor
     q: Tensor
@@ -269,22 +272,22 @@ class Backend(ABC):
     """
 
     name: str
-    """What it is registered as."""
+    """Name in the registry and in the setting `attention_backend`."""
 
     documents_at_once: bool = False
-    """Whether it takes all documents of a row, one row at a time, in one call."""
+    """Whether one call can take all documents of a row, as a `Documents` mask."""
 
     plans_each_shape: bool = False
-    """Whether a kernel is built, which takes long, for every shape that has not come before."""
+    """Whether the first call with a new shape builds a kernel, which takes about a second."""
 
     @classmethod
     def variants(cls) -> tuple[Callable[[], Backend], ...]:
-        """Makers of this backend, the preferred one first; on CUDA the first exact one is taken."""
+        """Return constructors of its variants, preferred first; CUDA uses the first exact one."""
         return (cls,)
 
     @abstractmethod
     def reason_unsupported(self, requirement: AttentionSpec) -> str | None:
-        """Say in a few words why this backend cannot serve `requirement`; None if it can."""
+        """Return why this backend cannot serve `requirement`, as words after its name, or None."""
 
     @abstractmethod
     def forward(
@@ -339,12 +342,12 @@ Made = TypeVar("Made", bound=type[Backend])
 
 
 def register_backend(name: str, **auto_rank: int) -> Callable[[Made], Made]:
-    """Class decorator: the backend can be asked for by name, and perhaps taken by "auto".
+    """Class decorator: register a backend by name, and optionally for "auto".
 
     Args:
         name: value of the setting `attention_backend`.
-        auto_rank: by device type (`cuda=3`), its place among the backends that "auto" may take; a
-            device type that is not named leaves it to who asks by name.
+        auto_rank: by device type (`cuda=3`), its place among the backends that "auto" may take. On
+            device types that are not given it is used only if set by name.
     """
 
     def register(made: Made) -> Made:
@@ -356,22 +359,19 @@ def register_backend(name: str, **auto_rank: int) -> Callable[[Made], Made]:
 
 
 def determinism() -> int:
-    """What the user told PyTorch of operations whose results vary from run to run.
-
-    0 to run them, 1 to run them with a warning, 2 to refuse them.
-    """
+    """Return PyTorch's deterministic mode: 0 off, 1 warn about nondeterminism, 2 raise."""
     return torch.get_deterministic_debug_mode()
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype in which sums over keys and pieces are kept: float32, or float64 for float64."""
+    """Return the dtype of sums over keys and parts: float32, or float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def empty_forward(q_BNCH: Tensor, v_head_size: int) -> AttentionOutput:
-    """Output 0 and log-sum-exp -inf for every row: what queries that see no key get."""
+    """Return output 0 and log-sum-exp -inf for every row, as for queries that see no key."""
     num_rows, num_heads, num_tokens, _ = q_BNCH.shape
-    # In memory [B, C, N, H], as projections give queries and take outputs.
+    # [B, C, N, H] in memory, the layout of the projections.
     out_BNCH = q_BNCH.new_zeros(num_rows, num_tokens, num_heads, v_head_size).transpose(1, 2)
     lse_BNC = q_BNCH.new_full(
         q_BNCH.shape[:3], float("-inf"), dtype=accumulation_dtype(q_BNCH.dtype)
@@ -380,7 +380,7 @@ def empty_forward(q_BNCH: Tensor, v_head_size: int) -> AttentionOutput:
 
 
 def merge_partials(first: AttentionOutput, second: AttentionOutput) -> AttentionOutput:
-    """Attention over the union of two disjoint sets of keys.
+    """Merge attention over two disjoint sets of keys.
 
     Returns:
         Output (dtype of the first output) and log-sum-exp over both. Rows that saw no key in
@@ -394,17 +394,17 @@ def merge_partials(first: AttentionOutput, second: AttentionOutput) -> Attention
 
 
 def merge_into(out_BNCH: Tensor, lse_BNC: Tensor, other: AttentionOutput) -> None:
-    """Merge `other`, over keys that were not counted yet, into `(out_BNCH, lse_BNC)` in place.
+    """Merge attention over further keys into `(out_BNCH, lse_BNC)`, in place.
 
-    The output is in the accumulation dtype; both may be strided views.
+    `out_BNCH` has the accumulation dtype; both may be strided views.
     """
     other_lse_BNC = other.lse_BNC.to(lse_BNC.dtype)
     merged_BNC = torch.logaddexp(lse_BNC, other_lse_BNC)
-    # -inf minus -inf is NaN; a row that neither side has seen stays at weight 0.
+    # -inf minus -inf is NaN; a row without keys on both sides gets weight 0.
     anchor_BNC = merged_BNC.masked_fill(merged_BNC == float("-inf"), 0.0)
     weight_BNC1 = (other_lse_BNC - anchor_BNC).exp_().unsqueeze(-1).to(out_BNCH.dtype)
-    # The weights of both sides sum to one, so this is their mean: one pass, and with half the error
-    # of two products, whose rounded weights do not sum to one.
+    # The weights of both sides sum to one, so this is an interpolation: one pass, with half the
+    # error of two products, whose rounded weights do not sum to one.
     out_BNCH.lerp_(other.out_BNCH.to(out_BNCH.dtype), weight_BNC1)
     lse_BNC.copy_(merged_BNC)
 
@@ -420,9 +420,9 @@ def missing_kernel(
     largest_head_size: int | None = None,
     softcap: bool = False,
 ) -> str | None:
-    """Why a kernel cannot do what is asked, for `Backend.reason_unsupported`; None if it can.
+    """Return why a kernel cannot serve the requirement, for `Backend.reason_unsupported`.
 
-    It runs on one device type ("cpu" or "cuda"); a `largest_head_size` of None is any.
+    The kernel runs on one device type ("cpu" or "cuda"); `largest_head_size` None is unlimited.
     """
     dtype = str(requirement.dtype).removeprefix("torch.")
     head_size = max(requirement.qk_head_size, requirement.v_head_size)

@@ -1,7 +1,7 @@
 """Attention in plain PyTorch: slow, exact, any dtype, any device.
 
-Every other backend is measured against this one. Scores live only for one tile of queries against
-one tile of keys, so memory is bounded however long the sequence is. Sums run in float32, or in
+Every other backend is compared with this one. Scores exist only for one tile of queries and one
+tile of keys, so memory is bounded for any sequence length. Sums run in float32, or in
 float64 for float64 inputs.
 
 Shapes: B batch, N query heads, K key/value heads, C query tokens, T key tokens, H head size; lower
@@ -36,28 +36,28 @@ _TILE_ROWS = 128
 
 
 class _Tile(NamedTuple):
-    """Half-open ranges of one tile of queries and one tile of keys, and what is seen of it."""
+    """The ranges of one tile of queries and keys, and the mask between them."""
 
     rows: slice
     keys: slice
     band: CausalBand
-    """In the positions of all queries and keys at hand."""
+    """In the coordinates of all given queries and keys."""
 
 
 @register_backend("reference")
 class Reference(Backend):
-    """Tiled attention from elementary operations; the yardstick for all others."""
+    """Tiled attention from elementary operations, to compare the others with."""
 
     documents_at_once = True
 
     def __init__(self, tile_bytes: int = _TILE_BYTES) -> None:
-        """Make one; a tile of scores takes `tile_bytes`, and a few of them are alive at once."""
+        """Make one; a tile of scores takes `tile_bytes`, and a few exist at the same time."""
         self._tile_bytes = tile_bytes
 
     def reason_unsupported(self, requirement: AttentionSpec) -> str | None:
-        """Only non-floating dtypes are out of reach."""
+        """Only dtypes that are not floating-point are unsupported."""
         if not requirement.dtype.is_floating_point:
-            return f"{requirement.dtype} is no floating-point type"
+            return f"{requirement.dtype} is not a floating-point type"
         return None
 
     @torch.no_grad()
@@ -129,7 +129,7 @@ class Reference(Backend):
         return Gradients(dq_BNCH.to(q_BNCH.dtype), dk_BKTH, dv_BKTH)
 
     def _tiles(self, q_BNCH: Tensor, k_BKTH: Tensor, mask: Mask) -> Iterator[_Tile]:
-        """Pairs of row and key ranges that cover all that the mask lets be seen."""
+        """Yield tiles that cover all visible pairs of the mask."""
         if not (q_BNCH.shape[0] and q_BNCH.shape[1]):
             return
         row_bytes = q_BNCH.shape[0] * q_BNCH.shape[1] * accumulation_dtype(q_BNCH.dtype).itemsize
@@ -143,7 +143,7 @@ class Reference(Backend):
             band = CausalBand(own.q_start + all_keys.start - all_rows.start, own.window)
             for first in range(all_rows.start, all_rows.stop, tile_rows):
                 last = min(first + tile_rows, all_rows.stop)
-                # Trimming the tile alone leaves out keys that the whole chunk would have to visit.
+                # Trimmed tile by tile, so that keys which only other tiles see are skipped.
                 shifted = CausalBand(band.q_start + first - all_keys.start, band.window)
                 seen = shifted.trim(last - first, all_keys.stop - all_keys.start)
                 rows = slice(first + seen.row_start, first + seen.row_stop)
@@ -153,14 +153,14 @@ class Reference(Backend):
 
 
 def _finite(lse: Tensor) -> Tensor:
-    """Log-sum-exp with -inf replaced by 0, so that hidden scores give probability 0, not NaN."""
+    """Replace -inf by 0, so that hidden scores give probability 0, not NaN."""
     return lse.masked_fill(lse == float("-inf"), 0.0)
 
 
 def _scores(
     q_BKRH: Tensor, k_BKtH: Tensor, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Scores and, under a soft cap, their slope by the uncapped score: ``1 - tanh^2``."""
+    """Return scores and, with a soft cap, their derivative by uncapped scores: ``1 - tanh^2``."""
     s_BKRt = (q_BKRH @ k_BKtH.to(q_BKRH.dtype).transpose(2, 3)).mul_(scale)
     if softcap is None:
         return s_BKRt, None

@@ -65,15 +65,15 @@ AUTO_ORDER: dict[str, tuple[str, ...]] = {kind: _auto_order(kind) for kind in ("
 """Backends that "auto" tries per device type before it falls back to the reference."""
 
 VERIFIED_DEVICE_TYPES = frozenset({"cuda"})
-"""Where a backend must agree with the reference before its first use."""
+"""Device types on which a backend must agree with the reference before its first use."""
 
 AUTOTUNED_DEVICE_TYPES = frozenset({"cuda"})
-"""Where "auto" times the backends that it may take, if there is such a device."""
+"""Device types on which "auto" times the backends that it may take, if there is a device."""
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """A backend and why it was taken."""
+    """A backend and why it was selected."""
 
     backend: Backend
     reason: str
@@ -90,15 +90,15 @@ def select_backend(name: str, requirement: AttentionSpec) -> Selection:
 
     Returns:
         The backend, ready to use, and the reason. On CUDA the first call with a requirement runs
-        small checks on the current device, and "auto" a race of under two seconds unless one was
-        run before, see `autotune`.
+        small checks on the current device, and "auto" times the backends for less than two seconds
+        unless a stored result exists, see `autotune`.
 
     Raises:
-        ConfigError: if the name is unknown, or the named backend cannot serve the requirement;
-            the message says which backends can.
+        ConfigError: the name is unknown, or the named backend cannot serve the requirement; the
+            message names those that can.
     """
     if name == "auto":
-        return _select_automatically(requirement)
+        return _select_auto(requirement)
     if name not in BACKENDS:
         allowed = ["auto", *BACKENDS]
         nearest = ATTENTION_BACKENDS.nearest(name)
@@ -116,22 +116,22 @@ def select_backend(name: str, requirement: AttentionSpec) -> Selection:
     )
 
 
-def _select_automatically(requirement: AttentionSpec) -> Selection:
-    """The fastest or first backend of the device's order that works, else the reference."""
+def _select_auto(requirement: AttentionSpec) -> Selection:
+    """Return the fastest or first usable backend of the device type, else the reference."""
     raced = _select_fastest(requirement)
     if raced is not None:
         return raced
-    passed_over: list[str] = []
+    rejected: list[str] = []
     order = AUTO_ORDER.get(requirement.device_type, ())
-    # False comes before True.
-    for name in sorted(order, key=lambda name: _stumbles(name, requirement)):
+    # Those that the requirement does not slow down come first (False sorts before True).
+    for name in sorted(order, key=lambda name: _replans_often(name, requirement)):
         found = find_backend(name, requirement)
         if isinstance(found, Backend):
-            because = "; ".join([*passed_over, "reference not needed"])
+            because = "; ".join([*rejected, "reference not needed"])
             return Selection(found, f"{name}: {requirement}; {because}")
         logger.info("attention backend %s passed over: it %s", name, found)
-        passed_over.append(f"{name} {found}")
-    because = "; ".join(passed_over) or f"no fused kernel for {requirement.device_type}"
+        rejected.append(f"{name} {found}")
+    because = "; ".join(rejected) or f"no fused kernel for {requirement.device_type}"
     found = find_backend("reference", requirement)
     if isinstance(found, Backend):
         return Selection(found, f"reference: {requirement}; {because}")
@@ -142,48 +142,50 @@ def _select_automatically(requirement: AttentionSpec) -> Selection:
 
 
 def _select_fastest(requirement: AttentionSpec) -> Selection | None:
-    """The winner of the race; None where none is run, or nobody finished."""
+    """Return the fastest timed backend; None if none is timed or none succeeded."""
     kind = requirement.device_type
     if kind not in AUTOTUNED_DEVICE_TYPES or (kind == "cuda" and not torch.cuda.is_available()):
         return None
-    result = _race_on(_alike(requirement), _device_name(requirement), determinism())
+    result = _autotuned(_timing_requirement(requirement), _device_name(requirement), determinism())
     if result is None:
         return None
-    for lap in result.ranking():
-        if _stumbles(lap.name, requirement):
+    for timing in result.ranking():
+        if _replans_often(timing.name, requirement):
             continue
-        found = find_backend(lap.name, requirement)
+        found = find_backend(timing.name, requirement)
         if isinstance(found, Backend):
             left_out = [f"{name} {reason}" for name, reason in result.left_out.items()]
-            reason = "; ".join([result.text(lap.name), str(requirement), *left_out])
+            reason = "; ".join([result.text(timing.name), str(requirement), *left_out])
             return Selection(found, reason)
-        # Another process timed it, and in this one it is wrong.
-        logger.warning("attention backend %s won a race, but it %s", lap.name, found)
+        # The stored timing is of another process, and in this one the backend is wrong.
+        logger.warning(
+            "attention backend %s was the fastest when timed, but it %s", timing.name, found
+        )
     return None
 
 
-def _stumbles(name: str, requirement: AttentionSpec) -> bool:
-    """Whether a race, whose shapes do not change, flatters a backend."""
+def _replans_often(name: str, requirement: AttentionSpec) -> bool:
+    """Return whether the fixed shapes of the timing hide the cost of a plan for each shape."""
     return requirement.varied and BACKENDS[name][0]().plans_each_shape
 
 
-def _alike(requirement: AttentionSpec) -> AttentionSpec:
-    """The requirement as far as it decides what a backend can do, and how fast it is."""
+def _timing_requirement(requirement: AttentionSpec) -> AttentionSpec:
+    """Return the requirement without what affects neither support nor timing."""
     return replace(requirement, varied=False)
 
 
 @functools.cache
-def _race_on(requirement: AttentionSpec, device_name: str, mode: int) -> AutotuneResult | None:
-    """The race of all backends that can serve `requirement`; None where there is no choice.
+def _autotuned(requirement: AttentionSpec, device_name: str, mode: int) -> AutotuneResult | None:
+    """Time all backends that can serve `requirement`; None where there are less than two.
 
-    Cached for each `mode`, of `determinism`, apart.
+    Cached by `mode` too, the value of `determinism`.
     """
     order = AUTO_ORDER[requirement.device_type]
-    hopeful = [n for n in order if BACKENDS[n][0]().reason_unsupported(requirement) is None]
-    if len(hopeful) < 2:
+    candidates = [n for n in order if BACKENDS[n][0]().reason_unsupported(requirement) is None]
+    if len(candidates) < 2:
         return None
     device = torch.device(device_name)
-    path = autotune_path(*autotune_key(hopeful, requirement, device))
+    path = autotune_path(*autotune_key(candidates, requirement, device))
     result = read_autotune(path)
     if result is None:
         verdicts = {name: find_backend(name, requirement) for name in order}
@@ -194,32 +196,36 @@ def _race_on(requirement: AttentionSpec, device_name: str, mode: int) -> Autotun
         wrong = {name: found for name, found in verdicts.items() if isinstance(found, str)}
         result = replace(result, left_out={**wrong, **result.left_out})
         result = publish_autotune(path, result)
-    logger.info("attention backends raced for %s: %s", requirement, result)
+    logger.info("attention backends timed for %s: %s", requirement, result)
     return result
 
 
 def find_backend(name: str, requirement: AttentionSpec) -> Backend | str:
-    """The variant of the named backend that serves the requirement, or why none does.
+    """Return the variant of the named backend that serves the requirement, or why none does.
 
     Returns:
         The backend, or words that follow its name ("is not installed (package flash-attn)"). On
         CUDA the first call with a requirement compares it with the reference.
     """
-    return _find_on(name, _alike(requirement), _device_name(requirement), determinism())
+    return _find_on_device(
+        name, _timing_requirement(requirement), _device_name(requirement), determinism()
+    )
 
 
 def _device_name(requirement: AttentionSpec) -> str:
-    """The device that is meant, with its number where there is one."""
+    """Return the current device of the requirement's type, with its index on CUDA."""
     if requirement.device_type == "cuda" and torch.cuda.is_available():
         return f"cuda:{torch.cuda.current_device()}"
     return requirement.device_type
 
 
 @functools.cache
-def _find_on(name: str, requirement: AttentionSpec, device_name: str, mode: int) -> Backend | str:
-    """`find_backend` for one device; cached, since checking runs kernels.
+def _find_on_device(
+    name: str, requirement: AttentionSpec, device_name: str, mode: int
+) -> Backend | str:
+    """Implement `find_backend` for one device; cached, because checks run kernels.
 
-    For each `mode`, of `determinism`, apart: not every backend can serve all of them.
+    The key includes `mode`, the value of `determinism`, which not every backend supports.
     """
     reason = ""
     for make in BACKENDS[name]:
@@ -250,12 +256,12 @@ _WINDOW_TOKENS = 50
 _KV_HEADS = 2
 
 _LOW_SCORE = -120.0
-"""About what all scores of a low case are; its probabilities are as spread as those of others."""
+"""Approximate value of all scores in a case with low scores."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """One small problem: C queries, T keys, and what they see of each other."""
+    """One small problem: numbers of queries and keys, and the mask between them."""
 
     num_rows: int
     num_keys: int
@@ -272,10 +278,10 @@ class _Case:
 
 
 def find_mismatch(backend: Backend, requirement: AttentionSpec, device: torch.device) -> str | None:
-    """Compare a backend, which says that it can, with the reference, forward and backward.
+    """Compare forward and backward of a backend with the reference.
 
     Returns:
-        None if they agree, else in a few words what differs or which exception came.
+        None if they agree, else what differs or which exception was raised.
     """
     cases = _cases(requirement, few=backend.plans_each_shape)
     if backend.documents_at_once:
@@ -283,7 +289,7 @@ def find_mismatch(backend: Backend, requirement: AttentionSpec, device: torch.de
     for number, case in enumerate(cases):
         try:
             found = _compare(backend, requirement, device, case, seed=number)
-        # Kernels report what they cannot do with whatever exception they like; all mean "no".
+        # Kernels raise all kinds of exceptions for what they cannot do.
         except Exception as error:
             logger.debug("backend %s failed on %s", backend.name, case, exc_info=True)
             first_line = (str(error).strip().splitlines() or [""])[0]
@@ -294,7 +300,7 @@ def find_mismatch(backend: Backend, requirement: AttentionSpec, device: torch.de
 
 
 def _cases(requirement: AttentionSpec, *, few: bool) -> list[_Case]:
-    """Small problems that cover what chunks meet under this requirement; `few`: what must be."""
+    """Return problems that cover what chunks need under this requirement; `few`: a minimum."""
     shapes = [(77, 207, 130), (1, 131, 130)]
     shapes += [] if few else [(77, 77, 0), (77, 180, 130), (40, 90, 90)]
     windows = (None, _WINDOW_TOKENS) if requirement.window else (None,)
@@ -309,7 +315,7 @@ def _cases(requirement: AttentionSpec, *, few: bool) -> list[_Case]:
 
 
 def _document_cases(requirement: AttentionSpec) -> list[_Case]:
-    """Packed rows: a document that began earlier, short ones, one of a single token."""
+    """Return packed rows: a document that began earlier, short ones, one of a single token."""
     queries, keys = (40, 1, 77, 9), (170, 1, 77, 9)
     windows = (None, _WINDOW_TOKENS) if requirement.window else (None,)
     return [_Case(sum(queries), sum(keys), Documents(queries, keys, w)) for w in windows]
@@ -318,8 +324,8 @@ def _document_cases(requirement: AttentionSpec) -> list[_Case]:
 def _compare(
     backend: Backend, requirement: AttentionSpec, device: torch.device, case: _Case, *, seed: int
 ) -> str | None:
-    """Name of the first result that differs, with its error; None if all agree."""
-    # A generator of our own: the user's random numbers stay as they are.
+    """Return the name and error of the first result that differs; None if all agree."""
+    # Its own generator leaves the user's random state unchanged.
     generator = torch.Generator().manual_seed(seed)
 
     def random(heads: int, tokens: int, size: int) -> Tensor:
@@ -339,7 +345,7 @@ def _compare(
     scale = requirement.qk_head_size**-0.5
     softcap = _SOFTCAP if requirement.softcap else None
 
-    # In float64, since float32 products may be rounded to tf32 on the user's wish.
+    # In float64, because the user may have allowed tf32 for float32 products.
     exact = Reference()
     actual = backend.forward(q, k, v, band=case.band, scale=scale, softcap=softcap)
     wide = [x.double() for x in (q, k, v)]
@@ -347,7 +353,7 @@ def _compare(
     seen = expected.lse_BNC > float("-inf")
     if not torch.equal(actual.lse_BNC > float("-inf"), seen):
         return "the rows that see no key"
-    # Values merged with keys elsewhere: backward must use what it is given.
+    # Output and log-sum-exp as merged with other keys: backward must use the given values.
     merged = merge_partials(expected, AttentionOutput(other_out, expected.lse_BNC + 0.5))
     out, lse = merged.out_BNCH.to(requirement.dtype), merged.lse_BNC.to(actual.lse_BNC.dtype)
     given = [dout, q, k, v, out, lse]
@@ -355,9 +361,9 @@ def _compare(
     wide = [x.double() for x in given]
     expected_grads = exact.backward(*wide, band=case.band, scale=scale, softcap=softcap)
     names = ("output", "log-sum-exp", "dQ", "dK", "dV")
-    ours = (actual.out_BNCH, actual.lse_BNC[seen], *grads)
-    theirs = (expected.out_BNCH, expected.lse_BNC[seen], *expected_grads)
-    for name, one, two in zip(names, ours, theirs, strict=True):
+    actual_results = (actual.out_BNCH, actual.lse_BNC[seen], *grads)
+    expected_results = (expected.out_BNCH, expected.lse_BNC[seen], *expected_grads)
+    for name, one, two in zip(names, actual_results, expected_results, strict=True):
         error = relative_error(one, two)
         if not error <= TOLERANCE[requirement.dtype]:
             return f"{name} (relative error {error:.1e})"
@@ -365,23 +371,20 @@ def _compare(
 
 
 def _lower_scores(q: Tensor, k: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """The same queries and keys, moved apart so that all scaled scores are about `_LOW_SCORE`.
-
-    Both are normally distributed; scores are scaled by the root of their head size.
-    """
+    """Shift random queries and keys so that all scaled scores are near `_LOW_SCORE`."""
     head_size = q.shape[3]
     # The scaled product of two opposite vectors of signs times `shift` is -shift^2 * sqrt(H).
     shift = (-_LOW_SCORE / head_size**0.5) ** 0.5
     signs_H = (torch.randint(2, (head_size,), generator=generator) * 2 - 1).to(q.device)
-    # Differences shrink as the shift grows, which keeps a row's scores as spread as without it.
+    # Noise is divided by the shift, which keeps the spread of a row's scores.
     moved = (sign * shift * signs_H + x.float() / shift for sign, x in ((1, q), (-1, k)))
-    # Few bits, so that kernels may round inputs (tf32) without changing scores of this size.
+    # Few mantissa bits, so that rounding to tf32 in a kernel does not change such large scores.
     new_q, new_k = (x.bfloat16().to(q.dtype) for x in moved)
     return new_q, new_k
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Norm of the difference by the norm of what is expected; NaN stays NaN."""
+    """Return the norm of the difference divided by that of `expected`; NaN stays NaN."""
     if actual.shape != expected.shape:
         return float("inf")
     difference = (actual.to(expected.dtype) - expected).norm()

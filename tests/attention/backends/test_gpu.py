@@ -9,7 +9,7 @@ import torch
 
 from sppo_hf.attention.backends.base import AttentionSpec, CausalBand
 from sppo_hf.attention.backends.reference import Reference
-from sppo_hf.attention.backends.select import AUTO_ORDER, BACKENDS, _race_on, select_backend
+from sppo_hf.attention.backends.select import AUTO_ORDER, BACKENDS, _autotuned, select_backend
 from sppo_hf.errors import ConfigError
 from tests.attention.backends.cases import run
 from tests.attention.backends.usable import usable_backend
@@ -102,7 +102,7 @@ def test_on_the_cpu(name, dtype, softcap, window):
 @pytest.mark.parametrize("features", [{}, {"window": True}, {"gqa_ratio": 4}], ids=str)
 def test_auto_takes_a_fused_kernel_and_says_how_fast_it_is(dtype, features, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HOME", str(tmp_path))
-    _race_on.cache_clear()
+    _autotuned.cache_clear()
     # cuBLAS keeps 32 MiB from its first product on, which is one of those for checking.
     square = torch.ones(1, 8, 8, dtype=torch.float64, device="cuda")
     torch.bmm(square, square)

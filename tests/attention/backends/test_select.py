@@ -32,9 +32,9 @@ def verdicts(monkeypatch):
         "sppo_hf.attention.backends.flash_attn._is_installed",
         lambda module_name: module_name == "flash_attn.flash_attn_interface",
     )
-    select._find_on.cache_clear()
+    select._find_on_device.cache_clear()
     yield table, tried
-    select._find_on.cache_clear()
+    select._find_on_device.cache_clear()
 
 
 def test_auto_on_the_cpu():
@@ -106,7 +106,7 @@ def test_auto_takes_what_builds_a_kernel_for_every_shape_last_where_lengths_vary
     assert "varied lengths" in varied.reason
     assert tried.count("cudnn") == 1, "what is right for equal lengths is so for others"
     table["efficient"] = "is wrong"
-    select._find_on.cache_clear()
+    select._find_on_device.cache_clear()
     assert select_backend("auto", requirement(**half, varied=True)).backend.name == "cudnn"
     # By name it is the user's choice.
     assert select_backend("cudnn", requirement(**half, varied=True)).backend.name == "cudnn"

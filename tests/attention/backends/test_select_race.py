@@ -49,8 +49,8 @@ class Track:
 
     def forget(self):
         """As if another process began."""
-        select._find_on.cache_clear()
-        select._race_on.cache_clear()
+        select._find_on_device.cache_clear()
+        select._autotuned.cache_clear()
 
 
 @pytest.fixture
@@ -157,7 +157,7 @@ def test_another_process_was_first(track, monkeypatch):
         with monkeypatch.context() as other:
             other.setattr(select, "publish_autotune", publish)
             track.racers["a"].seconds, track.racers["b"].seconds = 0.001, 0.01
-            select._race_on.__wrapped__(requirement(), "cpu", 0)
+            select._autotuned.__wrapped__(requirement(), "cpu", 0)
         return publish(path, result)
 
     monkeypatch.setattr(select, "publish_autotune", second)
@@ -171,7 +171,7 @@ def test_a_winner_that_is_wrong_here_is_passed_over(track, caplog):
     track.mismatches["b"] = "raised RuntimeError"
     with caplog.at_level(logging.WARNING, logger="sppo_hf"):
         assert taken() == "a"
-    assert "b won a race, but it raised RuntimeError" in caplog.text
+    assert "b was the fastest when timed, but it raised RuntimeError" in caplog.text
 
 
 def test_one_alone_does_not_race(track):

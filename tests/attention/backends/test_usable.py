@@ -23,9 +23,9 @@ def verdict(monkeypatch):
     monkeypatch.setattr("sppo_hf.attention.backends.flash_attn._is_installed", lambda _: False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: HOPPER)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
-    select._find_on.cache_clear()
+    select._find_on_device.cache_clear()
     yield said
-    select._find_on.cache_clear()
+    select._find_on_device.cache_clear()
 
 
 def test_one_that_works_is_returned(verdict):
@@ -50,7 +50,7 @@ def test_a_known_gap_excuses_raising_and_nothing_else(verdict):
     verdict[0] = "raised RuntimeError: no plan"
     with pytest.raises(pytest.skip.Exception, match="newer cuDNN"):
         usable_backend("cudnn", requirement(head_size=256))
-    select._find_on.cache_clear()
+    select._find_on_device.cache_clear()
     verdict[0] = "differs from the reference in dQ"
     with pytest.raises(pytest.fail.Exception, match="differs"):
         usable_backend("cudnn", requirement(head_size=256))

@@ -18,7 +18,7 @@ def test_checks_are_timed_by_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     words = ["--model", str(model), "--tokens", "256", "--chunk-tokens", "64", "--steps", "2"]
     words += ["--threads", "1", "--dir", str(tmp_path), "--json", str(numbers)]
     # Above any limit, `--check` fails.
-    monkeypatch.setattr(offload_checksum, "MOST_RATIO", 0.0)
+    monkeypatch.setattr(offload_checksum, "MAX_RATIO", 0.0)
     assert offload_checksum.main([*words, "--check"]) == 1
     taken = json.loads(numbers.read_text())
     assert taken["ratio"] == pytest.approx(taken["seconds_checked"] / taken["seconds_unchecked"])

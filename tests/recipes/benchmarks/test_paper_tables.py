@@ -53,7 +53,8 @@ def test_our_row_is_what_the_library_simulates(monkeypatch: pytest.MonkeyPatch) 
     asked = tables.question(tables.gpt("7B"), 32, 512 * K, 4, small)
     row = tables.solved(asked)
     assert row["fits"]
-    layout = tables.Layout(**{name: row[name] for name in tables.Layout._fields})
+    fields = {**row, "activation_tier": row["frame_tier"]}
+    layout = tables.Layout(**{name: fields[name] for name in tables.Layout._fields})
     again = simulate_layout(asked, layout)
     assert row["tokens_per_second"] == again.tokens_per_second
     assert row["device_bytes"] == max(again.peak_bytes) <= asked.budgets.device
