@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from sppo_hf.attention.backends import base
@@ -215,6 +216,8 @@ class Case(NamedTuple):
 
 @functools.lru_cache(maxsize=4)
 def _case(family: str, scenario: str) -> Case:
+    if family == "llama4" and transformers.__version__ == "5.24.0":
+        pytest.skip("the unmodified model raises: its outputs have no image_outputs in 5.24.0")
     with warnings.catch_warnings():
         # What a family's module does at its first import is Transformers' affair.
         warnings.simplefilter("ignore")
