@@ -60,50 +60,49 @@ IMPLEMENTATION = "sppo"
 """Name under which attention and mask are registered with Transformers."""
 
 MASK_PROBE = "sppo_question"
-"""Name of a mask that ends a model's forward by `MaskFound`."""
+"""Name of the mask implementation that ends a model's forward by `MaskFound`."""
 
-# Far from zero, and not multiples of each other, so that masks that depend on the position modulo
-# something (chunked attention) cannot look like a window at all of them.
-_PROBES = (1 << 24, (1 << 24) + 77, (1 << 25) + 5003)
-
+_PROBE_POSITIONS = (1 << 24, (1 << 24) + 77, (1 << 25) + 5003)
+"""Far from zero, and not multiples of each other, so that masks that depend on the position modulo
+something (attention in blocks) cannot look like a window at all of them."""
 
 _KEYS_AT_ONCE = 256
-"""Of which a mask is asked: it takes a dozen operations each time, and hardly longer for many."""
+"""Keys in one call of a mask function: it runs a dozen operations, however many keys there are."""
 
 
 class _MaskRead(UnsupportedModelError, AttributeError):
-    """Somebody wanted a tensor; an AttributeError as well, so that `hasattr` answers no."""
+    """Code has used a mask as a tensor; an AttributeError too, so that `hasattr` returns False."""
 
 
 @dataclass(frozen=True, slots=True)
 class MaskMeaning:
-    """A causal mask; with `window`, a query sees itself and the `window - 1` tokens before it."""
+    """What a mask means: causal; with `window`, over a query's token and `window - 1` before it."""
 
     window: int | None
     local: int | None = None
-    """Tokens of a block; a query sees those of its own block only (Llama 4's chunked attention)."""
+    """Tokens of a block; a query sees its own block only (Llama 4's chunked attention)."""
     refusal: UnsupportedModelError | None = None
-    """Set if the mask is neither; raised by the first layer that attends with it. A model may make
-    masks of kinds that none of its layers uses (Qwen2-MoE's window of 0)."""
+    """Error for a mask of another kind, raised by the first layer that attends with it; a model may
+    build masks that none of its layers uses (Qwen2-MoE's window of 0)."""
 
     @property
     def ndim(self) -> int:
-        """As of a finished mask `[B, 1, T, T]`, which Transformers hands on as it is."""
+        """4, as of a finished mask `[B, 1, T, T]`, which Transformers passes on unchanged."""
         return 4
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Sizes that say nothing; see `ndim`."""
+        """Empty sizes of a finished mask; see `ndim`."""
         return (1, 1, 0, 0)
 
     def __getitem__(self, index: Any) -> MaskMeaning:
-        """All of it; a part is refused as in `__getattr__`."""
+        """Return the mask for a slice over all of it; refuse others as `__getattr__` does."""
         if index == (slice(None), slice(None), slice(0, None), slice(None)):
             return self
         return self.__getattr__("__getitem__")
 
     def __getattr__(self, name: str) -> Any:
-        """Refuse a model whose own code computes with its mask."""
+        """Refuse a model whose own code reads its mask."""
         raise _MaskRead(
             f"its own code reads its attention mask (.{name}), and there is none while chunks run"
             " (a dynamic mask). Train it without sppo_hf."
@@ -111,10 +110,10 @@ class MaskMeaning:
 
 
 class MaskFound(Exception):
-    """Ends a forward of which only the mask was wanted."""
+    """Ends a model's forward at its first mask."""
 
     def __init__(self, mask_function: Callable[..., Any]) -> None:
-        super().__init__("only the mask was wanted")
+        super().__init__("the forward was run for its mask alone")
         self.mask_function = mask_function
 
 
@@ -122,8 +121,8 @@ class MaskFound(Exception):
 def attention_implementation(
     implementation: str, configs: tuple[PreTrainedConfig, ...]
 ) -> Iterator[None]:
-    """Let a model take its attention and masks by this name, by its configs; at exit as before."""
-    # The attribute behind the property: its setter would also walk into sub-configs.
+    """Set the attention and mask implementation in a model's configs; at exit as before."""
+    # The attribute behind the property, whose setter would also change sub-configs.
     before = [config._attn_implementation_internal for config in configs]
     for config in configs:
         config._attn_implementation_internal = implementation
@@ -140,13 +139,12 @@ def sees(mask_function: Callable[..., Any], *, query: int, key: int) -> bool:
 
 
 def mask_meaning(*_: Any, mask_function: Callable[..., Any], **kwargs: Any) -> MaskMeaning:
-    """Entry for AttentionMaskInterface: the meaning of `mask_function`, or why it has none."""
-    made = kwargs.get("attention_mask")
-    if isinstance(made, MaskMeaning):
-        # A multimodal model made it for its text decoder, which takes a finished mask as it is.
-        return made
-    mask_function = _on_the_host(_without_idle_blocks(mask_function))
-    windows = {_window_at(mask_function, position) for position in _PROBES}
+    """Return the meaning of `mask_function`, or why it has none; for AttentionMaskInterface."""
+    finished = kwargs.get("attention_mask")
+    if isinstance(finished, MaskMeaning):
+        return finished  # a multimodal model has built it for its text decoder
+    mask_function = _on_the_host(_without_unused_blocks(mask_function))
+    windows = {_window_at(mask_function, position) for position in _PROBE_POSITIONS}
     window = windows.pop()
     if windows or (window is not None and window < 1):
         local = _block_tokens(mask_function)
@@ -154,33 +152,33 @@ def mask_meaning(*_: Any, mask_function: Callable[..., Any], **kwargs: Any) -> M
     return MaskMeaning(window)
 
 
-def _without_idle_blocks(mask_function: Callable[..., Any]) -> Callable[..., Any]:
-    """`mask_function` without blocks that see each other, where no token is in one.
+def _without_unused_blocks(mask_function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `mask_function` without bidirectional blocks, where no token is in one.
 
-    Multimodal models let the tokens of an image see each other, by a table of as many entries as
-    there are tokens; -1 is text. Far from zero, where masks are asked, a table has no entry.
+    Multimodal models let the tokens of an image see each other, by a table with an entry for each
+    token; -1 is text. At the probe positions such a table has no entries.
     """
     functions = inspect.getclosurevars(mask_function).nonlocals.get("mask_functions")
     if not isinstance(functions, tuple) or "or_masks" not in mask_function.__qualname__:
         return mask_function
-    told = [f for f in functions if not _is_idle_block(f)]
-    return told[0] if len(told) == 1 else mask_function
+    used = [f for f in functions if not _is_unused_block(f)]
+    return used[0] if len(used) == 1 else mask_function
 
 
-def _is_idle_block(mask_function: Callable[..., Any]) -> bool:
+def _is_unused_block(mask_function: Callable[..., Any]) -> bool:
     table = inspect.getclosurevars(mask_function).nonlocals.get("block_sequence_ids")
     return isinstance(table, Tensor) and bool((table == -1).all())
 
 
 def _on_the_host(mask_function: Callable[..., Any]) -> Callable[..., Any]:
-    """`mask_function` with the tensors that it has by closure on the CPU, where it is asked.
+    """Return `mask_function` with the tensors of its closure moved to the CPU.
 
-    Llama 4's subtracts a row's padding, which lies with its inputs, from the index of a key. Asked
-    on a GPU it would be waited for at each of a hundred questions; so it is once.
+    Llama 4's subtracts a row's padding, a tensor on the device, from the index of a key. There each
+    of a hundred calls would wait for the device.
     """
     closure = getattr(mask_function, "__closure__", None) or ()
     before = [cell.cell_contents for cell in closure]
-    moved = [_held_on_the_host(value) for value in before]
+    moved = [_moved_to_host(value) for value in before]
     if all(one is other for one, other in zip(moved, before, strict=True)):
         return mask_function
     function = types.FunctionType(
@@ -194,26 +192,26 @@ def _on_the_host(mask_function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def _held_on_the_host(value: Any) -> Any:
+def _moved_to_host(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value if value.device.type in ("cpu", "meta") else value.cpu()
     if isinstance(value, tuple):
-        moved = tuple(map(_held_on_the_host, value))
+        moved = tuple(map(_moved_to_host, value))
         same = all(one is other for one, other in zip(moved, value, strict=True))
         return value if same else moved
     return _on_the_host(value) if inspect.isfunction(value) else value
 
 
 def _block_tokens(visible: Callable[..., Any]) -> int | None:
-    """Length of the blocks within which queries see keys; None if the mask is another one."""
+    """Return the tokens of the blocks in which queries see keys; None if the mask has no blocks."""
     starts = []
-    for position in _PROBES:
+    for position in _PROBE_POSITIONS:
         window = _window_at(visible, position)
         if window is None or window < 1:
             return None
         starts.append(position - window + 1)
     # The last query of a block still sees its first key, and the next one does not.
-    seen, hidden = _PROBES[0], 2 * _PROBES[0]
+    seen, hidden = _PROBE_POSITIONS[0], 2 * _PROBE_POSITIONS[0]
     while hidden - seen > 1:
         middle = (seen + hidden) // 2
         if sees(visible, query=middle, key=starts[0]):
@@ -221,12 +219,12 @@ def _block_tokens(visible: Callable[..., Any]) -> int | None:
         else:
             hidden = middle
     length = hidden - starts[0]
-    expected = [position - position % length for position in _PROBES]
+    expected = [position - position % length for position in _PROBE_POSITIONS]
     return length if starts == expected else None
 
 
 def _window_at(visible: Callable[..., Any], position: int) -> int | None:
-    """Window of the query at `position`: None for all keys, 0 if the mask is not a causal band."""
+    """Return the window at `position`: None for all keys, 0 if the mask is not a causal band."""
     before = [0, position // 3, position // 2, position - 1]
     first, *between, itself, next_one, far = _ask(
         visible, position, [*before, position, position + 1, position + 4096]
@@ -240,7 +238,7 @@ def _window_at(visible: Callable[..., Any], position: int) -> int | None:
         keys = range(hidden + 1, seen, max(1, (seen - hidden) // _KEYS_AT_ONCE))
         answers = _ask(visible, position, list(keys))
         index = answers.index(True) if True in answers else len(keys)
-        # The edge is between two of them, or beside one at the end.
+        # The window's edge is between two of these keys, or beside the first or last.
         hidden, seen = [hidden, *keys, seen][index : index + 2]
     return position - seen + 1
 
@@ -268,15 +266,17 @@ def _end_forward(*_: Any, mask_function: Callable[..., Any], **__: Any) -> None:
 
 _answers: weakref.WeakKeyDictionary[nn.Module, dict[int, tuple[int, ...]]]
 _answers = weakref.WeakKeyDictionary()
-# Asked with every batch; and from the second on, weights may rest elsewhere than the inputs are.
+# Needed for every batch; and from the second on, weights may be on another device than the inputs.
 _causal: weakref.WeakKeyDictionary[nn.Module, dict[tuple[str, int, bool], bool]]
 _causal = weakref.WeakKeyDictionary()
 
 
 def document_positions(parts: ModelParts, position_ids: Tensor) -> Tensor | None:
-    """The positions in which `parts` looks for packed documents where no attention mask is given.
+    """Return the positions by which a model without an attention mask separates packed documents.
 
-    They are given as `[B or 1, T]` or `[A, B or 1, T]`.
+    Args:
+        parts: The model.
+        position_ids: `[B or 1, T]` or `[A, B or 1, T]`.
 
     Returns:
         `[B or 1, T]`; None where the model lets documents of one row see each other.
@@ -294,10 +294,7 @@ def document_positions(parts: ModelParts, position_ids: Tensor) -> Tensor | None
 
 
 def is_causal_with(parts: ModelParts, argument: str, value: int) -> bool:
-    """Whether tokens whose types are all `value` see what they see without types.
-
-    The types' argument is called `token_type_ids`, for one.
-    """
+    """Whether attention is causal if `argument` (`token_type_ids`, say) is `value` everywhere."""
     known = _causal.setdefault(parts.base, {})
     key = argument, value, parts.causal_lm.training
     if key not in known:
@@ -310,7 +307,7 @@ def is_causal_with(parts: ModelParts, argument: str, value: int) -> bool:
 
 
 def _separates(parts: ModelParts, axis: int, axes: int, device: torch.device) -> bool | None:
-    """Whether a restart in one axis hides the token before it; None where no mask was built."""
+    """Whether positions that restart hide the token before; None where no mask was built."""
     positions = torch.arange(2, device=device).repeat(axes, 1, 1)
     positions[axis] = 0
     mask = _first_mask(parts, positions if axes > 1 else positions[0], {})
@@ -320,11 +317,11 @@ def _separates(parts: ModelParts, axis: int, axes: int, device: torch.device) ->
 def _first_mask(
     parts: ModelParts, position_ids: Tensor, inputs: dict[str, Tensor]
 ) -> Callable[..., Any] | None:
-    """The function of the first mask that the model builds for two tokens; None if it fails."""
+    """Return the function of the first mask that the model builds for two tokens; None if none."""
     ids = torch.zeros(1, 2, dtype=torch.long, device=position_ids.device)
     try:
         with torch.no_grad(), attention_implementation(MASK_PROBE, parts.configs):
-            # Without hooks: what shards a model must not see a forward that does not end.
+            # Without hooks: those that shard a model must not see a forward that does not end.
             parts.base.forward(
                 input_ids=ids,
                 position_ids=position_ids,
@@ -335,7 +332,7 @@ def _first_mask(
     except MaskFound as asked:
         return asked.mask_function
     except Exception:
-        # Nobody has asked the model to run: callers take the default, or say no.
+        # The user has not run the model; callers have a default.
         logger.debug("%s makes no mask of two tokens", parts.name, exc_info=True)
     return None
 
@@ -346,7 +343,7 @@ AttentionMaskInterface.register(MASK_PROBE, _end_forward)
 
 @contextlib.contextmanager
 def chunked_attention(context: ChunkContext) -> Iterator[None]:
-    """Let Transformers call our attention and masks in the context's model, in this context."""
+    """Make the context's model use chunked attention and its masks, and enter `context`."""
     with attention_implementation(IMPLEMENTATION, context.model.configs), context.entered():
         yield
 
@@ -367,23 +364,22 @@ def attention_forward(
 
     Args:
         module: The attention module; only named in errors.
-        query: `[B, N, C, H]`, positions encoded; of a shared chunk, the tokens of this rank.
-        key: `[B, K, C, H]`, positions encoded; likewise.
-        value: `[B, K, C, Hv]`; likewise.
-        attention_mask: The `MaskMeaning` that stands for the mask while chunks run.
+        query: `[B, N, C, H]`, rotated; this rank's tokens of the chunk.
+        key: `[B, K, C, H]`, rotated.
+        value: `[B, K, C, Hv]`.
+        attention_mask: A `MaskMeaning`.
         scaling: Factor of the logits; `H ** -0.5` if None.
         dropout: Must be zero.
         softcap: Cap of the logits, or None.
         s_aux: One sink logit per head, or None.
-        **others: What other backends need; windows come with the mask. Those that would change
-            the result are refused.
+        **others: Arguments of other implementations; refused if they would change the result.
 
     Returns:
         `[B, C, N, Hv]` and None for the attention weights.
 
     Raises:
-        UnsupportedModelError: If the call asks for what chunked attention cannot do exactly.
-        ConfigError: If the ranks that share the chunk cannot share its heads.
+        UnsupportedModelError: Chunked attention cannot be exact for these arguments.
+        ConfigError: The heads cannot be divided among the ranks that share the chunk.
     """
     context = _context_for(module)
     _refuse(context, module, attention_mask, dropout, others)
@@ -430,7 +426,7 @@ def attention_forward(
 
 
 def _context_for(module: nn.Module) -> ChunkContext:
-    """The context of the layer in which `module` attends."""
+    """Return the context of the layer in which `module` attends."""
     context = current()
     if context is None:
         raise SPPOError(
@@ -446,7 +442,7 @@ def _context_for(module: nn.Module) -> ChunkContext:
 
 
 def _store_of(context: ChunkContext, key: Tensor, value: Tensor) -> tuple[KVStore, bool]:
-    """Where the layer's keys and values are, and whether another layer has put them there."""
+    """Return the store of the layer's keys and values, and whether it is another layer's."""
     store = None if context.owners is None else context.owners.store_of(key, value)
     if store is not None:
         return store, True
@@ -489,10 +485,10 @@ def _own_heads(
     *,
     needs_keys: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """This rank's heads of all tokens of a shared chunk: queries, keys, values and sinks.
+    """Return queries, keys, values and sinks of this rank's heads for all tokens of a shared chunk.
 
-    Nobody reads the keys and values of a layer that runs again or that borrows another's: those
-    are not sent.
+    Keys and values of a layer that is rerun, or that reads another layer's, are not used and not
+    sent.
     """
     num_heads, tokens = q_BNcH.shape[1], context.end - context.start
     heads = None
@@ -522,7 +518,7 @@ def _own_heads(
 
 
 def _own_tokens(context: ChunkContext, group: SequenceGroup, out_BCNH: Tensor) -> Tensor:
-    """Attention's output of this rank's tokens, `[B, c, N, H]`."""
+    """Return attention's output for this rank's tokens, `[B, c, N, H]`."""
     if context.exchanged is not None:
         return _as_of(out_BCNH, context.exchanged.out.wait().transpose(1, 2))
     return group.start_heads_to_tokens(out_BCNH.transpose(1, 2)).wait().transpose(1, 2)
@@ -535,7 +531,7 @@ def _unsent(x_BKcH: Tensor, group: SequenceGroup, tokens: int) -> Tensor:
 
 
 def _as_of(x: Tensor, found: Tensor) -> Tensor:
-    """Let `found` need a gradient where `x` does; of a layer that runs again, none ever comes."""
+    """Let `found` require a gradient where `x` does; in a rerun none is ever computed."""
     return found.requires_grad_(x.requires_grad and torch.is_grad_enabled())
 
 

@@ -1,17 +1,17 @@
-"""What the rows of a batch look like: lengths, padding, packed documents, labels that count.
+"""The layout of a batch: row lengths, padding, packed documents, labels.
 
-One read of a few integers from the device before the first chunk (the only one in the step; the
-device is idle then, because the batch has just been copied to it). From it follow which keys each
-query sees, which chunks hold no label and which hold nothing but padding.
+It is read from the device once, a few integers before the first chunk (the only such read in a
+step; the device is idle then, because the batch has just been copied to it). It tells which keys
+each query sees, which chunks have no label and which are padding alone.
 
-Follows the unmodified model: padding by `attention_mask`; packing by `position_ids` that do not
-continue (only without an attention mask, as in Transformers) or by `cu_seq_lens_q`. Refuses holes,
-masks of more than two dimensions, and left padding that has labels.
+As in the unmodified model, padding is given by `attention_mask`, packing by `position_ids` that
+restart (without an attention mask only, as in Transformers) or by `cu_seq_lens_q`. Masks with
+padding between real tokens or of more than two dims, and left padding with labels, are refused.
 
 [Note: left padding]
-Padding on the left is a document of its own, in front of the row's: real tokens do not see it, and
-what its queries see is of no consequence as long as nothing is predicted there. The unmodified
-model counts positions from the first column, padding included, and so do we.
+Padding on the left is treated as a document of its own before the row's: real tokens do not see it,
+and what its queries see does not matter as long as nothing is predicted there. The unmodified model
+counts positions from the first column, padding included, and so does the chunked one.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ class BatchLayout:
     batch_rows: int
     total_tokens: int
     rows: tuple[RowSpans, ...] | None
-    """Spans per row where they matter to attention; None if plain causal attention is right."""
+    """Documents and padding per row; None if plain causal attention gives the same."""
     used_tokens: int
     """Tokens `[used_tokens, total_tokens)` are padding in every row and have no label."""
     labelled: tuple[bool, ...] | None
-    """Per token position: whether any row has a label there. None without labels."""
+    """For each token position, whether any row has a label there; None without labels."""
 
     def spans(self, start: int, end: int) -> tuple[RowSpans, ...] | None:
-        """Documents and padding of rows `[start, end)`; None as in `rows`."""
+        """Return documents and padding of rows `[start, end)`; None as in `rows`."""
         return None if self.rows is None else self.rows[start:end]
 
     def has_label(self, start: int, end: int) -> bool:
-        """Whether any position in `[start, end)` counts in the loss."""
+        """Whether any position in `[start, end)` has a label, or no labels are given."""
         return self.labelled is None or any(self.labelled[start:end])
 
 
@@ -68,18 +68,18 @@ def read_layout(
         batch_rows: B.
         total_tokens: T.
         attention_mask: `[B, T]`, nonzero for real tokens, or None.
-        position_ids: `[B or 1, T]` as given by the user, or None.
+        position_ids: `[B or 1, T]` as given by the caller, or None.
         cu_seq_lens: Cumulative document lengths of a batch of one packed row, or None.
         shift_labels_BT: Labels aligned with the positions that predict them, or None.
-        ignore_index: The label that does not count.
-        left_padding: Whether the model is known to count positions from the first column, whatever
-            the mask says, so that rows may begin with padding.
-        blocks: Whether layers attend within blocks of tokens (Llama 4), which the model counts by
-            positions, and we from a document's first token.
+        ignore_index: The label that is not counted.
+        left_padding: Whether rows may begin with padding: the model is known to count positions
+            from the first column, whatever the mask is.
+        blocks: Whether layers attend within blocks of tokens (Llama 4). The model counts blocks by
+            positions, chunked attention from a document's first token.
 
     Raises:
-        ConfigError: For holes, wrong shapes, left padding that cannot be exact, documents in the
-            middle of a row that do not begin at position 0 where blocks are counted.
+        ConfigError: A mask has padding between real tokens or a wrong shape, left padding cannot be
+            exact, or with `blocks` a later document of a row does not begin at position 0.
     """
     labelled_T = None if shift_labels_BT is None else (shift_labels_BT != ignore_index).any(0)
     labelled = None if labelled_T is None else tuple(labelled_T.tolist())
@@ -117,16 +117,16 @@ def _padded(
     pads_count = bool(((shift_labels_BT != ignore_index) & (at >= end_B1)).any())
     if pads_count or not any(labelled):
         return BatchLayout(len(spans), total_tokens, rows, total_tokens, labelled)
-    # No real query sees a key of the padding behind it (they come later), and its queries reach no
-    # label: without padding in front, plain causal attention gives every number that counts. A tail
-    # of padding need not run at all.
-    in_front = any(start for start, _ in spans)
+    # Right padding comes after all real queries, and its own queries have no label: without left
+    # padding, plain causal attention gives every number that counts. Tokens that are padding in all
+    # rows need not run.
+    has_left_padding = any(start for start, _ in spans)
     used = max(end for _, end in spans)
-    return BatchLayout(len(spans), total_tokens, rows if in_front else None, used, labelled)
+    return BatchLayout(len(spans), total_tokens, rows if has_left_padding else None, used, labelled)
 
 
 def _real_spans(mask: Tensor, batch_rows: int, total_tokens: int) -> list[tuple[int, int]]:
-    """Half-open run of each row's real tokens; `(0, 0)` for a row of padding alone."""
+    """Return `(start, end)` of each row's real tokens; `(0, 0)` for a row of padding alone."""
     if mask.ndim != 2 or tuple(mask.shape) != (batch_rows, total_tokens):
         raise ConfigError(
             f"attention_mask has shape {tuple(mask.shape)}; chunked sequences take a padding mask "
@@ -142,8 +142,8 @@ def _real_spans(mask: Tensor, batch_rows: int, total_tokens: int) -> list[tuple[
     starts, ends, whole = torch.stack([start_B, end_B, whole_B.to(end_B.dtype)]).tolist()
     if not all(whole):
         raise ConfigError(
-            f"attention_mask has a hole in row {whole.index(0)}. Chunked sequences take rows whose "
-            "real tokens follow each other: drop the padding in between."
+            f"attention_mask has padding between real tokens in row {whole.index(0)}. Chunked "
+            "sequences take rows whose real tokens are contiguous: drop the padding in between."
         )
     return list(zip(starts, ends, strict=True))
 
@@ -151,13 +151,13 @@ def _real_spans(mask: Tensor, batch_rows: int, total_tokens: int) -> list[tuple[
 def _refuse_left_padding(
     spans: list[tuple[int, int]], shift_labels_BT: Tensor | None, ignore_index: int, *, known: bool
 ) -> None:
-    """Refuse padding in front of real tokens where what the unmodified model does is not known."""
+    """Refuse left padding where it cannot be known to be exact."""
     row = next(index for index, (start, _) in enumerate(spans) if start)
     reason = ""
     if shift_labels_BT is None:
-        reason = "without labels it cannot be told that nothing is read there"
+        reason = "without labels it is not known that nothing is predicted there"
     elif not known:
-        reason = "it is exact for the families that `sppo check --list` names only"
+        reason = "it is exact only for the families that `sppo check --list` names"
     else:
         at = torch.arange(shift_labels_BT.shape[1], device=shift_labels_BT.device)
         start_B1 = torch.tensor([start for start, _ in spans], device=at.device)[:, None]
@@ -165,8 +165,8 @@ def _refuse_left_padding(
         if bool(counts_B.any()):
             row = int(counts_B.nonzero()[0, 0])
             reason = (
-                f"a label counts that padding alone would predict (the first real token's is at "
-                f"index {spans[row][0]}; give it {ignore_index})"
+                f"there are labels that padding would have to predict (the first real token is at "
+                f"index {spans[row][0]}; set its label to {ignore_index})"
             )
     if reason:
         raise ConfigError(
@@ -188,7 +188,7 @@ def _packed_by_positions(position_ids: Tensor, batch_rows: int) -> tuple[RowSpan
 
 
 def _refuse_shifted_documents(position_ids: Tensor) -> None:
-    """Refuse documents behind another one of the same row whose positions do not begin at 0."""
+    """Refuse a document after another one of the same row whose positions do not begin at 0."""
     begins = torch.diff(position_ids, dim=-1) != 1
     firsts = position_ids[:, 1:][begins]
     if bool((firsts != 0).any()):
@@ -221,7 +221,7 @@ def _spans(starts: list[int], total: int) -> tuple[tuple[int, int], ...]:
 def _warn_if_packing_is_ignored(position_ids: Tensor | None, mask: Tensor) -> None:
     if position_ids is None:
         return
-    real_BT = mask != 0  # what positions padding has does not matter
+    real_BT = mask != 0  # positions of padding do not matter
     both_real = real_BT[:, 1:] & real_BT[:, :-1]
     if bool(((torch.diff(position_ids, dim=-1) < 0) & both_real).any()):
         warnings.warn(

@@ -1,15 +1,16 @@
-"""Which layer and chunk of which model runs: one value, read by hooks, attention and mixers.
+"""The running model, layer and chunk: one value, read by hooks, attention and mixers.
 
 Transformers calls layers, attention and caches with its own arguments, and some families do not
 pass unknown ones through. So what belongs to the running (layer, chunk) is in one ContextVar. A
-`ChunkRunner` enters a context around the base model, with which the hooks of the model's layers
-find it, and another around each chunk of each layer, with that chunk's keys, values and states.
+`ChunkRunner` enters a context around the base model, through which the hooks of the model's layers
+find the runner, and another around each chunk of each layer, with that chunk's keys, values and
+states.
 
 [Note: backward has no context] A ContextVar belongs to a thread. Autograd runs the backward of CUDA
-on a thread of its own, and a caller may call `backward` on any: nothing is entered there, or
-something else. So what runs a layer again enters the context itself, from what its frame kept of
-the first (`ChunkContext.for_recompute`), and each forward has its own keys and values: two forwards
-before one backward do not mix.
+on a thread of its own, and a caller may call `backward` on any: there is no context there, or
+another one. So the rerun of a layer enters a context itself, made of what its saved activations
+kept of the first one (`ChunkContext.for_recompute`), and each forward has its own keys and values:
+two forwards before one backward do not mix.
 """
 
 from __future__ import annotations
@@ -38,32 +39,32 @@ ChooseBackend = Callable[[AttentionSpec], Backend]
 
 @dataclasses.dataclass(slots=True)
 class Attended:
-    """What attention leaves in the context of its layer and chunk."""
+    """What attention writes into the context of its layer and chunk."""
 
     times: int = 0
-    """How often it was called."""
+    """Number of calls."""
     link: Tensor | None = None
-    """This chunk's link, for the next chunk of the layer (see `chunk_attention`)."""
+    """This chunk's link, for the layer's next chunk (see `chunk_attention`)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ChunkContext:
-    """One chunk in one layer, or between layers (`layer` is None) a forward of the base model."""
+    """One chunk in one layer; with `layer=None`, between the layers of the base model's forward."""
 
     model: ModelParts
     runner: ChunkRunner | None = None
-    """What the hooks of the model's layers call; None where a layer runs without them."""
+    """Called by the hooks of the model's layers; None where a layer is rerun without hooks."""
     last_position: Tensor | None = None
     """Largest position of the whole sequence, `[1, 1]`."""
     rows: tuple[RowSpans, ...] | None = None
     """Documents and padding per row; None for plain causal rows."""
     choose_backend: ChooseBackend | None = None
-    """Picks the attention backend for what a layer asks."""
+    """Picks the attention backend for a layer's attention."""
     counters: dict[str, int] = dataclasses.field(default_factory=dict)
     group: SequenceGroup | None = None
     """The ranks that share the chunk; None where this one has all of it."""
     owners: KVOwners | None = None
-    """Who has stored which keys in this chunk; None while a layer runs again."""
+    """Which layer has stored which keys in this chunk; None while a layer is rerun."""
 
     layer: int | None = None
     chunk: int = 0
@@ -75,20 +76,23 @@ class ChunkContext:
     states: LayerStates | None = None
     """None in a model without recurrent or convolutional layers."""
     link: Tensor | None = None
-    """The link of the layer's chunk before."""
+    """The link of the layer's previous chunk."""
     stash: Stash | None = None
-    """The frame of a layer that is recomputed in backward: keeps attention's results in the first
-    forward, and has them in the second."""
+    """Saved activations of a recomputed layer: they keep attention's results in the first forward
+    and provide them in the rerun."""
     keep: Keep | None = None
-    """Gives keys and values that stay their place on the device."""
+    """Maps (kind, tensor) to the tensor that is kept on the device: itself, or a copy."""
     on_kv: Callable[[Tensor, Tensor], None] | None = None
-    """While a layer runs again for its keys and values alone: gets them, BKCH, and raises."""
+    """Gets keys and values, BKCH, and ends the rerun, where a layer is rerun for these alone."""
     exchanged: RecomputeExchanges | None = None
-    """While a layer of a shared chunk runs again."""
+    """What ranks exchange in the rerun of a layer of a shared chunk."""
     attended: Attended = dataclasses.field(default_factory=Attended)
 
     def for_recompute(self) -> ChunkContext:
-        """What a frame keeps, to run its layer again; see [Note: what a frame must not hold]."""
+        """Return what saved activations keep of it, to rerun the layer.
+
+        See [Note: what saved activations must not hold] in `chunk_runner`.
+        """
         states = None if self.states is None else self.states.without_tensors()
         return dataclasses.replace(
             self,
@@ -103,7 +107,7 @@ class ChunkContext:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Let this be `current()`; at exit, also by an exception, what was before."""
+        """Make this `current()`; at exit the previous context is restored."""
         token = _current.set(self)
         try:
             yield
@@ -115,11 +119,11 @@ _current: ContextVar[ChunkContext | None] = ContextVar("sppo_chunk", default=Non
 
 
 def current() -> ChunkContext | None:
-    """The context of what runs in this thread; None where nothing of ours does."""
+    """Return the context of this thread; None where no chunk runs."""
     return _current.get()
 
 
 def current_of(model: ModelParts) -> ChunkContext | None:
-    """`current()` if it is of `model`; models may run inside of each other."""
+    """Return `current()` if it is of `model`; models may run inside of each other."""
     context = _current.get()
     return context if context is not None and context.model is model else None

@@ -2,23 +2,23 @@
 
 By chunk, a `ChunkRunner` runs the untouched base model on each slice of tokens; by layer, once on
 all of them, and each decoder layer's hooks run the layer's forward on each slice. Either way the
-hooks call `before_layer` and `after_layer`, which open and close a frame for each (layer, chunk);
-in between, attention finds layer, chunk and keys in the `ChunkContext`, and the frame decides what
-becomes of the tensors that autograd saves.
+hooks call `before_layer` and `after_layer`, which open and close the saved activations of each
+(layer, chunk); in between, attention finds layer, chunk, keys and values in the `ChunkContext`, and
+the saved activations decide what becomes of the tensors that autograd saves.
 
-[Note: the reverse walk] Nothing here runs backward. The chunks' graphs hang together through the
+[Note: the reverse walk] Nothing here runs backward. The chunks' graphs are connected through the
 links of `sppo_hf.attention.chunk_attention`, so a plain `loss.backward()` walks them from the last
-chunk to the first, and the frames bring back or recompute what they need when autograd asks for it.
+chunk to the first, and saved activations are prefetched or recomputed when autograd asks for them.
 
-[Note: what a frame must not hold] A link has a grad_fn, whose saved tensors hold frames. Frames
-live inside the autograd graph, where Python's garbage collector cannot see circles; a frame that
-held a link would never be freed. So a frame's copy of its `ChunkContext` has none, and no
-`ChunkRunner`. The same is true of states, which a frame holds detached.
+[Note: what saved activations must not hold] A link has a grad_fn, whose saved tensors hold saved
+activations. These live inside the autograd graph, where Python's garbage collector cannot see
+cycles; one that held a link would never be freed. So their copy of the `ChunkContext` has no link
+and no `ChunkRunner`. The same is true of states, which they hold detached.
 
-[Note: states of recurrent layers] What a layer's mixers leave behind a chunk goes into the next
-chunk with its graph (see `recurrent_state`), so gradients come back as autograd walks from chunk to
-chunk. Where each chunk's backward is run by itself, a chunk's states begin a graph of their own,
-and their gradients wait for the backward of the chunk that left them.
+[Note: states of recurrent layers] The states that a layer's mixers leave after a chunk go into the
+next chunk with their graph (see `recurrent_state`), so gradients flow as autograd walks from chunk
+to chunk. Where each chunk's backward is run by itself (`linked=False`), a chunk's states begin a
+graph of their own, and their gradients are kept for the backward of the chunk that left them.
 """
 
 from __future__ import annotations
@@ -85,25 +85,25 @@ from sppo_hf.planning.tiers import offload_tiers
 SavedActivations = RecomputedLayer | LayerOffload
 
 
-class _OpenLayer(NamedTuple):
-    """A chunk of a layer that runs."""
+class _RunningLayer(NamedTuple):
+    """One chunk of a layer, while its forward runs."""
 
     context: ChunkContext
     entered: contextlib.ExitStack
-    """Its context, and what else holds while it runs."""
-    frame: SavedActivations | None
+    """Leaves `context` and the other contexts in which the layer runs."""
+    activations: SavedActivations | None
 
 
 @dataclasses.dataclass(slots=True)
 class _BetweenChunks:
-    """What one layer's chunks leave for the chunks after them."""
+    """What a layer's chunks leave for its later chunks."""
 
     kv: KVStore | None
-    """None in a layer without attention."""
+    """Keys and values; None in a layer without attention."""
     states: States = dataclasses.field(default_factory=dict)
-    """Those of its mixers."""
+    """States of the layer's mixers after the last chunk that ran."""
     link: Tensor | None = None
-    """That of its attention."""
+    """The link of the layer's attention in that chunk."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -111,14 +111,14 @@ class ChunkInputs:
     """The inputs of a forward call, ready to be cut along the tokens."""
 
     tokens: dict[str, Tensor]
-    """`input_ids` `[B, T]` or `inputs_embeds` `[B, T, D]`, and whatever else has a token dim."""
+    """`input_ids` `[B, T]` or `inputs_embeds` `[B, T, D]`, and other inputs with a token dim."""
     position_ids: Tensor
     """`[B or 1, T]`, or `[A, B or 1, T]` where they have A axes (text, time, height, width)."""
     constants: dict[str, Any]
     """Keyword arguments that are the same for every chunk."""
 
     def rows(self, start: int, end: int) -> ChunkInputs:
-        """The same for batch rows `[start, end)`."""
+        """Return the inputs of batch rows `[start, end)`."""
         positions = self.position_ids
         return ChunkInputs(
             {name: x[start:end] for name, x in self.tokens.items()},
@@ -127,29 +127,29 @@ class ChunkInputs:
         )
 
     def chunk(self, start: int, end: int) -> dict[str, Any]:
-        """Keyword arguments of the base model for tokens `[start, end)`."""
-        # Dense, as the copies are from which layers are recomputed: compiled code, which backward
-        # runs once more on those, asks for the strides that it was made for.
+        """Return keyword arguments of the base model for tokens `[start, end)`."""
+        # Contiguous, as the copies are from which layers are recomputed: compiled code, which is
+        # rerun on those, is specialised on strides.
         tokens = {name: x[:, start:end].contiguous() for name, x in self.tokens.items()}
         first = next(iter(tokens.values()))
         return {
             **self.constants,
             **tokens,
             "position_ids": self.position_ids[..., start:end],
-            # All ones: padding is known to the layout. A mask that is there keeps Transformers from
-            # looking for packed documents in the positions, which would wait for the device.
+            # All ones: padding is in the batch layout. Given a mask, Transformers does not look for
+            # packed documents in the positions, which would wait for the device.
             "attention_mask": torch.ones(first.shape[:2], dtype=torch.bool, device=first.device),
         }
 
 
 _RECOMPUTED = ActivationMode("inputs", "device")
 
-# Layers times tokens of prefix between two times that free heap is given back in backward.
 _TRIM_TOKENS = 8192
+"""On a CPU: layers times tokens of prefix after which free heap is returned to the system."""
 
 
 class ChunkRunner:
-    """The state of one forward call over one group of rows."""
+    """Runs one forward call over one group of rows, chunk by chunk or layer by layer."""
 
     def __init__(
         self,
@@ -174,22 +174,23 @@ class ChunkRunner:
 
         Args:
             parts: The model.
-            plan: Bounds and modes; its layers are those of `layers`.
+            plan: Chunk bounds and activation modes; its layers are those of `layers`.
             rows: Documents and padding per row, or None for plain causal rows.
             last_position: Largest position of the sequence, `[1, 1]`.
-            choose_backend: Picks the attention backend for what a layer asks.
+            choose_backend: Picks the attention backend for a layer's attention.
             counters: Receives counts for tests and logs.
-            offload: Moves frames, and keys and values where they do not stay, away and back.
-            layers: The layers that run here, of all that the model has; None for all.
+            offload: Moves saved activations, and keys and values that are not kept on the device.
+            layers: The model's layers that run on this rank; None for all.
             linked: Whether autograd itself walks from chunk to chunk. If not, the caller runs each
                 chunk's backward by itself, in reverse.
-            around_layers: Is entered around every forward of layers, the first and the second.
-            log: Is told what each layer does; None where nobody asks, or whole units are noted.
-            first_unit: How the log counts this sequence's first chunk.
-            weights: What rests on the host and comes for each layer; None where nothing does.
+            around_layers: Makes a context that is entered around every forward of layers, reruns
+                included.
+            log: Records what each layer does; None where nothing or only whole units are recorded.
+            first_unit: Number of this sequence's first chunk in the log.
+            weights: Loads host-resident weights for each layer; None where there are none.
             group: The ranks that share every chunk; None where this one has all tokens.
-            heap: Of the step, which all its groups of rows share; None where no free heap may stay,
-                for the plan is of more than this call.
+            heap: Watches the heap of the whole step, of all groups of rows; None: free heap is
+                returned at every chance, since the plan covers more than this call.
         """
         self._parts = parts
         self._plan = plan
@@ -224,29 +225,31 @@ class ChunkRunner:
             self._cache = StateCache(len(parts.layers))
         self._state_ends: dict[int, list[StateEnd]] = {}
         self._reads: dict[nn.Module, ReadTensors] = {}
-        self._watch: StepTimer | None = None
-        # Of the running call of the base model, and of what runs in it:
+        self._timer: StepTimer | None = None
+        # While a call of the base model runs:
         self._chunks = range(0)
         self._chunk = 0
         self._arena = CpuChunkArena(len(self._layers))
         self._examples: dict[int, CallExample] = {}
-        self._cut: SlicedCall | None = None
-        self._open: _OpenLayer | None = None
+        self._call: SlicedCall | None = None
+        self._running: _RunningLayer | None = None
         self._norm: RecomputedLayer | None = None
-        self._norm_parts = 1
-        self._layer_frames: dict[int, weakref.ref[RecomputedLayer]] = {}
+        self._num_norm_slices = 1
+        self._recomputed_chunks: dict[int, weakref.ref[RecomputedLayer]] = {}
         self._heap = HeapWatch(None) if heap is None else heap
 
     def _new_prefetch_order(self) -> PrefetchOrder:
         plan = self._plan
-        away = any(mode.offload for row in plan.layer_modes for mode in row)
-        away = plan.training and (away or any(mode in offload_tiers() for mode in plan.kv_modes))
+        offloads = plan.training and (
+            any(mode.offload for row in plan.layer_modes for mode in row)
+            or any(mode in offload_tiers() for mode in plan.kv_modes)
+        )
         return PrefetchOrder(
             self._offload,
             max_pending_d2h_bytes=plan.max_pending_d2h_bytes,
-            # Without links the caller says when the frames of a chunk are to come.
-            lowest_prefetched=plan.program().lowest_prefetched if away and self._linked else [],
-            # Not a method of ours: see [Note: what a frame must not hold].
+            # Without links the caller says when a chunk's activations are prefetched.
+            lowest_prefetched=plan.program().lowest_prefetched if offloads and self._linked else [],
+            # Not a method of ours: see [Note: what saved activations must not hold].
             on_prefetch=None if self._log is None else self._log.prefetched,
         )
 
@@ -260,39 +263,42 @@ class ChunkRunner:
 
         Args:
             slices: Inputs.
-            stop_token: Chunks that start at or after this token are left out (only padding).
-            watch: Is told of each unit before it runs.
+            stop_token: Chunks that start at or after this token are padding and do not run.
+            watch: Gets each unit before it runs.
 
         Raises:
-            CannotRunByLayer: The plan goes layer by layer, and the model cannot be run so.
+            CannotRunByLayer: The plan goes layer by layer, which the model cannot do.
         """
-        self._watch = watch
+        self._timer = watch
         chunks = range(sum(start < stop_token for start, _ in self._plan.bounds))
         if self._plan.order == "by_layer":
-            made = self._run_by_layer(slices, chunks)
+            outputs = self._run_by_layer(slices, chunks)
         else:
-            made = self._run_by_chunk(slices, chunks, watch)
-        for chunk, output in made:
+            outputs = self._run_by_chunk(slices, chunks, watch)
+        for chunk, output in outputs:
             yield chunk, output
             del output
             if self._log is not None:
-                self._log.end_head()  # the loss is done when the next chunk is asked for
+                self._log.end_head()  # the caller has computed the loss before it asks for more
         self.end_forward()
 
     def kv_stores(self, layers: Sequence[int]) -> list[KVStore]:
-        """Keys and values of some of the layers that run here, which have some of their own."""
+        """Return the stores of those `layers` that have keys and values of their own."""
         found = (self._between_chunks[layer - self._layers.start].kv for layer in layers)
         return [store for store in found if store is not None]
 
     def rank_tokens(self, chunk: int) -> tuple[int, int]:
-        """The tokens of a chunk that are this rank's: all, or its part of them."""
+        """Return `(start, end)` of this rank's tokens of a chunk: all, or its part of them."""
         start, end = self._plan.bounds[chunk]
         if self._group is None:
             return start, end
         return rank_tokens(start, end, self._group.rank, self._group.size)
 
     def run_tokens(self, chunk: int) -> tuple[int, int]:
-        """`rank_tokens`, or one token where it has none; see [Note: a rank without tokens]."""
+        """Return `rank_tokens`, or one token where there are none.
+
+        See [Note: a rank without tokens] in `sequence_group`.
+        """
         start, end = self.rank_tokens(chunk)
         return start, max(start + 1, end)
 
@@ -317,7 +323,7 @@ class ChunkRunner:
             )
         output = self._run_base(slices.chunk(0, bounds[-1][1]), chunks, bounds[-1][1])
         output_class, hidden = type(output), TokenSlices(output.last_hidden_state, dim=1)
-        # Of each layer with a router, those of all chunks.
+        # Of all chunks of the first layer with a router, then of the next layer, and so on.
         router_logits = output.get("router_logits")
         del output
         for chunk, (start, end) in enumerate(bounds):
@@ -329,30 +335,24 @@ class ChunkRunner:
             yield chunk, part
 
     def run_chunk(self, chunk: int, inputs: dict[str, Any]) -> Any:
-        """Run the base model over one chunk; chunks come in order.
+        """Run the base model over one chunk, and return its output; chunks come in order.
 
-        Args:
-            chunk: Index of the chunk.
-            inputs: Keyword arguments of the base model, as `ChunkInputs.chunk` makes them of
-                `run_tokens`.
-
-        Returns:
-            The base model's output.
+        `inputs` are what `ChunkInputs.chunk` returns for `run_tokens`.
         """
         return self._run_base(inputs, range(chunk, chunk + 1), self._plan.bounds[chunk][1])
 
     def _run_base(self, inputs: dict[str, Any], chunks: range, end: int) -> Any:
-        """Run the base model once over the tokens of `chunks`, the last of which is at `end`."""
+        """Run the base model once over the tokens of `chunks`, the last of which ends at `end`."""
         self._chunks = chunks
         self._chunk = chunks.start
-        # All layers of one chunk of several have a slab in common; of the only one each its own,
-        # which goes as soon as its backward has run.
+        # All layers of a chunk share a slab; of a single chunk each has its own, which is freed as
+        # soon as its backward has run.
         self._arena = CpuChunkArena(len(self._layers) if self._plan.num_chunks > 1 else 1)
         start = self._plan.bounds[chunks.start][0]
         if getattr(self._parts.text_config, "attn_temperature_tuning", False):
             prefix = PrefixLength(self.rank_tokens(chunks.start)[0])
             inputs = {**inputs, self._parts.cache_argument(): prefix}
-        # Not kept: it has this runner, and both would wait for Python's garbage collector.
+        # Not an attribute: it refers to this runner, and the cycle would outlive the call.
         context = dataclasses.replace(self._sequence, runner=self, owners=KVOwners())
         with chunked_attention(context), self._around_layers():
             try:
@@ -362,13 +362,13 @@ class ChunkRunner:
                 # Torch calls a layer's hooks after exceptions, but not after KeyboardInterrupt.
                 self._cancel_layer()
                 self._close_norm(failed=True)
-                self._cut = None
+                self._call = None
         if self._plan.device.kind == "cpu":
             return_free_heap()  # the head's logits come next
         return output
 
     def _with_cache(self, inputs: dict[str, Any], start: int, end: int) -> dict[str, Any]:
-        """The base model's arguments, with the states' cache where it has any."""
+        """Return the base model's arguments, with the cache of states where it has any."""
         if self._cache is None:
             return {**inputs, "use_cache": False}
         if "position_ids" not in self._parts.base_arguments():
@@ -377,10 +377,10 @@ class ChunkRunner:
         return {**inputs, self._parts.cache_argument(): self._cache, "use_cache": True}
 
     def _padding_mask(self, ones_BC: Tensor, start: int, end: int) -> Tensor:
-        """Real tokens among `[start, end)`; mixers take padding for zeros.
+        """Return the mask of real tokens in `[start, end)`, by which mixers zero padding.
 
-        Models ask whether it is all ones, which waits for the device unless it is on the host. Only
-        where padding's own outputs count is it in the batch's rows at all.
+        On the host where it is all ones: models ask for that, which would wait for the device.
+        `self._rows` names padding only where its own outputs count.
         """
         mask_BC = torch.ones(ones_BC.shape, dtype=torch.bool)
         for row, spans in enumerate(self._rows or ()):
@@ -389,18 +389,18 @@ class ChunkRunner:
         return mask_BC.to(ones_BC.device) if padded else mask_BC
 
     def state_ends(self, chunk: int) -> list[StateEnd]:
-        """Where the backward of `chunk` starts besides its output, if chunks are not linked."""
+        """Return where the backward of `chunk` starts besides its output; without links only."""
         return self._state_ends.pop(chunk, [])
 
     def end_forward(self) -> None:
-        """No chunk comes any more."""
+        """Release what only later chunks would have needed."""
         for between in self._between_chunks:
             between.states = {}
         if self._stream is not None:
             self._stream.end_forward()
 
     def start_backward(self) -> None:
-        """Bring back what backward needs first: little else runs on the device before it."""
+        """Prefetch what backward needs first: little else runs on the device before it."""
         last = len(self._layers) - 1
         numbers = [self._number(self._chunk, last)]
         if self._plan.order == "by_layer":  # the layer's keys and values come first
@@ -408,11 +408,11 @@ class ChunkRunner:
         self._prefetch_order.start_backward(*numbers)
 
     def prefetch(self, chunk: int) -> None:
-        """Bring back all frames of a chunk, first needed first."""
+        """Prefetch a chunk's saved activations, in the order of use."""
         self._prefetch_order.prefetch(self._backward_numbers(chunk))
 
     def read_ahead(self, chunk: int) -> None:
-        """Start bringing all frames of a chunk into host memory, as far as there is room."""
+        """Start reading a chunk's saved activations into host memory, while there is space."""
         self._prefetch_order.read_ahead(self._backward_numbers(chunk))
 
     def _backward_numbers(self, chunk: int) -> range:
@@ -420,22 +420,23 @@ class ChunkRunner:
         return range(first + len(self._layers) - 1, first - 1, -1)
 
     def begin_stream(self, chunk: int, *, backward: bool) -> None:
-        """Start bringing the keys and values that a chunk reads first, if they wait elsewhere."""
+        """Prefetch the keys and values that a chunk reads first, if they are offloaded."""
         if self._stream is not None:
             self._stream.begin(chunk, backward=backward)
 
     def poll(self) -> None:
-        """Move on what has ended of copies."""
+        """Process copies that have ended."""
         self._offload.poll()
 
     def settle(self) -> None:
-        """Let compute wait until few enough bytes are on their way out."""
+        """Have the device wait until the bytes that are being offloaded are within the limit."""
         self._offload.limit_pending_d2h(self._plan.max_pending_d2h_bytes)
 
     def _number(self, chunk: int, layer: int) -> int:
-        """A frame's number: its place in the order of forward; `layer` counts from the first.
+        """Return the place of (chunk, layer) in the order of forward, for the prefetch order.
 
-        By layer, `chunk` behind the last one stands for the layer's keys and values.
+        `layer` counts from the first on this rank. By layer, the number of chunks stands for the
+        layer's keys and values.
         """
         if self._plan.order == "by_layer":
             return layer * (self._plan.num_chunks + 1) + chunk
@@ -444,66 +445,66 @@ class ChunkRunner:
     def before_layer(
         self, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Open the frame of layer `index` and the first chunk; returns that chunk's arguments."""
+        """Open layer `index` for the first chunk; returns the layer's arguments for it."""
         if self._weights is not None:
             self._weights.enter_layer(index)
         where = f"layer {index} ({type(layer).__name__})"
-        self._layer_frames = {}
+        self._recomputed_chunks = {}
         if len(self._chunks) > 1:
             if layer._backward_hooks:
                 raise CannotRunByLayer(
                     f"{where} has backward hooks, which would see one chunk of all"
                 )
             modes = {self._plan.mode(index - self._layers.start, c) for c in self._chunks}
-            stays = all(mode.recompute and mode.tier == "device" for mode in modes)
-            self._arena = CpuChunkArena(len(self._chunks), keep_whole_inputs=stays)
+            on_device = all(mode.recompute and mode.tier == "device" for mode in modes)
+            self._arena = CpuChunkArena(len(self._chunks), keep_whole_inputs=on_device)
         example = self._examples.get(index)
-        self._cut = SlicedCall(
+        self._call = SlicedCall(
             args, kwargs, bounds=self._call_bounds(), example=example, where=where
         )
         return self._open_layer(index, layer, self._chunks.start)
 
     def _call_bounds(self) -> Bounds:
-        """Those of the chunks that this call of the base model is for."""
+        """Return the bounds of the chunks of this call of the base model."""
         return self._plan.bounds[self._chunks.start : self._chunks.stop]
 
-    def _other_parts(
+    def _run_other_slices(
         self,
         module: nn.Module,
         output: Any,
         count: int,
-        open_part: Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]],
-        close_part: Callable[[Any], None],
+        open_slice: Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]],
+        close_slice: Callable[[Any], None],
     ) -> Any:
-        """Close the first of `count` parts of `module`, which gave `output`, and run the others.
+        """Close the first of `count` slices of a call, which gave `output`, and run the others.
 
         Returns:
             The output over all tokens of this call; None where that is `output` itself.
         """
-        cut, self._cut = self._cut, None
-        close_part(output)
+        call, self._call = self._call, None
+        close_slice(output)
         if count == 1:
             return None
-        assert cut is not None, "what runs in parts was cut"
-        cut.put(0, output)
+        assert call is not None, "what runs in slices was cut"
+        call.put(0, output)
         for index in range(1, count):
-            self._cut = cut
-            args, kwargs = open_part(index)
-            self._cut = None
+            self._call = call
+            args, kwargs = open_slice(index)
+            self._call = None
             output = module.forward(*args, **kwargs)
             del args, kwargs
-            close_part(output)
-            cut.put(index, output)
-        return cut.joined()
+            close_slice(output)
+            call.put(index, output)
+        return call.joined()
 
     def _open_layer(
         self, index: int, layer: nn.Module, chunk: int
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        assert self._cut is not None, "a layer that runs was given its arguments"
+        assert self._call is not None, "a layer that runs was given its arguments"
         self._chunk = chunk
-        if self._plan.order == "by_layer" and self._watch is not None:
-            self._watch.forward_unit(chunk, index)
-        args, kwargs = self._cut.take(chunk - self._chunks.start)
+        if self._plan.order == "by_layer" and self._timer is not None:
+            self._timer.forward_unit(chunk, index)
+        args, kwargs = self._call.take(chunk - self._chunks.start)
         start, end = self._plan.bounds[chunk]
         between = self._between_chunks[index - self._layers.start]
         context = dataclasses.replace(
@@ -518,40 +519,40 @@ class ChunkRunner:
             keep=self._arena.keep,
             attended=Attended(),
         )
-        frame = self._frame(layer, context) if torch.is_grad_enabled() else None
-        if isinstance(frame, RecomputedLayer):
-            context = dataclasses.replace(context, stash=frame)
-            self._layer_frames[chunk] = weakref.ref(frame)
+        activations = self._new_activations(layer, context) if torch.is_grad_enabled() else None
+        recomputed = activations if isinstance(activations, RecomputedLayer) else None
+        if recomputed is not None:
+            context = dataclasses.replace(context, stash=recomputed)
+            self._recomputed_chunks[chunk] = weakref.ref(recomputed)
         hidden = args[0] if args else kwargs["hidden_states"]
         self._watch_heap(index, end, hidden)
         if self._log is not None:
             self._log.begin_layer(self._chunk, index - self._layers.start, hidden)
         if self._weights is not None and index > 0 and chunk == 0 and hidden.requires_grad:
-            # The layer below is entered, and those of the one below that are on their way, before
-            # anything else is asked for.
+            # In backward, before anything else is prefetched: load the weights of the layer below,
+            # and start to load those of the one below that.
             enter = functools.partial(self._weights.enter_layer, index - 1, backward=True)
             hidden.register_hook(lambda _grad: enter())
-        tiled = frame if isinstance(frame, RecomputedLayer) else None
         with contextlib.ExitStack() as entered:
-            entered.enter_context(self._tiles.inside(layer, hidden, tiled))
+            entered.enter_context(self._tiles.inside(layer, hidden, recomputed))
             entered.enter_context(context.entered())
             entered.enter_context(separate_documents(layer, context.states))
-            self._open = _OpenLayer(context, entered.pop_all(), frame)
-        if isinstance(frame, RecomputedLayer):
-            frame.open(args, kwargs)
-        elif frame is not None:
-            frame.open()
+            self._running = _RunningLayer(context, entered.pop_all(), activations)
+        if recomputed is not None:
+            recomputed.open(args, kwargs)
+        elif isinstance(activations, LayerOffload):
+            activations.open()
         return args, kwargs
 
     def _context(self) -> ChunkContext:
-        """That of the base model's forward, between layers."""
+        """Return the context of the base model's forward, between layers."""
         context = current_of(self._parts)
         assert context is not None, "layers run in a forward of the base model"
         assert context.layer is None, "a layer is left before the next one is entered"
         return context
 
     def _begin_states(self, before: States, start: int, end: int) -> LayerStates | None:
-        """A layer's states for the chunk `[start, end)`; None in a model without any."""
+        """Return a layer's states for the chunk `[start, end)`; None in a model without any."""
         if self._cache is None:
             return None
         assert not before or end - start > 1, "see [Note: chunks of one token] in states"
@@ -560,7 +561,7 @@ class ChunkRunner:
         return LayerStates(before, documents_in_chunk(self._rows, start, end))
 
     def _enter_state(self, state: Tensor) -> Tensor:
-        """`state` as the beginning of the running chunk's graph."""
+        """Return `state` as a leaf of the running chunk's graph."""
         if not state.requires_grad:
             return state
         given, input_gradient = enter(state)
@@ -571,11 +572,11 @@ class ChunkRunner:
         return given
 
     def _watch_heap(self, index: int, end: int, hidden: Tensor) -> None:
-        """On a CPU, let no holes of layers' temporaries add up to more than the plan has room for.
+        """On a CPU, return free heap between layers, so that fragmentation stays within the plan.
 
-        Measured with SmolLM2 at 4,096 tokens by layer: 45 MB a layer in forward, in one chunk 280.
+        Measured with SmolLM2 at 4,096 tokens by layer: 45 MB a layer in forward, 280 in one chunk.
         What a layer leaves grows with its prefix; so that short ones are not slowed down, only
-        every few layers where it is given back in any case.
+        every few layers where it is returned in any case.
         """
         if hidden.device.type != "cpu":
             return
@@ -586,13 +587,13 @@ class ChunkRunner:
                 hidden.register_hook(lambda _grad: heap.between_layers())
 
     def after_layer(self, index: int, layer: nn.Module, output: Any, *, failed: bool) -> Any:
-        """Close the frame of layer `index` and the first chunk, and run the layer on the others.
+        """Close layer `index` for the first chunk, and run it on the others.
 
         Args:
             index: Index of the layer.
             layer: The layer.
             output: What its forward returned for the first chunk.
-            failed: Whether it raised.
+            failed: Whether it raised an exception.
 
         Returns:
             The output over all tokens; None where that is `output` itself.
@@ -606,16 +607,16 @@ class ChunkRunner:
 
         def close_chunk(output: Any) -> None:
             self._close_layer()
-            if self._plan.order == "by_layer" and self._watch is not None:
+            if self._plan.order == "by_layer" and self._timer is not None:
                 hidden = output[0] if isinstance(output, tuple) else output
-                self._watch.watch_backward(self._chunk, hidden, index)
+                self._timer.watch_backward(self._chunk, hidden, index)
 
-        joined = self._other_parts(layer, output, len(self._chunks), open_chunk, close_chunk)
-        away = self._end_layer(index) if self._plan.order == "by_layer" else None
+        joined = self._run_other_slices(layer, output, len(self._chunks), open_chunk, close_chunk)
+        offloaded_kv = self._end_layer(index) if self._plan.order == "by_layer" else None
         whole = output if joined is None else joined
         hidden = whole[0] if isinstance(whole, tuple) else whole
-        if away is not None and hidden.requires_grad:
-            away.prefetch_before_backward(hidden)
+        if offloaded_kv is not None and hidden.requires_grad:
+            offloaded_kv.prefetch_before_backward(hidden)
         return joined
 
     def _kv_mode(self, layer: int) -> KVMode:
@@ -623,65 +624,66 @@ class ChunkRunner:
         return modes[layer - self._layers.start] if modes else "device"
 
     def _end_layer(self, index: int) -> OffloadedKV | None:
-        """All chunks of layer `index` are done: its keys and values wait as the plan says.
+        """End layer `index` after its last chunk: keys and values are kept as the plan says.
 
         Returns:
-            Those that were sent away.
+            The keys and values if they are offloaded.
         """
         position = index - self._layers.start
-        between, frames = self._between_chunks[position], self._layer_frames
+        between, recomputed = self._between_chunks[position], self._recomputed_chunks
         between.link, between.states, store = None, {}, between.kv
-        self._layer_frames = {}
+        self._recomputed_chunks = {}
         mode = self._kv_mode(index)
         if mode == "device" or not isinstance(store, LayerKV):
             return None
         if mode == "recompute":
-            # Inputs that are away come back for this, and once more for their own chunk.
+            # Offloaded inputs are loaded for this, and once more for their own chunk.
             last = self._plan.num_chunks - 1
             borrowed = (
                 c for c in store.chunks if c < last and self._plan.mode(position, c).offload
             )
             first = next(borrowed, None)
             for chunk in store.chunks:
-                frame, noted = frames.get(chunk), None
+                activations, on_recompute = recomputed.get(chunk), None
                 if self._log is not None and chunk == first:
-                    noted = functools.partial(self._log.kv_moved, position, back=True)
-                if frame is not None or not torch.is_grad_enabled():
-                    store.offload_chunk(chunk, RecomputedKV(index, chunk, frame, noted))
+                    on_recompute = functools.partial(self._log.kv_moved, position, back=True)
+                if activations is not None or not torch.is_grad_enabled():
+                    kv = RecomputedKV(index, chunk, activations, on_recompute)
+                    store.offload_chunk(chunk, kv)
         elif torch.is_grad_enabled():
-            away = OffloadedKV(
+            offloaded_kv = OffloadedKV(
                 self._offload, self._prefetch_order, mode, f"keys and values of layer {index}"
             )
             for chunk in store.chunks:
-                away.add(chunk, store)
-            self._prefetch_order.record(away, self._number(self._plan.num_chunks, position))
+                offloaded_kv.add(chunk, store)
+            self._prefetch_order.record(offloaded_kv, self._number(self._plan.num_chunks, position))
             if self._log is not None:
                 self._log.kv_moved(position, back=False)
-            return away
+            return offloaded_kv
         return None
 
     def _cancel_layer(self) -> None:
         """Leave the layer that runs, if one does, after an exception in it."""
-        if self._open is None:
+        if self._running is None:
             return
-        opened, self._open = self._open, None
-        opened.entered.close()
-        if opened.frame is not None and opened.frame.is_open:
-            opened.frame.cancel()
+        (_, entered, activations), self._running = self._running, None
+        entered.close()
+        if activations is not None and activations.is_open:
+            activations.cancel()
 
     def _close_layer(self) -> None:
-        assert self._open is not None, "a layer that ran was opened"
-        (context, entered, frame), self._open = self._open, None
+        assert self._running is not None, "a layer that ran was opened"
+        (context, entered, activations), self._running = self._running, None
         entered.close()
         assert context.layer is not None, "the context of a layer"
         position = context.layer - self._layers.start
         recorded = len(self._prefetch_order)
-        if frame is not None:
-            frame.close()
+        if activations is not None:
+            activations.close()
         if self._log is not None:
-            self._log.end_layer(self._chunk, position, frame)
+            self._log.end_layer(self._chunk, position, activations)
         if self._stream is not None and len(self._prefetch_order) == recorded:
-            # No frame was closed, which bounds pending copies otherwise.
+            # Closing saved activations would have bounded pending copies.
             self._stream.transfer.settle()
         if context.kv is not None and not context.attended.times:
             raise UnsupportedModelError(
@@ -697,24 +699,25 @@ class ChunkRunner:
     def before_norm(
         self, norm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Open the frame of the final norm and the first chunk; returns that chunk's arguments.
+        """Open the final norm for the first chunk; returns its arguments for that chunk.
 
-        The frame keeps the norm's input, and nothing else. Norms of 16-bit models work in float32
-        and save what they work on: at 128K tokens 2 GiB of Llama-3.1-8B, and 1 GiB more where their
-        weights train.
+        Only its input is saved. Norms of 16-bit models compute in float32 and save what they
+        compute on: 2 GiB for Llama-3.1-8B at 128K tokens, and 1 GiB more where their weights train.
         """
         bounds, example = self._call_bounds(), self._examples.get(NORM)
         tiles = self._tiles.bounds(args, kwargs) if len(bounds) == 1 else bounds
         if len(tiles) > len(bounds):  # called with [B, T, D] alone
             bounds, example = tiles, CallExample.of((args[0][:, :EXAMPLE_TOKENS],), {})
-        self._norm_parts = len(bounds)
-        self._cut = SlicedCall(args, kwargs, bounds=bounds, example=example, where="the final norm")
+        self._num_norm_slices = len(bounds)
+        self._call = SlicedCall(
+            args, kwargs, bounds=bounds, example=example, where="the final norm"
+        )
         return self._open_norm(norm, 0)
 
     def _open_norm(self, norm: nn.Module, index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        assert self._cut is not None, "a norm that runs was given its arguments"
+        assert self._call is not None, "a norm that runs was given its arguments"
         self._chunk = chunk = min(self._chunks.start + index, self._chunks.stop - 1)
-        args, kwargs = self._cut.take(index)
+        args, kwargs = self._call.take(index)
         if self._log is not None and index < len(self._chunks):
             hidden = args[0] if args else kwargs["hidden_states"]
             self._log.begin_layer(chunk, len(self._layers), hidden)
@@ -734,34 +737,33 @@ class ChunkRunner:
         return args, kwargs
 
     def after_norm(self, norm: nn.Module, output: Any, *, failed: bool) -> Any:
-        """Close the frame of the final norm; see `after_layer`."""
+        """Close the final norm for the first chunk, and run it on the others; see `after_layer`."""
         if failed:
             self._close_norm(failed=True)
             return None
-        return self._other_parts(
+        return self._run_other_slices(
             norm,
             output,
-            self._norm_parts,
+            self._num_norm_slices,
             lambda index: self._open_norm(norm, index),
             lambda _: self._close_norm(),
         )
 
     def _close_norm(self, *, failed: bool = False) -> None:
-        frame, self._norm = self._norm, None
-        if frame is None:
-            return
-        if failed:
-            frame.cancel()
-        else:
-            frame.close()
+        activations, self._norm = self._norm, None
+        if activations is not None and failed:
+            activations.cancel()
+        elif activations is not None:
+            activations.close()
 
     def _reads_of(self, module: nn.Module) -> ReadTensors:
-        """What `module` reads in this forward; found once, since modules have many parts."""
+        """What `module` reads in this forward; collected once, since modules have many parts."""
         if module not in self._reads:
             self._reads[module] = ReadTensors.of_module(module)
         return self._reads[module]
 
-    def _frame(self, layer: nn.Module, context: ChunkContext) -> SavedActivations | None:
+    def _new_activations(self, layer: nn.Module, context: ChunkContext) -> SavedActivations | None:
+        """Make the saved activations of a (layer, chunk); None where autograd keeps all."""
         index, chunk = context.layer, context.chunk
         assert index is not None, "the context of a layer"
         position = index - self._layers.start
@@ -776,7 +778,7 @@ class ChunkRunner:
                 context=context,
                 around_layers=self._around_layers,
                 in_tiles=self._tiles.inside,
-                # The layer's keys are made again from what this frame is about to let go of.
+                # Keys and values are recomputed from what is released when this layer is.
                 before_recompute=None
                 if self._kv_mode(index) != "recompute" or not isinstance(context.kv, LayerKV)
                 else functools.partial(context.kv.load_until, chunk),
@@ -791,7 +793,7 @@ class ChunkRunner:
             )
         casts = WeightCasts.of(layer, self._plan.device.kind, label)
         if mode.tier == "device" and casts is None and weights is None:
-            return None  # autograd itself keeps it
+            return None  # autograd itself keeps what it saves
         return LayerOffload(
             self._offload,
             self._prefetch_order,

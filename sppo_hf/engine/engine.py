@@ -692,11 +692,11 @@ class Engine:
 
     def _place_as_planned(self, plan: Plan, device: torch.device) -> None:
         """Move weights to the host if settings leave that open and the plan has them there."""
-        resting = plan.shape.host_resident
-        if resting is None or not plan.training:
+        residents = plan.shape.host_resident
+        if residents is None or not plan.training:
             return
-        if self.weights is None or self.weights.keep_device_copies != resting.stays:
-            places = Placement(weights=not resting.stays, optimizer=resting.gradient_bytes > 0)
+        if self.weights is None or self.weights.keep_device_copies != residents.stays:
+            places = Placement(weights=not residents.stays, optimizer=residents.gradient_bytes > 0)
             self._set_places(places, device, plan)
 
     def _set_places(

@@ -184,7 +184,8 @@ class OffloadedKV:
     def prefetch_before_backward(self, hidden: Tensor) -> None:
         """Prefetch when the gradient of `hidden` [B, C, D] is there, before the layer's backward.
 
-        The hook has no strong reference to the K/V: see [Note: what a frame must not hold].
+        The hook has no strong reference to the K/V: see [Note: what saved activations must not
+        hold] in `chunk_runner`.
         """
         hidden.register_hook(
             functools.partial(_prefetch_kv, self._prefetch_order, weakref.ref(self))

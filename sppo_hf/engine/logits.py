@@ -1,8 +1,8 @@
-"""What becomes of the logits of one forward call, for those who want more than the loss.
+"""Collects logits of one forward call, for callers that want more than the loss.
 
-The loss computes logits tile by tile and drops them. A `LogitsCollector` sees each tile and keeps
-it, or keeps what a function makes of it, and joins the parts to what the unmodified model's whole
-logits would have given.
+The loss computes logits tile by tile and drops them. A `LogitsCollector` gets each tile, keeps it
+or the result of a function of it, and joins the parts to what the unmodified model's whole logits
+would have given.
 """
 
 from __future__ import annotations
@@ -17,42 +17,42 @@ from torch import Tensor
 # B batch rows, C tokens of a chunk, M tokens of a tile, T tokens of the sequence, V vocabulary.
 
 Reduce = Callable[[Tensor, Tensor], Any]
-"""Maps logits `[1, M, V]` and labels `[1, M]` (not shifted) to tensors that begin with `[1, M]`, or
-to lists, tuples and dicts of such."""
+"""Maps logits `[1, M, V]` and labels `[1, M]` (not shifted) to tensors `[1, M, ...]`, or to lists,
+tuples and dicts of such tensors."""
 
 
 @dataclass(slots=True)
 class LogitsRequest:
-    """What a call in evaluation is to do with logits besides computing the loss."""
+    """What a call in evaluation does with logits besides computing the loss."""
 
     whole: bool
     """Whether the output carries the logits of every token."""
     requested_by: str = ""
-    """Who wants whole logits, for a warning of their size; "" for none."""
+    """Who requested whole logits, for a warning of their size; "" for no warning."""
     reduce: Reduce | None = None
-    """Called tile by tile, if the call has labels of the inputs' shape; else `whole` holds."""
+    """Called tile by tile if the call has labels of the inputs' shape; else `whole` applies."""
     reduced: Any = None
-    """What it returned, joined to `[B, T, ...]`; None while no call has been made."""
+    """Output: what `reduce` returned, joined to `[B, T, ...]`; None before the call."""
     failure: str = ""
-    """Why its results could not be joined; "" where they were."""
+    """Output: why the results could not be joined; "" if they were."""
     logits_tokens: int = 0
-    """T of that call; 0 while no call has been made."""
+    """Output: T of the call; 0 before it."""
     vocab_size: int = 0
-    """V of that call."""
+    """Output: V of the call."""
     logits_dtype: torch.dtype | None = None
-    """Of that call."""
+    """Output: dtype of the call's logits."""
 
 
 class NotJoinable(Exception):
-    """The parts that a function returned cannot be joined along the tokens."""
+    """Results of a function on parts of the logits cannot be joined along the tokens."""
 
 
 class LogitsCollector:
     """Joins logits, or what a function makes of them, over tiles, chunks and groups of rows.
 
     Args:
-        reduce: Is given each tile; None keeps the logits themselves. Where it raises
-            `NotJoinable`, or its results cannot be joined, the rest is left out.
+        reduce: Called with each tile; None keeps the logits themselves. Once it raises
+            `NotJoinable`, or its results cannot be joined, nothing more is collected.
     """
 
     def __init__(self, reduce: Reduce | None = None) -> None:
@@ -64,25 +64,22 @@ class LogitsCollector:
         self.vocab_size = 0
         self.logits_dtype: torch.dtype | None = None
         self.failure = ""
-        """Why nothing can be joined."""
+        """Why results cannot be joined; "" so far."""
 
     def begin_group(self) -> None:
-        """The chunks of other rows come next."""
+        """Begin the chunks of other rows."""
         self._end_chunk()
         if self._chunks:
             self._groups.append(self._join(self._chunks, dim=1))
         self._chunks = []
 
     def begin_chunk(self, labels_BC: Tensor) -> None:
-        """The tiles of a chunk come next, whose labels are as the caller gave them.
-
-        Of a collector without `reduce` only their shape counts.
-        """
+        """Begin a chunk with the caller's labels; without `reduce` only their shape counts."""
         self._end_chunk()
         self._labels_BC = labels_BC
 
     def add(self, logits_MV: Tensor, tile: slice) -> None:
-        """Take the logits of some tokens of the chunk, whose rows lie one behind the other."""
+        """Add the logits of a slice of the chunk's tokens, flattened over rows."""
         logits_1MV = logits_MV[None]
         self.vocab_size, self.logits_dtype = logits_1MV.shape[-1], logits_1MV.dtype
         if self._reduce is None:
@@ -91,23 +88,20 @@ class LogitsCollector:
             self._tiles.append(self._reduced(logits_1MV, self._labels_BC.reshape(1, -1)[:, tile]))
 
     def result(self) -> Any:
-        """What was kept, `[B, T, ...]`: a tensor, or a nest of tensors as the function's.
-
-        None where parts could not be joined.
-        """
+        """Return what was kept, joined: `[B, T, ...]`, or a nest of such; None if not joinable."""
         self.begin_group()
         joined = self._join(self._groups, dim=0)
         return None if self.failure else joined
 
     def _reduced(self, logits_1MV: Tensor, labels_1M: Tensor) -> Any:
-        assert self._reduce is not None, "asked only where there is one"
+        assert self._reduce is not None, "called only where there is one"
         try:
             # The caller's function runs outside of autocast, as it does on whole logits.
             with torch.autocast(logits_1MV.device.type, enabled=False):
                 reduced = self._reduce(logits_1MV, labels_1M)
             _check_leading(reduced, labels_1M.shape)
-        except NotJoinable as answer:
-            self.failure = str(answer)
+        except NotJoinable as error:
+            self.failure = str(error)
             return None
         return reduced
 
@@ -125,8 +119,8 @@ class LogitsCollector:
             return None
         try:
             return join(parts, dim=dim)
-        except NotJoinable as answer:
-            self.failure = str(answer)
+        except NotJoinable as error:
+            self.failure = str(error)
             return None
 
 
@@ -144,10 +138,10 @@ def _check_leading(nest: Any, shape: Sequence[int]) -> None:
 
 
 def map_tensors(function: Callable[..., Any], nest: Any, *more: Any) -> Any:
-    """Apply a function to the tensors of a nest of tuples, lists and dicts, or of several alike.
+    """Map the tensors of nests of tuples, lists and dicts, several at a time if `more` are given.
 
     Raises:
-        NotJoinable: There is something else in it, or the nests differ.
+        NotJoinable: There is something other than tensors in them, or the nests differ.
     """
     if isinstance(nest, Tensor) and all(isinstance(x, Tensor) for x in more):
         return function(nest, *more)
@@ -171,7 +165,7 @@ def join(parts: Sequence[Any], *, dim: int) -> Any:
     """Concatenate nests of tensors.
 
     Raises:
-        NotJoinable: The nests are not alike, or their tensors are along another dim as well.
+        NotJoinable: The nests differ, or their tensors differ in another dim than `dim`.
     """
 
     def concatenate(*tensors: Tensor) -> Tensor:

@@ -68,13 +68,13 @@ class ModelHead:
         self._parts = parts
         self._forward = original_forward
         self.output_class: type = BaseModelOutputWithPast
-        """Class of what the base model returns; set it to what it really returned."""
+        """Class of what the base model returns; set after its forward."""
         self.plain: tuple[Hashable, bool] | None = None
-        """For `liger_tile`: in which state of the model it asked last, and whether logits were one
-        plain product."""
+        """Cache of `liger_tile`: the model's state when it last checked, and whether logits were
+        one plain matmul then."""
 
     def logits(self, hidden_BMD: Tensor) -> Tensor:
-        """Logits `[B, M, V]` of hidden states `[B, M, D]`."""
+        """Return logits `[B, M, V]` of hidden states `[B, M, D]`."""
         return self.run(hidden_BMD).logits
 
     def run(self, hidden_BMD: Tensor, **kwargs: Any) -> Any:
@@ -87,14 +87,14 @@ class ModelHead:
 
 
 def liger_tile(parts: ModelParts, head: ModelHead, device: torch.device) -> LigerTile | None:
-    """A kernel for head and loss of a tile at once; None where the model's head must run."""
+    """Return Liger's kernel for head and loss; None where the model's own head must run."""
     if device.type != "cuda" or importlib.util.find_spec("liger_kernel") is None:
         return None
     linear = parts.causal_lm.get_output_embeddings()
     # The kernel knows no scale for float16, and no wider type than float32.
     if type(linear) is not nn.Linear or linear.weight.dtype not in (torch.bfloat16, torch.float32):
         return None
-    # A parameter beside the product's own could be neutral now (a scale of one) and not later.
+    # Another parameter could be neutral now (a scale of one) and not later.
     own = {id(linear.weight), id(linear.bias)}
     if any(id(parameter) not in own for parameter in parts.head_parameters()):
         return None
@@ -103,12 +103,12 @@ def liger_tile(parts: ModelParts, head: ModelHead, device: torch.device) -> Lige
     if linear.weight.requires_grad and not tile.sums_wide:
         return None
     if head.plain is None or head.plain[0] != state:
-        head.plain = (state, is_plain_head(linear, head) and tile.counts_nothing())
+        head.plain = (state, is_plain_head(linear, head) and tile.ignores_label_count())
     return tile if head.plain[1] else None
 
 
 def _state(parts: ModelParts, linear: nn.Linear) -> Hashable:
-    """What the answer hangs on: the module and what is hooked to it, not the weights' values."""
+    """What the check depends on: the module and its hooks, not the weights' values."""
     return (
         weakref.ref(linear),
         weakref.ref(linear.weight),
@@ -123,29 +123,27 @@ def _state(parts: ModelParts, linear: nn.Linear) -> Hashable:
 def is_plain_head(linear: nn.Linear, head: ModelHead) -> bool:
     """Whether the model's logits are exactly `hidden @ weight.T + bias`; waits for the device."""
     weight = linear.weight
-    # A generator of its own, or whoever draws next would draw other numbers than without us.
+    # With a generator of its own: the global one must stay as it is.
     generator = torch.Generator(weight.device).manual_seed(0)
-    probe_1MD = torch.randn(
-        1, 4, linear.in_features, device=weight.device, dtype=weight.dtype, generator=generator
-    )
-    # Large enough that a soft cap would show.
-    probe_1MD = probe_1MD * 100
+    shape = (1, 4, linear.in_features)
+    probe_1MD = torch.randn(shape, device=weight.device, dtype=weight.dtype, generator=generator)
+    probe_1MD = probe_1MD * 100  # large enough that a soft cap would show
     return torch.equal(head.logits(probe_1MD), F.linear(probe_1MD, weight, linear.bias))
 
 
-class _NotCounted(TorchFunctionMode):
-    """Gives Liger a 1 for the number of labels that count, for which it would wait for the device.
+class _WithoutItem(TorchFunctionMode):
+    """Makes `Tensor.item` return 1, so that Liger does not wait for the number of labels.
 
-    It divides a mean by it, and we ask for sums.
+    It divides means by that number; here it computes sums.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer `Tensor.item`; all else is as it is."""
+        """Replace `Tensor.item` alone."""
         return 1 if func is Tensor.item else func(*args, **(kwargs or {}))
 
 
 class LigerTile:
-    """One tile through Liger's kernel, which computes gradients in its forward as we do."""
+    """Head and loss of a tile by Liger's kernel, which computes gradients in its forward too."""
 
     def __init__(self, linear: nn.Linear) -> None:
         from liger_kernel.ops.fused_linear_cross_entropy import (  # type: ignore[import-not-found]
@@ -162,8 +160,8 @@ class LigerTile:
         """Whether the kernel can sum the weight's gradient over its parts in float32."""
         return "accum_dtype" in self._defaults
 
-    def counts_nothing(self) -> bool:
-        """Whether a sum is the same when the kernel is not told how many labels count."""
+    def ignores_label_count(self) -> bool:
+        """Whether a sum is the same whatever number of labels `Tensor.item` gives the kernel."""
         weight = self._linear.weight
         generator = torch.Generator(weight.device).manual_seed(0)
         hidden_MD = torch.randn(
@@ -171,16 +169,16 @@ class LigerTile:
         )
         labels_M = torch.tensor([1, -100, 0, -100, 2], device=weight.device) % weight.shape[0]
         labels_M[1::2] = -100
-        told = self._run(hidden_MD, labels_M, weight.detach(), None, -100)
-        with _NotCounted():
-            untold = self._run(hidden_MD, labels_M, weight.detach(), None, -100)
-        return all(torch.equal(one, other) for one, other in zip(told, untold, strict=True))
+        expected = self._run(hidden_MD, labels_M, weight.detach(), None, -100)
+        with _WithoutItem():
+            found = self._run(hidden_MD, labels_M, weight.detach(), None, -100)
+        return all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
     def max_tokens(self, tile_tokens: int) -> int:
-        """The tokens of a call that takes no more memory than a tile of `tile_tokens` does.
+        """Return how many tokens a call may have to take no more memory than a tile.
 
-        The kernel cuts a call by itself, into parts whose logits have about as many elements as the
-        hidden states of all; it rounds their tokens up to a power of two.
+        The kernel itself cuts a call into parts whose logits have about as many elements as the
+        hidden states of all; it rounds the tokens of a part up to a power of two.
         """
         vocab, width = self._linear.weight.shape
         power_of_two = 1 << (tile_tokens.bit_length() - 1)
@@ -193,11 +191,11 @@ class LigerTile:
         trainable: Sequence[nn.Parameter],
         ignore_index: int,
     ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-        """Loss sum, gradient of the hidden states, gradients of `trainable`."""
+        """Return loss sum, gradient of the hidden states, gradients of `trainable`."""
         weight, bias = self._linear.weight, self._linear.bias
         leaf = weight.detach().requires_grad_(weight.requires_grad)
         bias_leaf = None if bias is None else bias.detach().requires_grad_(bias.requires_grad)
-        with _NotCounted():
+        with _WithoutItem():
             loss, dhidden_MD, *dweights = self._run(
                 hidden_MD, labels_M, leaf, bias_leaf, ignore_index
             )
@@ -213,53 +211,53 @@ class LigerTile:
         bias: Tensor | None,
         ignore_index: int,
     ) -> list[Tensor]:
-        """The summed loss, its gradients of the hidden states and of the leaves that need one."""
+        """Return loss sum, gradient of the hidden states, gradients of the leaves that need one."""
         hidden_leaf = hidden_MD.detach().requires_grad_()
-        asked = {
+        given = {
             "ignore_index": ignore_index,
             "reduction": "sum",
-            # Or the sum over parts would be in the weight's dtype.
+            # By default the sum over parts has the weight's dtype.
             "accum_dtype": torch.float32,
         }
         others = list(self._defaults.items())[4:]
-        arguments = [asked.get(name, default) for name, default in others]
+        arguments = [given.get(name, default) for name, default in others]
         with torch.enable_grad():
             result: Any = self._function.apply(hidden_leaf, weight, labels_M, bias, *arguments)
             loss = result[0] if isinstance(result, tuple) else result
-            wanted = [x for x in (hidden_leaf, weight, bias) if x is not None and x.requires_grad]
-            return [loss.detach().float(), *torch.autograd.grad(loss, wanted)]
+            leaves = [x for x in (hidden_leaf, weight, bias) if x is not None and x.requires_grad]
+            return [loss.detach().float(), *torch.autograd.grad(loss, leaves)]
 
 
 _HALF_SCALE = 1024.0
-"""Gradients of float16 logits are computed at this scale, or small ones would underflow."""
+"""Scale at which gradients of float16 logits are computed, so that small ones do not underflow."""
 
 Head = Callable[[Tensor], Tensor]
-"""Maps hidden states `[1, M, D]` to logits `[1, M, V]`; the model's own code."""
+"""The model's own code from hidden states `[1, M, D]` to logits `[1, M, V]`."""
 
 
 @dataclass(eq=False)
 class ChunkedLoss:
-    """Sum of the losses of one forward call's chunks."""
+    """Next-token loss of one forward call, summed over its chunks."""
 
     head: Head
     """The model's head."""
     parameters: Sequence[nn.Parameter]
-    """Parameters that `head` reads; those that require gradients get them."""
+    """All parameters that `head` reads; those that require gradients get them."""
     _: KW_ONLY
     tile_tokens: int
-    """Tokens per tile, bounds the bytes of logits alive at once."""
+    """Tokens per tile; bounds the bytes of logits that exist at once."""
     ignore_index: int = -100
-    """The label that does not count."""
+    """The label that is not counted."""
     on_logits: Callable[[Tensor, slice], None] | None = None
-    """Is given the logits `[M, V]` of each tile, and which tokens of the chunk, its rows laid one
-    behind the other, they are of."""
+    """Called with the logits `[M, V]` of each tile and the slice of the chunk's tokens, flattened
+    over rows, that they belong to."""
     liger: LigerTile | None = None
-    """A kernel that does head and loss of a tile at once, or None."""
+    """Computes head and loss of a tile at once; None: `head` runs."""
     head_in_backward: bool = False
-    """Whether the head's gradients must come out of the ordinary backward, as FSDP2 and hooks on
-    the head's modules demand; each tile's logits are then computed a second time there."""
+    """Whether gradients of the head are computed by autograd in backward, as FSDP2 and hooks on the
+    head's modules require; each tile's logits are then recomputed there."""
     reads: ReadTensors | None = None
-    """What the head reads; as it is now it is there that second time, too."""
+    """What the head reads, restored for that recomputation."""
 
     def __post_init__(self) -> None:
         self._trainable = [p for p in self.parameters if p.requires_grad]
@@ -269,10 +267,10 @@ class ChunkedLoss:
         self.scale = 1.0
 
     def add(self, hidden_BCD: Tensor, labels_BC: Tensor, *, last: bool) -> Tensor:
-        """Summed loss of one chunk, float32 (float64 for float64 models), shape `[]`.
+        """Return the summed loss of one chunk, float32 (float64 for float64 models), shape `[]`.
 
-        Labels are those of the tokens that follow. The `last` chunk's node hands out the gradients
-        of the head's parameters, for all chunks; it is the first to run in backward.
+        Labels are shifted: those of the following tokens. The node of the `last` chunk, the first
+        to run in backward, returns the gradients of the head's parameters for all chunks.
         """
         grad = torch.is_grad_enabled() and (hidden_BCD.requires_grad or bool(self._trainable))
         if grad and self.head_in_backward:
@@ -281,21 +279,17 @@ class ChunkedLoss:
             total, dhidden_BCD = self.tiles(hidden_BCD, labels_BC, grad)
         if dhidden_BCD is None:
             return total
-        # Those that no tile used are no part of the graph, as without us: their hooks do not run.
-        used = [
-            (index, parameter)
-            for index, parameter in enumerate(self._trainable)
-            if last and self._head_grads[index] is not None
-        ]
-        indices, parameters = [index for index, _ in used], [parameter for _, parameter in used]
+        # Parameters that no tile used are not in the graph, so that their hooks do not run.
+        indices = [i for i, grad in enumerate(self._head_grads) if last and grad is not None]
+        parameters = [self._trainable[index] for index in indices]
         return _TiledLoss.apply(hidden_BCD, total, dhidden_BCD, self, last, indices, *parameters)
 
     def _checkpointed(self, hidden_BCD: Tensor, labels_BC: Tensor) -> Tensor:
-        """Summed loss by plain autograd, whose backward runs the head again tile by tile.
+        """Return the summed loss by plain autograd, whose backward reruns the head tile by tile.
 
         FSDP2 gathers the head's weights when a gradient reaches what the head returned, and frees
-        them when a backward ends; a backward of our own inside forward would free them too early.
-        Hooks on the head's modules would see there what is not yet divided by the labels' number.
+        them when a backward ends; a backward inside forward would free them too early. Hooks on the
+        head's modules would see gradients there that are not yet divided by the number of labels.
         """
         hidden_MD = hidden_BCD.reshape(-1, hidden_BCD.shape[-1])
         labels_M = labels_BC.reshape(-1)
@@ -317,16 +311,12 @@ class ChunkedLoss:
         return torch.stack(losses).sum()
 
     def check_unchanged(self) -> None:
-        """Refuse weights of the head that are not those of forward, as autograd would.
-
-        Raises:
-            SPPOError: They were changed in place.
-        """
+        """Raise `SPPOError` if weights of the head were changed in place since forward."""
         self._reads.check_unchanged(self._versions, "the loss's backward")
 
     def _tile_loss(self, hidden_MD: Tensor, labels_M: Tensor) -> tuple[Tensor, Tensor]:
         self.check_unchanged()  # this may be backward, see `_checkpointed`
-        # Not indexed, or backward would make zeros for another tile of logits.
+        # Not by index 0, whose backward would allocate zeros of the logits' size.
         logits_MV = self.head(hidden_MD[None]).squeeze(0)
         labels_M = labels_M.to(logits_MV.device)
         return _SummedCrossEntropy.apply(logits_MV, labels_M, self.ignore_index), logits_MV
@@ -334,7 +324,7 @@ class ChunkedLoss:
     def tiles(
         self, hidden_BCD: Tensor, labels_BC: Tensor, grad: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Loss sum and gradient of the hidden states; adds up the head's gradients."""
+        """Return loss sum and gradient of the hidden states; adds to the head's gradients."""
         hidden_MD = hidden_BCD.reshape(-1, hidden_BCD.shape[-1])
         labels_M = labels_BC.reshape(-1)
         total: Tensor | None = None
@@ -349,7 +339,7 @@ class ChunkedLoss:
                 dhidden_MD[tile] = dtile
             if self.on_logits is not None:
                 self.on_logits(logits_MV.detach(), tile)
-            del logits_MV, dtile  # or they would live on beside the next tile's
+            del logits_MV, dtile  # before the next tile's are allocated
         assert total is not None, "a chunk has at least one token"
         return total, None if dhidden_MD is None else dhidden_MD.view_as(hidden_BCD)
 
@@ -370,9 +360,9 @@ class ChunkedLoss:
                 loss, logits_MV = self._tile_loss(leaf_MD, labels_M)
             self.scale = _HALF_SCALE if logits_MV.dtype == torch.float16 else 1.0
             if self.on_logits is None:
-                logits_MV = logits_MV.new_empty(0)  # nobody needs them any more
-            # The ordinary backward runs outside autocast; so must this one.
-            # The head's own hooks see the sum, when `_TiledLoss` hands it out.
+                logits_MV = logits_MV.new_empty(0)  # frees them
+            # As the ordinary backward, outside of autocast. Hooks on parameters see the sum, when
+            # `_TiledLoss` returns it.
             with (
                 torch.autocast(hidden_MD.device.type, enabled=False),
                 without_parameter_hooks(self._trainable),
@@ -394,7 +384,7 @@ class ChunkedLoss:
                 held += grad
 
     def take_head_grads(self, indices: Sequence[int]) -> list[Tensor | None]:
-        """Hand over (once) the summed gradients of some of the head's trainable parameters."""
+        """Return and drop the summed gradients of trainable parameters of the head, by index."""
         taken = [self._head_grads[index] for index in indices]
         for index in indices:
             self._head_grads[index] = None
@@ -402,9 +392,9 @@ class ChunkedLoss:
 
 
 class _SummedCrossEntropy(torch.autograd.Function):
-    """`F.cross_entropy(..., reduction="sum")` in float32 (float64), with one tensor of `[M, V]`.
+    """`F.cross_entropy(..., reduction="sum")` in float32 (float64), with one tensor `[M, V]`.
 
-    Transformers computes the loss in float32; wider models keep their width.
+    Transformers computes the loss in float32; float64 models keep float64.
     """
 
     @staticmethod
@@ -415,14 +405,14 @@ class _SummedCrossEntropy(torch.autograd.Function):
         labels_M1 = torch.where(counts_M1, labels_M[:, None], 0).long()
         ctx.logits_dtype = logits_MV.dtype
         ctx.save_for_backward(logs_MV, labels_M1, counts_M1)
-        # Skips labels that do not count, which may stand at infinite logits, and names bad ones.
+        # Skips ignored labels, whose logits may be infinite, and raises for labels out of range.
         return F.nll_loss(logs_MV, labels_M, ignore_index=ignore_index, reduction="sum")
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         logs_MV, labels_M1, counts_M1 = ctx.saved_tensors
-        # In place: a second backward finds another version of it, and autograd refuses.
+        # In place; a second backward then finds another version, which autograd refuses.
         dlogits_MV = logs_MV.exp_()
         dlogits_MV.scatter_(-1, labels_M1, dlogits_MV.gather(-1, labels_M1) - 1.0)
         dlogits_MV.mul_(torch.where(counts_M1, dloss, 0.0))
@@ -430,7 +420,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
 
 
 class _SummedGradients(TorchFunctionMode):
-    """Has the products with some weights add their gradients to sums, instead of returning them."""
+    """Makes matmuls with some weights add the weights' gradients to sums in backward."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], sums: list[Tensor | None]) -> None:
         super().__init__()
@@ -438,21 +428,21 @@ class _SummedGradients(TorchFunctionMode):
         self._sums = sums
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run `F.linear` as `_SummedLinear` where that is the same; all else is as it is."""
+        """Run `F.linear` as `_SummedLinear` where that gives the same."""
         number = None
         if func is F.linear and len(args) > 1 and not kwargs and not torch.compiler.is_compiling():
             number = self._numbers.get(id(args[1]))
-        if number is None or not _is_plain_product(*args[:2]):
+        if number is None or not _can_sum_gradient(*args[:2]):
             return func(*args, **(kwargs or {}))
         x, weight, bias = args[0], args[1], args[2] if len(args) > 2 else None
         x_MD = x.reshape(-1, x.shape[-1])
         y_MV = _SummedLinear.apply(x_MD, weight, bias, self._sums, number)
-        # Here and not in there, or the head could not write into its logits.
+        # A view made outside of the function, so that the head may write into its logits.
         return y_MV.view(*x.shape[:-1], weight.shape[0])
 
 
-def _is_plain_product(x: Tensor, weight: nn.Parameter) -> bool:
-    """Whether the weight's gradient is one product of the dtype in which it is summed."""
+def _can_sum_gradient(x: Tensor, weight: nn.Parameter) -> bool:
+    """Whether the weight's gradient is one matmul, in the dtype in which it is summed."""
     if type(weight) is not nn.Parameter or type(x) is not Tensor or weight.ndim != 2:
         return False
     wide = weight.dtype in (torch.float32, torch.float64) and x.dtype == weight.dtype
@@ -490,7 +480,7 @@ class _SummedLinear(torch.autograd.Function):
 
 
 class _TiledLoss(torch.autograd.Function):
-    """The loss of a chunk whose gradients are there already."""
+    """The loss of a chunk whose gradients forward has computed."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -520,10 +510,10 @@ class _TiledLoss(torch.autograd.Function):
                 "per forward (retain_graph=True is not supported); run the forward again."
             )
         ctx.spent = True
-        if ctx.last:  # later on a hook may have stepped an optimizer
+        if ctx.last:  # runs first; afterwards a hook may have stepped an optimizer
             ctx.loss.check_unchanged()
         (dhidden_BCD,) = ctx.saved_tensors
-        # In the wide type: a bfloat16 scale would bias every gradient, a float16 one could vanish.
+        # In the wide dtype: a bfloat16 factor biases all gradients, a float16 one may underflow.
         factor = dtotal / ctx.loss.scale
         grads = [
             None if g is None else g.mul_(factor.to(g.dtype)).to(dtype)
@@ -535,12 +525,10 @@ class _TiledLoss(torch.autograd.Function):
 
 
 def divide_loss(total: Tensor, count: Tensor, divisor: Tensor) -> Tensor:
-    """Divide the summed loss as Transformers does, with PyTorch's gradient for an empty mean.
+    """Return `total / divisor`, as Transformers divides the loss; all of shape `[]`.
 
-    All are of shape `[]`; `count` labels count, `divisor` is `num_items_in_batch` or `count`.
-
-    Returns:
-        `total / divisor`; its gradient is zero where `count` is zero, although the value is NaN.
+    `count` is the number of labels that are not ignored, `divisor` is `num_items_in_batch` or
+    `count`. Where `count` is zero the gradient is zero, as in PyTorch, though the value may be NaN.
     """
     return _Divide.apply(total, count, divisor)
 
@@ -570,17 +558,17 @@ def _scaled(x: Tensor, factor: Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class RouterLoss:
-    """The sums of one forward call."""
+    """Load-balancing loss of routers over one forward call."""
 
     num_experts: int
     """E."""
     top_k: int
-    """Experts that a token chooses."""
+    """Experts chosen by each token."""
     coefficient: float
-    """Factor of this loss in the model's loss."""
+    """Weight of this loss in the model's loss."""
     _: KW_ONLY
     backward_by_chunk: bool = False
-    """Whether backward begins at each chunk's sums, which `add` returns, and not at `value`; see
+    """Whether backward starts at each chunk's sums, which `add` returns, instead of at `value`; see
     [Note: gradient of the router loss by chunks]."""
 
     def __post_init__(self) -> None:
@@ -590,10 +578,10 @@ class RouterLoss:
 
     @classmethod
     def of(cls, parts: ModelParts, *, backward_by_chunk: bool = False) -> RouterLoss | None:
-        """The loss that `parts` adds to the loss of its labels; None where it is switched off.
+        """Return the router loss that the model adds to its loss; None where it is switched off.
 
         Raises:
-            UnsupportedModelError: It is switched on, and what it is made of is not known.
+            UnsupportedModelError: It is switched on, and its factors are not found.
         """
         config: Any = parts.text_config
         if not getattr(config, "output_router_logits", False):
@@ -626,13 +614,13 @@ class RouterLoss:
 
         Args:
             router_logits: `[B * C, E]` for every layer with a router, as the base model gives them.
-            mask_BT: Nonzero for tokens of the batch that are no padding; None where all count.
-            rows: Half-open, of the batch: those of the chunk.
-            tokens: Likewise; none where one ran that counts for nothing (see
-                [Note: a rank without tokens] in `sequence_group`).
+            mask_BT: Nonzero for real tokens of the batch; None where no token is padding.
+            rows: `(start, end)` of the chunk's rows in the batch.
+            tokens: `(start, end)` of the chunk's tokens; empty where a token ran that does not
+                count (see [Note: a rank without tokens] in `sequence_group`).
 
         Returns:
-            The chunk's sums of probabilities, `[E]`, with their graph; None without a router.
+            The chunk's sums of probabilities `[E]` with their graph; None without a router.
         """
         weight = None
         if mask_BT is not None:
@@ -655,7 +643,7 @@ class RouterLoss:
             whole_E = probability_E if whole_E is None else whole_E + probability_E
             ones_E = torch.zeros_like(probability_E, requires_grad=False)
             ones_E.scatter_add_(0, chosen.reshape(-1), counts.reshape(-1))
-            # Into a new tensor: the sum before is none that anybody's graph has saved.
+            # Not in place: a graph may have saved the old sum.
             self._chosen_E = ones_E if self._chosen_E is None else self._chosen_E + ones_E
         if whole_E is not None:
             kept_E = whole_E.detach() if self.backward_by_chunk else whole_E
@@ -666,9 +654,10 @@ class RouterLoss:
     def sum_over_ranks(
         self, total: Callable[[Tensor], Tensor], device: torch.device | None = None
     ) -> None:
-        """Add up the sums of several ranks, by `total`; after the last chunk.
+        """Replace the sums by their `total` over ranks; after the last chunk.
 
-        A rank without a router has zeros on `device`; None where all have one or none.
+        A rank without a router contributes zeros on `device`; None where all ranks have one, or
+        none has.
         """
         if self._chosen_E is None or self._probability_E is None:
             if device is None:
@@ -684,19 +673,19 @@ class RouterLoss:
         )
 
     def gradient(self) -> Tensor:
-        """Of this loss with its coefficient, by what `add` returned for any chunk, `[E]`."""
+        """Return the gradient `[E]` of the weighted loss by what `add` returned, for any chunk."""
         assert self._chosen_E is not None, "a chunk was added, or sums of other ranks were"
         return self.coefficient * self.num_experts * self._chosen_E / self._tokens**2
 
     def value(self) -> Tensor | None:
-        """The loss without its coefficient, shape `[]`; None where no layer has a router."""
+        """Return the loss without its coefficient, shape `[]`; None where no layer has a router."""
         if self._chosen_E is None or self._probability_E is None:
             return None
         share_E, mean_E = self._chosen_E / self._tokens, self._probability_E / self._tokens
         return torch.sum(share_E * mean_E) * self.num_experts
 
     def add_to_output(self, output: Any) -> MoeCausalLMOutputWithPast:
-        """`output` (loss and logits) with this loss on top of its own, as such models return it."""
+        """Return `output` (loss and logits) with this loss added, as models with routers do."""
         value: Any = self.value()
         loss = output.loss
         if value is not None:

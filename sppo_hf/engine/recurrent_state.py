@@ -1,28 +1,25 @@
-"""States that recurrent and convolutional layers hand from chunk to chunk.
+"""States that recurrent and convolutional layers pass from chunk to chunk.
 
 Transformers' own code carries such states for generation: a mixer (Mamba2, gated delta net, short
 convolution, ...) reads what a `Cache` holds of the tokens before and gives back what the tokens
 after need. `StateCache` is a cache whose states are ordinary tensors of the autograd graph: reading
-gives a copy, writing keeps what was written, and nothing is detached or written in place. So the
+returns a copy, and nothing is detached or written in place. So the
 untouched code carries states through training, and their gradients flow from the last chunk back to
 the first, as those of keys and values do.
 
-The cache itself holds nothing. The states of the running (layer, chunk) are in a `LayerStates` of
-its `ChunkContext`, so a layer that runs again in backward reads the states that it
-read in forward, and what it writes then is dropped.
-
-Whether a family computes the same with states as without is not known here; `family_guard` finds
-out.
+The cache itself holds nothing. The states of the running (layer, chunk) are in the `LayerStates` of
+its `ChunkContext`, so a rerun layer reads the states that it read in forward, and what it writes
+then is dropped. `family_guard` checks whether a family computes the same with states as without.
 
 [Note: chunks of one token] A single token with a state is a step of generation, for which mixers
-have another branch. It writes into states in place, by kernels that autograd does not see. So no
-chunk of one token is cut for such models but the first (see `planning.chunk_bounds`).
+have another branch. It writes into states in place, by kernels that autograd does not see. So only
+the first chunk of such models may have one token (see `planning.chunk_bounds`).
 
-[Note: packed documents] The torch code of mixers takes a row for one document, whatever the
-positions say, and with a state from before the kernels take no offsets of documents. So where
-documents begin inside a row, a mixer is called once for each document of each row, the first with
-the row's state and the others without. The last token of a document may be alone in its chunk; it
-is given a second one behind it, whose output and state are dropped.
+[Note: packed documents] The torch code of mixers treats a row as one document, whatever its
+positions are, and given a state the kernels take no offsets of documents. So where documents begin
+inside a row, a mixer is called once for each document of each row, the first with the row's state
+and the others without. The last token of a document may be alone in its chunk; it is repeated, and
+output and state of the repetition are dropped.
 """
 
 from __future__ import annotations
@@ -46,22 +43,22 @@ from sppo_hf.errors import UnsupportedModelError
 
 
 StateKey = tuple[str, int, int]
-"""Kind ("conv" or "recurrent"), the layer's index and which of its states it is."""
+"""Kind ("conv" or "recurrent"), index of the layer, and index among its states of that kind."""
 
 States = Mapping[StateKey, Tensor]
-"""States after some chunk, each with the batch rows first."""
+"""States after some chunk, each `[B, ...]`."""
 
 Spans = tuple[tuple[int, int, bool], ...]
-"""Runs of tokens of one row of a chunk: start, end, and whether it goes on from before."""
+"""Documents in one row of a chunk: start, end, and whether it began in an earlier chunk."""
 
 
 class LayerStates:
-    """States of one layer in one chunk: what is there before it, and what it leaves."""
+    """States of one layer before and after one chunk."""
 
     def __init__(self, before: States, documents: tuple[Spans, ...] | None = None) -> None:
-        """Begin a chunk with the states that the one before left; nothing in the first chunk.
+        """Begin a chunk with the states `before` it; none in the first chunk.
 
-        `documents` are those of every row in this chunk, where there are several.
+        `documents` are the documents of every row; None where each row is one document.
         """
         self.documents = documents
         self.after: dict[StateKey, Tensor] = {}
@@ -69,18 +66,19 @@ class LayerStates:
 
     @property
     def begun(self) -> bool:
-        """Whether there are states from before."""
+        """Whether this is not the first chunk."""
         return bool(self.before)
 
     def read(self, key: StateKey) -> Tensor | None:
-        """A copy of the state from before; None where there is none."""
+        """Return a copy of the state before the chunk; None in the first chunk."""
         state = self.before.get(key)
         return None if state is None else state.clone()
 
     def write_conv(self, key: StateKey, x_BEC: Tensor, kernel: int | None) -> Tensor:
-        """Take the inputs of a causal convolution; returns them behind those kept from before.
+        """Append a chunk's inputs of a causal convolution to those before, and return all.
 
-        `kernel` inputs are kept; as many as are kept already if None, all in the first chunk.
+        The last `kernel` inputs are kept; None: as many as were kept before, or all of the first
+        chunk.
         """
         before = self.before.get(key)
         if before is not None:
@@ -93,24 +91,24 @@ class LayerStates:
         return x_BEC
 
     def write_recurrent(self, key: StateKey, state: Tensor) -> Tensor:
-        """Take the state after the chunk's last token, and return it."""
+        """Keep and return the state after the chunk's last token."""
         whole = state.untyped_storage().nbytes() <= state.nbytes
         self.after[key] = state if whole else state.clone()
         return state
 
     def without_tensors(self) -> LayerStates:
-        """The documents alone."""
+        """Return the documents alone."""
         return LayerStates({}, self.documents)
 
     def rows(self, row: int, *, fresh: bool) -> LayerStates:
-        """For one document of `row`: with the states of the row, or `fresh` without any."""
+        """Return states for one document of `row`: the row's, or none if it is `fresh`."""
         if fresh:
             return LayerStates({})
         return LayerStates({key: state[row : row + 1] for key, state in self.before.items()})
 
 
 class _CacheLayer:
-    """What older releases of Transformers read off a layer of a cache."""
+    """A layer of the cache, as older releases of Transformers read it."""
 
     record_past = False
 
@@ -134,7 +132,7 @@ class _StatesByIndex:
 
 
 class StateCache(Cache):
-    """The running layer's states, in the interface of Transformers' caches; keys pass through."""
+    """The running layer's states in the interface of Transformers' caches; K/V pass through."""
 
     def __init__(self, num_layers: int) -> None:
         super().__init__(layers=[_CacheLayer(self, layer) for layer in range(num_layers)])  # type: ignore[misc]
@@ -146,11 +144,11 @@ class StateCache(Cache):
         return context.states
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """Inputs of a convolution from before, `[B, E, K]`; None in the first chunk."""
+        """Return the last inputs of a convolution, `[B, E, K]`; None in the first chunk."""
         return self._states().read(("conv", layer_idx, state_idx))
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """A recurrent state from before, `[B, ...]`; None in the first chunk."""
+        """Return the recurrent state before the chunk, `[B, ...]`; None in the first chunk."""
         return self._states().read(("recurrent", layer_idx, state_idx))
 
     def update_conv_state(
@@ -161,31 +159,31 @@ class StateCache(Cache):
         conv_kernel_size: int | None = None,
         **_: Any,
     ) -> Tensor:
-        """Take a chunk's inputs `[B, E, C]`; returns them behind those of before."""
+        """Keep a chunk's inputs `[B, E, C]`; returns them appended to those before."""
         key = ("conv", layer_idx, state_idx)
         return self._states().write_conv(key, conv_states, conv_kernel_size)
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any
     ) -> Tensor:
-        """Take the state after a chunk."""
+        """Keep and return the state after a chunk."""
         return self._states().write_recurrent(("recurrent", layer_idx, state_idx), recurrent_states)
 
     def has_previous_state(
         self, layer_idx: int | None = None, state_idx: int | None = None
     ) -> bool:
-        """Whether the running layer has states from before."""
+        """Whether the running layer has states of earlier chunks."""
         context = current()
         return context is not None and context.states is not None and context.states.begun
 
     def is_recording_past(self, layer_idx: int = 0) -> bool:
-        """No: states are cut to what the next token needs."""
+        """Return False: states are cut to what the next token needs."""
         return False
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values as they are: chunked attention has a store of its own."""
+        """Return keys and values unchanged: chunked attention has a store of its own."""
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -200,9 +198,9 @@ class StateCache(Cache):
 def documents_in_chunk(
     rows: tuple[RowSpans, ...] | None, start: int, end: int
 ) -> tuple[Spans, ...] | None:
-    """The documents of every row in the chunk `[start, end)`, counted from its start.
+    """Return the documents of every row in the chunk `[start, end)`, counted from its start.
 
-    None where every row goes on as the one document that it is.
+    None where every row of the sequence is one document.
     """
     if rows is None or all(len(row.documents) == 1 for row in rows):
         return None
@@ -218,21 +216,21 @@ def documents_in_chunk(
 
 @contextlib.contextmanager
 def separate_documents(layer: nn.Module, states: LayerStates | None) -> Iterator[None]:
-    """Let the mixers of `layer` see one document at a time; see [Note: packed documents].
+    """Make the mixers of `layer` run on one document at a time; see [Note: packed documents].
 
-    Nothing is done where its states name no documents.
+    Nothing changes where the states name no documents.
     """
     if states is None or states.documents is None:
         yield
         return
     mixers = mixers_of(layer)
-    apart = {mixer: functools.partial(_by_document, mixer.forward) for mixer in mixers}
-    with patched_attribute("forward", apart):
+    by_document = {mixer: functools.partial(_by_document, mixer.forward) for mixer in mixers}
+    with patched_attribute("forward", by_document):
         yield
 
 
 def _by_document(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
-    """Call a mixer's `forward` for each document of each row; `[B, C, D]`, as it would return."""
+    """Call a mixer's `forward` for each document of each row; returns `[B, C, D]` as it would."""
     hidden = args[0] if args else kwargs["hidden_states"]
     context = current()
     assert context is not None, "mixers run in decoder layers"
@@ -243,19 +241,19 @@ def _by_document(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Tens
     after: dict[StateKey, list[Tensor]] = {}
     for row, documents in enumerate(states.documents):
         outputs: list[Tensor] = []
-        for start, end, goes_on in documents:
-            # A token that ends a document that began before; see [Note: chunks of one token].
-            doubled = goes_on and end - start == 1
+        for start, end, is_continued in documents:
+            # One token with a state; see [Note: chunks of one token].
+            doubled = is_continued and end - start == 1
             at = slice(start, end)
 
             def cut(x: Any, row: int = row, at: slice = at, doubled: bool = doubled) -> Any:
                 if not isinstance(x, Tensor) or x.shape[:2] != hidden.shape[:2]:
                     return x
-                # Not by a list of indices: a GPU's would be copied to it, and waited for.
+                # Not by a list of indices, which the host would copy to the device and wait for.
                 part = x[row : row + 1, at]
                 return part.repeat_interleave(2, dim=1) if doubled else part
 
-            part = states.rows(row, fresh=not goes_on)
+            part = states.rows(row, fresh=not is_continued)
             with dataclasses.replace(context, states=part).entered():
                 output = forward(*map(cut, args), **{name: cut(x) for name, x in kwargs.items()})
             if not isinstance(output, Tensor):

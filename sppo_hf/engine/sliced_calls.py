@@ -59,8 +59,8 @@ EXAMPLE_TOKENS = 2
 """Tokens of the call that shows which dims are the tokens; one where there are two in all."""
 
 
-# Transformers sets it on a model when it puts hooks on layers and routers to collect their outputs,
-# once, at the first call that asks for them; that must not be one whose layers are others.
+# Transformers sets this on a model when it hooks layers and routers to collect their outputs, once,
+# at the first call that asks for them. That must not be a call in which layers are replaced.
 _CAPTURES = "_output_capturing_hooks_installed"
 
 
@@ -69,14 +69,14 @@ class CannotRunByLayer(Exception):
 
 
 class InnermostHook(functools.partial[Any]):
-    """A hook of ours: by layer, no hook of others may stand between it and the layer's forward.
+    """A hook of ours that, by layer, must run closer to the layer's forward than hooks of others.
 
-    Theirs are about the layer's call over all tokens: FSDP2's gather and free its weights.
+    Theirs are for the call over all tokens: FSDP2's gather and free the layer's weights.
     """
 
 
 def move_hooks_innermost(module: nn.Module) -> None:
-    """Move our hooks of `module` behind all others before forward, and before all others after."""
+    """Let our hooks of `module` run last of all before forward, and first of all after it."""
     for hooks, last in ((module._forward_pre_hooks, True), (module._forward_hooks, False)):
         ours = [key for key, hook in hooks.items() if isinstance(hook, InnermostHook)]
         for key in ours:
@@ -92,11 +92,11 @@ class PrefixLength:
     is_compileable = False
 
     def __init__(self, tokens: int) -> None:
-        """Come after `tokens` tokens."""
+        """Say that `tokens` tokens came before the chunk."""
         self._tokens = tokens
 
     def get_seq_length(self, *_: Any, **__: Any) -> int:
-        """The tokens before the chunk."""
+        """Number of tokens before the chunk."""
         return self._tokens
 
     get_query_offset = get_seq_length
@@ -106,7 +106,7 @@ class PrefixLength:
         return self._tokens + query_length, 0
 
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """The chunk's keys and values as they are: attention finds the others."""
+        """Return the chunk's keys and values unchanged: attention has a store of its own."""
         return keys, values
 
 
@@ -115,26 +115,26 @@ class CallExample:
     """The arguments of a layer for `EXAMPLE_TOKENS` tokens."""
 
     shapes: tuple[torch.Size | None, ...]
-    """Of every leaf; None of what is no tensor."""
+    """Shape of every leaf; None for leaves that are no tensors."""
     spec: TreeSpec
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallExample:
-        """Take note of a call."""
+        """Record a call."""
         leaves, spec = tree_flatten((args, kwargs))
         return cls(tuple(x.shape if isinstance(x, Tensor) else None for x in leaves), spec)
 
 
 NORM = -1
-"""The final norm, where layers are numbered from zero."""
+"""Key of the final norm among examples of layers, which are numbered from zero."""
 
 
-class _Attributes:
-    """Of a module that takes another's place: what it lacks is the other's (a weight's dtype)."""
+class _StandIn:
+    """A module in another one's place, whose attributes it has too (a weight's dtype)."""
 
     def __init__(self, *args: Any, other: nn.Module, note: Callable[[CallExample], None]) -> None:
         super().__init__(*args)
-        self._note = note
+        self._record = note
         self._other = (other,)  # in a tuple: it is no part of this module
 
     def __getattr__(self, name: str) -> Any:
@@ -144,31 +144,30 @@ class _Attributes:
             return getattr(self.__dict__["_other"][0], name)
 
 
-class _WatchedNorm(_Attributes, nn.Module):
-    """Takes the place of the final norm, notes how it is called, and hands its input on."""
+class _NormStandIn(_StandIn, nn.Module):
+    """Stands in for the final norm: records its call and returns its input."""
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return `hidden` as it is."""
-        self._note(CallExample.of((hidden, *args), kwargs))
+        """Record the call and return `hidden`."""
+        self._record(CallExample.of((hidden, *args), kwargs))
         return hidden
 
 
-class _Watched(_Attributes, AbsentLayer):
-    """Takes the place of a layer, notes how it is called, and hands hidden states on."""
+class _LayerStandIn(_StandIn, AbsentLayer):
+    """Stands in for a layer: records its call and returns its hidden states."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the hidden states as they are, in a tuple where the layer returns one."""
-        self._note(CallExample.of(args, kwargs))
+        """Return the hidden states, in a tuple where the layer returns one."""
+        self._record(CallExample.of(args, kwargs))
         return super().forward(*args, **kwargs)
 
 
 def layer_examples(parts: ModelParts, run_base: Callable[[], object]) -> dict[int, CallExample]:
-    """How the base model calls each decoder layer, and `NORM`; none of them runs.
+    """Return how the base model calls each decoder layer, and `NORM`, without running them.
 
     Args:
         parts: The model.
-        run_base: Runs the base model on `EXAMPLE_TOKENS` tokens, with the inputs that it is about
-            to get, cut short.
+        run_base: Runs the base model on the first `EXAMPLE_TOKENS` tokens of its inputs.
 
     Raises:
         CannotRunByLayer: The base model does not run without its layers.
@@ -185,11 +184,11 @@ def layer_examples(parts: ModelParts, run_base: Callable[[], object]) -> dict[in
     )
     norm = parts.final_norm()
     stand_ins: list[tuple[nn.Module, str, nn.Module]] = [
-        (owner, name, _Watched(layer, other=layer, note=note(index)))
+        (owner, name, _LayerStandIn(layer, other=layer, note=note(index)))
         for index, (name, layer) in enumerate(zip(owner._modules, parts.layers, strict=True))
     ]
     stand_ins += [
-        (parts.decoder, name, _WatchedNorm(other=child, note=note(NORM)))
+        (parts.decoder, name, _NormStandIn(other=child, note=note(NORM)))
         for name, child in parts.decoder.named_children()
         if child is norm
     ]
@@ -204,8 +203,8 @@ def layer_examples(parts: ModelParts, run_base: Callable[[], object]) -> dict[in
         with torch.no_grad():
             run_base()
     except torch.OutOfMemoryError:
-        raise  # says nothing of the model
-    # The model's own code, which is given what its layers did not compute, fails with anything.
+        raise  # not the model's fault
+    # The model's own code gets hidden states that no layer computed, and may raise anything.
     except Exception as error:
         raise CannotRunByLayer(
             f"how {parts.name} calls its layers cannot be seen without running them "
@@ -220,7 +219,7 @@ def layer_examples(parts: ModelParts, run_base: Callable[[], object]) -> dict[in
 
 
 class SlicedCall:
-    """One call of a module over all tokens, given chunk by chunk, and its joined output."""
+    """One call of a module over all tokens, cut into chunks, and its joined output."""
 
     def __init__(
         self,
@@ -235,10 +234,10 @@ class SlicedCall:
 
         Args:
             args: The module's arguments.
-            kwargs: Its keyword arguments.
-            bounds: The chunks, in tokens; a call of a single chunk is left as it is.
-            example: How the module is called for `EXAMPLE_TOKENS` tokens; None for one chunk.
-            where: What is cut, for messages.
+            kwargs: The module's keyword arguments.
+            bounds: The chunks, in tokens; a call of a single chunk is not cut.
+            example: A call of the module for `EXAMPLE_TOKENS` tokens; None for one chunk.
+            where: Names the module in errors.
 
         Raises:
             CannotRunByLayer: The tokens cannot be told from the arguments' other dims.
@@ -246,7 +245,7 @@ class SlicedCall:
         self._bounds = bounds
         self._where = where
         self._whole: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
-        self._joint: TokenJoin | None = None
+        self._join: TokenJoin | None = None
         self._hidden_shape: torch.Size = torch.Size()
         if len(bounds) == 1:
             return
@@ -272,28 +271,28 @@ class SlicedCall:
         ]
         self._dim = dim
         self._whole = None
-        self._joint = TokenJoin(dim, tokens, len(bounds))
+        self._join = TokenJoin(dim, tokens, len(bounds))
 
     def take(self, index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of the `index`-th chunk; chunks come in order, each once."""
+        """Return the arguments of the `index`-th chunk; chunks are taken in order, each once."""
         if self._whole is not None:
             whole, self._whole = self._whole, None
             return whole
         start, end = self._bounds[index]
         leaves = [cut(start, end) for cut in self._cuts]
         if index == len(self._bounds) - 1:
-            self._cuts = []  # the whole tensors are theirs who made them
+            self._cuts = []  # do not keep the whole tensors alive
         args, kwargs = tree_unflatten(leaves, self._spec)
         self._hidden_shape = (args[0] if args else kwargs["hidden_states"]).shape
         return args, kwargs
 
     def put(self, index: int, output: Any) -> Tensor:
-        """Take the output of the `index`-th chunk; returns its hidden states.
+        """Add the output of the `index`-th chunk; returns its hidden states.
 
         Raises:
-            CannotRunByLayer: It has more in it than hidden states.
+            CannotRunByLayer: There are more tensors in it than hidden states.
         """
-        assert self._joint is not None, "the output of a call that was cut"
+        assert self._join is not None, "the output of a call that was cut"
         hidden, *others = output if isinstance(output, tuple) else (output,)
         if any(isinstance(leaf, Tensor) for leaf in tree_flatten(others)[0]):
             raise CannotRunByLayer(f"{self._where} returns more than hidden states")
@@ -302,13 +301,13 @@ class SlicedCall:
                 f"{self._where} returns hidden states of another shape than it gets"
             )
         self._others = tuple(others) if isinstance(output, tuple) else None
-        self._joint.put(hidden, *self._bounds[index])
+        self._join.put(hidden, *self._bounds[index])
         return hidden
 
     def joined(self) -> Any:
-        """The module's output over all tokens."""
-        assert self._joint is not None, "the output of a call that was cut"
-        hidden = self._joint.close()
+        """Return the module's output over all tokens."""
+        assert self._join is not None, "the output of a call that was cut"
+        hidden = self._join.close()
         return hidden if self._others is None else (hidden, *self._others)
 
 
@@ -316,7 +315,7 @@ _UNCLEAR = -1
 
 
 def _token_dim(leaf: Any, example: torch.Size | None, tokens: int) -> int | None:
-    """The dim of `leaf` that is the tokens; None if there is none, `_UNCLEAR` if it is no one dim.
+    """Return which dim of `leaf` is the tokens; None if none is, `_UNCLEAR` if several may be.
 
     See [Note: which dims are the tokens].
     """
@@ -333,7 +332,7 @@ def _token_dim(leaf: Any, example: torch.Size | None, tokens: int) -> int | None
 
 
 def _cut(leaf: Any, dim: int | None) -> Callable[[int, int], Any]:
-    """What gives a leaf's part of the tokens `[start, end)`."""
+    """Return a function that cuts tokens `[start, end)` out of a leaf."""
     if isinstance(leaf, PrefixLength):
         return lambda start, _: PrefixLength(start)
     if dim is None:
@@ -341,70 +340,69 @@ def _cut(leaf: Any, dim: int | None) -> Callable[[int, int], Any]:
     return TokenSlices(leaf, dim).take
 
 
-def _part(x: Tensor, dim: int, start: int, end: int) -> Tensor:
-    """Tokens `[start, end)`, as dense as `x` is: layers take views of what they are given."""
+def _slice(x: Tensor, dim: int, start: int, end: int) -> Tensor:
+    """Return tokens `[start, end)`, contiguous if `x` is: layers take views of their input."""
     part = x.narrow(dim, start, end - start)
     return part.contiguous() if x.is_contiguous() else part
 
 
 class TokenSlices:
-    """A tensor to be taken apart along the tokens; see [Note: hidden states between layers]."""
+    """A tensor that is cut along the tokens; see [Note: hidden states between layers]."""
 
     def __init__(self, whole: Tensor, dim: int) -> None:
-        """Prepare to cut `whole` along `dim`."""
+        """Prepare to cut `whole` along its dim `dim`."""
         self._whole = whole.detach()
         self._dim = dim
-        self._gradient = _Gradient(dim, whole.shape)
+        self._gradient = _GradientBuffer(dim, whole.shape)
         needs_grad = whole.requires_grad and torch.is_grad_enabled()
-        self._link: Tensor | None = _Open.apply(whole, self._gradient) if needs_grad else None
+        self._link: Tensor | None = (
+            _BeginSlices.apply(whole, self._gradient) if needs_grad else None
+        )
 
     def take(self, start: int, end: int) -> Tensor:
-        """Tokens `[start, end)`."""
-
-        def part() -> Tensor:
-            return _part(self._whole, self._dim, start, end)
-
+        """Return tokens `[start, end)`."""
+        cut = functools.partial(_slice, self._whole, self._dim, start, end)
         if self._link is None:
-            return part()
-        return _Take.apply(self._link, part, self._gradient, start, end)
+            return cut()
+        return _TakeSlice.apply(self._link, cut, self._gradient, start, end)
 
 
 class TokenJoin:
-    """Chunks' tensors on their way into one over all tokens."""
+    """Joins chunks' tensors into one over all tokens."""
 
     def __init__(self, dim: int, tokens: int, num_chunks: int) -> None:
-        """Prepare to join so many along `dim`, which will be `tokens` long."""
+        """Prepare to join `num_chunks` tensors along `dim`, which will be `tokens` long."""
         self._dim = dim
         self._tokens = tokens
         self._whole: Tensor | None = None
-        self._gradient: _Gradient | None = None
+        self._gradient: _GradientBuffer | None = None
         self._links: list[Tensor] = []
         self._num_chunks = num_chunks
 
     def put(self, part: Tensor, start: int, end: int) -> None:
-        """Copy the part of tokens `[start, end)` into the whole."""
+        """Copy tokens `[start, end)` into the whole tensor."""
         if self._whole is None or self._gradient is None:
             shape = torch.Size(
                 (*part.shape[: self._dim], self._tokens, *part.shape[self._dim + 1 :])
             )
             self._whole = part.new_empty(shape)
-            self._gradient = _Gradient(self._dim, shape, uses=self._num_chunks)
+            self._gradient = _GradientBuffer(self._dim, shape, uses=self._num_chunks)
         self._whole.narrow(self._dim, start, end - start).copy_(part.detach())
         if part.requires_grad and torch.is_grad_enabled():
-            self._links.append(_Put.apply(part, self._gradient, start, end))
+            self._links.append(_PutSlice.apply(part, self._gradient, start, end))
 
     def close(self) -> Tensor:
-        """The whole; all parts are in it."""
+        """Return the whole tensor, into which all slices were put."""
         whole, self._whole = self._whole, None
         assert whole is not None, "something was put in"
         links, self._links = self._links, []
         if not links:
             return whole
-        return _Close.apply(lambda: whole, self._gradient, *links)
+        return _EndSlices.apply(lambda: whole, self._gradient, *links)
 
 
-class _Gradient:
-    """The gradient of a whole tensor, while backward goes through its parts."""
+class _GradientBuffer:
+    """The gradient of a whole tensor, while backward runs through its slices."""
 
     def __init__(self, dim: int, shape: torch.Size, *, uses: int = 0) -> None:
         self.value: Tensor | None = None
@@ -413,24 +411,24 @@ class _Gradient:
         self._uses = uses
 
     def add(self, part: Tensor, start: int, end: int) -> None:
-        """Write a part; what nobody writes is zero."""
+        """Write the gradient of tokens `[start, end)`; it is zero where none is written."""
         if self.value is None:
             self.value = part.new_zeros(self._shape)
         self.value.narrow(self._dim, start, end - start).copy_(part)
 
     def part(self, start: int, end: int) -> Tensor | None:
-        """A part; the last of them lets go of the whole."""
+        """Return the gradient of tokens `[start, end)`; the last use frees the buffer."""
         whole, self._uses = self.value, self._uses - 1
         if self._uses == 0:
             self.value = None
-        return None if whole is None else _part(whole, self._dim, start, end)
+        return None if whole is None else _slice(whole, self._dim, start, end)
 
 
-class _Open(torch.autograd.Function):
-    """From a whole tensor to a link, behind which its parts are taken."""
+class _BeginSlices(torch.autograd.Function):
+    """Maps a whole tensor to a link from which slices are taken."""
 
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, gradient: _Gradient) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, whole: Tensor, gradient: _GradientBuffer) -> Tensor:  # type: ignore[override]
         ctx.gradient = gradient
         return whole.new_empty(0)
 
@@ -441,15 +439,15 @@ class _Open(torch.autograd.Function):
         return grad, None
 
 
-class _Take(torch.autograd.Function):
-    """From the link to the part of one chunk."""
+class _TakeSlice(torch.autograd.Function):
+    """Maps the link to one slice."""
 
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any,
         link: Tensor,
         part: Callable[[], Tensor],
-        gradient: _Gradient,
+        gradient: _GradientBuffer,
         start: int,
         end: int,
     ) -> Tensor:
@@ -466,11 +464,11 @@ class _Take(torch.autograd.Function):
         return grad.new_empty(0), None, None, None, None
 
 
-class _Put(torch.autograd.Function):
-    """From the part of one chunk, which was copied into the whole, to a link."""
+class _PutSlice(torch.autograd.Function):
+    """Maps a slice, which was copied into the whole tensor, to a link."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, gradient: _Gradient, start: int, end: int) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, part: Tensor, gradient: _GradientBuffer, start: int, end: int) -> Tensor:  # type: ignore[override]
         ctx.gradient, ctx.start, ctx.end = gradient, start, end
         return part.new_empty(0)
 
@@ -480,12 +478,12 @@ class _Put(torch.autograd.Function):
         return ctx.gradient.part(ctx.start, ctx.end), None, None, None
 
 
-class _Close(torch.autograd.Function):
-    """From the links of all chunks to the whole tensor."""
+class _EndSlices(torch.autograd.Function):
+    """Maps the links of all slices to the whole tensor."""
 
     @staticmethod
     def forward(
-        ctx: Any, whole: Callable[[], Tensor], gradient: _Gradient, *links: Tensor
+        ctx: Any, whole: Callable[[], Tensor], gradient: _GradientBuffer, *links: Tensor
     ) -> Tensor:  # type: ignore[override]
         ctx.gradient = gradient
         ctx.num_links = len(links)
@@ -499,14 +497,14 @@ class _Close(torch.autograd.Function):
 
 
 _PROBE_TOKENS = 34
-"""Twice a prime number: no size of a model."""
-_ALIKE = 24
-"""Tokens of the probe that are the same."""
-_SPLIT = 5
-"""Where it is cut."""
+"""Tokens of a probe: twice a prime number, which is no size of a model."""
+_NUM_EQUAL_TOKENS = 24
+"""Tokens of a probe that are equal."""
+_SPLIT_TOKENS = 5
+"""Tokens of the first of the two parts of a probe."""
 
-_MIN_TOKENS = 4
-"""More than the example of a call has."""
+_MIN_TILE_TOKENS = 4
+"""Minimum tokens of a tile of each row; more than `EXAMPLE_TOKENS`."""
 
 _DOES_NOT_TAKE_TOKENS = (
     *(TypeError, ValueError, RuntimeError, LookupError, AttributeError, AssertionError),
@@ -520,14 +518,14 @@ class NotTokenWise(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TokenWise:
-    """A module that gives the same on a part of the tokens."""
+    """A module whose output for a token does not depend on other tokens."""
 
     name: str
     module: nn.Module
     spec: TreeSpec
-    """Of what it returns."""
+    """Structure of what it returns."""
     dims: tuple[int, ...]
-    """Of each tensor in it the dim of the tokens: 1 of `[B, T, ...]`, 0 of `[M, ...]`."""
+    """For each tensor in it the dim of the tokens: 1 for `[B, T, ...]`, 0 for `[M, ...]`."""
 
 
 _found: weakref.WeakKeyDictionary[nn.Module, tuple[object, tuple[TokenWise, ...]]]
@@ -535,32 +533,31 @@ _found = weakref.WeakKeyDictionary()
 
 
 def token_wise(layer: nn.Module, hidden: Tensor) -> tuple[TokenWise, ...]:
-    """The token-wise modules of a layer that is about to get `hidden`; probed the first time.
+    """Return the token-wise modules of a layer whose input is `hidden`; probed the first time.
 
     Raises:
-        NotTokenWise: A module takes hidden states alone, and mixes tokens.
+        NotTokenWise: A module takes hidden states alone and mixes tokens.
     """
     state = tuple((id(module), _is_hooked(module)) for module in layer.modules())
     known = _found.get(layer)
     if known is None or known[0] != state:
         children = layer.named_children()
-        probe = _Probe(hidden)
-        found = tuple(x for name, child in children for x in _search(name, child, probe))
+        found = tuple(x for name, child in children for x in _search(name, child, hidden))
         known = _found[layer] = (state, found)
     return known[1]
 
 
 def is_searched(module: nn.Module) -> bool:
-    """Whether a module cannot run in tiles as a whole, though parts of it may."""
+    """Whether a module cannot run in tiles as a whole, though modules in it may."""
     return any("layer_idx" in part.__dict__ for part in module.modules()) or any(
         map(_is_hooked, itertools.islice(module.modules(), 1, None))
     )
 
 
 def is_worth_tiles(module: nn.Module) -> bool:
-    """Whether a module has temporaries that are worth it; see the note above."""
-    product = type(module) is nn.Linear or type(module).__name__ == "Conv1D"
-    return not product and any(True for _ in module.parameters())
+    """Whether a module has temporaries; see [Note: which modules are token-wise]."""
+    is_matmul = type(module) is nn.Linear or type(module).__name__ == "Conv1D"
+    return not is_matmul and next(module.parameters(), None) is not None
 
 
 def _is_hooked(module: nn.Module) -> bool:
@@ -568,20 +565,20 @@ def _is_hooked(module: nn.Module) -> bool:
     return any(hooks)
 
 
-def _search(name: str, module: nn.Module, probe: _Probe) -> Iterator[TokenWise]:
+def _search(name: str, module: nn.Module, hidden: Tensor) -> Iterator[TokenWise]:
     if not is_worth_tiles(module):
         return
     if not is_searched(module):
-        found = probe.of(name, module)
+        found = _probe(name, module, hidden)
         if found is not None:
             yield found
             return
     for child_name, child in module.named_children():
-        yield from _search(f"{name}.{child_name}" if name else child_name, child, probe)
+        yield from _search(f"{name}.{child_name}" if name else child_name, child, hidden)
 
 
-def input_width(module: nn.Module, width: int) -> int:
-    """Width of a module's input in a layer of `width`."""
+def _input_width(module: nn.Module, width: int) -> int:
+    """Return the width of a module's input in a layer of `width`."""
     own = getattr(module, "in_features", None)
     if isinstance(own, int):
         return own
@@ -590,54 +587,53 @@ def input_width(module: nn.Module, width: int) -> int:
     return parameters[0].shape[0] if is_norm else width
 
 
-class _Probe:
-    """Runs modules on a few random tokens."""
+def _probe(name: str, module: nn.Module, like: Tensor) -> TokenWise | None:
+    """Run a module on a few random tokens, at once and in parts, in the layer's dtype.
 
-    def __init__(self, like: Tensor) -> None:
-        self._like = like
+    Returns:
+        How it returns tokens; None if it does not take hidden states alone.
 
-    def of(self, name: str, module: nn.Module) -> TokenWise | None:
-        """What `module` returns; None if it does not take hidden states alone."""
-        if is_compiled(module):
+    Raises:
+        NotTokenWise: The parts differ from the whole.
+    """
+    if is_compiled(module):
+        return None
+    width = _input_width(module, like.shape[-1])
+    x_1MD = torch.randn(
+        (1, _PROBE_TOKENS, width),
+        device=like.device,
+        dtype=like.dtype,
+        generator=torch.Generator(like.device).manual_seed(0),
+    )
+    x_1MD[:, -_NUM_EQUAL_TOKENS:] = x_1MD[:, -1:]
+    devices = [like.device] if like.device.type == "cuda" else []
+    with torch.no_grad(), torch.random.fork_rng(devices), _without_dropout(module):
+        try:
+            whole, spec = tree_flatten(module.forward(x_1MD))
+        except _DOES_NOT_TAKE_TOKENS:
             return None
-        like = self._like
-        shape = (1, _PROBE_TOKENS, input_width(module, like.shape[-1]))
-        generator = torch.Generator(like.device).manual_seed(0)
-        x_1MD = torch.randn(shape, device=like.device, dtype=like.dtype, generator=generator)
-        x_1MD[:, -_ALIKE:] = x_1MD[:, -1:]
-        with torch.no_grad(), torch.random.fork_rng(_cuda(like)), _without_dropout(module):
-            try:
-                leaves, spec = tree_flatten(module.forward(x_1MD))
-            except _DOES_NOT_TAKE_TOKENS:
-                return None
-            dims = tuple(_probed_token_dim(leaf) for leaf in leaves)
-            if not leaves or any(dim is None for dim in dims):
-                return None
-            found = TokenWise(name, module, spec, tuple(dim or 0 for dim in dims))
-            for parts in _ways_to_cut(x_1MD):
-                self._compare(found, leaves, [module.forward(part) for part in parts])
-        return found
-
-    def _compare(self, found: TokenWise, whole: list[Tensor], parts: list[Any]) -> None:
-        leaves = zip(*(tree_flatten(part)[0] for part in parts), strict=True)
-        for expected, given, dim in zip(whole, leaves, found.dims, strict=True):
-            # Rows of tokens become one row.
-            joined = torch.cat([x.flatten(0, 1)[None] if dim else x for x in given], dim)
-            if not _is_close(joined, expected):
-                raise NotTokenWise(f"{_named(found)} gives something else on a part of the tokens")
+        dims = tuple(_probed_token_dim(leaf) for leaf in whole)
+        if not whole or any(dim is None for dim in dims):
+            return None
+        found = TokenWise(name, module, spec, tuple(dim or 0 for dim in dims))
+        for parts in (
+            (x_1MD[:, :_SPLIT_TOKENS], x_1MD[:, _SPLIT_TOKENS:]),
+            (x_1MD.reshape(2, -1, width),),
+        ):
+            _compare(found, whole, [module.forward(part) for part in parts])
+    return found
 
 
-def _ways_to_cut(x_1MD: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    yield x_1MD[:, :_SPLIT], x_1MD[:, _SPLIT:]
-    yield (x_1MD.reshape(2, -1, x_1MD.shape[-1]),)
-
-
-def _named(found: TokenWise) -> str:
-    return f"{found.name} ({type(found.module).__name__})"
-
-
-def _cuda(like: Tensor) -> list[torch.device]:
-    return [like.device] if like.device.type == "cuda" else []
+def _compare(found: TokenWise, whole: list[Tensor], parts: list[Any]) -> None:
+    leaves = zip(*(tree_flatten(part)[0] for part in parts), strict=True)
+    for expected, given, dim in zip(whole, leaves, found.dims, strict=True):
+        # Rows of tokens become one row.
+        joined = torch.cat([x.flatten(0, 1)[None] if dim else x for x in given], dim)
+        if not _is_close(joined, expected):
+            raise NotTokenWise(
+                f"{found.name} ({type(found.module).__name__}) gives something else on a part of "
+                "the tokens"
+            )
 
 
 def _probed_token_dim(leaf: Any) -> int | None:
@@ -652,7 +648,7 @@ def _is_close(one: Tensor, other: Tensor) -> bool:
     if not one.is_floating_point():
         return torch.equal(one, other)
     narrow = one.element_size() < 4 or torch.is_autocast_enabled(one.device.type)
-    # Products over as many elements as a layer is wide, summed in another order.
+    # Matmuls may sum over the layer's width in another order.
     rounding = 0.125 if narrow else 1024 * torch.finfo(one.dtype).eps
     difference = (one - other).abs().max()
     return bool(difference <= rounding * other.abs().max())
@@ -675,29 +671,29 @@ class LayerTiles:
     """Runs token-wise modules of layers in tiles."""
 
     def __init__(self, tile_tokens: int) -> None:
-        """Prepare for tiles of so many tokens, over all rows; 0 leaves everything as it is."""
+        """Prepare for tiles of `tile_tokens` tokens, over all rows; 0 for no tiles."""
         self._tile_tokens = tile_tokens
 
     def bounds(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bounds:
-        """Bounds of tiles, in tokens of each row, for a token-wise call; one where none are made.
+        """Return bounds of tiles, in tokens of each row, for a call of a token-wise module.
 
-        A token-wise call has `[B, T, D]` alone as its argument.
+        One tile where the call is not cut, or has other arguments than `[B, T, D]` alone.
         """
         (x, *others), tiles = args or (None,), 1
         if not isinstance(x, Tensor) or x.ndim != 3 or others or kwargs:
             return ((0, 0),)
         tokens = x.shape[1]
         if self._tile_tokens:
-            tiles = min(-(-x.shape[0] * tokens // self._tile_tokens), tokens // _MIN_TOKENS)
+            tiles = min(-(-x.shape[0] * tokens // self._tile_tokens), tokens // _MIN_TILE_TOKENS)
         return _even_bounds(tokens, max(tiles, 1))
 
     @contextlib.contextmanager
     def inside(
-        self, layer: nn.Module, hidden: Tensor, frame: RecomputedLayer | None
+        self, layer: nn.Module, hidden: Tensor, activations: RecomputedLayer | None
     ) -> Iterator[None]:
-        """Let token-wise modules of `layer` run in tiles, for the first time or again.
+        """Make a context in which token-wise modules of `layer` run in tiles.
 
-        `frame` recomputes the layer; None where autograd keeps what it saves.
+        `activations` recomputes the layer; None where autograd keeps what it saves.
 
         Raises:
             NotTokenWise: See `token_wise`.
@@ -706,22 +702,22 @@ class LayerTiles:
             yield
             return
         tiled = {
-            part.module: self._tiled(part, part.module.forward, frame)
+            part.module: self._tiled(part, part.module.forward, activations)
             for part in token_wise(layer, hidden)
         }
         with patched_attribute("forward", tiled):
             yield
 
     def _tiled(
-        self, part: TokenWise, forward: Callable[..., Any], frame: RecomputedLayer | None
+        self, part: TokenWise, forward: Callable[..., Any], activations: RecomputedLayer | None
     ) -> Callable[..., Any]:
         def tiled(*args: Any, **kwargs: Any) -> Any:
             if len(args) != 1 or kwargs or args[0].ndim != 3:
                 return forward(*args, **kwargs)
             call = _TiledCall(part, forward, args[0], self._tile_tokens)
-            if call.needs_grad and frame is not None:
-                return call.recomputed(frame)
-            return call.kept()
+            if call.needs_grad and activations is not None:
+                return call.run_recomputed(activations)
+            return call.run()
 
         return tiled
 
@@ -732,7 +728,7 @@ def _even_bounds(tokens: int, tiles: int) -> Bounds:
 
 
 class _TiledCall:
-    """One call of a token-wise module."""
+    """One call of a token-wise module, in tiles."""
 
     def __init__(
         self, part: TokenWise, forward: Callable[..., Any], x_BTD: Tensor, tile_tokens: int
@@ -749,21 +745,26 @@ class _TiledCall:
         pieces = TokenSlices(x_BTD.reshape(1, tokens, -1), 1)
         self._tiles = [pieces.take(*bounds) for bounds in self._bounds]
 
-    def kept(self) -> Any:
-        """Its result, with whatever autograd saves of each tile."""
+    def run(self) -> Any:
+        """Return the module's output; autograd keeps what it saves in each tile."""
         return self._shaped(self._run(self._forward))
 
-    def recomputed(self, frame: RecomputedLayer) -> Any:
-        """Its result; each tile is recomputed by itself. In a second forward, its value alone."""
-        # All before the first tile runs: often a second forward needs nothing more.
+    def run_recomputed(self, activations: RecomputedLayer) -> Any:
+        """Return the module's output, whose tiles are each recomputed by themselves.
+
+        In a rerun of the layer the output has no graph: only what the layer saves counts.
+        """
+        # All inputs are saved before the first tile runs: often a rerun needs nothing more.
         anchor = torch.empty(0, device=self._tiles[0].device, requires_grad=True)
-        saved = [_Save.apply(anchor, tile.detach()) for tile in self._tiles]
-        count = len(self._part.dims)
-        if not frame.is_open:
-            outputs, need_grads = frame.run_tiles(lambda: self._run(self._forward), self._x, count)
+        saved = [_SaveInGraph.apply(anchor, tile.detach()) for tile in self._tiles]
+        num_outputs = len(self._part.dims)
+        if not activations.is_open:
+            outputs, need_grads = activations.run_tiles(
+                lambda: self._run(self._forward), self._x, num_outputs
+            )
             return self._shaped(
                 [
-                    _Stand.apply(anchor, functools.partial(_itself, x)) if needs_grad else x
+                    _WithGrad.apply(anchor, lambda x=x: x) if needs_grad else x
                     for x, needs_grad in zip(outputs, need_grads, strict=True)
                 ]
             )
@@ -771,19 +772,18 @@ class _TiledCall:
 
         def run(x_1MD: Tensor) -> Any:
             index, input_of_tile = next(numbered)
-            inner = frame.tile(
-                self._part.module, f"{self._part.name}, tile {index}", _OfGraph(input_of_tile)
-            )
-            inner.open((x_1MD,), {})
+            label = f"{self._part.name}, tile {index}"
+            tile = activations.tile(self._part.module, label, _SavedInGraph(input_of_tile))
+            tile.open((x_1MD,), {})
             try:
                 output = self._forward(x_1MD)
             except BaseException:
-                inner.cancel()
+                tile.cancel()
                 raise
-            inner.close()
+            tile.close()
             return output
 
-        outputs, _ = frame.run_tiles(lambda: self._run(run), self._x, count)
+        outputs, _ = activations.run_tiles(lambda: self._run(run), self._x, num_outputs)
         return self._shaped(outputs)
 
     def _run(self, forward: Callable[[Tensor], Any]) -> list[Tensor]:
@@ -805,12 +805,8 @@ class _TiledCall:
         return tree_unflatten(shaped, self._part.spec)
 
 
-def _itself(x: Tensor) -> Tensor:
-    return x
-
-
-class _Save(torch.autograd.Function):
-    """Saves a tensor as the layer's own operations do, for `_OfGraph` to ask for."""
+class _SaveInGraph(torch.autograd.Function):
+    """Saves a tensor as the layer's own operations do, for `_SavedInGraph`."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, x: Tensor) -> Tensor:  # type: ignore[override]
@@ -820,15 +816,15 @@ class _Save(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor) -> tuple[None, None]:  # type: ignore[override]
-        raise AssertionError("nothing comes behind what is saved here")
+        raise AssertionError("no gradient reaches what only saves a tensor")
 
 
-class _Stand(torch.autograd.Function):
-    """Lets what was computed without gradients look as if it needed one."""
+class _WithGrad(torch.autograd.Function):
+    """Makes a tensor that was computed without a graph require a gradient."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, made: Callable[[], Tensor]) -> Tensor:  # type: ignore[override]
-        return made()  # were it an argument, nobody could write into it
+        return made()  # as an argument it could not be written into afterwards
 
     @staticmethod
     @once_differentiable
@@ -836,25 +832,24 @@ class _Stand(torch.autograd.Function):
         raise AssertionError("the graph of a recomputed layer is never run backward")
 
 
-class _OfGraph:
-    """A tensor that `_Save` has saved, or that the layer's frame makes again."""
+class _SavedInGraph:
+    """A tensor that `_SaveInGraph` saved: the layer keeps or recomputes it."""
 
     def __init__(self, output: Tensor) -> None:
-        # Not its node: before PyTorch 2.13 a node lets go of what it saved when its output is gone.
+        # Not its node: before PyTorch 2.13 a node drops what it saved when its output is freed.
         self._output: Tensor | None = output
 
     def handles(self) -> tuple[()]:
-        """What is away is the layer's."""
-        return ()
+        return ()  # what is offloaded is the layer's
 
     def take(self) -> Tensor:
-        assert self._output is not None, "a tensor is taken once"
+        assert self._output is not None, "a saved tensor is taken once"
         (x,) = self._output.grad_fn.saved_tensors  # type: ignore[union-attr]
         self.drop()
         return x
 
     def borrow(self) -> contextlib.AbstractContextManager[Tensor]:
-        raise AssertionError("a part of a layer has no keys")
+        raise AssertionError("a tile has no keys and values")
 
     def drop(self) -> None:
         self._output = None

@@ -857,7 +857,7 @@ class _Matmul(NamedTuple):
     num_inputs: int
     """Elements of the factor over whose last dim it sums."""
     is_thick: bool
-    """See [Note: which products are kept] in `selective.py`."""
+    """See [Note: which matmuls are kept] in `selective.py`."""
     is_trained: bool
     """Whether one factor is a trained weight, or made of one."""
     is_down_projection: bool

@@ -52,13 +52,13 @@ from sppo_hf.planning.hardware import Curve, HardwareProfile
 from sppo_hf.planning.machine import free_disk_bytes, host_memory_bytes, lockable_bytes
 from sppo_hf.testing.tiny_models import VOCAB_SIZE, build_tiny_model
 
-# So short that a clock or an event's own cost would show: shorter work is timed in groups.
-_LEAST_SAMPLE_SECONDS = 3e-3
-_MOST_CALLS = 200
+# Shorter work is timed in groups, so that the cost of the clock or of events does not matter.
+_MIN_SAMPLE_SECONDS = 3e-3
+_MAX_CALLS = 200
 
 
 class BenchTimer:
-    """Measures seconds of work that is given as a function without arguments."""
+    """Measures the seconds of a function without arguments."""
 
     def __init__(
         self,
@@ -72,9 +72,9 @@ class BenchTimer:
 
         Args:
             device: where the work runs; on CUDA its current stream is timed with events.
-            repeats: samples that the median is taken of.
-            most_seconds: no further sample is begun once this much time has gone into them.
-            clock: seconds that pass on the host.
+            repeats: number of samples for the median.
+            most_seconds: no further sample starts after this total time.
+            clock: seconds on the host.
         """
         self.device = device
         self.clock = clock
@@ -82,24 +82,24 @@ class BenchTimer:
         self._most_seconds = most_seconds
 
     def seconds(self, work: Callable[[], object]) -> float:
-        """Median seconds of one call of `work`, after calls that warm it up.
+        """Return the median seconds of one call of `work`, after warm-up calls.
 
-        The first call is never the measurement, however long it takes: it may build kernels, which
-        takes up to a hundred times what they then do. Work whose second call takes more than a
+        The first call never counts: it may build kernels, which takes up to a hundred times as long
+        as running them. Work whose second call takes more than a
         third of `most_seconds` is not repeated.
         """
         return self._timed(work)[0]
 
     def _timed(self, work: Callable[[], object]) -> tuple[float, float]:
-        """Median seconds of a call, and the seconds of all calls but what the first one built."""
+        """Return the median seconds of a call, and the total seconds without building kernels."""
         first = self._sample(work, 1)
         single = self._sample(work, 1)
-        # A kernel that plans (cuDNN) takes a second for each new size, before it does anything.
+        # A kernel that is built for each new size (cuDNN) takes a second in its first call.
         spent = min(first, single) + single
         if 3 * single > self._most_seconds:
             return single, spent
-        wanted = math.ceil(_LEAST_SAMPLE_SECONDS / max(single, 1e-9))
-        calls = min(max(1, wanted), _MOST_CALLS)
+        wanted = math.ceil(_MIN_SAMPLE_SECONDS / max(single, 1e-9))
+        calls = min(max(1, wanted), _MAX_CALLS)
         samples: list[float] = []
         while len(samples) < self._repeats:
             sample = self._sample(work, calls)
@@ -116,14 +116,13 @@ class BenchTimer:
         *,
         budget_seconds: float,
     ) -> Curve:
-        """Rates of work by tokens.
+        """Measure rates of work (FLOPs per second) by tokens.
 
         Args:
-            tokens: strictly increasing.
-            work_of: makes the work for so many tokens, and says how much it is (FLOPs).
-            budget_seconds: larger sizes are left out when two more calls, as long as the rate so
-                far lets expect, would exceed this; the first is always measured. Building kernels
-                does not count: the sizes that matter are the last.
+            tokens: numbers of tokens, strictly increasing.
+            work_of: returns the work for a number of tokens, and its FLOPs.
+            budget_seconds: a larger size is left out if two more calls, at the rate so far, would
+                exceed this; the first size is always measured. Building kernels does not count.
 
         Returns:
             The curve up to the largest size that fits into time and memory.
@@ -145,11 +144,11 @@ class BenchTimer:
         return Curve(tuple(points))
 
     def _sample(self, work: Callable[[], object], calls: int) -> float:
-        """Seconds that `calls` calls take together."""
+        """Return the seconds that `calls` calls take together."""
         return device_seconds(work, self.device, calls=calls, clock=self.clock)
 
 
-# Copies per direction that run into each other, so that their beginning and end do not show.
+# Consecutive copies per direction, so that start and end of the overlap hardly matter.
 _ROUNDS = 6
 _REPEATS = 3
 
@@ -164,17 +163,17 @@ class CopySpeed(NamedTuple):
 
 
 def measure_copies(watch: BenchTimer, num_bytes: int) -> CopySpeed:
-    """Time copies of `num_bytes` bytes.
+    """Time copies between device and host, each way alone and both at once.
 
     Args:
-        watch: on the device to measure.
-        num_bytes: of one copy; two times as many are taken on the device and on the host.
+        watch: timer of the device.
+        num_bytes: bytes of one copy; twice as many are allocated on device and host.
 
     Raises:
         RuntimeError: the host memory cannot be pinned (CUDA's own message).
     """
     pinned = watch.device.type == "cuda"
-    # Filled, not merely allocated: pages that nobody has touched copy faster than any memory.
+    # Filled, not merely allocated: pages that were never written copy faster than memory.
     host_in, host_out = (
         torch.ones(num_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)
     )
@@ -200,7 +199,7 @@ def measure_copies(watch: BenchTimer, num_bytes: int) -> CopySpeed:
 
 
 def _on_two_streams(d2h: Callable[[], None], h2d: Callable[[], None]) -> tuple[float, float]:
-    """Seconds of one copy each way while the other runs; both streams start together."""
+    """Return the seconds of one copy each way while both directions run, on two streams."""
     torch.cuda.synchronize()
     events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
     for copy, stream in ((d2h, torch.cuda.Stream()), (h2d, torch.cuda.Stream())):
@@ -217,7 +216,7 @@ def _on_two_streams(d2h: Callable[[], None], h2d: Callable[[], None]) -> tuple[f
 
 
 def _in_two_threads(d2h: Callable[[], None], h2d: Callable[[], None]) -> tuple[float, float]:
-    """Seconds of one copy each way while the other runs; both threads start together."""
+    """Return the seconds of one copy each way while both directions run, in two threads."""
     ready = threading.Barrier(2)
     seconds: dict[Callable[[], None], float] = {}
 
@@ -236,8 +235,8 @@ def _in_two_threads(d2h: Callable[[], None], h2d: Callable[[], None]) -> tuple[f
 
 
 _BLOCK_BYTES = 8 * 2**20
-_LEAST_BLOCKS = 4
-# What file systems answer that know no O_DIRECT (tmpfs and some network ones).
+_MIN_BLOCKS = 4
+# Errors of file systems without O_DIRECT (tmpfs and some network ones).
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
@@ -247,7 +246,7 @@ class DiskSpeed(NamedTuple):
     write: float
     read: float
     direct: bool
-    """Whether the page cache was bypassed; if not, reads may still have come from it in part."""
+    """Whether the page cache was bypassed; if not, it may have served some of the reads."""
 
 
 def measure_disk(
@@ -257,61 +256,61 @@ def measure_disk(
     most_seconds: float = 15.0,
     clock: Callable[[], float] = time.perf_counter,
 ) -> DiskSpeed:
-    """Time writing and reading a file of `num_bytes` bytes that is removed afterwards.
+    """Time writing and reading a temporary file.
 
     Args:
-        folder: made where it does not exist.
-        num_bytes: of the file; less where less than four times as much is free.
-        most_seconds: each direction stops here and is measured by what it did.
-        clock: seconds that pass.
+        folder: created if it does not exist.
+        num_bytes: size of the file; at most a quarter of the free bytes is used.
+        most_seconds: limit for each direction, which is then measured by what was moved so far.
+        clock: seconds on the host.
 
     Raises:
-        ConfigError: the folder cannot be made or written, or its disk is full; the message names
-            it and what the system said.
+        ConfigError: the folder cannot be created or written, or its disk is full; the message has
+            the folder and the system's reason.
     """
     path = Path(folder)
     try:
         check_parent_exists(path)
         path.mkdir(exist_ok=True)
         blocks = min(num_bytes, free_disk_bytes(path) // 4) // _BLOCK_BYTES
-        if blocks < _LEAST_BLOCKS:
+        if blocks < _MIN_BLOCKS:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         with tempfile.NamedTemporaryFile(dir=path, prefix=".sppo-calibrate-") as file:
             try:
-                return _run(file.name, blocks, most_seconds, clock, direct=True)
+                return _time_file(file.name, blocks, most_seconds, clock, direct=True)
             except OSError as error:
                 if error.errno not in _NO_DIRECT:
                     raise
-            return _run(file.name, blocks, most_seconds, clock, direct=False)
-    # A ValueError where no file can have that name.
+            return _time_file(file.name, blocks, most_seconds, clock, direct=False)
+    # ValueError: the path is not possible.
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError(
             f"offload_dir={os.fspath(folder)!r} cannot be measured: {reason}. Allowed: a "
-            f"folder that can be written, with at least {4 * _LEAST_BLOCKS * _BLOCK_BYTES >> 20} "
-            "MiB free. Remedy: name another folder, or make room there."
+            f"folder that can be written, with at least {4 * _MIN_BLOCKS * _BLOCK_BYTES >> 20} "
+            "MiB free. Remedy: name another folder, or free some space there."
         ) from error
 
 
-def _run(
+def _time_file(
     name: str, blocks: int, most_seconds: float, clock: Callable[[], float], *, direct: bool
 ) -> DiskSpeed:
     """Write and read `blocks` blocks.
 
     Raises:
-        OSError: from the system; EINVAL or EOPNOTSUPP where `direct` is not known there.
+        OSError: from the system; EINVAL or EOPNOTSUPP if the file system has no O_DIRECT.
     """
     flag = getattr(os, "O_DIRECT", 0) if direct else 0
-    # Anonymous memory of mmap is aligned to pages, which O_DIRECT asks for.
+    # Anonymous memory of mmap is aligned to pages, which O_DIRECT requires.
     with mmap.mmap(-1, _BLOCK_BYTES) as block:
-        # Not zeros: some disks and file systems store those as nothing.
+        # Not zeros, which some disks and file systems do not store.
         block.write(os.urandom(_BLOCK_BYTES))
         descriptor = os.open(name, os.O_RDWR | flag)
         try:
             start_seconds = clock()
             written = 0
             while written < blocks and clock() - start_seconds < most_seconds:
-                _whole(os.pwrite(descriptor, block, written * _BLOCK_BYTES))
+                _check_full_block(os.pwrite(descriptor, block, written * _BLOCK_BYTES))
                 written += 1
             os.fsync(descriptor)
             write_seconds = clock() - start_seconds
@@ -320,7 +319,7 @@ def _run(
             start_seconds = clock()
             read = 0
             while read < written and clock() - start_seconds < most_seconds:
-                _whole(os.preadv(descriptor, [block], read * _BLOCK_BYTES))
+                _check_full_block(os.preadv(descriptor, [block], read * _BLOCK_BYTES))
                 read += 1
             read_seconds = clock() - start_seconds
         finally:
@@ -332,14 +331,14 @@ def _run(
     )
 
 
-def _whole(moved_bytes: int) -> None:
-    """Refuse a short transfer: it happens when the disk runs full."""
+def _check_full_block(moved_bytes: int) -> None:
+    """Raise for a short transfer, which happens when the disk is full."""
     if moved_bytes != _BLOCK_BYTES:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 PREFIX_CHUNKS = 4
-"""Chunks before the one whose attention is timed: neither the first nor the last of a sequence."""
+"""Chunks before the one whose attention is timed, as in the middle of a sequence."""
 
 _LAYERS = 8
 _LAYER_TOKENS = 4
@@ -350,21 +349,21 @@ class Heads:
     """Heads of an attention layer."""
 
     query: int
-    """N."""
+    """Number of query heads."""
 
     key_value: int
-    """K."""
+    """Number of key/value heads."""
 
     size: int
     """Elements of one query, key or value."""
 
     def __str__(self) -> str:
-        """As people write it: "32/8 heads of 128"."""
+        """Write the heads briefly: "32/8 heads of 128"."""
         return f"{self.query}/{self.key_value} heads of {self.size}"
 
 
 class AttentionSpeed(NamedTuple):
-    """FLOP/s by chunk tokens, and the backend they belong to."""
+    """FLOP/s by tokens of a chunk, and the backend that was timed."""
 
     forward: Curve
     backward: Curve
@@ -379,13 +378,13 @@ def measure_matmul(
     tokens: Sequence[int],
     budget_seconds: float,
 ) -> Curve:
-    """FLOP/s of linear layers by tokens.
+    """Measure FLOP/s of linear layers by tokens.
 
     Args:
-        watch: on the device to measure.
-        dtype: of inputs and weights.
+        watch: timer of the device.
+        dtype: dtype of inputs and weights.
         weights: (inputs, outputs) of each layer; one sample runs all of them.
-        tokens: rows of the input, increasing.
+        tokens: numbers of input rows, increasing.
         budget_seconds: see `BenchTimer.curve`.
     """
     matrices = [
@@ -417,15 +416,15 @@ def measure_attention(
     tokens: Sequence[int],
     budget_seconds: float,
 ) -> AttentionSpeed:
-    """FLOP/s of attention forward and backward by chunk tokens, as the engine would run it.
+    """Measure FLOP/s of attention forward and backward by tokens of a chunk.
 
-    The backend is the one that "auto" takes on this device. FLOPs are those of a `Workload`.
+    The backend is the one that "auto" selects on this device. FLOPs are those of a `Workload`.
 
     Args:
-        watch: on the device to measure.
-        dtype: of queries, keys and values.
-        heads: of the layer.
-        tokens: of the chunk, increasing; keys are `PREFIX_CHUNKS + 1` times as many.
+        watch: timer of the device.
+        dtype: dtype of queries, keys and values.
+        heads: heads of the layer.
+        tokens: chunk lengths, increasing; keys are `PREFIX_CHUNKS + 1` times as many.
         budget_seconds: for each direction, see `BenchTimer.curve`.
     """
     requirement = AttentionSpec(
@@ -457,14 +456,14 @@ def measure_attention(
         return lambda: made.backward(backend, attended), load.backward_flops
 
     forward = watch.curve(tokens, forward_of, budget_seconds=budget_seconds)
-    # What forward could not do in its time, backward need not even prepare.
+    # Sizes that were too slow for forward are not tried in backward.
     measured = [count for count, _ in forward.points]
     backward = watch.curve(measured, backward_of, budget_seconds=budget_seconds)
     return AttentionSpeed(forward, backward, backend.name)
 
 
 def measure_memory(watch: BenchTimer, num_bytes: int) -> float:
-    """Bytes per second, read and written together, of elementwise work on the device."""
+    """Measure bytes per second, read plus written, of elementwise work on the device."""
     source = torch.ones(num_bytes // 4, device=watch.device)
     target = torch.ones_like(source)
     seconds = watch.seconds(lambda: torch.mul(source, 2.0, out=target))
@@ -472,11 +471,11 @@ def measure_memory(watch: BenchTimer, num_bytes: int) -> float:
 
 
 def measure_host_update(watch: BenchTimer, num_parameters: int) -> float:
-    """Bytes per second that AdamW's update in host memory reads and writes, with torch's kernel.
+    """Measure bytes per second, read plus written, of torch's fused AdamW in host memory.
 
     Args:
-        watch: of the CPU, whose threads all take part.
-        num_parameters: float32; the host holds 16 bytes of each.
+        watch: timer of the CPU; all its threads take part.
+        num_parameters: number of float32 parameters, of 16 bytes each with their states.
     """
     parameter = torch.nn.Parameter(torch.ones(num_parameters))
     parameter.grad = torch.ones_like(parameter)
@@ -486,10 +485,10 @@ def measure_host_update(watch: BenchTimer, num_parameters: int) -> float:
 
 
 def measure_launch(watch: BenchTimer) -> float:
-    """Seconds that the forward of one decoder layer takes when it has almost nothing to do.
+    """Measure the seconds of one decoder layer's forward when kernels have almost nothing to do.
 
-    A tiny Llama of Transformers, in training, over a few tokens; embedding and head are in it, a
-    small part. The hooks of this package come on top.
+    Runs a tiny Llama of Transformers, in training mode, on a few tokens, and includes a small share
+    for embedding and head. The hooks of this package are not included.
     """
     model: Any = build_tiny_model("llama", dtype=torch.float32, num_hidden_layers=_LAYERS)
     model.to(watch.device)
@@ -499,44 +498,44 @@ def measure_launch(watch: BenchTimer) -> float:
 
 
 Progress = Callable[[str, int, int], None]
-"""Called with the next measurement's name, the number of those done, and of all."""
+"""Called with the next measurement's name, the number of finished ones, and of all."""
 
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """How large the measured work is."""
+    """Sizes of the measured work."""
 
     dtype_names: tuple[str, ...]
-    """Dtypes measured unless others are asked for."""
+    """Dtypes that are measured by default."""
 
     weights: tuple[tuple[int, int], ...]
-    """(inputs, outputs) of the linear layers."""
+    """(inputs, outputs) of each linear layer."""
 
     matmul_tokens: tuple[int, ...]
-    """Rows of their inputs."""
+    """Numbers of rows of their inputs."""
 
     heads: Heads
-    """Of attention."""
+    """Heads of attention."""
 
     attention_tokens: tuple[int, ...]
-    """Of a chunk; its keys are five times as many."""
+    """Chunk lengths for attention; keys are five times as many."""
 
     memory_bytes: int
-    """Read, and as many written, by elementwise work; far more than caches hold."""
+    """Bytes that elementwise work reads, and writes; far more than the caches' size."""
 
     copy_bytes: int
-    """Of one copy."""
+    """Bytes of one copy."""
 
     disk_bytes: int
-    """Of the file."""
+    """Bytes of the file on disk."""
 
     budget_seconds: float
-    """For one curve, see `BenchTimer.curve`."""
+    """Time limit of one curve, see `BenchTimer.curve`."""
 
     most_seconds: float
-    """For one point, see `BenchTimer`."""
+    """Time limit of one point, see `BenchTimer`."""
 
 
 SIZES: dict[str, Sizes] = {
@@ -567,7 +566,7 @@ SIZES: dict[str, Sizes] = {
         most_seconds=1.0,
     ),
 }
-"""By device type."""
+"""Sizes by device type."""
 
 QUICK = Sizes(
     dtype_names=("float32",),
@@ -581,7 +580,7 @@ QUICK = Sizes(
     budget_seconds=0.5,
     most_seconds=0.05,
 )
-"""A few seconds altogether, to see that everything runs; the figures mean little."""
+"""Sizes for `--quick`: a few seconds in all, to test that everything runs."""
 
 
 def calibrate(
@@ -592,16 +591,16 @@ def calibrate(
     quick: bool = False,
     on_progress: Progress | None = None,
 ) -> HardwareProfile:
-    """Measure `device`, its copies and, where a folder is given, a disk.
+    """Measure `device`, its copies and, if a folder is given, a disk.
 
-    The process runs next to the device meanwhile, see `bound_to_device`.
+    Meanwhile the process is bound to CPUs near the device, see `bound_to_device`.
 
     Args:
         device: a CPU or CUDA device.
-        dtype_names: dtypes to measure, such as "float16"; none takes the device type's usual ones.
-        offload_dir: folder on the disk to measure; it is made where it does not exist.
-        quick: measure small sizes only, in a few seconds. The figures mean little.
-        on_progress: told of every measurement before it starts, and at the end.
+        dtype_names: dtypes to measure, such as "float16"; empty for the device type's defaults.
+        offload_dir: folder on the disk to measure; created if it does not exist.
+        quick: measure small sizes only, in a few seconds; the results are not useful for planning.
+        on_progress: called before every measurement, and at the end.
 
     Raises:
         ConfigError: a device of another type or one that is absent, an unknown dtype, or a folder
@@ -610,8 +609,8 @@ def calibrate(
     device = _checked_device(device)
     sizes = QUICK if quick else SIZES[device.type]
     dtypes = {name: _dtype(name) for name in dtype_names or sizes.dtype_names}
-    with bound_to_device(device), _current(device), torch.no_grad():
-        measured = _measure(device, sizes, dtypes, offload_dir, on_progress or _silent)
+    with bound_to_device(device), _as_current_device(device), torch.no_grad():
+        measured = _measure_all(device, sizes, dtypes, offload_dir, on_progress or _no_progress)
     facts = device_facts(device, SPPOConfig())
     backends = ", ".join(
         f"{speed.backend} for {name}" for name, speed in measured.attention.items()
@@ -646,7 +645,7 @@ def calibrate(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Measured:
-    """Everything that took time; units as in `HardwareProfile`."""
+    """All measurements, in the units of `HardwareProfile`."""
 
     matmul: dict[str, Curve]
     attention: dict[str, AttentionSpeed]
@@ -657,7 +656,7 @@ class _Measured:
     disk: DiskSpeed | None
 
 
-def _measure(
+def _measure_all(
     device: torch.device,
     sizes: Sizes,
     dtypes: Mapping[str, torch.dtype],
@@ -695,7 +694,7 @@ def _measure(
             budget_seconds=sizes.budget_seconds,
         )
 
-    # The disk comes first, because a folder may be refused.
+    # The disk first, because its folder may be refused.
     disk = None
     if offload_dir is not None:
         disk = run("disk", partial(measure_disk, offload_dir, sizes.disk_bytes))
@@ -720,12 +719,12 @@ def _measure(
     return measured
 
 
-def _silent(title: str, done: int, total: int) -> None:
-    """Nobody asked."""
+def _no_progress(title: str, done: int, total: int) -> None:
+    """Report no progress."""
 
 
 def _checked_device(device: torch.device) -> torch.device:
-    """The device with its number."""
+    """Return the device with its index, or raise ConfigError."""
     if device.type == "cpu":
         return torch.device("cpu")
     number = device.index or 0
@@ -740,7 +739,7 @@ def _checked_device(device: torch.device) -> torch.device:
 
 
 def _dtype(name: str) -> torch.dtype:
-    """The torch dtype of a name."""
+    """Return the torch dtype of a name, or raise ConfigError."""
     allowed = ("bfloat16", "float16", "float32", "float64")
     if name not in allowed:
         nearest = difflib.get_close_matches(name, allowed, n=1, cutoff=0)[0]
@@ -752,16 +751,16 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _current(device: torch.device) -> AbstractContextManager[object]:
-    """Makes a CUDA device the current one, which events, streams and backends go by."""
+def _as_current_device(device: torch.device) -> AbstractContextManager[object]:
+    """Make a CUDA device the current one, for events, streams and backends."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _pinnable_bytes(device: torch.device, *, pinned_so_far_bytes: int) -> int | None:
-    """The limit on pinned memory that this process really has, or None.
+    """Return the effective limit on pinned memory, or None.
 
-    RLIMIT_MEMLOCK bounds `mlock`, but NVIDIA's driver pins without charging it, so a limit that
-    the copies' buffers have just exceeded is none. A CPU pins nothing.
+    RLIMIT_MEMLOCK bounds `mlock`, but NVIDIA's driver pins without counting against it, so a limit
+    that the copies' buffers have just exceeded does not apply. On a CPU nothing is pinned.
     """
     limit = lockable_bytes()
     if device.type != "cuda" or limit is None or pinned_so_far_bytes > limit:

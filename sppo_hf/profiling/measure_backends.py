@@ -1,7 +1,7 @@
-"""Speeds of attention backends beside each other: chunks of queries against prefixes of keys.
+"""Comparison of the speeds of attention backends, by chunk and prefix length.
 
-Forward and backward of every backend that can do what is asked and agrees with the reference, by
-chunk and prefix length, with what "auto" would take; also as tables and as a picture.
+Times forward and backward of every backend that supports the layer and agrees with the reference,
+and notes which one "auto" selects; also draws tables and a picture of the results.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from sppo_hf.rules import format_bytes
 logger = logging.getLogger(__name__)
 
 YARDSTICK = "aten_flash"
-"""The kernel that every PyTorch for CUDA has: a table's last column is by how much it is beaten."""
+"""Backend that the last column of tables compares with; every PyTorch for CUDA has it."""
 
 _PANEL_INCHES = (3.6, 3.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One backend at one chunk and prefix length."""
+    """Times of one backend at one chunk and prefix length."""
 
     backend: str
 
@@ -52,13 +52,13 @@ class Point:
     backward_seconds: float | None = None
 
     forward_flops_per_second: float | None = None
-    """Visible pairs only, so the causal half counts once."""
+    """Counts visible pairs of queries and keys only."""
 
     backward_flops_per_second: float | None = None
-    """Of a backward counted as 2.5 forwards."""
+    """Backward counts as 2.5 forwards."""
 
     flops_per_second: float | None = None
-    """Of forward and backward together."""
+    """Forward and backward together."""
 
     reason: str | None = None
     """Why there is no measurement."""
@@ -66,26 +66,26 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """All points of one dtype and kind of layer."""
+    """All points of one dtype and layer shape."""
 
     dtype: str
-    """"bfloat16"."""
+    """Name of the dtype, such as "bfloat16"."""
 
     heads: Heads
 
     window_tokens: int | None
-    """Of a sliding window; None for none."""
+    """Length of the sliding window, or None."""
 
     left_out: dict[str, str]
-    """Backends that cannot do it, or differ from the reference, and why."""
+    """Backends that were not measured, and why: unsupported, or not equal to the reference."""
 
     auto: str
-    """What "auto" takes, with its reason."""
+    """Which backend "auto" selects, with its reason."""
 
     points: list[Point]
 
     def __str__(self) -> str:
-        """What its points have in common."""
+        """Describe what the points have in common."""
         window = "" if self.window_tokens is None else f", window {self.window_tokens:,}"
         return f"{self.dtype}, {self.heads}{window}"
 
@@ -106,7 +106,7 @@ def measure_backends(
     most_seconds: float = 1.0,
     watch: BenchTimer | None = None,
 ) -> Iterator[Group]:
-    """Measure all backends at all sizes; yields each group when it begins and after each point.
+    """Measure all backends at all sizes; yield each group at its start and after each point.
 
     Args:
         device: a CPU or the current CUDA device.
@@ -116,9 +116,9 @@ def measure_backends(
         prefixes: keys before the chunk's own, in tokens.
         window_tokens: keys that a query sees; None for all before it.
         names: backends, of `BACKENDS`.
-        most_seconds: for one forward or backward; what the sizes before let expect to take longer
-            is left out.
-        watch: times the work; None makes one.
+        most_seconds: limit for one forward or backward; sizes that would take longer at the rate of
+            the sizes before are left out.
+        watch: timer; None makes one.
     """
     watch = watch or BenchTimer(device, most_seconds=most_seconds)
     for dtype in dtypes:
@@ -159,9 +159,9 @@ def measure_backends(
 
 
 def _agreeing(name: str, requirement: AttentionSpec, device: torch.device) -> Backend | str:
-    """The backend if it can do it and agrees with the reference, else why not."""
+    """Return the backend if it is supported and agrees with the reference, else why not."""
     found = find_backend(name, requirement)
-    # On CUDA this has been checked just now.
+    # On CUDA `find_backend` has compared it already.
     if isinstance(found, str) or name == "reference" or device.type == "cuda":
         return found
     return find_mismatch(found, requirement, device) or found
@@ -170,7 +170,7 @@ def _agreeing(name: str, requirement: AttentionSpec, device: torch.device) -> Ba
 def _measure(
     watch: BenchTimer, backends: Sequence[Backend], loads: Sequence[Workload], most_seconds: float
 ) -> Iterator[Point]:
-    """Every backend at every size, from little work to much."""
+    """Yield the points of all backends, from the smallest to the largest size."""
     rates: dict[str, float] = {}
     for load in sorted(loads, key=lambda load: load.forward_flops):
         for backend in backends:
@@ -183,19 +183,21 @@ def _measure(
 def _point(
     watch: BenchTimer, backend: Backend, load: Workload, rate: float | None, most_seconds: float
 ) -> Point:
-    """One measurement, or why there is none."""
+    """Measure one point, or note why it is left out."""
 
     def without(reason: str) -> Point:
         return Point(backend.name, load.chunk_tokens, load.prefix_tokens, reason=reason)
 
     if rate is not None and load.backward_flops / rate > most_seconds:
         return without(f"would take about {format_seconds(load.backward_flops / rate)}")
-    room_bytes = _room_bytes(watch.device)
-    if load.num_bytes > room_bytes:
-        return without(f"{format_bytes(load.num_bytes)} do not fit into {format_bytes(room_bytes)}")
+    available_bytes = _available_bytes(watch.device)
+    if load.num_bytes > available_bytes:
+        return without(
+            f"{format_bytes(load.num_bytes)} do not fit into {format_bytes(available_bytes)}"
+        )
     try:
         seconds = [watch.seconds(work) for work in _works(load, backend, watch.device)]
-    # Kernels fail with whatever exception they like; the others go on.
+    # Kernels raise all kinds of exceptions; the others are still measured.
     except Exception as error:
         logger.debug("backend %s failed on %s", backend.name, load, exc_info=True)
         first_line = (str(error).strip().splitlines() or [""])[0]
@@ -216,12 +218,12 @@ def _point(
 def _works(
     load: Workload, backend: Backend, device: torch.device
 ) -> tuple[Callable[[], object], Callable[[], object]]:
-    # In a function of its own, so that one size's tensors are gone before the next one's come.
+    # A function of its own, so that tensors of one size are freed before those of the next.
     return load.make(device).work(backend)
 
 
-def _room_bytes(device: torch.device) -> int:
-    """Bytes that a measurement may take: half of what there is, for kernels need some too."""
+def _available_bytes(device: torch.device) -> int:
+    """Return the bytes that a measurement may use: half of the free memory."""
     if device.type != "cuda":
         return host_memory_bytes() // 2
     free_bytes, _ = torch.cuda.mem_get_info(device)
@@ -230,7 +232,7 @@ def _room_bytes(device: torch.device) -> int:
 
 
 def backends_table(group: Group) -> Lines:
-    """TFLOPS of forward and backward at every size, the fastest of both together in bold."""
+    """Return a table of TFLOPS of forward and backward; the fastest in sum is bold."""
     names = list(dict.fromkeys(point.backend for point in group.points))
     table = Table(title=f"{group}: TFLOPS forward / backward", title_justify="left")
     table.add_column("chunk", justify="right")
@@ -253,7 +255,7 @@ def backends_table(group: Group) -> Lines:
 
 
 def by_size(group: Group) -> dict[tuple[int, int], dict[str, Point]]:
-    """Points by backend, by (chunk, prefix) in tokens."""
+    """Return the points by (chunk, prefix) in tokens, and by backend."""
     sizes: dict[tuple[int, int], dict[str, Point]] = {}
     for point in group.points:
         row = sizes.setdefault((point.chunk_tokens, point.prefix_tokens), {})
@@ -262,7 +264,7 @@ def by_size(group: Group) -> dict[tuple[int, int], dict[str, Point]]:
 
 
 def best_of(row: dict[str, Point]) -> Point | None:
-    """The fastest point, forward and backward together; None where none was measured."""
+    """Return the fastest point in forward plus backward, or None if none was measured."""
     measured = [point for point in row.values() if point.flops_per_second is not None]
     return max(measured, key=lambda point: point.flops_per_second or 0.0, default=None)
 

@@ -1,4 +1,4 @@
-"""A Timeline as a trace that chrome://tracing and ui.perfetto.dev open.
+"""Timelines as traces for chrome://tracing and ui.perfetto.dev.
 
 The format is JSON: complete, counter and metadata events, times in microseconds.
 """
@@ -14,7 +14,7 @@ from typing import Any
 from sppo_hf.schedule.actions import KIND_NAMES
 from sppo_hf.schedule.timeline import Timeline
 
-_OF_RANK = re.compile(r"(\d+)\.(.+)", re.ASCII)
+_RANK_PREFIX = re.compile(r"(\d+)\.(.+)", re.ASCII)
 
 
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:
@@ -70,18 +70,18 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
 
 
 def compared_trace(timelines: Mapping[str, Timeline]) -> dict[str, Any]:
-    """Returns one trace of several timelines of the same ranks, to be seen one above the other.
+    """Returns one trace of several timelines of the same ranks, shown above each other.
 
     Args:
-        timelines: by what they are, such as "measured"; their ranks are named after it as well.
+        timelines: timelines by name, such as "measured"; the name is added to the ranks' titles.
     """
     events: list[dict[str, Any]] = []
-    for turn, (name, timeline) in enumerate(timelines.items()):
+    for offset, (name, timeline) in enumerate(timelines.items()):
         for event in chrome_trace(timeline)["traceEvents"]:
             rank = event["pid"]
             if event["name"] == "process_name":
                 event["args"] = {"name": f"rank {rank}, {name}"}
-            events.append({**event, "pid": rank * len(timelines) + turn})
+            events.append({**event, "pid": rank * len(timelines) + offset})
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
@@ -97,5 +97,5 @@ def write_trace(timeline: Timeline | Mapping[str, Timeline], path: str | Path) -
 
 
 def _rank_and_name(resource: str) -> tuple[int, str]:
-    match = _OF_RANK.fullmatch(resource)
+    match = _RANK_PREFIX.fullmatch(resource)
     return (0, resource) if match is None else (int(match[1]), match[2])

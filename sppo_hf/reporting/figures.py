@@ -69,34 +69,34 @@ KIND_COLOURS: dict[Kind, str] = {
     "REDUCE_GRAD": RED,
 }
 DARK_KINDS: frozenset[Kind] = frozenset({"B", "I", "H", "L", "R", "O", "P", "SEND_B"})
-"""Kinds on whose colour white letters can be read better than black ones."""
+"""Kinds with dark colours, which get white letters."""
 
 FINEST = 1 / 2000
-"""Bars and gaps narrower than this part of the width are finer than the picture can show."""
+"""Fraction of the width below which bars and gaps are too narrow to be drawn."""
 
 
 def mixed(colour: str, white: float) -> str:
-    """Returns a colour ("#RRGGBB") made paler by a share of white."""
+    """Returns a colour ("#RRGGBB") mixed with a fraction of white."""
     parts = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
     return "#" + "".join(f"{round(part + (255 - part) * white):02X}" for part in parts)
 
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """The unit in which a timeline's seconds are easy to read."""
+    """The unit of time that suits the length of a timeline."""
 
     unit: str
-    """Its name, in the plural."""
+    """Name of the unit, in the plural."""
 
     per_second: float
-    """How many of it a second has."""
+    """Units per second."""
 
     end: float
-    """The timeline's end, in this unit; 1 where it takes no time, so that an axis has a length."""
+    """End of the timeline in this unit; 1 if it takes no time, so that an axis has a length."""
 
     @classmethod
     def of(cls, timeline: Timeline) -> Clock:
-        """Chooses seconds, milliseconds or microseconds: the first of which there is one."""
+        """Chooses the largest of seconds, milliseconds and microseconds that is not too large."""
         units = (("seconds", 1.0), ("milliseconds", 1e3), ("microseconds", 1e6))
         unit, per_second = next(
             (choice for choice in units if timeline.end_seconds * choice[1] >= 1.0), units[0]
@@ -104,47 +104,47 @@ class Clock:
         return cls(unit, per_second, timeline.end_seconds * per_second or 1.0)
 
     def place(self, start_seconds: float, end_seconds: float) -> tuple[float, float]:
-        """Returns where a bar begins and how long it is, in this unit."""
+        """Returns the start and the length of a bar in this unit."""
         return start_seconds * self.per_second, (end_seconds - start_seconds) * self.per_second
 
     def say(self, seconds: float) -> str:
-        """Writes a time with at least three digits and the unit."""
+        """Writes a time with three digits and the unit."""
         amount = seconds * self.per_second
         return f"{amount:,.0f} {self.unit}" if amount >= 100 else f"{amount:.3g} {self.unit}"
 
 
 def byte_unit(num_bytes: int) -> tuple[str, int]:
-    """Returns the largest binary unit of which there is one, and its bytes."""
+    """Returns the largest binary unit that is not above `num_bytes`, and its bytes."""
     units = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
     return next((choice for choice in units if num_bytes >= choice[1]), ("bytes", 1))
 
 
 class Bar(NamedTuple):
-    """Spans of one kind and one chunk that follow so closely that they look like one."""
+    """Consecutive spans of one kind and unit that are drawn as one bar."""
 
     kind: Kind
-    """What was done."""
+    """Kind of the actions."""
 
     unit: int
-    """For which unit."""
+    """Unit of the actions."""
 
     start_seconds: float
-    """Begin of the first."""
+    """Start of the first span."""
 
     end_seconds: float
-    """End of the last."""
+    """End of the last span."""
 
     busy_seconds: float
-    """Sum of the spans; the rest is gaps too fine to be seen."""
+    """Sum of the spans, without the gaps between them."""
 
     @property
     def length_seconds(self) -> float:
-        """From begin to end."""
+        """Seconds from start to end."""
         return self.end_seconds - self.start_seconds
 
     @property
     def colour(self) -> str:
-        """The kind's colour, alternating a little by unit, and paler the more gaps there are."""
+        """The kind's colour, alternating by unit, and paler with more gaps."""
         work = self.busy_seconds / self.length_seconds if self.length_seconds > 0 else 1.0
         return mixed(KIND_COLOURS[self.kind], 1.0 - (1.0 - 0.3 * (self.unit % 2)) * max(work, 0.25))
 
@@ -177,10 +177,9 @@ def longest_bars(bars: Iterable[Bar], at_least_seconds: float) -> list[Bar]:
 
 
 def thin_out(curve: Sequence[tuple[float, float]], end_seconds: float) -> list[float]:
-    """Picks the instants of a curve that the picture can show apart.
+    """Returns the times of a curve that are needed to draw it at the picture's resolution.
 
-    Of each column of the picture they are the highest, which may not be lost, and the last, which
-    lasts.
+    Keeps the highest and the last point of each column of the picture.
     """
     kept: set[int] = set()
     column_seconds = end_seconds * FINEST or 1.0
@@ -416,7 +415,7 @@ def _draw_held(axes: Axes, schedule: Schedule, timeline: Timeline, clock: Clock)
 
 
 def write_title(axes: Axes, title: str, lines: Sequence[Sequence[str]]) -> None:
-    """Fills `axes` with the picture's title and, below it, lines of what is to be known."""
+    """Fills `axes` with the picture's title and lines of facts below it."""
     axes.set_axis_off()
     # A dollar sign in a name begins no formula.
     axes.text(0.0, 0.75, title, fontsize=15, fontweight="bold", parse_math=False)
@@ -427,7 +426,7 @@ def write_title(axes: Axes, title: str, lines: Sequence[Sequence[str]]) -> None:
 
 
 def share_time_axis(panels: Sequence[Axes], clock: Clock) -> None:
-    """Puts panels above each other on one time axis, which is written out once, below the last."""
+    """Gives all panels the same time axis, with labels below the last one only."""
     for axes in panels:
         axes.set_xlim(0.0, clock.end)
         axes.tick_params(axis="x", labelbottom=axes is panels[-1])
@@ -484,7 +483,7 @@ def draw_comparison(
     head, axes = figure.subplots(2, 1, height_ratios=[0.9, rows_inches])
     longer = max(measured, simulated, key=lambda timeline: timeline.end_seconds)
     clock = Clock.of(longer)
-    write_title(head, title, _said(measured, simulated, difference, clock))
+    write_title(head, title, _comparison_lines(measured, simulated, difference, clock))
     kinds: set[Kind] = set()
     ticks: dict[float, str] = {}
     for rank in range(schedule.num_ranks):
@@ -525,7 +524,7 @@ def draw_comparison(
     figure.savefig(path, dpi=150)
 
 
-def _said(
+def _comparison_lines(
     measured: Timeline, simulated: Timeline, difference: Difference, clock: Clock
 ) -> list[list[str]]:
     parts = (
@@ -541,9 +540,9 @@ def _said(
     return [named, [f"the difference in {clock.unit}: {signs[0]}", *signs[1:]]]
 
 
-_MOST_NUMBERS = 45
+_MAX_NUMBERS = 45
 _NARROWEST_NUMBERED = 1 / 60
-_MOST_BUDGET = 3.0
+_MAX_BUDGET_RATIO = 3.0
 
 
 def draw_plan(
@@ -640,7 +639,7 @@ def _number_chunks(axes: Axes, plan: Plan) -> None:
     last_tokens = float("-inf")
     for chunk, (start, end) in enumerate(plan.bounds):
         middle_tokens = (start + end) / 2
-        if middle_tokens - last_tokens >= plan.total_tokens / _MOST_NUMBERS:
+        if middle_tokens - last_tokens >= plan.total_tokens / _MAX_NUMBERS:
             places[chunk] = last_tokens = middle_tokens
     top = axes.secondary_xaxis("top")
     top.set_xticks(list(places.values()), [str(chunk) for chunk in places], fontsize=8)
@@ -673,7 +672,7 @@ def _draw_memory(
         over = peak.num_bytes > budget_bytes
         words += f"{', over the budget' if over else ''} of {format_bytes(budget_bytes)}"
         # A budget far above would press what is held flat against the ground.
-        if budget_bytes <= _MOST_BUDGET * peak.num_bytes:
+        if budget_bytes <= _MAX_BUDGET_RATIO * peak.num_bytes:
             highest_bytes = max(highest_bytes, budget_bytes)
             budget = budget_bytes / unit_bytes
             axes.axhline(budget, color="black", linestyle="--", linewidth=1.4, label="budget")
@@ -749,26 +748,26 @@ def _resource_handles(kinds: set[Kind], *, waited: bool) -> list[Artist]:
 
 
 def mode_colour(mode: ActivationMode) -> str:
-    """Returns the tier's colour, paler the less of the frame is saved."""
+    """Returns the tier's colour, paler the fewer activations are saved."""
     paler = 0.15 * (mode.saved == "hidden")  # than what its bytes are counted with
     return mixed(TIERS[mode.tier].colour, CAUSE_OF_SAVED[mode.saved].paleness + paler)
 
 
 class Layer(NamedTuple):
-    """One cause's part of a stack of bytes over time."""
+    """Bytes of one cause over time, as one layer of a stacked chart."""
 
     name: str
-    """The cause, as a person reads it."""
+    """Label of the cause."""
 
     colour: str
-    """What it is filled with."""
+    """Fill colour."""
 
     held_bytes: list[int]
-    """Its bytes at each instant asked for."""
+    """Bytes at each of the requested times."""
 
 
 def stack_causes(timeline: Timeline, tier: str, instants: Sequence[float]) -> list[Layer]:
-    """Reads off each cause's bytes at each instant, lowest layer first."""
+    """Returns each cause's bytes at the given times, lowest layer first."""
     curves = timeline.curves_by_cause(tier)
     # Several ranks' tiers are "0.device", "1.device" and so on.
     tier_colour = TIERS[tier.rpartition(".")[2]].colour

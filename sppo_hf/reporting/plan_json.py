@@ -1,6 +1,6 @@
-"""Answers and plans in plain JSON types: what `sppo estimate` and `sppo plan` print with `--json`.
+"""JSON output of `sppo estimate --json` and `sppo plan --json`.
 
-Seconds, bytes and tokens are numbers without units; keys say which.
+Seconds, bytes and tokens are plain numbers; keys name the unit.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from sppo_hf.planning.tiers import TIERS
 def answer_to_dict(answer: PlanResult) -> dict[str, Any]:
     """Returns an answer in plain JSON types.
 
-    Where nothing fits, `chunks` is empty, what a plan would say is None, and `peak_by_cause` and
-    `moments` are those of the plan that comes closest.
+    If no plan fits, `chunks` is empty, values of a plan are None, and `peak_by_cause` and `moments`
+    are those of the plan that comes closest.
     """
     plan = answer.plan
     predicted = None if plan is None else plan.prediction
@@ -58,7 +58,7 @@ def answer_to_dict(answer: PlanResult) -> dict[str, Any]:
 
 
 def weight_placement(plan: Plan) -> tuple[str, str]:
-    """Returns where layers' weights and the optimizer rest: "device" or "host"."""
+    """Returns where layers' weights and the optimizer are kept: "device" or "host"."""
     resting = plan.shape.host_resident
     weights = resting is not None and not resting.stays
     optimizer = resting is not None and resting.gradient_bytes > 0
@@ -66,12 +66,12 @@ def weight_placement(plan: Plan) -> tuple[str, str]:
 
 
 def actions_to_list(plan: Plan | None) -> list[list[str]]:
-    """Returns what the only rank does, in order, as `sppo_hf.schedule.actions` writes it."""
+    """Returns the actions of the only rank, in order, in their text form."""
     return [] if plan is None else [[str(action) for action in plan.program().actions]]
 
 
 def policies_to_list(results: Sequence[PolicyResult]) -> list[dict[str, Any]]:
-    """Returns a comparison of policies in plain JSON types, in the same order."""
+    """Returns a comparison of policies, in the given order."""
     return [
         {
             "policy": result.policy,
@@ -119,7 +119,7 @@ def chunks_to_list(plan: Plan) -> list[dict[str, Any]]:
 
 
 def offload_ratio(plan: Plan, chunk: int) -> float:
-    """Returns the share of a chunk's saved bytes that leaves the device, 0 to 1."""
+    """Returns the fraction of a chunk's saved bytes that is offloaded, 0 to 1."""
     assert plan.cost is not None, "a plan made with a profile has costs"
     start, end = plan.bounds[chunk]
     saved = leaving = 0

@@ -30,16 +30,16 @@ from sppo_hf.rules import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class ChunkGroup:
-    """Chunks `first` to `last`, both included, and how many of their layers have each mode."""
+    """Neighbouring chunks, and how many of their layers have each activation mode."""
 
     first: int
     """Index of the first chunk."""
 
     last: int
-    """Index of the last chunk."""
+    """Index of the last chunk, inclusive."""
 
     layers: dict[ActivationMode, tuple[int, int]]
-    """Fewest and most layers per chunk, of modes that occur, in the order of `all_modes`."""
+    """Minimum and maximum layers per chunk by mode, in the order of `all_modes`."""
 
     @property
     def title(self) -> str:
@@ -50,21 +50,21 @@ class ChunkGroup:
 
     @property
     def numbers(self) -> str:
-        """The same without the word: "3", "1-5"."""
+        """The chunks without a noun: "3", "1-5"."""
         return span(self.first + 1, self.last + 1)
 
     @property
     def text(self) -> str:
-        """What becomes of the layers: "20 kept, 12 full recompute to host"."""
+        """The modes of the layers: "20 kept, 12 full recompute to host"."""
         parts = (f"{span(*counts)} {words(mode)}" for mode, counts in self.layers.items())
         return ", ".join(parts)
 
 
 def group_chunks(decisions: Decisions, *, most: int) -> list[ChunkGroup]:
-    """Groups neighbours that are treated alike, into `most` groups if it can be.
+    """Groups neighbouring chunks that are treated alike, into at most `most` groups.
 
-    Equal ones; if that leaves more than `most`, those with the same modes in other numbers; if that
-    still does, as many chunks to a group as it takes.
+    Groups chunks with equal modes; if that makes too many groups, chunks with the same modes in
+    different numbers; if that does too, fixed numbers of chunks.
     """
     chunks = decisions.num_chunks
     counts = [Counter(row) for row in decisions.layer_modes]
@@ -83,7 +83,7 @@ def group_chunks(decisions: Decisions, *, most: int) -> list[ChunkGroup]:
 
 
 def words(mode: ActivationMode) -> str:
-    """Says what becomes of a layer's activations: "kept", "to host", "full recompute to host"."""
+    """Describes an activation mode: "kept", "to host", "full recompute to host"."""
     recomputed = {
         "whole": "",
         "matmuls": "selective recompute",
@@ -108,20 +108,20 @@ def _group(chunks: Sequence[int], counts: Sequence[Counter[ActivationMode]]) -> 
     return ChunkGroup(chunks[0], chunks[-1], layers)
 
 
-_MOST_LENGTHS_SHOWN = 6
-_MOST_GROUPS_SHOWN = 6
-_MOST_CHUNKS_COMPARED = 12
+_MAX_LENGTHS_SHOWN = 6
+_MAX_GROUPS_SHOWN = 6
+_MAX_CHUNKS_COMPARED = 12
 
 
 ORDERS: dict[Order, str] = {
     "by_layer": "layer by layer, chunks inside",
     "by_chunk": "chunk by chunk, layers inside",
 }
-"""Orders of work in words."""
+"""Descriptions of the orders of work."""
 
 
 def kv_modes_text(plan: Decisions) -> str:
-    """Says what becomes of keys and values by layer: "20 kept, 12 recomputed"."""
+    """Describes the K/V modes of all layers: "20 kept, 12 recomputed"."""
     counts = Counter(map(plan.kv_mode, range(plan.num_layers)))
     texts = {"device": "kept", **{tier: f"to {tier}" for tier in offload_tiers()}}
     texts["recompute"] = "recomputed"
@@ -134,7 +134,7 @@ def format_tokens(tokens: int) -> str:
 
 
 def format_lengths(lengths: tuple[int, ...]) -> str:
-    """Writes chunk lengths so that many are as short to read as few.
+    """Describes chunk lengths briefly, however many there are.
 
     "1 chunk of 700", "3 chunks: 512 512 176", "32 chunks of 4,096", "33 chunks of 4,096, last 10",
     "64 chunks, 16,384 falling to 4,096".
@@ -144,7 +144,7 @@ def format_lengths(lengths: tuple[int, ...]) -> str:
     head = f"{len(lengths)} chunks"
     if len(set(lengths)) == 1:
         return f"{head} of {lengths[0]:,}"
-    if len(lengths) <= _MOST_LENGTHS_SHOWN:
+    if len(lengths) <= _MAX_LENGTHS_SHOWN:
         return f"{head}: " + " ".join(f"{n:,}" for n in lengths)
     if len(set(lengths[:-1])) == 1:
         return f"{head} of {lengths[0]:,}, last {lengths[-1]:,}"
@@ -171,7 +171,7 @@ def format_speed(tokens_per_second: float, mfu: float | None) -> str:
 
 
 def plan_table(plan: Plan, model_name: str) -> Group:
-    """Lays out a plan: what runs, how, why, and where the bytes will be at each tier's peak."""
+    """Returns the table of a plan: what runs, how, why, and the bytes at each tier's peak."""
     table = start_table(f"SPPO plan: {model_name}")
     add_plan_rows(table, plan)
     table.add_section()
@@ -180,7 +180,7 @@ def plan_table(plan: Plan, model_name: str) -> Group:
 
 
 def start_table(title: str) -> Table:
-    """Returns an empty table of three columns: what, its value, and why."""
+    """Returns an empty table with the columns what, value and why."""
     table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", show_header=False)
     table.add_column("what", style="bold", no_wrap=True)
     table.add_column("value", justify="left", overflow="fold")
@@ -189,9 +189,9 @@ def start_table(title: str) -> Table:
 
 
 def add_plan_rows(table: Table, plan: Plan, *, layers: bool = True) -> None:
-    """Adds what is done and how long it is predicted to take.
+    """Adds the plan's decisions and its predicted time.
 
-    `layers`: whether to say of groups of chunks what becomes of their layers.
+    `layers`: whether to add the layers' modes by groups of chunks.
     """
     rows = "" if plan.batch_rows == 1 else f"{plan.batch_rows} rows x "
     purpose = "training" if plan.training else "evaluation"
@@ -231,7 +231,7 @@ def add_plan_rows(table: Table, plan: Plan, *, layers: bool = True) -> None:
 
 
 def _add_places(table: Table, plan: Plan) -> None:
-    """Says what of the model rests on the host."""
+    """Adds what of the model is kept on the host."""
     resting = plan.shape.host_resident
     if resting is None:
         return
@@ -246,7 +246,7 @@ def _add_places(table: Table, plan: Plan) -> None:
 
 
 def _add_pipeline(table: Table, plan: Plan, step: PipelineStep) -> None:
-    """Adds the schedule, and the step of all stages together."""
+    """Adds the schedule, and the step time of all stages together."""
     ranks = f"{step.schedule} over {step.ranks} ranks"
     if step.replicas > 1:
         ranks += f", {step.replicas} times"
@@ -260,7 +260,7 @@ def _add_pipeline(table: Table, plan: Plan, step: PipelineStep) -> None:
 
 
 def speeds_source(plan: Plan) -> str:
-    """Says where the plan's speeds come from: "" where there are none."""
+    """Returns whether the plan's speeds are estimated or measured; "" if there are none."""
     profile = plan.device.profile
     if profile is None:
         return ""
@@ -268,15 +268,15 @@ def speeds_source(plan: Plan) -> str:
 
 
 def warning_lines(plan: Plan) -> list[Text]:
-    """Returns the plan's warnings, to stand below a table."""
+    """Returns the plan's warnings, to print below a table."""
     return [Text(f"Warning: {warning}.", style="yellow") for warning in plan.warnings]
 
 
 def _add_adapters(table: Table, plan: Plan) -> None:
-    """Says so where adapters are wider than the model, as PEFT makes them unless told otherwise.
+    """Adds a hint if adapters are wider than the model, which is PEFT's default.
 
-    Each of their products then casts the layer's activations up and back, and keeps the copies. On
-    a CPU 16 bits are no faster.
+    Each of their matmuls then casts the layer's activations up and back, and keeps the copies. On a
+    CPU 16 bits are not faster.
     """
     shape = None if plan.cost is None else plan.cost.shape
     if plan.device.kind == "cpu" or shape is None or shape.lora is None:
@@ -298,7 +298,7 @@ def _add_modes(table: Table, plan: Plan, *, layers: bool) -> None:
         _add_attention_again(table, plan)
     table.add_row("offload", offload, plan.offload_reason)
     if layers and len(modes) > 1:
-        for index, group in enumerate(group_chunks(plan, most=_MOST_GROUPS_SHOWN)):
+        for index, group in enumerate(group_chunks(plan, most=_MAX_GROUPS_SHOWN)):
             table.add_row("layers per chunk" if index == 0 else "", group.text, group.title)
     ahead = plan.max_pending_d2h_bytes, plan.max_prefetch_bytes
     if any(mode.offload for mode in modes) and None not in ahead:
@@ -308,7 +308,7 @@ def _add_modes(table: Table, plan: Plan, *, layers: bool) -> None:
 
 
 def _add_attention_again(table: Table, plan: Plan) -> None:
-    """Says of which layers and chunks attention runs again, and what that takes."""
+    """Adds for which layers and chunks attention is recomputed, and the time it takes."""
     assert plan.prediction is not None, "attention runs again in plans that are predicted"
     program = plan.program()
     seconds = program.attention_rerun_seconds
@@ -319,14 +319,14 @@ def _add_attention_again(table: Table, plan: Plan) -> None:
 
 
 def attention_recompute_text(plan: Plan) -> str:
-    """Says where attention runs again: "chunks 1-4 of layers 1-20; chunks 1-8 of layers 21-32"."""
+    """Says where attention is recomputed: "chunks 1-4 of layers 1-20; chunks 1-8 of layers 21"."""
     again = plan.program().reruns_attention
     layers: dict[tuple[int, ...], list[int]] = {}
     for layer in range(plan.num_layers):
         chunks = tuple(again[:, layer].nonzero()[0].tolist())
         if chunks:
             layers.setdefault(chunks, []).append(layer)
-    if len(layers) > _MOST_GROUPS_SHOWN:
+    if len(layers) > _MAX_GROUPS_SHOWN:
         return f"{again.sum():,} of {again.size:,} chunks of layers"
     parts = (
         f"{_spans('chunk', chunks)} of {_spans('layer', of_layers)}"
@@ -336,7 +336,7 @@ def attention_recompute_text(plan: Plan) -> str:
 
 
 def _spans(noun: str, numbers: Sequence[int]) -> str:
-    """Writes indices, counted from one: "chunks 1-4, 7", "layer 2"."""
+    """Writes indices as ranges, counted from one: "chunks 1-4, 7", "layer 2"."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and runs[-1][1] == number - 1:
@@ -377,7 +377,7 @@ def add_byte_rows(table: Table, predicted: MemoryEstimate, budgets: Budgets) -> 
 
 
 def comparison_table(before: Plan, after: Plan, measured: MeasuredStep) -> Group:
-    """Lays a measured step beside its plan, and says what is done about the difference."""
+    """Returns a table of a measured step beside its plan, and what changes in the plan."""
     planned = before.prediction
     assert planned is not None, "a plan is corrected where it predicted something"
     title = "SPPO: measured beside planned"
@@ -414,16 +414,16 @@ def comparison_table(before: Plan, after: Plan, measured: MeasuredStep) -> Group
         took = measured.forward_seconds[chunk] + measured.backward_seconds[chunk]
         name = f"chunk {chunk + 1}, both ways"
         table.add_row(name, format_seconds(said), format_seconds(took))
-    return Group(table, Text(_conclusion(before, after)))
+    return Group(table, Text(_plan_changes(before, after)))
 
 
 def _chunks_shown(num_chunks: int) -> list[int]:
-    """All chunks, or of many so many, evenly spaced, the first and the last among them."""
-    most = min(num_chunks, _MOST_CHUNKS_COMPARED)
+    """Returns all chunks, or a limited number, evenly spaced from the first to the last."""
+    most = min(num_chunks, _MAX_CHUNKS_COMPARED)
     return sorted({round(i * (num_chunks - 1) / max(1, most - 1)) for i in range(most)})
 
 
-def _conclusion(before: Plan, after: Plan) -> str:
+def _plan_changes(before: Plan, after: Plan) -> str:
     same = ("order", "layer_modes", "kv_tier", "kv_modes")
     if all(getattr(after, name) == getattr(before, name) for name in same):
         return "The same plan is still the fastest that fits; only its prediction is corrected."
@@ -444,21 +444,21 @@ MFU_NOTE = (
     "MFU = model FLOPs / (seconds x the device's dense bf16 peak): every multiply-add as two, the "
     "causal half of attention once, recomputation not counted."
 )
-"""What MFU means here."""
+"""Definition of MFU, printed below tables."""
 
-_MOST_ROWS = 16
+_MAX_ROWS = 16
 
 
 def estimate_table(answer: PlanResult, model_name: str, also: Sequence[str] = ()) -> Group:
-    """Lays out the verdict, what is done and how fast it is, and bytes by tier and cause.
+    """Returns the table of `sppo estimate`: does it fit, the plan, and bytes by tier and cause.
 
-    `also` says what else would make it fit, where it does not.
+    `also`: further remedies to list if it does not fit.
     """
     table = start_table(f"SPPO estimate: {model_name}")
     _add_verdict(table, answer, also)
     table.add_section()
     if answer.plan is None:
-        _add_question(table, answer)
+        _add_request(table, answer)
     else:
         add_plan_rows(table, answer.plan)
     table.add_section()
@@ -467,12 +467,12 @@ def estimate_table(answer: PlanResult, model_name: str, also: Sequence[str] = ()
 
 
 def plan_tables(answer: PlanResult, results: Sequence[PolicyResult], model_name: str) -> Group:
-    """Lays out a plan: the verdict and the plan, chunk by chunk, and policies side by side."""
+    """Returns the tables of `sppo plan`: the plan, its chunks, and policies side by side."""
     table = start_table(f"SPPO plan: {model_name}")
     _add_verdict(table, answer)
     table.add_section()
     if answer.plan is None:
-        _add_question(table, answer)
+        _add_request(table, answer)
         table.add_section()
         add_byte_rows(table, answer.estimate, answer.budgets)
         return Group(table, policy_table(results, answer.budgets), *_notes(answer))
@@ -487,7 +487,7 @@ def plan_tables(answer: PlanResult, results: Sequence[PolicyResult], model_name:
 
 
 def chunk_table(plan: Plan) -> Table:
-    """Lays out what becomes of each chunk's layers and what that takes.
+    """Returns a table of the modes and seconds of each chunk.
 
     Equal neighbours share a row. Seconds are sums over the chunks of a row, forward and backward.
     """
@@ -499,7 +499,7 @@ def chunk_table(plan: Plan) -> Table:
     table.add_column("layers", ratio=1, overflow="fold")
     for header in ("offloaded", "compute", "to host", "to device", *behind):
         table.add_column(header, justify="right", no_wrap=True)
-    for group in group_chunks(plan, most=_MOST_ROWS):
+    for group in group_chunks(plan, most=_MAX_ROWS):
         lengths = plan.chunk_lengths[group.first : group.last + 1]
         tokens = span(min(lengths), max(lengths))
         table.add_row(group.numbers, tokens, group.text, *_resources(plan, group, behind))
@@ -507,7 +507,7 @@ def chunk_table(plan: Plan) -> Table:
 
 
 def policy_table(results: Sequence[PolicyResult], budgets: Budgets) -> Table:
-    """Lays policies side by side, in the order in which they are given."""
+    """Returns a table that compares policies, in the given order."""
     table = _numbers_table("Policies, in the same chunks and with K/V on the same tier")
     tiers: list[Tier] = [t for t in TIERS if any(r.estimate.peak(t).tier(t).total for r in results)]
     for header in ("policy", "recompute"):
@@ -523,7 +523,7 @@ def policy_table(results: Sequence[PolicyResult], budgets: Budgets) -> Table:
             "-" if seconds is None else format_seconds(seconds),
             "-" if speed is None else format_speed(speed, None).removesuffix(" tokens/s"),
             *(format_bytes(result.estimate.peak(tier).tier(tier).total) for tier in tiers),
-            Text("yes", style="green") if limit is None else f"no: {_lacking(limit)}",
+            Text("yes", style="green") if limit is None else f"no: {_missing_text(limit)}",
         )
     said = [
         f"{tier} {'unlimited' if budget is None else format_bytes(budget)}"
@@ -540,7 +540,7 @@ def _add_verdict(table: Table, answer: PlanResult, also: Sequence[str] = ()) -> 
         table.add_row("fits", Text("yes", style="green"), "")
     else:
         lacking = over_budget(answer.estimate, answer.budgets)
-        why = " and ".join(f"{_lacking(one)} at the {one.moment}" for one in lacking)
+        why = " and ".join(f"{_missing_text(one)} at the {one.moment}" for one in lacking)
         table.add_row("fits", Text("no", style="red"), f"{why}, in the plan that comes closest")
     if answer.max_seq_len:
         what = "rows that fit these budgets and settings"
@@ -552,7 +552,7 @@ def _add_verdict(table: Table, answer: PlanResult, also: Sequence[str] = ()) -> 
 
 
 def _add_remedies(table: Table, answer: PlanResult, also: Sequence[str]) -> None:
-    """Adds what would make it fit, each by itself."""
+    """Adds remedies, each of which alone makes it fit."""
     alone = [(one, "adapters in place of all weights") for one in also]
     for tier, size in answer.enough.items():
         alone.append((f"{format_bytes(size)} of {TIERS[tier].called}", TIERS[tier].option))
@@ -562,7 +562,7 @@ def _add_remedies(table: Table, answer: PlanResult, also: Sequence[str]) -> None
     table.add_row("" if alone else "would do", several, "--gpus 8 of `sppo plan` says which layout")
 
 
-def _add_question(table: Table, answer: PlanResult) -> None:
+def _add_request(table: Table, answer: PlanResult) -> None:
     question = answer.question
     rows = "" if question.batch_rows == 1 else f"{question.batch_rows} rows x "
     table.add_row("tokens", rows + format_tokens(question.total_tokens), "training")
@@ -574,7 +574,7 @@ def _notes(answer: PlanResult) -> list[Text]:
     return [*notes, Text(MFU_NOTE, style="dim")] if answer.plan is not None else notes
 
 
-def _lacking(limit: BudgetViolation) -> str:
+def _missing_text(limit: BudgetViolation) -> str:
     return f"{limit.tier} lacks {format_bytes(limit.missing_bytes)}"
 
 

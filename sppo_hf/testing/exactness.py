@@ -407,20 +407,20 @@ def compare(
     converted = convert(_copy_of(model), config, observer=watcher)
     engine = get_engine(converted)
     assert engine is not None, "convert() left no engine behind"
-    ours = run_batch(converted, batch, accumulation=accumulation, hooks=True)
+    actual = run_batch(converted, batch, accumulation=accumulation, hooks=True)
 
-    theirs = reference or run_reference(model, batch, accumulation=accumulation)
+    expected = reference or run_reference(model, batch, accumulation=accumulation)
     return ExactnessReport(
         model_name=type(find_causal_lm(model)).__name__,
         dtype=dtype,
         reference_attention=reference_attention(model),
-        loss=ours.loss,
-        reference_loss=theirs.loss,
-        parameters=parameter_errors(ours, theirs),
+        loss=actual.loss,
+        reference_loss=expected.loss,
+        parameters=parameter_errors(actual, expected),
         num_chunks=watcher.num_chunks,
         attention_forwards=engine.counters.get("attention_forwards", 0),
         tolerance=TOLERANCE[dtype] if tolerance is None else tolerance,
-        hooks_differ=_hooks_differ(ours, theirs),
+        hooks_differ=_hooks_differ(actual, expected),
     )
 
 
@@ -449,19 +449,19 @@ def compare_drift(
     """
     low = _copy_of(model).to(dtype)
     single = _copy_of(low).to(torch.float32)
-    ours: list[Gradients] = []
+    actual: list[Gradients] = []
     unmodified: list[Gradients] = []
     exact: list[Gradients] = []
     for batch in batches:
-        ours.append(run_batch(convert(_copy_of(low), config), batch))
+        actual.append(run_batch(convert(_copy_of(low), config), batch))
         unmodified.append(run_reference(low, batch, hooks=False))
         exact.append(run_reference(single, batch, hooks=False))
     return DriftReport(
         model_name=type(find_causal_lm(model)).__name__,
         dtype=dtype,
-        drift=_drift(ours, exact),
+        drift=_drift(actual, exact),
         unmodified_drift=_drift(unmodified, exact),
-        loss=_mean_loss(ours),
+        loss=_mean_loss(actual),
         unmodified_loss=_mean_loss(unmodified),
         reference_loss=_mean_loss(exact),
     )
@@ -548,24 +548,24 @@ def _even_bounds(rows: int, parts: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(edges))
 
 
-def parameter_errors(ours: Gradients, theirs: Gradients) -> tuple[ParameterError, ...]:
+def parameter_errors(actual: Gradients, expected: Gradients) -> tuple[ParameterError, ...]:
     """Errors of all parameters, the worst first; see [Note: how an error is measured]."""
-    assert ours.by_name.keys() == theirs.by_name.keys(), "conversion changed parameter names"
-    largest = max((_scale(grad) for grad in theirs.by_name.values()), default=0.0)
+    assert actual.by_name.keys() == expected.by_name.keys(), "conversion changed parameter names"
+    largest = max((_scale(grad) for grad in expected.by_name.values()), default=0.0)
     floor = GRADIENT_FLOOR * largest
     errors = [
-        ParameterError(name, _error(ours.by_name[name], grad, floor), _scale(grad))
-        for name, grad in theirs.by_name.items()
+        ParameterError(name, _error(actual.by_name[name], grad, floor), _scale(grad))
+        for name, grad in expected.by_name.items()
     ]
     return tuple(sorted(errors, key=lambda item: item.error, reverse=True))
 
 
-def _hooks_differ(ours: Gradients, theirs: Gradients) -> tuple[str, ...]:
+def _hooks_differ(actual: Gradients, expected: Gradients) -> tuple[str, ...]:
     """Names of parameters with a gradient whose hooks ran another number of times."""
     return tuple(
         name
-        for name, grad in theirs.by_name.items()
-        if grad is not None and ours.hook_calls.get(name) != theirs.hook_calls.get(name)
+        for name, grad in expected.by_name.items()
+        if grad is not None and actual.hook_calls.get(name) != expected.hook_calls.get(name)
     )
 
 
@@ -576,29 +576,29 @@ def _scale(grad: Tensor | None) -> float:
     return torch.nan_to_num(grad.detach(), nan=0.0).abs().max().item()
 
 
-def _error(ours: Tensor | None, theirs: Tensor | None, floor: float) -> float:
+def _error(actual: Tensor | None, expected: Tensor | None, floor: float) -> float:
     """Error of one gradient; no gradient counts as a gradient of zeros."""
-    if ours is None and theirs is None:
+    if actual is None and expected is None:
         return 0.0
-    given = ours if ours is not None else theirs
+    given = actual if actual is not None else expected
     assert given is not None, "one of the two was just seen to be a tensor"
-    ours = torch.zeros_like(given) if ours is None else ours
-    theirs = torch.zeros_like(given) if theirs is None else theirs
-    if not torch.equal(ours.isnan(), theirs.isnan()):
+    actual = torch.zeros_like(given) if actual is None else actual
+    expected = torch.zeros_like(given) if expected is None else expected
+    if not torch.equal(actual.isnan(), expected.isnan()):
         return math.inf
-    difference = _scale(ours.double() - theirs.double())
-    scale = max(_scale(theirs), floor)
+    difference = _scale(actual.double() - expected.double())
+    scale = max(_scale(expected), floor)
     if difference == 0.0:
         return 0.0
     return difference / scale if scale > 0.0 else math.inf
 
 
-def _relative(ours: float, theirs: float) -> float:
-    if math.isnan(ours) and math.isnan(theirs):
+def _relative(actual: float, expected: float) -> float:
+    if math.isnan(actual) and math.isnan(expected):
         return 0.0
-    if math.isnan(ours) or math.isnan(theirs):
+    if math.isnan(actual) or math.isnan(expected):
         return math.inf
-    return abs(ours - theirs) / max(abs(theirs), 1e-300) if ours != theirs else 0.0
+    return abs(actual - expected) / max(abs(expected), 1e-300) if actual != expected else 0.0
 
 
 def _mean_loss(runs: Sequence[Gradients]) -> float:
@@ -612,9 +612,9 @@ def _drift(runs: Sequence[Gradients], exact: Sequence[Gradients]) -> float:
         for name, grad in reference.by_name.items():
             if grad is None:
                 continue
-            ours = run.by_name[name]
+            actual = run.by_name[name]
             # Gradients of host-resident weights are on the host.
-            ours = torch.zeros_like(grad) if ours is None else ours.to(grad.device)
-            squared_difference += (ours.double() - grad.double()).square().sum().item()
+            actual = torch.zeros_like(grad) if actual is None else actual.to(grad.device)
+            squared_difference += (actual.double() - grad.double()).square().sum().item()
             squared_norm += grad.double().square().sum().item()
     return math.sqrt(squared_difference / squared_norm) if squared_norm else 0.0

@@ -63,13 +63,17 @@ def test_left_padding_that_cannot_be_exact_is_refused():
     given = {"attention_mask": mask, "left_padding": True}
     labels = torch.zeros(2, 6, dtype=torch.long).masked_fill(~mask, -100)
     labels[1, 1] = 7
-    with pytest.raises(ConfigError, match=r"left padding in row 1: a label counts.*index 2.*-100"):
+    with pytest.raises(
+        ConfigError, match=r"left padding in row 1: there are labels.*index 2.*-100"
+    ):
         _read(**given, shift_labels_BT=labels)
     labels[1, 1] = -100
     assert _read(**given, shift_labels_BT=labels).rows is not None
     with pytest.raises(ConfigError, match="left padding in row 1: without labels"):
         _read(**given)
-    with pytest.raises(ConfigError, match="left padding in row 1: it is exact for the families"):
+    with pytest.raises(
+        ConfigError, match="left padding in row 1: it is exact only for the families"
+    ):
         _read(**{**given, "left_padding": False}, shift_labels_BT=labels)
 
 
@@ -117,7 +121,7 @@ def test_offsets_that_do_not_fit_are_refused(offsets):
 
 @pytest.mark.parametrize(("mask", "message"), [
     (~_right_padded(2, 0), "left padding in row 0"),
-    (torch.tensor([[1] * 6, [1, 1, 0, 1, 0, 0]]), "a hole in row 1"),
+    (torch.tensor([[1] * 6, [1, 1, 0, 1, 0, 0]]), "padding between real tokens in row 1"),
     (torch.ones(2, 5), r"shape \(2, 5\).*\(2, 6\)"),
     (torch.ones(2, 1, 6, 6), r"shape \(2, 1, 6, 6\)"),
 ])  # fmt: skip

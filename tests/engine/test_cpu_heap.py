@@ -1,4 +1,4 @@
-"""Kept tensors lie side by side; free heap goes back where a step would pass its plan."""
+"""Kept tensors share slabs; free heap is returned before a step would exceed its plan."""
 
 import gc
 import itertools
@@ -41,7 +41,7 @@ def test_more_tensors_than_layers_and_other_shapes_get_slabs_of_their_own():
     assert third.numel() == 4
 
 
-def test_the_slab_goes_with_its_last_part():
+def test_a_slab_is_freed_with_its_last_part():
     arena = CpuChunkArena(2)
     first, second = arena.keep("keys", torch.ones(8)), arena.keep("keys", torch.ones(8))
     slab = StorageWeakRef(first.untyped_storage())
@@ -55,7 +55,7 @@ def test_the_slab_goes_with_its_last_part():
 
 @pytest.mark.skipif(not hasattr(mmap, "MAP_ANONYMOUS"), reason="no anonymous mappings")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_large_slab_goes_back_to_the_system_at_once(dtype: torch.dtype) -> None:
+def test_a_large_slab_returns_to_the_system_at_once(dtype: torch.dtype) -> None:
     arena, parts = CpuChunkArena(2), 4
     source = torch.ones(2**22, dtype=dtype)
     kept = [arena.keep("inputs", source) for _ in range(parts)]
@@ -66,7 +66,7 @@ def test_a_large_slab_goes_back_to_the_system_at_once(dtype: torch.dtype) -> Non
     assert with_them - cpu_heap.resident_bytes() > 0.9 * parts * source.nbytes
 
 
-def test_a_slab_is_there_where_no_mapping_is_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slab_is_allocated_without_a_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **options: object) -> None:
         raise OSError("too many")
 
@@ -75,7 +75,7 @@ def test_a_slab_is_there_where_no_mapping_is_to_be_had(monkeypatch: pytest.Monke
     assert torch.equal(CpuChunkArena(2).keep("inputs", source), source)
 
 
-def test_of_one_chunk_what_a_layer_kept_goes_when_its_backward_has_run() -> None:
+def test_with_one_chunk_a_layers_kept_tensors_are_freed_after_its_backward() -> None:
     model: Any = build_tiny_model("llama", dtype=torch.float32)
     convert(model, SPPOConfig(num_chunks=1, order="by_layer", recompute="full"))
     slabs: list[StorageWeakRef] = []
@@ -101,14 +101,14 @@ def test_of_one_chunk_what_a_layer_kept_goes_when_its_backward_has_run() -> None
 
 @pytest.fixture
 def trims(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Gets an entry whenever free heap is given back."""
+    """A list that gets an entry whenever free heap is returned."""
     made: list[int] = []
     monkeypatch.setattr(cpu_heap, "_malloc_trim", made.append)
     monkeypatch.setattr(cpu_heap, "_min_resident_bytes", 0.0)
     return made
 
 
-def test_free_heap_goes_back_when_it_is_worth_it(
+def test_free_heap_is_returned_after_enough_growth(
     trims: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mib = 2.0**20
@@ -131,7 +131,7 @@ def test_free_heap_goes_back_when_it_is_worth_it(
 
 
 @pytest.mark.parametrize("unknown", [math.inf, math.nan])
-def test_where_nobody_says_what_is_resident_free_heap_goes_back_each_time(
+def test_without_resident_bytes_free_heap_is_returned_each_time(
     unknown: float, trims: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpu_heap, "resident_bytes", lambda: unknown)
@@ -140,7 +140,7 @@ def test_where_nobody_says_what_is_resident_free_heap_goes_back_each_time(
     assert len(trims) == 3
 
 
-def test_free_heap_stays_where_little_is_resident(trims: list[int]) -> None:
+def test_free_heap_is_kept_while_little_is_resident(trims: list[int]) -> None:
     before = cpu_heap.resident_bytes()
     held = torch.ones(1 << 24)
     assert cpu_heap.resident_bytes() - before > 0.9 * held.nbytes
@@ -154,10 +154,10 @@ def test_free_heap_stays_where_little_is_resident(trims: list[int]) -> None:
     assert more.nbytes == held.nbytes
 
 
-def test_free_heap_goes_before_as_much_again_would_be_too_much(
+def test_free_heap_is_returned_before_the_same_growth_exceeds_the_limit(
     trims: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # After three layers, given back to 12, after the fourth, given back to 5, after the fifth.
+    # After the third layer, returned down to 12 after the fourth, down to 5 after the fifth.
     resident = iter([10.0, 30.0, 45.0, 12.0, 12.0, 40.0, 5.0, 5.0, 20.0])
     monkeypatch.setattr(cpu_heap, "resident_bytes", lambda: next(resident))
     heap, counts = HeapWatch(55, workspace_bytes=1), list[int]()
@@ -167,10 +167,10 @@ def test_free_heap_goes_before_as_much_again_would_be_too_much(
     assert counts == [0, 0, 1, 2, 2]
 
 
-def test_a_step_may_hold_what_its_plan_says(
+def test_the_limit_of_a_step_is_its_planned_memory(
     trims: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At its peak 50 bytes that stay and 30 that pass; 16 bytes of gradients are there before."""
+    """At the peak 50 kept bytes and 30 of workspace; 16 bytes of gradients exist before."""
 
     def level(*during: int) -> Level:
         return Level(0, np.array(during), np.zeros(3, dtype=np.int64))
@@ -191,13 +191,13 @@ def test_a_step_may_hold_what_its_plan_says(
 
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("order", ["by_layer", "by_chunk"])
-def test_layers_give_back_free_heap_where_the_plan_has_no_room_for_it(
+def test_free_heap_is_returned_between_layers_if_the_plan_has_no_headroom(
     order: Literal["by_layer", "by_chunk"],
     rows: int,
     trims: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What a step's first rows keep is in its plan, and gives those after them no more room."""
+    """Memory kept by a step's first rows is in its plan, and leaves later rows no more headroom."""
     model, inputs = build_tiny_model("llama"), make_batch(rows=rows, tokens=24)
     monkeypatch.setattr(cpu_heap, "_MIN_GROWTH_BYTES", -math.inf)
     convert(model, SPPOConfig(chunk_tokens=8, order=order, micro_batch_size=1))

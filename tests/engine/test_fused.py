@@ -252,7 +252,7 @@ from sppo_hf.engine.loss import LigerTile
 torch.manual_seed(0)
 linear = torch.nn.Linear(32, 97, bias=False)
 tile = LigerTile(linear)
-assert tile.sums_wide and tile.counts_nothing()
+assert tile.sums_wide and tile.ignores_label_count()
 hidden, labels = torch.randn(20, 32), torch.randint(0, 97, (20,))
 labels[3:7] = -100
 loss, dhidden, (dweight,) = tile(hidden, labels, [linear.weight], -100)

@@ -9,8 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from sppo_hf.attention.kv_cache import LayerKV
 from sppo_hf.attention.streamed_kv import KVStream, StreamedKV
 from sppo_hf.config import SPPOConfig
-from sppo_hf.engine import kv_offload as stream_module
-from sppo_hf.engine import offload_holder as room_module
+from sppo_hf.engine import kv_offload, offload_holder
 from sppo_hf.engine.convert import convert, get_engine
 from sppo_hf.engine.cpu_heap import CpuChunkArena
 from sppo_hf.engine.kv_offload import EngineTransfer
@@ -51,7 +50,7 @@ def _assert_exact(model, batch, *, accumulation=1, **settings):
     return report
 
 
-# -- exact, whatever else happens ----------------------------------------------------------------
+# -- exact in every mode --------------------------------------------------------------------------
 
 FAMILIES = ["llama", "mistral", "gemma2", "gemma3_text", "gpt_oss", "deepseek_v3", "phi3"]
 FAMILIES += ["llama4_text", "gemma4_text-shared-kv", "gemma3n_text"]
@@ -85,7 +84,7 @@ def test_families_and_blocks(monkeypatch, family, block_tokens):
     ],
 )
 def test_modes_and_chunkings(recompute, offload, lengths):
-    """Layer by layer, as `offload_kv="full"` asks for."""
+    """In the order by layer, which `offload_kv="full"` requires."""
     model = build_tiny_model("gemma2")
     report = _assert_exact(
         model,
@@ -142,7 +141,7 @@ def test_bfloat16_is_no_farther_from_float32_than_the_unmodified_model(monkeypat
     assert report.exact, str(report)
 
 
-# -- everything comes back -----------------------------------------------------------------------
+# -- nothing is left offloaded --------------------------------------------------------------------
 
 
 def _trained(monkeypatch, *, block_tokens=6, **settings):
@@ -155,7 +154,7 @@ def _trained(monkeypatch, *, block_tokens=6, **settings):
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_a_step_leaves_nothing_away(monkeypatch, recompute):
+def test_a_step_leaves_nothing_offloaded(monkeypatch, recompute):
     model, offload = _trained(monkeypatch, recompute=recompute)
     batch = make_batch(rows=3, tokens=TOKENS, padding=(6, 9, 22))  # whole chunks of padding
     for _ in range(3):
@@ -165,7 +164,7 @@ def test_a_step_leaves_nothing_away(monkeypatch, recompute):
         offload.assert_drained()  # while the loss is still held
 
 
-def test_an_evaluation_streams_and_leaves_nothing_away(monkeypatch):
+def test_an_evaluation_streams_and_leaves_nothing_offloaded(monkeypatch):
     model, offload = _trained(monkeypatch)
     batch = make_batch(rows=2, tokens=TOKENS)
     with torch.no_grad():
@@ -176,7 +175,7 @@ def test_an_evaluation_streams_and_leaves_nothing_away(monkeypatch):
     torch.testing.assert_close(loss.float(), plain.float())
 
 
-def test_a_dropped_loss_gives_all_back(monkeypatch):
+def test_a_dropped_loss_frees_everything(monkeypatch):
     model, offload = _trained(monkeypatch)
     loss = model(**make_batch(tokens=TOKENS)).loss
     assert offload.stats().live_handles > 0
@@ -189,7 +188,7 @@ def test_a_dropped_loss_gives_all_back(monkeypatch):
     offload.assert_drained()
 
 
-def test_nothing_is_left_ahead_for_chunks_of_padding(monkeypatch):
+def test_no_kv_stay_prefetched_for_chunks_of_padding(monkeypatch):
     ahead = []
     end_forward = KVStream.end_forward
 
@@ -206,7 +205,9 @@ def test_nothing_is_left_ahead_for_chunks_of_padding(monkeypatch):
 
 
 @pytest.mark.parametrize(("recompute", "boundaries"), [("none", 1), ("full", 0)])
-def test_where_no_frame_closes_the_keys_bound_what_leaves(monkeypatch, recompute, boundaries):
+def test_pending_kv_copies_are_bounded_without_activation_offload(
+    monkeypatch, recompute, boundaries
+):
     settled = []
     monkeypatch.setattr(EngineTransfer, "settle", lambda self: settled.append(self))
     model, _ = _trained(monkeypatch, recompute=recompute)
@@ -218,8 +219,8 @@ def test_where_no_frame_closes_the_keys_bound_what_leaves(monkeypatch, recompute
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "qwen3", "olmo2", "starcoder2"])
-def test_kept_frames_do_not_hold_keys(monkeypatch, family):
-    """What autograd saves is before rotary and norms, never what attention was given."""
+def test_kept_activations_do_not_hold_kv(monkeypatch, family):
+    """Autograd saves tensors before rotary and norms, never the inputs of attention."""
     seen = []
     put = StreamedKV.put
 
@@ -237,8 +238,8 @@ def test_kept_frames_do_not_hold_keys(monkeypatch, family):
     loss.backward()
 
 
-def test_keys_do_not_go_through_the_arena(monkeypatch):
-    """They leave, so a place to stay beside those of other layers would only hold them back."""
+def test_streamed_kv_do_not_go_through_the_arena(monkeypatch):
+    """They are offloaded; in a slab with those of other layers their memory would not be freed."""
     kinds = []
     keep = CpuChunkArena.keep
     monkeypatch.setattr(
@@ -250,7 +251,7 @@ def test_keys_do_not_go_through_the_arena(monkeypatch):
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_keys_on_disk(monkeypatch, tmp_path, recompute):
+def test_kv_on_disk(monkeypatch, tmp_path, recompute):
     engines = []
 
     def with_disk(config, device, plan, copier=None):
@@ -264,7 +265,7 @@ def test_keys_on_disk(monkeypatch, tmp_path, recompute):
         )
         return engines[-1]
 
-    monkeypatch.setattr(room_module, "new_offload_engine", with_disk)
+    monkeypatch.setattr(offload_holder, "new_offload_engine", with_disk)
     force_kv(monkeypatch, block_tokens=6, tier="disk")
     _assert_exact(
         build_tiny_model("gemma2"), make_batch(rows=2, tokens=TOKENS), recompute=recompute
@@ -277,15 +278,15 @@ def test_keys_on_disk(monkeypatch, tmp_path, recompute):
     offload.close()
 
 
-def test_on_a_cpu_free_heap_goes_back_while_blocks_come_and_go(monkeypatch):
+def test_on_a_cpu_free_heap_is_returned_while_blocks_are_streamed(monkeypatch):
     trims = []
-    monkeypatch.setattr(stream_module, "return_free_heap", lambda: trims.append(1))
+    monkeypatch.setattr(kv_offload, "return_free_heap", lambda: trims.append(1))
     model, offload = _trained(monkeypatch)
     batch = make_batch(tokens=TOKENS)
     model(**batch).loss.backward()
     assert not trims, "so few bytes are not worth it"
     before = offload.stats().h2d_bytes
-    monkeypatch.setattr(stream_module, "TRIM_BYTES", 2**12)
+    monkeypatch.setattr(kv_offload, "TRIM_BYTES", 2**12)
     model(**batch).loss.backward()
     came_back_bytes = offload.stats().h2d_bytes - before
     assert 0 < len(trims) <= came_back_bytes / 2**12
@@ -299,7 +300,7 @@ def _even(tokens, chunk):
 
 
 class _OnDevice:
-    """Layers of attention, each operation and copy on the fake device; 0 tokens: K/V stay."""
+    """Layers of attention, each operation and copy on the fake device; 0 tokens: K/V are kept."""
 
     def __init__(self, bounds, *, block_tokens, copy_seconds=1.0, windows=(None,)):
         self.device = OperatingDevice(lambda stream, num_bytes: copy_seconds)
@@ -321,7 +322,7 @@ class _OnDevice:
 
 @pytest.mark.parametrize("copy_seconds", [0.0, 0.3, 50.0])
 @pytest.mark.parametrize(("windows", "block_tokens"), [((None,), 4), ((9, None), 8), ((None,), 64)])
-def test_no_race_whatever_the_speeds(windows, block_tokens, copy_seconds):
+def test_no_race_at_any_speed(windows, block_tokens, copy_seconds):
     bounds = ((0, 4), (4, 5), (5, 9), (9, 16), (16, 20))
     run = _OnDevice(bounds, block_tokens=block_tokens, copy_seconds=copy_seconds, windows=windows)
     plain = Layers(bounds, [LayerKV(bounds) for _ in run.stores], windows=windows)
@@ -331,14 +332,14 @@ def test_no_race_whatever_the_speeds(windows, block_tokens, copy_seconds):
     run.engine.assert_drained()
 
 
-def test_the_proof_can_fail(monkeypatch):
-    """Where compute does not wait for copies, it reads a block that is not there yet."""
+def test_a_missing_wait_is_detected(monkeypatch):
+    """If compute does not wait for copies, it reads a block that is not there yet."""
     monkeypatch.setattr(StreamTicket, "wait", lambda self: None)
     with pytest.raises(RaceError):
         _OnDevice(_even(32, 4), block_tokens=4).step()
 
 
-def test_the_device_holds_blocks_and_not_sequences():
+def test_the_device_holds_blocks_but_no_sequence():
     """Against keys that stay, the device is spared all K/V and all their sums but a few blocks.
 
     Sums are as wide as keys here (float64). Per step the stay-at-home store holds K/V and sums of
@@ -358,6 +359,6 @@ def test_the_device_holds_blocks_and_not_sequences():
     for block_tokens in (4, 32):
         block_bytes = block_tokens * KV_BYTES_PER_TOKEN
         held_streamed, peak_streamed = bytes_of_step(block_tokens)
-        # After forward all is away but the last chunk of the last two layers, which is leaving.
+        # After forward all is offloaded but the last chunk of the last two layers, still pending.
         assert held - held_streamed >= stays_bytes - 2 * 4 * KV_BYTES_PER_TOKEN
         assert peak - peak_streamed >= 2 * stays_bytes - 6 * block_bytes

@@ -130,7 +130,7 @@ def used(model: nn.Module) -> dict[str, int]:
         ("phi", {}),
     ],
 )
-def test_kernels_stand_where_a_family_has_norms_and_gates(
+def test_kernels_are_used_for_a_familys_norms_and_gates(
     family: str, expected: dict[str, int]
 ) -> None:
     model = build_tiny_model(family, dtype=torch.float64)
@@ -207,7 +207,7 @@ class _Breaks(SiLUMul):
 
 
 @pytest.mark.parametrize("wrong", [_Clamps, _Forgets, _Breaks])
-def test_a_kernel_that_differs_is_not_taken(
+def test_a_kernel_that_differs_is_not_used(
     liger: SimpleNamespace, caplog: pytest.LogCaptureFixture, wrong: type
 ) -> None:
     liger.LigerSiLUMulFunction = wrong
@@ -221,7 +221,7 @@ def test_a_kernel_that_differs_is_not_taken(
         assert not caplog.messages, "a kernel that differs is nothing to report"
 
 
-def test_a_module_that_does_more_keeps_its_own_code() -> None:
+def test_a_module_that_does_more_than_a_norm_keeps_its_own_code() -> None:
     model = build_tiny_model("llama", dtype=torch.float32)
     layer = model.model.layers[0]
 
@@ -248,7 +248,7 @@ def test_a_bfloat16_kernel_may_not_be_farther_from_float32(liger: SimpleNamespac
 
 
 def graph_counts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Let torch.compile return what it is given, and count the calls of that."""
+    """Make torch.compile return its argument, and count the calls of that."""
     called: list[Any] = []
 
     def compiled(function: Any, **settings: Any) -> Any:
@@ -258,7 +258,7 @@ def graph_counts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return called
 
 
-def test_norms_and_mlps_are_compiled_and_revert_undoes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_norms_and_mlps_are_compiled_until_revert(monkeypatch: pytest.MonkeyPatch) -> None:
     called = graph_counts(monkeypatch)
     model = build_tiny_model("llama", dtype=torch.float32).train()
     handle = model.model.layers[0].mlp.register_forward_hook(lambda *args: None)
@@ -291,7 +291,7 @@ def test_without_a_compiler_nothing_is_changed(monkeypatch: pytest.MonkeyPatch) 
     assert not any(m._compiled_call_impl for m in model.modules())
 
 
-def test_compiled_layers_keep_no_products_alone() -> None:
+def test_compiled_layers_save_no_matmuls_alone() -> None:
     facts = DeviceFacts(kind="cuda", name="a card")
     assert "matmuls" in read_choices(SPPOConfig(), facts).saved
     assert read_choices(SPPOConfig(compile=True), facts).saved == ("whole", "inputs")

@@ -1,4 +1,4 @@
-"""Optional kernels of mixers, stood in for by functions that are right, wrong or fail."""
+"""Optional kernels of mixers: stand-ins that are right, wrong or fail."""
 
 import contextlib
 import copy
@@ -24,7 +24,7 @@ SETTINGS = SPPOConfig(chunk_lengths=(5, 9, 6), recompute="full", show_plan=False
 
 
 class Installed:
-    """A function of a family's file, replaced as an installed package replaces it."""
+    """A function in a family's module, replaced as by an installed package."""
 
     def __init__(self, family: str, name: str, kernel: Callable[..., Any]) -> None:
         self.module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
@@ -83,7 +83,7 @@ def not_here(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def worst_error(model: nn.Module, reference: Gradients, batch: Any) -> float:
-    """Of the gradients of a converted copy of `model`, and of its loss."""
+    """The worst relative error of loss and gradients of a converted copy of `model`."""
     converted = copy.deepcopy(model)
     convert(converted, SETTINGS)
     ours = run_batch(converted, batch, hooks=True)
@@ -100,7 +100,7 @@ def worst_error(model: nn.Module, reference: Gradients, batch: Any) -> float:
         ("lfm2", "causal_conv1d_fn", not_here, "RuntimeError: 0 active drivers"),
     ],
 )
-def test_a_kernel_that_differs_is_named_and_left(
+def test_a_kernel_that_differs_is_reported_and_not_used(
     install: Callable[..., Installed],
     caplog: pytest.LogCaptureFixture,
     family: str,
@@ -119,7 +119,7 @@ def test_a_kernel_that_differs_is_named_and_left(
     tried = installed.calls
     assert worst_error(model, reference, batch) < 1e-9
     assert installed.calls == 2 * tried, "a step without it, after the trial"
-    # A model that is not converted runs as it would without this package.
+    # A model that is not converted still uses the kernel.
     with contextlib.suppress(RuntimeError):
         run_batch(copy.deepcopy(model), batch)
     assert installed.calls > 2 * tried
@@ -157,7 +157,9 @@ def test_a_kernel_that_is_not_for_float64_is_used_by_other_models(
     assert all(one.name != layer_kernels.__name__ for one in caplog.records)
 
 
-def test_the_trial_draws_no_numbers_of_the_users(install: Callable[..., Installed]) -> None:
+def test_the_comparison_leaves_the_random_state_unchanged(
+    install: Callable[..., Installed],
+) -> None:
     install("lfm2", "causal_conv1d_fn", as_it_is)
     model = build_tiny_model("lfm2")
     parts = find_parts(model)

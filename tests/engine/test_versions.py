@@ -1,4 +1,4 @@
-"""Between forward and backward: weights changed in place are refused, settings put back."""
+"""Changes between forward and backward: weights are checked, settings restored."""
 
 import copy
 
@@ -57,7 +57,7 @@ def test_a_weight_changed_before_backward_is_refused_in_every_mode(
     words = "changed in place between forward and backward|modified (in place|by an inplace)"
     with pytest.raises((SPPOError, RuntimeError), match=words):
         loss.backward()
-    # The step after it is none the worse.
+    # The next step works.
     model.zero_grad()
     model(**make_batch(rows=2)).loss.backward()
     expected = copy.deepcopy(llama)
@@ -80,8 +80,8 @@ def test_the_message_names_the_weight_and_what_to_do(llama) -> None:
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_weights_of_another_call_are_in_its_second_forward_too(llama, recompute) -> None:
-    """`functional_call` puts other weights in for forward alone."""
+def test_weights_of_a_functional_call_are_in_its_rerun(llama, recompute) -> None:
+    """`functional_call` replaces weights during forward alone."""
     model = _converted(llama, recompute=recompute, offload="none")
 
     def gradients(of: nn.Module) -> list[Tensor]:
@@ -108,7 +108,7 @@ class _Scaled(nn.Module):
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_buffers_of_another_call_are_in_its_second_forward_too(llama, recompute) -> None:
+def test_buffers_of_a_functional_call_are_in_its_rerun(llama, recompute) -> None:
     gradients = []
     for convert_it in (True, False):
         model = copy.deepcopy(llama)
@@ -123,7 +123,7 @@ def test_buffers_of_another_call_are_in_its_second_forward_too(llama, recompute)
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
 
 
-def test_buffers_that_a_module_replaces_itself_are_not_put_back() -> None:
+def test_buffers_that_a_module_replaces_itself_are_not_restored() -> None:
     module = _Scaled(nn.Identity())
     reads = ReadTensors.of_module(module)
     before = reads.versions()
@@ -182,8 +182,8 @@ def _frozen(model: nn.Module) -> Tensor:
 
 @pytest.mark.parametrize("change", [_other_adapter, _other_scale, _no_adapter, _frozen])
 @pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_second_forward_has_the_settings_of_the_first(llama, change, recompute) -> None:
-    """Adapters are switched, and parameters frozen, when a loss waits for its backward."""
+def test_a_rerun_has_the_settings_of_forward(llama, change, recompute) -> None:
+    """Adapters are switched, and parameters frozen, between a forward and its backward."""
     ours, plain = _two_adapters(llama), _two_adapters(llama)
     ours = convert(ours, SPPOConfig(chunk_lengths=CHUNKS, recompute=recompute, show_plan=False))
     for model in (ours, plain):
@@ -197,8 +197,8 @@ def test_second_forward_has_the_settings_of_the_first(llama, change, recompute) 
 
 
 @pytest.mark.parametrize("change", [_other_adapter, _other_scale, _no_adapter])
-def test_a_hooked_heads_second_forward_has_the_settings_of_the_first(llama, change) -> None:
-    """With hooks the head runs again in backward, see `ChunkedLoss.head_in_backward`."""
+def test_the_rerun_of_a_hooked_head_has_the_settings_of_forward(llama, change) -> None:
+    """With hooks the head is rerun in backward; see `ChunkedLoss.head_in_backward`."""
     ours, plain = _two_adapters(llama, "lm_head"), _two_adapters(llama, "lm_head")
     for model in (ours, plain):
         head = model.get_submodule("base_model.model.lm_head")
@@ -210,7 +210,7 @@ def test_a_hooked_heads_second_forward_has_the_settings_of_the_first(llama, chan
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-3, atol=1e-5)
 
 
-def test_a_hooked_head_has_the_weights_of_another_call_in_its_second_forward(llama) -> None:
+def test_the_rerun_of_a_hooked_head_has_the_weights_of_a_functional_call(llama) -> None:
     gradients = []
     for convert_it in (True, False):
         model = copy.deepcopy(llama)
@@ -224,7 +224,7 @@ def test_a_hooked_head_has_the_weights_of_another_call_in_its_second_forward(lla
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
 
 
-def test_dropout_of_a_loss_is_drawn_again_in_evaluation(llama) -> None:
+def test_dropout_of_a_loss_is_redrawn_in_evaluation(llama) -> None:
     gradients = []
     for recompute in ("none", "full"):
         model = _two_adapters(llama)
@@ -242,7 +242,7 @@ def test_dropout_of_a_loss_is_drawn_again_in_evaluation(llama) -> None:
         torch.testing.assert_close(again, kept, rtol=1e-3, atol=1e-5)
 
 
-def test_settings_that_a_module_changes_itself_are_not_put_back() -> None:
+def test_settings_that_a_module_changes_itself_are_not_restored() -> None:
     class Counts(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -277,7 +277,7 @@ def test_inputs_changed_before_backward_are_refused(llama) -> None:
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_what_is_usual_goes_on(llama, recompute) -> None:
+def test_common_changes_between_forward_and_backward_are_allowed(llama, recompute) -> None:
     """Accumulation, two forwards before a backward, steps between, and steps within backward."""
     batches = [make_batch(rows=2, seed=seed) for seed in range(2)]
 

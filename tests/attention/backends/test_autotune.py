@@ -1,11 +1,17 @@
-"""A race on a clock of its own: who wins, who is left out, and when it is over."""
+"""Timing of backends on a fake clock: workloads, isolation, which is fastest, when it ends."""
 
 import gc
 import logging
+import threading
 import weakref
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from sppo_hf.attention.backends.aten import CPUFlash
 from sppo_hf.attention.backends.autotune import (
@@ -13,12 +19,16 @@ from sppo_hf.attention.backends.autotune import (
     Workload,
     autotune,
     autotune_key,
+    device_seconds,
     representative_workload,
+    run_isolated,
+    short,
 )
-from sppo_hf.attention.backends.base import AttentionSpec
+from sppo_hf.attention.backends.base import AttentionSpec, CausalBand
 from sppo_hf.attention.backends.reference import Reference
 from tests.attention.backends.cases import deterministic
 from tests.attention.backends.racers import FakeClock, Racer, raising
+from tests.attention.oracle import Answer, Problem, assert_equal, solve, visible
 
 CPU = torch.device("cpu")
 
@@ -194,3 +204,160 @@ def test_the_key_tells_apart_what_changes_speeds():
     with deterministic("error"):
         refused = autotune_key(["a", "b"], requirement(), CPU)[1]
     assert warned != key != refused != warned
+
+
+def test_seconds_of_all_calls_together():
+    clock = FakeClock()
+
+    def work():
+        clock.now += 0.25
+
+    assert device_seconds(work, CPU, calls=3, clock=clock) == 0.75
+
+
+def test_nothing_around_it_reaches_what_runs_apart():
+    weight = torch.randn(4, 4, requires_grad=True)
+    saved = []
+
+    class Recorder(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.count += 1
+            return func(*args, **(kwargs or {}))
+
+    def work():
+        product = weight @ weight
+        return product.requires_grad, product.dtype, torch.is_grad_enabled()
+
+    hooks = saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x)
+    with hooks, Recorder() as recorder, torch.autocast("cpu", dtype=torch.bfloat16):
+        assert run_isolated(work, CPU) == (False, torch.float32, False)
+        assert recorder.count == 0
+        assert work() == (True, torch.bfloat16, True), "all of them were active here"
+    assert recorder.count
+    assert saved
+
+
+def test_random_state_is_put_back_also_after_an_exception():
+    torch.manual_seed(2)
+    before = torch.get_rng_state()
+
+    def work():
+        torch.rand(100)
+        raise ValueError("boom")
+
+    with pytest.raises(ValueError, match="boom"):
+        run_isolated(work, CPU)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_no_thread_is_left():
+    before = threading.active_count()
+    with FlopCounterMode(display=False):
+        assert run_isolated(lambda: 5, CPU) == 5
+    assert threading.active_count() == before
+
+
+@pytest.mark.gpu
+def test_events_time_the_device_and_memory_is_given_back():
+    device = torch.device("cuda", torch.cuda.current_device())
+    gc.collect()  # what earlier tests left would else go, or not, meanwhile
+    torch.cuda.empty_cache()
+    reserved, state = torch.cuda.memory_reserved(), torch.cuda.get_rng_state()
+    stream = torch.cuda.Stream()
+
+    def work():
+        assert torch.cuda.current_stream() == torch.cuda.default_stream()
+        torch.rand(2**26, device=device)
+        cycles = 10**7  # 2 ms at 5 GHz, 29 ms at the 345 MHz of a card that was idle
+        return device_seconds(lambda: torch.cuda._sleep(cycles), device, calls=3)
+
+    with torch.cuda.stream(stream):
+        assert 3 * 2e-3 < run_isolated(work, device) < 3 * 100e-3
+    assert torch.cuda.memory_reserved() <= reserved
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+
+
+def _load(chunk, prefix, *, window=None, heads=4, **needs):
+    settings = {"device_type": "cpu", "dtype": torch.float64, "qk_head_size": 8, "v_head_size": 6}
+    requirement = AttentionSpec(**settings | {"gqa_ratio": 2} | needs, window=window is not None)
+    return Workload(
+        requirement=requirement,
+        query_heads=heads,
+        chunk_tokens=chunk,
+        prefix_tokens=prefix,
+        window_tokens=window,
+    )
+
+
+@given(st.integers(1, 20), st.integers(0, 20), st.none() | st.integers(1, 45))
+def test_pairs_are_those_that_the_mask_shows(chunk, prefix, window):
+    load = _load(chunk, prefix, window=window)
+    seen = visible(CausalBand(prefix, window), chunk, prefix + chunk)
+    assert load.visible_pairs == int(seen.sum())
+    # Two products, each a multiplication and an addition per element of a head.
+    assert load.forward_flops == load.visible_pairs * 4 * 2 * (8 + 6)
+    assert load.backward_flops == 2.5 * load.forward_flops
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("softcap", [False, True])
+def test_a_made_workload_is_attention_of_a_chunk(window, softcap):
+    load = _load(7, 12, window=window, softcap=softcap)
+    made = load.make(CPU)
+    attended = made.forward(Reference())
+    grads = made.backward(Reference(), attended)
+    problem = Problem(made.q_BNCH, made.k_BKTH, made.v_BKTH, made.dout_BNCH)
+    seen = visible(CausalBand(12, window), 7, 19)
+    expected = solve(problem, seen, scale=8**-0.5, softcap=50.0 if softcap else None)
+    assert_equal(Answer(*attended, *grads), expected, 1e-10)
+    assert made.k_BKTH.shape == (1, 2, 19, 8)
+    forward, backward = made.work(Reference())
+    assert torch.equal(forward().out_BNCH, attended.out_BNCH)
+    assert torch.equal(backward().dq_BNCH, grads.dq_BNCH)
+
+
+def test_the_users_random_numbers_stay_and_ours_repeat():
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    made = [_load(3, 4).make(CPU) for _ in range(2)]
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(made[0].k_BKTH, made[1].k_BKTH)
+    assert not torch.equal(_load(3, 4).make(CPU, seed=1).k_BKTH, made[0].k_BKTH)
+
+
+def test_bytes_are_those_of_all_tensors():
+    load = _load(16, 48, dtype=torch.bfloat16)
+    made = load.make(CPU)
+    attended = made.forward(Reference())
+    grads = made.backward(Reference(), attended)
+    inputs = (made.q_BNCH, made.k_BKTH, made.v_BKTH, made.dout_BNCH)
+    assert load.num_bytes == sum(x.nbytes for x in (*inputs, *attended, *grads))
+
+
+def test_shortening_cuts_the_prefix_first_and_stops():
+    load = _load(4096, 32768)
+    assert load.shortened(load.num_bytes) is load
+    half = load.shortened(load.num_bytes - 1)
+    assert (half.chunk_tokens, half.prefix_tokens) == (4096, 16384)
+    least = load.shortened(0)
+    assert (least.chunk_tokens, least.prefix_tokens) == (1024, 1024)
+    assert load.shortened(least.num_bytes).num_bytes <= least.num_bytes
+
+
+def test_words():
+    assert [short(n) for n in (512, 4096, 131072, 2**20, 1536)] == [
+        "512",
+        "4K",
+        "128K",
+        "1M",
+        "1,536",
+    ]
+    assert str(_load(4096, 32768)) == "4K x 32K"
+    assert str(_load(512, 0, window=1024)) == "512 x 0, window 1K"
+
+
+def test_heads_that_cannot_be_shared_out():
+    with pytest.raises(AssertionError, match="3 heads for groups of 2"):
+        _load(1, 1, heads=3)
