@@ -44,14 +44,14 @@ def test_tokens(text: str, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "0", "-5", "12G", "K", "1.5", "many", "0.0001K"])
-def test_tokens_that_are_none(text: str) -> None:
+def test_malformed_token_counts_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="128K") as raised:
         parse_tokens(text)
     assert repr(text) in str(raised.value)
 
 
 @pytest.mark.parametrize("text", ["2147483648", "1000000M", "9" * 400, "9" * 5000])
-def test_tokens_have_an_end(text: str) -> None:
+def test_too_many_tokens_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="1 to 2,147,483,647") as caught:
         parse_tokens(text)
     assert len(str(caught.value)) < 400
@@ -63,7 +63,7 @@ def test_json_has_no_infinities(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == '{"a": [null, 1.5, {"b": null}]}\n'
 
 
-def test_the_question_holds_what_was_typed(tmp_path: Path) -> None:
+def test_the_plan_request_has_the_typed_options(tmp_path: Path) -> None:
     model = write_config(tmp_path, TINY)
     asked = typed(
         model,
@@ -91,7 +91,7 @@ def test_the_question_holds_what_was_typed(tmp_path: Path) -> None:
     assert (config.offload, config.recompute) == ("auto", "auto")
 
 
-def test_nothing_typed_is_the_default_profile_and_no_disk(tmp_path: Path) -> None:
+def test_defaults_are_the_default_profile_and_no_disk(tmp_path: Path) -> None:
     arguments = typed(write_config(tmp_path, TINY))
     asked = arguments.plan_request()
     assert asked.device.name == "NVIDIA H100 80GB HBM3"
@@ -125,7 +125,7 @@ def test_lora_trains_the_adapters_alone(tmp_path: Path) -> None:
         ("auto", "none", "none"),
     ],
 )
-def test_fixed_policies_recompute_nothing_unless_told(
+def test_fixed_policies_recompute_nothing_by_default(
     tmp_path: Path, policy: str, recompute: str | None, expected: str
 ) -> None:
     asked = typed(write_config(tmp_path, TINY), offload=policy, recompute=recompute).plan_request()
@@ -150,7 +150,7 @@ def test_a_shipped_name_needs_no_hub() -> None:
     assert read_model("Llama-3.1-8B").hidden_size == 4096  # type: ignore[attr-defined]
 
 
-def test_a_hub_id_downloads_the_configuration_alone(
+def test_a_hub_id_downloads_only_the_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = write_config(tmp_path, TINY)
@@ -205,13 +205,13 @@ def test_hubs_that_do_not_answer(
         ("gemma-3-27b", "google/gemma-3-27b-it"),
     ],
 )
-def test_a_misspelt_name_is_told_the_nearest_ones(typed: str, meant: str) -> None:
+def test_a_misspelt_name_gets_suggestions(typed: str, meant: str) -> None:
     assert meant in nearest_names(typed)
     with pytest.raises(ConfigError, match=f"'{typed}'.*{meant}"):
         read_model(typed)
 
 
-def test_names_like_nothing_are_not_guessed() -> None:
+def test_unlike_names_get_no_suggestions() -> None:
     assert nearest_names("zzz/own-private-thing") == []
 
 

@@ -8,7 +8,7 @@ from sppo_hf.cli import app
 from sppo_hf.config import SPPOConfig, field_help
 
 
-def test_what_is_printed_is_a_settings_file_of_defaults(tmp_path: Path) -> None:
+def test_the_output_is_a_settings_file_of_defaults(tmp_path: Path) -> None:
     out = CliRunner().invoke(app, ["config"]).stdout
     (tmp_path / "sppo.yaml").write_text(out)
     assert SPPOConfig.from_yaml(tmp_path / "sppo.yaml") == SPPOConfig()

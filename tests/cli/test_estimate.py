@@ -73,7 +73,7 @@ def test_speed_falls_and_time_grows_with_length(tmp_path: Path) -> None:
     assert all(0.1 < result["mfu"] < 0.7 for result in results)
 
 
-def test_what_is_too_long(tmp_path: Path) -> None:
+def test_lengths_that_are_too_long(tmp_path: Path) -> None:
     model = write_config(tmp_path, LLAMA_8B)
     code, result = read_json(model, "--seq-len", "512K", *SMALL)
     assert code == 1
@@ -85,7 +85,7 @@ def test_what_is_too_long(tmp_path: Path) -> None:
     assert "fits no" in " ".join(out.split())
 
 
-def test_what_would_do_does(tmp_path: Path) -> None:
+def test_suggested_remedies_work(tmp_path: Path) -> None:
     model = write_config(tmp_path, LLAMA_8B)
     _, out, _ = run(model, "--seq-len", "512K", *SMALL)
     sizes = dict(re.findall(r"([\d.]+ [GT]iB) of (host memory|fast disk)", out))
@@ -111,7 +111,7 @@ def test_adapters_are_named_where_all_weights_do_not_fit(tmp_path: Path) -> None
     assert "several GPUs" in " ".join(out.split())
 
 
-def test_assumed_host_memory_is_a_limit_and_is_said(tmp_path: Path) -> None:
+def test_assumed_host_memory_is_a_limit_and_is_named(tmp_path: Path) -> None:
     model = write_config(tmp_path, LLAMA_8B)
     _, out, _ = run(model, "--seq-len", "8K", "--lora", "16")
     assert "128GiB is assumed" in " ".join(out.split())
@@ -230,7 +230,7 @@ def test_a_name_that_no_command_has_is_answered_with_one_that_is_close() -> None
 
 
 @pytest.mark.process
-def test_it_starts_at_once_and_imports_no_torch(tmp_path: Path) -> None:
+def test_the_command_imports_no_torch(tmp_path: Path) -> None:
     model = write_config(tmp_path, LLAMA_8B)
     ran = subprocess.run([sys.executable, "-c", _START, model], capture_output=True, check=False)
     assert ran.returncode == 0, ran.stderr.decode()

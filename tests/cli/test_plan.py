@@ -107,7 +107,7 @@ def test_the_picture_and_the_trace(tmp_path: Path) -> None:
     assert any(event["ph"] == "C" and event["name"] == "device memory" for event in events)
 
 
-def test_nothing_is_drawn_of_what_does_not_fit(tmp_path: Path) -> None:
+def test_a_plan_that_does_not_fit_is_not_drawn(tmp_path: Path) -> None:
     figure = tmp_path / "plan.png"
     model = write_config(tmp_path, LLAMA_8B)
     code, _, err = run(model, "--seq-len", "1K", *TINY_MACHINE, "--figure", str(figure), "--json")
@@ -158,7 +158,7 @@ def test_the_best_five_and_why(tmp_path: Path) -> None:
     assert "\N{HORIZONTAL ELLIPSIS}" not in out
 
 
-def test_what_leaves_nothing_is_not_called_offloaded(tmp_path: Path) -> None:
+def test_layouts_that_offload_nothing_are_not_called_offloaded(tmp_path: Path) -> None:
     """Nor shown beside the same layout without."""
     model = write_config(tmp_path, MODEL)
     question = (model, "--gpus", "2", "--micro-batch-size", "2", "--seq-len", "1")
@@ -211,7 +211,7 @@ def flat(text: str) -> str:
     return " ".join(text.split())
 
 
-def test_what_does_not_fit(tmp_path: Path) -> None:
+def test_layouts_that_do_not_fit(tmp_path: Path) -> None:
     model = write_config(tmp_path, MODEL)
     question = (model, "--gpus", "2", "--seq-len", "64K", "--device-memory", "8GiB")
     code, out, _ = run(*question, "--json")
@@ -397,7 +397,7 @@ def test_a_folder_with_other_files_is_refused_and_left_alone(tmp_path: Path) -> 
         (("--device-memory", "1MiB"), 1, "Nothing fits, so there is nothing to write"),
     ],
 )
-def test_what_cannot_be_written(
+def test_plans_that_cannot_be_written(
     arguments: tuple[str, ...], code: int, message: str, tmp_path: Path
 ) -> None:
     model = write_config(tmp_path, TINY)
@@ -415,7 +415,7 @@ def test_a_file_in_place_of_a_folder_is_refused(tmp_path: Path) -> None:
     assert "cannot be used" in err
 
 
-def test_what_it_was_planned_for_is_checked(tmp_path: Path) -> None:
+def test_other_models_and_lengths_than_planned_warn(tmp_path: Path) -> None:
     model = write_config(tmp_path, TINY)
     question = (model, "--seq-len", "2K", "--hardware", "h100", "--write", str(tmp_path / "run"))
     assert run(*question)[0] == 0

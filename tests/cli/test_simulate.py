@@ -60,7 +60,7 @@ def test_virtual_stages() -> None:
     assert result["peak_units"] == [14, 12, 10, 8]
 
 
-def test_seconds_that_are_given() -> None:
+def test_given_seconds_are_simulated() -> None:
     plain = ("--schedule", "zb_seq1f1b", *size_of(3, 4))
     _, result = read_json(*plain, "--forward", "3", "--backward", "7", "--weight", "2")
     # (P - 1)(F + I - W) beside M (F + I + W).
@@ -184,7 +184,7 @@ def test_files_that_cannot_be_written(tmp_path: Path) -> None:
         ("--virtual", "1000000000"),
     ],
 )
-def test_what_would_take_minutes_is_refused_before_it_is_made(option: str, value: str) -> None:
+def test_sizes_that_take_minutes_are_refused(option: str, value: str) -> None:
     size = {"--stages": "2", "--micro-batches": "2", option: value}
     words = [word for pair in size.items() for word in pair]
     code, out, err = run("--schedule", "interleaved_seq1f1b", *words)
@@ -235,7 +235,7 @@ assert time.process_time() < 2, f"{time.process_time()} seconds of CPU"
 
 
 @pytest.mark.process
-def test_it_starts_at_once_and_imports_no_torch(tmp_path: Path) -> None:
+def test_the_command_imports_no_torch(tmp_path: Path) -> None:
     model = write_config(tmp_path, LLAMA_8B)
     ran = subprocess.run([sys.executable, "-c", _START, model], capture_output=True, check=False)
     assert ran.returncode == 0, ran.stderr.decode()

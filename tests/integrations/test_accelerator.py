@@ -97,7 +97,7 @@ def test_preparing_twice_and_converting_before_are_fine():
     assert get_engine(model).observer is accelerator.sppo_plugin.observer
 
 
-def test_other_settings_for_a_converted_model_are_told_by_name():
+def test_changed_settings_of_a_converted_model_are_named():
     model = SPPOPlugin(num_chunks=8, order="by_chunk").convert(make_model())
     words = r"converted with num_chunks=8 \(now 4\), order='by_chunk' \(now 'auto'\), so another"
     with pytest.raises(ConfigError, match=words):
@@ -136,7 +136,7 @@ def test_a_compiled_model_is_refused(part):
         _accelerator().prepare(model)
 
 
-def test_what_the_refusal_of_compiled_models_names_works():
+def test_the_remedy_for_compiled_models_works():
     def gradients(model):
         model(**_batch()).loss.backward()
         return [parameter.grad for parameter in model.parameters()]
@@ -236,7 +236,7 @@ def test_revert_after_mixed_precision_leaves_the_plain_model():
     torch.testing.assert_close(model(**_batch()).loss, plain(**_batch()).loss)
 
 
-def test_checkpointing_of_the_model_is_switched_off_with_a_word(caplog):
+def test_checkpointing_of_the_model_is_switched_off_with_a_warning(caplog):
     model = make_model()
     switch_checkpointing_on(model)
     with caplog.at_level(logging.WARNING, logger="sppo_hf"):

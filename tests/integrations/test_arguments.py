@@ -73,7 +73,7 @@ def test_a_wrong_value_names_the_option():
         _parse("--sppo_num_chunks", "[1").to_config()
 
 
-def test_it_makes_a_plugin_beside_training_arguments(tmp_path: Path):
+def test_arguments_make_a_plugin_beside_training_arguments(tmp_path: Path):
     parser = HfArgumentParser((TrainingArguments, SPPOArguments))
     _, ours = parser.parse_args_into_dataclasses(
         ["--output_dir", str(tmp_path), "--sppo_num_chunks", "8"]

@@ -78,7 +78,7 @@ def test_a_trainer_that_fails_to_build_leaves_nothing_behind(tmp_path):
     assert _defaults() == []
 
 
-def test_what_a_failed_trainer_left_is_inert(tmp_path):
+def test_a_callback_left_by_a_failed_trainer_does_nothing(tmp_path):
     args = make_arguments(tmp_path, parallelism_config=SPPOPlugin())
     try:
         Trainer(None, args)

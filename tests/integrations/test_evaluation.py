@@ -268,7 +268,7 @@ def test_predicting_rows_without_labels(tmp_path):
     np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_whole_logits_are_said_in_one_line(tmp_path):
+def test_whole_logits_warn_in_one_line(tmp_path):
     trainer = _trainer(tmp_path, SPPOPlugin(SETTINGS), compute_metrics=accuracy)
     line = rf"asked for by compute_metrics: 2 x {ROW_TOKENS} x {VOCABULARY} values"
     with pytest.warns(UserWarning, match=line) as warned:
@@ -341,7 +341,7 @@ def _large_trainer(folder, **given):
 
 
 @pytest.mark.parametrize("function", [None, centred, of_rows])
-def test_metrics_that_need_more_room_are_refused_before_training(tmp_path, function):
+def test_metrics_that_exceed_the_budget_are_refused_before_training(tmp_path, function):
     trainer, steps = _large_trainer(
         tmp_path, compute_metrics=accuracy, preprocess_logits_for_metrics=function
     )
@@ -350,7 +350,7 @@ def test_metrics_that_need_more_room_are_refused_before_training(tmp_path, funct
     assert steps.ended == 0
 
 
-def test_room_is_asked_for_where_batches_go(tmp_path, monkeypatch):
+def test_logits_are_budgeted_on_the_device_of_the_batches(tmp_path, monkeypatch):
     """Weights may rest on the host, where the first parameter then is."""
     trainer = _trainer(tmp_path, SPPOPlugin(SETTINGS), compute_metrics=accuracy)
     trainer.evaluate()
@@ -367,7 +367,7 @@ def test_room_is_asked_for_where_batches_go(tmp_path, monkeypatch):
     assert asked == [torch.device("cuda", 3)]
 
 
-def test_a_function_of_tokens_runs_where_whole_logits_have_no_room(tmp_path):
+def test_a_token_wise_function_runs_where_whole_logits_do_not_fit(tmp_path):
     watched = Watched(argmax)
     trainer, _ = _large_trainer(
         tmp_path, compute_metrics=accuracy, preprocess_logits_for_metrics=watched
@@ -384,13 +384,13 @@ def test_a_function_of_tokens_runs_where_whole_logits_have_no_room(tmp_path):
     assert logged["eval_accuracy"] == pytest.approx(right.float().mean().item())
 
 
-def test_a_function_of_rows_is_refused_where_whole_logits_have_no_room(tmp_path):
+def test_a_row_wise_function_is_refused_where_whole_logits_do_not_fit(tmp_path):
     trainer, _ = _large_trainer(tmp_path, preprocess_logits_for_metrics=centred)
     with pytest.raises(ConfigError, match="does not treat tokens one by one"):
         trainer.predict(make_rows(2))
 
 
-def test_predict_without_room_is_refused_with_bytes(tmp_path):
+def test_predict_over_the_budget_is_refused_with_bytes(tmp_path):
     trainer, _ = _large_trainer(tmp_path)
     with pytest.raises(BudgetError, match=r"predict\(\) needs .*preprocess_logits_for_metrics"):
         trainer.predict(make_rows(2))
@@ -421,7 +421,7 @@ class _Noisy(torch.utils.data.Dataset):
 
 
 @pytest.mark.parametrize("function", [argmax, log_probabilities, best_three])
-def test_padding_up_to_the_longest_rank_is_what_the_function_makes_of_it(function):
+def test_results_are_padded_to_the_longest_rank(function):
     trainer = SimpleNamespace(accelerator=SimpleNamespace(native_amp=False))
     evaluation = TrainerEvaluation(trainer)
     evaluation._function = function

@@ -67,7 +67,7 @@ def test_many_steps_are_those_of_the_plain_trainer(places: dict[str, str], tmp_p
 
 
 @pytest.mark.parametrize("places", HOST, ids=str)
-def test_a_checkpoint_goes_on_where_it_stopped(
+def test_training_resumes_from_a_checkpoint(
     places: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # What rests is in pieces of locked memory, as on CUDA; a checkpoint has its bytes alone.
@@ -116,7 +116,7 @@ def _decided(places: Placement) -> Callable[..., tuple[Placement, ...]]:
 
 
 @pytest.mark.parametrize("places", [Placement(False, True), Placement(True, True)], ids=str)
-def test_what_a_plan_puts_on_the_host_goes_there_before_the_first_step(
+def test_planned_host_placement_happens_before_the_first_step(
     places: Placement, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # With Adam's own epsilon, rounding decides the sign of steps along the smallest gradients.
@@ -163,7 +163,7 @@ def test_weights_follow_the_optimizer_where_longer_rows_ask_for_it(
         (torch.optim.AdamW, {}, ""),
     ],
 )
-def test_what_keeps_weights_on_the_device_is_said(
+def test_reasons_against_host_weights_are_named(
     kind: Any, changes: dict[str, Any], named: str
 ) -> None:
     accelerator = SimpleNamespace(**{"num_processes": 1, "mixed_precision": "no", **changes})
@@ -181,7 +181,7 @@ def test_what_keeps_weights_on_the_device_is_said(
         (torch.optim.SGD, {"momentum": 0.9}, 1),
     ],
 )
-def test_what_an_optimizer_keeps_is_known_before_its_first_step(
+def test_optimizer_state_bytes_are_known_before_the_first_step(
     kind: Any, options: dict[str, Any], per_parameter: int
 ) -> None:
     parameter = torch.nn.Parameter(torch.rand(64, dtype=torch.bfloat16))
@@ -207,7 +207,7 @@ _Eight.__module__ = "bitsandbytes.optim.adamw"
         (torch.optim.AdamW, {"capturable": True}, "capturable=True"),
     ],
 )
-def test_an_optimizer_that_cannot_live_there_is_refused(kind, options, named: str) -> None:
+def test_an_optimizer_for_gpus_only_is_refused_on_the_host(kind, options, named: str) -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(cpu=True, parallelism_config=SPPOPlugin(optimizer="host"))
     model = make_model()
@@ -237,13 +237,13 @@ def test_the_trainer_never_moves_all_of_the_model_to_the_device(tmp_path: Path) 
         ({"mixed_precision": "fp16"}, "weights='host' with mixed_precision='fp16'"),
     ],
 )
-def test_what_needs_the_device_is_refused(seen: dict[str, Any], said: str) -> None:
+def test_host_placement_with_fp16_or_processes_is_refused(seen: dict[str, Any], said: str) -> None:
     accelerator = SimpleNamespace(**{"num_processes": 1, "mixed_precision": "no", **seen})
     with pytest.raises(ConfigError, match=said):
         check_host_placement(accelerator, SPPOConfig(weights="host"))
 
 
-def test_what_a_step_did_ends_with_the_update(tmp_path: Path) -> None:
+def test_the_action_log_ends_with_the_update(tmp_path: Path) -> None:
     plugin = SPPOPlugin(chunk_tokens=16, weights="host", trace_dir=str(tmp_path / "did"))
     _train(tmp_path, plugin, max_steps=2, gradient_accumulation_steps=2)
     ran = (tmp_path / "did" / "rank0.actions").read_text().split()

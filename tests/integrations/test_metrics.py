@@ -101,7 +101,7 @@ def test_a_drain_starts_anew():
     assert meter.drain(world_tokens=100, peak_flops_per_second=None) == {}
 
 
-def test_what_is_not_known_is_left_out():
+def test_unknown_numbers_are_left_out():
     meter = _meter()
     meter.on_record(_record())
     meter.add_step(1.0)

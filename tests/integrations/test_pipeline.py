@@ -301,7 +301,7 @@ def test_stages_agree_on_an_overflow(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["pp_size", "sp_size"])
-def test_one_process_is_told_how_to_launch(name: str):
+def test_a_single_process_gets_the_launch_command(name: str):
     from accelerate import Accelerator
 
     with pytest.raises(ConfigError, match=f"{name}=2 .*num_processes 2"):

@@ -76,7 +76,7 @@ def test_a_bar_shows_host_memory_that_takes_long(clock, terminal):
     assert terminal.getvalue().split("\r")[-1].strip() == ""
 
 
-def test_what_kernels_built_is_one_line(clock, terminal):
+def test_attention_set_up_is_printed_in_one_line(clock, terminal):
     ProgressReporter().on_attention_ready("cudnn", 14, 9.87)
     said = terminal.getvalue()
     assert said.count("\n") == 1
@@ -101,7 +101,7 @@ def test_a_step_that_failed_does_not_make_the_next_one_look_long(clock, terminal
 
 
 @pytest.mark.parametrize("reason", ["setting", "disable_tqdm", "no terminal", "another rank"])
-def test_there_are_reasons_for_no_bar(reason, clock, terminal, monkeypatch):
+def test_no_bar_where_it_is_unwanted(reason, clock, terminal, monkeypatch):
     reporter = ProgressReporter(show_progress=reason != "setting")
     reporter.bars_wanted = reason != "disable_tqdm"
     if reason == "no terminal":
@@ -136,7 +136,7 @@ def test_the_first_plan_of_training_and_of_evaluation_is_printed(terminal):
 
 @pytest.mark.usefixtures("_plain_table")
 @pytest.mark.parametrize("reason", ["setting", "another rank"])
-def test_there_are_reasons_for_no_table(reason, terminal, monkeypatch):
+def test_no_table_where_it_is_unwanted(reason, terminal, monkeypatch):
     reporter = ProgressReporter(show_plan=reason != "setting")
     if reason == "another rank":
         monkeypatch.setenv("RANK", "1")

@@ -94,7 +94,7 @@ def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("call", [1, BACKWARDS])
-def test_a_first_backward_is_run_again_with_less_memory(tmp_path, monkeypatch, call) -> None:
+def test_a_failed_first_backward_is_repeated_with_less_memory(tmp_path, monkeypatch, call) -> None:
     expected, plans = train(tmp_path)
     assert plans.budgets == [BUDGET]
     run_out_at(monkeypatch, call, error=OUT)
@@ -117,7 +117,7 @@ def test_a_first_backward_is_run_again_with_less_memory(tmp_path, monkeypatch, c
     ids=["a later step", "onto gradients", "a second time", "another error"],
 )
 @pytest.mark.filterwarnings("ignore:the device's memory ran out")
-def test_what_is_not_run_again(tmp_path, monkeypatch, calls, error, changes) -> None:
+def test_steps_that_are_not_repeated(tmp_path, monkeypatch, calls, error, changes) -> None:
     run_out_at(monkeypatch, *calls, error=error)
     with pytest.raises(type(error), match=str(error)):
         train(tmp_path, **changes)
@@ -154,7 +154,7 @@ def reads_logits(folder: Any, *, plain: bool = False, **changes: Any) -> ReadsLo
     ids=["attribute", "get", "key", "index"],
 )
 @pytest.mark.parametrize("call", ["train", "evaluate"])
-def test_a_loss_that_misses_logits_is_told_what_to_do(tmp_path, read, call) -> None:
+def test_a_loss_that_reads_missing_logits_gets_a_remedy(tmp_path, read, call) -> None:
     trainer = reads_logits(tmp_path)
     trainer.read = read
     with pytest.raises(ConfigError, match=r"ReadsLogits.compute_loss.*labels.*return_logits=True"):

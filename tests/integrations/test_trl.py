@@ -247,7 +247,7 @@ def test_two_ranks_train_as_one_process_does(request, name, ranks):
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.timeout(200)
-def test_losses_of_the_callers_own_in_one_pass_and_in_two(in_pipeline):
+def test_losses_computed_by_the_caller(in_pipeline):
     for found in in_pipeline[len(TRAINED) : len(TRAINED) + 2]:
         # The same sums, in whatever order gradients become known, and the same dropout.
         assert found.pop("mean") == 0.0

@@ -35,7 +35,7 @@ def _accelerator(
         DistributedType.FSDP,
     ],
 )
-def test_what_works_is_let_through(kind):
+def test_supported_launch_types_are_accepted(kind):
     assert check_accelerator(_accelerator(kind)) is None  # raises for those below
 
 
@@ -68,7 +68,7 @@ def test_data_parallel_is_refused():
         check_training_arguments(SimpleNamespace(n_gpu=2))
 
 
-def test_sizes_of_one_are_let_through(monkeypatch):
+def test_sizes_of_one_are_accepted(monkeypatch):
     sizes = {"dp_replicate_size": 4, "dp_shard_size": 2, "tp_size": 1, "cp_size": None}
     check_parallel_sizes(sizes)
     with pytest.raises(ConfigError, match="context parallelism"):
@@ -79,7 +79,7 @@ def test_sizes_of_one_are_let_through(monkeypatch):
 
 
 @pytest.mark.parametrize("size", [-1, 0, "x", "2", 1.5, True, 10**40])
-def test_sizes_that_are_none_are_refused_by_name(size):
+def test_invalid_sizes_are_refused_by_name(size):
     with pytest.raises(ConfigError, match=r"dp_shard_size is .* whole number >= 1.*Remedy"):
         check_parallel_sizes({"dp_shard_size": size})
 

@@ -215,7 +215,7 @@ def overflow_one_stage(job: dict[str, Any], plugin: SPPOPlugin | None) -> dict[s
         "sums": sums,
         "scales": scales,
         "losses": losses,
-        "unscaled": engine._scale,
+        "unscaled": engine._unscaled_gradient,
         "rank": accelerator.process_index,
     }
 

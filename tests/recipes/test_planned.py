@@ -89,7 +89,7 @@ def test_whatever_may_be_answered(
 
     def answer_with(question: ClusterQuestion, **_: object) -> ClusterAnswer:
         best = simulate_layout(question, layout)
-        return ClusterAnswer(best=(best,), closest=None, tried=1, candidates=1)
+        return ClusterAnswer(best=(best,), closest=None, num_simulated=1, num_candidates=1)
 
     command = importlib.import_module("sppo_hf.cli.plan")
     monkeypatch.setattr(command, "solve_cluster", answer_with)

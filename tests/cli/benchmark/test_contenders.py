@@ -7,7 +7,7 @@ from sppo_hf.cli.benchmark.contenders import BASES, DEFAULTS, parse, parse_list
 from sppo_hf.errors import ConfigError
 
 
-def test_names_come_back() -> None:
+def test_names_are_parsed() -> None:
     for name in DEFAULTS:
         assert parse(name).name == name
     assert parse("sppo-auto").offload == "auto"

@@ -84,7 +84,7 @@ def test_short_lengths_first_and_every_row_is_kept(tmp_path: Path) -> None:
     assert ResultFile(tmp_path).rows() == seen
 
 
-def test_rows_that_are_there_are_not_run_again(tmp_path: Path) -> None:
+def test_jobs_with_rows_are_not_run_again(tmp_path: Path) -> None:
     benchmark(tmp_path, PretendedWorker(plain=64), "plain", "ideal").measure([64, 128])
     worker, seen = PretendedWorker(), []
     benchmark(tmp_path, worker, "plain", "ideal", on_row=seen.append).measure([64, 128, 256])
@@ -101,7 +101,7 @@ def test_rows_that_are_there_are_not_run_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("status", ["out of memory", "killed", "timeout"])
-def test_longer_than_what_did_not_fit_is_not_tried(tmp_path: Path, status: Any) -> None:
+def test_lengths_above_one_that_did_not_fit_are_not_tried(tmp_path: Path, status: Any) -> None:
     worker = PretendedWorker(checkpointing=64)
     worker.fails = lambda job: Row(status=status, job=job, reason="r", environment=ENVIRONMENT)
     benchmark(tmp_path, worker, "checkpointing", "sppo-auto").measure([64, 128, 256, 512])
@@ -117,7 +117,7 @@ def test_longer_than_what_did_not_fit_is_not_tried(tmp_path: Path, status: Any) 
     assert reasons == {f"{status} at 128 tokens already"}
 
 
-def test_what_failed_is_tried_at_the_next_length(tmp_path: Path) -> None:
+def test_a_failed_contender_is_tried_at_the_next_length(tmp_path: Path) -> None:
     worker = PretendedWorker(plain=0)
     worker.fails = lambda job: Row(status="failed", job=job, reason="KeyError: a")
     benchmark(tmp_path, worker, "plain").measure([64, 128])
@@ -128,7 +128,7 @@ def test_what_failed_is_tried_at_the_next_length(tmp_path: Path) -> None:
     assert set(statuses(tmp_path).values()) == {"measured"}
 
 
-def test_what_is_not_installed_is_a_row_until_it_is(
+def test_a_missing_package_gives_a_row_until_it_is_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     installed: set[str] = set()
@@ -174,7 +174,7 @@ def test_the_ideal_of_unlike_layers_is_not_extrapolated(tmp_path: Path) -> None:
     assert "its layers differ in kind" in row.reason
 
 
-def test_the_ideal_of_which_two_layers_do_not_fit_comes_from_shorter_lengths(
+def test_the_ideal_is_extrapolated_from_shorter_lengths(
     tmp_path: Path,
 ) -> None:
     worker = PretendedWorker(ideal=0)
@@ -205,7 +205,7 @@ def test_the_ideal_of_which_two_layers_do_not_fit_comes_from_shorter_lengths(
     assert (131_072, 2) not in tried, "longer than what did not fit"
 
 
-def test_the_ideal_of_which_not_even_a_layer_fits(tmp_path: Path) -> None:
+def test_the_ideal_fails_where_no_layer_fits(tmp_path: Path) -> None:
     worker = PretendedWorker()
     run = worker.fails
     benchmark(tmp_path, worker, "ideal", run=run).measure([64])
@@ -215,7 +215,7 @@ def test_the_ideal_of_which_not_even_a_layer_fits(tmp_path: Path) -> None:
     assert "no two lengths down to 4,096 tokens" in row.reason
 
 
-def test_traces_of_ours_are_made_and_made_up_for(tmp_path: Path) -> None:
+def test_missing_traces_of_sppo_are_made(tmp_path: Path) -> None:
     benchmark(tmp_path, PretendedWorker(), "plain", "sppo-auto").measure([64])
     for expected in ([("sppo-auto", 64)], []):
         worker = PretendedWorker()
@@ -280,7 +280,7 @@ def test_the_last_line_is_the_row(tmp_path: Path) -> None:
     assert row.wall_seconds is not None
 
 
-def test_out_of_memory_is_what_the_worker_says(tmp_path: Path) -> None:
+def test_out_of_memory_is_reported_by_the_worker(tmp_path: Path) -> None:
     said = Row(status="out of memory", job=JOB, reason="device: CUDA out of memory")
     row = run(tmp_path, "print(ROW)", row=said)
     assert (row.status, row.reason) == (said.status, said.reason)
@@ -382,7 +382,7 @@ def test_other_errors(tmp_path: Path, script: str, reason: str) -> None:
     assert row.reason == reason
 
 
-def test_errors_are_told_from_what_follows_them(tmp_path: Path) -> None:
+def test_the_error_is_found_before_later_warnings(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("Traceback\n  File\ntorch.AcceleratorError: bad launch\nwarning: leaked\n\n")
     assert last_line(log) == "torch.AcceleratorError: bad launch"
@@ -392,7 +392,7 @@ def test_errors_are_told_from_what_follows_them(tmp_path: Path) -> None:
     assert last_line(log) == ""
 
 
-def test_one_gpu_is_shown_and_memory_is_mapped_in_pages() -> None:
+def test_workers_see_one_gpu_with_expandable_segments() -> None:
     shown = worker_environment({"CUDA_VISIBLE_DEVICES": "3,4", "A": "b"})
     given = {
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",

@@ -75,13 +75,13 @@ def test_rows_that_were_not_measured_say_so() -> None:
     assert "killed" in cells(shown, "checkpointing", "killed")
 
 
-def test_what_is_known_of_a_run_that_ended_is_its_memory() -> None:
+def test_a_run_that_ended_early_shows_its_memory() -> None:
     row = ended_row("plain", 8192, "out of memory", "device")
     row = Row.from_dict({**row.to_dict(), "numbers": {"device_allocated_bytes": 3 * 2**30}})
     assert cells(text([row]), "8,192", "plain") == ["8,192", "plain", "out of memory", "3.00 GiB"]
 
 
-def test_columns_of_which_nothing_is_known_are_left_out() -> None:
+def test_empty_columns_are_left_out() -> None:
     shown = text([speed_row("plain", 8192, 1.0, mfu=None)])
     assert "MFU" not in shown.splitlines()[2]
     assert "of chkpt" not in shown.splitlines()[2]

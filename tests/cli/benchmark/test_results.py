@@ -13,7 +13,7 @@ from sppo_hf.errors import ConfigError
 from tests.cli.benchmark.made_rows import ENVIRONMENT, JOB, ended_row, many_rows, speed_row
 
 
-def test_rows_come_back_from_the_file(tmp_path: Path) -> None:
+def test_rows_are_read_from_the_file(tmp_path: Path) -> None:
     file = ResultFile(tmp_path / "new folder")
     for row in many_rows():
         file.add(row)
@@ -23,7 +23,7 @@ def test_rows_come_back_from_the_file(tmp_path: Path) -> None:
     assert all(json.loads(line)["job"]["model"] == "llama-3.1-8b" for line in lines)
 
 
-def test_what_is_not_known_is_not_written(tmp_path: Path) -> None:
+def test_unknown_numbers_are_not_written(tmp_path: Path) -> None:
     row = ended_row("plain", 8192, "killed", "a signal").to_dict()
     assert row["numbers"] == {}
     assert Row.from_dict(row).numbers == Numbers()
@@ -41,14 +41,14 @@ def test_the_newest_row_of_a_job_counts(tmp_path: Path) -> None:
         assert seen.find("try", row.job) is None
 
 
-def test_what_was_not_run_is_said_once(tmp_path: Path) -> None:
+def test_jobs_that_did_not_run_are_written_once(tmp_path: Path) -> None:
     file = ResultFile(tmp_path)
     for _ in range(2):
         file.add(ended_row("plain+liger", 8192, "not available", "liger-kernel is not installed"))
     assert len(file.path.read_text().splitlines()) == 1
 
 
-def test_a_line_that_was_cut_off_is_run_again(tmp_path: Path) -> None:
+def test_a_job_with_a_cut_off_line_is_run_again(tmp_path: Path) -> None:
     file = ResultFile(tmp_path)
     file.add(speed_row("plain", 8192, 1.0))
     file.add(speed_row("ideal", 8192, 1.0))
@@ -75,7 +75,7 @@ def test_a_file_that_cannot_be_read_or_written(tmp_path: Path) -> None:
         file.add(speed_row("plain", 1, 1.0))
 
 
-def test_only_what_compares_stands_together() -> None:
+def test_only_comparable_rows_are_grouped() -> None:
     rows = [
         speed_row("plain", 8192, 1.0),
         speed_row("ideal", 32_768, 1.0),
@@ -95,13 +95,13 @@ def test_only_what_compares_stands_together() -> None:
     assert best_environment([rows[-1], nothing_ran])["device_name"] == "Other"
 
 
-def test_there_and_back() -> None:
+def test_rows_and_jobs_survive_json() -> None:
     job = JOB.replace(device_memory="40GiB", trace="x.json.gz", layers=2)
     assert Job.from_dict(json.loads(json.dumps(job.to_dict()))) == job
     assert Job.from_dict({**job.to_dict(), "of_another_version": 1}) == job
 
 
-def test_what_is_watched_makes_no_other_measurement() -> None:
+def test_traces_do_not_change_the_key_of_a_job() -> None:
     assert JOB.replace(trace="x", predict=True).key() == JOB.key()
     for changes in (
         {"total_tokens": 1},

@@ -101,7 +101,7 @@ def test_without_a_label_the_trace_is_the_step() -> None:
     assert summary.compute_seconds == pytest.approx(500e-6)
 
 
-def test_kernels_are_told_apart_and_add_up() -> None:
+def test_kernel_classes_add_up_to_compute() -> None:
     names = {
         "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64": "matrix products",
         "nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_NNT": "matrix products",
@@ -225,7 +225,7 @@ def test_contenders_are_laid_side_by_side(tmp_path: Path) -> None:
     assert "10.0" in text
 
 
-def test_a_trace_is_read_once_and_again_when_it_is_new(tmp_path: Path) -> None:
+def test_a_trace_is_read_once_unless_it_changes(tmp_path: Path) -> None:
     path = trace_path(tmp_path, "sppo-auto", 100)
     path.write_text(json.dumps({"traceEvents": made()}))
     os.utime(path, (1, 1))
@@ -238,6 +238,6 @@ def test_a_trace_is_read_once_and_again_when_it_is_new(tmp_path: Path) -> None:
     assert profiles([speed_row("sppo-auto", 100, 0.0008)], tmp_path) == []
 
 
-def test_without_traces_there_is_nothing_to_say(tmp_path: Path) -> None:
+def test_without_traces_there_are_no_profiles(tmp_path: Path) -> None:
     assert profiles([speed_row("sppo-auto", 100, 1.0)], tmp_path) == []
     assert not (tmp_path / FILE).exists()

@@ -146,7 +146,7 @@ def test_deepspeeds_tiles_are_put_around_every_mlp(
     assert sum("forward" in m.__dict__ for m in model.modules()) == config.num_hidden_layers
 
 
-def test_settings_reach_ours(tmp_path: Path) -> None:
+def test_settings_reach_the_plugin(tmp_path: Path) -> None:
     job = tiny_job(tmp_path, device_memory=0.5, host_memory="3GiB", hardware="h100")
     plugin = make_plugin(job, parse("sppo-sppo"), KERNEL)
     assert plugin is not None
@@ -184,7 +184,7 @@ def test_named_kernels() -> None:
         ("reference", "sdpa", None),
     ],
 )
-def test_auto_is_what_ours_takes(
+def test_auto_is_the_kernel_of_sppo(
     monkeypatch: pytest.MonkeyPatch, taken: str, theirs: str, sdpa: SDPBackend | None
 ) -> None:
     asked = []
@@ -202,12 +202,12 @@ def test_auto_is_what_ours_takes(
     assert not requirement.window
 
 
-def test_on_a_cpu_there_is_one_only() -> None:
+def test_a_cpu_has_one_kernel() -> None:
     cpu = torch.device("cpu")
     assert choose("auto", cpu) == Kernel("cpu_flash", attention_backend="cpu_flash")
 
 
-def test_others_are_narrowed_down_for_the_run() -> None:
+def test_scaled_dot_product_attention_is_restricted_for_the_run() -> None:
     before = torch.backends.cuda.cudnn_sdp_enabled()
     with Kernel("flash", attention_backend="aten_flash", sdpa=SDPBackend.FLASH_ATTENTION).in_use():
         assert torch.backends.cuda.flash_sdp_enabled()

@@ -145,7 +145,7 @@ def test_several_steps_have_a_median_and_chunks(tmp_path: Path) -> None:
     assert len(numbers.forward_chunk_seconds) == len(numbers.chunk_lengths)
 
 
-def test_fewer_layers_and_what_is_known_on_the_way(tmp_path: Path) -> None:
+def test_fewer_layers_and_numbers_before_the_end(tmp_path: Path) -> None:
     measurement = Measurement(tiny_job(tmp_path, "ideal", layers=1))
     seen: list[Numbers] = []
     assert measurement.known().host_peak_bytes is None, "nothing has run"
@@ -174,7 +174,7 @@ def test_one_more_step_is_traced(tmp_path: Path) -> None:
     assert len(summary.gaps) == 3
 
 
-def test_the_estimator_is_asked_for_the_longest(tmp_path: Path) -> None:
+def test_the_longest_length_is_predicted(tmp_path: Path) -> None:
     small = measure(tmp_path, "sppo-auto", predict=True, device_memory="64MiB")
     AcceleratorState._reset_state(reset_partial_state=True)
     large = measure(tmp_path, "sppo-auto", predict=True, device_memory="256MiB")
@@ -204,7 +204,7 @@ def test_stalls_are_those_of_the_step_that_ended() -> None:
     assert clock.stall_seconds(slice(1, 3)) == pytest.approx((0.25 + 1.0) / 2)
 
 
-def test_the_peak_of_the_host_is_this_process_own(tmp_path: Path) -> None:
+def test_the_host_peak_is_of_this_process(tmp_path: Path) -> None:
     status = tmp_path / "status"
     status.write_text("Name:\tpython\nVmPeak:\t 9999 kB\nVmHWM:\t    1234 kB\nThreads:\t1\n")
     assert host_peak_bytes(status) == 1234 * 1024
