@@ -1,14 +1,13 @@
-"""Kernels that build a plan for each shape meet a step's shapes before the step needs the memory.
+"""Warm-up of attention kernels that build a plan for each shape, before a step runs.
 
-cuDNN compiles a plan for every shape that it has not seen. That takes about a second, happens once
-in each thread that calls, and takes memory from the driver, which in the middle of a step has none:
-PyTorch's allocator holds what is free. `WarmUp` runs one layer's attention on zeros, chunk by
-chunk, through the same code as the step, so that the kernel sees what it will see: shapes, layouts
-and masks, forward in the caller's thread and backward in autograd's. Nothing of it stays but what
-the kernel keeps.
+cuDNN compiles a plan for every new shape. That takes about a second, once per calling thread, and
+memory from the driver, which has none in the middle of a step: PyTorch's allocator holds what is
+free. `WarmUp` runs one layer's attention on zeros, chunk by chunk, through the same code as the
+step, so that the kernel gets the same shapes, layouts and masks, forward in the caller's thread and
+backward in autograd's. Only the kernel's plans remain.
 
-A layer's keys and values exist as a whole meanwhile, as they do where it runs for good; those that
-wait elsewhere in the step take no memory here, and come back as zeros, block by block.
+All K/V of the layer exist meanwhile, as in the step. K/V that the step offloads take no memory
+here; they are loaded as zeros, block by block.
 """
 
 from __future__ import annotations
@@ -41,13 +40,13 @@ from sppo_hf.attention.streamed_kv import KVStream, KVTransfer
 
 Clock = Callable[[], float]
 
-MOST_DONE = 256
-"""Layers and rows that are remembered as done. Packed rows differ from batch to batch."""
+MAX_REMEMBERED = 256
+"""Maximum (layer, rows) pairs that are remembered; packed rows differ from batch to batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerAttention:
-    """What one kind of layer attends with on this rank."""
+    """Attention of one kind of layer on this rank."""
 
     num_heads: int
     num_kv_heads: int
@@ -55,40 +54,40 @@ class LayerAttention:
     v_head_size: int
     window: int | None
     local: int | None = None
-    """Tokens of a block whose keys alone a query sees, see `AttentionCall`."""
+    """Block length of local attention in tokens, see `AttentionCall`."""
     softcap: float | None
     dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkedRows:
-    """How rows that run together are cut."""
+    """The rows that run together, and their chunks."""
 
     batch_rows: int
     bounds: Bounds
     """`(start, end)` of every chunk, in tokens."""
     chunks: range
-    """Those that run here; keys of all before them are there."""
+    """Chunks that run here; K/V of all earlier ones exist."""
     spans: tuple[RowSpans, ...] | None = None
     """Documents and padding of every row; None where each is one document."""
     block_tokens: int | None = None
-    """Tokens of a block of keys where these wait elsewhere; None where all are on the device."""
+    """Tokens of a K/V block if K/V are offloaded; None if all are on the device."""
     backward: bool = True
     """Whether a backward follows."""
     again: bool = False
-    """Whether some layer's attention runs again in backward."""
+    """Whether attention of some layers is recomputed in backward."""
 
 
 class WarmUp:
-    """The shapes that kernels which plan have met, and the way to have them meet more."""
+    """Remembers which shapes kernels have built plans for, and builds the missing ones."""
 
     def __init__(self, *, budget_seconds: float, clock: Clock = time.monotonic) -> None:
         """Begin with none.
 
         Args:
-            budget_seconds: After so long in one `run` no other shape is begun: the step meets the
-                rest.
-            clock: Seconds on the host.
+            budget_seconds: limit of one `run`, after which no new shape is started; the step itself
+                builds the rest.
+            clock: seconds on the host.
         """
         self._budget_seconds = budget_seconds
         self._clock = clock
@@ -100,12 +99,12 @@ class WarmUp:
     def run(
         self, layer: LayerAttention, rows: ChunkedRows, backend: Backend, device: torch.device
     ) -> int:
-        """Let `backend` meet what such layers ask of it for such rows.
+        """Run `backend` on all shapes that such layers need for such rows.
 
-        Does nothing for backends that plan nothing, and for what it has done.
+        Does nothing for backends without plans, and for what was run before.
 
         Returns:
-            The shapes that were new.
+            The number of new shapes.
         """
         key = (_thread(), backend, determinism(), layer, rows, device)
         if not backend.plans_each_shape:
@@ -114,24 +113,26 @@ class WarmUp:
             self._done[key] = self._done.pop(key)
             return 0
         self._done[key] = None
-        if len(self._done) > MOST_DONE:
+        if len(self._done) > MAX_REMEMBERED:
             del self._done[next(iter(self._done))]
         deadline = self._clock() + self._budget_seconds
-        kernel = _OnlyNew(backend, self._met, rows.again, device, lambda: self._clock() < deadline)
+        kernel = _NewShapesOnly(
+            backend, self._met, rows.again, device, lambda: self._clock() < deadline
+        )
         with torch.set_grad_enabled(rows.backward):
             _attend_layer(layer, rows, kernel, device)
         if kernel.new and device.type == "cuda":
-            torch.cuda.empty_cache()  # the driver's again, for the plans of other shapes
+            torch.cuda.empty_cache()  # back to the driver, for the plans of other shapes
         return kernel.new
 
 
 def _attend_layer(
     layer: LayerAttention, rows: ChunkedRows, backend: Backend, device: torch.device
 ) -> None:
-    """Attention of one layer on zeros: of every chunk forward and, if wanted, backward."""
+    """Run one layer's attention on zeros: forward of every chunk and, if needed, backward."""
 
     def zeros(heads: int, tokens: int, size: int) -> Tensor:
-        """As projections give them: `[B, tokens, heads, H]` in memory."""
+        """Return zeros in the layout of projections, `[B, tokens, heads, H]` in memory."""
         shape = (rows.batch_rows, tokens, heads, size)
         return torch.zeros(shape, dtype=layer.dtype, device=device).transpose(1, 2)
 
@@ -144,7 +145,7 @@ def _attend_layer(
     store: KVStore = LayerKV(rows.bounds)
     if rows.block_tokens is not None:
         stream = KVStream(
-            _ComesAsZeros(device),
+            _ZerosTransfer(device),
             rows.bounds,
             rows=rows.spans,
             block_tokens=rows.block_tokens,
@@ -176,12 +177,12 @@ def _attend_layer(
 
 
 def _thread() -> int:
-    """Kernels keep their plans by thread."""
+    """Return the thread, because kernels keep their plans per thread."""
     return threading.get_ident()
 
 
-class _OnlyNew(Backend):
-    """Hands to a backend what it has not met in this thread; the rest gets zeros."""
+class _NewShapesOnly(Backend):
+    """Calls a backend for shapes that are new in this thread; returns zeros for all others."""
 
     def __init__(
         self,
@@ -250,13 +251,13 @@ class _OnlyNew(Backend):
         self._met.add(key)
         self.new += 1
         if self._device.type == "cuda":
-            # So that what it took is known to the clock, and its memory free for the next one.
+            # So that the clock sees its time, and its memory is free for the next shape.
             torch.cuda.current_stream(self._device).synchronize()
         return found
 
 
-class _ComesAsZeros(KVTransfer):
-    """Forgets the bytes of what is sent away; its handle has its shape, strides and dtype."""
+class _ZerosTransfer(KVTransfer):
+    """Drops the bytes of offloaded tensors; a handle keeps shape, strides and dtype."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -190,7 +190,7 @@ def test_kernels_build_plans_for_offloaded_kv(monkeypatch, family, block_tokens)
 
 
 def test_building_plans_for_offloaded_kv_takes_no_memory_for_it():
-    transfer = warm_up._ComesAsZeros(torch.device("cpu"))
+    transfer = warm_up._ZerosTransfer(torch.device("cpu"))
     keys = torch.ones(1, 5, 2, 3, dtype=torch.bfloat16).transpose(1, 2)
     sent = weakref.ref(keys.untyped_storage())
     handle = transfer.send(keys)
@@ -224,7 +224,7 @@ def test_kernels_build_plans_for_padding_and_evaluation(monkeypatch, family):
 
 def test_shapes_of_rows_that_do_not_recur_are_forgotten(monkeypatch):
     """What comes every time, as an evaluation's rows among packed ones, is remembered."""
-    monkeypatch.setattr(warm_up, "MOST_DONE", 3)
+    monkeypatch.setattr(warm_up, "MAX_REMEMBERED", 3)
     tried: list[object] = []
     monkeypatch.setattr(warm_up, "_attend_layer", lambda layer, rows, *_: tried.append(rows))
     warm, backend = warm_up.WarmUp(budget_seconds=1.0), CuDNN(key_tile=8, aten=Planning())

@@ -110,10 +110,10 @@ class Held:
                 keys, sums = keys + store.kv_bytes, sums + store.gradient_bytes
                 continue
             assert isinstance(store, StreamedKV)
-            like = store._like
-            sizes = {c: x.k_shape.numel() + x.v_shape.numel() for c, x in like.items()}
-            keys += sum(sizes[c] * like[c].dtype.itemsize for c in store._keys)
-            sums += sum(sizes[c] * like[c].sum_dtype.itemsize for c in store._sums)
+            layouts = store._layouts
+            sizes = {c: x.k_shape.numel() + x.v_shape.numel() for c, x in layouts.items()}
+            keys += sum(sizes[c] * layouts[c].dtype.itemsize for c in store._keys)
+            sums += sum(sizes[c] * layouts[c].sum_dtype.itemsize for c in store._sums)
         coming = shared.transport._receives.items()
         came = sum(buffer.nbytes for key, (_, buffer) in coming if "RECV_KV" in str(key))
         found = {"device kv": came, "device dkv": 0}

@@ -73,7 +73,7 @@ EVERYTHING = SearchSpace(
 
 
 @pytest.mark.parametrize("tokens", [16_384, 65_536])
-def test_no_layout_needs_less_than_a_glance_says(tokens: int) -> None:
+def test_byte_bounds_are_below_simulated_peaks(tokens: int) -> None:
     question = replace(QUESTION, total_tokens=tokens, space=EVERYTHING)
     bounds_of_layout = question.bounds_of_layout
     looked_at = list(layouts(question))
@@ -136,7 +136,7 @@ _ALONE = Layout("seq1f1b", 1, 1, 1, 1, "flops", "whole", "none")
 
 @examples(200, whole=4000)
 @given(st.integers(0, 2**32))
-def test_no_step_is_faster_than_the_least_that_its_layout_takes(seed: int) -> None:
+def test_seconds_bounds_are_below_simulated_steps(seed: int) -> None:
     question, layout = _drawn(Random(seed))
     found = simulate_layout(question, layout).step_seconds
     assert question.min_step_seconds(layout) <= found, layout
@@ -300,7 +300,7 @@ def test_the_host_is_a_limit_too() -> None:
     assert all(plan.host_bytes <= GIB for plan in tight.best)
 
 
-def test_what_does_not_fit_at_all_is_answered_with_what_comes_closest() -> None:
+def test_the_closest_layout_is_returned_where_none_fits() -> None:
     answer = solve_cluster(within(0.5))
     assert answer.best == ()
     assert answer.closest is not None
@@ -308,7 +308,7 @@ def test_what_does_not_fit_at_all_is_answered_with_what_comes_closest() -> None:
     assert answer.closest.missing_bytes == max(answer.closest.peak_bytes) - GIB // 2
 
 
-def test_what_bounds_show_not_to_fit_is_answered_at_once() -> None:
+def test_layouts_over_budget_by_their_bounds_are_not_simulated() -> None:
     """Also of the paper's rule, whose frames must be somewhere."""
     space = SearchSpace(chunk_tokens=(4096, 8192), sp=(1,))
     question = replace(within(0.8, host=0.2), total_tokens=131_072, space=space)
