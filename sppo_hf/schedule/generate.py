@@ -336,7 +336,7 @@ def _of_stage(kind: Kind, stage: int, units: Iterable[int]) -> list[Action]:
 def _alternate(
     forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int, *, run: int = 1
 ) -> tuple[Action, ...]:
-    """Returns `warm_up` forwards, then `run` forwards and `run` backwards in turn, then the rest."""
+    """Returns `warm_up` forwards, then `run` of each by turns, then the rest."""
     order = list(forwards[:warm_up])
     turns = range(0, len(forwards) - warm_up, run)
     for at in turns:
