@@ -189,7 +189,7 @@ class ByteTables:
 
     @cached_property
     def kv_out_backward(self) -> Bytes:
-        """Bytes offloaded in backward: sums of dK/dV of earlier chunks (the chunk's are used up)."""
+        """Bytes offloaded in backward: sums of dK/dV of earlier chunks."""
         return self.streams * self.dkv_per_token * self.prefix_tokens
 
     @cached_property
@@ -267,7 +267,7 @@ class ByteTables:
         return np.array(rows) * (self.shape.dtype_bytes * self.rows) + np.array(repeated)
 
     def _repeated_bytes(self, layer: LayerProfile, keys: Bytes) -> Bytes:
-        """Returns the bytes of K/V with repeated heads, [chunks], which keep a CPU's threads busy."""
+        """Returns the bytes of K/V with heads repeated to keep a CPU's threads busy, [chunks]."""
         own = layer.num_kv_heads // self._sp
         if self.device_kind != "cpu" or not own:
             return np.zeros_like(keys)

@@ -264,7 +264,7 @@ class MemoryEstimate:
 
     @cached_property
     def moments(self) -> tuple[MemorySnapshot, ...]:
-        """Bytes at the end of each chunk's (or layer's) forward, and at both ends of each backward."""
+        """Bytes at the end of each chunk's (or layer's) forward and both ends of its backward."""
         return tuple(map(self._moment, self._points.shown()))
 
     @property
