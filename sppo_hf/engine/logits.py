@@ -1,8 +1,8 @@
 """Collects logits of one forward call, for callers that want more than the loss.
 
-The loss computes logits tile by tile and drops them. A `LogitsCollector` gets each tile, keeps it
-or the result of a function of it, and joins the parts to what the unmodified model's whole logits
-would have given.
+The loss computes logits tile by tile and drops them. A `LogitsCollector` gets each tile, keeps the
+tile or the result of a function of it, and joins the parts. The result is the same as from the
+unmodified model's whole logits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ tuples and dicts of such tensors."""
 
 @dataclass(slots=True)
 class LogitsRequest:
-    """What a call in evaluation does with logits besides computing the loss."""
+    """Request for the use of logits, besides the loss, in a call in evaluation."""
 
     whole: bool
     """Whether the output carries the logits of every token."""
@@ -36,9 +36,9 @@ class LogitsRequest:
     failure: str = ""
     """Output: why the results could not be joined; "" if they were."""
     logits_tokens: int = 0
-    """Output: T of the call; 0 before it."""
+    """Output: tokens of the call's sequence; 0 before the call."""
     vocab_size: int = 0
-    """Output: V of the call."""
+    """Output: size of the call's vocabulary; 0 before the call."""
     logits_dtype: torch.dtype | None = None
     """Output: dtype of the call's logits."""
 
@@ -48,7 +48,7 @@ class NotJoinable(Exception):
 
 
 class LogitsCollector:
-    """Joins logits, or what a function makes of them, over tiles, chunks and groups of rows.
+    """Joins logits, or a function's results on them, over tiles, chunks and groups of rows.
 
     Args:
         reduce: Called with each tile; None keeps the logits themselves. Once it raises
@@ -64,7 +64,7 @@ class LogitsCollector:
         self.vocab_size = 0
         self.logits_dtype: torch.dtype | None = None
         self.failure = ""
-        """Why results cannot be joined; "" so far."""
+        """Reason why results cannot be joined; "" if they can."""
 
     def begin_group(self) -> None:
         """Begin the chunks of other rows."""
@@ -74,7 +74,7 @@ class LogitsCollector:
         self._chunks = []
 
     def begin_chunk(self, labels_BC: Tensor) -> None:
-        """Begin a chunk with the caller's labels; without `reduce` only their shape counts."""
+        """Begin a chunk with the caller's labels; without `reduce` only their shape is used."""
         self._end_chunk()
         self._labels_BC = labels_BC
 
@@ -88,7 +88,7 @@ class LogitsCollector:
             self._tiles.append(self._reduced(logits_1MV, self._labels_BC.reshape(1, -1)[:, tile]))
 
     def result(self) -> Any:
-        """Return what was kept, joined: `[B, T, ...]`, or a nest of such; None if not joinable."""
+        """Return the joined tensor `[B, T, ...]`, or a nest of such; None if not joinable."""
         self.begin_group()
         joined = self._join(self._groups, dim=0)
         return None if self.failure else joined
@@ -141,7 +141,7 @@ def map_tensors(function: Callable[..., Any], nest: Any, *more: Any) -> Any:
     """Map the tensors of nests of tuples, lists and dicts, several at a time if `more` are given.
 
     Raises:
-        NotJoinable: There is something other than tensors in them, or the nests differ.
+        NotJoinable: A leaf is not a tensor, or the nests differ.
     """
     if isinstance(nest, Tensor) and all(isinstance(x, Tensor) for x in more):
         return function(nest, *more)

@@ -1,43 +1,44 @@
 """Matmul outputs of a layer: recorded in its first forward, replayed when it is rerun.
 
-Recorder and replayer are dispatch modes: they see every operation below autograd, so the graph that
-autograd builds above them is the usual one, and it does not matter who multiplies: `nn.Linear`,
+Recorder and replayer are dispatch modes: they see every operation below autograd. So the graph that
+autograd builds above them is the usual one, and all callers of matmuls are covered: `nn.Linear`,
 GPT-2's `Conv1D`, a loop over experts, a grouped matmul, LoRA, or a quantised layer's own autograd
-function. Hooks on modules would miss most of these. Attention's own matmuls are its backend's: the
-recorder is paused while it runs, and a rerun that replays does not attend.
+function. Hooks on modules would miss most of these. Matmuls inside attention belong to its backend:
+the recorder is paused while attention runs, and a rerun that replays does not run attention.
 
 [Note: which matmuls are kept]
-1. *Thick* ones. A matmul that sums over at most an eighth of the layer's width (LoRA's second
-   factor, say) costs little more than writing its output, so it runs again.
-2. Those of activations. A product of weights alone (an adapter merged on the fly) is as large as a
-   weight, so it runs again too.
-3. Those that a saved tensor, or a value that Python reads, depends on otherwise than through
-   another matmul or through attention. Key and value projections serve attention alone, and the
-   last projection of a layer serves the next layer, so their outputs are not kept (a key norm,
-   which saves its input, changes that). In the rerun zeros take their place.
+Outputs are saved of matmuls that meet all of these conditions:
+1. *Thick*: they sum over more than an eighth of the layer's width. Thin ones (LoRA's second factor,
+   say) cost little more than writing their output, so they are recomputed.
+2. Of activations: a product of weights alone (an adapter merged on the fly) is as large as a
+   weight, so it is recomputed too.
+3. Needed: a saved tensor, or a value that Python reads, depends on the output other than through
+   another matmul or attention. Outputs of key and value projections are read by attention alone,
+   and that of a layer's last projection by the next layer, so they are not saved (unless there is a
+   key norm, which saves its input). In the rerun zeros take their place.
 
 Dependencies are followed from operation to operation, by storage. A kernel that torch does not see
-(Triton's) leaves no trace, but it writes into memory that torch has allocated; so whatever is in
-freshly allocated memory is taken to depend on all matmuls so far. Memory filled with a constant is
-no longer suspect once torch itself writes into it, as scattering into zeros does.
+(Triton's) is not tracked, but it writes into memory that torch has allocated; so freshly allocated
+memory is assumed to depend on all earlier matmuls. For memory filled with a constant this ends when
+torch itself writes into it, as scattering into zeros does.
 
 [Note: writing into a matmul's output]
-What is kept must be what the matmul returned, and not what became of it. If an operation is about
-to write into it, a copy is kept instead. A kernel that torch does not see may write too (rotary
-embedding in place, say). Therefore the first recorder of a kind of layer copies all outputs at once
-and compares at the end, which the host waits for; where something has changed, all recorders of
-such layers copy from then on. Not the first of each layer: the last one's copies would come when
-the device is full.
+The saved output must be what the matmul returned, even if it is modified later. If an operation is
+about to write into it, a copy is saved instead. A kernel that torch does not see may write too
+(rotary embedding in place, say). So the first recorder for a kind of layer copies all outputs at
+once and compares them at the end, for which the host waits; if any has changed, all later recorders
+for such layers copy. Layers of one kind are checked once and not each, because the last layers'
+copies would be made when the device is full.
 
 [Note: unused matmuls]
-Where no outputs are kept, a rerun computes them, but not all are needed: key and value projections
-serve attention alone, which is not repeated, and an adapter's frozen matmul comes before the last
-tensors that autograd saves (the input of the adapter's second factor), though none of them depends
-on it. The first rerun of a layer finds those that no saved tensor depends on, in however many
-steps; from then on zeros take their place. A layer that reads values, or writes into what lives
-longer than its forward, keeps all. What was found holds for reruns that save the same and multiply
-in the same order between the same saved tensors; this is checked matmul by matmul, and where it is
-not so the layer is rerun once more, with all of its matmuls.
+If no outputs are saved, a rerun computes the matmuls again, but not all of them are needed. Key and
+value projections are read by attention alone, which is not repeated. An adapter's frozen matmul
+runs before autograd's last saved tensors (the input of the adapter's second factor), but none of
+them depends on it. The first rerun of a layer finds the matmuls on which no saved tensor depends,
+directly or indirectly; in later reruns zeros take the place of their outputs. If a layer reads
+values, or writes into tensors that outlive its forward, all matmuls run. The result is valid for
+reruns that save the same tensors and run the same matmuls in the same order between them. This is
+checked matmul by matmul; if it does not hold, the layer is rerun once more with all its matmuls.
 """
 
 from __future__ import annotations
@@ -60,10 +61,10 @@ if TYPE_CHECKING:
 
 
 class LightDispatchMode(TorchDispatchMode):
-    """A dispatch mode that does not ask torch.compile to leave its code alone.
+    """A dispatch mode without torch's guard against torch.compile.
 
-    That takes a fifth of what a mode costs each operation, and there is nothing to leave alone: no
-    mode of ours runs around compiled layers.
+    The guard is a fifth of a mode's cost per operation. It is not needed, as these modes never run
+    around compiled layers.
     """
 
     @classmethod
@@ -72,7 +73,7 @@ class LightDispatchMode(TorchDispatchMode):
 
 
 RunOperation = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
-"""Runs an operation on arguments, by position and by name."""
+"""Function that runs an operation, given its positional and keyword arguments."""
 
 
 def run_operation(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -82,13 +83,13 @@ def run_operation(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
 
 # -- which matmuls a tensor depends on ---------------------------------------------------------
 
-# Sets of matmuls are bits of an integer: a union is one operation, for 400 matmuls too. The lowest
-# bit stands for the layer's input and for attention's output, matmul n for bit n + 1.
+# A set of matmuls is an integer, so a union is one operation even for 400 matmuls. The lowest bit
+# stands for the layer's input and attention's output, bit n + 1 for matmul n.
 _ACTIVATION = 1
 _EVERYTHING = -1
-"""In place of a set: all matmuls recorded when it is read."""
+"""Set of all matmuls that are recorded by the time at which the set is read."""
 _CONSTANT = -2
-"""As `_EVERYTHING`, until torch writes into the memory."""
+"""Like `_EVERYTHING`, for memory filled with a constant, until torch writes into it."""
 
 _ALLOCATED = {"empty": _EVERYTHING, "constant": _CONSTANT}
 
@@ -104,18 +105,18 @@ class DependencyTracker(LightDispatchMode):
         self._set(hidden, _ACTIVATION)
 
     def add_inputs(self, *tensors: Tensor) -> None:
-        """Treat `tensors` as inputs: a rerun gets them from elsewhere."""
+        """Treat `tensors` as inputs of the layer, which a rerun gets too."""
         for tensor in tensors:
             self._set(tensor, _ACTIVATION)
 
     def _on_matmul(
         self, func: Any, op: Operation, args: Sequence[Any], output: Tensor, depends: int
     ) -> None:
-        """Record a matmul that has run on what depends on `depends`."""
+        """Record a matmul that has run; `depends` is the set on which its arguments depend."""
         raise NotImplementedError
 
     def _need(self, depends: int) -> None:
-        """Record that something outside the layer reads what depends on `depends`."""
+        """Record that a value that depends on the set `depends` is read outside of the layer."""
         raise NotImplementedError
 
     def _before_write(self, tensor: Tensor) -> None:
@@ -128,7 +129,7 @@ class DependencyTracker(LightDispatchMode):
     def watch(
         self, run: RunOperation, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
-        """Have `run` run the operation, and record which matmuls its results depend on."""
+        """Run the operation by `run`, and record the matmuls on which its results depend."""
         op = operation(func)
         if op.writes:
             return self._write(run, func, op, args, kwargs)
@@ -151,7 +152,7 @@ class DependencyTracker(LightDispatchMode):
             self._before_write(tensor)
         overwrites = op.overwrites and _is_whole(args[0])
         before = [self._depends.get(storage_key(tensor) or 0, 0) for tensor in written]
-        # What a constant, or what is overwritten altogether, held before does not count.
+        # Earlier contents count neither for constants nor for memory that is overwritten entirely.
         ignored = {
             storage_key(tensor)
             for tensor, depends in zip(written, before, strict=True)
@@ -180,7 +181,7 @@ class DependencyTracker(LightDispatchMode):
 # -- outputs that are kept ---------------------------------------------------------------------
 
 _TILES = "a module in tiles"
-"""Takes the place of an operation's name for outputs of a module that ran in tiles."""
+"""Name, in place of an operation's, for outputs of a module that ran in tiles."""
 
 
 @dataclass(slots=True)
@@ -192,16 +193,16 @@ class Matmul:
     shapes: tuple[torch.Size, ...]
     """Shapes of its arguments."""
     make_zeros: Callable[[], Tensor]
-    """Makes zeros of the output's shape, strides, dtype and device."""
+    """Returns zeros with the output's shape, strides, dtype and device."""
     output: SavedTensor | None = None
     """The output; None if a rerun does not need it."""
     of_weights: bool = False
-    """Whether no activation took part; it then runs again."""
+    """Whether it multiplies weights alone; it is then recomputed."""
 
 
 @dataclass(slots=True)
 class _FreshOutput:
-    """A matmul's output, until its recorder stops."""
+    """Output of a matmul while its recorder runs."""
 
     output: Tensor
     copy: Tensor | None
@@ -210,13 +211,13 @@ class _FreshOutput:
 
 _must_copy: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, bool]]
 _must_copy = weakref.WeakKeyDictionary()
-"""By model and kind of layer, whether a kernel that torch does not see writes into outputs."""
+"""Whether kernels that torch does not see write into outputs, by model and by kind of layer."""
 
 _kinds: weakref.WeakKeyDictionary[nn.Module, Hashable] = weakref.WeakKeyDictionary()
 
 
 def _kind_of(layer: nn.Module) -> Hashable:
-    """What layers of a model have in common that run the same code, whatever their number is."""
+    """Return a key that is equal for a model's layers that run the same code."""
     if layer not in _kinds:
         _kinds[layer] = tuple(
             (type(module), "forward" in module.__dict__, tuple(_settings(module)))
@@ -226,7 +227,7 @@ def _kind_of(layer: nn.Module) -> Hashable:
 
 
 def _settings(module: nn.Module) -> Iterator[tuple[str, object]]:
-    """Attributes that may tell two layers of a class apart: a window, no rotary embedding."""
+    """Yield attributes that may differ between layers of a class: a window, rotary embedding."""
     for name, value in vars(module).items():
         if name != "layer_idx" and isinstance(value, bool | int | float | str):
             yield name, value
@@ -251,14 +252,13 @@ class SelectiveRecorder(DependencyTracker):
         """Prepare for one forward.
 
         Args:
-            layer: The layer that runs, of which only the kind counts; see [Note: writing into a
-                matmul's output].
+            layer: The layer that runs; only its kind is used, see [Note: writing into a matmul's
+                output].
             hidden: The layer's input `[..., D]`.
             hold: Saves an output until backward; called with a name that is the same in every layer
                 of a kind, at most once for a name unless an output is written into.
-            model: The model whose layers of a kind run the same code; None for a layer alone.
-            without_memory: Whether tensors are fake, no more than their shape: no kernel writes
-                into them.
+            model: The model that `layer` belongs to; None for a layer alone.
+            without_memory: Whether tensors are fake, so that no kernel writes into them.
         """
         super().__init__(hidden)
         self._kind = _kind_of(layer)
@@ -275,16 +275,16 @@ class SelectiveRecorder(DependencyTracker):
     # -- called by the layer's saved activations -----------------------------------------------
 
     def start(self, *inputs: Tensor) -> None:
-        """Track operations of this thread, for the first time or after `pause`.
+        """Begin to track operations of this thread, or continue after `pause`.
 
-        A rerun gets `inputs` from elsewhere.
+        `inputs` are treated as inputs of the layer, which a rerun gets too.
         """
         self.add_inputs(*inputs)
         self._begin()
         self._running = True
 
     def pause(self) -> None:
-        """Do not track operations until `start`."""
+        """Stop tracking operations until `start`."""
         self._end()
         self._running = False
 
@@ -302,7 +302,7 @@ class SelectiveRecorder(DependencyTracker):
         self.__exit__(None, None, None)
 
     def on_saved(self, tensor: Tensor) -> None:
-        """Hold the matmuls that `tensor`, which autograd saves, depends on."""
+        """Hold the outputs of the matmuls on which `tensor`, which autograd saves, depends."""
         depends = self._read(tensor)
         if depends >> 1 & ~self._needed:
             self.pause()  # what moves a tensor is not the layer's work
@@ -328,7 +328,7 @@ class SelectiveRecorder(DependencyTracker):
     def add_tiles(self, hidden: Tensor, outputs: Sequence[Tensor], *, as_matmuls: bool) -> None:
         """Record a module that ran in tiles, untracked, on `hidden` and returned `outputs`.
 
-        They are kept like outputs of matmuls, or recomputed.
+        With `as_matmuls` the outputs are held like those of matmuls; else they are recomputed.
         """
         depends = self._read(hidden)
         for output in outputs:
@@ -353,7 +353,7 @@ class SelectiveRecorder(DependencyTracker):
             self._fresh.append(_FreshOutput(output.new_empty(0), None))
             self._set(output, 0)
             return
-        # Detached: the output itself is about to become part of the graph.
+        # Detached, as the output itself becomes part of the graph.
         copy = output.clone() if self._copies else None
         self._fresh.append(_FreshOutput(output.detach(), copy))
         self._set(output, 2 << index)
@@ -376,7 +376,7 @@ class SelectiveRecorder(DependencyTracker):
             self._keep(index)
 
     def _keep(self, index: int) -> None:
-        """Hold the output of matmul `index`, in place of what was held of it before."""
+        """Hold the output of matmul `index`, replacing one that was held before."""
         matmul, fresh = self._matmuls[index], self._fresh[index]
         if matmul.output is not None:
             matmul.output.drop()
@@ -386,7 +386,7 @@ class SelectiveRecorder(DependencyTracker):
 
 
 class SelectiveReplayer(LightDispatchMode):
-    """Answers a layer's matmuls, in order, by the outputs that a recorder held."""
+    """Returns the outputs that a recorder held in place of running a layer's matmuls, in order."""
 
     def __init__(self, matmuls: Sequence[Matmul], *, width: int, label: str) -> None:
         """Prepare to replay matmuls of a layer of `width`; `label` names it in errors."""
@@ -397,13 +397,13 @@ class SelectiveReplayer(LightDispatchMode):
         self._next = 0
 
     def on_saved(self, tensor: Tensor) -> None:
-        """Do nothing: what autograd saves was seen in the first forward."""
+        """Do nothing: saved tensors were already seen in the first forward."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, unless it is a thick matmul.
 
         Raises:
-            SPPOError: The layer multiplies what it did not multiply in its first forward.
+            SPPOError: The layer runs a matmul that it did not run in its first forward.
         """
         op = operation(func)
         if not op.is_thick_matmul(args, self._width):
@@ -412,7 +412,7 @@ class SelectiveReplayer(LightDispatchMode):
         return func(*args, **(kwargs or {})) if matmul.of_weights else _take_output(matmul)
 
     def replay_tiles(self, num_outputs: int) -> list[Tensor]:
-        """Return the outputs of the module that ran next in tiles; zeros for unused ones."""
+        """Return the outputs of the next module that ran in tiles; zeros for unused ones."""
         return [_take_output(self._expect(_TILES, ())) for _ in range(num_outputs)]
 
     def _expect(self, name: str, shapes: tuple[torch.Size, ...]) -> Matmul:
@@ -429,16 +429,16 @@ class SelectiveReplayer(LightDispatchMode):
 
 
 def _take_output(matmul: Matmul) -> Tensor:
-    # Detached: autograd makes a result its own, and must not meet a view of something else.
+    # Detached: autograd takes over an operation's result, which must not be a view.
     return matmul.make_zeros() if matmul.output is None else matmul.output.take().detach()
 
 
-# -- outputs that nothing needs ----------------------------------------------------------------
+# -- unused outputs ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class UnusedMatmuls:
-    """Which matmuls of a layer's rerun no tensor depends on that backward reads."""
+    """Unused matmuls of a layer's rerun: no tensor that backward reads depends on them."""
 
     signatures: tuple[Hashable, ...]
     """A signature of every thick matmul, in order; see `_signature`."""
@@ -458,13 +458,13 @@ class UnusedMatmulFinder(DependencyTracker):
         self._without_memory = without_memory
         self._signatures: list[Hashable] = []
         self._inputs_depend: list[int] = []
-        """For every matmul, what its inputs depend on."""
+        """For every matmul, the set on which its inputs depend."""
         self._always_needed = 0
         self._num_saved = 0
         self._reveals = False
 
     def on_saved(self, tensor: Tensor) -> None:
-        """Record that what `tensor`, which autograd saves, depends on is needed."""
+        """Record that the matmuls on which `tensor`, which autograd saves, depends are needed."""
         self._always_needed |= self._read(tensor)
         self._num_saved += 1
 
@@ -501,7 +501,7 @@ class UnusedMatmulFinder(DependencyTracker):
 
 
 class MatmulsChanged(Exception):
-    """The layer's matmuls are not those in which unused ones were found."""
+    """The layer's matmuls differ from those among which unused ones were found."""
 
 
 class UnusedMatmulSkipper(LightDispatchMode):
@@ -522,7 +522,8 @@ class UnusedMatmulSkipper(LightDispatchMode):
         """Run the operation, unless it is an unused matmul.
 
         Raises:
-            MatmulsChanged: The matmul is another one than was found.
+            MatmulsChanged: The matmul differs from that of the rerun in which unused ones were
+                found.
         """
         if not operation(func).is_thick_matmul(args, self._width):
             return func(*args, **(kwargs or {}))
@@ -546,7 +547,7 @@ _FACTORS = {
 
 
 def _signature(func: Any, args: Sequence[Any], num_saved: int) -> Hashable:
-    """Identify a matmul of a rerun, whatever the number of tokens is."""
+    """Return a key of a matmul of a rerun that does not depend on the number of tokens."""
     return func, tuple(tensor.shape[-1:] for tensor in tensors_in(args)), num_saved
 
 
@@ -602,7 +603,7 @@ _LEFT_FACTOR = {
     **dict.fromkeys(("bitsandbytes::int8_scaled_mm", "bitsandbytes::int8_linear_matmul"), 0),
     **dict.fromkeys(("bitsandbytes::gemm_4bit", "bitsandbytes::gemv_4bit"), 0),
 }
-"""Matmuls, by the position of the argument over whose last dim they sum."""
+"""Position of the argument over whose last dim a matmul sums, by the matmul's name."""
 
 _EMPTY = frozenset(
     f"aten::{name}"
@@ -630,19 +631,19 @@ _REVEALING = frozenset((torch.Tag.data_dependent_output, torch.Tag.dynamic_outpu
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What an operation does with its arguments, as its signature tells."""
+    """Properties of an operation that follow from its signature."""
 
     name: str
     left_factor: int | None
-    """See `_LEFT_FACTOR`; None if it is no matmul."""
+    """Position of the argument over whose last dim a matmul sums; None for other operations."""
     writes: tuple[tuple[int, str], ...]
     """Position and name of the arguments that it writes into."""
     allocates: Literal["nothing", "empty", "constant"]
-    """What is in the memory that it allocates, if it does nothing else."""
+    """Contents of the memory that it allocates; "nothing" unless it only allocates memory."""
     overwrites: bool
-    """Whether all elements of its first argument get values that do not depend on the old ones."""
+    """Whether it replaces all elements of its first argument, whatever their old values."""
     reveals: bool
-    """Whether Python reads values of its arguments: as a number, or by its result's shape."""
+    """Whether it gives Python values of its arguments: as a number, or as its result's shape."""
 
     def is_thick_matmul(self, args: Sequence[Any], width: int) -> bool:
         """Whether it is a matmul that sums over more than an eighth of `width`."""
@@ -668,7 +669,7 @@ def operation(func: Any) -> Operation:
     )
     return Operation(
         name=schema.name,
-        # Outputs written into memory of the caller's are not kept.
+        # Outputs that are written into the caller's memory are not held.
         left_factor=None if writes else _LEFT_FACTOR.get(schema.name),
         writes=writes,
         allocates=_ALLOCATES.get(schema.name, "nothing"),

@@ -4,31 +4,32 @@ With order "by_layer" the untouched base model runs once over the whole sequence
 layer's hooks run the layer's forward chunk by chunk. `layer_examples` finds which dims of a layer's
 arguments are the tokens; `SlicedCall` cuts whole tensors into chunks and joins the outputs.
 
-A layer over all tokens calls attention once, at its kernel's best; what is heavy then are the
-temporaries of everything else: the MLP's intermediates, norms in float32, what adapters compute. A
-module that treats each token by itself gives the same on a part of them, so `LayerTiles` runs it
-tile by tile, and each tile's temporaries are gone before the next one begins. Where the layer is
-recomputed, each tile has saved activations of its own (`recompute.RecomputedTile`): in backward the
-layer runs again without these modules, and then one tile at a time.
+A layer over all tokens calls attention once, which is when its kernel is fastest. Memory then goes
+to temporaries of everything else: the MLP's intermediates, norms in float32, adapters. A module
+that treats each token by itself returns the same on a part of the tokens, so `LayerTiles` runs it
+tile by tile, and a tile's temporaries are freed before the next tile begins. If the layer is
+recomputed, each tile has its own saved activations (`recompute.RecomputedTile`): in backward the
+layer is rerun without these modules, and then each module is rerun one tile at a time.
 
-[Note: which dims are the tokens] A size says nothing: a width or a number of heads may happen to be
-the number of tokens. So the model's own code is asked: it runs on two tokens with layers that hand
-hidden states on, and a dim that is two there and T in the real call is the tokens. A layer must
-return hidden states as it gets them, alone or as the first of a tuple with nothing else in it;
-anything else cannot be joined, and such a model runs chunk by chunk.
+[Note: which dims are the tokens] The size of a dim is not enough, as a width or a number of heads
+may happen to equal the number of tokens. So the model's own code is run on two tokens, with
+stand-ins for layers that return their input: a dim that is two there and T in the real call is the
+tokens. A layer must return hidden states in the form of its input, alone or as the only element of
+a tuple. Other outputs cannot be joined, and such a model runs chunk by chunk.
 
-[Note: hidden states between layers] A layer has one buffer `[B, T, D]` as input, one as output.
-An output is copied into its buffer as soon as a chunk is done, and a gradient is taken from (or
-written into) a buffer's slice when a chunk's backward asks for it (or has it), so that at no time
-all chunks' tensors wait beside the buffer that they are to be joined in. Between a chunk's tensors
-and the buffers autograd sees empty tensors, which only say what comes after what.
+[Note: hidden states between layers] A layer has one buffer `[B, T, D]` for its input and one for
+its output. A chunk's output is copied into the buffer as soon as it is computed; a gradient is read
+from a buffer's slice when a chunk's backward needs it, and written into one when it is computed. So
+the tensors of all chunks never exist beside the buffer into which they are joined. Between a
+chunk's tensors and the buffers, autograd sees empty tensors that only express the order.
 
-[Note: which modules are token-wise] No family is known here. The largest modules are looked for
-that take `[B, T, D]` alone and return tensors with as many tokens; each runs once on a few random
-tokens, many of which are alike (experts with a limited capacity overflow), at once and in parts,
-and what comes out must be the same. A module that knows its place in the stack of layers has
-attention or a recurrence in it and is only searched. One matmul of a plain `nn.Linear` has no
-temporaries; and where others have hooks inside a module, they are to see calls over all tokens.
+[Note: which modules are token-wise] Nothing here depends on the model's family. Candidates are the
+largest modules that take `[B, T, D]` alone and return tensors with the same number of tokens. Each
+runs once on a few random tokens, as a whole and in parts, and the results must be the same; many of
+the tokens are equal, so that experts with a limited capacity overflow. A module that has its index
+in the stack of layers contains attention or a recurrence, so only its submodules are candidates. A
+plain `nn.Linear` is no candidate, as one matmul has no temporaries; nor is a module with hooks
+inside that are not ours, as these must see calls over all tokens.
 """
 
 from __future__ import annotations
@@ -56,11 +57,11 @@ from sppo_hf.planning.chunk_bounds import Bounds
 # width.
 
 EXAMPLE_TOKENS = 2
-"""Tokens of the call that shows which dims are the tokens; one where there are two in all."""
+"""Tokens of the call that shows which dims are the tokens; 1 if the real call has 2."""
 
 
-# Transformers sets this on a model when it hooks layers and routers to collect their outputs, once,
-# at the first call that asks for them. That must not be a call in which layers are replaced.
+# Transformers sets this attribute on a model when it hooks layers and routers to collect their
+# outputs, at the first call that requests them. Layers must not be replaced in that call.
 _CAPTURES = "_output_capturing_hooks_installed"
 
 
@@ -69,14 +70,14 @@ class CannotRunByLayer(Exception):
 
 
 class InnermostHook(functools.partial[Any]):
-    """A hook of ours that, by layer, must run closer to the layer's forward than hooks of others.
+    """One of our hooks which, by layer, must run closer to the layer's forward than other hooks.
 
-    Theirs are for the call over all tokens: FSDP2's gather and free the layer's weights.
+    Other hooks are for the call over all tokens: FSDP2's gather and free the layer's weights.
     """
 
 
 def move_hooks_innermost(module: nn.Module) -> None:
-    """Let our hooks of `module` run last of all before forward, and first of all after it."""
+    """Reorder hooks of `module` so that ours run last before forward and first after it."""
     for hooks, last in ((module._forward_pre_hooks, True), (module._forward_hooks, False)):
         ours = [key for key, hook in hooks.items() if isinstance(hook, InnermostHook)]
         for key in ours:
@@ -84,15 +85,15 @@ def move_hooks_innermost(module: nn.Module) -> None:
 
 
 class PrefixLength:
-    """A cache that holds nothing and says how many tokens came before the chunk.
+    """A K/V cache without K/V that reports the number of tokens before the chunk.
 
-    Llama 4 scales queries by their index and counts it from what its cache holds.
+    Llama 4 scales queries by their index, which it counts from the length of its cache.
     """
 
     is_compileable = False
 
     def __init__(self, tokens: int) -> None:
-        """Say that `tokens` tokens came before the chunk."""
+        """Report `tokens` tokens before the chunk."""
         self._tokens = tokens
 
     def get_seq_length(self, *_: Any, **__: Any) -> int:
@@ -102,11 +103,11 @@ class PrefixLength:
     get_query_offset = get_seq_length
 
     def get_mask_sizes(self, query_length: Any, *_: Any, **__: Any) -> tuple[Any, int]:
-        """Number of keys and index of the first."""
+        """Return the number of keys and the index of the first one."""
         return self._tokens + query_length, 0
 
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Return the chunk's keys and values unchanged: attention has a store of its own."""
+        """Return the chunk's K/V unchanged, as attention has its own store of K/V."""
         return keys, values
 
 
@@ -115,7 +116,7 @@ class CallExample:
     """The arguments of a layer for `EXAMPLE_TOKENS` tokens."""
 
     shapes: tuple[torch.Size | None, ...]
-    """Shape of every leaf; None for leaves that are no tensors."""
+    """Shape of every leaf; None for leaves that are not tensors."""
     spec: TreeSpec
 
     @classmethod
@@ -126,11 +127,11 @@ class CallExample:
 
 
 NORM = -1
-"""Key of the final norm among examples of layers, which are numbered from zero."""
+"""Key of the final norm in `layer_examples`; layers have their index."""
 
 
 class _StandIn:
-    """A module in another one's place, whose attributes it has too (a weight's dtype)."""
+    """A module that replaces another one and has its attributes (a weight's dtype, say)."""
 
     def __init__(self, *args: Any, other: nn.Module, note: Callable[[CallExample], None]) -> None:
         super().__init__(*args)
@@ -163,7 +164,7 @@ class _LayerStandIn(_StandIn, AbsentLayer):
 
 
 def layer_examples(parts: ModelParts, run_base: Callable[[], object]) -> dict[int, CallExample]:
-    """Return how the base model calls each decoder layer, and `NORM`, without running them.
+    """Return example calls of each decoder layer, and of the final norm, without running them.
 
     Args:
         parts: The model.
@@ -204,7 +205,7 @@ def layer_examples(parts: ModelParts, run_base: Callable[[], object]) -> dict[in
             run_base()
     except torch.OutOfMemoryError:
         raise  # not the model's fault
-    # The model's own code gets hidden states that no layer computed, and may raise anything.
+    # The model's code gets hidden states that no layer has computed, and may raise any exception.
     except Exception as error:
         raise CannotRunByLayer(
             f"how {parts.name} calls its layers cannot be seen without running them "
@@ -237,10 +238,10 @@ class SlicedCall:
             kwargs: The module's keyword arguments.
             bounds: The chunks, in tokens; a call of a single chunk is not cut.
             example: A call of the module for `EXAMPLE_TOKENS` tokens; None for one chunk.
-            where: Names the module in errors.
+            where: Name of the module in errors.
 
         Raises:
-            CannotRunByLayer: The tokens cannot be told from the arguments' other dims.
+            CannotRunByLayer: It is unclear which dims of the arguments are the tokens.
         """
         self._bounds = bounds
         self._where = where
@@ -290,7 +291,7 @@ class SlicedCall:
         """Add the output of the `index`-th chunk; returns its hidden states.
 
         Raises:
-            CannotRunByLayer: There are more tensors in it than hidden states.
+            CannotRunByLayer: It contains other tensors besides hidden states.
         """
         assert self._join is not None, "the output of a call that was cut"
         hidden, *others = output if isinstance(output, tuple) else (output,)
@@ -315,7 +316,7 @@ _UNCLEAR = -1
 
 
 def _token_dim(leaf: Any, example: torch.Size | None, tokens: int) -> int | None:
-    """Return which dim of `leaf` is the tokens; None if none is, `_UNCLEAR` if several may be.
+    """Return the dim of `leaf` that is the tokens; None for none, `_UNCLEAR` if it is ambiguous.
 
     See [Note: which dims are the tokens].
     """
@@ -392,7 +393,7 @@ class TokenJoin:
             self._links.append(_PutSlice.apply(part, self._gradient, start, end))
 
     def close(self) -> Tensor:
-        """Return the whole tensor, into which all slices were put."""
+        """Return the whole tensor, after all slices were put into it."""
         whole, self._whole = self._whole, None
         assert whole is not None, "something was put in"
         links, self._links = self._links, []
@@ -497,11 +498,11 @@ class _EndSlices(torch.autograd.Function):
 
 
 _PROBE_TOKENS = 34
-"""Tokens of a probe: twice a prime number, which is no size of a model."""
+"""Tokens on which a module is probed: twice a prime number, unlikely as a size of a model."""
 _NUM_EQUAL_TOKENS = 24
-"""Tokens of a probe that are equal."""
+"""Number of probe tokens that are equal."""
 _SPLIT_TOKENS = 5
-"""Tokens of the first of the two parts of a probe."""
+"""Tokens in the first of the two parts of a probe."""
 
 _MIN_TILE_TOKENS = 4
 """Minimum tokens of a tile of each row; more than `EXAMPLE_TOKENS`."""
@@ -525,7 +526,7 @@ class TokenWise:
     spec: TreeSpec
     """Structure of what it returns."""
     dims: tuple[int, ...]
-    """For each tensor in it the dim of the tokens: 1 for `[B, T, ...]`, 0 for `[M, ...]`."""
+    """Dim of the tokens in each returned tensor: 1 for `[B, T, ...]`, 0 for `[M, ...]`."""
 
 
 _found: weakref.WeakKeyDictionary[nn.Module, tuple[object, tuple[TokenWise, ...]]]
@@ -533,7 +534,7 @@ _found = weakref.WeakKeyDictionary()
 
 
 def token_wise(layer: nn.Module, hidden: Tensor) -> tuple[TokenWise, ...]:
-    """Return the token-wise modules of a layer whose input is `hidden`; probed the first time.
+    """Return the token-wise modules of a layer with input `hidden`; probes them at the first call.
 
     Raises:
         NotTokenWise: A module takes hidden states alone and mixes tokens.
@@ -548,14 +549,14 @@ def token_wise(layer: nn.Module, hidden: Tensor) -> tuple[TokenWise, ...]:
 
 
 def is_searched(module: nn.Module) -> bool:
-    """Whether a module cannot run in tiles as a whole, though modules in it may."""
+    """Whether a module cannot run in tiles as a whole, although its submodules may."""
     return any("layer_idx" in part.__dict__ for part in module.modules()) or any(
         map(_is_hooked, itertools.islice(module.modules(), 1, None))
     )
 
 
 def is_worth_tiles(module: nn.Module) -> bool:
-    """Whether a module has temporaries; see [Note: which modules are token-wise]."""
+    """Whether a module has temporaries, so that tiles save memory; a plain `nn.Linear` has none."""
     is_matmul = type(module) is nn.Linear or type(module).__name__ == "Conv1D"
     return not is_matmul and next(module.parameters(), None) is not None
 
@@ -588,10 +589,10 @@ def _input_width(module: nn.Module, width: int) -> int:
 
 
 def _probe(name: str, module: nn.Module, like: Tensor) -> TokenWise | None:
-    """Run a module on a few random tokens, at once and in parts, in the layer's dtype.
+    """Run a module on a few random tokens, as a whole and in parts, in the layer's dtype.
 
     Returns:
-        How it returns tokens; None if it does not take hidden states alone.
+        Structure of its output; None if it does not take hidden states alone.
 
     Raises:
         NotTokenWise: The parts differ from the whole.
@@ -648,7 +649,7 @@ def _is_close(one: Tensor, other: Tensor) -> bool:
     if not one.is_floating_point():
         return torch.equal(one, other)
     narrow = one.element_size() < 4 or torch.is_autocast_enabled(one.device.type)
-    # Matmuls may sum over the layer's width in another order.
+    # Matmuls of other sizes may sum over the layer's width in another order.
     rounding = 0.125 if narrow else 1024 * torch.finfo(one.dtype).eps
     difference = (one - other).abs().max()
     return bool(difference <= rounding * other.abs().max())
@@ -677,7 +678,7 @@ class LayerTiles:
     def bounds(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bounds:
         """Return bounds of tiles, in tokens of each row, for a call of a token-wise module.
 
-        One tile where the call is not cut, or has other arguments than `[B, T, D]` alone.
+        There is one tile if the call is not cut, or has other arguments than `[B, T, D]` alone.
         """
         (x, *others), tiles = args or (None,), 1
         if not isinstance(x, Tensor) or x.ndim != 3 or others or kwargs:
@@ -693,7 +694,7 @@ class LayerTiles:
     ) -> Iterator[None]:
         """Make a context in which token-wise modules of `layer` run in tiles.
 
-        `activations` recomputes the layer; None where autograd keeps what it saves.
+        `activations` recomputes the layer; None if autograd keeps all saved tensors.
 
         Raises:
             NotTokenWise: See `token_wise`.
@@ -746,15 +747,16 @@ class _TiledCall:
         self._tiles = [pieces.take(*bounds) for bounds in self._bounds]
 
     def run(self) -> Any:
-        """Return the module's output; autograd keeps what it saves in each tile."""
+        """Return the module's output; autograd keeps the saved tensors of all tiles."""
         return self._shaped(self._run(self._forward))
 
     def run_recomputed(self, activations: RecomputedLayer) -> Any:
-        """Return the module's output, whose tiles are each recomputed by themselves.
+        """Return the module's output; each tile is recomputed separately in backward.
 
-        In a rerun of the layer the output has no graph: only what the layer saves counts.
+        In a rerun of the layer the output has no graph, since only the layer's own saved tensors
+        are needed.
         """
-        # All inputs are saved before the first tile runs: often a rerun needs nothing more.
+        # All inputs are saved before the first tile runs; often a rerun needs nothing more.
         anchor = torch.empty(0, device=self._tiles[0].device, requires_grad=True)
         saved = [_SaveInGraph.apply(anchor, tile.detach()) for tile in self._tiles]
         num_outputs = len(self._part.dims)
@@ -806,7 +808,7 @@ class _TiledCall:
 
 
 class _SaveInGraph(torch.autograd.Function):
-    """Saves a tensor as the layer's own operations do, for `_SavedInGraph`."""
+    """Saves a tensor in autograd's graph, as the layer's own operations do, for `_SavedInGraph`."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, x: Tensor) -> Tensor:  # type: ignore[override]
@@ -833,10 +835,11 @@ class _WithGrad(torch.autograd.Function):
 
 
 class _SavedInGraph:
-    """A tensor that `_SaveInGraph` saved: the layer keeps or recomputes it."""
+    """A tensor that `_SaveInGraph` saved; the layer's activation mode keeps or recomputes it."""
 
     def __init__(self, output: Tensor) -> None:
-        # Not its node: before PyTorch 2.13 a node drops what it saved when its output is freed.
+        # The output is held rather than its node, because before PyTorch 2.13 a node drops its
+        # saved tensors when its output is freed.
         self._output: Tensor | None = output
 
     def handles(self) -> tuple[()]:

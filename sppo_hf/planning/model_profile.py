@@ -387,7 +387,7 @@ def _derived(known: tuple[ModelProfile, ...], training: Training) -> ModelProfil
         if lora is None or wanted is None:
             continue
         same = replace(profile.training, lora=replace(lora, rank=wanted.rank)) == training
-        # Beyond the rank at which the adapters' second factors become thick, the line is another.
+        # At ranks where the adapters' second factors are thick, FLOPs and bytes differ otherwise.
         if same and THIN * max(lora.rank, wanted.rank) <= profile.layers[0].hidden_size:
             by_rank[lora.rank] = profile
     if len(by_rank) < 2 or training.lora is None:
