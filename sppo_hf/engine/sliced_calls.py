@@ -28,8 +28,8 @@ largest modules that take `[B, T, D]` alone and return tensors with the same num
 runs once on a few random tokens, as a whole and in parts, and the results must be the same; many of
 the tokens are equal, so that experts with a limited capacity overflow. A module that has its index
 in the stack of layers contains attention or a recurrence, so only its submodules are candidates. A
-plain `nn.Linear` is no candidate, as one matmul has no temporaries; nor is a module with hooks
-inside that are not ours, as these must see calls over all tokens.
+plain `nn.Linear` is no candidate, as one matmul has no temporaries; nor is a module whose
+submodules have hooks, as these must see calls over all tokens.
 """
 
 from __future__ import annotations

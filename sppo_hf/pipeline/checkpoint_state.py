@@ -3,18 +3,19 @@
     sppo_optimizer/index.json               settings, numbers, and the file of each tensor
     sppo_optimizer/rank-0-1.safetensors     tensors that replica 0, stage 1 wrote
 
-Optimizer state is stored under the *name* of its parameter. Each rank saves what it holds, with
-replicas dividing the work, and loads by name what it holds then: on another number of stages or
-replicas, or on one process. Saving needs host memory for one tensor beside the run's own, and
-loading for the state of the parameters that this process holds.
+Optimizer state is stored under the *name* of its parameter. Each rank saves the state of its own
+parameters, and replicas divide the work. When resuming, each rank loads by name the state of the
+parameters that it then holds, also with another number of stages or replicas or in one process.
+Saving needs host memory for one more tensor; loading needs it for the state that this process
+holds.
 
-Not covered: optimizers whose tensors are sharded (FSDP) or of a subclass; they are refused.
+Optimizers whose tensors are sharded (FSDP) or of a subclass of Tensor are refused.
 
 [Note: random state of another layout]
-Every process saves the state of its generators. A process that resumes takes that of the same stage
-and replica; if there was none, that of its replica's first rank; if there was none, that of the
-first rank of all. So the same layout draws the same numbers, and any layout draws the same ones
-every time it resumes.
+Every process saves the state of its random generators. A process that resumes loads the state of
+the same stage and replica; if there was none, that of its replica's first rank; if there was none,
+that of the very first rank. So resuming with the same layout continues the same random numbers, and
+resuming with another layout gives the same numbers every time.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ _INDEX = "index.json"
 _FORMER_INDEX = ".metadata"
 
 Groups = list[dict[str, Any]]
-"""Parameter groups of an optimizer: settings, and names of the parameters under "names"."""
+"""Parameter groups of an optimizer: settings, and under "names" the names of the parameters."""
 
 
 def save_state(
@@ -65,12 +66,12 @@ def save_state(
 ) -> None:
     """Write optimizers, schedulers and random state into a checkpoint folder.
 
-    Every process calls this, within `checkpoint.saving`. Ranks have the optimizers, which step
-    parameters of `model`, in the same order and with the same groups, and the same schedulers.
+    Every process calls this, within `checkpoint.saving`. All ranks must have the same schedulers
+    and, in the same order, optimizers with the same groups, for parameters of `model`.
 
     Raises:
-        ConfigError: An optimizer steps a tensor that is no parameter of the model, or there is
-            something in its state or a scheduler's that could only be stored as code.
+        ConfigError: An optimizer steps a tensor that is not a parameter of the model, or the state
+            of an optimizer or scheduler contains an object that could only be stored as code.
         PipelineError: A file could not be written.
     """
     place = rank_coords_of(model)
@@ -115,7 +116,7 @@ def save_state(
 
 
 def has_state(folder: str | Path) -> bool:
-    """Whether to read this checkpoint by `load_state`, not its `optimizer.pt`."""
+    """Whether the folder has state for `load_state`, to be read instead of `optimizer.pt`."""
     target = Path(folder) / STATE_FOLDER
     if (target / _INDEX).is_file():
         return True
@@ -128,12 +129,13 @@ def load_state(
     optimizers: list[torch.optim.Optimizer],
     schedulers: list[Any],
 ) -> None:
-    """Read what `save_state` wrote of the parameters that this process holds.
+    """Load the state that `save_state` wrote, for the parameters that this process holds.
 
-    No collective: each process reads for itself.
+    This is not a collective: each process reads by itself.
 
     Raises:
-        ConfigError: The optimizers or their groups are other ones, or a file is damaged.
+        ConfigError: The optimizers or their groups differ from the saved ones, or a file is
+            damaged.
     """
     stored = _SavedState(Path(folder))
     names = _parameter_names(model)
@@ -172,7 +174,7 @@ def load_full_optimizer_state(
     parameters are in the model's order, as the Trainer makes them.
 
     Raises:
-        ConfigError: The groups are other ones.
+        ConfigError: The groups differ.
     """
     optimizer = unwrapped(optimizer)
     names = _parameter_names(model)
@@ -197,10 +199,10 @@ def load_full_optimizer_state(
 
 
 def read_full_state(folder: str | Path) -> tuple[dict[str, Any], list[Any]]:
-    """Return what one process without SPPO would have saved; needs memory for all of it.
+    """Return the state that one process without SPPO would have saved; all of it is in memory.
 
     Returns:
-        `state_dict()` of the first optimizer, of the whole model, and those of the schedulers.
+        `state_dict()` of the first optimizer for the whole model, and those of all schedulers.
 
     Raises:
         ConfigError: A file is damaged.
@@ -275,12 +277,13 @@ def _parameter_names(model: nn.Module) -> dict[int, str]:
 def _names_to_write(
     held: Mapping[str, Mapping[str, Any]], model: nn.Module, place: RankCoords
 ) -> list[str]:
-    """Return the parameters, of those in `held`, whose state this process writes."""
+    """Return the names of the parameters in `held` whose state this process writes."""
 
     def size(name: str) -> int:
         return sum(v.nbytes for v in held[name].values() if isinstance(v, Tensor))
 
-    # Replicas hold the same and take turns, from the largest down, so that shares are about equal.
+    # Replicas hold the same state. They take turns from the largest parameter down, so that each
+    # writes about as many bytes.
     own = sorted(set(held) - names_written_elsewhere(model), key=lambda name: (-size(name), name))
     return sorted(own[place.dp_rank :: place.dp_size])
 
@@ -306,7 +309,7 @@ def _full_groups(
     whole = []
     for number, group in enumerate(optimizer.param_groups):
         found = {name for part in place.gather(held[number]) for name in part}
-        # Groups of one process keep the order in which they were made.
+        # In one process, groups keep their order of parameters.
         ordered = sorted(found, key=position.__getitem__) if place.pp_size > 1 else held[number]
         settings = {key: value for key, value in group.items() if key != "params"}
         whole.append({**settings, "names": ordered})
@@ -342,14 +345,14 @@ def _load_by_name(
     for group, names, own in zip(groups, ordered, optimizer.param_groups, strict=True):
         saved = {k: v for k, v in group.items() if k not in ("names", "params")}
         _check_types(own, saved)
-        # Settings that the saved optimizer did not have keep their present value.
+        # Settings that the saved optimizer did not have keep their current value.
         settings.append({**own, **saved, "params": [index[name] for name in names]})
     values = {index[name]: value for name, value in state.items() if name in index}
     optimizer.load_state_dict({"state": values, "param_groups": settings})
 
 
 def _check_types(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Refuse saved settings of another type than the run's."""
+    """Refuse saved settings whose type differs from that of the run's."""
     compatible: list[Any] = [(bool, int, float, Tensor), (list, tuple)]
     for name, value in saved.items():
         current = own.get(name)
@@ -362,13 +365,13 @@ class _SavedState:
     """Saved state of a checkpoint folder, read in parts, on the CPU.
 
     Raises:
-        ConfigError: By any method, and by `_SavedState(folder)`: a file is damaged.
+        ConfigError: A file is damaged; raised by the constructor and by every method.
     """
 
     def __init__(self, folder: Path) -> None:
         target = folder / STATE_FOLDER
         self.index = target / _INDEX
-        """The file that errors name."""
+        """Path of the index, which error messages name."""
         if not self.index.exists() and (target / _FORMER_INDEX).exists():
             raise ConfigError(
                 f"{str(target)!r} is of a format that could run code when it is read, so this "
@@ -403,7 +406,7 @@ class _SavedState:
             return groups
 
     def state(self, number: int, names: set[str]) -> dict[str, dict[str, Any]]:
-        """Return an optimizer's state of the parameters `names`, by name."""
+        """Return an optimizer's state for the parameters `names`, by name."""
         with reading(self.index):
             stored = self._about["optimizers"][number]["state"]
             found: dict[str, dict[str, Any]] = {

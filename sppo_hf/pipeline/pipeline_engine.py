@@ -1,6 +1,6 @@
 """The engine of a model that is cut into stages: `forward` runs a whole schedule.
 
-The counterpart of `Engine` on one device. A call with labels runs forwards and backwards of all
+It is the pipeline's counterpart of `Engine`. A call with labels runs forwards and backwards of all
 units of the batch over the ranks of the pipeline, and returns the loss on every rank;
 `loss.backward()` then releases the gradients (see `gradients`). Rows of the batch are the
 micro-batches. Calls that return log-probabilities per token, for a loss that the caller computes,
@@ -87,11 +87,12 @@ from sppo_hf.schedule.generate import MSP, Size
 
 
 def refuse_call(parts: ModelParts, config: SPPOConfig, call: ForwardCall) -> None:
-    """Refuse calls of a cut model that ask for more than the standard loss.
+    """Refuse calls of a cut model that need more than the standard loss.
 
     Raises:
-        ConfigError: No labels, logits of whole sequences, or inputs that need a gradient.
-        UnsupportedModelError: A loss that is not the standard one.
+        ConfigError: The call has no labels, requests logits of whole sequences, or has inputs that
+            need a gradient.
+        UnsupportedModelError: The model's loss is not the standard one.
     """
     name = parts.name
     if not call.has_labels:
@@ -136,21 +137,21 @@ ValueT = TypeVar("ValueT")
 
 @dataclass(slots=True)
 class PreparedStep:
-    """What one call will run, after all ranks agreed on it."""
+    """Batch of one call, with its plans and schedule, after all ranks agreed to run it."""
 
     rows: list[tuple[int, int]]
-    """Half-open rows of each micro-batch."""
+    """Half-open range of rows of each micro-batch."""
     plans: BatchPlans
     bounds: Bounds
-    """Half-open tokens of the chunks that hold any token of a row (not only padding)."""
+    """Half-open (start, end) in tokens of the chunks that have tokens besides padding."""
     step: StepSchedule
     runs: dict[tuple[int, int], ChunkRun] | None = None
-    """By (stage, chunk) the run of chunks that it belongs to; None where ranks share no units."""
+    """Run of chunks that each (stage, chunk) belongs to; None if ranks share no units."""
 
     def plan(self, stage: int, micro_batch: int) -> Plan:
-        """Return the plan of a micro-batch on a stage, offloading only where an action does.
+        """Return the plan of a micro-batch on a stage, with offloading only of scheduled units.
 
-        Units whose backward follows their forward at once have no such action.
+        The schedule has no offload action for units whose backward follows their forward at once.
         """
         plan = self.plans.by_stage[stage]
         if not plan.training or not any(m.offload for row in plan.layer_modes for m in row):
@@ -166,7 +167,7 @@ class PreparedStep:
 
 
 class _RefusedByAll(Exception):
-    """Every rank refuses a step before anything of it was sent."""
+    """Raised on every rank to refuse a step before any message of it was sent."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
@@ -187,7 +188,7 @@ class PipelineEngine(Engine):
         mesh: PipelineMesh,
         watchdog: Watchdog,
     ) -> None:
-        """Prepare to run; see `Engine` for the first arguments."""
+        """Prepare to run. The first arguments are those of `Engine`."""
         group = SequenceRanks.of_mesh(mesh) if mesh.sp_size > 1 else None
         super().__init__(parts, config, observer, original_forward, group=group)
         self.staged = staged
@@ -205,24 +206,23 @@ class PipelineEngine(Engine):
         if self.traces is not None:
             self.traces.rank = mesh.world_rank(mesh.pp_rank)
         self.loss_is_uniform = True
-        """Whether the last loss that the caller computed weighed all tokens alike; see
-        `token_outputs`."""
+        """Whether the caller's last loss weighed all tokens equally; see `token_outputs`."""
         self._unscaled_gradient = 1.0
         """Gradient of the mean loss in the last backward, without the loss scaler's scale."""
         self._num_calls = 0
         self._activity = ""
-        """The running call, numbered, for error messages: "in forward pass 3"."""
+        """Name of the running call for error messages: "in forward pass 3"."""
         self._size_checked = False
         self._allowed_seconds = float(config.pp_timeout_seconds + GROUP_MARGIN_SECONDS)
         self._stage_runner: StageRunner | None = None
-        """Runner of the step that runs now."""
+        """Runner of the current step; None outside of a step."""
         self._model_error: SPPOError | None = None
-        """Why this rank cannot run the batch that it was called with; `_prepare` tells all."""
+        """Reason why this rank cannot run the current batch; `_prepare` sends it to all ranks."""
         self._remote_weights: RemoteWeights | None = None
-        """Weights of other ranks' stages, once units of these ran here."""
+        """Weights of other ranks' stages; None until units of these run here."""
         self.trained_checksums: tuple[int, ...] = ()
-        """By rank that shares a batch, a checksum of which parameters train in this step: those of
-        its stages, or of all stages where it runs units of others."""
+        """Checksum of the parameters that train in this step, for each rank that shares the batch:
+        of the parameters of its stages, or of all stages if it runs units of others."""
         self._register_stage_hooks()
 
     def _register_stage_hooks(self) -> None:
@@ -242,7 +242,7 @@ class PipelineEngine(Engine):
         """Stand-in for the model's forward.
 
         Raises:
-            ConfigError: The batch or the settings cannot be run in a pipeline (see the message).
+            ConfigError: The batch or the settings cannot be run in a pipeline.
             UnsupportedModelError: The model cannot be trained exactly.
             PipelineError: A rank failed, or ranks do not agree.
             RankLostError: Another rank failed, ended or was lost.
@@ -259,7 +259,7 @@ class PipelineEngine(Engine):
         call = read_call(self.parts, self.original_forward, args, kwargs)
         refuse_call(self.parts, self.config, call)
         self._model_error = self._check_model()
-        # All ranks refuse a batch that cannot be read, and a script may go on with the next one.
+        # All ranks refuse a malformed batch alike, so a script may continue with the next one.
         layout = call.layout()
         kind = "forward" if torch.is_grad_enabled() else "evaluation"
         with self._exclusive():
@@ -267,7 +267,7 @@ class PipelineEngine(Engine):
         return output if call.return_dict else output.to_tuple()
 
     def _check_model(self) -> SPPOError | None:
-        """Return why this rank's stages cannot run; other ranks may have no such module."""
+        """Return the reason why this rank's stages cannot run, if any; other ranks may differ."""
         try:
             if torch.is_grad_enabled():
                 check_trainable(self.parts)
@@ -337,13 +337,13 @@ class PipelineEngine(Engine):
         Args:
             call: The batch.
             layout: Its layout.
-            make_loss: Makes the loss of the last stage's chunks; called where that stage runs.
+            make_loss: Makes the loss of the last stage's chunks; called on ranks that run it.
             scale: The gradient of that loss, `[]`.
             reduces: Whether gradients are averaged over replicas while the schedule runs.
-            records: Whether observers are told the step's seconds and bytes.
+            records: Whether the step's seconds and bytes are reported to observers.
 
         Returns:
-            The gradients, held back (None without), and the runner of the units.
+            The gradients, not yet in `.grad` (None without backward), and the runner of the units.
         """
         began_seconds = time.perf_counter()
         training = torch.is_grad_enabled()
@@ -388,11 +388,11 @@ class PipelineEngine(Engine):
     def _record_step(
         self, call: ForwardCall, prepared: PreparedStep, *, training: bool, began_seconds: float
     ) -> OffloadStats:
-        """Report a finished step to the observer, beside the seconds that were predicted.
+        """Report a finished step, with its predicted seconds, to the observer.
 
-        Tokens and FLOPs of the batch are split among the ranks that share it, so that sums over
-        all ranks count each once. Waiting for another rank is not a stall here: the schedule's idle
-        time is the step's seconds without compute.
+        Tokens and FLOPs of the batch are divided among the ranks that share it, so that sums over
+        all ranks count them once. Waiting for another rank is not counted as a stall: the
+        schedule's idle time is the step's seconds without compute.
         """
         mesh, predicted = self.mesh, prepared.plans.step
         num_sharing = len(mesh.sharing_ranks)
@@ -442,7 +442,7 @@ class PipelineEngine(Engine):
             prepared = self._plan(call, layout, training=training, reduces=reduces)
             if self._model_error is not None:
                 raise self._model_error
-        # Settings, budgets, memory, a kernel that is tried: whatever a rank plans with may fail.
+        # Planning may fail on one rank for many reasons: settings, budgets, memory, a kernel.
         except Exception as error:
             if is_broken_connection(error):
                 raise
@@ -499,10 +499,11 @@ class PipelineEngine(Engine):
         return PreparedStep(rows, plans, bounds, step, runs)
 
     def _allow_step(self, plans: BatchPlans) -> None:
-        """Raise the timeout of messages to what a step may take, which may be hours.
+        """Raise the timeout of messages to the longest duration of a step, which may be hours.
 
-        NCCL counts a message's time from when it is posted; a stage posts receives ahead, and waits
-        while the pipeline fills. Lost ranks are found by the watchdog, by their signs of life.
+        NCCL measures a message's time from the call that posts it; a stage posts receives early,
+        and waits while the pipeline fills. The watchdog detects lost ranks by missing signs of
+        life.
         """
         seconds = 2 * plans.longest_step_seconds(self.mesh.pp_size)
         if seconds > self._allowed_seconds:
@@ -522,7 +523,7 @@ class PipelineEngine(Engine):
             self.plans.update_trainable()
 
     def _trained_checksums_here(self) -> tuple[int, int]:
-        """Return checksums of which parameters train: see `trained_checksums`; and of tied ones."""
+        """Return this rank's entry of `trained_checksums`, and a checksum of trained tied ones."""
         named = dict(self.parts.causal_lm.named_parameters())
         tied = [named[name] for name in sorted(self.staged.shared_names) if name in named]
         parameters = list(named.values())
@@ -532,15 +533,15 @@ class PipelineEngine(Engine):
         return zlib.crc32(trainable_mask(parameters)), zlib.crc32(trainable_mask(tied))
 
     def _check_trained_alike(self, tied: tuple[int, ...]) -> None:
-        """Refuse, on all ranks, that ranks would sum gradients of different parameters.
+        """Check on all ranks that gradients that are summed belong to the same parameters.
 
-        They would wait for a collective that others never start, or add gradients of different
-        parameters: both ends of a pipeline of two ranks sum in the group that sums the loss. `tied`
-        has each rank's checksum of which parameters train of those that both ends hold.
+        Otherwise ranks would wait for a collective that others never start, or add gradients of
+        different parameters (in a pipeline of two ranks, both ends sum them in the group that sums
+        the loss). `tied` has each rank's checksum of the trained parameters that both ends hold.
 
         Raises:
-            PipelineError: Ranks that share sequences train different parameters, or both ends of
-                the pipeline different ones of those that they share.
+            PipelineError: Ranks that share sequences train different parameters, or the two ends of
+                the pipeline train different ones of the parameters that they share.
         """
         size, difference = self.mesh.sp_size, ""
         trained = self.trained_checksums
@@ -589,14 +590,14 @@ class PipelineEngine(Engine):
 
         router_loss = RouterLoss.of(self.parts, backward_by_chunk=True)
         if router_loss is not None:
-            # Transformers would put its hooks only on the layers of the stage that runs first.
+            # With all layers in place, as Transformers sets its hooks once, on layers that it sees.
             with self.staged.whole():
                 maybe_install_capturing_hooks(cast(PreTrainedModel, self.parts.base))
 
         def router_gradient() -> Tensor:
             assert router_loss is not None, "called where routers have a loss"
             router_loss.sum_over_ranks(self._sum_over_pipeline, call.device)
-            # Gradients are averaged over the ranks of a sequence.
+            # Scaled, as gradients are averaged over the ranks of a sequence.
             return self.mesh.sp_size * self.expected_gradient() * router_loss.gradient()
 
         runner = StageRunner(
@@ -619,7 +620,7 @@ class PipelineEngine(Engine):
         return runner
 
     def _step_rows(self, layout: BatchLayout, prepared: PreparedStep) -> Iterator[StepRows]:
-        """Yield what this rank's units attend to, for the warm-up of attention kernels."""
+        """Yield the rows of tokens that this rank's units attend to, to warm up kernels."""
         whole = ChunkRun(range(len(prepared.bounds)), (self.mesh.pp_rank,))
         own = {(stage, whole) for stage in self.staged.cut.own}
         if prepared.runs is not None:
@@ -633,7 +634,7 @@ class PipelineEngine(Engine):
                 yield StepRows(plan, end - start, spans, run.chunks, group)
 
     def _set_group(self, ranks: tuple[int, ...]) -> SequenceRanks:
-        """Return the sequence group of a set of ranks that share units, this one among them."""
+        """Return the sequence group of a set of ranks that share units and include this one."""
         group, rank = self.mesh.unit_groups[ranks], ranks.index(self.mesh.pp_rank)
         return SequenceRanks(group, rank, len(ranks), head_blocks=self._head_blocks())
 
@@ -644,7 +645,7 @@ class PipelineEngine(Engine):
     def _make_label_loss(
         self, call: ForwardCall, layout: BatchLayout, prepared: PreparedStep
     ) -> AddLoss:
-        """Make the model's own loss, summed over chunks, on a rank that runs the last stage."""
+        """Make the model's loss, summed over chunks; for ranks that run the last stage."""
         bounds, last_stage = prepared.bounds, self.staged.cut.num_stages - 1
         last_start = bounds[max(labelled_chunks(layout, bounds))][0]
         head_in_backward = self.parts.head_is_hooked()
@@ -669,7 +670,7 @@ class PipelineEngine(Engine):
         return add
 
     def messages(self) -> MessageLayout:
-        """Return the layout of what stages send to the next."""
+        """Return the layout of messages from each stage to the next."""
         return MessageLayout.of(self.parts, self.shape().layers)
 
     def _execute(
@@ -679,7 +680,7 @@ class PipelineEngine(Engine):
         gradients: StepGradients | None,
         scale: Tensor,
     ) -> list[UnitMarks]:
-        """Run the schedule; returns the units that ran, with their times."""
+        """Run the schedule; return the units that ran, with their times."""
         messages, layers = self.messages(), self.staged.cut.layers
         rows, bounds, schedule = prepared.rows, prepared.bounds, prepared.step.schedule
 
@@ -749,7 +750,7 @@ class PipelineEngine(Engine):
         )
 
     def remote_weights(self) -> RemoteWeights:
-        """Return other ranks' stages' weights, on this rank's device; where units are shared.
+        """Return the weights of other ranks' stages on this rank's device, if units are shared.
 
         Raises:
             ConfigError: Other parameters train than when the model was converted.
@@ -775,7 +776,7 @@ class PipelineEngine(Engine):
         gradients.collect()
 
     def shared_parameters(self) -> list[nn.Parameter]:
-        """Return the trained parameters of this rank that the pipeline's other end holds as well.
+        """Return this rank's trained parameters that the other end of the pipeline holds too.
 
         These are tied embeddings.
         """
@@ -796,29 +797,32 @@ class PipelineEngine(Engine):
         return [p for p in found if p.requires_grad and id(p) not in tied]
 
     def _count_and_divisor(self, call: ForwardCall) -> tuple[Tensor, Tensor]:
-        """Return the number of labels, and what the summed loss is divided by, both `[]`."""
+        """Return the number of labels and the divisor of the summed loss, both `[]`."""
         assert call.shift_labels is not None, "calls without labels were refused"
         count = (call.shift_labels != call.ignore_index).sum()
         return count, call.divisor(count)
 
     def _gradient_of_sum(self, call: ForwardCall) -> Tensor:
-        """Return the gradient of the summed loss to run the schedule with, `[]`.
+        """Return the gradient of the summed loss with which the schedule runs, `[]`.
 
-        That of the mean loss is expected to be the last one. Over the ranks that share a sequence
-        gradients are averaged, so it is multiplied by their number.
+        It assumes that the gradient of the mean loss is the same as in the last step. It is
+        multiplied by the number of ranks that share a sequence, since these average gradients.
         """
         count, divisor = self._count_and_divisor(call)
         scale = self.mesh.sp_size * self.expected_gradient().to(divisor.device) / divisor
         return torch.where(count > 0, scale, torch.zeros_like(scale))
 
     def expected_gradient(self) -> Tensor:
-        """Return the expected gradient of the mean loss, `[]`: the last, at the scaler's scale."""
+        """Return the expected gradient of the mean loss, `[]`, at the current loss scale."""
         wide = torch.promote_types(self.parts.causal_lm.dtype, torch.float32)
         return torch.as_tensor(self._unscaled_gradient * self._loss_scale(), dtype=wide)
 
     def note_gradient(self, grad: float, loss_scale: Tensor | float | None = None) -> None:
-        """Expect the gradient `grad` of the mean loss again, which had this scale (None: now's)."""
-        # A scale of zero, or one that overflowed, is nothing to go on with.
+        """Store the gradient of the mean loss, by which the next step's is predicted.
+
+        `loss_scale` is the loss scaler's scale that `grad` contains; None for the current one.
+        """
+        # A gradient of zero, or one that overflowed, is of no use for the prediction.
         if grad != 0.0 and math.isfinite(grad):
             scale = self._loss_scale() if loss_scale is None else loss_scale
             self._unscaled_gradient = grad / float(scale)
@@ -828,14 +832,14 @@ class PipelineEngine(Engine):
         return self.mesh.replica_group is not None and self.syncs_gradients()
 
     def all_ranks_true(self, value: bool) -> bool:
-        """Whether `value` is true on all ranks of all replicas; a collective of all of them."""
+        """Whether `value` is true on all ranks of all replicas; a collective over all of them."""
         return all_true(value, self.mesh.control_group, self.mesh.replica_control_group)
 
     def _loss_scale(self) -> Tensor | float:
         scaler = self.loss_scaler
         if scaler is None or not scaler.is_enabled():
             return 1.0
-        # A number on the device, which the scaler makes when it first scales a loss.
+        # The scaler creates the tensor `_scale` when it first scales a loss.
         return scaler._init_scale if scaler._scale is None else scaler._scale.clone()
 
     def _sum_over_pipeline(self, x: Tensor) -> Tensor:
@@ -852,7 +856,7 @@ class PipelineEngine(Engine):
         total = torch.zeros((), dtype=wide, device=call.device)
         if runner.losses:
             total = torch.stack(runner.losses).sum().to(wide)
-        # Zero on all but the last rank, unless they share its units.
+        # The loss is zero on ranks that run no units of the last stage.
         self._sum_over_pipeline(total)
         output = CausalLMOutputWithPast(loss=divide_loss(total, *self._count_and_divisor(call)))
         if runner.router_loss is not None:
@@ -879,14 +883,14 @@ class PipelineEngine(Engine):
 
 
 def _check_router_schedule(name: str, step: StepSchedule, batch_rows: int) -> None:
-    """Refuse a schedule that begins backward before the last forward, with a router loss.
+    """Refuse schedules that begin backward before the last forward if there is a router loss.
 
     The router loss's gradient needs all forwards of all rows; see `router_loss`. With one
     micro-batch every schedule works: the last stage begins backward with its last chunk, which all
     stages have run by then.
 
     Raises:
-        ConfigError: Naming the schedule, the micro-batches and the remedy.
+        ConfigError: The schedule does so; the message has the micro-batches and a remedy.
     """
     for actions in step.schedule.ranks:
         kinds = [action.kind for action in actions]
@@ -906,6 +910,6 @@ def _check_router_schedule(name: str, step: StepSchedule, batch_rows: int) -> No
 
 
 def _micro_batches(batch_rows: int, config: SPPOConfig) -> list[tuple[int, int]]:
-    """Return half-open rows of each micro-batch: `micro_batch_size` rows each, by default one."""
+    """Return the rows of each micro-batch, half-open: `micro_batch_size` rows each, or one."""
     size = min(config.micro_batch_size or 1, batch_rows)
     return [(start, min(start + size, batch_rows)) for start in range(0, batch_rows, size)]

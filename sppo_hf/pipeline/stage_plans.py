@@ -1,4 +1,4 @@
-"""Plans of a rank's stages, and the schedule of a step; made for the first batch of each shape."""
+"""Plans of a rank's stages and the schedule of a step, made at the first batch of each shape."""
 
 from __future__ import annotations
 
@@ -58,23 +58,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BatchPlans:
-    """How this rank runs batches of one shape."""
+    """Plans with which this rank runs batches of one shape."""
 
     bounds: Bounds
-    """Half-open tokens of the chunks, the same on all ranks."""
+    """Half-open (start, end) of each chunk in tokens, the same on all ranks."""
     dtype: torch.dtype
-    """Dtype of hidden states between stages: the embedding's."""
+    """Dtype of hidden states sent between stages: the embedding's."""
     by_stage: dict[int, Plan]
-    """Plans of this rank's stages; where ranks share units, of all stages."""
+    """Plans of this rank's stages; of all stages if ranks share units."""
     micro_batches: int = 1
     schedule: str = DEFAULT_SCHEDULE
     """Name of the schedule, the same on all ranks."""
     step: PipelineStep | None = None
-    """Prediction of the step of all ranks, once they have exchanged their plans."""
+    """Predicted step of all ranks; None until they have exchanged their plans."""
 
     @property
     def offloaded(self) -> frozenset[tuple[int, int]]:
-        """The (stage, chunk) of this rank with any offloaded activations."""
+        """(stage, chunk) of this rank that have any offloaded activations."""
         return frozenset(
             (stage, chunk)
             for stage, plan in self.by_stage.items()
@@ -84,7 +84,7 @@ class BatchPlans:
 
     @property
     def stored(self) -> frozenset[tuple[int, int]]:
-        """Those of `offloaded` of which anything goes to a tier behind the host."""
+        """(stage, chunk) of this rank that have any activations on a tier behind the host."""
         return frozenset(
             (stage, chunk)
             for stage, chunk in self.offloaded
@@ -93,7 +93,7 @@ class BatchPlans:
 
     @property
     def kv_copies(self) -> frozenset[KVCopy]:
-        """Copies of K/V of this rank's stages beside units, as `add_kv_copies` takes them."""
+        """Copies of K/V beside units of this rank's stages, as arguments of `add_kv_copies`."""
         found: set[KVCopy] = set()
         for stage, plan in self.by_stage.items():
             if plan.kv_tier == "device":
@@ -105,9 +105,9 @@ class BatchPlans:
         return frozenset(found)
 
     def longest_step_seconds(self, ranks: int) -> float:
-        """Return predicted seconds if `ranks` ranks like this one ran one after the other.
+        """Return the predicted seconds of a step in which `ranks` such ranks run one by one.
 
-        No message waits longer. 0 where the device's speed is unknown.
+        This bounds the time that a message can wait. 0 if the device's speed is unknown.
         """
         predictions = [plan.prediction for plan in self.by_stage.values()]
         seconds = sum(one.step_seconds for one in predictions if one is not None)
@@ -115,19 +115,19 @@ class BatchPlans:
 
 
 class _SharedPlans(NamedTuple):
-    """What a rank tells all ranks of a step about its own stages."""
+    """Facts about a rank's stages that it sends to all ranks of a step."""
 
     plans: dict[int, Plan]
-    """By stage; only where ranks share units, and need each other's."""
+    """Plans of the rank's stages; empty unless ranks share units."""
     seconds: dict[int, StageSeconds] | None
-    """By stage; None where speeds are not known."""
+    """Predicted seconds of each of the rank's stages; None if speeds are unknown."""
     offloaded: frozenset[tuple[int, int]]
     stored: frozenset[tuple[int, int]]
     kv_copies: frozenset[KVCopy]
 
     @staticmethod
     def of(plans: BatchPlans) -> _SharedPlans:
-        """Select what other ranks need of this rank's plans."""
+        """Select the facts of this rank's plans that other ranks need."""
         by_stage = plans.by_stage
         seconds = None
         if all(plan.prediction is not None for plan in by_stage.values()):
@@ -138,7 +138,7 @@ class _SharedPlans(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _MeasuredBatch:
-    """A training step that ran, whose units' seconds the device may not know yet."""
+    """A training step that was launched; the device may still have to finish its units."""
 
     shape: tuple[Any, ...]
     plans: BatchPlans
@@ -148,11 +148,11 @@ class _MeasuredBatch:
     own_stages: tuple[int, ...]
 
     def measured(self, stage: int) -> MeasuredStep:
-        """Return seconds and bytes of one micro-batch on a stage, on average.
+        """Return average seconds and bytes of one micro-batch on a stage.
 
-        Call it when the device has passed the last unit. Of a unit that n ranks share, a rank
-        measures its n-th, with its exchanges, which stands for the whole. Bytes and stalls are
-        known of the rank as a whole, and divided evenly.
+        Call this after the device has finished the last unit. For a unit that several ranks share,
+        this rank measures its own share, exchanges included, and scales it to the whole unit. Bytes
+        and stalls are measured for the whole rank and divided evenly.
         """
         chunks, count = len(self.plans.bounds), self.plans.micro_batches
         forward, backward = [0.0] * chunks, [0.0] * chunks
@@ -176,27 +176,28 @@ class _MeasuredBatch:
 class StagePlanCache:
     """Plans of the stages of one engine, by shape of the batch.
 
-    A shape is rows, tokens, number of micro-batches, training, device and which parameters train.
+    A shape is (rows, tokens, number of micro-batches, training, device, checksums of the trained
+    parameters).
     """
 
     def __init__(self, engine: PipelineEngine) -> None:
         self._engine = engine
         self._host_bytes: int | None = None
-        """Host memory that the system granted, once it refused what was planned with."""
+        """Bytes of host memory that the system granted after it refused a plan's; else None."""
         self._plans: dict[tuple[Any, ...], BatchPlans] = {}
-        """By shape, and whether gradients are held twice."""
+        """Plans by shape and by whether gradients are held twice."""
         self._choices: dict[tuple[Any, ...], tuple[PipelineChoice, torch.dtype]] = {}
         self._steps: dict[tuple[Any, ...], PipelineStep] = {}
         self._warned: set[str] = set()
         self._recent_trained = RecentTrainedSets()
         self._accumulates = False
         self._num_steps: dict[tuple[Any, ...], int] = {}
-        """Training steps that ran, by shape."""
+        """Number of training steps that ran, by shape."""
         self._to_learn_from: list[_MeasuredBatch] = []
         self._corrections: dict[tuple[Any, ...], dict[int, Correction]] = {}
-        """By shape and stage."""
+        """Corrections of speeds by measured steps, by shape and stage."""
         self._corrected: dict[tuple[Any, ...], _MeasuredBatch] = {}
-        """By shape, what was measured, until the corrected plans are shown beside it."""
+        """Measured step by shape, until it is shown beside the corrected plans."""
 
     def get(
         self,
@@ -209,14 +210,14 @@ class StagePlanCache:
     ) -> BatchPlans:
         """Return the plans for `micro_batches` micro-batches of `rows` rows.
 
-        All ranks call this at once. For a new shape each tells the others what its stages take,
-        which only it knows, so that all predict the step alike. `reduces` is whether gradients are
-        averaged over replicas in it.
+        All ranks call this at once. For a new shape each rank sends the predicted seconds of its
+        stages to the others, so that all make the same prediction of the step. `reduces` is whether
+        gradients are averaged over replicas in this step.
 
         Raises:
             ConfigError: The settings do not fit the length.
-            BudgetError: A budget cannot hold what it must.
-            PipelineError: Another rank has no plan for a shape that is new.
+            BudgetError: A budget is too small.
+            PipelineError: Another rank could not plan a new shape.
         """
         training = torch.is_grad_enabled()
         self._accumulates |= training and self._holds_gradients_twice()
@@ -228,7 +229,7 @@ class StagePlanCache:
         if training:
             self._forget(self._recent_trained.use(trained))
         batch = (rows, total_tokens, micro_batches, training, device)
-        # What any rank trains decides which schedule is best, and how long each stage takes.
+        # The best schedule and the seconds of stages depend on the parameters that any rank trains.
         shape = (*batch, trained if training else ())
         if shape not in self._choices:
             self._choices[shape] = self._choose(*batch)
@@ -249,7 +250,8 @@ class StagePlanCache:
                     make, self._engine.mesh.control_group, share=_SharedPlans.of
                 )
                 if choice.schedule == MSP:
-                    # All ranks that share a unit must recompute the same of it.
+                    # Ranks that share a unit must recompute the same parts of it, so each uses the
+                    # plan of the stage's owner.
                     everyones = {s: plan for one in shared for s, plan in one.plans.items()}
                     plans = replace(plans, by_stage=everyones | plans.by_stage)
             else:
@@ -259,12 +261,12 @@ class StagePlanCache:
             step = self._steps[shape]
             by_stage = {s: replace(plan, pipeline=step) for s, plan in plans.by_stage.items()}
             self._plans[key] = replace(plans, by_stage=by_stage, step=step)
-            # Shown last: whatever raises here, the next batch finds the same plans on all ranks.
+            # Shown last: if this raises, the next batch still finds the same plans on all ranks.
             self._show(shape, self._plans[key])
         return self._plans[key]
 
     def _forget(self, trained: Hashable | None) -> None:
-        """Forget all about a set of parameters that trained; all ranks forget the same."""
+        """Drop all data for a set of trained parameters, which is the same on all ranks."""
         if trained is None:
             return
         by_shape: tuple[dict[tuple[Any, ...], Any], ...] = (
@@ -331,7 +333,7 @@ class StagePlanCache:
     def step_done(
         self, plans: BatchPlans, schedule: Schedule, units: list[UnitMarks], stats: OffloadStats
     ) -> None:
-        """Note a training step of all chunks, which the device may not have finished yet."""
+        """Record a training step that ran all chunks; the device may not have finished it yet."""
         key = next((key for key, made in self._plans.items() if made is plans), None)
         is_predicted = plans.step is not None and plans.step.step_seconds is not None
         if key is None or not is_predicted or not self._engine.config.correct_plan:
@@ -345,8 +347,8 @@ class StagePlanCache:
     def correct(self) -> None:
         """Drop plans whose first steps ran at other speeds than predicted, once for each shape.
 
-        All ranks call this at once, before the same step. Each learns from its own stages, and
-        `get` makes new plans with what was learned on all ranks.
+        All ranks call this at once, before the same step. Each rank computes corrections for its
+        own stages; `get` then makes new plans with the corrections of all ranks.
         """
         if not self._to_learn_from:
             return
@@ -365,7 +367,7 @@ class StagePlanCache:
         try:
             gathered = make_and_gather(self._engine.mesh, learn_own)
         except Exception:
-            # On all ranks; else every later batch would be refused, too.
+            # Removed on all ranks, even after an error: else later batches would fail too.
             self._to_learn_from.pop(0)
             raise
         by_rank = [corrections for corrections in gathered if corrections is not None]
@@ -375,7 +377,7 @@ class StagePlanCache:
         every = [correction for corrections in by_rank for correction in corrections.values()]
         if not any(worth_correcting(before, correction) for correction in every):
             return
-        # Of the ranks that share a stage's sequences, the slowest, which the others wait for.
+        # Of the ranks that share sequences of a stage, the slowest counts, as the others wait.
         self._corrections[batch.shape] = {
             stage: max(
                 (x[stage] for x in by_rank if stage in x), key=lambda x: x.forward + x.backward
@@ -396,7 +398,7 @@ class StagePlanCache:
         *,
         reduces: bool,
     ) -> PipelineStep:
-        """Predict the step of all ranks by simulation, from what they told of their stages."""
+        """Predict the step of all ranks by simulation, from the facts that they exchanged."""
         engine = self._engine
         mesh, config = engine.mesh, engine.config
         one = next(iter(plans.by_stage.values()))
@@ -452,7 +454,7 @@ class StagePlanCache:
         return replace(step, step_seconds=seconds, bubble_fraction=idle, mfu=mfu)
 
     def _holds_gradients_twice(self) -> bool:
-        """Whether other gradients exist beside a step's: earlier ones, or those being averaged."""
+        """Whether other gradients exist beside a step's: accumulated ones, or buckets in flight."""
         parameters = self._engine.parts.causal_lm.parameters()
         return self._engine.mesh.replica_group is not None or any(
             p.grad is not None for p in parameters
@@ -470,7 +472,7 @@ class StagePlanCache:
     ) -> dict[int, Plan]:
         """Plan this rank's stages, and allocate the host memory that they need together.
 
-        Ranks that share a sequence call this at once; what one of them raises, all raise.
+        Ranks that share a sequence call this at once; if one of them raises, all do.
         """
         engine = self._engine
         cut = engine.staged.cut
@@ -506,7 +508,7 @@ class StagePlanCache:
                 stage: shared_plan(functools.partial(plan_of, stage), engine.group)
                 for stage in cut.own
             }
-            # Each plan has a share of the budgets, and one pool of host memory serves all.
+            # Each plan has a share of the budgets; all share one pool of host memory.
             budgets = read_budgets(rank_request().config, rank_request().device)
             pooled = [replace(plan, budgets=budgets) for plan in plans.values()]
             given_bytes = engine.plans.min_granted_bytes(
@@ -542,9 +544,9 @@ class StagePlanCache:
         *,
         alive: float,
     ) -> PlanRequest:
-        """Return the request that the plans of all stages of this rank have in common.
+        """Return the request on which the plans of all stages of this rank are based.
 
-        Its `shape` is still the whole model's.
+        Its `shape` is that of the whole model.
         """
         engine = self._engine
         config, shape = engine.config, engine.shape()
@@ -580,16 +582,17 @@ class StagePlanCache:
         )
 
     def _plan_stage(self, request: PlanRequest, choice: PipelineChoice, micro_batches: int) -> Plan:
-        """Plan a stage; where ranks share units, beside K/V of other stages that this rank holds.
+        """Plan a stage; if ranks share units, beside the K/V of other stages that this rank holds.
 
-        Their bytes depend on the tier that the plan chooses for K/V, so more than one may be made.
+        The bytes of these K/V depend on the tier that the plan chooses for K/V, so planning is
+        repeated until they agree.
         """
         while True:
             plan = make_plan(request)
             if choice.schedule != MSP or not request.training:
                 return plan
             slices = self._slices(request, plan.kv_tier, micro_batches)
-            # Never less than before, or the tier of K/V might alternate.
+            # Bytes never shrink, or the tier of K/V might alternate forever.
             slices = {
                 tier: max(slices.get(tier, 0), request.slices.get(tier, 0))
                 for tier in {**request.slices, **slices}
@@ -601,7 +604,7 @@ class StagePlanCache:
     def _slices(self, request: PlanRequest, kv_tier: Tier, micro_batches: int) -> dict[Tier, int]:
         engine, bounds, facts = self._engine, request.bounds, request.device
         assert bounds is not None, "a pipeline's chunks are decided"
-        # Bytes do not depend on speeds, but when messages come does, a little.
+        # Bytes hardly depend on speeds (only through the arrival of messages), so guesses suffice.
         estimate = cpu_estimate(facts.name)
         if facts.kind != "cpu":
             estimate = cuda_estimate(facts.name, peak_flops(facts.name))
@@ -623,9 +626,9 @@ class StagePlanCache:
         return extra_shared_unit_bytes(costs, compute, engine.mesh.pp_rank)
 
     def _alive(self, name: str, micro_batches: int, chunks: int) -> float:
-        """Return how many micro-batches' activations a stage of this rank holds at most.
+        """Return the peak number of micro-batches whose activations a stage of this rank holds.
 
-        At least 1; fractions are chunks of a micro-batch.
+        At least 1; a chunk counts as a fraction of a micro-batch.
         """
         config = self._engine.config
         made = step_schedule(config, name, micro_batches, chunks, forward_only=False, reduce=False)
@@ -639,13 +642,13 @@ class StepSchedule:
 
     name: str
     schedule: Schedule
-    """With sends, receives and copies."""
+    """The actions of all ranks, with sends, receives and copies."""
     splits_backward: bool
-    """Whether backward comes in two halves."""
+    """Whether backward is split into input gradients and weight gradients."""
     virtual: int
-    """Stages of each rank."""
+    """Number of stages of each rank."""
     offloaded_units: frozenset[tuple[int, int]] = frozenset()
-    """The (stage, unit) that an action offloads."""
+    """(stage, unit) whose activations an action of the schedule offloads."""
 
 
 def step_schedule(
@@ -660,21 +663,21 @@ def step_schedule(
     stored: frozenset[tuple[int, int]] = frozenset(),
     kv_copies: frozenset[KVCopy] = frozenset(),
 ) -> StepSchedule:
-    """Make (or find) the schedule of a step.
+    """Return the schedule of a step, made at the first call with these arguments.
 
-    `offloaded` are the (stage, chunk) with offloaded activations, `stored` those of which anything
-    goes to a tier behind the host, `kv_copies` copies of K/V beside units (see `add_kv_copies`). A
-    rank may leave out those of other ranks, whose actions it does not run.
+    `offloaded` are the (stage, chunk) with offloaded activations, `stored` those with activations
+    on a tier behind the host, `kv_copies` the copies of K/V beside units (see `add_kv_copies`).
+    Those of other ranks may be left out, as this rank does not run their actions.
     """
     size = Size(config.pp_size, micro_batches, chunks, config.pp_virtual_stages)
     return _make_schedule(name, size, forward_only, reduce, offloaded, stored, kv_copies)
 
 
 def check_size(name: str, size: Size) -> None:
-    """Refuse schedules over fewer units than they need to be what they are.
+    """Check that a step has enough units for its schedule.
 
     Raises:
-        ConfigError: Naming the numbers and the remedy.
+        ConfigError: There are too few; the message has the numbers and a remedy.
     """
     if size.num_virtual > 1 and size.num_units < size.num_ranks:
         raise ConfigError(
