@@ -1,19 +1,20 @@
-"""The linear program behind "auto": how many frames of each slot get which mode.
+"""The linear program behind "auto": how many units of each slot get which activation mode.
 
-Time is cut into slots, forward and backward of each chunk, or by layer of each layer. A slot lasts
-as long as its compute (recomputation included) and at least as long as the copies that must go on
-in it; the sum is minimised. Bytes are conserved: what leaves was produced, what comes back is
-exists before its use, no more than the look-ahead waits on the device. All of it is linear in the
-numbers of frames, so the optimum over fractional numbers is found exactly (HiGHS) and bounds every
-plan of these modes and look-ahead from below; rounding to whole frames is `solve`'s.
+Time is divided into slots: forward and backward of each chunk or, by layer, of each layer. A slot
+lasts as long as its compute (recomputation included) and at least as long as the copies that must
+be made during it; the sum is minimised. Bytes are conserved: activations are offloaded after they
+were computed and prefetched before their use, and no more than the look-ahead waits on the device.
+All of it is linear in the numbers of units, so the optimum over fractional numbers is found exactly
+(HiGHS). It is a lower bound for every plan with these modes and this look-ahead. `solve` rounds the
+numbers to whole units.
 
-By chunk the frames of a slot are those of its layers, in groups of layers that cost the same. By
-layer they are those of its chunks, taken as equal: their bytes and their recomputation grow with
-their tokens alone. Only where attention may run again, which takes longer the more keys a chunk
-sees, are they put into groups (`chunk_groups`). Keys and values of the layer are one more thing
-exists, with modes of their own.
+By chunk, a slot's units are its layers, in groups of layers that cost the same. By layer, they are
+its chunks, which are treated as equal, since their bytes and their recomputation depend on their
+tokens alone. Only where attention may be recomputed, which takes longer the more keys a chunk
+attends to, are chunks divided into groups (`chunk_groups`). The layer's K/V are one more group,
+with modes of their own.
 
-Knows nothing of budgets' origin, of rounding or of simulation.
+This module knows nothing of where budgets come from, of rounding or of simulation.
 """
 
 from __future__ import annotations
@@ -40,21 +41,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """The optimum over fractional numbers of frames."""
+    """The optimum over fractional numbers of units."""
 
     counts: NDArray[np.float64]
-    """[chunk, kind, mode]: layers; by layer [layer, group, mode]: chunks (`chunk_groups`)."""
+    """Layers with each mode, [chunk, kind, mode]; by layer, chunks with each mode, [layer, group,
+    mode], see `chunk_groups`."""
 
     seconds: float
-    """Duration of the step: no plan with these modes and look-ahead is faster."""
+    """Seconds of the step; no plan with these modes and this look-ahead is faster."""
 
     keys: NDArray[np.float64] | None = None
-    """By layer: [layer, K/V mode]."""
+    """Share of each layer's K/V with each K/V mode, [layer, K/V mode]; None by chunk."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerKinds:
-    """Layers that cost the same, by a representative."""
+    """Groups of layers that cost the same, each with one representative layer."""
 
     representative: tuple[int, ...]
     members: tuple[tuple[int, ...], ...]
@@ -63,8 +65,8 @@ class LayerKinds:
     def of(cls, cost: ModelCost) -> LayerKinds:
         """Groups the layers of a model.
 
-        A group is stood for by its last layer: under LoRA the first one saves a little less, which
-        is not worth a second set of variables.
+        The representative is the last layer of a group: under LoRA the first one saves a little
+        less, which is not worth a second set of variables.
         """
         groups: dict[object, list[int]] = {}
         for index, layer in enumerate(cost.shape.layers):
@@ -74,9 +76,10 @@ class LayerKinds:
 
 
 def chunk_groups(num_chunks: int, modes: Sequence[ActivationMode]) -> tuple[tuple[int, ...], ...]:
-    """Returns the chunks that are taken as equal by layer: all, or an eighth each.
+    """Returns groups of chunks that are treated as equal by layer: all in one, or eight groups.
 
-    Eighths where attention may run again: it takes the first a fifteenth of the last's time.
+    There are eight groups where attention may be recomputed: in the first of them that takes a
+    fifteenth of its time in the last.
     """
     parts = min(num_chunks, 8) if any(mode.saved == "hidden" for mode in modes) else 1
     ends = (num_chunks * part // parts for part in range(parts + 1))
@@ -84,28 +87,31 @@ def chunk_groups(num_chunks: int, modes: Sequence[ActivationMode]) -> tuple[tupl
 
 
 class Terms(NamedTuple):
-    """What rows sum up, [rows, terms] each: no column twice in a row, a factor of 0 for none."""
+    """Left-hand sides of rows: columns and their factors, [rows, terms] each.
+
+    No column is twice in a row; unused terms have a factor of 0.
+    """
 
     columns: NDArray[np.int64]
     factors: NDArray[np.float64]
 
     def __neg__(self) -> Terms:
-        """The same with the opposite sign."""
+        """Returns the terms with the opposite sign."""
         return Terms(self.columns, -self.factors)
 
     def times(self, factor: float) -> Terms:
-        """Returns so many times as much."""
+        """Returns the terms multiplied by `factor`."""
         return Terms(self.columns, factor * self.factors)
 
     def before(self) -> Terms:
-        """Returns in each row what the one above it sums up, and nothing in the first."""
+        """Returns the terms moved down by one row; the first row is empty."""
         factors = np.roll(self.factors, 1, axis=0)
         factors[:1] = 0.0
         return Terms(np.roll(self.columns, 1, axis=0), factors)
 
 
 def joined(*terms: Terms) -> Terms:
-    """Returns in each row all that is in that row of any of them, in their order."""
+    """Returns the row-wise sum: each row has the terms of that row of every argument, in order."""
     return Terms(
         np.concatenate([one.columns for one in terms], axis=1),
         np.concatenate([one.factors for one in terms], axis=1),
@@ -122,11 +128,12 @@ class Rows:
         self._bounds: list[NDArray[np.float64]] = []
 
     def add(self, *rows: tuple[Terms, ArrayLike], exists: NDArray[np.bool_] | None = None) -> None:
-        """Adds rows and their bounds, [slots] of each: all of a slot, then those of the next.
+        """Adds one or several rows per slot with their bounds, ordered by slot.
 
         Args:
-            rows: terms and bounds of the first rows of all slots, of the second ones, ...
-            exists: [slots, rows] which exists are; None for all.
+            rows: terms and bounds, [slots] each, of the first row of every slot, then of the
+                second, and so on.
+            exists: which of these rows exist, [slots, rows]; None for all.
         """
         slots, widest = len(rows[0][0].columns), max(terms.columns.shape[1] for terms, _ in rows)
         columns = np.zeros((slots, len(rows), widest), dtype=np.int64)
@@ -146,12 +153,12 @@ class Rows:
 
     @property
     def bounds(self) -> NDArray[np.float64]:
-        """[rows] Their bounds."""
+        """Bounds of all rows, [rows]."""
         return np.concatenate([np.empty(0), *self._bounds])
 
     @staticmethod
     def matrix(*all_rows: Rows) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float64]]:
-        """Returns some rows below each other: where each begins, and columns and factors in it."""
+        """Returns the rows below each other in CSR form: row starts, columns and factors."""
         nothing = np.empty(0, dtype=np.int64)
         counts = np.concatenate([nothing, *(part for rows in all_rows for part in rows._counts)])
         columns = np.concatenate([nothing, *(part for rows in all_rows for part in rows._columns)])
@@ -161,14 +168,14 @@ class Rows:
 
 
 def minimise(objective: NDArray[np.float64], less: Rows, equal: Rows) -> NDArray[np.float64] | None:
-    """Returns the x >= 0 that minimises `objective . x`, or None where exists is none.
+    """Returns the x >= 0 that minimises `objective . x`, or None if no x meets the constraints.
 
     Args:
-        objective: [width].
-        less: rows that are at most their bound.
-        equal: rows that are their bound.
+        objective: cost of each column, [width].
+        less: rows that must be at most their bound.
+        equal: rows that must equal their bound.
     """
-    # Not at the top: who plans by a rule, or on a CPU without a budget, solves no program.
+    # Imported here: plans made by a rule, or on a CPU without a budget, solve no program.
     from highspy import HighsModelStatus, MatrixFormat, ObjSense, kHighsInf
 
     starts, columns, factors = Rows.matrix(less, equal)
@@ -193,7 +200,8 @@ def _silent_solver() -> Highs:
 
     class Silent(Highs):
         def enableCallbacks(self) -> None:
-            # The constructor calls it, and 1.16 prints a banner exists unless told before.
+            # The constructor calls this method, and version 1.16 prints a banner in it unless
+            # output was switched off before.
             self.silent()
             super().enableCallbacks()
 
@@ -203,19 +211,22 @@ def _silent_solver() -> Highs:
 
 
 class _Group(NamedTuple):
-    """Things that every slot has so many of, each treated in one of some ways."""
+    """Units of equal cost (or a layer's K/V), of which every slot has the same number.
+
+    Each of them gets one of several modes, called ways here.
+    """
 
     number: int
-    """How many a slot has."""
+    """Number of units in a slot."""
 
     tiers: list[Tier]
-    """[ways] Where each puts them."""
+    """Tier on which each way holds a unit, [ways]."""
 
     sizes: NDArray[np.float64]
-    """[ways, slots] GiB of one exists."""
+    """GiB that one unit holds there, [ways, slots]."""
 
     seconds: NDArray[np.float64]
-    """[ways, slots] What backward runs again for one."""
+    """Seconds of recomputation in backward for one unit, [ways, slots]."""
 
 
 class LinearProgram:
@@ -230,7 +241,7 @@ class LinearProgram:
         *,
         kv_modes: Sequence[KVMode] = (),
     ) -> None:
-        """Prepare; neither modes nor K/V modes of `decisions` are looked at."""
+        """Prepare the program; modes and K/V modes of `decisions` are ignored."""
         self._decisions = decisions
         self._cost = cost
         self._budgets = budgets
@@ -243,21 +254,21 @@ class LinearProgram:
             self._groups = self._groups_by_chunk()
         last = len(self._groups) - 1
         self._kv_groups = range(last, last + 1) if decisions.by_layer else range(0)
-        """Groups that are keys and values."""
+        """Indices of the groups that are K/V; empty by chunk."""
         self._slots = decisions.num_layers if decisions.by_layer else decisions.num_chunks
         groups = self._groups
         self._tiers = [tier for group in groups for tier in group.tiers]
-        """[ways] Of all groups, one behind the other: where each puts things."""
+        """Tier of each way of all groups, group by group, [ways]."""
         self._group_of = np.repeat(np.arange(len(groups)), [len(group.tiers) for group in groups])
         self._sizes = np.concatenate([group.sizes for group in groups]).T
-        """[slots, ways] GiB of one exists."""
+        """GiB that one unit holds, [slots, ways]."""
         self._rerun_seconds = np.concatenate([group.seconds for group in groups]).T
-        """[slots, ways] What backward runs again for one."""
+        """Seconds of recomputation for one unit, [slots, ways]."""
         self._ways = len(self._tiers)
         self._x = self._slots * self._ways
         self._at = np.arange(self._x).reshape(self._slots, self._ways)
-        """[slots, ways] Columns of the counts."""
-        # Behind the counts: one column per slot and purpose.
+        """Columns that hold the counts, [slots, ways]."""
+        # After the counts: one column per slot and purpose.
         self._offload_tiers = offload_tiers()
         self._behind = tiers_behind_host()
         written, stored, read = (
@@ -274,7 +285,7 @@ class LinearProgram:
         self._equal = Rows()
 
     def _groups_by_chunk(self) -> list[_Group]:
-        """Layers of each kind; in the tables, which tell more layers apart, by one of them."""
+        """Returns one group for each kind of layer, with the sizes of its representative layer."""
         tables, groups = self._tables, list[_Group]()
         saved = [SAVED.index(mode.saved) for mode in self._modes]
         tiers: list[Tier] = [mode.tier for mode in self._modes]
@@ -286,9 +297,10 @@ class LinearProgram:
         return groups
 
     def _groups_by_layer(self) -> list[_Group]:
-        """Chunks, each of the mean length of its group.
+        """Returns groups of chunks, each with the mean length of its chunks.
 
-        Attention that runs again takes what it takes that of them whose queries see fewest keys.
+        Recomputed attention is counted with the seconds of the chunk of a group whose queries
+        attend to the fewest keys.
         """
         tables, work, groups = self._tables, self._work.recompute, list[_Group]()
         saved = [SAVED.index(mode.saved) for mode in self._modes]
@@ -319,7 +331,7 @@ class LinearProgram:
         return _Group(1, tiers, sizes, seconds)
 
     def solve(self) -> Mix | None:
-        """Returns the optimum, or None where nothing fits the budgets."""
+        """Returns the optimum, or None if nothing fits the budgets."""
         self._fix_counts()
         self._limit_device()
         self._limit_tiers()
@@ -331,7 +343,8 @@ class LinearProgram:
         for name in ("forward", "backward"):
             first = self._column[name]
             objective[first : first + slots] = 1.0
-        # Of equally fast plans, the one that moves less; never at a price that counts.
+        # Of equally fast plans the one that moves fewer bytes is preferred; the weight is so small
+        # that it never costs noticeable time.
         moved = np.where([tier in self._offload_tiers for tier in self._tiers], self._sizes, 0.0)
         most = 0.0
         for at, group in enumerate(self._groups):
@@ -357,11 +370,13 @@ class LinearProgram:
     # -- terms: a row for each slot ------------------------------------------------------------
 
     def _terms(self, tiers: Container[str], groups: Container[int] | None = None) -> Terms:
-        """Bytes of frames and keys on some tiers, in GiB for the solver's sake.
+        """Returns the sum of activations and K/V held on some tiers, one row per slot, in GiB.
+
+        GiB instead of bytes keep the numbers in a range that suits the solver.
 
         Args:
-            tiers: which.
-            groups: of which groups; None for all.
+            tiers: the tiers.
+            groups: indices of the groups that count; None for all.
         """
         chosen = [
             way
@@ -371,7 +386,7 @@ class LinearProgram:
         return Terms(self._at[:, chosen], self._sizes[:, chosen])
 
     def _kv_on(self, tiers: Container[str]) -> Terms:
-        """Those of keys and values alone; none by chunk."""
+        """Returns the same sum for K/V alone; empty by chunk."""
         return self._terms(tiers, self._kv_groups)
 
     def _col(self, name: str, factor: float = 1.0) -> Terms:
@@ -380,12 +395,12 @@ class LinearProgram:
         return Terms(columns, np.full((self._slots, 1), factor))
 
     def _last(self, name: str) -> Terms:
-        """The last slot's column."""
+        """Returns column `name` of the last slot."""
         columns, factors = self._col(name)
         return Terms(np.broadcast_to(columns[-1:], columns.shape), factors)
 
     def _from_the_end(self, tiers: Sequence[str]) -> list[Terms]:
-        """GiB of what a slot and all later ones have on some tiers."""
+        """Returns the GiB that each slot and all later ones together hold on some tiers."""
         return [part for tier in tiers for part in (self._last(tier), -self._col(tier).before())]
 
     # -- constraints -------------------------------------------------------------------------
@@ -401,15 +416,15 @@ class LinearProgram:
         )
 
     def _accumulate(self, name: str, tiers: Container[str]) -> None:
-        """Makes column `name` of each slot the GiB of all up to it on some tiers."""
+        """Makes column `name` of each slot the GiB that slots up to it hold on some tiers."""
         before = self._col(name).before()
         self._equal.add((joined(self._terms(tiers), self._col(name, -1.0), before), 0.0))
 
     def _limit_device(self) -> None:
-        """What is kept and all else are within the budget where a slot's forward and backward end.
+        """Limits the device's bytes to its budget where a slot's forward and backward end.
 
-        Between these ends both change linearly. What is on its way, or is rebuilt, is counted as
-        the modes allow.
+        Kept activations and all other bytes change linearly between these points. Copies in flight
+        and recomputed activations count as the modes allow.
         """
         self._accumulate("kept", _HERE)
         budget = self._budgets.device
@@ -419,9 +434,9 @@ class LinearProgram:
         held = min_device_bytes(self._tables)
         copies, forward, backward = self._transient_bytes()
         kept = self._col("kept", share)
-        # Of the running layer's keys and values all know; those of the one below come ahead.
+        # K/V of the running layer are on the device; those of the layer below are prefetched.
         running = joined(kept, -self._kv_on(_HERE).times(share))
-        # Of the slot itself, the frame that runs.
+        # Of the slot itself, only the activations of the running unit count.
         below = self._kv_on(self._offload_tiers).before().times(share)
         below = joined(kept.before(), below, self._running_activations(share=share))
         ahead, heads, begin, end, exists = self._ends()
@@ -438,9 +453,9 @@ class LinearProgram:
         )
 
     def _ends(self) -> tuple[Bytes, Bytes, Bytes, Bytes, NDArray[np.bool_]]:
-        """[slots] Points at which forward ends, of a head behind it, and of backward's ends.
+        """Returns points of each slot: end of forward, head behind it, both ends of backward.
 
-        And [slots, 4] which exists are.
+        Four arrays [slots], and which of these points exist, [slots, 4].
         """
         points: Any = self._tables.points  # numbers of its functions may be arrays
         slots = np.arange(self._slots)
@@ -462,12 +477,12 @@ class LinearProgram:
         )
 
     def _transient_bytes(self) -> tuple[Bytes, Bytes, Bytes]:
-        """[slots] The most that copies, and workspaces forward and backward, take."""
+        """Returns peak bytes of copies, forward workspace and backward workspace, [slots] each."""
         tables, what = self._tables, self._decisions
         again = tables.rebuilt if any(mode.recompute for mode in self._modes) else 0
 
         def most(table: Bytes) -> Bytes:
-            """The most of any layer of a chunk, or of any chunk of a layer."""
+            """Returns the maximum over a chunk's layers or, by layer, over a layer's chunks."""
             return table.max(axis=1)[tables.kind_of] if what.by_layer else table.max(axis=0)
 
         running = np.zeros(self._slots, dtype=np.int64)
@@ -484,7 +499,10 @@ class LinearProgram:
         return copies, most(tables.workspace_forward), most(tables.workspace_backward + again)
 
     def _running_activations(self, *, share: float) -> Terms:
-        """GiB of one kept frame of the first layer, or chunk, where modes are spread evenly."""
+        """Returns `share` of the GiB kept for one unit of each slot, if modes are spread evenly.
+
+        The unit is the first layer's or, by layer, the first group of chunks'.
+        """
         at = 0
         if not self._decisions.by_layer:
             kinds = LayerKinds.of(self._cost)
@@ -528,7 +546,7 @@ class LinearProgram:
         self._less.add((self._col("forward", -1.0), -forward), (again, -backward))
 
     def _bound_stores(self) -> None:
-        """D2H and writes: how much has left the device, and the host, by the end of each slot."""
+        """Bounds copies to the host and writes: bytes moved by the end of each slot."""
         cost, what, tables = self._cost, self._decisions, self._tables
         per_gib = cost.d2h_seconds(_GIB, both=tables.both_ways[0])
         most_sums = float(self._largest_gib(tables.kv_out_backward).max())
@@ -555,8 +573,8 @@ class LinearProgram:
         gradients = self._gradients_gib()
         if not (tables.streams or gradients.any()):
             return
-        # The gradient sums of backward, behind what of forward has not left yet; and gradients of
-        # weights, of which one slot's may be on their way.
+        # Backward's gradient sums follow the activations of forward that are not copied yet. Of
+        # the weights' gradients, those of one slot may be in flight.
         frames = [self._last(tier) for tier in self._offload_tiers]
         leave += float(gradients.max())
         kv_gib = _cumulated(self._kv_gib(tables.kv_out_backward), float(kv_gib[-1]))
@@ -572,15 +590,18 @@ class LinearProgram:
             self._limit_rate(f"stored {tier}", "backward", seconds, follows=f"written {tier}")
 
     def _bound_loads(self) -> None:
-        """H2D and reads: what has come by the end of each slot; frames from the last slot on."""
+        """Bounds copies to the device and reads: bytes moved by the end of each slot.
+
+        Activations are loaded from the last slot's on.
+        """
         cost, what, tables = self._cost, self._decisions, self._tables
         per_gib = cost.h2d_seconds(_GIB, both=tables.both_ways[0])
         behind = what.kv_tier in self._behind
-        # What streams from behind the host comes at its pace.
+        # K/V from a tier behind the host arrive no faster than that tier reads.
         weights = self._weights_gib() * (not behind)
         fetch, staged = (what.max_prefetch_bytes or 0) / _GIB, what.staging_bytes / _GIB
         if tables.streams or weights.any():
-            # K/V of a slot's first unit come while the unit before it still runs.
+            # K/V of a slot's first unit are loaded while the unit before it still runs.
             kv_gib = np.cumsum(self._kv_gib(tables.kv_in_forward) + weights[0])
             first = self._largest_gib(tables.kv_in_forward)
             first = np.append(first[1:], first[-1])
@@ -591,7 +612,7 @@ class LinearProgram:
         kv_gib = _cumulated(self._kv_gib(tables.kv_in_backward) + weights[1])
         largest = self._largest_gib(tables.kv_in_backward)
         lead = fetch + np.append(largest[:1], largest[:-1])
-        # By layer, keys of the slot below are exists before it begins.
+        # By layer, a slot's K/V are loaded before it begins.
         frames = [
             *self._from_the_end(self._offload_tiers),
             self._kv_on(self._offload_tiers).before(),
@@ -609,9 +630,9 @@ class LinearProgram:
             self._limit_rate(f"read {tier}", "backward", read, head_start_gib=first)
 
     def _weights_gib(self) -> NDArray[np.float64]:
-        """[2, slots] GiB of weights that come from the host in each slot's forward and backward.
+        """Returns the GiB of weights loaded in each slot's forward and backward, [2, slots].
 
-        Those that the first unit waits for are left out.
+        Weights of the first unit, which waits for them, are left out.
         """
         host_resident, layers = self._cost.shape.host_resident, self._tables.points.num_layers
         found = np.zeros((2, self._slots))
@@ -628,7 +649,7 @@ class LinearProgram:
         return found
 
     def _gradients_gib(self) -> NDArray[np.float64]:
-        """[slots] GiB of gradients of weights that each slot's backward sends to the host."""
+        """Returns the GiB of weight gradients that each slot's backward offloads, [slots]."""
         host_resident = self._cost.shape.host_resident
         found = np.zeros(self._slots)
         if host_resident is not None:
@@ -649,9 +670,10 @@ class LinearProgram:
         lead_gib: NDArray[np.float64] | float = 0.0,
         later: Terms | None = None,
     ) -> list[tuple[Terms, NDArray[np.float64]]]:
-        """Rows: column `name` is within a lag or a lead of frames and fixed bytes, at a slot's end.
+        """Returns rows that keep column `name` within a lag or lead at the end of each slot.
 
-        Of the frames, `later` can only move once the slot has ended.
+        The lag or lead is relative to the sum of `frames` (activations) and `fixed_gib`. The part
+        `later` of the activations can be moved only after the slot has ended.
         """
         moved = self._col(name)
         waiting = () if later is None else (later,)
@@ -672,14 +694,14 @@ class LinearProgram:
         follows: str | None = None,
         head_start_gib: float = 0.0,
     ) -> None:
-        """What moves in a slot takes no longer than the slot.
+        """Adds rows by which the copies in a slot take no longer than the slot.
 
         Args:
-            name: column of what has moved by the end of each slot.
-            slot: "forward" or "backward", which says the order of the slots too.
-            per_gib: seconds.
-            follows: a forward column that `name` goes on from; else it begins with nothing.
-            head_start_gib: what may have moved before the first slot.
+            name: column of the GiB moved by the end of each slot.
+            slot: "forward" or "backward", which also gives the order of the slots.
+            per_gib: seconds per GiB.
+            follows: forward column from whose last value `name` continues; None to begin at zero.
+            head_start_gib: GiB that may have moved before the first slot.
         """
         moved, taken = self._col(name, per_gib), self._col(slot, -1.0)
         if slot == "backward":
@@ -693,24 +715,24 @@ class LinearProgram:
         self._less.add((joined(moved, taken, before), bounds))
 
     def _kv_gib(self, streamed: Bytes) -> NDArray[np.float64]:
-        """[slots] GiB that all layers of a chunk stream; none by layer."""
+        """Returns the GiB of K/V that all layers of a chunk stream, [slots]; 0 by layer."""
         if self._decisions.by_layer:
             return np.zeros(self._slots)
         return streamed[self._tables.kind_of].sum(axis=0) / _GIB
 
     def _largest_gib(self, streamed: Bytes) -> NDArray[np.float64]:
-        """[slots] The most that any layer of a chunk streams; none by layer."""
+        """Returns the largest GiB of K/V that a layer of a chunk streams, [slots]; 0 by layer."""
         return np.zeros(self._slots) if self._decisions.by_layer else streamed.max(axis=0) / _GIB
 
 
 _GIB = 2**30
-# The most that a plan's time may be off for moving fewer bytes.
+# Largest share of a plan's time that may be given up for moving fewer bytes.
 _MOVING_SHARE = 1e-5
 _HERE = frozenset({"device"})
 
 
 def _cumulated(sizes: NDArray[np.float64], first: float = 0.0) -> NDArray[np.float64]:
-    """Returns for each slot what all from the last down to it add to `first`."""
+    """Returns for each slot `first` plus the sum of the sizes from the last slot down to it."""
     return np.cumsum([first, *sizes[::-1]])[:0:-1]
 
 

@@ -1,8 +1,8 @@
 """Actions: the smallest steps of a schedule, as values with a text form that parses back.
 
-`2F5` is stage 2's forward of unit 5, `0F5.12` stage 0's for layer 12 alone, `0K5.12#3` part 3 of
-what streams in for that, `2F5#1` the second rank's share of a unit that several ranks share. Names
-of kinds that torch.distributed.pipelining has too are its names.
+`2F5` is stage 2's forward of unit 5, `0F5.12` is stage 0's for layer 12 alone, `0K5.12#3` is part 3
+of the K/V loaded for that, and `2F5#1` is the second rank's share of a unit that several ranks
+share. Kinds that torch.distributed.pipelining also has are named as there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Kind = Literal[
     "REDUCE_GRAD",
 ]
 # fmt: on
-"""What an action does; see `KIND_NAMES`."""
+"""Kind of an action; `KIND_NAMES` explains each."""
 
 KIND_NAMES: dict[Kind, str] = {
     "F": "forward",
@@ -46,18 +46,22 @@ KIND_NAMES: dict[Kind, str] = {
     "RECV_DKV": "receive dK/dV",
     "REDUCE_GRAD": "reduce gradients",
 }
-"""Each kind in words, as pictures, traces and errors show it. "B" is a whole backward, "I" and "W"
-the two halves of one that is split; a send names the stage that sends, a receive the one that
-receives, but K/V and their gradients pass between ranks of one stage; the unit of "REDUCE_GRAD" is
-the last one whose gradients are in the sum. "S" and "L" are between host memory and a tier behind
-it (a disk). What keys and values do beside a unit has a part: 0 for "K" and "O" of its forward, 1
-of its backward, and one more for "S" and "L" of the same; beside share n of a unit that ranks share
-3 n more. "S" and "L" of that share's own saved activations are 3 n. "P", "G" and "U" are of weights
-that rest on the host, where "U" updates them; what is outside of the layers counts as the layer
-behind the last."""
+"""Name of each kind in figures, traces and error messages.
+
+"B" is a whole backward; "I" and "W" are the two halves of a split one. The stage of a send is the
+one that sends, that of a receive the one that receives; K/V and their gradients pass between ranks
+of one stage. The unit of "REDUCE_GRAD" is the last one whose gradients are in the sum. "S" and "L"
+copy between host memory and a tier behind it (a disk).
+
+Copies of K/V beside a unit have a `part`: "K" and "O" have 0 in forward and 1 in backward; "S" and
+"L" have 1 in forward and 2 in backward. Beside share n of a shared unit, 3 n is added. "S" and "L"
+of that share's saved activations have part 3 n.
+
+"P", "G" and "U" are for host-resident weights, which "U" updates on the host; weights outside of
+the layers have the layer number after the last layer's."""
 
 KV_COPY_KINDS: frozenset[Kind] = frozenset({"K", "O"})
-"""Kinds of keys and values that come and go beside units."""
+"""Kinds that copy K/V to or from the device while a unit runs."""
 
 COMPUTE_KINDS: frozenset[Kind] = frozenset({"F", "B", "I", "W", "R"})
 """Kinds that occupy the device's compute."""
@@ -72,25 +76,25 @@ _FORM = re.compile(
 class Action(NamedTuple):
     """One step of one stage on one unit; equal fields mean the same action.
 
-    `str(action)` and `Action.parse(text)` are exact inverses for numbers from zero on.
+    `str(action)` and `Action.parse(text)` are exact inverses for non-negative numbers.
     """
 
     kind: Kind
-    """What is done."""
+    """Kind of work."""
 
     stage: int
-    """Stage that does it; 0 where there is only one."""
+    """Pipeline stage; 0 without a pipeline."""
 
     unit: int
-    """Micro-batch times chunks per micro-batch, plus chunk."""
+    """Index of the (micro-batch, chunk): micro-batch times chunks per micro-batch, plus chunk."""
 
     layer: int | None = None
-    """Decoder layer, where the action is one layer's; None: all layers of the stage."""
+    """Decoder layer of the action; None for all layers of the stage."""
 
     part: int | None = None
-    """Tells apart what one (kind, stage, unit, layer) does in several goes, such as K/V blocks; and
-    in a schedule over ranks the shares of a unit that several ranks compute together, from 0 on,
-    and the pieces of what passes between such units."""
+    """Distinguishes several actions with the same (kind, stage, unit, layer), such as blocks of
+    K/V. In a schedule over ranks: the index, from 0, of a rank's share of a unit that several ranks
+    compute together, or of a piece of a message between such units."""
 
     def __str__(self) -> str:
         layer = "" if self.layer is None else f".{self.layer}"
@@ -102,7 +106,7 @@ class Action(NamedTuple):
         """Reads an action's text form back.
 
         Raises:
-            ScheduleError: the text is none; the message shows it and the form.
+            ScheduleError: the text is not an action; the message shows it and the expected form.
         """
         match = _FORM.fullmatch(text)
         if match is None:
@@ -123,39 +127,39 @@ class Action(NamedTuple):
 
 
 def is_kv_copy(action: Action) -> bool:
-    """Whether an action is of keys and values beside a unit."""
+    """Whether an action copies K/V beside a unit."""
     moved_on = action.kind in ("S", "L") and action.part is not None
     return action.kind in KV_COPY_KINDS or (moved_on and kv_copy_pass(action) > 0)
 
 
 def kv_copy_part(way: int, share: int | None) -> int:
-    """The part of what keys and values do beside a unit, or beside a share of it.
+    """Returns the `part` of a copy of K/V beside a unit, or beside a share of it.
 
     Args:
-        way: 0 of forward and 1 of backward for "K" and "O", one more for "S" and "L", which have 0
-            for saved activations.
-        share: The unit's own part.
+        way: for "K" and "O" 0 in forward and 1 in backward; for "S" and "L" 1 in forward and 2 in
+            backward, and 0 for saved activations.
+        share: part of the unit's compute action; None for a whole unit.
     """
     return _WAYS * (share or 0) + way
 
 
 def kv_copy_pass(action: Action) -> int:
-    """`way` of an action of keys and values beside a unit; see `kv_copy_part`."""
+    """Returns the `way` of a copy of K/V beside a unit; see `kv_copy_part`."""
     assert action.part is not None, "what is beside a unit says which way"
     return action.part % _WAYS
 
 
 def kv_copy_share(action: Action) -> int:
-    """`share` of it, 0 for a whole unit."""
+    """Returns the share of a unit that a copy of K/V belongs to; 0 for a whole unit."""
     return (action.part or 0) // _WAYS
 
 
 def store_part(share: int | None) -> int | None:
-    """The part of "S" and "L" of saved activations: of a unit, or of a share of it."""
+    """Returns the `part` of "S" and "L" of a unit's, or a share's, saved activations."""
     return None if share is None else kv_copy_part(0, share)
 
 
 def unit_share(action: Action) -> int | None:
-    """The share of its unit that an action which is no stream is of; None for a whole unit."""
+    """Returns the share that an action other than a K/V copy belongs to; None for a whole unit."""
     part = action.part
     return part // _WAYS if part is not None and action.kind in ("S", "L") else part

@@ -2,23 +2,27 @@
 
 Simulation and validation both read these rules; there are no others.
 
-[Note: what an action waits for] A rank carries out its list in order, but only compute occupies it:
-copies, sends, receives and reductions are started where they are listed (when the compute listed
-before them is done) and run beside what follows. Besides:
-a forward needs the activation of the stage before and, for keys and values, the chunk before;
-a backward needs its forward, the gradient of the following stage, its saved activations (if they
-were offloaded) and, for the gradients of keys and values, the following chunk;
-either needs keys and values, or sums of their gradients, that other ranks send it;
-a store behind the host needs its copy out; a load needs its store, and the copy back its load; a
-copy out needs that all but the last store before it have ended, so that host memory is bounded;
-a weight gradient needs its input gradient; a receive needs its send, and a send needs that the
-receiver has reached its receive, so that buffers are allocated no earlier than listed;
-and at most one unit is copied out while another computes: the unit after next waits for it.
-K/V that are not on the device are copied beside the unit whose attention reads them, in blocks,
-on the copies' resources: what is listed for it (K, O; L, S behind the host) may begin when the unit
-may, and the rank's next compute, and what the unit sends, wait for all of it.
-Ranks that share a unit exchange tokens and heads in each layer, so their shares begin together,
-once all of them are free and all that any of them needs is there.
+[Note: what an action waits for] A rank carries out its list in order, but only compute occupies it.
+Copies, sends, receives and reductions start where they are listed (when the compute listed before
+them has ended) and run beside the compute that follows. In addition:
+
+- A forward waits for the activation of the previous stage and, because of K/V, for the previous
+  chunk.
+- A backward waits for its forward, the gradient from the next stage, its saved activations (if they
+  were offloaded) and, because of dK/dV, for the next chunk.
+- Both wait for K/V, or for sums of dK/dV, that other ranks send.
+- A store behind the host waits for its copy to the host, a load for its store, and the copy back to
+  the device for its load. A copy to the host waits until all stores before it but the last have
+  ended, so that host memory is bounded.
+- A weight gradient waits for its input gradient.
+- A receive waits for its send. A send waits until the receiver has reached its receive, so that
+  buffers are allocated no earlier than listed.
+- At most one unit is copied to the host while another computes: the unit after next waits for it.
+- K/V that are not on the device are copied beside the unit whose attention reads them, in blocks,
+  on the resources of copies. The copies listed for the unit (K and O; L and S behind the host) may
+  begin when the unit may. The rank's next compute, and the unit's sends, wait for all of them.
+- Ranks that share a unit exchange tokens and heads in each layer. So their shares begin together,
+  when all of these ranks are free and the dependencies of every share are met.
 """
 
 from __future__ import annotations
@@ -52,9 +56,9 @@ _PEERS: dict[Kind, tuple[str, int]] = {
     "SEND_B": ("send", -1),
     "RECV_B": ("recv", 1),
 }
-"""Direction of a transfer, and the distance to the stage of its other end."""
+"""Direction of a transfer, and the distance in stages to its other end."""
 _KEYS: frozenset[Kind] = frozenset({"SEND_KV", "RECV_KV", "SEND_DKV", "RECV_DKV"})
-"""Kinds whose pieces may each be for another unit."""
+"""Kinds of messages whose pieces may belong to different units."""
 _KINDS: tuple[Kind, ...] = tuple(KIND_NAMES)
 _NUMBER = {kind: number for number, kind in enumerate(_KINDS)}
 _NOWHERE = -1
@@ -76,57 +80,59 @@ class DependencyGraph:
         """Sort the actions by resource and find their dependencies.
 
         Args:
-            schedule: compute alone, or with what goes beside it.
-            complete: whether to refuse actions that need one that no rank has. Otherwise those are
-                in `needs` as negative numbers, which `needed` reads.
-            sent: the schedule's `messages`, where they are known already.
+            schedule: a schedule of compute actions alone, or a lowered one.
+            complete: whether to refuse actions that depend on one that no rank has. If not, such
+                dependencies are negative numbers in `needs`, which `needed` decodes.
+            sent: `messages(schedule)`, if already known.
 
         Raises:
-            ScheduleError: an action needs one that no rank has, or has no place in a pipeline.
+            ScheduleError: an action depends on one that no rank has, or its kind does not belong in
+                a pipeline.
         """
         self.resources: dict[str, list[Action]] = {}
-        """Actions by resource."""
+        """Actions of each resource, in order."""
         self._stage_ranks = schedule.stage_ranks
         self._num_units = schedule.num_units
         self._size = self._num_units * len(self._stage_ranks)
         shared = schedule.shared_units
         self._messages: dict[Action, Message] = {}
-        """By send and by receive, its message; empty where no units are shared."""
+        """Message of each send and each receive; empty if no units are shared."""
         if shared and sent is None:
             sent = messages(schedule)
         for message in sent.values() if shared and sent else ():
             self._messages[message.send] = self._messages[message.receive] = message
         first = frozenset(schedule.first_units)
         self._first = [unit in first for unit in range(self._num_units + 1)]
-        """By unit, whether it is the first chunk of a micro-batch."""
+        """Whether each unit is the first chunk of a micro-batch, [units + 1]."""
         self._places: dict[str, list[int]] = {}
-        """By resource, for each of its actions, a place on another resource of its rank: for
-        compute, of the copy out that must have ended; for what runs beside, of the compute listed
-        before."""
+        """For each action of each resource, the index on another resource of the same rank of an
+        action that must end before it: for compute, of a copy to the host; for all else, of the
+        compute listed before it. `_NOWHERE` if there is none."""
         self._streams: dict[Action, list[Action]] = {}
-        """By compute action, the copies of K/V beside it."""
+        """Copies of K/V beside each compute action."""
         self._awaited: dict[Action, list[Action]] = {}
-        """By compute action, the copies of K/V beside the one before it on its rank."""
+        """Copies of K/V that each compute action waits for: those beside the one before it."""
         self._room: dict[Action, Action] = {}
-        """By copy out, the store that must have ended before it, so that host memory is free."""
+        """Store that must end before each copy to the host, so that host memory is free."""
         for rank, actions in enumerate(schedule.ranks):
             self._sort(rank, actions)
         self.actions = [action for resource in self.resources.values() for action in resource]
-        """By position."""
+        """All actions, by position."""
         self._at: dict[Kind, list[int]] = {}
-        """By kind, [stage * num_units + unit] the position; of a shared unit, that of any share."""
+        """Position of each kind's action at index `stage * num_units + unit`; of a shared unit,
+        that of any of its shares."""
         self._groups: dict[tuple[Kind, int], list[int]] = {}
-        """By kind and [stage, unit] index, the positions of all shares or pieces."""
+        """Positions of all shares or pieces, by kind and `stage * num_units + unit`."""
         self._alone: dict[Action, int] = {}
-        """Positions of shares, pieces and copies of K/V."""
+        """Position of each action with a `part`: shares, pieces and copies of K/V."""
         self._number_actions()
-        # Others wait for a whole backward, or for the input gradient of a split one.
+        # Dependents wait for a whole backward, or for the input gradient of a split one.
         self._at_backward = list(map(max, self._of("B"), self._of("I")))
         self._waited = self._positions()
         self.needs: list[list[int]] = [
             self._needs(position, action) for position, action in enumerate(self.actions)
         ]
-        """By position, the positions of the actions that must end before."""
+        """Positions of the actions that must end before each action, by its position."""
         for receive in self._alone if self._messages else ():
             if receive.kind in ("RECV_KV", "RECV_DKV") and receive in self._messages:
                 used = self._position(self._messages[receive].consumer)
@@ -156,14 +162,14 @@ class DependencyGraph:
                     self._groups.setdefault((kind, here), []).append(position)
 
     def needed(self, found: int) -> Action:
-        """Returns an entry of `needs` as an action; negative ones are on no rank."""
+        """Returns the action of an entry of `needs`; a negative entry is an action on no rank."""
         if found >= 0:
             return self.actions[found]
         number, here = divmod(-2 - found, self._size)
         return Action(_KINDS[number], *divmod(here, self._num_units))
 
     def _nothing(self, kind: Kind) -> list[int]:
-        """[stages * units] Entries that say that there is no action of a kind; see `needed`."""
+        """Returns entries for missing actions of a kind, [stages * units]; see `needed`."""
         last = -2 - _NUMBER[kind] * self._size
         return list(range(last, last - self._size, -1))
 
@@ -214,7 +220,7 @@ class DependencyGraph:
             resource.append(action)
             streams = action.part is not None and is_kv_copy(action)
             if streams and kind in ("O", "S") and compute:
-                # Beside the unit before it in the list, so after the compute before that.
+                # These run beside the last compute, so they wait for the compute before that.
                 self._streams.setdefault(compute[-1], []).append(action)
                 places.append(len(compute) - 2)
                 continue
@@ -232,7 +238,7 @@ class DependencyGraph:
         return self.resources.setdefault(name, []), self._places.setdefault(name, [])
 
     def _positions(self) -> list[int]:
-        """By position, that of the action noted in `_places`, or `_NOWHERE`."""
+        """Returns `_places` as positions: by position, a position or `_NOWHERE`."""
         starts = dict(
             zip(
                 self.resources,
@@ -330,7 +336,7 @@ class DependencyGraph:
             self._add_link(needed, kind, here)
 
     def _add_link(self, needed: list[int], kind: Kind, here: int) -> None:
-        """Adds what a send needs beside its data: copies of K/V of its unit, and the receiver."""
+        """Adds a send's other dependencies: its unit's copies of K/V, and the receiver."""
         made = self._of("F")[here] if kind == "SEND_F" else self._at_backward[here]
         if self._streams and made >= 0:
             needed += map(self._position, self._streams.get(self.actions[made], ()))
@@ -370,7 +376,7 @@ class DependencyGraph:
         return self._alone.get(action, -2 - _NUMBER[action.kind] * self._size - here)
 
     def _missing(self) -> str:
-        """Returns an error message for the first dependency that no rank has."""
+        """Returns the error message for the first dependency that no rank has."""
         position = next(at for at, needed in enumerate(self.needs) if needed and min(needed) < 0)
         action = self.actions[position]
         return (

@@ -1,8 +1,8 @@
-"""Generators: from numbers of ranks, micro-batches and chunks to a Schedule of compute actions.
+"""Generators: functions from a `Size` to a Schedule of compute actions.
 
-Most are a pair of orders (forwards, and backwards chunk by chunk in reverse) and a rule for how
-they alternate. Sends, copies and reductions are added by `lower`. P, M, N and V in the words below
-are ranks, micro-batches, chunks per micro-batch and virtual stages per rank.
+Most combine two orders (of forwards, and of backwards with the chunks reversed) with a rule for how
+these alternate. `lower` adds sends, copies and reductions. P, M, N and V stand for the numbers of
+ranks, micro-batches, chunks per micro-batch and virtual stages per rank.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sppo_hf.schedule.schedule import Schedule
 
 
 class Size(NamedTuple):
-    """How large a schedule is."""
+    """Numbers of ranks, micro-batches, chunks and virtual stages of a schedule."""
 
     num_ranks: int
     """P: ranks of the pipeline."""
@@ -34,23 +34,24 @@ class Size(NamedTuple):
     """V: stages of each rank; stage s is on rank `s % num_ranks`."""
 
     chunks: tuple[int, ...] = ()
-    """Chunks of each micro-batch where they differ; `num_chunks` is then the most of them."""
+    """Number of chunks of each micro-batch if these numbers differ, else empty. `num_chunks` is the
+    largest of them."""
 
     @classmethod
     def uneven(cls, num_ranks: int, chunks: Sequence[int]) -> Size:
-        """Returns the size of a step whose micro-batches have so many chunks each."""
+        """Returns the size of a step whose i-th micro-batch has `chunks[i]` chunks."""
         most = max(chunks, default=0)
         uneven = tuple(chunks) if len(set(chunks)) > 1 else ()
         return cls(num_ranks, len(chunks), most, chunks=uneven)
 
     @property
     def num_units(self) -> int:
-        """Units that each stage carries out."""
+        """Number of units of each stage: chunks summed over all micro-batches."""
         return sum(self.chunks) if self.chunks else self.num_micro_batches * self.num_chunks
 
     @property
     def unit_bounds(self) -> list[tuple[int, int]]:
-        """Of each micro-batch the first unit, and the one after its last."""
+        """Half-open range (first unit, last unit + 1) of each micro-batch."""
         counts = self.chunks or (self.num_chunks,) * self.num_micro_batches
         return list(pairwise(accumulate(counts, initial=0)))
 
@@ -61,12 +62,12 @@ Generator = Callable[[Size], Schedule]
 def register_schedule(
     name: str, *, interleaved: bool = False, even: bool = False
 ) -> Callable[[Generator], Generator]:
-    """Decorator: the schedule can be asked for by name.
+    """Decorator that registers a generator under a name.
 
     Args:
         name: value of the setting `pp_schedule`.
         interleaved: whether it may put several stages on a rank.
-        even: whether it needs as many chunks in each micro-batch.
+        even: whether it requires the same number of chunks in every micro-batch.
     """
 
     def register(made: Generator) -> Generator:
@@ -93,9 +94,9 @@ def gpipe(size: Size) -> Schedule:
 def one_forward_one_backward(size: Size) -> Schedule:
     """1F1B by whole micro-batches (PipeDream-Flush, arXiv 2006.09503).
 
-    Rank r warms up with P - r - 1 micro-batches. With several chunks these follow each other from
-    stage to stage, but a micro-batch's backward still begins only after its last chunk's forward
-    on all stages, and a whole micro-batch is alive at once.
+    Rank r warms up with P - r - 1 micro-batches. If a micro-batch has several chunks, these follow
+    each other from stage to stage, but its backward still begins only after its last chunk's
+    forward on all stages. So the activations of a whole micro-batch are alive at once.
     """
     units, reverse = _orders(size)
     ranks: list[tuple[Action, ...]] = []
@@ -127,10 +128,10 @@ def seq1f1b(size: Size) -> Schedule:
 
 @register_schedule("zb_seq1f1b")
 def zb_seq1f1b(size: Size) -> Schedule:
-    """Seq1F1B with weight gradients apart and late (ZB-H1, arXiv 2401.10241, on chunks).
+    """Seq1F1B with separate, delayed weight gradients (ZB-H1, arXiv 2401.10241, on chunks).
 
-    Rank r is r weight gradients behind its input gradients, which fills the time in which earlier
-    ranks still wait for gradients; every rank then holds as much as rank 0.
+    Rank r computes each weight gradient r units after its input gradient. This fills the time in
+    which earlier ranks wait for gradients; every rank then holds as many activations as rank 0.
     """
     units, reverse = _orders(size)
     ranks: list[tuple[Action, ...]] = []
@@ -153,10 +154,10 @@ def interleaved_seq1f1b(size: Size) -> Schedule:
     """Seq1F1B over several stages per rank (arXiv 2406.03488, after Megatron's, 2104.04473).
 
     Units pass a rank's stages in groups: all units of a group through its first stage, then through
-    its second, and so on. A group is P chunks where N divides P and P divides M * N, as in the
-    paper. Otherwise it is a little larger: always whole micro-batches, since a group that ends
-    within one would need the backward of its last chunks before they have run (a deadlock), and
-    never fewer than P chunks where there are as many, since that would leave ranks idle.
+    its second, and so on. A group has P chunks if N divides P and P divides M * N, as in the paper.
+    Otherwise it is a little larger. It always consists of whole micro-batches: a group that ended
+    within one would need the backward of chunks whose forward has not run (a deadlock). And it has
+    at least P chunks if the step has as many: fewer would leave ranks idle.
     """
     groups = micro_batch_groups(size)
     ranks: list[tuple[Action, ...]] = []
@@ -179,15 +180,16 @@ def msp(size: Size) -> Schedule:
     N-i .. N-1 ("right") by ranks 0 .. i together, and those between ("steady") by rank i alone.
     Backward is the mirror image on the same sets, so saved activations never move.
 
-    The paper gives the sets and leaves the order open. Here each rank goes through left units stage
-    by stage, then its steady ones, then right units stage by stage. Sets of left units are nested,
-    so no rank waits there, and drains of early stages run while late stages are still steady: with
-    equal costs, forward takes `N + 2 - 2 H_P + H_a + H_b` units, a + b = P - 1 halved, H harmonic
-    numbers: N + 0.33 for P = 4, N + 0.48 for P = 8, never N + 0.62. Chunk by chunk, fill and drain
-    would take P - H_P units each, `N + 2 (P - H_P) - (P - 1)` in all: N + 3.56 for P = 8.
+    The paper gives the sets but not the order. Here each rank computes left units stage by stage,
+    then its steady ones, then right units stage by stage. Sets of left units are nested, so no rank
+    waits there, and early stages drain while late stages are still steady. With equal costs,
+    forward takes `N + 2 - 2 H_P + H_a + H_b` units of time, where H are harmonic numbers and a and
+    b are P - 1 divided into two halves: N + 0.33 for P = 4, N + 0.48 for P = 8, always less than
+    N + 0.62. Chunk by chunk, fill and drain would take P - H_P units of time each,
+    `N + 2 (P - H_P) - (P - 1)` in all: N + 3.56 for P = 8.
 
-    Micro-batches follow each other, each forward and back. The paper has one a step; so its memory
-    is one's, whatever their number.
+    Each micro-batch runs forward and backward before the next one begins (the paper has one per
+    step). So the activations of only one micro-batch are alive, however many there are.
 
     Raises:
         ScheduleError: a micro-batch has fewer chunks than there are ranks.
@@ -221,31 +223,31 @@ def msp(size: Size) -> Schedule:
 
 
 GENERATORS: dict[str, Generator] = SCHEDULES
-"""Each generator of schedules that run, by its name on the command line and in a config."""
+"""Generators of schedules that a config or a command line may name, by that name."""
 
 MSP = "msp"
-"""Name of the schedule that shares units between ranks; a config asks for it by `pp_msp`."""
+"""Name of the schedule that shares units between ranks; the setting `pp_msp` selects it."""
 
 SHARED_UNIT_SCHEDULES: dict[str, Generator] = {MSP: msp}
-"""Those that share units between ranks. Not each model and layout can; a config does not take their
-names."""
+"""Generators of schedules that share units between ranks, by name. They work for some models and
+layouts only, so `pp_schedule` does not accept their names."""
 
 ALL_SCHEDULES: dict[str, Generator] = {**GENERATORS, **SHARED_UNIT_SCHEDULES}
-"""All of them."""
+"""All generators, by name."""
 
 INTERLEAVED = frozenset(SCHEDULES.names_with("interleaved"))
-"""Names of those that put several stages on a rank."""
+"""Names of the schedules that may put several stages on a rank."""
 
 EVEN = frozenset(SCHEDULES.names_with("even"))
-"""Names of those that need as many chunks in each micro-batch."""
+"""Names of the schedules that require the same number of chunks in every micro-batch."""
 
 
 def generate(name: str, size: Size) -> Schedule:
     """Returns the schedule of that name and size.
 
     Raises:
-        ScheduleError: there is no such schedule, a number is below one, or several stages per rank
-            or uneven micro-batches are asked of a schedule that has none.
+        ScheduleError: there is no such schedule; a number is below one; or the schedule does not
+            support several stages per rank, or micro-batches with different numbers of chunks.
     """
     if name not in SCHEDULES and name not in SHARED_UNIT_SCHEDULES:
         raise ScheduleError(
@@ -280,7 +282,7 @@ def forwards_before_backward(name: str, size: Size) -> tuple[int, ...]:
     """Returns `generate(name, size).forwards_before_backward`, by formula for 1F1B-like schedules.
 
     Raises:
-        ScheduleError: as `generate`, where it is asked.
+        ScheduleError: `generate` is called and raises it.
     """
     if name not in _ALTERNATING or size.chunks:
         return generate(name, size).forwards_before_backward
@@ -310,11 +312,15 @@ _ALTERNATING: dict[str, Callable[[Size, int], int]] = {
     "zb_seq1f1b": _warm_up,
     "interleaved_seq1f1b": _warm_up_by_group,
 }
-"""Forwards of a rank before it takes turns, of schedules that do."""
+"""For 1F1B-like schedules, the function that returns a rank's warm-up: the number of forwards
+before forwards and backwards alternate."""
 
 
 def _orders(size: Size, micro_batches: range | None = None) -> tuple[list[int], list[int]]:
-    """Units in forward order, and in backward order: each micro-batch's chunks last to first."""
+    """Returns units in forward order and in backward order, with chunks last to first.
+
+    `micro_batches` limits both to some micro-batches; None for all.
+    """
     units = [range(*ends) for ends in size.unit_bounds]
     picked = units if micro_batches is None else units[micro_batches.start : micro_batches.stop]
     return (
@@ -330,7 +336,7 @@ def _of_stage(kind: Kind, stage: int, units: Iterable[int]) -> list[Action]:
 def _alternate(
     forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int, *, run: int = 1
 ) -> tuple[Action, ...]:
-    """First `warm_up` forwards, then `run` forwards and `run` backwards by turns; what is left."""
+    """Returns `warm_up` forwards, then `run` of each by turns, then the rest."""
     order = list(forwards[:warm_up])
     turns = range(0, len(forwards) - warm_up, run)
     for at in turns:
@@ -340,12 +346,13 @@ def _alternate(
 
 
 def micro_batch_groups(size: Size) -> list[range]:
-    """Returns which micro-batches pass a rank's stages together, where it has several.
+    """Returns the groups of micro-batches of `interleaved_seq1f1b`.
 
-    As few as make up P chunks, or all.
+    Each is as small as possible but has at least P chunks; all micro-batches form one group if they
+    have fewer.
     """
     least = -(-size.num_ranks // size.num_chunks)
     count = max(1, size.num_micro_batches // least)
-    # As even as can be: a shorter last group would leave ranks idle.
+    # Groups are as even as possible: a shorter last group would leave ranks idle.
     bounds = [size.num_micro_batches * at // count for at in range(count + 1)]
     return [range(first, stop) for first, stop in pairwise(bounds)]

@@ -1,7 +1,7 @@
 """Timeline of a measured run, and its comparison with the simulation of its schedule.
 
-Made from what each rank recorded (action, start, end). All ranks must read the same clock, as
-processes of one machine do.
+The timeline is made from each rank's records of (action, start, end). All ranks must read the same
+clock, as processes on one machine do.
 """
 
 from __future__ import annotations
@@ -20,30 +20,31 @@ from sppo_hf.schedule.timeline import Timeline
 
 
 class ActionRecord(NamedTuple):
-    """An action that was carried out, in seconds of the host's clock."""
+    """Times of an action that a rank ran, in seconds of the host's clock."""
 
     action: Action
-    """What was done."""
+    """The action."""
 
     start_seconds: float
-    """When the rank started it, waiting included."""
+    """Time at which the rank started it; waiting for a message follows."""
 
     end_seconds: float
-    """When it was done."""
+    """Time at which it ended."""
 
     ready_seconds: float
-    """When the message that it waited for had arrived; `start_seconds` if it waited for none."""
+    """Time at which the message that it waited for had arrived; `start_seconds` if it waited for
+    none."""
 
 
 def measured_timeline(schedule: Schedule, executed: Sequence[Sequence[ActionRecord]]) -> Timeline:
-    """Makes a Timeline of a measured step: each rank's compute, without the time that it waited.
+    """Returns the timeline of a measured step: each rank's compute, without waiting for messages.
 
     Returns:
-        A timeline with the resources "0.compute", "1.compute" and so on. It begins when the first
-        rank turned to its first action. Without bytes.
+        A timeline with the resources "0.compute", "1.compute" and so on, without bytes. Its zero is
+        the earliest start of an action on any rank.
 
     Raises:
-        ScheduleError: a rank did something else than its list, or in another order.
+        ScheduleError: a rank's actions or their order differ from the schedule.
     """
     _check(schedule, executed)
     waits = DependencyGraph(schedule.keep(lambda action: action.kind in COMPUTE_KINDS))
@@ -52,11 +53,12 @@ def measured_timeline(schedule: Schedule, executed: Sequence[Sequence[ActionReco
 
 
 def rank_timeline(rank: int, executed: Sequence[ActionRecord]) -> Timeline:
-    """Makes a Timeline of what one rank did: compute without the time that it waited, and others.
+    """Returns the timeline of one rank's actions: compute without waiting, copies, messages.
 
     Args:
-        rank: whose it is; resources are named after it: "0.compute", "0.d2h", "0.send" and so on.
-        executed: what it did, in its order. What runs beside compute has the time of its start.
+        rank: the rank, with which names of resources begin: "0.compute", "0.d2h", "0.send", ...
+        executed: the rank's records in order; those of asynchronous actions have the times of their
+            start calls.
     """
     resources: dict[str, list[ActionRecord]] = {}
     for one in executed:
@@ -69,13 +71,18 @@ def _timeline(
     zero: float,
     needs: Sequence[Sequence[int]] | None = None,
 ) -> Timeline:
-    """A Timeline of what was done; `needs` as `simulate_positions` has it, None if not known."""
+    """Returns the timeline of records by resource.
+
+    Args:
+        resources: records of each resource, in order.
+        zero: host clock's seconds that become 0.
+        needs: dependencies, as in `simulate_positions`; None if unknown.
+    """
     done = [one for resource in resources.values() for one in resource]
     bounds = accumulate(map(len, resources.values()), initial=0)
     starts = [one.ready_seconds - zero for one in done]
     ends = [one.end_seconds - zero for one in done]
-    # What waits for nothing that is known waits for its resource, which was busy with the one
-    # before.
+    # An action without known dependencies waited for the action before it on its resource.
     latest, readies = [max(position - 1, 0) for position in range(len(done))], starts
     if needs is not None:
         latest = [
@@ -110,9 +117,9 @@ _RESOURCE_NAMES: dict[Kind, str] = {
 def mean_seconds(
     schedule: Schedule, executed: Sequence[Sequence[ActionRecord]]
 ) -> Callable[[Action], float]:
-    """Returns durations to simulate with: of each (kind, stage, chunk) the mean over micro-batches.
+    """Returns durations for a simulation: means over micro-batches for each (kind, stage, chunk).
 
-    Sends, receives and reductions take none: what they cost is for `explain` to find.
+    Sends, receives and reductions take 0 seconds; `explain` finds their cost.
     """
     found: dict[tuple[str, int, int], list[float]] = {}
     for one in _flat(_computed(executed)):
@@ -123,32 +130,32 @@ def mean_seconds(
 
 
 class Difference(NamedTuple):
-    """What a measured step and its simulation differ by; the last three add up to it."""
+    """Difference between a measured step and its simulation, as the sum of three parts."""
 
     measured_seconds: float
-    """From the first rank's first action to the last one's end."""
+    """Measured duration, from the first action's start to the last one's end on any rank."""
 
     simulated_seconds: float
-    """With `mean_seconds`."""
+    """Duration simulated with `mean_seconds`."""
 
     uneven_seconds: float
-    """Units that took longer or shorter than the mean of their kind, stage and chunk."""
+    """Part due to units whose duration differs from the mean of their kind, stage and chunk."""
 
     between_seconds: float
-    """The host's time between units: starting messages, bookkeeping, a late begin."""
+    """Part due to the host between units: starting messages, bookkeeping, a late start."""
 
     message_seconds: float
-    """Messages on their way, and the time until who waited for them went on."""
+    """Part due to messages: their transfer, and the time until the waiting rank continues."""
 
 
 def explain(schedule: Schedule, executed: Sequence[Sequence[ActionRecord]]) -> Difference:
-    """Finds what makes the measured step longer than the simulated one.
+    """Finds the reasons why the measured step is longer than the simulated one.
 
-    The schedule is simulated again with each unit's own seconds, and again with the host's seconds
-    before each unit added; what is then still missing went by while messages were on their way.
+    The schedule is simulated again with each unit's own seconds, and then with the host's seconds
+    before each unit added. The remaining difference is attributed to messages.
 
     Raises:
-        ScheduleError: see `measured_timeline`.
+        ScheduleError: a rank's actions or their order differ from the schedule.
     """
     measured = measured_timeline(schedule, executed)
     compute = _computed(executed)

@@ -27,18 +27,19 @@ from sppo_hf.schedule.actions import Action, Kind
 class Schedule:
     """The actions of every rank, in order.
 
-    Units are the chunks of the first micro-batch, then those of the second, and so on: where all
-    have as many chunks, a unit is `micro-batch * num_chunks + chunk`. A stage belongs to one rank;
-    a rank may hold several stages ("virtual" ones). Single units of a stage may be shared: then
-    each rank of a set computes its share of the tokens, at the same time, and has an action of its
-    own, told apart by `part`.
+    Units are numbered through: the chunks of the first micro-batch, then those of the second, and
+    so on. If all micro-batches have the same number of chunks, a unit is
+    `micro-batch * num_chunks + chunk`. A stage belongs to one rank; a rank may hold several stages
+    ("virtual" stages). Some units of a stage may be shared by several ranks: then each of them
+    computes its share of the tokens, all at the same time, and has its own action with its own
+    `part`.
     """
 
     ranks: tuple[tuple[Action, ...], ...]
-    """The actions of each rank."""
+    """The actions of each rank, in order."""
 
     chunks: int | tuple[int, ...] = 1
-    """Chunks of every micro-batch, or of the first, the second and so on where they differ."""
+    """Number of chunks of every micro-batch; one number for each micro-batch if they differ."""
 
     def __post_init__(self) -> None:
         """Write equal numbers of chunks as one number, so that equal schedules compare equal."""
@@ -47,7 +48,7 @@ class Schedule:
 
     @property
     def num_chunks(self) -> int:
-        """Chunks of a micro-batch; of the longest one where they differ."""
+        """Chunks of a micro-batch; the maximum if they differ."""
         return self.chunks if isinstance(self.chunks, int) else max(self.chunks, default=1)
 
     @property
@@ -67,14 +68,14 @@ class Schedule:
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches; the last one counts even where chunks of it are missing."""
+        """Number of micro-batches; the last one counts even if some of its chunks are missing."""
         return len(self.first_units) - 1
 
     @cached_property
     def first_units(self) -> tuple[int, ...]:
-        """The first unit of each micro-batch, and at the end the one that a next would begin with.
+        """First unit of each micro-batch, followed by the end of the last one.
 
-        Where all have as many chunks there are as many micro-batches as there are units for.
+        If all have the same number of chunks, the number of micro-batches follows from the units.
         """
         if isinstance(self.chunks, tuple):
             return tuple(accumulate(self.chunks, initial=0))
@@ -82,13 +83,13 @@ class Schedule:
 
     @cached_property
     def stage_ranks(self) -> tuple[int, ...]:
-        """The rank that each stage belongs to: the one with its whole units.
+        """Rank that each stage belongs to: the one with its units that are not shared.
 
-        Where all units of a stage are shared, the one with the first share of the first of them.
+        If all units of a stage are shared: the rank with share 0 of the first of them.
 
         Raises:
-            ScheduleError: whole units of a stage are on two ranks; or a stage is on none while a
-                higher one is there.
+            ScheduleError: unshared units of a stage are on two ranks; or a stage is on no rank
+                although a higher one is.
         """
         found: dict[int, int] = {}
         for rank, actions in enumerate(self.ranks):
@@ -111,11 +112,11 @@ class Schedule:
 
     @cached_property
     def shared_units(self) -> dict[tuple[int, int], tuple[int, ...]]:
-        """The ranks of each (stage, unit) that several compute together, by their parts.
+        """Ranks of each (stage, unit) that several ranks compute together, in order of their parts.
 
         Raises:
-            ScheduleError: parts of a unit's forward are not 0, 1 and so on, each on a rank of its
-                own.
+            ScheduleError: the parts of a unit's forward are not 0, 1 and so on, each on a different
+                rank.
         """
         held: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for rank, actions in enumerate(self.ranks):
@@ -135,34 +136,33 @@ class Schedule:
         return found
 
     def unit_ranks(self, stage: int, unit: int) -> tuple[int, ...]:
-        """Returns the ranks that compute a unit: one, or those that share it by their parts."""
+        """Returns the ranks that compute a unit: one, or all that share it in order of `part`."""
         return self.shared_units.get((stage, unit)) or (self.stage_ranks[stage],)
 
     def unit_actions(self, kind: Kind, stage: int, unit: int) -> tuple[Action, ...]:
-        """Returns a unit's actions of one kind, one for each of its ranks in their order."""
+        """Returns a unit's actions of one kind, one for each rank in order of `part`."""
         ranks = self.shared_units.get((stage, unit))
         if ranks is None:
             return (Action(kind, stage, unit),)
         return tuple(Action(kind, stage, unit, None, part) for part in range(len(ranks)))
 
     def unit_action(self, kind: Kind, stage: int, unit: int, part: int) -> Action:
-        """Returns the action of one rank of a unit: its share, or all of it where it is alone."""
+        """Returns a unit's action of one kind: share `part` of it, or all if it is not shared."""
         shared = (stage, unit) in self.shared_units
         return Action(kind, stage, unit, None, part if shared else None)
 
     def share(self, action: Action) -> Fraction:
-        """Returns which share of its unit a rank's action is."""
+        """Returns the fraction of its unit that an action computes; 1 if it is not shared."""
         shared = action.part is not None and self.shared_units.get(action[1:3])
         return Fraction(1, len(shared)) if shared else Fraction(1)
 
     @cached_property
     def live_units(self) -> tuple[float, ...]:
-        """By rank, the maximum number of units whose activations it holds, without offload.
+        """Peak number of units whose activations each rank holds without offloading, [ranks].
 
-        A unit lives from its forward to the end of its backward (of its weight gradient where
-        backward is split; of its forward where there is none). A rank computes in the order of its
-        list, so this follows from the list alone, whatever actions take. Of a shared unit a rank
-        holds its share.
+        A unit is alive from its forward to the end of its backward (of its weight gradient if
+        backward is split; of its forward if there is no backward). A rank computes in the order of
+        its list, so durations do not matter. A rank's share of a shared unit counts as a fraction.
         """
         kinds = {action.kind for rank in self.ranks for action in rank}
         last: Kind = "W" if "W" in kinds else "B" if "B" in kinds else "F"
@@ -174,7 +174,7 @@ class Schedule:
 
     @cached_property
     def forwards_before_backward(self) -> tuple[int, ...]:
-        """Forwards of each rank before its first backward; shares of one add up."""
+        """Number of forwards of each rank before its first backward, [ranks]; shares are summed."""
         backwards = ("B", "I")
         before = (takewhile(lambda a: a.kind not in backwards, rank) for rank in self.ranks)
         if self.shared_units:
@@ -197,7 +197,7 @@ class Schedule:
         return Schedule(ranks, self.chunks)
 
     def with_added(self, ranks: tuple[tuple[Action, ...], ...]) -> Schedule:
-        """Returns a schedule with the same compute and more actions beside it.
+        """Returns a schedule with these actions, whose compute must equal this schedule's.
 
         Cached properties that depend on compute alone are copied.
         """
@@ -215,10 +215,10 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
-        """Reads the text form back; `str(schedule)` and this are exact inverses.
+        """Reads the text form back; the exact inverse of `str(schedule)`.
 
         Raises:
-            ScheduleError: see `grid.parse_grid`.
+            ScheduleError: a line or an action is malformed, see `parse_grid`.
         """
         return cls(*parse_grid(text))
 
@@ -226,7 +226,7 @@ class Schedule:
 def _live(
     actions: Iterable[Action], last: Kind, share: Callable[[Action], Fraction | int] = lambda _: 1
 ) -> Iterator[Fraction | int]:
-    """Yields the units alive as each forward begins; they die with an action of kind `last`."""
+    """Yields the number of live units at each forward; an action of kind `last` ends a unit."""
     alive: Fraction | int = 0
     for action in actions:
         if action.kind == "F":
@@ -237,7 +237,7 @@ def _live(
 
 
 NOTHING = "."
-"""Where a rank has no action."""
+"""Text of an empty cell of the grid."""
 
 _SHOWN_STEPS = 6
 _HEAD_LINES = 2
@@ -253,8 +253,8 @@ def format_grid(ranks: Sequence[Sequence[str]], chunks: int | tuple[int, ...]) -
 def parse_grid(text: str) -> tuple[tuple[tuple[Action, ...], ...], int | tuple[int, ...]]:
     """Reads the text form; returns each rank's actions, and the chunks of each micro-batch.
 
-    Columns are told apart by spaces, so every cell is filled, with "." where a rank has nothing;
-    that may stand between actions too, and is then forgotten.
+    Columns are separated by spaces, so every cell must be filled, with "." where a rank has no
+    action. A "." between actions is allowed and ignored.
 
     Raises:
         ScheduleError: a line or an action is malformed; the message names the line.
@@ -289,11 +289,11 @@ def parse_grid(text: str) -> tuple[tuple[tuple[Action, ...], ...], int | tuple[i
 
 
 def show_marked(schedule: Schedule, marks: Collection[tuple[int, int]]) -> str:
-    """Returns the grid around some steps, with their actions in brackets.
+    """Returns the lines of the grid around some steps, with the marked actions in brackets.
 
     Args:
-        schedule: any, in whatever order.
-        marks: (rank, step) of what is marked; a step past a rank's end marks the end.
+        schedule: any schedule, valid or not.
+        marks: (rank, step) of each marked action; a step past a rank's end marks its end.
     """
     ranks = [[str(action) for action in rank] for rank in schedule.ranks]
     for rank, step in marks:
@@ -326,7 +326,7 @@ def _table(
             rows.append(["..."])
         row = [rank[step] if step < len(rank) else NOTHING for rank in ranks]
         rows.append([str(step), *row, *["<-- here"][: step in pointed]])
-    # A pointed row is longer than the columns.
+    # A marked row has one more cell, "<-- here".
     widths.append(0)
     return "".join(
         "  ".join(

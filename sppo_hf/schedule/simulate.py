@@ -1,9 +1,9 @@
-"""Simulation: when the actions of a schedule run, and what each tier holds meanwhile.
+"""Simulation: when the actions of a schedule run, and the bytes that each tier holds meanwhile.
 
-Every resource (a compute stream, a copy engine, a link, a disk, of one rank or of many) carries out
-its actions in order, one at a time; each action begins once its resource is free and all that it
-depends on is done. `simulate_positions` does this for any resources, at about a microsecond per
-action; `simulate_pipeline` for a Schedule over ranks, at two to three.
+Every resource (a compute stream, copy engine, link or disk of one rank) runs its actions in order,
+one at a time. Each action begins when its resource is free and all its dependencies have ended.
+`simulate_positions` works for any resources and takes about a microsecond per action.
+`simulate_pipeline` works for a Schedule over ranks and takes two to three.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ _NEIGHBOURS_SHOWN = 3
 
 
 class Change(NamedTuple):
-    """Bytes of a tier that an action takes (positive) or gives back (negative)."""
+    """Bytes of a tier that an action allocates (positive) or frees (negative)."""
 
     tier: str
-    """Which memory; any name, such as "device" or, of several ranks, "0.device"."""
+    """Name of the tier, such as "device"; "0.device" for rank 0's in a pipeline."""
 
     cause: str
-    """What the bytes are for."""
+    """Use of the bytes: a `planning.causes.Cause`, or any other name."""
 
     num_bytes: int
-    """How many."""
+    """Number of bytes; negative if freed."""
 
     at: Literal["start", "end"] = "start"
-    """Whether when the action begins or when it is done."""
+    """Whether the change happens at the start or at the end of the action."""
 
 
 def simulate_positions(
@@ -49,21 +49,21 @@ def simulate_positions(
     changes: Callable[[Action], Iterable[Change]] | None = None,
     standing: Iterable[Change] = (),
 ) -> Timeline:
-    """Works out when every action runs, and the bytes of every tier meanwhile.
+    """Simulates when every action runs, and the bytes of every tier meanwhile.
 
     Args:
-        resources: the actions of each resource in the order in which it carries them out. An
-            action's position is its place when all resources are written one after the other.
-        seconds: how long the action at each position takes. Zero is allowed.
-        needs: the positions of what must be done before it begins, besides its predecessor on its
-            resource.
-        changes: the bytes that an action takes and gives back; called once for each.
-        standing: bytes held from the start, such as weights; their `at` is not looked at.
+        resources: actions of each resource, in the order in which it runs them. An action's
+            position is its index when the lists of all resources are joined.
+        seconds: duration of the action at each position, zero or more.
+        needs: for each position, the positions of the actions that must end before it begins,
+            besides its predecessor on its resource.
+        changes: returns the bytes that an action allocates and frees; called once per action.
+        standing: bytes held from the start, such as weights; their `at` is ignored.
 
     Raises:
-        ScheduleError: an action is on the resources twice; a duration is negative or not finite; or
-            resources wait for each other: then the message shows each such resource with the action
-            at which it stopped.
+        ScheduleError: an action is listed twice, or a duration is negative or not finite.
+        DeadlockError: resources wait for each other; the message shows each such resource with the
+            action at which it stopped.
     """
     run = _Run(resources)
     run.play(seconds, needs)
@@ -88,12 +88,12 @@ class DeadlockError(ScheduleError):
     def __init__(self, message: str, stuck: Sequence[tuple[Action, Action]]) -> None:
         super().__init__(message)
         self.stuck = tuple(stuck)
-        """Of each resource that never ends: the action at which it stops, and what that waits
-        for."""
+        """(action, dependency) of each blocked resource: the action that cannot begin, and the one
+        that it waits for."""
 
 
 class _Run:
-    """The state of a simulation, position by position (`Timeline` says what that is)."""
+    """State of a simulation; lists have one entry per position, as in `Timeline`."""
 
     def __init__(self, resources: Mapping[str, Sequence[Action]]) -> None:
         self.actions = [action for resource in resources.values() for action in resource]
@@ -107,15 +107,16 @@ class _Run:
         self.readies = [0.0] * count
         self.latest = [-1] * count
         self.ends = [-1.0] * count
-        """-1: not done."""
+        """End of each action in seconds; -1 if it has not run."""
         self.blocked: dict[int, tuple[int, int]] = {}
-        """By resource that did not end: the position at which it stopped, and what it waits for."""
+        """For each blocked resource: the position of the action that cannot begin, and the position
+        of the one that it waits for."""
 
     def play(self, seconds: Sequence[float], needs: Sequence[Sequence[int]]) -> None:
-        """Runs each resource as far as it comes, and again once what stopped it is done.
+        """Runs each resource until an action has to wait, and continues once its dependency ended.
 
-        Each action is looked at once, and once more for each dependency that stopped its resource;
-        no queue of events by time is needed, since every resource's order is given.
+        Each action is visited once, and once more for each dependency that blocked its resource. No
+        queue of events by time is needed, since every resource's order is given.
         """
         ends, starts = self.ends, self.starts
         next_positions = [held.start for held in self.ranges]
@@ -228,7 +229,7 @@ def _whereabouts(position: int, names: Sequence[str], run: _Run) -> str:
 
 
 _SAME = 1e-9
-"""Periods that differ by no more than this share are the same, rounded differently."""
+"""Periods whose relative difference is at most this are equal up to rounding."""
 
 
 def simulate_pipeline(
@@ -238,26 +239,26 @@ def simulate_pipeline(
     changes: Callable[[Action], Iterable[Change]] | None = None,
     standing: Iterable[Change] = (),
 ) -> Timeline:
-    """Works out when every action of every rank runs.
+    """Simulates when every action of every rank runs.
 
-    What waits for what is said in `dependencies`, [Note: what an action waits for].
-    Without sends in the schedule, what one rank computes is at hand on the other at once.
+    Dependencies are described in `dependencies`, [Note: what an action waits for]. If the schedule
+    has no sends, results are available on other ranks at once.
 
     Args:
-        schedule: compute actions alone, or lowered.
-        seconds: how long an action takes. That of a transfer is its send's; its receive, which
-            only marks the arrival, should take none.
-        changes: the bytes that an action takes and gives back; tiers are named "3.device" for
-            rank 3's.
+        schedule: a schedule of compute actions alone, or a lowered one.
+        seconds: returns the duration of an action. The duration of a transfer is that of its send;
+            its receive, which only marks the arrival, should take 0 seconds.
+        changes: returns the bytes that an action allocates and frees; tiers of rank 3 are named
+            "3.device" and so on.
         standing: bytes held from the start.
 
     Returns:
-        A timeline whose resources are "0.compute", "0.d2h", "0.send 1" (to rank 1), "1.recv 0", and
-        so on; only resources with actions, and each rank's compute.
+        A timeline with the resources "0.compute", "0.d2h", "0.send 1" (to rank 1), "1.recv 0" and
+        so on: each rank's compute, and other resources that have actions.
 
     Raises:
-        ScheduleError: an action is there twice or waits for one that is not there, or ranks wait
-            for each other. `validate` says such things better.
+        ScheduleError: an action is listed twice or depends on one that is not listed, or ranks wait
+            for each other. `validate` explains such errors better.
     """
     waits = DependencyGraph(schedule)
     return simulate_positions(
@@ -272,21 +273,22 @@ def simulate_pipeline(
 def period_seconds(
     schedule: Schedule, timeline: Timeline, *, warm_up: int, every: int = 1
 ) -> float | None:
-    """Returns how much longer a step takes with `every` micro-batches more, where that shows.
+    """Returns by how much `every` more micro-batches lengthen a step, if its middle is periodic.
 
-    It shows where every stage does the same at the same distance twice in a row: then the middle of
-    the step repeats itself, and more micro-batches of the same lengths only repeat it more often.
-    They take this time each, and no byte more at once.
+    The middle is periodic if on every stage the last three groups of micro-batches follow each
+    other at equal distances. Then more micro-batches of the same lengths only repeat it: each group
+    takes this time, and peaks of memory do not grow.
 
     Args:
-        schedule: what ran, `warm_up + 2 * every + 1` micro-batches at least.
-        timeline: when it ran.
-        warm_up: micro-batches whose forwards the first rank has begun, whole or in part, when its
-            first backward begins.
-        every: micro-batches that pass together; their number in the schedule is a multiple.
+        schedule: schedule of at least `warm_up + 2 * every + 1` micro-batches.
+        timeline: simulated timeline of the schedule.
+        warm_up: number of micro-batches whose forwards the first rank has begun, at least in part,
+            when its first backward begins.
+        every: micro-batches in a group that passes the stages together; the number of micro-batches
+            is a multiple of it.
 
     Returns:
-        Seconds; None where stages still drift apart.
+        Seconds; None if the distances differ between groups or stages.
     """
     chunks, count = schedule.num_chunks, schedule.num_micro_batches
     # The last three groups whose backwards run while forwards still begin.
@@ -314,13 +316,14 @@ def fixed_seconds(
     copy: float = 0.0,
     reduce: float = 0.0,
 ) -> Callable[[Action], float]:
-    """Returns durations that depend on nothing but the kind of action.
+    """Returns a function that gives durations by the kind of action alone.
 
     Args:
-        forward: seconds of one unit's forward.
-        backward: seconds of its whole backward.
-        weight: the part of `backward` that weight gradients take where it is split; None for half.
-        send: seconds that a link is busy with one unit's activation or gradient.
+        forward: seconds of a unit's forward.
+        backward: seconds of a unit's whole backward.
+        weight: seconds of weight gradients if backward is split, a part of `backward`; None for
+            half of it.
+        send: seconds of sending one unit's activation or gradient.
         copy: seconds of one unit's copy to the host, or back.
         reduce: seconds of one stage's gradient reduction.
     """
@@ -342,17 +345,20 @@ def fixed_seconds(
 
 
 def bubble_fraction(timeline: Timeline) -> float:
-    """Returns the share of all ranks' time in which they do not compute, 0 to 1."""
+    """Returns the share of all ranks' time without compute, from 0 to 1."""
     resources = [resource for resource in timeline.resources if resource.endswith(COMPUTE)]
     whole = len(resources) * timeline.end_seconds
-    # In this order whole numbers give the fraction itself, rounded once.
+    # In this order, integer durations give the exact fraction, rounded once.
     return (whole - sum(map(timeline.busy_seconds, resources))) / whole if whole else 0.0
 
 
 def shared_seconds(
     schedule: Schedule, seconds: Callable[[Action], float]
 ) -> Callable[[Action], float]:
-    """Returns durations in which each rank's share of a unit, and each message, takes its share."""
+    """Returns `seconds` scaled by an action's share of its unit, or a message's share of a whole.
+
+    For schedules without shared units these are the same durations.
+    """
     if not schedule.shared_units:
         return seconds
     sent = messages(schedule)
@@ -365,11 +371,11 @@ def shared_seconds(
 
 
 def alive_units(schedule: Schedule, timeline: Timeline) -> list[list[tuple[float, float]]]:
-    """Returns, rank by rank, how many units' activations it holds over time.
+    """Returns the number of units whose activations each rank holds on the device over time.
 
-    A unit is alive from the begin of its forward to the end of its backward (of its weight gradient
-    where backward is split), less the time that it is away from the device, whatever its length. Of
-    a shared unit each rank holds its share.
+    A unit is alive from the start of its forward to the end of its backward (of its weight gradient
+    if backward is split), except while it is offloaded. Long and short chunks count alike; a rank's
+    share of a shared unit counts as a fraction.
 
     Returns:
         For each rank (seconds, units from then on), beginning at zero seconds.
@@ -388,7 +394,7 @@ def alive_units(schedule: Schedule, timeline: Timeline) -> list[list[tuple[float
 
 
 def peak_units(schedule: Schedule, timeline: Timeline) -> list[float]:
-    """Returns the most units that each rank holds at once; see `alive_units`."""
+    """Returns the peak number of units that each rank holds, [ranks]; see `alive_units`."""
     return [max(units for _, units in curve) for curve in alive_units(schedule, timeline)]
 
 
@@ -400,5 +406,5 @@ def _summed(events: Sequence[tuple[float, Fraction | int]]) -> list[tuple[float,
             curve[-1] = (at, held)
         else:
             curve.append((at, held))
-    # Whole numbers stay what they are.
+    # Whole numbers become integers.
     return [(at, int(held) if held == int(held) else float(held)) for at, held in curve]

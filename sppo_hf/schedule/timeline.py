@@ -1,7 +1,7 @@
 """Timeline: when each action of a schedule ran, what it waited for, and the bytes over time.
 
-`simulate` makes one from durations and `measured_timeline` from a measured run, so that the two can
-be compared.
+`simulate` makes a Timeline from durations and `measured_timeline` makes one from a measured run, so
+that both can be compared.
 """
 
 from __future__ import annotations
@@ -15,60 +15,60 @@ from sppo_hf.errors import ScheduleError
 from sppo_hf.schedule.actions import Action
 
 COMPUTE = ".compute"
-"""What the name of each rank's compute resource ends in: rank 3's is "3.compute"."""
+"""Suffix in the name of each rank's compute resource, as in "3.compute" for rank 3."""
 
 
 class Span(NamedTuple):
     """One action's time on its resource, in seconds since the start of the schedule."""
 
     action: Action
-    """What ran."""
+    """The action."""
 
     resource: str
-    """Where it ran."""
+    """Name of the resource that ran it."""
 
     start_seconds: float
-    """When it began."""
+    """Time at which it began."""
 
     end_seconds: float
-    """When it was done."""
+    """Time at which it ended."""
 
     ready_seconds: float
-    """When all it depends on was done; before `start_seconds` if its resource was busy until
-    then."""
+    """Time at which all its dependencies had ended; earlier than `start_seconds` if its resource
+    was still busy then."""
 
 
 class Stall(NamedTuple):
-    """A time in which a resource had work left and stood still."""
+    """A period in which a resource was idle although it had actions left."""
 
     action: Action
     """The action that could not begin."""
 
     seconds: float
-    """How long its resource stood still for it."""
+    """Duration of the stall."""
 
     waited_for: Action
-    """What it waited for: of all it depends on, the one that was done last."""
+    """The dependency of `action` that ended last."""
 
     resource: str
-    """The resource that stood still."""
+    """Name of the idle resource."""
 
     start_seconds: float
-    """When it began to stand still."""
+    """Time at which the stall began."""
 
 
 class Peak(NamedTuple):
-    """The most bytes that a tier held at once."""
+    """Peak of the bytes that a tier holds."""
 
     num_bytes: int
-    """How many."""
+    """Bytes at the peak."""
 
     seconds: float
-    """Since when; the first time, if there are several."""
+    """Time at which the peak is first reached."""
 
 
 ByteEvent = tuple[float, int, str]
-"""Bytes taken (positive) or given back (negative) at an instant: seconds, bytes, cause."""
+"""Bytes allocated (positive) or freed (negative) at one instant: (seconds, bytes, cause)."""
 
 
 # No slots: a cached property needs the instance's dictionary.
@@ -76,44 +76,44 @@ ByteEvent = tuple[float, int, str]
 class Timeline:
     """When every action ran, resource by resource, and how many bytes each tier held meanwhile.
 
-    Lists have one entry per action, resource after resource; a list of objects would be slow, for a
-    plan has tens of thousands of actions and a solver simulates hundreds of plans. All else is
-    worked out when asked for; a tier's curve is kept once made.
+    Lists have one entry per action, resource by resource. (A list of objects would be slow: a plan
+    has tens of thousands of actions, and a solver simulates hundreds of plans.) Everything else is
+    computed on request, and each tier's curve is cached.
 
-    [Note: bytes at one instant] Changes at the same instant are added up before a curve shows them,
-    as if what is given back came first. An action that begins exactly when another ends mostly does
-    so because it waited for it, and then takes what the other gave back. So a peak may be too small
-    only where two unrelated actions touch at one instant, and an action of zero seconds that takes
-    bytes at its start and gives them back at its end shows nothing.
+    [Note: bytes at one instant] All changes at the same instant are summed before a curve shows
+    them, as if bytes were freed first. An action that begins exactly when another ends usually does
+    so because it waited for it, and then allocates what the other freed. So a peak is too small
+    only if two unrelated actions meet at one instant; and an action of zero seconds that allocates
+    bytes at its start and frees them at its end does not show.
     """
 
     actions: Sequence[Action]
-    """All actions, a resource's next to each other in the resource's order."""
+    """All actions, grouped by resource, in each resource's order."""
 
     positions: Mapping[Action, int]
-    """Where in these lists each action is."""
+    """Index of each action in these lists."""
 
     ranges: Mapping[str, range]
-    """The positions of each resource's actions."""
+    """Positions of each resource's actions."""
 
     starts: Sequence[float]
-    """Begin of each action, in seconds."""
+    """Start of each action, in seconds."""
 
     ends: Sequence[float]
     """End of each action, in seconds."""
 
     readies: Sequence[float]
-    """When all that each action depends on was done, in seconds."""
+    """Time at which all dependencies of each action had ended, in seconds."""
 
     latest: Sequence[int]
-    """Position of what each action depends on and was done last; -1 if nothing held it up."""
+    """Position of the dependency of each action that ended last; -1 if none delayed it."""
 
     events: Mapping[str, Sequence[ByteEvent]]
     """Changes of each tier's bytes, in any order."""
 
     @cached_property
     def end_seconds(self) -> float:
-        """When the last action was done."""
+        """End of the last action, in seconds."""
         return max(self.ends, default=0.0)
 
     @cached_property
@@ -122,22 +122,22 @@ class Timeline:
 
     @property
     def resources(self) -> tuple[str, ...]:
-        """Names of the resources, in the order in which they were given."""
+        """Names of the resources, in the order of `ranges`."""
         return tuple(self.ranges)
 
     @property
     def tiers(self) -> tuple[str, ...]:
-        """Names of the tiers whose bytes changed, in the order in which they first did."""
+        """Names of the tiers whose bytes change, in the order of their first change."""
         return tuple(self.events)
 
     def __len__(self) -> int:
         return len(self.actions)
 
     def span(self, action: Action) -> Span:
-        """Returns when an action ran.
+        """Returns the span of an action.
 
         Raises:
-            ScheduleError: it did not.
+            ScheduleError: the action is not on this timeline.
         """
         position = self.positions.get(action)
         if position is None:
@@ -146,30 +146,30 @@ class Timeline:
         return self._span(position, resource)
 
     def spans(self, resource: str | None = None) -> Iterator[Span]:
-        """Yields a resource's spans in order; if None, those of all, one after the other."""
+        """Yields the spans of one resource in order, or of all resources one after the other."""
         for name in self.resources if resource is None else (resource,):
             for position in self._positions(name):
                 yield self._span(position, name)
 
     def busy_seconds(self, resource: str) -> float:
-        """Returns the seconds in which a resource was at work."""
+        """Returns the seconds in which a resource ran actions."""
         starts, ends = self.starts, self.ends
         return sum(ends[position] - starts[position] for position in self._positions(resource))
 
     def stall_seconds(self, resource: str) -> float:
         """Returns the seconds in which a resource had work left, but waited for another resource.
 
-        The time before its first action counts; that after its last does not.
+        The time before its first action counts; the time after its last action does not.
         """
-        # Gap by gap rather than end less busy, so that a resource without gaps has exactly none.
+        # Gaps are summed (rather than end minus busy seconds), so that no gaps give exactly zero.
         return sum(stall.seconds for stall in self._stalls(resource))
 
     def stalls(self, resource: str | None = None, *, over_seconds: float = 0.0) -> list[Stall]:
-        """Lists when resources stood still, and what for.
+        """Returns the stalls of one resource in order, or of all resources in order of time.
 
         Args:
-            resource: this resource's only, in its order; all resources', in order of time, if None.
-            over_seconds: those that lasted longer.
+            resource: name of the resource; None for all.
+            over_seconds: only stalls that lasted longer than this are returned.
         """
         found = [
             stall
@@ -182,9 +182,9 @@ class Timeline:
         return found
 
     def curve(self, tier: str) -> list[tuple[float, int]]:
-        """Returns a tier's bytes over time: (seconds, bytes that it holds from then on).
+        """Returns a tier's bytes over time as (seconds, bytes held from then on), from 0 seconds.
 
-        Begins at zero seconds. See [Note: bytes at one instant].
+        See [Note: bytes at one instant].
         """
         if tier not in self._curves:
             self._curves[tier] = _curve(self.events.get(tier, ()))
@@ -198,13 +198,13 @@ class Timeline:
         return {cause: _curve(events) for cause, events in causes.items()}
 
     def peak(self, tier: str) -> Peak:
-        """Returns the most bytes that a tier held at once, and since when."""
+        """Returns the peak of a tier's bytes and the time at which it is first reached."""
         curve = self.curve(tier)
         most = max(num_bytes for _, num_bytes in curve)
         return Peak(most, next(at for at, num_bytes in curve if num_bytes == most))
 
     def peak_by_cause(self, tier: str) -> dict[str, int]:
-        """Returns what made up a tier's peak: bytes by cause, largest first, none of zero."""
+        """Returns the bytes of a tier's peak by cause, largest first; causes of 0 left out."""
         at_seconds = self.peak(tier).seconds
         held: dict[str, int] = {}
         for seconds, num_bytes, cause in self.events.get(tier, ()):
@@ -254,17 +254,17 @@ def _curve(events: Sequence[ByteEvent]) -> list[tuple[float, int]]:
 
 
 def over_time(timeline: Timeline, slot_seconds: float) -> str:
-    """Returns the compute of all ranks over time, a line for each rank and a column for each slot.
+    """Returns all ranks' compute over time as text, one line per rank and one column per time slot.
 
-    An action stands in the slot in which it begins, followed by "=" in those that it goes on
-    through; "." is a slot without work.
+    An action is shown in the slot in which it begins, followed by "=" in later slots that it
+    occupies; "." is a slot without compute.
 
     Args:
-        timeline: of a schedule over ranks.
-        slot_seconds: length of a slot; at most the shortest action, or some are not seen.
+        timeline: timeline of a schedule over ranks.
+        slot_seconds: length of a slot. Actions shorter than this may not be shown.
 
     Raises:
-        ScheduleError: the length is not above zero.
+        ScheduleError: `slot_seconds` is not above zero.
     """
     if not slot_seconds > 0:
         raise ScheduleError(f"slot_seconds is {slot_seconds}. Allowed: a number above zero.")
