@@ -25,13 +25,13 @@ SAVED_BY_RECOMPUTE: dict[str, Saved] = {
     "selective": "matmuls",
     "full": "inputs",
 }
-"""What each value of the setting `recompute` saves."""
+"""How much of a layer is saved for each value of the setting `recompute`."""
 
 RECOMPUTE_BY_SAVED: dict[Saved, str] = {
     **{saved: word for word, saved in SAVED_BY_RECOMPUTE.items()},
     "hidden": "full with attention",
 }
-"""Name of each choice in tables. No setting requests the last one."""
+"""Name of each `Saved` value in tables. No setting requests the last one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +39,10 @@ class ActivationMode:
     """How the activations of one (layer, chunk) are kept from forward to backward."""
 
     saved: Saved
-    """What is saved; the rest is recomputed in backward."""
+    """How much is saved; the rest is recomputed in backward."""
 
     tier: Tier
-    """Tier that holds what is saved."""
+    """Tier that holds the saved activations."""
 
     @property
     def recompute(self) -> bool:
@@ -51,7 +51,7 @@ class ActivationMode:
 
     @property
     def offload(self) -> bool:
-        """Whether what is saved is offloaded."""
+        """Whether the saved activations are offloaded."""
         return self.tier != DEVICE
 
     def __str__(self) -> str:
@@ -69,10 +69,10 @@ _RECOMPUTED: dict[Saved, str] = {
 }
 
 SAVED: tuple[Saved, ...] = ("whole", "matmuls", "inputs", "hidden")
-"""All choices, from most bytes to fewest."""
+"""All `Saved` values, from most bytes to fewest."""
 
 ATTENTION_ONCE: tuple[Saved, ...] = tuple(saved for saved in SAVED if saved != "hidden")
-"""The choices in which attention's forward runs once."""
+"""The `Saved` values with which attention's forward runs only once."""
 
 
 def all_modes() -> tuple[ActivationMode, ...]:

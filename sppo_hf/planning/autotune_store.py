@@ -1,8 +1,8 @@
-"""What a race of attention backends found, and keeping it across processes.
+"""Results of timing attention backends against each other, and their storage across processes.
 
-A result lies as JSON under the Hugging Face home, one file per device, versions and requirement, so
-that a machine races once. The first result published for a key stays: all processes of a job read
-the same.
+Results are JSON files under the Hugging Face home, one per device, versions and requirement, so a
+machine times each case once. The first result published for a key is never replaced: all processes
+of a job read the same one.
 """
 
 from __future__ import annotations
@@ -22,43 +22,44 @@ logger = logging.getLogger(__name__)
 
 _FORMAT = 1
 _CLOSE = 0.03
-"""Rates that differ by less are equal: noise should not decide, nor change from run to run."""
+"""Relative difference below which rates are equal, so that noise does not decide."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Timing:
-    """One backend's time."""
+    """Measured time of one backend."""
 
     name: str
 
     seconds: float
-    """Of one forward and one backward."""
+    """Seconds of one forward and one backward together."""
 
     flops_per_second: float
-    """Of both together; visible pairs only, the backward as 2.5 forwards."""
+    """FLOP/s of both together: only visible (query, key) pairs count, and the backward counts as
+    2.5 forwards."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AutotuneResult:
-    """What a race found."""
+    """Measured times of all backends that could run a case."""
 
     load: str
-    """What was timed: "4K x 32K" for a chunk of 4K queries behind a prefix of 32K."""
+    """Size of the timed call: "4K x 32K" is a chunk of 4K queries behind a prefix of 32K tokens."""
 
     laps: tuple[Timing, ...]
-    """In the order in which they were listed."""
+    """Measured backends, in their order of preference."""
 
     left_out: dict[str, str]
-    """Why others have no lap, by name, in words that follow the name."""
+    """By name, the reason why a backend was not timed, as text that follows the name."""
 
     lasting: bool = True
-    """Whether it would be the same another time: False where memory ran out."""
+    """Whether the result is reproducible and may be stored; False if memory ran out."""
 
     def ranking(self) -> list[Timing]:
-        """Laps, the one to take first.
+        """Returns the timings, best first.
 
-        The earliest listed of those that are within 3% of the fastest, then likewise among the
-        rest.
+        The first is the most preferred backend among those within 3% of the fastest; the same rule
+        orders the rest.
         """
         rest, ranked = list(self.laps), list[Timing]()
         while rest:
@@ -69,9 +70,9 @@ class AutotuneResult:
         return ranked
 
     def text(self, name: str) -> str:
-        """The race as the plan's table tells it, when the backend `name` is taken.
+        """Returns the result as text for the plan's table, where `name` is the chosen backend.
 
-        "cudnn: 612 TFLOPS at 4K x 32K, aten_flash 431, efficient 98.1".
+        Example: "cudnn: 612 TFLOPS at 4K x 32K, aten_flash 431, efficient 98.1".
         """
         speeds = {lap.name: format_tflops(lap.flops_per_second) for lap in self.ranking()}
         own = f"{name}: {speeds.pop(name)} TFLOPS at {self.load}"
@@ -85,17 +86,17 @@ def format_tflops(flops_per_second: float) -> str:
 
 
 def autotune_path(device_name: str, key: Mapping[str, object]) -> Path:
-    """Where the result of a race lies, whether or not it exists.
+    """Returns the path of a result's file, whether or not it exists.
 
     Args:
-        device_name: as the driver gives it.
-        key: all that the result hangs on, in values that JSON knows.
+        device_name: device name from the driver.
+        key: everything that the result depends on, as JSON values.
     """
     return cache_path("attention", device_name, [_FORMAT, device_name, sorted(key.items())])
 
 
 def read_autotune(path: Path) -> AutotuneResult | None:
-    """The result that was published there; None where there is none or its file is damaged."""
+    """Returns the result published at `path`; None if there is none or its file is damaged."""
     try:
         return _from_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -106,11 +107,11 @@ def read_autotune(path: Path) -> AutotuneResult | None:
 
 
 def publish_autotune(path: Path, result: AutotuneResult) -> AutotuneResult:
-    """Keep a lasting result, unless another process was first.
+    """Store a lasting result, unless another process has stored one.
 
     Returns:
-        What is published: by this process or by the one before it. `result` itself where nothing
-        can be kept, which is logged and no error.
+        The stored result, which may be another process's; `result` if it cannot be stored, which is
+        logged and is no error.
     """
     if not (result.lasting and result.laps):
         return result
@@ -128,9 +129,9 @@ def publish_autotune(path: Path, result: AutotuneResult) -> AutotuneResult:
 
 
 def _put(written: Path, path: Path) -> None:
-    """Give a written file its name, but only if no sound one has it."""
+    """Move a written file to `path`, unless an undamaged file is there."""
     try:
-        # A link, unlike a rename, fails where the name is taken: the first stays.
+        # Unlike a rename, a link fails if the name is taken, so the first file is kept.
         os.link(written, path)
     except FileExistsError:
         if read_autotune(path) is None:

@@ -1,6 +1,6 @@
-"""What bytes are used for: every cause of a plan's bytes, with its name and colour.
+"""Causes: the uses of a plan's bytes, each with its name and colour.
 
-The estimate, the simulator's curves, tables, pictures and JSON all use these.
+The estimate, the simulator's curves, tables, figures and JSON all use these.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from sppo_hf.planning.activation_modes import Saved
 class Cause(StrEnum):
     """A cause of bytes. Its value is its key in JSON and its name in a simulation's changes.
 
-    Ordered as in tables and pictures: what lasts through a step comes before what is temporary.
+    Ordered as in tables and figures: bytes held through a step come before temporary ones.
     """
 
     label: str

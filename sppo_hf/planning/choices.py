@@ -1,4 +1,4 @@
-"""What a config leaves to the solver: budgets in bytes, and the allowed modes and tiers."""
+"""Limits that a config and a machine set for the solver: budgets, allowed modes and tiers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sppo_hf.planning.tile_sizes import LAYER_TILES_TOKENS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceFacts:
-    """What planning needs to know about the machine; collected by rooms that may import torch."""
+    """Facts about the machine that planning uses; collected by packages that may import torch."""
 
     kind: str
     """"cpu" or "cuda"."""
@@ -39,11 +39,11 @@ class DeviceFacts:
     """Free bytes below `offload_dir`; None if there is none or it is unknown."""
 
     profile: HardwareProfile | None = None
-    """Its speeds; without them plans are not compared by time."""
+    """The machine's speeds; None if unknown, and plans are then not compared by time."""
 
 
-# Sequences of allocations of real steps, replayed on a model of that allocator, needed between 2%
-# and 10% more than their peak.
+# Allocations of real steps, replayed on a model of the allocator without expandable segments,
+# needed between 2% and 10% more than their peak.
 FRAGMENTATION_SHARE = 0.08
 """Share of the device that is reserved for fragmentation without expandable segments."""
 
@@ -78,8 +78,8 @@ def named_budgets(config: SPPOConfig) -> frozenset[Tier]:
 def may_rerun_attention(config: SPPOConfig, facts: DeviceFacts, shape: ModelShape) -> bool:
     """Whether attention of some layers may be recomputed in backward, if nothing fits otherwise.
 
-    Not where layers share K/V, for they would need another layer's; where ranks share sequences,
-    for they would exchange tokens once more; or in a pipeline, whose stages wait for each other.
+    Not if layers share K/V (recomputation would need another layer's), if ranks share sequences
+    (they would exchange tokens once more), or in a pipeline (whose stages wait for each other).
     """
     if config.attention_once or config.recompute != "auto" or config.sharing_ranks > 1:
         return False
@@ -98,7 +98,7 @@ def read_choices(
     if config.recompute != "auto":
         saved = (SAVED_BY_RECOMPUTE[config.recompute],)
     if config.compile:
-        # What sees products is a dispatch mode, beside which compiled code does not run.
+        # Matmul outputs are recorded by a dispatch mode, with which compiled code does not run.
         saved = tuple(one for one in saved if one != "matmuls")
     away, activation_tiers = (
         allowed_offload_tiers(config, facts),
@@ -170,7 +170,8 @@ def read_placements(
         by_layer: whether the model's layers can be called on parts of a sequence.
     """
     asked = Placement(*config.host_resident)
-    # On a CPU the host's memory is the device's; ranks need their weights for each other's chunks.
+    # On a CPU host memory is the device's own; ranks that share batches keep their weights on the
+    # device, as each also needs them for the others' chunks.
     if facts.kind == "cpu" or config.sharing_ranks > 1:
         return (asked,)
     found = [asked]
@@ -184,7 +185,7 @@ def read_placements(
 
 def is_fixed(config: SPPOConfig, facts: DeviceFacts) -> bool:
     """Whether nothing is left to search: modes are fixed, and one tier takes what is offloaded."""
-    # Where two tiers are away, something has to say what goes to which.
+    # With two offload tiers, the solver has to choose between them.
     one_place = config.offload == "none" or len(allowed_activation_tiers(config, facts)) < 2
     fixed = config.offload != "auto" and config.recompute != "auto" and one_place
     return fixed or config.offload_is_partial

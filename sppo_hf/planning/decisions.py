@@ -1,7 +1,7 @@
 """Decisions: everything about one batch shape that the solver, or a user, may choose.
 
-Estimator, simulator and engine read these and no other part of a plan, so what is predicted is what
-runs.
+Estimator, simulator and engine read these and no other part of a plan, so a prediction describes
+exactly what runs.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ Order = Literal["by_chunk", "by_layer"]
 chunks of a layer first."""
 
 KVMode = str
-"""By layer: the tier that holds a layer's K/V between its forward and its backward, or "recompute":
-they are recomputed from the layer's inputs."""
+"""Treatment of one layer's K/V in order "by_layer": the tier that holds them between the layer's
+forward and backward, or "recompute" to recompute them from the layer's inputs."""
 
 LayerModes = tuple[tuple[ActivationMode, ...], ...]
 """`layer_modes[chunk][layer]`."""
@@ -79,16 +79,16 @@ class Decisions:
     """Whether the logits of the whole sequence are returned to the caller."""
 
     kv_tier: Tier = "device"
-    """By chunk: tier that holds K/V and their gradients between uses."""
+    """Tier that holds K/V and their gradients between uses, in order "by_chunk" only."""
 
     kv_block_tokens: int = 0
     """Tokens per block of K/V that are streamed to the device, at most, in whole chunks."""
 
     max_pending_d2h_bytes: int | None = None
-    """Most device bytes waiting for their copy to the host; None for those of two units."""
+    """Maximum device bytes that wait for their copy to the host; None for those of two units."""
 
     max_prefetch_bytes: int | None = None
-    """Most device bytes prefetched before their use; None for those of one unit."""
+    """Maximum device bytes prefetched before their use; None for those of one unit."""
 
     prefetch_chunks: int | None = None
     """Chunks prefetched before their use, instead of `max_prefetch_bytes`; a pipeline prefetches

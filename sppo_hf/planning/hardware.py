@@ -1,12 +1,12 @@
 """HardwareProfile: speeds and memory sizes of a machine, as JSON, and how one is found.
 
-Rates are per second of one device; curves give a rate by the tokens of a chunk, because small
-chunks are slower. As JSON a profile has one key per field, a curve as an object from tokens to
-rate, and `format`, the version of this layout.
+Rates are per second and per device; curves give a rate by the tokens of a chunk, because small
+chunks are slower. In JSON a profile has one key per field (a curve is an object from tokens to
+rate) and `format`, the version of this layout.
 
-Profiles are looked for in this order: measured by `sppo calibrate` and kept under the Hugging Face
+Profiles are searched in this order: measured by `sppo calibrate` and stored under the Hugging Face
 cache, one file per device name and versions; shipped with the package (`planning/profiles/`) from
-public figures; else orders of magnitude. The last two say that they are estimates.
+public figures; rough guesses. The last two are marked as estimates.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from sppo_hf.reading import parse_json, read_text
 from sppo_hf.rules import show
 
 UNKNOWN_LINK = 25 * 2.0**30
-"""Bytes per second between devices where a profile has no rate: those of a 200 Gbit/s network."""
+"""Bytes per second between devices if a profile has no rate: that of a 200 Gbit/s network."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +79,9 @@ class Curve:
         return Curve(tuple((tokens, rate * factor) for tokens, rate in self.points))
 
 
-# Which dtype's rate stands for one that a profile does not list, and its share of it: the 16-bit
-# dtypes run on the same units; float64 has half of float32's rate on processors and on the
-# accelerators this is meant for (on others much less, but nobody trains in it there).
+# For a dtype that a profile does not list: the dtypes from whose rate it is estimated, with the
+# ratio. The 16-bit dtypes run on the same units. float64 has half of float32's rate on processors
+# and on the accelerators that this package is for.
 _STANDS_FOR: dict[str, tuple[tuple[str, float], ...]] = {
     "bfloat16": (("float16", 1.0), ("float32", 1.0)),
     "float16": (("bfloat16", 1.0), ("float32", 1.0)),
@@ -94,9 +94,9 @@ def curve_for(curves: Mapping[str, Curve], dtype_name: str) -> Curve:
     """Returns the curve of a dtype, or an estimate from that of a related one.
 
     Returns:
-        `curves[dtype_name]` where it is listed. Else the other 16-bit dtype's curve for a 16-bit
-        one, half of float32's for float64, a tenth of a 16-bit one's for float32 (tensor cores
-        are that much faster), and the slowest one listed for a dtype that is not known here.
+        `curves[dtype_name]` if it is listed. Otherwise: for a 16-bit dtype the other 16-bit dtype's
+        curve, for float64 half of float32's, for float32 a tenth of a 16-bit dtype's (tensor cores
+        are that much faster), and for an unknown dtype the slowest curve listed.
     """
     if dtype_name in curves:
         return curves[dtype_name]
@@ -108,16 +108,16 @@ def curve_for(curves: Mapping[str, Curve], dtype_name: str) -> Curve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareProfile:
-    """Speeds and sizes of one machine, as seen by one device of it."""
+    """Speeds and sizes of one machine, from the point of view of one of its devices."""
 
     name: str
-    """As the driver names the device, or the processor's name."""
+    """Name of the device from its driver, or of the processor."""
 
     kind: str
     """"cpu" or "cuda"."""
 
     estimated: bool
-    """True where figures are public ones or guesses, False where they were measured here."""
+    """Whether figures are public ones or guesses; False if they were measured on this machine."""
 
     source: str
     """Where the figures come from, in words."""
@@ -129,7 +129,8 @@ class HardwareProfile:
     """FLOP/s of attention forward (visible pairs only counted) by dtype name and chunk tokens."""
 
     attention_backward_flops: dict[str, Curve]
-    """The same of its backward, which is counted as 2.5 times the forward's FLOPs."""
+    """FLOP/s of attention backward by dtype name and chunk tokens; a backward counts as 2.5 times
+    the forward's FLOPs."""
 
     memory_bytes_per_second: float
     """Bandwidth of the device's memory, which bounds elementwise work."""
@@ -138,69 +139,70 @@ class HardwareProfile:
     """Minimum time of one layer's forward with few tokens: kernel launches and Python."""
 
     d2h_bytes_per_second: float
-    """Pinned copy to the host while nothing else is copied."""
+    """Rate of copies to pinned host memory while nothing else is copied."""
 
     h2d_bytes_per_second: float
-    """Pinned copy to the device while nothing else is copied."""
+    """Rate of copies from pinned host memory to the device while nothing else is copied."""
 
     both_d2h_bytes_per_second: float
-    """Copy to the host while another runs the other way."""
+    """Rate of copies to the host while others run the other way."""
 
     both_h2d_bytes_per_second: float
-    """Copy to the device while another runs the other way."""
+    """Rate of copies to the device while others run the other way."""
 
     node_bytes_per_second: float | None = None
-    """From one device to another of the same node, each way; None where not known."""
+    """Rate from one device to another of the same node, each way; None if unknown."""
 
     network_bytes_per_second: float | None = None
-    """From one device to one of another node, each way, while all others do the same; None where
-    not known."""
+    """Rate from one device to one of another node, each way, while all other devices do the same;
+    None if unknown."""
 
     host_update_bytes_per_second: float | None = None
-    """Bytes that an optimizer's update in host memory reads and writes: AdamW's fused kernel, with
-    all threads; None where not measured."""
+    """Rate at which an optimizer's update reads and writes host memory, with AdamW's fused kernel
+    and all threads; None if not measured."""
 
     disk_write_bytes_per_second: float | None = None
-    """Writing to the disk that offload_dir is on; None where not measured."""
+    """Rate of writes to the disk of `offload_dir`; None if not measured."""
 
     disk_read_bytes_per_second: float | None = None
-    """Reading from it."""
+    """Rate of reads from the disk of `offload_dir`; None if not measured."""
 
     device_bytes: int | None = None
-    """Memory of the device; of the machine for a CPU."""
+    """Memory of the device; for a CPU that of the machine."""
 
     host_bytes: int | None = None
-    """Host memory this process may use, control group limits included."""
+    """Host memory that this process may use, with limits of control groups."""
 
     pinned_bytes: int | None = None
-    """Host memory it may lock (RLIMIT_MEMLOCK); None where there is no limit."""
+    """Host memory that this process may lock (RLIMIT_MEMLOCK); None for no limit."""
 
     disk_bytes: int | None = None
-    """Free bytes on the disk."""
+    """Free bytes on the disk of `offload_dir`."""
 
     offload_dir: str | None = None
-    """Folder whose disk was measured; None where none was."""
+    """Folder whose disk was measured; None if none was."""
 
     numa_node: int | None = None
-    """NUMA node of the device; None where there is one node or it is not known."""
+    """NUMA node of the device; None if there is only one node or it is unknown."""
 
     versions: dict[str, str] = field(default_factory=dict[str, str])
-    """Of torch, CUDA and the driver, for measured profiles; a profile of others is not reused."""
+    """Versions of torch, CUDA and the driver with which a profile was measured; it is reused only
+    with the same versions."""
 
 
 PROFILE_FORMAT = 1
-"""Version of the layout and of what its figures mean; a profile of another one is not used."""
+"""Version of the file's layout and of the meaning of its figures; other versions are not read."""
 
 _REMEDY = "Remedy: run `sppo calibrate` to write a new one, or mend the file after a shipped one."
 _KINDS = ("cpu", "cuda")
-# Wide around every machine, and narrow enough that no quotient of theirs overflows.
+# Limits of rates: wide enough for every machine, and narrow enough that no quotient overflows.
 _LEAST_RATE, _MOST_RATE = 1e-12, 1e24
 _RATES = f"a number above zero, {_LEAST_RATE:g} to {_MOST_RATE:g}"
 _MOST_WHOLE = 2**63 - 1
 
 
 def profile_to_dict(profile: HardwareProfile) -> dict[str, Any]:
-    """The profile in plain JSON types; `profile_from_dict` takes them back unchanged."""
+    """Returns the profile in plain JSON types; the inverse of `profile_from_dict`."""
     data: dict[str, Any] = {"format": PROFILE_FORMAT}
     for each in dataclasses.fields(HardwareProfile):
         value = getattr(profile, each.name)
@@ -215,15 +217,15 @@ def profile_to_dict(profile: HardwareProfile) -> dict[str, Any]:
 
 
 def profile_to_json(profile: HardwareProfile) -> str:
-    """The profile as indented JSON text, ending in a newline."""
+    """Returns the profile as indented JSON text that ends in a newline."""
     return json.dumps(profile_to_dict(profile), indent=2) + "\n"
 
 
 def profile_from_json(text: str, *, where: str) -> HardwareProfile:
-    """Read a profile.
+    """Read a profile from JSON text; `where` names its source in errors.
 
     Raises:
-        ConfigError: it is not JSON, or as `profile_from_dict`.
+        ConfigError: the text is not JSON, or `profile_from_dict` refuses it.
     """
     try:
         data = parse_json(text)
@@ -233,11 +235,11 @@ def profile_from_json(text: str, *, where: str) -> HardwareProfile:
 
 
 def profile_from_dict(data: object, *, where: str) -> HardwareProfile:
-    """Make a profile of plain JSON types.
+    """Make a profile from plain JSON types; `where` names their source in errors.
 
     Raises:
-        ConfigError: another format version, an unknown or missing key, or a value that is not what
-            its field holds. The message names the file, the field and the remedy.
+        ConfigError: the format version differs, a key is unknown or missing, or a value has a wrong
+            type or range. The message names the file, the field and the remedy.
     """
     if not isinstance(data, dict):
         raise ConfigError(f"{where} holds no JSON object, but {show(data)}. {_REMEDY}")
@@ -271,7 +273,7 @@ def profile_from_dict(data: object, *, where: str) -> HardwareProfile:
 def _read(
     where: str, name: str, value: object, allowed: str, read: Callable[[object], object]
 ) -> object:
-    """`value` as its field holds it."""
+    """Convert a JSON value to that of field `name`; refuse it with what is `allowed`."""
     try:
         return read(value)
     except ConfigError as error:
@@ -338,7 +340,7 @@ def _or_none(read: Callable[[object], object]) -> Callable[[object], object]:
     return lambda value: None if value is None else read(value)
 
 
-# By a field's annotation: what is allowed, and how it is read.
+# For each annotation of a field: a description of allowed values, and a function that reads one.
 _READERS: dict[str, tuple[str, Callable[[object], object]]] = {
     "str": ("a text", _text),
     "str | None": ("a text or null", _or_none(_text)),
@@ -354,8 +356,8 @@ _READERS: dict[str, tuple[str, Callable[[object], object]]] = {
 }
 
 
-# Dense bf16 tensor-core FLOP/s with float32 accumulation, from the vendors' public datasheets
-# (where a sheet prints the figure with sparsity, half of it). Estimates of what cannot be reached.
+# Dense bf16 tensor-core FLOP/s with float32 accumulation, from the vendors' public datasheets (half
+# of a figure that is printed with sparsity). Real kernels do not reach these peaks.
 PEAK_FLOPS: dict[str, float] = {
     "A100": 312e12,
     "H100": 989e12,
@@ -372,12 +374,12 @@ PEAK_FLOPS: dict[str, float] = {
     "MI300X": 1307e12,
 }
 
-# Names that contain a listed one but run slower than it, or are only a slice of it.
+# Words in names of devices that contain a listed name but are slower, or only a slice of it.
 _OTHER_DEVICES = frozenset({"LAPTOP", "D", "MIG", "MAX"})
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Dense bf16 FLOP/s of a device by the name its driver gives it, or None where unknown.
+    """Returns the dense bf16 FLOP/s of a device by its driver's name for it; None if unknown.
 
     Whole words are compared ("A10" is neither "A100" nor "A10G"); the most specific entry wins.
     """
@@ -388,8 +390,8 @@ def peak_flops(device_name: str) -> float | None:
     return PEAK_FLOPS[max(known, key=len)] if known else None
 
 
-# Share of a datasheet's dense peak that large matrix products and fused attention reach, by the
-# tokens of a chunk; the shape of the shipped profiles' curves.
+# Shares of a datasheet's dense peak that large matmuls and fused attention reach, by the tokens of
+# a chunk; the shipped profiles' curves have the same shape.
 _MATMUL_SHARE = Curve(((256, 0.15), (512, 0.28), (1024, 0.42), (2048, 0.53), (4096, 0.60)))
 _ATTENTION_SHARE = Curve(((256, 0.08), (512, 0.13), (1024, 0.20), (2048, 0.27), (8192, 0.34)))
 _BACKWARD_SHARE = 0.68
@@ -401,9 +403,9 @@ _CPU_ATTENTION = Curve(((64, 0.3e11), (256, 0.5e11), (1024, 0.6e11)))
 
 
 def cpu_estimate(device_name: str) -> HardwareProfile:
-    """Some processor: about 1e11 float32 FLOP/s and 10 GB/s, whatever its name says.
+    """Returns a guess for any processor: about 1e11 float32 FLOP/s and 10 GB/s.
 
-    bfloat16 is given float32's rate, right within a factor of a few either way: processors with
+    bfloat16 has float32's rate, which is right within a factor of a few: processors with
     instructions for it are faster, others convert.
     """
     backward = _CPU_ATTENTION.scaled(0.8)
@@ -425,16 +427,16 @@ def cpu_estimate(device_name: str) -> HardwareProfile:
 
 
 def cuda_estimate(device_name: str, peak_flops: float | None) -> HardwareProfile:
-    """Some accelerator, from its dense bf16 peak where that is known.
+    """Returns a guess for any accelerator, based on its dense bf16 peak if that is known.
 
     Args:
-        device_name: as its driver gives it.
+        device_name: the driver's name of the device.
         peak_flops: dense bf16 FLOP/s from its datasheet; None assumes a small card's 60e12.
 
     Returns:
-        Curves that are shares of the peak, shaped like those of the shipped profiles; a byte of
-        the device's memory per 500 FLOPs of the peak, at least 0.3e12 bytes/s (few have less);
-        copies like PCIe 4.0 x16 where the device is known, and 3.0 x16 where it is not.
+        A profile whose curves are shares of the peak, shaped like those of the shipped profiles;
+        whose memory bandwidth is one byte per 500 FLOPs of the peak, but at least 0.3e12 bytes/s;
+        and whose copies are as fast as PCIe 4.0 x16 if the peak is known, else 3.0 x16.
     """
     if peak_flops is None:
         source = "conservative estimate of an unknown device; `sppo calibrate` measures"
@@ -470,12 +472,12 @@ def cuda_estimate(device_name: str, peak_flops: float | None) -> HardwareProfile
 _GIB = 2**30
 
 MOST_PROFILE_BYTES = 2**20
-"""Of a profile's file, which takes a few kilobytes."""
+"""Largest profile file that is read, in bytes; profiles take a few kilobytes."""
 
 
 @cache
 def shipped_profiles() -> Mapping[str, HardwareProfile]:
-    """The profiles that come with the package, by file name without ".json" ("h100-80gb")."""
+    """Returns the profiles shipped with the package, by file name without ".json" ("h100-80gb")."""
     folder = resources.files("sppo_hf.planning").joinpath("profiles")
     files = sorted((f for f in folder.iterdir() if f.name.endswith(".json")), key=lambda f: f.name)
     return {
@@ -487,15 +489,15 @@ def shipped_profiles() -> Mapping[str, HardwareProfile]:
 
 
 def load_profile(name_or_path: str | os.PathLike[str]) -> HardwareProfile:
-    """The profile that a user names.
+    """Returns the profile that a user names.
 
     Args:
-        name_or_path: a shipped profile in any case, in short or in full ("h100", "H100-80GB",
-            "NVIDIA H100 80GB HBM3"), "cpu" for a rough processor, or the path of a JSON file.
+        name_or_path: a shipped profile by its short or full name in any case ("h100", "H100-80GB",
+            "NVIDIA H100 80GB HBM3"), "cpu" for a guess of a processor, or the path of a JSON file.
 
     Raises:
-        ConfigError: no profile has that name and no file that path (the message says the nearest
-            name), or the file is refused, see `profile_from_dict`.
+        ConfigError: there is no such profile or file (the message has the most similar name), or
+            `profile_from_dict` refuses the file.
     """
     text = os.fspath(name_or_path)
     shipped = {
@@ -519,13 +521,13 @@ def load_profile(name_or_path: str | os.PathLike[str]) -> HardwareProfile:
 
 
 def profile_for(device_name: str, kind: str, versions: Mapping[str, str]) -> HardwareProfile:
-    """The best profile at hand for a device of this machine.
+    """Returns the best available profile for a device of this machine.
 
     Returns:
-        What was calibrated for this device and these versions; else a shipped profile of the same
-        model, recognised by the words of its name; else a rough estimate. The last two have
-        `estimated` set and this device's name; `device_bytes` follows the name where that says a
-        size ("A100-SXM4-40GB").
+        The calibrated profile of this device and these versions; else a shipped profile of the same
+        model, recognised by the words of its name; else a rough guess. The last two have
+        `estimated` set and this device's name, and `device_bytes` is the size in that name, if
+        there is one ("A100-SXM4-40GB").
 
     Raises:
         ConfigError: the calibrated profile's file is damaged.
@@ -538,7 +540,7 @@ def profile_for(device_name: str, kind: str, versions: Mapping[str, str]) -> Har
     peak = peak_flops(device_name)
     words = _words(device_name)
     for name, profile in shipped_profiles().items():
-        # The peak tells variants apart that share a word: an H100 PCIe is no H100 SXM.
+        # Variants that share a word differ in their peak: an H100 PCIe is not an H100 SXM.
         if name.partition("-")[0].upper() in words and peak == peak_flops(profile.name):
             size = re.search(r"\b(\d+)GB\b", device_name.upper())
             device_bytes = profile.device_bytes
@@ -551,19 +553,21 @@ def profile_for(device_name: str, kind: str, versions: Mapping[str, str]) -> Har
 def stored_profile(
     device_name: str, kind: str, versions: Mapping[str, str]
 ) -> HardwareProfile | None:
-    """The profile calibrated here for this device and exactly these versions, or None.
+    """Returns the profile calibrated for this device with exactly these versions; None if none.
 
     Raises:
-        ConfigError: its file is damaged.
+        ConfigError: the profile's file is damaged.
     """
     path = profile_path(device_name, kind, versions)
     return _read_file(path) if path.is_file() else None
 
 
 def save_profile(profile: HardwareProfile, path: str | os.PathLike[str] | None = None) -> Path:
-    """Write a profile, whole or not at all, replacing an older one of the same device and versions.
+    """Write a profile atomically, replacing an older one of the same device and versions.
 
-    By default that is under the Hugging Face cache.
+    Args:
+        profile: the profile.
+        path: file to write; None for the default place under the Hugging Face cache.
 
     Returns:
         The file written.
@@ -585,13 +589,12 @@ def save_profile(profile: HardwareProfile, path: str | os.PathLike[str] | None =
 
 
 def profile_path(device_name: str, kind: str, versions: Mapping[str, str]) -> Path:
-    """Where the calibrated profile of a device and versions lies, whether or not it exists."""
+    """Returns the path of the calibrated profile of a device, whether or not it exists."""
     key = [PROFILE_FORMAT, device_name, kind, sorted(versions.items())]
     return cache_path("hardware", device_name, key)
 
 
 def _read_file(path: Path) -> HardwareProfile:
-    """Read a profile's file."""
     text = read_text(
         path,
         what="hardware profile",

@@ -1,8 +1,8 @@
-"""What this machine holds: host memory, lockable memory, free disk, NUMA nodes, names.
+"""Facts about this machine: host memory, lockable memory, free disk space, NUMA nodes, names.
 
-Read from /proc and /sys, so that commands can ask without importing torch. Every function takes the
-folder that stands for `/`, for tests; what a machine does not tell (no Linux, a sandbox) is None or
-left out, never guessed.
+They are read from /proc and /sys, so commands need not import torch. Functions take the folder that
+stands for `/`, for tests. What a machine does not report (no Linux, a sandbox) is None or left out,
+never guessed.
 """
 
 from __future__ import annotations
@@ -19,25 +19,26 @@ import psutil
 
 _ROOT = Path("/")
 
-# Version 1 says "no limit" with the largest multiple of a page below 2**63.
+# Control groups of version 1 express "no limit" as the largest multiple of a page below 2**63.
 _NO_LIMIT_BYTES = 2**62
-# memory.high slows a process down to a crawl where memory.max would end it: both are limits.
+# Above memory.high a process is slowed down to a crawl, above memory.max it is killed; so both are
+# limits.
 _LIMIT_FILES = ("memory.max", "memory.high", "memory.limit_in_bytes")
 _USAGE_FILES = ("memory.current", "memory.usage_in_bytes")
 _GIB = 2**30
 
 
 def host_memory_bytes(root: Path = _ROOT) -> int:
-    """Host memory this process may use: the machine's, or its control group's limit if lower."""
+    """Bytes of host memory that this process may use: the machine's, or a lower group limit."""
     limit = control_group_limit_bytes(root)
     total: int = psutil.virtual_memory().total
     return total if limit is None else min(total, limit)
 
 
 def free_host_memory_bytes(root: Path = _ROOT) -> int:
-    """Host memory that is free now, file cache that can be dropped included.
+    """Bytes of host memory that are free now, including file cache that can be dropped.
 
-    The machine's, or what is left below a control group's limit if that is less.
+    They are the machine's free bytes, or those left below a control group's limit if fewer.
     """
     free: int = psutil.virtual_memory().available
     left = [
@@ -50,23 +51,23 @@ def free_host_memory_bytes(root: Path = _ROOT) -> int:
 
 
 def host_reserve_bytes(total_bytes: int) -> int:
-    """Host memory that no plan should count on: an eighth, from 2 GiB up to 32 GiB.
+    """Bytes of host memory that plans leave free: an eighth, but 2 GiB at least and 32 GiB at most.
 
-    Pinned memory cannot be swapped out, and the rest of the machine (data loading, checkpoints,
-    other processes) needs some too; a process that takes all of it is killed without a word.
+    Pinned memory cannot be swapped out, and data loading, checkpoints and other processes need some
+    too. A process that takes all of it is killed without a message.
     """
     return min(max(2 * _GIB, total_bytes // 8), 32 * _GIB)
 
 
 def control_group_limit_bytes(root: Path = _ROOT) -> int | None:
-    """Lowest memory limit of this process' control groups and of all groups above them.
+    """Lowest memory limit of this process' control groups and of all groups above them, in bytes.
 
-    Follows the process' own path in `/proc/self/cgroup` for version 1 (the memory controller's
-    hierarchy) and version 2 alike. In a container that path may be the host's: then the part below
-    the mount's root counts, and at least the mount point itself is read.
+    Follows the process' path in `/proc/self/cgroup`, for version 1 (the memory controller's
+    hierarchy) and version 2. In a container that path may be the host's: then the part below the
+    mount's root is used, and at least the mount point itself is read.
 
     Returns:
-        Bytes, or None where no group sets a limit.
+        Bytes; None if no group sets a limit.
     """
     limits = [
         int(text)
@@ -81,17 +82,17 @@ _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 EXPANDABLE_SEGMENTS = "expandable_segments:True"
-"""The setting of PyTorch's CUDA allocator with which it maps memory in pages."""
+"""Setting with which PyTorch's CUDA allocator maps memory page by page."""
 
 
 def request_expandable_segments(variables: MutableMapping[str, str]) -> bool:
-    """Asks PyTorch's CUDA allocator for expandable segments, unless it was told anything already.
+    """Turns on expandable segments of PyTorch's CUDA allocator, unless it is already configured.
 
     Args:
-        variables: of the environment; PyTorch reads them when CUDA is first used.
+        variables: environment variables; PyTorch reads them when CUDA is first used.
 
     Returns:
-        Whether it was told nothing before.
+        Whether the setting was made.
     """
     if any(name in variables for name in _ALLOCATOR_VARIABLES):
         return False
@@ -100,33 +101,33 @@ def request_expandable_segments(variables: MutableMapping[str, str]) -> bool:
 
 
 def set_max_connections(variables: MutableMapping[str, str]) -> None:
-    """Asks CUDA for as many work queues as it has, unless it was told a number.
+    """Sets CUDA's number of hardware work queues to the maximum, unless it is already set.
 
-    It has 8 by default, which compute, two copy streams and NCCL's streams of a pipeline share:
-    what waits in one of them then holds up what comes behind it from another stream.
+    The default of 8 makes compute, two copy streams and NCCL's streams of a pipeline share queues:
+    work that waits in a queue then delays work of another stream behind it.
 
     Args:
-        variables: of the environment; CUDA reads them when a process first uses it.
+        variables: environment variables; CUDA reads them when a process first uses it.
     """
     variables.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
 def withdraw_expandable_segments(variables: MutableMapping[str, str]) -> None:
-    """Undoes `request_expandable_segments`, where the allocator turned out not to follow."""
+    """Undoes `request_expandable_segments` if the allocator turned out not to support it."""
     del variables[_ALLOCATOR_VARIABLES[0]]
 
 
 def has_expandable_segments(variables: Mapping[str, str]) -> bool:
-    """Whether the environment asks PyTorch's CUDA allocator for expandable segments."""
+    """Whether the environment turns on expandable segments of PyTorch's CUDA allocator."""
     said = (variables.get(name, "") for name in _ALLOCATOR_VARIABLES)
     return any(re.search(r"expandable_segments\s*:\s*true", text, re.IGNORECASE) for text in said)
 
 
 def lockable_bytes() -> int | None:
-    """Host memory this process may lock (RLIMIT_MEMLOCK); None where there is no limit.
+    """Bytes of host memory that this process may lock (RLIMIT_MEMLOCK); None for no limit.
 
-    It bounds `mlock`. NVIDIA's driver pins memory without charging it here, so a CUDA process can
-    often pin more; `sppo calibrate` finds out.
+    The limit applies to `mlock`. NVIDIA's driver pins memory without counting it here, so a CUDA
+    process can often pin more; `sppo calibrate` finds out how much.
     """
     if sys.platform == "win32":
         return None
@@ -137,7 +138,7 @@ def lockable_bytes() -> int | None:
 
 
 def free_disk_bytes(folder: str | os.PathLike[str]) -> int:
-    """Free bytes on the disk that `folder`, or its nearest parent that exists, is on."""
+    """Free bytes on the disk of `folder` or, if it does not exist, of its nearest parent."""
     path = Path(folder).absolute()
     while not path.exists():
         path = path.parent
@@ -157,14 +158,14 @@ def nvidia_driver_version(root: Path = _ROOT) -> str:
 
 
 def pci_numa_node(address: str, root: Path = _ROOT) -> int | None:
-    """NUMA node that a PCI device hangs on.
+    """NUMA node of a PCI device.
 
     Args:
-        address: such as "0000:1b:00.0".
-        root: stands for `/`.
+        address: the device's address, such as "0000:1b:00.0".
+        root: folder that stands for `/`.
 
     Returns:
-        The node; None where the machine has only one or does not say.
+        Index of the node; None if the machine has only one or does not report it.
     """
     if len(list((root / "sys/devices/system/node").glob("node[0-9]*"))) < 2:
         return None
@@ -173,7 +174,7 @@ def pci_numa_node(address: str, root: Path = _ROOT) -> int | None:
 
 
 def node_cpus(node: int, root: Path = _ROOT) -> frozenset[int]:
-    """Logical processors of a NUMA node; empty where it is not known."""
+    """Logical processors of a NUMA node; empty if unknown."""
     text = _read(root / f"sys/devices/system/node/node{node}/cpulist") or ""
     cpus: set[int] = set()
     for part in filter(None, text.split(",")):
@@ -183,30 +184,30 @@ def node_cpus(node: int, root: Path = _ROOT) -> frozenset[int]:
 
 
 def _group_folders(root: Path) -> Iterator[Path]:
-    """Folders of this process' control groups that count memory, and of all groups above them."""
+    """Yields the folders of this process' memory control groups and of all groups above them."""
     for mount, group in _memory_groups(root):
         yield from _upwards(mount, group)
 
 
 def _held_bytes(folder: Path) -> int:
-    """What a control group holds and cannot drop.
+    """Returns the bytes that a control group holds and cannot drop.
 
-    Not what is cached of files, which the kernel drops before it refuses memory, as it does for the
-    whole machine (`MemAvailable` counts both lists): pages that were read twice go from the active
-    list to the inactive one first. Shared memory is in neither.
+    Cached files are subtracted: the kernel drops them before it refuses memory. Both the active and
+    the inactive list are, as in the machine's `MemAvailable`: pages that were read twice move from
+    the active to the inactive list first. Shared memory is in neither list.
     """
     used = next((text for name in _USAGE_FILES if (text := _read(folder / name)) is not None), "0")
     cached: dict[str, int] = {}
     for name, size in re.findall(
         r"^(?:total_)?((?:in)?active_file) (\d+)$", _read(folder / "memory.stat") or "", re.M
     ):
-        # Version 1's own counter leaves out the groups below, its total_ one does not.
+        # In version 1 only the counters with the prefix total_ include the groups below.
         cached[name] = max(cached.get(name, 0), int(size))
     return max(0, int(used) - sum(cached.values()))
 
 
 def _memory_groups(root: Path) -> Iterator[tuple[Path, PurePosixPath]]:
-    """(mount point, group relative to it) of every hierarchy that can limit memory."""
+    """Yields (mount point, group relative to it) of every hierarchy that can limit memory."""
     mounts = list(_mounts(_read(root / "proc/self/mountinfo") or ""))
     for line in (_read(root / "proc/self/cgroup") or "").splitlines():
         _, controllers, group = line.split(":", 2)
@@ -219,7 +220,7 @@ def _memory_groups(root: Path) -> Iterator[tuple[Path, PurePosixPath]]:
 
 
 def _mounts(mountinfo: str) -> Iterator[tuple[str, list[str], str, str]]:
-    """(file system, its options, root within it, mount point) of each mount; see proc(5)."""
+    """Yields (file system, its options, root within it, mount point) of each mount; see proc(5)."""
     for line in mountinfo.splitlines():
         fields = line.split()
         separator = fields.index("-")
@@ -227,7 +228,7 @@ def _mounts(mountinfo: str) -> Iterator[tuple[str, list[str], str, str]]:
 
 
 def _relative(group: str, mount_root: str) -> PurePosixPath:
-    """`group` below the mount's root; the mount itself where it is not below."""
+    """Returns `group` relative to the mount's root; the mount itself if it is not below."""
     path = PurePosixPath(group)
     if ".." in path.parts or not path.is_relative_to(mount_root):
         return PurePosixPath()
@@ -235,13 +236,13 @@ def _relative(group: str, mount_root: str) -> PurePosixPath:
 
 
 def _upwards(mount: Path, group: PurePosixPath) -> Iterator[Path]:
-    """The group's folder and every one above it, the mount point last."""
+    """Yields the group's folder and all folders above it, up to the mount point."""
     for inner in (group, *group.parents):
         yield mount / inner
 
 
 def _read(path: Path) -> str | None:
-    """A small text file, stripped; None where it cannot be read."""
+    """Returns the stripped text of a small file; None if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:

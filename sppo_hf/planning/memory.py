@@ -27,18 +27,19 @@ from sppo_hf.rules import format_bytes
 
 # The assumption behind `optimizer`: AdamW with both moments in float32.
 OPTIMIZER_BYTES_PER_PARAMETER = 8
-# What the driver, kernels' code, cuBLAS and cuDNN's plans take beside all tensors: an assumption.
+# Bytes of the driver, kernels' code, cuBLAS and cuDNN's plans beside all tensors: an assumption.
 CONTEXT_BYTES = {"cpu": 0, "cuda": 1536 * 2**20}
-# The caching allocator's and the heap's holes, as a share of what comes and goes in a step.
+# Fragmentation of the caching allocator and the heap, as a share of the bytes allocated in a step.
 FRAGMENTATION = {"cpu": 0.03, "cuda": 0.02}
 HOST_SLAB_BYTES = 256 * 2**20
-# Of a node of autograd's graph, with its edges, hooks and a frame's notes: 325,110 bytes that the C
-# library gave out for each forward of a Gated DeltaNet layer of Qwen3.5, whose graph has 445.
+# Bytes of a node of autograd's graph, with its edges, hooks and our records of saved tensors. The C
+# library allocated 325,110 bytes for each forward of a Gated DeltaNet layer of Qwen3.5, whose graph
+# has 445 nodes.
 GRAPH_NODE_BYTES = 730
 
 
 def standing_device_bytes(shape: ModelShape, device_kind: str) -> int:
-    """Returns the device bytes of training at the end of backward, which no batch changes."""
+    """Returns the device bytes at the end of backward that do not depend on the batch."""
     return shape.standing_bytes + CONTEXT_BYTES[device_kind]
 
 
@@ -86,13 +87,13 @@ class ByteTables:
         self._sp, alike = shape.sp, shape.layer_kinds
         bounds, kv_block_tokens = decisions.bounds, decisions.kv_block_tokens
         if shape.sp > 1:
-            # A rank's shares of chunks, laid end to end.
+            # Bounds of a rank's shares of the chunks, as if these followed each other.
             own = (shape.tokens_per_rank(end - start) for start, end in bounds)
             bounds = tuple(pairwise(accumulate(own, initial=0)))
             kv_block_tokens = shape.tokens_per_rank(kv_block_tokens)
         shape = shape.per_rank
         self.shape = shape
-        """The model; of ranks that share a sequence, the part of one of them."""
+        """The model's shape; if ranks share sequences, one rank's part of it."""
         self.rows = batch_rows
         self.training = decisions.training
         self.kv_tier: Tier = decisions.kv_tier
@@ -103,27 +104,27 @@ class ByteTables:
         """Whether gradients of earlier batches exist."""
         self._parameter_bytes = shape.parameter_bytes or shape.dtype_bytes
         self.starts, self.ends = np.array(bounds, dtype=np.int64).T
-        """[chunks] First token of each chunk, and the token after its last."""
+        """First token of each chunk, and the token after its last one, [chunks] each."""
         self.lengths = self.ends - self.starts
-        """[chunks] Tokens."""
+        """Tokens of each chunk, [chunks]."""
         in_a_tile = -(-decisions.layer_tile_tokens // batch_rows)
         self._at_once = np.minimum(self.lengths, in_a_tile) if in_a_tile else self.lengths
-        """[chunks] Tokens of each row on which token-wise modules of layers run at once."""
+        """Tokens of each row on which token-wise modules of layers run at once, [chunks]."""
         by_layer = decisions.by_layer
         self.points = Points(len(bounds), shape.num_layers, self.training, by_layer)
         kinds, self.kind_of = np.unique(np.array(alike), return_inverse=True)
         self.kinds: list[int] = kinds.tolist()
-        """[kinds] A representative layer of each kind; `kind_of` is [layers] the kind of each
-        layer."""
+        """A representative layer of each kind, [kinds]; `kind_of` is the kind of each layer,
+        [layers]."""
         tokens = batch_rows * self.lengths
         per_token = [[shape.activation_bytes_per_token(i, s) for s in SAVED] for i in self.kinds]
         states = batch_rows * _by_kind(shape.state_bytes, self.kinds)
         self.saved = np.array(per_token, dtype=np.int64)[:, :, None] * tokens + states[:, :, None]
-        """[kinds, saved, chunks] Bytes saved of a layer, by how much is saved (`SAVED`)."""
+        """Bytes saved of a layer for each value in `SAVED`, [kinds, saved, chunks]."""
         self.kv_per_token = batch_rows * _by_kind(shape.kv_bytes_per_token, self.kinds)
-        """[kinds, 1] K/V bytes of one token of all rows."""
+        """K/V bytes of one token of all rows, [kinds, 1]."""
         self.dkv_per_token = batch_rows * _by_kind(shape.dkv_bytes_per_token, self.kinds)
-        """[kinds, 1] dK/dV bytes of one token of all rows."""
+        """dK/dV bytes of one token of all rows, [kinds, 1]."""
         self.kv = self.kv_per_token * self.lengths
         """K/V bytes of each chunk."""
         self.dkv = self.dkv_per_token * np.append(self.lengths[:-1], 0)
@@ -132,15 +133,15 @@ class ByteTables:
         longest = np.maximum.accumulate(self.lengths)
         most = np.maximum(self.starts, self.lengths)
         self.block_tokens = np.minimum(np.maximum(kv_block_tokens, longest), most)
-        """[chunks] Tokens per block of streamed K/V: at least one chunk, at most all earlier ones.
+        """Tokens per block of streamed K/V, [chunks]: at least one chunk, at most all earlier ones.
         """
         self._longest = longest
 
     def of_layers(self, table: Bytes) -> Bytes:
-        """Spreads a table over layers: [kinds, chunks] to [chunks, layers]."""
+        """Returns a table [kinds, chunks] as [chunks, layers]."""
         return table[self.kind_of].T
 
-    # -- what is streamed ----------------------------------------------------------------------
+    # -- streamed K/V --------------------------------------------------------------------------
 
     @cached_property
     def prefix_tokens(self) -> Bytes:
@@ -150,7 +151,7 @@ class ByteTables:
             window = self.shape.layers[kind].window
             hidden = np.zeros_like(self.starts)
             if window is not None:
-                # The chunk's first query sees `window - 1` keys before its own.
+                # The chunk's first query attends to `window - 1` keys before its own.
                 first = np.maximum(self.starts - window + 1, 0)
                 hidden = self.starts[np.searchsorted(self.starts, first, side="right") - 1]
             rows.append(self.starts - hidden)
@@ -170,17 +171,17 @@ class ByteTables:
 
     @cached_property
     def kv_in_forward(self) -> Bytes:
-        """Bytes loaded in forward: K/V of earlier chunks."""
+        """Bytes of K/V loaded in forward: those of earlier chunks."""
         return self.streams * self.kv_per_token * self.prefix_tokens
 
     @cached_property
     def kv_out_forward(self) -> Bytes:
-        """Bytes offloaded in forward: K/V of the chunk."""
+        """Bytes of K/V offloaded in forward: those of the chunk."""
         return self.streams * self.kv
 
     @cached_property
     def kv_in_backward(self) -> Bytes:
-        """Bytes loaded in backward: K/V of chunk and prefix, and their gradient sums so far."""
+        """Bytes loaded in backward: K/V of the chunk and its prefix, and their sums of dK/dV."""
         tokens = self.prefix_tokens + self.lengths
         sums = self.dkv_per_token * tokens
         sums[:, -1] = 0
@@ -188,17 +189,18 @@ class ByteTables:
 
     @cached_property
     def kv_out_backward(self) -> Bytes:
-        """Bytes offloaded in backward: gradient sums of earlier chunks; the chunk's are used."""
+        """Bytes offloaded in backward: sums of dK/dV of earlier chunks."""
         return self.streams * self.dkv_per_token * self.prefix_tokens
 
     @cached_property
     def kv_in_transit(self) -> tuple[Bytes, Bytes, Bytes]:
-        """[chunks] Streamed K/V in forward, and K/V and dK/dV in backward, of the largest layer.
+        """Device bytes of streamed K/V in forward, and of K/V and of dK/dV in backward.
 
-        Besides the chunk's own: the block in use and the next one, and where a block is several
-        chunks, the tensor in which they are concatenated. In backward also the sums of as many and
-        of the block before, which is being offloaded, and the gradient of the block in use before
-        it is added.
+        [chunks] each, of the layer with the most. Besides the chunk's own K/V these are the block
+        in use, the next one and, if a block has several chunks, the tensor in which they are
+        concatenated. In backward there are also the sums of dK/dV of these blocks and of the
+        previous one, which is being offloaded, and the gradient of the block in use before it is
+        added.
         """
         block = self.block_tokens
         joined = np.where(block > self._longest, block, 0)
@@ -207,16 +209,16 @@ class ByteTables:
         dkv = dkv_per_token * (3 * block + self.lengths) + kv_per_token * block
         return kv, kv, dkv
 
-    # -- what passes while a unit runs -----------------------------------------------------------
+    # -- temporaries of a running unit -----------------------------------------------------------
 
     @cached_property
     def workspace_forward(self) -> Bytes:
-        """Temporaries of a layer's forward."""
+        """Bytes of temporaries of a layer's forward."""
         return self._workspace(backward=False)
 
     @cached_property
     def workspace_backward(self) -> Bytes:
-        """Temporaries of a layer's backward, without what recomputation rebuilds."""
+        """Bytes of temporaries of a layer's backward, without recomputed activations."""
         return self._workspace(backward=True)
 
     @cached_property
@@ -234,7 +236,7 @@ class ByteTables:
         return whole - less + _by_kind(self.shape.cast_bytes, self.kinds)
 
     def _workspace(self, *, backward: bool) -> Bytes:
-        """Temporaries of a layer over one chunk.
+        """Returns the bytes of temporaries of a layer over one chunk.
 
         The MLP holds about two intermediates in forward and four with their gradients in backward
         (of a tile, where it runs in tiles), beside two or four full-width tensors; attention holds
@@ -265,13 +267,13 @@ class ByteTables:
         return np.array(rows) * (self.shape.dtype_bytes * self.rows) + np.array(repeated)
 
     def _repeated_bytes(self, layer: LayerProfile, keys: Bytes) -> Bytes:
-        """[chunks] Copies of K/V with which a CPU's attention occupies all threads."""
+        """Returns the bytes of K/V with heads repeated to keep a CPU's threads busy, [chunks]."""
         own = layer.num_kv_heads // self._sp
         if self.device_kind != "cpu" or not own:
             return np.zeros_like(keys)
         heads = layer.num_heads // self._sp
         repeated = parallel_heads(self.rows, heads, own, self.shape.cpu_threads)
-        # A token of a rank's share stands for its heads of as many tokens as there are ranks.
+        # A rank attends with its heads over the tokens of all ranks that share the sequence.
         elements = self._sp * repeated * (layer.qk_head_size + layer.v_head_size)
         size = max(FLOAT32_BYTES, self.shape.dtype_bytes) * self.rows * elements * keys
         return np.where((repeated > own) & (size <= MAX_COPIED_BYTES), size, 0)
@@ -279,8 +281,8 @@ class ByteTables:
     def _wide_adapters_elements(self, layer: LayerProfile) -> int:
         """Temporary elements of MLP adapters in a wider dtype, counted in the model's dtype.
 
-        These are the second factor's product, its scaled value, and the sum with the frozen
-        product.
+        These are the second factor's output, its scaled value, and the sum with the frozen weight's
+        output.
         """
         lora = self.shape.lora
         if lora is None or lora.autocast or lora.dtype_bytes <= self.shape.dtype_bytes:
@@ -289,7 +291,7 @@ class ByteTables:
 
     @cached_property
     def kept_logits(self) -> int:
-        """Logits of the whole sequence, if they are returned to the caller."""
+        """Bytes of the logits of the whole sequence if they are returned to the caller, else 0."""
         if not self._decisions.return_logits:
             return 0
         tokens = self.rows * self._decisions.total_tokens
@@ -297,12 +299,13 @@ class ByteTables:
 
     @cached_property
     def logits(self) -> Bytes:
-        """[chunks] Bytes while a chunk's loss is computed, beside returned logits.
+        """Bytes while a chunk's loss is computed, [chunks], without logits that are returned.
 
-        A tile in the model's dtype and its log-probabilities in float32, which its gradient
-        replaces, once more in the model's dtype if that is narrower. From the second tile on also
-        the head's gradient of one tile, beside the sum, where it is not added in place (see
-        `engine.loss`). Not counted: what a head saves that caps its logits.
+        These are a tile of logits in the model's dtype and its log-probabilities in float32, which
+        the gradient replaces, and the gradient in the model's dtype if that is narrower. From the
+        second tile on, the head's gradient of one tile is added, beside their sum, if it is not
+        accumulated in place (see `engine.loss`). Saved tensors of a head that caps its logits are
+        not counted.
         """
         shape = self.shape
         tokens = self.lengths * self.rows
@@ -318,10 +321,10 @@ class ByteTables:
 
     @cached_property
     def embedding_backward(self) -> Bytes:
-        """[chunks] What backward of the embedding takes behind a chunk's first layer.
+        """Bytes of the embedding's backward, which follows that of a chunk's first layer, [chunks].
 
-        By layer, and on a CPU, the embedding runs once per sequence, and backward of the first
-        chunk ends it.
+        By layer, and on a CPU, the embedding runs once per sequence, and its backward follows that
+        of the first chunk.
         """
         ends = np.ones_like(self.lengths)
         if self.device_kind == "cpu" or self.points.by_layer:
@@ -330,7 +333,7 @@ class ByteTables:
 
     @cached_property
     def graph(self) -> Bytes:
-        """Host bytes of autograd's graph of a layer over a chunk, for any number of rows."""
+        """Host bytes of autograd's graph of a layer over a chunk, whatever the number of rows."""
         if self.device_kind != "cpu" or not self.training:
             return np.zeros_like(self.kv)
         layers = self.shape.layers
@@ -339,11 +342,14 @@ class ByteTables:
         return GRAPH_NODE_BYTES * (nodes + added * self.lengths // 1024)
 
     def vocabulary_gradient_bytes(self, size: int) -> int:
-        """Bytes of a gradient of embedding or head, if they train, with elements of this size."""
+        """Returns the bytes of the embedding's or head's gradient; 0 if they are frozen.
+
+        `size` is the bytes of one element.
+        """
         shape = self.shape
         return shape.vocab_size * shape.hidden_size * size if shape.embedding_trained else 0
 
-    # -- what stays ------------------------------------------------------------------------------
+    # -- held through a step ---------------------------------------------------------------------
 
     @cached_property
     def standing(self) -> dict[Cause, int]:
@@ -384,19 +390,19 @@ class ByteTables:
             return 0, 0
         head = self.vocabulary_gradient_bytes(max(FLOAT32_BYTES, shape.dtype_bytes))
         if shape.host_resident is not None and shape.host_resident.gradient_bytes:
-            # They leave as they come; those of earlier batches are on the host.
+            # Gradients are offloaded once computed; those of earlier batches are on the host.
             return head, shape.gradient_bytes
         earlier = shape.gradient_bytes if self.accumulates else 0
         return earlier + head, shape.gradient_bytes - head
 
     @cached_property
     def layer_kv(self) -> Bytes:
-        """[layers] K/V bytes of a layer over all tokens."""
+        """K/V bytes of each layer over all tokens, [layers]."""
         return self.kv.sum(axis=1)[self.kind_of]
 
     @cached_property
     def hidden_states(self) -> Bytes:
-        """[chunks] Bytes of a layer's input or output; under autocast as wide as weights.
+        """Bytes of a layer's input or output, [chunks]; under autocast in the weights' dtype.
 
         Gemma 3n has several hidden states per token.
         """
@@ -417,11 +423,12 @@ class ByteTables:
 
     @cached_property
     def hidden(self) -> tuple[Bytes, int, int]:
-        """[chunks] Hidden states held until backward; on a CPU also embeddings.
+        """Bytes of hidden states held until backward, [chunks], and of embeddings on a CPU.
 
-        By chunk: the final norm's input and the gradient of its output. On a CPU tokens are
-        embedded once for the whole sequence, and their gradient is gathered as a whole in backward;
-        these bytes are returned for forward and for backward.
+        By chunk, the hidden states are the final norm's input and the gradient of its output. On a
+        CPU tokens are embedded once for the whole sequence, and the embeddings' gradient is
+        assembled as a whole in backward. The two integers are these bytes in forward and in
+        backward.
         """
         shape = self.shape
         token_bytes = self.training * self.rows * shape.hidden_size * shape.dtype_bytes
@@ -436,10 +443,11 @@ def _by_kind(per_token: Callable[[int], int], kinds: list[int]) -> Bytes:
 
 
 def check_budget(tier: str, what: str, *, need_bytes: int, have_bytes: int, remedy: str) -> None:
-    """Checks bytes that cannot be avoided against a tier's budget.
+    """Checks that bytes which no plan can avoid are within a tier's budget.
 
     Raises:
-        BudgetError: names the tier, the use, the bytes needed and available, and the remedy.
+        BudgetError: they are not; the message names the tier, the use of the bytes, the bytes
+            needed and available, and the remedy.
     """
     if need_bytes > have_bytes:
         raise BudgetError(

@@ -41,12 +41,12 @@ class Budgets:
 
     @property
     def device(self) -> int | None:
-        """Budget of the device."""
+        """Bytes that the device may hold; None for no limit."""
         return self.of("device")
 
     @property
     def host(self) -> int | None:
-        """Budget of host memory."""
+        """Bytes that host memory may hold; None for no limit."""
         return self.of("host")
 
     def __eq__(self, other: object) -> bool:
@@ -66,10 +66,10 @@ class Level(NamedTuple):
     """Bytes before the first point."""
 
     during: Bytes
-    """[points] Bytes while each point runs."""
+    """Bytes while each point runs, [points]."""
 
     after: Bytes
-    """[points] Bytes between a point and the next."""
+    """Bytes between each point and the next, [points]."""
 
 
 Levels = Mapping[Tier, Mapping[Cause, Level]]
@@ -180,7 +180,7 @@ class Points:
         of_chunk = f"chunk {chunk + 1} of {self.num_chunks}"
         if layer == self.num_layers:
             return f"loss of {of_chunk}", chunk
-        # Where the chunk's backward, or the layer's, begins and ends.
+        # Position among the points of the chunk's (or layer's) backward.
         place, most = self.num_layers - 1 - layer, self.num_layers
         if self.by_layer:
             place, most = self.num_chunks - 1 - chunk, self.num_chunks
@@ -264,7 +264,7 @@ class MemoryEstimate:
 
     @cached_property
     def moments(self) -> tuple[MemorySnapshot, ...]:
-        """The end of each chunk's (or layer's) forward, and begin and end of each backward."""
+        """Bytes at the end of each chunk's (or layer's) forward and both ends of its backward."""
         return tuple(map(self._moment, self._points.shown()))
 
     @property

@@ -1,12 +1,12 @@
-"""FLOPs and saved bytes of a model, layer by layer, as they were traced off its real layers.
+"""FLOPs and saved bytes of a model, layer by layer, as traced from its real layers.
 
-`sppo_hf.engine.trace_profile` runs a model's decoder layers without memory and writes down what
-autograd saves and which matrix products run; here that is data: read from JSON, found among what is
-shipped or was kept before, and looked up by how the model is trained. The caller gives a
-tracer for a model that is neither. Costs and memory of a step follow in `cost` and `memory`.
+`sppo_hf.engine.trace_profile` runs a model's decoder layers without memory and records what
+autograd saves and which matmuls run. Here the result is data: profiles are shipped as JSON or
+stored from earlier traces, and found by the model's config and by how it is trained. For other
+models the caller provides a tracer. `cost` and `memory` compute a step's costs and memory from it.
 
-All numbers are per token of one row. FLOPs count a multiply-add as two and leave out what is
-elementwise. Attention between tokens, which grows with the keys, is `attention_flops_per_key`.
+All numbers are per token of one row. FLOPs count a multiply-add as two and leave out elementwise
+work. Attention between tokens, which grows with the keys, is `attention_flops_per_key`.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ logger = logging.getLogger(__name__)
 FLOAT32_BYTES = 4
 
 THIN = 8
-"""A matrix product is thin if it sums over at most the layer's width divided by this.
+"""A matmul is thin if it sums over at most the layer's width divided by this; else it is thick.
 
-Thin products are computed again rather than kept."""
+Thin matmuls are recomputed; their outputs are not saved."""
 
 _FORMAT = 5
 
 _TRACED_WITHIN_SECONDS = 60.0
-"""Seconds to wait for another process that traces the same model, before tracing it here too."""
+"""Seconds to wait for another process that traces the same model before tracing it here too."""
 
 _Numbers = TypeVar("_Numbers", "LayerProfile", "ModelProfile")
 
-# Settings of a config.json that no layer's FLOPs or bytes depend on.
+# Settings of a config.json on which no layer's FLOPs or bytes depend.
 _IRRELEVANT = frozenset(
     (
         "architectures auto_map bos_token_id dtype eos_token_id initializer_range "
@@ -58,14 +58,14 @@ class Training:
     """How a model is trained, as far as saved bytes and FLOPs depend on it."""
 
     dtype_bytes: int
-    """Bytes of one element in matrix products: 2 for bf16."""
+    """Bytes of one element in matmuls: 2 for bf16."""
 
     parameter_bytes: int
     """Bytes of one weight. More than `dtype_bytes` under autocast: the residual stream and norms
-    then keep the weights' dtype, and each matrix product casts its input."""
+    then keep the weights' dtype, and each matmul casts its input."""
 
     lora: LoraShape | None = None
-    """With adapters all other weights are frozen; without, all are trained."""
+    """Adapters, with which all other weights are frozen; None if all weights are trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,8 @@ class LayerProfile:
     """Query heads; 0 in a layer without attention."""
 
     num_kv_heads: int
-    """Key and value heads as attention is given them (latent attention: expanded, so all heads)."""
+    """Key and value heads in the call of attention (all heads in latent attention, which expands
+    them)."""
 
     qk_head_size: int
     """Elements of one query or key head."""
@@ -88,74 +89,77 @@ class LayerProfile:
     """Elements of one value head."""
 
     window: int | None
-    """Keys a query sees at most, its own included; None sees all before it."""
+    """Maximum number of keys that a query attends to, its own included; None for no limit."""
 
     mlp_width: int
-    """Intermediate elements one token produces, over its active and shared experts."""
+    """Intermediate elements of one token, summed over its active and shared experts."""
 
     forward_flops: int
-    """Matrix products of the forward, adapters included."""
+    """FLOPs of matmuls in forward, adapters included."""
 
     input_gradient_flops: int
-    """Matrix products of backward that give the gradient of a product's input."""
+    """FLOPs of matmuls in backward that compute the gradient of a matmul's input."""
 
     weight_gradient_flops: int
-    """Matrix products of backward that give the gradient of a trained weight."""
+    """FLOPs of matmuls in backward that compute the gradient of a trained weight."""
 
     inputs_recompute_flops: int
-    """Matrix products that run again in backward if only a layer's inputs were kept: the thin
-    ones, and those that a saved value depends on (`engine/selective.py`, "needless products")."""
+    """FLOPs of matmuls recomputed in backward if only a layer's inputs are saved: thin ones, and
+    those that a saved value depends on (`engine/selective.py`, [Note: unused matmuls])."""
 
     matmuls_recompute_flops: int
-    """Those that run again if the thick products were kept: the thin ones."""
+    """FLOPs of matmuls recomputed in backward if outputs of thick ones are saved: the thin ones."""
 
     inputs_bytes: int
-    """A layer's inputs: layer input, attention output, log-sum-exp."""
+    """Bytes saved with "inputs": layer input, attention output, log-sum-exp."""
 
     matmuls_bytes: int
-    """The layer's inputs and the outputs of thick products that backward needs."""
+    """Bytes saved with "matmuls": the layer's inputs and the thick matmuls' outputs that backward
+    needs."""
 
     whole_bytes: int
-    """All that autograd saves, without keys, values and what is the same in all layers."""
+    """Bytes of all that autograd saves, without K/V and tensors shared by all layers."""
 
     largest_bytes: int
-    """Of the largest tensor that is saved, in whatever mode."""
+    """Bytes of the largest saved tensor, over all `Saved` values."""
 
     total_weights: int
-    """Parameters of the layer, all experts counted; adapters left out."""
+    """Parameters of the layer with all experts, without adapters."""
 
     adapter_weights: int = 0
     """Parameters of the layer's adapters."""
 
     adapted_mlp_width: int = 0
-    """Widest product of an adapter inside the MLP, which frozen intermediates are added to."""
+    """Width of the widest output of an adapter inside the MLP, to which the frozen weight's output
+    is added."""
 
     tiled_bytes: int = 0
-    """Of `whole_bytes`, what a recomputed layer does not rebuild at once where its token-wise
-    modules run in tiles."""
+    """Part of `whole_bytes` that a recomputed layer does not hold at once if its token-wise modules
+    run in tiles."""
 
     tile_bytes: int = 0
-    """What one of these modules saves at most, of the tile that is rebuilt."""
+    """Maximum bytes that one token-wise module saves for a token of the tile that is recomputed."""
 
     tiles_recompute_flops: int = 0
-    """Beside `inputs_recompute_flops`, what runs once more in tiles: modules whose output something
-    behind them needs run for it, and then tile by tile."""
+    """FLOPs that running in tiles adds to `inputs_recompute_flops`: a module whose output is needed
+    later in the layer runs once for that output, and once more tile by tile."""
 
     borrows_keys: bool = False
-    """Keys and values are an earlier layer's, in whose store they are (Gemma 3n, Gemma 4)."""
+    """Whether the layer reads K/V from an earlier layer's store (Gemma 3n, Gemma 4)."""
 
     state_bytes: int = 0
-    """States that a recurrent or convolutional mixer hands to the next chunk, of one row."""
+    """Bytes of the state that a recurrent or convolutional mixer passes to the next chunk, for one
+    row."""
 
     graph_nodes: int = 0
-    """Nodes of autograd's graph of the layer over one chunk, parameters' left out; without those
-    that its tokens add. They take host memory whatever becomes of the tensors."""
+    """Nodes of autograd's graph of the layer over one chunk, without those of parameters and those
+    that depend on the number of tokens. They take host memory even if tensors are offloaded."""
 
     graph_nodes_per_1024: int = 0
-    """Nodes that 1,024 tokens of a chunk add: a scan in torch code loops over blocks."""
+    """Nodes that each 1,024 tokens of a chunk add, as a scan in torch code loops over blocks."""
 
     scans: bool = False
-    """A mixer runs a recurrence over the tokens; otherwise its only states are a convolution's."""
+    """Whether a mixer runs a recurrence over the tokens; if not, all state is a convolution's."""
 
     @property
     def attention_flops_per_key(self) -> int:
@@ -164,26 +168,27 @@ class LayerProfile:
 
     @property
     def kv_elements(self) -> int:
-        """Key and value elements of one token; 0 where another layer keeps them."""
+        """Key and value elements of one token; 0 if another layer holds them."""
         if self.borrows_keys:
             return 0
         return self.num_kv_heads * (self.qk_head_size + self.v_head_size)
 
     def heads_of(self, ranks: int, head_blocks: int | None = None) -> int:
-        """Query heads of the rank that has most, if that many ranks divide them.
+        """Returns the query heads of the rank with the most, if `ranks` ranks divide them.
 
         Args:
-            ranks: how many.
-            head_blocks: runs of heads that are not divided, if any (`count_head_blocks`).
+            ranks: number of ranks.
+            head_blocks: number of blocks of heads that are not divided; None if heads are divided
+                one by one (`count_head_blocks`).
         """
         if head_blocks and self.num_heads:
             return -(-head_blocks // ranks) * (self.num_heads // head_blocks)
         return -(-self.num_heads // ranks)
 
     def kv_heads_of(self, ranks: int, head_blocks: int | None = None) -> int:
-        """Key and value heads that the query heads of one of that many ranks read, at most.
+        """Returns the maximum number of K/V heads that one of `ranks` ranks needs.
 
-        Those that several ranks read are on each of them.
+        K/V heads that several ranks need are on each of them.
         """
         if not self.num_heads or not self.num_kv_heads:
             return 0
@@ -219,7 +224,8 @@ def count_head_blocks(layers: Iterable[LayerProfile], pp_size: int, name: str) -
         name: name of the model, for the error.
 
     Returns:
-        See `local_heads`; one for all layers.
+        Number of blocks of heads, for all layers, as `local_heads` takes it; None to divide heads
+        evenly.
 
     Raises:
         ConfigError: heads cannot be divided among some number of ranks.
@@ -249,17 +255,17 @@ class ModelProfile:
     """How it is trained."""
 
     layers: tuple[LayerProfile, ...]
-    """One per decoder layer; layers that are alike are one object. Under LoRA the first stands
-    alone where other layers save more: no gradient reaches its input."""
+    """One profile per decoder layer; equal layers share one object. Under LoRA the first layer may
+    save less than others, as no gradient reaches its input."""
 
     vocab_size: int
     """Rows of the embedding and of the head."""
 
     tied: bool
-    """Embedding and head share one matrix."""
+    """Whether embedding and head share one matrix."""
 
     max_positions_tokens: int | None
-    """Longest sequence the position encoding was made for; None where it has no end."""
+    """Longest sequence that the position encoding supports; None if it has no limit."""
 
     outer_weights: int
     """Parameters outside the decoder layers: embeddings, final norm, head."""
@@ -268,23 +274,23 @@ class ModelProfile:
     """Parameters of adapters outside the decoder layers."""
 
     encoder_weights: int = 0
-    """Of the outer weights, those of encoders of images and sound, which no text gives gradients.
-    """
+    """Part of `outer_weights` in encoders of images and sound, which get no gradients from text."""
 
     message_elements: tuple[int, ...] = ()
-    """By layer, elements of a token that a pipeline's stage is given which begins with it; empty
-    where that is one hidden state."""
+    """For each layer, elements per token that a pipeline stage receives if it begins with that
+    layer; empty if that is one hidden state."""
 
 
 Tracer = Callable[[Any, Training], ModelProfile]
-"""Makes the profile of a config, of Transformers or with the fields of a `config.json`."""
+"""Function that traces the profile of a model, given its Transformers config (or an object with the
+fields of a `config.json`) and how it is trained."""
 
 
 def find_profile(config: object, training: Training, trace: Tracer) -> ModelProfile:
-    """Returns a model's profile: shipped, kept from before, or traced now and kept.
+    """Returns a model's profile: shipped, stored by an earlier trace, or traced now and stored.
 
     Raises:
-        SPPOError: as `trace` does.
+        SPPOError: `trace` raises it.
     """
     digest = config_digest(config)
     found = _derived(shipped_profiles().get(digest, ()), training)
@@ -294,7 +300,7 @@ def find_profile(config: object, training: Training, trace: Tracer) -> ModelProf
     found = _derived(_read(path), training)
     if found is not None:
         return found
-    # Ranks of a machine ask at once: one of them traces, and the others read what it has kept.
+    # All ranks of a machine come here at once: one of them traces, the others read its result.
     with file_lock(path, most_seconds=_TRACED_WITHIN_SECONDS):
         found = _derived(_read(path), training)
         if found is not None:
@@ -308,30 +314,30 @@ def find_profile(config: object, training: Training, trace: Tracer) -> ModelProf
 
 
 def config_digest(config: object) -> str:
-    """A name for all settings of a config that FLOPs or bytes may depend on."""
+    """Returns a digest of all settings of a config on which FLOPs or bytes may depend."""
     text = json.dumps(_settings(config), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @cache
 def shipped_profiles() -> Mapping[str, tuple[ModelProfile, ...]]:
-    """The profiles that come with the package, by `config_digest`."""
+    """Returns the profiles shipped with the package, by `config_digest`."""
     folder = Path(str(resources.files("sppo_hf.planning").joinpath("model_profiles")))
     texts = (file.read_text(encoding="utf-8") for file in sorted(folder.glob("*.json")))
     return dict(profiles_from_json(text) for text in texts)
 
 
 def profiles_to_json(digest: str, profiles: tuple[ModelProfile, ...]) -> str:
-    """Writes profiles of one model; see `profiles_from_json`."""
+    """Returns the profiles of one model as JSON text; the inverse of `profiles_from_json`."""
     entries = [_to_dict(profile) for profile in profiles]
     return json.dumps({"format": _FORMAT, "config": digest, "profiles": entries}, indent=1) + "\n"
 
 
 def profiles_from_json(text: str) -> tuple[str, tuple[ModelProfile, ...]]:
-    """Reads what `profiles_to_json` wrote: the config's digest, and its profiles.
+    """Returns the config's digest and the profiles in the text of `profiles_to_json`.
 
     Raises:
-        ValueError: it is something else (also as KeyError or TypeError).
+        ValueError: the text is something else; KeyError and TypeError are raised too.
     """
     read: dict[str, Any] = json.loads(text)
     if read["format"] != _FORMAT:
@@ -368,7 +374,11 @@ def _from_dict(entry: dict[str, Any]) -> ModelProfile:
 
 
 def _derived(known: tuple[ModelProfile, ...], training: Training) -> ModelProfile | None:
-    """What was traced under `training`; or, of LoRA, on a line through two other ranks."""
+    """Returns the known profile with this training or, under LoRA, one interpolated by rank.
+
+    Bytes and FLOPs are linear in the rank of the adapters, so two profiles with other ranks give
+    that of any rank. Returns None if neither exists.
+    """
     by_rank: dict[int, ModelProfile] = {}
     for profile in known:
         if profile.training == training:
@@ -377,7 +387,7 @@ def _derived(known: tuple[ModelProfile, ...], training: Training) -> ModelProfil
         if lora is None or wanted is None:
             continue
         same = replace(profile.training, lora=replace(lora, rank=wanted.rank)) == training
-        # A rank at which the adapters' second factors become thick lies on another line.
+        # Beyond the rank at which the adapters' second factors become thick, the line is another.
         if same and THIN * max(lora.rank, wanted.rank) <= profile.layers[0].hidden_size:
             by_rank[lora.rank] = profile
     if len(by_rank) < 2 or training.lora is None:
@@ -385,14 +395,14 @@ def _derived(known: tuple[ModelProfile, ...], training: Training) -> ModelProfil
     (first, low), (second, high), *_ = sorted(by_rank.items())
     share = (training.lora.rank - first) / (second - first)
     pairs = tuple(zip(low.layers, high.layers, strict=True))
-    # Layers that are alike stay one object.
+    # Equal layers remain one object.
     on_line = {pair: _between(*pair, share) for pair in pairs}
     layers = tuple(on_line[pair] for pair in pairs)
     return replace(_between(low, high, share), training=training, layers=layers)
 
 
 def _between(low: _Numbers, high: _Numbers, share: float) -> _Numbers:
-    """The numbers that differ on the line from `low` (share 0) to `high` (share 1)."""
+    """Returns `low` with all numbers interpolated to `high` (share 0 is `low`, 1 is `high`)."""
     numbers = {
         field.name: round(a + share * (b - a))
         for field in fields(low)
@@ -410,7 +420,7 @@ def _settings(config: object) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """`value` as JSON has it, without settings that do not matter; also inside sub-configs."""
+    """Returns `value` in JSON types without irrelevant settings, also those of sub-configs."""
     if isinstance(value, Mapping):
         named = cast("Mapping[Any, Any]", value)
     elif hasattr(value, "__dict__"):
@@ -428,7 +438,7 @@ def _plain(value: Any) -> Any:
 
 
 def _path(config: object, digest: str, training: Training) -> Path:
-    """Where the profile lies that was traced here, with these versions of what computes it."""
+    """Returns the path of the profile traced with the installed versions of its tracer."""
     versions = [sppo_hf.__version__, *map(metadata.version, ("torch", "transformers"))]
     key = [_FORMAT, digest, versions, asdict(training)]
     name = str(getattr(config, "model_type", None) or "model")
@@ -458,20 +468,20 @@ class LoraShape:
     """Columns of A, rows of B."""
 
     targets: str | tuple[str, ...] = ALL_LINEAR
-    """Names of the adapted modules (`"q_proj"`), or `"all-linear"`: every linear module of the
-    decoder layers. Expert weights, which Transformers keeps as one parameter per layer, and routers
-    that are no modules are not among them."""
+    """Names of the adapted modules (`"q_proj"`), or `"all-linear"` for every linear module of the
+    decoder layers. That excludes expert weights, which Transformers keeps as one parameter per
+    layer, and routers that are not modules."""
 
     dtype_bytes: int = 4
     """Bytes of one adapter element. PEFT makes adapters of a 16-bit model float32
     (`autocast_adapter_dtype`)."""
 
     autocast: bool = False
-    """Whether autocast narrows the adapters' products to the model's dtype. Activations are cast up
-    to the adapters' dtype and down again, and the narrow copy is what stays."""
+    """Whether autocast runs the adapters' matmuls in the model's dtype. Activations are cast up to
+    the adapters' dtype and down again, and the narrow copy is saved."""
 
     dropout: float = 0.0
-    """LoRA's own dropout; above zero its mask and what it lets through are saved too."""
+    """LoRA's dropout; above zero its mask and its output are saved too."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.rank <= _MOST_RANK:
@@ -486,8 +496,8 @@ class LoraShape:
             )
 
     def adapts(self, name: str) -> bool:
-        """Whether a linear module of this name is adapted; the empty name never is.
+        """Whether a linear module with this name is adapted; False for an empty name.
 
-        A fused module goes by its own name ("qkv_proj").
+        A fused module is named by its own name ("qkv_proj").
         """
         return bool(name) and (self.targets == ALL_LINEAR or name in self.targets)

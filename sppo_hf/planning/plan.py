@@ -539,7 +539,7 @@ def _with_attention_once(placed: Callable[..., Plan], *, required: bool) -> Plan
     try:
         more = placed(rerun_attention=True)
     except BudgetError as error:
-        # Of both, the one that needs less.
+        # Report the refusal of the plan that needs fewer bytes.
         refusal = refusal if required else error
     remedy = "attention_once=False makes it fit: attention of some layers then runs again"
     if more is not None and not _missing_bytes(more):
@@ -551,7 +551,7 @@ def _with_attention_once(placed: Callable[..., Plan], *, required: bool) -> Plan
     if plan is None:
         assert refusal is not None, "what was not planned was refused"
         raise refusal
-    # An estimate may be wrong: what lacks least is run, and warned about.
+    # Estimates may be wrong, so the plan that exceeds budgets by least is run, with a warning.
     return plan if required or more is None else min(plan, more, key=_missing_bytes)
 
 
@@ -575,7 +575,7 @@ def _best_placement(
     Args:
         places: allowed placements, the one with the fewest bytes on the host first.
         made_with: makes a plan; if it takes `under_seconds` or more, only whether it fits matters.
-        may_fit: whether the device can hold what it holds throughout the step.
+        may_fit: whether the bytes held throughout the step fit on the device.
 
     Raises:
         BudgetError: none fits, and the user named the budgets.
@@ -592,7 +592,7 @@ def _best_placement(
 
     fitting: list[Plan] = []
     for tried in filter(may_fit, places):
-        # One that comes later must be faster than nearly as fast.
+        # A later placement is taken only if it is faster by more than simulation's error.
         under_seconds = min(map(_step_seconds, fitting), default=float("inf")) / EQUALLY_FAST
         plan = make(tried, under_seconds=under_seconds)
         if plan is None or _missing_bytes(plan):
@@ -634,7 +634,7 @@ def _make_plan(request: PlanRequest, *, rerun_attention: bool, under_seconds: fl
     layer_tile_tokens = 0 if config.layer_tile_tokens == "auto" else config.layer_tile_tokens
     budgets = read_budgets(config, device)
     if device.kind == "cpu" and shape.host_resident is not None and config.device_memory is None:
-        # What rests is in the memory that the device computes in.
+        # On a CPU, host-resident weights and optimizer take a part of the device's own memory.
         rest = None if budgets.device is None else budgets.device - shape.host_resident.held_bytes
         budgets = budgets.replace(device=rest)
     for tier, size in request.slices.items():
@@ -667,7 +667,7 @@ def _make_plan(request: PlanRequest, *, rerun_attention: bool, under_seconds: fl
         if device.profile is None
         else ModelCost(
             shape=shape,
-            # A profile of another kind of device gives speeds alone.
+            # A profile of another kind of device is used for its speeds only.
             profile=replace(device.profile, kind=device.kind),
             dtype_name=request.dtype_name,
             batch_rows=request.batch_rows,
@@ -780,7 +780,7 @@ def _evaluation(task: _Task) -> _Decided:
     for base in (base for order in task.orders for base in _in_fewer_chunks(task, order)):
         made = _place_kv(task, base)
         if made.by_layer and not borrows:
-            # Nobody reads them once their layer has run, so they are dropped.
+            # K/V are not read after their layer has run, so they are dropped.
             made = replace(made, kv_modes=("recompute",) * made.num_layers)
         found.append(made)
     decisions, order_reason = _min_memory_choice(task, found)
@@ -812,7 +812,7 @@ def _by_policy(task: _Task) -> _Decided:
             "use offload='full' or 'none'."
         )
     saved = SAVED_BY_RECOMPUTE.get(task.config.recompute, "whole")
-    # Such a rule is about chunks; by layer only where that is asked for.
+    # A fixed policy divides chunks; it is used by layer only if the settings name that order.
     base = _base(task, task.orders[-1])
     base = with_kv(base, task.choices.kv_tiers[0], task.shape, task.budgets, task.device.kind)
     decisions = fixed_policy(task.cost, base, policy, saved, _with_host(task.choices))
@@ -874,9 +874,10 @@ def _rule_candidates(task: _Task, base: Decisions, mode: ActivationMode) -> Iter
     """
     config, on_cpu = task.config, task.device.kind == "cpu"
     modes = uniform_modes(base.num_chunks, base.num_layers, mode)
-    # The last chunk's backward comes at once, so keeping it costs one chunk's frames at one moment
-    # and saves a recomputation. On a GPU a chunk is many times longer; the solver says if it fits.
-    # The last layer's frames are as long as the sequence.
+    # By chunk, the last chunk's backward follows at once, so keeping its activations costs one
+    # chunk's bytes for a moment and saves a recomputation. On a GPU chunks are many times longer,
+    # and the solver decides whether they fit. By layer, the last layer's activations are as long as
+    # the sequence.
     automatic = config.recompute == config.offload == "auto"
     if automatic and on_cpu and base.num_chunks > 1 and not base.by_layer:
         modes = (*modes[:-1], (KEEP,) * base.num_layers)
@@ -992,7 +993,7 @@ def _closest(task: _Task, cost: ModelCost, limit: BudgetViolation) -> Solution:
     if _cut_is_fixed(task) or task.total_tokens <= usual_tokens:
         bounds = _bounds(task)
     else:
-        # The usual chunks are more than a search looks at, and would take minutes to simulate.
+        # The default chunks are more than a search tries, and would take minutes to simulate.
         *_, cuts = _cuts(task, cost)
         bounds = cuts[-1]
     bases = [task.batch.decisions(bounds, task.shape.num_layers, order) for order in task.orders]

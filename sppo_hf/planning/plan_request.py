@@ -61,8 +61,8 @@ from sppo_hf.planning.tiers import TIERS, Tier, offload_tiers
 from sppo_hf.schedule.timeline import Timeline
 
 _MOST_CHUNKS = 1024
-# What is planned, simulated and compared in a few seconds: chunks times layers, and chunks that are
-# solved for.
+# Limits below which planning takes seconds: units (chunks times layers) that are planned and
+# simulated, and chunks that are solved for.
 _MOST_UNITS = 2**15
 _MOST_SOLVED_CHUNKS = 512
 
@@ -93,8 +93,8 @@ class PlanResult:
     """The longest row that fits these budgets and settings, in tokens; 0 if none does."""
 
     enough: Mapping[Tier, int] = field(default_factory=dict[Tier, int])
-    """If nothing fits: by tier, a capacity with which it would fit, all else unchanged. Not always
-    the smallest; tiers of which no capacity is enough are left out."""
+    """If nothing fits: for each tier, a capacity with which it would fit if all else stays the
+    same. Not always the smallest such capacity. Tiers for which none is enough are left out."""
 
     @property
     def fits(self) -> bool:
@@ -110,13 +110,13 @@ class PolicyResult:
     """"auto", "none", "full" or "sppo"."""
 
     frames: str
-    """What is recomputed: "none", "selective", "full", or "mixed" by the solver."""
+    """What is recomputed: "none", "selective", "full", or "mixed" if the solver chose several."""
 
     first_limit: BudgetViolation | None
     """The first exceeded budget; None if it fits."""
 
     estimate: MemoryEstimate
-    """Its memory estimate."""
+    """Predicted bytes of the policy's plan."""
 
     step_seconds: float | None
     """Simulated seconds of a step; None if it does not fit."""
@@ -140,7 +140,7 @@ def question_for(
     """Builds a request.
 
     Args:
-        model_config: of Transformers, or an object with the fields of a `config.json`.
+        model_config: a Transformers config, or an object with the fields of a `config.json`.
         config: the settings; naming `offload_dir` gives the machine a disk.
         profile: the machine: its speeds, and its capacities where `config` names no budget.
         total_tokens: length of each row.
@@ -177,7 +177,7 @@ def question_for(
 
 
 def _host_bytes(profile: HardwareProfile) -> int | None:
-    """Returns the host bytes that a run on that machine counts on without a named budget."""
+    """Returns the host bytes that a plan for that machine may use if no budget is named."""
     total = profile.host_bytes
     if total is None or profile.kind == "cpu":
         return total
@@ -185,7 +185,7 @@ def _host_bytes(profile: HardwareProfile) -> int | None:
 
 
 def request_plan(question: PlanRequest) -> PlanResult:
-    """Plans a request, and finds the longest length and, if nothing fits, what would.
+    """Plans a request; finds the longest row that fits and, if nothing fits, sufficient capacities.
 
     Raises:
         ConfigError: the settings do not fit this length.
@@ -200,7 +200,8 @@ def request_plan(question: PlanRequest) -> PlanResult:
             first_limit=None,
             estimate=plan.estimate,
             budgets=plan.budgets,
-            # Lengths are tried in steps, and in the shortest chunks only.
+            # The search tries lengths in steps and only the shortest chunks, so the requested
+            # length may fit although the search found a smaller one.
             max_seq_len=max(longest_tokens, question.total_tokens),
         )
     limit, closest = _closest(placed, plan)
@@ -252,12 +253,12 @@ def plan_for(question: PlanRequest) -> Plan:
     config = question.config
     _check_units(question)
     if question.device.kind == "cpu" and config.device_memory is not None:
-        # On a CPU it takes a budget that is named for anything to be kept.
+        # On a CPU, activations are kept only within a budget that the settings name.
         try:
             return _make_plan(question, config)
         except BudgetError:
             pass
-    # A budget that the settings name is a reason to refuse; here it is one to answer.
+    # A run is refused if a named budget is exceeded; an answer has to describe the closest plan.
     return _make_plan(
         question, config.replace(**{tier.setting: None for tier in TIERS.values() if tier.setting})
     )
@@ -278,7 +279,7 @@ def _check_units(question: PlanRequest) -> None:
         num_chunks = -(-question.total_tokens // TARGET_CHUNK_TOKENS[kind])
     else:
         num_chunks = most_chunks(question.total_tokens)
-    # More chunks than tokens are refused by whoever cuts.
+    # More chunks than tokens are refused where the chunks are made.
     if most < num_chunks <= question.total_tokens:
         raise ConfigError(
             f"{question.total_tokens:,} tokens in {num_chunks:,} chunks through {layers:,} layers "
@@ -394,7 +395,7 @@ def _longest(placed: list[PlanRequest], plan: Plan) -> int:
     fitted = 0
 
     def missing(tokens: int) -> float:
-        """Returns the fewest missing bytes; if something fits, minus the bytes that it leaves."""
+        """Returns the fewest missing bytes of any plan; if one fits, minus its free bytes."""
         nonlocal fitted
         bases = [
             (question, cost, base)
@@ -402,7 +403,7 @@ def _longest(placed: list[PlanRequest], plan: Plan) -> int:
             for base in _bases(question, cost, plan, tokens, most_cuts=most_cuts)
         ]
         fewest = float("inf")
-        # What fitted at another length is tried first: it most likely fits again.
+        # The base that fitted at another length is tried first, as it most likely fits again.
         for at in sorted(range(len(bases)), key=lambda at: at != fitted):
             question, cost, base = bases[at]
             if min_missing_bytes(cost, base, budgets, _choices(question)) > fewest:
@@ -445,12 +446,12 @@ def _bases(
         cost: costs of its shape.
         plan: a plan made for it, at any length.
         total_tokens: length of the rows.
-        most_cuts: how many ways to cut, shortest chunks first and of each length all of
-            `partitions_of`; None for all.
+        most_cuts: limit of the ways to cut, shortest chunks first and for each length all of
+            `partitions_of`; None for no limit.
     """
     config, kind = question.config, question.device.kind
     choices = _choices(question)
-    # A rule that chooses frames is about chunks, and does not look for a place for K/V.
+    # A policy that offloads some activations divides chunks, and does not choose a tier for K/V.
     chooses = config.offload_is_partial
     orders = read_orders(config)
     cuts = islice(_cuts(question, cost, total_tokens), most_cuts)
@@ -500,16 +501,16 @@ def _cuts(question: PlanRequest, cost: ModelCost, total_tokens: int) -> Iterator
             yield from (bounds for bounds in alike if bounds is not None)
         return
     num_chunks = config.num_chunks if config.chunk_lengths is None else len(config.chunk_lengths)
-    # An estimate walks its chunks. Fewer and longer ones need a little more memory, so what is
-    # found to fit does fit.
+    # The time of an estimate grows with the number of chunks. Fewer, longer chunks need a little
+    # more memory, so a length that fits with them fits with the usual ones too.
     usual_tokens = _MOST_CHUNKS * TARGET_CHUNK_TOKENS[kind]
     if num_chunks != "auto":
-        # Other lengths than the one asked about are cut alike.
+        # Other lengths than the requested one are cut into the same number of chunks.
         config = config.replace(chunk_lengths=None, num_chunks=min(num_chunks, total_tokens))
     elif config.chunk_tokens and total_tokens > _MOST_CHUNKS * config.chunk_tokens:
         config = config.replace(chunk_tokens=None, num_chunks=_MOST_CHUNKS)
     elif not config.chunk_tokens and total_tokens > usual_tokens:
-        # No chunk of the usual ones is more than twice as long as they are on average.
+        # No usual chunk is longer than twice the average.
         yield even_bounds(total_tokens, _MOST_CHUNKS // 2)
         return
     yield chunk_bounds(config, cost.shape, total_tokens, device_kind=kind)

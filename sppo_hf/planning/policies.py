@@ -1,7 +1,7 @@
-"""Fixed policies: modes of every frame by a rule instead of by a search.
+"""Fixed policies: activation modes of every (layer, chunk) by a rule instead of by a search.
 
-Each may save frames whole or reduced. Also how counts of layers become modes of layers, which rules
-and solver share.
+Each works with any `Saved` value. `spread` and `spread_kinds`, which turn numbers of layers per
+mode into a mode for each layer, are shared with the solver.
 
 The paper's rule (SPPO, arXiv 2503.10377, sequence-aware offloading) is here as formulas on plain
 numbers: chunk i's activations are A_i bytes, the copy of chunk i - 1 overlaps the compute of chunk
@@ -22,11 +22,11 @@ from sppo_hf.registry import OFFLOAD_POLICIES
 
 
 def sppo_ratios(activation_bytes: Sequence[float], threshold_bytes: float) -> tuple[float, ...]:
-    """Returns alpha_i = min(1, M_th / A_i), the share of each chunk's activations that leaves.
+    """Returns alpha_i = min(1, M_th / A_i), the share of each chunk's activations to offload.
 
     Args:
         activation_bytes: A_i of every chunk, first to last.
-        threshold_bytes: M_th, what one chunk's compute time can copy.
+        threshold_bytes: M_th, the bytes that can be copied during one chunk's compute.
 
     Returns:
         One ratio in [0, 1] per chunk. The last chunk's is 0: its backward comes next.
@@ -39,21 +39,21 @@ def sppo_ratios(activation_bytes: Sequence[float], threshold_bytes: float) -> tu
 
 
 Policy = Callable[[ModelCost, Decisions, Saved, Tier, float], LayerModes]
-"""From a model's costs on a device, the batch, how much is saved of a layer, the nearest tier away
-from the device and the bytes of K/V that go there too: modes of all frames."""
+"""Function that returns the modes of all (layer, chunk). Arguments: costs of the model on a device;
+the batch; how much of a layer is saved; the nearest offload tier; bytes of K/V offloaded there."""
 
 
 def register_policy(
     name: str, *, keeps: bool, leaves: bool, reason: str
 ) -> Callable[[Policy], Policy]:
-    """Decorator: the policy can be asked for by name, and is a candidate of the solver.
+    """Decorator that registers a policy as a value of a setting and as a candidate of the solver.
 
     Args:
         name: value of the setting `offload`.
-        keeps: whether some frames stay on the device.
-        leaves: whether some leave it. A policy of which both are true chooses between frames, so
-            it needs to know how fast the device is.
-        reason: what it does, for the plan's table.
+        keeps: whether it keeps some activations on the device.
+        leaves: whether it offloads some activations. A policy that does both needs to know the
+            device's speed to choose between them.
+        reason: description of the policy in the plan's table.
     """
 
     def register(made: Policy) -> Policy:
@@ -67,7 +67,7 @@ Chosen = TypeVar("Chosen", ActivationMode, KVMode)
 
 
 def uniform_modes(num_chunks: int, num_layers: int, mode: ActivationMode) -> LayerModes:
-    """Returns the same mode for every frame."""
+    """Returns the same mode for every (layer, chunk)."""
     return ((mode,) * num_layers,) * num_chunks
 
 
@@ -75,7 +75,7 @@ def uniform_modes(num_chunks: int, num_layers: int, mode: ActivationMode) -> Lay
 def none_modes(
     cost: ModelCost, base: Decisions, saved: Saved, tier: Tier, kv_bytes: float = 0.0
 ) -> LayerModes:
-    """Returns modes that keep every frame on the device."""
+    """Returns modes that keep all activations on the device."""
     return uniform_modes(base.num_chunks, base.num_layers, mode_of(saved, "device"))
 
 
@@ -83,7 +83,7 @@ def none_modes(
 def full_modes(
     cost: ModelCost, base: Decisions, saved: Saved, tier: Tier, kv_bytes: float = 0.0
 ) -> LayerModes:
-    """Returns modes that let every frame leave."""
+    """Returns modes that offload all activations."""
     return uniform_modes(base.num_chunks, base.num_layers, mode_of(saved, tier))
 
 
@@ -100,9 +100,9 @@ def sppo_modes(
     tier: Tier = "host",
     kv_bytes: float = 0.0,
 ) -> LayerModes:
-    """Returns the paper's rule: of each chunk as many layers leave as one chunk's compute can copy.
+    """Returns modes by the paper's rule: each chunk offloads what one chunk's compute can hide.
 
-    By layer the same is said of each layer's chunks.
+    By layer, the rule is applied to each layer's chunks instead of each chunk's layers.
     """
     lengths, bounds = base.chunk_lengths, base.bounds
     slots = [base.units(slot) for slot in base.slots]
@@ -124,19 +124,22 @@ def sppo_leaving(
     members: int,
     kv_bytes: float,
 ) -> list[int]:
-    """Returns how many layers of each chunk leave by the paper's rule, on a device or a stage.
+    """Returns the number of layers to offload of each chunk by the paper's rule.
 
-    `alpha_i = min(1, BW * T_chunk / A_i)` with T_chunk the mean forward time of a chunk, the head's
-    left out; layers are whole, so alpha is rounded to the nearest of them. The last chunk stays, as
-    does what is not offloaded. The copies' speed is that of both directions at once, as in a
-    pipeline, whose forwards and backwards take turns, less what K/V take of it.
+    `alpha_i = min(1, BW * T_chunk / A_i)`, where T_chunk is the mean forward time of a chunk
+    without the head. Whole layers are offloaded, so alpha is rounded to a number of layers. The
+    last chunk and all other layers are kept on the device. BW is the speed of a copy while another
+    runs the other way, as in a pipeline, where forwards and backwards alternate; the bytes of K/V
+    are subtracted from what can be copied.
+
+    By layer, chunks and layers change places in all of this.
 
     Args:
-        cost: Its rate of copies is looked at.
-        activation_bytes: A_i of every chunk, all layers of the stage together.
-        forward_seconds: Of all chunks through all layers.
-        members: Layers of the stage; by layer, chunks, and the other way round in all of the above.
-        kv_bytes: What K/V of all chunks copy to the host meanwhile.
+        cost: costs of the model, for the speed of copies.
+        activation_bytes: A_i of every chunk, summed over the layers of the device or stage.
+        forward_seconds: seconds of forward, summed over all chunks and layers.
+        members: number of layers of the device or stage.
+        kv_bytes: bytes of K/V of all chunks that are copied to the host in that time.
     """
     room = max(0.0, forward_seconds / cost.d2h_seconds(1.0, both=True) - kv_bytes)
     ratios = sppo_ratios(activation_bytes, room / len(activation_bytes))
@@ -144,12 +147,15 @@ def sppo_leaving(
 
 
 def spread(counts: Mapping[Chosen, int], num_layers: int) -> tuple[Chosen, ...]:
-    """Lays modes over layers as evenly as their counts allow, so that resources are used evenly."""
+    """Returns a mode for each layer, with each mode's layers spread as evenly as possible.
+
+    So compute and copies are used evenly over time.
+    """
     assert sum(counts.values()) == num_layers, "every layer has one mode"
     given = dict.fromkeys(counts, 0)
     chosen: list[Chosen] = []
     for layer in range(num_layers):
-        # The mode that lags most behind its share of the layers so far.
+        # Take the mode that is farthest below its share of the layers so far.
         mode = max(counts, key=lambda m: counts[m] * (layer + 1) / num_layers - given[m])
         given[mode] += 1
         chosen.append(mode)
@@ -159,7 +165,13 @@ def spread(counts: Mapping[Chosen, int], num_layers: int) -> tuple[Chosen, ...]:
 def spread_kinds(
     counts: Sequence[Mapping[Chosen, int]], members: Sequence[Sequence[int]], num_layers: int
 ) -> tuple[Chosen, ...]:
-    """Like `spread`, kind of layer by kind of layer."""
+    """Returns a mode for each layer like `spread`, separately for each kind of layer.
+
+    Args:
+        counts: number of layers with each mode, for each kind.
+        members: indices of the layers of each kind.
+        num_layers: number of all layers.
+    """
     chosen: list[Chosen | None] = [None] * num_layers
     for kind, layers in zip(counts, members, strict=True):
         for layer, mode in zip(layers, spread(kind, len(layers)), strict=True):

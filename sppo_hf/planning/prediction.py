@@ -23,23 +23,23 @@ class ChunkPrediction:
     """Predicted seconds of one chunk."""
 
     forward_seconds: float = 0.0
-    """Compute of its forward, including head and loss."""
+    """Seconds of compute of the chunk's forward, including head and loss."""
 
     backward_seconds: float = 0.0
-    """Compute of its backward, including recomputation."""
+    """Seconds of compute of the chunk's backward, including recomputation."""
 
     d2h_seconds: float = 0.0
-    """Copies of its bytes to the host, hidden or not."""
+    """Seconds of copies of the chunk's bytes to the host, hidden behind compute or not."""
 
     h2d_seconds: float = 0.0
-    """Copies of its bytes to the device."""
+    """Seconds of copies of the chunk's bytes to the device."""
 
     tier_seconds: Mapping[Tier, float] = field(default_factory=dict[Tier, float])
-    """Writes and reads of its bytes, by tier behind the host."""
+    """Seconds of writes and reads of the chunk's bytes, by tier behind the host."""
 
     @property
     def compute_seconds(self) -> float:
-        """Compute of forward and backward."""
+        """Seconds of compute in forward and backward."""
         return self.forward_seconds + self.backward_seconds
 
 
@@ -57,7 +57,7 @@ class Prediction:
     """Time that compute waits for copies and disk."""
 
     update_seconds: float = 0.0
-    """The optimizer's update on the host, which follows backward; 0 where it is on the device."""
+    """Seconds of the optimizer's update on the host, after backward; 0 if it is on the device."""
 
     tokens_per_second: float
     """Tokens per second, over all rows."""
@@ -167,24 +167,24 @@ class MeasuredStep:
     """Bytes written to disk."""
 
     disk_read_bytes: int = 0
-    """Bytes read from it."""
+    """Bytes read from disk."""
 
     @property
     def step_seconds(self) -> float:
-        """Forward and backward."""
+        """Seconds of forward and backward, summed over chunks."""
         return sum(self.forward_seconds) + sum(self.backward_seconds)
 
 
 def learn(prediction: Prediction, measured: MeasuredStep, before: Correction) -> Correction:
     """Returns the correction that makes the prediction agree with a measurement.
 
-    Compute time is what was measured without stalls, which are subtracted from forward and backward
-    in proportion. If compute waited longer than predicted, copies were slower by that time.
+    Compute time is the measured time minus stalls, which are subtracted from forward and backward
+    in proportion. If compute waited longer than predicted, the copies were slower by that time.
 
     Args:
-        prediction: of the plan that ran.
-        measured: a step of it, not the first (which compiles, allocates and pins).
-        before: the correction with which the prediction was made.
+        prediction: prediction of the plan that ran.
+        measured: a step of that plan, but not the first, which compiles, allocates and pins.
+        before: correction with which the prediction was made.
     """
     step = measured.step_seconds
     busy = max(0.0, 1.0 - measured.stall_seconds / step) if step > 0 else 1.0

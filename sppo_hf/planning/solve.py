@@ -59,7 +59,7 @@ from sppo_hf.schedule.timeline import Timeline
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-# With more units than this, recomputation buffers and copies in flight weigh little beside saved
+# With more units than this, recomputation buffers and copies in flight are small compared to saved
 # activations.
 _FEW_UNITS = 16
 
@@ -75,7 +75,8 @@ class Choices:
     """Tiers that may hold activations."""
 
     kv_tiers: tuple[Tier, ...] = ("device",)
-    """Tiers that may hold K/V; of those that fit the fastest is taken, the first of equals."""
+    """Tiers that may hold K/V. Of those with which a plan fits the fastest is taken, and the first
+    of equally fast ones."""
 
     @property
     def modes(self) -> tuple[ActivationMode, ...]:
@@ -100,8 +101,8 @@ class BudgetViolation:
 def kv_modes_of(shape: ModelShape, base: Decisions, choices: Choices) -> tuple[KVMode, ...]:
     """Returns the allowed K/V modes.
 
-    By layer, K/V may be recomputed where layers may. K/V that other layers use must be held for all
-    of these.
+    By layer, K/V may be recomputed if layers may be. K/V that other layers read must be held until
+    all of these have run.
     """
     if not base.by_layer:
         return choices.kv_tiers
@@ -201,11 +202,11 @@ def _farthest_modes(
     choices: Choices,
     saved: Saved,
 ) -> LayerModes:
-    """Returns modes that save one kind on the farthest tiers with free bytes, unit by unit."""
+    """Returns modes with one `Saved` value, on the farthest tiers with free bytes, unit by unit."""
     away: list[Tier] = [tier for tier in offload_tiers() if tier in choices.tiers]
     room = {tier: _free_bytes(cost, base, budgets, tier, away) for tier in away}
     places: dict[Tier, float] = {}
-    # All bytes, less what fits away, stay: the device takes that much, from the latest frame on.
+    # The device keeps the bytes that do not fit on other tiers, beginning with the latest unit.
     sizes: list[Sequence[int]] = [*cost.activation_sizes(base.chunk_lengths, saved)]
     if base.by_layer:
         sizes = [*zip(*sizes, strict=True)]
@@ -223,7 +224,7 @@ def _farthest_modes(
             rows.append((mode_of(saved, whole),) * len(frames))
             continue
         if _next_tier(places, min(frames)) == overfull and places[overfull] <= 0:
-            # Nowhere is room for any of them.
+            # No tier has free bytes for any of these units.
             places[overfull] -= size
             rows.append((mode_of(saved, overfull),) * len(frames))
             continue
@@ -239,7 +240,7 @@ def _farthest_modes(
 def _next_tier(places: dict[Tier, float], size: int) -> Tier:
     """Returns the nearest tier with free bytes for one more unit."""
     for tier, room in places.items():
-        # What must stay is a quota: it takes the frame that crosses it too.
+        # The device's bytes are a quota that must be reached, so the unit that exceeds it counts.
         if room > 0 if tier == "device" else room >= size:
             return tier
     return next(iter(places))
@@ -277,7 +278,7 @@ def _free_bytes(
 def with_lookahead(
     cost: ModelCost, base: Decisions, modes: LayerModes, *, frames: int
 ) -> Decisions:
-    """Returns `base` with other modes and a look-ahead of so many of their largest units."""
+    """Returns `base` with other modes and a look-ahead of `frames` units of the largest mode."""
     away: set[Saved] = {mode.saved for mode in modes_used(modes) if mode.offload}
     ahead = lookahead_bytes(cost, base, away, frames)
     return with_lookahead_bytes(cost, replace(base, layer_modes=modes), ahead)
@@ -293,7 +294,7 @@ def with_lookahead_bytes(cost: ModelCost, decisions: Decisions, activation_bytes
     if decisions.by_layer and set(offload_tiers()) & set(decisions.kv_modes):
         sums = int(tables.layer_kv.max())
     max_pending_d2h_bytes = activation_bytes + sums
-    # With nothing to move, the engine's own rule, whose bounds are never reached.
+    # If nothing is offloaded, the engine's default applies, whose bounds are never reached.
     return replace(
         decisions,
         max_pending_d2h_bytes=max_pending_d2h_bytes or None,
@@ -302,7 +303,7 @@ def with_lookahead_bytes(cost: ModelCost, decisions: Decisions, activation_bytes
 
 
 def lookahead_bytes(cost: ModelCost, base: Decisions, saved: Iterable[Saved], frames: int) -> int:
-    """Returns the bytes of `frames` units of the largest of these kinds."""
+    """Returns the bytes of `frames` units, of the largest unit of any of these `Saved` values."""
     longest = max(base.chunk_lengths)
     layers = LayerKinds.of(cost).representative
     sizes = [cost.activation_bytes(i, longest, kind) for i in layers for kind in set(saved)]
@@ -310,7 +311,7 @@ def lookahead_bytes(cost: ModelCost, base: Decisions, saved: Iterable[Saved], fr
 
 
 _ATTEMPTS = 4
-# Frames of the largest kind that may be on their way: more hide hiccups, fewer save memory.
+# Units of the largest mode that may be in flight: more hide jitter, fewer save memory.
 _LAYERS_AHEAD = 2
 _MAX_LAYERS_AHEAD = 8
 
@@ -362,8 +363,8 @@ def solve(
         return found
     if found.step_seconds <= _STALLS * compute_seconds(found.decisions, cost):
         return found
-    # The linear program knows of copies only that they must fit beside all compute, not when. What
-    # it mixes may wait where a plan of fewer modes does not.
+    # The linear program ensures that copies fit beside compute in total, but not at every moment.
+    # So a mixed plan may wait for copies where a plan with fewer modes does not.
     for saved in choices.saved if len(choices.saved) > 1 else ():
         one_kind = replace(choices, saved=(saved,))
         other = _solved(cost, base, budgets, one_kind, best=found, under_seconds=under_seconds)
@@ -389,7 +390,7 @@ def _solved(
         broken.append([*over_budget(lower(least, cost).estimate, budgets)])
         if base.training and broken[-1]:
             continue
-        # By layer, one program has all that may become of K/V.
+        # By layer, one program covers all K/V modes.
         mixed: list[tuple[str, Decisions, float]] = []
         if not solved:
             under = under_seconds if best is None else min(under_seconds, best.step_seconds)
@@ -400,7 +401,7 @@ def _solved(
             (name, decisions, 0.0) for name, decisions in fixed_policies(cost, placed, choices)
         ]
         named.append(("least memory", least, 0.0))
-        # The most promising first: what cannot win is not simulated.
+        # The most promising candidates come first; those that cannot win are not simulated.
         mixed.sort(key=lambda candidate: candidate[2])
         for name, decisions, seconds in [*mixed, *named]:
             if best is not None:
@@ -415,7 +416,7 @@ def _solved(
                 best = solution
     if best is not None:
         return best
-    # Where K/V wait so that least is missing over all tiers; there, what is missing most.
+    # Report the K/V mode that misses the fewest bytes in total and, for it, the worst tier.
     closest = min(broken, key=lambda limits: sum(limit.missing_bytes for limit in limits))
     assert closest, "what does not fit breaks a limit"
     return max(closest, key=lambda limit: limit.missing_bytes)
@@ -425,18 +426,19 @@ EQUALLY_FAST = 1.01
 """Plans whose durations differ by less than this ratio are equally fast; simulation is not more
 exact."""
 
-# A plan that takes more than so many times its compute waits for copies, and may not be the best.
+# A plan that takes longer than its compute times this waits for copies, and may not be the best.
 _STALLS = 1.01
 
 HOST_TRADE_RATIO = 1.002
-"""A plan may take so many times as long to use less host memory: page-locking takes time too, and
-memory that is not locked is left to data loading, checkpoints and other processes."""
+"""A plan may take up to this many times the seconds of the fastest to use less host memory:
+page-locking takes time too, and the rest of host memory remains for data loading, checkpoints and
+other processes."""
 
-# A slower plan leaves at least so much free of what an equally fast one takes of the host.
+# A slower plan must free at least this share of the host memory that the faster one uses.
 _MIN_FREED_SHARE = 0.1
-# Shares of what a plan takes of the host with which it is looked for once more.
+# Shares of a plan's host memory with which, as host budget, another plan is searched.
 _HOST_SHARES = (0.8, 0.7, 0.6)
-# A plan that takes more of the host's budget would rather have more of it.
+# A plan that uses more than this share of the host's budget would be faster with more of it.
 _NEARLY_FULL = 0.95
 
 
@@ -623,7 +625,7 @@ def _solved_mixes(
             if not over:
                 yield "solver", decisions, bound
                 break
-            # A few bytes too many on the host take a whole slab, which would be much to give up.
+            # A few excess bytes on the host occupy a whole slab, which is not to be subtracted.
             slabs = {"host": predicted.standing_bytes(Cause.SLABS)}
             tight = lower_budgets(tight, over, unused=slabs)
 
@@ -681,8 +683,8 @@ def _rounded(
 
     Args:
         mix: [slot, kind, mode] counts.
-        members: layers (or chunks) of each kind.
-        modes: the modes.
+        members: indices of the layers (or chunks) of each kind.
+        modes: the modes, in the order of the last dimension of `mix`.
 
     Returns:
         The modes of every slot's members.
@@ -720,10 +722,10 @@ def _fit_lookahead(cost: ModelCost, decisions: Decisions, budgets: Budgets) -> D
         return with_lookahead_bytes(cost, decisions, most)
     decisions = with_lookahead_bytes(cost, decisions, least)
     peak = lower(decisions, cost).estimate.device.total
-    # The reserve grows with what is held.
+    # The reserve for fragmentation grows with the bytes held.
     spare = int((budgets.device - peak) / (1.0 + FRAGMENTATION[cost.profile.kind]))
     more = with_lookahead_bytes(cost, decisions, min(most, least + max(0, spare)))
-    # Frames come back whole, so a peak may grow by a little more than the look-ahead.
+    # Whole units are prefetched, so a peak may grow by slightly more than the look-ahead.
     peak = lower(more, cost).estimate.device.total
     return more if peak <= budgets.device else decisions
 

@@ -1,13 +1,13 @@
-"""Tiers: the memories that hold bytes between their uses, as values that planning iterates over.
+"""Tiers: the memories that hold bytes between their uses, in the form that planning reads.
 
 A tier is one class here (or in a user's package) under `@register_tier("name")`: its capacity, its
 rates and its name in messages. Budgets, estimates, the linear program, the simulator's resources,
 tables, pictures and JSON have one entry per tier. A class of the same name in
 `sppo_hf.offload.tiers` stores and loads the bytes.
 
-Copies from and to the device have their other end in host memory. So a tier is the device, the
-host, or *behind* the host: its bytes are first copied to a staging region in host memory, and
-written from there, on resources of the tier's own, while the next ones are copied.
+The device can copy only from and to host memory. So a tier is the device, the host, or *behind* the
+host: then its bytes are first copied to a staging region in host memory and written from there, on
+the tier's own resources, while the next bytes are copied.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HOST: Tier = "host"
 
 
 class TierModel:
-    """What planning knows of a tier. `TIERS` lists them nearest first."""
+    """Properties of a tier that planning uses. `TIERS` has all tiers, nearest first."""
 
     name: Tier = ""
     """Name under which the tier is registered."""
@@ -50,10 +50,10 @@ class TierModel:
     """Remedy shown when this tier's budget is exceeded; a full sentence."""
 
     called: str = ""
-    """Description of more of it, "host memory"; "" if more cannot be added."""
+    """Name of the tier's memory in remedies, as in "more host memory"; "" if it cannot be added."""
 
     colour: str = "#999999"
-    """Colour of its bytes and copies in pictures."""
+    """Colour of its bytes and copies in figures."""
 
     @property
     def store_resource(self) -> str:
@@ -67,11 +67,11 @@ class TierModel:
 
     @property
     def option(self) -> str:
-        """Command-line option of its setting."""
+        """Command-line option of the setting with the tier's budget."""
         return "--" + self.setting.replace("_", "-")
 
     def is_available(self, config: SPPOConfig, device_kind: str) -> bool:
-        """Whether bytes may be held there."""
+        """Whether bytes may be held on this tier."""
         return True
 
     def allowing(self, config: SPPOConfig) -> SPPOConfig:
@@ -96,23 +96,23 @@ class TierModel:
         return parse_bytes(value, field=self.setting, total_bytes=has)
 
     def store_rate(self, profile: HardwareProfile) -> float:
-        """Bytes per second from host memory to it; only for tiers behind the host."""
+        """Bytes per second from host memory to the tier; only for tiers behind the host."""
         raise NotImplementedError
 
     def load_rate(self, profile: HardwareProfile) -> float:
-        """Bytes per second from it to host memory."""
+        """Bytes per second from the tier to host memory; only for tiers behind the host."""
         raise NotImplementedError
 
     def of_one_device(self, profile: HardwareProfile, devices: int) -> HardwareProfile:
-        """Returns the profile with one device's share of the tier's rates."""
+        """Returns the profile with one device's share of the tier's rates on `devices` devices."""
         return profile
 
 
 def register_tier(name: Tier) -> Callable[[type[TierModel]], type[TierModel]]:
-    """Decorator that registers a tier behind those registered before.
+    """Decorator that registers a tier as farther than those registered before.
 
     Args:
-        name: its name in plans, JSON and tables.
+        name: name of the tier in plans, JSON and tables.
     """
 
     def register(made: type[TierModel]) -> type[TierModel]:
@@ -162,7 +162,8 @@ class Host(TierModel):
         return device_kind != "cpu"
 
 
-# A SATA-like guess for a disk that nobody has measured; `sppo calibrate --offload-dir` does.
+# Bytes per second assumed for a disk that is not measured, as of a SATA disk. `sppo calibrate
+# --offload-dir` measures it.
 _UNKNOWN_DISK = 0.5e9
 
 
@@ -182,19 +183,19 @@ class Disk(TierModel):
         return config.offload_dir is not None
 
     def allowing(self, config: SPPOConfig) -> SPPOConfig:
-        """Names a folder, which nothing is written to: decisions depend on whether there is one."""
+        """Returns the settings with a folder; only whether there is one matters to decisions."""
         return config if config.offload_dir is not None else config.replace(offload_dir="disk")
 
     def capacity_bytes(self, config: SPPOConfig, facts: Any) -> int | None:
-        """Returns 0 without `offload_dir`."""
+        """Returns the disk's capacity; 0 without `offload_dir`."""
         return 0 if config.offload_dir is None else super().capacity_bytes(config, facts)
 
     def store_rate(self, profile: HardwareProfile) -> float:
-        """As measured, else guessed."""
+        """Measured bytes per second written; a guess if not measured."""
         return profile.disk_write_bytes_per_second or _UNKNOWN_DISK
 
     def load_rate(self, profile: HardwareProfile) -> float:
-        """As measured, else guessed."""
+        """Measured bytes per second read; a guess if not measured."""
         return profile.disk_read_bytes_per_second or _UNKNOWN_DISK
 
     def of_one_device(self, profile: HardwareProfile, devices: int) -> HardwareProfile:

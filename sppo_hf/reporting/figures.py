@@ -1,12 +1,12 @@
-"""Pictures of plans, schedules and attention speeds, drawn with matplotlib.
+"""Figures of plans, schedules and attention speeds, drawn with matplotlib.
 
-`draw_plan` shows one rank's plan: what each chunk does, the bytes of every tier, the resources over
-time. `draw_schedule` shows all ranks of a schedule over time and what each of them holds, and
-`draw_comparison` a measured step above its simulation. matplotlib is imported only to draw, and its
-global state is left alone.
+`draw_plan` shows one rank's plan: modes of each chunk, bytes of every tier, resources over time.
+`draw_schedule` shows all ranks of a schedule over time and the bytes or units that each holds.
+`draw_comparison` shows a measured step above its simulation. matplotlib is imported only to draw,
+and its global state is not changed.
 
-Colours are Okabe and Ito's, which the colour-blind can tell apart: blue is the device and its
-compute, orange the host, purple the disk, green keys and values, grey what passes between ranks.
+Colours are Okabe and Ito's, which colour-blind people can distinguish: blue is the device and its
+compute, orange the host, purple the disk, green K/V, grey messages between ranks.
 """
 
 
@@ -194,14 +194,14 @@ def thin_out(curve: Sequence[tuple[float, float]], end_seconds: float) -> list[f
 
 
 ENDINGS = (".png", ".svg", ".pdf")
-"""Endings of the files that can be drawn."""
+"""Supported endings of a figure's file."""
 
 _WIDTH_INCHES = 13.0
-# A number needs about so much of the width per character, at font size 7.
+# Width of a character of a number at font size 7, as a fraction of the figure's width.
 _CHARACTER = 1 / 210
 COMPUTE_HEIGHT = 0.8
 _BESIDE_HEIGHT = 0.28
-# Of a pair of rows, measured and simulated.
+# Height of the measured row in a pair of rows, measured and simulated.
 _MEASURED_HEIGHT = 0.62
 _SIMULATED_HEIGHT = 0.42
 _PAIR_HEIGHT = 1.35
@@ -210,10 +210,10 @@ _PAIR_HEIGHT = 1.35
 def draw_schedule(schedule: Schedule, timeline: Timeline, *, path: str | Path, title: str) -> None:
     """Draws a simulated or measured schedule into a file.
 
-    Above, a row for each rank: compute, numbered by micro-batch (and chunk, where there are
-    several), and below it the other resources. Forwards of odd micro-batches are paler. Below, the
-    bytes on each rank's device over time where the timeline has them, otherwise the
-    units that are alive.
+    The upper panel has rows for each rank: compute, numbered by micro-batch (and chunk, if there
+    are several), and below it the other resources. Forwards of odd micro-batches are paler. The
+    lower panel shows the bytes on each rank's device over time if the timeline has them, otherwise
+    the number of live units.
 
     Raises:
         ConfigError: matplotlib is missing, or the path's ending is none of `ENDINGS`.
@@ -239,13 +239,13 @@ def new_figure(
     width_inches: float = _WIDTH_INCHES,
     what: str = "a schedule",
 ) -> Figure:
-    """Makes an empty figure for a file, apart from matplotlib's global state.
+    """Makes an empty figure for a file, without using matplotlib's global state.
 
     Args:
-        path: the file that it will be written to.
-        height_inches: its height.
-        width_inches: its width; pictures over time are all as wide.
-        what: is drawn, for messages.
+        path: the file that the figure will be written to.
+        height_inches: height of the figure.
+        width_inches: width of the figure; all figures over time have the same.
+        what: the object to draw, for error messages.
 
     Raises:
         ConfigError: matplotlib is missing, or the path's ending is none of `ENDINGS`.
@@ -266,14 +266,14 @@ def new_figure(
 
 
 def _rows(schedule: Schedule, timeline: Timeline) -> list[list[str]]:
-    """Each rank's resources, compute first."""
+    """Returns the names of each rank's resources, compute first."""
     rows: list[list[str]] = []
     for rank in range(schedule.num_ranks):
         compute = f"{rank}{COMPUTE}"
         own = [
             resource for resource in timeline.resources if resource.partition(".")[0] == str(rank)
         ]
-        # Receives take no time of their own: their sends are in the picture.
+        # Receives take no time; their sends are shown.
         beside = [
             resource
             for resource in own
@@ -348,7 +348,7 @@ def draw_compute(
         (at, height),
         facecolors=colours,
         edgecolors="white",
-        # Edges would cover bars that are hardly wider.
+        # Edges would cover narrow bars.
         linewidth=0.5 if len(spans) <= 250 else 0.0,
     )
     for span in spans:
@@ -417,7 +417,7 @@ def _draw_held(axes: Axes, schedule: Schedule, timeline: Timeline, clock: Clock)
 def write_title(axes: Axes, title: str, lines: Sequence[Sequence[str]]) -> None:
     """Fills `axes` with the picture's title and lines of facts below it."""
     axes.set_axis_off()
-    # A dollar sign in a name begins no formula.
+    # A dollar sign in a name must not begin a formula.
     axes.text(0.0, 0.75, title, fontsize=15, fontweight="bold", parse_math=False)
     for index, parts in enumerate(lines):
         place = 0.2 if len(lines) == 1 else 0.42 - 0.32 * index
@@ -437,7 +437,7 @@ def share_time_axis(panels: Sequence[Axes], clock: Clock) -> None:
 
 
 def add_legend(axes: Axes, handles: Sequence[Artist] | None) -> None:
-    """Puts a legend to the right of `axes`: of `handles`, or of what it has itself."""
+    """Puts a legend to the right of `axes`, of `handles` or, if None, of the axes' own artists."""
     handles = axes.get_legend_handles_labels()[0] if handles is None else handles
     axes.legend(
         handles=handles,
@@ -634,7 +634,7 @@ def _draw_modes(axes: Axes, plan: Plan) -> None:
 
 
 def _number_chunks(axes: Axes, plan: Plan) -> None:
-    """Numbers the chunks along the top, leaving out those that would touch the one before."""
+    """Numbers the chunks along the top, without numbers that would touch the previous one."""
     places: dict[int, float] = {}
     last_tokens = float("-inf")
     for chunk, (start, end) in enumerate(plan.bounds):
@@ -647,7 +647,7 @@ def _number_chunks(axes: Axes, plan: Plan) -> None:
 
 
 def _stacked(axes: Axes) -> list[Artist]:
-    """What is drawn in `axes`, for its legend, top of the stack first."""
+    """Returns the artists of `axes` for its legend, top of the stack first."""
     return axes.get_legend_handles_labels()[0][::-1]
 
 
@@ -657,7 +657,7 @@ def _draw_memory(
     peak = timeline.peak(tier)
     unit, unit_bytes = byte_unit(peak.num_bytes)
     instants = thin_out(timeline.curve(tier), timeline.end_seconds)
-    # Steps are drawn from each instant to the next, the last one to the end of the picture.
+    # Each value is drawn up to the next instant, the last one up to the end of the figure.
     times = [*(at * clock.per_second for at in instants), clock.end]
     top = [0.0] * len(times)
     for name, colour, held_bytes in stack_causes(timeline, tier, instants):
@@ -671,7 +671,7 @@ def _draw_memory(
     if budget_bytes is not None:
         over = peak.num_bytes > budget_bytes
         words += f"{', over the budget' if over else ''} of {format_bytes(budget_bytes)}"
-        # A budget far above would press what is held flat against the ground.
+        # A budget far above the peak would compress the curves to a thin band.
         if budget_bytes <= _MAX_BUDGET_RATIO * peak.num_bytes:
             highest_bytes = max(highest_bytes, budget_bytes)
             budget = budget_bytes / unit_bytes
@@ -718,7 +718,7 @@ def _draw_resources(axes: Axes, timeline: Timeline, resources: Sequence[str], cl
     said = ", ".join(
         f"{resource} waits {clock.say(seconds)}" for resource, seconds in waits.items()
     )
-    # Of many ranks each, the waits are left to the eye.
+    # With many ranks, the title does not name stalls.
     axes.set_title(
         f"resources: {said}" if 1 <= len(waits) <= 3 else "resources", loc="left", size=10
     )
@@ -772,7 +772,7 @@ def stack_causes(timeline: Timeline, tier: str, instants: Sequence[float]) -> li
     # Several ranks' tiers are "0.device", "1.device" and so on.
     tier_colour = TIERS[tier.rpartition(".")[2]].colour
     layers: list[Layer] = []
-    # What lasts lies below what passes, so that the bottom of the stack lies still.
+    # Lasting bytes come below temporary ones, so that the bottom of the stack is steady.
     for cause in sorted(map(Cause, curves), key=list(Cause).index):
         times = [seconds for seconds, _ in curves[cause]]
         held_bytes = [curves[cause][bisect_right(times, at) - 1][1] for at in instants]

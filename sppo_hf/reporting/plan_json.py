@@ -89,10 +89,11 @@ def policies_to_list(results: Sequence[PolicyResult]) -> list[dict[str, Any]]:
 def chunks_to_list(plan: Plan) -> list[dict[str, Any]]:
     """Returns one object per chunk, first to last.
 
-    `keep_layers` counts frames that stay whole on the device, `offload_layers` those that leave it,
-    `recompute_layers` those of which anything is computed again; a layer may be among the last two.
-    `attention_again_layers` counts those whose attention runs again too.
-    `offload_ratio` is the share of the saved bytes that leaves.
+    `keep_layers` is the number of layers whose activations are all kept on the device,
+    `offload_layers` of layers with offloaded activations, and `recompute_layers` of layers with any
+    recomputation; a layer may count in the last two. `attention_again_layers` is the number of
+    layers whose attention is recomputed too. `offload_ratio` is the offloaded share of the chunk's
+    saved bytes.
     """
     assert plan.cost is not None, "a plan made with a profile has costs"
     assert plan.prediction is not None, "a plan made with a profile is predicted"

@@ -1,7 +1,7 @@
-"""Tables for people: plans, answers of `sppo estimate` and `sppo plan`, measured steps.
+"""Tables for the terminal: plans, answers of `sppo estimate` and `sppo plan`, measured steps.
 
-Neighbouring chunks that are treated alike share a row, so that sixty-four of them read like six.
-Everything is built with rich and returned; nothing is printed here.
+Neighbouring chunks that are treated alike share a row, so tables stay short with many chunks.
+Tables are built with rich and returned; nothing is printed here.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ def add_plan_rows(table: Table, plan: Plan, *, layers: bool = True) -> None:
 
 
 def _add_places(table: Table, plan: Plan) -> None:
-    """Adds what of the model is kept on the host."""
+    """Adds the parts of the model that are host-resident, if any."""
     resting = plan.shape.host_resident
     if resting is None:
         return
