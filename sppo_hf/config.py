@@ -453,7 +453,7 @@ def _contradiction(
 
 
 def _check_chunks(config: SPPOConfig) -> None:
-    """Refuse settings that show_typed in more than one way where the chunks end."""
+    """Refuse settings that say in more than one way where chunks end, or that contradict it."""
     ways = {
         name: getattr(config, name)
         for name, unset in (("num_chunks", "auto"), ("chunk_lengths", None), ("chunk_tokens", None))

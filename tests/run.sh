@@ -34,7 +34,7 @@ elif [[ ${1:-} == --quick ]]; then
         tests/planning/test_{chunk_bounds,config_file,decisions,model_profile}.py
         tests/attention/test_{chunk_attention,kv_cache,segments}.py
         tests/attention/backends/test_{cpu_flash,merge,reference,select}.py
-        tests/offload/test_{copy_streams,engine,engine_order,free_list,layer_offload,windows}.py
+        tests/offload/test_{copy_streams,engine,engine_order,host_memory,layer_offload,windows}.py
         tests/engine/test_{attention_interface,engine,exactness,family_guard,loss,recompute,stages}.py
         tests/pipeline/test_{executor,gradients,pipeline_engine,pipeline_exactness}.py
         tests/integrations/test_{accelerator,plugin,trainer,validation}.py

@@ -106,7 +106,7 @@ def chunk_attention(
 
     Args:
         q_BNCH: Queries of this chunk.
-        k_BKCH: KVBlock of this chunk, positions already encoded.
+        k_BKCH: Keys of this chunk, positions already encoded.
         v_BKCH: Values of this chunk; their head size may differ.
         sinks_N: One learned logit per head that takes part in the softmax without a value
             (gpt-oss), or None.

@@ -1,4 +1,4 @@
-"""KVBlock and values of one layer for one forward call, and the sums of their gradients.
+"""Keys and values of one layer for one forward call, and the sums of their gradients.
 
 Each chunk has its own tensors, so that memory shrinks chunk by chunk in backward; views of a single
 buffer would keep every byte until the last chunk is done. Kernels take one run of keys, so the
@@ -39,7 +39,7 @@ LoadKV = Callable[[], tuple[Tensor, Tensor]]
 
 
 class KVBlock(Protocol):
-    """KVBlock and values of one block of chunks, on the device."""
+    """Keys and values of one block of chunks, on the device."""
 
     @property
     def block(self) -> Block:
@@ -56,7 +56,7 @@ class KVBlock(Protocol):
 
 
 class KVStore(Protocol):
-    """KVBlock and values of one layer for one sequence, on the device or offloaded."""
+    """Keys and values of one layer for one sequence, on the device or offloaded."""
 
     def put(self, chunk: int, k_BKCH: Tensor, v_BKCH: Tensor, *, keep: Keep | None = None) -> None:
         """Store K/V of `chunk`, which is about to attend."""
@@ -122,7 +122,7 @@ class KVStore(Protocol):
 
 
 class LayerKV:
-    """KVBlock and values of one layer on the device, chunk by chunk, with their gradient sums."""
+    """Keys and values of one layer on the device, chunk by chunk, with their gradient sums."""
 
     def __init__(self, bounds: Bounds) -> None:
         self._bounds = bounds

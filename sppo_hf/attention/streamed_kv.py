@@ -67,7 +67,7 @@ class KVTransfer(Protocol):
         """Start offloading `tensor`; the handle owns the bytes until `release`.
 
         The caller may go on reading `tensor` but must not write to it, and should drop it soon: the
-        device memory is free when the caller's reference and the copy are kv_freed_error.
+        device memory is free when the caller's reference and the copy are gone.
         """
         ...
 

@@ -18,6 +18,7 @@ ranks.
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 import weakref
@@ -330,7 +331,9 @@ class SPPOCallback(TrainerCallback):
             return
         for callback in trainer.callback_handler.callbacks:
             if isinstance(callback, ProgressCallback | PrinterCallback):
-                callback.__dict__.setdefault("on_log", _log_summary_only(callback))
+                # A partial, so that the callback can still be pickled and copied.
+                on_log = functools.partial(_log_summary_only, callback)
+                callback.__dict__.setdefault("on_log", on_log)
 
     def _count_world_tokens(self, args: TrainingArguments, control: TrainerControl) -> None:
         """Sum tokens over ranks if a log entry is due.
@@ -348,25 +351,21 @@ class SPPOCallback(TrainerCallback):
         self._world_tokens = tokens
 
 
-def _log_summary_only(callback: TrainerCallback) -> Callable[..., Any]:
-    """Return an `on_log` for a callback that prints, with a summary in place of SPPO's numbers."""
-    print_logs = type(callback).on_log
-
-    def on_log(
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        numbers = {k: v for k, v in (logs or {}).items() if k.startswith("sppo/")}
-        if logs is not None and numbers:
-            logs = {k: v for k, v in logs.items() if k not in numbers}
-            if text := summary(numbers, device_bytes=_device_bytes(args.device)):
-                logs["sppo"] = text
-        return print_logs(callback, args, state, control, logs=logs, **kwargs)
-
-    return on_log
+def _log_summary_only(
+    callback: TrainerCallback,
+    args: TrainingArguments,
+    state: TrainerState,
+    control: TrainerControl,
+    logs: dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Call `on_log` of a callback that prints, with a summary in place of SPPO's numbers."""
+    numbers = {k: v for k, v in (logs or {}).items() if k.startswith("sppo/")}
+    if logs is not None and numbers:
+        logs = {k: v for k, v in logs.items() if k not in numbers}
+        if text := summary(numbers, device_bytes=_device_bytes(args.device)):
+            logs["sppo"] = text
+    return type(callback).on_log(callback, args, state, control, logs=logs, **kwargs)
 
 
 def offer_callback(accelerator: Accelerator, plugin: SPPOPlugin) -> SPPOCallback | None:

@@ -29,7 +29,7 @@ import types
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -67,9 +67,6 @@ from sppo_hf.pipeline.checkpoint_state import (
 )
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
 from sppo_hf.pipeline.watchdog import collective_section
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 

@@ -166,7 +166,7 @@ def _cut(
 
 
 def partition_of(config: SPPOConfig, *, stages: int = 1) -> Literal["flops", "even"]:
-    """Returns the setting `chunk_bounds`, "auto" resolved.
+    """Returns the setting `partition`, "auto" resolved.
 
     In a pipeline chunks of unequal work leave ranks idle, and the paper's rule of offloading counts
     on equal work. On one device neither is so, the longest chunk decides the peak, and kernels are

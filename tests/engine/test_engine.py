@@ -431,7 +431,7 @@ REFUSED = {
     "left padding": ({}, {"attention_mask": torch.arange(T)[None].repeat(2, 1) > 3},
                      ConfigError, "left padding in row 0.*padding_side"),
     "hole": ({}, {"attention_mask": torch.arange(T)[None].repeat(2, 1) != 3},
-             ConfigError, "a hole in row 0"),
+             ConfigError, "padding between real tokens in row 0"),
     "4D mask": ({}, {"attention_mask": torch.ones(2, 1, T, T)}, ConfigError,
                 r"\(2, 1, 23, 23\).*let position_ids restart at 0"),
     "labels of another shape": ({}, {"labels": torch.ones(2, 5, dtype=torch.long)},

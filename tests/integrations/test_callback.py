@@ -1,6 +1,8 @@
 """The callback reaches exactly the Trainers that have the plugin, and logs where they log."""
 
+import copy
 import gc
+import pickle
 import re
 
 import pytest
@@ -148,6 +150,15 @@ def test_the_console_shows_one_summary_and_loggers_get_every_number(tmp_path, ca
         seen = [entry for entry in listener.entries if "loss" in entry]
         assert len(seen) == 4
         assert all("sppo/d2h_bytes" in entry and "sppo" not in entry for entry in seen)
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_callback_that_prints_a_summary_can_be_copied_and_pickled(tmp_path, again):
+    trainer = _trainer(tmp_path, SPPOPlugin(num_chunks=3, show_plan=False), disable_tqdm=True)
+    trainer.train()
+    (printer,) = (c for c in trainer.callback_handler.callbacks if isinstance(c, PrinterCallback))
+    copied = again(printer)
+    assert copied.on_log.args == (copied,)
 
 
 def test_numbers_can_be_switched_off(tmp_path):

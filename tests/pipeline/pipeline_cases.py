@@ -204,9 +204,9 @@ def _beside_hidden_states() -> list[Case]:
         _case("shared keys, evaluation", family, steps=[{}, {"evaluate": True}], settings=chunks),
         _case("shared keys, one layer a stage", family, rows=4, settings=each),
         # More than one hidden state of each token.
-        _case("kv_copies", "gemma3n_text", rows=2, padding=[0, 9], settings=recompute),
-        _case("kv_copies, offloaded, zb", "gemma3n_text", rows=2, settings={**away, **zb}),
-        _case("kv_copies, LoRA", "gemma3n_text", lora=True, rows=2, settings=chunks),
+        _case("streams", "gemma3n_text", rows=2, padding=[0, 9], settings=recompute),
+        _case("streams, offloaded, zb", "gemma3n_text", rows=2, settings={**away, **zb}),
+        _case("streams, LoRA", "gemma3n_text", lora=True, rows=2, settings=chunks),
     ]
 
 
@@ -502,7 +502,7 @@ _FOLLOWED_BY_REPLICAS = (
 )
 _ALSO = (
     *("states: Mamba2, zb", "states: Kimi delta attention"),
-    *("beside: shared keys, offloaded", "beside: kv_copies, offloaded, zb"),
+    *("beside: shared keys, offloaded", "beside: streams, offloaded, zb"),
 )
 """Names of the only ones of their kind."""
 FAST = {

@@ -300,7 +300,7 @@ TWO = [
         settings={"chunk_lengths": UNEVEN, "recompute": "full", **KEYS_AWAY, **AWAY},
     ),
     case_of(
-        "shared keys, kv_copies",
+        "shared keys, streams",
         "gemma3n_text",
         layers=None,
         settings={"chunk_lengths": UNEVEN, "recompute": "full", **AWAY},
