@@ -30,8 +30,7 @@ from sppo_hf.planning.config_file import load_config
 from sppo_hf.planning.cost import ATTENTION_BACKWARD_FLOPS, ModelCost
 from sppo_hf.planning.decisions import Order
 from sppo_hf.planning.hardware import load_profile
-from sppo_hf.planning.memory import ByteTables
-from sppo_hf.planning.memory_snapshots import Budgets
+from sppo_hf.planning.memory import Budgets, ByteTables
 from sppo_hf.planning.model_profile import LayerProfile
 from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.plan_request import question_for

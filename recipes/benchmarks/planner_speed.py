@@ -33,7 +33,7 @@ from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Order
 from sppo_hf.planning.hardware import load_profile
 from sppo_hf.planning.lowering import lower
-from sppo_hf.planning.memory_snapshots import Budgets
+from sppo_hf.planning.memory import Budgets
 from sppo_hf.planning.plan_request import question_for
 from sppo_hf.planning.search import Batch, solve_chunks
 from sppo_hf.planning.solve import BudgetViolation, Choices

@@ -47,8 +47,7 @@ from sppo_hf.planning.cost import Correction, ModelCost
 from sppo_hf.planning.decisions import Decisions, Order, modes_used
 from sppo_hf.planning.hardware import UNKNOWN_LINK, HardwareProfile
 from sppo_hf.planning.lowering import StepProgram, estimate
-from sppo_hf.planning.memory import check_budget, standing_device_bytes
-from sppo_hf.planning.memory_snapshots import Budgets, MemoryEstimate
+from sppo_hf.planning.memory import Budgets, MemoryEstimate, check_budget, standing_device_bytes
 from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.policies import uniform_modes
 from sppo_hf.planning.prediction import Prediction, predict

@@ -38,7 +38,7 @@ from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.hardware import HardwareProfile
 from sppo_hf.planning.lowering import estimate, lower
 from sppo_hf.planning.machine import host_reserve_bytes
-from sppo_hf.planning.memory_snapshots import Budgets, MemoryEstimate
+from sppo_hf.planning.memory import Budgets, MemoryEstimate
 from sppo_hf.planning.model_profile import LoraShape, Tracer, Training, find_profile
 from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.plan import Plan, PlanRequest, make_plan

@@ -10,7 +10,7 @@ from sppo_hf.planning.chunk_bounds import Bounds, PrefixCost, auto_bounds, lengt
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions, Order
 from sppo_hf.planning.lowering import compute_seconds
-from sppo_hf.planning.memory_snapshots import Budgets
+from sppo_hf.planning.memory import Budgets
 from sppo_hf.planning.policies import uniform_modes
 from sppo_hf.planning.solve import (
     BudgetViolation,

@@ -26,7 +26,6 @@ from sppo_hf.planning.activation_modes import (
     Saved,
     mode_of,
 )
-from sppo_hf.planning.causes import Cause
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import (
     Decisions,
@@ -45,10 +44,12 @@ from sppo_hf.planning.lowering import (
 from sppo_hf.planning.memory import (
     FRAGMENTATION,
     HOST_SLAB_BYTES,
+    Budgets,
+    Cause,
+    MemoryEstimate,
     byte_tables,
     standing_device_bytes,
 )
-from sppo_hf.planning.memory_snapshots import Budgets, MemoryEstimate
 from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.policies import Chosen, spread_kinds, uniform_modes
 from sppo_hf.planning.tiers import TIERS, Tier, offload_tiers, tiers_behind_host

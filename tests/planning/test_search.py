@@ -8,7 +8,7 @@ import pytest
 from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.decisions import Order
 from sppo_hf.planning.lowering import estimate
-from sppo_hf.planning.memory_snapshots import Budgets
+from sppo_hf.planning.memory import Budgets
 from sppo_hf.planning.search import (
     TARGET_TOKENS,
     Batch,

@@ -14,8 +14,7 @@ from sppo_hf.planning.chunk_bounds import PrefixCost, balanced_bounds
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions, Order
 from sppo_hf.planning.lowering import compute_seconds, estimate
-from sppo_hf.planning.memory import FRAGMENTATION
-from sppo_hf.planning.memory_snapshots import Budgets, MemoryEstimate
+from sppo_hf.planning.memory import FRAGMENTATION, Budgets, MemoryEstimate
 from sppo_hf.planning.policies import uniform_modes
 from sppo_hf.planning.search import Batch
 from sppo_hf.planning.solve import (
