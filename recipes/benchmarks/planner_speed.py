@@ -100,7 +100,7 @@ def measure(options: argparse.Namespace) -> dict[str, list[float]]:
     taken["simulate, actions per second"] = [actions / s for s in seconds]
     for name, virtual in (("seq1f1b", 1), ("interleaved_seq1f1b", 2)):
         made = generate(name, Size(8, 1, 256, virtual))
-        lowered = lower_schedule(made, leaves=lambda stage, unit: True, reduce=True)
+        lowered = lower_schedule(made, offloaded=lambda stage, unit: True, reduce=True)
         checked = _seconds(lambda lowered=lowered: validate(lowered), options.repeat)
         taken[VALIDATE.format(name)] = checked
     shipped, long = options.model, ["--seq-len", "128K"]

@@ -247,7 +247,7 @@ def make_on_all_ranks(
     """
     refusal: Exception | None = None
     shared: tuple[Any, str] = None, ""
-    """What `share` returned, and why it could not, if so."""
+    """The value of `share`, and its error message if it raised."""
     made: Any = None
     try:
         made = make()

@@ -516,10 +516,10 @@ def _send_to_first(
     group = place.pp_group
     if place.pp_rank == rank:
         assert value is not None, "the rank that holds a tensor sends it"
-        torch.distributed.send(value.view(-1).view(torch.uint8), group=group, group_dst=0)
+        dist.send(value.view(-1).view(torch.uint8), group=group, group_dst=0)
     elif place.pp_rank == 0:
         value = torch.empty(shape, dtype=dtype)
-        torch.distributed.recv(value.view(-1).view(torch.uint8), group=group, group_src=rank)
+        dist.recv(value.view(-1).view(torch.uint8), group=group, group_src=rank)
     return value
 
 

@@ -460,7 +460,7 @@ _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _HASHED = {".safetensors", ".pt", ".pth", ".bin"}
 
 FileStates = dict[str, tuple[int, int, int]]
-"""By name, a file's inode, size and time of the last change: other ones if it was rewritten."""
+"""Inode, size and time of the last change of each file, by name; rewriting a file changes them."""
 
 FindDamage = Callable[[Path], str | None]
 """Returns why a folder is no complete checkpoint; see `find_damage`."""
@@ -487,7 +487,7 @@ def mark_complete(
 
     Args:
         folder: What `mark_incomplete` was called with.
-        about: What else to note, in JSON types.
+        about: Other entries of the mark, in JSON types.
         existing: What `mark_incomplete` returned; a file that is still the same is not listed.
         digests: By name, of files that were hashed when they were written; others are read.
     """

@@ -175,7 +175,7 @@ def _staging_class(model_class: Any, choose_cut: ChooseCut) -> Any:
 
 
 class _StagingMapping:
-    """From config classes to `_staging_model_class`, as Transformers' auto classes read it."""
+    """Mapping of Transformers' auto classes from config classes to `_staging_model_class`."""
 
     def __init__(self, mapping: Any, choose_cut: ChooseCut) -> None:
         self._mapping = mapping

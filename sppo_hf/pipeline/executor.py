@@ -47,7 +47,7 @@ class Transport:
         self._sends: list[tuple[Any, Tensor]] = []
         """Running sends: c10d Work, and the tensor that it reads."""
         self._receives: dict[Hashable, tuple[Any, Tensor]] = {}
-        """By key, receives not yet taken: c10d Work, and the buffer that it fills."""
+        """Receives not yet taken: c10d Work, and the buffer that it fills."""
 
     @property
     def device(self) -> torch.device:
@@ -131,10 +131,10 @@ class Executor:
 
     def __post_init__(self) -> None:
         self._outbox: dict[tuple[Kind, int, int], Tensor] = {}
-        """By kind of send, stage and unit, outputs that are not sent yet."""
+        """Outputs that are not sent yet, by kind of send, stage and unit."""
         self._last_stage = self.schedule.num_stages - 1
         self._ready_seconds = 0.0
-        """When the running action had its inputs, by `time.perf_counter()`."""
+        """Time (`time.perf_counter()`) at which the running action had its inputs."""
         self._device = self.scale.device
         self._ready = Mark(self._device)
         self.units: list[UnitMarks] = []

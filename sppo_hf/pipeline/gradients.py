@@ -44,12 +44,12 @@ class StepGradients:
         """Set aside what `.grad` holds: until `collect`, it holds this step's gradients only."""
         self._parameters = [p for p in parameters if p.requires_grad]
         self._earlier = [p.grad for p in self._parameters]
-        """What `.grad` held when forward began."""
+        """Contents of `.grad` when forward began."""
         self._versions = [_version(grad) for grad in self._earlier]
         self._own: list[Tensor | None] = []
         """This step's gradients, once they were collected."""
         self._averages: dict[int, Tensor] = {}
-        """By id of the parameter, averages over replicas of this step's and earlier gradients."""
+        """Averages over replicas of this step's and earlier gradients, by id of the parameter."""
         self._buckets: list[tuple[Any, Tensor, list[nn.Parameter]]] = []
         """Running averages: c10d Work, flat buffer, and the parameters in it."""
         self._replicas: Replicas | None = None
@@ -203,7 +203,7 @@ class PipelineLoss(torch.autograd.Function):
 
 
 def average_after_backward(parameters: list[nn.Parameter], replicas: Replicas) -> None:
-    """When the backward that runs now has ended, average `.grad` of `parameters` over replicas."""
+    """Average `.grad` of `parameters` over replicas once the backward that runs now has ended."""
 
     @torch.no_grad()
     def average() -> None:
@@ -240,7 +240,7 @@ def buckets_of(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Divide parameters into buckets of one dtype and about `BUCKET_BYTES`."""
     buckets: list[list[nn.Parameter]] = []
     current: dict[torch.dtype, tuple[int, list[nn.Parameter]]] = {}
-    """By dtype, the bytes of the bucket to fill, and the bucket."""
+    """Bytes of the bucket to fill, and the bucket, by dtype."""
     for parameter in parameters:
         used, bucket = current.get(parameter.dtype, (BUCKET_BYTES, []))
         if used + parameter.nbytes > BUCKET_BYTES:

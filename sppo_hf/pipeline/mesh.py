@@ -26,7 +26,7 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import ConfigError
 
 STORAGE_TIMEOUT = timedelta(hours=2)
-"""How much later than another a rank may finish writing its files."""
+"""Longest time that ranks wait for another one to finish writing its files."""
 
 DIMS = ("dp", "pp", "sp")
 """Dims of the mesh: replicas, stages, parts of a sequence."""
@@ -60,14 +60,14 @@ class PipelineMesh:
     """First and last rank of this pipeline, which share tied embeddings; None on others. Equal to
     `pp_group` for a pipeline of two."""
     links: dict[tuple[int, int], Any] = field(repr=False)
-    """By (source, target), pipeline ranks of which one is this: the group for messages that way."""
+    """Groups for messages one way, by (source, target): pipeline ranks, of which one is this."""
     sp_size: int = 1
     sp_rank: int = 0
     sp_group: Any = field(default=None, repr=False)
     """The ranks that share a sequence and hold the same stages."""
     sp_control_group: Any = field(default=None, repr=False)
     unit_groups: dict[tuple[int, ...], Any] = field(default_factory=dict, repr=False)
-    """By set of pipeline ranks, this one among them, that share units of a stage: their group.
+    """Group of each set of pipeline ranks that share units of a stage, this one among them.
     Where there are any, there are links between all ranks of a pipeline."""
 
     @property

@@ -75,7 +75,7 @@ from sppo_hf.pipeline.mesh import PipelineMesh
 from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.model_profile import LayerProfile, count_head_blocks
 from sppo_hf.schedule.actions import COMPUTE_KINDS, Action, Kind
-from sppo_hf.schedule.messages import Message, messages
+from sppo_hf.schedule.messages import Message, messages, unit_runs
 from sppo_hf.schedule.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -131,11 +131,9 @@ def chunk_runs(schedule: Schedule, num_chunks: int) -> dict[tuple[int, int], Chu
     """Return the run of each (stage, chunk); all micro-batches have the same."""
     found: dict[tuple[int, int], ChunkRun] = {}
     for stage in range(schedule.num_stages):
-        ranks = [schedule.unit_ranks(stage, chunk) for chunk in range(num_chunks)]
-        starts = [c for c in range(num_chunks) if c == 0 or ranks[c] != ranks[c - 1]]
-        for start, stop in pairwise([*starts, num_chunks]):
-            run = ChunkRun(range(start, stop), ranks[start])
-            found.update(((stage, chunk), run) for chunk in run.chunks)
+        for chunks in unit_runs(schedule, stage, range(num_chunks)):
+            run = ChunkRun(chunks, schedule.unit_ranks(stage, chunks.start))
+            found.update(((stage, chunk), run) for chunk in chunks)
     return found
 
 
@@ -172,7 +170,7 @@ class RemoteWeights:
         self._reduced: dict[nn.Parameter, Tensor] = {}
         """Gradients of own weights summed over sets, kept apart from `.grad` of this rank."""
         self._fetches: dict[int, list[tuple[Any, Tensor, list[nn.Parameter]]]] = {}
-        """By stage, running broadcasts: c10d Work, buffer, and the weights to copy it to (none
+        """Running broadcasts of each stage: c10d Work, buffer, and the weights to copy it to (none
         where the buffer is the weight)."""
         self._reductions: list[tuple[Any, Tensor, list[nn.Parameter]]] = []
         """Running reductions: c10d Work, buffer, and the weights whose sums end on this rank."""
@@ -374,7 +372,7 @@ class SharedUnits:
     layers: Callable[[int], Mapping[int, LayerProfile]]
     """Returns the layers of a stage that hold K/V, by index."""
     head_blocks: int | None
-    """How sets divide heads, see `count_head_blocks`."""
+    """Number of blocks in which sets divide heads, see `count_head_blocks`."""
     dtype: torch.dtype
     """Dtype of hidden states between stages."""
     kv_dtype: torch.dtype
@@ -388,7 +386,8 @@ class SharedUnits:
         self._incoming: dict[Action, list[Message]] = {}
         """Messages that each compute needs."""
         self._num_takers: Counter[tuple[Any, ...]] = Counter()
-        """How often each result (by `_UnitKey`) or sum (by `_sums_key`) is still to be read."""
+        """Number of times that each result (by `_UnitKey`) or sum (by `_sums_key`) is still to be
+        read."""
         compute = self.schedule.keep(lambda action: action.kind in ("F", "B"))
         for send, message in messages(compute).items():
             if message.source == self.rank:

@@ -64,7 +64,6 @@ from sppo_hf.pipeline.multiplex import (
     RemoteWeights,
     SharedUnits,
     chunk_runs,
-    count_head_blocks,
 )
 from sppo_hf.pipeline.sequence_parallel import SequenceRanks
 from sppo_hf.pipeline.stage_plans import (
@@ -79,6 +78,7 @@ from sppo_hf.pipeline.token_outputs import TokenCall
 from sppo_hf.pipeline.watchdog import GROUP_MARGIN_SECONDS, Watchdog, is_broken_connection
 from sppo_hf.planning.activation_modes import mode_of
 from sppo_hf.planning.chunk_bounds import Bounds
+from sppo_hf.planning.model_profile import count_head_blocks
 from sppo_hf.planning.model_shape import forward_flops, step_flops
 from sppo_hf.planning.pipeline_choice import DEFAULT_SCHEDULE
 from sppo_hf.planning.plan import Plan

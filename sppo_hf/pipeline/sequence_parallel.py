@@ -65,7 +65,7 @@ class SequenceRanks:
     size: int
     _: KW_ONLY
     head_blocks: int | None = None
-    """How they divide heads, see `local_heads`."""
+    """Number of blocks in which they divide heads, see `local_heads`."""
     control_group: Any = None
     """The same ranks, for a few numbers on the CPU."""
 

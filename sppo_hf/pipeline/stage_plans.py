@@ -707,8 +707,8 @@ def _make_schedule(
         chunks = size.num_chunks
         lowered = lower(
             made,
-            leaves=lambda stage, unit: (stage, unit % chunks) in offloaded,
-            stores=lambda stage, unit: (stage, unit % chunks) in stored,
+            offloaded=lambda stage, unit: (stage, unit % chunks) in offloaded,
+            stored=lambda stage, unit: (stage, unit % chunks) in stored,
             kv_copies=kv_copies,
             reduce=reduce,
         )

@@ -164,7 +164,7 @@ class _ActiveRun:
     next_chunk: int = 0
     """Chunk of the next forward."""
     units: dict[int, UnitGraph] = field(default_factory=dict)
-    """By chunk, the units that wait for their backward."""
+    """Units that wait for their backward, by chunk."""
 
 
 @dataclass(eq=False)
@@ -184,7 +184,7 @@ class StageRunner:
     make_runner: Callable[..., ChunkRunner]
     """Makes the chunk runner of (stage, micro-batch), given ChunkRunner's varying keywords."""
     head: ModelHead
-    """Is told the class of the base model's outputs."""
+    """The model's head; `output_class` is set to the class of the base model's outputs."""
     add_loss: AddLoss | None
     """Computes the loss of a chunk; None where the last stage is not here."""
     labelled: frozenset[int]
@@ -201,14 +201,15 @@ class StageRunner:
     def __post_init__(self) -> None:
         self._router_gradient: Tensor | None = None
         self._active: dict[tuple[int, int, int], _ActiveRun] = {}
-        """By stage, micro-batch and first chunk of a run."""
+        """Runs by stage, micro-batch and first chunk."""
         self._deferred: dict[tuple[int, int, int], WeightGradients] = {}
-        """By stage, micro-batch and chunk, first halves of backward whose second has not run."""
+        """Weight gradients of units whose second half of backward has not run, by stage,
+        micro-batch and chunk."""
         self._current_deferred = WeightGradients()
         self._received: UnpackedMessage | None = None
         """Input of the running stage's first layer, see `first_layer_input`."""
         self._last_output: tuple[Tensor, Mapping[Any, Any]] | None = None
-        """What `last_layer_output` was told."""
+        """Arguments of the last call of `last_layer_output`."""
         self.losses: list[Tensor] = []
         """Detached sums of the losses of the last stage's chunks."""
 

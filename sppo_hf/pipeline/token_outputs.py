@@ -48,7 +48,7 @@ _LOG_PROBS = "log_probs"
 
 
 class HeadOutputs:
-    """What the model's head returns for every token, assembled from chunks on the last rank.
+    """Outputs of the model's head for every token, assembled from chunks on the last rank.
 
     Only tensors of the labels' shape are kept. They are zero for chunks without labels, as the head
     returns for labels that do not count.

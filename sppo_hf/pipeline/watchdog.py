@@ -43,7 +43,7 @@ EXIT_STATUS = 70
 """Exit status of a process that the watchdog ends (EX_SOFTWARE of sysexits.h)."""
 
 GROUP_MARGIN_SECONDS = 15
-"""How much later than the watchdog a collective times out: the watchdog knows the reason."""
+"""A collective times out this much later than the watchdog, which knows the reason."""
 
 _BEFORE_TRAINING = "before training"
 
@@ -127,12 +127,12 @@ def _read_process(pid: int) -> tuple[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """What a rank tells the others of itself."""
+    """Message in which a rank tells the others what it does."""
 
     number: int
     activity: str
     seconds: int
-    """Since when, in seconds, the activity runs."""
+    """Seconds since the activity began."""
     process: Process
     has_left: bool = False
     """Whether the rank ended in order."""
@@ -150,9 +150,9 @@ class Heartbeat:
 class _Peer:
     heartbeat: Heartbeat
     changed_at: float
-    """When another heartbeat was last read; `time.monotonic()`."""
+    """Time (`time.monotonic()`) at which a new heartbeat was last read."""
     gone_at: float | None = None
-    """When its process was first found gone."""
+    """Time at which its process was first found gone."""
 
     def may_end(self, *, urgent: bool) -> bool:
         """Whether its process may end without being missed."""
@@ -165,7 +165,7 @@ class _StoreState:
     """State of the launch's key-value store."""
 
     read_at: float = field(default_factory=time.monotonic)
-    """When the last complete reading began."""
+    """Time at which the last complete reading began."""
     broke_at: float | None = None
     error: str = ""
 
@@ -231,7 +231,7 @@ class Watchdog:
 
     @property
     def activity(self) -> str:
-        """What this rank does, as in "rank 0 failed in step 3, clipping gradients"."""
+        """This rank's step and what it does there, such as "in step 3, clipping gradients"."""
         return ", ".join(part for part in (self._step, self._detail) if part)
 
     def set_step(self, step: str) -> None:

@@ -236,7 +236,7 @@ class PipelineCost:
     def lowered(self, schedule: Schedule, *, reduce: bool = False) -> Schedule:
         """Returns a schedule of compute with transfers, copies and reductions added."""
         leaves, stores, kv_copies = self.leaves, self.stores, self.kv_copies
-        return lower(schedule, leaves=leaves, stores=stores, kv_copies=kv_copies, reduce=reduce)
+        return lower(schedule, offloaded=leaves, stored=stores, kv_copies=kv_copies, reduce=reduce)
 
     def simulate(self, lowered: Schedule) -> Timeline:
         """Simulates a lowered schedule, with the bytes of every rank's tiers."""

@@ -1,6 +1,6 @@
-"""What the literature's formulas say of each schedule, where all units cost the same.
+"""Closed formulas of the literature for each schedule, where all units cost the same.
 
-Closed forms for tests and comparisons; knows nothing of a Schedule's actions. P, M, N, V are ranks,
+They serve tests and comparisons, and do not use a Schedule's actions. P, M, N, V are ranks,
 micro-batches, chunks per micro-batch and virtual stages per rank; U = M * N units.
 """
 

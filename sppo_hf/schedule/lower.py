@@ -16,11 +16,10 @@ from sppo_hf.schedule.messages import Message, messages
 from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.simulate import simulate_positions
 
-Leaves = Container[tuple[int, int]] | Callable[[int, int], bool]
-"""Set of units: a container of (stage, unit), or a predicate of both."""
+UnitTest = Callable[[int, int], bool]
+"""Takes (stage, unit); returns whether something is to be done with that unit."""
 
 _BACKWARDS: tuple[Kind, ...] = ("B", "I")
-
 
 KVCopy = tuple[Kind, int, int, int]
 """Copy of K/V beside a unit: (kind, stage, chunk, part) with kind "K", "O" and, for tiers behind
@@ -32,8 +31,8 @@ KVCopies = Container[KVCopy]
 def lower(
     schedule: Schedule,
     *,
-    leaves: Leaves = (),
-    stores: Leaves = (),
+    offloaded: UnitTest = lambda stage, unit: False,
+    stored: UnitTest = lambda stage, unit: False,
     kv_copies: KVCopies = (),
     reduce: bool = False,
 ) -> Schedule:
@@ -41,12 +40,12 @@ def lower(
 
     Args:
         schedule: compute alone, as the generators make it.
-        leaves: units whose saved activations are offloaded, whole or in part; none by default.
-        stores: of these, units of which anything is stored on a tier behind the host.
-        kv_copies: copies of K/V.
+        offloaded: whether any of a unit's saved activations are offloaded; none by default.
+        stored: whether any of those are stored on a tier behind the host.
+        kv_copies: copies of K/V beside units.
         reduce: whether gradients are reduced over data-parallel replicas of the pipeline.
     """
-    schedule = add_kv_copies(add_offload(schedule, leaves, stores), kv_copies)
+    schedule = add_kv_copies(add_offload(schedule, offloaded, stored), kv_copies)
     return add_transfers(add_reductions(schedule) if reduce else schedule)
 
 
@@ -68,13 +67,13 @@ def add_transfers(schedule: Schedule, *, receives_ahead: int = 1) -> Schedule:
     for message in messages(schedule).values():
         links.setdefault((message.source, message.target), []).append(message)
     many = Counter(m.producer for m in chain(*links.values()) if m.send.kind == "SEND_DKV")
-    # Where none is delayed nothing needs to be known of when computes run.
+    # Only delayed messages depend on when computes run.
     turns = _compute_turns(schedule) if max(many.values(), default=0) > 2 else {}
     for (source, target), sent in links.items():
         made = dict(zip(sent, _sending_steps(places, source, sent, turns), strict=True))
         if len(made) > 1:
             sent.sort(key=lambda message: made[message])
-        # The order of sends; where a receive must be listed for it is that of its last use or less.
+        # Receives keep the order of the sends, so each is listed no later than those after it.
         steps = _receiving_steps(places, target, sent, receives_ahead)
         latest = list(accumulate(reversed(steps), min))[::-1]
         for message, step in zip(sent, latest, strict=True):
@@ -84,7 +83,7 @@ def add_transfers(schedule: Schedule, *, receives_ahead: int = 1) -> Schedule:
 
 
 def _compute_turns(schedule: Schedule) -> dict[Action, float]:
-    """By compute action, its start time if each takes one unit of time: a topological order."""
+    """Returns each compute's start if all take one unit of time, which orders dependent ones."""
     graph = DependencyGraph(schedule.keep(lambda action: action.kind in COMPUTE_KINDS))
     seconds = [1.0] * len(graph.actions)
     timeline = simulate_positions(graph.resources, seconds=seconds, needs=graph.needs)
@@ -119,7 +118,7 @@ def _sending_steps(
 def _receiving_steps(
     places: _Places, target: int, sent: Sequence[Message], ahead: int
 ) -> list[int]:
-    """Returns the step before which each message of a link is received, taken by itself.
+    """Returns the step before which each message of a link would be received by itself.
 
     Of several messages for one consumer (K/V of many chunks for the first shared one) the last is
     received `ahead` computes before it, each other one compute earlier.
@@ -177,7 +176,9 @@ def add_kv_copies(schedule: Schedule, kv_copies: KVCopies) -> Schedule:
     return schedule.with_added(tuple(ranks))
 
 
-def add_offload(schedule: Schedule, leaves: Leaves, stores: Leaves = ()) -> Schedule:
+def add_offload(
+    schedule: Schedule, offloaded: UnitTest, stored: UnitTest = lambda stage, unit: False
+) -> Schedule:
     """Adds a copy to the host after each offloaded unit's forward, and a prefetch before backward.
 
     The prefetch begins one backward of its rank early, so that saved activations of one unit are on
@@ -186,9 +187,9 @@ def add_offload(schedule: Schedule, leaves: Leaves, stores: Leaves = ()) -> Sche
 
     Args:
         schedule: with backwards.
-        leaves: units to offload.
-        stores: of these, units to store on a tier behind the host; they are read from there one
-            unit before they are copied back.
+        offloaded: whether a unit is offloaded.
+        stored: whether an offloaded unit is stored on a tier behind the host; it is read from there
+            one unit before it is copied back.
     """
     places = _Places(schedule)
     for rank, actions in enumerate(schedule.ranks):
@@ -196,7 +197,7 @@ def add_offload(schedule: Schedule, leaves: Leaves, stores: Leaves = ()) -> Sche
         turns = {action[1:3]: turn for turn, action in enumerate(backwards)}
         for action in actions:
             turn = turns.get(action[1:3])
-            if action.kind != "F" or turn is None or not _is_in(leaves, action):
+            if action.kind != "F" or turn is None or not offloaded(*action[1:3]):
                 continue
             # The compute before the first backward counts as one.
             ahead, early = backwards[max(turn - 1, 0)], int(turn == 0)
@@ -207,7 +208,7 @@ def add_offload(schedule: Schedule, leaves: Leaves, stores: Leaves = ()) -> Sche
             if places.compute_after(rank, action, 1) >= used:
                 continue
             places.add_after(rank, places.step(rank, action), _like(action, "D"))
-            if _is_in(stores, action):
+            if stored(*action[1:3]):
                 store = _like(action, "S")._replace(part=store_part(action.part))
                 places.add_after(rank, places.step(rank, action), store)
                 read = places.compute_before(rank, ahead, early + 1)
@@ -215,12 +216,6 @@ def add_offload(schedule: Schedule, leaves: Leaves, stores: Leaves = ()) -> Sche
                 places.add_before(rank, min(read, begin, used), _like(store, "L"))
             places.add_before(rank, min(begin, used), _like(action, "H"))
     return places.schedule()
-
-
-def _is_in(leaves: Leaves, action: Action) -> bool:
-    if callable(leaves):
-        return leaves(action.stage, action.unit)
-    return (action.stage, action.unit) in leaves
 
 
 class _Places:
@@ -231,9 +226,9 @@ class _Places:
         self._before: list[dict[int, list[Action]]] = [{} for _ in schedule.ranks]
         self._after: list[dict[int, list[Action]]] = [{} for _ in schedule.ranks]
         self._compute: list[list[int]] = []
-        """By rank, the steps of its compute."""
+        """Steps of the compute actions, by rank."""
         self._turns: dict[Action, int] = {}
-        """By compute action, its index among the computes of its rank."""
+        """Index of each compute action among those of its rank."""
         for rank in schedule.ranks:
             steps = [step for step, action in enumerate(rank) if action.kind in COMPUTE_KINDS]
             self._turns.update((rank[step], turn) for turn, step in enumerate(steps))
@@ -300,5 +295,5 @@ class _Places:
 
 
 def _like(action: Action, kind: Kind) -> Action:
-    """The same action with another kind; several times faster than `_replace`."""
+    """Returns the same action with another kind; several times faster than `_replace`."""
     return Action(kind, action[1], action[2], action[3], action[4])

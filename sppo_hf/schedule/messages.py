@@ -8,7 +8,7 @@ order: of what passes between stages and of all that is saved. Attention divides
 instead, so of keys and values, and of the sums of their gradients, each rank holds an n-th of the
 heads of all tokens so far. Where the next chunk of a stage has another set of ranks, K/V of all
 earlier chunks are sent to those that lack them, each chunk's as soon as it has run; the old ranks
-keep theirs, for backward. Backward sends gradient sums the same way back: all that later chunks add
+keep theirs for backward. Backward sends gradient sums the same way back: all that later chunks add
 to a chunk's dK/dV arrives where its backward runs, before it does.
 """
 
@@ -105,7 +105,7 @@ def messages(schedule: Schedule) -> dict[Action, Message]:
 def _pieces_from(
     schedule: Schedule, send: Kind, made: Action, stage: int, kind: Kind
 ) -> Iterator[Message]:
-    """Messages from one rank's share of a unit to the ranks of the neighbouring stage."""
+    """Yields messages from one rank's share of a unit to the ranks of the neighbouring stage."""
     here = schedule.unit_ranks(made.stage, made.unit)
     there = schedule.unit_ranks(stage, made.unit)
     for piece, (mine, yours, share) in enumerate(_overlaps(len(here), len(there))):
@@ -122,11 +122,11 @@ def _pieces_from(
 
 
 def _of_keys(schedule: Schedule, back: dict[tuple[int, int], Kind]) -> Iterator[Message]:
-    """Messages of K/V where a stage's units change ranks, and of dK/dV sums in backward."""
+    """Yields messages of K/V where a stage's units change ranks, and of dK/dV sums in backward."""
     for stage in sorted({stage for stage, _ in schedule.shared_units}):
         for first, stop in pairwise(schedule.first_units):
             pieces = [0] * (stop - first)
-            for before, after in pairwise(_runs(schedule, stage, range(first, stop))):
+            for before, after in pairwise(unit_runs(schedule, stage, range(first, stop))):
                 for unit in range(first, after.start):
                     # K/V of earlier runs came to this one's ranks with its first unit.
                     ends = max(unit, before.start), after.start
@@ -143,7 +143,7 @@ def _moved(
     piece: int,
     back: dict[tuple[int, int], Kind],
 ) -> Iterator[Message]:
-    """Messages of one unit's K/V from the ranks of one unit to those of a later one, and back."""
+    """Yields messages of one unit's K/V between the ranks of the units `ends`, and back."""
     here, there = (schedule.unit_ranks(stage, end) for end in ends)
     crossing = [o for o in _overlaps(len(here), len(there)) if here[o[0]] != there[o[1]]]
     kinds = [back.get((stage, end)) for end in ends]
@@ -159,8 +159,8 @@ def _moved(
             yield Message(sent, received, ranks[1], ranks[0], made, used, share)
 
 
-def _runs(schedule: Schedule, stage: int, units: range) -> list[range]:
-    """Runs of neighbouring units that the same ranks compute."""
+def unit_runs(schedule: Schedule, stage: int, units: range) -> list[range]:
+    """Returns the runs of neighbouring units that the same ranks compute."""
     starts = [units.start]
     for before, unit in pairwise(units):
         if schedule.unit_ranks(stage, before) != schedule.unit_ranks(stage, unit):
@@ -170,7 +170,7 @@ def _runs(schedule: Schedule, stage: int, units: range) -> list[range]:
 
 @lru_cache(maxsize=4096)
 def _overlaps(here: int, there: int) -> list[tuple[int, int, Fraction]]:
-    """Overlaps of a whole cut into `here` and into `there` equal parts: (part, part, share)."""
+    """Returns overlaps (part, part, share) of a whole cut into `here` and `there` equal parts."""
     found: list[tuple[int, int, Fraction]] = []
     for mine in range(here):
         for yours in range(there):

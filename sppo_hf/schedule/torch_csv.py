@@ -1,9 +1,8 @@
 """Schedules in and out of the CSV of torch.distributed.pipelining: a row for each rank.
 
-A cell holds an action. Torch's `_load_csv` reads compute as format "compute_only", and sends and
-receives too as "compute_comms".
-There every unit is a micro-batch of its own, and a gradient reduction has no unit. Torch itself is
-not needed.
+A cell holds an action. Torch's `_load_csv` reads format "compute_only", with compute alone, and
+"compute_comms", with sends and receives as well. There every unit is a micro-batch of its own, and
+a gradient reduction has no unit. Torch itself is not needed.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from sppo_hf.schedule.actions import COMPUTE_KINDS, Action, Kind
 from sppo_hf.schedule.schedule import Schedule
 
 TorchFormat = Literal["compute_only", "compute_comms"]
-"""What the CSV holds, in torch's words."""
+"""Names of torch's two formats of the CSV."""
 
 _TRANSFERS: frozenset[Kind] = frozenset({"SEND_F", "RECV_F", "SEND_B", "RECV_B"})
 _REDUCTION = re.compile(r"([0-9]+)REDUCE_GRAD", re.ASCII)

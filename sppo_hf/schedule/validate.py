@@ -57,9 +57,9 @@ def validate(schedule: Schedule) -> None:
 
 class _Fault(NamedTuple):
     wrong: str
-    """What is wrong with an action; follows its name in the message."""
+    """Error of an action; follows its name in the message."""
     allowed: str
-    """What would be accepted."""
+    """Description of what would be accepted."""
 
 
 class _Validator:
@@ -244,12 +244,12 @@ class _Validator:
 
     @cached_property
     def _needs(self) -> dict[Action, list[int]]:
-        """What each action waits for, as entries of `DependencyGraph.needs`."""
+        """Entries of `DependencyGraph.needs`, by action."""
         return dict(zip(self._graph.actions, self._graph.needs, strict=True))
 
     @cached_property
     def _last_backwards(self) -> dict[int, list[Action]]:
-        """By stage, the actions that complete its gradients: whole backwards, weight gradients."""
+        """Whole backwards and weight gradients of each stage, which complete its gradients."""
         found = defaultdict[int, list[Action]](list)
         for action in self._where:
             if action.kind in ("B", "W"):
@@ -329,7 +329,7 @@ class _Validator:
         return self._messages.get(action) or self._received.get(action)
 
     def _unmatched_fault(self, action: Action) -> _Fault:
-        """Why no message of this schedule has such an end."""
+        """Explains why no message of this schedule has such an end."""
         word, _, letter = action.kind.partition("_")
         if letter in ("F", "B"):
             other = action.stage + (1 if (word == "SEND") == (letter == "F") else -1)
@@ -347,7 +347,7 @@ class _Validator:
     # -- messages to the user ------------------------------------------------------------------
 
     def _purpose(self, action: Action, needed: Action) -> str:
-        """What an action needs another for, in words."""
+        """Describes what an action needs another one for."""
         if needed.kind in TRANSFERS:
             what = {
                 "RECV_F": "its activation",

@@ -48,10 +48,10 @@ TOKENS = 23
 
 
 class Told(StepObserver):
-    """What this rank's engine tells its observer."""
+    """Keeps the calls of this rank's engine to its observer."""
 
     def __init__(self) -> None:
-        """Nothing yet."""
+        """Begin without records."""
         self.plans: list[dict[str, Any]] = []
         self.planned: list[float | None] = []
         self.written: list[int] = []
@@ -98,7 +98,7 @@ class Held:
         self.patch = mock.patch.object(SharedUnits, "start_prefetch", measure)
 
     def bytes_of(self, shared: SharedUnits) -> dict[str, int]:
-        """In the stores of all runs, and on the device besides."""
+        """Return the bytes of K/V in the stores of all runs, and elsewhere on the device."""
         units = self.engine._stage_runner
         assert units is not None
         runners = [run.runner for run in units._active.values()]
@@ -123,12 +123,12 @@ class Held:
         return found
 
     def plans(self) -> BatchPlans:
-        """Of the one shape that has run."""
+        """Return the plans of the one shape that has run."""
         (plans,) = self.engine._stage_plans._plans.values()
         return plans
 
     def costs(self) -> tuple[Schedule, PipelineCost]:
-        """Of the step that has run."""
+        """Return the compute schedule of the step that has run, and its costs."""
         engine, plans = self.engine, self.plans()
         compute = generate(MSP, Size(engine.mesh.pp_size, plans.micro_batches, len(plans.bounds)))
         profile, shape = load_profile("h100"), whole_shape(engine.parts)
@@ -139,7 +139,7 @@ class Held:
         return compute, costs
 
     def left(self) -> dict[str, tuple[int, int, int]]:
-        """By tier, slices as planned, own K/V in the plan, and what this leaves of its budget."""
+        """Return planned slices, own K/V in the plan, and what is left of the budget, by tier."""
         rank, config = self.engine.mesh.pp_rank, self.engine.config
         plan = self.plans().by_stage[rank]
         budgets = read_budgets(config, device_facts(torch.device("cpu"), config))

@@ -76,14 +76,14 @@ def free_port() -> int:
 
 @dataclass(frozen=True)
 class Ended:
-    """What became of the ranks of a launch."""
+    """Exit statuses and logs of the ranks of a launch that has ended."""
 
     codes: list[int | None]
     """Exit status of each rank, negative for a signal; None if it had to be killed at the end."""
     logs: list[str]
     """All that each rank printed."""
     seconds: float
-    """From the failure of one rank until the end of the last one of the others."""
+    """Seconds from the failure of one rank to the end of the last of the others."""
 
 
 class Nursery:

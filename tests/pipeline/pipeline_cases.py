@@ -219,9 +219,9 @@ _ALONE = (
 """Keys of which one of the cases that are merged may have some, and the others none."""
 MOST_TOGETHER = 4
 LAYERS = 3
-"""Of a tiny Llama."""
+"""Layers of a tiny Llama."""
 _WORK_OF_A_CASE = 12
-"""What it takes to build a case's model, to convert it and to run it unmodified, as `_work`."""
+"""Cost of building, converting and running a case's model unmodified, in the unit of `_work`."""
 
 
 def together(cases: list[Case]) -> list[Case]:
@@ -285,7 +285,7 @@ def _of_one(cases: tuple[Case, ...], keys: tuple[str, ...]) -> Case | None:
 
 
 def _layers(cases: tuple[Case, ...]) -> Case | None:
-    """Where a family has kinds of layers, there are as many as its configuration says."""
+    """Return the number of layers for all cases, None if they differ; some families fix theirs."""
     special = {case.get("layers") for case in cases if case["family"] != "llama"}
     count = max(case.get("layers", LAYERS) for case in cases)
     if special:
@@ -294,7 +294,7 @@ def _layers(cases: tuple[Case, ...]) -> Case | None:
 
 
 def _rows(cases: tuple[Case, ...]) -> Case | None:
-    """Two where none needs others; of rows with padding there are as many as are said."""
+    """Return the number of rows for all cases, by default two; None if they need different ones."""
     padded = {case.get("rows", 2) for case in cases if "padding" in case}
     wanted = {case.get("rows", 2) for case in cases} - {2} | padded
     return None if len(wanted) > 1 else {"rows": max(wanted, default=2)}
@@ -341,7 +341,7 @@ def every_family() -> list[Case]:
 
 
 def _frames(layers: int) -> list[Case]:
-    """What becomes of saved tensors."""
+    """Cases of offloaded, recomputed and kept saved tensors."""
     size = {"layers": layers, "rows": 2}
     plans: dict[str, Case] = {
         "offload": {"offload": "full"},
@@ -365,7 +365,7 @@ def _frames(layers: int) -> list[Case]:
 
 
 def _micro_steps(layers: int, *, family: str = "llama") -> list[Case]:
-    """What happens around `loss.backward()`."""
+    """Cases of accumulation, hooks and the like around `loss.backward()`."""
     common: Case = {"layers": layers, "rows": 2, "settings": {"num_chunks": 3}}
     lists: dict[str, list[Case]] = {
         "accumulation": [{}, {}],

@@ -59,17 +59,17 @@ Named = dict[str, Tensor | None]
 
 @dataclass(frozen=True)
 class Ran:
-    """What a model made of a case's micro-steps."""
+    """Results of a model in a case's micro-steps."""
 
     losses: list[float]
     grads: Named
     calls: dict[str, tuple[int, int]]
-    """Of hooks on parameters, see `GradientHooks`."""
+    """Calls of hooks on parameters, see `GradientHooks`."""
 
 
 @dataclass
 class TokenNumbers(ModelOutput):
-    """What a head that was put on the model returns for every label, `[B, T - 1]`."""
+    """Output of a head that was put on the model; for every label, `[B, T - 1]`."""
 
     log_probs: Tensor | None = None
     label_mask: Tensor | None = None
@@ -190,14 +190,14 @@ def run_steps(model: nn.Module, case: Case, replica: int, replicas: int) -> Ran:
 
 @dataclass(frozen=True)
 class Reference:
-    """What unmodified models make of a case."""
+    """Results of unmodified models in a case."""
 
     losses: list[list[float]]
-    """By replica."""
+    """Losses by replica."""
     grads: Named
     """Averaged over replicas."""
     calls: list[dict[str, tuple[int, int]]]
-    """Of hooks on parameters, by replica."""
+    """Calls of hooks on parameters, by replica."""
     tied: list[str]
     """Trained parameters that embedding and head share."""
 
@@ -231,7 +231,7 @@ def norm_of(grads: Named) -> float:
 
 
 def compare(case: Case, everyone: list[dict[str, Any]], sharing: int) -> dict[str, Any]:
-    """What rank 0 finds out about a case from what all ranks have; `sharing` share a batch."""
+    """Compare the results of all ranks in a case with the reference; `sharing` share a batch."""
     replicas = len(everyone) // sharing
     stages = sharing // len({one["sp_rank"] for one in everyone})
     wanted = reference(case, replicas)
@@ -319,7 +319,7 @@ def kernel_of(case: Case) -> Iterator[None]:
 
 
 def run_case(case: Case, pp_size: int, sp_size: int) -> dict[str, Any] | None:
-    """Run one case on this rank; rank 0 returns what came of it."""
+    """Run one case on this rank; rank 0 returns the comparison with the reference."""
     model = traced_once(build(case))
     config = SPPOConfig(pp_size=pp_size, sp_size=sp_size, **settings_of(case))
     written = Written()
@@ -351,10 +351,10 @@ def run_case(case: Case, pp_size: int, sp_size: int) -> dict[str, Any] | None:
 
 
 class Written(StepObserver):
-    """What went to the disk."""
+    """Counts the bytes written to the disk."""
 
     def __init__(self) -> None:
-        """Nothing yet."""
+        """Begin without records."""
         self.left_bytes = self.disk_bytes = 0
 
     def on_record(self, record: StepRecord) -> None:
@@ -370,7 +370,7 @@ class WeightOrder(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        """Nothing yet."""
+        """Begin without records."""
         super().__init__()
         self.seen: list[str] = []
 
@@ -381,7 +381,7 @@ class WeightOrder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def __getattr__(self, name: str) -> Any:
-        """What is not noted."""
+        """Pass other names on to `torch.distributed`."""
         return getattr(dist, name)
 
     def broadcast(self, *args: Any, **kwargs: Any) -> Any:
@@ -403,7 +403,7 @@ class WeightOrder(TorchDispatchMode):
 
 
 def weights_in_order(pp_size: int) -> list[str]:
-    """What passes between this rank and others beside the products of a step of shared units."""
+    """Return the order of this rank's collectives and matmuls in a step of shared units."""
     model = build({"name": "order", "family": "llama", "layers": pp_size})
     settings: dict[str, Any] = {"num_chunks": 3, "pp_msp": "on", "show_plan": False}
     convert_to_stages(model, SPPOConfig(pp_size=pp_size, **settings))
@@ -415,7 +415,7 @@ def weights_in_order(pp_size: int) -> list[str]:
 
 
 def refusal(case: Case, pp_size: int) -> str:
-    """What conversion, or the first forward, says about a case that it refuses."""
+    """Return the error with which conversion, or the first forward, refuses a case."""
     try:
         model = build(case)
         settings = {"show_plan": False, "pp_size": pp_size, **case["settings"]}
@@ -430,7 +430,7 @@ def refusal(case: Case, pp_size: int) -> str:
 
 
 def order_of_actions(pp_size: int, *, profiled: bool) -> dict[str, list[str]]:
-    """What the engine noted and what the schedule lists, of this rank, and what a profiler saw."""
+    """Return this rank's actions as the engine, the schedule and a profiler list them."""
     from torch.profiler import ProfilerActivity, profile
 
     # The profiler takes long to read what it has seen of each operation.
@@ -456,7 +456,7 @@ def order_of_actions(pp_size: int, *, profiled: bool) -> dict[str, list[str]]:
 
 
 def change_between(pp_size: int) -> str:
-    """What a backward says when a weight of each rank was changed in place after its forward."""
+    """Return the error of a backward after a weight of each rank was changed in place."""
     model = build_tiny_model("llama", num_hidden_layers=pp_size + 1)
     convert_to_stages(model, SPPOConfig(pp_size=pp_size, num_chunks=2, show_plan=False))
     loss = model(**make_batch(rows=2, tokens=TOKENS)).loss
@@ -473,7 +473,7 @@ def change_between(pp_size: int) -> str:
 
 
 def place(pp_size: int) -> dict[str, Any]:
-    """What the mesh says of this rank."""
+    """Return this rank's coordinates and groups in the mesh."""
     mesh = shared_mesh(pp_size, torch.device("cpu"), 600)
 
     def ranks(group: Any) -> list[int] | None:

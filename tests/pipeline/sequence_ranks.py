@@ -71,10 +71,10 @@ def averaged(grads: Named) -> tuple[Named, list[str]]:
 
 
 class Told(StepObserver):
-    """What this rank's engine tells its observer of corrected plans."""
+    """Keeps what this rank's engine tells its observer of corrected plans."""
 
     def __init__(self) -> None:
-        """Nothing yet."""
+        """Begin without records."""
         self.corrections: list[list[str]] = []
 
     def on_correction(self, before: Plan, after: Plan, measured: MeasuredStep) -> None:
@@ -124,7 +124,7 @@ def run_case(case: Case, sp_size: int) -> dict[str, Any]:
 
 
 def refusal(case: Case, sp_size: int, **settings: Any) -> str:
-    """What conversion, or the first forward, says about a case that it refuses."""
+    """Return the error with which conversion, or the first forward, refuses a case."""
     try:
         model = build(case)
         config = SPPOConfig(sp_size=sp_size, show_plan=False, **settings)
@@ -136,7 +136,7 @@ def refusal(case: Case, sp_size: int, **settings: Any) -> str:
 
 
 def compiled(sp_size: int, backend: str, recompute: str) -> dict[str, float]:
-    """How far float32 gradients are from float64's, and what was compiled on this rank."""
+    """Return errors of float32 gradients against float64, and counts of what was compiled here."""
     compile_with = functools.partial(torch.compile, backend=backend)
     settings: dict[str, Any] = {"chunk_lengths": (9, 1, 14), "recompute": recompute}
     exact = build_tiny_model("llama")
@@ -174,10 +174,10 @@ def compiled(sp_size: int, backend: str, recompute: str) -> dict[str, float]:
 
 
 class Planned(StepObserver):
-    """What plans list, in order."""
+    """Keeps the actions of the last plan, in order."""
 
     def __init__(self) -> None:
-        """Nothing yet."""
+        """Begin without records."""
         self.actions: list[str] = []
 
     def on_plan(self, plan: Plan, model_name: str) -> None:
@@ -186,7 +186,7 @@ class Planned(StepObserver):
 
 
 def planned_and_done(sp_size: int, folder: str) -> tuple[list[str], list[str]]:
-    """The actions of this rank's plan, and those that it carried out."""
+    """Return the actions of this rank's plan, and those that it carried out."""
     settings: dict[str, Any] = {"recompute": "full", "offload": "full", "min_offload_size": 1}
     settings |= {"chunk_lengths": (5, 8, 1, 10), "trace_dir": folder, "show_plan": False}
     settings["hardware"] = "cpu"
@@ -199,7 +199,7 @@ def planned_and_done(sp_size: int, folder: str) -> tuple[list[str], list[str]]:
 
 
 def between_machines(sp_size: int) -> list[str]:
-    """What ranks say that are on a machine each, as things are and where that is allowed."""
+    """Return the errors of ranks on a machine each, without and with `sp_across_nodes`."""
     mine = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     case: Case = {"name": "between machines", "family": "llama"}
     with mock.patch.dict(os.environ, mine):
@@ -245,7 +245,7 @@ class Order(TorchDispatchMode):
     """Notes when exchanges are started and waited for, and what is multiplied meanwhile."""
 
     def __init__(self) -> None:
-        """Nothing yet."""
+        """Begin without records."""
         super().__init__()
         self.seen: list[str] = []
         self.coming: dict[int, int] = {}
@@ -267,7 +267,7 @@ class Order(TorchDispatchMode):
 
 
 def exchanges_in_order(sp_size: int, recompute: str) -> list[str]:
-    """What one layer does in one chunk, forward and backward."""
+    """Return the order of exchanges and matmuls of one layer in one chunk, forward and backward."""
     model = build({"name": "order", "family": "llama", "layers": 1})
     settings: dict[str, Any] = {"num_chunks": 1, "recompute": recompute, "offload": "none"}
     convert_to_shared_sequences(model, SPPOConfig(sp_size=sp_size, show_plan=False, **settings))

@@ -1,4 +1,4 @@
-"""What two ranks compare before a step; ranks that differ in fact are in test_failures.py."""
+"""Numbers that ranks compare before a step; test_failures.py has real ranks that differ."""
 
 import pytest
 import torch

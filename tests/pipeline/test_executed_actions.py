@@ -1,4 +1,4 @@
-"""What every rank of a pipeline did is what its program lists, copies included, in that order."""
+"""Every rank of a pipeline does what its program lists, copies included, in that order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROWS, CHUNKS = 3, 4
 
 
 def _launch(runs: list[dict[str, Any]], ranks: int, folder: Path) -> dict[str, list[list[str]]]:
-    """By run, what each rank wrote."""
+    """Return what each rank wrote, by run."""
     job = {"runs": runs, "pp_size": ranks, "out": str(folder)}
     run_ranks("tests.pipeline.action_ranks", job, ranks, folder / "ranks")
     return {
@@ -49,7 +49,7 @@ def test_executed_is_planned_with_offload(ranks: int, tmp_path: Path) -> None:
     for one in runs:
         name, virtual = one["name"], one["settings"].get("pp_virtual_stages", 1)
         compute = generate(name, Size(ranks, ROWS, CHUNKS, virtual))
-        planned = lower(compute, leaves=lambda stage, unit: True)
+        planned = lower(compute, offloaded=lambda stage, unit: True)
         assert found[name] == planned.texts(), name
         kinds = [Action.parse(text).kind for rank in found[name] for text in rank]
         assert kinds.count("D") == kinds.count("H") > ranks * CHUNKS
@@ -101,10 +101,12 @@ def test_keys_and_values_and_a_disk_are_in_the_program(tmp_path: Path) -> None:
     every = lambda stage, unit: True  # noqa: E731
     planned = {
         "keys": lower(generate("seq1f1b", size), kv_copies=on_host),
-        "disk": lower(generate("seq1f1b", size), leaves=every, stores=every),
-        "both": lower(generate("zb_seq1f1b", size), leaves=every, stores=every, kv_copies=on_disk),
+        "disk": lower(generate("seq1f1b", size), offloaded=every, stored=every),
+        "both": lower(
+            generate("zb_seq1f1b", size), offloaded=every, stored=every, kv_copies=on_disk
+        ),
         # Each rank brings and sends the heads that it has in a shared unit.
-        "shared": lower(generate(MSP, size), leaves=every, stores=every, kv_copies=on_disk),
+        "shared": lower(generate(MSP, size), offloaded=every, stored=every, kv_copies=on_disk),
     }
     for name, schedule in planned.items():
         validate(schedule)
@@ -125,7 +127,7 @@ def test_keys_and_values_and_a_disk_are_in_the_program(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_keys_and_values_of_shared_units_are_as_many_as_planned(ranks: int, tmp_path: Path) -> None:
-    """In every store of every run, and on the device before they are there or sent back."""
+    """Counted in every store of every run, and on the device on their way there or back."""
     heads = {"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 48}
     budgets = {"device_memory": "1GiB", "host_memory": "1GiB"}
     settings = {"pp_msp": "on", "recompute": "full", "chunk_lengths": [7, 2, 6, 3, 5], **budgets}
@@ -170,7 +172,7 @@ def _slow_profile(path: Path) -> str:
 
 
 def test_what_is_open_is_decided_once_for_all_ranks(tmp_path: Path) -> None:
-    """With speeds: the step of all ranks is predicted, measured, and predicted anew.
+    """With known speeds the step of all ranks is predicted, measured, and predicted anew.
 
     One long row is the shared units' case; where other rows fill the idle time, it is not.
     """

@@ -145,7 +145,7 @@ BETWEEN_LAST_AND_FIRST_RANK = {
     "3SEND_B3": "send -303 to 2",
     "2RECV_B3": "receive 2RECV_B3 from 0",
 }
-"""What actions should lead to: of stages 0 to 2 on as many ranks, and of six stages on three."""
+"""Expected log lines of actions: stages 0 to 2 on as many ranks, and six stages on three."""
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "seq1f1b", "zb_seq1f1b", "interleaved_seq1f1b"])
@@ -153,7 +153,7 @@ BETWEEN_LAST_AND_FIRST_RANK = {
 def test_each_action_goes_to_its_handler_in_order(name: str, rank: int) -> None:
     virtual = 2 if name == "interleaved_seq1f1b" else 1
     compute = generate(name, Size(3, 3, CHUNKS, virtual))
-    schedule = lower(compute, leaves=lambda stage, unit: True, reduce=True)
+    schedule = lower(compute, offloaded=lambda stage, unit: True, reduce=True)
     log: list[str] = []
     units, transport = FakeUnits(log, schedule.num_stages), FakeTransport(log)
     executor, told = make(schedule, rank, units=units, transport=transport)
@@ -254,7 +254,7 @@ class Work:
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is asked of torch.distributed, which is replaced; sent tensors are kept by peer."""
+    """Log of the calls of torch.distributed, which is replaced."""
     lines: list[str] = []
 
     def isend(tensor: Tensor, rank: int, *, group: str) -> Work:

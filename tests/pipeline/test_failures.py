@@ -115,7 +115,7 @@ def test_what_one_rank_refuses_all_do_and_it_leaves_no_trace(tmp_path, rank):
 
 
 def test_nobody_waits_for_the_plan_of_a_rank_that_makes_none(tmp_path):
-    """Of units that ranks share each needs the others' plans, and all what the first one chose.
+    """Ranks that share units need each other's plans, and all need what the first one chose.
 
     Where ranks share sequences, too, they plan a stage together; and of each stage all hear how
     long it takes.

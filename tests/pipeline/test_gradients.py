@@ -73,14 +73,14 @@ def make(*earlier: float | None) -> list[nn.Parameter]:
 
 
 def compute(parameters: list[nn.Parameter], *own: float | None) -> None:
-    """What a schedule would do."""
+    """Set gradients as a schedule does."""
     for parameter, value in zip(parameters, own, strict=True):
         assert parameter.grad is None
         parameter.grad = None if value is None else torch.full_like(parameter, value)
 
 
 def backward(step: StepGradients, factor: float) -> None:
-    """What the loss's backward does, with another gradient than the schedule took for granted."""
+    """Run the loss's backward with `factor` times the gradient that the schedule assumed."""
     anchor = torch.zeros((), requires_grad=True)
     loss = PipelineLoss.apply(torch.tensor(2.5), anchor, step.release, *step.parameters())
     loss.backward(torch.tensor(factor))

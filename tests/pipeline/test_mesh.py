@@ -1,4 +1,4 @@
-"""Which worlds are allowed; the groups themselves are checked over gloo ranks.
+"""Allowed numbers of processes; the groups themselves are checked over gloo ranks.
 
 See `assert_places` in test_pipeline_exactness.py for those.
 """

@@ -61,7 +61,7 @@ def test_heads_are_divided_evenly_or_by_keys() -> None:
 
 @pytest.mark.parametrize(("queries", "keys"), HEADS)
 def test_every_key_comes_once_from_a_rank_that_sends(queries: int, keys: int) -> None:
-    """What passes between any two sets covers what is needed, over messages that the plan has."""
+    """Heads that pass between any two sets are all that is needed, in messages of the schedule."""
     most = 4
     schedule = generate(MSP, Size(most, 1, 6))
     planned = {
@@ -108,9 +108,9 @@ class Passing:
     """Stands for `RemoteWeights`, and notes what would pass between ranks."""
 
     def __init__(self) -> None:
-        """Nothing yet."""
+        """Begin without records."""
         self.seen: dict[tuple[int, ...], list[str]] = {}
-        """What was started, by the set that it is in."""
+        """Collectives that were started, by set."""
         self.here: list[int] = []
         """Stages whose weights are on their way or here."""
 
@@ -121,11 +121,11 @@ class Passing:
         assert len(self.here) <= 2
 
     def wait_for_fetch(self, stage: int) -> None:
-        """They are here."""
+        """Check that the oldest broadcast is the one waited for."""
         assert self.here[0] == stage
 
     def drop(self, stage: int) -> None:
-        """They are given back, first the first."""
+        """Check that weights are freed in the order of their broadcasts."""
         assert self.here.pop(0) == stage
 
     def start_reduce(self, stage: int, run: ChunkRun) -> None:
@@ -213,7 +213,7 @@ class OtherRank:
 def test_a_weight_has_a_gradient_if_any_rank_has_one(
     monkeypatch: pytest.MonkeyPatch, mine: bool, late: bool, theirs: bool
 ) -> None:
-    """Of experts that no token of a rank's came to, autograd gives that rank none."""
+    """A rank gets no gradient of experts to which none of its tokens came."""
     parts = find_parts(build_tiny_model("llama", num_hidden_layers=2))
     cut = StageCut((range(1), range(1, 2)), (0,))
     staged = StagedModel(parts, cut, borrows_stages=True)
@@ -397,7 +397,7 @@ WEIGHTS = (
     f"start weights, wait weights, products, {_OF_A_SHARED_UNIT}, products, wait gradients, "
     f"{_OF_A_SHARED_UNIT}, wait gradients"
 ).split(", ")
-"""What passes beside the products of a step, on each of the two ranks."""
+"""Order of collectives and matmuls in a step, on each of the two ranks."""
 
 
 def launch(cases: list[Case], folder: Path, *, pp_size: int, ranks: int, **job: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a pipeline refuses before anything is sent; what it runs: test_pipeline_exactness.py."""
+"""Refusals before anything is sent; test_pipeline_exactness.py has what runs."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ TOLERANCE = 1e-9
 
 
 def launch(cases: list[Case], folder: Path, *, ranks: int, **job: Any) -> dict[str, Any]:
-    """What ranks of `sequence_ranks` (or of `pipeline_ranks`, given `pp_size`) found; all exact."""
+    """Run cases in `sequence_ranks` (`pipeline_ranks`, given `pp_size`); all must be exact."""
     out = folder / "result.json"
     module = "pipeline_ranks" if "pp_size" in job else "sequence_ranks"
     job |= {"cases": cases, "out": str(out)}
@@ -63,7 +63,7 @@ def assert_exact(found: list[dict[str, Any]], cases: list[Case]) -> None:
 
 
 def assert_order(result: dict[str, Any]) -> None:
-    """What ran is what the schedule lists, in order, to the engine and the profiler."""
+    """Engine and profiler see what the schedule lists, in its order."""
     for rank in result["order"]:
         assert rank["executed"] == rank["listed"]
         assert rank.get("profiled", rank["listed"]) == rank["listed"]

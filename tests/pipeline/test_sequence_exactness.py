@@ -145,7 +145,7 @@ EXCHANGES = {
         + _TOGETHER.format(7, 8, 9),
     }.items()
 }
-"""What one layer does in one chunk, forward and backward, with its matrix products."""
+"""Order of exchanges and matmuls of one layer in one chunk, forward and backward."""
 
 FAST = (
     *("uneven, one-token tail", "padding", "packed", "labels in one token", "accumulation"),

@@ -1,7 +1,4 @@
-"""What models' sequences can be shared; the collectives are checked over gloo ranks.
-
-See test_sequence_exactness.py for those.
-"""
+"""Models whose sequences can be shared; test_sequence_exactness.py checks the collectives."""
 
 import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES

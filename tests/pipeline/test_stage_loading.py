@@ -50,7 +50,7 @@ def _shards(folder):
 
 @pytest.fixture
 def warned(caplog):
-    """What Transformers logs, which it keeps from the root logger."""
+    """Log records of Transformers, which keeps them from the root logger."""
     logger = transformers_logging.get_logger("transformers")
     # Others in this process may have asked for less.
     verbosity = transformers_logging.get_verbosity()

@@ -158,7 +158,7 @@ def test_stages_are_planned_anew_for_other_trained_parameters(
 
 
 def _alone(make: Callable[[], Any], group: object, *, share: Callable[[Any], Any]) -> Any:
-    """What `make_on_all_ranks` returns where there is one rank."""
+    """Stand in for `make_on_all_ranks` with one rank."""
     made = make()
     return made, [share(made)]
 
@@ -178,7 +178,7 @@ def test_corrections_are_forgotten_with_the_set_of_trained_parameters() -> None:
 
 
 def test_a_correction_that_raises_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On all ranks; else every later batch would be refused, too."""
+    """Dropped on all ranks; otherwise every later batch would be refused, too."""
     asked: list[object] = []
 
     def make_and_gather(mesh: object, make: Callable[[], Any]) -> list[Any]:

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.fake
 
 
 def held(parameters: list[nn.Parameter], *own: float | None) -> Tensor:
-    """What a call returns, `[]`, whose backward gives each parameter its own gradient, or none."""
+    """Return a call's output, `[]`; its backward gives each parameter its own gradient, or none."""
     call = TokenCall.__new__(TokenCall)
     call._parameters = parameters
     step = StepGradients(parameters)

@@ -32,7 +32,7 @@ OTHER_MACHINE = Process("another machine", 1, 1)
 
 
 class FakeStore:
-    """What a launch's key-value store does, in this process; may break, or not answer."""
+    """A launch's key-value store in this process; it may break, or not answer."""
 
     def __init__(self) -> None:
         self.held: dict[str, bytes] = {}

@@ -168,7 +168,7 @@ def test_stages_add_up_to_the_planners_simulation(name: str, recompute: str, kv_
     seconds, idle = pipeline_step(
         lambda count: lower(
             generate(name, Size(ranks, count, len(bounds))),
-            leaves=lambda stage, unit: True,
+            offloaded=lambda stage, unit: True,
             kv_copies=costs.kv_copies,
         ),
         {stage: stage_seconds(plan) for stage, plan in enumerate(plans)},

@@ -170,7 +170,7 @@ def test_frames_go_on_behind_the_host() -> None:
     size = Size(2, 1, 8)
     _, near = made("seq1f1b", size, offload="full")
     schedule, far = made("seq1f1b", size, offload="full", activation_tier="disk", kv_tier="disk")
-    lowered = lower(schedule, leaves=far.leaves, stores=far.stores, kv_copies=far.kv_copies)
+    lowered = lower(schedule, offloaded=far.leaves, stored=far.stores, kv_copies=far.kv_copies)
     validate(lowered)
     timeline = simulate_pipeline(lowered, seconds=far.seconds, changes=far.changes)
     there = run(schedule, near).peak_by_cause("0.host")[Cause.FRAMES]
@@ -332,7 +332,7 @@ def test_what_a_unit_streams_runs_beside_it_and_holds_up_what_follows() -> None:
 def test_copies_of_frames_share_resources_with_keys_and_values(rows: int) -> None:
     size = Size(2, rows, 4)
     schedule, away = made("seq1f1b", size, offload="full", kv_tier="host")
-    lowered = lower(schedule, leaves=away.leaves, kv_copies=away.kv_copies)
+    lowered = lower(schedule, offloaded=away.leaves, kv_copies=away.kv_copies)
     timeline = simulate_pipeline(lowered, seconds=away.seconds)
     for resource, copy, stream in (("0.d2h", "D", "O"), ("0.h2d", "H", "K")):
         listed = [a for a in lowered.ranks[0] if a.kind in (copy, stream)]

@@ -18,7 +18,7 @@ from sppo_hf.planning.hardware import (
 )
 from sppo_hf.profiling import calibrate as module
 from sppo_hf.profiling.calibrate import SIZES, calibrate
-from tests.pipeline.fake_time import CPU
+from tests.profiling.fake_time import CPU
 from tests.sweeps import ALL
 
 Told = list[tuple[str, int, int]]

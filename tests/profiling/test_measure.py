@@ -25,7 +25,7 @@ from sppo_hf.profiling.calibrate import (
     measure_matmul,
     measure_memory,
 )
-from tests.pipeline.fake_time import CPU, FakeClock
+from tests.profiling.fake_time import CPU, FakeClock
 
 
 def test_the_warm_up_does_not_count() -> None:

@@ -23,7 +23,7 @@ from sppo_hf.profiling.measure_backends import (
     measure_backends,
 )
 from tests.attention.backends.racers import Racer, raising
-from tests.pipeline.fake_time import CPU, FakeClock
+from tests.profiling.fake_time import CPU, FakeClock
 
 HEADS = Heads(4, 2, 8)
 

@@ -1,4 +1,4 @@
-"""What pictures of a timeline are made of: bars keep all work, curves their peak."""
+"""Parts of a timeline's picture: bars keep all work, curves their peak."""
 
 from bisect import bisect_right
 from itertools import pairwise

@@ -51,7 +51,7 @@ def test_stages_of_one_rank_send_each_other_nothing() -> None:
 
 
 def test_a_send_follows_what_it_sends_at_once() -> None:
-    for rank in lower(generate("zb_seq1f1b", Size(3, 2, 2)), leaves=lambda s, u: True).ranks:
+    for rank in lower(generate("zb_seq1f1b", Size(3, 2, 2)), offloaded=lambda s, u: True).ranks:
         for before, action in pairwise(rank):
             if action.kind == "SEND_F":
                 assert before == action._replace(kind="F")
@@ -83,13 +83,13 @@ def test_a_reduction_comes_as_soon_as_gradients_are_complete() -> None:
     assert texts.index("2REDUCE_GRAD1") < texts.index("0B1")
 
 
-def test_decisions_may_be_data() -> None:
+def test_the_units_asked_for_are_offloaded() -> None:
     schedule = generate("seq1f1b", Size(2, 2, 4))
     leaving = {(0, 1), (1, 0), (1, 5)}
-    lowered = add_offload(schedule, leaving)
+    lowered = add_offload(schedule, lambda *unit: unit in leaving)
     assert {a[1:3] for a in of_kind(lowered, "D")} == leaving
     assert {a[1:3] for a in of_kind(lowered, "H")} == leaving
-    assert add_offload(schedule, ()) == schedule
+    assert add_offload(schedule, lambda stage, unit: False) == schedule
 
 
 def test_what_would_only_come_back_stays() -> None:
@@ -108,6 +108,6 @@ def test_frames_come_back_one_backward_ahead() -> None:
 
 def test_forwards_alone_offload_nothing() -> None:
     schedule = generate("gpipe", Size(2, 2)).keep(lambda action: action.kind == "F")
-    lowered = lower(schedule, leaves=lambda stage, unit: True, reduce=True)
+    lowered = lower(schedule, offloaded=lambda stage, unit: True, reduce=True)
     assert {a.kind for a in of_kind(lowered, *COMPUTE_KINDS, "D", "H", "REDUCE_GRAD")} == {"F"}
     validate(lowered)

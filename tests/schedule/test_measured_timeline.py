@@ -25,7 +25,7 @@ from sppo_hf.schedule.simulate import bubble_fraction, fixed_seconds, simulate_p
 from sppo_hf.schedule.timeline import Timeline
 
 CLOCK = 1000.0
-"""What the host's clock shows when the step begins."""
+"""Time of the host's clock when the step begins."""
 
 SIZE = Size(2, 4, 3)
 
@@ -33,7 +33,7 @@ SIZE = Size(2, 4, 3)
 def noted(
     schedule: Schedule, timeline: Timeline, *, host: Callable[[Action], float] = lambda action: 0.0
 ) -> list[list[ActionRecord]]:
-    """What ranks would note down if all went as on the timeline.
+    """Make the records of ranks that ran as on the timeline.
 
     Args:
         schedule: with sends and receives.

@@ -108,7 +108,7 @@ def test_forward_takes_what_the_formulas_say(ranks: int, chunks: int) -> None:
         harmonic = sum(Fraction(1, n) for n in range(1, ranks + 1))
         assert slower == chunks + 2 * (ranks - harmonic) - (ranks - 1)
     # Neither sends, copies out and back, nor backward change that where they take no time.
-    away = lower(schedule, leaves=lambda _stage, _unit: True)
+    away = lower(schedule, offloaded=lambda _stage, _unit: True)
     seconds = shared_seconds(schedule, fixed_seconds(UNIT, 2 * UNIT))
     whole = 3 * msp_forward_units(ranks, chunks)
     for lowered in (schedule, add_transfers(schedule), away):
@@ -133,7 +133,7 @@ def test_ranks_of_a_unit_compute_it_together() -> None:
 @pytest.mark.parametrize(("ranks", "chunks", "rows"), [(1, 2, 1), (2, 2, 2), (4, 4, 1), (3, 7, 2)])
 def test_it_can_run_with_all_that_goes_beside_it(ranks: int, chunks: int, rows: int) -> None:
     schedule = msp(ranks, chunks, rows)
-    lowered = lower(schedule, leaves=lambda _stage, unit: unit % 2 == 0, reduce=True)
+    lowered = lower(schedule, offloaded=lambda _stage, unit: unit % 2 == 0, reduce=True)
     for made in (schedule, add_transfers(schedule), lowered):
         validate(made)
         assert Schedule.parse(str(made)) == made

@@ -21,7 +21,7 @@ SIGNATURES = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}
 
 def lowered() -> tuple[Schedule, Timeline]:
     schedule = lower(
-        generate("zb_seq1f1b", Size(2, 2, 2)), leaves=lambda stage, unit: unit == 0, reduce=True
+        generate("zb_seq1f1b", Size(2, 2, 2)), offloaded=lambda stage, unit: unit == 0, reduce=True
     )
     seconds = fixed_seconds(1, 2, send=0.25, copy=0.5, reduce=1)
     return schedule, simulate_pipeline(schedule, seconds=seconds)

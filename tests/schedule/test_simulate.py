@@ -242,7 +242,7 @@ def test_a_message_waits_until_its_receiver_is_ready() -> None:
 
 
 def test_copies_run_beside_compute_and_hold_up_the_unit_after_next() -> None:
-    schedule = lower(generate("gpipe", Size(1, 1, 4)), leaves=lambda stage, unit: unit < 3)
+    schedule = lower(generate("gpipe", Size(1, 1, 4)), offloaded=lambda stage, unit: unit < 3)
     timeline = simulate_pipeline(schedule, seconds=fixed_seconds(1, 1, copy=1.5))
     # D0 from 1 to 2.5, so F1 begins at 1 and F2 only at 2.5; D1 then ends at 4, before F3 may.
     assert [start(timeline, f"0F{unit}") for unit in range(4)] == [0, 1, 2.5, 4]
@@ -273,7 +273,7 @@ def test_keys_and_values_pass_beside_their_unit_and_hold_up_what_follows() -> No
 def test_the_papers_worked_example_of_offloading() -> None:
     # SPPO's figure: A = (4, 3, 2, 1), alpha = (1/2, 2/3, 1, none): memory 4, 5, 5, 4.
     held, away = (4, 3, 2, 1), (2, 2, 2, 0)
-    schedule = lower(generate("gpipe", Size(1, 1, 4)), leaves={(0, 0), (0, 1), (0, 2)})
+    schedule = lower(generate("gpipe", Size(1, 1, 4)), offloaded=lambda stage, unit: unit < 3)
 
     def changes(action: Action) -> list[Change]:
         size, part = held[action.unit], away[action.unit]
@@ -305,7 +305,7 @@ def test_reductions_run_beside_the_last_backwards() -> None:
 @pytest.mark.parametrize("case", SOME, ids=str)
 def test_alive_units_begin_and_end_with_none(case: Named) -> None:
     schedule = generate(*case)
-    for lowered in (schedule, lower(schedule, leaves=lambda stage, unit: unit % 2 == 0)):
+    for lowered in (schedule, lower(schedule, offloaded=lambda stage, unit: unit % 2 == 0)):
         timeline = simulate_pipeline(lowered, seconds=fixed_seconds(1, 2, copy=0.5, send=0.25))
         for curve in alive_units(lowered, timeline):
             times = [at for at, _ in curve]
@@ -330,7 +330,7 @@ def test_offload_lowers_the_peak() -> None:
     schedule = generate("seq1f1b", Size(4, 2, 16))
     kept = simulate_pipeline(schedule, seconds=fixed_seconds(1, 2))
     assert peak_units(schedule, kept) == [19, 18, 17, 16]
-    lowered = lower(schedule, leaves=lambda stage, unit: True)
+    lowered = lower(schedule, offloaded=lambda stage, unit: True)
     away = simulate_pipeline(lowered, seconds=fixed_seconds(1, 2, copy=0.5))
     assert max(peak_units(lowered, away)) <= 4
     assert away.end_seconds == kept.end_seconds

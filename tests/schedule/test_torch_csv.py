@@ -131,7 +131,7 @@ def test_what_is_written_reads_back(name: str) -> None:
 
 
 def test_the_csv_of_a_small_schedule() -> None:
-    schedule = lower(generate("1f1b", Size(2, 1)), leaves=lambda stage, unit: True, reduce=True)
+    schedule = lower(generate("1f1b", Size(2, 1)), offloaded=lambda stage, unit: True, reduce=True)
     assert to_torch_csv(schedule) == "0F0,0B0\n1F0,1B0\n"
     assert to_torch_csv(schedule, "compute_comms") == (
         "0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD\n1RECV_F0,1F0,1B0,1SEND_B0,1REDUCE_GRAD\n"
@@ -139,7 +139,7 @@ def test_the_csv_of_a_small_schedule() -> None:
 
 
 def test_newer_torch_is_told_where_sends_and_reductions_end() -> None:
-    schedule = lower(generate("1f1b", Size(2, 1)), leaves=lambda stage, unit: False, reduce=True)
+    schedule = lower(generate("1f1b", Size(2, 1)), offloaded=lambda stage, unit: False, reduce=True)
     written = to_torch_csv(schedule, "compute_comms", waits=True)
     assert written == (
         "0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD,0WAIT_REDUCE_GRAD,0WAIT_SEND_F0\n"

@@ -25,7 +25,7 @@ NAMES = [name for name in GENERATORS if name not in EVEN]
 def test_uneven_steps_run(name: str, ranks: int, chunks: list[int]) -> None:
     schedule = generate(name, Size.uneven(ranks, chunks))
     assert (schedule.num_units, schedule.num_micro_batches) == (sum(chunks), len(chunks))
-    lowered = lower(schedule, leaves=lambda stage, unit: unit % 2 == 0, reduce=True)
+    lowered = lower(schedule, offloaded=lambda stage, unit: unit % 2 == 0, reduce=True)
     validate(lowered)
     assert Schedule.parse(str(lowered)) == lowered
     timeline = simulate_pipeline(lowered, seconds=fixed_seconds(1, 2, send=0.25, copy=0.5))

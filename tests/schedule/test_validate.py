@@ -24,7 +24,7 @@ def _all(stage: int, unit: int) -> bool:
 
 
 PLAIN = [generate(*case) for case in SOME]
-LOWERED = [lower(schedule, leaves=lambda stage, unit: unit % 2 == 0) for schedule in PLAIN]
+LOWERED = [lower(schedule, offloaded=lambda stage, unit: unit % 2 == 0) for schedule in PLAIN]
 ALL = [*PLAIN, *LOWERED]
 
 
@@ -63,13 +63,13 @@ def test_a_missing_action_is_found(schedule: Schedule, data: st.DataObject) -> N
 
 UNEVEN = generate("seq1f1b", Size.uneven(3, (3, 1, 2)))
 MORE = [
-    lower(generate("seq1f1b", Size(2, 2, 4)), leaves=_all, stores=_all, reduce=True),
-    lower(generate("interleaved_seq1f1b", Size(2, 1, 4, 2)), leaves=_all, reduce=True),
+    lower(generate("seq1f1b", Size(2, 2, 4)), offloaded=_all, stored=_all, reduce=True),
+    lower(generate("interleaved_seq1f1b", Size(2, 1, 4, 2)), offloaded=_all, reduce=True),
     lower(generate("zb_seq1f1b", Size(3, 1, 4)), reduce=True),
     add_transfers(generate("seq1f1b", Size(3, 2, 2)).keep(lambda action: action.kind == "F")),
-    lower(UNEVEN, leaves=_all, reduce=True),
+    lower(UNEVEN, offloaded=_all, reduce=True),
 ]
-"""With disk, several stages on a rank, reductions, uneven micro-batches; and an evaluation."""
+"""Schedules with disk, several stages a rank, reductions, uneven micro-batches; an evaluation."""
 
 
 @pytest.mark.parametrize("schedule", MORE, ids=range(len(MORE)))
@@ -262,7 +262,7 @@ def test_validation_takes_time_linear_in_the_number_of_actions() -> None:
     seconds: list[float] = []
     for chunks in (48, 192):
         schedule = lower(
-            generate("seq1f1b", Size(8, 1, chunks)), leaves=lambda stage, unit: True, reduce=True
+            generate("seq1f1b", Size(8, 1, chunks)), offloaded=lambda stage, unit: True, reduce=True
         )
         taken: list[float] = []
         for _ in range(3):
