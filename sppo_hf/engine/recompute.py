@@ -539,19 +539,19 @@ class RecomputedLayer:
         self._refuse_changes()
         if self._before_recompute is not None:
             self._before_recompute()
-        hidden = self._hidden.take().detach().requires_grad_(self._hidden_requires_grad)
-        if self._attention is not None:
-            self._attention_results = (self._attention[0].take(), self._attention[1].take())
-        states: States = {
-            key: saved.take().detach().requires_grad_(needs_grad)
-            for key, (saved, needs_grad) in self._states.items()
-        }
-        kind = self._kind()
-        if self._matmuls is None:
-            mode = self._unused_matmuls_mode(hidden, kind)
-        else:
-            mode = SelectiveReplayer(self._matmuls, width=hidden.shape[-1], label=self._label)
         try:
+            hidden = self._hidden.take().detach().requires_grad_(self._hidden_requires_grad)
+            if self._attention is not None:
+                self._attention_results = (self._attention[0].take(), self._attention[1].take())
+            states: States = {
+                key: saved.take().detach().requires_grad_(needs_grad)
+                for key, (saved, needs_grad) in self._states.items()
+            }
+            kind = self._kind()
+            if self._matmuls is None:
+                mode = self._unused_matmuls_mode(hidden, kind)
+            else:
+                mode = SelectiveReplayer(self._matmuls, width=hidden.shape[-1], label=self._label)
             recomputed = self._rerun(hidden, states, mode, kind)
             if recomputed is None:
                 _unused_matmuls(self._layer)[kind] = None

@@ -889,7 +889,7 @@ class _DrivenRecorder(SelectiveRecorder):
     def watch(
         self, run: RunOperation, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
-        if not self.is_running:
+        if not self._running:
             return run(func, args, kwargs)
         return super().watch(run, func, args, kwargs)
 

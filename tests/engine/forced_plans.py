@@ -1,4 +1,4 @@
-"""Plans whose modes a test chooses, frame by frame, and profiles that are quickly traced."""
+"""Plans whose modes and places of K/V a test chooses, and profiles that are quickly traced."""
 
 import dataclasses
 from collections.abc import Callable
@@ -9,7 +9,8 @@ import pytest
 from sppo_hf.engine import plan_cache as plans
 from sppo_hf.engine import trace_profile
 from sppo_hf.planning.activation_modes import ActivationMode
-from sppo_hf.planning.plan import Plan
+from sppo_hf.planning.plan import Plan, PlanRequest
+from sppo_hf.planning.tiers import Tier
 
 
 def force_modes(
@@ -28,6 +29,19 @@ def force_modes(
             for chunk in range(plan.num_chunks)
         )
         return dataclasses.replace(plan, layer_modes=modes)
+
+    monkeypatch.setattr(plans, "make_plan", forced)
+
+
+def force_kv(monkeypatch: pytest.MonkeyPatch, *, block_tokens: int, tier: Tier = "host") -> None:
+    """Let every engine stream K/V from `tier` in blocks; all else is as planned."""
+    make_plan = plans.make_plan
+
+    def forced(request: PlanRequest) -> Plan:
+        # By layer keys and values are not streamed.
+        by_chunk = request.config.replace(order="by_chunk")
+        plan = make_plan(dataclasses.replace(request, config=by_chunk))
+        return dataclasses.replace(plan, kv_tier=tier, kv_block_tokens=block_tokens)
 
     monkeypatch.setattr(plans, "make_plan", forced)
 

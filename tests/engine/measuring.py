@@ -138,7 +138,7 @@ def growing_bytes(model: nn.Module, lengths: tuple[int, int]) -> list[float]:
 
 
 def _saved(model: nn.Module, tokens: int) -> tuple[dict[int, list[Tensor]], list[Tensor]]:
-    """What autograd saves, by layer, and of that what rotary modules return, which layers share."""
+    """Tensors that autograd saves, by layer, and rotary tables among them, which layers share."""
     parts = find_parts(model)
     own = {x.untyped_storage().data_ptr() for x in (*model.parameters(), *model.buffers())}
     seen: dict[int, dict[int, Tensor]] = defaultdict(dict)
@@ -158,7 +158,7 @@ def _saved(model: nn.Module, tokens: int) -> tuple[dict[int, list[Tensor]], list
     for module in model.modules():
         if "Rotary" in type(module).__name__:
             handles.append(module.register_forward_hook(lambda *args: tables.extend(args[-1])))
-    # Under autocast a kept frame has hooks of its own, which see what these would see.
+    # Under autocast a layer that is kept has saved-tensor hooks of its own, which would hide these.
     without_casts = unittest.mock.patch.object(WeightCasts, "of", return_value=None)
     with without_casts, saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = run(model, tokens)

@@ -1,4 +1,4 @@
-"""What one device did is what its plan's program lists, action by action and in its order."""
+"""The logged actions of a step on one device are those of its plan's program, in its order."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from sppo_hf.errors import ConfigError
 from sppo_hf.planning.activation_modes import KEEP, ActivationMode, mode_of
 from sppo_hf.schedule.actions import Action
 from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
-from tests.engine.forced_kv import force_kv
-from tests.engine.forced_plans import force_modes
+from tests.engine.forced_plans import force_kv, force_modes
 
 TOKENS = 40
 LENGTHS = [9, 12, 8, 11]
@@ -36,7 +35,7 @@ def _mixed(chunk: int, layer: int) -> ActivationMode:
 def _run(
     folder: Path, batch: dict[str, Any] | None = None, *, num_layers: int = 3, **settings: Any
 ) -> tuple[list[str], Any]:
-    """What rank 0 wrote of a step, and the plan."""
+    """The actions of a step that rank 0 wrote, and the step's plan."""
     model = build_tiny_model("llama", num_hidden_layers=num_layers).train()
     ways = {"chunk_lengths": LENGTHS, "hardware": "cpu", "min_offload_size": 1, "show_plan": False}
     ways["order"] = "by_chunk"
@@ -114,7 +113,7 @@ def _with_window(monkeypatch: pytest.MonkeyPatch, max_prefetch_bytes: int) -> No
 
 
 @pytest.mark.parametrize("order", ["by_chunk", "by_layer"])
-def test_a_window_of_several_frames(
+def test_a_prefetch_window_of_several_layers(
     order: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     force_modes(monkeypatch, lambda chunk, layer: mode_of("inputs", "host"))
@@ -128,9 +127,9 @@ def test_a_window_of_several_frames(
 def test_the_last_rows_of_several_groups_begin_backward(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every group of rows runs the program; its units count on, and backward takes the last first.
+    """Every group of rows runs the program; its units count on, and backward runs the last first.
 
-    No group but the last has its first frames asked for before its backward.
+    Only for the last group are the first prefetches started before its backward.
     """
     force_modes(monkeypatch, _mixed)
     batch = make_batch(rows=3, tokens=TOKENS)
@@ -144,7 +143,7 @@ def test_the_last_rows_of_several_groups_begin_backward(
 
 
 def test_padding_leaves_chunks_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the first frames would have asked for, those ask for that are entered in their place."""
+    """Chunks that do not run start no prefetches; those that run start theirs instead."""
     force_modes(monkeypatch, lambda chunk, layer: mode_of("inputs", "host"))
     batch = make_batch(rows=1, tokens=TOKENS, padding=[TOKENS - 15])
     ran, plan = _run(tmp_path, batch)

@@ -331,10 +331,10 @@ def test_keys_that_are_made_again_need_no_queries(monkeypatch: pytest.MonkeyPatc
 
     recompute_kv = RecomputedLayer.recompute_kv
 
-    def counted(frame: RecomputedLayer) -> tuple[torch.Tensor, torch.Tensor]:
+    def counted(saved: RecomputedLayer) -> tuple[torch.Tensor, torch.Tensor]:
         products.append(0)
-        with Counts():  # sees what the frame's own mode lets through
-            return recompute_kv(frame)
+        with Counts():  # sees what the rerun's own mode lets through
+            return recompute_kv(saved)
 
     monkeypatch.setattr(RecomputedLayer, "recompute_kv", counted)
     model = build_tiny_model("llama")
@@ -362,22 +362,24 @@ def test_a_dropped_graph_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, 
         gc.enable()
 
 
-def test_frames_come_back_in_the_order_of_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_activations_are_prefetched_in_the_order_of_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     _force(monkeypatch, mode_of("whole", "host"), "host")
     asked: list[str] = []
     on_backward = PrefetchOrder.on_backward
 
-    def noted(prefetch_order: PrefetchOrder, frame: Any) -> None:
-        if not asked or asked[-1] != frame._label:
-            asked.append(frame._label)
-        on_backward(prefetch_order, frame)
+    def noted(prefetch_order: PrefetchOrder, group: Any) -> None:
+        if not asked or asked[-1] != group._label:
+            asked.append(group._label)
+        on_backward(prefetch_order, group)
 
     monkeypatch.setattr(PrefetchOrder, "on_backward", noted)
     model = build_tiny_model("llama")
     convert(model, _config(min_offload_size=1))
     model(**make_batch(tokens=23)).loss.backward()
-    frames = [label for label in asked if label.startswith("layer")]
-    assert list(dict.fromkeys(frames)) == [
+    layers = [label for label in asked if label.startswith("layer")]
+    assert list(dict.fromkeys(layers)) == [
         f"layer {layer}, chunk {chunk}" for layer in (2, 1, 0) for chunk in (2, 1, 0)
     ]
     keys = [label for label in asked if label.startswith("keys")]

@@ -1,10 +1,9 @@
-"""Plans drawn at random: any mode for any frame, any tier for K/V, any look-ahead; always exact.
+"""Plans drawn at random are exact, whatever the planner decides.
 
-The harness of the engine under everything that the planner may decide: frames whole, reduced to
-products, to layer inputs and attention's outputs, or to layer inputs alone; on the device, on the
-host, on disk; chunk by chunk K/V kept or
-streamed from either, in blocks of any size; layer by layer those of each layer kept, sent away or
-made again; layers whole or in tiles; look-ahead from nothing to everything.
+Drawn are: what each layer saves of a chunk (everything, matmuls, the layer's input and attention's
+output, or its input alone), and on which tier; in the order by chunk, the tier of K/V and the size
+of their blocks; in the order by layer, whether each layer's K/V are kept, offloaded or recomputed;
+layers whole or in tiles; and how much may be prefetched.
 """
 
 import dataclasses
@@ -97,9 +96,9 @@ def _check(family: str, lora: bool, folder: Path, drawn: dict[str, Any]) -> None
         report = compare(model, batch, config, reference=reference)
     assert report.exact, f"{drawn}\n{report}"
     layers = model.config.get_text_config().num_hidden_layers
-    modes, frames = drawn["modes"], layers * len(drawn["lengths"])
-    again = sum(modes[frame % len(modes)].saved == "hidden" for frame in range(frames))
-    assert report.attention_forwards == frames + again
+    modes, calls = drawn["modes"], layers * len(drawn["lengths"])
+    again = sum(modes[call % len(modes)].saved == "hidden" for call in range(calls))
+    assert report.attention_forwards == calls + again
 
 
 @pytest.mark.parametrize(

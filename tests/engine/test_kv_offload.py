@@ -20,7 +20,7 @@ from sppo_hf.offload.host_memory import HostPool
 from sppo_hf.testing.exactness import compare, compare_drift
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
 from tests.attention.layers import KV_BYTES_PER_TOKEN, Layers
-from tests.engine.forced_kv import force_kv
+from tests.engine.forced_plans import force_kv
 from tests.fakes.device import RaceError
 from tests.fakes.operations import OperatingDevice, Operations
 

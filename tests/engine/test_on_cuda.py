@@ -44,7 +44,7 @@ WAYS = {
 
 
 def with_adapters(model):
-    """As users make them, but both factors have gradients."""
+    """Add LoRA adapters whose second factors are not zero, so that both have gradients."""
     peft = pytest.importorskip("peft")
     settings = peft.LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
     with suppress_peft_warnings():

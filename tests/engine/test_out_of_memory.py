@@ -101,7 +101,7 @@ PLACES = {
     "the loss": _at_call_of(ModelHead, "logits"),
 }
 MODES = {
-    "frames away": {"offload": "full", "recompute": "none"},
+    "activations offloaded": {"offload": "full", "recompute": "none"},
     "skeletons away": {"offload": "full", "recompute": "full"},
     "K/V away": {"offload": "full", "recompute": "full", "offload_kv": "full"},
 }
@@ -383,7 +383,7 @@ def card() -> Iterator[Card]:
     torch.cuda.empty_cache()
 
 
-# An MLP's intermediate of a chunk of 8,192 tokens is 64 MiB, a frame about 350 MiB.
+# For a chunk of 8,192 tokens an MLP's intermediate is 64 MiB, and a layer saves about 350 MiB.
 WIDE = {
     "hidden_size": 256,
     "intermediate_size": 2048,

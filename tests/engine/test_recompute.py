@@ -1,4 +1,4 @@
-"""Frames in every mode: exact, sparing with bytes and with matrix products."""
+"""Recomputed layers in every mode: exact, and with no more bytes and matmuls than needed."""
 
 import copy
 import functools
@@ -6,7 +6,7 @@ import gc
 import itertools
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import pytest
@@ -238,7 +238,7 @@ def _products_in_backward(mode: ActivationMode, family: str, *, lora: bool = Fal
 )
 def test_no_kept_product_is_computed_twice(family: str, products: int, needed: int) -> None:
     whole = _products_in_backward(mode_of("whole", "device"), family)
-    frames = 2 * 3
+    calls = 2 * 3
     for tier in ("device", "host"):
         kept = mode_of("matmuls", tier)  # type: ignore[arg-type]
         inputs = mode_of("inputs", tier)  # type: ignore[arg-type]
@@ -246,7 +246,7 @@ def test_no_kept_product_is_computed_twice(family: str, products: int, needed: i
         # All but the last product of the layer while it is found out which nobody needs: in the
         # last chunk of two layers, and in the one of a single token.
         learning = 4
-        computed = learning * products + (frames - learning) * needed
+        computed = learning * products + (calls - learning) * needed
         assert _products_in_backward(inputs, family) == whole + computed
 
 
@@ -261,7 +261,7 @@ def test_adapters_frozen_products_are_computed_once_where_nobody_needs_them() ->
 
 
 def test_a_layer_that_changed_its_products_is_run_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was found of a layer does not hold when it multiplies by other weights."""
+    """Unused matmuls that were found earlier do not count when weights have other shapes."""
     force_modes(monkeypatch, _always(mode_of("inputs", "device")))
     model = build_tiny_model("llama")
     batch = make_batch(tokens=TOKENS)
@@ -303,16 +303,16 @@ def test_layers_with_compiled_parts(monkeypatch: pytest.MonkeyPatch, saved: Any)
 
 
 class _Bytes:
-    """Counts the bytes that frames hold, by what they are."""
+    """Counts the bytes that recomputed layers hold, by kind."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.by_kind: dict[str, int] = {}
         hold = RecomputedLayer._hold
 
-        def counted(frame: RecomputedLayer, kind: str, tensor: Tensor) -> recompute.SavedTensor:
+        def counted(saved: RecomputedLayer, kind: str, tensor: Tensor) -> recompute.SavedTensor:
             name = kind.split()[0]
             self.by_kind[name] = self.by_kind.get(name, 0) + tensor.nbytes
-            return hold(frame, kind, tensor)
+            return hold(saved, kind, tensor)
 
         monkeypatch.setattr(RecomputedLayer, "_hold", counted)
 
@@ -365,6 +365,28 @@ def test_a_layer_that_multiplies_differently_is_refused(monkeypatch: pytest.Monk
         loss.backward()
 
 
+def test_a_rerun_that_cannot_begin_releases_what_was_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    force_modes(monkeypatch, _always(mode_of("inputs", "host")))
+    model = convert(build_tiny_model("llama", dtype=torch.float32), _config())
+    loss = model(**make_batch(tokens=TOKENS)).loss
+    failed: list[RecomputedLayer] = []
+
+    find_mode = RecomputedLayer._unused_matmuls_mode
+
+    def fail(saved: RecomputedLayer, hidden: Tensor, kind: Hashable) -> Any:
+        if saved._attention_results is None:
+            return find_mode(saved, hidden, kind)  # the final norm
+        failed.append(saved)
+        raise ValueError("no mode")
+
+    monkeypatch.setattr(RecomputedLayer, "_unused_matmuls_mode", fail)
+    with pytest.raises(ValueError, match="no mode"):
+        loss.backward()
+    (saved,) = failed
+    assert saved._attention_results is None
+    assert not list(saved.handles())
+
+
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("where", ["self_attn.k_proj", "mlp.up_proj"])
 def test_a_forward_that_fails_leaves_no_mode_behind(
@@ -389,18 +411,18 @@ def test_a_forward_that_fails_leaves_no_mode_behind(
         torch.testing.assert_close(again.by_name[name], gradient, rtol=1e-9, atol=1e-12)
 
 
-def test_frames_of_layers_that_share_keys_are_freed_without_a_backward() -> None:
-    """A frame that held the keys themselves would hold, through their graph, itself."""
+def test_recomputed_layers_that_share_keys_are_freed_without_a_backward() -> None:
+    """Saved activations that held the keys would, through the keys' graph, hold themselves."""
     model = convert(build_tiny_model("gemma4_text-shared-kv"), _config(recompute="full"))
     # Failed forwards of other tests may still hold some.
     there = {id(x) for x in gc.get_objects() if type(x) is RecomputedLayer}
     loss = model(**make_batch(tokens=TOKENS)).loss
-    frames = [
+    saved = [
         weakref.ref(x)
         for x in gc.get_objects()
         if type(x) is RecomputedLayer and id(x) not in there
     ]
-    assert frames
+    assert saved
     del loss
     gc.collect()
-    assert not any(frame() for frame in frames)
+    assert not any(reference() for reference in saved)

@@ -1,4 +1,4 @@
-"""Recording and playing a layer's matrix products, on layers made of a few lines."""
+"""Recording and replaying a layer's matmuls, on layers of a few lines."""
 
 import gc
 import weakref
@@ -73,7 +73,7 @@ def _record(
 def _play(
     layer: Weights, forward: Forward, x: Tensor, products: tuple[Matmul, ...]
 ) -> tuple[list[Tensor], int]:
-    """What autograd saves the second time, and how many products were computed."""
+    """Run again; return what autograd saves, and how many products were computed."""
     saved: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:
@@ -216,7 +216,7 @@ def test_what_torch_does_not_see_is_respected(in_place: bool) -> None:
         assert count == 0
 
 
-def test_a_write_that_a_layer_s_first_frame_did_not_have_is_respected_too() -> None:
+def test_a_write_that_a_layer_s_first_forward_did_not_have_is_respected_too() -> None:
     layer, x = Weights(), _input().requires_grad_()
     for forward in (lambda w, x: torch.sigmoid(x @ w.a) @ w.b, _add_in_place):
         _, saved, products = _record(layer, forward, x)
@@ -237,7 +237,7 @@ def test_products_without_copies_share_the_output_s_memory() -> None:
         _, _, (product,) = _record(layer, forward, x)
         assert product.output is not None
         shared.append(product.output.take().data_ptr() == outputs[-1].data_ptr())
-    assert shared == [False, True], "only the first frame of a layer copies"
+    assert shared == [False, True], "only the first recorder of a layer copies"
 
 
 def test_the_first_layer_of_a_kind_copies_for_all_of_its_model() -> None:
