@@ -176,9 +176,9 @@ _found = weakref.WeakKeyDictionary()
 
 
 def _unused_matmuls(layer: nn.Module) -> dict[Hashable, UnusedMatmuls | None]:
-    """What was found of `layer`, by kind of its rerun; see [Note: unused matmuls].
+    """Return the unused matmuls that were found in `layer`, by `RecomputedLayer._kind`.
 
-    None where all matmuls must run.
+    None for a kind of rerun in which all matmuls must run. See [Note: unused matmuls].
     """
     return _found.setdefault(layer, {})
 
@@ -199,7 +199,7 @@ def is_compiled(layer: nn.Module) -> bool:
 
 
 class _Slot:
-    """What autograd's graph holds in place of a saved tensor."""
+    """The place of a saved tensor, which autograd's graph holds instead of it."""
 
     __slots__ = ("activations", "index")
 
@@ -704,7 +704,7 @@ class RecomputedLayer:
         return _NoMode() if known is None else UnusedMatmulSkipper(known, width=hidden.shape[-1])
 
     def _kind(self) -> Hashable:
-        """What reruns of a layer have in common whose unused matmuls are the same."""
+        """Return a key that is equal for reruns of a layer with the same unused matmuls."""
         saved = tuple((len(shape), dtype) for shape, dtype in self._meta)
         # Some layers have another branch for a single token.
         return self._hidden_requires_grad, self._shape[:-1].numel() == 1, saved

@@ -309,7 +309,7 @@ def _adapter_targets(base: nn.Module, lora: LoraShape) -> Iterator[str]:
 
 
 class _LayerCall(NamedTuple):
-    """How the model calls one of its decoder layers."""
+    """The model's call of one of its decoder layers."""
 
     layer: nn.Module
     args: tuple[Any, ...]

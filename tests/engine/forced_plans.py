@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -13,24 +12,28 @@ from sppo_hf.planning.plan import Plan, PlanRequest
 from sppo_hf.planning.tiers import Tier
 
 
+def change_plans(monkeypatch: pytest.MonkeyPatch, change: Callable[[Plan], Plan]) -> None:
+    """Let every engine run `change(plan)` in place of each plan that it makes.
+
+    The plan's estimate should stay that of its own modes.
+    """
+    make_plan = plans.make_plan
+    monkeypatch.setattr(plans, "make_plan", lambda request: change(make_plan(request)))
+
+
 def force_modes(
     monkeypatch: pytest.MonkeyPatch, chooser: Callable[[int, int], ActivationMode]
 ) -> None:
-    """Let every engine run plans whose mode of (chunk, layer) is `chooser(chunk, layer)`.
+    """Let every engine run plans whose mode of (chunk, layer) is `chooser(chunk, layer)`."""
 
-    All else is as planned; the plan's estimate is still that of its own modes.
-    """
-    make_plan = plans.make_plan
-
-    def forced(*args: Any, **kwargs: Any) -> Plan:
-        plan = make_plan(*args, **kwargs)
+    def forced(plan: Plan) -> Plan:
         modes = tuple(
             tuple(chooser(chunk, layer) for layer in range(plan.num_layers))
             for chunk in range(plan.num_chunks)
         )
         return dataclasses.replace(plan, layer_modes=modes)
 
-    monkeypatch.setattr(plans, "make_plan", forced)
+    change_plans(monkeypatch, forced)
 
 
 def force_kv(monkeypatch: pytest.MonkeyPatch, *, block_tokens: int, tier: Tier = "host") -> None:

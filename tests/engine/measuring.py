@@ -1,4 +1,4 @@
-"""Small models of every family whose sizes are all different, and what autograd saves of them.
+"""Small models of every family whose sizes are all different; their saved bytes, FLOPs, matmuls.
 
 Sizes are large enough that what does not grow with the tokens hardly counts, and no two widths are
 equal by chance. Imported only by tests that need torch and Transformers.
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -63,6 +64,18 @@ _ATTENTION = (
 SETTINGS = SPPOConfig(
     recompute="none", offload="none", num_chunks=1, show_plan=False, show_progress=False
 )
+
+
+class MatmulCounter(TorchDispatchMode):
+    """Counts the matmuls that are computed, those of attention's reference backend among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func._schema.name in ("aten::mm", "aten::addmm", "aten::bmm")
+        return func(*args, **(kwargs or {}))
 
 
 def sized_config(name: str) -> Any:

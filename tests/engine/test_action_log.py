@@ -11,13 +11,12 @@ import pytest
 import torch
 
 from sppo_hf.config import SPPOConfig
-from sppo_hf.engine import plan_cache as plans
 from sppo_hf.engine.convert import convert, get_engine
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.activation_modes import KEEP, ActivationMode, mode_of
 from sppo_hf.schedule.actions import Action
 from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
-from tests.engine.forced_plans import force_kv, force_modes
+from tests.engine.forced_plans import change_plans, force_kv, force_modes
 
 TOKENS = 40
 LENGTHS = [9, 12, 8, 11]
@@ -88,28 +87,11 @@ def test_keys_of_whole_layers(
     kv_modes: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     force_modes(monkeypatch, lambda chunk, layer: mode_of("inputs", "host"))
-    make_plan = plans.make_plan
-
-    def forced(*args: Any, **kwargs: Any) -> Any:
-        plan = make_plan(*args, **kwargs)
-        return dataclasses.replace(plan, kv_modes=kv_modes)
-
-    monkeypatch.setattr(plans, "make_plan", forced)
+    change_plans(monkeypatch, lambda plan: dataclasses.replace(plan, kv_modes=kv_modes))
     ran, plan = _run(tmp_path, order="by_layer")
     assert ran == _planned(plan)
     assert {"0K3.0#0", "0K3.2#0"} <= set(ran)
     assert ("0O3.0#0" in ran) == (kv_modes[0] == "host")
-
-
-def _with_window(monkeypatch: pytest.MonkeyPatch, max_prefetch_bytes: int) -> None:
-    make_plan = plans.make_plan
-
-    def forced(*args: Any, **kwargs: Any) -> Any:
-        return dataclasses.replace(
-            make_plan(*args, **kwargs), max_prefetch_bytes=max_prefetch_bytes
-        )
-
-    monkeypatch.setattr(plans, "make_plan", forced)
 
 
 @pytest.mark.parametrize("order", ["by_chunk", "by_layer"])
@@ -117,7 +99,7 @@ def test_a_prefetch_window_of_several_layers(
     order: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     force_modes(monkeypatch, lambda chunk, layer: mode_of("inputs", "host"))
-    _with_window(monkeypatch, 2**14)
+    change_plans(monkeypatch, lambda plan: dataclasses.replace(plan, max_prefetch_bytes=2**14))
     ran, plan = _run(tmp_path, order=order)
     assert ran == _planned(plan)
     first_backward = next(at for at, action in enumerate(ran) if "B" in action)

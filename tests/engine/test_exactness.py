@@ -28,7 +28,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from sppo_hf.attention.backends import base
 from sppo_hf.config import SPPOConfig
-from sppo_hf.engine import plan_cache
 from sppo_hf.engine.convert import convert, is_converted
 from sppo_hf.engine.family_guard import family_check_disabled
 from sppo_hf.errors import ConfigError, UnsupportedModelError
@@ -43,7 +42,7 @@ from sppo_hf.testing.exactness import (
 )
 from sppo_hf.testing.tiny_families import FAMILIES
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
-from tests.engine.forced_plans import trace_short_scans
+from tests.engine.forced_plans import change_plans, trace_short_scans
 from tests.sweeps import ALL, KINDS, sample, turn
 
 TOKENS = 23
@@ -116,7 +115,7 @@ CHUNKINGS: dict[str, dict[str, Any]] = {
 
 
 AGAIN = "attention again"
-"""In place of `recompute`: every layer runs again, and attention of every other (layer, chunk)."""
+"""A value of `Cell.recompute`: layers are recomputed, every other (layer, chunk) with attention."""
 
 
 class Cell(NamedTuple):
@@ -165,7 +164,7 @@ def _cross() -> list[Cell]:
 
 
 def _each_setting() -> list[Cell]:
-    """As few cells as have every setting of each axis."""
+    """The fewest cells that have every setting of each axis."""
     return [
         Cell("one-token", "full", "full", "plain"),
         Cell("uneven", "selective", "full", "padding"),
@@ -253,10 +252,7 @@ def _assert_exact(family: str, cell: Cell) -> None:
 
 
 def _force_attention_again(patch: pytest.MonkeyPatch) -> None:
-    make_plan = plan_cache.make_plan
-
-    def forced(*args: Any, **kwargs: Any) -> Plan:
-        plan = make_plan(*args, **kwargs)
+    def forced(plan: Plan) -> Plan:
         if any(layer.borrows_keys for layer in plan.shape.layers):
             return plan  # never planned so
         modes = tuple(
@@ -268,7 +264,7 @@ def _force_attention_again(patch: pytest.MonkeyPatch) -> None:
         )
         return dataclasses.replace(plan, layer_modes=modes)
 
-    patch.setattr(plan_cache, "make_plan", forced)
+    change_plans(patch, forced)
 
 
 def _in_turn(

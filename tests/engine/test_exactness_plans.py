@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from sppo_hf.config import SPPOConfig
-from sppo_hf.engine import plan_cache as plans
 from sppo_hf.planning.activation_modes import all_modes
 from sppo_hf.planning.plan import Plan
 from sppo_hf.planning.tiers import TIERS
 from sppo_hf.testing.exactness import Gradients, compare, run_reference
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
+from tests.engine.forced_plans import change_plans
 from tests.sweeps import examples, sample
 
 TOKENS = 23
@@ -60,11 +60,9 @@ def _reference(family: str, lora: bool) -> tuple[nn.Module, dict[str, Tensor], G
 
 
 def _force(patch: pytest.MonkeyPatch, drawn: dict[str, Any]) -> None:
-    make_plan = plans.make_plan
     modes, kv = drawn["modes"], drawn["kv"]
 
-    def forced(*args: Any, **kwargs: Any) -> Plan:
-        plan = make_plan(*args, **kwargs)
+    def forced(plan: Plan) -> Plan:
         rows = tuple(
             tuple(modes[(chunk * plan.num_layers + i) % len(modes)] for i in range(plan.num_layers))
             for chunk in range(plan.num_chunks)
@@ -80,7 +78,7 @@ def _force(patch: pytest.MonkeyPatch, drawn: dict[str, Any]) -> None:
             plan, layer_modes=rows, order="by_layer", kv_modes=kv_modes, **others
         )
 
-    patch.setattr(plans, "make_plan", forced)
+    change_plans(patch, forced)
 
 
 def _check(family: str, lora: bool, folder: Path, drawn: dict[str, Any]) -> None:

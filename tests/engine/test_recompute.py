@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from sppo_hf import SPPOConfig, SPPOError
 from sppo_hf.engine import recompute
@@ -31,6 +31,7 @@ from sppo_hf.testing.exactness import (
 )
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
 from tests.engine.forced_plans import force_modes
+from tests.engine.measuring import MatmulCounter
 from tests.sweeps import examples, sample, turn
 
 TOKENS = 23
@@ -207,18 +208,6 @@ def test_bfloat16_with_products_is_no_farther_from_float32(
 # -- what is computed, and what is kept ----------------------------------------------------------
 
 
-class _Multiplications(TorchDispatchMode):
-    """Counts matrix products, those of attention's reference backend among them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func._schema.name in ("aten::mm", "aten::addmm", "aten::bmm")
-        return func(*args, **(kwargs or {}))
-
-
 def _products_in_backward(mode: ActivationMode, family: str, *, lora: bool = False) -> int:
     model: nn.Module = build_tiny_model(family, dtype=torch.float32, num_hidden_layers=2)
     if lora:
@@ -226,7 +215,7 @@ def _products_in_backward(mode: ActivationMode, family: str, *, lora: bool = Fal
     with pytest.MonkeyPatch.context() as monkeypatch:
         force_modes(monkeypatch, _always(mode))
         loss = convert(model, _config())(**make_batch(tokens=TOKENS)).loss
-        with _Multiplications() as multiplications:
+        with MatmulCounter() as multiplications:
             loss.backward()
     return multiplications.count
 

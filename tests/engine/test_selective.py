@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from sppo_hf import SPPOError
 from sppo_hf.engine.recompute import SavedOnDevice
 from sppo_hf.engine.selective import Matmul, SelectiveRecorder, SelectiveReplayer
+from tests.engine.measuring import MatmulCounter
 
 D = 16
 ROWS = 5
@@ -32,18 +33,6 @@ class Weights(nn.Module):
 
         self.a, self.b, self.c = draw(D, D), draw(D, D), draw(D, D)
         self.thin_in, self.thin_out = draw(D, 2), draw(2, D)
-
-
-class Products(TorchDispatchMode):
-    """Counts matrix products that are really computed."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func._schema.name in ("aten::mm", "aten::addmm", "aten::bmm")
-        return func(*args, **(kwargs or {}))
 
 
 def _input() -> Tensor:
@@ -80,7 +69,7 @@ def _play(
         saved.append(tensor.detach().clone())
         return tensor
 
-    counter = Products()
+    counter = MatmulCounter()
     player = SelectiveReplayer(products, width=D, label="layer 3, chunk 1")
     with saved_tensors_hooks(pack, lambda tensor: tensor), counter, player:
         forward(layer, x)
