@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from sppo_hf import SPPOPlugin
 from sppo_hf.engine.step_observer import StepObserver, StepRecord
 from sppo_hf.engine.structure import suppress_peft_warnings
-from sppo_hf.planning.causes import Cause
+from sppo_hf.planning.memory import Cause
 from sppo_hf.planning.plan import Plan
 
 

@@ -40,7 +40,7 @@ from sppo_hf.planning.config_file import load_config
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.hardware import PEAK_FLOPS, HardwareProfile, load_profile
 from sppo_hf.planning.layouts import Layout, SearchSpace
-from sppo_hf.planning.memory_snapshots import Budgets
+from sppo_hf.planning.memory import Budgets
 from sppo_hf.planning.model_profile import Training, find_profile
 from sppo_hf.planning.model_shape import ModelShape, step_flops
 from sppo_hf.planning.pipeline_cost import OffloadRule

@@ -20,8 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from sppo_hf.planning.causes import Cause
-from sppo_hf.planning.memory_snapshots import MemoryEstimate
+from sppo_hf.planning.memory import Cause, MemoryEstimate
 from sppo_hf.planning.plan import Plan
 
 _MAPPED_BYTES = 2**20

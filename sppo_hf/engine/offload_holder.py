@@ -10,7 +10,7 @@ from sppo_hf.offload.disk import DiskStore
 from sppo_hf.offload.engine import OffloadEngine, OffloadStats, make_copier, make_engine
 from sppo_hf.offload.host_memory import Progress
 from sppo_hf.offload.tiers import Staging
-from sppo_hf.planning.causes import Cause
+from sppo_hf.planning.memory import Cause
 from sppo_hf.planning.plan import Plan
 
 

@@ -9,7 +9,7 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.planning.activation_modes import ATTENTION_ONCE, SAVED, SAVED_BY_RECOMPUTE, Saved
 from sppo_hf.planning.decisions import Order
 from sppo_hf.planning.hardware import HardwareProfile
-from sppo_hf.planning.memory_snapshots import Budgets
+from sppo_hf.planning.memory import Budgets
 from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.solve import Choices
 from sppo_hf.planning.tiers import DEVICE, HOST, TIERS, Tier

@@ -21,7 +21,7 @@ from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.hardware import UNKNOWN_LINK
 from sppo_hf.planning.layouts import Layout, LowerBounds, SearchSpace
-from sppo_hf.planning.memory_snapshots import Budgets
+from sppo_hf.planning.memory import Budgets
 from sppo_hf.planning.model_profile import count_head_blocks
 from sppo_hf.planning.pipeline_cost import PipelineCost
 from sppo_hf.planning.tiers import HOST, TIERS, Tier, tiers_behind_host

@@ -31,8 +31,7 @@ from sppo_hf.planning.activation_modes import SAVED, ActivationMode
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions, KVMode
 from sppo_hf.planning.lowering import RESIDENT_LAYERS, fixed_levels, min_device_bytes
-from sppo_hf.planning.memory import FRAGMENTATION, byte_tables
-from sppo_hf.planning.memory_snapshots import Budgets, Bytes
+from sppo_hf.planning.memory import FRAGMENTATION, Budgets, Bytes, byte_tables
 from sppo_hf.planning.tiers import Tier, offload_tiers, tiers_behind_host
 
 if TYPE_CHECKING:

@@ -49,17 +49,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sppo_hf.planning.activation_modes import SAVED, all_modes, mode_of
-from sppo_hf.planning.causes import CAUSE_OF_SAVED, Cause
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions, KVMode
 from sppo_hf.planning.memory import (
+    CAUSE_OF_SAVED,
     CONTEXT_BYTES,
     FRAGMENTATION,
     HOST_SLAB_BYTES,
+    Bytes,
     ByteTables,
+    Cause,
+    Level,
+    MemoryEstimate,
+    Points,
     byte_tables,
 )
-from sppo_hf.planning.memory_snapshots import Bytes, Level, MemoryEstimate, Points
 from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.tiers import TIERS, Tier, offload_tiers, tiers_behind_host
 from sppo_hf.schedule.actions import Action

@@ -47,12 +47,17 @@ from numpy.typing import NDArray
 
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.activation_modes import KEEP, SAVED, Saved
-from sppo_hf.planning.causes import CAUSE_OF_SAVED, Cause
 from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions
-from sppo_hf.planning.memory import CONTEXT_BYTES, ByteTables, byte_tables
-from sppo_hf.planning.memory_snapshots import Bytes
+from sppo_hf.planning.memory import (
+    CAUSE_OF_SAVED,
+    CONTEXT_BYTES,
+    Bytes,
+    ByteTables,
+    Cause,
+    byte_tables,
+)
 from sppo_hf.planning.model_profile import count_head_blocks
 from sppo_hf.planning.policies import sppo_leaving, uniform_modes
 from sppo_hf.planning.stages import StageWeights, balanced_stages, kv_copies_of

@@ -41,18 +41,18 @@ from sppo_hf.planning.chunk_bounds import (
     TARGET_CHUNK_TOKENS,
     Bounds,
     chunk_bounds,
+    chunk_cuts,
+    most_chunks,
     partitions_of,
 )
 from sppo_hf.planning.cost import Correction, ModelCost
-from sppo_hf.planning.decisions import Decisions, Order, modes_used
+from sppo_hf.planning.decisions import Batch, Decisions, Order, modes_used
 from sppo_hf.planning.hardware import UNKNOWN_LINK, HardwareProfile
 from sppo_hf.planning.lowering import StepProgram, estimate
-from sppo_hf.planning.memory import check_budget, standing_device_bytes
-from sppo_hf.planning.memory_snapshots import Budgets, MemoryEstimate
+from sppo_hf.planning.memory import Budgets, MemoryEstimate, check_budget, standing_device_bytes
 from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.policies import uniform_modes
 from sppo_hf.planning.prediction import Prediction, predict
-from sppo_hf.planning.search import Batch, chunk_cuts, most_chunks, solve_chunks, tiled_layers
 from sppo_hf.planning.solve import (
     EQUALLY_FAST,
     BudgetViolation,
@@ -67,6 +67,8 @@ from sppo_hf.planning.solve import (
     over_budget,
     reduce_host_memory,
     simulate_plan,
+    solve_chunks,
+    tiled_layers,
     with_kv,
 )
 from sppo_hf.planning.stages import budgets_per_micro_batch, with_copies_by_unit
@@ -1034,7 +1036,7 @@ def _cuts(task: _Task, cost: ModelCost) -> Iterator[list[Bounds]]:
         yield [base.bounds for base in _in_fewer_chunks(task, task.orders[0])]
         return
     for partition in partitions_of(task.config):
-        yield list(chunk_cuts(cost, task.total_tokens, partition))
+        yield list(chunk_cuts(task.shape, task.total_tokens, partition))
 
 
 def _cut_is_fixed(task: _Task) -> bool:

@@ -29,8 +29,7 @@ from sppo_hf.planning.chunk_bounds import (
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.lowering import StepProgram
-from sppo_hf.planning.memory import OPTIMIZER_BYTES_PER_PARAMETER, ByteTables
-from sppo_hf.planning.memory_snapshots import Budgets, Bytes
+from sppo_hf.planning.memory import OPTIMIZER_BYTES_PER_PARAMETER, Budgets, Bytes, ByteTables
 from sppo_hf.planning.model_profile import LayerProfile
 from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.tiers import TIERS, Tier

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.activation_modes import SAVED, ActivationMode, mode_of
-from sppo_hf.planning.causes import CAUSE_OF_SAVED, Cause
+from sppo_hf.planning.memory import CAUSE_OF_SAVED, Cause
 from sppo_hf.planning.plan import Plan
 from sppo_hf.planning.tiers import TIERS
 from sppo_hf.reporting.plan_tables import format_lengths, format_tokens

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sppo_hf.planning.memory_snapshots import MemoryEstimate
+from sppo_hf.planning.memory import MemoryEstimate
 from sppo_hf.planning.plan import Plan
 from sppo_hf.planning.plan_request import PlanResult, PolicyResult
 from sppo_hf.planning.solve import BudgetViolation

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from sppo_hf.planning.activation_modes import ActivationMode, Saved, all_modes
 from sppo_hf.planning.decisions import Decisions, Order
-from sppo_hf.planning.memory_snapshots import Budgets, MemoryEstimate
+from sppo_hf.planning.memory import Budgets, MemoryEstimate
 from sppo_hf.planning.plan import PipelineStep, Plan
 from sppo_hf.planning.plan_request import PlanResult, PolicyResult
 from sppo_hf.planning.prediction import MeasuredStep

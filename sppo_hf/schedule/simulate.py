@@ -32,7 +32,7 @@ class Change(NamedTuple):
     """Name of the tier, such as "device"; "0.device" for rank 0's in a pipeline."""
 
     cause: str
-    """Use of the bytes: a `planning.causes.Cause`, or any other name."""
+    """Use of the bytes: a `planning.memory.Cause`, or any other name."""
 
     num_bytes: int
     """Number of bytes; negative if freed."""

@@ -28,8 +28,8 @@ from sppo_hf.engine.structure import find_parts
 from sppo_hf.errors import UnsupportedModelError
 from sppo_hf.offload.layer_offload import PrefetchOrder
 from sppo_hf.planning.activation_modes import ActivationMode, mode_of
-from sppo_hf.planning.causes import Cause
 from sppo_hf.planning.decisions import KVMode
+from sppo_hf.planning.memory import Cause
 from sppo_hf.planning.plan import Plan
 from sppo_hf.testing.exactness import compare, float64_everywhere
 from sppo_hf.testing.tiny_models import build_tiny_model, make_batch

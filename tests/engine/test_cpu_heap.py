@@ -15,8 +15,7 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.engine import cpu_heap
 from sppo_hf.engine.convert import convert
 from sppo_hf.engine.cpu_heap import CpuChunkArena, HeapWatch, max_resident_bytes
-from sppo_hf.planning.causes import Cause
-from sppo_hf.planning.memory_snapshots import Level, MemoryEstimate, Points
+from sppo_hf.planning.memory import Cause, Level, MemoryEstimate, Points
 from sppo_hf.planning.tiers import TIERS, Tier
 from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
 

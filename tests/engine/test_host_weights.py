@@ -26,8 +26,7 @@ from sppo_hf.offload import weights as host
 from sppo_hf.offload.copy_streams import HostCopier
 from sppo_hf.planning.activation_modes import KEEP, ActivationMode
 from sppo_hf.planning.choices import DeviceFacts, Placement
-from sppo_hf.planning.memory import CONTEXT_BYTES
-from sppo_hf.planning.memory_snapshots import Budgets
+from sppo_hf.planning.memory import CONTEXT_BYTES, Budgets
 from sppo_hf.testing.exactness import compare, float64_everywhere
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
 from tests.engine.forced_plans import force_modes

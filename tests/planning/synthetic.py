@@ -8,7 +8,7 @@ from sppo_hf.planning.choices import DeviceFacts
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.lowering import estimate, lower
-from sppo_hf.planning.memory_snapshots import Budgets
+from sppo_hf.planning.memory import Budgets
 from sppo_hf.planning.plan import Plan
 from sppo_hf.schedule.timeline import Timeline
 from tests.planning.modes import OFFLOAD, RECOMPUTE

@@ -22,7 +22,7 @@ from sppo_hf.planning.cluster import (
 )
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.layouts import Layout, SearchSpace
-from sppo_hf.planning.memory_snapshots import Budgets
+from sppo_hf.planning.memory import Budgets
 from sppo_hf.planning.pipeline_cost import head_blocks_of
 from sppo_hf.planning.tiers import Tier
 from sppo_hf.schedule.generate import INTERLEAVED, MSP, Size, forwards_before_backward, generate

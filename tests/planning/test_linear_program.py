@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 
 from sppo_hf.planning.activation_modes import KEEP, ActivationMode, all_modes
-from sppo_hf.planning.causes import Cause
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.linear_program import (
@@ -22,7 +21,7 @@ from sppo_hf.planning.linear_program import (
     minimise,
 )
 from sppo_hf.planning.lowering import compute_seconds, estimate, lower
-from sppo_hf.planning.memory_snapshots import Budgets
+from sppo_hf.planning.memory import Budgets, Cause
 from sppo_hf.planning.policies import uniform_modes
 from sppo_hf.planning.tiers import TIERS
 from tests.planning.modes import OFFLOAD, RECOMPUTE

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sppo_hf.planning.activation_modes import KEEP, ActivationMode, mode_of
-from sppo_hf.planning.causes import Cause
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions, KVMode
 from sppo_hf.planning.lowering import (
@@ -26,6 +25,7 @@ from sppo_hf.planning.lowering import (
     estimate,
     lower,
 )
+from sppo_hf.planning.memory import Cause
 from sppo_hf.planning.tiers import TIERS, Tier
 from sppo_hf.schedule.actions import Action
 from tests.planning.modes import OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD

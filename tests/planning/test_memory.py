@@ -9,12 +9,10 @@ from hypothesis import strategies as st
 
 from sppo_hf.errors import BudgetError
 from sppo_hf.planning.activation_modes import KEEP, ActivationMode, all_modes
-from sppo_hf.planning.causes import Cause
 from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.lowering import StepProgram, estimate
-from sppo_hf.planning.memory import GRAPH_NODE_BYTES, check_budget
-from sppo_hf.planning.memory_snapshots import MemoryEstimate
+from sppo_hf.planning.memory import GRAPH_NODE_BYTES, Cause, MemoryEstimate, check_budget
 from sppo_hf.planning.model_profile import LoraShape, Training
 from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.policies import uniform_modes

@@ -7,7 +7,6 @@ import pytest
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.planning.activation_modes import Saved, mode_of
-from sppo_hf.planning.causes import Cause
 from sppo_hf.planning.choices import DeviceFacts
 from sppo_hf.planning.chunk_bounds import Bounds, PrefixCost, balanced_bounds, even_bounds
 from sppo_hf.planning.cost import ModelCost
@@ -15,7 +14,7 @@ from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.hardware import load_profile
 from sppo_hf.planning.lowering import COMPUTE, StepProgram
 from sppo_hf.planning.lowering import lower as lower_stage
-from sppo_hf.planning.memory import CONTEXT_BYTES, GRAPH_NODE_BYTES
+from sppo_hf.planning.memory import CONTEXT_BYTES, GRAPH_NODE_BYTES, Cause
 from sppo_hf.planning.pipeline_cost import OffloadRule, PipelineCost
 from sppo_hf.planning.plan import PlanRequest, make_plan
 from sppo_hf.planning.policies import sppo_modes, uniform_modes

@@ -15,10 +15,10 @@ from hypothesis import given
 
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.activation_modes import all_modes
-from sppo_hf.planning.causes import Cause
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.lowering import lower
+from sppo_hf.planning.memory import Cause
 from sppo_hf.planning.plan import Plan
 from sppo_hf.reporting.figures import FINEST, draw_plan, join_spans, mode_colour, stack_causes
 from sppo_hf.rules import format_bytes

@@ -7,14 +7,13 @@ import pytest
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.activation_modes import RECOMPUTE_BY_SAVED, Saved
-from sppo_hf.planning.causes import CAUSE_OF_SAVED, Cause
 from sppo_hf.planning.choices import DeviceFacts
 from sppo_hf.planning.chunk_bounds import even_bounds
 from sppo_hf.planning.cluster import ClusterQuestion, layouts, simulate_layout, solve_cluster
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.layouts import Layout, SearchSpace
 from sppo_hf.planning.lowering import StepProgram
-from sppo_hf.planning.memory_snapshots import Budgets
+from sppo_hf.planning.memory import CAUSE_OF_SAVED, Budgets, Cause
 from sppo_hf.planning.model_profile import LoraShape
 from sppo_hf.planning.pipeline_cost import PipelineCost, extra_shared_unit_bytes
 from sppo_hf.planning.plan import PlanRequest, make_plan

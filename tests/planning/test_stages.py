@@ -15,7 +15,7 @@ from sppo_hf.planning.chunk_bounds import Bounds, chunk_bounds, even_bounds
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.lowering import StepProgram
-from sppo_hf.planning.memory_snapshots import Budgets
+from sppo_hf.planning.memory import Budgets
 from sppo_hf.planning.model_profile import LoraShape, Training
 from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.stages import (
