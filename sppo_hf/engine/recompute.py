@@ -208,8 +208,8 @@ class _Slot:
         self.index = index
 
 
-class _TiledCall(NamedTuple):
-    """One call of a module in tiles, in a layer's first forward."""
+class _FirstTiledCall(NamedTuple):
+    """A call of a module in tiles in a layer's first forward, for its rerun."""
 
     need_grads: list[bool]
     """Which of its outputs need gradients."""
@@ -281,7 +281,7 @@ class RecomputedLayer:
         self._matmuls: tuple[Matmul, ...] | None = None
         self._tile_matmuls: list[Matmul] = []
         """The matmuls of all modules that ran in tiles."""
-        self._tiled_calls: list[_TiledCall] = []
+        self._tiled_calls: list[_FirstTiledCall] = []
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
         self._read_arguments: tuple[ReadTensors, Versions] | None = None
         self._versions: Versions = ()
@@ -500,7 +500,7 @@ class RecomputedLayer:
             recorder.start()
             recorder.add_tiles(hidden, outputs, as_matmuls=has_matmuls)
         need_grads = [x.requires_grad for x in outputs]
-        self._tiled_calls.append(_TiledCall(need_grads, random_state))
+        self._tiled_calls.append(_FirstTiledCall(need_grads, random_state))
         return outputs, need_grads
 
     # -- backward ----------------------------------------------------------------------------

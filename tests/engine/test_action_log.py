@@ -190,7 +190,7 @@ def test_weights_on_the_host(
     force_modes(monkeypatch, _mixed)
     lengths = LENGTHS if num_chunks == 4 else [TOKENS]
     ran, plan = _run(tmp_path, num_layers=num_layers, chunk_lengths=lengths, **places)
-    assert [*ran, "0U0"] == _planned(plan)  # the update is the optimizer's affair
+    assert [*ran, "0U0"] == _planned(plan)  # a plan does not list the optimizer's update
     kinds = [Action.parse(text).kind for text in ran]
     assert kinds.count("G") == num_layers + 1
     again = max(0, num_layers - 2) if "weights" in places else 0

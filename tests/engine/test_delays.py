@@ -27,7 +27,7 @@ from tests.sweeps import sample
 
 LENGTHS = [5, 1, 7, 4, 6]
 TOKENS = sum(LENGTHS)
-AWAY = [mode for mode in all_modes() if mode.tier != "disk"]
+MODES = [mode for mode in all_modes() if mode.tier != "disk"]
 STEPS = 2
 
 
@@ -58,7 +58,7 @@ def assert_exact(monkeypatch, family, device, copier, around, seed):
     revert(model)
     modes = {}
     with monkeypatch.context() as patch:
-        force_modes(patch, lambda *at: modes.setdefault(at, draw.choice(AWAY)))
+        force_modes(patch, lambda *at: modes.setdefault(at, draw.choice(MODES)))
         force_kv(patch, block_tokens=draw.choice([1, 6, TOKENS]))
         patch.setattr(offload_engine, "HostCopier", copier)
         patch.setattr(offload_engine, "StreamCopier", lambda *_, **settings: copier(**settings))

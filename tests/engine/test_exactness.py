@@ -98,7 +98,7 @@ STATES = [
 OTHERS = [name for name, family in FAMILIES.items() if family.model_type in CONFIG_MAPPING_NAMES]
 OTHERS = [name for name in OTHERS if name not in {*PRODUCT, *REFUSED, *MIXERS, *STATES}]
 
-# Multimodal models whose like is tried in every run; themselves where everything is asked for.
+# Multimodal models of kinds that are tried in every run; these themselves only with `--all`.
 RARE = ("llava", "internvl", "smolvlm", "qwen2_vl", "qwen3_vl_moe", "paddleocr_vl")
 RARE += ("glm4v", "glm46v", "glm4v_moe", "glm_ocr")
 
@@ -218,7 +218,7 @@ def _case(family: str, scenario: str) -> Case:
     if family == "llama4" and transformers.__version__ == "5.24.0":
         pytest.skip("the unmodified model raises: its outputs have no image_outputs in 5.24.0")
     with warnings.catch_warnings():
-        # What a family's module does at its first import is Transformers' affair.
+        # Some families' modules warn at their first import.
         warnings.simplefilter("ignore")
         model: Any = build_tiny_model(family)
     batch, accumulation = make_batch(tokens=TOKENS), 1
@@ -343,7 +343,7 @@ def test_other_families(family: str) -> None:
         for index, family in enumerate([*_KINDS, *(_LIKE_OTHERS if ALL else ())])
         for cell in turn(
             [
-                # Recomputed without the products that nobody needs, which adapters have most of.
+                # Recomputed without unused matmuls, of which adapters have most.
                 Cell("uneven", "full", "none", "lora"),
                 # Without an attention mask: kernels then get none, and go by what a module says.
                 Cell("uneven", AGAIN, "none", "plain", "by_layer"),

@@ -232,8 +232,8 @@ def test_no_kept_product_is_computed_twice(family: str, products: int, needed: i
         kept = mode_of("matmuls", tier)  # type: ignore[arg-type]
         inputs = mode_of("inputs", tier)  # type: ignore[arg-type]
         assert _products_in_backward(kept, family) == whole
-        # All but the last product of the layer while it is found out which nobody needs: in the
-        # last chunk of two layers, and in the one of a single token.
+        # All but the layer's last matmul run while unused ones are searched: in the last chunk of
+        # the two layers, and in that of a single token.
         learning = 4
         computed = learning * products + (calls - learning) * needed
         assert _products_in_backward(inputs, family) == whole + computed

@@ -22,7 +22,7 @@ Forward = Callable[["Weights", Tensor], Tensor]
 
 
 class Weights(nn.Module):
-    """A layer's weights; what it does with them is the test's affair."""
+    """A layer's weights; each test has a forward for them."""
 
     def __init__(self):
         super().__init__()

@@ -255,7 +255,7 @@ def test_the_profile_of_llama_equals_the_one_made_by_hand(lora: LoraShape | None
     training = Training(dtype_bytes=2, parameter_bytes=2, lora=lora)
     config = llama_config(num_hidden_layers=3)
     traced = trace_config(config, training)
-    # Autograd's nodes nobody counts by hand.
+    # Autograd's nodes were not counted by hand.
     layers = tuple(replace(layer, graph_nodes=0) for layer in traced.layers)
     assert replace(traced, layers=layers) == by_hand(config, training)
 
@@ -463,7 +463,7 @@ def _step_flops(model: Any, saved: Saved, monkeypatch: pytest.MonkeyPatch) -> fl
         force_modes(patch, lambda chunk, layer: mode_of(saved, "device"))
         convert(revert(model), SETTINGS)
         if saved == "inputs":
-            run(model).backward()  # finds the products that nobody needs
+            run(model).backward()  # finds unused matmuls
         with counted_flops() as counter:
             run(model).backward()
     convert(revert(model), SETTINGS)
