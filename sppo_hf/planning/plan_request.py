@@ -230,19 +230,13 @@ def is_possible(question: PlanRequest) -> bool:
 
 def _placements(question: PlanRequest) -> list[PlanRequest]:
     """Returns the request with each allowed placement of weights and optimizer."""
-    orders = read_orders(question.config)
-    found: list[PlanRequest] = []
-    for places in read_placements(
+    places = read_placements(
         question.config,
         question.device,
         adapters=question.shape.lora is not None,
-        by_layer="by_layer" in orders,
-    ):
-        shape = question.shape.with_host_residents(
-            weights=places.weights, optimizer=places.optimizer
-        )
-        found.append(replace(question, config=places.set_in(question.config), shape=shape))
-    return found
+        by_layer="by_layer" in read_orders(question.config),
+    )
+    return [question.with_placement(one) for one in places]
 
 
 def plan_for(question: PlanRequest) -> Plan:
@@ -469,23 +463,17 @@ def _min_memory_plan(
 ) -> Decisions:
     """Returns one of `_bases` with the modes that need the least memory."""
     config, choices = question.config, _choices(question)
-    if is_fixed(config, question.device):
-        return _fixed_plan(config, cost, base, choices)
-    return min_memory(cost, base, budgets, choices)
+    if not is_fixed(config, question.device):
+        return min_memory(cost, base, budgets, choices)
+    saved = SAVED_BY_RECOMPUTE.get(config.recompute, "whole")
+    decisions = fixed_policy(cost, base, config.offload, saved, choices)
+    assert decisions is not None, "a rule that the user sets may use the tiers that it needs"
+    return decisions
 
 
 def _choices(question: PlanRequest) -> Choices:
     again = may_rerun_attention(question.config, question.device, question.shape)
     return read_choices(question.config, question.device, rerun_attention=again)
-
-
-def _fixed_plan(
-    config: SPPOConfig, cost: ModelCost, base: Decisions, choices: Choices
-) -> Decisions:
-    saved = SAVED_BY_RECOMPUTE.get(config.recompute, "whole")
-    decisions = fixed_policy(cost, base, config.offload, saved, choices)
-    assert decisions is not None, "a rule that the user sets may use the tiers that it needs"
-    return decisions
 
 
 def _cuts(question: PlanRequest, cost: ModelCost, total_tokens: int) -> Iterator[Bounds]:

@@ -1,4 +1,4 @@
-"""Random plans on the fake device and disk: whatever is kept or sent where, and however fast.
+"""Random plans on the fake device and disk: any tier for any group, at any speeds.
 
 Each step runs forward and backward over groups that are kept, or wait on the host or on the disk,
 as the host would enqueue them; some steps are broken off by an exception. The fake device asserts
