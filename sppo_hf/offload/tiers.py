@@ -4,8 +4,7 @@ Copies from and to the device always have one end in host memory, so every tier 
 region for each D2H copy. The host tier leaves the bytes there (`HostTier`). The disk tier
 (`Staging`) writes them to files and reads them back through a slab of its own: once the host has
 seen a D2H copy end, a background thread writes its region to disk and the region is free again; a
-tensor comes back by a read into a region and an H2D copy from there. Nothing in this file knows
-handles, prefetch orders or autograd. All methods are called under the engine's lock.
+tensor comes back by a read into a region and an H2D copy from there.
 
 A further tier is one more subclass of `Tier`, added to `OffloadEngine` behind the others; what
 finds no space on one tier goes to the next.
@@ -45,7 +44,10 @@ DEFAULT_STAGING_BYTES = 2**30
 
 
 class Tier:
-    """Stores bytes that leave the device, and loads them into host memory on their way back."""
+    """Stores bytes that leave the device, and loads them into host memory on their way back.
+
+    All methods are called under the engine's lock.
+    """
 
     name: ClassVar[OffloadTier]
     pool: HostPool
@@ -102,7 +104,7 @@ class Tier:
         """Called when an H2D copy has been enqueued from the storage's region."""
 
     def retire(self, stored: OffloadedStorage) -> None:
-        """Give up what a storage has beyond host memory; nobody owns it any more."""
+        """Free what a storage that has no owner any more holds beyond host memory."""
 
     def is_drained(self, dropped: Iterable[OffloadedStorage]) -> bool:
         """Whether no host memory is in use but that of retired storages that wait for a copy."""
@@ -153,7 +155,7 @@ class HostTier(Tier):
 
 @dataclass(slots=True, eq=False)
 class _ReclaimedRegion:
-    """A region that nobody wants any more, and what may still touch it."""
+    """A region that is not needed any more, with the copies and transfers that may touch it."""
 
     region: Region
     copies: list[Ticket]
@@ -253,7 +255,7 @@ class Staging(Tier):
         """Prefetched, and waiting for a free region to be read into."""
         self._reading: deque[OffloadedStorage] = deque()
         self._loaded: dict[OffloadedStorage, None] = {}
-        """In host memory, without an H2D copy yet; the newest at the end."""
+        """Read into host memory, without an H2D copy yet; the newest at the end."""
         self._reclaims = ReclaimQueue(self.pool)
         self._failures: list[SPPOError] = []
 
@@ -270,7 +272,7 @@ class Staging(Tier):
         return self.pool.used_bytes == self._reclaims.num_bytes
 
     def reserve(self, num_bytes: int = 0, progress: Progress | None = None) -> None:
-        """Allocate the staging slab, whatever `num_bytes`; does nothing if it is there."""
+        """Allocate the staging slab if it is not there; `num_bytes` is not used."""
         self.pool.reserve(self.budget_bytes)
 
     def allocate(self, num_bytes: int) -> Region:
@@ -378,7 +380,7 @@ class Staging(Tier):
             self._reclaim(stored)
 
     def retire(self, stored: OffloadedStorage) -> None:
-        """Give up what a storage has of host and disk; nobody owns it any more."""
+        """Free the host memory and disk space of a storage that has no owner any more."""
         on_disk = _disk_state(stored)
         on_disk.wanted = False
         self._loaded.pop(stored, None)

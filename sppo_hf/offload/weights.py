@@ -70,7 +70,7 @@ def can_be_host_resident(parameter: Parameter) -> bool:
 
 @dataclass(slots=True, eq=False)
 class SavedWeight:
-    """Stands for a weight that autograd saved, a cast of one, or a view of either; has no bytes."""
+    """Takes the place of a saved weight, a cast of one, or a view of either; holds no bytes."""
 
     weight: Tensor
     """A parameter, whose bytes may have moved since, or a part of one."""
@@ -126,7 +126,7 @@ class _Weight:
     """Alive as long as anybody holds a gradient in `gradient_bytes`."""
 
     def adopt_replaced_data(self) -> None:
-        """Copy what somebody has assigned to the parameter, on whatever device, to the host."""
+        """Copy data that was assigned to the parameter, on any device, to the host."""
         now = self.parameter.data
         if now.data_ptr() == self.host.data_ptr():
             return
@@ -137,8 +137,8 @@ class _Weight:
     def gradient_buffer(self, gradient: Tensor) -> Tensor | None:
         """Its page-locked bytes as an uninitialized tensor like `gradient`.
 
-        None if it has none, if the dtype differs, or if somebody still holds the gradient there of
-        an earlier step.
+        None if it has none, if the dtype differs, or if an earlier step's gradient there is still
+        in use.
         """
         taken = self._gradient_holder is not None and self._gradient_holder() is not None
         if self.gradient_bytes is None or taken or gradient.dtype != self.host.dtype:
@@ -176,7 +176,7 @@ class _Accumulation:
 
     weight: _Weight
     arrived: Tensor
-    """Where it arrives on the host."""
+    """The host tensor that the gradient is copied to."""
     ticket: Ticket
     region: Region | None
     """The memory of `arrived` if it is the pool's."""
@@ -245,7 +245,7 @@ class HostWeights:
         )
         self._max_pending_bytes = max(gradients, default=0)
         self._arrival_pool: HostPool | None = None
-        """For gradients that are added to earlier ones; pins nothing before the first."""
+        """Memory for gradients that are added to earlier ones; not pinned before the first."""
         if locker is not None and self._max_pending_bytes + outer:
             self._arrival_pool = HostPool(arriving_bytes(gradients, outer), locker=locker)
         trained = [weight for weight in self._all() if weight.parameter.requires_grad]

@@ -57,7 +57,7 @@ class _Block:
     num_bytes: int
     home: str | None
     free_since: Clock
-    """What the owning stream stood behind when the block was handed out."""
+    """The owning stream's clock when the block was allocated."""
     accesses: list[_Access] = field(default_factory=list)
 
 
@@ -96,7 +96,7 @@ class FakeEvent:
         self.clock: Clock = {}
 
     def record(self, stream: FakeStream) -> None:
-        """Stand behind all work of `stream` so far."""
+        """Put the event behind all work of `stream` so far."""
         self._device.look_for_freed()
         self.time = max(stream.ready_at, self._device.now)
         self.clock = dict(stream.clock)
@@ -144,12 +144,12 @@ class FakeDevice:
         self.device_bytes = 0
         self.peak_device_bytes = 0
         self.locked: dict[int, int] = {}
-        """Bytes of host memory whose pages are locked, by the first one's address."""
+        """Number of locked bytes by the address of the first."""
         self.on_lock: Callable[[int, int], None] = lambda address, num_bytes: None
-        """Called with each such run before it is; may raise as a driver does, or take its time."""
+        """Called with address and bytes before they are locked; may raise, as a driver does."""
 
     def current_stream(self) -> FakeStream:
-        """The stream whose turn it is."""
+        """The current stream."""
         return self._current
 
     def new_stream(self) -> FakeStream:
@@ -185,7 +185,7 @@ class FakeDevice:
         destination.copy_(source)
 
     def lock_pages(self, address: int, num_bytes: int) -> None:
-        """Whole pages, none of them twice."""
+        """Lock pages, and check that they are whole and not locked yet."""
         assert address % 4096 == 0, "locked memory starts with a page"
         for start, size in self.locked.items():
             assert address + num_bytes <= start or start + size <= address, "locked twice"
@@ -193,7 +193,7 @@ class FakeDevice:
         self.locked[address] = num_bytes
 
     def unlock_pages(self, address: int) -> None:
-        """Lets time pass until all queues are empty, as CUDA does.
+        """Let time pass until all queues are empty, as CUDA does.
 
         It comes when garbage is collected, whenever that is, so it raises nothing and is not one of
         the host's waits.
@@ -246,7 +246,7 @@ class FakeDevice:
         self.now = max([self.now, *(stream.ready_at for stream in self._streams)])
 
     def look_for_freed(self) -> None:
-        """Check what died since the last call; called before anything that could order work."""
+        """Check the storages freed since the last call; called before any work is ordered."""
         # Of all blocks, before each operation: `StorageWeakRef` takes four times as long.
         expired = torch.UntypedStorage._expired
         for key in [key for key in self._blocks if expired(key)]:
@@ -275,7 +275,7 @@ class FakeDevice:
                 raise RaceError(f"device bytes were freed under a {access.what}")
 
     def _access(self, tensor: Tensor, index: int, *, writes: bool, what: str) -> None:
-        """Check one access of what was just enqueued, before which was looked for what is freed."""
+        """Check one access of the work just enqueued; `look_for_freed` was called before it."""
         stream = self._current
         block = self._block_of(tensor)
         first = tensor.storage_offset() * tensor.element_size()
