@@ -57,7 +57,7 @@ TIERS = ("pure", "fake", "process", "gpu")
 TORCH_FREE = (
     *("test_architecture.py", "test_errors.py", "test_rules.py", "test_config.py"),
     "test_reading.py",
-    *("planning", "schedule"),
+    *("planning", "reporting", "schedule"),
 )
 HERE = Path(__file__).parent
 

@@ -26,16 +26,16 @@ from rich.table import Table
 
 from sppo_hf.cli.common import trace_unknown_model
 from sppo_hf.config import SPPOConfig
+from sppo_hf.planning.chunk_bounds import chunk_cuts
 from sppo_hf.planning.config_file import load_config
 from sppo_hf.planning.cost import ATTENTION_BACKWARD_FLOPS, ModelCost
-from sppo_hf.planning.decisions import Order
+from sppo_hf.planning.decisions import Batch, Order
 from sppo_hf.planning.hardware import load_profile
 from sppo_hf.planning.memory import Budgets, ByteTables
 from sppo_hf.planning.model_profile import LayerProfile
 from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.plan_request import question_for
-from sppo_hf.planning.search import Batch, chunk_cuts, solve_chunks
-from sppo_hf.planning.solve import BudgetViolation, Choices
+from sppo_hf.planning.solve import BudgetViolation, Choices, solve_chunks
 
 MODELS = ("llama-3.1-8b", "qwen3-4b", "gpt-oss-20b", "smollm2-135m")
 SIZES = (2, 4, 8)
@@ -96,7 +96,7 @@ def fastest(cost: ModelCost, tokens: int, host: int, orders: tuple[Order, ...]) 
     found = solve_chunks(
         cost,
         Batch(batch_rows=1, tile_tokens=512),
-        list(chunk_cuts(cost, tokens, "even"))[-2:],
+        list(chunk_cuts(cost.shape, tokens, "even"))[-2:],
         Budgets(device=80 * 2**30, host=host * 2**30),
         Choices(kv_tiers=("device", "host")),
         orders=orders,

@@ -30,13 +30,12 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.planning.chunk_bounds import even_bounds
 from sppo_hf.planning.config_file import load_config
 from sppo_hf.planning.cost import ModelCost
-from sppo_hf.planning.decisions import Order
+from sppo_hf.planning.decisions import Batch, Order
 from sppo_hf.planning.hardware import load_profile
 from sppo_hf.planning.lowering import lower
 from sppo_hf.planning.memory import Budgets
 from sppo_hf.planning.plan_request import question_for
-from sppo_hf.planning.search import Batch, solve_chunks
-from sppo_hf.planning.solve import BudgetViolation, Choices
+from sppo_hf.planning.solve import BudgetViolation, Choices, solve_chunks
 from sppo_hf.schedule.generate import Size, generate
 from sppo_hf.schedule.lower import lower as lower_schedule
 from sppo_hf.schedule.validate import validate

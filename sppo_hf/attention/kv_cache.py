@@ -163,19 +163,9 @@ class LayerKV:
         yield self
 
     def offload_chunk(self, chunk: int, load_kv: LoadKV) -> tuple[Tensor, Tensor]:
-        """Give up K/V of `chunk`, which are returned, until they are needed.
-
-        `load_kv` loads them back then.
-        """
+        """Return K/V of `chunk` and forget them; `load_kv` loads them when they are needed."""
         self._offloaded[chunk] = load_kv
         return self._keys.pop(chunk)
-
-    def restore(
-        self, chunk: int, k_BKCH: Tensor, v_BKCH: Tensor, *, keep: Keep | None = None
-    ) -> None:
-        """Store K/V of `chunk` that the caller has loaded, if they are still offloaded here."""
-        if self._offloaded.pop(chunk, None) is not None:
-            self.put(chunk, k_BKCH, v_BKCH, keep=keep)
 
     @property
     def chunks(self) -> tuple[int, ...]:
@@ -185,7 +175,9 @@ class LayerKV:
     def load_until(self, last: int) -> None:
         """Load the offloaded K/V of all chunks up to `last`."""
         for chunk in sorted(chunk for chunk in self._offloaded if chunk <= last):
-            self.restore(chunk, *self._offloaded[chunk]())
+            k_BKCH, v_BKCH = self._offloaded[chunk]()
+            del self._offloaded[chunk]
+            self.put(chunk, k_BKCH, v_BKCH)
 
     def run(self, start: int, end: int, row: int | None) -> tuple[Tensor, Tensor]:
         """Return K/V of tokens `[start, end)` of `row` (all rows if None), each BKTH.

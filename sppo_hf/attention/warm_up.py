@@ -38,8 +38,6 @@ from sppo_hf.attention.streamed_kv import KVStream, KVTransfer
 # B batch rows, N query heads, K key/value heads, C tokens of a chunk, T tokens of a run of keys, H
 # head size.
 
-Clock = Callable[[], float]
-
 MAX_REMEMBERED = 256
 """Maximum (layer, rows) pairs that are remembered; packed rows differ from batch to batch."""
 
@@ -81,20 +79,18 @@ class ChunkedRows:
 class WarmUp:
     """Remembers which shapes kernels have built plans for, and builds the missing ones."""
 
-    def __init__(self, *, budget_seconds: float, clock: Clock = time.monotonic) -> None:
-        """Begin with none.
+    def __init__(self, *, budget_seconds: float) -> None:
+        """Begin with no shape built.
 
         Args:
             budget_seconds: limit of one `run`, after which no new shape is started; the step itself
                 builds the rest.
-            clock: seconds on the host.
         """
         self._budget_seconds = budget_seconds
-        self._clock = clock
-        self._met: set[Any] = set()
-        """For each of which the kernel keeps a plan, which is larger."""
+        self._built: set[Any] = set()
+        """Shapes that have a plan. Not bounded: the kernel's plans, which stay too, are larger."""
         self._done: dict[Any, None] = {}
-        """The last that came, oldest first."""
+        """Calls of `run` that need not be repeated, least recently used first."""
 
     def run(
         self, layer: LayerAttention, rows: ChunkedRows, backend: Backend, device: torch.device
@@ -115,14 +111,12 @@ class WarmUp:
         self._done[key] = None
         if len(self._done) > MAX_REMEMBERED:
             del self._done[next(iter(self._done))]
-        deadline = self._clock() + self._budget_seconds
-        kernel = _NewShapesOnly(
-            backend, self._met, rows.again, device, lambda: self._clock() < deadline
-        )
+        deadline = time.monotonic() + self._budget_seconds
+        kernel = _NewShapesOnly(backend, self._built, rows.again, device, deadline)
         with torch.set_grad_enabled(rows.backward):
             _attend_layer(layer, rows, kernel, device)
         if kernel.new and device.type == "cuda":
-            torch.cuda.empty_cache()  # back to the driver, for the plans of other shapes
+            torch.cuda.empty_cache()  # the driver needs it for the plans of other shapes
         return kernel.new
 
 
@@ -187,19 +181,19 @@ class _NewShapesOnly(Backend):
     def __init__(
         self,
         backend: Backend,
-        met: set[Any],
+        built: set[Any],
         again: bool,
         device: torch.device,
-        has_time: Callable[[], bool],
+        deadline: float,
     ) -> None:
         self.name = backend.name
         self.documents_at_once = backend.documents_at_once
         self.new = 0
         self._backend = backend
-        self._met = met
+        self._built = built
         self._again = again
         self._device = device
-        self._has_time = has_time
+        self._deadline = deadline
 
     def reason_unsupported(self, requirement: Any) -> str | None:
         return self._backend.reason_unsupported(requirement)
@@ -243,15 +237,15 @@ class _NewShapesOnly(Backend):
     def _run_new(
         self, direction: str, tensors: tuple[Tensor, ...], band: Mask, run: Callable[[], Any]
     ) -> Any:
-        lie = tuple((tuple(x.shape), x.stride(), x.dtype) for x in tensors)
-        key = (_thread(), self._backend, determinism(), direction, lie, band)
-        if key in self._met or not self._has_time():
+        layouts = tuple((tuple(x.shape), x.stride(), x.dtype) for x in tensors)
+        key = (_thread(), self._backend, determinism(), direction, layouts, band)
+        if key in self._built or time.monotonic() >= self._deadline:
             return None
         found = run()
-        self._met.add(key)
+        self._built.add(key)
         self.new += 1
         if self._device.type == "cuda":
-            # So that the clock sees its time, and its memory is free for the next shape.
+            # So that its time counts against the deadline, and its memory is free again.
             torch.cuda.current_stream(self._device).synchronize()
         return found
 

@@ -46,14 +46,14 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_DISK_SLAB_BYTES = 2**30
 DEFAULT_QUEUED_BYTES = 256 * 2**20
-"""What may wait to be written: 40 ms of a fast disk, enough to keep its threads busy."""
+"""Bytes that may wait to be written: 40 ms of a fast disk, enough to keep its threads busy."""
 SLOW_WAIT_SECONDS = 30.0
 """After a single wait of this length the host logs one warning that the disk is slow."""
 
 _MIN_FREE_BYTES = 2**30
 """Disk space that the default budget leaves free."""
 _GROWTH = 8
-"""A new file is at most 1 / 8 of all before it, which bounds the space reserved in vain."""
+"""A new file is at most 1/8 of all files before it, so that little space is reserved in vain."""
 
 
 @dataclass(slots=True, eq=False)
@@ -374,7 +374,7 @@ class Transfers:
 
     @contextmanager
     def _naming_extent(self, action: str, extent: DiskExtent) -> Iterator[None]:
-        """Turn the system's error into one that names the extent, and remember it there."""
+        """Turn the system's error into one that names the extent, and store it in the extent."""
         try:
             yield
         except OSError as error:
@@ -417,7 +417,7 @@ class DiskTicket:
     """One transfer between memory and disk, under way or over.
 
     Args:
-        transfers: Of its store.
+        transfers: Counts it, and does its work.
         future: The work of a thread.
         needed: Whether a cancelled transfer is an error. It is for a read; a write that was
             cancelled by its extent's release leaves the memory free just as well.

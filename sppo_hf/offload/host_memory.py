@@ -15,8 +15,8 @@ and then one call has the driver lock what is there, while the pages of the next
 (RAPIDS cuDF, pull request 23457, an instance with 16 processors: 16 GiB in 7.9 s by cudaHostAlloc,
 in 1.5 s this way with four threads. `recipes/benchmarks/pinning.py` measures it here.)
 
-- A piece is yielded when all of it is locked. A refusal is raised in its turn, after the pieces
-  before it; what was made ahead is given back.
+- A piece is yielded when all of it is locked. A refusal is raised after the pieces before it were
+  yielded; what was made ahead is freed.
 - It has exactly the bytes that were requested, where PyTorch's pinned memory has a power of two,
   and returns to the system, unlocked first, when the last tensor in it is gone.
 - Its pages are shared with forked processes. Private pages that are locked would be copied for each
@@ -62,7 +62,7 @@ it gives in several."""
 MAX_THREADS = 8
 """Threads that write to pages; more made nothing faster where that was measured (see the note)."""
 _PART_BYTES = 2**28
-"""What a thread writes to at a time."""
+"""Bytes that a thread writes to at a time."""
 
 Progress = Callable[[int, int], None]
 """Called with the bytes that have been made so far, and with how many will be."""

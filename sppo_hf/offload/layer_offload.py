@@ -269,7 +269,7 @@ def _cached_cast_source(saved: Tensor) -> Tensor | None:
 
 
 class _Saved(NamedTuple):
-    """What the graph keeps instead of a tensor; the only strong reference to the handle."""
+    """Stored by autograd's graph in place of a tensor; the only strong reference to the handle."""
 
     group: LayerOffload
     handle: OffloadedTensor | SavedWeight

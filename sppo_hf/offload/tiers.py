@@ -4,8 +4,7 @@ Copies from and to the device always have one end in host memory, so every tier 
 region for each D2H copy. The host tier leaves the bytes there (`HostTier`). The disk tier
 (`Staging`) writes them to files and reads them back through a slab of its own: once the host has
 seen a D2H copy end, a background thread writes its region to disk and the region is free again; a
-tensor comes back by a read into a region and an H2D copy from there. Nothing in this file knows
-handles, prefetch orders or autograd. All methods are called under the engine's lock.
+tensor comes back by a read into a region and an H2D copy from there.
 
 A further tier is one more subclass of `Tier`, added to `OffloadEngine` behind the others; what
 finds no space on one tier goes to the next.
@@ -45,7 +44,10 @@ DEFAULT_STAGING_BYTES = 2**30
 
 
 class Tier:
-    """Stores bytes that leave the device, and loads them into host memory on their way back."""
+    """Stores bytes that leave the device, and loads them into host memory on their way back.
+
+    All methods are called under the engine's lock.
+    """
 
     name: ClassVar[OffloadTier]
     pool: HostPool
@@ -253,7 +255,7 @@ class Staging(Tier):
         """Prefetched, and waiting for a free region to be read into."""
         self._reading: deque[OffloadedStorage] = deque()
         self._loaded: dict[OffloadedStorage, None] = {}
-        """In host memory, without an H2D copy yet; the newest at the end."""
+        """Read into host memory, without an H2D copy yet; the newest at the end."""
         self._reclaims = ReclaimQueue(self.pool)
         self._failures: list[SPPOError] = []
 

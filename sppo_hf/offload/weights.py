@@ -70,7 +70,7 @@ def can_be_host_resident(parameter: Parameter) -> bool:
 
 @dataclass(slots=True, eq=False)
 class SavedWeight:
-    """Stands for a weight that autograd saved, a cast of one, or a view of either; has no bytes."""
+    """Takes the place of a saved weight, a cast of one, or a view of either; holds no bytes."""
 
     weight: Tensor
     """A parameter, whose bytes may have moved since, or a part of one."""
@@ -176,7 +176,7 @@ class _Accumulation:
 
     weight: _Weight
     arrived: Tensor
-    """Where it arrives on the host."""
+    """The host tensor that the gradient is copied to."""
     ticket: Ticket
     region: Region | None
     """The memory of `arrived` if it is the pool's."""
@@ -245,7 +245,7 @@ class HostWeights:
         )
         self._max_pending_bytes = max(gradients, default=0)
         self._arrival_pool: HostPool | None = None
-        """For gradients that are added to earlier ones; pins nothing before the first."""
+        """Memory for gradients that are added to earlier ones; not pinned before the first."""
         if locker is not None and self._max_pending_bytes + outer:
             self._arrival_pool = HostPool(arriving_bytes(gradients, outer), locker=locker)
         trained = [weight for weight in self._all() if weight.parameter.requires_grad]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -24,6 +25,12 @@ Bounds = tuple[tuple[int, int], ...]
 # its K/V; 8K is the middle. A CPU is busy with far fewer rows, and there memory is the point.
 TARGET_CHUNK_TOKENS = {"cpu": 512, "cuda": 8192}
 
+TARGET_TOKENS = (2048, 4096, 8192, 16_384)
+"""Chunk lengths that a search tries, in tokens: shorter ones make kernels inefficient, longer ones
+only take memory (SPPO, section 6: "2K to 16K")."""
+
+# A search uses no more chunks than this: more make solving slow and no plan better.
+_MOST_CHUNKS = 256
 
 # Rows of a GPU kernel's tile.
 _TILE_TOKENS = 128
@@ -198,7 +205,7 @@ def even_bounds(total_tokens: int, num_chunks: int) -> Bounds:
     if step == _TILE_TOKENS and (num_chunks - 1) * length < total_tokens:
         return _pairs([*(length * (i + 1) for i in range(num_chunks - 1)), total_tokens])
     ends = [total_tokens * (i + 1) / num_chunks for i in range(num_chunks)]
-    return _pairs(_rounded(ends, total_tokens, rounding_tokens(total_tokens, num_chunks)))
+    return _pairs(_rounded(ends, total_tokens, step))
 
 
 def balanced_bounds(
@@ -256,6 +263,30 @@ def auto_bounds(
         ends = ends_at(middle)
         low, high = (middle, high) if ends[-1] < total_tokens else (low, middle)
     return _pairs(_rounded(ends, total_tokens, rounding_tokens(total_tokens, num_chunks)))
+
+
+def chunk_cuts(shape: ModelShape, total_tokens: int, partition: str) -> Iterator[Bounds]:
+    """Yields the bounds that a search tries, one for each of `TARGET_TOKENS`, without duplicates.
+
+    `partition` is "flops" or "even".
+    """
+    prefix = PrefixCost.of(shape)
+    seen: set[Bounds] = set()
+    for target in TARGET_TOKENS:
+        if total_tokens > _MOST_CHUNKS * target:
+            if target != TARGET_TOKENS[-1]:
+                continue
+            target = -(-total_tokens // _MOST_CHUNKS)
+        bounds = auto_bounds(prefix, total_tokens, target_tokens=target, partition=partition)
+        bounds = lengthened(bounds, shape)
+        if bounds not in seen:
+            seen.add(bounds)
+            yield bounds
+
+
+def most_chunks(total_tokens: int) -> int:
+    """Returns the most chunks that any of `chunk_cuts` has, give or take one."""
+    return min(_MOST_CHUNKS, -(-total_tokens // TARGET_TOKENS[0]))
 
 
 def rounding_tokens(total_tokens: int, num_chunks: int) -> int:

@@ -7,10 +7,10 @@ exactly what runs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
-from sppo_hf.planning.activation_modes import ActivationMode
+from sppo_hf.planning.activation_modes import KEEP, ActivationMode
 from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.tiers import TIERS, Tier
 
@@ -43,20 +43,11 @@ def modes_used(layer_modes: LayerModes) -> frozenset[ActivationMode]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decisions:
-    """How one batch shape is run."""
+class Batch:
+    """The batch that is planned for: all decisions that no search changes."""
 
     batch_rows: int
     """Rows of the batch that pass the chunks together."""
-
-    bounds: Bounds
-    """Half-open (start, end) of each chunk, in tokens."""
-
-    layer_modes: LayerModes
-    """Activation mode of each unit, `layer_modes[chunk][layer]`."""
-
-    training: bool
-    """Whether a backward follows. If not, nothing is saved and activation modes have no effect."""
 
     tile_tokens: int
     """Tokens whose logits are held at once while the loss is computed."""
@@ -65,11 +56,8 @@ class Decisions:
     """Tokens, over all rows, on which a layer's token-wise modules run at once; 0 for whole chunks.
     """
 
-    order: Order = "by_chunk"
-    """Order of the grid of layers and chunks."""
-
-    kv_modes: tuple[KVMode, ...] = ()
-    """K/V mode of each layer, by layer only; empty keeps all K/V on the device."""
+    training: bool = True
+    """Whether a backward follows. If not, nothing is saved and activation modes have no effect."""
 
     accumulates: bool = False
     """Whether gradients of earlier batches exist. Autograd sums this batch's gradients beside them,
@@ -77,6 +65,35 @@ class Decisions:
 
     return_logits: bool = False
     """Whether the logits of the whole sequence are returned to the caller."""
+
+    staging_bytes: int = 2**30
+    """Host memory through which activations pass to and from the disk."""
+
+    def decisions(self, bounds: Bounds, num_layers: int, order: Order = "by_chunk") -> Decisions:
+        """Returns decisions that keep all activations on the device, for others to change."""
+        return Decisions(
+            **{field.name: getattr(self, field.name) for field in fields(Batch)},
+            bounds=bounds,
+            layer_modes=((KEEP,) * num_layers,) * len(bounds),
+            order=order,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decisions(Batch):
+    """How one batch shape is run."""
+
+    bounds: Bounds
+    """Half-open (start, end) of each chunk, in tokens."""
+
+    layer_modes: LayerModes
+    """Activation mode of each unit, `layer_modes[chunk][layer]`."""
+
+    order: Order = "by_chunk"
+    """Order of the grid of layers and chunks."""
+
+    kv_modes: tuple[KVMode, ...] = ()
+    """K/V mode of each layer, by layer only; empty keeps all K/V on the device."""
 
     kv_tier: Tier = "device"
     """Tier that holds K/V and their gradients between uses, in order "by_chunk" only."""
@@ -93,9 +110,6 @@ class Decisions:
     prefetch_chunks: int | None = None
     """Chunks prefetched before their use, instead of `max_prefetch_bytes`; a pipeline prefetches
     unit by unit."""
-
-    staging_bytes: int = 2**30
-    """Host memory through which activations pass to and from the disk."""
 
     @property
     def by_layer(self) -> bool:

@@ -9,9 +9,8 @@ tests read the same.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
 
 from sppo_hf.config import PLAN_VERSION, SPPOConfig
 from sppo_hf.errors import BudgetError, ConfigError
@@ -41,17 +40,18 @@ from sppo_hf.planning.chunk_bounds import (
     TARGET_CHUNK_TOKENS,
     Bounds,
     chunk_bounds,
+    chunk_cuts,
+    most_chunks,
     partitions_of,
 )
 from sppo_hf.planning.cost import Correction, ModelCost
-from sppo_hf.planning.decisions import Decisions, Order, modes_used
+from sppo_hf.planning.decisions import Batch, Decisions, Order, modes_used
 from sppo_hf.planning.hardware import UNKNOWN_LINK, HardwareProfile
 from sppo_hf.planning.lowering import StepProgram, estimate
 from sppo_hf.planning.memory import Budgets, MemoryEstimate, check_budget, standing_device_bytes
 from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.policies import uniform_modes
 from sppo_hf.planning.prediction import Prediction, predict
-from sppo_hf.planning.search import Batch, chunk_cuts, most_chunks, solve_chunks, tiled_layers
 from sppo_hf.planning.solve import (
     EQUALLY_FAST,
     BudgetViolation,
@@ -66,6 +66,8 @@ from sppo_hf.planning.solve import (
     over_budget,
     reduce_host_memory,
     simulate_plan,
+    solve_chunks,
+    tiled_layers,
     with_kv,
 )
 from sppo_hf.planning.stages import budgets_per_micro_batch, with_copies_by_unit
@@ -104,7 +106,7 @@ def check_standing_bytes(
         assert budgets.host is not None, "a budget that is named is known"
         check_budget(
             "host",
-            "weights, gradients and optimizer states that rest there",
+            "weights, gradients and optimizer states that are kept there",
             need_bytes=shape.host_resident.held_bytes,
             have_bytes=budgets.host,
             remedy="Raise host_memory, train fewer parameters, or leave more on the device "
@@ -237,7 +239,7 @@ def _remedy(modes: frozenset[ActivationMode], tier: Tier) -> str:
     if tier == "device" and not all(mode.recompute for mode in modes):
         return "recompute='full' holds less"
     if tier == "device" and not all(mode.offload for mode in modes):
-        return "shorter sequences, or offload='full' where the host has room, hold less"
+        return "shorter sequences, or offload='full' where the host has free memory, hold less"
     if tier == "host" and not all(mode.recompute for mode in modes):
         return "recompute='full' sends less"
     return "shorter chunks or shorter sequences hold less"
@@ -416,6 +418,11 @@ class PlanRequest:
     in_tiles: bool | str = True
     """Whether token-wise modules of layers can run in tiles. A string is the reason why not."""
 
+    def with_placement(self, places: Placement) -> PlanRequest:
+        """Returns the request with weights and optimizer placed, in settings and shape."""
+        shape = self.shape.with_host_residents(weights=places.weights, optimizer=places.optimizer)
+        return replace(self, config=places.set_in(self.config), shape=shape)
+
 
 def make_plan(request: PlanRequest) -> Plan:
     """Decides how a batch is run.
@@ -456,8 +463,8 @@ def _remedy_without_groups(request: PlanRequest) -> str:
     with contextlib.suppress(BudgetError):
         if not _missing_bytes(_planned(whole)):
             return (
-                f"without micro_batch_size={rows} it fits, for weights may then rest on the host: "
-                "give batches of as many rows, and accumulate gradients over more of them"
+                f"without micro_batch_size={rows} it fits, as weights may then be kept on the "
+                "host: give batches of as many rows, and accumulate gradients over more of them"
             )
     return ""
 
@@ -473,41 +480,25 @@ def _possible_places(request: PlanRequest) -> tuple[Placement, ...]:
 
 def _planned(request: PlanRequest) -> Plan:
     """Plans without trying other settings as remedies."""
-    config, shape, on_host = request.config, request.shape, request.on_host
-
-    def resting(places: Placement) -> ModelShape:
-        return shape.with_host_residents(weights=places.weights, optimizer=places.optimizer)
-
-    def made_with(
-        places: Placement, *, rerun_attention: bool, under_seconds: float = float("inf")
-    ) -> Plan:
-        placed = replace(request, config=places.set_in(config), shape=resting(places))
-        return _make_plan(placed, rerun_attention=rerun_attention, under_seconds=under_seconds)
-
-    possible = _possible_places(request)
-    budget = read_budgets(config, request.device).device
-
-    def may_fit(places: Placement) -> bool:
-        return budget is None or budget >= standing_device_bytes(
-            resting(places), request.device.kind
-        )
-
-    def placed(*, rerun_attention: bool) -> Plan:
-        made = partial(made_with, rerun_attention=rerun_attention)
-        first, *others = possible
-        if others and request.training and on_host is True:
-            return _best_placement(possible, made, may_fit)
-        plan = made(first)
-        if request.training and isinstance(on_host, str) and others and _missing_bytes(plan):
-            said = f"weights and optimizer: on the device, because {on_host}"
-            plan = replace(plan, warnings=(*plan.warnings, said))
-        return plan
-
-    allowing = config.replace(attention_once=False)
+    allowing = request.config.replace(attention_once=False)
     again = request.training and request.alive is None
-    if not again or not may_rerun_attention(allowing, request.device, shape):
-        return placed(rerun_attention=False)
-    return _with_attention_once(placed, required=config.attention_once)
+    if not again or not may_rerun_attention(allowing, request.device, request.shape):
+        return _placed(request, rerun_attention=False)
+    return _with_attention_once(request)
+
+
+def _placed(request: PlanRequest, *, rerun_attention: bool) -> Plan:
+    """Plans with one of the allowed placements of weights and optimizer."""
+    first, *others = _possible_places(request)
+    on_host = request.on_host
+    if others and request.training and on_host is True:
+        return _best_placement(request, (first, *others), rerun_attention=rerun_attention)
+    placed = request.with_placement(first)
+    plan = _make_plan(placed, rerun_attention=rerun_attention, under_seconds=float("inf"))
+    if request.training and isinstance(on_host, str) and others and _missing_bytes(plan):
+        warning = f"weights and optimizer: on the device, because {on_host}"
+        plan = replace(plan, warnings=(*plan.warnings, warning))
+    return plan
 
 
 def _exchange_rate(config: SPPOConfig, profile: HardwareProfile) -> float:
@@ -516,27 +507,26 @@ def _exchange_rate(config: SPPOConfig, profile: HardwareProfile) -> float:
     return (far if config.sp_across_nodes else on_node) or UNKNOWN_LINK
 
 
-def _with_attention_once(placed: Callable[..., Plan], *, required: bool) -> Plan:
+def _with_attention_once(request: PlanRequest) -> Plan:
     """Plans with one attention forward; if that does not fit, with rerun attention if that does.
 
-    Args:
-        placed: makes a plan, given `rerun_attention`.
-        required: whether attention must not be rerun; a plan that would fit is then a remedy.
+    If the settings forbid to rerun attention, a plan that would fit is mentioned as a remedy.
 
     Raises:
         BudgetError: neither fits, or rerunning is not allowed, and the user named the budgets.
     """
+    required = request.config.attention_once
     plan: Plan | None = None
     refusal: BudgetError | None = None
     try:
-        plan = placed(rerun_attention=False)
+        plan = _placed(request, rerun_attention=False)
     except BudgetError as error:
         refusal = error
     if plan is not None and not _missing_bytes(plan):
         return plan
     more: Plan | None = None
     try:
-        more = placed(rerun_attention=True)
+        more = _placed(request, rerun_attention=True)
     except BudgetError as error:
         # Report the refusal of the plan that needs fewer bytes.
         refusal = refusal if required else error
@@ -559,9 +549,7 @@ def _missing_bytes(plan: Plan) -> int:
 
 
 def _best_placement(
-    places: Sequence[Placement],
-    made_with: Callable[..., Plan],
-    may_fit: Callable[[Placement], bool],
+    request: PlanRequest, places: Sequence[Placement], *, rerun_attention: bool
 ) -> Plan:
     """Plans with the first placement; if that does not fit, with the fastest that does.
 
@@ -572,25 +560,30 @@ def _best_placement(
     nearly equal plans, the first is taken.
 
     Args:
+        request: the request.
         places: allowed placements, the one with the fewest bytes on the host first.
-        made_with: makes a plan; if it takes `under_seconds` or more, only whether it fits matters.
-        may_fit: whether the bytes held throughout the step fit on the device.
+        rerun_attention: whether attention may be recomputed.
 
     Raises:
         BudgetError: none fits, and the user named the budgets.
     """
+    requests = {tried: request.with_placement(tried) for tried in places}
     made: dict[Placement, Plan] = {}
     refused: dict[Placement, BudgetError] = {}
 
-    def make(tried: Placement, **known: float) -> Plan | None:
+    def make(tried: Placement, *, under_seconds: float = float("inf")) -> Plan | None:
+        """Makes a plan, None if it is refused; from `under_seconds` on it only needs to fit."""
         try:
-            made[tried] = made_with(tried, **known)
+            made[tried] = _make_plan(
+                requests[tried], rerun_attention=rerun_attention, under_seconds=under_seconds
+            )
         except BudgetError as error:
             refused[tried] = error
         return made.get(tried)
 
     fitting: list[Plan] = []
-    for tried in filter(may_fit, places):
+    may_fit = [tried for tried in places if _standing_bytes_fit(requests[tried])]
+    for tried in may_fit:
         # A later placement is taken only if it is faster by more than simulation's error.
         under_seconds = min(map(_step_seconds, fitting), default=float("inf")) / EQUALLY_FAST
         plan = make(tried, under_seconds=under_seconds)
@@ -604,7 +597,7 @@ def _best_placement(
         best = next(plan for plan in fitting if _step_seconds(plan) <= EQUALLY_FAST * least)
     else:
         for tried in places:
-            if not may_fit(tried):
+            if tried not in may_fit:
                 make(tried)
         plans = [made[tried] for tried in places if tried in made]
         if not plans:
@@ -617,6 +610,12 @@ def _best_placement(
     if len(fitting) > 1 and best.prediction is not None:
         reason += "; the fastest that does"
     return replace(best, places_reason=reason)
+
+
+def _standing_bytes_fit(request: PlanRequest) -> bool:
+    """Whether the bytes held throughout the step fit on the device."""
+    budget = read_budgets(request.config, request.device).device
+    return budget is None or budget >= standing_device_bytes(request.shape, request.device.kind)
 
 
 def _step_seconds(plan: Plan) -> float:
@@ -1033,7 +1032,7 @@ def _cuts(task: _Task, cost: ModelCost) -> Iterator[list[Bounds]]:
         yield [base.bounds for base in _in_fewer_chunks(task, task.orders[0])]
         return
     for partition in partitions_of(task.config):
-        yield list(chunk_cuts(cost, task.total_tokens, partition))
+        yield list(chunk_cuts(task.shape, task.total_tokens, partition))
 
 
 def _cut_is_fixed(task: _Task) -> bool:

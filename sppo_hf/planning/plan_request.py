@@ -7,7 +7,7 @@ The machine need not be this one, so nothing here needs torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice, product, zip_longest
@@ -29,12 +29,14 @@ from sppo_hf.planning.chunk_bounds import (
     TARGET_CHUNK_TOKENS,
     Bounds,
     chunk_bounds,
+    chunk_cuts,
     even_bounds,
+    most_chunks,
     partitions_of,
 )
 from sppo_hf.planning.config_file import check_config
 from sppo_hf.planning.cost import ModelCost
-from sppo_hf.planning.decisions import Decisions
+from sppo_hf.planning.decisions import Batch, Decisions
 from sppo_hf.planning.hardware import HardwareProfile
 from sppo_hf.planning.lowering import estimate, lower
 from sppo_hf.planning.machine import host_reserve_bytes
@@ -42,7 +44,6 @@ from sppo_hf.planning.memory import Budgets, MemoryEstimate
 from sppo_hf.planning.model_profile import LoraShape, Tracer, Training, find_profile
 from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.plan import Plan, PlanRequest, make_plan
-from sppo_hf.planning.search import Batch, chunk_cuts, longest, most_chunks, tiled_layers
 from sppo_hf.planning.solve import (
     BudgetViolation,
     Choices,
@@ -55,6 +56,7 @@ from sppo_hf.planning.solve import (
     missing_bytes,
     over_budget,
     simulate_plan,
+    tiled_layers,
     with_kv,
 )
 from sppo_hf.planning.tiers import TIERS, Tier, offload_tiers
@@ -228,19 +230,13 @@ def is_possible(question: PlanRequest) -> bool:
 
 def _placements(question: PlanRequest) -> list[PlanRequest]:
     """Returns the request with each allowed placement of weights and optimizer."""
-    orders = read_orders(question.config)
-    found: list[PlanRequest] = []
-    for places in read_placements(
+    places = read_placements(
         question.config,
         question.device,
         adapters=question.shape.lora is not None,
-        by_layer="by_layer" in orders,
-    ):
-        shape = question.shape.with_host_residents(
-            weights=places.weights, optimizer=places.optimizer
-        )
-        found.append(replace(question, config=places.set_in(question.config), shape=shape))
-    return found
+        by_layer="by_layer" in read_orders(question.config),
+    )
+    return [question.with_placement(one) for one in places]
 
 
 def plan_for(question: PlanRequest) -> Plan:
@@ -314,13 +310,7 @@ def compare_policies(question: PlanRequest, plan: Plan) -> tuple[PolicyResult, .
     """
     again = any(mode.saved == "hidden" for row in plan.layer_modes for mode in row)
     choices = read_choices(question.config, question.device, rerun_attention=again)
-    base = replace(
-        _batch(plan, question.config).decisions(plan.bounds, plan.num_layers, plan.order),
-        layer_tile_tokens=plan.layer_tile_tokens,
-        kv_tier=plan.kv_tier,
-        kv_block_tokens=plan.kv_block_tokens,
-        kv_modes=plan.kv_modes,
-    )
+    base = replace(plan, max_pending_d2h_bytes=None, max_prefetch_bytes=None)
     named = [("auto, recompute mixed", plan), *fixed_policies(_cost(plan), base, choices)]
     results = [_result(plan, name, decisions) for name, decisions in named]
     return tuple(sorted(results, key=lambda r: r.step_seconds or float("inf")))
@@ -473,9 +463,12 @@ def _min_memory_plan(
 ) -> Decisions:
     """Returns one of `_bases` with the modes that need the least memory."""
     config, choices = question.config, _choices(question)
-    if is_fixed(config, question.device):
-        return _fixed_plan(config, cost, base, choices)
-    return min_memory(cost, base, budgets, choices)
+    if not is_fixed(config, question.device):
+        return min_memory(cost, base, budgets, choices)
+    saved = SAVED_BY_RECOMPUTE.get(config.recompute, "whole")
+    decisions = fixed_policy(cost, base, config.offload, saved, choices)
+    assert decisions is not None, "a rule that the user sets may use the tiers that it needs"
+    return decisions
 
 
 def _choices(question: PlanRequest) -> Choices:
@@ -483,20 +476,11 @@ def _choices(question: PlanRequest) -> Choices:
     return read_choices(question.config, question.device, rerun_attention=again)
 
 
-def _fixed_plan(
-    config: SPPOConfig, cost: ModelCost, base: Decisions, choices: Choices
-) -> Decisions:
-    saved = SAVED_BY_RECOMPUTE.get(config.recompute, "whole")
-    decisions = fixed_policy(cost, base, config.offload, saved, choices)
-    assert decisions is not None, "a rule that the user sets may use the tiers that it needs"
-    return decisions
-
-
 def _cuts(question: PlanRequest, cost: ModelCost, total_tokens: int) -> Iterator[Bounds]:
     config, kind = question.config, question.device.kind
     fixed = config.num_chunks != "auto" or config.chunk_lengths or config.chunk_tokens
     if not (fixed or is_fixed(config, question.device) or kind == "cpu"):
-        by_kind = (chunk_cuts(cost, total_tokens, kind) for kind in partitions_of(config))
+        by_kind = (chunk_cuts(cost.shape, total_tokens, kind) for kind in partitions_of(config))
         for alike in zip_longest(*by_kind):
             yield from (bounds for bounds in alike if bounds is not None)
         return
@@ -517,15 +501,8 @@ def _cuts(question: PlanRequest, cost: ModelCost, total_tokens: int) -> Iterator
 
 
 def _batch(plan: Plan, config: SPPOConfig) -> Batch:
-    named = config.layer_tile_tokens != "auto"
-    return Batch(
-        batch_rows=plan.batch_rows,
-        tile_tokens=plan.tile_tokens,
-        training=plan.training,
-        accumulates=plan.accumulates,
-        staging_bytes=plan.staging_bytes,
-        layer_tile_tokens=plan.layer_tile_tokens if named else 0,
-    )
+    """Returns the plan's batch, with the tile size of layers left open if the settings do."""
+    return replace(plan, layer_tile_tokens=0) if config.layer_tile_tokens == "auto" else plan
 
 
 def _cost_of(question: PlanRequest, plan: Plan) -> ModelCost:
@@ -536,3 +513,77 @@ def _cost_of(question: PlanRequest, plan: Plan) -> ModelCost:
 def _cost(plan: Plan) -> ModelCost:
     assert plan.cost is not None, "a plan made with a profile has costs"
     return plan.cost
+
+
+_LENGTH_STEP_TOKENS = 1024
+_LONGEST_TOKENS = 2**27
+
+
+def longest(missing: Callable[[int], float], *, known_tokens: int = 0) -> int:
+    """Returns the largest possible number of tokens, a multiple of 1,024; 0 if none.
+
+    Args:
+        missing: bytes missing at a length, see `search_longest`.
+        known_tokens: a length that is known to fit.
+    """
+    return search_longest(
+        missing,
+        step_tokens=_LENGTH_STEP_TOKENS,
+        most_tokens=_LONGEST_TOKENS,
+        known_tokens=known_tokens,
+    ).longest_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Result of `search_longest`."""
+
+    longest_tokens: int
+    """The longest length that fits; 0 if none does."""
+
+    failed_tokens: int | None
+    """The shortest length that does not fit; None if the search ended at its limit."""
+
+
+def search_longest(
+    missing: Callable[[int], float], *, step_tokens: int, most_tokens: int, known_tokens: int = 0
+) -> Found:
+    """Searches the longest multiple of `step_tokens` that fits.
+
+    Assumes that all lengths below one that fits fit too. Doubles the length until one fails, then
+    tries where linear interpolation of the missing amount is zero, or the middle if two such tries
+    in a row have not halved the interval. Takes about twice the logarithm of the answer in tries by
+    bisection, few by interpolation, twice as many at worst.
+
+    Args:
+        missing: tries a length in tokens and returns how much is missing, in any unit: at most 0
+            if it fits, and the less the more is free. A bare yes or no is -1 or 1.
+        step_tokens: resolution, and the first length tried.
+        most_tokens: the longest length tried.
+        known_tokens: a length that is known to fit.
+    """
+    good, bad = known_tokens // step_tokens * step_tokens, None
+    at_good, at_bad = 0.0, 0.0
+    most_tokens -= most_tokens % step_tokens
+    while good < most_tokens:
+        tried = min(max(2 * good, step_tokens), most_tokens)
+        at_tried = missing(tried)
+        if at_tried > 0:
+            bad, at_bad = tried, at_tried
+            break
+        good, at_good = tried, at_tried
+    if bad is None:
+        return Found(good, None)
+    slow = 0
+    while bad - good > step_tokens:
+        left = bad - good
+        share = at_good / (at_good - at_bad) if at_good < 0 and slow < 2 else 0.5
+        middle = good + int(share * left) // step_tokens * step_tokens
+        middle = min(max(middle, good + step_tokens), bad - step_tokens)
+        at_middle = missing(middle)
+        if at_middle > 0:
+            bad, at_bad = middle, at_middle
+        else:
+            good, at_good = middle, at_middle
+        slow = 0 if 2 * (bad - good) <= left + step_tokens else slow + 1
+    return Found(good, bad)

@@ -1,4 +1,6 @@
-"""The solver: finds the fastest plan that fits for given bounds and order, or the violated budget.
+"""The solver: finds the fastest plan that fits, or the violated budget.
+
+`solve` does so for given bounds and order; `solve_chunks` compares several of both.
 
 The linear program says how many layers of each chunk (by layer: chunks of each layer) get which
 mode. Counts are rounded to integers, the estimate is checked against every budget, and candidates
@@ -26,11 +28,14 @@ from sppo_hf.planning.activation_modes import (
     Saved,
     mode_of,
 )
+from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import (
+    Batch,
     Decisions,
     KVMode,
     LayerModes,
+    Order,
     layer_modes_of,
     modes_used,
 )
@@ -312,6 +317,8 @@ def lookahead_bytes(cost: ModelCost, base: Decisions, saved: Iterable[Saved], fr
 
 
 _ATTEMPTS = 4
+# `solve_chunks` solves for ways to cut by increasing compute until so many fit.
+_PLANS_COMPARED = 2
 # Units of the largest mode that may be in flight: more hide jitter, fewer save memory.
 _LAYERS_AHEAD = 2
 _MAX_LAYERS_AHEAD = 8
@@ -421,6 +428,73 @@ def _solved(
     closest = min(broken, key=lambda limits: sum(limit.missing_bytes for limit in limits))
     assert closest, "what does not fit breaks a limit"
     return max(closest, key=lambda limit: limit.missing_bytes)
+
+
+def solve_chunks(
+    cost: ModelCost,
+    batch: Batch,
+    cuts: Sequence[Bounds],
+    budgets: Budgets,
+    choices: Choices,
+    *,
+    orders: Sequence[Order] = ("by_chunk",),
+    tiles: Sequence[int] = (),
+    under_seconds: float = float("inf"),
+) -> Solution | BudgetViolation:
+    """Returns the fastest plan over several ways to cut a sequence and orders of the grid.
+
+    Args:
+        cost: seconds and bytes of every unit.
+        batch: the batch.
+        cuts: bounds to choose from, at least one.
+        budgets: bytes per tier.
+        choices: modes and tiers that may be used.
+        orders: orders to choose from; the first of equally fast ones is taken.
+        tiles: by layer, tile sizes for one chunk over all tokens, an alternative to several chunks.
+        under_seconds: see `solve`.
+    """
+    best: Solution | None = None
+    closest: BudgetViolation | None = None
+    for order in orders:
+        found_plans = 0
+        other = best  # what another order has come to is to be beaten
+        bases = [batch.decisions(bounds, cost.shape.num_layers, order) for bounds in cuts]
+        if order == "by_layer":
+            bases += tiled_layers(batch, cuts[0][-1][1], cost.shape.num_layers, tiles)
+        for base in sorted(bases, key=lambda base: compute_seconds(base, cost)):
+            if found_plans >= _PLANS_COMPARED:
+                break
+            if other is not None and compute_seconds(base, cost) >= other.step_seconds:
+                break
+            found = solve(
+                cost,
+                base,
+                budgets,
+                choices,
+                best=other,
+                under_seconds=under_seconds,
+            )
+            if isinstance(found, BudgetViolation):
+                if closest is None or found.missing_bytes < closest.missing_bytes:
+                    closest = found
+                continue
+            found_plans += 1
+            if best is None or found.step_seconds < best.step_seconds:
+                best = found
+    if best is not None:
+        return best
+    assert closest is not None, "there is at least one way to cut"
+    return closest
+
+
+def tiled_layers(
+    batch: Batch, total_tokens: int, num_layers: int, tiles: Sequence[int]
+) -> Iterator[Decisions]:
+    """Yields plans by layer in one chunk, with token-wise modules in tiles."""
+    for tile_tokens in tiles:
+        if tile_tokens < total_tokens * batch.batch_rows:
+            whole = batch.decisions(((0, total_tokens),), num_layers, "by_layer")
+            yield replace(whole, layer_tile_tokens=tile_tokens)
 
 
 EQUALLY_FAST = 1.01

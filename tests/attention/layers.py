@@ -1,14 +1,35 @@
-"""A few layers of nothing but attention, run chunk by chunk; what the streaming tests share."""
+"""Attention run chunk by chunk: of one layer, and of a small stack of layers with any K/V store."""
 
 import torch
 
 from sppo_hf.attention.backends.aten import CPUFlash
 from sppo_hf.attention.backends.reference import Reference
 from sppo_hf.attention.chunk_attention import AttentionCall, chunk_attention
+from sppo_hf.attention.kv_cache import LayerKV
 from sppo_hf.attention.segments import chunk_segments
 
 B, N, K, H, HV = 2, 4, 2, 8, 6
 KV_BYTES_PER_TOKEN = B * K * (H + HV) * 8
+
+
+def attend_in_chunks(q, k, v, *, sinks, rows, window, scale, bounds, backend, counters=None):
+    """Attention of one layer, [B, T, N, H], and its K/V store."""
+    kv, link, outs = LayerKV(bounds), None, []
+    for chunk, (start, end) in enumerate(bounds):
+        call = AttentionCall(
+            kv=kv,
+            chunk=chunk,
+            chunk_start=start,
+            segments=chunk_segments(start, end, rows, window=window),
+            backend=backend,
+            scale=scale,
+            window=window,
+            counters={} if counters is None else counters,
+        )
+        part = [x[:, :, start:end] for x in (q, k, v)]
+        out, link = chunk_attention(*part, sinks_N=sinks, link=link, call=call)
+        outs.append(out)
+    return torch.cat(outs, 1), kv
 
 
 class Layers:
@@ -62,7 +83,7 @@ class Layers:
         return outs
 
     def gradients(self, outs):
-        """Of a weighted sum of all outputs."""
+        """Gradients of a weighted sum of all outputs with respect to inputs and sinks."""
         torch.manual_seed(4)
         loss = sum(
             (out * torch.randn(out.shape, dtype=out.dtype)).sum() for chunk in outs for out in chunk

@@ -1,4 +1,4 @@
-"""Attention as a textbook has it: a dense mask, one softmax, gradients by autograd."""
+"""Expected results of attention: a dense mask, one softmax, gradients by autograd in float64."""
 
 from typing import NamedTuple
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from sppo_hf.attention.backends.base import CausalBand
+from sppo_hf.attention.segments import RowSpans
 
 
 class Problem(NamedTuple):
@@ -18,7 +19,7 @@ class Problem(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What a backend has to find."""
+    """Results of forward and backward."""
 
     out: Tensor
     lse: Tensor
@@ -65,7 +66,7 @@ def visible(band: CausalBand, rows: int, keys: int) -> Tensor:
 
 
 def solve(problem: Problem, seen: Tensor, *, scale: float, softcap: float | None = None) -> Answer:
-    """The answer in float64, whatever the problem's dtype is."""
+    """The answer in float64, from inputs of any dtype."""
     q, k, v, dout = (x.detach().double() for x in problem)
     for x in (q, k, v):
         x.requires_grad_()
@@ -83,6 +84,35 @@ def solve(problem: Problem, seen: Tensor, *, scale: float, softcap: float | None
         torch.zeros_like(x) if g is None else g for x, g in zip((q, k, v), grads, strict=True)
     )
     return Answer(out.detach(), lse.detach(), dq, dk, dv)
+
+
+def dense_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    sinks: Tensor | None,
+    rows: tuple[RowSpans, ...] | None,
+    window: int | None,
+    scale: float,
+) -> Tensor:
+    """Differentiable causal attention of whole rows, [B, T, N, H]; zeros where no key is seen."""
+    num_rows, num_heads, tokens, _ = q.shape
+    groups = num_heads // k.shape[1]
+    at = torch.arange(tokens, device=q.device)
+    seen = visible(CausalBand(0, window), tokens, tokens).to(q.device).repeat(num_rows, 1, 1)
+    for row, spans in enumerate(rows or ()):
+        document = torch.zeros(tokens, dtype=torch.long, device=q.device)
+        for start, _ in spans.documents:
+            document[start:] += 1
+        seen[row] &= document[None] == document[:, None]
+        seen[row] &= (at < spans.valid_tokens)[None]
+    scores = q @ k.repeat_interleave(groups, 1).transpose(-1, -2) * scale
+    logits = [scores.masked_fill(~seen[:, None], -1e300)]
+    if sinks is not None:
+        logits.append(sinks.view(1, -1, 1, 1).expand(num_rows, num_heads, tokens, 1))
+    p = torch.softmax(torch.cat(logits, -1), -1)[..., :tokens] * seen[:, None]
+    return (p @ v.repeat_interleave(groups, 1)).transpose(1, 2)
 
 
 def assert_equal(actual: Answer, expected: Answer, tolerance: float) -> None:

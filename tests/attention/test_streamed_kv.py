@@ -1,13 +1,16 @@
-"""Keys that wait elsewhere: the same numbers, whatever the blocks, and a bounded device."""
+"""Offloaded K/V read in blocks: same results for any blocks, and bounded bytes on the device."""
 
 import gc
 import itertools
 import weakref
+from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from sppo_hf.attention.backends.aten import CPUFlash
 from sppo_hf.attention.backends.base import AttentionOutput, Gradients
@@ -18,13 +21,88 @@ from sppo_hf.attention.segments import RowSpans, chunk_segments
 from sppo_hf.attention.streamed_kv import KVStream
 from sppo_hf.errors import SPPOError
 from tests.attention.layers import KV_BYTES_PER_TOKEN, B, Layers, N
-from tests.attention.poisoned import PoisoningMover
 from tests.sweeps import pairs
+
+
+@dataclass(eq=False)
+class Handle:
+    """Bytes of a sent tensor in memory of their own, and a copy of it on the device, if any."""
+
+    label: str
+    offloaded: np.ndarray | None
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    on_device: Tensor | None = None
+
+
+@dataclass
+class PoisoningTransfer:
+    """A `KVTransfer` that copies bytes to other memory, and fills with NaN what is evicted.
+
+    Whoever still reads an evicted or released tensor then has NaN in its results. `trace` has the
+    loads in order; "late" ones were not prefetched.
+    """
+
+    handles: list[Handle] = field(default_factory=list)
+    trace: list[str] = field(default_factory=list)
+    peak_device_bytes: int = 0
+    settled: int = 0
+
+    def send(self, tensor: Tensor) -> Handle:
+        assert not tensor.requires_grad
+        assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size(), (
+            "what is sent must not drag a larger storage along"
+        )
+        in_memory = tensor.as_strided((tensor.numel(),), (1,), 0)
+        offloaded = in_memory.view(torch.uint8).numpy().copy()
+        label = f"p{len(self.handles)}"
+        self.handles.append(Handle(label, offloaded, tensor.shape, tensor.stride(), tensor.dtype))
+        return self.handles[-1]
+
+    def prefetch(self, handle: Handle) -> None:
+        assert handle.offloaded is not None, "prefetched after its release"
+        if handle.on_device is None:
+            self.trace.append(f"prefetch {handle.label}")
+            flat = torch.from_numpy(handle.offloaded.copy()).view(handle.dtype)
+            handle.on_device = flat.as_strided(handle.shape, handle.stride)
+            self.peak_device_bytes = max(self.peak_device_bytes, self.device_bytes)
+
+    def fetch(self, handle: Handle) -> Tensor:
+        if handle.on_device is None:
+            self.trace.append(f"late {handle.label}")
+        self.prefetch(handle)
+        assert handle.on_device is not None
+        return handle.on_device
+
+    def evict(self, handle: Handle) -> None:
+        assert handle.offloaded is not None, "evicted after its release"
+        if handle.on_device is not None:
+            handle.on_device.fill_(float("nan"))
+        handle.on_device = None
+
+    def release(self, handle: Handle) -> None:
+        assert handle.offloaded is not None, "released twice"
+        self.evict(handle)
+        handle.offloaded = None
+
+    def settle(self) -> None:
+        self.settled += 1
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of all copies on the device."""
+        return sum(h.on_device.nbytes for h in self.handles if h.on_device is not None)
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes that were sent and not released."""
+        return sum(h.offloaded.nbytes for h in self.handles if h.offloaded is not None)
 
 
 def streamed(bounds, *, layers, block_tokens, rows=None):
     """Stores of a stream, and the transfer below them."""
-    transfer = PoisoningMover()
+    transfer = PoisoningTransfer()
     stream = KVStream(transfer, bounds, rows=rows, block_tokens=block_tokens)
     return [stream.add_layer() for _ in range(layers)], transfer, stream
 
@@ -40,7 +118,7 @@ def assert_same(bounds, *, block_tokens, rows=None, num_layers=2, **kwargs):
     for got, want in zip(grads, expected_grads, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
     assert ours.counters == plain.counters
-    assert transfer.here_bytes == transfer.offloaded_bytes == 0, "all is released after backward"
+    assert transfer.device_bytes == transfer.offloaded_bytes == 0, "all is released after backward"
     return transfer
 
 
@@ -139,10 +217,10 @@ def test_two_blocks_are_here_however_long_the_sequence(block_tokens):
         stores, transfer, _ = streamed(bounds, layers=3, block_tokens=block_tokens)
         layers = Layers(bounds, stores, windows=(None,))
         outs = layers.forward()
-        assert transfer.peak_here_bytes <= 2 * block_tokens * KV_BYTES_PER_TOKEN
+        assert transfer.peak_device_bytes <= 2 * block_tokens * KV_BYTES_PER_TOKEN
         assert transfer.offloaded_bytes == 3 * tokens * KV_BYTES_PER_TOKEN
         layers.gradients(outs)
-        assert transfer.peak_here_bytes <= 4 * block_tokens * KV_BYTES_PER_TOKEN
+        assert transfer.peak_device_bytes <= 4 * block_tokens * KV_BYTES_PER_TOKEN
         assert transfer.settled > 0
 
 
@@ -188,21 +266,21 @@ def test_a_guess_that_was_wrong_is_evicted():
     stores, transfer, stream = streamed(bounds, layers=1, block_tokens=4)
     layers = Layers(bounds, stores)
     layers.forward(chunks=3)
-    assert transfer.here_bytes == 4 * KV_BYTES_PER_TOKEN, "chunk 3 would read chunk 0 first"
+    assert transfer.device_bytes == 4 * KV_BYTES_PER_TOKEN, "chunk 3 would read chunk 0 first"
     stream.end_forward()
-    assert transfer.here_bytes == 0
+    assert transfer.device_bytes == 0
 
 
 def test_a_walk_evicts_what_was_guessed_for_another():
     bounds = _even(16, 4)
     stores, transfer, _ = streamed(bounds, layers=2, block_tokens=4)
     Layers(bounds, stores, windows=(4,)).forward(chunks=3)
-    assert transfer.here_bytes == 4 * KV_BYTES_PER_TOKEN, "chunk 3 would read chunk 2"
+    assert transfer.device_bytes == 4 * KV_BYTES_PER_TOKEN, "chunk 3 would read chunk 2"
     walk = stores[0].backward_blocks(
         1, stores[0].blocks(chunk_segments(4, 8, None, window=4), window=4)
     )
     next(walk)
-    assert transfer.here_bytes == 8 * KV_BYTES_PER_TOKEN, "chunk 0, and chunk 1 ahead"
+    assert transfer.device_bytes == 8 * KV_BYTES_PER_TOKEN, "chunk 0, and chunk 1 ahead"
     walk.close()
 
 
@@ -250,14 +328,14 @@ def test_bfloat16_gradients_meet_in_float32():
             keys.add_gradient(start, torch.full_like(k, value), torch.full_like(v, value), row)
         store._own_sums = None
         if step:
-            assert transfer.parcels[-1].dtype == torch.float32
+            assert transfer.handles[-1].dtype == torch.float32
     dk, dv = store.take_gradient(0)
     assert dk.dtype == dv.dtype == torch.bfloat16
     assert torch.equal(dk, torch.full_like(dk, 1 + 2**-6))
 
 
 class _Shares(Reference):
-    """Says what is given, block by block, with equal weights."""
+    """Returns the given outputs and query gradients, block by block, with equal weights."""
 
     def __init__(self, outs, dqs):
         super().__init__()
@@ -313,7 +391,7 @@ def test_a_failing_kernel_gives_its_block_up():
         layers.forward()
     stream.end_forward()
     gc.collect()
-    assert transfer.here_bytes == 0
+    assert transfer.device_bytes == 0
 
 
 def test_a_dropped_graph_frees_its_keys_at_once():

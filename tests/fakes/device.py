@@ -57,7 +57,7 @@ class _Block:
     num_bytes: int
     home: str | None
     free_since: Clock
-    """What the owning stream stood behind when the block was handed out."""
+    """The owning stream's clock when the block was allocated."""
     accesses: list[_Access] = field(default_factory=list)
 
 
@@ -246,7 +246,7 @@ class FakeDevice:
         self.now = max([self.now, *(stream.ready_at for stream in self._streams)])
 
     def look_for_freed(self) -> None:
-        """Check what died since the last call; called before anything that could order work."""
+        """Check the storages freed since the last call; called before any work is ordered."""
         # Of all blocks, before each operation: `StorageWeakRef` takes four times as long.
         expired = torch.UntypedStorage._expired
         for key in [key for key in self._blocks if expired(key)]:
@@ -275,7 +275,7 @@ class FakeDevice:
                 raise RaceError(f"device bytes were freed under a {access.what}")
 
     def _access(self, tensor: Tensor, index: int, *, writes: bool, what: str) -> None:
-        """Check one access of what was just enqueued, before which was looked for what is freed."""
+        """Check one access of the work just enqueued; `look_for_freed` was called before it."""
         stream = self._current
         block = self._block_of(tensor)
         first = tensor.storage_offset() * tensor.element_size()

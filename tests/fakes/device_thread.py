@@ -28,7 +28,7 @@ class DeviceThread:
         self._pool = ThreadPoolExecutor(1, "device")
         self._here = threading.local()
         self.backwards = 0
-        """That began on another thread."""
+        """Number of backwards that began on another thread."""
 
     def run_backward(self, run: Any, *args: Any, **kwargs: Any) -> Any:
         """Run autograd's `_engine_run_backward` on the thread; the caller waits."""

@@ -11,7 +11,7 @@ from sppo_hf.offload import disk_files
 from sppo_hf.offload.disk_files import round_up
 
 PATIENCE_SECONDS = 30.0
-"""When a held transfer gives up, so that a failing test ends."""
+"""A held transfer fails after this time, so that a failing test ends."""
 
 
 class FaultyDisk:
@@ -23,15 +23,15 @@ class FaultyDisk:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.writes_flow = threading.Event()
-        """Cleared, it holds every write at its start."""
+        """While cleared, every write waits at its start."""
         self.reads_flow = threading.Event()
-        """As `writes_flow`, for reads."""
+        """The same for reads."""
         self.write_begun = threading.Semaphore(0)
-        """Counts the system calls that write, those held included."""
+        """Counts the system calls that write, including those that wait."""
         self.read_begun = threading.Semaphore(0)
-        """As `write_begun`, for reads."""
+        """The same for reads."""
         self.errors: list[BaseException] = []
-        """What the next calls raise, first to last."""
+        """Errors that the next calls raise, one each."""
         self.max_bytes: int | None = None
         """Maximum bytes of one call; a whole number of blocks past the page cache."""
         self.writes: list[tuple[int, int]] = []

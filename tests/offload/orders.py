@@ -1,4 +1,4 @@
-"""Lists of prefetches for the tests, from the sizes of groups of handles."""
+"""Prefetch lists for the tests, made from the sizes of groups of handles."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 
 def asked_within(sizes_bytes: Sequence[int], max_prefetch_bytes: int | None) -> list[int]:
-    """By group, the lowest one asked for while it is in use: as many as the window holds.
+    """Return `PrefetchOrder.lowest_prefetched` that keeps the bytes prefetched ahead in a window.
 
-    One that has bytes is always ahead, however large, and those without are passed over.
+    At least one group with bytes is ahead, even if it is larger; groups without bytes cost nothing.
     """
     asked: list[int] = []
     for number in range(len(sizes_bytes)):

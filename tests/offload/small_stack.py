@@ -45,7 +45,7 @@ def cpu_engine(budget_bytes: int | None = None) -> OffloadEngine:
 
 
 class _Watched(LayerOffload):
-    """Says of each tensor that it is about to move."""
+    """Calls `before_move` with each tensor before it is offloaded."""
 
     before_move: BeforeMove | None = None
 

@@ -185,7 +185,7 @@ def test_a_copy_that_another_stream_waited_for_is_ordered_for_the_new_one(
 
 
 def test_events_are_reused(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of many round trips each makes the two by which its copies are known, and no others."""
+    """A round trip makes one event for each of its two copies; all others are reused."""
     made: list[bool] = []
 
     def new_event(*, timed: bool) -> FakeEvent:
@@ -207,7 +207,7 @@ def test_events_are_reused(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_stalls_are_counted_as_they_pass(device: FakeDevice) -> None:
-    """Or the events of a whole step would be alive until somebody asks for its seconds."""
+    """Otherwise the events of a whole step would live until `stall_seconds` is called."""
     copier = StreamCopier(device)
     for _ in range(100):
         back, into = copier.start_h2d(_host())
@@ -220,7 +220,7 @@ def test_stalls_are_counted_as_they_pass(device: FakeDevice) -> None:
 
 
 class _NoWait(FakeStream):
-    """A stream that forgets its waits, from the `skipped`-th on which the test names."""
+    """A stream that leaves out its `skipped`-th wait."""
 
     skipped = -1
     calls = 0

@@ -674,7 +674,7 @@ def test_an_impossible_folder_name_is_refused(
 
 
 def _ask_for_free_bytes(directory: Path) -> None:
-    """What a plan does first."""
+    """Look up the free bytes of a folder, as planning does first."""
     config = SPPOConfig(offload_dir=str(directory))
     if device_facts(torch.device("cpu"), config).disk_memory_bytes:
         StoreFolder(directory)  # a parent's free bytes are as good; the folder itself is not made

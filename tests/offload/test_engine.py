@@ -19,6 +19,7 @@ from sppo_hf.offload.copy_streams import HostCopier, StreamCopier
 from sppo_hf.offload.disk import DiskStore
 from sppo_hf.offload.engine import OffloadEngine, OffloadStats, make_engine
 from sppo_hf.offload.host_memory import ALIGNMENT_BYTES, PAGE_BYTES, HostPool
+from sppo_hf.offload.storage import OffloadedTensor
 from tests.fakes.device import FakeDevice
 from tests.offload.faulty_disk import FaultyDisk
 from tests.offload.small_stack import TOKENS, WIDTH, assert_same, loss_of, make_blocks
@@ -204,6 +205,97 @@ def test_closing_frees_everything_without_time_passing() -> None:
     device.look_for_freed()
     assert device.device_bytes == 0
     del handles  # only now: those who hold them keep nothing alive
+
+
+def test_bytes_to_prefetch_count_aliases_once() -> None:
+    device = _slow_device()
+    engine = _engine(device)
+    whole = device.tensor(torch.rand(20, 30))
+    handles = [engine.start_offload(part) for part in (whole, *whole.split(10, dim=1))]
+    handles.append(OffloadedTensor.kept(whole, None))
+    assert engine.bytes_to_prefetch(handles) == 2400
+    engine.prefetch(handles[1])
+    assert engine.bytes_to_prefetch(handles) == 0
+    engine.evict(handles[2])
+    assert engine.bytes_to_prefetch(handles) == 2400
+    engine.abandon()
+    assert engine.bytes_to_prefetch(handles) == 0
+
+
+def test_an_evicted_tensor_can_be_prefetched_repeatedly() -> None:
+    device = _slow_device()
+    engine = _engine(device)
+    values = torch.rand(100)
+    handle = engine.start_offload(device.tensor(values))
+    engine.limit_pending_d2h(0)
+    for _ in range(3):
+        engine.prefetch(handle)
+        tensor = engine.wait_for(handle)
+        device.kernel(reads=[tensor], seconds=1.0)
+        assert torch.equal(tensor, values)
+        del tensor
+        engine.evict(handle)
+        engine.evict(handle)
+        device.look_for_freed()
+        assert device.device_bytes == 0
+    assert engine.stats().d2h_bytes == 400
+    assert engine.stats().h2d_bytes == 3 * 400
+    assert device.now == 0.0, "the host waited for nothing"
+
+
+def test_evicting_during_the_d2h_copy_lets_it_finish() -> None:
+    device = _slow_device()
+    engine = _engine(device)
+    handle = engine.start_offload(device.tensor(torch.rand(100)))
+    tensor = engine.wait_for(handle)  # the source itself
+    engine.evict(handle)
+    del tensor
+    device.look_for_freed()
+    assert device.device_bytes == 400, "its copy has not ended"
+    device.finish()
+    engine.stats()
+    device.look_for_freed()
+    assert device.device_bytes == 0
+    engine.wait_for(handle)
+    assert engine.stats().h2d_bytes == 400
+
+
+def test_evicting_a_reused_source_after_its_copy() -> None:
+    device = _slow_device()
+    engine = _engine(device)
+    handle = engine.start_offload(device.tensor(torch.rand(100)))
+    engine.prefetch(handle)
+    device.finish()
+    engine.evict(handle)
+    device.look_for_freed()
+    assert device.device_bytes == 0
+    assert engine.bytes_to_prefetch([handle]) == 400
+
+
+def test_evict_ignores_kept_tensors_and_refuses_released_ones() -> None:
+    engine = _engine(_slow_device())
+    small = OffloadedTensor.kept(torch.rand(3), None)
+    engine.evict(small)
+    assert engine.wait_for(small).shape == (3,)
+    handle = engine.start_offload(torch.rand(100))
+    engine.release(handle)
+    with pytest.raises(OffloadError, match="was released"):
+        engine.evict(handle)
+
+
+def test_dropping_under_copies_puts_one_wait_per_stream_on_compute() -> None:
+    device = _slow_device()
+    engine = _engine(device)
+    handles = [engine.start_offload(torch.rand(100)) for _ in range(8)]
+    engine.limit_pending_d2h(max_pending_d2h_bytes=0)
+    for handle in handles:
+        engine.prefetch(handle)
+    handles += [engine.start_offload(torch.rand(100)) for _ in range(8)]
+    engine.limit_pending_d2h()
+    before = device.compute.waits
+    handles.clear()
+    engine.close()
+    assert device.compute.waits == before + 2
 
 
 def test_taken_stats_count_since_the_last_call() -> None:

@@ -407,15 +407,6 @@ def test_no_memory_at_all_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         HostPool(SLAB_BYTES).reserve(SLAB_BYTES)
 
 
-def test_growth_that_was_not_reserved_is_counted() -> None:
-    pool = HostPool(SLAB_BYTES)
-    pool.reserve(SLAB_BYTES)
-    pool.allocate(SLAB_BYTES)
-    assert pool.grown_bytes == 0
-    pool.allocate(1)
-    assert pool.grown_bytes == SLAB_BYTES
-
-
 @pytest.mark.parametrize("num_bytes", [1, PAGE_BYTES, 3 * PAGE_BYTES + 1, 2**22])
 def test_slabs_and_regions_start_at_pages_if_requested(num_bytes: int) -> None:
     pool = HostPool(SLAB_BYTES, alignment_bytes=PAGE_BYTES)

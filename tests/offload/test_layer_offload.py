@@ -304,18 +304,6 @@ def test_without_a_list_one_group_is_prefetched_ahead() -> None:
     ]
 
 
-def test_listed_groups_are_prefetched_and_no_more() -> None:
-    prefetch_order, groups, log = _prefetch_order([5] * 6, [0, 0, 0, 3, 2, 4])
-    assert _read_backward(prefetch_order, groups, log) == [
-        [5, 4],
-        [5, 4, 3, 2],
-        [5, 4, 3, 2],
-        [5, 4, 3, 2, 1, 0],
-        [5, 4, 3, 2, 1, 0],
-        [5, 4, 3, 2, 1, 0],
-    ]
-
-
 def test_groups_beyond_the_list_are_prefetched_one_by_one() -> None:
     prefetch_order, groups, log = _prefetch_order([5] * 3, [])
     prefetch_order.prefetch([1, 0])

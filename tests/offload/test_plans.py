@@ -1,4 +1,4 @@
-"""Random plans on the fake device and disk: whatever is kept or sent where, and however fast.
+"""Random plans on the fake device and disk: any tier for any group, at any speeds.
 
 Each step runs forward and backward over groups that are kept, or wait on the host or on the disk,
 as the host would enqueue them; some steps are broken off by an exception. The fake device asserts
@@ -125,7 +125,7 @@ class Training:
         self.used: set[OffloadedStorage] = set()
         for mode, sizes in plan:
             group = Group()
-            before_bytes = self._leaving_bytes()
+            before_bytes = self._pending_bytes()
             # A layer's output is saved by itself and by the next one.
             self._save(group, mode, carried)
             for size in sizes:
@@ -134,14 +134,14 @@ class Training:
                 self._event()
             activation_bytes = sum(4 * value.numel() for _, value in group.held)
             self.largest_bytes = max(self.largest_bytes, activation_bytes)
-            assert self._leaving_bytes() <= before_bytes + activation_bytes
+            assert self._pending_bytes() <= before_bytes + activation_bytes
             prefetch_order.record(group, len(groups))
             left_bytes = (
                 self.largest_bytes
                 if machine.max_pending_d2h_bytes is None
                 else machine.max_pending_d2h_bytes
             )
-            assert self._leaving_bytes() <= left_bytes
+            assert self._pending_bytes() <= left_bytes
             groups.append(group)
             self.device.advance(self.seconds())
         return groups, prefetch_order
@@ -196,7 +196,7 @@ class Training:
             if self.events_left <= 0:
                 raise _StepFails
 
-    def _leaving_bytes(self) -> int:
+    def _pending_bytes(self) -> int:
         live = self.engine._live
         return sum(stored.span.num_bytes for stored in live if not stored.d2h_ticket.ordered)
 

@@ -1,4 +1,4 @@
-"""Weights on the host, on the fake device: whatever the speeds, nothing races.
+"""Host-resident weights on the fake device: at any speeds nothing races.
 
 No byte is read before it is there or written while somebody reads it, and sums are right.
 """
@@ -57,7 +57,7 @@ class _Model:
         self.weights._add = self.sum_up  # type: ignore[method-assign]
 
     def sum_up(self, sum_: _Accumulation) -> None:
-        """The host adds up, at once."""
+        """Add a gradient as `HostWeights` does, as work of the host that the fake device sees."""
         gradient = sum_.weight.gradient
         assert gradient is not None
         self.on_host(sum_.arrived, writes=False)
@@ -65,7 +65,7 @@ class _Model:
         HostWeights._add(self.weights, sum_)
 
     def on_host(self, memory: torch.Tensor, *, writes: bool) -> None:
-        """Work that the host does itself."""
+        """Access host memory from the host, which waits until that is over."""
         self.device.host_memory(self.processor, memory, 0.0, writes=writes)
         over = self.device.new_event(timed=False)
         over.record(self.processor)

@@ -9,15 +9,18 @@ from hypothesis import strategies as st
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.chunk_bounds import (
+    TARGET_TOKENS,
     Bounds,
     PrefixCost,
     auto_bounds,
     balanced_bounds,
     chunk_bounds,
+    chunk_cuts,
     even_bounds,
 )
 from sppo_hf.planning.model_shape import ModelShape
 from tests.planning.shapes import gpt_shape, llama_config, shape_of, tiny_shape
+from tests.planning.situations import small_shape
 
 
 def lengths(bounds: Bounds) -> list[int]:
@@ -197,3 +200,17 @@ def test_auto_on_cuda_aims_at_8k() -> None:
     shape = shape_of(llama_config(), dtype_bytes=2)
     assert len(chunk_bounds(SPPOConfig(), shape, 8192, device_kind="cuda")) == 1
     assert len(chunk_bounds(SPPOConfig(), shape, 65_536, device_kind="cuda")) == 8
+
+
+def test_cuts_aim_at_targets_once_each() -> None:
+    shape = small_shape()
+    cuts = list(chunk_cuts(shape, 65_536, "flops"))
+    assert [len(bounds) for bounds in cuts] == [65_536 // target for target in TARGET_TOKENS]
+    assert len(list(chunk_cuts(shape, 1000, "flops"))) == 1
+
+
+def test_rows_of_any_length_have_a_cut_with_few_chunks() -> None:
+    for tokens in (2**20, 2**24):
+        cuts = list(chunk_cuts(small_shape(), tokens, "even"))
+        assert cuts
+        assert min(len(bounds) for bounds in cuts) <= max(256, tokens // 16_384)

@@ -4,18 +4,23 @@ import time
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import ConfigError, UnsupportedModelError
 from sppo_hf.planning import plan as plans
-from sppo_hf.planning import search
+from sppo_hf.planning import plan_request
 from sppo_hf.planning.hardware import load_profile
 from sppo_hf.planning.plan_request import (
+    Found,
     PolicyResult,
     compare_policies,
+    longest,
     plan_for,
     question_for,
     request_plan,
+    search_longest,
     timeline_of,
 )
 from sppo_hf.planning.solve import HOST_TRADE_RATIO, fits, over_budget
@@ -102,8 +107,8 @@ def test_a_fixed_policy_has_its_own_longest_row() -> None:
 def test_fixed_chunks_that_are_more_than_short_rows_have_tokens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(search, "_LENGTH_STEP_TOKENS", 16)
-    monkeypatch.setattr(search, "_LONGEST_TOKENS", 64)
+    monkeypatch.setattr(plan_request, "_LENGTH_STEP_TOKENS", 16)
+    monkeypatch.setattr(plan_request, "_LONGEST_TOKENS", 64)
     assert request_plan(question(64, num_chunks=20)).max_seq_len == 64
     with pytest.raises(ConfigError, match="num_chunks=90"):
         request_plan(question(64, num_chunks=90))
@@ -277,3 +282,75 @@ def test_a_disk_makes_no_plan_slower() -> None:
     assert without.prediction is not None
     most = HOST_TRADE_RATIO * without.prediction.step_seconds
     assert allowing.prediction.step_seconds <= most
+
+
+def test_returned_logits_count_in_the_longest_row() -> None:
+    found = request_plan(question(8192, return_logits=True))
+    assert found.max_seq_len < answer(8192).max_seq_len
+
+
+SIZES = {
+    "yes or no": lambda over: 1 if over > 0 else -1,
+    "a line": lambda over: over,
+    "a curve": lambda over: over**3,
+    "flat below": lambda over: over if over > 0 else -1e-9,
+    "flat above": lambda over: 1e-9 if over > 0 else over,
+}
+"""Missing amounts, as functions of the tokens above the longest length."""
+
+
+@given(
+    answer=st.integers(0, 100_000), limit=st.integers(64, 65_536), size=st.sampled_from([*SIZES])
+)
+def test_the_search_finds_the_longest_multiple(answer: int, limit: int, size: str) -> None:
+    tried: list[int] = []
+
+    def missing(tokens: int) -> float:
+        tried.append(tokens)
+        return SIZES[size](tokens - answer)
+
+    found = search_longest(missing, step_tokens=64, most_tokens=limit)
+    assert max(tried) <= limit
+    assert len(set(tried)) == len(tried)
+    assert len(tried) <= (24 if size == "yes or no" else 44)
+    assert found.longest_tokens == max([0, *(t for t in tried if t <= answer)])
+    if found.failed_tokens is None:
+        assert found.longest_tokens == limit // 64 * 64
+    else:
+        assert found.failed_tokens - found.longest_tokens == 64
+        assert found.longest_tokens <= answer < found.failed_tokens
+
+
+def test_where_no_length_fits() -> None:
+    assert search_longest(lambda _: 1, step_tokens=64, most_tokens=999) == Found(0, 64)
+
+
+@given(answer=st.integers(64, 60_000), known=st.floats(0, 1))
+def test_the_search_begins_at_a_known_length(answer: int, known: float) -> None:
+    tried: list[int] = []
+
+    def missing(tokens: int) -> float:
+        tried.append(tokens)
+        return tokens - answer
+
+    known_tokens = int(known * answer)
+    found = search_longest(missing, step_tokens=64, most_tokens=2**17, known_tokens=known_tokens)
+    assert found.longest_tokens == answer // 64 * 64
+    assert min(tried) > known_tokens // 64 * 64
+
+
+def test_a_straight_line_takes_few_tries() -> None:
+    tried: list[int] = []
+
+    def missing(tokens: int) -> float:
+        tried.append(tokens)
+        return tokens - 370_900
+
+    found = search_longest(missing, step_tokens=1024, most_tokens=2**27, known_tokens=131_072)
+    assert found == Found(370_688, 371_712)
+    assert len(tried) <= 5
+
+
+@pytest.mark.parametrize("most", [0, 1, 5, 1000, 4097])
+def test_longest_finds_the_last_that_is_possible(most: int) -> None:
+    assert longest(lambda tokens: tokens - most * 1024) == most * 1024

@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 from sppo_hf.planning.activation_modes import SAVED, mode_of
 from sppo_hf.planning.chunk_bounds import PrefixCost, balanced_bounds
 from sppo_hf.planning.cost import ModelCost
-from sppo_hf.planning.decisions import Decisions, Order
+from sppo_hf.planning.decisions import Batch, Decisions, Order
 from sppo_hf.planning.lowering import compute_seconds, estimate
 from sppo_hf.planning.memory import FRAGMENTATION, Budgets, MemoryEstimate
 from sppo_hf.planning.policies import uniform_modes
-from sppo_hf.planning.search import Batch
 from sppo_hf.planning.solve import (
     HOST_TRADE_RATIO,
     BudgetViolation,
@@ -34,6 +33,8 @@ from sppo_hf.planning.solve import (
     reduce_host_memory,
     simulate_plan,
     solve,
+    solve_chunks,
+    tiled_layers,
     with_kv,
     with_lookahead,
 )
@@ -407,3 +408,85 @@ def test_compute_seconds_are_the_resources(cost: ModelCost, bounds: object) -> N
     assume(base.num_chunks > 0)
     timeline = simulate_plan(base, cost, policy="").timeline
     assert compute_seconds(base, cost) == pytest.approx(timeline.busy_seconds("compute"))
+
+
+BATCH = Batch(batch_rows=1, tile_tokens=64, staging_bytes=MIB)
+
+
+def test_the_fastest_cut_wins() -> None:
+    cost = slow_cost(small_shape(), launch_seconds=1.0)
+    cuts = [falling_bounds(6), falling_bounds(2, 1536), falling_bounds(3, 1024)]
+    found = solve_chunks(cost, BATCH, cuts, Budgets(device=None, host=None, disk=0), Choices())
+    assert isinstance(found, Solution)
+    assert found.decisions.num_chunks == 2  # launches cost a second each
+
+
+def test_a_cut_that_does_not_fit_gives_way() -> None:
+    cost = slow_cost(small_shape(), launch_seconds=1.0)
+    long, short = falling_bounds(1, 16_384), falling_bounds(16, 1024)
+    needs = [
+        solve(cost, decided(bounds), Budgets(device=10, host=None), Choices())
+        for bounds in (long, short)
+    ]
+    assert all(isinstance(limit, BudgetViolation) for limit in needs)
+    more, less = (10 + limit.missing_bytes for limit in needs if isinstance(limit, BudgetViolation))
+    assert less < more
+    budgets = Budgets(device=(less + more) // 2, host=None)
+    found = solve_chunks(cost, BATCH, [long, short], budgets, Choices())
+    assert isinstance(found, Solution)
+    assert found.decisions.bounds == short
+    tight = Budgets(device=less - 5, host=None)
+    limit = solve_chunks(cost, BATCH, [long, short], tight, Choices())
+    assert isinstance(limit, BudgetViolation)
+    assert limit.missing_bytes == 5
+
+
+def test_of_two_orders_the_faster_that_fits() -> None:
+    cost, cuts = slow_cost(small_shape(8, kv_heads=4)), [falling_bounds(8, 1024)]
+    bounds = cuts[0]
+    orders: tuple[Order, ...] = get_args(Order)
+    roomy = Budgets(device=None, host=None)
+    least, most = (
+        [
+            estimate(
+                cost.shape,
+                min_memory(cost, base, roomy, choices),
+            ).device.total
+            for order in orders
+            for base in [BATCH.decisions(bounds, 8, order)]
+        ]
+        for choices in (Choices(), Choices(tiers=("device",), saved=("whole",)))
+    )
+    assert least[orders.index("by_layer")] < least[orders.index("by_chunk")]
+    for device in (min(least) + 2**20, sum(most) // 3):
+        budgets = Budgets(device=device, host=None)
+        alone = [solve_chunks(cost, BATCH, cuts, budgets, Choices(), orders=(o,)) for o in orders]
+        both = solve_chunks(cost, BATCH, cuts, budgets, Choices(), orders=orders)
+        assert isinstance(both, Solution)
+        found = [one.step_seconds for one in alone if isinstance(one, Solution)]
+        assert both.step_seconds == min(found)
+
+
+def test_layers_over_all_tokens_in_tiles_are_one_more_way() -> None:
+    """Fewer launches than chunks inside layers have, and more memory: what fits decides."""
+    cost, cuts = slow_cost(small_shape(8), launch_seconds=1.0), [falling_bounds(8, 1024)]
+    inside = BATCH.decisions(cuts[0], 8, "by_layer")
+    (tiled,) = tiled_layers(BATCH, 8192, 8, (1024, 8192))
+    limits = [
+        solve(cost, base, Budgets(device=10, host=None), Choices()) for base in (inside, tiled)
+    ]
+    less, more = (10 + x.missing_bytes for x in limits if isinstance(x, BudgetViolation))
+    assert less < more
+    for device, way in ((None, tiled), (more, tiled), (more - 1, inside)):
+        found = solve_chunks(
+            cost,
+            BATCH,
+            cuts,
+            Budgets(device=device, host=None),
+            Choices(),
+            orders=("by_layer",),
+            tiles=(1024, 8192),
+        )
+        assert isinstance(found, Solution)
+        chosen = found.decisions
+        assert (chosen.bounds, chosen.layer_tile_tokens) == (way.bounds, way.layer_tile_tokens)

@@ -13,8 +13,8 @@ from sppo_hf.planning.tiers import TIERS, TierModel, register_tier
 from sppo_hf.reporting.figures import mode_colour, stack_causes
 from sppo_hf.reporting.plan_json import answer_to_dict
 from sppo_hf.reporting.plan_tables import plan_tables
+from tests.planning.modes import shown
 from tests.planning.questions import GIB, question
-from tests.planning.test_answer_tables import shown
 
 TOKENS = 16_384
 

@@ -196,17 +196,17 @@ class Workload:
             load = replace(load, chunk_tokens=max(_MIN_TOKENS, load.chunk_tokens // 2))
         return load
 
-    def make(self, device: torch.device, *, seed: int = 0) -> WorkloadTensors:
-        """Return random tensors of these sizes on `device`."""
-        return WorkloadTensors(self, device, seed)
+    def make(self, device: torch.device) -> WorkloadTensors:
+        """Return random tensors of these sizes on `device`, the same in every call."""
+        return WorkloadTensors(self, device)
 
 
 class WorkloadTensors:
     """The tensors of a workload, laid out as in models: views of [B, tokens, heads, H]."""
 
-    def __init__(self, load: Workload, device: torch.device, seed: int) -> None:
+    def __init__(self, load: Workload, device: torch.device) -> None:
         needs = load.requirement
-        generator = torch.Generator(device).manual_seed(seed)
+        generator = torch.Generator(device).manual_seed(0)
 
         def random(heads: int, tokens: int, size: int) -> Tensor:
             shape = (1, tokens, heads, size)
@@ -250,7 +250,8 @@ def short(tokens: int) -> str:
 BUDGET_SECONDS = 1.2
 """No timed call starts after timed calls have taken this long together.
 
-The untimed first calls do not count: the kernel that is slowest to build may be the fastest."""
+The first backend that works is always timed. The untimed first calls do not count: the kernel that
+is slowest to build may be the fastest."""
 
 CHUNK_TOKENS = 4096
 PREFIX_TOKENS = 32768
@@ -262,9 +263,6 @@ _SAMPLES = 3
 _NO_TIME = "was not timed, for lack of time"
 _MEMORY_FRACTION = 0.25
 _MIN_TOKENS = 1024
-
-Timer = Callable[[Callable[[], object]], float]
-"""Returns the seconds that one call of a function takes."""
 
 
 def autotune_key(
@@ -320,9 +318,7 @@ def autotune(
     device: torch.device,
     *,
     load: Workload | None = None,
-    timer: Timer | None = None,
     clock: Clock = time.perf_counter,
-    budget_seconds: float = BUDGET_SECONDS,
 ) -> AutotuneResult:
     """Time forward and backward of each backend; call it through `run_isolated`.
 
@@ -331,10 +327,7 @@ def autotune(
         requirement: what all of them support.
         device: the device to time on; on CUDA the current one.
         load: the sizes; None for `representative_workload`.
-        timer: returns the seconds of one call; None times on the device.
         clock: seconds on the host.
-        budget_seconds: limit of all timed calls together. The first backend that works is always
-            timed.
 
     Returns:
         A timing for each backend that finished, and the reasons for the others in `left_out`. A
@@ -344,11 +337,10 @@ def autotune(
     if load is None:
         free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
         load = representative_workload(requirement, free_bytes)
-    seconds_of = timer or (lambda work: device_seconds(work, device, clock=clock))
     timings: list[Timing] = []
     left_out: dict[str, str] = {}
     transient = False
-    left_seconds = budget_seconds
+    left_seconds = BUDGET_SECONDS
     tensors: WorkloadTensors | None = None
     flops = load.forward_flops + load.backward_flops
     for backend in backends:
@@ -358,7 +350,7 @@ def autotune(
             continue
         try:
             tensors = tensors or load.make(device)
-            samples, spent_seconds = _run(tensors, backend, seconds_of, clock, left_seconds)
+            samples, spent_seconds = _run(tensors, backend, device, clock, left_seconds)
             left_seconds -= spent_seconds
             seconds = statistics.median(samples)
             timings.append(Timing(backend.name, seconds, flops / seconds))
@@ -375,7 +367,7 @@ def autotune(
 def _run(
     tensors: WorkloadTensors,
     backend: Backend,
-    seconds_of: Timer,
+    device: torch.device,
     clock: Clock,
     budget_seconds: float,
 ) -> tuple[list[float], float]:
@@ -388,9 +380,9 @@ def _run(
         attended = tensors.forward(backend)
         tensors.backward(backend, attended)
 
-    seconds_of(step)
+    device_seconds(step, device, clock=clock)
     start_seconds = clock()
-    samples = [seconds_of(step)]
+    samples = [device_seconds(step, device, clock=clock)]
     while len(samples) < _SAMPLES and clock() - start_seconds < budget_seconds:
-        samples.append(seconds_of(step))
+        samples.append(device_seconds(step, device, clock=clock))
     return samples, clock() - start_seconds

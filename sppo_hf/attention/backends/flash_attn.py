@@ -1,8 +1,8 @@
 """The flash-attn packages, versions 2, 3 and 4, on CUDA; each only if it is installed.
 
 The packages change their signatures between releases. Every argument therefore goes by its name,
-names that an installed release does not know are left out if they say nothing (an absent window,
-an absent soft cap), and anything else that is missing makes the backend unsupported.
+names that an installed release does not know are left out if their value turns the feature off (no
+window, no soft cap), and anything else that is missing makes the backend unsupported.
 
 Shapes: B batch, N query heads, K key/value heads, C query tokens, T key tokens, H head size.
 """
@@ -40,7 +40,7 @@ _UNLIMITED = -1
 
 
 class _FlashAttention(BottomRightBackend):
-    """What the three packages share: finding the module, and calling by argument names."""
+    """Base of the three packages' backends: finds the module, calls it by argument names."""
 
     module_name: str
     package_name: str
@@ -50,7 +50,7 @@ class _FlashAttention(BottomRightBackend):
 
     @classmethod
     def variants(cls) -> tuple[Callable[[], Backend], ...]:
-        """Heads adapted less or more, each with packed documents left to the kernel or not."""
+        """Return variants that leave more or less of heads and documents to the kernel."""
         return with_documents(head_variants(cls, native_sizes=cls.native_head_sizes))
 
     def __init__(
@@ -76,7 +76,7 @@ class _FlashAttention(BottomRightBackend):
         self._interface = interface
 
     def reason_unsupported(self, requirement: AttentionSpec) -> str | None:
-        """Not installed, or CUDA, 16 bits and head sizes up to 256 are not what is asked."""
+        """CUDA, 16 bits, head sizes up to 256, and the package must be installed."""
         reason = missing_kernel(
             requirement,
             "cuda",
@@ -189,7 +189,7 @@ _OFFSETS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 
 
 def _settings(call: KernelCall) -> dict[str, Any]:
-    """Arguments that say the mask and the scores, in the packages' words."""
+    """Return the arguments for mask, scale and soft cap, as the packages name them."""
     left, right = (
         _UNLIMITED if side is None else side for side in (call.reach.left, call.reach.right)
     )
@@ -204,14 +204,14 @@ def _settings(call: KernelCall) -> dict[str, Any]:
 
 
 def _none_sides(settings: dict[str, Any]) -> dict[str, Any]:
-    """The same with None for an unlimited window side."""
+    """Return `settings` with None for an unlimited window side."""
     return {
         name: None if name.startswith("window_size") and value == _UNLIMITED else value
         for name, value in settings.items()
     }
 
 
-_SILENT: dict[str, tuple[Any, ...]] = {
+_OFF: dict[str, tuple[Any, ...]] = {
     "window_size_left": (_UNLIMITED, None),
     # A causal mask says by itself that nothing is seen to the right.
     "window_size_right": (_UNLIMITED, None, 0),
@@ -221,7 +221,7 @@ _SILENT: dict[str, tuple[Any, ...]] = {
     "return_softmax": (False,),
     "deterministic": (False,),
 }
-"""Values that say nothing, so that a release which does not know their name can be called."""
+"""Values that turn a feature off: a release that does not know its name can be called without."""
 
 
 def _call(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
@@ -236,8 +236,8 @@ def _call(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     for name in [name for name in arguments if name not in known]:
         value = arguments.pop(name)
         if name in _OFFSETS[2:]:
-            continue  # what a release does not ask for it works out itself
-        if not any(value is silent or value == silent for silent in _SILENT.get(name, ())):
+            continue  # a release that does not take it computes it from the offsets
+        if not any(value is off or value == off for off in _OFF.get(name, ())):
             raise TypeError(f"this release's {_name(function)} does not know {name}={value!r}")
     # Older releases list every argument without defaults; those about caches and the like are off.
     for name, parameter in known.items():
@@ -257,7 +257,7 @@ def _name(function: Callable[..., Any]) -> str:
 
 
 def _empty_gradients(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous buffers that the kernel fills."""
+    """Return contiguous buffers for the kernel to fill."""
     return {
         f"d{name}": torch.empty_like(tensors[name], memory_format=torch.contiguous_format)
         for name in ("q", "k", "v")

@@ -41,7 +41,7 @@ class _Tile(NamedTuple):
     rows: slice
     keys: slice
     band: CausalBand
-    """In the coordinates of all given queries and keys."""
+    """Its positions count from the first of all given queries and keys, not of the tile's."""
 
 
 @register_backend("reference")

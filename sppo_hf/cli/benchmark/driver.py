@@ -29,8 +29,7 @@ from sppo_hf.planning.hardware import peak_flops
 from sppo_hf.planning.machine import request_expandable_segments, set_max_connections
 from sppo_hf.planning.model_profile import LoraShape, Training, find_profile
 from sppo_hf.planning.model_shape import ModelShape, step_flops
-from sppo_hf.planning.plan_request import DTYPE_BYTES
-from sppo_hf.planning.search import search_longest
+from sppo_hf.planning.plan_request import DTYPE_BYTES, search_longest
 
 PARTS = (1, 2)
 """Numbers of layers of the models that are measured to extrapolate from."""

@@ -28,7 +28,7 @@ CASES = [
 
 @contextmanager
 def deterministic(mode: str) -> Iterator[None]:
-    """PyTorch told to accept, warn of or refuse what is not deterministic: its own word."""
+    """Set PyTorch's deterministic debug mode: "default", "warn" or "error"."""
     torch.set_deterministic_debug_mode(mode)
     try:
         yield

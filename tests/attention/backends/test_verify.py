@@ -141,7 +141,7 @@ def test_a_kernel_that_plans_each_shape_is_asked_for_few():
 
 
 class KeepingScores(Reference):
-    """Remembers what it is given and finds."""
+    """Remembers the scores and log-sum-exps of its calls."""
 
     def __init__(self):
         super().__init__()

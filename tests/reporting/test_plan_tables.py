@@ -1,23 +1,33 @@
-"""The table: readable at 80 and 120 columns, complete, and short for many chunks."""
+"""Tables of plans and answers: complete, readable at 80 to 140 columns and for many chunks."""
 
 from dataclasses import replace
 
 import pytest
 
 from sppo_hf.config import SPPOConfig
+from sppo_hf.planning.activation_modes import KEEP, ActivationMode, all_modes, mode_of
 from sppo_hf.planning.choices import DeviceFacts
+from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.hardware import load_profile
 from sppo_hf.planning.model_profile import LoraShape
 from sppo_hf.planning.plan import Plan, PlanRequest, make_plan
+from sppo_hf.planning.plan_request import compare_policies, plan_for, request_plan
 from sppo_hf.reporting.plan_tables import (
+    ChunkGroup,
+    chunk_table,
+    estimate_table,
     format_lengths,
     format_seconds,
     format_speed,
     format_tokens,
     group_chunks,
+    plan_tables,
+    span,
+    words,
 )
 from sppo_hf.rules import format_bytes
-from tests.planning.modes import render_plan
+from tests.planning.modes import OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD, render_plan, shown
+from tests.planning.questions import TOO_LONG_TOKENS, answer, question
 from tests.planning.shapes import llama_config, shape_of
 
 CUDA = DeviceFacts(
@@ -205,3 +215,123 @@ def test_adapters_wider_than_the_model_are_named(adapter_bytes: int, said: bool)
         text = " ".join(render_plan(made, "m").split())
         assert ("adapters 32 bits" in text) is speaks
         assert ("autocast_adapter_dtype=False" in text) is speaks
+
+
+def test_an_estimate_that_fits() -> None:
+    found = answer(32_768)
+    assert found.plan is not None
+    assert found.plan.prediction is not None
+    text = shown(estimate_table(found, "Llama-3.1-8B, LoRA rank 16"))
+    flat = " ".join(text.split())
+    assert flat.startswith("SPPO estimate: Llama-3.1-8B, LoRA rank 16 fits yes")
+    assert f"longest {found.max_seq_len:,} tokens" in flat
+    assert format_seconds(found.plan.prediction.step_seconds) in flat
+    assert f"{found.plan.prediction.tokens_per_second:,.0f} tokens/s, MFU" in flat
+    for _, size in found.estimate.device.items():
+        assert not size or format_bytes(size) in flat
+    assert flat.count("recomputation not counted") == 1, "MFU is defined once"
+
+
+def test_an_estimate_that_does_not_fit() -> None:
+    found = answer(TOO_LONG_TOKENS)
+    limit = found.first_limit
+    assert limit is not None
+    flat = " ".join(shown(estimate_table(found, "m")).split())
+    assert f"fits no {limit.tier} lacks {format_bytes(limit.missing_bytes)}" in flat
+    assert limit.moment in flat
+    assert f"longest {found.max_seq_len:,} tokens" in flat
+    assert "tokens/s" not in flat, "nothing is promised"
+
+
+def test_nothing_fits_however_short() -> None:
+    found = request_plan(question(1024, device_memory="16GiB", weights="device"))
+    assert found.max_seq_len == 0
+    assert "longest none" in " ".join(shown(estimate_table(found, "m")).split())
+
+
+def test_a_plan_with_its_chunks_and_policies() -> None:
+    found = answer(32_768)
+    assert found.plan is not None
+    results = compare_policies(found.question, found.plan)
+    text = shown(plan_tables(found, results, "m"))
+    flat = " ".join(text.split())
+    for size in (found.estimate.device.total, found.estimate.host.total):
+        assert format_bytes(size) in flat
+    lines = [line.split() for line in text.splitlines()]
+    start = next(i for i, words in enumerate(lines) if words[:2] == ["policy", "recompute"])
+    assert lines[start + 2][:2] == ["auto", "mixed"], "the winner stands first"
+    assert "sppo" in flat
+    assert "lacks" in flat
+
+
+def test_policies_are_compared_also_where_nothing_fits() -> None:
+    asked = question(TOO_LONG_TOKENS)
+    results = compare_policies(asked, plan_for(asked))
+    flat = " ".join(shown(plan_tables(answer(TOO_LONG_TOKENS), results, "m")).split())
+    assert "yes" not in flat
+    assert "auto mixed - -" in flat
+
+
+@pytest.mark.parametrize("width", [100, 140])
+def test_many_chunks_stay_readable(width: int) -> None:
+    made = plan_for(question(65_536, num_chunks=64, offload="full", recompute="none"))
+    text = shown(chunk_table(made), width)
+    assert len(text.splitlines()) <= 20
+    assert max(map(len, text.splitlines())) <= width
+    assert "1-64" in text
+    assert "disk" not in text, "there is none"
+    assert "32 to host" in text
+
+
+def decisions(*rows: tuple[ActivationMode, ...]) -> Decisions:
+    return Decisions(
+        batch_rows=1,
+        bounds=tuple((i, i + 1) for i in range(len(rows))),
+        layer_modes=rows,
+        training=True,
+        tile_tokens=1,
+    )
+
+
+def mixed(kept: int) -> tuple[ActivationMode, ...]:
+    return (KEEP,) * kept + (OFFLOAD,) * (8 - kept)
+
+
+def test_equal_neighbours_are_one_group_whatever_their_order_of_layers() -> None:
+    made = decisions(mixed(3), tuple(reversed(mixed(3))), mixed(8), mixed(3))
+    groups = group_chunks(made, most=10)
+    assert [(group.title, group.text) for group in groups] == [
+        ("chunks 1-2", "3 kept, 5 to host"),
+        ("chunk 3", "8 kept"),
+        ("chunk 4", "3 kept, 5 to host"),
+    ]
+
+
+def test_too_many_are_grouped_by_the_modes_that_they_have() -> None:
+    made = decisions(*(mixed(kept) for kept in (1, 2, 3, 4, 5)), (RECOMPUTE,) * 8)
+    groups = group_chunks(made, most=2)
+    assert groups == [
+        ChunkGroup(0, 4, {KEEP: (1, 5), OFFLOAD: (3, 7)}),
+        ChunkGroup(5, 5, {RECOMPUTE: (8, 8)}),
+    ]
+    assert groups[0].text == "1-5 kept, 3-7 to host"
+
+
+@pytest.mark.parametrize(("chunks", "most"), [(64, 16), (65, 16), (7, 3), (5, 5), (1, 1)])
+def test_never_more_than_asked_and_every_chunk_once(chunks: int, most: int) -> None:
+    made = decisions(*((all_modes()[i % len(all_modes())],) * 2 for i in range(chunks)))
+    groups = group_chunks(made, most=most)
+    assert len(groups) <= most
+    listed = [i for group in groups for i in range(group.first, group.last + 1)]
+    assert listed == list(range(chunks))
+
+
+def test_words_tell_all_modes_apart() -> None:
+    assert len({words(mode) for mode in all_modes()}) == len(all_modes()) == 12
+    assert words(RECOMPUTE_OFFLOAD) == "full recompute to host"
+    assert words(mode_of("matmuls", "disk")) == "selective recompute to disk"
+
+
+def test_span() -> None:
+    assert span(3, 3) == "3"
+    assert span(1024, 2048) == "1,024-2,048"
