@@ -34,7 +34,7 @@ _SUPPORTED_TYPES = (
 _TRL_TRAINERS_ON_SHARED_BATCHES = ("SFT", "DPO", "KTO")
 """Trainers of TRL whose losses need only the log-probabilities of the labels."""
 
-FSDP2_TORCH = (2, 13)
+FSDP2_TORCH = "2.13"
 """Oldest PyTorch whose FSDP2 calls modules of one unit a different number of times.
 
 Accelerate shards the final norm and the head as one unit, and the head runs once for each tile of
