@@ -34,7 +34,7 @@ _TRL_TRAINERS_ON_SHARED_BATCHES = ("SFT", "DPO", "KTO")
 """Trainers of TRL whose losses need only the log-probabilities of the labels."""
 
 COMPILE_REMEDY = "SPPOPlugin(compile=True) compiles what holds no attention"
-"""What users who want torch.compile can have instead."""
+"""Advice to users who want torch.compile."""
 
 
 def check_parallel_sizes(sizes: Mapping[str, object]) -> None:
