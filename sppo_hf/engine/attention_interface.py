@@ -1,4 +1,4 @@
-"""What Transformers calls for attention and masks while a chunk runs.
+"""Attention and masks that Transformers calls while a chunk runs.
 
 `attention_forward` and `mask_meaning` are registered once with AttentionInterface and
 AttentionMaskInterface under `IMPLEMENTATION`; a model's configs name it only while one of its
@@ -76,9 +76,10 @@ class _MaskRead(UnsupportedModelError, AttributeError):
 
 @dataclass(frozen=True, slots=True)
 class MaskMeaning:
-    """What a mask means: causal; with `window`, over a query's token and `window - 1` before it."""
+    """The meaning of a causal mask, which stands in for the mask itself."""
 
     window: int | None
+    """Tokens that a query sees, itself included; None for all up to its own."""
     local: int | None = None
     """Tokens of a block; a query sees its own block only (Llama 4's chunked attention)."""
     refusal: UnsupportedModelError | None = None

@@ -53,15 +53,12 @@ class CpuChunkArena:
             kind: Name of its kind; each layer keeps one tensor of a kind.
             tensor: Any strides; the copy is contiguous and detached.
         """
-        part = kind == "inputs" and tensor.untyped_storage().nbytes() > tensor.nbytes
-        if part and self._keep_whole_inputs:
+        is_part = kind == "inputs" and tensor.untyped_storage().nbytes() > tensor.nbytes
+        if is_part and self._keep_whole_inputs:
             return tensor.detach()
         if tensor.device.type != "cpu":
-            return (
-                tensor.detach().clone()
-                if part and self._keep_whole_inputs is False
-                else tensor.detach()
-            )
+            must_copy = is_part and self._keep_whole_inputs is False
+            return tensor.detach().clone() if must_copy else tensor.detach()
         key = (kind, tensor.shape, tensor.dtype)
         slab, used = self._slabs.get(key, (None, 0))
         if slab is None or used == self._num_layers:

@@ -142,7 +142,7 @@ def _profile(device: torch.device, name: str, config: SPPOConfig) -> HardwarePro
 
 
 def device_versions(device: torch.device) -> dict[str, str]:
-    """What measured speeds of `device` depend on: versions of libraries, and CPU threads.
+    """Versions of libraries, and CPU threads, on which measured speeds of `device` depend.
 
     A hardware profile is reused only if all of these are equal; see `profile_for`.
     """

@@ -87,7 +87,7 @@ class Engine:
         self.enabled = True
         self.counters: dict[str, int] = {}
         self.logits_request: LogitsRequest | None = None
-        """What calls in evaluation do with logits; None outside of the Trainer's evaluation."""
+        """Logits that calls in evaluation collect; None outside of the Trainer's evaluation."""
         self.external_loss_name = ""
         """Name of what computes the loss from logits, for messages; "" if unknown."""
         self.head = ModelHead(parts, original_forward)
@@ -348,7 +348,7 @@ class Engine:
             self.traces.keep_log(log)
 
     def _requested_logits(self, call: ForwardCall) -> LogitsRequest:
-        """What this call does with logits."""
+        """Return which logits this call collects."""
         request = self.logits_request
         if request is None or torch.is_grad_enabled():
             whole = self.config.return_logits
@@ -480,7 +480,7 @@ class Engine:
         *,
         skip_padding: bool = True,
         backward_next: bool = False,
-        whole_chunks: bool = False,
+        whole_chunks: bool,
         router_loss: RouterLoss | None = None,
     ) -> Any:
         """Yield (chunk, hidden states `[B, C, D]`) of a group of rows.
@@ -571,7 +571,7 @@ class Engine:
         return None if context is None else context.last_position
 
     def take_stats(self) -> OffloadStats:
-        """What the offload engine did since the last call."""
+        """Counters of the offload engine since the last call."""
         return self.offload_holder.take_stats()
 
     def close(self) -> None:

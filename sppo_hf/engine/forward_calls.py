@@ -88,7 +88,7 @@ class ForwardCall:
 
     @property
     def device(self) -> torch.device:
-        """Where the inputs are."""
+        """Device of the inputs."""
         return self._first.device
 
     def positions(self) -> Tensor:

@@ -30,7 +30,7 @@ from sppo_hf.planning.tiers import OffloadTier
 LABEL = "keys, values or their gradients"
 
 TRIM_BYTES = 32 << 20
-"""On a CPU: bytes fetched between two times that free heap is returned to the system.
+"""On a CPU, free heap is returned to the system after this many bytes were fetched.
 
 K/V that come and go fragment the C library's heap (see `return_free_heap`), per chunk by as many
 bytes as the whole prefix has. Measured at 8,192 tokens with 16 layers of 4 KiB of K/V per token, on
@@ -45,8 +45,8 @@ class EngineTransfer(KVTransfer):
         self,
         engine: OffloadEngine,
         *,
-        tier: OffloadTier = "host",
-        max_pending_d2h_bytes: int | None = None,
+        tier: OffloadTier,
+        max_pending_d2h_bytes: int | None,
     ) -> None:
         """Adapt `engine`.
 
@@ -103,7 +103,7 @@ def kv_stream(
     engine: OffloadEngine,
     *,
     rows: tuple[RowSpans, ...] | None,
-    linked: bool = True,
+    linked: bool,
 ) -> KVStream | None:
     """Return the K/V stream of one sequence; None if the plan keeps K/V on the device.
 
@@ -140,7 +140,7 @@ class RecomputedKV:
         layer: int,
         chunk: int,
         recomputed: weakref.ref[RecomputedLayer] | None,
-        on_recompute: Callable[[], None] | None = None,
+        on_recompute: Callable[[], None] | None,
     ) -> None:
         self._where = f"layer {layer}, chunk {chunk}"
         self._on_recompute = on_recompute

@@ -69,7 +69,7 @@ _SLACK = 1.1
 """Factor by which a kernel may be farther from float32 than the module's own code."""
 
 _ROUNDING = {torch.float32: 1e-5}
-"""For dtypes that are compared with the module's own code: maximum relative difference."""
+"""Maximum relative difference of dtypes that are compared with the module's own code."""
 
 _PROBE_TOKENS = 64
 _GATED = {"gate_proj", "up_proj", "down_proj"}

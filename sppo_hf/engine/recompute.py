@@ -176,9 +176,9 @@ _found = weakref.WeakKeyDictionary()
 
 
 def _unused_matmuls(layer: nn.Module) -> dict[Hashable, UnusedMatmuls | None]:
-    """What was found of `layer`, by kind of its rerun; see [Note: unused matmuls].
+    """Return the unused matmuls that were found in `layer`, by `RecomputedLayer._kind`.
 
-    None where all matmuls must run.
+    None for a kind of rerun in which all matmuls must run. See [Note: unused matmuls].
     """
     return _found.setdefault(layer, {})
 
@@ -199,7 +199,7 @@ def is_compiled(layer: nn.Module) -> bool:
 
 
 class _Slot:
-    """What autograd's graph holds in place of a saved tensor."""
+    """The place of a saved tensor, which autograd's graph holds instead of it."""
 
     __slots__ = ("activations", "index")
 
@@ -208,8 +208,8 @@ class _Slot:
         self.index = index
 
 
-class _TiledCall(NamedTuple):
-    """One call of a module in tiles, in a layer's first forward."""
+class _FirstTiledCall(NamedTuple):
+    """A call of a module in tiles in a layer's first forward, for its rerun."""
 
     need_grads: list[bool]
     """Which of its outputs need gradients."""
@@ -281,7 +281,7 @@ class RecomputedLayer:
         self._matmuls: tuple[Matmul, ...] | None = None
         self._tile_matmuls: list[Matmul] = []
         """The matmuls of all modules that ran in tiles."""
-        self._tiled_calls: list[_TiledCall] = []
+        self._tiled_calls: list[_FirstTiledCall] = []
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
         self._read_arguments: tuple[ReadTensors, Versions] | None = None
         self._versions: Versions = ()
@@ -500,7 +500,7 @@ class RecomputedLayer:
             recorder.start()
             recorder.add_tiles(hidden, outputs, as_matmuls=has_matmuls)
         need_grads = [x.requires_grad for x in outputs]
-        self._tiled_calls.append(_TiledCall(need_grads, random_state))
+        self._tiled_calls.append(_FirstTiledCall(need_grads, random_state))
         return outputs, need_grads
 
     # -- backward ----------------------------------------------------------------------------
@@ -539,19 +539,19 @@ class RecomputedLayer:
         self._refuse_changes()
         if self._before_recompute is not None:
             self._before_recompute()
-        hidden = self._hidden.take().detach().requires_grad_(self._hidden_requires_grad)
-        if self._attention is not None:
-            self._attention_results = (self._attention[0].take(), self._attention[1].take())
-        states: States = {
-            key: saved.take().detach().requires_grad_(needs_grad)
-            for key, (saved, needs_grad) in self._states.items()
-        }
-        kind = self._kind()
-        if self._matmuls is None:
-            mode = self._unused_matmuls_mode(hidden, kind)
-        else:
-            mode = SelectiveReplayer(self._matmuls, width=hidden.shape[-1], label=self._label)
         try:
+            hidden = self._hidden.take().detach().requires_grad_(self._hidden_requires_grad)
+            if self._attention is not None:
+                self._attention_results = (self._attention[0].take(), self._attention[1].take())
+            states: States = {
+                key: saved.take().detach().requires_grad_(needs_grad)
+                for key, (saved, needs_grad) in self._states.items()
+            }
+            kind = self._kind()
+            if self._matmuls is None:
+                mode = self._unused_matmuls_mode(hidden, kind)
+            else:
+                mode = SelectiveReplayer(self._matmuls, width=hidden.shape[-1], label=self._label)
             recomputed = self._rerun(hidden, states, mode, kind)
             if recomputed is None:
                 _unused_matmuls(self._layer)[kind] = None
@@ -704,7 +704,7 @@ class RecomputedLayer:
         return _NoMode() if known is None else UnusedMatmulSkipper(known, width=hidden.shape[-1])
 
     def _kind(self) -> Hashable:
-        """What reruns of a layer have in common whose unused matmuls are the same."""
+        """Return a key that is equal for reruns of a layer with the same unused matmuls."""
         saved = tuple((len(shape), dtype) for shape, dtype in self._meta)
         # Some layers have another branch for a single token.
         return self._hidden_requires_grad, self._shape[:-1].numel() == 1, saved

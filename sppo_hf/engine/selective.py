@@ -288,11 +288,6 @@ class SelectiveRecorder(DependencyTracker):
         self._end()
         self._running = False
 
-    @property
-    def is_running(self) -> bool:
-        """Whether operations are tracked now."""
-        return self._running
-
     def _begin(self) -> None:
         self.__enter__()
 

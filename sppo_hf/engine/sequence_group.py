@@ -208,7 +208,7 @@ def local_heads(num_heads: int, part: int, size: int, head_blocks: int | None = 
 def held_kv_heads(
     num_heads: int, num_kv_heads: int, part: int, size: int, head_blocks: int | None = None
 ) -> list[range]:
-    """For each K/V head that rank `part` holds, in order, the query heads that read it."""
+    """The query heads that read each of the K/V heads of rank `part`, one range per K/V head."""
     order = None if head_blocks is not None else needed_kv_heads(num_heads, num_kv_heads, size)
     count = num_kv_heads if order is None else len(order)
     group = num_heads // count

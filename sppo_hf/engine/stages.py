@@ -611,7 +611,7 @@ class StateEnd:
 
 @dataclass(slots=True)
 class UnitGraph:
-    """What is kept of a unit's forward for its backward."""
+    """The ends of a unit's autograd graph, which its backward starts from."""
 
     end: GradientEdge | None
     """Edge of the unit's output; None if nothing before it is trained."""

@@ -1,4 +1,4 @@
-"""What a step tells whoever watches it: its plan, the unit that runs, and what the step cost.
+"""Events of a step for observers: its plan, the unit that runs, and its times and copies.
 
 `StepObserver` is the interface that a Trainer callback, a progress bar or a benchmark implements.
 The engine calls its methods from inside the training step, so they must be quick and must never
@@ -37,7 +37,7 @@ Direction = Literal["forward", "backward"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """What one forward and, in training, its backward did on this rank.
+    """Tokens, times and copies of one forward and, in training, its backward on this rank.
 
     Seconds are the host's wall time between the engine's own marks. On a CUDA device work is
     queued, so they are exact only over many steps; nothing here synchronises to sharpen them.

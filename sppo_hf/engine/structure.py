@@ -468,8 +468,8 @@ BUILD_ERRORS = (
     *(ValueError, TypeError, RuntimeError, AttributeError, LookupError, ArithmeticError),
     *(AssertionError, ImportError, OSError, StrictDataclassError),
 )
-"""What model and configuration classes raise if settings do not fit together, or if some of them
-cannot be found on the hub."""
+"""Errors that model and configuration classes raise if settings do not fit together, or if some of
+them cannot be found on the hub."""
 
 
 def decoder_config(config: PreTrainedConfig) -> PreTrainedConfig:

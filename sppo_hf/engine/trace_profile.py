@@ -309,7 +309,7 @@ def _adapter_targets(base: nn.Module, lora: LoraShape) -> Iterator[str]:
 
 
 class _LayerCall(NamedTuple):
-    """How the model calls one of its decoder layers."""
+    """The model's call of one of its decoder layers."""
 
     layer: nn.Module
     args: tuple[Any, ...]
@@ -889,7 +889,7 @@ class _DrivenRecorder(SelectiveRecorder):
     def watch(
         self, run: RunOperation, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
-        if not self.is_running:
+        if not self._running:
             return run(func, args, kwargs)
         return super().watch(run, func, args, kwargs)
 

@@ -226,8 +226,8 @@ def checksum(memory: Bytes) -> int:
     The CRC-32 of one 64-bit sum for each block of 4096 bytes: its words times odd factors, modulo
     2**64. Factors differ, and a CRC knows order, so neither words nor blocks change places unseen.
     Zeroed, stale, foreign or flipped bytes go unseen in one case of 2**32; more often only if
-    nothing but the highest bits of several words of one block are flipped, which can cancel. It is
-    no defence against somebody who means to deceive.
+    nothing but the highest bits of several words of one block are flipped, which can cancel. It
+    does not protect against deliberate changes.
 
     Four times as fast as the CRC-32 of all bytes, in one call that leaves Python's lock free.
     """

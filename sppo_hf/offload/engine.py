@@ -522,7 +522,7 @@ class OffloadEngine:
 
     def _start_h2d(self, stored: OffloadedStorage) -> None:
         """Start the copy to the device of a storage whose bytes are on the host."""
-        # What nobody wants any more is freed on the device before more comes to it.
+        # Free device bytes that are not needed any more before allocating others.
         self._free_dropped()
         if stored.retired:
             return
@@ -545,7 +545,7 @@ class OffloadEngine:
             tier.poll()
 
     def _free_unowned(self) -> None:
-        """Free what nobody owns and no copy touches any more; polls, never blocks."""
+        """Free storages without an owner that no copy touches any more; polls, never blocks."""
         self._pending.poll()
         while self._unowned:
             stored = self._unowned.popleft()

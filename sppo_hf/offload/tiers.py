@@ -104,7 +104,7 @@ class Tier:
         """Called when an H2D copy has been enqueued from the storage's region."""
 
     def retire(self, stored: OffloadedStorage) -> None:
-        """Give up what a storage has beyond host memory; nobody owns it any more."""
+        """Free what a storage that has no owner any more holds beyond host memory."""
 
     def is_drained(self, dropped: Iterable[OffloadedStorage]) -> bool:
         """Whether no host memory is in use but that of retired storages that wait for a copy."""
@@ -155,7 +155,7 @@ class HostTier(Tier):
 
 @dataclass(slots=True, eq=False)
 class _ReclaimedRegion:
-    """A region that nobody wants any more, and what may still touch it."""
+    """A region that is not needed any more, with the copies and transfers that may touch it."""
 
     region: Region
     copies: list[Ticket]
@@ -272,7 +272,7 @@ class Staging(Tier):
         return self.pool.used_bytes == self._reclaims.num_bytes
 
     def reserve(self, num_bytes: int = 0, progress: Progress | None = None) -> None:
-        """Allocate the staging slab, whatever `num_bytes`; does nothing if it is there."""
+        """Allocate the staging slab if it is not there; `num_bytes` is not used."""
         self.pool.reserve(self.budget_bytes)
 
     def allocate(self, num_bytes: int) -> Region:
@@ -380,7 +380,7 @@ class Staging(Tier):
             self._reclaim(stored)
 
     def retire(self, stored: OffloadedStorage) -> None:
-        """Give up what a storage has of host and disk; nobody owns it any more."""
+        """Free the host memory and disk space of a storage that has no owner any more."""
         on_disk = _disk_state(stored)
         on_disk.wanted = False
         self._loaded.pop(stored, None)

@@ -126,7 +126,7 @@ class _Weight:
     """Alive as long as anybody holds a gradient in `gradient_bytes`."""
 
     def adopt_replaced_data(self) -> None:
-        """Copy what somebody has assigned to the parameter, on whatever device, to the host."""
+        """Copy data that was assigned to the parameter, on any device, to the host."""
         now = self.parameter.data
         if now.data_ptr() == self.host.data_ptr():
             return
@@ -137,8 +137,8 @@ class _Weight:
     def gradient_buffer(self, gradient: Tensor) -> Tensor | None:
         """Its page-locked bytes as an uninitialized tensor like `gradient`.
 
-        None if it has none, if the dtype differs, or if somebody still holds the gradient there of
-        an earlier step.
+        None if it has none, if the dtype differs, or if an earlier step's gradient there is still
+        in use.
         """
         taken = self._gradient_holder is not None and self._gradient_holder() is not None
         if self.gradient_bytes is None or taken or gradient.dtype != self.host.dtype:

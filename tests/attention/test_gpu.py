@@ -24,7 +24,7 @@ ROWS = {
 
 
 def check(name, device, dtype, *, head_size, groups, sinks, window, rows):
-    """Outputs and all gradients, sinks' included, in the norm of each."""
+    """Compare outputs and all gradients, those of sinks included, in the norm of each."""
     requirement = AttentionSpec(
         device_type=device,
         dtype=dtype,

@@ -1,4 +1,4 @@
-"""The K/V store: runs are joined right, gradients meet in a wide type, memory really shrinks."""
+"""`LayerKV`: chunks are joined, gradients are summed in float32, memory is freed by chunk."""
 
 import pytest
 import torch

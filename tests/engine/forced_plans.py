@@ -1,33 +1,50 @@
-"""Plans whose modes a test chooses, frame by frame, and profiles that are quickly traced."""
+"""Plans whose modes and places of K/V a test chooses, and profiles that are quickly traced."""
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 from sppo_hf.engine import plan_cache as plans
 from sppo_hf.engine import trace_profile
 from sppo_hf.planning.activation_modes import ActivationMode
-from sppo_hf.planning.plan import Plan
+from sppo_hf.planning.plan import Plan, PlanRequest
+from sppo_hf.planning.tiers import Tier
+
+
+def change_plans(monkeypatch: pytest.MonkeyPatch, change: Callable[[Plan], Plan]) -> None:
+    """Let every engine run `change(plan)` in place of each plan that it makes.
+
+    The plan's estimate should stay that of its own modes.
+    """
+    make_plan = plans.make_plan
+    monkeypatch.setattr(plans, "make_plan", lambda request: change(make_plan(request)))
 
 
 def force_modes(
     monkeypatch: pytest.MonkeyPatch, chooser: Callable[[int, int], ActivationMode]
 ) -> None:
-    """Let every engine run plans whose mode of (chunk, layer) is `chooser(chunk, layer)`.
+    """Let every engine run plans whose mode of (chunk, layer) is `chooser(chunk, layer)`."""
 
-    All else is as planned; the plan's estimate is still that of its own modes.
-    """
-    make_plan = plans.make_plan
-
-    def forced(*args: Any, **kwargs: Any) -> Plan:
-        plan = make_plan(*args, **kwargs)
+    def forced(plan: Plan) -> Plan:
         modes = tuple(
             tuple(chooser(chunk, layer) for layer in range(plan.num_layers))
             for chunk in range(plan.num_chunks)
         )
         return dataclasses.replace(plan, layer_modes=modes)
+
+    change_plans(monkeypatch, forced)
+
+
+def force_kv(monkeypatch: pytest.MonkeyPatch, *, block_tokens: int, tier: Tier = "host") -> None:
+    """Let every engine stream K/V from `tier` in blocks; all else is as planned."""
+    make_plan = plans.make_plan
+
+    def forced(request: PlanRequest) -> Plan:
+        # By layer keys and values are not streamed.
+        by_chunk = request.config.replace(order="by_chunk")
+        plan = make_plan(dataclasses.replace(request, config=by_chunk))
+        return dataclasses.replace(plan, kv_tier=tier, kv_block_tokens=block_tokens)
 
     monkeypatch.setattr(plans, "make_plan", forced)
 

@@ -1,4 +1,4 @@
-"""Small models of every family whose sizes are all different, and what autograd saves of them.
+"""Small models of every family whose sizes are all different; their saved bytes, FLOPs, matmuls.
 
 Sizes are large enough that what does not grow with the tokens hardly counts, and no two widths are
 equal by chance. Imported only by tests that need torch and Transformers.
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -63,6 +64,18 @@ _ATTENTION = (
 SETTINGS = SPPOConfig(
     recompute="none", offload="none", num_chunks=1, show_plan=False, show_progress=False
 )
+
+
+class MatmulCounter(TorchDispatchMode):
+    """Counts the matmuls that are computed, those of attention's reference backend among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func._schema.name in ("aten::mm", "aten::addmm", "aten::bmm")
+        return func(*args, **(kwargs or {}))
 
 
 def sized_config(name: str) -> Any:
@@ -138,7 +151,7 @@ def growing_bytes(model: nn.Module, lengths: tuple[int, int]) -> list[float]:
 
 
 def _saved(model: nn.Module, tokens: int) -> tuple[dict[int, list[Tensor]], list[Tensor]]:
-    """What autograd saves, by layer, and of that what rotary modules return, which layers share."""
+    """Tensors that autograd saves, by layer, and rotary tables among them, which layers share."""
     parts = find_parts(model)
     own = {x.untyped_storage().data_ptr() for x in (*model.parameters(), *model.buffers())}
     seen: dict[int, dict[int, Tensor]] = defaultdict(dict)
@@ -158,7 +171,7 @@ def _saved(model: nn.Module, tokens: int) -> tuple[dict[int, list[Tensor]], list
     for module in model.modules():
         if "Rotary" in type(module).__name__:
             handles.append(module.register_forward_hook(lambda *args: tables.extend(args[-1])))
-    # Under autocast a kept frame has hooks of its own, which see what these would see.
+    # Under autocast a layer that is kept has saved-tensor hooks of its own, which would hide these.
     without_casts = unittest.mock.patch.object(WeightCasts, "of", return_value=None)
     with without_casts, saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = run(model, tokens)

@@ -1,4 +1,4 @@
-"""What one device did is what its plan's program lists, action by action and in its order."""
+"""The logged actions of a step on one device are those of its plan's program, in its order."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ import pytest
 import torch
 
 from sppo_hf.config import SPPOConfig
-from sppo_hf.engine import plan_cache as plans
 from sppo_hf.engine.convert import convert, get_engine
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.activation_modes import KEEP, ActivationMode, mode_of
 from sppo_hf.schedule.actions import Action
 from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
-from tests.engine.forced_kv import force_kv
-from tests.engine.forced_plans import force_modes
+from tests.engine.forced_plans import change_plans, force_kv, force_modes
 
 TOKENS = 40
 LENGTHS = [9, 12, 8, 11]
@@ -36,7 +34,7 @@ def _mixed(chunk: int, layer: int) -> ActivationMode:
 def _run(
     folder: Path, batch: dict[str, Any] | None = None, *, num_layers: int = 3, **settings: Any
 ) -> tuple[list[str], Any]:
-    """What rank 0 wrote of a step, and the plan."""
+    """The actions of a step that rank 0 wrote, and the step's plan."""
     model = build_tiny_model("llama", num_hidden_layers=num_layers).train()
     ways = {"chunk_lengths": LENGTHS, "hardware": "cpu", "min_offload_size": 1, "show_plan": False}
     ways["order"] = "by_chunk"
@@ -89,36 +87,19 @@ def test_keys_of_whole_layers(
     kv_modes: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     force_modes(monkeypatch, lambda chunk, layer: mode_of("inputs", "host"))
-    make_plan = plans.make_plan
-
-    def forced(*args: Any, **kwargs: Any) -> Any:
-        plan = make_plan(*args, **kwargs)
-        return dataclasses.replace(plan, kv_modes=kv_modes)
-
-    monkeypatch.setattr(plans, "make_plan", forced)
+    change_plans(monkeypatch, lambda plan: dataclasses.replace(plan, kv_modes=kv_modes))
     ran, plan = _run(tmp_path, order="by_layer")
     assert ran == _planned(plan)
     assert {"0K3.0#0", "0K3.2#0"} <= set(ran)
     assert ("0O3.0#0" in ran) == (kv_modes[0] == "host")
 
 
-def _with_window(monkeypatch: pytest.MonkeyPatch, max_prefetch_bytes: int) -> None:
-    make_plan = plans.make_plan
-
-    def forced(*args: Any, **kwargs: Any) -> Any:
-        return dataclasses.replace(
-            make_plan(*args, **kwargs), max_prefetch_bytes=max_prefetch_bytes
-        )
-
-    monkeypatch.setattr(plans, "make_plan", forced)
-
-
 @pytest.mark.parametrize("order", ["by_chunk", "by_layer"])
-def test_a_window_of_several_frames(
+def test_a_prefetch_window_of_several_layers(
     order: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     force_modes(monkeypatch, lambda chunk, layer: mode_of("inputs", "host"))
-    _with_window(monkeypatch, 2**14)
+    change_plans(monkeypatch, lambda plan: dataclasses.replace(plan, max_prefetch_bytes=2**14))
     ran, plan = _run(tmp_path, order=order)
     assert ran == _planned(plan)
     first_backward = next(at for at, action in enumerate(ran) if "B" in action)
@@ -128,9 +109,9 @@ def test_a_window_of_several_frames(
 def test_the_last_rows_of_several_groups_begin_backward(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every group of rows runs the program; its units count on, and backward takes the last first.
+    """Every group of rows runs the program; its units count on, and backward runs the last first.
 
-    No group but the last has its first frames asked for before its backward.
+    Only for the last group are the first prefetches started before its backward.
     """
     force_modes(monkeypatch, _mixed)
     batch = make_batch(rows=3, tokens=TOKENS)
@@ -144,7 +125,7 @@ def test_the_last_rows_of_several_groups_begin_backward(
 
 
 def test_padding_leaves_chunks_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the first frames would have asked for, those ask for that are entered in their place."""
+    """Chunks that do not run start no prefetches; those that run start theirs instead."""
     force_modes(monkeypatch, lambda chunk, layer: mode_of("inputs", "host"))
     batch = make_batch(rows=1, tokens=TOKENS, padding=[TOKENS - 15])
     ran, plan = _run(tmp_path, batch)
@@ -209,7 +190,7 @@ def test_weights_on_the_host(
     force_modes(monkeypatch, _mixed)
     lengths = LENGTHS if num_chunks == 4 else [TOKENS]
     ran, plan = _run(tmp_path, num_layers=num_layers, chunk_lengths=lengths, **places)
-    assert [*ran, "0U0"] == _planned(plan)  # the update is the optimizer's affair
+    assert [*ran, "0U0"] == _planned(plan)  # a plan does not list the optimizer's update
     kinds = [Action.parse(text).kind for text in ran]
     assert kinds.count("G") == num_layers + 1
     again = max(0, num_layers - 2) if "weights" in places else 0

@@ -1,4 +1,4 @@
-"""What is read off a batch: lengths, documents, labels, and the tail that need not run."""
+"""Layouts of batches: lengths, documents, labels, and padding at the end that need not run."""
 
 import pytest
 import torch

@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from sppo_hf.attention.kv_cache import LayerKV
 from sppo_hf.config import SPPOConfig
-from sppo_hf.engine import plan_cache as plans
 from sppo_hf.engine.chunk_runner import ChunkRunner
 from sppo_hf.engine.convert import convert, get_engine
 from sppo_hf.engine.recompute import RecomputedLayer
@@ -35,6 +33,8 @@ from sppo_hf.planning.memory import Cause
 from sppo_hf.planning.plan import Plan
 from sppo_hf.testing.exactness import compare, float64_everywhere
 from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
+from tests.engine.forced_plans import change_plans
+from tests.engine.measuring import MatmulCounter
 
 BOUNDS = ((0, 3), (3, 7), (7, 8))
 
@@ -261,11 +261,10 @@ def _force(
     patch: pytest.MonkeyPatch, mode: ActivationMode, kv: KVMode, **others: Any
 ) -> list[LayerKV]:
     """Let plans go by layer with one mode for all; returns the stores that will be made."""
-    make_plan, new_store = plans.make_plan, ChunkRunner._new_store
+    new_store = ChunkRunner._new_store
     stores: list[LayerKV] = []
 
-    def forced(*args: Any, **kwargs: Any) -> Plan:
-        plan = make_plan(*args, **kwargs)
+    def forced(plan: Plan) -> Plan:
         return dataclasses.replace(
             plan,
             order="by_layer",
@@ -278,7 +277,7 @@ def _force(
         stores.append(new_store(sequence))  # type: ignore[arg-type]
         return stores[-1]
 
-    patch.setattr(plans, "make_plan", forced)
+    change_plans(patch, forced)
     patch.setattr(ChunkRunner, "_new_store", noted)
     return stores
 
@@ -322,19 +321,13 @@ def test_keys_that_are_made_again_need_no_queries(monkeypatch: pytest.MonkeyPatc
     _force(monkeypatch, mode_of("inputs", "device"), "recompute")
     products: list[int] = []
 
-    class Counts(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            products[-1] += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-            return func(*args, **(kwargs or {}))
-
     recompute_kv = RecomputedLayer.recompute_kv
 
-    def counted(frame: RecomputedLayer) -> tuple[torch.Tensor, torch.Tensor]:
-        products.append(0)
-        with Counts():  # sees what the frame's own mode lets through
-            return recompute_kv(frame)
+    def counted(saved: RecomputedLayer) -> tuple[torch.Tensor, torch.Tensor]:
+        with MatmulCounter() as counter:  # sees what the rerun's own mode lets through
+            kv = recompute_kv(saved)
+        products.append(counter.count)
+        return kv
 
     monkeypatch.setattr(RecomputedLayer, "recompute_kv", counted)
     model = build_tiny_model("llama")
@@ -362,22 +355,24 @@ def test_a_dropped_graph_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, 
         gc.enable()
 
 
-def test_frames_come_back_in_the_order_of_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_activations_are_prefetched_in_the_order_of_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     _force(monkeypatch, mode_of("whole", "host"), "host")
     asked: list[str] = []
     on_backward = PrefetchOrder.on_backward
 
-    def noted(prefetch_order: PrefetchOrder, frame: Any) -> None:
-        if not asked or asked[-1] != frame._label:
-            asked.append(frame._label)
-        on_backward(prefetch_order, frame)
+    def noted(prefetch_order: PrefetchOrder, group: Any) -> None:
+        if not asked or asked[-1] != group._label:
+            asked.append(group._label)
+        on_backward(prefetch_order, group)
 
     monkeypatch.setattr(PrefetchOrder, "on_backward", noted)
     model = build_tiny_model("llama")
     convert(model, _config(min_offload_size=1))
     model(**make_batch(tokens=23)).loss.backward()
-    frames = [label for label in asked if label.startswith("layer")]
-    assert list(dict.fromkeys(frames)) == [
+    layers = [label for label in asked if label.startswith("layer")]
+    assert list(dict.fromkeys(layers)) == [
         f"layer {layer}, chunk {chunk}" for layer in (2, 1, 0) for chunk in (2, 1, 0)
     ]
     keys = [label for label in asked if label.startswith("keys")]

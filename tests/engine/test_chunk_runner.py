@@ -1,4 +1,4 @@
-"""When what backward needs first is asked for: after the last loss, and nowhere else."""
+"""Prefetches before backward, strides of recomputed inputs, and the final norm."""
 
 from __future__ import annotations
 
@@ -6,23 +6,26 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sppo_hf.config import SPPOConfig
-from sppo_hf.engine.convert import convert, get_engine
+from sppo_hf.engine.convert import convert, get_engine, revert
 from sppo_hf.engine.loss import ChunkedLoss
-from sppo_hf.engine.structure import ModelParts
+from sppo_hf.engine.structure import ModelParts, find_parts
+from sppo_hf.errors import ConfigError, UnsupportedModelError
 from sppo_hf.offload.layer_offload import PrefetchOrder
 from sppo_hf.planning.activation_modes import mode_of
+from sppo_hf.testing.tiny_families import FAMILIES
 from sppo_hf.testing.tiny_models import build_tiny_model
 from tests.engine.forced_plans import force_modes
+from tests.sweeps import KINDS, sample
 
 TOKENS = 192
 
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What happened, in order; all frames go to the host."""
+    """The events of a step in order; all saved activations are offloaded."""
     seen: list[str] = []
     start, add = PrefetchOrder.start_backward, ChunkedLoss.add
 
@@ -48,7 +51,7 @@ def _forward(rows: int = 1, **settings: Any) -> tuple[Any, Any]:
     return model, {"input_ids": ids, "labels": ids}
 
 
-def test_the_last_frame_is_on_its_way_when_forward_returns(log: list[str]) -> None:
+def test_prefetching_has_begun_when_forward_returns(log: list[str]) -> None:
     model, batch = _forward()
     loss = model(**batch).loss
     assert log == ["loss"] * 3 + ["start of backward"]
@@ -101,3 +104,50 @@ def test_layers_are_recomputed_from_hidden_states_with_the_strides_of_forward() 
     model(input_ids=ids, labels=ids).loss.backward()
     forward, again = strides[:2], strides[2:]
     assert forward == again[::-1] == [(5 * 32, 32, 1), (8 * 32, 32, 1)]
+
+
+def saved_by_autograd(model: nn.Module, ids: Tensor) -> list[Tensor]:
+    """Tensors that autograd itself saves in a forward, without parameters and recomputed layers."""
+    found: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, nn.Parameter):
+            found[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return list(found.values())
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_autograd_saves_nothing_wide_of_the_final_norm(trains: bool) -> None:
+    """The norm computes in float32: what it saves would be the widest tensors of all."""
+    model = build_tiny_model("llama").to(torch.bfloat16)
+    norm = find_parts(model).final_norm()
+    assert norm is not None
+    norm.requires_grad_(trains)
+    ids = torch.randint(model.config.vocab_size, (1, 64))
+    convert(model, SPPOConfig(num_chunks=4, recompute="full", offload="none"))
+    wide = [x for x in saved_by_autograd(model, ids) if x.dtype == torch.float32 and x.dim() == 3]
+    assert not wide, [(x.shape, x.dtype) for x in wide]
+    revert(model)
+    assert any(x.dtype == torch.float32 for x in saved_by_autograd(model, ids)), "the model has"
+
+
+def test_the_final_norm_is_found_by_its_place() -> None:
+    found = 0
+    kinds = [name for name in FAMILIES if name in KINDS]
+    for name in [*kinds, *sample([name for name in FAMILIES if name not in KINDS], 4)]:
+        try:
+            model = build_tiny_model(name)
+            norm = find_parts(model).final_norm()
+        except (UnsupportedModelError, ConfigError):  # families that are refused
+            continue
+        found += 1
+        assert norm is not None, name
+        assert "norm" in type(norm).__name__.lower()
+        inside = {id(m) for layer in find_parts(model).layers for m in layer.modules()}
+        assert id(norm) not in inside
+    assert found > 10

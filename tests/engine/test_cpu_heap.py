@@ -169,7 +169,7 @@ def test_free_heap_is_returned_before_the_same_growth_exceeds_the_limit(
 def test_the_limit_of_a_step_is_its_planned_memory(
     trims: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the peak 50 kept bytes and 30 of workspace; 16 bytes of gradients exist before."""
+    """The peak has 50 kept bytes and 30 of workspace; 16 bytes of gradients exist before it."""
 
     def level(*during: int) -> Level:
         return Level(0, np.array(during), np.zeros(3, dtype=np.int64))

@@ -19,8 +19,7 @@ from sppo_hf.offload import engine as offload_engine
 from sppo_hf.offload.copy_streams import StreamCopier, StreamTicket
 from sppo_hf.planning.activation_modes import all_modes
 from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
-from tests.engine.forced_kv import force_kv
-from tests.engine.forced_plans import force_modes
+from tests.engine.forced_plans import force_kv, force_modes
 from tests.fakes.delays import delayed_cuda, delayed_fake
 from tests.fakes.device import RaceError
 from tests.fakes.operations import OperatingDevice, Operations
@@ -28,7 +27,7 @@ from tests.sweeps import sample
 
 LENGTHS = [5, 1, 7, 4, 6]
 TOKENS = sum(LENGTHS)
-AWAY = [mode for mode in all_modes() if mode.tier != "disk"]
+MODES = [mode for mode in all_modes() if mode.tier != "disk"]
 STEPS = 2
 
 
@@ -48,7 +47,7 @@ def _steps(model, batch, device, around, steps=STEPS):
 
 
 def assert_exact(monkeypatch, family, device, copier, around, seed):
-    """Random modes and K/V on the host, against the model whose frames stay where they are."""
+    """Random modes and K/V on the host, against the model with everything kept on the device."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
     batch = {name: x.to(device) for name, x in make_batch(rows=2, tokens=TOKENS).items()}
@@ -59,7 +58,7 @@ def assert_exact(monkeypatch, family, device, copier, around, seed):
     revert(model)
     modes = {}
     with monkeypatch.context() as patch:
-        force_modes(patch, lambda *at: modes.setdefault(at, draw.choice(AWAY)))
+        force_modes(patch, lambda *at: modes.setdefault(at, draw.choice(MODES)))
         force_kv(patch, block_tokens=draw.choice([1, 6, TOKENS]))
         patch.setattr(offload_engine, "HostCopier", copier)
         patch.setattr(offload_engine, "StreamCopier", lambda *_, **settings: copier(**settings))

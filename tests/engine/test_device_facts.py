@@ -1,4 +1,4 @@
-"""What the planner is told of the machine and the model, and how processes bind to a device."""
+"""Facts about the machine and the model for the planner, and binding of processes to a device."""
 
 import os
 from types import SimpleNamespace

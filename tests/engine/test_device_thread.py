@@ -1,7 +1,8 @@
 """Steps whose backward runs on a thread of the device, as on CUDA, are the same steps.
 
-What a layer needs to run again, its frame must have: what was set for a thread is not there. See
-`tests/fakes/device_thread.py`, and [Note: backward has no context] in `engine/chunk_context.py`.
+What a layer needs to be recomputed must be in its saved activations, since thread-local settings
+are not there. See `tests/fakes/device_thread.py`, and [Note: backward has no context] in
+`engine/chunk_context.py`.
 """
 
 from __future__ import annotations
@@ -20,8 +21,7 @@ from sppo_hf.engine.structure import suppress_peft_warnings
 from sppo_hf.planning.activation_modes import ActivationMode
 from sppo_hf.testing.exactness import compare
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
-from tests.engine.forced_kv import force_kv
-from tests.engine.forced_plans import force_modes
+from tests.engine.forced_plans import force_kv, force_modes
 from tests.fakes.device_thread import on_a_thread
 
 LENGTHS = (5, 9, 7)
@@ -71,7 +71,7 @@ def test_streamed_keys_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def with_dropout(model: Any) -> Any:
-    """With adapters, both of whose factors have gradients."""
+    """Add LoRA adapters with dropout; both factors have gradients."""
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(
         r=4, lora_dropout=0.2, target_modules="all-linear", init_lora_weights=False
@@ -84,7 +84,7 @@ def with_dropout(model: Any) -> Any:
 def test_a_layer_runs_again_under_the_autocast_and_the_dropout_of_its_forward(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:
-    """To the bit: a thread's autocast casts to another dtype, and random numbers go on."""
+    """Compared bit by bit: the thread has another autocast dtype and random state."""
     force_modes(monkeypatch, lambda chunk, layer: ActivationMode("inputs", "device"))
     model: Any = build_tiny_model("llama", dtype=torch.float32)
     model = with_dropout(model).train()
@@ -107,7 +107,7 @@ def test_a_layer_runs_again_under_the_autocast_and_the_dropout_of_its_forward(
 
 
 def test_the_thread_is_like_that_of_cuda() -> None:
-    """Of autocast it knows that it is on, and not its dtype; what nests stays on it."""
+    """It knows that autocast is on, but not its dtype; nested backwards stay on it."""
     seen: list[tuple[object, ...]] = []
     x = torch.ones(2, requires_grad=True)
 

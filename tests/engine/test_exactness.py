@@ -28,7 +28,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from sppo_hf.attention.backends import base
 from sppo_hf.config import SPPOConfig
-from sppo_hf.engine import plan_cache
 from sppo_hf.engine.convert import convert, is_converted
 from sppo_hf.engine.family_guard import family_check_disabled
 from sppo_hf.errors import ConfigError, UnsupportedModelError
@@ -43,7 +42,7 @@ from sppo_hf.testing.exactness import (
 )
 from sppo_hf.testing.tiny_families import FAMILIES
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
-from tests.engine.forced_plans import trace_short_scans
+from tests.engine.forced_plans import change_plans, trace_short_scans
 from tests.sweeps import ALL, KINDS, sample, turn
 
 TOKENS = 23
@@ -99,7 +98,7 @@ STATES = [
 OTHERS = [name for name, family in FAMILIES.items() if family.model_type in CONFIG_MAPPING_NAMES]
 OTHERS = [name for name in OTHERS if name not in {*PRODUCT, *REFUSED, *MIXERS, *STATES}]
 
-# Multimodal models whose like is tried in every run; themselves where everything is asked for.
+# Multimodal models of kinds that are tried in every run; these themselves only with `--all`.
 RARE = ("llava", "internvl", "smolvlm", "qwen2_vl", "qwen3_vl_moe", "paddleocr_vl")
 RARE += ("glm4v", "glm46v", "glm4v_moe", "glm_ocr")
 
@@ -116,7 +115,7 @@ CHUNKINGS: dict[str, dict[str, Any]] = {
 
 
 AGAIN = "attention again"
-"""In place of `recompute`: every layer runs again, and attention of every other (layer, chunk)."""
+"""A value of `Cell.recompute`: layers are recomputed, every other (layer, chunk) with attention."""
 
 
 class Cell(NamedTuple):
@@ -165,7 +164,7 @@ def _cross() -> list[Cell]:
 
 
 def _each_setting() -> list[Cell]:
-    """As few cells as have every setting of each axis."""
+    """The fewest cells that have every setting of each axis."""
     return [
         Cell("one-token", "full", "full", "plain"),
         Cell("uneven", "selective", "full", "padding"),
@@ -219,7 +218,7 @@ def _case(family: str, scenario: str) -> Case:
     if family == "llama4" and transformers.__version__ == "5.24.0":
         pytest.skip("the unmodified model raises: its outputs have no image_outputs in 5.24.0")
     with warnings.catch_warnings():
-        # What a family's module does at its first import is Transformers' affair.
+        # Some families' modules warn at their first import.
         warnings.simplefilter("ignore")
         model: Any = build_tiny_model(family)
     batch, accumulation = make_batch(tokens=TOKENS), 1
@@ -253,10 +252,7 @@ def _assert_exact(family: str, cell: Cell) -> None:
 
 
 def _force_attention_again(patch: pytest.MonkeyPatch) -> None:
-    make_plan = plan_cache.make_plan
-
-    def forced(*args: Any, **kwargs: Any) -> Plan:
-        plan = make_plan(*args, **kwargs)
+    def forced(plan: Plan) -> Plan:
         if any(layer.borrows_keys for layer in plan.shape.layers):
             return plan  # never planned so
         modes = tuple(
@@ -268,7 +264,7 @@ def _force_attention_again(patch: pytest.MonkeyPatch) -> None:
         )
         return dataclasses.replace(plan, layer_modes=modes)
 
-    patch.setattr(plan_cache, "make_plan", forced)
+    change_plans(patch, forced)
 
 
 def _in_turn(
@@ -347,7 +343,7 @@ def test_other_families(family: str) -> None:
         for index, family in enumerate([*_KINDS, *(_LIKE_OTHERS if ALL else ())])
         for cell in turn(
             [
-                # Recomputed without the products that nobody needs, which adapters have most of.
+                # Recomputed without unused matmuls, of which adapters have most.
                 Cell("uneven", "full", "none", "lora"),
                 # Without an attention mask: kernels then get none, and go by what a module says.
                 Cell("uneven", AGAIN, "none", "plain", "by_layer"),

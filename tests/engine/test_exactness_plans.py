@@ -1,10 +1,9 @@
-"""Plans drawn at random: any mode for any frame, any tier for K/V, any look-ahead; always exact.
+"""Plans drawn at random are exact, whatever the planner decides.
 
-The harness of the engine under everything that the planner may decide: frames whole, reduced to
-products, to layer inputs and attention's outputs, or to layer inputs alone; on the device, on the
-host, on disk; chunk by chunk K/V kept or
-streamed from either, in blocks of any size; layer by layer those of each layer kept, sent away or
-made again; layers whole or in tiles; look-ahead from nothing to everything.
+Drawn are: what each layer saves of a chunk (everything, matmuls, the layer's input and attention's
+output, or its input alone), and on which tier; in the order by chunk, the tier of K/V and the size
+of their blocks; in the order by layer, whether each layer's K/V are kept, offloaded or recomputed;
+layers whole or in tiles; and how much may be prefetched.
 """
 
 import dataclasses
@@ -19,12 +18,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from sppo_hf.config import SPPOConfig
-from sppo_hf.engine import plan_cache as plans
 from sppo_hf.planning.activation_modes import all_modes
 from sppo_hf.planning.plan import Plan
 from sppo_hf.planning.tiers import TIERS
 from sppo_hf.testing.exactness import Gradients, compare, run_reference
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
+from tests.engine.forced_plans import change_plans
 from tests.sweeps import examples, sample
 
 TOKENS = 23
@@ -61,11 +60,9 @@ def _reference(family: str, lora: bool) -> tuple[nn.Module, dict[str, Tensor], G
 
 
 def _force(patch: pytest.MonkeyPatch, drawn: dict[str, Any]) -> None:
-    make_plan = plans.make_plan
     modes, kv = drawn["modes"], drawn["kv"]
 
-    def forced(*args: Any, **kwargs: Any) -> Plan:
-        plan = make_plan(*args, **kwargs)
+    def forced(plan: Plan) -> Plan:
         rows = tuple(
             tuple(modes[(chunk * plan.num_layers + i) % len(modes)] for i in range(plan.num_layers))
             for chunk in range(plan.num_chunks)
@@ -81,7 +78,7 @@ def _force(patch: pytest.MonkeyPatch, drawn: dict[str, Any]) -> None:
             plan, layer_modes=rows, order="by_layer", kv_modes=kv_modes, **others
         )
 
-    patch.setattr(plans, "make_plan", forced)
+    change_plans(patch, forced)
 
 
 def _check(family: str, lora: bool, folder: Path, drawn: dict[str, Any]) -> None:
@@ -97,9 +94,9 @@ def _check(family: str, lora: bool, folder: Path, drawn: dict[str, Any]) -> None
         report = compare(model, batch, config, reference=reference)
     assert report.exact, f"{drawn}\n{report}"
     layers = model.config.get_text_config().num_hidden_layers
-    modes, frames = drawn["modes"], layers * len(drawn["lengths"])
-    again = sum(modes[frame % len(modes)].saved == "hidden" for frame in range(frames))
-    assert report.attention_forwards == frames + again
+    modes, calls = drawn["modes"], layers * len(drawn["lengths"])
+    again = sum(modes[call % len(modes)].saved == "hidden" for call in range(calls))
+    assert report.attention_forwards == calls + again
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Exactness for batches nobody would think of: drawn by hypothesis.
+"""Exactness for batches that hypothesis draws.
 
 Lengths, chunk bounds, padding, rows, label masks, modes and micro-steps are drawn together, on a
 plain model, one with windows and one with windows and soft caps.

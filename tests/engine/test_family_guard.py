@@ -1,4 +1,4 @@
-"""Families that nobody proved are tried before the first step; the list of the others is true."""
+"""Unproved families are tried before the first step; the list of proved ones is complete."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ QUIET = SPPOConfig(num_chunks=2, show_plan=False)
 
 @pytest.fixture(autouse=True)
 def unknown_llama(monkeypatch):
-    """A process in which nobody has proved llama yet."""
+    """Make llama an unproved family that was not tried yet."""
     monkeypatch.setattr(guard, "PROVED", guard.PROVED - {"llama"})
     monkeypatch.setattr(guard, "_verdicts", {})
 
@@ -60,7 +60,7 @@ def test_an_unknown_family_that_is_not_exact_is_refused(monkeypatch):
 
 
 def test_a_family_that_ignores_its_states_is_refused(monkeypatch):
-    """Nobody is trusted by name: the table of reasons only says it earlier."""
+    """It is found by trying it; the table of reasons only says so earlier."""
     monkeypatch.setattr("sppo_hf.engine.structure.STATE_REASONS", {})
     # Its scan is a loop over the tokens, which takes a minute to trace at the usual lengths.
     trace_short_scans(monkeypatch, (16, 32))

@@ -1,7 +1,7 @@
-"""What is freed is freed in the step: memory is flat after the first ten of many training steps.
+"""Memory does not grow after the first ten of many training steps.
 
-30 steps on the CPU, 500 on CUDA; looked at are resident memory, the engine's slabs and, on CUDA,
-what the allocator has given out and what it holds.
+30 steps on the CPU, 500 on CUDA. Compared are resident memory, the engine's slabs and, on CUDA,
+the allocated and the reserved bytes of PyTorch's allocator.
 """
 
 from typing import NamedTuple
@@ -37,7 +37,7 @@ class Bytes(NamedTuple):
 
 
 def growth(kind, *, steps, settings):
-    """By how much each kind of memory differs at most after the first steps, and the engine."""
+    """Return how far each kind of memory spreads after the first steps."""
     torch.manual_seed(0)
     process = psutil.Process()
     device = torch.device(kind)
@@ -73,8 +73,8 @@ def growth(kind, *, steps, settings):
 @SETTINGS
 def test_on_the_cpu(settings):
     grown = growth("cpu", steps=30, settings=settings)
-    # A frame of this model holds at least 4 x 192 x 32 floats; 20 leaked steps of 6 frames of one
-    # such tensor would be 11 MiB. The allocator's own noise was seen to stay under 2 MiB.
+    # A layer of this model saves at least 4 x 192 x 32 floats of a chunk; 20 leaked steps of 6 such
+    # tensors would be 11 MiB. The allocator's own noise was seen to stay under 2 MiB.
     assert grown.resident < 8 * 2**20
     assert grown.slabs == 0
 

@@ -1,4 +1,4 @@
-"""What a call divides its loss by, without waiting for the device."""
+"""Divisors of the loss, which the host does not wait for, and refused arguments of a call."""
 
 from typing import Any
 

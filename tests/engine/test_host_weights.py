@@ -1,8 +1,8 @@
-"""Weights and optimizer on the host: exact, never read while away, and few on the device at a time.
+"""Weights and optimizer on the host: exact, never read there, and few on the device at a time.
 
-A CPU would forgive a weight that is read while it is away, so here what is away is NaN: the
-parameter, and the copy that it had on the device. And where a weight goes to another device,
-autograd lets go of what gathers its gradient, so here it does too.
+On a CPU a weight could be read while it is on the host, which a GPU could not do. So while it is
+there, the parameter and its former copy on the device are NaN here. A weight that moves to another
+device loses autograd's node that accumulates its gradient; here it does so too.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PLACES = ({"weights": "host"}, {"optimizer": "host"}, {"weights": "host", "optim
 
 @pytest.fixture(autouse=True)
 def _away_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    begin, rest = host.HostWeights.start_forward, host.HostWeights.move_to_host
+    start, move = host.HostWeights.start_forward, host.HostWeights.move_to_host
 
     def put_away(weight: host._Weight) -> None:
         if weight.device is not None:
@@ -50,22 +50,22 @@ def _away_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
         weight.parameter.data = torch.full_like(weight.host, torch.nan)
         weight.device = weight.ticket = None
 
-    def begin_in_the_dark(weights: host.HostWeights) -> None:
-        begin(weights)
+    def start_with_nan(weights: host.HostWeights) -> None:
+        start(weights)
         for group in weights._layers:
             for weight in group:
                 weight.parameter.data = torch.full_like(weight.host, torch.nan)
 
-    def rest_in_the_light(weights: host.HostWeights) -> None:
-        rest(weights)
+    def move_and_show(weights: host.HostWeights) -> None:
+        move(weights)
         for weight in weights._all():
             weight.parameter.data = weight.host
 
     monkeypatch.setattr(host._Weight, "to_host", put_away)
-    # The next forward would take the NaN for what somebody has put there.
+    # The next forward would take the NaN for new values of the weight.
     monkeypatch.setattr(host._Weight, "adopt_replaced_data", lambda weight: None)
-    monkeypatch.setattr(host.HostWeights, "start_forward", begin_in_the_dark)
-    monkeypatch.setattr(host.HostWeights, "move_to_host", rest_in_the_light)
+    monkeypatch.setattr(host.HostWeights, "start_forward", start_with_nan)
+    monkeypatch.setattr(host.HostWeights, "move_to_host", move_and_show)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_adapters_are_exact(places: dict[str, str]) -> None:
 
 
 def test_an_optimizer_on_the_host_takes_rows_in_groups() -> None:
-    """Copies stay from forward to backward: a weight gathers the gradients of all groups."""
+    """Copies stay until backward, so that a weight gets the sum of the gradients of all groups."""
     model = build_tiny_model("llama", dtype=torch.float64)
     config = SPPOConfig(chunk_lengths=(5, 9, 7), optimizer="host", micro_batch_size=1)
     report = compare(model, make_batch(rows=2, tokens=21), config)
@@ -105,7 +105,7 @@ def test_an_optimizer_on_the_host_takes_rows_in_groups() -> None:
 
 @pytest.fixture
 def locked(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
-    """Lets what rests be page-locked, as it is on CUDA."""
+    """Have host-resident weights page-locked, as on CUDA; returns what locks them."""
     device = FakeDevice()
     monkeypatch.setattr(HostCopier, "page_locker", device)
     return device
@@ -188,17 +188,17 @@ def test_no_more_than_two_layers_are_on_the_device(
 
 @pytest.mark.parametrize("places", PLACES, ids=str)
 def test_a_backward_that_failed_leaves_nothing_behind(places: dict[str, str]) -> None:
-    plain, resting = _converted(), _converted(**places)
-    loss = _loss(resting, 1)
-    hook = resting.model.layers[0].mlp.down_proj.weight.register_hook(_fail)
+    plain, hosted = _converted(), _converted(**places)
+    loss = _loss(hosted, 1)
+    hook = hosted.model.layers[0].mlp.down_proj.weight.register_hook(_fail)
     with pytest.raises(RuntimeError, match="in the middle"):
         loss.backward()
     hook.remove()
     del loss
-    resting.zero_grad()
-    for model in (plain, resting):
+    hosted.zero_grad()
+    for model in (plain, hosted):
         _loss(model).backward()
-    for ours, theirs in zip(_gradients(resting), _gradients(plain), strict=True):
+    for ours, theirs in zip(_gradients(hosted), _gradients(plain), strict=True):
         torch.testing.assert_close(ours, theirs)
 
 
@@ -225,10 +225,10 @@ def test_weights_change_between_steps_and_evaluation_and_generation_see_it() -> 
 
 @pytest.mark.parametrize("trained", [True, False], ids=["in training", "in an evaluation"])
 @pytest.mark.parametrize("places", PLACES[1:], ids=str)
-def test_a_parameter_that_is_unfrozen_is_planned_and_rests_with_its_gradient(
+def test_an_unfrozen_parameter_is_planned_and_moves_to_the_host(
     places: dict[str, str], trained: bool
 ) -> None:
-    """A batch before it has met it frozen."""
+    """An earlier batch ran while it was frozen; its gradient is on the host as well."""
     models = _converted(**places), build_tiny_model("llama", dtype=torch.float64).train()
     for model in models:
         layer = model.model.layers[0]
@@ -278,12 +278,12 @@ def test_a_weight_that_changes_between_forward_and_backward_is_refused(
 
 @pytest.mark.filterwarnings("ignore:order. by_chunk, because")
 @pytest.mark.parametrize("optimizer", [False, True])
-def test_weights_that_came_to_the_host_by_themselves_leave_it_with_the_order(
+def test_weights_moved_by_the_planner_return_if_the_order_by_layer_fails(
     optimizer: bool,
 ) -> None:
-    """Weights rest for a walk layer by layer; a model that turns out to have none gets them back.
+    """The planner moves weights to the host for runs layer by layer; if these fail, they return.
 
-    An optimizer that works there keeps what it trains.
+    Trained weights stay if their optimizer is on the host.
     """
     hosted, plain = _converted(), _converted()
     engine = get_engine(hosted)
@@ -324,7 +324,7 @@ def test_a_copy_of_a_model_has_its_weights_where_the_model_has_them() -> None:
     assert not {id(w.parameter) for w in of_twin._all()} & {id(w.parameter) for w in held._all()}
 
 
-def test_what_leaves_no_room_for_any_length_rests_before_the_first(
+def test_weights_that_leave_no_room_for_any_length_move_before_the_first_plan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     choices = [Placement(*away) for away in ((False, False), (False, True), (True, True))]
@@ -338,7 +338,7 @@ def test_what_leaves_no_room_for_any_length_rests_before_the_first(
     monkeypatch.setitem(CONTEXT_BYTES, "cpu", context)
     monkeypatch.setattr(engines, "read_placements", lambda *_, **__: choices)
 
-    def rests(room: int) -> list[bool]:
+    def on_host(room: int) -> list[bool]:
         budgets = Budgets(device=context + room)
         monkeypatch.setattr(engines, "read_budgets", lambda *_: budgets)
         model = _converted()
@@ -350,12 +350,12 @@ def test_what_leaves_no_room_for_any_length_rests_before_the_first(
         return [weights is not None and not weights.keep_device_copies, weights is not None]
 
     for place, room in zip(choices, standing, strict=True):
-        assert rests(room) == [place.weights, place.optimizer]
-        assert rests(room - 1) == [room < standing[0], True]
+        assert on_host(room) == [place.weights, place.optimizer]
+        assert on_host(room - 1) == [room < standing[0], True]
 
 
 class Wraps(torch.optim.Optimizer):
-    """Some wrappers skip Optimizer.__init__ and bring what a step of theirs needs."""
+    """A wrapper that skips Optimizer.__init__, as some do, and has the hooks of its step alone."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
@@ -376,7 +376,7 @@ def test_an_optimizer_without_all_hooks_is_offered_the_host() -> None:
     assert engine._unpinned_host_bytes() > before
 
 
-def test_what_rests_beside_weights_is_known_to_the_next_plan(
+def test_host_memory_of_gradients_and_states_is_known_to_the_next_plan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = _converted(weights="host")
@@ -405,7 +405,7 @@ def test_what_rests_beside_weights_is_known_to_the_next_plan(
     assert engine._unpinned_host_bytes() == 2 * trained + steps + 24 * len(saved["state"])
 
 
-def test_gradients_at_rest_are_nobodys_in_an_evaluation(
+def test_locked_gradients_are_not_available_memory_in_an_evaluation(
     locked: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counted: dict[bool, int] = {}
@@ -441,6 +441,6 @@ def test_gradients_at_rest_are_nobodys_in_an_evaluation(
         ({"optimizer": "host", "pp_size": 2}, "optimizer='host' contradicts pp_size=2"),
     ],
 )
-def test_what_contradicts_is_refused(settings: dict[str, str], said: str) -> None:
+def test_contradicting_settings_are_refused(settings: dict[str, str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         SPPOConfig(**settings)

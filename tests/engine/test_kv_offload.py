@@ -20,7 +20,7 @@ from sppo_hf.offload.host_memory import HostPool
 from sppo_hf.testing.exactness import compare, compare_drift
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
 from tests.attention.layers import KV_BYTES_PER_TOKEN, Layers
-from tests.engine.forced_kv import force_kv
+from tests.engine.forced_plans import force_kv
 from tests.fakes.device import RaceError
 from tests.fakes.operations import OperatingDevice, Operations
 
@@ -306,7 +306,7 @@ class _OnDevice:
         self.device = OperatingDevice(lambda stream, num_bytes: copy_seconds)
         copier = StreamCopier(self.device)
         self.engine = OffloadEngine(copier, HostPool(2**22), min_offload_elements=1)
-        self.mover = EngineTransfer(self.engine)
+        self.mover = EngineTransfer(self.engine, tier="host", max_pending_d2h_bytes=None)
         stream = KVStream(self.mover, bounds, rows=None, block_tokens=block_tokens)
         self.stores = [stream.add_layer() if block_tokens else LayerKV(bounds) for _ in range(3)]
         self.layers = Layers(bounds, self.stores, windows=windows)

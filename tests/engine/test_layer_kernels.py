@@ -144,8 +144,8 @@ def test_kernels_are_used_for_a_familys_norms_and_gates(
 MODES = {
     "kept": {"offload": "none", "recompute": "none"},
     "recomputed": {"offload": "none", "recompute": "full"},
-    "away": {"offload": "full", "recompute": "none", "min_offload_size": 1},
-    "recomputed, away": {"offload": "full", "recompute": "full", "min_offload_size": 1},
+    "offloaded": {"offload": "full", "recompute": "none", "min_offload_size": 1},
+    "recomputed, offloaded": {"offload": "full", "recompute": "full", "min_offload_size": 1},
 }
 
 

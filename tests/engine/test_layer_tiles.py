@@ -236,10 +236,10 @@ def test_what_is_rebuilt_is_what_the_profile_says(
     rebuilt: dict[str, int] = {}
     check = RecomputedLayer._check_repeated
 
-    def noted(frame: RecomputedLayer, again: list[Tensor]) -> None:
-        check(frame, again)
+    def noted(saved: RecomputedLayer, again: list[Tensor]) -> None:
+        check(saved, again)
         storages = {x.data_ptr(): x for x in map(Tensor.untyped_storage, again)}
-        rebuilt[frame._label] = sum(x.nbytes() for key, x in storages.items() if key not in others)
+        rebuilt[saved._label] = sum(x.nbytes() for key, x in storages.items() if key not in others)
 
     monkeypatch.setattr(RecomputedLayer, "_check_repeated", noted)
     # Slabs of all layers would count as one layer's.

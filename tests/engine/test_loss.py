@@ -1,17 +1,33 @@
-"""The tiled loss against cross-entropy on whole logits: values, gradients, tiles, scales."""
+"""The loss: in tiles, by Liger's kernel, and of routers; each against the unmodified model's."""
+
+from __future__ import annotations
 
 import copy
+import importlib.util
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sppo_hf import SPPOError
-from sppo_hf.engine.loss import ChunkedLoss, divide_loss
+from sppo_hf import SPPOConfig, SPPOError, UnsupportedModelError
+from sppo_hf.engine import family_guard as guard
+from sppo_hf.engine import loss as loss_module
+from sppo_hf.engine.convert import convert
+from sppo_hf.engine.forward_calls import read_call
+from sppo_hf.engine.loss import ChunkedLoss, ModelHead, RouterLoss, divide_loss, liger_tile
+from sppo_hf.engine.structure import ModelParts, find_parts
+from sppo_hf.pipeline.pipeline_engine import refuse_call
+from sppo_hf.testing.exactness import compare, float64_everywhere
+from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
 
 D, V = 6, 11
 
@@ -271,3 +287,388 @@ def test_hooks_of_parameters_that_the_head_does_not_use_do_not_run():
     value.backward()
     assert head.spare.grad is None
     assert head.weight.grad is not None
+
+
+# -- Liger's kernel for head and loss --------------------------------------------------------------
+
+CUDA = torch.device("cuda")
+KERNEL = "liger_kernel.ops.fused_linear_cross_entropy"
+
+
+class _Kernel(torch.autograd.Function):
+    """A stand-in for Liger's function that runs on any device."""
+
+    calls: list[int] = []  # noqa: RUF012
+    """Tokens of each call."""
+
+    counts_by: list[Any] = []  # noqa: RUF012
+    """What `Tensor.item` returned for the number of labels, in each call."""
+    scaled_by_count = False
+    """Whether sums depend on that number; those of Liger's kernel do not."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        _input: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        bias: Tensor | None = None,
+        ce_weight: Tensor | None = None,
+        ignore_index: int = -100,
+        lse_square_scale: float = 0.0,
+        label_smoothing: float = 0.0,
+        reduction: str = "mean",
+        softcap: float | None = None,
+        return_z_loss: bool = False,
+        accum_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        assert accum_dtype == torch.float32
+        _Kernel.calls.append(_input.shape[0])
+        count = (target != ignore_index).sum().item()
+        _Kernel.counts_by.append(count)
+        leaves = [x.detach().requires_grad_() for x in (_input, weight)]
+        with torch.enable_grad():
+            logits = F.linear(leaves[0], leaves[1], bias)
+            loss = F.cross_entropy(logits, target, ignore_index=ignore_index, reduction=reduction)
+            loss = loss * count if _Kernel.scaled_by_count else loss
+        ctx.save_for_backward(*torch.autograd.grad(loss, leaves))
+        return loss.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        dhidden, dweight = ctx.saved_tensors
+        return grads[0] * dhidden, grads[0] * dweight, *[None] * 10
+
+
+class _OldKernel(_Kernel):
+    """Liger's function before it could sum in another dtype."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        _input: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        bias: Tensor | None = None,
+        ce_weight: Tensor | None = None,
+        ignore_index: int = -100,
+        lse_square_scale: float = 0.0,
+        label_smoothing: float = 0.0,
+        reduction: str = "mean",
+    ) -> Tensor:
+        rest = (ce_weight, ignore_index, 0.0, 0.0, reduction, None, False, torch.float32)
+        return _Kernel.forward(ctx, _input, weight, target, bias, *rest)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        return _Kernel.backward(ctx, *grads)[:9]
+
+
+@pytest.fixture
+def probes(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """Stand-ins for Liger, for a model on the CPU; the list grows with each probe of a head."""
+    module = SimpleNamespace(LigerFusedLinearCrossEntropyFunction=_Kernel)
+    monkeypatch.setitem(sys.modules, KERNEL, module)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    _Kernel.calls.clear()
+    _Kernel.counts_by.clear()
+    seen: list[None] = []
+    probe = loss_module.is_plain_head
+
+    def noted(linear: nn.Linear, head: ModelHead) -> bool:
+        seen.append(None)
+        return probe(linear, head)
+
+    monkeypatch.setattr(loss_module, "is_plain_head", noted)
+    return seen
+
+
+def _model(family: str = "llama", **changes: Any) -> tuple[ModelParts, ModelHead]:
+    model = build_tiny_model(family, **changes).float().train()
+    return find_parts(model), ModelHead(find_parts(model), model.forward)
+
+
+def test_a_head_is_tried_once_and_draws_no_random_numbers(probes: list[None]) -> None:
+    parts, head = _model()
+    before = torch.get_rng_state()
+    assert liger_tile(parts, head, CUDA) is not None
+    assert torch.equal(torch.get_rng_state(), before)
+    with torch.no_grad():
+        parts.causal_lm.get_output_embeddings().weight.mul_(2.0)  # as an optimizer does
+    assert liger_tile(parts, head, CUDA) is not None
+    assert len(probes) == 1
+    assert liger_tile(parts, head, torch.device("cpu")) is None
+
+
+def test_a_head_that_caps_its_logits_is_not_plain_and_not_asked_again(probes: list[None]) -> None:
+    parts, head = _model("gemma2")
+    assert liger_tile(parts, head, CUDA) is None
+    assert liger_tile(parts, head, CUDA) is None
+    assert len(probes) == 1
+
+
+def test_another_head_is_tried_anew(probes: list[None]) -> None:
+    parts, head = _model()
+    model: Any = parts.causal_lm
+    assert liger_tile(parts, head, CUDA) is not None
+    model.lm_head = copy.deepcopy(model.lm_head)
+    assert liger_tile(parts, head, CUDA) is not None
+    assert len(probes) == 2
+    hook = model.lm_head.register_forward_hook(lambda module, args, logits: 2 * logits)
+    assert liger_tile(parts, head, CUDA) is None, "the kernel would not run the hook"
+    hook.remove()
+    assert liger_tile(parts, head, CUDA) is not None
+    assert len(probes) == 4
+    model.eval()
+    assert liger_tile(parts, head, CUDA) is not None
+    assert len(probes) == 5, "a dropout before the head shows in training alone"
+
+
+def test_a_head_with_other_parameters_keeps_its_code(probes: list[None]) -> None:
+    """They may be neutral at first, and the kernel gives them no gradient."""
+    parts, head = _model()
+    parts.causal_lm.register_parameter("logit_scale", nn.Parameter(torch.ones(())))
+    assert liger_tile(parts, head, CUDA) is None
+    assert not probes
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_dtypes_that_the_kernel_cannot_do_exactly_are_left_to_the_head(
+    probes: list[None], dtype: torch.dtype
+) -> None:
+    parts, head = _model()
+    parts.causal_lm.to(dtype)
+    assert liger_tile(parts, head, CUDA) is None
+    assert not probes
+
+
+def test_a_kernel_that_needs_the_number_of_labels_is_not_used(
+    probes: list[None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_Kernel, "scaled_by_count", True)
+    assert liger_tile(*_model(), CUDA) is None
+
+
+def test_a_kernel_that_sums_in_16_bits_is_for_frozen_heads(
+    probes: list[None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[KERNEL], "LigerFusedLinearCrossEntropyFunction", _OldKernel)
+    parts, head = _model()
+    assert liger_tile(parts, head, CUDA) is None
+    parts.causal_lm.get_output_embeddings().weight.requires_grad_(False)
+    assert liger_tile(parts, head, CUDA) is not None
+
+
+def test_kernel_calls_are_few_and_take_no_more_memory_than_a_tile(
+    probes: list[None],
+) -> None:
+    parts, head = _model(vocab_size=1000)
+    linear: Any = parts.causal_lm.get_output_embeddings()
+    vocab, width = linear.weight.shape
+    kernel = liger_tile(parts, head, CUDA)
+    assert kernel is not None
+    assert _Kernel.counts_by == [3, 1], "the probe: with the number, and without"
+    _Kernel.calls.clear()
+    for tile_tokens in (1, 7, 64, 100, 512):
+        tokens = kernel.max_tokens(tile_tokens)
+        assert tokens >= tile_tokens
+        parts_of_a_call = -(-vocab // width)
+        part_tokens = -(-tokens // parts_of_a_call)
+        assert 1 << (part_tokens - 1).bit_length() <= tile_tokens, "as the kernel rounds it up"
+    hidden = torch.randn(1, 100, width, requires_grad=True)
+    labels = torch.randint(0, vocab, (1, 100))
+    labels[0, 3:9] = -100
+    losses = []
+    for used in (kernel, None):
+        loss = ChunkedLoss(head.logits, [linear.weight], tile_tokens=8, liger=used)
+        chunks = ((0, 60), (60, 100))
+        for start, end in chunks:
+            part = loss.add(hidden[:, start:end], labels[:, start:end], last=end == 100)
+            losses.append(part)
+        grads = torch.autograd.grad(losses[-2] + losses[-1], [hidden, linear.weight])
+        losses += grads
+    assert _Kernel.calls == [60, 40], "one call a chunk"
+    assert _Kernel.counts_by[2:] == [1, 1], "no number is read off the device"
+    half = len(losses) // 2
+    for ours, plain in zip(losses[:half], losses[half:], strict=True):
+        torch.testing.assert_close(ours, plain)
+
+
+def test_without_gradients_or_with_logits_kept_the_models_head_runs(probes: list[None]) -> None:
+    parts, head = _model()
+    weight: Any = parts.causal_lm.get_output_embeddings().weight
+    kernel = liger_tile(parts, head, CUDA)
+    _Kernel.calls.clear()
+    hidden, labels = torch.randn(1, 9, weight.shape[1]), torch.zeros(1, 9, dtype=torch.int64)
+    with torch.no_grad():
+        ChunkedLoss(head.logits, [weight], tile_tokens=4, liger=kernel).add(
+            hidden, labels, last=True
+        )
+    seen: list[torch.Size] = []
+    asked = ChunkedLoss(
+        head.logits,
+        [weight],
+        tile_tokens=4,
+        liger=kernel,
+        on_logits=lambda logits, tile: seen.append(logits.shape),
+    )
+    asked.add(hidden, labels, last=True)
+    assert [tuple(shape) for shape in seen] == [(tokens, weight.shape[0]) for tokens in (4, 4, 1)]
+    assert not _Kernel.calls
+
+
+_IN_THE_INTERPRETER = """
+import torch
+from torch.nn import functional as F
+from sppo_hf.engine.loss import LigerTile
+
+torch.manual_seed(0)
+linear = torch.nn.Linear(32, 97, bias=False)
+tile = LigerTile(linear)
+assert tile.sums_wide and tile.ignores_label_count()
+hidden, labels = torch.randn(20, 32), torch.randint(0, 97, (20,))
+labels[3:7] = -100
+loss, dhidden, (dweight,) = tile(hidden, labels, [linear.weight], -100)
+leaf = hidden.clone().requires_grad_()
+plain = F.cross_entropy(F.linear(leaf, linear.weight), labels, reduction="sum")
+expected = (plain.detach(), *torch.autograd.grad(plain, [leaf, linear.weight]))
+for ours, theirs in zip((loss, dhidden, dweight), expected):
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("liger_kernel", "triton")),
+    reason="liger-kernel and triton are not installed",
+)
+def test_ligers_own_kernel_in_tritons_interpreter() -> None:
+    """Arguments and results of the real function, on a CPU."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    run = subprocess.run(
+        [sys.executable, "-c", _IN_THE_INTERPRETER],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+
+
+# -- the auxiliary loss of routers, which is no sum over tokens ------------------------------------
+
+TOKENS = 23
+
+
+def _settings(**others: Any) -> SPPOConfig:
+    return SPPOConfig(chunk_lengths=(9, 1, 13), min_offload_size=1, show_plan=False, **others)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"recompute": "full", "offload": "full"},
+        {"recompute": "none", "offload": "full"},
+        {"recompute": "full", "offload": "none", "micro_batch_size": 2},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("padded", [False, True])
+def test_router_loss_in_modes_and_groups_of_rows(padded: bool, settings: dict[str, Any]) -> None:
+    batch = make_batch(rows=3, tokens=TOKENS, padding=(0, 9, 22) if padded else ())
+    report = compare(build_tiny_model("mixtral-router-loss"), batch, _settings(**settings))
+    assert report.exact, str(report)
+
+
+@pytest.mark.parametrize("family", ["mixtral-router-loss", "gpt_oss-router-loss"])
+def test_tokens_after_the_last_label_count_in_the_router_loss(family: str) -> None:
+    batch = make_batch(rows=2, tokens=TOKENS)
+    batch["labels"][:, 5:] = -100
+    report = compare(build_tiny_model(family), batch, _settings())
+    assert report.exact, str(report)
+
+
+def test_router_loss_with_lora_and_accumulation() -> None:
+    batch = make_batch(rows=3, tokens=TOKENS, padding=(4, 0, 11))
+    model = add_lora(build_tiny_model("qwen3_moe-router-loss"))
+    report = compare(model, batch, _settings(), accumulation=2)
+    assert report.exact, str(report)
+
+
+def test_the_router_loss_is_returned_as_the_model_returns_it() -> None:
+    model = build_tiny_model("mixtral-router-loss")
+    batch = make_batch(rows=2, tokens=TOKENS, padding=(0, 5))
+    with float64_everywhere():
+        expected = model(**batch)
+        output = convert(model, _settings())(**batch)
+    assert type(output) is type(expected)
+    torch.testing.assert_close(output.aux_loss, expected.aux_loss)
+    torch.testing.assert_close(output.loss, expected.loss)
+    without = model.config.router_aux_loss_coef * expected.aux_loss
+    assert without > 0.01 * expected.loss, "it is seen at all"
+
+
+def test_an_unproved_family_is_tried_when_its_router_loss_is_switched_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(guard, "_verdicts", {})
+    model = convert(build_tiny_model("flex_olmo", dtype=torch.float32), _settings())
+    assert not guard._verdicts
+    model.config.output_router_logits = True
+    model(**make_batch(tokens=TOKENS)).loss.backward()
+    assert list(guard._verdicts.values()) == [None]
+
+
+def test_a_family_proved_without_its_router_loss_is_tried_with_it() -> None:
+    """Transformers 5.17 ignores the setting of this family; newer releases do not."""
+    model = build_tiny_model("qwen3_vl_moe", dtype=torch.float32)
+    model.config.text_config.output_router_logits = True
+    assert not guard.is_proved(find_parts(model))
+
+
+def test_router_losses_beside_another_loss_are_refused() -> None:
+    model = build_tiny_model("mixtral-router-loss", dtype=torch.float32)
+    call = _call(model)
+    call.head_arguments["fused_lm_head"] = True
+    with pytest.raises(UnsupportedModelError, match="output_router_logits = False"):
+        refuse_call(find_parts(model), SPPOConfig(pp_size=2), call)
+    converted = convert(model, _settings())
+    with pytest.raises(UnsupportedModelError, match="output_router_logits = False"):
+        converted(input_ids=make_batch(tokens=TOKENS)["input_ids"])
+    model.config.output_router_logits = False  # the remedy
+    converted(input_ids=make_batch(tokens=TOKENS)["input_ids"])
+
+
+def test_a_pipeline_sums_the_router_losses_of_its_stages() -> None:
+    torch.manual_seed(0)
+    logits = [torch.randn(6, 4, requires_grad=True) for _ in range(3)]
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
+    whole, first, second = (
+        RouterLoss(4, 2, 0.1, backward_by_chunk=chunked) for chunked in (False, True, True)
+    )
+    whole.add(tuple(logits), mask, (0, 2), (0, 3))
+    value = whole.value()
+    assert value is not None
+    expected = torch.autograd.grad(0.1 * value, logits)
+    # Of two stages, one has two routers and one has one; a third has none.
+    sums = [first.add((logits[0],), mask, (0, 2), (0, 3))]
+    sums.append(second.add(tuple(logits[1:]), mask, (0, 2), (0, 3)))
+    third = RouterLoss(4, 2, 0.1, backward_by_chunk=True)
+    seen: list[Tensor] = []
+
+    def note(x: Tensor) -> Tensor:
+        seen.append(x)
+        return x
+
+    for one in (first, second, third):
+        one.sum_over_ranks(note, torch.device("cpu"))
+    for one in (first, second, third):
+        one.sum_over_ranks(lambda _: torch.stack(seen).sum(0), torch.device("cpu"))
+        torch.testing.assert_close(one.value(), value)
+    grads = torch.autograd.grad(sums, logits, [third.gradient()] * 2)
+    torch.testing.assert_close(grads, expected)
+
+
+def _call(model: Any) -> Any:
+    return read_call(find_parts(model), model.forward, (), dict(make_batch(tokens=TOKENS)))

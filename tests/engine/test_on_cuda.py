@@ -29,22 +29,22 @@ LARGE = {
     "max_position_embeddings": 8192,
 }
 
-AWAY = {"recompute": "full", "offload": "full"}
+OFFLOADED = {"recompute": "full", "offload": "full"}
 WAYS = {
     "kept": {"recompute": "none", "offload": "none", "num_chunks": 1, "order": "by_layer"},
     "kept, chunks": {"recompute": "none", "offload": "none", "num_chunks": 4, "order": "by_chunk"},
     "selective": {"recompute": "selective", "offload": "none", "num_chunks": 2},
-    "selective, away": {"recompute": "selective", "offload": "full", "num_chunks": 2},
-    "all away": {"recompute": "none", "offload": "full", "num_chunks": 3, "order": "by_chunk"},
-    "by layer": {**AWAY, "num_chunks": 3, "order": "by_layer"},
-    "by chunk": {**AWAY, "num_chunks": 3, "order": "by_chunk", "offload_kv": "full"},
-    "tiles": {**AWAY, "num_chunks": 1, "order": "by_layer", "layer_tile_tokens": 96},
-    "weights on the host": {**AWAY, "num_chunks": 2, "order": "by_layer", "weights": "host"},
+    "selective, offloaded": {"recompute": "selective", "offload": "full", "num_chunks": 2},
+    "all offloaded": {"recompute": "none", "offload": "full", "num_chunks": 3, "order": "by_chunk"},
+    "by layer": {**OFFLOADED, "num_chunks": 3, "order": "by_layer"},
+    "by chunk": {**OFFLOADED, "num_chunks": 3, "order": "by_chunk", "offload_kv": "full"},
+    "tiles": {**OFFLOADED, "num_chunks": 1, "order": "by_layer", "layer_tile_tokens": 96},
+    "weights on the host": {**OFFLOADED, "num_chunks": 2, "order": "by_layer", "weights": "host"},
 }
 
 
 def with_adapters(model):
-    """As users make them, but both factors have gradients."""
+    """Add LoRA adapters whose second factors are not zero, so that both have gradients."""
     peft = pytest.importorskip("peft")
     settings = peft.LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
     with suppress_peft_warnings():
@@ -105,7 +105,7 @@ def test_adapters():
     on_cuda(lora=True, recompute="selective", offload="full", num_chunks=2)
 
 
-@pytest.mark.parametrize("way", ["selective, away", "by chunk", "weights on the host"])
+@pytest.mark.parametrize("way", ["selective, offloaded", "by chunk", "weights on the host"])
 def test_some_ways_on_the_cpu(way):
     on_the_cpu(**WAYS[way])
 

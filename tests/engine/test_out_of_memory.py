@@ -1,9 +1,9 @@
-"""Memory runs out in the middle of a step, the user catches it, and the next step is as if not.
+"""Memory runs out in the middle of a step, the user catches the error, and the next step is right.
 
 On the CPU `torch.OutOfMemoryError` comes from wherever memory is taken: a layer, attention, the
 copies of the offload engine, the loss; at the first, a middle and the last call of a step. On CUDA
-memory really runs out. Afterwards nothing is away, pools are clean, and loss and gradients are
-those of a step without a fault, to the bit. Which of the three calls fails goes by turns.
+memory really runs out. Afterwards nothing is offloaded, pools are empty, and loss and gradients are
+bit by bit those of a step without a fault. The cases take turns at which of the three calls fails.
 """
 
 from __future__ import annotations
@@ -101,9 +101,9 @@ PLACES = {
     "the loss": _at_call_of(ModelHead, "logits"),
 }
 MODES = {
-    "frames away": {"offload": "full", "recompute": "none"},
-    "skeletons away": {"offload": "full", "recompute": "full"},
-    "K/V away": {"offload": "full", "recompute": "full", "offload_kv": "full"},
+    "activations offloaded": {"offload": "full", "recompute": "none"},
+    "inputs offloaded": {"offload": "full", "recompute": "full"},
+    "inputs and K/V offloaded": {"offload": "full", "recompute": "full", "offload_kv": "full"},
 }
 
 MOMENTS = ("first", "middle", "last")
@@ -129,7 +129,7 @@ class AtStart(StepObserver):
 def make_model(
     device: torch.device, mode: str, overrides: dict[str, int] | None = None
 ) -> torch.nn.Module:
-    """A small model that moves all it can."""
+    """A small model that offloads all it can."""
     torch.manual_seed(0)
     model = build_tiny_model("llama", dtype=torch.float32, **(overrides or {}))
     model.to(device).train()
@@ -149,7 +149,7 @@ def step(model: torch.nn.Module, ids: Tensor) -> list[Tensor]:
 
 
 def failing_step(model: torch.nn.Module, ids: Tensor) -> None:
-    """A step whose out-of-memory is caught as a training loop would."""
+    """A step whose out-of-memory error is caught, as in a training loop."""
     try:
         step(model, ids)
     except torch.OutOfMemoryError:
@@ -159,7 +159,7 @@ def failing_step(model: torch.nn.Module, ids: Tensor) -> None:
 
 
 def assert_clean(model: torch.nn.Module, *, running: bool = False) -> None:
-    """Nothing is away and no host byte in use; whether a forward runs is as it should be."""
+    """Nothing is offloaded, no host memory is used, and a forward is running or not, as given."""
     offload = get_engine(model).offload
     offload.assert_drained()
     if offload.device.type == "cuda":
@@ -170,13 +170,13 @@ def assert_clean(model: torch.nn.Module, *, running: bool = False) -> None:
 
 
 def assert_equal(ours: list[Tensor], expected: list[Tensor]) -> None:
-    """To the bit."""
+    """Compare bit by bit."""
     for one, other in zip(ours, expected, strict=True):
         assert torch.equal(one, other)
 
 
 def assert_near(ours: list[Tensor], expected: list[Tensor]) -> None:
-    """Within what an order of sums that changes from run to run may do in float32."""
+    """Compare in float32, where the order of sums may change from run to run."""
     for one, other in zip(ours, expected, strict=True):
         assert (one - other).norm() <= 1e-4 * other.norm().clamp_min(1e-6)
 
@@ -203,7 +203,7 @@ def fail_and_recover(
 
 @contextlib.contextmanager
 def no_collector() -> Iterator[None]:
-    """Whatever is freed is freed by its last owner, not by a collection that came by."""
+    """Context without garbage collection: memory is freed by its last owner alone."""
     gc.collect()
     gc.disable()
     try:
@@ -240,7 +240,7 @@ def test_the_next_step_is_exact(
 def test_a_loss_that_outlives_its_failed_backward(
     monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
-    """As in a loop that catches the error: the name `loss` is bound until the next forward ends."""
+    """A loop that catches the error keeps `loss` until the next forward ends."""
     model, fault = make_model(torch.device("cpu"), mode), Fault()
     ids = torch.randint(0, 97, (2, TOKENS))
     expected = step(model, ids)
@@ -260,7 +260,7 @@ def test_a_loss_that_outlives_its_failed_backward(
 
 
 def test_evaluation_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, fault = make_model(torch.device("cpu"), "K/V away"), Fault()
+    model, fault = make_model(torch.device("cpu"), "inputs and K/V offloaded"), Fault()
     ids = torch.randint(0, 97, (2, TOKENS))
     with torch.no_grad():
         expected = model(input_ids=ids, labels=ids).loss
@@ -383,7 +383,7 @@ def card() -> Iterator[Card]:
     torch.cuda.empty_cache()
 
 
-# An MLP's intermediate of a chunk of 8,192 tokens is 64 MiB, a frame about 350 MiB.
+# For a chunk of 8,192 tokens an MLP's intermediate is 64 MiB, and a layer saves about 350 MiB.
 WIDE = {
     "hidden_size": 256,
     "intermediate_size": 2048,

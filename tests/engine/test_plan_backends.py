@@ -20,8 +20,7 @@ from sppo_hf.testing.exactness import compare
 from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
 from tests.attention.backends.cases import deterministic
 from tests.attention.backends.fake_kernels import FakeAten
-from tests.engine.forced_kv import force_kv
-from tests.engine.forced_plans import force_modes
+from tests.engine.forced_plans import force_kv, force_modes
 
 
 def _choose_by_window(monkeypatch):
@@ -132,7 +131,7 @@ def train_with(monkeypatch, kernel, family, rows, **settings):
     monkeypatch.setattr(plans, "select_backend", lambda *_: Selection(backend, "planning"))
     monkeypatch.setattr(warm_up, "_thread", thread)
     model = build_tiny_model(family, dtype=torch.float32).train()
-    # Frames open behind the embedding.
+    # The layers begin after the embedding.
     model.model.embed_tokens.register_forward_pre_hook(
         lambda *_: setattr(kernel, "step_began", True)
     )

@@ -77,7 +77,7 @@ def test_small_gradients_do_not_change_plans():
 
 
 def test_a_corrected_plan_is_made_for_the_same_device(monkeypatch: pytest.MonkeyPatch):
-    """Of several devices of a kind the model's need not be the current one."""
+    """With several devices, the model's need not be the current one."""
     asked: list[torch.device] = []
     facts = plans_module.device_facts
 
@@ -125,7 +125,7 @@ def test_each_set_of_trained_parameters_has_its_own_plans():
 
 
 def test_plans_of_the_least_recently_trained_sets_are_dropped():
-    """As LISA draws them; the sets that trained last are those that are still known."""
+    """LISA, for one, draws new sets of trained layers all the time; the last eight are kept."""
     model, seen = _converted(build_tiny_model("llama"))
     engine = get_engine(model)
     assert engine is not None
@@ -170,7 +170,6 @@ def test_plans_use_the_host_memory_that_the_system_grants(shares, monkeypatch, c
 
 
 def test_a_correction_without_a_feasible_plan_keeps_the_plan(monkeypatch: pytest.MonkeyPatch):
-    """What ran so far still fits."""
     config = SPPOConfig(num_chunks=3, show_plan=False)
     book = PlanCache(find_parts(build_tiny_model("llama")), config, OffloadHolder(config))
     wanted = 1, 20, torch.device("cpu"), StepObserver()

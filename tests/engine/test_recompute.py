@@ -1,4 +1,4 @@
-"""Frames in every mode: exact, sparing with bytes and with matrix products."""
+"""Recomputed layers in every mode: exact, and with no more bytes and matmuls than needed."""
 
 import copy
 import functools
@@ -6,7 +6,7 @@ import gc
 import itertools
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from sppo_hf import SPPOConfig, SPPOError
 from sppo_hf.engine import recompute
@@ -31,6 +31,7 @@ from sppo_hf.testing.exactness import (
 )
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
 from tests.engine.forced_plans import force_modes
+from tests.engine.measuring import MatmulCounter
 from tests.sweeps import examples, sample, turn
 
 TOKENS = 23
@@ -207,18 +208,6 @@ def test_bfloat16_with_products_is_no_farther_from_float32(
 # -- what is computed, and what is kept ----------------------------------------------------------
 
 
-class _Multiplications(TorchDispatchMode):
-    """Counts matrix products, those of attention's reference backend among them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func._schema.name in ("aten::mm", "aten::addmm", "aten::bmm")
-        return func(*args, **(kwargs or {}))
-
-
 def _products_in_backward(mode: ActivationMode, family: str, *, lora: bool = False) -> int:
     model: nn.Module = build_tiny_model(family, dtype=torch.float32, num_hidden_layers=2)
     if lora:
@@ -226,7 +215,7 @@ def _products_in_backward(mode: ActivationMode, family: str, *, lora: bool = Fal
     with pytest.MonkeyPatch.context() as monkeypatch:
         force_modes(monkeypatch, _always(mode))
         loss = convert(model, _config())(**make_batch(tokens=TOKENS)).loss
-        with _Multiplications() as multiplications:
+        with MatmulCounter() as multiplications:
             loss.backward()
     return multiplications.count
 
@@ -238,15 +227,15 @@ def _products_in_backward(mode: ActivationMode, family: str, *, lora: bool = Fal
 )
 def test_no_kept_product_is_computed_twice(family: str, products: int, needed: int) -> None:
     whole = _products_in_backward(mode_of("whole", "device"), family)
-    frames = 2 * 3
+    calls = 2 * 3
     for tier in ("device", "host"):
         kept = mode_of("matmuls", tier)  # type: ignore[arg-type]
         inputs = mode_of("inputs", tier)  # type: ignore[arg-type]
         assert _products_in_backward(kept, family) == whole
-        # All but the last product of the layer while it is found out which nobody needs: in the
-        # last chunk of two layers, and in the one of a single token.
+        # All but the layer's last matmul run while unused ones are searched: in the last chunk of
+        # the two layers, and in that of a single token.
         learning = 4
-        computed = learning * products + (frames - learning) * needed
+        computed = learning * products + (calls - learning) * needed
         assert _products_in_backward(inputs, family) == whole + computed
 
 
@@ -261,7 +250,7 @@ def test_adapters_frozen_products_are_computed_once_where_nobody_needs_them() ->
 
 
 def test_a_layer_that_changed_its_products_is_run_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was found of a layer does not hold when it multiplies by other weights."""
+    """Unused matmuls that were found earlier do not count when weights have other shapes."""
     force_modes(monkeypatch, _always(mode_of("inputs", "device")))
     model = build_tiny_model("llama")
     batch = make_batch(tokens=TOKENS)
@@ -303,16 +292,16 @@ def test_layers_with_compiled_parts(monkeypatch: pytest.MonkeyPatch, saved: Any)
 
 
 class _Bytes:
-    """Counts the bytes that frames hold, by what they are."""
+    """Counts the bytes that recomputed layers hold, by kind."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.by_kind: dict[str, int] = {}
         hold = RecomputedLayer._hold
 
-        def counted(frame: RecomputedLayer, kind: str, tensor: Tensor) -> recompute.SavedTensor:
+        def counted(saved: RecomputedLayer, kind: str, tensor: Tensor) -> recompute.SavedTensor:
             name = kind.split()[0]
             self.by_kind[name] = self.by_kind.get(name, 0) + tensor.nbytes
-            return hold(frame, kind, tensor)
+            return hold(saved, kind, tensor)
 
         monkeypatch.setattr(RecomputedLayer, "_hold", counted)
 
@@ -365,6 +354,28 @@ def test_a_layer_that_multiplies_differently_is_refused(monkeypatch: pytest.Monk
         loss.backward()
 
 
+def test_a_rerun_that_cannot_begin_releases_what_was_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    force_modes(monkeypatch, _always(mode_of("inputs", "host")))
+    model = convert(build_tiny_model("llama", dtype=torch.float32), _config())
+    loss = model(**make_batch(tokens=TOKENS)).loss
+    failed: list[RecomputedLayer] = []
+
+    find_mode = RecomputedLayer._unused_matmuls_mode
+
+    def fail(saved: RecomputedLayer, hidden: Tensor, kind: Hashable) -> Any:
+        if saved._attention_results is None:
+            return find_mode(saved, hidden, kind)  # the final norm
+        failed.append(saved)
+        raise ValueError("no mode")
+
+    monkeypatch.setattr(RecomputedLayer, "_unused_matmuls_mode", fail)
+    with pytest.raises(ValueError, match="no mode"):
+        loss.backward()
+    (saved,) = failed
+    assert saved._attention_results is None
+    assert not list(saved.handles())
+
+
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("where", ["self_attn.k_proj", "mlp.up_proj"])
 def test_a_forward_that_fails_leaves_no_mode_behind(
@@ -389,18 +400,18 @@ def test_a_forward_that_fails_leaves_no_mode_behind(
         torch.testing.assert_close(again.by_name[name], gradient, rtol=1e-9, atol=1e-12)
 
 
-def test_frames_of_layers_that_share_keys_are_freed_without_a_backward() -> None:
-    """A frame that held the keys themselves would hold, through their graph, itself."""
+def test_recomputed_layers_that_share_keys_are_freed_without_a_backward() -> None:
+    """Saved activations that held the keys would, through the keys' graph, hold themselves."""
     model = convert(build_tiny_model("gemma4_text-shared-kv"), _config(recompute="full"))
     # Failed forwards of other tests may still hold some.
     there = {id(x) for x in gc.get_objects() if type(x) is RecomputedLayer}
     loss = model(**make_batch(tokens=TOKENS)).loss
-    frames = [
+    saved = [
         weakref.ref(x)
         for x in gc.get_objects()
         if type(x) is RecomputedLayer and id(x) not in there
     ]
-    assert frames
+    assert saved
     del loss
     gc.collect()
-    assert not any(frame() for frame in frames)
+    assert not any(reference() for reference in saved)

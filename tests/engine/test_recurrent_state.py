@@ -125,7 +125,7 @@ def test_only_layers_with_attention_attend(family: str, recompute: Any) -> None:
     assert engine.counters.get("attention_forwards", 0) == 4 * layers
 
 
-# That of MIXERS whole frames and inputs are exact: test_exactness.py.
+# Modes "whole" and "inputs" of MIXERS are compared in test_exactness.py.
 @pytest.mark.parametrize(
     ("family", "saved", "offload"),
     [

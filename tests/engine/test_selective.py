@@ -1,4 +1,4 @@
-"""Recording and playing a layer's matrix products, on layers made of a few lines."""
+"""Recording and replaying a layer's matmuls, on layers of a few lines."""
 
 import gc
 import weakref
@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from sppo_hf import SPPOError
 from sppo_hf.engine.recompute import SavedOnDevice
 from sppo_hf.engine.selective import Matmul, SelectiveRecorder, SelectiveReplayer
+from tests.engine.measuring import MatmulCounter
 
 D = 16
 ROWS = 5
@@ -21,7 +22,7 @@ Forward = Callable[["Weights", Tensor], Tensor]
 
 
 class Weights(nn.Module):
-    """A layer's weights; what it does with them is the test's affair."""
+    """A layer's weights; each test has a forward for them."""
 
     def __init__(self):
         super().__init__()
@@ -32,18 +33,6 @@ class Weights(nn.Module):
 
         self.a, self.b, self.c = draw(D, D), draw(D, D), draw(D, D)
         self.thin_in, self.thin_out = draw(D, 2), draw(2, D)
-
-
-class Products(TorchDispatchMode):
-    """Counts matrix products that are really computed."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func._schema.name in ("aten::mm", "aten::addmm", "aten::bmm")
-        return func(*args, **(kwargs or {}))
 
 
 def _input() -> Tensor:
@@ -73,14 +62,14 @@ def _record(
 def _play(
     layer: Weights, forward: Forward, x: Tensor, products: tuple[Matmul, ...]
 ) -> tuple[list[Tensor], int]:
-    """What autograd saves the second time, and how many products were computed."""
+    """Run again; return what autograd saves, and how many products were computed."""
     saved: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:
         saved.append(tensor.detach().clone())
         return tensor
 
-    counter = Products()
+    counter = MatmulCounter()
     player = SelectiveReplayer(products, width=D, label="layer 3, chunk 1")
     with saved_tensors_hooks(pack, lambda tensor: tensor), counter, player:
         forward(layer, x)
@@ -216,7 +205,7 @@ def test_what_torch_does_not_see_is_respected(in_place: bool) -> None:
         assert count == 0
 
 
-def test_a_write_that_a_layer_s_first_frame_did_not_have_is_respected_too() -> None:
+def test_a_write_that_a_layer_s_first_forward_did_not_have_is_respected_too() -> None:
     layer, x = Weights(), _input().requires_grad_()
     for forward in (lambda w, x: torch.sigmoid(x @ w.a) @ w.b, _add_in_place):
         _, saved, products = _record(layer, forward, x)
@@ -237,7 +226,7 @@ def test_products_without_copies_share_the_output_s_memory() -> None:
         _, _, (product,) = _record(layer, forward, x)
         assert product.output is not None
         shared.append(product.output.take().data_ptr() == outputs[-1].data_ptr())
-    assert shared == [False, True], "only the first frame of a layer copies"
+    assert shared == [False, True], "only the first recorder of a layer copies"
 
 
 def test_the_first_layer_of_a_kind_copies_for_all_of_its_model() -> None:

@@ -1,4 +1,4 @@
-"""How tokens and heads are divided among ranks; collectives: test_sequence_exactness.py."""
+"""Division of tokens and heads among ranks; for collectives see test_sequence_exactness.py."""
 
 import itertools
 from types import SimpleNamespace

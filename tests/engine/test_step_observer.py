@@ -1,4 +1,4 @@
-"""What observers receive, labels of units in a profiler's trace, and times on a late device."""
+"""Events for observers, labels of units in a profiler's trace, and times on a late device."""
 
 import gc
 import json

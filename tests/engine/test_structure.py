@@ -1,4 +1,4 @@
-"""What is converted and what is refused, by a model's parts; planning gives the same reason."""
+"""Models that are refused for their parts; planning refuses them with the same reason."""
 
 import json
 import re
@@ -70,7 +70,7 @@ FOUND_BY_TRYING = ("diffllama", "longcat_flash", "doge")
 
 
 def _said(check: Callable[[], object]) -> str:
-    """Why `check` refuses, without names and remedies; empty where it does not."""
+    """The reason why `check` refuses, without names and remedies; "" if it does not."""
     try:
         check()
     except UnsupportedModelError as error:

@@ -105,7 +105,7 @@ def test_shape_against_the_model(family: str, monkeypatch: pytest.MonkeyPatch) -
     _check_parameters(shape, model)
     if family not in OTHER_IN_16_BITS:
         half = to_bfloat16(model)
-        assert _whole_frames(model_shape(find_parts(half))) == _about(saved_bytes(half)[0])
+        assert _whole_bytes(model_shape(find_parts(half))) == _about(saved_bytes(half)[0])
 
 
 # How adapters and autocast change a layer has little to do with its family.
@@ -119,12 +119,12 @@ def test_shape_with_adapters(family: str, monkeypatch: pytest.MonkeyPatch) -> No
     shape = _check_shape(model, monkeypatch)
     _check_parameters(shape, model)
     half = to_bfloat16(model)
-    assert _whole_frames(model_shape(find_parts(half))) == _about(saved_bytes(half)[0])
+    assert _whole_bytes(model_shape(find_parts(half))) == _about(saved_bytes(half)[0])
 
 
 def _check_shape(model: Any, monkeypatch: pytest.MonkeyPatch) -> ModelShape:
     shape = model_shape(find_parts(model))
-    assert _whole_frames(shape) == _about(saved_bytes(model)[0])
+    assert _whole_bytes(shape) == _about(saved_bytes(model)[0])
     _check_flops_and_products(shape, model, monkeypatch)
     return shape
 
@@ -160,30 +160,30 @@ def _check_flops_and_products(
     "family",
     families(OTHER_UNDER_AUTOCAST, tail=slice(1, None, 3), always=turn(ALWAYS, 2, 1)),
 )
-def test_frame_bytes_under_autocast(family: str) -> None:
+def test_saved_bytes_under_autocast(family: str) -> None:
     model = build(family, torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         measured, _ = saved_bytes(model)
         shape = model_shape(find_parts(model))
     assert (shape.dtype_bytes, shape.parameter_bytes) == (2, 4)
-    assert _whole_frames(shape) == _about(measured)
+    assert _whole_bytes(shape) == _about(measured)
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3"])
-def test_frame_bytes_of_wide_adapters(family: str) -> None:
+def test_saved_bytes_of_wide_adapters(family: str) -> None:
     """PEFT's float32 adapters on a 16-bit model, with the Trainer's autocast and without."""
     pytest.importorskip("peft")
     model = to_bfloat16(build(family, torch.float32, lora=True))
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
-    frames = []
+    per_token = []
     for autocast in (False, True):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             shape = model_shape(find_parts(model))
-            assert _whole_frames(shape) == _about(saved_bytes(model)[0])
-        frames.append(shape.activation_bytes_per_token(1))
-    assert frames[1] < 0.9 * frames[0]
+            assert _whole_bytes(shape) == _about(saved_bytes(model)[0])
+        per_token.append(shape.activation_bytes_per_token(1))
+    assert per_token[1] < 0.9 * per_token[0]
 
 
 @pytest.mark.parametrize("family", ["zamba2", "gemma4", "qwen2_vl"])
@@ -242,10 +242,10 @@ def test_states_are_those_that_transformers_keeps_for_generation(family: str) ->
     ],
 )
 @pytest.mark.filterwarnings("ignore:sequences of .* are longer")
-def test_frame_bytes_of_recurrent_layers(family: str, lengths: tuple[int, int]) -> None:
+def test_saved_bytes_of_recurrent_layers(family: str, lengths: tuple[int, int]) -> None:
     model = convert(build_tiny_model(family, dtype=torch.float32), SETTINGS)
-    frames = _whole_frames(model_shape(find_parts(model)))
-    assert list(frames.values()) == _about(growing_bytes(model, lengths))
+    by_layer = _whole_bytes(model_shape(find_parts(model)))
+    assert list(by_layer.values()) == _about(growing_bytes(model, lengths))
 
 
 @pytest.mark.parametrize("lora", [None, LoraShape(rank=16)])
@@ -255,7 +255,7 @@ def test_the_profile_of_llama_equals_the_one_made_by_hand(lora: LoraShape | None
     training = Training(dtype_bytes=2, parameter_bytes=2, lora=lora)
     config = llama_config(num_hidden_layers=3)
     traced = trace_config(config, training)
-    # Autograd's nodes nobody counts by hand.
+    # Autograd's nodes were not counted by hand.
     layers = tuple(replace(layer, graph_nodes=0) for layer in traced.layers)
     assert replace(traced, layers=layers) == by_hand(config, training)
 
@@ -449,7 +449,7 @@ def _shipped(config: object, training: Training) -> ModelProfile:
     return find_profile(config, training, refuse)
 
 
-def _whole_frames(shape: ModelShape) -> dict[int, int]:
+def _whole_bytes(shape: ModelShape) -> dict[int, int]:
     return {layer: shape.activation_bytes_per_token(layer) for layer in range(shape.num_layers)}
 
 
@@ -458,12 +458,12 @@ def _about(measured: Any) -> Any:
 
 
 def _step_flops(model: Any, saved: Saved, monkeypatch: pytest.MonkeyPatch) -> float:
-    """Matrix products of one step per token, with all frames in one mode on the device."""
+    """FLOPs of matmuls in one step per token, with all layers in one mode on the device."""
     with monkeypatch.context() as patch:
         force_modes(patch, lambda chunk, layer: mode_of(saved, "device"))
         convert(revert(model), SETTINGS)
         if saved == "inputs":
-            run(model).backward()  # finds the products that nobody needs
+            run(model).backward()  # finds unused matmuls
         with counted_flops() as counter:
             run(model).backward()
     convert(revert(model), SETTINGS)
@@ -471,7 +471,7 @@ def _step_flops(model: Any, saved: Saved, monkeypatch: pytest.MonkeyPatch) -> fl
 
 
 def _watch_kept_products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A list that gets, layer by layer, the bytes of products that a frame keeps."""
+    """A list that gets, layer by layer, the bytes of matmuls that are kept."""
     kept: list[int] = []
     stop = SelectiveRecorder.stop
 

@@ -1,4 +1,4 @@
-"""Which shapes attention meets in steps that `WarmUp` has not shown to its kernels before."""
+"""Finds shapes that attention gets in steps and that `WarmUp` has not run before."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sppo_hf.attention.warm_up import WarmUp
 
 @contextmanager
 def unplanned_shapes() -> Iterator[list[str]]:
-    """Let the CPU's kernels say that they plan; gives the shapes that came without being met."""
+    """Make the CPU's kernels claim to plan each shape; yields shapes that were not warmed up."""
     met: set[Any] = set()
     unplanned: list[str] = []
     running: list[bool] = []

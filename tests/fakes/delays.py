@@ -1,4 +1,4 @@
-"""A device's streams with random pauses, so that an order that only luck keeps is lost.
+"""A device's streams with random pauses, so that missing waits between streams show.
 
 `DelayedRuntime` is a `StreamRuntime` around another: the CUDA one, where a pause keeps the stream
 busy on the device, or a `FakeDevice`, where it takes logical time.
@@ -28,7 +28,7 @@ class DelayedRuntime:
     Args:
         inner: does the work.
         pause: enqueues a pause on the current stream, or none.
-        spoil: overwrites device bytes that were just allocated.
+        spoil: overwrites device bytes that were just allocated, so that early reads show.
         only_copies: whether compute never pauses.
     """
 
@@ -59,7 +59,7 @@ class DelayedRuntime:
         return self.inner.use_stream(stream)
 
     def empty_bytes(self, num_bytes: int) -> Tensor:
-        """A pause of compute, and bytes that are NaN in any dtype until a copy has come."""
+        """Pause compute; return bytes that are NaN in any float dtype until a copy fills them."""
         if not self._only_copies:
             self._pause()
         empty = self.inner.empty_bytes(num_bytes)
@@ -67,7 +67,7 @@ class DelayedRuntime:
         return empty
 
     def copy_bytes(self, destination: Tensor, source: Tensor) -> None:
-        """A pause of the lane, and the copy."""
+        """Pause the current stream, then copy."""
         self._pause()
         self.inner.copy_bytes(destination, source)
 

@@ -96,7 +96,7 @@ class FakeEvent:
         self.clock: Clock = {}
 
     def record(self, stream: FakeStream) -> None:
-        """Stand behind all work of `stream` so far."""
+        """Put the event behind all work of `stream` so far."""
         self._device.look_for_freed()
         self.time = max(stream.ready_at, self._device.now)
         self.clock = dict(stream.clock)
@@ -144,12 +144,12 @@ class FakeDevice:
         self.device_bytes = 0
         self.peak_device_bytes = 0
         self.locked: dict[int, int] = {}
-        """Bytes of host memory whose pages are locked, by the first one's address."""
+        """Number of locked bytes by the address of the first."""
         self.on_lock: Callable[[int, int], None] = lambda address, num_bytes: None
-        """Called with each such run before it is; may raise as a driver does, or take its time."""
+        """Called with address and bytes before they are locked; may raise, as a driver does."""
 
     def current_stream(self) -> FakeStream:
-        """The stream whose turn it is."""
+        """The current stream."""
         return self._current
 
     def new_stream(self) -> FakeStream:
@@ -185,7 +185,7 @@ class FakeDevice:
         destination.copy_(source)
 
     def lock_pages(self, address: int, num_bytes: int) -> None:
-        """Whole pages, none of them twice."""
+        """Lock pages, and check that they are whole and not locked yet."""
         assert address % 4096 == 0, "locked memory starts with a page"
         for start, size in self.locked.items():
             assert address + num_bytes <= start or start + size <= address, "locked twice"
@@ -193,7 +193,7 @@ class FakeDevice:
         self.locked[address] = num_bytes
 
     def unlock_pages(self, address: int) -> None:
-        """Lets time pass until all queues are empty, as CUDA does.
+        """Let time pass until all queues are empty, as CUDA does.
 
         It comes when garbage is collected, whenever that is, so it raises nothing and is not one of
         the host's waits.

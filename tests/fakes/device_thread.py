@@ -53,7 +53,7 @@ class DeviceThread:
 
 @contextlib.contextmanager
 def on_a_thread() -> Iterator[DeviceThread]:
-    """Every backward within runs on one thread that is not its caller's."""
+    """Run every backward inside the context on one thread other than its caller's."""
     thread, run = DeviceThread(), torch.autograd._engine_run_backward
 
     def run_backward(*args: Any, **kwargs: Any) -> Any:

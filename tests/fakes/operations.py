@@ -21,7 +21,7 @@ _ONLY_NAMES_MEMORY = (torch.ops.aten.empty, torch.ops.aten.set_, torch.ops.aten.
 
 
 class OperatingDevice(FakeDevice):
-    """A fake device whose own doings are not operations of the program."""
+    """A fake device whose own tensor operations are not counted as the program's."""
 
     def empty_bytes(self, num_bytes: int) -> Tensor:
         """See `FakeDevice.empty_bytes`."""

@@ -1,4 +1,4 @@
-"""A tokenizer with one token a byte, built on the spot: nothing to download, nothing to guess."""
+"""A tokenizer with one token per byte, made without a download."""
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -7,7 +7,7 @@ END, PAD = "<end>", "<pad>"
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """258 tokens: the bytes in the order of their printable stand-ins, then end and pad."""
+    """Return a tokenizer of 258 tokens: 256 bytes, then end and pad."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {symbol: index for index, symbol in enumerate([*alphabet, END, PAD])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))

@@ -103,7 +103,7 @@ def test_any_sequence_of_writes_reads_and_releases(
 
 
 def await_empty(store: DiskStore) -> None:
-    """Wait for what was released under way."""
+    """Wait until all extents are free, also those released during a transfer."""
     deadline_seconds = time.monotonic() + PATIENCE_SECONDS
     while store.space.used_bytes and time.monotonic() < deadline_seconds:
         time.sleep(0.001)

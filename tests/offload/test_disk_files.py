@@ -44,7 +44,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def memories(seed: int = 0) -> Iterator[Bytes]:
-    """Random bytes of all kinds of lengths and addresses."""
+    """Yield random bytes of aligned and unaligned lengths and addresses."""
     generator = np.random.default_rng(seed)
     for size in (1, 77, BLOCK_BYTES, BLOCK_BYTES + 1, 7 * BLOCK_BYTES, NUM_BYTES - 5):
         for shift in (0, 1, 512):
@@ -730,7 +730,7 @@ def test_free_bytes_are_known_even_when_the_folder_is_gone(tmp_path: Path) -> No
 
 
 def test_a_missing_parent_is_refused(tmp_path: Path) -> None:
-    """A disk that is not mounted, say: its files would fill the disk that its parent is on."""
+    """For example a disk that is not mounted: files would fill the disk of the parent folder."""
     for attempt in (StoreFolder, _ask_for_free_bytes):
         with pytest.raises(ConfigError, match=r"not-mounted' does not exist.*Remedy: name such"):
             attempt(tmp_path / "not-mounted" / "offload")

@@ -465,7 +465,7 @@ def test_an_error_in_a_thread_is_raised_in_the_step_with_the_path(
 def test_a_step_that_the_disk_failed_is_freed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
-    """An error that knew the frames of the step would hold its graph, and the graph the error."""
+    """An error whose traceback held the step's frames would keep the graph alive."""
     faults = FaultyDisk(monkeypatch)
 
     def fail() -> weakref.ref[OffloadEngine]:

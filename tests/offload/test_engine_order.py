@@ -205,7 +205,7 @@ def test_layers_that_were_kept_are_skipped() -> None:
 
 
 class EngineUnderAnyUse(RuleBasedStateMachine):
-    """Every public verb in any order, with a budget, against what was put in."""
+    """Calls every public method in any order, within a budget; tensors must come back unchanged."""
 
     BUDGET_BYTES = 3 * SLAB_BYTES
     HAS_DISK = False

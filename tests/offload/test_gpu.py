@@ -1,4 +1,4 @@
-"""Groups and windows on CUDA under random pauses, and tensors past 2^31 bytes; twins on the CPU.
+"""Offloading on CUDA with random pauses, and of tensors past 2^31 bytes; the same on the CPU.
 
 Sizes are small but where a test says so, so that `compute-sanitizer` can run it:
 
@@ -105,11 +105,11 @@ def test_a_lost_wait_shows_on_the_fake_device(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.gpu
 def test_locked_memory_on_cuda() -> None:
-    """It counts as pinned as long as somebody has it; a refusal is no error of this thread."""
+    """Memory counts as pinned while a tensor holds it; a refusal leaves no CUDA error here."""
     runtime = CudaRuntime(torch.device("cuda"))
 
     class Twice:
-        """A driver refuses to lock what is locked."""
+        """Locks memory that is locked already, which the driver refuses."""
 
         def lock_pages(self, address: int, num_bytes: int) -> None:
             runtime.lock_pages(address, num_bytes)
@@ -141,7 +141,7 @@ def test_locked_memory_on_cuda() -> None:
 
 
 def check_round_trip(device: torch.device, *, num_elements: int, pin: bool) -> None:
-    """A tensor of 16-bit numbers to the host and back, looked at on both sides of its middle."""
+    """Copy a tensor of 16-bit numbers to the host and back; check both ends and the middle."""
     engine = make_engine(device, use_pin_memory=pin)
     values = torch.zeros(num_elements, dtype=torch.int16, device=device)
     marks = [0, num_elements // 2 - 1, num_elements // 2, num_elements - 1]

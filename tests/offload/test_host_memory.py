@@ -297,7 +297,7 @@ def test_a_double_release_and_a_foreign_region_are_refused() -> None:
 
 
 def _refuse_from(device: FakeDevice, number: int) -> list[int]:
-    """Let a driver lock so many slabs; returns the sizes of those, in order."""
+    """Let `device` lock `number` slabs and refuse more; returns the sizes of those locked."""
     locked: list[int] = []
 
     def on_lock(address: int, num_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""What autograd saves is offloaded and prefetched in order, and lives as long as its graph."""
+"""Saved tensors are offloaded, prefetched in order, and freed with their graph."""
 
 from __future__ import annotations
 

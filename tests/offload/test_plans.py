@@ -82,7 +82,7 @@ class Group:
 
 
 class Training:
-    """Runs steps of a plan and looks at every bound on the way."""
+    """Runs steps of a plan and checks every bound on the way."""
 
     def __init__(self, machine: Machine, seed: int = 0) -> None:
         self.machine = machine
@@ -100,7 +100,7 @@ class Training:
         self.engine = OffloadEngine(copier, self.pool, min_offload_elements=4, staging=staging)
 
     def step(self, plan: list[tuple[Mode, list[int]]], fails_at: int | None = None) -> None:
-        """One step; the exception comes after so many events, forward and backward together."""
+        """Run one step; raise after `fails_at` events of forward and backward together."""
         self.events_left = fails_at
         groups, prefetch_order = self.forward(plan)
         self.backward(groups, prefetch_order)

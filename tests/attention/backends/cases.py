@@ -38,7 +38,7 @@ def deterministic(mode: str) -> Iterator[None]:
 
 @st.composite
 def bands(draw):
-    """Any rows, keys and band, many of them odd."""
+    """Draw numbers of rows and keys and a band, also ones in which rows see nothing."""
     rows, keys = draw(st.integers(1, 24)), draw(st.integers(1, 40))
     window = draw(st.none() | st.integers(1, 45))
     return rows, keys, CausalBand(draw(st.integers(-5, 45)), window)

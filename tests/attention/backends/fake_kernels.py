@@ -1,7 +1,7 @@
-"""Kernels for CUDA, played on the CPU with the signatures and the manners of the real ones.
+"""Fakes of the CUDA kernels that run on the CPU, with the signatures of the real ones.
 
-Each fake computes with the oracle's arithmetic, insists on what the real kernel insists on (dense
-heads, head sizes, layouts, a contiguous log-sum-exp), and aligns its mask as the real one does.
+Each fake computes with plain operations, asserts what the real kernel requires (dense heads, head
+sizes, layouts, a contiguous log-sum-exp), and aligns its mask as the real one does.
 """
 
 import math
@@ -11,12 +11,12 @@ from torch import Tensor
 
 
 def _widen(*tensors):
-    """Kernels take 16 bits and multiply with 32."""
+    """Convert to float32 or wider, the precision in which kernels add up."""
     return [x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors]
 
 
 def _attend(q, k, v, seen, scale, softcap=0.0):
-    """Out and log-sum-exp; heads before tokens; like kernels, +inf for a row without keys."""
+    """Return output and log-sum-exp, +inf for a row without keys, as kernels do."""
     dtype, groups = q.dtype, q.shape[1] // k.shape[1]
     q, k, v = _widen(q, k, v)
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
@@ -30,7 +30,7 @@ def _attend(q, k, v, seen, scale, softcap=0.0):
 
 
 def _attend_backward(dout, q, k, v, out, lse, seen, scale, softcap=0.0):
-    """Gradients that trust `out` and `lse`, as kernels do."""
+    """Return gradients computed from the given `out` and `lse`, as kernels do."""
     dtype, kv_heads, groups = q.dtype, k.shape[1], q.shape[1] // k.shape[1]
     dout, q, k, v, out = _widen(dout, q, k, v, out)
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
@@ -71,7 +71,7 @@ def _swap(*tensors):
 
 
 def _documents(cu_q, cu_k, max_q, max_k, queries, keys):
-    """Slices of each document; offsets as kernels insist on them."""
+    """Check the offsets as kernels do; return the slices of queries and keys of each document."""
     assert cu_q.dtype == cu_k.dtype == torch.int32
     assert (cu_q[0], cu_k[0]) == (0, 0)
     assert (cu_q[-1], cu_k[-1]) == (queries, keys)
@@ -81,7 +81,7 @@ def _documents(cu_q, cu_k, max_q, max_k, queries, keys):
 
 
 def _each_forward(one, q, k, v, cu_q, cu_k, max_q, max_k):
-    """`one` document after the other, [tokens, heads, H]; log-sum-exp [heads, tokens]."""
+    """Run `one` on each document; return output [tokens, heads, H] and lse [heads, tokens]."""
     parts = []
     for rows, keys in _documents(cu_q, cu_k, max_q, max_k, len(q), len(k)):
         out, lse = one(q[None, rows], k[None, keys], v[None, keys])
@@ -91,7 +91,7 @@ def _each_forward(one, q, k, v, cu_q, cu_k, max_q, max_k):
 
 
 def _each_backward(one, dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k):
-    """Gradients, [tokens, heads, H]."""
+    """Run `one` on each document; return gradients [tokens, heads, H]."""
     assert lse.shape == (q.shape[1], len(q))
     parts = []
     for rows, keys in _documents(cu_q, cu_k, max_q, max_k, len(q), len(k)):
@@ -104,7 +104,7 @@ class FakeAten:
     """Stands in for `torch.ops.aten`."""
 
     def __init__(self, *, grouped_heads=True, lse_rank=4):
-        """Say how this release behaves."""
+        """Make a release with or without grouped heads, whose cuDNN lse has `lse_rank` dims."""
         self.grouped_heads, self.lse_rank = grouped_heads, lse_rank
         self.calls = []
 

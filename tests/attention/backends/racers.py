@@ -1,4 +1,4 @@
-"""Backends that do nothing but take time on a clock, or fail."""
+"""Fake backends that compute nothing: they advance a fake clock, or raise."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sppo_hf.attention.backends.base import AttentionOutput, AttentionSpec, Back
 
 
 class FakeClock:
-    """Seconds that pass because a racer says so."""
+    """A clock that only `Racer` advances."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -56,7 +56,7 @@ class Racer(Backend):
 
 
 def raising(error: Exception) -> Callable[[], object]:
-    """Raises it each time."""
+    """Return a function that raises `error` in every call."""
 
     def fail() -> None:
         raise error

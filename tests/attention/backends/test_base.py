@@ -136,7 +136,7 @@ def test_weights_are_the_shares_of_the_softmax():
 
 
 def test_a_mean_of_equal_outputs_is_that_output():
-    """Whatever the rounded weights: errors do not add up over many blocks."""
+    """For any rounding of the weights, so errors do not add up over many blocks."""
     torch.manual_seed(0)
     out, lse = torch.full((1, 2, 64, 3), 1 / 3), torch.randn(1, 2, 64)
     for _ in range(200):

@@ -131,7 +131,7 @@ def test_key_heads_are_repeated_where_threads_would_wait(heads, threads, best):
 
 
 class Peak(TorchDispatchMode):
-    """The most bytes that tensors which operations make have at once."""
+    """Measures the peak bytes of the tensors that operations make."""
 
     def __init__(self):
         super().__init__()
@@ -183,7 +183,7 @@ def test_repeated_heads_take_the_memory_that_plans_count(monkeypatch, rows, keys
 
 
 def test_strides_without_dense_heads():
-    """The kernel reads heads as if they were dense; a backend must not let it."""
+    """The kernel reads every head as if it were dense, so a backend must copy other heads."""
     q, k = torch.randn(2, 1, 3, 8, 5, dtype=torch.float64).transpose(3, 4).unbind()
     band = CausalBand(0)
     ours = CPUFlash().forward(q, k, k, band=band, scale=1.0)

@@ -1,4 +1,4 @@
-"""Packed documents in one call, on made-up kernels; the real ones are verified on a GPU."""
+"""Packed documents in one call, on fake kernels; the real ones are checked on a GPU."""
 
 from dataclasses import replace
 
@@ -74,7 +74,7 @@ def test_kernels_are_checked_with_documents(backend):
 
 
 class Blurred(FakeAten):
-    """Takes documents for one."""
+    """Attends as if all documents were one."""
 
     def _flash_attention_forward(self, q, k, v, cum_q, cum_k, *args, **kwargs):
         if cum_q is None:

@@ -1,4 +1,4 @@
-"""The flash-attn packages' backends on made-up packages of several releases."""
+"""The flash-attn packages' backends on fakes of several releases of them."""
 
 import pytest
 import torch

@@ -345,7 +345,7 @@ def test_on_a_cpu_nothing_races():
 
 
 def test_the_caller_is_left_as_it_was(track):
-    """Chosen in the middle of a layer: autograd, autocast and random numbers notice nothing."""
+    """Choosing in the middle of a layer changes neither autograd, autocast nor random numbers."""
     seen = []
 
     def look(racer):

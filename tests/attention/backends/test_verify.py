@@ -1,4 +1,4 @@
-"""A backend that is wrong, in any of the ways kernels are wrong, is found out."""
+"""`find_mismatch` accepts right backends and finds each kind of wrong kernel."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def test_a_kernel_that_aligns_its_mask_elsewhere_is_found():
 
 
 class TopLeftAten(FakeAten):
-    """Aligns at the top left."""
+    """Aligns its mask at the top left."""
 
     def _flash_attention_forward(self, q, k, v, *args, **kwargs):
         rows, keys = q.shape[1], k.shape[1]
@@ -132,7 +132,7 @@ class CountingAten(FakeAten):
 
 
 def test_a_kernel_that_plans_each_shape_is_asked_for_few():
-    """Each takes it a second, forward and backward, in every process that uses it."""
+    """Each plan takes about a second, forward and backward, in every process."""
     aten = CountingAten()
     assert find_mismatch(CuDNN(aten=aten), requirement(gqa_ratio=2), CPU) is None
     causal = [plan[-1] for plan in aten.plans]

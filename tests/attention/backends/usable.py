@@ -1,7 +1,7 @@
-"""The backend that a GPU test is about: skipped where it says that it cannot, else it must work.
+"""Finds the backend of a GPU test: skips the test where the backend is not supported, else fails.
 
-A backend that is refused although it said that it can is a failure of the test: it gave wrong
-results, or raised. Only what a card or a release lacks, and its backend cannot know, is named here.
+A backend that says that it is supported but raises or gives wrong results fails the test. Excused
+are only gaps of cards and releases that a backend cannot know, which `known_gap` lists.
 """
 
 import pytest
@@ -12,7 +12,7 @@ from sppo_hf.attention.backends.select import BACKENDS, find_backend, select_bac
 
 
 def usable_backend(name: str, requirement: AttentionSpec) -> Backend:
-    """The backend; "auto" is one too.
+    """Return the backend of this name, or the one that "auto" chooses.
 
     Raises:
         Skipped: It says itself that it cannot, or is not installed, or raised where `known_gap`
