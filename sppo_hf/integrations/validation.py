@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from accelerate.utils import DistributedType, DynamoBackend
 
 from sppo_hf.config import SPPOConfig
@@ -32,6 +33,12 @@ _SUPPORTED_TYPES = (
 
 _TRL_TRAINERS_ON_SHARED_BATCHES = ("SFT", "DPO", "KTO")
 """Trainers of TRL whose losses need only the log-probabilities of the labels."""
+
+FSDP2_TORCH = "2.13"
+"""Oldest PyTorch whose FSDP2 calls modules of one unit a different number of times.
+
+Accelerate shards the final norm and the head as one unit, and the head runs once for each tile of
+the loss. Earlier versions reshard the unit in the middle of backward."""
 
 COMPILE_REMEDY = "SPPOPlugin(compile=True) compiles what holds no attention"
 """What users who want torch.compile can have instead."""
@@ -77,8 +84,9 @@ def check_accelerator(accelerator: Accelerator) -> None:
     """Refuse launch modes in which SPPO is not exact or not tested.
 
     Raises:
-        ConfigError: The Accelerator runs DeepSpeed, Megatron-LM, FSDP version 1, FSDP's activation
-            checkpointing or torch.compile, or on an unsupported kind of device.
+        ConfigError: The Accelerator runs DeepSpeed, Megatron-LM, FSDP version 1, FSDP2 under a
+            PyTorch that is too old for it, FSDP's activation checkpointing or torch.compile, or on
+            an unsupported kind of device.
     """
     kind = accelerator.distributed_type
     if kind not in _SUPPORTED_TYPES:
@@ -94,6 +102,12 @@ def check_accelerator(accelerator: Accelerator) -> None:
             raise _unsupported(
                 "FSDP's activation_checkpointing is on, and SPPO recomputes by itself",
                 "switch fsdp_activation_checkpointing off and set SPPO's recompute instead",
+            )
+        if torch.__version__ < FSDP2_TORCH:
+            raise _unsupported(
+                f"The Accelerator runs FSDP2 under PyTorch {torch.__version__}, which cannot run "
+                "the final norm and the head, one unit of weights, a different number of times",
+                "install PyTorch 2.13 or newer, or drop FSDP and set pp_size or use DDP",
             )
     dynamo_plugin: Any = accelerator.state.dynamo_plugin
     if dynamo_plugin.backend != DynamoBackend.NO:

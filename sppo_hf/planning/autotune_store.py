@@ -50,7 +50,7 @@ class AutotuneResult:
     """Measured backends, in their order of preference."""
 
     left_out: dict[str, str]
-    """By name, the reason why a backend was not timed, as text that follows the name."""
+    """Reasons why backends were not timed, by name; each is text that follows the name."""
 
     lasting: bool = True
     """Whether the result is reproducible and may be stored; False if memory ran out."""
@@ -102,7 +102,11 @@ def read_autotune(path: Path) -> AutotuneResult | None:
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
-        logger.warning("The attention race in %s cannot be read and is run anew: %r", path, error)
+        logger.warning(
+            "Timings of attention backends in %s cannot be read and are measured again: %r",
+            path,
+            error,
+        )
         return None
 
 
@@ -123,7 +127,7 @@ def publish_autotune(path: Path, result: AutotuneResult) -> AutotuneResult:
         finally:
             written.unlink(missing_ok=True)
     except OSError as error:
-        logger.info("The attention race cannot be kept in %s: %s", path, error)
+        logger.info("Timings of attention backends cannot be stored in %s: %s", path, error)
         return result
     return read_autotune(path) or result
 
@@ -149,6 +153,6 @@ def _from_json(text: str) -> AutotuneResult:
     )
     sound = all(lap.seconds > 0 and math.isfinite(lap.flops_per_second) for lap in laps)
     if read["format"] != _FORMAT or not laps or not sound:
-        raise ValueError("no laps of this format")
+        raise ValueError("no timings of this format")
     left_out = {str(name): str(reason) for name, reason in dict(read["left_out"]).items()}
     return AutotuneResult(str(read["load"]), laps, left_out)

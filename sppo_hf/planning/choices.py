@@ -138,7 +138,7 @@ def read_orders(config: SPPOConfig, *, by_layer: bool = True) -> tuple[Order, ..
 
 
 class Placement(NamedTuple):
-    """Which parts of a model are host-resident."""
+    """The parts of a model that are host-resident."""
 
     weights: bool
     """Weights of layers, except trained ones whose optimizer is on the device."""

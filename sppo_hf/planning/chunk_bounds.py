@@ -21,8 +21,9 @@ from sppo_hf.planning.model_shape import ModelShape
 Bounds = tuple[tuple[int, int], ...]
 
 # What num_chunks="auto" aims at. On a GPU 2K to 16K tokens keep kernels efficient (2K chunks were
-# measured to cost up to 40% of the throughput) while a chunk's live frame stays small against
-# its K/V; 8K is the middle. A CPU is busy with far fewer rows, and there memory is the point.
+# measured to cost up to 40% of the throughput) while the saved activations of a running layer stay
+# small beside its K/V; 8K is the middle. A CPU is busy with far fewer rows, and there memory is the
+# point.
 TARGET_CHUNK_TOKENS = {"cpu": 512, "cuda": 8192}
 
 TARGET_TOKENS = (2048, 4096, 8192, 16_384)
@@ -236,7 +237,7 @@ def auto_bounds(
     """Cuts into about `total_tokens / target_tokens` chunks, none far from the target.
 
     Balanced FLOPs alone would make the first of 128 chunks of a million tokens 70K long, and the
-    live frame of the longest chunk is what memory has to hold. So lengths stay between a quarter
+    activations of the longest chunk are what memory has to hold. So lengths stay between a quarter
     of the target and twice the target; inside that range FLOPs are equal.
     """
     num_chunks = max(1, (total_tokens + target_tokens // 2) // target_tokens)

@@ -180,7 +180,7 @@ class ClusterPlan:
     """Bytes by which budgets are exceeded, over all tiers; 0 where the layout fits."""
 
     disk_bytes: int = 0
-    """The same of the tiers behind the host."""
+    """Peak bytes behind the host (on disk), counted in the same way."""
 
     offloads: bool = False
     """Whether any saved activations are offloaded; not those of a forward whose backward follows at
@@ -188,7 +188,7 @@ class ClusterPlan:
 
     @property
     def reason(self) -> str:
-        """What the time is lost to, in words."""
+        """The causes of lost time, as text."""
         parts = [f"idle {self.bubble_fraction:.1%}"]
         if self.recompute_fraction > 0:
             parts.append(f"recompute {self.recompute_fraction:.1%}")
@@ -205,8 +205,7 @@ class ClusterAnswer:
     """Plans that fit, fastest first."""
 
     closest: ClusterPlan | None
-    """Of the simulated layouts that do not fit, the one that exceeds budgets by least; None where
-    all fit."""
+    """The simulated layout that exceeds budgets by the fewest bytes; None if all fit."""
 
     num_simulated: int
     """Layouts that were simulated; the others are too large or too slow by their lower bounds."""
@@ -323,8 +322,7 @@ class _Search:
         self._too_large: list[tuple[int, Layout]] = []
         """Layouts that exceed a budget by their lower bounds, and by how many bytes."""
         self._missing_bytes: dict[Layout, int] = {}
-        """By layout that was simulated, or equals one that was, the bytes by which it exceeds
-        budgets."""
+        """Bytes above the budgets of every layout that was simulated or equals one that was."""
         self.best: list[ClusterPlan] = []
         self.closest: ClusterPlan | None = None
 
@@ -611,7 +609,7 @@ def _warm_up(layout: Layout, rows: int) -> tuple[int, int]:
 
 @contextmanager
 def _no_collection() -> Generator[None]:
-    """Turns garbage collection off: no cycles are made here, and it would visit all actions."""
+    """Turns garbage collection off: no cycles are made here, and it would scan all actions."""
     collects = gc.isenabled()
     gc.disable()
     try:

@@ -307,7 +307,7 @@ class ModelCost:
         return self._memo[key]
 
     def activation_bytes(self, layer: int, tokens: int, saved: Saved) -> int:
-        """Bytes of one frame of `layer` over a chunk of `tokens` tokens."""
+        """Bytes that `layer` saves over a chunk of `tokens` tokens."""
         key = ("A", self._kinds[layer], saved)
         if key not in self._memo:
             self._memo[key] = self.shape.per_rank.activation_bytes_per_token(layer, saved)
@@ -315,7 +315,7 @@ class ModelCost:
         return self._own_rows(tokens) * int(self._memo[key]) + states
 
     def activation_sizes(self, lengths: Sequence[int], saved: Saved) -> list[list[int]]:
-        """Bytes of every frame, by chunk of so many tokens and layer."""
+        """Bytes that each layer saves over each chunk, [chunks][layers]; `lengths` are tokens."""
         kinds, by_length = {*self._kinds}, dict[int, list[int]]()
         for tokens in {*lengths}:
             sizes = {kind: self.activation_bytes(kind, tokens, saved) for kind in kinds}
@@ -354,7 +354,7 @@ class ModelCost:
         return num_bytes / TIERS[tier].store_rate(self.profile)
 
     def load_seconds(self, tier: Tier, num_bytes: float) -> float:
-        """Seconds of reading from such a tier into host memory."""
+        """Seconds of reading from a tier behind the host into host memory."""
         return num_bytes / TIERS[tier].load_rate(self.profile)
 
     def _own_rows(self, tokens: int) -> int:

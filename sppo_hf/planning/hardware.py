@@ -120,7 +120,7 @@ class HardwareProfile:
     """Whether figures are public ones or guesses; False if they were measured on this machine."""
 
     source: str
-    """Where the figures come from, in words."""
+    """Origin of the figures, as text."""
 
     matmul_flops: dict[str, Curve]
     """FLOP/s of the linear layers by dtype name ("bfloat16") and tokens."""
@@ -383,7 +383,7 @@ def peak_flops(device_name: str) -> float | None:
 
     Whole words are compared ("A10" is neither "A100" nor "A10G"); the most specific entry wins.
     """
-    words = set(re.split(r"[\s\-_/]+", device_name.upper()))
+    words = _words(device_name)
     if words & _OTHER_DEVICES:
         return None
     known = [name for name in PEAK_FLOPS if set(name.split()) <= words]

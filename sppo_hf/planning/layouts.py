@@ -64,10 +64,10 @@ class Layout(NamedTuple):
     """How rows are cut into chunks."""
 
     saved: Saved
-    """What is saved of each layer for backward; the rest is recomputed."""
+    """The activations that each layer saves for backward; the rest is recomputed."""
 
     offload: OffloadRule
-    """How much of what is saved is offloaded."""
+    """The part of these that is offloaded."""
 
     kv_tier: Tier = "device"
     """Tier of K/V and of their accumulated gradients."""
@@ -132,7 +132,7 @@ class SearchSpace:
     """Stages per rank, for interleaved schedules."""
 
     partitions: tuple[PartitionMode, ...] = ("flops",)
-    """How rows are cut."""
+    """Ways to cut rows into chunks."""
 
     frames: tuple[tuple[Saved, OffloadRule], ...] = (
         ("whole", "none"),
@@ -142,7 +142,7 @@ class SearchSpace:
         ("inputs", "none"),
         ("inputs", "full"),
     )
-    """What is saved of each layer and how much of it is offloaded, fastest first."""
+    """Pairs of what each layer saves and how much of it is offloaded, fastest first."""
 
     kv_tiers: tuple[Tier, ...] = ("device", "host")
     """Tiers of K/V."""
@@ -255,7 +255,7 @@ _Made = TypeVar("_Made")
 
 
 class _RankSeconds(NamedTuple):
-    """Of every rank of a pipeline, [ranks]."""
+    """Compute and idle time of every rank of a pipeline, [ranks] each."""
 
     per_row: NDArray[np.float64]
     """Seconds of compute for each row."""
@@ -277,7 +277,7 @@ class _ChunkBytes(NamedTuple):
 def _waiting_seconds(
     seconds_PN: NDArray[np.float64], other_PN: NDArray[np.float64] | float = 0.0
 ) -> NDArray[np.float64]:
-    """[P] Seconds that each rank is idle, at least, while chunks come to it through others.
+    """Returns the least seconds that each rank waits for chunks from other ranks, [P].
 
     Chunk n cannot end on rank p before rank 0 has computed all chunks before n, and then each rank
     up to p has computed chunk n. In that time rank p has itself computed chunks 0 to n at most.
@@ -285,7 +285,7 @@ def _waiting_seconds(
     rank's last unit.
 
     Args:
-        seconds_PN: of each rank's unit of each chunk.
+        seconds_PN: seconds of each rank's unit of each chunk.
         other_PN: seconds of other work that the rank has for that time.
     """
     start_N = np.cumsum(seconds_PN[0]) - seconds_PN[0]
@@ -294,7 +294,7 @@ def _waiting_seconds(
 
 
 def _late_weight_seconds(weight_PN: NDArray[np.float64]) -> NDArray[np.float64]:
-    """[P, N] Seconds of weight gradients that follow the last row's input gradient of each chunk.
+    """Returns seconds of weight gradients after the last row's input gradient of a chunk, [P, N].
 
     Rank p is p weight gradients behind its input gradients: after that of chunk n it has n + 1 + p.
     """
@@ -307,9 +307,9 @@ def _late_weight_seconds(weight_PN: NDArray[np.float64]) -> NDArray[np.float64]:
 class LowerBounds:
     """Lower bounds on the step time and the peak bytes of layouts, found without simulation.
 
-    Of one model, length and number of rows. Costs and byte sizes are those of `PipelineCost`.
-    Layers of one kind cost the same (`ModelShape.layer_kinds`); where a rank's layers may be of any
-    kind, bytes are those of the lightest one.
+    One object is for one model, length and number of rows. Costs and byte sizes are those of
+    `PipelineCost`. Layers of one kind cost the same (`ModelShape.layer_kinds`); where a rank's
+    layers may be of any kind, bytes are those of the lightest one.
 
     [Note: why a step takes at least that long] A rank computes its units one after the other. It is
     idle before the first chunk of the first row has come to it through the ranks before (*fill*),
@@ -346,12 +346,12 @@ class LowerBounds:
         self._known: dict[tuple[Hashable, ...], Any] = {}
 
     def _once(self, key: tuple[Hashable, ...], make: Callable[[], _Made]) -> _Made:
-        """Returns what was made for a key before, or makes it: layouts have much in common."""
+        """Returns the cached value of a key, or makes it: many layouts need the same values."""
         if key not in self._known:
             self._known[key] = make()
         return self._known[key]
 
-    # -- what a layout is made of; simulation uses it too -------------------------------------
+    # -- parts of a layout, which simulation uses too -----------------------------------------
 
     def cost(self, layout: Layout) -> ModelCost:
         """Returns the costs of one device of a layout's sequence-parallel groups."""
@@ -393,8 +393,8 @@ class LowerBounds:
         """Returns the least seconds that a step can take; see the note of this class.
 
         Args:
-            layout: which.
-            reduce_seconds: of the reduction of one stage's gradients over replicas, which begins
+            layout: the layout.
+            reduce_seconds: seconds of reducing one stage's gradients over replicas, which begins
                 after the stage's last backward.
         """
         shares = layout.schedule in SHARED_UNIT_SCHEDULES
@@ -466,7 +466,7 @@ class LowerBounds:
     # -- bytes ---------------------------------------------------------------------------------
 
     def device_bytes(self, layout: Layout) -> int:
-        """Returns bytes that the fullest device of a layout holds at least.
+        """Returns a lower bound on the peak bytes of a layout's fullest device.
 
         Looks at the rank with most layers and at the first one, which has begun most chunks, when
         the first backward begins and while backward runs over each chunk.
@@ -506,12 +506,12 @@ class LowerBounds:
     def host_bytes(
         self, layout: Layout, ranks_per_node: int, device_bytes: int | None = None
     ) -> int:
-        """Returns bytes that the fullest node's host holds at least when first backwards begin.
+        """Returns a lower bound on the bytes of the fullest host when the first backwards begin.
 
         Args:
-            layout: which.
+            layout: the layout.
             ranks_per_node: devices that share a host.
-            device_bytes: what no device holds more of, where there is such a limit.
+            device_bytes: budget of one device; None if there is none.
         """
         bounds, layers = self.bounds(layout), self._cost.shape.num_layers // layout.stages
         kv_on_host, to_host = layout.kv_tier != "device", layout.activation_tier == HOST
@@ -573,7 +573,7 @@ class LowerBounds:
         return (bounds * -(-count // num_chunks))[: max(0, count)]
 
     def _backward_bytes(self, layout: Layout) -> list[_ChunkBytes]:
-        """What a device holds while backward runs over each chunk."""
+        """Bytes on a device while backward runs over each chunk."""
 
         def make() -> list[_ChunkBytes]:
             cost, bounds = self.cost(layout), self.bounds(layout)
@@ -599,7 +599,7 @@ class LowerBounds:
 
         return self._once(("backward", *_work_key(layout), layout.kv_tier), make)
 
-    # Bytes of one layer, the lightest.
+    # All of these are the bytes of one layer, the one with the fewest.
 
     def _model_state_bytes(self) -> int:
         """Weights, gradients and optimizer states; embedding and head are left out."""
@@ -652,7 +652,7 @@ class LowerBounds:
             return (0.0,) * len(bounds)
         if layout.offload == "full":
             return (1.0,) * len(bounds)
-        # Of an average layer, the head's time included: it makes the last stage's share larger.
+        # Seconds of an average layer. The head's count, as they let the last stage offload more.
         cost = self.cost(layout)
         work = cost.unit_seconds(bounds)
         counts = np.bincount(np.searchsorted(self._kinds, cost.shape.layer_kinds))
@@ -663,5 +663,5 @@ class LowerBounds:
 
 
 def _work_key(layout: Layout) -> tuple[Hashable, ...]:
-    """What the compute of a row, and what is saved of it, depends on."""
+    """The fields on which a row's compute and saved activations depend."""
     return layout.partition, layout.num_chunks, layout.saved, layout.sp

@@ -316,7 +316,7 @@ class StepProgram:
 
     @cached_property
     def _prefetch_entries(self) -> _PrefetchEntries:
-        """What can be prefetched, in the order of backward."""
+        """Units that can be prefetched, in the order of backward."""
         points = self.points
         sizes = points.in_backward(self.offloaded_bytes)
         enters = points.in_backward(self.modes) != SAVED.index("whole")

@@ -13,6 +13,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping
+from itertools import product
 from pathlib import Path, PurePosixPath
 
 import psutil
@@ -41,13 +42,8 @@ def free_host_memory_bytes(root: Path = _ROOT) -> int:
     They are the machine's free bytes, or those left below a control group's limit if fewer.
     """
     free: int = psutil.virtual_memory().available
-    left = [
-        int(limit) - _held_bytes(folder)
-        for folder in _group_folders(root)
-        for name in _LIMIT_FILES
-        if (limit := _read(folder / name)) is not None and limit.isdigit()
-    ]
-    return max(0, min(free, *left)) if left else free
+    left = [limit - _held_bytes(folder) for folder, limit in _limits(root)]
+    return max(0, min([free, *left]))
 
 
 def host_reserve_bytes(total_bytes: int) -> int:
@@ -69,13 +65,7 @@ def control_group_limit_bytes(root: Path = _ROOT) -> int | None:
     Returns:
         Bytes; None if no group sets a limit.
     """
-    limits = [
-        int(text)
-        for folder in _group_folders(root)
-        for name in _LIMIT_FILES
-        if (text := _read(folder / name)) is not None and text.isdigit()
-    ]
-    return min((limit for limit in limits if limit < _NO_LIMIT_BYTES), default=None)
+    return min((limit for _, limit in _limits(root) if limit < _NO_LIMIT_BYTES), default=None)
 
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -183,10 +173,13 @@ def node_cpus(node: int, root: Path = _ROOT) -> frozenset[int]:
     return frozenset(cpus)
 
 
-def _group_folders(root: Path) -> Iterator[Path]:
-    """Yields the folders of this process' memory control groups and of all groups above them."""
+def _limits(root: Path) -> Iterator[tuple[Path, int]]:
+    """Yields (folder, limit in bytes) of this process' memory control groups and all above them."""
     for mount, group in _memory_groups(root):
-        yield from _upwards(mount, group)
+        for folder, name in product((group, *group.parents), _LIMIT_FILES):
+            text = _read(mount / folder / name)
+            if text is not None and text.isdigit():
+                yield mount / folder, int(text)
 
 
 def _held_bytes(folder: Path) -> int:
@@ -233,12 +226,6 @@ def _relative(group: str, mount_root: str) -> PurePosixPath:
     if ".." in path.parts or not path.is_relative_to(mount_root):
         return PurePosixPath()
     return path.relative_to(mount_root)
-
-
-def _upwards(mount: Path, group: PurePosixPath) -> Iterator[Path]:
-    """Yields the group's folder and all folders above it, up to the mount point."""
-    for inner in (group, *group.parents):
-        yield mount / inner
 
 
 def _read(path: Path) -> str | None:

@@ -55,7 +55,7 @@ _IRRELEVANT = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """How a model is trained, as far as saved bytes and FLOPs depend on it."""
+    """Facts about training on which saved bytes and FLOPs depend."""
 
     dtype_bytes: int
     """Bytes of one element in matmuls: 2 for bf16."""
@@ -252,7 +252,7 @@ class ModelProfile:
     """A causal language model under one `Training`."""
 
     training: Training
-    """How it is trained."""
+    """Facts about its training."""
 
     layers: tuple[LayerProfile, ...]
     """One profile per decoder layer; equal layers share one object. Under LoRA the first layer may

@@ -31,7 +31,7 @@ class HostResident:
     """Bytes of weights, gradients and optimizer states on the host (`sppo_hf.offload.weights`)."""
 
     layer_bytes: tuple[int, ...]
-    """By layer, weights that are copied to the device for its forward and for its backward."""
+    """Weight bytes of each layer, copied to the device for its forward and for its backward."""
 
     outer_bytes: int
     """Weights outside the layers; on the device from start of forward to end of backward."""
@@ -40,10 +40,10 @@ class HostResident:
     """Whether layers' weights stay on the device from forward to backward."""
 
     layer_gradient_bytes: tuple[int, ...]
-    """By layer, gradients that are copied to the host when they are complete."""
+    """Gradient bytes of each layer, copied to the host when they are complete."""
 
     outer_gradient_bytes: int
-    """The same for weights outside the layers."""
+    """Gradient bytes of weights outside the layers."""
 
     optimizer_bytes: int
     """Optimizer states on the host."""
@@ -119,12 +119,12 @@ class ModelShape:
     """States of the optimizer; None where it is not known: AdamW's, two float32 of a parameter."""
 
     host_resident: HostResident | None = None
-    """What is kept in host memory; `weight_bytes` and `gradient_bytes` are then those on the device
-    during a step. None where everything is on the device."""
+    """Weights, gradients and optimizer states in host memory; `weight_bytes` and `gradient_bytes`
+    are then those on the device during a step. None if everything is on the device."""
 
     message_elements: tuple[int, ...] = ()
-    """By layer, elements per token that a pipeline stage receives if it begins with that layer;
-    empty where that is the hidden state."""
+    """Elements per token that a pipeline stage receives if it begins with a layer, for each layer;
+    empty if that is the hidden state."""
 
     cpu_threads: int = 1
     """CPU threads of attention; where they outnumber K/V heads, these are repeated
@@ -293,7 +293,7 @@ class ModelShape:
     def linear_flops_per_token(self, layer: int | None = None) -> int:
         """Forward FLOPs of all matrix products but attention's, for one token.
 
-        Of one decoder layer; None is the whole model with its head.
+        With an index those of one decoder layer, with None those of the whole model with its head.
         """
         if layer is not None:
             return self.layers[layer].forward_flops
@@ -304,8 +304,8 @@ class ModelShape:
 
         The gradient of each input that needs one, and of each weight that is trained. Without
         adapters but with frozen parameters (it is not known which), the latter are counted by the
-        trained share of all parameters. Of one decoder layer; None is the whole model with its
-        head.
+        trained share of all parameters. With an index those of one decoder layer, with None those
+        of the whole model with its head.
         """
         if layer is not None:
             return self._backward_flops(self.layers[layer])
@@ -346,7 +346,7 @@ class ModelShape:
     def kv_bytes_per_token(self, layer: int | None = None) -> int:
         """K and V of one token as the KV store keeps them; None sums over all layers.
 
-        Of ranks that share a sequence each has its heads of every token.
+        If ranks share a sequence, each has its heads of every token.
         """
         layers = self.per_rank.layers if layer is None else (self.per_rank.layers[layer],)
         return sum(one.kv_elements for one in layers) // self.sp * self.dtype_bytes
@@ -360,7 +360,7 @@ class ModelShape:
         )
 
     def activation_bytes_per_token(self, layer: int, saved: Saved = "whole") -> int:
-        """What is kept of one layer between forward and backward; keys and values left out.
+        """Bytes that one layer keeps from forward to backward, without keys and values.
 
         Args:
             layer: its index. Under LoRA the first layer saves less than the others.
@@ -385,7 +385,7 @@ class ModelShape:
 
     @cached_property
     def per_rank(self) -> ModelShape:
-        """What one of the ranks that share every chunk holds, for each of its own tokens.
+        """The shape of one of the ranks that share every chunk, in bytes per token of its own.
 
         Keys and values are held by heads: a token of its share stands for the heads that it holds
         of n tokens, and a window is as many times shorter. What attention returns is saved twice,

@@ -65,7 +65,7 @@ def default_choice(
     device_kind: str,
     may_share: bool = False,
 ) -> PipelineChoice:
-    """Returns the choice without a hardware profile: four units a stage.
+    """Returns the choice without a hardware profile: at least four units a stage.
 
     Raises:
         ConfigError: the settings do not fit this length.
@@ -92,7 +92,7 @@ def default_choice(
                 "chunk_tokens), longer sequences, or pp_msp='off'."
             )
         name = MSP
-    reason = "set by the user" if _is_set(config) else "auto: by rule, for no speeds are known"
+    reason = "set by the user" if _is_set(config) else "auto: by rule, as no speeds are known"
     return PipelineChoice(schedule=name, bounds=bounds, reason=reason)
 
 

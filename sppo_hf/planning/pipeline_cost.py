@@ -9,7 +9,8 @@ copies. Each rank that shares a unit copies its own heads.
 
 [Note: what a rank is] A rank of a schedule stands for all devices that share its units by sequence
 parallelism (`ModelCost.sp`); seconds and bytes are those of one of them, and messages go from each
-to its like on the other rank. Where ranks share a unit, all their devices are one larger group.
+to its counterpart on the other rank. Where ranks share a unit, all their devices are one larger
+group.
 
 [Note: more devices than heads] Where the devices of a shared unit are more than query heads,
 several have the same head and divide its queries; then each holds that head's K/V whole. Where
@@ -122,10 +123,10 @@ class PipelineCost:
     """Layers of each stage; balanced by cost where empty."""
 
     saved: Saved = "whole"
-    """What is saved of each layer; the rest is recomputed."""
+    """The activations that each layer saves for backward; the rest is recomputed."""
 
     offload: OffloadRule = "none"
-    """How much of that is offloaded."""
+    """The part of these that is offloaded."""
 
     activation_tier: Tier = HOST
     """Tier of offloaded activations."""
@@ -178,19 +179,19 @@ class PipelineCost:
 
     @cached_property
     def shared_units(self) -> dict[tuple[int, int], tuple[int, ...]]:
-        """By (stage, chunk), the ranks that share the unit, by part."""
+        """Ranks that share each unit, in the order of their parts; keys are (stage, chunk)."""
         shared = self.schedule.shared_units
         return {unit: ranks for unit, ranks in shared.items() if unit[1] < len(self.bounds)}
 
     @cached_property
     def messages(self) -> dict[Action, Message]:
-        """By send and by receive, its message; empty where no units are shared."""
+        """Message of each send and each receive; empty if no units are shared."""
         found = messages(self.schedule).values() if self.shared_units else ()
         return {end: message for message in found for end in (message.send, message.receive)}
 
     @cached_property
     def head_blocks(self) -> int | None:
-        """How the ranks of shared units divide heads, as `count_head_blocks` says."""
+        """Number of blocks in which ranks of shared units divide heads (`count_head_blocks`)."""
         return head_blocks_of(self.cost, self.schedule.num_ranks) if self.shared_units else None
 
     @cached_property
@@ -223,7 +224,7 @@ class PipelineCost:
         return bool(self.ratios) and self.ratios[stage][unit % len(self.bounds)] > 0
 
     def stores(self, stage: int, unit: int) -> bool:
-        """Returns whether any of them are stored on a tier behind the host."""
+        """Returns whether saved activations of a unit are stored on a tier behind the host."""
         return TIERS[self.activation_tier].behind_host and self.leaves(stage, unit)
 
     @property
@@ -299,7 +300,7 @@ class PipelineCost:
 
     @cached_property
     def _helped(self) -> list[list[int]]:
-        """By rank, the other ranks' stages whose units it shares."""
+        """For each rank, the stages of other ranks whose units it shares."""
         found: list[set[int]] = [set() for _ in range(max(self.stage_ranks) + 1)]
         for (stage, _), ranks in self.shared_units.items():
             for rank in ranks:
@@ -471,11 +472,11 @@ class PipelineCost:
 
     @cached_property
     def _compute(self) -> dict[Kind, NDArray[np.float64]]:
-        """By kind of compute, [stages, chunks] seconds: the sum over a stage's layers."""
+        """Seconds of a unit in all layers of its stage, [stages, chunks], by kind of compute."""
         return self._added_up(self.cost)
 
     def _compute_of(self, ranks: int, rate: float) -> dict[Kind, NDArray[np.float64]]:
-        """The same for units shared by `ranks` ranks that exchange heads at `rate` bytes/s."""
+        """`_compute` for units shared by `ranks` ranks that exchange heads at `rate` bytes/s."""
         if (ranks, rate) not in self._of_ranks:
             cost = self.cost.with_sequence_parallel(self.cost.sp * ranks, rate, self.head_blocks)
             self._of_ranks[ranks, rate] = self._added_up(cost)
@@ -584,7 +585,7 @@ class PipelineCost:
 
     @cached_property
     def _runs(self) -> dict[tuple[int, int], _Run]:
-        """By (stage, chunk)."""
+        """The run of each (stage, chunk)."""
         found: dict[tuple[int, int], _Run] = {}
         count, cost = len(self.bounds), self.cost
         heads = max(1, *(layer.num_heads for layer in cost.shape.layers))
@@ -605,7 +606,7 @@ class PipelineCost:
 
     @cached_property
     def _made(self) -> dict[Action, list[Message]]:
-        """The same, sent after each unit."""
+        """Messages of K/V and dK/dV sent after each unit of the first micro-batch."""
         return self._keys_by(lambda message: message.producer)
 
     def _keys_by(self, end: Callable[[Message], Action]) -> dict[Action, list[Message]]:
@@ -754,9 +755,9 @@ class PipelineCost:
 
 
 def head_blocks_of(cost: ModelCost, num_ranks: int) -> int | None:
-    """Returns `count_head_blocks` of a pipeline of so many ranks that share units.
+    """Returns `count_head_blocks` of a pipeline of `num_ranks` ranks that share units.
 
-    None, as if heads could be divided evenly, where the runtime refuses to share them.
+    None, as for heads that can be divided evenly, if the runtime refuses to share units.
     """
     attending = [layer for layer in cost.shape.layers if layer.num_heads]
     if cost.sp > 1 or not attending:

@@ -112,7 +112,7 @@ class PolicyResult:
     """"auto", "none", "full" or "sppo"."""
 
     frames: str
-    """What is recomputed: "none", "selective", "full", or "mixed" if the solver chose several."""
+    """Recomputation: "none", "selective", "full", or "mixed" if the solver chose several."""
 
     first_limit: BudgetViolation | None
     """The first exceeded budget; None if it fits."""

@@ -185,10 +185,10 @@ def min_memory(cost: ModelCost, base: Decisions, budgets: Budgets, choices: Choi
     few = base.num_chunks * base.num_layers <= _FEW_UNITS
     for saved in choices.saved[::-1] if few else choices.saved[-1:]:
         modes = _farthest_modes(cost, base, budgets, choices, saved)
-        plans.append(with_lookahead(cost, base, modes, frames=1))
+        plans.append(with_lookahead(cost, base, modes, units=1))
         if few and "device" in choices.tiers:
             modes = uniform_modes(base.num_chunks, base.num_layers, mode_of(saved, "device"))
-            plans.append(with_lookahead(cost, base, modes, frames=1))
+            plans.append(with_lookahead(cost, base, modes, units=1))
     if len(plans) == 1:
         return plans[0]
     best, fewest = plans[0], float("inf")
@@ -281,12 +281,10 @@ def _free_bytes(
     return float(max(0, budget))
 
 
-def with_lookahead(
-    cost: ModelCost, base: Decisions, modes: LayerModes, *, frames: int
-) -> Decisions:
-    """Returns `base` with other modes and a look-ahead of `frames` units of the largest mode."""
+def with_lookahead(cost: ModelCost, base: Decisions, modes: LayerModes, *, units: int) -> Decisions:
+    """Returns `base` with other modes and a look-ahead of `units` units of the largest mode."""
     away: set[Saved] = {mode.saved for mode in modes_used(modes) if mode.offload}
-    ahead = lookahead_bytes(cost, base, away, frames)
+    ahead = lookahead_bytes(cost, base, away, units)
     return with_lookahead_bytes(cost, replace(base, layer_modes=modes), ahead)
 
 
@@ -308,12 +306,12 @@ def with_lookahead_bytes(cost: ModelCost, decisions: Decisions, activation_bytes
     )
 
 
-def lookahead_bytes(cost: ModelCost, base: Decisions, saved: Iterable[Saved], frames: int) -> int:
-    """Returns the bytes of `frames` units, of the largest unit of any of these `Saved` values."""
+def lookahead_bytes(cost: ModelCost, base: Decisions, saved: Iterable[Saved], units: int) -> int:
+    """Returns the bytes of `units` units, of the largest unit of any of these `Saved` values."""
     longest = max(base.chunk_lengths)
     layers = LayerKinds.of(cost).representative
     sizes = [cost.activation_bytes(i, longest, kind) for i in layers for kind in set(saved)]
-    return frames * max(sizes, default=0)
+    return units * max(sizes, default=0)
 
 
 _ATTEMPTS = 4
@@ -653,7 +651,7 @@ def fixed_policy(
     tables = byte_tables(cost.shape, base, cost.profile.kind)
     kv_bytes = int(tables.of_layers(tables.kv_out_forward).sum())
     modes = OFFLOAD_POLICIES[policy](cost, base, saved, away, kv_bytes)
-    return with_lookahead(cost, base, modes, frames=_LAYERS_AHEAD)
+    return with_lookahead(cost, base, modes, units=_LAYERS_AHEAD)
 
 
 def _solved_mixes(

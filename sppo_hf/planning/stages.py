@@ -177,7 +177,7 @@ def pipeline_bounds(
 def bounds_with_count(
     config: SPPOConfig, shape: ModelShape, total_tokens: int, number: int
 ) -> Bounds:
-    """Returns a pipeline's row in `number` chunks, of equal length or equal work."""
+    """Returns the bounds of a pipeline's row in `number` chunks of equal length or equal work."""
     if partition_of(config, stages=config.pp_size) == "even":
         return lengthened(even_bounds(total_tokens, number), shape)
     return lengthened(balanced_bounds(PrefixCost.of(shape), total_tokens, number), shape)

@@ -7,6 +7,7 @@ import torch
 
 from sppo_hf.config import SPPOConfig
 from tests.integrations.launch import ROOT, run_job
+from tests.integrations.training import needs_fsdp2
 
 pytestmark = pytest.mark.process
 
@@ -54,6 +55,7 @@ def test_ddp_by_the_trainer(tmp_path: Path, settings, arguments, lora):
     assert stored.parallelism_config.total_size == 1
 
 
+@needs_fsdp2
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "tied"),
@@ -73,6 +75,7 @@ def test_fsdp2_by_a_raw_loop(tmp_path: Path, settings, tied):
     _assert_same_run(ours, plain, ("loss", "grad_norm"))
 
 
+@needs_fsdp2
 @pytest.mark.parametrize("settings", [{}, {"recompute": "none"}], ids=["recompute", "keep"])
 def test_by_layer_fsdp2_gathers_each_layer_once_a_pass(tmp_path: Path, settings):
     pair = SPPOConfig.from_yaml(ROOT / "recipes" / "configs" / "8_gpus_fsdp2" / "sppo.yaml")

@@ -15,7 +15,7 @@ from sppo_hf.integrations.accelerator import (
 )
 from sppo_hf.pipeline.mesh import PipelineMesh
 from tests.integrations.launch import run_job
-from tests.integrations.training import FSDP2, make_model
+from tests.integrations.training import FSDP2, make_model, needs_fsdp2
 from tests.pipeline.test_pipeline_engine import make
 from tests.sweeps import ALL
 
@@ -175,6 +175,7 @@ def test_shared_sequences_by_the_trainer(tmp_path: Path, arguments, lora):
     assert entry["sppo/tokens_per_second"] == pytest.approx(2 * one)
 
 
+@needs_fsdp2
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.timeout(200)
@@ -193,6 +194,7 @@ def test_shared_sequences_by_the_trainer_under_fsdp2_and_resumed(tmp_path: Path)
         _assert_same_run(resumed, plain, ("loss", "grad_norm", "eval_loss"))
 
 
+@needs_fsdp2
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -3,7 +3,9 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 from accelerate.utils import DistributedType, DynamoBackend
+from torch.torch_version import TorchVersion
 
 from sppo_hf import ConfigError, SPPOConfig
 from sppo_hf.integrations.validation import (
@@ -35,7 +37,8 @@ def _accelerator(
         DistributedType.FSDP,
     ],
 )
-def test_supported_launch_types_are_accepted(kind):
+def test_supported_launch_types_are_accepted(kind, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.13.0"))
     assert check_accelerator(_accelerator(kind)) is None  # raises for those below
 
 
@@ -55,6 +58,12 @@ def test_fsdp_version_one_is_refused():
 def test_checkpointing_by_fsdp_is_refused():
     with pytest.raises(ConfigError, match="fsdp_activation_checkpointing"):
         check_accelerator(_accelerator(DistributedType.FSDP, checkpointing=True))
+
+
+def test_fsdp2_of_an_old_pytorch_is_refused(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.12.1+cu130"))
+    with pytest.raises(ConfigError, match=r"FSDP2 under PyTorch 2\.12\.1.*PyTorch 2\.13 or newer"):
+        check_accelerator(_accelerator(DistributedType.FSDP))
 
 
 def test_torch_compile_is_refused():

@@ -7,10 +7,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+
+from sppo_hf.integrations.validation import FSDP2_TORCH
 
 VOCABULARY = 64
 ROW_TOKENS = 24
@@ -25,6 +28,9 @@ FSDP2: dict[str, Any] = {
     },
 }
 """Arguments of a run on several ranks that shard the model."""
+needs_fsdp2 = pytest.mark.skipif(
+    torch.__version__ < FSDP2_TORCH, reason="this PyTorch's FSDP2 is refused"
+)
 
 
 def make_model(seed: int = 0, **changes: Any) -> LlamaForCausalLM:

@@ -28,7 +28,6 @@ import importlib
 import json
 import os
 import select
-import shutil
 import signal
 import socket
 import subprocess
@@ -393,9 +392,10 @@ def _leave_operators() -> None:
 
 def _warm_up() -> None:
     """Trace and train a tiny model, so that no rank has to do what is done but once a process."""
-    if shutil.which("nvidia-smi") is not None:
-        return  # autograd has threads for each device, which no fork keeps
     import torch
+
+    if torch.backends.cuda.is_built():
+        return  # fake tensors announce a device, for which autograd has a thread; no fork keeps it
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     from sppo_hf.config import SPPOConfig

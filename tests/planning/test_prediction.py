@@ -5,14 +5,13 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
 from sppo_hf.planning.cost import Correction, ModelCost
 from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.prediction import MeasuredStep, Prediction, learn, predict, worth_correcting
 from sppo_hf.planning.solve import simulate_plan
 from sppo_hf.reporting.plan_tables import comparison_table
-from tests.planning.modes import OFFLOAD
+from tests.planning.modes import OFFLOAD, shown
 from tests.planning.situations import decided, falling_bounds, slow_cost, small_shape
 from tests.planning.synthetic import mixed_plan
 
@@ -106,14 +105,7 @@ def test_the_table_lays_both_side_by_side(num_chunks: int) -> None:
     plan = replace(mixed_plan(num_chunks), prediction=said, cost=cost)
     slower = replace(said, step_seconds=2 * said.step_seconds)
     took = replace(as_measured(slower), disk_write_bytes=3 * 2**30)
-    console = Console(width=100, record=True, file=None, quiet=True)
-    with console.capture():
-        console.print(comparison_table(plan, plan, took))
-    from io import StringIO
-
-    out = StringIO()
-    Console(file=out, width=100).print(comparison_table(plan, plan, took))
-    text = out.getvalue()
+    text = shown(comparison_table(plan, plan, took), 100)
     for words in ("forward", "backward", "standing still", "to host", "to disk", "3.00 GiB"):
         assert words in text
     assert "chunk 1, both ways" in text

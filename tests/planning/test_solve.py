@@ -272,7 +272,7 @@ def test_more_is_on_its_way_only_where_room_is_left(
     cost, base, *_ = problem
     frame = lookahead_bytes(cost, base, ["whole"], 1)
     what = with_lookahead(
-        cost, base, uniform_modes(base.num_chunks, base.num_layers, OFFLOAD), frames=2
+        cost, base, uniform_modes(base.num_chunks, base.num_layers, OFFLOAD), units=2
     )
     device = device_bytes(cost, what) + int(room_frames * frame)
     found = _fit_lookahead(cost, what, Budgets(device=device))
@@ -287,7 +287,7 @@ def test_room_that_is_left_is_for_more_on_its_way() -> None:
     cost = slow_cost(small_shape(16))
     bounds = tuple((512 * chunk, 512 * (chunk + 1)) for chunk in range(4))
     base, frame = decided(bounds, layers=16), cost.activation_bytes(0, 512, "whole")
-    what = with_lookahead(cost, base, uniform_modes(4, 16, OFFLOAD), frames=2)
+    what = with_lookahead(cost, base, uniform_modes(4, 16, OFFLOAD), units=2)
     room = round(3 * frame * (1 + FRAGMENTATION["cuda"]))
     found = _fit_lookahead(cost, what, Budgets(device=device_bytes(cost, what) + room))
     assert found.max_prefetch_bytes == pytest.approx(5 * frame, rel=1e-6)
@@ -372,7 +372,7 @@ def _all_assignments(
                 flat[chunk * base.num_layers : (chunk + 1) * base.num_layers]
                 for chunk in range(base.num_chunks)
             )
-            what = with_lookahead(cost, base, rows, frames=1)
+            what = with_lookahead(cost, base, rows, units=1)
             found.append((what, estimate(cost.shape, what)))
     return _assigned[base, choices]
 

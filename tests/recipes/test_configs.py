@@ -19,6 +19,7 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 
 from sppo_hf.config import SPPOConfig
 from tests.integrations.launch import free_port, run_ranks
+from tests.integrations.training import needs_fsdp2
 from tests.sweeps import ALL
 
 pytestmark = pytest.mark.process
@@ -146,7 +147,13 @@ def test_pairs_of_one_node_launch_as_two_processes_are_launched():
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("name", LAUNCHED if ALL else RUN)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[needs_fsdp2] * ("fsdp" in name))
+        for name in (LAUNCHED if ALL else RUN)
+    ],
+)
 def test_a_pair_trains_as_one_process_does(name, tmp_path, plain):
     accelerate, sppo = CONFIGS / name / "accelerate.yaml", CONFIGS / name / "sppo.yaml"
     processes = yaml.safe_load(accelerate.read_text())["num_processes"]
