@@ -38,9 +38,8 @@ from sppo_hf.offload.disk_files import (
     SlabFile,
     StoreFolder,
     checksum,
-    round_up,
 )
-from sppo_hf.offload.host_memory import FreeList, Slab, SlabAllocator
+from sppo_hf.offload.host_memory import FreeList, Slab, SlabAllocator, round_up
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +102,7 @@ class DiskSpace(SlabAllocator[DiskSlab]):
         super().__init__()
         self.budget_bytes = budget_bytes
         self._folder = folder
-        self._slab_bytes = round_up(slab_bytes)
+        self._slab_bytes = round_up(slab_bytes, BLOCK_BYTES)
 
     def allocate(self, num_bytes: int) -> DiskExtent:
         """Allocate `num_bytes` (at least 1), adding a file if no free block is large enough.
@@ -113,7 +112,7 @@ class DiskSpace(SlabAllocator[DiskSlab]):
             OffloadError: The file cannot be made for another reason.
         """
         assert num_bytes > 0, "an extent holds at least one byte"
-        size = round_up(num_bytes)
+        size = round_up(num_bytes, BLOCK_BYTES)
         return DiskExtent(*self._allocate(size), num_bytes, size)
 
     def release(self, extent: DiskExtent) -> None:

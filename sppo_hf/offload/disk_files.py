@@ -36,6 +36,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sppo_hf.errors import ConfigError
+from sppo_hf.offload.host_memory import round_up
 from sppo_hf.rules import show
 
 logger = logging.getLogger(__name__)
@@ -243,16 +244,11 @@ def aligned_bytes(num_bytes: int) -> Bytes:
     return memory[skip : skip + num_bytes]
 
 
-def round_up(num_bytes: int) -> int:
-    """Bytes of the whole blocks that hold `num_bytes`."""
-    return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
-
-
 def _bounce(num_bytes: int) -> Bytes:
     """The whole blocks of this thread's aligned buffer that hold `num_bytes`."""
     if not hasattr(_local, "buffer"):
         _local.buffer = aligned_bytes(BOUNCE_BYTES)
-    return _local.buffer[: round_up(num_bytes)]
+    return _local.buffer[: round_up(num_bytes, BLOCK_BYTES)]
 
 
 def _open_direct(path: Path, opened: int) -> int | None:

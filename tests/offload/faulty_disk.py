@@ -8,7 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from sppo_hf.offload import disk_files
-from sppo_hf.offload.disk_files import round_up
+from sppo_hf.offload.disk_files import BLOCK_BYTES
+from sppo_hf.offload.host_memory import round_up
 
 PATIENCE_SECONDS = 30.0
 """A held transfer fails after this time, so that a failing test ends."""
@@ -70,7 +71,7 @@ class FaultyDisk:
             (memory,) = buffers
             max_bytes = self.max_bytes
             if max_bytes is not None and fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
-                max_bytes = round_up(max_bytes)
+                max_bytes = round_up(max_bytes, BLOCK_BYTES)
             memory = memory[:max_bytes]
             moved = call(descriptor, [memory], offset)
             if is_write:

@@ -26,8 +26,8 @@ from sppo_hf.offload.disk_files import (
     StoreFolder,
     aligned_bytes,
     checksum,
-    round_up,
 )
+from sppo_hf.offload.host_memory import round_up
 from tests.offload.faulty_disk import FaultyDisk
 
 NUM_BYTES = 16 * BLOCK_BYTES
@@ -58,7 +58,7 @@ def check_round_trips(file: SlabFile) -> None:
         moved: list[int] = []
         offset = 0 if source.size > 8 * BLOCK_BYTES else number % 8 * BLOCK_BYTES
         file.write(source, offset, moved.append)
-        assert source.size <= sum(moved) <= round_up(source.size)
+        assert source.size <= sum(moved) <= round_up(source.size, BLOCK_BYTES)
         for shift in (0, 9):
             target = aligned_bytes(source.size + shift + 1)[shift:]
             target[-1] = 123
@@ -147,7 +147,7 @@ def test_partial_transfers_are_continued(
     file._is_direct = direct and file._is_direct
     faulty.max_bytes = max_bytes
     check_round_trips(file)
-    assert max(moved for _, moved in faulty.writes) <= round_up(max_bytes)
+    assert max(moved for _, moved in faulty.writes) <= round_up(max_bytes, BLOCK_BYTES)
     file.close()
 
 
