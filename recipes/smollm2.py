@@ -67,7 +67,7 @@ def load_model(
 
 
 def _where(name_or_path: str) -> tuple[str, dict[str, Any]]:
-    """What to give to `from_pretrained`."""
+    """Return the folder or name for `from_pretrained`, and its further options."""
     if name_or_path != DEFAULT_MODEL:
         return name_or_path, {}
     found = importlib.util.find_spec(_PACKAGE)

@@ -62,7 +62,7 @@ class Published(NamedTuple):
     lengths_k: tuple[int, ...]
     sppo: tuple[int, ...]
     megatron: tuple[int | None, ...]
-    """With recomputation; None where it was out of memory or no figure is given."""
+    """Megatron's speed with recomputation; None where it ran out of memory or none is given."""
 
 
 PAPER = (
@@ -626,7 +626,7 @@ _TABLES: dict[str, tuple[str, str, Callable[[Rows], list[tuple[str, ...]]]]] = {
         _trl,
     ),
 }
-"""By the name of what is simulated: title, headings, and the cells of what was found."""
+"""Tables by name: title, headings, and the function that makes the cells."""
 
 
 def show(tables: dict[str, Rows]) -> None:
@@ -646,7 +646,7 @@ def show(tables: dict[str, Rows]) -> None:
 
 
 def wrong(tables: dict[str, list[Any]]) -> list[str]:
-    """What the tables say that cannot be, or should not."""
+    """Return a message for each number in the tables that is impossible or suspicious."""
     found: list[str] = []
     for row in tables.get("paper", []):
         where = f"{row['model']} at {row['tokens']:,}"

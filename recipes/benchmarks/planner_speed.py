@@ -128,7 +128,7 @@ def _seconds(work: Callable[[], Any], repeat: int) -> list[float]:
 
 
 def _cpu_seconds() -> float:
-    """Of this process and of those that it waited for."""
+    """Return the CPU seconds of this process and of the child processes it waited for."""
     others = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.process_time() + others.ru_utime + others.ru_stime
 

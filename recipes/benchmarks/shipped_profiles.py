@@ -19,7 +19,7 @@ from sppo_hf.planning.model_profile import LoraShape, Training, config_digest, p
 PLAIN = (None, LoraShape(rank=8), LoraShape(rank=16))
 AUTOCAST = (LoraShape(rank=8, autocast=True), LoraShape(rank=16, autocast=True))
 TRAININGS = {(2, 2): (*PLAIN, *AUTOCAST), (4, 4): PLAIN, (2, 4): (None, *AUTOCAST)}
-"""By bytes of an element in matmuls and of a weight: bf16, float32, and bf16 autocast."""
+"""Trainings by (bytes of an element in matmuls, bytes of a weight): bf16, float32, autocast."""
 
 
 def main() -> None:

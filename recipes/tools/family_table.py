@@ -32,9 +32,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = Path("recipes/MODELS.md")
 LIST = Path("sppo_hf/cli/families.json")
 LONGEST = Path("sppo_hf/cli/checkpoints.json")
-"""What `checkpoint_table.py` beside this file writes."""
+"""File that `checkpoint_table.py` writes."""
 CENSUS = Path("recipes/tools/census.json")
-"""What `census.py` writes: counts by version of Transformers."""
+"""File that `census.py` writes: numbers of models by version of Transformers."""
 TOKENS = 29
 SETTINGS = (
     SPPOConfig(num_chunks=1, recompute="full", offload="none"),
@@ -55,7 +55,7 @@ CODE = {
     "deepseek_v4": "top_k = min(self.index_topk, compressed_len)",
     "qwen4_exp_text": "scores.topk(min(self.block_topk, num_complete_blocks)",
 }
-"""By family, the line of its code that rules it out, as in its file; shown with the line's number.
+"""The line of each refused family's code that rules it out; shown with the line's number.
 
 A test looks for each in the installed Transformers."""
 ONE_TOKEN = SPPOConfig(

@@ -41,12 +41,12 @@ ALWAYS: dict[str, tuple[str, ...]] = {
     "planning": ("tests/planning/test_lowering.py", "tests/planning/test_plan.py"),
     "pipeline": ("tests/pipeline/test_executor.py", "tests/pipeline/test_pipeline_engine.py"),
 }
-"""What runs for a module of a room after its own tests, before those of its users."""
+"""Tests of a folder that run after a module's own tests and before those of its users."""
 
 NEAR = ("-m", "not slow and not gpu and not process")
 NEAR += ("-k", "not test_exactness.py or llama- or gpt_oss-")
 PROCESSES = ("-m", "process and not slow and not gpu", "tests/pipeline")
-"""What shares a batch with other ranks runs there alone, in whatever room it stands."""
+"""Tests of several ranks, which also run for modules of `engine` and `pipeline`."""
 ROOM = ("-m", "not process and not slow and not gpu")
 MOST_FILES = 5
 _COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {

@@ -9,8 +9,10 @@ machine. Pictures are stored with 64 colours, for they are stored again with eve
 
 from __future__ import annotations
 
+import argparse
 import base64
 import io
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -89,10 +91,14 @@ def _smaller(picture: str) -> str:
     return base64.b64encode(smaller.getvalue()).decode()
 
 
-def main(paths: list[str]) -> None:
-    """Run the notebooks of these paths, or all, and write them back."""
-    chosen = [Path(path) for path in paths] or sorted((ROOT / "notebooks").glob("*.ipynb"))
-    for path in chosen:
+def main() -> None:
+    """Run the notebooks of the command line, or all, and write them back."""
+    parser = argparse.ArgumentParser(description="Run notebooks and keep what they show.")
+    parser.add_argument("paths", nargs="*", type=Path, help="notebooks; by default all")
+    paths: list[Path] = parser.parse_args().paths
+    # The notebooks call `sppo`, which is installed beside this Python.
+    os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    for path in paths or sorted((ROOT / "notebooks").glob("*.ipynb")):
         with tempfile.TemporaryDirectory() as folder:
             notebook = run(path, Path(folder))
         nbformat.write(notebook, path)
@@ -100,4 +106,4 @@ def main(paths: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

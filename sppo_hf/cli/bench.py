@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -190,14 +189,14 @@ def bench(
         benchmark.measure(lengths)
         if longest:
             benchmark.find_longest(step_tokens=step_tokens, max_tokens=max_tokens)
-        _report(file, file.rows(), output, picture=picture, as_json=as_json)
+        _report(file, output, picture=picture, as_json=as_json)
 
 
 def _show_results(folder: Path, *, picture: bool, as_json: bool) -> None:
     file = ResultFile(folder)
     if not file.rows():
         raise ConfigError(f"there is no result in {file.path}. Remedy: name its folder.")
-    _report(file, file.rows(), folder, picture=picture, as_json=as_json)
+    _report(file, folder, picture=picture, as_json=as_json)
 
 
 def _search_range(step: str, limit: str, longest: bool) -> tuple[int, int]:
@@ -232,10 +231,9 @@ class _Progress:
         typer.echo(line, err=True)
 
 
-def _report(
-    file: ResultFile, rows: Sequence[Row], folder: Path, *, picture: bool, as_json: bool
-) -> None:
+def _report(file: ResultFile, folder: Path, *, picture: bool, as_json: bool) -> None:
     """Draw and print what the file holds, or print it as one JSON object."""
+    rows = file.rows()
     drawn = draw(rows, folder) if picture else []
     found = profiles(rows, folder)
     if as_json:

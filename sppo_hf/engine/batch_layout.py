@@ -17,7 +17,7 @@ counts positions from the first column, padding included, and so does the chunke
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -108,21 +108,22 @@ def _padded(
     rows = tuple(
         RowSpans(_spans([0, start] if start else [0], total_tokens), end) for start, end in spans
     )
+    layout = BatchLayout(len(spans), total_tokens, rows, total_tokens, labelled)
     if all(span == (0, total_tokens) for span in spans):
-        return BatchLayout(len(spans), total_tokens, None, total_tokens, labelled)
+        return replace(layout, rows=None)
     if shift_labels_BT is None or labelled is None:
-        return BatchLayout(len(spans), total_tokens, rows, total_tokens, labelled)
+        return layout
     at = torch.arange(total_tokens, device=shift_labels_BT.device)
     end_B1 = torch.tensor([end for _, end in spans], device=shift_labels_BT.device)[:, None]
     pads_count = bool(((shift_labels_BT != ignore_index) & (at >= end_B1)).any())
     if pads_count or not any(labelled):
-        return BatchLayout(len(spans), total_tokens, rows, total_tokens, labelled)
+        return layout
     # Right padding comes after all real queries, and its own queries have no label: without left
     # padding, plain causal attention gives every number that counts. Tokens that are padding in all
     # rows need not run.
     has_left_padding = any(start for start, _ in spans)
-    used = max(end for _, end in spans)
-    return BatchLayout(len(spans), total_tokens, rows if has_left_padding else None, used, labelled)
+    used_tokens = max(end for _, end in spans)
+    return replace(layout, rows=rows if has_left_padding else None, used_tokens=used_tokens)
 
 
 def _real_spans(mask: Tensor, batch_rows: int, total_tokens: int) -> list[tuple[int, int]]:

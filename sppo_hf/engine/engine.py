@@ -482,7 +482,7 @@ class Engine:
         backward_next: bool = False,
         whole_chunks: bool,
         router_loss: RouterLoss | None = None,
-    ) -> Any:
+    ) -> Iterator[tuple[int, Tensor]]:
         """Yield (chunk, hidden states `[B, C, D]`) of a group of rows.
 
         If ranks share the sequence, C counts this rank's tokens, or all with `whole_chunks`.

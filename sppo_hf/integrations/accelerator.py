@@ -654,7 +654,7 @@ def _holds_only_tensors(nest: Any) -> bool:
 
 
 def keep_one_per_batch(mesh: PipelineMesh, gathered: Any) -> Any:
-    """Of what was gathered from all ranks, keep the first rank's part for each shared batch.
+    """Keep one rank's part of each shared batch in values that were gathered from all ranks.
 
     Args:
         mesh: The ranks of this launch.

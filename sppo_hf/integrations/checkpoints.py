@@ -312,7 +312,7 @@ def _save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 @contextlib.contextmanager
 def _naming_damaged_file(folder: str | None) -> Iterator[None]:
-    """Where the Trainer fails to read a checkpoint of its own, name the file that is damaged."""
+    """Name the damaged file when the Trainer fails to read one of its checkpoints."""
     try:
         yield
     except Exception:

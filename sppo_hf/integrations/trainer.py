@@ -1,4 +1,4 @@
-"""What changes on the Trainer that makes an attached Accelerator.
+"""Changes to the Trainer that makes an attached Accelerator.
 
 Nothing hands the plugin that Trainer, so it is found on the stack. Its methods are replaced on the
 *instance* (`TrainerMethods`); its class, and all other Trainers, stay as they are. Evaluation and

@@ -41,7 +41,7 @@ Accelerate shards the final norm and the head as one unit, and the head runs onc
 the loss. Earlier versions reshard the unit in the middle of backward."""
 
 COMPILE_REMEDY = "SPPOPlugin(compile=True) compiles what holds no attention"
-"""What users who want torch.compile can have instead."""
+"""Advice to users who want torch.compile."""
 
 
 def check_parallel_sizes(sizes: Mapping[str, object]) -> None:

@@ -611,7 +611,8 @@ def _draw_modes(axes: Axes, plan: Plan) -> None:
     axes.xaxis.set_major_formatter(lambda tokens, _: f"{tokens:,.0f}")
     _number_chunks(axes, plan)
     if not plan.training:
-        axes.text(0.5, 0.5, "evaluation: no frame is kept", transform=axes.transAxes, ha="center")
+        text = "evaluation: nothing is kept for backward"
+        axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center")
         return
     starts = [start for start, _ in plan.bounds]
     bottoms = [0] * plan.num_chunks

@@ -206,7 +206,7 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 """Largest error that counts as exact. In float32 rounding alone reaches 1e-4 in unlucky entries."""
 
 DRIFT_ALLOWANCE = 1.1
-"""In low precision, the allowed distance from float32 relative to the unmodified model's."""
+"""Largest allowed distance from float32 in low precision, relative to the unmodified model's."""
 
 Batch = Mapping[str, Tensor]
 

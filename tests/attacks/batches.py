@@ -309,7 +309,7 @@ def _answer(model: nn.Module, batch: Batch) -> tuple[float, list[Tensor]] | Exce
 
 
 def _as_unmodified(batch: Batch) -> Batch:
-    """What to ask the unmodified model for, which ignores offsets on a CPU."""
+    """Return the batch for the unmodified model, which ignores offsets on a CPU."""
     if isinstance(batch.get("shift_labels"), Tensor) and "labels" not in batch:
         batch = {**batch, "labels": batch["shift_labels"]}  # or it computes no loss
     ends = batch.get("cu_seq_lens_q")

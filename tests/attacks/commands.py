@@ -255,7 +255,7 @@ def _strict(text: str) -> Any:
 
 
 def _fill(folder: Path) -> None:
-    """What the paths of this module name."""
+    """Create the files and folders that this module's paths name."""
     (folder / "config").mkdir()
     (folder / "config" / "config.json").write_text(json.dumps(TINY))
     (folder / "llama-70b").mkdir()

@@ -41,16 +41,16 @@ from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
 from tests.attacks.outcomes import Case, answered_in_process
 
 TOKENS = (17, 29, 23)
-"""Of the batches of a run; the second is longer than the first, so that files are added for it."""
+"""Tokens of each batch; the second is the longest, so that files are added for it."""
 FAULTY = 1
 """The batch that meets the fault."""
 SLAB_BYTES = 16 * BLOCK_BYTES
 TOLERANCE = 1e-5
-"""Of gradients in float64, for some functions of which Transformers goes through float32."""
+"""Largest error of float64 gradients; Transformers computes some functions in float32."""
 EXACT = "exact"
 PATIENCE_SECONDS = 5.0
 MOST_SECONDS = 30.0
-"""For a case: a dozen training steps on a busy machine, and no hanging thread."""
+"""Limit of a case: enough for a dozen training steps on a busy machine, unless one hangs."""
 
 Fault = AbstractContextManager[object]
 

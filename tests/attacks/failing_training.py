@@ -36,11 +36,11 @@ PHASES = {
     "evaluation": r"in evaluation pass \d+",
     "save": r"saving checkpoint-",
 }
-"""Where a rank fails, and what others say of where it was."""
+"""Phases in which a rank fails, and what the other ranks report about it."""
 
 SILENT = ("kill", "segv", "term", "os_exit", "stop")
 FAULTS = (*SILENT, "raise", "exit", "interrupt")
-"""How a rank fails; `SILENT` ones leave it no time for a word."""
+"""Ways in which a rank fails; `SILENT` ones leave it no time for a message."""
 
 
 class Saboteur(StepObserver, TrainerCallback):

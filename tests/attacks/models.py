@@ -89,7 +89,7 @@ def _case(title: str, text: str, name: str | None, value: object) -> Case:
 
 
 def _answer(path: Path) -> PlanResult:
-    """What `sppo estimate` answers."""
+    """Return the answer of `sppo estimate`."""
     return request_plan(
         question_for(
             load_config(path),

@@ -1,4 +1,4 @@
-"""What an attack can come to, and how its seconds and its memory are bounded and counted."""
+"""Outcomes of an attack, and the limits on its seconds and its memory."""
 
 import enum
 import resource
@@ -17,7 +17,7 @@ MIB = 500.0
 
 
 class Outcome(enum.Enum):
-    """What one attempt came to. The last three are defects."""
+    """Outcome of one attempt; the last three are defects."""
 
     RIGHT = "right"
     REFUSED = "refused clearly"
@@ -44,7 +44,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Attempt:
-    """What became of a case."""
+    """A case that was tried, with its outcome."""
 
     name: str
     outcome: Outcome

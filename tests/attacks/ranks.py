@@ -17,7 +17,7 @@ from tests.pipeline.nursery import Ended, Nursery, shared_nursery
 
 TIMEOUT_SECONDS = 8
 LIMIT_SECONDS = {"stop": 30.0}
-"""From the failure to the end of the last rank; a rank that is stopped is silent first."""
+"""Longest time from a fault until the last rank ends; a stopped rank is noticed late."""
 LIMIT_OF_OTHERS = 20.0
 
 LAYOUTS: dict[str, tuple[dict[str, int], int]] = {
@@ -66,7 +66,7 @@ def _case(nursery: Nursery, layout: str, rank: int, fault: str, phase: str) -> C
 
 
 def judge(ended: Ended, rank: int, phase: str, fault: str, limit: float) -> tuple[Outcome, str]:
-    """What a launch came to whose `rank` failed.
+    """Judge how a launch ended in which `rank` failed.
 
     Returns:
         The outcome, and what was seen: seconds, and the words of each other rank.

@@ -1,4 +1,4 @@
-"""What is typed: token counts, models by path and by hub id, and errors that name the remedy."""
+"""Arguments: token counts, models by path and by hub id, and errors that name the remedy."""
 
 from pathlib import Path
 from types import SimpleNamespace

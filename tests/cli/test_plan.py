@@ -351,7 +351,7 @@ def test_a_sequence_shared_between_nodes_is_allowed_where_nothing_else_fits(tmp_
 
 
 def test_ranks_of_one_stage_have_their_weights_on_the_device() -> None:
-    """Of several processes none can have them on the host by itself, whatever does not fit."""
+    """One of several processes cannot move them to the host by itself, even where nothing fits."""
     config = SPPOConfig(num_chunks=2)
     device = DeviceFacts(
         kind="cuda",

@@ -54,4 +54,4 @@ def run_job(job: dict[str, Any], ranks: int, folder: Path) -> dict[str, Any]:
 
 
 _plain: dict[str, str] = {}
-"""What came of jobs without settings."""
+"""Output of jobs without settings, by job, as JSON."""

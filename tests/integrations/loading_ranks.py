@@ -85,7 +85,7 @@ def refused(folder: Path) -> str:
 
 
 def freed_share() -> float:
-    """Of what a whole model's other stages hold in memory, the share that a cut gives back."""
+    """Cut a whole model to one stage; return the freed share of the other stages' memory."""
     config = LlamaConfig(
         vocab_size=128,
         hidden_size=512,

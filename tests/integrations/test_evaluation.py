@@ -242,7 +242,7 @@ def test_metrics_between_training_steps(tmp_path):
 
 
 class _LooksAtLogits(Trainer):
-    """Whose loss reads logits in evaluation."""
+    """A Trainer whose loss reads logits in evaluation."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         outputs = model(**inputs)

@@ -103,7 +103,7 @@ def test_a_dropped_loss_leaves_nothing_on_the_device_for_the_optimizer() -> None
 
 
 def _decided(places: Placement) -> Callable[..., tuple[Placement, ...]]:
-    """As if a GPU had no room, where settings and optimizer leave the place open."""
+    """Place on the host, as on a full GPU, whatever settings and optimizer leave open."""
 
     def read(config: SPPOConfig, *_: object, **__: object):
         return (

@@ -20,9 +20,9 @@ from tests.pipeline.test_pipeline_engine import make
 from tests.sweeps import ALL
 
 NEAR = 1e-4
-"""In float32, and four steps: AdamW makes what differs by rounding grow until step fifty."""
+"""Tolerance in float32 after four steps; AdamW makes rounding errors grow until step fifty."""
 EXACT = 1e-9
-"""In float64, after fifty steps too."""
+"""Tolerance in float64, even after fifty steps."""
 
 PIPELINE = {"pp_size": 2, "num_chunks": 3}
 SHARED = {"sp_size": 2, "num_chunks": 3}
@@ -81,7 +81,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> dict:
 @pytest.mark.process
 @pytest.mark.timeout(240)
 def test_fifty_steps_by_the_trainer_and_ten_of_them_on_another_layout(tmp_path: Path):
-    """On two ranks from the start; from its checkpoint at 40 on two replicas of two ranks."""
+    """Two ranks from the start; from their checkpoint at 40, two replicas of two ranks."""
     plain = run_job({**FIFTY, "rows": 2}, 1, tmp_path / "one")
     assert len(_series(plain, "loss")) == 50
     two = run_job({**FIFTY, "settings": PIPELINE, "rows": 2}, 2, tmp_path / "two")
@@ -104,7 +104,7 @@ def test_many_steps_on_two_replicas(tmp_path: Path, plain):
 @pytest.mark.process
 @pytest.mark.timeout(360)
 def test_many_steps_on_shared_sequences_and_the_last_on_other_layouts(tmp_path: Path, plain):
-    """On two ranks; the last steps from their checkpoint on other layouts."""
+    """Two ranks; other layouts repeat the last steps from their checkpoint."""
     names = ("loss", "grad_norm", "epoch", "eval_loss")
     two = run_job({**MANY, "settings": SHARED, "rows": 4}, 2, tmp_path / "two")
     assert two["wrapper"] == "DistributedDataParallel"
@@ -123,7 +123,7 @@ def test_many_steps_on_shared_sequences_and_the_last_on_other_layouts(tmp_path: 
 @pytest.mark.process
 @pytest.mark.timeout(360)
 def test_many_steps_on_sequences_that_stages_share(tmp_path: Path, plain):
-    """On two stages of two ranks; from their checkpoint before the last ones in one process."""
+    """Two stages of two ranks; one process repeats the last steps from their checkpoint."""
     names = ("loss", "grad_norm", "epoch", "eval_loss")
     four = run_job({**MANY, "settings": BOTH, "rows": 4}, 4, tmp_path / "four")
     _assert_same_run(four, plain, names)
@@ -180,7 +180,7 @@ def test_shared_sequences_by_the_trainer(tmp_path: Path, arguments, lora):
 @pytest.mark.process
 @pytest.mark.timeout(200)
 def test_shared_sequences_by_the_trainer_under_fsdp2_and_resumed(tmp_path: Path):
-    """On two ranks; from their checkpoint at 2 again, and by the same ranks with own sequences."""
+    """Two ranks; resumed from their checkpoint at 2, sharing sequences and with own sequences."""
     arguments = {"max_steps": 4, "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
     job = {"kind": "ddp", "tied": True, "eval_labels": 17, "rows": 4}
     plain = run_job({**job, "arguments": arguments}, 1, tmp_path / "one")

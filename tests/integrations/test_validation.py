@@ -1,4 +1,4 @@
-"""What SPPO refuses to combine with, and that each refusal names what was seen and the remedy."""
+"""Combinations that SPPO refuses, and that each refusal names what was seen and the remedy."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Every notebook runs from top to bottom, and what is kept of it is what it shows."""
+"""Every notebook runs from top to bottom and shows the outputs that are stored in it."""
 
 import ast
 import functools
@@ -40,7 +40,7 @@ def said(cell):
 
 
 def shape(cell):
-    """What a cell shows, with numbers and spaces masked, and which kinds of pictures."""
+    """Return a cell's text, with numbers and spaces masked, and its kinds of pictures."""
     kinds = [sorted(out.get("data", ())) for out in cell.outputs]
     masked = UNIT.sub("# bytes", NUMBER.sub("#", said(cell)))
     return [" ".join(line.split()) for line in masked.splitlines()], kinds

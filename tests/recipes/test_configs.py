@@ -35,7 +35,7 @@ RUN = ("1_gpu", "2_gpus", "4_gpus_pp_sp", "4_gpus_msp")
 PAIRS = (*LAUNCHED, "8_gpus_fsdp2", "1_gpu_hybrid", "2_nodes")
 ROWS = 4
 LAYERS = 8 if ALL else 4
-"""Of the largest pair that is run one on each rank."""
+"""Layers of the model: one for each rank of the largest launch."""
 
 
 def _start(folder: Path, rows: int, *launch: str, sppo: Path) -> subprocess.Popen:
@@ -76,7 +76,7 @@ def _script(folder: Path, rows: int) -> list[str]:
 
 
 def _launch_environment(*words: str) -> dict[str, str]:
-    """What `accelerate launch` with these words adds to the environment."""
+    """Return the environment variables that `accelerate launch` sets with these arguments."""
     args, _, _ = _validate_launch_command(launch_command_parser().parse_args(list(words)))
     environment = prepare_multi_gpu_env(args)
     return {name: x for name, x in environment.items() if os.environ.get(name) != x}

@@ -1,4 +1,4 @@
-"""What a report calls a failure, and the files that it leaves."""
+"""Failures that a report names, and the files that it leaves."""
 
 import importlib
 import json

@@ -179,7 +179,7 @@ def test_an_evaluation_has_no_modes(tmp_path: Path) -> None:
         changes=lambda _: [Change("device", "kv", 2048)],
     )
     said = words_in(draw(plan, timeline, tmp_path / "plan.svg"))
-    assert "evaluation: no frame is kept" in said
+    assert "evaluation: nothing is kept for backward" in said
     assert "3 rows of 131,072 tokens" in said
     assert "time (milliseconds)" in said
     assert "KiB" in said

@@ -125,7 +125,7 @@ def test_settings_of_single_layers_follow_their_layer() -> None:
 
 
 def _outcome(model_type: str) -> int | str:
-    """What a tiny model of a type would take in bytes, counted without memory, or the refusal."""
+    """Return the bytes of a tiny model of a type, counted without memory, or the refusal."""
     try:
         return weights_bytes(tiny_config(model_type))
     except ConfigError as error:

@@ -32,7 +32,7 @@ BASES: dict[str, str] = {
     "sppo-auto": "ours, offload='auto'",
     IDEAL: "base model plus tiled head and loss, everything kept, no hooks: a bound, not a choice",
 }
-"""What each contender is, by name; `EXTRAS` has the suffixes that names may carry."""
+"""Names of contenders and their descriptions; `EXTRAS` has the suffixes that names may carry."""
 
 LIGER, TILED = "+liger", "+tiled"
 THEIRS = ("plain", CHECKPOINTING, "checkpointing-offload", "trl-offload")

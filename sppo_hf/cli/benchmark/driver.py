@@ -54,16 +54,16 @@ def extrapolate(one: Row, two: Row, *, num_layers: int, model_flops: float) -> R
     """
     seconds = _linear(one, two, num_layers - 1, lambda n: n.median_step_seconds)
     assert seconds is not None, "parts that were measured have seconds"
+    job = one.job.replace(layers=None)
     if seconds <= 0:
         return Row(
             status="failed",
-            job=one.job.replace(layers=None),
+            job=job,
             reason=f"two layers were not slower than one ({one.numbers.median_step_seconds} s), so "
             "nothing can be extrapolated; measure more steps",
             environment=two.environment,
         )
     reason = f"extrapolated to {num_layers} layers from 1 and 2"
-    job = one.job.replace(layers=None)
     return _extrapolated(one, two, num_layers - 1, job, reason, seconds, model_flops)
 
 
@@ -378,7 +378,7 @@ def run_in_process(
     timed_out = False
     with log.open("w", encoding="utf-8") as errors:
         process = subprocess.Popen(
-            [*command, json.dumps(job.to_dict())],
+            [*command, json.dumps(dataclasses.asdict(job))],
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
@@ -401,9 +401,7 @@ def run_in_process(
     environment = {**row.environment, "command": shlex.join(["sppo", *sys.argv[1:]])}
     if timed_out:
         reason = f"ended after {timeout_seconds:,.0f} s, the limit (--timeout)"
-        return dataclasses.replace(
-            row, status="timeout", reason=reason, numbers=row.numbers, environment=environment
-        )
+        return dataclasses.replace(row, status="timeout", reason=reason, environment=environment)
     if process.returncode < 0:
         # SIGKILL means that host memory ran out, which it would at every longer length too.
         status: Status = "killed" if process.returncode == -signal.SIGKILL else "failed"

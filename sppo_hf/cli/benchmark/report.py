@@ -62,8 +62,8 @@ def speed_table(rows: Sequence[Row]) -> Table:
     for total_tokens in sorted({row.job.total_tokens for row in rows}):
         at = [row for row in rows if row.job.total_tokens == total_tokens]
         speeds = {row.job.contender: row.numbers.tokens_per_second for row in at if row.trained}
+        others = [*_fastest_checkpointing(speeds), speeds.get(IDEAL)]
         for index, row in enumerate(at):
-            others = [_fastest_checkpointing(speeds), _fastest_today(speeds), speeds.get(IDEAL)]
             cells = _cells(row, others)
             first = f"{total_tokens:,}" if index == 0 else ""
             lines.append((index == len(at) - 1, [first, row.job.contender, *cells]))
@@ -170,20 +170,21 @@ def _notes(rows: Sequence[Row]) -> list[Text]:
     return [*notes, Text("")]
 
 
-def _fastest_checkpointing(speeds: Mapping[str, float | None]) -> float | None:
-    """Tokens per second of the fastest checkpointing contender with the common kernel."""
-    found = [
-        speed
-        for name, speed in speeds.items()
-        if speed is not None and parse(name).checkpoints and parse(name).base != TODAY
-    ]
-    return max(found, default=None)
+def _fastest_checkpointing(
+    speeds: Mapping[str, float | None],
+) -> tuple[float | None, float | None]:
+    """Tokens per second of the fastest checkpointing contender.
 
-
-def _fastest_today(speeds: Mapping[str, float | None]) -> float | None:
-    """Tokens per second of the fastest with the kernel that PyTorch chooses."""
-    found = [speed for name, speed in speeds.items() if speed and parse(name).base == TODAY]
-    return max(found, default=None)
+    Returns:
+        With the common kernel, and with the kernel that PyTorch chooses; None where none trained.
+    """
+    common: list[float] = []
+    default: list[float] = []
+    for name, speed in speeds.items():
+        contender = parse(name)
+        if speed is not None and contender.checkpoints:
+            (default if contender.base == TODAY else common).append(speed)
+    return max(common, default=None), max(default, default=None)
 
 
 def _cells(row: Row, others: Sequence[float | None]) -> list[str]:

@@ -93,19 +93,17 @@ class Job:
         """Return a copy with changed fields."""
         return dataclasses.replace(self, **changes)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain JSON types."""
-        return dataclasses.asdict(self)
-
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Self:
-        """Read what `to_dict` returned; unknown fields, of other versions, are ignored."""
+        """Read what `dataclasses.asdict` returned; other versions' unknown fields are ignored."""
         known = {field.name for field in dataclasses.fields(cls)}
         return cls(**{name: value for name, value in fields.items() if name in known})
 
 
 def _text(job: Job, left_out: tuple[str, ...]) -> str:
-    fields = {name: value for name, value in job.to_dict().items() if name not in left_out}
+    fields = {
+        name: value for name, value in dataclasses.asdict(job).items() if name not in left_out
+    }
     return json.dumps(fields, sort_keys=True)
 
 
@@ -163,7 +161,7 @@ class Numbers:
     """Peak of the bytes that PyTorch's allocator reserved on the device."""
 
     device_retries: int | None = None
-    """How often the allocator had to release its cache and retry, which costs time."""
+    """Times that the allocator had to release its cache and retry, which is slow."""
 
     host_peak_bytes: int | None = None
     """Peak of the process's resident memory in training."""
@@ -249,12 +247,10 @@ class Row:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row as plain JSON types, without unknown numbers."""
-        numbers = {
-            name: value
-            for name, value in dataclasses.asdict(self.numbers).items()
-            if value is not None and value != ()
-        }
-        return {**dataclasses.asdict(self), "job": self.job.to_dict(), "numbers": numbers}
+        fields = dataclasses.asdict(self)
+        numbers = fields["numbers"].items()
+        fields["numbers"] = {k: v for k, v in numbers if v is not None and v != ()}
+        return fields
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Self:

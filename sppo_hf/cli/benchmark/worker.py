@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,7 +39,7 @@ from transformers import TrainerCallback
 import sppo_hf
 from sppo_hf.cli.benchmark import training
 from sppo_hf.cli.benchmark.contenders import TODAY, parse
-from sppo_hf.cli.benchmark.results import Job, Numbers, Row
+from sppo_hf.cli.benchmark.results import Job, Numbers, Row, Status
 from sppo_hf.cli.benchmark.trace_summary import STEP_LABEL
 from sppo_hf.cli.benchmark.training import choose_kernel
 from sppo_hf.config import SPPOConfig, parse_bytes
@@ -378,17 +379,15 @@ def _predict_longest(
     facts = device_facts(device, config)
     if facts.profile is None:
         return None
-    question = PlanRequest(
+    request = PlanRequest(
         shape=shape,
         config=config,
         device=facts,
-        total_tokens=job.total_tokens,
+        # A short length, because the answer is never below the one that is asked about.
+        total_tokens=min(4096, job.total_tokens),
         dtype_name="bfloat16" if job.autocast else job.dtype,
     )
-    # Asked about a short length: the answer is never below the length of the question.
-    return request_plan(
-        dataclasses.replace(question, total_tokens=min(4096, job.total_tokens))
-    ).max_seq_len
+    return request_plan(request).max_seq_len
 
 
 _PACKAGES = ("torch", "transformers", "accelerate", "peft", "trl", "liger-kernel", "flash-attn")
@@ -449,27 +448,20 @@ def run_job(job: Job, tell: Callable[[Row], None]) -> None:
     environment = describe_machine(device)
     measurement = Measurement(job)
 
-    def tell_so_far() -> None:
+    def tell_known(status: Status, reason: str = "") -> None:
         numbers = measurement.known()
-        tell(Row(status="killed", job=job, numbers=numbers, environment=environment))
+        tell(Row(status=status, job=job, reason=reason, numbers=numbers, environment=environment))
 
     try:
-        numbers = measurement.run(tell_so_far)
+        # The row counts if the process is killed before it writes the next one.
+        measurement.run(partial(tell_known, "killed"))
     except (RuntimeError, MemoryError, BudgetError, OffloadError) as error:
         reason = out_of_memory_reason(error)
         if reason is None:
             raise
-        tell(
-            Row(
-                status="out of memory",
-                job=job,
-                reason=reason,
-                numbers=measurement.known(),
-                environment=environment,
-            )
-        )
+        tell_known("out of memory", reason)
         return
-    tell(Row(status="measured", job=job, numbers=numbers, environment=environment))
+    tell_known("measured")
 
 
 def out_of_memory_reason(error: BaseException) -> str | None:

@@ -1,4 +1,4 @@
-"""What runs, what does not, and in which order, with a pretended worker."""
+"""Which jobs run, which do not, and in which order, with a fake worker."""
 
 from __future__ import annotations
 
@@ -350,7 +350,7 @@ def text_of(path: Path) -> str:
 
 
 def wait_for(what: Callable[[], Any], seconds: float = 60.0) -> Any:
-    """What it returns as soon as that is true."""
+    """Wait until `what` returns something true, and return that."""
     end = time.monotonic() + seconds
     while not (found := what()):
         assert time.monotonic() < end, "waited in vain"

@@ -75,7 +75,7 @@ def test_rows_are_random_and_repeat() -> None:
 
 
 def test_the_long_context_recipe_of_trl_trains_the_same_rows(tmp_path: Path) -> None:
-    """On a CPU without its offloading. TRL's loss in chunks is the loss."""
+    """TRL's loss in chunks equals the plain loss; on a CPU, so without its offloading."""
     pytest.importorskip("trl")
     losses = []
     for name in ("checkpointing", "trl-long"):
