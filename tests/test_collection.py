@@ -1,5 +1,6 @@
 """The suite is collected whatever optional package is missing; what needs it is skipped."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -27,15 +28,17 @@ sys.exit(pytest.main(options, plugins=[Methods()]))
 """
 
 
-def test_the_files_of_the_quick_run_are_there():
-    lines = (ROOT / "tests" / "run.sh").read_text().splitlines()
-    patterns = [line.strip() for line in lines if line.startswith("        tests/")]
+@pytest.mark.parametrize("script", ["tests/run.sh", ".ci/run"])
+def test_the_files_that_a_script_names_are_there(script):
+    lines = (ROOT / script).read_text().splitlines()
+    code = "\n".join(line for line in lines if not line.startswith("#"))
+    patterns = re.findall(r"(?<![\w/])tests/[\w/{},]+(?:\.\w+)?", code)
     assert len(patterns) > 5
     for pattern in patterns:
         before, _, rest = pattern.partition("{")
         names, _, after = rest.partition("}")
         for name in names.split(","):
-            assert (ROOT / f"{before}{name}{after}").is_file(), f"{before}{name}{after}"
+            assert (ROOT / f"{before}{name}{after}").exists(), f"{before}{name}{after}"
 
 
 @pytest.mark.process

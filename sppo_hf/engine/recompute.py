@@ -536,10 +536,10 @@ class RecomputedLayer:
         """Rerun the layer; returns all that autograd saved in its first forward."""
         if self._hidden is None:
             raise SPPOError(f"{self._label}: nothing to recompute from; was forward interrupted?")
-        self._refuse_changes()
-        if self._before_recompute is not None:
-            self._before_recompute()
         try:
+            self._refuse_changes()
+            if self._before_recompute is not None:
+                self._before_recompute()
             hidden = self._hidden.take().detach().requires_grad_(self._hidden_requires_grad)
             if self._attention is not None:
                 self._attention_results = (self._attention[0].take(), self._attention[1].take())

@@ -47,7 +47,7 @@ class ProgressReporter(StepObserver):
         self.bars_wanted = True
         """False with the Trainer's `disable_tqdm`."""
         self._printed_plans: set[bool] = set()
-        """True once a plan for training was printed, False once one for evaluation was."""
+        """`Plan.training` of the plans that were printed."""
         self._bar: tqdm[Any] | None = None
         self._step_start_seconds: float | None = None
         self._bar_direction: Direction = "forward"

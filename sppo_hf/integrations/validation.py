@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import DistributedType, DynamoBackend
+from packaging.version import Version
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import ConfigError
@@ -34,7 +35,7 @@ _SUPPORTED_TYPES = (
 _TRL_TRAINERS_ON_SHARED_BATCHES = ("SFT", "DPO", "KTO")
 """Trainers of TRL whose losses need only the log-probabilities of the labels."""
 
-FSDP2_TORCH = "2.13"
+FSDP2_TORCH = (2, 13)
 """Oldest PyTorch whose FSDP2 calls modules of one unit a different number of times.
 
 Accelerate shards the final norm and the head as one unit, and the head runs once for each tile of
@@ -103,7 +104,7 @@ def check_accelerator(accelerator: Accelerator) -> None:
                 "FSDP's activation_checkpointing is on, and SPPO recomputes by itself",
                 "switch fsdp_activation_checkpointing off and set SPPO's recompute instead",
             )
-        if torch.__version__ < FSDP2_TORCH:
+        if Version(torch.__version__).release < FSDP2_TORCH:
             raise _unsupported(
                 f"The Accelerator runs FSDP2 under PyTorch {torch.__version__}, which cannot run "
                 "the final norm and the head, one unit of weights, a different number of times",

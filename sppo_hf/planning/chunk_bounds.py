@@ -269,7 +269,8 @@ def auto_bounds(
 def chunk_cuts(shape: ModelShape, total_tokens: int, partition: str) -> Iterator[Bounds]:
     """Yields the bounds that a search tries, one for each of `TARGET_TOKENS`, without duplicates.
 
-    `partition` is "flops" or "even".
+    Targets that would give more than `_MOST_CHUNKS` chunks are left out, but for the longest one,
+    in whose place that many chunks are tried. `partition` is "flops" or "even".
     """
     prefix = PrefixCost.of(shape)
     seen: set[Bounds] = set()

@@ -56,7 +56,7 @@ class Batch:
     """Tokens, over all rows, on which a layer's token-wise modules run at once; 0 for whole chunks.
     """
 
-    training: bool = True
+    training: bool
     """Whether a backward follows. If not, nothing is saved and activation modes have no effect."""
 
     accumulates: bool = False

@@ -65,7 +65,9 @@ def default_choice(
     device_kind: str,
     may_share: bool = False,
 ) -> PipelineChoice:
-    """Returns the choice without a hardware profile: at least four units a stage.
+    """Returns the choice without a hardware profile: four units a stage or more.
+
+    Fewer where rows are short or the settings fix the chunks.
 
     Raises:
         ConfigError: the settings do not fit this length.

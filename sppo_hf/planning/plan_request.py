@@ -310,7 +310,7 @@ def compare_policies(question: PlanRequest, plan: Plan) -> tuple[PolicyResult, .
     """
     again = any(mode.saved == "hidden" for row in plan.layer_modes for mode in row)
     choices = read_choices(question.config, question.device, rerun_attention=again)
-    base = replace(plan, max_pending_d2h_bytes=None, max_prefetch_bytes=None)
+    base = replace(plan, max_pending_d2h_bytes=None, max_prefetch_bytes=None, prefetch_chunks=None)
     named = [("auto, recompute mixed", plan), *fixed_policies(_cost(plan), base, choices)]
     results = [_result(plan, name, decisions) for name, decisions in named]
     return tuple(sorted(results, key=lambda r: r.step_seconds or float("inf")))

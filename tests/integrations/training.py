@@ -11,6 +11,7 @@ import pytest
 import torch
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
+from packaging.version import Version
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from sppo_hf.integrations.validation import FSDP2_TORCH
@@ -29,7 +30,7 @@ FSDP2: dict[str, Any] = {
 }
 """Arguments of a run on several ranks that shard the model."""
 needs_fsdp2 = pytest.mark.skipif(
-    torch.__version__ < FSDP2_TORCH, reason="this PyTorch's FSDP2 is refused"
+    Version(torch.__version__).release < FSDP2_TORCH, reason="this PyTorch's FSDP2 is refused"
 )
 
 

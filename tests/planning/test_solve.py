@@ -392,7 +392,7 @@ def test_sixty_four_chunks_of_eighty_layers_in_time(
     shape = shape_of(config, dtype_bytes=2, trainable_parameters=200_000_000, weight_bytes=35 * GIB)
     cost = ModelCost(shape=shape, profile=PROFILE, dtype_name="bfloat16")
     bounds = balanced_bounds(PrefixCost.of(shape), 262_144, 64)
-    base = Batch(batch_rows=1, tile_tokens=512).decisions(bounds, 80)
+    base = Batch(batch_rows=1, tile_tokens=512, training=True).decisions(bounds, 80)
     budgets = Budgets(device=device * GIB, host=host * GIB, disk=disk * GIB)
     begun = time.process_time()
     found = solve(cost, base, budgets, Choices(tiers=tiers, kv_tiers=tiers))
@@ -410,7 +410,7 @@ def test_compute_seconds_are_the_resources(cost: ModelCost, bounds: object) -> N
     assert compute_seconds(base, cost) == pytest.approx(timeline.busy_seconds("compute"))
 
 
-BATCH = Batch(batch_rows=1, tile_tokens=64, staging_bytes=MIB)
+BATCH = Batch(batch_rows=1, tile_tokens=64, training=True, staging_bytes=MIB)
 
 
 def test_the_fastest_cut_wins() -> None:

@@ -448,20 +448,20 @@ def run_job(job: Job, tell: Callable[[Row], None]) -> None:
     environment = describe_machine(device)
     measurement = Measurement(job)
 
-    def tell_known(status: Status, reason: str = "") -> None:
-        numbers = measurement.known()
+    def tell_known(status: Status, reason: str = "", numbers: Numbers | None = None) -> None:
+        numbers = measurement.known() if numbers is None else numbers
         tell(Row(status=status, job=job, reason=reason, numbers=numbers, environment=environment))
 
     try:
         # The row counts if the process is killed before it writes the next one.
-        measurement.run(partial(tell_known, "killed"))
+        numbers = measurement.run(partial(tell_known, "killed"))
     except (RuntimeError, MemoryError, BudgetError, OffloadError) as error:
         reason = out_of_memory_reason(error)
         if reason is None:
             raise
         tell_known("out of memory", reason)
         return
-    tell_known("measured")
+    tell_known("measured", numbers=numbers)
 
 
 def out_of_memory_reason(error: BaseException) -> str | None:

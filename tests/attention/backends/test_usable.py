@@ -5,7 +5,9 @@ import torch
 
 from sppo_hf.attention.backends import select
 from sppo_hf.attention.backends.base import AttentionSpec
-from tests.attention.backends.usable import usable_backend
+from tests.attention.backends.usable import known_gap, usable_backend
+
+HOPPER, AMPERE = (9, 0), (8, 0)
 
 
 def requirement(device="cuda", head_size=128, **changes):
@@ -19,7 +21,7 @@ def verdict(monkeypatch):
     said = [None]
     monkeypatch.setattr(select, "find_mismatch", lambda *_: said[0])
     monkeypatch.setattr("sppo_hf.attention.backends.flash_attn._is_installed", lambda _: False)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: HOPPER)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
     select._find_on_device.cache_clear()
     yield said
@@ -52,3 +54,24 @@ def test_a_known_gap_excuses_raising_and_nothing_else(verdict):
     verdict[0] = "differs from the reference in dQ"
     with pytest.raises(pytest.fail.Exception, match="differs"):
         usable_backend("cudnn", requirement(head_size=256))
+
+
+@pytest.mark.parametrize(
+    ("name", "head_size", "capability", "cudnn_version", "gap"),
+    [
+        ("cudnn", 256, HOPPER, 91900, "newer cuDNN"),
+        ("cudnn", 256, HOPPER, 92000, None),
+        ("cudnn", 192, HOPPER, 91900, None),
+        ("cudnn", 192, AMPERE, 92000, "on Hopper only"),
+        ("cudnn", 128, AMPERE, 91900, None),
+        ("flash_attention_3", 128, AMPERE, 91900, "Hopper"),
+        ("flash_attention_3", 128, HOPPER, 91900, None),
+        ("flash_attention_4", 128, HOPPER, 91900, "beta"),
+        ("flash_attention_2", 256, AMPERE, 91900, None),
+        ("aten_flash", 256, AMPERE, 91900, None),
+        ("efficient", 256, AMPERE, 91900, None),
+    ],
+)
+def test_known_gaps(name, head_size, capability, cudnn_version, gap):
+    found = known_gap(name, requirement(head_size=head_size), capability, cudnn_version)
+    assert found is None if gap is None else gap in found
