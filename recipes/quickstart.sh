@@ -90,6 +90,8 @@ sppo_say "Installed after $((SECONDS - began)) s"
 if [[ -z ${PYTORCH_ALLOC_CONF-}${PYTORCH_CUDA_ALLOC_CONF-} ]]; then
     export PYTORCH_ALLOC_CONF=expandable_segments:True
 fi
+# One process; with several GPUs in its sight the Trainer would use nn.DataParallel, which is refused.
+export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES-0}
 sppo_say "Fine-tuning: recipes/finetune.py $*"
 status=0
 python "$root/recipes/finetune.py" "$@" || status=$?

@@ -205,8 +205,7 @@ def model_profile(parts: ModelParts, device: torch.device | None = None) -> Mode
         parameter_bytes=dtype.itemsize if dtype.is_floating_point else dtype_bytes,
         lora=_find_lora(parts, device),
     )
-    # Without the subclass that FSDP2 creates.
-    own_class = next(c for c in type(parts.causal_lm).__mro__ if not hasattr(c, "unshard"))
+    own_class = parts.model_class
     config = parts.causal_lm.config
     key = (own_class, config_digest(config), training)
     if key not in _profiles:

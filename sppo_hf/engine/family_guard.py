@@ -1,9 +1,9 @@
 """Check at conversion that a model's family is exact, if the project's tests do not cover it.
 
 Families in `PROVED` are compared with the unmodified model in this project's tests. For any other,
-conversion builds a tiny random model of the same configuration and compares loss and all gradients
-in float64, once per process (about a second). A model that is not exact is refused; if no tiny
-model can be built, conversion warns and says how to check it.
+and for a user's own model class, conversion builds a tiny random model and compares loss and all
+gradients in float64, once per process (about a second). A model that is not exact is refused; if no
+tiny model can be built, conversion warns and says how to check it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,12 @@ PROVED_ROUTER_LOSS = frozenset("ernie4_5_moe gpt_oss mixtral olmoe qwen2_moe qwe
 
 
 def is_proved(parts: ModelParts) -> bool:
-    """Whether tests cover the family; for a multimodal model, also that of its text decoder."""
+    """Whether tests cover the family; for a multimodal model, also that of its text decoder.
+
+    They do not cover a user's subclass, whatever its model type.
+    """
+    if not parts.is_stock:
+        return False
     if _has_router_loss(parts) and parts.model_type not in PROVED_ROUTER_LOSS:
         return False
     return {parts.model_type, parts.text_config.model_type} <= PROVED
@@ -87,7 +92,7 @@ def check_family(parts: ModelParts) -> None:
     """
     if is_proved(parts) or getattr(_state, "checking", False):
         return
-    key = str(_own_config(parts).to_diff_dict())
+    key = f"{parts.model_class} {_own_config(parts).to_diff_dict()}"
     if key not in _verdicts:
         with family_check_disabled():
             _verdicts[key] = _verdict(parts)
@@ -111,12 +116,13 @@ def _verdict(parts: ModelParts) -> str | None:
     settings = SPPOConfig(num_chunks=4, show_plan=False, show_progress=False)
     try:
         with torch_code_alone(parts):
-            result = check_config(_own_config(parts), settings)
+            model_class = None if parts.is_stock else parts.model_class
+            result = check_config(_own_config(parts), settings, model_class=model_class)
     except ConfigError as error:
         warnings.warn(
-            f"model type {model_type!r} is not among the families that were proved exact, and no "
-            f"tiny model of it could be built to find out ({error}). Compare a few steps with and "
-            "without SPPOPlugin before you rely on it.",
+            f"{parts.name}, model type {model_type!r}, is not among the families that were proved "
+            f"exact, and no tiny model of it could be built to find out ({error}). Compare a few "
+            "steps with and without SPPOPlugin before you rely on it.",
             stacklevel=2,
         )
         return None

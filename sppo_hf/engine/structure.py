@@ -71,6 +71,10 @@ def referenced_names(kind: type[nn.Module]) -> frozenset[str]:
     return frozenset(name for code in codes if code is not None for name in code.co_names)
 
 
+def _own_class(module: nn.Module) -> Any:
+    return next(kind for kind in type(module).__mro__ if not hasattr(kind, "unshard"))
+
+
 @dataclass(frozen=True, slots=True)
 class ModelParts:
     """The parts of one causal language model."""
@@ -89,6 +93,18 @@ class ModelParts:
     def name(self) -> str:
         """Class name of the model, for messages."""
         return type(self.causal_lm).__name__
+
+    @property
+    def model_class(self) -> type[PreTrainedModel]:
+        """Class of the model, without the subclass that FSDP2 creates."""
+        return _own_class(self.causal_lm)
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether model, decoder and layers run Transformers' own code, not a user's subclass."""
+        modules = (self.causal_lm, self.base, self.decoder, *self.layers)
+        classes = {_own_class(module) for module in modules}
+        return all(kind.__module__.startswith("transformers.") for kind in classes)
 
     @property
     def text_config(self) -> PreTrainedConfig:

@@ -107,15 +107,25 @@ def check_model(
         return replace(result, note=note)
 
 
-def check_config(hf_config: PreTrainedConfig, config: SPPOConfig) -> CheckResult:
+def check_config(
+    hf_config: PreTrainedConfig,
+    config: SPPOConfig,
+    *,
+    model_class: type[PreTrainedModel] | None = None,
+) -> CheckResult:
     """Check a tiny random model of a Transformers configuration in float64, as `check_model`.
+
+    Args:
+        hf_config: what the tiny model is made from.
+        config: settings of the chunked run.
+        model_class: the model's class; None takes Transformers' own.
 
     Raises:
         ConfigError: no tiny model of this configuration can be built.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = _tiny_of(hf_config, torch.float64)
+        model = _tiny_of(hf_config, torch.float64, model_class)
         result = _check(model, True, hf_config.model_type, config, 2, 29, torch.float64, 0)
         if result.status != "exact":
             return result
@@ -271,8 +281,12 @@ def _tiny_text_decoder(name: str, dtype: torch.dtype, whole: ConfigError) -> Pre
     return build_tiny_model(text.model_type, dtype=dtype)
 
 
-def _tiny_of(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    return model_from_config(shrunk_config(config), dtype=dtype)
+def _tiny_of(
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    model_class: type[PreTrainedModel] | None = None,
+) -> PreTrainedModel:
+    return model_from_config(shrunk_config(config), model_class=model_class, dtype=dtype)
 
 
 def _read_config(name: str, path: Path, local: bool) -> PreTrainedConfig:

@@ -370,17 +370,27 @@ def build_tiny_model(
 
 
 def model_from_config(
-    config: PreTrainedConfig, *, seed: int = 0, dtype: torch.dtype = torch.float64
+    config: PreTrainedConfig,
+    *,
+    model_class: type[PreTrainedModel] | None = None,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
 ) -> PreTrainedModel:
     """A random causal language model of `config`; see `build_tiny_model`.
+
+    Args:
+        config: its configuration.
+        model_class: its class; None takes that of Transformers' auto classes.
+        seed: seed of the weights.
+        dtype: dtype of the weights.
 
     Raises:
         ConfigError: there is no such model, or its weights would take more than `LARGEST_BYTES`.
     """
-    _check_bytes(config)
+    _check_bytes(config, model_class)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = _construct(config)
+        model = _construct(config, model_class)
         for part in model.modules():
             if isinstance(part, PreTrainedModel) and part._can_set_experts_implementation():
                 # Grouped matrix products exist in few dtypes; the plain loop over experts in all.
@@ -399,15 +409,17 @@ def weights_bytes(config: PreTrainedConfig) -> int:
     return sum(_tensor_bytes(tensor) for _, tensor in _without_memory(config))
 
 
-_counted: set[tuple[type, str]] = set()
+_counted: set[tuple[type, type | None, str]] = set()
 """Configurations whose models were found to be small."""
 
 
-def _check_bytes(config: PreTrainedConfig) -> None:
-    key = (type(config), str(config.to_dict()))
+def _check_bytes(
+    config: PreTrainedConfig, model_class: type[PreTrainedModel] | None = None
+) -> None:
+    key = (type(config), model_class, str(config.to_dict()))
     if key in _counted:
         return
-    tensors = _without_memory(config)
+    tensors = _without_memory(config, model_class)
     total_bytes = sum(_tensor_bytes(tensor) for _, tensor in tensors)
     if total_bytes <= LARGEST_BYTES:
         _counted.add(key)
@@ -428,11 +440,13 @@ def _check_bytes(config: PreTrainedConfig) -> None:
     )
 
 
-def _without_memory(config: PreTrainedConfig) -> list[tuple[str, torch.Tensor]]:
+def _without_memory(
+    config: PreTrainedConfig, model_class: type[PreTrainedModel] | None = None
+) -> list[tuple[str, torch.Tensor]]:
     """Parameters and buffers of a model of `config` on the meta device."""
     check_sizes(config.to_dict())
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
-        model = _construct(config)
+        model = _construct(config, model_class)
     return [*model.named_parameters(), *model.named_buffers()]
 
 
@@ -440,10 +454,14 @@ def _tensor_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * torch.float64.itemsize
 
 
-def _construct(config: PreTrainedConfig) -> PreTrainedModel:
+def _construct(
+    config: PreTrainedConfig, model_class: type[PreTrainedModel] | None = None
+) -> PreTrainedModel:
     """The causal language model of `config` in float64, on the device of the context."""
     _check_causal(config)
     try:
+        if model_class is not None:
+            return model_class._from_config(config, dtype=torch.float64)
         model: PreTrainedModel = auto_class_of(config).from_config(config, dtype=torch.float64)
         return model
     except BUILD_ERRORS as error:

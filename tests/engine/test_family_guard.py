@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from sppo_hf import SPPOConfig, UnsupportedModelError
 from sppo_hf.engine import family_guard as guard
@@ -43,8 +45,6 @@ def test_an_unknown_family_is_checked_once(monkeypatch):
 
 
 def test_an_unknown_family_that_is_not_exact_is_refused(monkeypatch):
-    from transformers.models.llama.modeling_llama import LlamaMLP
-
     original = LlamaMLP.forward
     # What a token gets depends on the tokens beside it, as in a convolution over the sequence.
     monkeypatch.setattr(
@@ -57,6 +57,45 @@ def test_an_unknown_family_that_is_not_exact_is_refused(monkeypatch):
         convert(model, QUIET)
     assert not is_converted(model)
     assert "forward" not in model.__dict__
+
+
+class _MixingMLP(LlamaMLP):
+    """Gives a token what depends on the tokens beside it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + x.mean(1, keepdim=True))
+
+
+class _OwnLlama(LlamaForCausalLM):
+    """A user's subclass that runs Transformers' code."""
+
+
+class _MixingLlama(LlamaForCausalLM):
+    """A user's subclass that cannot run chunk by chunk."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.mlp = _MixingMLP(config)
+
+
+class _UnbuildableLlama(LlamaForCausalLM):
+    def __init__(self, config: LlamaConfig, needed: int) -> None:
+        super().__init__(config)
+
+
+def test_a_users_subclass_of_a_proved_family_is_tried(monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(guard, "_verdicts", {})
+    config = tiny_config("llama")
+    assert is_converted(convert(_OwnLlama(config), QUIET))
+    assert list(guard._verdicts.values()) == [None]
+    mixing = _MixingLlama(config)
+    with pytest.raises(UnsupportedModelError, match=r"_MixingLlama .*was not exact when it was tr"):
+        convert(mixing, QUIET)
+    assert not is_converted(mixing)
+    with pytest.warns(UserWarning, match=r"_UnbuildableLlama, model type 'llama', is not among"):
+        convert(_UnbuildableLlama(config, 1), QUIET)
 
 
 def test_a_family_that_ignores_its_states_is_refused(monkeypatch):
