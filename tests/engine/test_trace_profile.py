@@ -363,6 +363,15 @@ def test_graphs_of_scans_grow_with_the_tokens() -> None:
     assert llama < few < many - 50
 
 
+def test_recurrent_layers_scan_and_convolutions_do_not() -> None:
+    scans = {
+        family: [layer.scans for layer in trace_config(tiny_config(family), HALF).layers]
+        for family in ("lfm2", "qwen3_5_text")
+    }
+    assert not any(scans["lfm2"])
+    assert any(scans["qwen3_5_text"])
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3n_text", "gemma4_text"])
 def test_message_sizes_are_those_of_the_stages_messages(family: str) -> None:
     config: Any = tiny_config(family)

@@ -122,6 +122,12 @@ def test_long_even_chunks_have_two_lengths() -> None:
         assert last <= same[0] <= total_tokens / num_chunks + 128
 
 
+def test_chunks_whose_rounded_lengths_would_leave_nothing_for_the_last_differ_by_a_step() -> None:
+    bounds = even_bounds(10_250, 10)  # nine of 1,152 are more than all
+    assert_covers(bounds, 10_250)
+    assert set(lengths(bounds)[:-1]) == {1024}
+
+
 def test_auto_is_even_on_one_device_and_balanced_where_work_has_to_be() -> None:
     shape = shape_of(llama_config(), dtype_bytes=2)
 
