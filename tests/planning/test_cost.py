@@ -87,6 +87,10 @@ def test_rows_multiply_bytes_and_work() -> None:
     assert two.dkv_bytes(0, 10) == 2 * two.kv_bytes(0, 10)
     assert two.forward_seconds(0, 0, 500) == pytest.approx(2 * one.forward_seconds(0, 0, 500))
     assert two.head_seconds(500) == pytest.approx(2 * one.head_seconds(500))
+    layers = tuple(replace(layer, state_bytes=4096) for layer in two.shape.layers)
+    recurrent = replace(two, shape=replace(two.shape, layers=layers))
+    states = recurrent.activation_bytes(0, 10, "whole") - two.activation_bytes(0, 10, "whole")
+    assert states == 2 * 4096
 
 
 def test_a_changed_cost_forgets_what_it_knew() -> None:

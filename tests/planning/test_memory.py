@@ -12,7 +12,13 @@ from sppo_hf.planning.activation_modes import KEEP, ActivationMode, all_modes
 from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.lowering import StepProgram, estimate
-from sppo_hf.planning.memory import GRAPH_NODE_BYTES, Cause, MemoryEstimate, check_budget
+from sppo_hf.planning.memory import (
+    GRAPH_NODE_BYTES,
+    Cause,
+    MemoryEstimate,
+    byte_tables,
+    check_budget,
+)
 from sppo_hf.planning.model_profile import LoraShape, Training
 from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.policies import uniform_modes
@@ -200,6 +206,19 @@ def test_shared_keys_have_gradients_for_every_query_head_on_cuda() -> None:
     streamed = workspace(grouped, "cuda", kv_tier="host", kv_block_tokens=4096)
     assert workspace(grouped, "cpu", kv_tier="host", kv_block_tokens=4096) < streamed
     assert streamed < workspace(grouped, "cuda") - 50_000 * expanded
+
+
+def test_streamed_keys_and_values_are_the_block_in_use_the_next_one_and_the_chunks_own() -> None:
+    bounds = ((0, 512), (512, 1024), (1024, 1536), (1536, 2048))
+    what = decided(OFFLOAD, bounds, kv_tier="host", kv_block_tokens=1024)
+    forward, backward, sums = byte_tables(SHAPE, what, "cuda").kv_in_transit
+    kv, dkv = SHAPE.kv_bytes_per_token(0), SHAPE.dkv_bytes_per_token(0)
+    # Blocks of two chunks from the third chunk on, which are joined in a tensor of their own.
+    blocks, joined = (512, 512, 1024, 1024), (0, 0, 1024, 1024)
+    whole = [kv * (2 * block + both + 512) for block, both in zip(blocks, joined, strict=True)]
+    assert forward.tolist() == backward.tolist() == whole
+    # Sums of both blocks and of the one before them, and a gradient that is not yet added.
+    assert sums.tolist() == [dkv * (3 * block + 512) + kv * block for block in blocks]
 
 
 def test_tile_fits_its_bytes() -> None:
