@@ -104,7 +104,9 @@ class ModelParts:
         """Whether model, decoder and layers run Transformers' own code, not a user's subclass."""
         modules = (self.causal_lm, self.base, self.decoder, *self.layers)
         classes = {_own_class(module) for module in modules}
-        return all(kind.__module__.startswith("transformers.") for kind in classes)
+        # Ours stand for the layers of other ranks.
+        ours = ("transformers.", "sppo_hf.")
+        return all(kind.__module__.startswith(ours) for kind in classes)
 
     @property
     def text_config(self) -> PreTrainedConfig:
