@@ -69,7 +69,7 @@ def _has_router_loss(parts: ModelParts) -> bool:
     return bool(getattr(parts.text_config, "output_router_logits", False))
 
 
-_verdicts: dict[str, str | None] = {}
+_verdicts: dict[tuple[type, str], str | None] = {}
 _state = threading.local()
 
 
@@ -92,7 +92,8 @@ def check_family(parts: ModelParts) -> None:
     """
     if is_proved(parts) or getattr(_state, "checking", False):
         return
-    key = f"{parts.model_class} {_own_config(parts).to_diff_dict()}"
+    # By the class itself: a notebook may define another one of the same name.
+    key = (parts.model_class, str(_own_config(parts).to_diff_dict()))
     if key not in _verdicts:
         with family_check_disabled():
             _verdicts[key] = _verdict(parts)

@@ -94,6 +94,9 @@ def test_a_users_subclass_of_a_proved_family_is_tried(monkeypatch):
     with pytest.raises(UnsupportedModelError, match=r"_MixingLlama .*was not exact when it was tr"):
         convert(mixing, QUIET)
     assert not is_converted(mixing)
+    same_name = type("_OwnLlama", (_MixingLlama,), {"__module__": __name__})
+    with pytest.raises(UnsupportedModelError, match=r"_OwnLlama .*was not exact"):
+        convert(same_name(config), QUIET)
     with pytest.warns(UserWarning, match=r"_UnbuildableLlama, model type 'llama', is not among"):
         convert(_UnbuildableLlama(config, 1), QUIET)
 
