@@ -48,58 +48,32 @@ STEP_MEASURED = 2
 """Step of a plan that is measured: the first allocates, pins and compiles; later ones are alike."""
 
 
-@dataclass(frozen=True, slots=True)
-class ProfileCorrection:
-    """A plan, the measured times of one of its steps, and the correction that follows."""
+class BatchShape(NamedTuple):
+    """What plans depend on: a plan is made for each of these, and used for all such batches."""
+
+    batch_rows: int
+    """Rows that run together; in a pipeline those of a micro-batch."""
+    total_tokens: int
+    """Length of each row, padding included."""
+    training: bool
+    device: torch.device
+    trained: Hashable
+    """Which parameters train; empty in evaluation."""
+    return_logits: bool = False
+    """Whether the logits of all tokens are kept."""
+    micro_batches: int = 1
+    """Number of micro-batches of a pipeline's step."""
+
+
+@dataclass(slots=True)
+class _PlanRuns:
+    """A plan, and how often it ran."""
 
     plan: Plan
-    measured: MeasuredStep
-    correction: Correction
-
-
-class ProfileCorrector:
-    """Derives corrections of the hardware profile from one measured step of each plan."""
-
-    def __init__(self, group: SequenceGroup | None = None) -> None:
-        """Begin without measurements; all ranks of `group` derive the same corrections."""
-        self._group = group
-        self._num_steps: dict[int, tuple[Plan, int]] = {}
-        """Steps of each plan, by its id; holds the plan, so that no other one gets the id."""
-        self._waiting: list[StepTimer] = []
-
-    def step_done(self, timer: StepTimer) -> None:
-        """Count a training step that has ended on the host; the device may be behind."""
-        plan = timer.plan
-        if plan.prediction is None or plan.cost is None:
-            return
-        num_steps = self._num_steps.get(id(plan), (plan, 0))[1] + 1
-        self._num_steps[id(plan)] = plan, num_steps
-        if num_steps == STEP_MEASURED:
-            self._waiting.append(timer)
-
-    def new_corrections(self) -> Iterator[ProfileCorrection]:
-        """Yield corrections found since the last call; never waits for the device."""
-        waiting, self._waiting = self._waiting, []
-        for timer in waiting:
-            measured = self._measured(timer)
-            if measured is None:
-                self._waiting.append(timer)
-                continue
-            plan = timer.plan
-            assert plan.prediction is not None, "plans without one are not measured"
-            assert plan.cost is not None, "a prediction was made with a cost"
-            before = plan.cost.correction
-            correction = learn(plan.prediction, measured, before)
-            if before == Correction() and worth_correcting(before, correction):
-                yield ProfileCorrection(plan, measured, correction)
-
-    def _measured(self, timer: StepTimer) -> MeasuredStep | None:
-        """Times of a step on the slowest rank; None until the devices of all ranks are done."""
-        if self._group is None:
-            return timer.measured()
-        return self._group.decide(
-            timer.measured, lambda step: -math.inf if step is None else -step.step_seconds
-        )
+    has_run: bool = False
+    """Whether a forward under it was completed."""
+    num_steps: int = 0
+    """Training steps, forward and backward, that were completed under it."""
 
 
 _MAX_FIXED_LENGTHS = 3
@@ -167,28 +141,26 @@ class PlanCache:
         self._config = config if group is None else config.replace(order="by_chunk")
         self._offload_holder = offload_holder
         self._group = group
-        self._plans: dict[tuple[int, int, bool, torch.device, bool, bytes], Plan] = {}
-        """By rows, tokens, training, device, `return_logits`, and the mask of trained parameters
-        (empty in evaluation)."""
+        self._plans: dict[BatchShape, Plan] = {}
+        """By shape, in which `trainable_mask` says what trains."""
         self._selections: dict[tuple[AttentionSpec, int], Selection] = {}
         self._lengths: set[int] = set()
         """Row lengths seen in training, up to one more than `_MAX_FIXED_LENGTHS`."""
         self._trained = b""
         """`trainable_mask` of the model; empty until the first training batch."""
         self._last_trained = RecentTrainedSets()
-        self._shapes: dict[bytes, ModelShape] = {}
+        self._shapes: dict[Hashable, ModelShape] = {}
         """The model's shape by the mask of trained parameters."""
         self._accumulates = False
         self._warned: set[str] = set()
-        self._corrector = ProfileCorrector(group)
+        self._to_learn_from: list[StepTimer] = []
+        """Steps whose measured times correct a plan, once the device has finished them."""
         self._by_chunk_reason = ""
         """Why the model cannot run layer by layer; "" unless that was found out."""
         self._untiled_reason = ""
         """Why layers cannot run in tiles; "" unless that was found out."""
-        self._have_run: dict[int, Plan] = {}
-        """Plans with a completed forward, by id; held, so that no other plan gets the id."""
-        self._have_trained: dict[int, Plan] = {}
-        """Plans with a completed backward, by id."""
+        self._runs: dict[int, _PlanRuns] = {}
+        """By the plan's id; holds the plan, so that no other one gets the id."""
         self._is_shrunk = False
         self._warm_up = WarmUp(budget_seconds=_WARM_UP_SECONDS)
         self.device_only_reason = "no Accelerator has said which optimizer will update them"
@@ -202,17 +174,20 @@ class PlanCache:
         """Page-locked memory of host-resident gradients. Plans of training count it; in evaluation
         it is not available."""
 
+    def _runs_of(self, plan: Plan) -> _PlanRuns:
+        return self._runs.setdefault(id(plan), _PlanRuns(plan))
+
     def has_run(self, plan: Plan) -> bool:
         """Whether a forward under `plan` was completed."""
-        return id(plan) in self._have_run
+        return self._runs_of(plan).has_run
 
     def forward_done(self, plan: Plan) -> None:
         """Note that a forward under `plan` was completed."""
-        self._have_run[id(plan)] = plan
+        self._runs_of(plan).has_run = True
 
     def has_trained(self, plan: Plan) -> bool:
         """Whether a backward under `plan` was completed."""
-        return id(plan) in self._have_trained
+        return self._runs_of(plan).num_steps > 0
 
     def refuse_by_layer(self, reason: str) -> None:
         """Plan chunk by chunk from now on; `reason` says why layer by layer is not possible."""
@@ -280,40 +255,27 @@ class PlanCache:
         if training and len(self._lengths) <= _MAX_FIXED_LENGTHS:
             self._lengths.add(total_tokens)
         trained = self._trained if training else b""
-        key = (batch_rows, total_tokens, training, device, return_logits, trained)
-        if key not in self._plans:
-            plan = self._plan_within(
-                *(device, batch_rows, total_tokens, observer),
-                training=training,
-                return_logits=return_logits,
-            )
+        shape = BatchShape(batch_rows, total_tokens, training, device, trained, return_logits)
+        if shape not in self._plans:
+            plan = self._plan_within(shape, observer)
             for warning in plan.warnings:
                 if warning not in self._warned:
                     self._warned.add(warning)
                     warnings.warn(warning, stacklevel=2)
-            self._plans[key] = plan
+            self._plans[shape] = plan
             observer.on_plan(plan, self._parts.name)
-        return self._plans[key]
+        return self._plans[shape]
 
-    def _plan_within(
-        self,
-        device: torch.device,
-        batch_rows: int,
-        total_tokens: int,
-        observer: StepObserver,
-        **options: Any,
-    ) -> Plan:
+    def _plan_within(self, shape: BatchShape, observer: StepObserver, **options: Any) -> Plan:
         """Make a plan and reserve its host memory; plan again if the system grants less."""
         before_bytes = math.inf
         while True:
-            make = functools.partial(self._make_plan, device, batch_rows, total_tokens, **options)
-            plan = shared_plan(make, self._group)
+            plan = shared_plan(functools.partial(self._make_plan, shape, **options), self._group)
             if self._config.device_memory is None:
-                reserve_driver_memory(device, CONTEXT_BYTES["cuda"])
+                reserve_driver_memory(shape.device, CONTEXT_BYTES["cuda"])
+            prepare = functools.partial(self._offload_holder.prepare, shape.device, plan)
             granted_bytes = self.min_granted_bytes(
-                functools.partial(
-                    self._offload_holder.prepare, device, plan, progress=observer.on_host_memory
-                )
+                functools.partial(prepare, progress=observer.on_host_memory)
             )
             if granted_bytes is None or granted_bytes >= before_bytes:
                 return plan
@@ -340,35 +302,26 @@ class PlanCache:
             return
         if any(p.grad is not None for p in self._parts.causal_lm.parameters()):
             self._accumulates = True
-            for key, plan in list(self._plans.items()):
+            for shape, plan in list(self._plans.items()):
                 threshold_bytes = _MIN_GRADIENT_SHARE * plan.estimate.device.total
                 if plan.training and plan.shape.gradient_bytes > threshold_bytes:
-                    del self._plans[key]
+                    del self._plans[shape]
 
     def _make_plan(
-        self,
-        device: torch.device,
-        batch_rows: int,
-        total_tokens: int,
-        *,
-        training: bool,
-        return_logits: bool,
-        layer_tile_tokens: int | None = None,
-        trained: bytes | None = None,
-        **options: Any,
+        self, batch: BatchShape, *, layer_tile_tokens: int | None = None, **options: Any
     ) -> Plan:
-        if trained is None:
-            trained = self._trained
+        device, training = batch.device, batch.training
+        trained = batch.trained or self._trained
         if trained not in self._shapes:
             # With the device, which host-resident weights do not tell.
             self._shapes[trained] = model_shape(self._parts, device)
         shape = replace(self._shapes[trained], optimizer_bytes=self.optimizer_bytes)
         if self._group is not None:
             shape = replace(shape, sp=self._group.size)
-        others = other_plan_warnings(self._config, shape, total_tokens, training=training)
+        others = other_plan_warnings(self._config, shape, batch.total_tokens, training=training)
         use_expandable_segments(device)
         name, reason = self.describe_backends(shape, device)
-        config = self._config.replace(return_logits=return_logits)
+        config = self._config.replace(return_logits=batch.return_logits)
         if layer_tile_tokens is not None:
             config = config.replace(layer_tile_tokens=layer_tile_tokens)
         request = PlanRequest(
@@ -381,8 +334,8 @@ class PlanCache:
             ),
             backend_name=name,
             backend_reason=reason,
-            batch_rows=batch_rows,
-            total_tokens=total_tokens,
+            batch_rows=batch.batch_rows,
+            total_tokens=batch.total_tokens,
             training=training,
             accumulates=training and self._accumulates,
             dtype_name=dtype_name(self._parts, device),
@@ -406,33 +359,61 @@ class PlanCache:
         Raises:
             BudgetError: The weights alone are over the budget.
         """
-        plan = self._make_plan(device, batch_rows, total_tokens, training=False, return_logits=True)
+        plan = self._make_plan(
+            BatchShape(batch_rows, total_tokens, False, device, b"", return_logits=True)
+        )
         # The plan counts whole weights, of which most are on other ranks if they are sharded.
         sharded_bytes = self.shape().weight_bytes if self._parts.is_sharded() else 0
         return plan.estimate.device.total - sharded_bytes, plan.budgets.device
 
     def step_done(self, timer: StepTimer) -> None:
         """Note that a training step has ended on the host; the device may be behind."""
-        self._have_trained[id(timer.plan)] = timer.plan
-        self._corrector.step_done(timer)
+        plan, runs = timer.plan, self._runs_of(timer.plan)
+        runs.num_steps += 1
+        is_predicted = plan.prediction is not None and plan.cost is not None
+        if is_predicted and runs.num_steps == STEP_MEASURED:
+            self._to_learn_from.append(timer)
+
+    def _new_corrections(self) -> Iterator[tuple[Plan, MeasuredStep, Correction]]:
+        """Yield plans with the measured times of a step, and the correction that follows.
+
+        Never waits for the device; all ranks that share sequences derive the same corrections.
+        """
+        waiting, self._to_learn_from = self._to_learn_from, []
+        for timer in waiting:
+            measured = self._measured(timer)
+            if measured is None:
+                self._to_learn_from.append(timer)
+                continue
+            plan = timer.plan
+            assert plan.prediction is not None, "plans without one are not measured"
+            assert plan.cost is not None, "a prediction was made with a cost"
+            before = plan.cost.correction
+            correction = learn(plan.prediction, measured, before)
+            if before == Correction() and worth_correcting(before, correction):
+                yield plan, measured, correction
+
+    def _measured(self, timer: StepTimer) -> MeasuredStep | None:
+        """Times of a step on the slowest rank; None until the devices of all ranks are done."""
+        if self._group is None:
+            return timer.measured()
+        return self._group.decide(
+            timer.measured, lambda step: -math.inf if step is None else -step.step_seconds
+        )
 
     def correct(self, observer: StepObserver) -> None:
         """Make plans again whose first steps ran at other speeds than predicted, once each."""
         if not self._config.correct_plan:
             return
-        for found in self._corrector.new_corrections():
-            before = found.plan
-            key = next((key for key, plan in self._plans.items() if plan is before), None)
-            if key is None:
+        for before, measured, correction in self._new_corrections():
+            shape = next((shape for shape, plan in self._plans.items() if plan is before), None)
+            if shape is None:
                 continue
-            rows, tokens, training, device, return_logits, trained = key
             try:
                 after = self._plan_within(
-                    *(device, rows, tokens, observer),
-                    training=training,
-                    return_logits=return_logits,
-                    trained=trained,
-                    correction=found.correction,
+                    shape,
+                    observer,
+                    correction=correction,
                     # Other chunks would change the order of sums; other modes change no number.
                     bounds=before.bounds,
                     layer_tile_tokens=before.layer_tile_tokens,
@@ -443,8 +424,8 @@ class PlanCache:
             except SPPOError as error:
                 logger.info("no plan at the measured speeds: %s", error)
                 continue  # the plan so far still fits
-            self._plans[key] = after
-            observer.on_correction(before, after, found.measured)
+            self._plans[shape] = after
+            observer.on_correction(before, after, measured)
 
     def update_trainable(self) -> None:
         """Note which parameters train now; each set of them has plans of its own.
@@ -454,13 +435,11 @@ class PlanCache:
         """
         self._trained = trainable_mask(self._parts.causal_lm.parameters())
         forgotten = self._last_trained.use(self._trained)
-        if not isinstance(forgotten, bytes):
+        if forgotten is None:
             return
         self._shapes.pop(forgotten, None)
-        for key in [key for key in self._plans if key[-1] == forgotten]:
-            plan = self._plans.pop(key)
-            self._have_run.pop(id(plan), None)
-            self._have_trained.pop(id(plan), None)
+        for shape in [shape for shape in self._plans if shape.trained == forgotten]:
+            self._runs.pop(id(self._plans.pop(shape)), None)
 
     def shape(self) -> ModelShape:
         """The model's shape with the parameters that train now."""

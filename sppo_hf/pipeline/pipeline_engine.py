@@ -484,9 +484,7 @@ class PipelineEngine(Engine):
             len(bounds),
             forward_only=not training,
             reduce=reduces,
-            offloaded=plans.offloaded if training else frozenset(),
-            stored=plans.stored if training else frozenset(),
-            kv_copies=plans.kv_copies,
+            copies=plans.copies,
         )
         if RouterLoss.of(self.parts) is not None:
             _check_router_schedule(self.parts.name, step, call.batch_rows)

@@ -6,8 +6,8 @@ import contextlib
 import functools
 import math
 import warnings
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -19,6 +19,7 @@ from sppo_hf.engine.device_facts import device_facts, dtype_name, reserve_driver
 from sppo_hf.engine.offload_holder import offloaded_bytes
 from sppo_hf.engine.plan_cache import (
     STEP_MEASURED,
+    BatchShape,
     RecentTrainedSets,
     shared_plan,
     warn_reduced_host_memory,
@@ -33,7 +34,6 @@ from sppo_hf.planning.hardware import UNKNOWN_LINK, cpu_estimate, cuda_estimate,
 from sppo_hf.planning.memory import CONTEXT_BYTES
 from sppo_hf.planning.model_shape import step_flops
 from sppo_hf.planning.pipeline_choice import (
-    DEFAULT_SCHEDULE,
     PipelineChoice,
     StageSeconds,
     choose_pipeline,
@@ -57,52 +57,73 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class Copies:
+    """Copies of the stages of some ranks, for which a step's schedule has actions."""
+
+    offloaded: frozenset[tuple[int, int]] = frozenset()
+    """(stage, chunk) with offloaded activations."""
+    stored: frozenset[tuple[int, int]] = frozenset()
+    """(stage, chunk) with activations on a tier behind the host."""
+    kv: frozenset[KVCopy] = frozenset()
+    """Copies of K/V beside units, as arguments of `add_kv_copies`."""
+
+    @classmethod
+    def of(cls, by_stage: Mapping[int, Plan]) -> Copies:
+        """Return the copies of stages that run by these plans."""
+        offloaded, stored = set[tuple[int, int]](), set[tuple[int, int]]()
+        kv: set[KVCopy] = set()
+        for stage, plan in by_stage.items():
+            for chunk, row in enumerate(plan.layer_modes):
+                if plan.training and any(mode.offload for mode in row):
+                    offloaded.add((stage, chunk))
+                    if any(TIERS[mode.tier].behind_host for mode in row):
+                        stored.add((stage, chunk))
+            if plan.kv_tier != "device":
+                tables = plan.program().tables
+                layers = np.bincount(tables.kind_of, minlength=len(tables.kinds))
+                of_stage = kv_copies_of(tables, plan.kv_tier, [layers])
+                kv |= {(kind, stage, chunk, part) for kind, _, chunk, part in of_stage}
+        return cls(frozenset(offloaded), frozenset(stored), frozenset(kv))
+
+    @classmethod
+    def union(cls, every: Iterable[Copies]) -> Copies:
+        """Return the copies of all ranks together."""
+        copies = list(every)
+        return cls(
+            frozenset().union(*(one.offloaded for one in copies)),
+            frozenset().union(*(one.stored for one in copies)),
+            frozenset().union(*(one.kv for one in copies)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class BatchPlans:
     """Plans with which this rank runs batches of one shape."""
 
-    bounds: Bounds
-    """Half-open (start, end) of each chunk in tokens, the same on all ranks."""
+    shape: BatchShape
+    choice: PipelineChoice
+    """Schedule and chunks, the same on all ranks."""
     dtype: torch.dtype
     """Dtype of hidden states sent between stages: the embedding's."""
     by_stage: dict[int, Plan]
     """Plans of this rank's stages; of all stages if ranks share units."""
-    micro_batches: int = 1
-    schedule: str = DEFAULT_SCHEDULE
-    """Name of the schedule, the same on all ranks."""
     step: PipelineStep | None = None
     """Predicted step of all ranks; None until they have exchanged their plans."""
 
     @property
-    def offloaded(self) -> frozenset[tuple[int, int]]:
-        """(stage, chunk) of this rank that have any offloaded activations."""
-        return frozenset(
-            (stage, chunk)
-            for stage, plan in self.by_stage.items()
-            for chunk, row in enumerate(plan.layer_modes)
-            if plan.training and any(mode.offload for mode in row)
-        )
+    def bounds(self) -> Bounds:
+        """Half-open (start, end) of each chunk in tokens."""
+        return self.choice.bounds
 
     @property
-    def stored(self) -> frozenset[tuple[int, int]]:
-        """(stage, chunk) of this rank that have any activations on a tier behind the host."""
-        return frozenset(
-            (stage, chunk)
-            for stage, chunk in self.offloaded
-            if any(TIERS[mode.tier].behind_host for mode in self.by_stage[stage].layer_modes[chunk])
-        )
+    def schedule(self) -> str:
+        """Name of the schedule."""
+        return self.choice.schedule
 
     @property
-    def kv_copies(self) -> frozenset[KVCopy]:
-        """Copies of K/V beside units of this rank's stages, as arguments of `add_kv_copies`."""
-        found: set[KVCopy] = set()
-        for stage, plan in self.by_stage.items():
-            if plan.kv_tier == "device":
-                continue
-            tables = plan.program().tables
-            layers = np.bincount(tables.kind_of, minlength=len(tables.kinds))
-            of_stage = kv_copies_of(tables, plan.kv_tier, [layers])
-            found |= {(kind, stage, chunk, part) for kind, _, chunk, part in of_stage}
-        return frozenset(found)
+    def copies(self) -> Copies:
+        """Copies of this rank's stages."""
+        return Copies.of(self.by_stage)
 
     def longest_step_seconds(self, ranks: int) -> float:
         """Return the predicted seconds of a step in which `ranks` such ranks run one by one.
@@ -111,7 +132,7 @@ class BatchPlans:
         """
         predictions = [plan.prediction for plan in self.by_stage.values()]
         seconds = sum(one.step_seconds for one in predictions if one is not None)
-        return ranks * self.micro_batches * seconds
+        return ranks * self.shape.micro_batches * seconds
 
 
 class _SharedPlans(NamedTuple):
@@ -121,9 +142,7 @@ class _SharedPlans(NamedTuple):
     """Plans of the rank's stages; empty unless ranks share units."""
     seconds: dict[int, StageSeconds] | None
     """Predicted seconds of each of the rank's stages; None if speeds are unknown."""
-    offloaded: frozenset[tuple[int, int]]
-    stored: frozenset[tuple[int, int]]
-    kv_copies: frozenset[KVCopy]
+    copies: Copies
 
     @staticmethod
     def of(plans: BatchPlans) -> _SharedPlans:
@@ -132,15 +151,13 @@ class _SharedPlans(NamedTuple):
         seconds = None
         if all(plan.prediction is not None for plan in by_stage.values()):
             seconds = {stage: stage_seconds(plan) for stage, plan in by_stage.items()}
-        shared = by_stage if plans.schedule == MSP else {}
-        return _SharedPlans(shared, seconds, plans.offloaded, plans.stored, plans.kv_copies)
+        return _SharedPlans(by_stage if plans.schedule == MSP else {}, seconds, plans.copies)
 
 
 @dataclass(frozen=True, slots=True)
 class _MeasuredBatch:
     """A training step that was launched; the device may still have to finish its units."""
 
-    shape: tuple[Any, ...]
     plans: BatchPlans
     schedule: Schedule
     units: list[UnitMarks]
@@ -154,7 +171,7 @@ class _MeasuredBatch:
         this rank measures its own share, exchanges included, and scales it to the whole unit. Bytes
         and stalls are measured for the whole rank and divided evenly.
         """
-        chunks, count = len(self.plans.bounds), self.plans.micro_batches
+        chunks, count = len(self.plans.bounds), self.plans.shape.micro_batches
         forward, backward = [0.0] * chunks, [0.0] * chunks
         for action, begin, end in self.units:
             if action.stage == stage:
@@ -173,31 +190,39 @@ class _MeasuredBatch:
         )
 
 
+@dataclass(slots=True)
+class _KnownShape:
+    """All that is known of batches of one shape."""
+
+    choice: PipelineChoice
+    dtype: torch.dtype
+    """Dtype of messages."""
+    plans: dict[bool, BatchPlans] = field(default_factory=dict)
+    """By whether gradients are held twice."""
+    step: PipelineStep | None = None
+    num_steps: int = 0
+    """Number of training steps that ran."""
+    corrections: dict[int, Correction] = field(default_factory=dict)
+    """Corrections of speeds by measured steps, by stage."""
+    corrected: _MeasuredBatch | None = None
+    """Measured step, until it is shown beside the corrected plans."""
+
+
 class StagePlanCache:
     """Plans of the stages of one engine, by shape of the batch.
 
-    A shape is (rows, tokens, number of micro-batches, training, device, checksums of the trained
-    parameters).
+    In a shape, `trained` are the `trained_checksums` of the engine.
     """
 
     def __init__(self, engine: PipelineEngine) -> None:
         self._engine = engine
         self._host_bytes: int | None = None
         """Bytes of host memory that the system granted after it refused a plan's; else None."""
-        self._plans: dict[tuple[Any, ...], BatchPlans] = {}
-        """Plans by shape and by whether gradients are held twice."""
-        self._choices: dict[tuple[Any, ...], tuple[PipelineChoice, torch.dtype]] = {}
-        self._steps: dict[tuple[Any, ...], PipelineStep] = {}
+        self._shapes: dict[BatchShape, _KnownShape] = {}
         self._warned: set[str] = set()
         self._recent_trained = RecentTrainedSets()
         self._accumulates = False
-        self._num_steps: dict[tuple[Any, ...], int] = {}
-        """Number of training steps that ran, by shape."""
         self._to_learn_from: list[_MeasuredBatch] = []
-        self._corrections: dict[tuple[Any, ...], dict[int, Correction]] = {}
-        """Corrections of speeds by measured steps, by shape and stage."""
-        self._corrected: dict[tuple[Any, ...], _MeasuredBatch] = {}
-        """Measured step by shape, until it is shown beside the corrected plans."""
 
     def get(
         self,
@@ -225,96 +250,87 @@ class StagePlanCache:
             twice = torch.tensor(int(self._accumulates))
             dist.all_reduce(twice, op=dist.ReduceOp.MAX, group=self._engine.mesh.control_group)
             self._accumulates = bool(twice)
-        trained = self._engine.trained_checksums
+        trained = self._engine.trained_checksums if training else ()
         if training:
             self._forget(self._recent_trained.use(trained))
-        batch = (rows, total_tokens, micro_batches, training, device)
         # The best schedule and the seconds of stages depend on the parameters that any rank trains.
-        shape = (*batch, trained if training else ())
-        if shape not in self._choices:
-            self._choices[shape] = self._choose(*batch)
-        key = (*shape, self._accumulates)
-        if key not in self._plans:
-            choice, dtype = self._choices[shape]
-            corrections = self._corrections.get(shape, {})
-
-            def make() -> BatchPlans:
-                by_stage = self._make_plans(
-                    rows, total_tokens, device, micro_batches, training, choice, corrections
-                )
-                return BatchPlans(choice.bounds, dtype, by_stage, micro_batches, choice.schedule)
-
-            shared: list[_SharedPlans] = []
-            if training and (shape not in self._steps or choice.schedule == MSP):
-                plans, shared = make_on_all_ranks(
-                    make, self._engine.mesh.control_group, share=_SharedPlans.of
-                )
-                if choice.schedule == MSP:
-                    # Ranks that share a unit must recompute the same parts of it, so each uses the
-                    # plan of the stage's owner.
-                    everyones = {s: plan for one in shared for s, plan in one.plans.items()}
-                    plans = replace(plans, by_stage=everyones | plans.by_stage)
-            else:
-                plans = make()
-            if shape not in self._steps:
-                self._steps[shape] = self._predict(plans, choice, shared, reduces=reduces)
-            step = self._steps[shape]
-            by_stage = {s: replace(plan, pipeline=step) for s, plan in plans.by_stage.items()}
-            self._plans[key] = replace(plans, by_stage=by_stage, step=step)
+        shape = BatchShape(
+            rows, total_tokens, training, device, trained, micro_batches=micro_batches
+        )
+        if shape not in self._shapes:
+            self._shapes[shape] = _KnownShape(*self._choose(shape))
+        known = self._shapes[shape]
+        if self._accumulates not in known.plans:
+            plans = self._plan(shape, known, reduces=reduces)
+            known.plans[self._accumulates] = plans
             # Shown last: if this raises, the next batch still finds the same plans on all ranks.
-            self._show(shape, self._plans[key])
-        return self._plans[key]
+            self._show(known, plans)
+        return known.plans[self._accumulates]
+
+    def _plan(self, shape: BatchShape, known: _KnownShape, *, reduces: bool) -> BatchPlans:
+        """Make plans, with a prediction of the step; all ranks call this."""
+
+        def make() -> BatchPlans:
+            by_stage = self._make_plans(shape, known.choice, known.corrections)
+            return BatchPlans(shape, known.choice, known.dtype, by_stage)
+
+        shared: list[_SharedPlans] = []
+        if shape.training and (known.step is None or known.choice.schedule == MSP):
+            plans, shared = make_on_all_ranks(
+                make, self._engine.mesh.control_group, share=_SharedPlans.of
+            )
+            if known.choice.schedule == MSP:
+                # Ranks that share a unit must recompute the same parts of it, so each uses the
+                # plan of the stage's owner.
+                everyones = {s: plan for one in shared for s, plan in one.plans.items()}
+                plans = replace(plans, by_stage=everyones | plans.by_stage)
+        else:
+            plans = make()
+        if known.step is None:
+            known.step = self._predict(plans, shared, reduces=reduces)
+        by_stage = {s: replace(plan, pipeline=known.step) for s, plan in plans.by_stage.items()}
+        return replace(plans, by_stage=by_stage, step=known.step)
 
     def _forget(self, trained: Hashable | None) -> None:
         """Drop all data for a set of trained parameters, which is the same on all ranks."""
         if trained is None:
             return
-        by_shape: tuple[dict[tuple[Any, ...], Any], ...] = (
-            *(self._choices, self._steps, self._num_steps, self._corrections, self._corrected),
-        )
-        for values in by_shape:
-            for shape in [shape for shape in values if shape[-1] == trained]:
-                del values[shape]
-        self._plans = {key: plans for key, plans in self._plans.items() if key[-2] != trained}
-        self._to_learn_from = [one for one in self._to_learn_from if one.shape[-1] != trained]
+        self._shapes = {s: known for s, known in self._shapes.items() if s.trained != trained}
+        self._to_learn_from = [
+            one for one in self._to_learn_from if one.plans.shape.trained != trained
+        ]
 
-    def _choose(
-        self,
-        rows: int,
-        total_tokens: int,
-        micro_batches: int,
-        training: bool,
-        device: torch.device,
-    ) -> tuple[PipelineChoice, torch.dtype]:
+    def _choose(self, shape: BatchShape) -> tuple[PipelineChoice, torch.dtype]:
         """Choose schedule, chunks and dtype of messages, the same on all ranks; all call this."""
-        engine = self._engine
+        engine, device = self._engine, shape.device
         config, parts = engine.config, engine.parts
 
         def choose() -> tuple[PipelineChoice, torch.dtype]:
             options: dict[str, Any] = {
-                "micro_batches": micro_batches,
-                "may_share": training and bool(engine.mesh.unit_groups),
+                "micro_batches": shape.micro_batches,
+                "may_share": shape.training and bool(engine.mesh.unit_groups),
             }
-            if training:
+            if shape.training:
                 choice = choose_pipeline(
                     config,
                     whole_shape(parts),
-                    total_tokens,
-                    batch_rows=rows,
+                    shape.total_tokens,
+                    batch_rows=shape.batch_rows,
                     device=device_facts(device, config),
                     dtype_name=dtype_name(parts),
                     **options,
                 )
             else:
                 choice = default_choice(
-                    config, engine.shape(), total_tokens, device_kind=device.type, **options
+                    config, engine.shape(), shape.total_tokens, device_kind=device.type, **options
                 )
             return choice, parts.causal_lm.dtype
 
         return make_on_first_rank(engine.mesh, choose)
 
-    def _show(self, shape: tuple[Any, ...], plans: BatchPlans) -> None:
-        engine, corrected = self._engine, self._corrected.pop(shape, None)
+    def _show(self, known: _KnownShape, plans: BatchPlans) -> None:
+        engine, corrected = self._engine, known.corrected
+        known.corrected = None
         cut = engine.staged.cut
         for stage in cut.own:
             layers = cut.layers[stage]
@@ -334,15 +350,14 @@ class StagePlanCache:
         self, plans: BatchPlans, schedule: Schedule, units: list[UnitMarks], stats: OffloadStats
     ) -> None:
         """Record a training step that ran all chunks; the device may not have finished it yet."""
-        key = next((key for key, made in self._plans.items() if made is plans), None)
+        known = self._shapes.get(plans.shape)
         is_predicted = plans.step is not None and plans.step.step_seconds is not None
-        if key is None or not is_predicted or not self._engine.config.correct_plan:
+        if known is None or not is_predicted or not self._engine.config.correct_plan:
             return
-        shape = key[:-1]
-        self._num_steps[shape] = self._num_steps.get(shape, 0) + 1
-        if self._num_steps[shape] == STEP_MEASURED:
+        known.num_steps += 1
+        if known.num_steps == STEP_MEASURED:
             own = self._engine.staged.cut.own
-            self._to_learn_from.append(_MeasuredBatch(shape, plans, schedule, units, stats, own))
+            self._to_learn_from.append(_MeasuredBatch(plans, schedule, units, stats, own))
 
     def correct(self) -> None:
         """Drop plans whose first steps ran at other speeds than predicted, once for each shape.
@@ -377,44 +392,38 @@ class StagePlanCache:
         every = [correction for corrections in by_rank for correction in corrections.values()]
         if not any(worth_correcting(before, correction) for correction in every):
             return
+        known = self._shapes[batch.plans.shape]
         # Of the ranks that share sequences of a stage, the slowest counts, as the others wait.
-        self._corrections[batch.shape] = {
+        known.corrections = {
             stage: max(
                 (x[stage] for x in by_rank if stage in x), key=lambda x: x.forward + x.backward
             )
             for stage in batch.own_stages
             if any(stage in x for x in by_rank)
         }
-        self._corrected[batch.shape] = batch
-        self._steps.pop(batch.shape, None)
-        for key in [key for key in self._plans if key[:-1] == batch.shape]:
-            del self._plans[key]
+        known.corrected = batch
+        known.step = None
+        known.plans.clear()
 
     def _predict(
-        self,
-        plans: BatchPlans,
-        choice: PipelineChoice,
-        shared: list[_SharedPlans],
-        *,
-        reduces: bool,
+        self, plans: BatchPlans, shared: list[_SharedPlans], *, reduces: bool
     ) -> PipelineStep:
         """Predict the step of all ranks by simulation, from the facts that they exchanged."""
         engine = self._engine
         mesh, config = engine.mesh, engine.config
+        choice, count = plans.choice, plans.shape.micro_batches
         one = next(iter(plans.by_stage.values()))
         step = PipelineStep(
             schedule=choice.schedule,
             reason=choice.reason,
             ranks=mesh.pp_size,
             replicas=mesh.dp_size,
-            micro_batches=plans.micro_batches,
+            micro_batches=count,
         )
         if not one.training or any(stages.seconds is None for stages in shared):
             return step
         seconds_of = {s: table for one in shared for s, table in (one.seconds or {}).items()}
-        offloaded = frozenset[tuple[int, int]]().union(*(one.offloaded for one in shared))
-        stored = frozenset[tuple[int, int]]().union(*(one.stored for one in shared))
-        kv_copies = frozenset[KVCopy]().union(*(one.kv_copies for one in shared))
+        copies = Copies.union(one.copies for one in shared)
         whole = engine.shape()
 
         def message_seconds(stage: int, chunk: int) -> float:
@@ -431,9 +440,7 @@ class StagePlanCache:
                 len(plans.bounds),
                 forward_only=False,
                 reduce=reduces,
-                offloaded=offloaded,
-                stored=stored,
-                kv_copies=kv_copies,
+                copies=copies,
             )
             return made.schedule
 
@@ -441,13 +448,13 @@ class StagePlanCache:
         seconds, idle = pipeline_step(
             schedule_of,
             seconds_of,
-            micro_batches=plans.micro_batches,
+            micro_batches=count,
             ranks=mesh.pp_size,
             message_seconds=message_seconds,
             reduce_seconds=average_bytes / UNKNOWN_LINK,
         )
         peak = peak_flops(one.device.name)
-        rows = plans.micro_batches * one.batch_rows
+        rows = count * one.batch_rows
         flops = step_flops(whole, rows, one.total_tokens)
         devices = mesh.pp_size * one.shape.sp
         mfu = None if peak is None else flops / seconds / (devices * peak)
@@ -461,29 +468,22 @@ class StagePlanCache:
         )
 
     def _make_plans(
-        self,
-        rows: int,
-        total_tokens: int,
-        device: torch.device,
-        micro_batches: int,
-        training: bool,
-        choice: PipelineChoice,
-        corrections: Mapping[int, Correction],
+        self, shape: BatchShape, choice: PipelineChoice, corrections: Mapping[int, Correction]
     ) -> dict[int, Plan]:
         """Plan this rank's stages, and allocate the host memory that they need together.
 
         Ranks that share a sequence call this at once; if one of them raises, all do.
         """
         engine = self._engine
-        cut = engine.staged.cut
-        alive = self._alive(choice.schedule, micro_batches, len(choice.bounds)) if training else 1.0
+        cut, micro_batches = engine.staged.cut, shape.micro_batches
+        alive = 1.0
+        if shape.training:
+            alive = self._alive(choice.schedule, micro_batches, len(choice.bounds))
         batches = max(1, math.ceil(alive))
 
         @functools.cache
         def rank_request() -> PlanRequest:
-            return self._rank_request(
-                rows, total_tokens, device, training, choice, alive=alive * len(cut.own)
-            )
+            return self._rank_request(shape, choice, alive=alive * len(cut.own))
 
         def plan_of(stage: int) -> Plan:
             last = stage == cut.num_stages - 1
@@ -514,7 +514,7 @@ class StagePlanCache:
             given_bytes = engine.plans.min_granted_bytes(
                 functools.partial(
                     engine.offload_holder.prepare,
-                    device,
+                    shape.device,
                     *pooled,
                     batches=batches,
                     progress=engine.observer.on_host_memory,
@@ -527,7 +527,9 @@ class StagePlanCache:
             rank_request.cache_clear()
         whole = engine.shape()
         for plan in plans.values():
-            others = other_plan_warnings(engine.config, whole, total_tokens, training=training)
+            others = other_plan_warnings(
+                engine.config, whole, shape.total_tokens, training=shape.training
+            )
             for warning in (*plan.warnings, *others):
                 if warning not in self._warned:
                     self._warned.add(warning)
@@ -535,14 +537,7 @@ class StagePlanCache:
         return plans
 
     def _rank_request(
-        self,
-        rows: int,
-        total_tokens: int,
-        device: torch.device,
-        training: bool,
-        choice: PipelineChoice,
-        *,
-        alive: float,
+        self, batch: BatchShape, choice: PipelineChoice, *, alive: float
     ) -> PlanRequest:
         """Return the request on which the plans of all stages of this rank are based.
 
@@ -559,10 +554,10 @@ class StagePlanCache:
                 weight_bytes=shape.weight_bytes + remote.resident_bytes + remote.passing_bytes,
                 gradient_bytes=shape.gradient_bytes + remote.passing_bytes,
             )
-        backend, reason = engine.plans.describe_backends(shape, device)
-        facts = device_facts(device, config)
+        backend, reason = engine.plans.describe_backends(shape, batch.device)
+        facts = device_facts(batch.device, config)
         if config.device_memory is None:
-            reserve_driver_memory(device, CONTEXT_BYTES["cuda"])
+            reserve_driver_memory(batch.device, CONTEXT_BYTES["cuda"])
         if engine.group is not None:
             shape = replace(shape, sp=engine.group.size)
         return PlanRequest(
@@ -571,14 +566,14 @@ class StagePlanCache:
             device=facts,
             backend_name=backend,
             backend_reason=reason,
-            batch_rows=rows,
-            total_tokens=total_tokens,
-            training=training,
+            batch_rows=batch.batch_rows,
+            total_tokens=batch.total_tokens,
+            training=batch.training,
             dtype_name=dtype_name(engine.parts),
             bounds=choice.bounds,
             by_layer=False,
             alive=alive,
-            accumulates=training and self._accumulates,
+            accumulates=batch.training and self._accumulates,
         )
 
     def _plan_stage(self, request: PlanRequest, choice: PipelineChoice, micro_batches: int) -> Plan:
@@ -659,18 +654,14 @@ def step_schedule(
     *,
     forward_only: bool,
     reduce: bool,
-    offloaded: frozenset[tuple[int, int]] = frozenset(),
-    stored: frozenset[tuple[int, int]] = frozenset(),
-    kv_copies: frozenset[KVCopy] = frozenset(),
+    copies: Copies = Copies(),
 ) -> StepSchedule:
     """Return the schedule of a step, made at the first call with these arguments.
 
-    `offloaded` are the (stage, chunk) with offloaded activations, `stored` those with activations
-    on a tier behind the host, `kv_copies` the copies of K/V beside units (see `add_kv_copies`).
-    Those of other ranks may be left out, as this rank does not run their actions.
+    `copies` of other ranks may be left out, as this rank does not run their actions.
     """
     size = Size(config.pp_size, micro_batches, chunks, config.pp_virtual_stages)
-    return _make_schedule(name, size, forward_only, reduce, offloaded, stored, kv_copies)
+    return _make_schedule(name, size, forward_only, reduce, copies)
 
 
 def check_size(name: str, size: Size) -> None:
@@ -695,21 +686,19 @@ def _make_schedule(
     size: Size,
     forward_only: bool,
     reduce: bool,
-    offloaded: frozenset[tuple[int, int]],
-    stored: frozenset[tuple[int, int]],
-    kv_copies: frozenset[KVCopy],
+    copies: Copies,
 ) -> StepSchedule:
     made = generate(name, size)
     if forward_only:
         forwards = made.keep(lambda action: action.kind == "F")
-        lowered = add_transfers(add_kv_copies(forwards, kv_copies))
+        lowered = add_transfers(add_kv_copies(forwards, copies.kv))
     else:
         chunks = size.num_chunks
         lowered = lower(
             made,
-            offloaded=lambda stage, unit: (stage, unit % chunks) in offloaded,
-            stored=lambda stage, unit: (stage, unit % chunks) in stored,
-            kv_copies=kv_copies,
+            offloaded=lambda stage, unit: (stage, unit % chunks) in copies.offloaded,
+            stored=lambda stage, unit: (stage, unit % chunks) in copies.stored,
+            kv_copies=copies.kv,
             reduce=reduce,
         )
     validate(lowered)  # once for each size; nothing wrong is ever run

@@ -12,7 +12,7 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.engine import plan_cache as plans_module
 from sppo_hf.engine.convert import convert, get_engine
 from sppo_hf.engine.offload_holder import OffloadHolder
-from sppo_hf.engine.plan_cache import PlanCache, ProfileCorrection, ProfileCorrector
+from sppo_hf.engine.plan_cache import PlanCache
 from sppo_hf.engine.sequence_group import SequenceGroup
 from sppo_hf.engine.step_observer import StepObserver, StepTimer
 from sppo_hf.engine.structure import find_parts, suppress_peft_warnings
@@ -33,6 +33,11 @@ class _Plans(StepObserver):
 
     def on_plan(self, plan, model_name):
         self.seen.append(plan)
+
+
+def _cache(group: Any = None) -> PlanCache:
+    config = SPPOConfig(num_chunks=3, show_plan=False)
+    return PlanCache(find_parts(build_tiny_model("llama")), config, OffloadHolder(config), group)
 
 
 def _step(model, *, tokens=20, rows=1):
@@ -86,15 +91,14 @@ def test_a_corrected_plan_is_made_for_the_same_device(monkeypatch: pytest.Monkey
         return facts(device, config, **known)
 
     monkeypatch.setattr(plans_module, "device_facts", noted)
-    config = SPPOConfig(num_chunks=3, show_plan=False)
-    book = PlanCache(find_parts(build_tiny_model("llama")), config, OffloadHolder(config))
+    book = _cache()
     device = torch.device("cpu", 1)
     plan = book.get(1, 20, device, StepObserver())
     assert book.get(1, 20, device, StepObserver()) is plan
     seconds = (1.0,) * 3
     measured = MeasuredStep(forward_seconds=seconds, backward_seconds=seconds, stall_seconds=0.0)
-    found = ProfileCorrection(plan, measured, Correction(backward=2.0))
-    monkeypatch.setattr(book._corrector, "new_corrections", lambda: iter([found]))
+    found = plan, measured, Correction(backward=2.0)
+    monkeypatch.setattr(book, "_new_corrections", lambda: iter([found]))
     book.correct(StepObserver())
     assert asked == [device] * 2
     assert book.get(1, 20, device, StepObserver()) is not plan
@@ -144,7 +148,7 @@ def test_plans_of_the_least_recently_trained_sets_are_dropped():
     assert train(names[2]) == 11, "used later than its neighbours"
     assert train(names[9]) == 12, "not used for the longest time"
     book = engine.plans
-    assert len(book._plans) == len(book._shapes) == len(book._have_trained) == 8
+    assert len(book._plans) == len(book._shapes) == len(book._runs) == 8
 
 
 @pytest.mark.parametrize("shares", [(0.5,), (1.0, 0.5)], ids=str)
@@ -170,14 +174,13 @@ def test_plans_use_the_host_memory_that_the_system_grants(shares, monkeypatch, c
 
 
 def test_a_correction_without_a_feasible_plan_keeps_the_plan(monkeypatch: pytest.MonkeyPatch):
-    config = SPPOConfig(num_chunks=3, show_plan=False)
-    book = PlanCache(find_parts(build_tiny_model("llama")), config, OffloadHolder(config))
+    book = _cache()
     wanted = 1, 20, torch.device("cpu"), StepObserver()
     plan = book.get(*wanted)
     seconds = (1.0,) * 3
     measured = MeasuredStep(forward_seconds=seconds, backward_seconds=seconds, stall_seconds=0.0)
-    found = ProfileCorrection(plan, measured, Correction(backward=2.0))
-    monkeypatch.setattr(book._corrector, "new_corrections", lambda: iter([found]))
+    found = plan, measured, Correction(backward=2.0)
+    monkeypatch.setattr(book, "_new_corrections", lambda: iter([found]))
 
     def refuse(request: Any):
         raise BudgetError("no room")
@@ -221,48 +224,48 @@ def _slower(plan: Plan) -> MeasuredStep:
     return replace(as_planned, backward_seconds=tuple(3 * s for s in as_planned.backward_seconds))
 
 
-def _finish_step(corrector: ProfileCorrector, plan: Plan, took: MeasuredStep | None) -> _Timer:
+def _finish_step(cache: PlanCache, plan: Plan, took: MeasuredStep | None) -> _Timer:
     timer = _Timer(plan, took)
-    corrector.step_done(cast(StepTimer, timer))
+    cache.step_done(cast(StepTimer, timer))
     return timer
 
 
 def test_only_the_second_step_is_measured():
-    corrector, plan = ProfileCorrector(), _plan()
-    _finish_step(corrector, plan, _slower(plan))
-    assert not list(corrector.new_corrections()), "the first step allocates and compiles"
-    _finish_step(corrector, plan, _slower(plan))
-    (found,) = corrector.new_corrections()
-    assert found.plan is plan
-    assert found.correction.backward / found.correction.forward > 2
+    cache, plan = _cache(), _plan()
+    _finish_step(cache, plan, _slower(plan))
+    assert not list(cache._new_corrections()), "the first step allocates and compiles"
+    _finish_step(cache, plan, _slower(plan))
+    ((corrected, _, correction),) = cache._new_corrections()
+    assert corrected is plan
+    assert correction.backward / correction.forward > 2
     for _ in range(3):
-        _finish_step(corrector, plan, _slower(plan))
-        assert not list(corrector.new_corrections()), "once"
+        _finish_step(cache, plan, _slower(plan))
+        assert not list(cache._new_corrections()), "once"
 
 
 def test_measuring_does_not_wait_for_the_device():
-    corrector, plan = ProfileCorrector(), _plan()
-    _finish_step(corrector, plan, None)
-    timer = _finish_step(corrector, plan, None)
-    assert not list(corrector.new_corrections())
+    cache, plan = _cache(), _plan()
+    _finish_step(cache, plan, None)
+    timer = _finish_step(cache, plan, None)
+    assert not list(cache._new_corrections())
     timer.took = _slower(plan)
-    assert len(list(corrector.new_corrections())) == 1
+    assert len(list(cache._new_corrections())) == 1
 
 
 def test_a_corrected_plan_is_not_corrected_again():
-    corrector, plan = ProfileCorrector(), _plan()
+    cache, plan = _cache(), _plan()
     assert plan.cost is not None
     plan = replace(plan, cost=replace(plan.cost, correction=Correction(backward=2.0)))
     for _ in range(2):
-        _finish_step(corrector, plan, _slower(plan))
-    assert not list(corrector.new_corrections())
+        _finish_step(cache, plan, _slower(plan))
+    assert not list(cache._new_corrections())
 
 
 def test_plans_without_a_prediction_are_not_corrected():
-    corrector = ProfileCorrector()
+    cache = _cache()
     for _ in range(2):
-        _finish_step(corrector, mixed_plan(6), None)
-    assert not list(corrector.new_corrections())
+        _finish_step(cache, mixed_plan(6), None)
+    assert not list(cache._new_corrections())
 
 
 class _Group:
@@ -276,13 +279,11 @@ class _Group:
 
 def test_ranks_that_share_a_sequence_learn_from_the_slowest_rank():
     group, plan = _Group(), _plan()
-    corrector = ProfileCorrector(cast(SequenceGroup, group))
+    cache = _cache(cast(SequenceGroup, group))
     slow = _slower(plan)
     for _ in range(2):
-        _finish_step(
-            corrector, plan, replace(slow, forward_seconds=(0.0,) * len(slow.forward_seconds))
-        )
-    assert not list(corrector.new_corrections()), "the other one's device is behind"
+        _finish_step(cache, plan, replace(slow, forward_seconds=(0.0,) * len(slow.forward_seconds)))
+    assert not list(cache._new_corrections()), "the other one's device is behind"
     group.took = slow
-    (found,) = corrector.new_corrections()
-    assert found.measured is slow
+    ((_, measured, _),) = cache._new_corrections()
+    assert measured is slow

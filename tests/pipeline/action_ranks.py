@@ -124,13 +124,16 @@ class SharedUnitKV:
 
     def plans(self) -> BatchPlans:
         """Return the plans of the one shape that has run."""
-        (plans,) = self.engine._stage_plans._plans.values()
+        (known,) = self.engine._stage_plans._shapes.values()
+        (plans,) = known.plans.values()
         return plans
 
     def costs(self) -> tuple[Schedule, PipelineCost]:
         """Return the compute schedule of the step that has run, and its costs."""
         engine, plans = self.engine, self.plans()
-        compute = generate(MSP, Size(engine.mesh.pp_size, plans.micro_batches, len(plans.bounds)))
+        compute = generate(
+            MSP, Size(engine.mesh.pp_size, plans.shape.micro_batches, len(plans.bounds))
+        )
         profile, shape = load_profile("h100"), whole_shape(engine.parts)
         cost = ModelCost(shape=shape, profile=profile, dtype_name="float32")
         tier = plans.by_stage[0].kv_tier

@@ -25,7 +25,6 @@ from torch import distributed as dist
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine import plan_cache
 from sppo_hf.engine.convert import get_engine
-from sppo_hf.engine.plan_cache import ProfileCorrection
 from sppo_hf.engine.step_observer import StepObserver
 from sppo_hf.errors import (
     BudgetError,
@@ -141,13 +140,13 @@ def _correct_once(
     (plan,) = engine.plans._plans.values()
     seconds = (1.0,) * 4
     measured = MeasuredStep(forward_seconds=seconds, backward_seconds=seconds, stall_seconds=0.0)
-    found = ProfileCorrection(plan, measured, Correction(backward=2.0))
+    found = plan, measured, Correction(backward=2.0)
 
     def refuse(*_: Any, **others: Any) -> None:
         raise ConfigError("no such device")
 
     refuses = pytest.MonkeyPatch()
-    refuses.setattr(engine.plans._corrector, "new_corrections", lambda: iter([found]))
+    refuses.setattr(engine.plans, "_new_corrections", lambda: iter([found]))
     if mine:
         refuses.setattr(plan_cache, "device_facts", refuse)
     model(**batch).loss.backward()

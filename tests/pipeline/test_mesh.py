@@ -12,11 +12,13 @@ import torch
 from torch import distributed as dist
 
 from sppo_hf.config import SPPOConfig
+from sppo_hf.engine.plan_cache import BatchShape
 from sppo_hf.errors import ConfigError
 from sppo_hf.pipeline.convert import shared_mesh
 from sppo_hf.pipeline.mesh import PipelineMesh, check_nodes, check_world, link_options
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
 from sppo_hf.pipeline.stage_plans import BatchPlans
+from sppo_hf.planning.pipeline_choice import PipelineChoice
 
 
 @pytest.mark.parametrize(("pp_size", "world"), [(1, 1), (2, 2), (2, 8), (4, 4), (3, 9)])
@@ -149,7 +151,9 @@ def test_messages_may_wait_for_a_step_that_takes_longer_than_the_setting(
 
     def allow(engine: Any, stages: int, micro_batches: int) -> None:
         by_stage: Any = dict(enumerate(plans[:stages]))
-        batch = BatchPlans(((0, 1),), torch.float32, by_stage, micro_batches)
+        shape = BatchShape(1, 1, True, cpu, (), micro_batches=micro_batches)
+        choice = PipelineChoice(schedule="gpipe", bounds=((0, 1),), reason="set by the user")
+        batch = BatchPlans(shape, choice, torch.float32, by_stage)
         PipelineEngine._allow_step(engine, batch)
 
     engine = SimpleNamespace(mesh=mesh, _allowed_seconds=615.0)

@@ -13,6 +13,7 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.convert import get_engine
 from sppo_hf.engine.forward_calls import read_call
 from sppo_hf.engine.offload_holder import offloaded_bytes
+from sppo_hf.engine.plan_cache import BatchShape
 from sppo_hf.errors import BudgetError, ConfigError, OffloadError, ScheduleError
 from sppo_hf.offload.engine import OffloadEngine
 from sppo_hf.pipeline import stage_plans
@@ -43,8 +44,10 @@ from tests.planning.shapes import tiny_shape
 SHAPE = tiny_shape(num_hidden_layers=6, hidden_size=2048, intermediate_size=8192)
 
 
+CPU = torch.device("cpu")
+BATCH = BatchShape(1, 20, True, CPU, (7, 8))
 WANTED = (
-    *(1, 20, torch.device("cpu"), 1, True),
+    BATCH,
     PipelineChoice(schedule="seq1f1b", bounds=((0, 10), (10, 20)), reason="set by the user"),
     {},
 )
@@ -97,7 +100,7 @@ def test_one_pool_serves_all_stages_of_a_rank(monkeypatch: pytest.MonkeyPatch) -
     assert isinstance(engine, PipelineEngine)
     choice = PipelineChoice(schedule=name, bounds=((0, 10), (10, 20)), reason="set by the user")
     cache = StagePlanCache(engine)
-    plans = cache._make_plans(1, 20, torch.device("cpu"), 2, True, choice, {})
+    plans = cache._make_plans(BATCH._replace(micro_batches=2), choice, {})
     batches = math.ceil(cache._alive(name, 2, 2))
     assert len(plans) == 2
     assert asked == [batches * sum(map(offloaded_bytes, plans.values()))]
@@ -147,8 +150,8 @@ def test_stages_are_planned_anew_for_other_trained_parameters(
     for number in range(10, 20):
         others[:] = [number]
         plan()
-    kept = (cache._plans, cache._choices, cache._steps)
-    assert [len(of_shape) for of_shape in kept] == [8] * 3
+    assert len(cache._shapes) == 8
+    assert all(len(known.plans) == 1 for known in cache._shapes.values())
     others[:] = [12]
     plan()
     assert len(chosen) == 13
@@ -165,15 +168,10 @@ def _alone(make: Callable[[], Any], group: object, *, share: Callable[[Any], Any
 
 def test_corrections_are_forgotten_with_the_set_of_trained_parameters() -> None:
     cache: Any = StagePlanCache(_engine())
-    shape = (1, 20, 1, True, torch.device("cpu"), (7, 8))
-    kept = (cache._choices, cache._steps, cache._num_steps, cache._corrections, cache._corrected)
-    for of_shape in kept:
-        of_shape[shape] = of_shape[*shape[:-1], (8, 9)] = object()
-    cache._plans[*shape, True] = object()
-    cache._to_learn_from = [SimpleNamespace(shape=shape)]
+    cache._shapes = dict.fromkeys((BATCH, BATCH._replace(trained=(8, 9))), object())
+    cache._to_learn_from = [SimpleNamespace(plans=SimpleNamespace(shape=BATCH))]
     cache._forget((7, 8))
-    assert [len(of_shape) for of_shape in kept] == [1] * 5
-    assert not cache._plans
+    assert [shape.trained for shape in cache._shapes] == [(8, 9)]
     assert not cache._to_learn_from
 
 
@@ -187,7 +185,7 @@ def test_a_correction_that_raises_is_dropped(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(stage_plans, "make_and_gather", make_and_gather)
     cache: Any = StagePlanCache(_engine())
-    cache._to_learn_from = [SimpleNamespace(shape=())]
+    cache._to_learn_from = [SimpleNamespace()]
     with pytest.raises(BudgetError, match="no room"):
         cache.correct()
     cache.correct()
@@ -262,10 +260,11 @@ def test_the_step_shown_has_messages_as_wide_as_they_are() -> None:
             staged=SimpleNamespace(cut=SimpleNamespace(layers=costs.stages)),
             shape=lambda shape=shape: shape,
         )
-        batch = BatchPlans(bounds, torch.bfloat16, plans, rows, name)
         choice = PipelineChoice(schedule=name, bounds=bounds, reason="set by the user")
+        shape_of_batch = BatchShape(1, bounds[-1][1], True, CPU, (), micro_batches=rows)
+        batch = BatchPlans(shape_of_batch, choice, torch.bfloat16, plans)
         said = [stage_plans._SharedPlans.of(batch)]
-        shown = StagePlanCache(engine)._predict(batch, choice, said, reduces=False)
+        shown = StagePlanCache(engine)._predict(batch, said, reduces=False)
         lowered = lower(generate(name, Size(3, rows, 3)))
         expected = simulate_pipeline(lowered, seconds=costs.seconds).end_seconds
         assert shown.step_seconds == pytest.approx(expected, rel=1e-3)
