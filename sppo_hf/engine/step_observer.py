@@ -11,10 +11,12 @@ here waits for the device.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Literal
+from typing import Any, Literal
 from weakref import WeakSet
 
 import torch
@@ -122,35 +124,15 @@ class ObserverHub(StepObserver):
         """Remove an observer, if it is subscribed."""
         self._subscribers.discard(observer)
 
-    def on_plan(self, plan: Plan, model_name: str) -> None:
-        """Tell every subscriber."""
+    def _tell_all(self, event: str, *values: Any) -> None:
         for observer in list(self._subscribers):
-            observer.on_plan(plan, model_name)
+            getattr(observer, event)(*values)
 
-    def on_correction(self, before: Plan, after: Plan, measured: MeasuredStep) -> None:
-        """Tell every subscriber."""
-        for observer in list(self._subscribers):
-            observer.on_correction(before, after, measured)
-
-    def on_host_memory(self, ready_bytes: int, wanted_bytes: int) -> None:
-        """Tell every subscriber."""
-        for observer in list(self._subscribers):
-            observer.on_host_memory(ready_bytes, wanted_bytes)
-
-    def on_attention_ready(self, backend: str, num_shapes: int, seconds: float) -> None:
-        """Tell every subscriber."""
-        for observer in list(self._subscribers):
-            observer.on_attention_ready(backend, num_shapes, seconds)
-
-    def on_unit(self, direction: Direction, chunk: int, num_chunks: int) -> None:
-        """Tell every subscriber."""
-        for observer in list(self._subscribers):
-            observer.on_unit(direction, chunk, num_chunks)
-
-    def on_record(self, record: StepRecord) -> None:
-        """Tell every subscriber."""
-        for observer in list(self._subscribers):
-            observer.on_record(record)
+    def __getattribute__(self, name: str) -> Any:
+        """Return, for a method of `StepObserver`, one that calls it on every subscriber."""
+        if name in vars(StepObserver) and name.startswith("on_"):
+            return functools.partial(self._tell_all, name)
+        return super().__getattribute__(name)
 
 
 Phase = Literal["forward", "backward", "end"]
@@ -224,28 +206,6 @@ def release_failed_backward(timer: StepTimer | None) -> None:
             torch.zeros((), requires_grad=True).backward()
 
 
-class UnitLabel:
-    """The profiler's label of the running unit, such as "sppo/forward chunk 3", counted from 0.
-
-    A unit ends when the next one begins. Without a profiler a label costs a microsecond.
-    """
-
-    def __init__(self) -> None:
-        self._open: record_function | None = None
-
-    def enter(self, name: str) -> None:
-        """Close the open label and open another."""
-        self.leave()
-        self._open = record_function(f"sppo/{name}")
-        self._open.__enter__()
-
-    def leave(self) -> None:
-        """Close the open label, if there is one."""
-        if self._open is not None:
-            self._open.__exit__(None, None, None)
-            self._open = None
-
-
 @dataclass(eq=False)
 class StepTimer:
     """Times one forward call and its backward, and reports them to observers and the profiler."""
@@ -272,7 +232,9 @@ class StepTimer:
         self._backward_start_seconds: float | None = None
         self._backward_ended = False
         self._chunk_timer = ChunkTimer(self.device)
-        self._label = UnitLabel()
+        self._label = contextlib.ExitStack()
+        """The profiler's label of the running unit, such as "sppo/forward chunk 3". Without a
+        profiler it costs a microsecond."""
         self._stats = OffloadStats()
 
     @property
@@ -312,18 +274,22 @@ class StepTimer:
     def _enter(self, direction: Direction, chunk: int, layer: int | None) -> None:
         self._chunk_timer.enter(direction, chunk)
         if self.plan.order == "by_chunk":
-            self._label.enter(f"{direction} chunk {chunk}")
+            self._set_label(f"sppo/{direction} chunk {chunk}")
             self.observer.on_unit(direction, chunk, self.plan.num_chunks)
         elif layer is not None:
-            self._label.enter(f"{direction} layer {layer} chunk {chunk}")
+            self._set_label(f"sppo/{direction} layer {layer} chunk {chunk}")
             units = self.plan.num_layers * self.plan.num_chunks
             self.observer.on_unit(direction, layer * self.plan.num_chunks + chunk, units)
+
+    def _set_label(self, name: str) -> None:
+        self._label.close()  # a unit ends when the next one begins
+        self._label.enter_context(record_function(name))
 
     def forward_done(self, output: ModelOutput) -> None:
         """End the forward; also the step, if its output needs no gradient."""
         self._forward_seconds = time.perf_counter() - self.start_seconds
         self._chunk_timer.enter("end")
-        self._label.leave()
+        self._label.close()
         tensors = [value for value in output.values() if isinstance(value, Tensor)]
         if not any(value.requires_grad for value in tensors):
             self._record(training=False, backward_seconds=0.0)
@@ -340,7 +306,7 @@ class StepTimer:
         assert self._backward_start_seconds is not None
         self._backward_ended = True
         self._chunk_timer.enter("end")
-        self._label.leave()
+        self._label.close()
         seconds = time.perf_counter() - self._backward_start_seconds
         self._record(training=True, backward_seconds=seconds)
 
