@@ -95,10 +95,6 @@ class Engine:
         self.plans = PlanCache(parts, config, self.offload_holder, group)
         self.traces = None if config.trace_dir is None else TraceFolder(config.trace_dir)
         """Writes the actions of the last step to files; None without `trace_dir`."""
-        self._log: ActionLog | None = None
-        """Actions of the running training step, if there are traces."""
-        self._heap: HeapWatch | None = None
-        """Frees heap memory in the running step on a CPU."""
         self.weights: HostWeights | None = None
         """The host-resident weights; None until some were moved to the host."""
         self._placement = config
@@ -159,7 +155,7 @@ class Engine:
     def _run_original(self, *args: Any, **kwargs: Any) -> Any:
         before, self._in_original_forward = self._in_original_forward, True
         try:
-            with self._host_weights_loaded(backward_follows=False):
+            with self.host_weights_loaded(backward_follows=False):
                 return self.original_forward(*args, **kwargs)
         finally:
             self._in_original_forward = before
@@ -185,7 +181,7 @@ class Engine:
             "before it was converted (PEFT's AdaptionPrompt does)"
         )
         if self._has_run:
-            self._warn_once("outside", f"{seen}. Such calls are not chunked.")
+            self.warn_once("outside", f"{seen}. Such calls are not chunked.")
             return
         raise ConfigError(
             f"{seen}. SPPO would never be in use. Allowed: calls of {name} itself, or of a wrapper "
@@ -238,7 +234,9 @@ class Engine:
             self._place_as_planned(plan, device)
             random = None if self.plans.has_run(plan) else RandomState(device)
             try:
-                return self._run_plan(call, layout, plan, logits, start_seconds)
+                step = ForwardStep(self, call, layout, plan, logits, start_seconds)
+                self._last_timer = weakref.ref(step.timer)
+                return step.run()
             except CannotRunByLayer as reason:
                 if plan.order == "by_chunk":
                     raise UnsupportedModelError(
@@ -288,62 +286,9 @@ class Engine:
         )
         return True
 
-    def _run_plan(
-        self,
-        call: ForwardCall,
-        layout: BatchLayout,
-        plan: Plan,
-        logits: LogitsRequest,
-        start_seconds: float,
-    ) -> ModelOutput:
-        timer = StepTimer(
-            self.observer,
-            plan,
-            self.shape(),
-            device=call.device,
-            take_stats=self.take_stats,
-            start_seconds=start_seconds,
-            on_step=self._step_done,
-            share=(0, 1) if self.group is None else (self.group.rank, self.group.size),
-        )
-        if self.traces is not None:
-            self.traces.poll()
-            self._log = ActionLog(call.device) if torch.is_grad_enabled() else None
-        self._last_timer = weakref.ref(timer)
-        router_loss = RouterLoss.of(self.parts)
-        if router_loss is not None and (call.head_arguments or not call.has_labels):
-            raise UnsupportedModelError(
-                f"{self.parts.name}: config.output_router_logits=True adds a loss to that of the "
-                f"labels, and {self._loss_owner(call)} computes another one. Set "
-                "model.config.output_router_logits = False."
-            )
-        used = layout.used_tokens or call.total_tokens
-        chunks = range(sum(start < used for start, _ in plan.bounds))
-        step = (
-            StepRows(plan, end - start, layout.spans(start, end), chunks, self.group)
-            for start, end in call.row_groups(self.config)
-        )
-        self.plans.warm_up_attention(step, call.device, self.observer)
-        with self._host_weights_loaded(backward_follows=torch.is_grad_enabled()):
-            self._heap = HeapWatch.of_step(plan, self.parts.causal_lm.parameters())
-            if call.head_arguments:
-                output = self._run_full_head(call, layout, plan, timer)
-            elif call.has_labels and self.parts.causal_lm.loss_function is ForCausalLMLoss:
-                output = self._loss(call, layout, plan, timer, logits, router_loss)
-                if router_loss is not None:
-                    if self.group is not None:
-                        router_loss.sum_over_ranks(self.group.sum_over_ranks)
-                    output = router_loss.add_to_output(output)
-            else:
-                self._warn_of_full_logits(call, self._loss_owner(call))
-                output = self._run_full_head(call, layout, plan, timer)
-        timer.forward_done(output)
-        self.plans.forward_done(plan)
-        return output
-
-    def _step_done(self, timer: StepTimer) -> None:
+    def step_done(self, log: ActionLog | None, timer: StepTimer) -> None:
+        """Called when a training step, forward and backward, has ended on the host."""
         self.plans.step_done(timer)
-        log, self._log = self._log, None
         if self.traces is not None and log is not None:
             self.traces.keep_log(log)
 
@@ -356,180 +301,6 @@ class Engine:
         if request.reduce is not None and call.aligned_labels is None:
             return LogitsRequest(whole=True, requested_by=request.requested_by)
         return request
-
-    def _loss(
-        self,
-        call: ForwardCall,
-        layout: BatchLayout,
-        plan: Plan,
-        timer: StepTimer,
-        logits: LogitsRequest,
-        router_loss: RouterLoss | None,
-    ) -> CausalLMOutputWithPast:
-        assert call.shift_labels is not None
-        if logits.whole and logits.requested_by:
-            self._warn_of_full_logits(call, logits.requested_by)
-        labels = call.shift_labels if call.aligned_labels is None else call.aligned_labels
-        # In training, logits are part of the graph, so that a loss may be computed from them. They
-        # are computed beside the tiles of the loss, which have their gradients before backward.
-        in_graph = logits.whole and torch.is_grad_enabled()
-        whole = LogitsCollector() if logits.whole else None
-        reduced = LogitsCollector(logits.reduce) if logits.reduce is not None else None
-        collectors = [collector for collector in (whole, reduced) if collector is not None]
-
-        def on_logits(logits_MV: Tensor, tile: slice) -> None:
-            for collector in collectors:
-                collector.add(logits_MV, tile)
-
-        # Collected logits are those of whole rows, on every rank.
-        sharing = None if collectors else self.group
-        head_in_backward = self.parts.is_sharded() or self.parts.head_is_hooked()
-        loss = ChunkedLoss(
-            self.head.logits,
-            self.parts.head_parameters(),
-            tile_tokens=plan.tile_tokens,
-            ignore_index=call.ignore_index,
-            on_logits=on_logits if collectors and not in_graph else None,
-            liger=liger_tile(self.parts, self.head, call.device),
-            head_in_backward=head_in_backward,
-            reads=self.parts.head_reads() if head_in_backward else None,
-        )
-        counts = labelled_chunks(layout, plan.bounds)
-        groups = list(call.row_groups(self.config))
-        last = (groups[-1], max(counts))
-        totals: list[Tensor] = []
-        for group in groups:
-            for collector in collectors:
-                collector.begin_group()
-            labels_BT = call.shift_labels[group[0] : group[1]]
-            # Not if the head runs right before the layers' backward: its logits are at the peak.
-            backward_next = group == groups[-1] and not head_in_backward and not in_graph
-            hidden = self._hidden(
-                call,
-                layout,
-                plan,
-                timer,
-                group,
-                backward_next=backward_next,
-                whole_chunks=sharing is None,
-                router_loss=router_loss,
-            )
-            for chunk, hidden_BCD in hidden:
-                if chunk in counts:
-                    start, end = plan.bounds[chunk]
-                    labels_BC = chunk_labels(labels_BT, (start, end), sharing, call.ignore_index)
-                    final = (group, chunk) == last
-                    for collector in collectors:
-                        collector.begin_chunk(labels[group[0] : group[1], start:end])
-                    totals.append(loss.add(hidden_BCD, labels_BC, last=final))
-                    if in_graph:
-                        on_logits(self.head.logits(hidden_BCD).flatten(0, 1), slice(None))
-        total = torch.stack(totals).sum()
-        total = total if sharing is None else sharing.sum_over_ranks(total)
-        count = (call.shift_labels != call.ignore_index).sum().to(total.device)
-        value = divide_loss(total, count, call.divisor(count))
-        if reduced is not None:
-            logits.reduced, logits.failure = reduced.result(), reduced.failure
-            logits.logits_tokens = call.total_tokens
-            logits.vocab_size, logits.logits_dtype = reduced.vocab_size, reduced.logits_dtype
-        kept = None if whole is None else call.select_kept_logits(whole.result())
-        if kept is None and reduced is not None:
-            # The Trainer reads the number of tokens from it when it gathers outputs of ranks.
-            kept = torch.zeros(call.batch_rows, call.total_tokens, device=call.device)
-        return CausalLMOutputWithPast(loss=value, logits=kept)
-
-    def _run_full_head(
-        self, call: ForwardCall, layout: BatchLayout, plan: Plan, timer: StepTimer
-    ) -> ModelOutput:
-        """Run the layers in chunks, then the model's own head and loss over the whole sequence."""
-        rows = []
-        for group in call.row_groups(self.config):
-            chunks = self._hidden(
-                call, layout, plan, timer, group, skip_padding=False, whole_chunks=True
-            )
-            rows.append(torch.cat([hidden_BCD for _, hidden_BCD in chunks], dim=1))
-        return self.head.run(torch.cat(rows), **call.loss_arguments, **call.head_arguments)
-
-    def _loss_owner(self, call: ForwardCall) -> str:
-        """Name of what computes a loss from full logits in place of the standard loss."""
-        if call.has_labels:
-            loss = self.parts.causal_lm.loss_function
-            return f"the loss of the model's own ({getattr(loss, '__name__', type(loss).__name__)})"
-        return self.external_loss_name or "whoever called the model without labels"
-
-    def _warn_of_full_logits(self, call: ForwardCall, requested_by: str) -> None:
-        vocab = self.parts.text_config.vocab_size
-        size = call.batch_rows * call.total_tokens * vocab
-        more = ", several times that while their gradient is computed"
-        outside = torch.is_grad_enabled() and requested_by != "return_logits"
-        self._warn_once(
-            f"whole logits: {requested_by}",
-            f"logits of the whole sequence are made, asked for by {requested_by}: "
-            f"{call.batch_rows} x {call.total_tokens} x {vocab} values, "
-            f"{format_bytes(4 * size)} in float32"
-            f"{more if outside else ''}.",
-        )
-
-    def _hidden(
-        self,
-        call: ForwardCall,
-        layout: BatchLayout,
-        plan: Plan,
-        timer: StepTimer,
-        group: tuple[int, int],
-        *,
-        skip_padding: bool = True,
-        backward_next: bool = False,
-        whole_chunks: bool,
-        router_loss: RouterLoss | None = None,
-    ) -> Iterator[tuple[int, Tensor]]:
-        """Yield (chunk, hidden states `[B, C, D]`) of a group of rows.
-
-        If ranks share the sequence, C counts this rank's tokens, or all with `whole_chunks`.
-        """
-        positions = call.positions()
-        sequence = ChunkRunner(
-            self.parts,
-            plan,
-            rows=layout.spans(*group),
-            last_position=positions.max().view(1, 1),
-            choose_backend=self.plans.choose_backend,
-            counters=self.counters,
-            offload=self.offload,
-            log=self._log,
-            first_unit=plan.num_chunks * (group[0] // call.micro_batch_rows(self.config)),
-            weights=self.weights,
-            group=self.group,
-            heap=self._heap,
-        )
-        constants = dict(call.constants)
-        if router_loss is not None:
-            constants["output_router_logits"] = True
-        slices = ChunkInputs(self._inputs(call), positions, constants).rows(*group)
-        stop = layout.used_tokens if skip_padding and layout.used_tokens else call.total_tokens
-        chunks = sequence.run(slices, stop_token=stop, watch=timer)
-        for chunk, output in chunks:
-            self.head.output_class = type(output)
-            hidden_BCD = output.last_hidden_state
-            if router_loss is not None:
-                router_loss.add(
-                    output.router_logits, call.attention_mask, group, sequence.rank_tokens(chunk)
-                )
-            timer.watch_backward(chunk, hidden_BCD)
-            if whole_chunks and self.group is not None:
-                start, end = plan.bounds[chunk]
-                hidden_BCD = self.group.gather_tokens(hidden_BCD, end - start)
-            yield chunk, hidden_BCD
-        if backward_next:  # the last chunk's loss is done, so its logits are freed
-            sequence.start_backward()
-
-    def _inputs(self, call: ForwardCall) -> dict[str, Tensor]:
-        """Tensors that chunks are slices of: tokens, or their embeddings."""
-        embedded = self.parts.embed_sequence(call.tokens)
-        if embedded is None:
-            return call.tokens
-        others = {name: x for name, x in call.tokens.items() if name != "input_ids"}
-        return {"inputs_embeds": embedded, **others}
 
     # -- decisions ---------------------------------------------------------------------------
 
@@ -759,12 +530,13 @@ class Engine:
             self.traces.end_update()
 
     @contextlib.contextmanager
-    def _host_weights_loaded(self, *, backward_follows: bool) -> Iterator[None]:
+    def host_weights_loaded(
+        self, *, backward_follows: bool, log: ActionLog | None = None
+    ) -> Iterator[None]:
         """Context of a forward, in which host-resident weights are loaded when they are used."""
         if self.weights is None:
             yield
             return
-        log = self._log
         self.weights.on_fetch = None if log is None else functools.partial(_log_weights, log)
         self.weights.start_forward()
         try:
@@ -804,10 +576,244 @@ class Engine:
             "model.save_pretrained(folder), or call plugin.revert(model) before."
         )
 
-    def _warn_once(self, key: str, message: str) -> None:
+    def warn_once(self, key: str, message: str) -> None:
+        """Warn, unless a warning of this key was given before."""
         if key not in self._warned:
             self._warned.add(key)
             warnings.warn(message, stacklevel=2)
+
+
+class ForwardStep:
+    """One call that runs in chunks, by one plan: its forward, until it returns the output."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        call: ForwardCall,
+        layout: BatchLayout,
+        plan: Plan,
+        logits: LogitsRequest,
+        start_seconds: float,
+    ) -> None:
+        self._engine = engine
+        self._parts = engine.parts
+        self._group = engine.group
+        self._call = call
+        self._layout = layout
+        self._plan = plan
+        self._logits = logits
+        self._log: ActionLog | None = None
+        """The step's actions, in training with `trace_dir`."""
+        if engine.traces is not None:
+            engine.traces.poll()
+            self._log = ActionLog(call.device) if torch.is_grad_enabled() else None
+        self.timer = StepTimer(
+            engine.observer,
+            plan,
+            engine.shape(),
+            device=call.device,
+            take_stats=engine.take_stats,
+            start_seconds=start_seconds,
+            # Not a method of this object: the graph owns the timer, and would hold the inputs.
+            on_step=functools.partial(engine.step_done, self._log),
+            share=(0, 1) if engine.group is None else (engine.group.rank, engine.group.size),
+        )
+        self._heap: HeapWatch | None = None
+        """Frees heap memory on a CPU."""
+
+    def run(self) -> ModelOutput:
+        """Run the layers, then head and loss.
+
+        Raises:
+            UnsupportedModelError: Another loss than the standard one meets a router loss.
+        """
+        engine, call, layout, plan = self._engine, self._call, self._layout, self._plan
+        router_loss = RouterLoss.of(self._parts)
+        if router_loss is not None and (call.head_arguments or not call.has_labels):
+            raise UnsupportedModelError(
+                f"{self._parts.name}: config.output_router_logits=True adds a loss to that of the "
+                f"labels, and {self._loss_owner()} computes another one. Set "
+                "model.config.output_router_logits = False."
+            )
+        used = layout.used_tokens or call.total_tokens
+        chunks = range(sum(start < used for start, _ in plan.bounds))
+        step = (
+            StepRows(plan, end - start, layout.spans(start, end), chunks, self._group)
+            for start, end in call.row_groups(engine.config)
+        )
+        engine.plans.warm_up_attention(step, call.device, engine.observer)
+        with engine.host_weights_loaded(backward_follows=torch.is_grad_enabled(), log=self._log):
+            self._heap = HeapWatch.of_step(plan, self._parts.causal_lm.parameters())
+            if call.head_arguments:
+                output = self._run_full_head()
+            elif call.has_labels and self._parts.causal_lm.loss_function is ForCausalLMLoss:
+                output = self._loss(router_loss)
+                if router_loss is not None:
+                    if self._group is not None:
+                        router_loss.sum_over_ranks(self._group.sum_over_ranks)
+                    output = router_loss.add_to_output(output)
+            else:
+                self._warn_of_full_logits(self._loss_owner())
+                output = self._run_full_head()
+        self.timer.forward_done(output)
+        engine.plans.forward_done(plan)
+        return output
+
+    def _loss(self, router_loss: RouterLoss | None) -> CausalLMOutputWithPast:
+        call, plan, logits = self._call, self._plan, self._logits
+        assert call.shift_labels is not None
+        if logits.whole and logits.requested_by:
+            self._warn_of_full_logits(logits.requested_by)
+        labels = call.shift_labels if call.aligned_labels is None else call.aligned_labels
+        # In training, logits are part of the graph, so that a loss may be computed from them. They
+        # are computed beside the tiles of the loss, which have their gradients before backward.
+        in_graph = logits.whole and torch.is_grad_enabled()
+        whole = LogitsCollector() if logits.whole else None
+        reduced = LogitsCollector(logits.reduce) if logits.reduce is not None else None
+        collectors = [collector for collector in (whole, reduced) if collector is not None]
+
+        def on_logits(logits_MV: Tensor, tile: slice) -> None:
+            for collector in collectors:
+                collector.add(logits_MV, tile)
+
+        # Collected logits are those of whole rows, on every rank.
+        sharing = None if collectors else self._group
+        head_in_backward = self._parts.is_sharded() or self._parts.head_is_hooked()
+        loss = ChunkedLoss(
+            self._engine.head.logits,
+            self._parts.head_parameters(),
+            tile_tokens=plan.tile_tokens,
+            ignore_index=call.ignore_index,
+            on_logits=on_logits if collectors and not in_graph else None,
+            liger=liger_tile(self._parts, self._engine.head, call.device),
+            head_in_backward=head_in_backward,
+            reads=self._parts.head_reads() if head_in_backward else None,
+        )
+        counts = labelled_chunks(self._layout, plan.bounds)
+        groups = list(call.row_groups(self._engine.config))
+        last = (groups[-1], max(counts))
+        totals: list[Tensor] = []
+        for group in groups:
+            for collector in collectors:
+                collector.begin_group()
+            labels_BT = call.shift_labels[group[0] : group[1]]
+            # Not if the head runs right before the layers' backward: its logits are at the peak.
+            backward_next = group == groups[-1] and not head_in_backward and not in_graph
+            hidden = self._hidden(
+                group,
+                backward_next=backward_next,
+                whole_chunks=sharing is None,
+                router_loss=router_loss,
+            )
+            for chunk, hidden_BCD in hidden:
+                if chunk in counts:
+                    start, end = plan.bounds[chunk]
+                    labels_BC = chunk_labels(labels_BT, (start, end), sharing, call.ignore_index)
+                    final = (group, chunk) == last
+                    for collector in collectors:
+                        collector.begin_chunk(labels[group[0] : group[1], start:end])
+                    totals.append(loss.add(hidden_BCD, labels_BC, last=final))
+                    if in_graph:
+                        on_logits(self._engine.head.logits(hidden_BCD).flatten(0, 1), slice(None))
+        total = torch.stack(totals).sum()
+        total = total if sharing is None else sharing.sum_over_ranks(total)
+        count = (call.shift_labels != call.ignore_index).sum().to(total.device)
+        value = divide_loss(total, count, call.divisor(count))
+        if reduced is not None:
+            logits.reduced, logits.failure = reduced.result(), reduced.failure
+            logits.logits_tokens = call.total_tokens
+            logits.vocab_size, logits.logits_dtype = reduced.vocab_size, reduced.logits_dtype
+        kept = None if whole is None else call.select_kept_logits(whole.result())
+        if kept is None and reduced is not None:
+            # The Trainer reads the number of tokens from it when it gathers outputs of ranks.
+            kept = torch.zeros(call.batch_rows, call.total_tokens, device=call.device)
+        return CausalLMOutputWithPast(loss=value, logits=kept)
+
+    def _run_full_head(self) -> ModelOutput:
+        """Run the layers in chunks, then the model's own head and loss over the whole sequence."""
+        call, rows = self._call, []
+        for group in call.row_groups(self._engine.config):
+            chunks = self._hidden(group, skip_padding=False, whole_chunks=True)
+            rows.append(torch.cat([hidden_BCD for _, hidden_BCD in chunks], dim=1))
+        return self._engine.head.run(torch.cat(rows), **call.loss_arguments, **call.head_arguments)
+
+    def _loss_owner(self) -> str:
+        """Name of what computes a loss from full logits in place of the standard loss."""
+        if self._call.has_labels:
+            loss = self._parts.causal_lm.loss_function
+            return f"the loss of the model's own ({getattr(loss, '__name__', type(loss).__name__)})"
+        return self._engine.external_loss_name or "whoever called the model without labels"
+
+    def _warn_of_full_logits(self, requested_by: str) -> None:
+        call, vocab = self._call, self._parts.text_config.vocab_size
+        size = call.batch_rows * call.total_tokens * vocab
+        more = ", several times that while their gradient is computed"
+        outside = torch.is_grad_enabled() and requested_by != "return_logits"
+        self._engine.warn_once(
+            f"whole logits: {requested_by}",
+            f"logits of the whole sequence are made, asked for by {requested_by}: "
+            f"{call.batch_rows} x {call.total_tokens} x {vocab} values, "
+            f"{format_bytes(4 * size)} in float32"
+            f"{more if outside else ''}.",
+        )
+
+    def _hidden(
+        self,
+        group: tuple[int, int],
+        *,
+        skip_padding: bool = True,
+        backward_next: bool = False,
+        whole_chunks: bool,
+        router_loss: RouterLoss | None = None,
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Yield (chunk, hidden states `[B, C, D]`) of a group of rows.
+
+        If ranks share the sequence, C counts this rank's tokens, or all with `whole_chunks`.
+        """
+        engine, call, layout, plan = self._engine, self._call, self._layout, self._plan
+        positions = call.positions()
+        sequence = ChunkRunner(
+            self._parts,
+            plan,
+            rows=layout.spans(*group),
+            last_position=positions.max().view(1, 1),
+            choose_backend=engine.plans.choose_backend,
+            counters=engine.counters,
+            offload=engine.offload,
+            log=self._log,
+            first_unit=plan.num_chunks * (group[0] // call.micro_batch_rows(engine.config)),
+            weights=engine.weights,
+            group=self._group,
+            heap=self._heap,
+        )
+        constants = dict(call.constants)
+        if router_loss is not None:
+            constants["output_router_logits"] = True
+        slices = ChunkInputs(self._inputs(), positions, constants).rows(*group)
+        stop = layout.used_tokens if skip_padding and layout.used_tokens else call.total_tokens
+        chunks = sequence.run(slices, stop_token=stop, watch=self.timer)
+        for chunk, output in chunks:
+            engine.head.output_class = type(output)
+            hidden_BCD = output.last_hidden_state
+            if router_loss is not None:
+                router_loss.add(
+                    output.router_logits, call.attention_mask, group, sequence.rank_tokens(chunk)
+                )
+            self.timer.watch_backward(chunk, hidden_BCD)
+            if whole_chunks and self._group is not None:
+                start, end = plan.bounds[chunk]
+                hidden_BCD = self._group.gather_tokens(hidden_BCD, end - start)
+            yield chunk, hidden_BCD
+        if backward_next:  # the last chunk's loss is done, so its logits are freed
+            sequence.start_backward()
+
+    def _inputs(self) -> dict[str, Tensor]:
+        """Tensors that chunks are slices of: tokens, or their embeddings."""
+        call, embedded = self._call, self._parts.embed_sequence(self._call.tokens)
+        if embedded is None:
+            return call.tokens
+        others = {name: x for name, x in call.tokens.items() if name != "input_ids"}
+        return {"inputs_embeds": embedded, **others}
 
 
 def _log_weights(log: ActionLog, layer: int, backward: bool) -> None:
