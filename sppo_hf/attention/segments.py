@@ -7,7 +7,7 @@ that do not all fit on the device are read in blocks of whole chunks, whose resu
 module computes with integers only.
 
 Padding in front of a row counts as a document of its own. Masks that are not causal, or padding
-between real tokens, are refused by the batch layout (`sppo_hf.engine.batch_layout`).
+between real tokens, are refused by the batch layout (`sppo_hf.engine.forward_calls`).
 """
 
 from __future__ import annotations

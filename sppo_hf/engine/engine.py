@@ -27,18 +27,16 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.action_log import ActionLog, TraceFolder
-from sppo_hf.engine.batch_layout import BatchLayout
 from sppo_hf.engine.chunk_context import current_of
 from sppo_hf.engine.chunk_runner import ChunkInputs, ChunkRunner
 from sppo_hf.engine.cpu_heap import HeapWatch
 from sppo_hf.engine.device_facts import device_facts, model_shape
 from sppo_hf.engine.family_guard import check_router_loss
-from sppo_hf.engine.forward_calls import ForwardCall, read_call
+from sppo_hf.engine.forward_calls import BatchLayout, ForwardCall, read_call
 from sppo_hf.engine.layer_kernels import check_mixer_kernels, prepare_layers, restore_layers
 from sppo_hf.engine.logits import LogitsCollector, LogitsRequest
 from sppo_hf.engine.loss import ChunkedLoss, ModelHead, RouterLoss, divide_loss, liger_tile
-from sppo_hf.engine.offload_holder import OffloadHolder
-from sppo_hf.engine.plan_cache import PlanCache, StepRows, trainable_mask
+from sppo_hf.engine.plan_cache import PlanCache, PlannedOffload, StepRows, trainable_mask
 from sppo_hf.engine.recompute import RandomState
 from sppo_hf.engine.sequence_group import SequenceGroup, rank_tokens
 from sppo_hf.engine.sliced_calls import CannotRunByLayer, NotTokenWise
@@ -91,8 +89,8 @@ class Engine:
         self.external_loss_name = ""
         """Name of what computes the loss from logits, for messages; "" if unknown."""
         self.head = ModelHead(parts, original_forward)
-        self.offload_holder = OffloadHolder(config)
-        self.plans = PlanCache(parts, config, self.offload_holder, group)
+        self.planned_offload = PlannedOffload(config)
+        self.plans = PlanCache(parts, config, self.planned_offload, group)
         self.traces = None if config.trace_dir is None else TraceFolder(config.trace_dir)
         """Writes the actions of the last step to files; None without `trace_dir`."""
         self.weights: HostWeights | None = None
@@ -328,7 +326,7 @@ class Engine:
     @property
     def offload(self) -> OffloadEngine:
         """The offload engine, which exists once a batch was planned."""
-        return self.offload_holder.engine
+        return self.planned_offload.engine
 
     @property
     def running(self) -> ChunkRunner | None:
@@ -343,13 +341,13 @@ class Engine:
 
     def take_stats(self) -> OffloadStats:
         """Counters of the offload engine since the last call."""
-        return self.offload_holder.take_stats()
+        return self.planned_offload.take_stats()
 
     def close(self) -> None:
         """Wait for copies, free host memory, and restore the modules' own code."""
         if self.traces is not None:
             self.traces.poll()
-        self.offload_holder.close()
+        self.planned_offload.close()
         restore_layers(self.parts)
         weights, self.weights = self.weights, None
         if weights is not None:
@@ -395,7 +393,7 @@ class Engine:
             for name, buffer in module.named_buffers(recurse=False):
                 if buffer.device != device:
                     module._buffers[name] = buffer.to(device)
-        copier = self.offload_holder.copier(device)
+        copier = self.planned_offload.copier(device)
         self._trainable_when_placed = self._trainable_mask()
         self.weights = HostWeights(
             layers,

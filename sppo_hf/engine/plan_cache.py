@@ -1,7 +1,9 @@
-"""The plans of one model: made at the first batch of each shape, reused, and corrected once.
+"""The plans of one model, and the offload engine that is made for them.
 
-Gathers what the torch-free planner needs (the model's shape, the device's facts, the attention
-backend) and lets the offload engine reserve the memory that plans need. Once the device has
+A plan is made at the first batch of each shape, reused, and corrected once. `PlanCache` gathers
+what the torch-free planner needs (the model's shape, the device's facts, the attention backend).
+`PlannedOffload` makes the offload engine for the first plan, reserves the memory that plans need,
+and replaces the engine when it must grow. Once the device has
 finished a plan's first steps, the measured times correct the speeds that the plan was made with.
 """
 
@@ -30,13 +32,17 @@ from sppo_hf.engine.device_facts import (
     reserve_driver_memory,
     use_expandable_segments,
 )
-from sppo_hf.engine.offload_holder import OffloadHolder, offloaded_bytes
 from sppo_hf.engine.sequence_group import SequenceGroup, held_kv_heads, local_heads
 from sppo_hf.engine.step_observer import StepObserver, StepTimer
 from sppo_hf.engine.structure import ModelParts
 from sppo_hf.errors import ConfigError, RankLostError, SPPOError
+from sppo_hf.offload.copy_streams import Copier
+from sppo_hf.offload.disk import DiskStore
+from sppo_hf.offload.engine import OffloadEngine, OffloadStats, make_copier, make_engine
+from sppo_hf.offload.host_memory import Progress
+from sppo_hf.offload.tiers import Staging
 from sppo_hf.planning.cost import Correction
-from sppo_hf.planning.memory import CONTEXT_BYTES
+from sppo_hf.planning.memory import CONTEXT_BYTES, Cause
 from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.plan import Plan, PlanRequest, make_plan, other_plan_warnings
 from sppo_hf.planning.prediction import MeasuredStep, learn, worth_correcting
@@ -122,6 +128,120 @@ class StepRows(NamedTuple):
     """The ranks that share the chunks; None if this rank has whole chunks."""
 
 
+def offloaded_bytes(plan: Plan) -> int:
+    """Peak host bytes of a plan's offload engine: all but weights, optimizer and gradients."""
+    host = plan.estimate.host
+    others = (Cause.WEIGHTS, Cause.OPTIMIZER, Cause.GRADIENTS)
+    return host.held - sum(host[cause] for cause in others)
+
+
+def new_offload_engine(
+    config: SPPOConfig, device: torch.device, plan: Plan, *, copier: Copier | None = None
+) -> OffloadEngine:
+    """Return an offload engine for the settings of `config` and the budgets of `plan`.
+
+    Args:
+        config: The settings.
+        device: Where the model is.
+        plan: Has the budgets.
+        copier: Copies host-resident weights; None if there are none.
+
+    Raises:
+        ConfigError: `offload_dir` cannot be used.
+    """
+    disk = None
+    if config.offload_dir is not None:
+        disk = DiskStore(
+            config.offload_dir,
+            budget_bytes=plan.budgets.of(Staging.name),
+            checksum=config.offload_checksum,
+            max_queued_bytes=plan.staging_bytes,
+        )
+    budget = plan.budgets.host
+    if disk is not None and device.type == "cpu":
+        # The host's memory is the device's: it only stages what goes to the disk.
+        budget = plan.staging_bytes
+    return make_engine(
+        device,
+        use_streams=config.use_streams,
+        use_pin_memory=config.use_pin_memory,
+        budget_bytes=budget,
+        min_offload_elements=config.min_offload_size,
+        disk=disk,
+        staging_bytes=plan.staging_bytes if disk is not None else None,
+        copier=copier,
+    )
+
+
+class PlannedOffload:
+    """The offload engine of one model; there is none before `prepare`."""
+
+    def __init__(self, config: SPPOConfig) -> None:
+        self._config = config
+        self._engine: OffloadEngine | None = None
+        self._staging_bytes = 0
+        self._copier: Copier | None = None
+
+    def copier(self, device: torch.device) -> Copier:
+        """Return the copier for host-resident weights, which the offload engine shares."""
+        if self._copier is None and self._engine is not None:
+            self._copier = self._engine.copier
+        elif self._copier is None:
+            self._copier = make_copier(device, use_streams=self._config.use_streams)
+        return self._copier
+
+    def prepare(
+        self,
+        device: torch.device,
+        *plans: Plan,
+        batches: int = 1,
+        progress: Progress | None = None,
+    ) -> int | None:
+        """Make the engine for the first plans, and reserve the host memory that the plans need.
+
+        Pinning memory takes seconds and must not happen in the middle of a step.
+
+        Args:
+            device: Where the model is.
+            plans: Plans that will run, one for each stage on this rank.
+            batches: Batches of each plan that may be offloaded at the same time.
+            progress: Called as memory is made.
+
+        Returns:
+            Bytes that the host tier has if the system refused to give what the plans need, else
+            None.
+
+        Raises:
+            ConfigError: `offload_dir` cannot be used.
+            OffloadError: the host gives no (pinned) memory.
+        """
+        # Longer chunks need a larger staging slab. An engine that holds tensors is not replaced.
+        largest = max(plans, key=lambda plan: plan.staging_bytes)
+        grows = self._engine is not None and self._staging_bytes < largest.staging_bytes
+        if grows and not self.engine.stats().live_handles:
+            self.close()
+        if self._engine is None:
+            self._engine = new_offload_engine(self._config, device, largest, copier=self._copier)
+            self._staging_bytes = largest.staging_bytes
+        return self._engine.reserve(batches * sum(map(offloaded_bytes, plans)), progress)
+
+    @property
+    def engine(self) -> OffloadEngine:
+        """The offload engine; `prepare` must have been called."""
+        assert self._engine is not None, "no batch was planned yet"
+        return self._engine
+
+    def take_stats(self) -> OffloadStats:
+        """Counters of the engine since the last call; zeros without an engine."""
+        return OffloadStats() if self._engine is None else self._engine.take_stats()
+
+    def close(self) -> None:
+        """Wait for copies under way and give the host memory back."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+
 class PlanCache:
     """The plans of one model by batch shape."""
 
@@ -129,17 +249,17 @@ class PlanCache:
         self,
         parts: ModelParts,
         config: SPPOConfig,
-        offload_holder: OffloadHolder,
+        planned_offload: PlannedOffload,
         group: SequenceGroup | None = None,
     ) -> None:
         """Begin without plans.
 
-        `offload_holder` reserves the memory of every plan. All ranks of `group` run the same plans.
+        `planned_offload` reserves the memory of each plan. All ranks of `group` run the same plans.
         """
         self._parts = parts
         # Ranks that share a sequence exchange tokens chunk by chunk.
         self._config = config if group is None else config.replace(order="by_chunk")
-        self._offload_holder = offload_holder
+        self._planned_offload = planned_offload
         self._group = group
         self._plans: dict[BatchShape, Plan] = {}
         """By shape, in which `trainable_mask` says what trains."""
@@ -273,7 +393,7 @@ class PlanCache:
             plan = shared_plan(functools.partial(self._make_plan, shape, **options), self._group)
             if self._config.device_memory is None:
                 reserve_driver_memory(shape.device, CONTEXT_BYTES["cuda"])
-            prepare = functools.partial(self._offload_holder.prepare, shape.device, plan)
+            prepare = functools.partial(self._planned_offload.prepare, shape.device, plan)
             granted_bytes = self.min_granted_bytes(
                 functools.partial(prepare, progress=observer.on_host_memory)
             )

@@ -25,11 +25,10 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from sppo_hf.config import SPPOConfig
-from sppo_hf.engine.batch_layout import BatchLayout
 from sppo_hf.engine.chunk_runner import ChunkRunner
 from sppo_hf.engine.engine import Engine, chunk_labels, labelled_chunks
 from sppo_hf.engine.family_guard import check_router_loss
-from sppo_hf.engine.forward_calls import ForwardCall, read_call
+from sppo_hf.engine.forward_calls import BatchLayout, ForwardCall, read_call
 from sppo_hf.engine.loss import ChunkedLoss, RouterLoss, divide_loss, liger_tile
 from sppo_hf.engine.plan_cache import StepRows, trainable_mask
 from sppo_hf.engine.sequence_group import SequenceGroup, rank_random_state, rank_tokens
@@ -83,7 +82,7 @@ from sppo_hf.planning.model_shape import forward_flops, step_flops
 from sppo_hf.planning.pipeline_choice import DEFAULT_SCHEDULE
 from sppo_hf.planning.plan import Plan
 from sppo_hf.schedule.actions import Action
-from sppo_hf.schedule.generate import MSP, Size
+from sppo_hf.schedule.generate import MSP
 
 
 def refuse_call(parts: ModelParts, config: SPPOConfig, call: ForwardCall) -> None:
@@ -139,6 +138,8 @@ ValueT = TypeVar("ValueT")
 class PreparedStep:
     """Batch of one call, with its plans and schedule, after all ranks agreed to run it."""
 
+    call: ForwardCall
+    layout: BatchLayout
     rows: list[tuple[int, int]]
     """Half-open range of rows of each micro-batch."""
     plans: BatchPlans
@@ -316,7 +317,7 @@ class PipelineEngine(Engine):
         gradients, runner = self.run_schedule(
             call,
             layout,
-            lambda prepared: self._make_label_loss(call, layout, prepared),
+            self._make_label_loss,
             scale=self._gradient_of_sum(call),
             reduces=torch.is_grad_enabled() and self.averages_gradients(),
         )
@@ -353,8 +354,8 @@ class PipelineEngine(Engine):
         if self.staged.cut.has_last or step.name == MSP:
             with self.staged.running(self.staged.cut.num_stages - 1):
                 add_loss = make_loss(prepared)
-        runner = self._make_stage_runner(call, layout, prepared, add_loss)
-        self.plans.warm_up_attention(self._step_rows(layout, prepared), call.device, self.observer)
+        runner = self._make_stage_runner(prepared, add_loss)
+        self.plans.warm_up_attention(self._step_rows(prepared), call.device, self.observer)
         parameters = list(self.parts.causal_lm.parameters())
         gradients = StepGradients(parameters) if training else None
         try:
@@ -378,15 +379,13 @@ class PipelineEngine(Engine):
         if self.traces is not None and training:
             self.traces.keep(self.executed)
         if records:
-            stats = self._record_step(
-                call, prepared, training=training, began_seconds=began_seconds
-            )
+            stats = self._record_step(prepared, training=training, began_seconds=began_seconds)
             if training and prepared.bounds == plans.bounds and step.name == plans.schedule:
                 self._stage_plans.step_done(plans, step.schedule, units, stats)
         return gradients, runner
 
     def _record_step(
-        self, call: ForwardCall, prepared: PreparedStep, *, training: bool, began_seconds: float
+        self, prepared: PreparedStep, *, training: bool, began_seconds: float
     ) -> OffloadStats:
         """Report a finished step, with its predicted seconds, to the observer.
 
@@ -394,7 +393,7 @@ class PipelineEngine(Engine):
         all ranks count them once. Waiting for another rank is not counted as a stall: the
         schedule's idle time is the step's seconds without compute.
         """
-        mesh, predicted = self.mesh, prepared.plans.step
+        mesh, call, predicted = self.mesh, prepared.call, prepared.plans.step
         num_sharing = len(mesh.sharing_ranks)
         start, end = rank_tokens(
             0, call.batch_rows * call.total_tokens, mesh.rank - mesh.sharing_ranks[0], num_sharing
@@ -491,10 +490,10 @@ class PipelineEngine(Engine):
         if not self._size_checked:
             # The first batch only: later ones may be short (the last of an epoch, or one with much
             # padding), and run with more idle time.
-            check_size(step.name, Size(self.mesh.pp_size, len(rows), len(bounds), step.virtual))
+            check_size(step.name, step.size)
             self._size_checked = True
         runs = chunk_runs(step.schedule, len(bounds)) if name == MSP else None
-        return PreparedStep(rows, plans, bounds, step, runs)
+        return PreparedStep(call, layout, rows, plans, bounds, step, runs)
 
     def _allow_step(self, plans: BatchPlans) -> None:
         """Raise the timeout of messages to the longest duration of a step, which may be hours.
@@ -559,14 +558,9 @@ class PipelineEngine(Engine):
                 "last rank alone, the input embedding on the first and the last)."
             )
 
-    def _make_stage_runner(
-        self,
-        call: ForwardCall,
-        layout: BatchLayout,
-        prepared: PreparedStep,
-        add_loss: AddLoss | None,
-    ) -> StageRunner:
+    def _make_stage_runner(self, prepared: PreparedStep, add_loss: AddLoss | None) -> StageRunner:
         cut, runs = self.staged.cut, prepared.runs
+        call, layout = prepared.call, prepared.layout
 
         def run_of(stage: int, chunk: int) -> tuple[range, SequenceGroup | None]:
             if runs is None:
@@ -617,7 +611,7 @@ class PipelineEngine(Engine):
         self._stage_runner = runner
         return runner
 
-    def _step_rows(self, layout: BatchLayout, prepared: PreparedStep) -> Iterator[StepRows]:
+    def _step_rows(self, prepared: PreparedStep) -> Iterator[StepRows]:
         """Yield the rows of tokens that this rank's units attend to, to warm up kernels."""
         whole = ChunkRun(range(len(prepared.bounds)), (self.mesh.pp_rank,))
         own = {(stage, whole) for stage in self.staged.cut.own}
@@ -628,7 +622,7 @@ class PipelineEngine(Engine):
             plan = prepared.plans.by_stage[stage]
             group = self._set_group(run.ranks) if run.is_shared else self.group
             for start, end in prepared.rows:
-                spans = layout.spans(start, end)
+                spans = prepared.layout.spans(start, end)
                 yield StepRows(plan, end - start, spans, run.chunks, group)
 
     def _set_group(self, ranks: tuple[int, ...]) -> SequenceRanks:
@@ -640,10 +634,9 @@ class PipelineEngine(Engine):
         layers = (layer for layer in self.shape().layers if layer.num_heads)
         return count_head_blocks(layers, self.mesh.pp_size, self.parts.name)
 
-    def _make_label_loss(
-        self, call: ForwardCall, layout: BatchLayout, prepared: PreparedStep
-    ) -> AddLoss:
+    def _make_label_loss(self, prepared: PreparedStep) -> AddLoss:
         """Make the model's loss, summed over chunks; for ranks that run the last stage."""
+        call, layout = prepared.call, prepared.layout
         bounds, last_stage = prepared.bounds, self.staged.cut.num_stages - 1
         last_start = bounds[max(labelled_chunks(layout, bounds))][0]
         head_in_backward = self.parts.head_is_hooked()

@@ -16,11 +16,11 @@ from torch import distributed as dist
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.device_facts import device_facts, dtype_name, reserve_driver_memory, whole_shape
-from sppo_hf.engine.offload_holder import offloaded_bytes
 from sppo_hf.engine.plan_cache import (
     STEP_MEASURED,
     BatchShape,
     RecentTrainedSets,
+    offloaded_bytes,
     shared_plan,
     warn_reduced_host_memory,
 )
@@ -513,7 +513,7 @@ class StagePlanCache:
             pooled = [replace(plan, budgets=budgets) for plan in plans.values()]
             given_bytes = engine.plans.min_granted_bytes(
                 functools.partial(
-                    engine.offload_holder.prepare,
+                    engine.planned_offload.prepare,
                     shape.device,
                     *pooled,
                     batches=batches,
@@ -640,8 +640,7 @@ class StepSchedule:
     """The actions of all ranks, with sends, receives and copies."""
     splits_backward: bool
     """Whether backward is split into input gradients and weight gradients."""
-    virtual: int
-    """Number of stages of each rank."""
+    size: Size
     offloaded_units: frozenset[tuple[int, int]] = frozenset()
     """(stage, unit) whose activations an action of the schedule offloads."""
 
@@ -707,6 +706,6 @@ def _make_schedule(
         name,
         lowered,
         splits_backward=any(action.kind == "W" for action in actions),
-        virtual=size.num_virtual,
+        size=size,
         offloaded_units=frozenset((a.stage, a.unit) for a in actions if a.kind == "D"),
     )

@@ -28,9 +28,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from sppo_hf.engine.batch_layout import BatchLayout
 from sppo_hf.engine.chunk_runner import ChunkInputs, ChunkRunner
-from sppo_hf.engine.forward_calls import ForwardCall
+from sppo_hf.engine.forward_calls import BatchLayout, ForwardCall
 from sppo_hf.engine.loss import ModelHead, RouterLoss
 from sppo_hf.engine.sequence_group import SequenceGroup
 from sppo_hf.engine.stages import (

@@ -30,9 +30,8 @@ from torch import distributed as dist
 from torch.autograd import Variable
 from transformers.modeling_outputs import ModelOutput
 
-from sppo_hf.engine.batch_layout import BatchLayout
 from sppo_hf.engine.engine import chunk_labels
-from sppo_hf.engine.forward_calls import ForwardCall
+from sppo_hf.engine.forward_calls import BatchLayout, ForwardCall
 from sppo_hf.engine.recompute import RunContext
 from sppo_hf.engine.sequence_group import SequenceGroup, rank_tokens
 from sppo_hf.engine.versions import ReadTensors

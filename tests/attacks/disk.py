@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from sppo_hf.config import SPPOConfig
-from sppo_hf.engine import offload_holder
+from sppo_hf.engine import plan_cache
 from sppo_hf.engine.convert import convert
 from sppo_hf.errors import BudgetError, ConfigError, OffloadError, SPPOError
 from sppo_hf.offload import disk_files
@@ -113,7 +113,7 @@ class Run:
 
         refused = "an attack says so" if self.keeps_names else None
         with (
-            mock.patch.object(offload_holder, "DiskStore", small),
+            mock.patch.object(plan_cache, "DiskStore", small),
             mock.patch.object(disk_files, "_why_names_are_needed", return_value=refused),
         ):
             ours = _gradients(self.model, number, before_backward)

@@ -5,7 +5,7 @@ import torch
 
 from sppo_hf import ConfigError
 from sppo_hf.attention.segments import RowSpans
-from sppo_hf.engine.batch_layout import read_layout
+from sppo_hf.engine.forward_calls import read_layout
 
 
 def _read(**given):

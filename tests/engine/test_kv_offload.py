@@ -9,7 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from sppo_hf.attention.kv_cache import LayerKV
 from sppo_hf.attention.streamed_kv import KVStream, StreamedKV
 from sppo_hf.config import SPPOConfig
-from sppo_hf.engine import kv_offload, offload_holder
+from sppo_hf.engine import kv_offload, plan_cache
 from sppo_hf.engine.convert import convert, get_engine
 from sppo_hf.engine.cpu_heap import CpuChunkArena
 from sppo_hf.engine.kv_offload import EngineTransfer
@@ -265,7 +265,7 @@ def test_kv_on_disk(monkeypatch, tmp_path, recompute):
         )
         return engines[-1]
 
-    monkeypatch.setattr(offload_holder, "new_offload_engine", with_disk)
+    monkeypatch.setattr(plan_cache, "new_offload_engine", with_disk)
     force_kv(monkeypatch, block_tokens=6, tier="disk")
     _assert_exact(
         build_tiny_model("gemma2"), make_batch(rows=2, tokens=TOKENS), recompute=recompute

@@ -11,8 +11,7 @@ import torch
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine import plan_cache as plans_module
 from sppo_hf.engine.convert import convert, get_engine
-from sppo_hf.engine.offload_holder import OffloadHolder
-from sppo_hf.engine.plan_cache import PlanCache
+from sppo_hf.engine.plan_cache import PlanCache, PlannedOffload
 from sppo_hf.engine.sequence_group import SequenceGroup
 from sppo_hf.engine.step_observer import StepObserver, StepTimer
 from sppo_hf.engine.structure import find_parts, suppress_peft_warnings
@@ -37,7 +36,7 @@ class _Plans(StepObserver):
 
 def _cache(group: Any = None) -> PlanCache:
     config = SPPOConfig(num_chunks=3, show_plan=False)
-    return PlanCache(find_parts(build_tiny_model("llama")), config, OffloadHolder(config), group)
+    return PlanCache(find_parts(build_tiny_model("llama")), config, PlannedOffload(config), group)
 
 
 def _step(model, *, tokens=20, rows=1):

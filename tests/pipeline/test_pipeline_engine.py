@@ -158,7 +158,10 @@ def test_records_of_all_ranks_add_up_to_the_batch(
     executed = [ActionRecord(Action.parse(text), at, end, at) for text, at, end in spans]
     shape = tiny_shape()
     call: Any = SimpleNamespace(batch_rows=2, total_tokens=7)
+    layout: Any = None
     prepared: Any = PreparedStep(
+        call,
+        layout,
         [],
         plans=SimpleNamespace(step=SimpleNamespace(step_seconds=9.0)),  # type: ignore[arg-type]
         bounds=(),
@@ -173,7 +176,7 @@ def test_records_of_all_ranks_add_up_to_the_batch(
             take_stats=OffloadStats,
             shape=lambda: shape,
         )
-        PipelineEngine._record_step(engine, call, prepared, training=training, began_seconds=100.0)
+        PipelineEngine._record_step(engine, prepared, training=training, began_seconds=100.0)
     assert sum(record.tokens for record in records) == 2 * 7
     flops = (step_flops if training else forward_flops)(shape, 2, 7)
     assert sum(record.model_flops for record in records) == pytest.approx(flops)

@@ -12,8 +12,7 @@ import torch
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.convert import get_engine
 from sppo_hf.engine.forward_calls import read_call
-from sppo_hf.engine.offload_holder import offloaded_bytes
-from sppo_hf.engine.plan_cache import BatchShape
+from sppo_hf.engine.plan_cache import BatchShape, offloaded_bytes
 from sppo_hf.errors import BudgetError, ConfigError, OffloadError, ScheduleError
 from sppo_hf.offload.engine import OffloadEngine
 from sppo_hf.pipeline import stage_plans

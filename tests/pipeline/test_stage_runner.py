@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from sppo_hf.config import SPPOConfig
-from sppo_hf.engine.batch_layout import read_layout
 from sppo_hf.engine.convert import convert, get_engine
 from sppo_hf.engine.forward_calls import read_call
 from sppo_hf.engine.stages import StagedModel
@@ -91,23 +90,15 @@ class Stage:
     def _make_units(self, batch: dict[str, Tensor], split: bool) -> StageRunner:
         engine = self.engine
         call = read_call(engine.parts, engine.original_forward, (), dict(batch))
-        layout = read_layout(
-            batch_rows=call.batch_rows,
-            total_tokens=call.total_tokens,
-            attention_mask=call.attention_mask,
-            position_ids=call.position_ids,
-            cu_seq_lens=None,
-            shift_labels_BT=call.shift_labels,
-            ignore_index=call.ignore_index,
-        )
+        layout = call.layout()
         rows = [(row, row + 1) for row in range(call.batch_rows)]
         plans = engine._stage_plans.get(1, TOKENS, call.device, micro_batches=len(rows))
         every = {(s, u) for s in range(2) for u in range(len(rows) * CHUNKS)}
         step: Any = SimpleNamespace(splits_backward=split, offloaded_units=every)
-        prepared = PreparedStep(rows, plans, plans.bounds, step)
+        prepared = PreparedStep(call, layout, rows, plans, plans.bounds, step)
         has_last = self.staged.cut.has_last
-        add_loss = engine._make_label_loss(call, layout, prepared) if has_last else None
-        return engine._make_stage_runner(call, layout, prepared, add_loss)
+        add_loss = engine._make_label_loss(prepared) if has_last else None
+        return engine._make_stage_runner(prepared, add_loss)
 
     @property
     def grads(self) -> dict[str, Tensor | None]:
