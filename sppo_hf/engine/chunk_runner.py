@@ -44,7 +44,7 @@ from sppo_hf.engine.chunk_context import (
     current_of,
 )
 from sppo_hf.engine.cpu_heap import CpuChunkArena, HeapWatch, return_free_heap
-from sppo_hf.engine.kv_offload import OffloadedKV, RecomputedKV, kv_stream
+from sppo_hf.engine.kv_offload import OffloadedKV, kv_stream, recompute_kv
 from sppo_hf.engine.recompute import AroundLayers, RecomputedLayer
 from sppo_hf.engine.recurrent_state import (
     LayerStates,
@@ -649,8 +649,9 @@ class ChunkRunner:
                 if self._log is not None and chunk == first:
                     on_recompute = functools.partial(self._log.kv_moved, position, back=True)
                 if activations is not None or not torch.is_grad_enabled():
-                    kv = RecomputedKV(index, chunk, activations, on_recompute)
-                    store.offload_chunk(chunk, kv)
+                    where = f"layer {index}, chunk {chunk}"
+                    load = functools.partial(recompute_kv, where, activations, on_recompute)
+                    store.offload_chunk(chunk, load)
         elif torch.is_grad_enabled():
             offloaded_kv = OffloadedKV(
                 self._offload, self._prefetch_order, mode, f"keys and values of layer {index}"

@@ -1,9 +1,10 @@
 """The engine of one converted model: its `forward`, its plans, and where its weights are.
 
 `Engine.forward` replaces the causal language model's `forward`. Calls with labels, and calls
-without labels in training, run the sequence chunk by chunk; all others go to the original forward,
-so generation, caches and inference work as before. The result is an ordinary loss on an ordinary
-autograd graph: the user calls `loss.backward()`, and DDP, FSDP2 and gradient scalers work as usual.
+without labels in training, run the sequence chunk by chunk (`ForwardStep`); all others go to the
+original forward, so generation, caches and inference work as before. The result is an ordinary loss
+on an ordinary autograd graph: the user calls `loss.backward()`, and DDP, FSDP2 and gradient scalers
+work as usual.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 copies tensors and knows no attention. `EngineTransfer` adapts one to the other, for K/V that stream
 while a layer runs. In the order by layer, a layer's K/V are needed again only in its backward:
 until then they are on another tier (`OffloadedKV`), or are dropped and recomputed from the layer's
-saved inputs (`RecomputedKV`).
+saved inputs (`recompute_kv`).
 """
 
 from __future__ import annotations
@@ -124,40 +124,32 @@ def kv_stream(
     )
 
 
-class RecomputedKV:
-    """Recomputes the K/V of one (layer, chunk) from its saved inputs, when called.
+def recompute_kv(
+    where: str,
+    activations: weakref.ref[RecomputedLayer] | None,
+    before: Callable[[], object] | None,
+) -> tuple[Tensor, Tensor]:
+    """Rerun a layer on a chunk up to its attention; returns its keys and values, BKCH.
 
     Args:
-        layer: Number of the layer.
-        chunk: Number of the chunk.
-        recomputed: Has the saved inputs. Weakly: the graph owns it, and it refers to the K/V store,
-            which refers to this. None if there is none.
-        on_recompute: Called before K/V are recomputed.
+        where: Names layer and chunk in errors.
+        activations: Has the saved inputs. Weakly: the graph owns it, and it refers to the K/V
+            store, which refers to this call. None if there is none.
+        before: Called before K/V are recomputed.
+
+    Raises:
+        SPPOError: The inputs are not saved any more.
     """
-
-    def __init__(
-        self,
-        layer: int,
-        chunk: int,
-        recomputed: weakref.ref[RecomputedLayer] | None,
-        on_recompute: Callable[[], None] | None,
-    ) -> None:
-        self._where = f"layer {layer}, chunk {chunk}"
-        self._on_recompute = on_recompute
-        self._recomputed = recomputed
-
-    def __call__(self) -> tuple[Tensor, Tensor]:
-        """Rerun the layer up to its attention; returns its keys and values, BKCH."""
-        recomputed = None if self._recomputed is None else self._recomputed()
-        if recomputed is None:
-            raise SPPOError(
-                f"keys and values of {self._where} were dropped to be recomputed, but the inputs "
-                "of the layer are not saved any more: another layer reads them, or this part of "
-                "the graph was dropped."
-            )
-        if self._on_recompute is not None:
-            self._on_recompute()
-        return recomputed.recompute_kv()
+    recomputed = None if activations is None else activations()
+    if recomputed is None:
+        raise SPPOError(
+            f"keys and values of {where} were dropped to be recomputed, but the inputs of the "
+            "layer are not saved any more: another layer reads them, or this part of the graph "
+            "was dropped."
+        )
+    if before is not None:
+        before()
+    return recomputed.recompute_kv()
 
 
 class OffloadedKV:

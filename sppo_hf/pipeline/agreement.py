@@ -221,18 +221,6 @@ def make_on_first_rank(mesh: PipelineMesh, make: Callable[[], ValueT]) -> ValueT
     return value
 
 
-def make_and_gather(mesh: PipelineMesh, make: Callable[[], ValueT]) -> list[ValueT]:
-    """Make a value on each rank of the pipeline and return all of them, first to last rank.
-
-    All ranks call this at once; the values can be pickled.
-
-    Raises:
-        Exception: What `make` raised here.
-        PipelineError: It raised on another rank.
-    """
-    return make_on_all_ranks(make, mesh.control_group, share=lambda made: made)[1]
-
-
 def make_on_all_ranks(
     make: Callable[[], ValueT], group: Any, *, share: Callable[[ValueT], SharedT]
 ) -> tuple[ValueT, list[SharedT]]:

@@ -44,7 +44,6 @@ from sppo_hf.engine.versions import ReadTensors
 from sppo_hf.errors import ConfigError, PipelineError, SPPOError, UnsupportedModelError
 from sppo_hf.offload.engine import OffloadStats
 from sppo_hf.pipeline.agreement import (
-    all_true,
     call_facts,
     check_agreement,
     gather_refusals,
@@ -821,10 +820,6 @@ class PipelineEngine(Engine):
     def averages_gradients(self) -> bool:
         """Whether the gradients of this step are averaged over replicas."""
         return self.mesh.replica_group is not None and self.syncs_gradients()
-
-    def all_ranks_true(self, value: bool) -> bool:
-        """Whether `value` is true on all ranks of all replicas; a collective over all of them."""
-        return all_true(value, self.mesh.control_group, self.mesh.replica_control_group)
 
     def _loss_scale(self) -> Tensor | float:
         scaler = self.loss_scaler

@@ -26,7 +26,7 @@ from sppo_hf.engine.plan_cache import (
 )
 from sppo_hf.errors import BudgetError, ConfigError
 from sppo_hf.offload.engine import OffloadStats
-from sppo_hf.pipeline.agreement import make_and_gather, make_on_all_ranks, make_on_first_rank
+from sppo_hf.pipeline.agreement import make_on_all_ranks, make_on_first_rank
 from sppo_hf.planning.choices import read_budgets
 from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.cost import Correction, ModelCost
@@ -380,7 +380,9 @@ class StagePlanCache:
             }
 
         try:
-            gathered = make_and_gather(self._engine.mesh, learn_own)
+            _, gathered = make_on_all_ranks(
+                learn_own, self._engine.mesh.control_group, share=lambda learnt: learnt
+            )
         except Exception:
             # Removed on all ranks, even after an error: else later batches would fail too.
             self._to_learn_from.pop(0)

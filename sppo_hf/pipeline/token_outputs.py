@@ -36,6 +36,7 @@ from sppo_hf.engine.recompute import RunContext
 from sppo_hf.engine.sequence_group import SequenceGroup, rank_tokens
 from sppo_hf.engine.versions import ReadTensors
 from sppo_hf.errors import SPPOError, UnsupportedModelError
+from sppo_hf.pipeline.agreement import all_true
 from sppo_hf.pipeline.gradients import StepGradients, average_after_backward
 
 if TYPE_CHECKING:
@@ -194,7 +195,8 @@ class TokenCall:
         engine = self._engine
         self._reads.check_unchanged(self._versions, "the backward of what a pipeline returned")
         grad = self._uniform_gradient(grads)
-        is_uniform = engine.all_ranks_true(grad is not None)
+        groups = engine.mesh.control_group, engine.mesh.replica_control_group
+        is_uniform = all_true(grad is not None, *groups)
         if is_uniform and grad is not None and math.isfinite(grad) and grad != 0.0:
             engine.note_gradient(-grad * int(self._counts().sum()))
         speculated, self._gradients = self._gradients, None

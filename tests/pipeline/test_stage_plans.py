@@ -178,11 +178,11 @@ def test_a_correction_that_raises_is_dropped(monkeypatch: pytest.MonkeyPatch) ->
     """Dropped on all ranks; otherwise every later batch would be refused, too."""
     asked: list[object] = []
 
-    def make_and_gather(mesh: object, make: Callable[[], Any]) -> list[Any]:
+    def make_on_all_ranks(make: Callable[[], Any], *_: object, **__: object) -> Any:
         asked.append(make)
         raise BudgetError("no room")
 
-    monkeypatch.setattr(stage_plans, "make_and_gather", make_and_gather)
+    monkeypatch.setattr(stage_plans, "make_on_all_ranks", make_on_all_ranks)
     cache: Any = StagePlanCache(_engine())
     cache._to_learn_from = [SimpleNamespace()]
     with pytest.raises(BudgetError, match="no room"):
