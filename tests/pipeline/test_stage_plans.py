@@ -184,6 +184,7 @@ def test_a_correction_that_raises_is_dropped(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(stage_plans, "make_on_all_ranks", make_on_all_ranks)
     cache: Any = StagePlanCache(_engine())
+    cache._engine.mesh.control_group = None
     cache._to_learn_from = [SimpleNamespace()]
     with pytest.raises(BudgetError, match="no room"):
         cache.correct()
