@@ -463,6 +463,7 @@ def test_a_trial_leaves_nothing_behind() -> None:
     model.model.layers[0].mlp.register_forward_hook(lambda *given: seen.append(given[-1]))
     model.model.layers[0].register_forward_pre_hook(lambda *_: pytest.fail("a user's hook ran"))
     before, weights = _everything(model), {n: p.clone() for n, p in model.state_dict().items()}
+    torch.manual_seed(77), random.seed(77), np.random.seed(77)
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
     check_convertible(model)
     assert _everything(model) == before
