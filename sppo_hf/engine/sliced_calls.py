@@ -70,9 +70,11 @@ class CannotRunByLayer(Exception):
 
 
 class InnermostHook(functools.partial[Any]):
-    """One of our hooks which, by layer, must run closer to the layer's forward than other hooks.
+    """One of our hooks which must run closer to a layer's forward than other hooks.
 
-    Other hooks are for the call over all tokens: FSDP2's gather and free the layer's weights.
+    Other hooks are for the call over all tokens: FSDP2's gather and free the layer's weights. And a
+    rerun calls the layer's forward without its hooks, so it has to begin with what other hooks
+    before the layer returned, and what other hooks after the layer save is not part of it.
     """
 
 
