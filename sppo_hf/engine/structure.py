@@ -58,9 +58,12 @@ _STATE_UPDATES = frozenset(("update_conv_state", "update_recurrent_state"))
 
 def mixers_of(module: nn.Module) -> tuple[nn.Module, ...]:
     """Recurrent and convolutional mixers in `module`: those whose code writes states to a cache."""
-    return tuple(
-        child for child in module.modules() if _STATE_UPDATES & referenced_names(type(child))
-    )
+    return tuple(child for child in module.modules() if is_mixer(child))
+
+
+def is_mixer(module: nn.Module) -> bool:
+    """Whether a module's own code writes states to a cache."""
+    return bool(_STATE_UPDATES & referenced_names(type(module)))
 
 
 @functools.cache
@@ -71,7 +74,8 @@ def referenced_names(kind: type[nn.Module]) -> frozenset[str]:
     return frozenset(name for code in codes if code is not None for name in code.co_names)
 
 
-def _own_class(module: nn.Module) -> Any:
+def own_class(module: nn.Module) -> Any:
+    """Class of a module, without the subclass that FSDP2 creates."""
     return next(kind for kind in type(module).__mro__ if not hasattr(kind, "unshard"))
 
 
@@ -97,13 +101,13 @@ class ModelParts:
     @property
     def model_class(self) -> type[PreTrainedModel]:
         """Class of the model, without the subclass that FSDP2 creates."""
-        return _own_class(self.causal_lm)
+        return own_class(self.causal_lm)
 
     @property
     def is_stock(self) -> bool:
         """Whether model, decoder and layers run Transformers' own code, not a user's subclass."""
         modules = (self.causal_lm, self.base, self.decoder, *self.layers)
-        classes = {_own_class(module) for module in modules}
+        classes = {own_class(module) for module in modules}
         # Ours stand for the layers of other ranks.
         ours = ("transformers.", "sppo_hf.")
         return all(kind.__module__.startswith(ours) for kind in classes)
