@@ -5,7 +5,7 @@ fewer. What is the only one of its kind runs always. Where a sweep has two axes,
 settings, each setting is met by some of the families and each family has some of the settings;
 where it has three (`pairs`), every two settings meet.
 Launches of ranks have several special things in one case where they fit into one and that is less
-work (`pipeline_cases.together`), and leave families that other cases have out of their sweep over
+work (`pipeline_cases.merge_cases`), and leave families that others have out of their sweep over
 families; what is special is met by two ranks, and by three or four where more stages make it
 another thing. Of trainings that are compared step by step one has fifty steps in one process and
 one in a pipeline, others have a few. Of launchers `accelerate launch` starts processes by itself;

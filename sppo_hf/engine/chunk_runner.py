@@ -313,9 +313,6 @@ class ChunkRunner:
     def _run_by_layer(self, slices: ChunkInputs, chunks: range) -> Iterator[tuple[int, Any]]:
         assert self._group is None, "ranks that share a sequence go chunk by chunk"
         bounds = self._plan.bounds[: chunks.stop]
-        for module in (*self._parts.layers, self._parts.final_norm()):
-            if module is not None:
-                move_hooks_innermost(module)
         if len(chunks) > 1:
             few = min(EXAMPLE_TOKENS, bounds[-1][1] - 1)
             inputs = slices.chunk(0, few)
@@ -346,6 +343,9 @@ class ChunkRunner:
         """Run the base model once over the tokens of `chunks`, the last of which ends at `end`."""
         self._chunks = chunks
         self._chunk = chunks.start
+        for module in (*self._parts.layers, self._parts.final_norm()):
+            if module is not None:
+                move_hooks_innermost(module)
         # All layers of a chunk share a slab; of a single chunk each has its own, which is freed as
         # soon as its backward has run.
         self._arena = CpuChunkArena(len(self._layers) if self._plan.num_chunks > 1 else 1)

@@ -28,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.engine import Engine
 from sppo_hf.engine.family_guard import check_family
+from sppo_hf.engine.foreign_code import check_foreign_code
 from sppo_hf.engine.sliced_calls import InnermostHook
 from sppo_hf.engine.stages import AbsentLayer, staged_model_of
 from sppo_hf.engine.step_observer import StepObserver
@@ -162,7 +163,9 @@ def check_convertible(model: nn.Module) -> None:
         UnsupportedModelError: The model cannot be trained exactly.
     """
     if get_engine(model) is None:
-        check_family(find_parts(model))
+        parts = find_parts(model)
+        check_family(parts)
+        check_foreign_code(parts)
 
 
 def is_converted(model: nn.Module) -> bool:
@@ -189,6 +192,7 @@ def _attach(
 ) -> None:
     parts = find_parts(causal_lm)
     check_family(parts)
+    check_foreign_code(parts, one_chunk=config.num_chunks == config.sp_size == 1)
     if old is not None:
         conversion: _Conversion = causal_lm.__dict__[_ATTRIBUTE]
         observer = observer or old.observer

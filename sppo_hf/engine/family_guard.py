@@ -84,16 +84,20 @@ def family_check_disabled() -> Iterator[None]:
         _state.checking = before
 
 
+def is_checking() -> bool:
+    """Whether this thread is in `family_check_disabled`."""
+    return getattr(_state, "checking", False)
+
+
 def check_family(parts: ModelParts) -> None:
     """Refuse a model if its family is not covered by tests and a tiny model of it is not exact.
 
     Raises:
         UnsupportedModelError: A tiny model of the family is not exact; says by how much.
     """
-    if is_proved(parts) or getattr(_state, "checking", False):
+    if is_proved(parts) or is_checking():
         return
-    # By the class itself: a notebook may define another one of the same name.
-    key = (parts.model_class, str(_own_config(parts).to_diff_dict()))
+    key = _key(parts)
     if key not in _verdicts:
         with family_check_disabled():
             _verdicts[key] = _verdict(parts)
@@ -103,6 +107,34 @@ def check_family(parts: ModelParts) -> None:
             f"{parts.name} cannot be trained chunk by chunk: {reason}. Train it without sppo_hf, "
             "or choose a family that `sppo check --list` names."
         )
+
+
+_built: dict[tuple[type, str], frozenset[type] | None] = {}
+
+
+def built_classes(parts: ModelParts) -> frozenset[type] | None:
+    """Classes of the modules that the model's class builds: those of a tiny model.
+
+    None if no tiny model can be built; empty for Transformers' own code, which builds its own.
+    """
+    if parts.is_stock:
+        return frozenset()
+    key = _key(parts)
+    if key not in _built:
+        # Imported at run time, because the harness belongs to a room above this one.
+        tiny_model = importlib.import_module("sppo_hf.testing.check").tiny_model
+        try:
+            model = tiny_model(_own_config(parts), model_class=parts.model_class)
+        except ConfigError:
+            _built[key] = None
+        else:
+            _built[key] = frozenset(map(type, model.modules()))
+    return _built[key]
+
+
+def _key(parts: ModelParts) -> tuple[type, str]:
+    # By the class itself: a notebook may define another one of the same name.
+    return parts.model_class, str(_own_config(parts).to_diff_dict())
 
 
 def _own_config(parts: ModelParts) -> PreTrainedConfig:

@@ -80,7 +80,10 @@ class ModelHead:
     def run(self, hidden_BMD: Tensor, **kwargs: Any) -> Any:
         """Run the original forward on hidden states; `kwargs` are labels and loss arguments."""
         output = self.output_class(last_hidden_state=hidden_BMD)
-        with patched_attribute("forward", {self._parts.base: lambda *_, **__: output}):
+        # A call of the base model returns `output`. Its hooks have seen the call that computed the
+        # hidden states, so they are not called once more (which `_call_impl` would do).
+        replaced = {self._parts.base: lambda *_, **__: output}
+        with patched_attribute("forward", replaced), patched_attribute("_call_impl", replaced):
             return self._forward(
                 inputs_embeds=hidden_BMD, use_cache=False, return_dict=True, **kwargs
             )

@@ -70,9 +70,11 @@ class CannotRunByLayer(Exception):
 
 
 class InnermostHook(functools.partial[Any]):
-    """One of our hooks which, by layer, must run closer to the layer's forward than other hooks.
+    """One of our hooks which must run closer to a layer's forward than other hooks.
 
-    Other hooks are for the call over all tokens: FSDP2's gather and free the layer's weights.
+    Other hooks are for the call over all tokens: FSDP2's gather and free the layer's weights. And a
+    rerun calls the layer's forward without its hooks, so it has to begin with what other hooks
+    before the layer returned, and what other hooks after the layer save is not part of it.
     """
 
 
@@ -111,6 +113,10 @@ class PrefixLength:
         return keys, values
 
 
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""Arguments and keyword arguments of a call."""
+
+
 @dataclass(frozen=True, slots=True)
 class CallExample:
     """The arguments of a layer for `EXAMPLE_TOKENS` tokens."""
@@ -133,7 +139,7 @@ NORM = -1
 class _StandIn:
     """A module that replaces another one and has its attributes (a weight's dtype, say)."""
 
-    def __init__(self, *args: Any, other: nn.Module, note: Callable[[CallExample], None]) -> None:
+    def __init__(self, *args: Any, other: nn.Module, note: Callable[[Call], None]) -> None:
         super().__init__(*args)
         self._record = note
         self._other = (other,)  # in a tuple: it is no part of this module
@@ -150,7 +156,7 @@ class _NormStandIn(_StandIn, nn.Module):
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Record the call and return `hidden`."""
-        self._record(CallExample.of((hidden, *args), kwargs))
+        self._record(((hidden, *args), kwargs))
         return hidden
 
 
@@ -159,24 +165,34 @@ class _LayerStandIn(_StandIn, AbsentLayer):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the hidden states, in a tuple where the layer returns one."""
-        self._record(CallExample.of(args, kwargs))
+        self._record((args, kwargs))
         return super().forward(*args, **kwargs)
 
 
 def layer_examples(parts: ModelParts, run_base: Callable[[], object]) -> dict[int, CallExample]:
     """Return example calls of each decoder layer, and of the final norm, without running them.
 
+    `run_base` runs the base model on the first `EXAMPLE_TOKENS` tokens of its inputs; see
+    `layer_calls`.
+    """
+    calls = layer_calls(parts, run_base)
+    return {index: CallExample.of(*call) for index, call in calls.items()}
+
+
+def layer_calls(parts: ModelParts, run_base: Callable[[], object]) -> dict[int, Call]:
+    """Return the arguments of each decoder layer, and of the final norm, without running them.
+
     Args:
         parts: The model.
-        run_base: Runs the base model on the first `EXAMPLE_TOKENS` tokens of its inputs.
+        run_base: Runs the base model.
 
     Raises:
         CannotRunByLayer: The base model does not run without its layers.
     """
-    examples: dict[int, CallExample] = {}
+    calls: dict[int, Call] = {}
 
-    def note(index: int) -> Callable[[CallExample], None]:
-        return lambda seen: examples.update({index: seen})
+    def note(index: int) -> Callable[[Call], None]:
+        return lambda call: calls.update({index: call})
 
     owner = next(
         child
@@ -187,6 +203,7 @@ def layer_examples(parts: ModelParts, run_base: Callable[[], object]) -> dict[in
     stand_ins: list[tuple[nn.Module, str, nn.Module]] = [
         (owner, name, _LayerStandIn(layer, other=layer, note=note(index)))
         for index, (name, layer) in enumerate(zip(owner._modules, parts.layers, strict=True))
+        if not isinstance(layer, AbsentLayer)
     ]
     stand_ins += [
         (parts.decoder, name, _NormStandIn(other=child, note=note(NORM)))
@@ -216,7 +233,7 @@ def layer_examples(parts: ModelParts, run_base: Callable[[], object]) -> dict[in
             module._modules[name] = own
         for model in uncaptured:
             delattr(model, _CAPTURES)
-    return examples
+    return calls
 
 
 class SlicedCall:
@@ -578,7 +595,7 @@ def _search(name: str, module: nn.Module, hidden: Tensor) -> Iterator[TokenWise]
         yield from _search(f"{name}.{child_name}" if name else child_name, child, hidden)
 
 
-def _input_width(module: nn.Module, width: int) -> int:
+def input_width(module: nn.Module, width: int) -> int:
     """Return the width of a module's input in a layer of `width`."""
     own = getattr(module, "in_features", None)
     if isinstance(own, int):
@@ -599,7 +616,7 @@ def _probe(name: str, module: nn.Module, like: Tensor) -> TokenWise | None:
     """
     if is_compiled(module):
         return None
-    width = _input_width(module, like.shape[-1])
+    width = input_width(module, like.shape[-1])
     x_1MD = torch.randn(
         (1, _PROBE_TOKENS, width),
         device=like.device,

@@ -58,9 +58,12 @@ _STATE_UPDATES = frozenset(("update_conv_state", "update_recurrent_state"))
 
 def mixers_of(module: nn.Module) -> tuple[nn.Module, ...]:
     """Recurrent and convolutional mixers in `module`: those whose code writes states to a cache."""
-    return tuple(
-        child for child in module.modules() if _STATE_UPDATES & referenced_names(type(child))
-    )
+    return tuple(child for child in module.modules() if is_mixer(child))
+
+
+def is_mixer(module: nn.Module) -> bool:
+    """Whether a module's own code writes states to a cache."""
+    return bool(_STATE_UPDATES & referenced_names(type(module)))
 
 
 @functools.cache
@@ -71,7 +74,8 @@ def referenced_names(kind: type[nn.Module]) -> frozenset[str]:
     return frozenset(name for code in codes if code is not None for name in code.co_names)
 
 
-def _own_class(module: nn.Module) -> Any:
+def own_class(module: nn.Module) -> Any:
+    """Class of a module, without the subclass that FSDP2 creates."""
     return next(kind for kind in type(module).__mro__ if not hasattr(kind, "unshard"))
 
 
@@ -97,13 +101,13 @@ class ModelParts:
     @property
     def model_class(self) -> type[PreTrainedModel]:
         """Class of the model, without the subclass that FSDP2 creates."""
-        return _own_class(self.causal_lm)
+        return own_class(self.causal_lm)
 
     @property
     def is_stock(self) -> bool:
         """Whether model, decoder and layers run Transformers' own code, not a user's subclass."""
         modules = (self.causal_lm, self.base, self.decoder, *self.layers)
-        classes = {_own_class(module) for module in modules}
+        classes = {own_class(module) for module in modules}
         # Ours stand for the layers of other ranks.
         ours = ("transformers.", "sppo_hf.")
         return all(kind.__module__.startswith(ours) for kind in classes)
@@ -307,6 +311,13 @@ def find_parts(model: nn.Module) -> ModelParts:
             f"{name} cannot be trained chunk by chunk: {NO_LAYERS} (in {type(base).__name__}). "
             "Train it without sppo_hf, or choose a family that `sppo check --list` names."
         )
+    if len(set(map(id, layers))) < len(layers):
+        raise UnsupportedModelError(
+            f"{name} cannot be trained chunk by chunk: it runs the same decoder layer more than "
+            "once, so keys and values of its calls could not be told apart. Give each place a "
+            "layer of its own (its parameters may be those of another), or train it without "
+            "sppo_hf."
+        )
     configs: dict[int, PreTrainedConfig] = {}
     for module in causal_lm.modules():
         config = getattr(module, "config", None)
@@ -391,7 +402,7 @@ def check_layers(parts: ModelParts) -> None:
 
 
 def check_adapters(parts: ModelParts) -> None:
-    """Refuse PEFT adapters that begin at a position counted from the sequence's end (aLoRA).
+    """Refuse PEFT adapters that compute something else on a chunk than on the whole sequence.
 
     Called in every forward, also in evaluation, since adapters may be added at any time.
 
@@ -399,19 +410,52 @@ def check_adapters(parts: ModelParts) -> None:
         UnsupportedModelError: Such an adapter is active.
     """
     configs: Any = getattr(parts.causal_lm, "peft_config", None) or {}
-    invoked = {n for n, c in configs.items() if getattr(c, "alora_invocation_tokens", None)}
-    if not invoked:
+    reasons = {name: _reason_against_adapter(config) for name, config in configs.items()}
+    if not any(reasons.values()):
         return
     for layer in parts.causal_lm.modules():
-        active: Any = getattr(layer, "active_adapters", ()) if hasattr(layer, "lora_A") else ()
-        if not invoked.isdisjoint(active) and not getattr(layer, "disable_adapters", False):
-            names = ", ".join(map(repr, sorted(invoked.intersection(active))))
+        # Only PEFT's layers have `adapter_layer_names`; models have a method `active_adapters`.
+        active: Any = getattr(layer, "active_adapters", ()) if _is_adapted(layer) else ()
+        refused = sorted(name for name in active if reasons.get(name))
+        if refused and not getattr(layer, "disable_adapters", False):
             raise UnsupportedModelError(
-                f"{parts.name}: adapter {names} has alora_invocation_tokens. PEFT counts from the "
-                "end of the sequence where it begins, which would be the end of the chunk. "
-                "Allowed: LoRA on all tokens. Remedy: alora_invocation_tokens=None in LoraConfig, "
-                "or train it without sppo_hf."
+                f"{parts.name}: adapter {refused[0]!r} {reasons[refused[0]]}, or train it without "
+                "sppo_hf."
             )
+
+
+def _is_adapted(module: nn.Module) -> bool:
+    """Whether a module is a layer of PEFT's that holds adapters."""
+    return hasattr(module, "adapter_layer_names")
+
+
+def _reason_against_adapter(config: Any) -> str:
+    """What is wrong with an adapter in chunks, and the remedy; "" for adapters that are exact."""
+    velora = getattr(config, "velora_config", None)
+    if getattr(config, "alora_invocation_tokens", None):
+        return (
+            "has alora_invocation_tokens. PEFT counts from the end of the sequence where it "
+            "begins, which would be the end of the chunk. Allowed: LoRA on all tokens. Remedy: "
+            "alora_invocation_tokens=None in LoraConfig"
+        )
+    if getattr(config, "peft_type", None) == "LILY":
+        return (
+            "is Lily's, whose router averages over all tokens that it is given, which would be "
+            "those of a chunk. Allowed: adapters that treat every token by itself. Remedy: LoRA"
+        )
+    if getattr(config, "monteclora_config", None) is not None:
+        return (
+            "has a monteclora_config. It draws other weights at every call of a layer, so every "
+            "chunk and its recomputation would have weights of their own. Allowed: LoRA with the "
+            "same weights for all tokens. Remedy: monteclora_config=None in LoraConfig"
+        )
+    if velora is not None and velora.init_type != "random":
+        return (
+            f"has velora_config.init_type={velora.init_type!r}. It projects on the mean of all "
+            "tokens that it is given, which would be those of a chunk. Allowed: a projection that "
+            "does not depend on tokens. Remedy: init_type='random' in VeloraConfig"
+        )
+    return ""
 
 
 def _refuse_architecture(causal_lm: PreTrainedModel, decoder: nn.Module, name: str) -> None:

@@ -36,6 +36,7 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.convert import convert, get_engine
 from sppo_hf.engine.device_facts import device_facts, model_shape
 from sppo_hf.engine.family_guard import check_family
+from sppo_hf.engine.foreign_code import check_foreign_code
 from sppo_hf.engine.stages import StageCut, StagedModel, absent_prefixes, staged_model_of
 from sppo_hf.engine.step_observer import StepObserver
 from sppo_hf.engine.structure import ModelParts, find_parts
@@ -401,6 +402,7 @@ def convert_to_stages(
         return convert(model, config, observer=observer)  # raises if settings differ
     parts = find_parts(model)
     check_family(parts)
+    check_foreign_code(parts, one_chunk=config.num_chunks == config.sp_size == 1)
     device = next(parts.causal_lm.parameters()).device if device is None else device
     if config.sp_size > 1:
         check_shareable_sequences(parts, config.sp_size)

@@ -96,9 +96,11 @@ class PipelineMesh:
             self.embedding_group,
         )
         groups += (self.sp_group, self.sp_control_group)
+        # Public since PyTorch 2.15, which warns of the private one.
+        set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
         for group in (*groups, *self.links.values(), *self.unit_groups.values()):
             if group is not None:
-                dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+                set_timeout(timedelta(seconds=seconds), group)
 
     def world_rank(self, pp_rank: int) -> int:
         """Return the global rank of a rank of this pipeline."""

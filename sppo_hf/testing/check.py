@@ -125,12 +125,25 @@ def check_config(
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = _tiny_of(hf_config, torch.float64, model_class)
+        model = tiny_model(hf_config, model_class=model_class)
         result = _check(model, True, hf_config.model_type, config, 2, 29, torch.float64, 0)
         if result.status != "exact":
             return result
         # One row without padding has no attention mask, which is another code path in models.
         return _check(model, True, hf_config.model_type, config, 1, 29, torch.float64, 0)
+
+
+def tiny_model(
+    hf_config: PreTrainedConfig, *, model_class: type[PreTrainedModel] | None = None
+) -> PreTrainedModel:
+    """Build the tiny random model in float64 that `check_config` checks.
+
+    Raises:
+        ConfigError: it cannot be built.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return _tiny_of(hf_config, torch.float64, model_class)
 
 
 def _check(

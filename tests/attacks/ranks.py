@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tests.attacks.failing_training import FAULTS, PHASES
 from tests.attacks.outcomes import Case, Outcome
-from tests.pipeline.nursery import Ended, Nursery, shared_nursery
+from tests.pipeline.fork_server import Ended, ForkServer, fork_server
 
 TIMEOUT_SECONDS = 8
 LIMIT_SECONDS = {"stop": 30.0}
@@ -41,16 +41,16 @@ def cases(count: int, seed: int) -> Iterator[Case]:
     faults, phases, layouts = list(FAULTS), list(PHASES), list(LAYOUTS)
     for items in (faults, phases, layouts):
         draw.shuffle(items)
-    nursery = shared_nursery()
+    server = fork_server()
     for number in range(count):
         phase = phases[number % len(phases)]
         fault = faults[(number + number // len(phases)) % len(faults)]
         layout = layouts[(number + number // len(phases)) % len(layouts)]
         rank = draw.randrange(LAYOUTS[layout][1])
-        yield _case(nursery, layout, rank, fault, phase)
+        yield _case(server, layout, rank, fault, phase)
 
 
-def _case(nursery: Nursery, layout: str, rank: int, fault: str, phase: str) -> Case:
+def _case(server: ForkServer, layout: str, rank: int, fault: str, phase: str) -> Case:
     sizes, ranks = LAYOUTS[layout]
     job = {"sizes": sizes, "rank": rank, "how": fault, "phase": phase}
     job["timeout"] = TIMEOUT_SECONDS
@@ -59,7 +59,7 @@ def _case(nursery: Nursery, layout: str, rank: int, fault: str, phase: str) -> C
         limit = LIMIT_SECONDS.get(fault, LIMIT_OF_OTHERS)
         with tempfile.TemporaryDirectory() as folder:
             module = "tests.attacks.failing_training"
-            ended = nursery.launch(module, job, ranks=ranks, folder=Path(folder), limit=limit)
+            ended = server.launch(module, job, ranks=ranks, folder=Path(folder), limit=limit)
         return judge(ended, rank, phase, fault, limit)
 
     return Case(f"ranks: {layout}, rank {rank}, {fault} in {phase}", attempt)

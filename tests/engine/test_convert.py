@@ -12,7 +12,8 @@ from transformers import DynamicCache
 from sppo_hf import ConfigError, SPPOConfig, SPPOError, UnsupportedModelError
 from sppo_hf.engine.convert import convert, get_engine, is_converted, revert
 from sppo_hf.engine.structure import find_parts
-from sppo_hf.testing.tiny_models import add_lora, build_tiny_model
+from sppo_hf.testing.exactness import compare
+from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
 
 QUIET = SPPOConfig(num_chunks=3, show_plan=False)
 
@@ -183,6 +184,20 @@ def test_not_a_causal_lm_is_refused():
         UnsupportedModelError, match=r"no language-model head.*AutoModelForCausalLM"
     ):
         convert(base, QUIET)
+
+
+def test_layers_may_share_parameters_but_not_be_the_same():
+    shared = build_tiny_model("llama", num_hidden_layers=3, use_cache=False)
+    first, _, last = shared.model.layers
+    for name, module in first.named_children():
+        setattr(last, name, module)
+    report = compare(
+        shared, make_batch(rows=2, tokens=23), SPPOConfig(num_chunks=3, show_plan=False)
+    )
+    assert report.exact, report
+    shared.model.layers[2] = first
+    with pytest.raises(UnsupportedModelError, match="the same decoder layer more than once"):
+        convert(shared, QUIET)
 
 
 def test_only_a_reverted_model_can_be_pickled(model, tmp_path):

@@ -494,6 +494,36 @@ def test_adapters_that_begin_within_the_sequence_are_refused_while_active(model,
     wrapped(input_ids=ids, labels=ids).loss.backward()
 
 
+@pytest.mark.parametrize(
+    ("make_config", "reason"),
+    [
+        (lambda peft, of: peft.LilyConfig(**of), "is Lily's, whose router averages"),
+        (
+            lambda peft, of: peft.LoraConfig(**of, monteclora_config=peft.MontecloraConfig()),
+            "has a monteclora_config",
+        ),
+        (
+            lambda peft, of: peft.LoraConfig(**of, velora_config=peft.VeloraConfig(num_groups=4)),
+            "has velora_config.init_type='batch_average'",
+        ),
+    ],
+    ids=["lily", "monteclora", "velora"],
+)
+def test_adapters_that_read_all_tokens_of_a_call_are_refused(model, ids, make_config, reason):
+    peft = pytest.importorskip("peft")
+    try:
+        config = make_config(peft, {"task_type": "CAUSAL_LM", "target_modules": ["q_proj"]})
+    except AttributeError:
+        pytest.skip("this PEFT has no such adapter")
+    convert(model, _config())
+    with suppress_peft_warnings():
+        wrapped = peft.get_peft_model(model, config).train()
+    with pytest.raises(UnsupportedModelError, match=f"adapter 'default' {reason}"):
+        wrapped(input_ids=ids, labels=ids)
+    with wrapped.disable_adapter():
+        wrapped(input_ids=ids, labels=ids)
+
+
 def test_longer_than_the_rotary_range_only_warns(ids):
     model = build_tiny_model("llama", dtype=torch.float32, max_position_embeddings=16).train()
     convert(model, _config())

@@ -1,4 +1,4 @@
-"""Hooks on parameters and on the head's modules: what runs, how often, and what it makes of it.
+"""Hooks on parameters, layers and heads: what runs, how often, and what it makes of it.
 
 Every comparison of the harness runs with hooks on all parameters (`GradientHooks`). Here are the
 places where a parameter's gradient comes together from several parts.
@@ -17,7 +17,7 @@ from sppo_hf.engine.structure import (
     suppress_peft_warnings,
     without_parameter_hooks,
 )
-from sppo_hf.testing.exactness import GradientHooks, compare, run_batch
+from sppo_hf.testing.exactness import GradientHooks, compare, parameter_errors, run_batch
 from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
 
 TILED = SPPOConfig(chunk_lengths=(9, 1, 13), loss_tile_tokens=7, show_plan=False)
@@ -124,3 +124,60 @@ def test_removed_hooks_are_restored_and_may_change():
     first.remove()
     parameter.sum().backward()
     assert seen == ["first", "second", "second"]
+
+
+def _gate(hidden):
+    # Its gradient needs the tensor that it was given, which autograd saves.
+    return hidden * torch.sigmoid(hidden)
+
+
+def _gate_before(_, args):
+    return _gate(args[0]), *args[1:]
+
+
+def _gate_after(_, __, output):
+    if isinstance(output, torch.Tensor):
+        return _gate(output)
+    return type(output)(last_hidden_state=_gate(output.last_hidden_state))
+
+
+def _add_hook(model, module, place):
+    module = model.get_submodule(module)
+    if place == "before":
+        module.register_forward_pre_hook(_gate_before)
+    else:
+        module.register_forward_hook(_gate_after)
+
+
+@pytest.mark.parametrize("order", ["by_chunk", "by_layer"])
+@pytest.mark.parametrize("when", ["before the conversion", "after it"])
+@pytest.mark.parametrize(
+    ("module", "place"),
+    [
+        ("model.layers.1", "before"),
+        ("model.layers.1", "after"),
+        ("model.norm", "before"),
+        ("model.norm", "after"),
+        ("model", "after"),
+    ],
+)
+def test_forward_hooks_that_change_hidden_states(module, place, when, order):
+    config = SPPOConfig(
+        chunk_lengths=(9, 1, 13),
+        loss_tile_tokens=7,
+        recompute="full",
+        order=order,
+        show_plan=False,
+    )
+    batch = make_batch(rows=2)
+    hooked = build_tiny_model("llama")
+    _add_hook(hooked, module, place)
+    if when == "before the conversion":
+        report = compare(hooked, batch, config)
+        assert report.exact, report
+        return
+    model = convert(build_tiny_model("llama"), config)
+    _add_hook(model, module, place)
+    ours, expected = run_batch(model, batch), run_batch(hooked, batch)
+    assert ours.loss == pytest.approx(expected.loss, rel=1e-9)
+    assert parameter_errors(ours, expected)[0].error < 1e-9

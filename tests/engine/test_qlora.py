@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from sppo_hf import SPPOConfig
+from sppo_hf import SPPOConfig, UnsupportedModelError
 from sppo_hf.engine.convert import convert
 from sppo_hf.planning.activation_modes import mode_of
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model
@@ -45,6 +45,28 @@ def test_adapters_get_them_too_where_products_are_kept(monkeypatch, bits, tier):
     _assert_same_gradients(_quantised_model(bits), min_offload_size=1)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_modules_of_the_users_own_among_them_are_tried(bits):
+    class Scaled(nn.Module):
+        def __init__(self, mlp, mixes=False):
+            super().__init__()
+            self.mlp, self.mixes = mlp, mixes
+            self.weight = nn.Parameter(torch.zeros(64))
+
+        def forward(self, x):
+            return self.mlp(x + self.weight * (x.mean(1, keepdim=True) if self.mixes else x))
+
+    model = _quantised_model(bits)
+    layer = model.base_model.model.model.layers[1]
+    layer.mlp = Scaled(layer.mlp)
+    _assert_same_gradients(model)
+    mixing = _quantised_model(bits)
+    layer = mixing.base_model.model.model.layers[1]
+    layer.mlp = Scaled(layer.mlp, mixes=True)
+    with pytest.raises(UnsupportedModelError, match=r"layers\.1\.mlp \(Scaled\).*other tokens"):
+        convert(mixing, SPPOConfig(num_chunks=3, show_plan=False))
+
+
 def _quantised_model(bits=4):
     model = build_tiny_model("llama", dtype=torch.float32, hidden_size=64)
     _quantise(model.model.layers, bits)
@@ -62,6 +84,6 @@ def _assert_same_gradients(model, **settings):
     ours = gradients(convert(model, SPPOConfig(num_chunks=3, show_plan=False, **settings)))
     assert expected
     assert set(ours) == set(expected)
-    assert all("lora_" in name for name in ours)
+    assert all("lora_" in name or name.endswith("mlp.weight") for name in ours)
     for name, gradient in expected.items():
         torch.testing.assert_close(ours[name], gradient, rtol=1e-3, atol=1e-5)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.deprecations import assert_no_deprecation
-from tests.pipeline.nursery import ROOT, environment, free_port, shared_nursery
+from tests.pipeline.fork_server import ROOT, environment, fork_server, free_port
 
 __all__ = ["ROOT", "environment", "free_port", "run_job", "run_ranks"]
 
@@ -28,7 +28,7 @@ def run_ranks(
         AssertionError: A rank failed or took too long; the message is what all of them printed.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    ended = shared_nursery().launch(
+    ended = fork_server().launch(
         module, job, ranks=ranks, folder=folder, limit=timeout_seconds, together=True
     )
     printed = "\n".join(f"--- rank {r}\n{log[-4000:]}" for r, log in enumerate(ended.logs))

@@ -14,7 +14,7 @@ from transformers import Trainer
 from sppo_hf.pipeline.checkpoint_files import find_damage
 from tests.integrations.launch import run_job
 from tests.integrations.training import FSDP2, needs_fsdp2
-from tests.pipeline.nursery import Ended, shared_nursery
+from tests.pipeline.fork_server import Ended, fork_server
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -50,7 +50,7 @@ def _kill_last_rank_in_training(job: dict[str, Any], folder: Path, ranks: int) -
             os.kill(numbers[-1], signal.SIGKILL)
 
     module = "tests.integrations.two_ranks"
-    return shared_nursery().launch(module, job, ranks=ranks, folder=folder, started=kill_later)
+    return fork_server().launch(module, job, ranks=ranks, folder=folder, started=kill_later)
 
 
 @pytest.mark.parametrize(

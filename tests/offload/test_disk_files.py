@@ -652,7 +652,7 @@ def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path, below: str) ->
     [
         ("x" * 300, "x" * 300, "File name too long"),
         ("x/" * 2500, "…x/x/x", "File name too long"),
-        ("a\0b", "a\\\\x00b", "null byte"),
+        ("a\0b", "a\\\\x00b", "null (byte|character)"),
         ("a\ud800b", "a\\\\ud800b", "surrogates not allowed"),
     ],
     ids=["long component", "long path", "zero byte", "surrogate"],

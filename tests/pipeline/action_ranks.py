@@ -2,7 +2,7 @@
 
 The job holds `pp_size`, `out` (a folder) and `runs`: mappings of `name`, `settings`, `rows`,
 `tokens`, `steps`, `evaluate`, `held` and `overrides` (of the model's config); each run's files lie
-in the folder of its name, and with them what an observer of each rank was told. With `held` these
+in the folder of its name, and with them what each rank told its observer. With `held` these
 are joined by the bytes of keys, values and their sums before each compute, and by those planned.
 """
 
@@ -47,7 +47,7 @@ from tests.planning.modes import render_plan
 TOKENS = 23
 
 
-class Told(StepObserver):
+class EventRecorder(StepObserver):
     """Keeps the calls of this rank's engine to its observer."""
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class Told(StepObserver):
         self.written.append(record.offload.disk_write_bytes)
 
 
-class Held:
+class SharedUnitKV:
     """Bytes of keys, values and their sums on this rank, by tier and cause, between computes."""
 
     def __init__(self, engine: PipelineEngine) -> None:
@@ -179,12 +179,12 @@ def run(one: dict[str, Any], pp_size: int, folder: Path) -> None:
     model = build_tiny_model("llama", **overrides)
     settings = {"min_offload_size": 1, "show_plan": False, **one["settings"]}
     config = SPPOConfig(pp_size=pp_size, trace_dir=str(folder / one["name"]), **settings)
-    told = Told()
-    convert_to_stages(model, config, observer=told)
+    events = EventRecorder()
+    convert_to_stages(model, config, observer=events)
     batch = make_batch(rows=one.get("rows", 3), tokens=one.get("tokens", TOKENS))
     engine = get_engine(model)
     assert isinstance(engine, PipelineEngine)
-    held = Held(engine)
+    held = SharedUnitKV(engine)
     with held.patch if one.get("held") else contextlib.nullcontext():
         for _ in range(one.get("steps", 1)):
             model.zero_grad()
@@ -193,11 +193,11 @@ def run(one: dict[str, Any], pp_size: int, folder: Path) -> None:
     if one.get("evaluate"):
         with torch.no_grad():
             model(**batch)
-    said = vars(told)
+    said = vars(events)
     if one.get("held"):
         said |= {"measured": held.measured, "expected": held.planned(), "left": held.left()}
     revert(model)
-    path = folder / one["name"] / f"told{dist.get_rank()}.json"
+    path = folder / one["name"] / f"events{dist.get_rank()}.json"
     path.write_text(json.dumps(said))
 
 

@@ -44,7 +44,7 @@ from sppo_hf.planning.prediction import MeasuredStep
 from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
 
 
-class Saboteur(StepObserver):
+class FailingObserver(StepObserver):
     """Fails in one unit."""
 
     def __init__(self, job: dict[str, Any]) -> None:
@@ -82,7 +82,7 @@ def main(job: dict[str, Any]) -> None:
     family = job.get("family", "llama")
     model: Any = build_tiny_model(family, num_hidden_layers=4, dtype=torch.float32)
     change = convert_to_stages if config.pp_size > 1 else convert_to_shared_sequences
-    change(model, config, observer=Saboteur(job) if mine else StepObserver())
+    change(model, config, observer=FailingObserver(job) if mine else StepObserver())
     engine = get_engine(model)
     for step in range(50):
         rows = 2 if dist.get_rank() < config.sharing_ranks else 3

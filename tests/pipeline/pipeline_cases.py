@@ -217,14 +217,14 @@ _ALONE = (
     ("steps", "items"),
 )
 """Keys of which one of the cases that are merged may have some, and the others none."""
-MOST_TOGETHER = 4
+MAX_MERGED_CASES = 4
 LAYERS = 3
 """Layers of a tiny Llama."""
-_WORK_OF_A_CASE = 12
-"""Cost of building, converting and running a case's model unmodified, in the unit of `_work`."""
+_FIXED_COST = 12
+"""Cost of building, converting and running a case's model unmodified, in the unit of `_cost`."""
 
 
-def together(cases: list[Case]) -> list[Case]:
+def merge_cases(cases: list[Case]) -> list[Case]:
     """Fewer cases, which have all that is special in these: those that fit are one; or all.
 
     Where they fit into several, they go where they make the least work, and stay alone where that
@@ -240,16 +240,16 @@ def together(cases: list[Case]) -> list[Case]:
             if (merged := _merged((*others, case))) is not None:
                 before = _merged(others)
                 assert before is not None, "they fit so far"
-                added[index] = _work(merged) - _work(before)
+                added[index] = _cost(merged) - _cost(before)
         index = min(added, key=lambda one: added[one], default=None)
-        if index is None or added[index] > _work(case):
+        if index is None or added[index] > _cost(case):
             found.append((case,))
         else:
             found[index] = (*found[index], case)
     return [case for case in map(_merged, found) if case is not None]
 
 
-def _work(case: Case) -> int:
+def _cost(case: Case) -> int:
     """About what a case takes: layers of all units of all steps, and what it takes besides."""
     settings = case.get("settings", {})
     chunks = len(settings.get("chunk_lengths", ())) or settings.get("num_chunks", 3)
@@ -258,14 +258,14 @@ def _work(case: Case) -> int:
     steps = case.get("steps", [{}])
     # Losses of the caller's may take two passes.
     passes = sum(1 + ("loss" in step) for step in steps)
-    return _WORK_OF_A_CASE + case.get("layers", LAYERS) * units * passes
+    return _FIXED_COST + case.get("layers", LAYERS) * units * passes
 
 
 def _merged(cases: tuple[Case, ...]) -> Case | None:
     """All cases in one; None where they contradict each other."""
     if len(cases) == 1:
         return cases[0]
-    if len(cases) > MOST_TOGETHER or not all(map(_trains, cases)):
+    if len(cases) > MAX_MERGED_CASES or not all(map(_trains, cases)):
         return None
     parts = [_of_one(cases, keys) for keys in _ALONE]
     parts += [_layers(cases), _rows(cases), _settings(cases)]
@@ -340,7 +340,7 @@ def every_family() -> list[Case]:
     ]
 
 
-def _frames(layers: int) -> list[Case]:
+def _activation_modes(layers: int) -> list[Case]:
     """Cases of offloaded, recomputed and kept saved tensors."""
     size = {"layers": layers, "rows": 2}
     plans: dict[str, Case] = {
@@ -411,7 +411,7 @@ def _replicas() -> list[Case]:
     ]
 
 
-def _own_losses(layers: int, held: dict[str, bool]) -> list[Case]:
+def _caller_losses(layers: int, held: dict[str, bool]) -> list[Case]:
     """Losses that the caller makes of log-probabilities; `held` marks all steps but the last."""
     common: Case = {"layers": layers, "rows": 2, "settings": {"num_chunks": 3}}
     mean, weighed = {"loss": "mean"}, {"loss": "weighed"}
@@ -460,7 +460,7 @@ def all_cases(pp_size: int, replicas: int) -> list[Case]:
     if replicas > 1:
         # A replica's order is that of one pipeline; what follows it differs between schedules.
         cases = [case for case in schedules if case["name"] in _FOLLOWED_BY_REPLICAS]
-        own = _named("own loss", _own_losses(layers, {"reduces": False}))
+        own = _named("own loss", _caller_losses(layers, {"reduces": False}))
         cases += [case for case in own if case["name"] in _FOLLOWED_BY_REPLICAS]
         return _sampled([*cases, *_named("replicas", _replicas())], pp_size, replicas)
     # Three have a first, a middle and a last stage, and four do what three do; `every_family` runs
@@ -469,12 +469,12 @@ def all_cases(pp_size: int, replicas: int) -> list[Case]:
     steps = _named("step", _micro_steps(layers))
     if pp_size == 2:
         cases = [case for i, case in enumerate(families) if i % 2 or case["name"] in FAST[2, 1]]
-        cases += _named("own loss", _own_losses(layers, {}))
+        cases += _named("own loss", _caller_losses(layers, {}))
         cases += _named("states", _states())
         cases += _named("router loss", _router_losses(layers))
         cases += _named("beside", _beside_hidden_states())
         cases += _named("batch", _batches(layers))
-        cases += _named("frames", _frames(layers))
+        cases += _named("modes", _activation_modes(layers))
         tied = _named("step, tied", _micro_steps(layers, family="llama-bias-tied"))
         rest = _sampled([*cases, *steps, *tied[::3], tied[-1]], pp_size, replicas)
         return [*schedules, *rest]
@@ -512,8 +512,8 @@ FAST = {
         *("family: learned positions", "family: experts, zb", "family: LoRA, zb"),
         *("batch: five rows in pairs", "batch: padding", "batch: packed"),
         *("batch: labels in the middle", "family: frozen front, zb", "family: frozen for a step"),
-        *("frames: selective", "frames: offload, padding", "frames: simulated"),
-        *("frames: offload all", "step: changed scale", "step: forgotten", "step: evaluation"),
+        *("modes: selective", "modes: offload, padding", "modes: simulated"),
+        *("modes: offload all", "step: changed scale", "step: forgotten", "step: evaluation"),
         *("own loss: tied", "own loss: zb", "own loss: few labels"),
         *("states: gated delta net", "beside: shared keys", "router loss: padding"),
     ),

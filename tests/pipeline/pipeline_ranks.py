@@ -54,28 +54,28 @@ from tests.engine.test_mixer_kernels import Installed, not_here
 from tests.engine.unplanned import unplanned_shapes
 from tests.pipeline.pipeline_cases import TOKENS, Case
 
-Named = dict[str, Tensor | None]
+NamedGradients = dict[str, Tensor | None]
 
 
 @dataclass(frozen=True)
-class Ran:
+class CaseResult:
     """Results of a model in a case's micro-steps."""
 
     losses: list[float]
-    grads: Named
+    grads: NamedGradients
     calls: dict[str, tuple[int, int]]
     """Calls of hooks on parameters, see `GradientHooks`."""
 
 
 @dataclass
-class TokenNumbers(ModelOutput):
+class LogProbOutput(ModelOutput):
     """Output of a head that was put on the model; for every label, `[B, T - 1]`."""
 
     log_probs: Tensor | None = None
     label_mask: Tensor | None = None
 
 
-def put_head_on(model: Any) -> None:
+def add_log_prob_head(model: Any) -> None:
     """Let the model return log-probabilities of labels when it is asked to, as TRL does."""
     original = model.forward
 
@@ -90,12 +90,12 @@ def put_head_on(model: Any) -> None:
             logits, shift_labels = logits[:, :-1], labels[:, 1:]
         mask = shift_labels != -100
         found = logits.log_softmax(-1).gather(-1, shift_labels.clamp(min=0)[..., None])[..., 0]
-        return TokenNumbers(log_probs=found * mask, label_mask=mask)
+        return LogProbOutput(log_probs=found * mask, label_mask=mask)
 
     model.forward = forward
 
 
-def loss_of(model: nn.Module, batch: dict[str, Any], kind: str | None) -> Tensor:
+def compute_loss(model: nn.Module, batch: dict[str, Any], kind: str | None) -> Tensor:
     """The loss of a micro-step: the model's, or one made of log-probabilities."""
     if kind is None:
         return model(**batch).loss
@@ -108,7 +108,7 @@ def loss_of(model: nn.Module, batch: dict[str, Any], kind: str | None) -> Tensor
     return 1.0 + (weights.view_as(log_probs) * log_probs.exp()).sum() / count
 
 
-def build(case: Case) -> nn.Module:
+def build_model(case: Case) -> nn.Module:
     """The model of a case; the same on every rank."""
     overrides = dict(case.get("overrides", {}))
     if "layers" in case:
@@ -118,7 +118,7 @@ def build(case: Case) -> nn.Module:
         if any(part in name for part in case.get("frozen", ())):
             parameter.requires_grad_(False)
     if any("loss" in step for step in steps_of(case)):
-        put_head_on(model)
+        add_log_prob_head(model)
     return add_lora(model) if case.get("lora") else model
 
 
@@ -128,7 +128,7 @@ def steps_of(case: Case) -> list[dict[str, Any]]:
     return steps
 
 
-def batches_of(case: Case, replica: int) -> list[dict[str, Any]]:
+def make_batches(case: Case, replica: int) -> list[dict[str, Any]]:
     """A batch per micro-step, other ones for each replica."""
     rows, tokens = case.get("rows", 2), case.get("tokens", TOKENS)
     batches: list[dict[str, Any]] = []
@@ -150,7 +150,7 @@ def batches_of(case: Case, replica: int) -> list[dict[str, Any]]:
     return batches
 
 
-def hooks_of(model: nn.Module, case: Case, replicas: int) -> GradientHooks:
+def gradient_hooks(model: nn.Module, case: Case, replicas: int) -> GradientHooks:
     """Hooks on all trained parameters; with replicas only where the case asks for them.
 
     With replicas they change what is reduced when, and see one replica's gradient.
@@ -159,12 +159,12 @@ def hooks_of(model: nn.Module, case: Case, replicas: int) -> GradientHooks:
     return hooks if case.get("hooks", replicas == 1) else GradientHooks(nn.Module())
 
 
-def run_steps(model: nn.Module, case: Case, replica: int, replicas: int) -> Ran:
+def run_steps(model: nn.Module, case: Case, replica: int, replicas: int) -> CaseResult:
     """Run a case's micro-steps; the same for the unmodified model and for a pipeline."""
     engine = get_engine(model)
     losses: list[float] = []
-    with float64_everywhere(), hooks_of(model, case, replicas) as hooks:
-        for step, batch in zip(steps_of(case), batches_of(case, replica), strict=True):
+    with float64_everywhere(), gradient_hooks(model, case, replicas) as hooks:
+        for step, batch in zip(steps_of(case), make_batches(case, replica), strict=True):
             trained = [p for p in model.parameters() if p.requires_grad]
             for name, parameter in model.named_parameters():
                 if any(part in name for part in step.get("frozen", ())):
@@ -174,18 +174,18 @@ def run_steps(model: nn.Module, case: Case, replica: int, replicas: int) -> Ran:
             if step.get("evaluate"):
                 model.eval()
                 with torch.no_grad():
-                    loss = loss_of(model, batch, step.get("loss"))
+                    loss = compute_loss(model, batch, step.get("loss"))
                 assert not loss.requires_grad
                 model.train()
             else:
-                loss = loss_of(model, batch, step.get("loss"))
+                loss = compute_loss(model, batch, step.get("loss"))
                 if step.get("backward", True):
                     (loss * step.get("scale", 1.0)).backward()
             for parameter in trained:
                 parameter.requires_grad_(True)
             losses.append(loss.item())
     grads = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
-    return Ran(losses, grads, hooks.calls)
+    return CaseResult(losses, grads, hooks.calls)
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ class Reference:
 
     losses: list[list[float]]
     """Losses by replica."""
-    grads: Named
+    grads: NamedGradients
     """Averaged over replicas."""
     calls: list[dict[str, tuple[int, int]]]
     """Calls of hooks on parameters, by replica."""
@@ -202,12 +202,12 @@ class Reference:
     """Trained parameters that embedding and head share."""
 
 
-def reference(case: Case, replicas: int) -> Reference:
+def run_reference(case: Case, replicas: int) -> Reference:
     """Run the unmodified model on each replica's batches."""
     tied: list[str] = []
-    runs: list[Ran] = []
+    runs: list[CaseResult] = []
     for replica in range(replicas):
-        model = build(case)
+        model = build_model(case)
         find_causal_lm(model).set_attn_implementation(reference_attention(model))
         # With a cache Transformers does not look for documents in the positions.
         find_causal_lm(model).config.use_cache = False
@@ -216,7 +216,7 @@ def reference(case: Case, replicas: int) -> Reference:
         tied = [name for name in runs[0].grads if model.get_parameter(name) is head]
         if find_causal_lm(model).get_input_embeddings().weight is not head:
             tied = []
-    mean: Named = {}
+    mean: NamedGradients = {}
     for name in runs[0].grads:
         grads = [run.grads[name] for run in runs]
         present = [grad for grad in grads if grad is not None]
@@ -225,7 +225,7 @@ def reference(case: Case, replicas: int) -> Reference:
     return Reference([run.losses for run in runs], mean, calls, tied)
 
 
-def norm_of(grads: Named) -> float:
+def gradient_norm(grads: NamedGradients) -> float:
     """The norm of all gradients."""
     return math.sqrt(sum(g.square().sum().item() for g in grads.values() if g is not None))
 
@@ -234,7 +234,7 @@ def compare(case: Case, everyone: list[dict[str, Any]], sharing: int) -> dict[st
     """Compare the results of all ranks in a case with the reference; `sharing` share a batch."""
     replicas = len(everyone) // sharing
     stages = sharing // len({one["sp_rank"] for one in everyone})
-    wanted = reference(case, replicas)
+    wanted = run_reference(case, replicas)
     losses, theirs = wanted.losses, wanted.grads
     loss_error = 0.0
     for one in everyone:
@@ -249,7 +249,7 @@ def compare(case: Case, everyone: list[dict[str, Any]], sharing: int) -> dict[st
     for replica in range(replicas):
         ranks = [one for one in everyone if one["dp_rank"] == replica]
         ranks.sort(key=lambda one: one["sp_rank"])
-        whole: Named = {}
+        whole: NamedGradients = {}
         for one in ranks:
             # A copy that two ranks hold is compared on both.
             if one["sp_rank"] == 0:
@@ -264,7 +264,7 @@ def compare(case: Case, everyone: list[dict[str, Any]], sharing: int) -> dict[st
             found = parameter_errors(Gradients(0.0, some), Gradients(0.0, theirs))[0]
             worst = max(worst, (found.error, found.name))
         missing |= whole.keys() ^ theirs.keys()
-    norm = norm_of(theirs)
+    norm = gradient_norm(theirs)
     return {
         "name": case["name"],
         "loss_error": loss_error,
@@ -289,7 +289,7 @@ def settings_of(case: Case) -> dict[str, Any]:
     return settings
 
 
-def traced_once(model: nn.Module) -> nn.Module:
+def share_profile(model: nn.Module) -> nn.Module:
     """The model, after rank 0 has kept its profile for all ranks: to trace it takes the longest."""
     if dist.get_rank() == 0:
         model_profile(find_parts(model))
@@ -305,7 +305,7 @@ def attending_units(engine: PipelineEngine) -> int:
 
 
 @contextmanager
-def kernel_of(case: Case) -> Iterator[None]:
+def failing_kernel(case: Case) -> Iterator[None]:
     """Let a kernel of the case's family be installed that fails when it is called."""
     if "kernel" not in case:
         yield
@@ -320,13 +320,13 @@ def kernel_of(case: Case) -> Iterator[None]:
 
 def run_case(case: Case, pp_size: int, sp_size: int) -> dict[str, Any] | None:
     """Run one case on this rank; rank 0 returns the comparison with the reference."""
-    model = traced_once(build(case))
+    model = share_profile(build_model(case))
     config = SPPOConfig(pp_size=pp_size, sp_size=sp_size, **settings_of(case))
-    written = Written()
-    convert_to_stages(model, config, observer=written)
+    copies = CopyCounter()
+    convert_to_stages(model, config, observer=copies)
     engine = get_engine(model)
     assert isinstance(engine, PipelineEngine)
-    with kernel_of(case), unplanned_shapes() as unplanned:
+    with failing_kernel(case), unplanned_shapes() as unplanned:
         ran = run_steps(model, case, engine.mesh.dp_rank, engine.mesh.dp_size)
     mine = {"losses": ran.losses, "grads": ran.grads, "calls": ran.calls, "unplanned": unplanned}
     mine |= {"dp_rank": engine.mesh.dp_rank, "sp_rank": engine.mesh.sp_rank}
@@ -338,7 +338,7 @@ def run_case(case: Case, pp_size: int, sp_size: int) -> dict[str, Any] | None:
     # What trains in other ranks' stages takes no memory between steps.
     mine["left"] = sum(p.untyped_storage().nbytes() for p in left)
     mine["left"] += sum(p.grad is not None for p in left)
-    mine["written"] = written.left_bytes, written.disk_bytes
+    mine["written"] = copies.left_bytes, copies.disk_bytes
     mine["attended"] = engine.counters.get("attention_forwards", 0), attending_units(engine)
     revert(model)
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -350,7 +350,7 @@ def run_case(case: Case, pp_size: int, sp_size: int) -> dict[str, Any] | None:
     return found | {name: [one[name] for one in everyone] for name in told}
 
 
-class Written(StepObserver):
+class CopyCounter(StepObserver):
     """Counts the bytes written to the disk."""
 
     def __init__(self) -> None:
@@ -363,7 +363,7 @@ class Written(StepObserver):
         self.disk_bytes += record.offload.disk_write_bytes
 
 
-class WeightOrder(TorchDispatchMode):
+class CollectiveRecorder(TorchDispatchMode):
     """Notes when weights and gradients pass between ranks, and what is multiplied meanwhile.
 
     Stands for torch.distributed in the module that sends them.
@@ -375,9 +375,9 @@ class WeightOrder(TorchDispatchMode):
         self.seen: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation, and note a run of matrix products as "products"."""
-        if func is torch.ops.aten.mm.default and self.seen[-1:] != ["products"]:
-            self.seen.append("products")
+        """Run the operation, and note a run of matmuls as "matmuls"."""
+        if func is torch.ops.aten.mm.default and self.seen[-1:] != ["matmuls"]:
+            self.seen.append("matmuls")
         return func(*args, **(kwargs or {}))
 
     def __getattr__(self, name: str) -> Any:
@@ -402,34 +402,34 @@ class WeightOrder(TorchDispatchMode):
         return SimpleNamespace(wait=wait)
 
 
-def weights_in_order(pp_size: int) -> list[str]:
+def collectives_in_order(pp_size: int) -> list[str]:
     """Return the order of this rank's collectives and matmuls in a step of shared units."""
-    model = build({"name": "order", "family": "llama", "layers": pp_size})
+    model = build_model({"name": "order", "family": "llama", "layers": pp_size})
     settings: dict[str, Any] = {"num_chunks": 3, "pp_msp": "on", "show_plan": False}
     convert_to_stages(model, SPPOConfig(pp_size=pp_size, **settings))
     batch = make_batch(rows=1, tokens=TOKENS)
-    with WeightOrder() as order, mock.patch.object(multiplex, "dist", order):
+    with CollectiveRecorder() as order, mock.patch.object(multiplex, "dist", order):
         model(**batch).loss.backward()
     revert(model)
     return order.seen
 
 
-def refusal(case: Case, pp_size: int) -> str:
+def refusal_message(case: Case, pp_size: int) -> str:
     """Return the error with which conversion, or the first forward, refuses a case."""
     try:
-        model = build(case)
+        model = build_model(case)
         settings = {"show_plan": False, "pp_size": pp_size, **case["settings"]}
         convert_to_stages(model, SPPOConfig(**settings))
         for name, parameter in model.named_parameters():
             if any(part in name for part in case.get("frozen_later", ())):
                 parameter.requires_grad_(False)
-        model(**batches_of(case, 0)[0])
+        model(**make_batches(case, 0)[0])
     except SPPOError as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
 
 
-def order_of_actions(pp_size: int, *, profiled: bool) -> dict[str, list[str]]:
+def executed_and_listed_actions(pp_size: int, *, profiled: bool) -> dict[str, list[str]]:
     """Return this rank's actions as the engine, the schedule and a profiler list them."""
     from torch.profiler import ProfilerActivity, profile
 
@@ -455,7 +455,7 @@ def order_of_actions(pp_size: int, *, profiled: bool) -> dict[str, list[str]]:
     return {**found, "listed": schedule.texts()[engine.mesh.pp_rank]}
 
 
-def change_between(pp_size: int) -> str:
+def change_weights_before_backward(pp_size: int) -> str:
     """Return the error of a backward after a weight of each rank was changed in place."""
     model = build_tiny_model("llama", num_hidden_layers=pp_size + 1)
     convert_to_stages(model, SPPOConfig(pp_size=pp_size, num_chunks=2, show_plan=False))
@@ -472,7 +472,7 @@ def change_between(pp_size: int) -> str:
     return "nothing"
 
 
-def place(pp_size: int) -> dict[str, Any]:
+def mesh_facts(pp_size: int) -> dict[str, Any]:
     """Return this rank's coordinates and groups in the mesh."""
     mesh = shared_mesh(pp_size, torch.device("cpu"), 600)
 
@@ -495,7 +495,7 @@ def place(pp_size: int) -> dict[str, Any]:
     }
 
 
-def gathered(mine: Any) -> list[Any]:
+def all_gather(mine: Any) -> list[Any]:
     """Everyone's, on every rank."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
@@ -522,13 +522,17 @@ def main(job: dict[str, Any]) -> None:
         if found is not None:
             result["cases"].append({**found, "seconds": time.perf_counter() - start})
     for case in job.get("refused", ()):
-        result.setdefault("refusals", {})[case["name"]] = gathered(refusal(case, job["pp_size"]))
+        result.setdefault("refusals", {})[case["name"]] = all_gather(
+            refusal_message(case, job["pp_size"])
+        )
     if "sp_size" not in job:
-        result["order"] = gathered(order_of_actions(job["pp_size"], profiled=job["profiled"]))
-        result["changed"] = gathered(change_between(job["pp_size"]))
-        result["places"] = gathered(place(job["pp_size"]))
+        result["order"] = all_gather(
+            executed_and_listed_actions(job["pp_size"], profiled=job["profiled"])
+        )
+        result["changed"] = all_gather(change_weights_before_backward(job["pp_size"]))
+        result["places"] = all_gather(mesh_facts(job["pp_size"]))
     if job.get("weights"):
-        result["weights"] = gathered(weights_in_order(job["pp_size"]))
+        result["weights"] = all_gather(collectives_in_order(job["pp_size"]))
     result["seconds"] = time.perf_counter() - began
     if dist.get_rank() == 0:
         Path(job["out"]).write_text(json.dumps(result))

@@ -38,19 +38,19 @@ from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
 from tests.engine.unplanned import unplanned_shapes
 from tests.pipeline.pipeline_cases import Case
 from tests.pipeline.pipeline_ranks import (
-    Named,
-    batches_of,
-    build,
+    NamedGradients,
+    all_gather,
+    build_model,
     compare,
-    gathered,
-    norm_of,
+    gradient_norm,
+    make_batches,
     run_steps,
     settings_of,
-    traced_once,
+    share_profile,
 )
 
 
-def averaged(grads: Named) -> tuple[Named, list[str]]:
+def average_over_ranks(grads: NamedGradients) -> tuple[NamedGradients, list[str]]:
     """Gradients averaged over all ranks, and the names of those that some ranks have not."""
     world, counts = (
         dist.get_world_size(),
@@ -70,7 +70,7 @@ def averaged(grads: Named) -> tuple[Named, list[str]]:
     return mean, [name for name, count in ranks.items() if count not in (0, world)]
 
 
-class Told(StepObserver):
+class CorrectionRecorder(StepObserver):
     """Keeps what this rank's engine tells its observer of corrected plans."""
 
     def __init__(self) -> None:
@@ -87,27 +87,27 @@ class Told(StepObserver):
 
 def run_case(case: Case, sp_size: int) -> dict[str, Any]:
     """Run one case on this rank; what rank 0 returns has the comparison in it."""
-    model = traced_once(build(case))
-    told = Told()
+    model = share_profile(build_model(case))
+    recorder = CorrectionRecorder()
     config = SPPOConfig(sp_size=sp_size, **settings_of(case))
-    convert_to_shared_sequences(model, config, observer=told)
+    convert_to_shared_sequences(model, config, observer=recorder)
     engine = get_engine(model)
     assert isinstance(engine, SequenceParallelEngine)
     mesh = engine.mesh
     with unplanned_shapes() as unplanned:
         ran = run_steps(model, case, mesh.dp_rank, mesh.dp_size)
-    grads, uneven = averaged(ran.grads)
+    grads, uneven = average_over_ranks(ran.grads)
     revert(model)
     mine = {
         "losses": ran.losses,
         "grads": grads,
         "calls": ran.calls,
         "unplanned": unplanned,
-        "norm": norm_of(grads),
+        "norm": gradient_norm(grads),
         "dp_rank": mesh.dp_rank,
         "sp_rank": mesh.sp_rank,
         "attention_forwards": engine.counters.get("attention_forwards", 0),
-        "corrections": told.corrections,
+        "corrections": recorder.corrections,
     }
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.gather_object(mine, everyone if dist.get_rank() == 0 else None, dst=0)
@@ -123,19 +123,19 @@ def run_case(case: Case, sp_size: int) -> dict[str, Any]:
     }
 
 
-def refusal(case: Case, sp_size: int, **settings: Any) -> str:
+def refusal_message(case: Case, sp_size: int, **settings: Any) -> str:
     """Return the error with which conversion, or the first forward, refuses a case."""
     try:
-        model = build(case)
+        model = build_model(case)
         config = SPPOConfig(sp_size=sp_size, show_plan=False, **settings)
         convert_to_shared_sequences(model, config)
-        model(**batches_of(case, 0)[0])
+        model(**make_batches(case, 0)[0])
     except SPPOError as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
 
 
-def compiled(sp_size: int, backend: str, recompute: str) -> dict[str, float]:
+def compile_and_compare(sp_size: int, backend: str, recompute: str) -> dict[str, float]:
     """Return errors of float32 gradients against float64, and counts of what was compiled here."""
     compile_with = functools.partial(torch.compile, backend=backend)
     settings: dict[str, Any] = {"chunk_lengths": (9, 1, 14), "recompute": recompute}
@@ -150,7 +150,7 @@ def compiled(sp_size: int, backend: str, recompute: str) -> dict[str, float]:
         loss.backward()
         shared = get_engine(model) is not None
         found = {name: parameter.grad for name, parameter in model.named_parameters()}
-        grads, _ = averaged(found) if shared else (found, [])
+        grads, _ = average_over_ranks(found) if shared else (found, [])
         values = [loss, *(grad for grad in grads.values() if grad is not None)]
         return [value.detach().double() for value in values]
 
@@ -173,7 +173,7 @@ def compiled(sp_size: int, backend: str, recompute: str) -> dict[str, float]:
     return {**errors, "gradients": len(truth) - 1, "graphs": counters["stats"]["unique_graphs"]}
 
 
-class Planned(StepObserver):
+class PlanRecorder(StepObserver):
     """Keeps the actions of the last plan, in order."""
 
     def __init__(self) -> None:
@@ -185,12 +185,12 @@ class Planned(StepObserver):
         self.actions = [str(action) for action in plan.program().actions]
 
 
-def planned_and_done(sp_size: int, folder: str) -> tuple[list[str], list[str]]:
+def planned_and_executed(sp_size: int, folder: str) -> tuple[list[str], list[str]]:
     """Return the actions of this rank's plan, and those that it carried out."""
     settings: dict[str, Any] = {"recompute": "full", "offload": "full", "min_offload_size": 1}
     settings |= {"chunk_lengths": (5, 8, 1, 10), "trace_dir": folder, "show_plan": False}
     settings["hardware"] = "cpu"
-    model, planned = build({"name": "actions", "family": "llama"}), Planned()
+    model, planned = build_model({"name": "actions", "family": "llama"}), PlanRecorder()
     convert_to_shared_sequences(model, SPPOConfig(sp_size=sp_size, **settings), observer=planned)
     model(**make_batch(rows=1, tokens=24)).loss.backward()
     revert(model)
@@ -198,17 +198,20 @@ def planned_and_done(sp_size: int, folder: str) -> tuple[list[str], list[str]]:
     return planned.actions, done
 
 
-def between_machines(sp_size: int) -> list[str]:
+def refusals_across_machines(sp_size: int) -> list[str]:
     """Return the errors of ranks on a machine each, without and with `sp_across_nodes`."""
     mine = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     case: Case = {"name": "between machines", "family": "llama"}
     with mock.patch.dict(os.environ, mine):
-        return [refusal(case, sp_size, **{"sp_across_nodes": allowed}) for allowed in (False, True)]
+        return [
+            refusal_message(case, sp_size, **{"sp_across_nodes": allowed})
+            for allowed in (False, True)
+        ]
 
 
 def kept_bytes(sp_size: int) -> dict[str, int]:
     """Bytes that a forward leaves behind on this rank: saved by autograd, and keys and values."""
-    model = build({"name": "bytes", "family": "llama"})
+    model = build_model({"name": "bytes", "family": "llama"})
     plan: dict[str, Any] = {"num_chunks": 4, "recompute": "none", "offload": "none"}
     config = SPPOConfig(sp_size=sp_size, show_plan=False, **plan)
     if sp_size == 1:
@@ -241,7 +244,7 @@ def kept_bytes(sp_size: int) -> dict[str, int]:
     return {**kept, "saved": sum(storage.nbytes() for storage in storages.values())}
 
 
-class Order(TorchDispatchMode):
+class ExchangeRecorder(TorchDispatchMode):
     """Notes when exchanges are started and waited for, and what is multiplied meanwhile."""
 
     def __init__(self) -> None:
@@ -252,7 +255,7 @@ class Order(TorchDispatchMode):
         self.started = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation, and note it: "start 3", "wait 3", or "products" for a run of them."""
+        """Run the operation, and note it: "start 3", "wait 3", or "matmuls" for a run of them."""
         out = func(*args, **(kwargs or {}))
         if func is torch.ops._c10d_functional.all_to_all_single.default:
             self.coming[out.untyped_storage().data_ptr()] = self.started
@@ -261,19 +264,19 @@ class Order(TorchDispatchMode):
         elif func is torch.ops._c10d_functional.wait_tensor.default:
             number = self.coming.pop(out.untyped_storage().data_ptr(), None)
             self.seen += [] if number is None else [f"wait {number}"]
-        elif func is torch.ops.aten.mm.default and self.seen[-1:] != ["products"]:
-            self.seen.append("products")
+        elif func is torch.ops.aten.mm.default and self.seen[-1:] != ["matmuls"]:
+            self.seen.append("matmuls")
         return out
 
 
 def exchanges_in_order(sp_size: int, recompute: str) -> list[str]:
     """Return the order of exchanges and matmuls of one layer in one chunk, forward and backward."""
-    model = build({"name": "order", "family": "llama", "layers": 1})
+    model = build_model({"name": "order", "family": "llama", "layers": 1})
     settings: dict[str, Any] = {"num_chunks": 1, "recompute": recompute, "offload": "none"}
     convert_to_shared_sequences(model, SPPOConfig(sp_size=sp_size, show_plan=False, **settings))
     batch = make_batch(rows=1, tokens=16)
     model(**batch).loss.backward()
-    with Order() as order:
+    with ExchangeRecorder() as order:
         model(**batch).loss.backward()
     revert(model)
     return order.seen
@@ -294,16 +297,16 @@ def main(job: dict[str, Any]) -> None:
             raise
         result["cases"].append({**found, "seconds": time.perf_counter() - start})
     for case in job.get("refused", ()):
-        result["refusals"][case["name"]] = gathered(refusal(case, job["sp_size"]))
+        result["refusals"][case["name"]] = all_gather(refusal_message(case, job["sp_size"]))
     if job.get("compiled"):
         sizes = job["sp_size"], job["backend"]
         result["compiled"] = [
-            gathered(compiled(*sizes, recompute)) for recompute in job["compiled"]
+            all_gather(compile_and_compare(*sizes, recompute)) for recompute in job["compiled"]
         ]
     if "actions" in job:
-        result["actions"] = gathered(planned_and_done(job["sp_size"], job["actions"]))
+        result["actions"] = all_gather(planned_and_executed(job["sp_size"], job["actions"]))
     if job.get("machines"):
-        result["machines"] = gathered(between_machines(job["sp_size"]))
+        result["machines"] = all_gather(refusals_across_machines(job["sp_size"]))
     result["orders"] = [exchanges_in_order(job["sp_size"], r) for r in job.get("orders", ())]
     if job.get("bytes"):
         result["bytes"] = [kept_bytes(size) for size in (1, job["sp_size"])]

@@ -73,7 +73,7 @@ def test_five_ranks_that_share_units_come_to_their_end(tmp_path: Path) -> None:
 
 
 def test_keys_and_values_and_a_disk_are_in_the_program(tmp_path: Path) -> None:
-    """Keys and values on the host beside every unit; frames, and both, behind the host."""
+    """Keys and values on the host beside every unit; activations, and both, behind the host."""
     keys = {"num_chunks": CHUNKS, "offload": "none", "offload_kv": "full"}
     disk = {"num_chunks": CHUNKS, "offload": "full", "offload_dir": str(tmp_path / "disk")}
     both = {**disk, "offload_kv": "full", "recompute": "full", "pp_schedule": "zb_seq1f1b"}
@@ -116,8 +116,8 @@ def test_keys_and_values_and_a_disk_are_in_the_program(tmp_path: Path) -> None:
     assert {"1K3#4", "1O3#4", "1L3#5"} <= {*found["shared"][1]}
     for name, written in (("keys", False), ("disk", True), ("both", True), ("shared", True)):
         for rank in range(2):
-            told = json.loads((tmp_path / name / f"told{rank}.json").read_text())
-            assert (told["written"][0] > 0) is written, name
+            events = json.loads((tmp_path / name / f"events{rank}.json").read_text())
+            assert (events["written"][0] > 0) is written, name
     # A frame is read a unit before its copy back, and never before it is written.
     (rank, _) = found["disk"]
     assert rank.index("0F0") < rank.index("0D0") < rank.index("0S0") < rank.index("0L0")
@@ -141,22 +141,22 @@ def test_keys_and_values_of_shared_units_are_as_many_as_planned(ranks: int, tmp_
     _launch(runs, ranks, tmp_path)
     for one in runs:
         for rank in range(ranks):
-            told = json.loads((tmp_path / one["name"] / f"told{rank}.json").read_text())
-            assert len(told["measured"]) == len(told["expected"]) > 20
-            for measured, expected in zip(told["measured"], told["expected"], strict=True):
+            events = json.loads((tmp_path / one["name"] / f"events{rank}.json").read_text())
+            assert len(events["measured"]) == len(events["expected"]) > 20
+            for measured, expected in zip(events["measured"], events["expected"], strict=True):
                 assert measured == expected, (one["name"], rank)
             # Where keys wait on the host sums do, and the last rank helps with first units alone.
-            (_, held), *_ = told["measured"]
-            most = {key: max(held[key] for _, held in told["measured"]) for key in held}
+            (_, held), *_ = events["measured"]
+            most = {key: max(held[key] for _, held in events["measured"]) for key in held}
             none = {"device dkv"} if one["name"] == "host" else set[str]()
             none |= {"device kv"} if none and rank == ranks - 1 else set()
             assert {key for key, size in most.items() if not size} == none, (one["name"], rank)
             # The plan of the rank's own stage leaves room for that, and for what is being sent.
-            for tier, (slices, own, left) in told["left"].items():
-                held = [h[f"{tier} kv"] + h[f"{tier} dkv"] for _, h in told["measured"]]
+            for tier, (slices, own, left) in events["left"].items():
+                held = [h[f"{tier} kv"] + h[f"{tier} dkv"] for _, h in events["measured"]]
                 assert max(held) <= slices + own <= 2.5 * max(max(held), own), (one["name"], rank)
                 assert slices <= left
-            assert rank or told["left"]["device"][0] > 0
+            assert rank or events["left"]["device"][0] > 0
 
 
 def _slow_profile(path: Path) -> str:
@@ -185,8 +185,8 @@ def test_what_is_open_is_decided_once_for_all_ranks(tmp_path: Path) -> None:
     without = {"name": "no speeds", "settings": {}, "rows": 2}
     found = _launch([run, alone, several, without], 2, tmp_path)
     for name, rows in (("open", 4), ("long", 1)):
-        told = [json.loads((tmp_path / name / f"told{r}.json").read_text()) for r in range(2)]
-        first = told[0]["plans"][0]
+        events = [json.loads((tmp_path / name / f"events{r}.json").read_text()) for r in range(2)]
+        first = events[0]["plans"][0]
         assert "simulated" in first["reason"]
         assert (first["ranks"], first["micro_batches"]) == (2, rows)
         text = " ".join(first["text"].split())
@@ -200,10 +200,10 @@ def test_what_is_open_is_decided_once_for_all_ranks(tmp_path: Path) -> None:
             assert "(seq1f1b " in first["reason"]
             assert "the fastest of 3 simulated (seq1f1b" in text
         assert any(share is not None for share in shares) == (name == "long")
-        for one in told:
+        for one in events:
             assert all(one["plans"][0][k] == first[k] for k in first if k not in ("name", "text"))
             seconds = one["planned"]
-            assert seconds == told[0]["planned"]
+            assert seconds == events[0]["planned"]
             assert seconds[0] == seconds[1] == first["step_seconds"]
             # A processor is slower than the one profile, and faster than the other.
             assert seconds[3] == one["plans"][-1]["step_seconds"]
@@ -213,10 +213,10 @@ def test_what_is_open_is_decided_once_for_all_ranks(tmp_path: Path) -> None:
             assert correction["after"] == pytest.approx(correction["measured"], rel=0.5)
     chunks = 1 + max(Action.parse(text).unit for text in found["open"][0]) // 4
     assert len(found["open"][0]) > 4 * chunks
-    (apart, *_) = json.loads((tmp_path / "several" / "told0.json").read_text())["plans"]
+    (apart, *_) = json.loads((tmp_path / "several" / "events0.json").read_text())["plans"]
     assert apart["schedule"] != MSP
     assert f", {MSP} 0." in apart["reason"]
-    bare = [json.loads((tmp_path / "no speeds" / f"told{r}.json").read_text()) for r in range(2)]
+    bare = [json.loads((tmp_path / "no speeds" / f"events{r}.json").read_text()) for r in range(2)]
     for one in bare:
         assert one["plans"][0]["schedule"] == "seq1f1b"
         assert "no speeds are known" in one["plans"][0]["reason"]

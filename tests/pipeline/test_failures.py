@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.pipeline.nursery import Ended, shared_nursery, short_path
+from tests.pipeline.fork_server import Ended, fork_server, short_path
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
@@ -26,7 +26,7 @@ def job_of(how: str, rank: int, **sizes: Any) -> dict[str, Any]:
 
 
 def run(how: str, rank: int, folder: Path, *, ranks: int, **sizes: int) -> Ended:
-    ended = shared_nursery().launch(MODULE, job_of(how, rank, **sizes), ranks=ranks, folder=folder)
+    ended = fork_server().launch(MODULE, job_of(how, rank, **sizes), ranks=ranks, folder=folder)
     assert_all_ended(ended, rank)
     return ended
 
@@ -76,7 +76,7 @@ def test_a_rank_that_hangs_ends_all_within_the_timeout(tmp_path):
         job_of("hang", 1, pp_size=2, shared=1, unit=3, timeout=timeout),
         job_of("hang", 1, sp_size=2, timeout=timeout),
     ]
-    found = shared_nursery().launch_all(MODULE, jobs, ranks=[3, 2, 2], folder=tmp_path)
+    found = fork_server().launch_all(MODULE, jobs, ranks=[3, 2, 2], folder=tmp_path)
     for ended in found:
         assert_all_ended(ended, 1)
         assert ended.seconds < timeout + 20
@@ -133,7 +133,7 @@ def test_nobody_waits_for_the_plan_of_a_rank_that_makes_none(tmp_path):
         job_of("refuse", rank, pp_size=2, raises=raises, **sizes) for sizes, raises, rank in where
     ]
     ranks = [2 * sizes.get("sp_size", 1) for sizes, *_ in where]
-    found = shared_nursery().launch_all(MODULE, jobs, ranks=ranks, folder=tmp_path)
+    found = fork_server().launch_all(MODULE, jobs, ranks=ranks, folder=tmp_path)
     for ended, (*_, rank) in zip(found, where, strict=True):
         for log in ended.logs:
             # In the second or third batch that runs, by the chunks that the rank has a part in.
@@ -152,7 +152,7 @@ def test_ranks_that_train_different_parameters_say_so_and_go_on(tmp_path):
     ]
     jobs = [job_of("freeze", 1, **{"pp_size": 2, **sizes}) for sizes, _ in where]
     ranks = [count for _, count in where]
-    found = shared_nursery().launch_all(MODULE, jobs, ranks=ranks, folder=tmp_path)
+    found = fork_server().launch_all(MODULE, jobs, ranks=ranks, folder=tmp_path)
     for ended in found:
         for log in ended.logs:
             assert "ValueError: sabotage" in log

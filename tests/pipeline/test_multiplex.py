@@ -30,7 +30,7 @@ from sppo_hf.schedule.generate import MSP, Size, generate
 from sppo_hf.schedule.messages import messages
 from sppo_hf.testing.tiny_models import build_tiny_model
 from tests.integrations.launch import run_ranks
-from tests.pipeline.pipeline_cases import UNEVEN, Case, together
+from tests.pipeline.pipeline_cases import UNEVEN, Case, merge_cases
 from tests.pipeline.test_pipeline_exactness import assert_exact
 from tests.sweeps import ALL, sample
 
@@ -392,9 +392,9 @@ REFUSED = [
 
 # Of three chunks two ranks share the first of stage 0 and the last of stage 1. Weights come beside
 # the unit before, gradients leave beside the one behind; nothing is before the first unit.
-_OF_A_SHARED_UNIT = "start weights, products, wait weights, products, start gradients"
+_OF_A_SHARED_UNIT = "start weights, matmuls, wait weights, matmuls, start gradients"
 WEIGHTS = (
-    f"start weights, wait weights, products, {_OF_A_SHARED_UNIT}, products, wait gradients, "
+    f"start weights, wait weights, matmuls, {_OF_A_SHARED_UNIT}, matmuls, wait gradients, "
     f"{_OF_A_SHARED_UNIT}, wait gradients"
 ).split(", ")
 """Order of collectives and matmuls in a step, on each of the two ranks."""
@@ -420,7 +420,7 @@ def test_two_ranks_are_exact(tmp_path: Path) -> None:
     settings = {"chunk_lengths": UNEVEN, "recompute": "full", "disk_memory": "1GiB", **AWAY}
     disk = case_of("disk", rows=2, settings={**settings, "offload_dir": str(tmp_path / "disk")})
     sizes = {"pp_size": 2, "ranks": 2, "weights": True}
-    result = launch([disk, *together(TWO)], tmp_path, refused=REFUSED, **sizes)
+    result = launch([disk, *merge_cases(TWO)], tmp_path, refused=REFUSED, **sizes)
     # All that has left the device has gone on to the disk.
     for left_bytes, disk_bytes in result["cases"][0]["written"]:
         assert left_bytes == disk_bytes > 0
@@ -451,7 +451,7 @@ def test_two_replicas_of_two_ranks_are_exact(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("cases", "ranks"),
     [
-        ([*sample(together(MORE), 2), *sample(TRAINED_ON_TEXT, 2)], 2),
+        ([*sample(merge_cases(MORE), 2), *sample(TRAINED_ON_TEXT, 2)], 2),
         (MORE_OF_FOUR if ALL else MORE_OF_FOUR[1:3], 4),
     ],
 )

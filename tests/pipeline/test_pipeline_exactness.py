@@ -17,7 +17,7 @@ from tests.pipeline.pipeline_cases import (
     all_cases,
     every_family,
     fast_cases,
-    together,
+    merge_cases,
 )
 from tests.sweeps import ALL
 
@@ -97,7 +97,7 @@ def assert_places(result: dict[str, Any], *, pp_size: int, replicas: int) -> Non
 def assert_all(cases: list[Case], folder: Path, *, pp_size: int, replicas: int) -> None:
     # The profiler takes a second to read what it has seen.
     job = {"pp_size": pp_size, "profiled": (pp_size, replicas) == (2, 1)}
-    result = launch(together(cases), folder, ranks=pp_size * replicas, **job)
+    result = launch(merge_cases(cases), folder, ranks=pp_size * replicas, **job)
     assert_order(result)
     assert all("profiled" in rank for rank in result["order"]) == job["profiled"]
     for said in result["changed"]:
@@ -121,7 +121,7 @@ def test_all_are_exact(pp_size: int, replicas: int, tmp_path: Path) -> None:
     # The others have run in the cross.
     fast = fast_cases(pp_size, replicas)
     cases = [case for case in all_cases(pp_size, replicas) if case not in fast]
-    launch(together(cases), tmp_path, ranks=pp_size * replicas, pp_size=pp_size, sp_size=1)
+    launch(merge_cases(cases), tmp_path, ranks=pp_size * replicas, pp_size=pp_size, sp_size=1)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import pytest
 
 from sppo_hf.engine.family_guard import PROVED
 from sppo_hf.testing.tiny_families import FAMILIES
-from tests.pipeline.pipeline_cases import UNEVEN, Case, together
+from tests.pipeline.pipeline_cases import UNEVEN, Case, merge_cases
 from tests.pipeline.test_pipeline_exactness import launch
 from tests.sweeps import ALL, KINDS
 
@@ -134,14 +134,14 @@ IN_PIPELINES = [
 ]
 
 _TOGETHER = "start {0} start {1} start {2} wait {0} wait {1} wait {2}"
-_FORWARD = f"products {_TOGETHER.format(0, 1, 2)} start 3 wait 3 products"
+_FORWARD = f"matmuls {_TOGETHER.format(0, 1, 2)} start 3 wait 3 matmuls"
 EXCHANGES = {
-    recompute: re.findall(r"products|\w+ \d+", f"{_FORWARD} {backward} products")
+    recompute: re.findall(r"matmuls|\w+ \d+", f"{_FORWARD} {backward} matmuls")
     for recompute, backward in {
         # The gradient of attention's output; those of values, keys and queries.
         "none": f"start 4 wait 4 {_TOGETHER.format(5, 6, 7)}",
         # 4 is attention's output once more, 5 the queries.
-        "full": "start 4 products start 5 wait 4 products start 6 wait 6 wait 5 "
+        "full": "start 4 matmuls start 5 wait 4 matmuls start 6 wait 6 wait 5 "
         + _TOGETHER.format(7, 8, 9),
     }.items()
 }
@@ -169,7 +169,7 @@ def assert_attended_once(result: dict[str, Any], cases: list[Case]) -> None:
 
 def test_two_ranks_are_exact(tmp_path: Path) -> None:
     named = {case["name"]: case for case in (*BATCHES, *PLANS, *MODELS)}
-    cases = together([named[name] for name in FAST])
+    cases = merge_cases([named[name] for name in FAST])
     recomputes = ["none", "full"]
     more = {"bytes": True, "orders": recomputes, "machines": True}
     more["actions"] = str(tmp_path / "actions")
@@ -241,7 +241,7 @@ def test_two_replicas_of_two_ranks_are_exact(tmp_path: Path) -> None:
     lora = case_of("LoRA", lora=True, steps=[{}, {}])
     named = {case["name"]: case for case in (*BATCHES, *MODELS)}
     names = ("uneven, one-token tail", "packed", "soft caps, tied", "MLA, experts")
-    cases = together([lora, *(named[name] for name in names)])
+    cases = merge_cases([lora, *(named[name] for name in names)])
     launch(cases, tmp_path, sp_size=2, ranks=4)
 
 
@@ -252,7 +252,7 @@ def test_a_pipeline_of_stages_that_share_sequences_is_exact(tmp_path: Path) -> N
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_all_pipelines_of_stages_that_share_sequences_are_exact(tmp_path: Path) -> None:
-    launch(together(IN_PIPELINES[3:]), tmp_path / "four", pp_size=2, sp_size=2, ranks=4)
+    launch(merge_cases(IN_PIPELINES[3:]), tmp_path / "four", pp_size=2, sp_size=2, ranks=4)
     # Of four pairs of ranks the second two are a replica.
     replicas = IN_PIPELINES[2:0:-1] if ALL else [{**IN_PIPELINES[2], "steps": [HELD, {}]}]
     launch(replicas, tmp_path / "eight", pp_size=2, sp_size=2, ranks=8)
@@ -262,12 +262,12 @@ def test_all_pipelines_of_stages_that_share_sequences_are_exact(tmp_path: Path) 
 @pytest.mark.timeout(500)
 def test_all_plans_and_models_are_exact_on_two_and_four_ranks(tmp_path: Path) -> None:
     cases = [*BATCHES, *PLANS, *MODELS]
-    rest = together([case for case in cases if case["name"] not in FAST])
+    rest = merge_cases([case for case in cases if case["name"] not in FAST])
     two = launch(rest, tmp_path / "two", sp_size=2, ranks=2)
     assert_attended_once(two, rest)
     # Two heads of keys: each is on two of four ranks. What a rank offloads depends on no other.
     four = [*BATCHES, *PLANS[::3], *MODELS] if ALL else [*BATCHES[1:8:2], PLANS[3], *MODELS[3::2]]
-    four = together(four)
+    four = merge_cases(four)
     assert_attended_once(launch(four, tmp_path / "four", sp_size=4, ranks=4), four)
 
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from sppo_hf.engine.structure import suppress_peft_warnings
 from tests.deprecations import assert_no_deprecation
-from tests.pipeline.nursery import shared_nursery
+from tests.pipeline.fork_server import fork_server
 from tests.recipes.tiny import save_jsonl, save_text_folder, save_tiny_model
 from tests.sweeps import ALL
 
@@ -46,7 +46,7 @@ def finetune(folder, *options, started=False):
     else:
         # Transformers reads the default model's file five times, each time for seconds.
         job = {"argv": argv, "cached": ["gguf.GGUFReader", "gguf.get_tensor_name_map"]}
-        ended = shared_nursery().launch(
+        ended = fork_server().launch(
             "tests.recipes.script_ranks", job, ranks=1, folder=place, limit=540
         )
         (status,), (printed,) = ended.codes, ended.logs

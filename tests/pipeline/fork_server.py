@@ -3,7 +3,7 @@
 A rank that is started by itself spends seconds on imports, and as much again on what torch does
 when it is first asked; a forked one begins at once. So a test may lose many launches:
 
-    ended = shared_nursery().launch("tests.pipeline.failing_ranks", job, ranks=3, folder=tmp_path)
+    ended = fork_server().launch("tests.pipeline.failing_ranks", job, ranks=3, folder=tmp_path)
 
 or have several at a time, where ranks wait for a time limit.
 
@@ -13,7 +13,7 @@ all is imported once.
 Each rank runs `main(job)` of the module, in `folder`, with what a launcher would set in its
 environment, as the last call of its interpreter: what it raises is uncaught, and `sys.exit` ends
 it. What it leaves in memory is left to the system, unless the job says `finalized`: to take apart
-all that was imported, each page of it a copy of the nursery's, takes a rank half a second.
+all that was imported, each page of it a copy of the server's, takes a rank half a second.
 Processes that a launcher starts by itself: tests/recipes/test_configs.py, tests/test_run.py.
 """
 
@@ -85,13 +85,13 @@ class Ended:
     """Seconds from the failure of one rank to the end of the last of the others."""
 
 
-class Nursery:
+class ForkServer:
     """The process, from the side of the tests; ends when they let go of it."""
 
     def __init__(self) -> None:
         """Ask for one, and wait for nothing."""
         home = os.environ.get("SPPO_TESTS_HF_HOME") or tempfile.mkdtemp(prefix="sppo-tests-")
-        self._errors = Path(home) / "nursery.errors"
+        self._errors = Path(home) / "fork_server.errors"
         self._channel = _connect(Path(home), self._errors).makefile("rw")
 
     def launch(
@@ -152,7 +152,7 @@ class Nursery:
         with contextlib.suppress(OSError):
             line = self._channel.readline()
         if not line:
-            raise AssertionError(f"the nursery has ended: {self._errors.read_text()[-4000:]}")
+            raise AssertionError(f"the fork server has ended: {self._errors.read_text()[-4000:]}")
         return json.loads(line)
 
 
@@ -178,9 +178,9 @@ def _task(
 
 
 @functools.cache
-def shared_nursery() -> Nursery:
+def fork_server() -> ForkServer:
     """The one of this process, asked for when it is first needed."""
-    return Nursery()
+    return ForkServer()
 
 
 _IDLE_SECONDS = 2.0
@@ -190,14 +190,14 @@ _started: list[subprocess.Popen[bytes]] = []
 
 
 def _connect(home: Path, errors: Path) -> socket.socket:
-    """A connection to a nursery of one's own, forked from what the first to ask has started."""
+    """A connection to a fork server of one's own, forked from what the first to ask has started."""
     channel = socket.socket(socket.AF_UNIX)
     with _alone_in(home), short_path(home) as short:
-        address = f"{short}/nursery"
+        address = f"{short}/fork_server"
         try:
             channel.connect(address)
         except (FileNotFoundError, ConnectionRefusedError):
-            (home / "nursery").unlink(missing_ok=True)
+            (home / "fork_server").unlink(missing_ok=True)
             with socket.socket(socket.AF_UNIX) as listener, errors.open("ab") as file:
                 listener.bind(address)
                 listener.listen(64)
@@ -224,13 +224,13 @@ def short_path(folder: Path) -> Iterator[str]:
 @contextlib.contextmanager
 def _alone_in(home: Path) -> Iterator[None]:
     """Only one process at a time starts what all share, or ends it."""
-    with (home / "nursery.lock").open("w") as lock:
+    with (home / "fork_server.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
-def _fork_nurseries(home: Path) -> socket.socket | None:
-    """The connection of a new nursery, in its process; None here, when all of them have ended."""
+def _fork_servers(home: Path) -> socket.socket | None:
+    """The connection of a new server, in its process; None here, when all of them have ended."""
     listener = socket.socket(fileno=os.dup(0))
     listener.settimeout(_IDLE_SECONDS)
     while True:
@@ -242,7 +242,7 @@ def _fork_nurseries(home: Path) -> socket.socket | None:
             with _alone_in(home):
                 if select.select([listener], [], [], 0)[0]:
                     continue
-                (home / "nursery").unlink()
+                (home / "fork_server").unlink()
                 return None
         with connection:
             if os.fork() == 0:
@@ -424,7 +424,7 @@ if __name__ == "__main__":
     for name in WARM:
         importlib.import_module(name)
     _warm_up()
-    own = _fork_nurseries(Path(sys.argv[1]))
+    own = _fork_servers(Path(sys.argv[1]))
     mine = None if own is None else _serve(own)
     if mine is None:
         os._exit(0)
