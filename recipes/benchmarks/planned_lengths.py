@@ -35,7 +35,7 @@ from sppo_hf.planning.plan_request import (
     request_plan,
     timeline_of,
 )
-from sppo_hf.planning.solve import HOST_TRADE_RATIO, over_budget
+from sppo_hf.planning.solve import EQUALLY_FAST, over_budget
 from sppo_hf.reporting.plan_json import weight_placement
 from sppo_hf.reporting.plan_tables import format_seconds, kv_modes_text
 from sppo_hf.rules import format_bytes
@@ -222,7 +222,7 @@ def not_first(rows: list[dict[str, Any]]) -> list[str]:
     for row in rows:
         speeds = {n: r["tokens_per_second"] or 0.0 for n, r in row["policies"].items()}
         # So much of its time it may give for less host memory.
-        if speeds and HOST_TRADE_RATIO * speeds["auto"] < max(speeds.values()):
+        if speeds and EQUALLY_FAST * speeds["auto"] < max(speeds.values()):
             found.append(f"{row['tokens']:,} tokens: {speeds}")
     return found
 

@@ -239,12 +239,26 @@ class LinearProgram:
         modes: Sequence[ActivationMode],
         *,
         kv_modes: Sequence[KVMode] = (),
+        host_price: float = 0.0,
+        most_seconds: float = float("inf"),
     ) -> None:
-        """Prepare the program; modes and K/V modes of `decisions` are ignored."""
+        """Prepare the program.
+
+        Args:
+            decisions: the batch, bounds, order and look-ahead; its modes and K/V modes are ignored.
+            cost: seconds and bytes of every unit.
+            budgets: bytes per tier.
+            modes: the activation modes that units may have.
+            kv_modes: by layer, the modes that a layer's K/V may have.
+            host_price: seconds that a GiB of host memory must save to be used.
+            most_seconds: limit of the step's seconds.
+        """
         self._decisions = decisions
         self._cost = cost
         self._budgets = budgets
         self._modes = modes
+        self._host_price = host_price
+        self._most_seconds = most_seconds
         self._tables = byte_tables(cost.shape, decisions, cost.profile.kind)
         self._work = cost.unit_seconds(decisions.bounds, decisions.layer_tile_tokens)
         if decisions.by_layer:
@@ -339,9 +353,7 @@ class LinearProgram:
         self._bound_loads()
         objective = np.zeros(self._width)
         slots = self._slots
-        for name in ("forward", "backward"):
-            first = self._column[name]
-            objective[first : first + slots] = 1.0
+        objective[self._step_columns] = 1.0
         # Of equally fast plans the one that moves fewer bytes is preferred; the weight is so small
         # that it never costs noticeable time.
         moved = np.where([tier in self._offload_tiers for tier in self._tiers], self._sizes, 0.0)
@@ -351,11 +363,12 @@ class LinearProgram:
             most += float(of_group.max(axis=1, initial=0.0).sum()) * group.number
         if most > 0.0:
             objective[: self._x] = _MOVING_SHARE * self._compute_seconds / most * moved.ravel()
+        # Where forward ends, the host holds the most.
+        objective[self._column["host"] + slots - 1] = self._host_price
         values = minimise(objective, self._less, self._equal)
         if values is None:
             return None
-        first = self._column["forward"]
-        seconds = float(values[first : first + 2 * slots].sum())
+        seconds = float(values[self._step_columns].sum())
         counts = values[: self._x].reshape(slots, self._ways)
         frames = self._ways - sum(len(self._groups[at].tiers) for at in self._kv_groups)
         if self._decisions.training:
@@ -365,6 +378,12 @@ class LinearProgram:
             seconds,
             counts[:, frames:] if self._decisions.by_layer else None,
         )
+
+    @property
+    def _step_columns(self) -> slice:
+        """Columns of the seconds of every slot's forward and backward."""
+        first = self._column["forward"]
+        return slice(first, first + 2 * self._slots)
 
     # -- terms: a row for each slot ------------------------------------------------------------
 
@@ -543,6 +562,10 @@ class LinearProgram:
         self._compute_seconds = float((forward + backward).sum())
         again = joined(Terms(self._at, self._rerun_seconds), self._col("backward", -1.0))
         self._less.add((self._col("forward", -1.0), -forward), (again, -backward))
+        if self._most_seconds < float("inf"):
+            step = np.arange(self._width)[None, self._step_columns]
+            update = self._cost.update_seconds * self._decisions.training
+            self._less.add((Terms(step, np.ones(step.shape)), self._most_seconds - update))
 
     def _bound_stores(self) -> None:
         """Bounds copies to the host and writes: bytes moved by the end of each slot."""

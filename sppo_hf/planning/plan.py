@@ -47,7 +47,7 @@ from sppo_hf.planning.chunk_bounds import (
 from sppo_hf.planning.cost import Correction, ModelCost
 from sppo_hf.planning.decisions import Batch, Decisions, Order, modes_used
 from sppo_hf.planning.hardware import UNKNOWN_LINK, HardwareProfile
-from sppo_hf.planning.lowering import StepProgram, estimate
+from sppo_hf.planning.lowering import StepProgram, estimate, lower
 from sppo_hf.planning.memory import Budgets, MemoryEstimate, check_budget, standing_device_bytes
 from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.policies import uniform_modes
@@ -962,7 +962,11 @@ def _solved(task: _Task, cost: ModelCost) -> _Decided:
                 light = reduce_host_memory(cost, found, task.budgets, task.choices)
                 if light.step_seconds > found.step_seconds:
                     slower = light.step_seconds / found.step_seconds - 1.0
-                    fastest = f"{slower:.2%} slower than the {fastest}, for less host memory"
+                    freed = _host_bytes(found, cost) - _host_bytes(light, cost)
+                    fastest = (
+                        f"{slower:.2%} slower than the {fastest}, for {format_bytes(freed)} less "
+                        "host memory"
+                    )
                 found = light
             break
         limits.append(found)
@@ -977,6 +981,10 @@ def _solved(task: _Task, cost: ModelCost) -> _Decided:
         order_reason=_FASTER,
         prediction=predict(found.decisions, cost, found.timeline, policy=found.policy),
     )
+
+
+def _host_bytes(solution: Solution, cost: ModelCost) -> int:
+    return lower(solution.decisions, cost).estimate.host.total
 
 
 def _closest(task: _Task, cost: ModelCost, limit: BudgetViolation) -> Solution:

@@ -502,15 +502,17 @@ exact."""
 # A plan that takes longer than its compute times this waits for copies, and may not be the best.
 _STALLS = 1.01
 
-HOST_TRADE_RATIO = 1.002
-"""A plan may take up to this many times the seconds of the fastest to use less host memory:
-page-locking takes time too, and the rest of host memory remains for data loading, checkpoints and
-other processes."""
+HOST_PRICE = 0.03
+"""Share of a step's seconds that all of the host's budget has to save to be used, and a part of it
+in proportion. Host memory is page-locked, which takes time at the start, and what a plan leaves
+remains for data loading, checkpoints and other processes."""
 
-# A slower plan must free at least this share of the host memory that the faster one uses.
-_MIN_FREED_SHARE = 0.1
-# Shares of a plan's host memory with which, as host budget, another plan is searched.
-_HOST_SHARES = (0.8, 0.7, 0.6)
+# Shares of `EQUALLY_FAST` that the linear program may use, in this order until a plan is found: its
+# counts are rounded to whole units, and copies may delay each other, which takes more.
+_SLOWER_SHARES = (0.9, 0.45)
+# Share of a plan's host memory with which another is searched: the linear program also offloads for
+# gains that are tiny, or that rounding takes away.
+_LESS_HOST_SHARE = 0.8
 # A plan that uses more than this share of the host's budget would be faster with more of it.
 _NEARLY_FULL = 0.95
 
@@ -521,13 +523,11 @@ def reduce_host_memory(
     budgets: Budgets,
     choices: Choices,
 ) -> Solution:
-    """Returns the plan with the least host memory among some that are about as fast.
+    """Returns a plan that uses less host memory than `found` where that is worth it, or `found`.
 
-    They have the bounds, the order and the saved kinds of `found`, and smaller host budgets. A
-    result is either not slower, or takes at most `HOST_TRADE_RATIO` times as long as the fastest,
-    at least a tenth less host memory, and no more bytes behind the host. The linear program also
-    offloads for gains that are tiny, or that are lost to rounding and to copies that delay each
-    other.
+    It has the bounds and the order of `found`, saves and offloads no larger kinds, and has no more
+    bytes behind the host. It takes at most `EQUALLY_FAST` times as long, and what it takes longer
+    is less than the price of the host memory that it frees.
 
     Args:
         cost: seconds and bytes of every unit.
@@ -535,43 +535,61 @@ def reduce_host_memory(
         budgets: the budgets of `found`.
         choices: the choices of `found`.
     """
-
-    def bytes_on(solution: Solution, *tiers: Tier) -> int:
-        predicted = lower(solution.decisions, cost).estimate
-        return sum(predicted.of(tier).total for tier in tiers)
-
-    def host_bytes(solution: Solution) -> int:
-        return bytes_on(solution, "host")
-
-    most = host_bytes(found)
-    if not most or (budgets.host is not None and most > _NEARLY_FULL * budgets.host):
+    base = found.decisions
+    held = lower(base, cost).estimate
+    most_bytes = held.host.total
+    if not most_bytes:
         return found
-    saved = {mode.saved for mode in modes_used(found.decisions.layer_modes)}
-    choices = replace(choices, saved=tuple(kind for kind in choices.saved if kind in saved))
-    plans = [found]
-    for share in _HOST_SHARES:
-        least = min(plan.step_seconds for plan in plans)
-        tried = solve(
-            cost,
-            found.decisions,
-            budgets.replace(host=int(share * most)),
-            choices,
-            under_seconds=max(found.step_seconds, HOST_TRADE_RATIO * least),
-        )
-        if isinstance(tried, Solution):
-            plans.append(replace(tried, bound_seconds=found.bound_seconds))
-    least = min(plan.step_seconds for plan in plans)
-    as_fast = (p for p in plans if p.step_seconds <= min(found.step_seconds, EQUALLY_FAST * least))
-    light = min(as_fast, key=host_bytes)
-    worth, behind = (1.0 - _MIN_FREED_SHARE) * host_bytes(light), tiers_behind_host()
-    nearly = (
-        p
-        for p in plans
-        if p.step_seconds <= HOST_TRADE_RATIO * least
-        and host_bytes(p) <= worth
-        and bytes_on(p, *behind) <= bytes_on(light, *behind)
+    capacity_bytes = budgets.host or most_bytes
+    price = HOST_PRICE * found.step_seconds / capacity_bytes
+    used = modes_used(base.layer_modes)
+    largest = min(SAVED.index(mode.saved) for mode in used)
+    offloaded = min((SAVED.index(m.saved) for m in used if m.offload), default=len(SAVED))
+    budgets = budgets.replace(**{tier: held.peak_bytes(tier) for tier in offload_tiers()})
+
+    def host_seconds(decisions: Decisions) -> float:
+        """Returns the price of the plan's host memory."""
+        return price * lower(decisions, cost).estimate.host.total
+
+    best, best_priced = found, found.step_seconds + price * most_bytes
+    most_seconds = EQUALLY_FAST * found.step_seconds
+    if most_bytes <= _NEARLY_FULL * capacity_bytes:
+        less = budgets.replace(host=int(_LESS_HOST_SHARE * most_bytes))
+        kinds = tuple(kind for kind in choices.saved if kind in {mode.saved for mode in used})
+        same = replace(choices, saved=kinds)
+        tried = solve(cost, base, less, same, under_seconds=found.step_seconds)
+        if isinstance(tried, Solution) and tried.step_seconds <= most_seconds:
+            priced = tried.step_seconds + host_seconds(tried.decisions)
+            if priced < best_priced:
+                best, best_priced = replace(tried, bound_seconds=found.bound_seconds), priced
+    modes = tuple(
+        mode
+        for mode in choices.modes
+        if SAVED.index(mode.saved) >= (offloaded if mode.offload else largest)
     )
-    return min(nearly, key=host_bytes, default=light)
+    every = kv_modes_of(cost.shape, base, choices) if base.by_layer else ()
+    kv_modes = tuple(mode for mode in every if not _is_offloaded(mode) or mode in base.kv_modes)
+    for share in _SLOWER_SHARES:
+        slower = 1.0 + share * (EQUALLY_FAST - 1.0)
+        mix = _solved_mix(
+            cost,
+            base,
+            budgets,
+            modes,
+            kv_modes,
+            host_price=price * 2**30,
+            most_seconds=slower * (found.bound_seconds or found.step_seconds),
+        )
+        if mix is None:
+            break
+        decisions, bound = mix
+        limit_seconds = min(most_seconds, best_priced - host_seconds(decisions))
+        if bound >= limit_seconds:
+            break
+        light = simulate_plan(decisions, cost, policy="solver", bound_seconds=found.bound_seconds)
+        if light.step_seconds < limit_seconds:
+            return light
+    return best
 
 
 def simulate_plan(
@@ -666,41 +684,69 @@ def _solved_mixes(
 
     Sets that cannot take less than `under_seconds` are left out.
     """
-    members = LayerKinds.of(cost).members
     budgets = _whole_slabs(budgets, cost, base)
     every = kv_modes_of(cost.shape, base, choices) if base.by_layer else ()
     for modes, kv_modes in _mode_sets(choices, base.kv_tier, every):
-        away: set[Saved] = {mode.saved for mode in modes if mode.offload}
-        ahead = lookahead_bytes(cost, base, away, _LAYERS_AHEAD)
-        shaped = base
-        if base.by_layer:
-            members = chunk_groups(base.num_chunks, modes)
-            away_modes: list[KVMode] = [mode for mode in kv_modes if _is_offloaded(mode)]
-            farthest: KVMode = away_modes[0] if away_modes else "device"
-            shaped = replace(base, kv_modes=(farthest,) * base.num_layers)
-        shaped = with_lookahead_bytes(cost, shaped, ahead)
-        tight, bound = budgets, float("inf")
-        for _ in range(_ATTEMPTS):
-            mix = LinearProgram(shaped, cost, tight, modes, kv_modes=kv_modes).solve()
-            if mix is None:
-                break
-            bound = min(bound, mix.seconds)
-            if bound >= under_seconds:
-                break
-            rows = _rounded(mix.counts, members, modes)
-            decisions = replace(shaped, layer_modes=layer_modes_of(rows, by_layer=base.by_layer))
-            if mix.keys is not None:
-                keys = _rounded(mix.keys[:, None], ((0,),), kv_modes)
-                decisions = replace(decisions, kv_modes=tuple(mode for (mode,) in keys))
-            decisions = _fit_lookahead(cost, decisions, budgets)
-            predicted = lower(decisions, cost).estimate
-            over = list(over_budget(predicted, budgets))
-            if not over:
-                yield "solver", decisions, bound
-                break
-            # A few excess bytes on the host occupy a whole slab, which is not to be subtracted.
-            slabs = {"host": predicted.standing_bytes(Cause.SLABS)}
-            tight = lower_budgets(tight, over, unused=slabs)
+        mix = _solved_mix(cost, base, budgets, modes, kv_modes, under_seconds=under_seconds)
+        if mix is not None:
+            yield "solver", *mix
+
+
+def _solved_mix(
+    cost: ModelCost,
+    base: Decisions,
+    budgets: Budgets,
+    modes: tuple[ActivationMode, ...],
+    kv_modes: tuple[KVMode, ...],
+    *,
+    under_seconds: float = float("inf"),
+    host_price: float = 0.0,
+    most_seconds: float = float("inf"),
+) -> tuple[Decisions, float] | None:
+    """Returns the rounded optimum with these modes that fits, and its bound in seconds.
+
+    None if there is none, or none that takes less than `under_seconds`. See `LinearProgram` for
+    the price of a GiB of host memory and the limit of the seconds.
+    """
+    members = LayerKinds.of(cost).members
+    away: set[Saved] = {mode.saved for mode in modes if mode.offload}
+    ahead = lookahead_bytes(cost, base, away, _LAYERS_AHEAD)
+    if base.by_layer:
+        members = chunk_groups(base.num_chunks, modes)
+        away_modes: list[KVMode] = [mode for mode in kv_modes if _is_offloaded(mode)]
+        farthest: KVMode = away_modes[0] if away_modes else "device"
+        base = replace(base, kv_modes=(farthest,) * base.num_layers)
+    base = with_lookahead_bytes(cost, base, ahead)
+    tight, bound = budgets, float("inf")
+    for _ in range(_ATTEMPTS):
+        mix = LinearProgram(
+            base,
+            cost,
+            tight,
+            modes,
+            kv_modes=kv_modes,
+            host_price=host_price,
+            most_seconds=most_seconds,
+        ).solve()
+        if mix is None:
+            break
+        bound = min(bound, mix.seconds)
+        if bound >= under_seconds:
+            break
+        rows = _rounded(mix.counts, members, modes)
+        decisions = replace(base, layer_modes=layer_modes_of(rows, by_layer=base.by_layer))
+        if mix.keys is not None:
+            keys = _rounded(mix.keys[:, None], ((0,),), kv_modes)
+            decisions = replace(decisions, kv_modes=tuple(mode for (mode,) in keys))
+        decisions = _fit_lookahead(cost, decisions, budgets)
+        predicted = lower(decisions, cost).estimate
+        over = list(over_budget(predicted, budgets))
+        if not over:
+            return decisions, bound
+        # A few excess bytes on the host occupy a whole slab, which is not to be subtracted.
+        slabs = {"host": predicted.standing_bytes(Cause.SLABS)}
+        tight = lower_budgets(tight, over, unused=slabs)
+    return None
 
 
 def _whole_slabs(budgets: Budgets, cost: ModelCost, base: Decisions) -> Budgets:

@@ -9,7 +9,7 @@ from hypothesis import given
 
 from sppo_hf.planning.activation_modes import KEEP, ActivationMode, all_modes
 from sppo_hf.planning.cost import ModelCost
-from sppo_hf.planning.decisions import Decisions
+from sppo_hf.planning.decisions import Decisions, Order
 from sppo_hf.planning.linear_program import (
     LayerKinds,
     LinearProgram,
@@ -71,6 +71,39 @@ def test_with_room_for_all_nothing_moves_and_nothing_runs_again() -> None:
     mix = optimum(what, cost)
     assert mix.counts[:, :, all_modes().index(KEEP)] == pytest.approx(np.full((3, 1), 4.0))
     assert mix.seconds == pytest.approx(compute_seconds(what, cost), rel=1e-5)
+
+
+@pytest.mark.parametrize("order", ["by_chunk", "by_layer"])
+def test_host_memory_is_used_for_its_price_within_the_seconds(order: Order) -> None:
+    cost = slow_cost(small_shape(8))
+    what = replace(
+        decided(falling_bounds(4), layers=8),
+        order=order,
+        max_pending_d2h_bytes=2**20,
+        max_prefetch_bytes=2**20,
+    )
+    device = estimate(cost.shape, what).device
+    budgets = Budgets(device=device.total - device[Cause.FRAMES] // 2, host=None, disk=0)
+    modes = tuple(mode for mode in all_modes() if mode.tier != "disk")
+    kv_modes = ("device",) if what.by_layer else ()
+
+    def solved(**limits: float) -> tuple[float, float]:
+        """Return the seconds of the optimum and the bytes that it has on the host."""
+        mix = LinearProgram(what, cost, budgets, modes, kv_modes=kv_modes, **limits).solve()
+        assert mix is not None
+        away = [at for at, mode in enumerate(modes) if mode.offload]
+        return mix.seconds, float(mix.counts[:, :, away].sum())
+
+    fast, most = solved()
+    slow, least = solved(host_price=1e6)
+    assert slow > 1.01 * fast
+    assert least < 0.5 * most
+    limit = (fast + slow) / 2
+    between, some = solved(host_price=1e6, most_seconds=limit)
+    assert between == pytest.approx(limit, rel=1e-6)
+    assert least < some < most
+    program = LinearProgram(what, cost, budgets, modes, kv_modes=kv_modes, most_seconds=0.99 * fast)
+    assert program.solve() is None
 
 
 def test_no_room_no_answer() -> None:

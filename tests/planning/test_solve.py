@@ -17,7 +17,8 @@ from sppo_hf.planning.lowering import compute_seconds, estimate
 from sppo_hf.planning.memory import FRAGMENTATION, Budgets, MemoryEstimate
 from sppo_hf.planning.policies import uniform_modes
 from sppo_hf.planning.solve import (
-    HOST_TRADE_RATIO,
+    EQUALLY_FAST,
+    HOST_PRICE,
     BudgetViolation,
     Choices,
     Solution,
@@ -138,8 +139,9 @@ def test_within_budgets_and_never_worse_than_a_fixed_policy(
     light = reduce_host_memory(cost, found, budgets, choices)
     predicted = estimate(cost.shape, light.decisions)
     held = estimate(cost.shape, found.decisions).host.total
-    assert light.step_seconds <= HOST_TRADE_RATIO * found.step_seconds
-    assert predicted.host.total <= (0.9 if light.step_seconds > found.step_seconds else 1.0) * held
+    slower = light.step_seconds / found.step_seconds - 1.0
+    assert slower <= EQUALLY_FAST - 1.0
+    assert slower <= HOST_PRICE * (held - predicted.host.total) / (budgets.host or held or 1)
     assert not list(over_budget(predicted, budgets))
     assert light.decisions.bounds == base.bounds
     assert light.bound_seconds == found.bound_seconds
