@@ -1,4 +1,4 @@
-"""Divisors of the loss, which the host does not wait for, and refused arguments of a call."""
+"""Arguments of a call: its rows, documents, labels and padding, the loss's divisor, refusals."""
 
 from typing import Any
 
@@ -7,8 +7,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sppo_hf import ConfigError, SPPOConfig
+from sppo_hf.attention.segments import RowSpans
 from sppo_hf.engine.convert import convert
-from sppo_hf.engine.forward_calls import ForwardCall, read_call
+from sppo_hf.engine.forward_calls import ForwardCall, read_call, read_layout
 from sppo_hf.engine.structure import find_parts
 from sppo_hf.testing.tiny_models import build_tiny_model
 
@@ -103,3 +104,133 @@ def test_inputs_of_other_types_and_shapes_are_refused(given: dict[str, Any], wor
     with pytest.raises(ConfigError, match=words):
         model(**given)
     model(**_given()).loss.backward()
+
+
+def _read(**given):
+    defaults = {
+        "batch_rows": 2, "total_tokens": 6, "attention_mask": None, "position_ids": None,
+        "cu_seq_lens": None, "shift_labels_BT": None, "ignore_index": -100,
+    }  # fmt: skip
+    return read_layout(**{**defaults, **given})
+
+
+def _right_padded(*lengths):
+    return torch.arange(6)[None] < torch.tensor(lengths)[:, None]
+
+
+def test_full_rows_are_plain():
+    layout = _read(attention_mask=torch.ones(2, 6))
+    assert (layout.rows, layout.used_tokens, layout.labelled) == (None, 6, None)
+    assert layout.has_label(0, 1)
+
+
+def test_padding_without_labels_on_it_needs_no_mask_and_ends_early():
+    labels = torch.zeros(2, 6, dtype=torch.long).masked_fill(~_right_padded(2, 4), -100)
+    layout = _read(attention_mask=_right_padded(2, 4), shift_labels_BT=labels)
+    assert (layout.rows, layout.used_tokens) == (None, 4)
+    assert layout.labelled == (True, True, True, True, False, False)
+    assert layout.has_label(3, 6)
+    assert not layout.has_label(4, 6)
+
+
+@pytest.mark.parametrize("labels", [torch.zeros(2, 6, dtype=torch.long), None])
+def test_padding_that_counts_keeps_its_spans(labels):
+    layout = _read(attention_mask=_right_padded(2, 4), shift_labels_BT=labels)
+    assert layout.rows == (RowSpans(((0, 6),), 2), RowSpans(((0, 6),), 4))
+    assert layout.used_tokens == 6
+
+
+def _both_sides(*spans):
+    at = torch.arange(6)[None]
+    starts, ends = torch.tensor(spans).T[..., None]
+    return (at >= starts) & (at < ends)
+
+
+def test_padding_in_front_is_a_document_of_its_own():
+    mask = _both_sides((2, 5), (0, 4))
+    # Shifted labels: those of index 1 and before are predicted by padding.
+    labels = torch.zeros(2, 6, dtype=torch.long).masked_fill(~mask, -100)
+    layout = _read(attention_mask=mask, shift_labels_BT=labels, left_padding=True)
+    assert layout.rows == (RowSpans(((0, 2), (2, 6)), 5), RowSpans(((0, 6),), 4))
+    assert layout.used_tokens == 5
+    assert layout.labelled == (True,) * 5 + (False,)
+
+
+def test_left_padding_that_cannot_be_exact_is_refused():
+    mask = _both_sides((0, 6), (2, 6))
+    given = {"attention_mask": mask, "left_padding": True}
+    labels = torch.zeros(2, 6, dtype=torch.long).masked_fill(~mask, -100)
+    labels[1, 1] = 7
+    with pytest.raises(
+        ConfigError, match=r"left padding in row 1: there are labels.*index 2.*-100"
+    ):
+        _read(**given, shift_labels_BT=labels)
+    labels[1, 1] = -100
+    assert _read(**given, shift_labels_BT=labels).rows is not None
+    with pytest.raises(ConfigError, match="left padding in row 1: without labels"):
+        _read(**given)
+    with pytest.raises(
+        ConfigError, match="left padding in row 1: it is exact only for the families"
+    ):
+        _read(**{**given, "left_padding": False}, shift_labels_BT=labels)
+
+
+def test_positions_of_padding_are_no_packing(recwarn):
+    mask = _both_sides((2, 6), (3, 6))
+    labels = torch.full((2, 6), -100)
+    positions = (mask.cumsum(1) - 1).masked_fill(~mask, 1)
+    _read(attention_mask=mask, shift_labels_BT=labels, position_ids=positions, left_padding=True)
+    assert not recwarn.list
+
+
+def test_positions_that_stand_still_are_no_packing(recwarn):
+    positions = torch.tensor([[0, 1, 1, 1, 2, 3]])  # as of tokens of one image
+    assert _read(attention_mask=torch.ones(2, 6), position_ids=positions).rows is None
+    assert not recwarn.list
+
+
+def test_positions_that_continue_are_one_document():
+    assert _read(position_ids=torch.arange(3, 9)[None]).rows is None
+
+
+def test_positions_that_restart_are_documents_of_every_row():
+    layout = _read(position_ids=torch.tensor([[0, 1, 0, 1, 2, 0]]))
+    assert layout.rows == (RowSpans(((0, 2), (2, 5), (5, 6)), 6),) * 2
+
+
+def test_positions_under_a_mask_are_ignored_aloud():
+    with pytest.warns(UserWarning, match="Leave attention_mask out"):
+        layout = _read(
+            attention_mask=torch.ones(2, 6), position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]])
+        )
+    assert layout.rows is None
+
+
+def test_offsets_are_documents_and_may_repeat():
+    layout = _read(batch_rows=1, cu_seq_lens=torch.tensor([0, 2, 2, 6]))
+    assert layout.rows == (RowSpans(((0, 2), (2, 6)), 6),)
+
+
+@pytest.mark.parametrize("offsets", [[1, 6], [0, 5], [0, 4, 2, 6]])
+def test_offsets_that_do_not_fit_are_refused(offsets):
+    with pytest.raises(ConfigError, match="rising offsets from 0"):
+        _read(batch_rows=1, cu_seq_lens=torch.tensor(offsets))
+
+
+@pytest.mark.parametrize(("mask", "message"), [
+    (~_right_padded(2, 0), "left padding in row 0"),
+    (torch.tensor([[1] * 6, [1, 1, 0, 1, 0, 0]]), "padding between real tokens in row 1"),
+    (torch.ones(2, 5), r"shape \(2, 5\).*\(2, 6\)"),
+    (torch.ones(2, 1, 6, 6), r"shape \(2, 1, 6, 6\)"),
+])  # fmt: skip
+def test_other_masks_are_refused(mask, message):
+    with pytest.raises(ConfigError, match=message):
+        _read(attention_mask=mask)
+
+
+def test_where_blocks_are_counted_documents_behind_others_begin_at_zero():
+    shifted = torch.tensor([[0, 1, 2, 5, 6, 7]])
+    assert _read(batch_rows=1, position_ids=shifted).rows is not None
+    assert _read(batch_rows=1, position_ids=torch.tensor([[4, 5, 0, 1, 2, 3]]), blocks=True).rows
+    with pytest.raises(ConfigError, match=r"begins at position 5.*restart at 0"):
+        _read(batch_rows=1, position_ids=shifted, blocks=True)
