@@ -27,6 +27,7 @@ import gc
 import importlib
 import json
 import os
+import random
 import select
 import signal
 import socket
@@ -66,11 +67,17 @@ def environment(rank: int, ranks: int, port: int) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """Return a port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
+    """Return a port that was free a moment ago.
+
+    It is below those that systems give to outgoing connections (from 32768 on Linux, from 49152
+    elsewhere): any of these may be taken before this launch's first rank listens.
+    """
+    numbers = random.SystemRandom()
+    while True:
+        port = numbers.randrange(20_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 @dataclass(frozen=True)
