@@ -2,8 +2,11 @@
 
     python recipes/benchmarks/planned_lengths.py --check
     python recipes/benchmarks/planned_lengths.py --all-weights
+    python recipes/benchmarks/planned_lengths.py --hosts
 
 With --all-weights the whole model is trained, with weights or optimizer on a host of 1,900 GiB.
+With --hosts the table shows how much of four budgets of host memory "auto" uses, for this model and
+for all weights of Qwen3-4B.
 
 Every number is a simulation with the shipped profile, which is made of public figures; none is
 measured. Needs no GPU and no torch.
@@ -15,6 +18,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -44,6 +48,7 @@ POLICIES = ("auto", "none", "full", "sppo")
 BY_CHUNK = "auto, by chunk"
 COLUMNS = (POLICIES[0], BY_CHUNK, *POLICIES[1:])
 LENGTHS = tuple(2**power for power in range(14, 21))
+HOSTS_GIB = (64, 128, 256, 512)
 ALL_WEIGHTS_HOST = "1900GiB"
 PLACES = {
     "auto": ("auto", "auto"),
@@ -143,6 +148,31 @@ def plan_all_weights(options: argparse.Namespace, tokens: int, *, longest: bool)
     return row
 
 
+def show_hosts(options: argparse.Namespace, lengths: Sequence[int]) -> None:
+    """One table on the terminal: host memory used and the step, by the host's budget."""
+    table = Table(title="host memory used and seconds of a step, by the budget of host memory")
+    for heading in ("trained, tokens", *(f"{size} GiB" for size in HOSTS_GIB)):
+        table.add_column(heading, justify="right")
+    for model, lora in ((options.model, options.lora), ("qwen3-4b", None)):
+        for tokens in lengths:
+            cells = []
+            for size in HOSTS_GIB:
+                question = question_for(
+                    load_config(model),
+                    SPPOConfig(device_memory="80GiB", host_memory=f"{size}GiB"),
+                    profile=load_profile(options.hardware),
+                    total_tokens=tokens,
+                    lora_rank=lora,
+                    trace=trace_unknown_model,
+                )
+                plan = plan_for(question)
+                assert plan.prediction is not None, "a plan made with a profile is predicted"
+                used_gib = plan.estimate.host.total / 2**30
+                cells.append(f"{used_gib:.0f}, {plan.prediction.step_seconds:#.4g} s")
+            table.add_row(f"{'LoRA' if lora else 'all weights'}, {tokens:,}", *cells)
+    Console(width=120).print(table)
+
+
 def show_all_weights(rows: list[dict[str, Any]]) -> None:
     """One table on the terminal."""
     table = Table(title=f"Llama-3.1-8B, all weights, one H100, host {ALL_WEIGHTS_HOST}: tokens/s")
@@ -239,7 +269,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", type=Path, help="file that all numbers are written to")
     parser.add_argument("--check", action="store_true", help="exit status 1 if auto is not first")
     parser.add_argument("--all-weights", action="store_true", help="train all, with a large host")
+    parser.add_argument("--hosts", action="store_true", help="compare budgets of host memory")
     options = parser.parse_args(argv)
+    if options.hosts:
+        show_hosts(options, [tokens for tokens in options.lengths if 2**15 <= tokens <= 2**18])
+        return 0
     if options.all_weights:
         rows = [
             plan_all_weights(options, tokens, longest=at == 0)

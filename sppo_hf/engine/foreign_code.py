@@ -42,6 +42,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -65,7 +66,7 @@ _LIBRARIES = frozenset(
     (
         "torch transformers peft accelerate trl sppo_hf kernels liger_kernel flash_attn fla "
         "mamba_ssm causal_conv1d bitsandbytes torchao optimum hqq gptqmodel auto_gptq awq aqlm "
-        "auto_round compressed_tensors eetq fbgemm_gpu quark spqr_quant vptq"
+        "auto_round compressed_tensors eetq fbgemm_gpu quark spqr_quant vptq transformer_engine"
     ).split()
 )
 """Packages whose modules are no user's own: their adapters and quantised layers are token-wise."""
@@ -88,6 +89,10 @@ _SPLIT = 5
 
 _TOLERANCE, _TOLERANCE_16_BITS = 1e-4, 3e-2
 """Largest relative difference between the parts and the whole, in float32 and in less."""
+
+_MOST_PARAMETERS = 2**31
+"""Parameters (8 GiB in float32) above which a layer is not run whole, but the user's own modules in
+it each by itself."""
 
 _BLOCK = 65_537
 """Random numbers that are drawn at once for a parameter; a prime, so that no two rows are equal."""
@@ -182,6 +187,8 @@ def _outermost(
 
 def _is_foreign(module: nn.Module, built: frozenset[type]) -> bool:
     """Whether a module runs code that no library has, and that the model class did not build."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return True
     kind = own_class(module)
     forward = module.__dict__.get("forward")
     if forward is not None and _package(_code_module(forward)) not in _LIBRARIES:
@@ -207,13 +214,14 @@ def _package(module_name: str) -> str:
 def _code_module(function: Any) -> str:
     """Return the name of the Python module in which a function's code was written.
 
-    `__module__` would be that of the original where a wrapper copies its name.
+    `__module__` would be that of the original where a wrapper copies its name. "" for generated
+    code, such as the forward of a `torch.fx.GraphModule`, which may be anybody's.
     """
     while isinstance(function, functools.partial):
         function = function.func
     function = getattr(function, "__func__", function)
     names = getattr(function, "__globals__", None)
-    return str(names["__name__"] if names else type(function).__module__)
+    return str(names.get("__name__", "") if names else type(function).__module__)
 
 
 def _is_absent(root: nn.Module) -> bool:
@@ -365,12 +373,17 @@ class _Trial:
         Raises:
             UnsupportedModelError: It differs, or cannot be tried.
         """
+        for module in self.foreign:
+            if any(map(is_lazy, module.parameters())):
+                reason = "its parameters have no shape before its first call"
+                raise _not_tried(self.parts, module, _CannotTry(reason))
         unseen = {part for mixer in self.mixers for part in mixer.modules()}
         alone = [module for module in self.foreign if module in unseen]
         try:
             self._compare()
         except _CannotTry as error:
-            failure = failure or error
+            # Without the error's frames, which would hold the model in a reference cycle.
+            failure = failure or _CannotTry(str(error))
             if self.foreign == [self.root]:
                 raise _not_tried(self.parts, self.root, failure) from error
             alone = self.foreign
@@ -386,6 +399,12 @@ class _Trial:
         return replace(self, root=module, foreign=[module], mixers=mixers, calls=calls)
 
     def _compare(self) -> None:
+        modules = list(self.root.modules())
+        parameters = [p for module in modules for p in module.parameters(recurse=False)]
+        if any(isinstance(module, torch.jit.ScriptModule) for module in modules):
+            raise _CannotTry("TorchScript's modules cannot be run with other weights")
+        if self.foreign != [self.root] and sum(p.numel() for p in parameters) > _MOST_PARAMETERS:
+            raise _CannotTry("it is too large to be run with random weights")
         error = _CannotTry("it was not run")
         for setting in _settings(self.parts, self.root):
             try:
@@ -393,7 +412,8 @@ class _Trial:
                     self._compare_with(setting)
                 return
             except _CannotTry as this:
-                error = this
+                # A copy: the frames of the error itself hold the weights of the trial.
+                error = _CannotTry(str(this))
             except torch.OutOfMemoryError as this:
                 error = _CannotTry(first_line(this))
         raise error
@@ -442,7 +462,7 @@ class _Trial:
         parameters, buffers = weights
         tensors = parameters | {name: x.clone() for name, x in buffers.items()}
         args, kwargs = self.calls.cut(start, end, setting.move)
-        torch.manual_seed(seed)
+        _seed_torch(seed, setting.device)
         random.seed(seed)
         np.random.seed(seed)
         with _untouched(self.root):
@@ -470,6 +490,7 @@ class _Trial:
             torch.inference_mode(False),
             torch.no_grad(),
             torch.autocast(device.type, enabled=False),
+            torch.compiler.set_stance("force_eager"),
             attention_implementation(_TRIAL, self.parts.configs),
             patched_attribute("forward", dict.fromkeys(self.mixers, _first_argument)),
             _WithoutDropout(),
@@ -523,16 +544,17 @@ def _settings(parts: ModelParts, root: nn.Module) -> Iterator[_Setting]:
     )
     device = next((x.device for x in tensors if not x.is_meta), _device(parts))
     make = functools.partial(_Setting, quantised=is_quantised)
+    if device.type == "cpu" and torch.accelerator.is_available() and not is_quantised:
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is not None:  # on the CPU a large layer takes seconds
+            yield make(accelerator, widens=True, draws=True)
+            yield make(accelerator, widens=False, draws=True)
     if not is_quantised:
         yield make(device, widens=True, draws=True)
     if narrow or is_quantised:
         yield make(device, widens=False, draws=True)
     if not any(hasattr(x, "to_local") or x.is_meta for x in tensors):  # sharded, or elsewhere
         yield make(device, widens=not narrow, draws=False)
-    if device.type == "cpu" and torch.accelerator.is_available() and not is_quantised:
-        accelerator = torch.accelerator.current_accelerator()
-        if accelerator is not None:
-            yield make(accelerator, widens=False, draws=True)
 
 
 def _draw(shape: torch.Size, like: Tensor, generator: torch.Generator) -> Tensor:
@@ -648,6 +670,18 @@ def _contents(module: nn.Module) -> list[tuple[Any, Any]]:
     """Return the containers among a module's attributes, each with a copy of what is in it."""
     kinds = (dict, OrderedDict, list, set)
     return [(x, type(x)(x)) for x in vars(module).values() if type(x) in kinds]
+
+
+def _seed_torch(seed: int, device: torch.device) -> None:
+    """Seed torch's generators of the CPU and of one device.
+
+    `torch.manual_seed` would seed all devices, which nobody restores.
+    """
+    torch.default_generator.manual_seed(seed)
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        with module.device(device):
+            module.manual_seed(seed)
 
 
 @contextlib.contextmanager

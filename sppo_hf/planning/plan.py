@@ -279,6 +279,7 @@ class PipelineStep:
 
 
 _FASTER = "auto: the faster of those that fit"
+_ORDER_OF_THE_FASTEST = "auto: the order of the fastest that fits"
 _LESS_MEMORY = "auto: less memory"
 _AS_LITTLE_MEMORY = "auto: about as little memory as the other"
 # Plans on a CPU whose peaks differ by less than this ratio are equal in memory, and the one with
@@ -945,7 +946,7 @@ def _memory_rank(task: _Task, decisions: Decisions) -> tuple[int, float]:
 
 def _solved(task: _Task, cost: ModelCost) -> _Decided:
     limits: list[BudgetViolation] = []
-    fastest = "fastest that fits"
+    fastest, order_reason = "fastest that fits", _FASTER
     for cuts in _cuts(task, cost):
         found = solve_chunks(
             cost,
@@ -967,10 +968,15 @@ def _solved(task: _Task, cost: ModelCost) -> _Decided:
                         f"{slower:.2%} slower than the {fastest}, for {format_bytes(freed)} less "
                         "host memory"
                     )
+                    order_reason = _ORDER_OF_THE_FASTEST
                 found = light
             break
         limits.append(found)
     else:
+        fastest, order_reason = (
+            "the closest to fitting",
+            "auto: the order that is closest to fitting",
+        )
         found = _closest(task, cost, min(limits, key=lambda limit: limit.missing_bytes))
     reason = f"auto: {fastest} ({found.policy})"
     config = task.config
@@ -978,7 +984,7 @@ def _solved(task: _Task, cost: ModelCost) -> _Decided:
         decisions=found.decisions,
         recompute_reason=reason if config.recompute == "auto" else "set by the user",
         offload_reason=reason if config.offload == "auto" else "set by the user",
-        order_reason=_FASTER,
+        order_reason=order_reason,
         prediction=predict(found.decisions, cost, found.timeline, policy=found.policy),
     )
 

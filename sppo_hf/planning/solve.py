@@ -1,6 +1,7 @@
 """The solver: finds the fastest plan that fits, or the violated budget.
 
-`solve` does so for given bounds and order; `solve_chunks` compares several of both.
+`solve` does so for given bounds and order; `solve_chunks` compares several of both, and
+`reduce_host_memory` then gives up a little speed where that frees much host memory.
 
 The linear program says how many layers of each chunk (by layer: chunks of each layer) get which
 mode. Counts are rounded to integers, the estimate is checked against every budget, and candidates
@@ -513,8 +514,6 @@ _SLOWER_SHARES = (0.9, 0.45)
 # Share of a plan's host memory with which another is searched: the linear program also offloads for
 # gains that are tiny, or that rounding takes away.
 _LESS_HOST_SHARE = 0.8
-# A plan that uses more than this share of the host's budget would be faster with more of it.
-_NEARLY_FULL = 0.95
 
 
 def reduce_host_memory(
@@ -525,8 +524,8 @@ def reduce_host_memory(
 ) -> Solution:
     """Returns a plan that uses less host memory than `found` where that is worth it, or `found`.
 
-    It has the bounds and the order of `found`, saves and offloads no larger kinds, and has no more
-    bytes behind the host. It takes at most `EQUALLY_FAST` times as long, and what it takes longer
+    It has the bounds and the order of `found`, saves no larger kinds, and has no more bytes behind
+    the host. It takes at most `EQUALLY_FAST` times as long, and what it takes longer
     is less than the price of the host memory that it frees.
 
     Args:
@@ -553,15 +552,14 @@ def reduce_host_memory(
 
     best, best_priced = found, found.step_seconds + price * most_bytes
     most_seconds = EQUALLY_FAST * found.step_seconds
-    if most_bytes <= _NEARLY_FULL * capacity_bytes:
-        less = budgets.replace(host=int(_LESS_HOST_SHARE * most_bytes))
-        kinds = tuple(kind for kind in choices.saved if kind in {mode.saved for mode in used})
-        same = replace(choices, saved=kinds)
-        tried = solve(cost, base, less, same, under_seconds=found.step_seconds)
-        if isinstance(tried, Solution) and tried.step_seconds <= most_seconds:
-            priced = tried.step_seconds + host_seconds(tried.decisions)
-            if priced < best_priced:
-                best, best_priced = replace(tried, bound_seconds=found.bound_seconds), priced
+    less = budgets.replace(host=int(_LESS_HOST_SHARE * most_bytes))
+    kinds = tuple(kind for kind in choices.saved if kind in {mode.saved for mode in used})
+    same = replace(choices, saved=kinds)
+    tried = solve(cost, base, less, same, under_seconds=found.step_seconds)
+    if isinstance(tried, Solution) and tried.step_seconds <= most_seconds:
+        priced = tried.step_seconds + host_seconds(tried.decisions)
+        if priced < best_priced:
+            best, best_priced = replace(tried, bound_seconds=found.bound_seconds), priced
     modes = tuple(
         mode
         for mode in choices.modes
@@ -578,7 +576,7 @@ def reduce_host_memory(
             modes,
             kv_modes,
             host_price=price * 2**30,
-            most_seconds=slower * (found.bound_seconds or found.step_seconds),
+            most_seconds=slower * found.step_seconds,
         )
         if mix is None:
             break
@@ -703,8 +701,9 @@ def _solved_mix(
     host_price: float = 0.0,
     most_seconds: float = float("inf"),
 ) -> tuple[Decisions, float] | None:
-    """Returns the rounded optimum with these modes that fits, and its bound in seconds.
+    """Returns the rounded optimum with these modes that fits, and the seconds before rounding.
 
+    These are a bound on the seconds of every plan with these modes if host memory has no price.
     None if there is none, or none that takes less than `under_seconds`. See `LinearProgram` for
     the price of a GiB of host memory and the limit of the seconds.
     """

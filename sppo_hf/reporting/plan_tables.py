@@ -426,7 +426,7 @@ def _chunks_shown(num_chunks: int) -> list[int]:
 def _plan_changes(before: Plan, after: Plan) -> str:
     same = ("order", "layer_modes", "kv_tier", "kv_modes")
     if all(getattr(after, name) == getattr(before, name) for name in same):
-        return "The same plan is still the fastest that fits; only its prediction is corrected."
+        return "The same plan is chosen again; only its prediction is corrected."
     assert after.prediction is not None, "a corrected plan is predicted"
     changed = sum(
         a != b

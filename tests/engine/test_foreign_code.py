@@ -1,7 +1,9 @@
 """Modules of the user's own inside a stock model: exact, or refused at conversion by name."""
 
+import gc
 import random
 import re
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -412,6 +414,88 @@ def test_a_module_of_sixteen_bits_alone_is_tried_in_them() -> None:
     assert is_converted(convert(model, _config()))
 
 
+class _Gelu(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(x) * 2
+
+
+class _Mean(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x.mean(1, keepdim=True)
+
+
+def test_generated_code_is_tried() -> None:
+    model: Any = build_tiny_model("llama")
+    model.model.layers[1].mlp = torch.fx.symbolic_trace(_Gelu())
+    assert is_converted(convert(model, _config()))
+    revert(model)
+    model.model.layers[2].mlp = torch.fx.symbolic_trace(_Mean())
+    with pytest.raises(UnsupportedModelError, match=r"layers\.2\.mlp .*depends on other tokens"):
+        convert(model, _config())
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: torch.jit.trace(_Gelu(), torch.ones(1, 2, 3)), "TorchScript's modules cannot"),
+        (lambda: nn.Sequential(_Gelu(), nn.LazyLinear(64)), "parameters have no shape"),
+    ],
+    ids=["TorchScript", "lazy"],
+)
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:Lazy modules"
+)
+def test_modules_that_have_no_weights_to_replace_are_refused(
+    make: Callable[[], nn.Module], reason: str
+) -> None:
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = make()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x)
+
+    model: Any = build_tiny_model("llama")
+    model.model.layers[2].mlp = Around()
+    with pytest.raises(UnsupportedModelError, match=rf"layers\.2\.mlp .*: .*{reason}"):
+        check_convertible(model)
+
+
+def test_in_a_large_layer_the_users_modules_are_tried_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(foreign_code, "_MOST_PARAMETERS", 100)
+    model: Any = build_tiny_model("llama")
+    model.model.layers[1].mlp = _Gelu()
+    run, ran = foreign_code._Trial._compare_with, []
+    monkeypatch.setattr(
+        foreign_code._Trial,
+        "_compare_with",
+        lambda trial, setting: (ran.append(trial.root), run(trial, setting)),
+    )
+    check_convertible(model)
+    assert ran == [model.model.layers[1].mlp]
+    model.model.layers[2].mlp = _Mean()
+    with pytest.raises(UnsupportedModelError, match=r"layers\.2\.mlp .*depends on other tokens"):
+        check_convertible(model)
+
+
+def test_a_compiled_module_is_not_compiled_for_the_trial() -> None:
+    compiled: list[Any] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    model: Any = build_tiny_model("llama")
+    model.model.layers[1].mlp = torch.compile(_Gelu(), backend=backend)
+    check_convertible(model)
+    assert not compiled
+    model.model.layers[1].mlp(torch.ones(1, 2, 3))
+    assert compiled
+
+
 def test_a_model_class_that_builds_what_cannot_be_tried_is_tried_whole() -> None:
     """The remedy that the error names."""
 
@@ -474,6 +558,40 @@ def test_a_trial_leaves_nothing_behind() -> None:
     assert not seen
     revert(convert(model, _config()))
     assert _everything(model) == before
+
+
+def test_weights_of_a_trial_that_failed_are_freed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Narrow(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            assert x.dtype is torch.bfloat16
+            return x * 2
+
+    model: Any = build_tiny_model("llama", dtype=torch.bfloat16)
+    model.model.layers[2].mlp = Narrow()
+    drawn: list[weakref.ref[Tensor]] = []
+    draw = foreign_code._draw
+
+    def watched(*given: Any) -> Tensor:
+        tensor = draw(*given)
+        drawn.append(weakref.ref(tensor))
+        return tensor
+
+    monkeypatch.setattr(foreign_code, "_draw", watched)
+    gc.collect()
+    gc.disable()
+    try:
+        check_convertible(model)
+        assert drawn
+        assert not any(tensor() is not None for tensor in drawn)
+    finally:
+        gc.enable()
+
+
+def test_other_devices_keep_their_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `torch.manual_seed` seeds beside the CPU is not restored."""
+    model = _with_all_kinds()
+    monkeypatch.setattr(torch, "manual_seed", lambda *_: pytest.fail("all devices are seeded"))
+    check_convertible(model)
 
 
 def test_nothing_is_left_behind_by_a_refusal() -> None:
