@@ -279,7 +279,7 @@ class PipelineStep:
 
 
 _FASTER = "auto: the faster of those that fit"
-_ORDER_OF_THE_FASTEST = "auto: the order of the fastest that fits"
+_ORDER_OF_THE_FASTEST = "auto: that of the fastest that fits"
 _LESS_MEMORY = "auto: less memory"
 _AS_LITTLE_MEMORY = "auto: about as little memory as the other"
 # Plans on a CPU whose peaks differ by less than this ratio are equal in memory, and the one with
@@ -975,7 +975,7 @@ def _solved(task: _Task, cost: ModelCost) -> _Decided:
     else:
         fastest, order_reason = (
             "the closest to fitting",
-            "auto: the order that is closest to fitting",
+            "auto: the closest to fitting",
         )
         found = _closest(task, cost, min(limits, key=lambda limit: limit.missing_bytes))
     reason = f"auto: {fastest} ({found.policy})"
