@@ -174,7 +174,7 @@ class SPPOConfig:
     host_memory: int | float | str | None = None
     """Budget of host memory for offloaded bytes: a size such as "80GiB", bytes, or a fraction of
     the host's memory such as 0.5. None allows most of what is free, of which "auto" takes less
-    where that costs at most 1% of a step."""
+    where that costs at most a hundredth of a step."""
 
     disk_memory: int | float | str | None = None
     """Budget on the disk of offload_dir: a size such as "1TiB", bytes, or a fraction of the disk

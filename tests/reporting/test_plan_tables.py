@@ -143,7 +143,8 @@ SOLVED = replace(CUDA, profile=load_profile("h100"))
 
 
 def test_a_solved_plan_says_what_becomes_of_chunks_and_how_long_a_step_takes() -> None:
-    made = plan(total_tokens=131_072, device=SOLVED, config=SPPOConfig(offload_kv="none"))
+    settings = SPPOConfig(offload_kv="none", order="by_chunk")
+    made = plan(total_tokens=131_072, device=SOLVED, config=settings)
     flat = " ".join(render_plan(made, "m", 220).split())
     assert made.prediction is not None
     assert format_seconds(made.prediction.step_seconds) in flat
