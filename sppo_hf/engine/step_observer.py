@@ -12,7 +12,6 @@ here waits for the device.
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
@@ -124,15 +123,19 @@ class ObserverHub(StepObserver):
         """Remove an observer, if it is subscribed."""
         self._subscribers.discard(observer)
 
-    def _tell_all(self, event: str, *values: Any) -> None:
-        for observer in list(self._subscribers):
+
+def _tell_all(event: str) -> Callable[..., None]:
+    """Return a method that calls the method `event` of every subscriber."""
+
+    def tell(hub: ObserverHub, *values: Any) -> None:
+        for observer in list(hub._subscribers):
             getattr(observer, event)(*values)
 
-    def __getattribute__(self, name: str) -> Any:
-        """Return, for a method of `StepObserver`, one that calls it on every subscriber."""
-        if name in vars(StepObserver) and name.startswith("on_"):
-            return functools.partial(self._tell_all, name)
-        return super().__getattribute__(name)
+    return tell
+
+
+for _event in [name for name in vars(StepObserver) if name.startswith("on_")]:
+    setattr(ObserverHub, _event, _tell_all(_event))
 
 
 Phase = Literal["forward", "backward", "end"]

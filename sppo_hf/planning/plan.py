@@ -359,6 +359,8 @@ class _Task:
     bounds: Bounds | None
     under_seconds: float
     """See `solve`."""
+    by_unit: bool
+    """Whether this is a pipeline stage, which copies whole units."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -675,9 +677,10 @@ def _make_plan(request: PlanRequest, *, rerun_attention: bool, under_seconds: fl
         ),
         bounds=request.bounds,
         under_seconds=under_seconds,
+        by_unit=alive is not None,
     )
     check_standing_bytes(config, shape, budgets, training=training)
-    decided = _decide(task) if alive is None else _decide_by_unit(task)
+    decided = _decide_by_unit(task) if task.by_unit else _decide(task)
     predicted = estimate(shape, decided.decisions, device_kind=device.kind)
     check_named_budgets(config, budgets, predicted)
     shared = {f.name: getattr(decided.decisions, f.name) for f in fields(Decisions)}
@@ -962,12 +965,15 @@ def _solved(task: _Task, cost: ModelCost) -> _Decided:
             if task.device.kind == "cuda" and found.step_seconds < task.under_seconds:
                 light = reduce_host_memory(cost, found, task.budgets, task.choices)
                 if light.step_seconds > found.step_seconds:
-                    slower = light.step_seconds / found.step_seconds - 1.0
-                    freed = _host_bytes(found, cost) - _host_bytes(light, cost)
-                    fastest = (
-                        f"{slower:.2%} slower than the {fastest}, for {format_bytes(freed)} less "
-                        "host memory"
-                    )
+                    if task.by_unit:  # numbers would be of the plan before its copies by unit
+                        fastest = f"nearly the {fastest}, for less host memory"
+                    else:
+                        slower = light.step_seconds / found.step_seconds - 1.0
+                        freed = _host_bytes(found, cost) - _host_bytes(light, cost)
+                        fastest = (
+                            f"{slower:.2%} slower than the {fastest}, for {format_bytes(freed)} "
+                            "less host memory"
+                        )
                     order_reason = _ORDER_OF_THE_FASTEST
                 found = light
             break

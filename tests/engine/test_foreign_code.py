@@ -369,6 +369,12 @@ class _Noise(nn.Module):
         return x + torch.randn_like(x)
 
 
+class _Narrow(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.dtype is torch.bfloat16
+        return x * 2
+
+
 class _NoiseInTraining(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.randn_like(x) if self.training else x
@@ -404,13 +410,8 @@ def test_noise_in_training_alone_is_no_reason() -> None:
 
 
 def test_a_module_of_sixteen_bits_alone_is_tried_in_them() -> None:
-    class Narrow(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            assert x.dtype is torch.bfloat16
-            return x * 2
-
     model: Any = build_tiny_model("llama", dtype=torch.bfloat16)
-    model.model.layers[2].mlp = Narrow()
+    model.model.layers[2].mlp = _Narrow()
     assert is_converted(convert(model, _config()))
 
 
@@ -561,13 +562,8 @@ def test_a_trial_leaves_nothing_behind() -> None:
 
 
 def test_weights_of_a_trial_that_failed_are_freed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Narrow(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            assert x.dtype is torch.bfloat16
-            return x * 2
-
     model: Any = build_tiny_model("llama", dtype=torch.bfloat16)
-    model.model.layers[2].mlp = Narrow()
+    model.model.layers[2].mlp = _Narrow()
     drawn: list[weakref.ref[Tensor]] = []
     draw = foreign_code._draw
 

@@ -4,6 +4,7 @@ As fast up to what it gives for less host memory.
 """
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -244,6 +245,14 @@ def test_a_little_time_is_given_for_much_host_memory(monkeypatch: pytest.MonkeyP
     assert light.estimate.host.total < 0.5 * fast.estimate.host.total
     said = f"{slower - 1:.2%} slower than the fastest that fits, for {format_bytes(freed_bytes)}"
     assert light.offload_reason == f"auto: {said} less host memory (solver)"
+
+
+def test_a_stage_says_so_without_numbers_of_a_plan_that_does_not_run() -> None:
+    asked = question(131_072, device_memory=80 * GIB, host_memory=128 * GIB)
+    stage = plan_for(replace(asked, alive=1.0, by_layer=False))
+    assert stage.offload_reason == (
+        "auto: nearly the fastest that fits, for less host memory (solver)"
+    )
 
 
 def test_host_memory_that_saves_much_time_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
