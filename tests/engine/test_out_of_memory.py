@@ -307,7 +307,7 @@ def budgeted(dropout: float = 0.0) -> tuple[torch.nn.Module, Plans, Tensor]:
     [
         (torch.OutOfMemoryError, "CUDA out of memory. As injected"),
         (RuntimeError, "CUDA ran out of memory outside PyTorch's allocator. As injected"),
-        (RuntimeError, "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        (RuntimeError, "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"),
         (RuntimeError, "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
     ],
     ids=["allocator", "driver", "cublas", "cudnn"],
