@@ -70,6 +70,15 @@ def use_expandable_segments(device: torch.device) -> None:
         logger.info("PyTorch's allocator keeps its segments as they are: %s", error)
 
 
+def as_current_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Make a CUDA device the current one, for whatever has no tensor to tell it the device.
+
+    Kernels of Triton and CuTe run on the current device, wherever their tensors are; events,
+    streams and checks of attention backends are made for it.
+    """
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
 def reserve_driver_memory(device: torch.device, num_bytes: int) -> None:
     """Keep `num_bytes` of a CUDA device out of PyTorch's cache.
 

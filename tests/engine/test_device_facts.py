@@ -1,5 +1,6 @@
 """Facts about the machine and the model for the planner, and binding of processes to a device."""
 
+import contextlib
 import os
 from types import SimpleNamespace
 from typing import Any
@@ -63,6 +64,14 @@ def test_the_numa_node_is_asked_for_by_bus_address(monkeypatch: pytest.MonkeyPat
     assert asked == ["0000:1b:00.0"]
     assert device_facts.device_numa_node(CPU) is None
     assert len(asked) == 1
+
+
+def test_a_gpu_becomes_the_current_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext(device))
+    with device_facts.as_current_device(GPU) as entered:
+        assert entered == GPU
+    with device_facts.as_current_device(CPU) as entered:
+        assert entered is None
 
 
 def _gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
