@@ -83,11 +83,34 @@ def reserve_driver_memory(device: torch.device, num_bytes: int) -> None:
     """Keep `num_bytes` of a CUDA device out of PyTorch's cache.
 
     The driver needs them for kernel code, cuBLAS workspaces and cuDNN plans, and cannot reclaim
-    memory that the cache holds.
+    memory that the cache holds. A lower limit that the script has set is left as it is.
     """
-    if device.type == "cuda":
-        total_bytes = torch.cuda.mem_get_info(device)[1]
-        torch.cuda.set_per_process_memory_fraction(1 - num_bytes / total_bytes, device)
+    if device.type != "cuda":
+        return
+    index = _cuda_index(device)
+    fraction = 1 - num_bytes / torch.cuda.mem_get_info(index)[1]
+    if fraction < _script_fraction(device):
+        torch.cuda.set_per_process_memory_fraction(fraction, index)
+        _own_fractions[index] = torch.cuda.get_per_process_memory_fraction(index)
+
+
+_own_fractions: dict[int, float] = {}
+"""Share of each CUDA device's memory to which `reserve_driver_memory` has limited the cache, as
+PyTorch gives it back."""
+
+
+def _script_fraction(device: torch.device) -> float:
+    """Share of a CUDA device's memory to which the script has limited PyTorch; 1 without a limit.
+
+    With `set_per_process_memory_fraction`, as where several processes share the device.
+    """
+    index = _cuda_index(device)
+    fraction = torch.cuda.get_per_process_memory_fraction(index)
+    return 1.0 if fraction == _own_fractions.get(index) else fraction
+
+
+def _cuda_index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 def device_facts(
@@ -115,6 +138,8 @@ def device_facts(
         free_bytes, total_bytes = torch.cuda.mem_get_info(device)
         own_bytes = torch.cuda.memory_reserved(device) + _FRESH_CONTEXT_BYTES
         device_bytes = min(total_bytes, free_bytes + own_bytes)
+        if config.device_memory is None:
+            device_bytes = min(device_bytes, int(_script_fraction(device) * total_bytes))
     else:
         name, device_bytes = processor_name(), host_bytes
     return DeviceFacts(

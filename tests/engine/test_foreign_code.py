@@ -140,8 +140,7 @@ class _InTF32(nn.Linear):
         return F.linear(_in_tf32(x), _in_tf32(self.weight))
 
 
-def test_rounding_to_tf32_is_no_mixing_of_tokens_where_it_is_allowed(
-) -> None:
+def test_rounding_to_tf32_is_no_mixing_of_tokens_where_it_is_allowed() -> None:
     model: Any = build_tiny_model("llama", dtype=torch.float32)
     model.model.layers[0].mlp.down_proj.__class__ = _InTF32
     with pytest.raises(UnsupportedModelError, match="_InTF32"):

@@ -157,8 +157,7 @@ def test_dropout_repeats_itself_in_tiles(family: str, recompute: str) -> None:
         torch.testing.assert_close(gradients[1][name], expected, rtol=1e-9, atol=1e-12)
 
 
-def test_rounding_to_tf32_is_token_wise_where_it_is_allowed(
-) -> None:
+def test_rounding_to_tf32_is_token_wise_where_it_is_allowed() -> None:
     class Rounded(nn.Module):
         """Other kernels for few tokens may multiply otherwise."""
 
