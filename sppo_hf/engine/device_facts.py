@@ -31,6 +31,7 @@ from sppo_hf.planning.machine import (
     has_expandable_segments,
     host_memory_bytes,
     host_reserve_bytes,
+    local_processes,
     node_cpus,
     nvidia_driver_version,
     pci_numa_node,
@@ -124,8 +125,7 @@ def device_facts(
     Raises:
         ConfigError: `config.hardware` names no profile, or `config.offload_dir` cannot be used.
     """
-    # Processes on one machine share its memory.
-    processes = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    processes = local_processes(os.environ)
     host_bytes = host_memory_bytes() // processes
     if device.type == "cuda":
         # Pinned memory of this process is available to it; others have about as much.

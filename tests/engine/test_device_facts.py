@@ -111,6 +111,9 @@ def test_a_gpu_may_use_the_host_memory_that_is_free(monkeypatch: pytest.MonkeyPa
         ours.setattr(device_facts, "locked_bytes", lambda: 64 * gib)
         assert found(56) == 120 - 16, "by PyTorch or by slabs"
     assert found(10) == 0
+    with monkeypatch.context() as by_srun:
+        by_srun.setenv("SLURM_STEP_TASKS_PER_NODE", "4(x2)")
+        assert found(116) == 25
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert found(116) == 25
     pinned["allocated_bytes.current"] = 25 * gib
