@@ -115,12 +115,17 @@ def _cuda_index(device: torch.device) -> int:
 
 
 def device_facts(
-    device: torch.device, config: SPPOConfig, *, counted_bytes: int = 0
+    device: torch.device,
+    config: SPPOConfig,
+    *,
+    counted_bytes: int = 0,
+    own_disk_bytes: int = 0,
 ) -> DeviceFacts:
     """Name, memory and speed of `device` and the host, as far as this process may use them.
 
     `counted_bytes` is pageable host memory in use that plans count, so it is added to the free
-    memory; it is negative for page-locked memory that they do not count.
+    memory; it is negative for page-locked memory that they do not count. `own_disk_bytes` are the
+    bytes that this process has reserved in `offload_dir`, which are available to it.
 
     Raises:
         ConfigError: `config.hardware` names no profile, or `config.offload_dir` cannot be used.
@@ -148,17 +153,18 @@ def device_facts(
         device_memory_bytes=device_bytes,
         host_memory_bytes=host_bytes,
         expandable_segments=has_expandable_segments(os.environ),
-        disk_memory_bytes=_free_disk_bytes(config),
+        disk_memory_bytes=_free_disk_bytes(config, processes, own_disk_bytes),
         profile=_profile(device, name, config),
     )
 
 
-def _free_disk_bytes(config: SPPOConfig) -> int | None:
+def _free_disk_bytes(config: SPPOConfig, processes: int, own_bytes: int) -> int | None:
+    """Bytes that this process, one of several on the machine, may have in `offload_dir`."""
     if config.offload_dir is None:
         return None
     with unusable_folder_errors(config.offload_dir):
         check_parent_exists(Path(config.offload_dir))
-        return free_disk_bytes(config.offload_dir)
+        return free_disk_bytes(config.offload_dir) // processes + own_bytes
 
 
 def _profile(device: torch.device, name: str, config: SPPOConfig) -> HardwareProfile | None:

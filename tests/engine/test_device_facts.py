@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -128,6 +129,23 @@ def test_host_resident_bytes_are_not_counted_twice(
     monkeypatch.setattr(device_facts, "free_host_memory_bytes", lambda: 56 * gib)
     rests = device_facts.device_facts(GPU, SPPOConfig(), counted_bytes=30 * gib)
     assert rests.host_memory_bytes == (56 - 16 + 30) * gib
+
+
+def test_processes_share_the_disk_and_what_a_plan_has_reserved_is_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(device_facts, "free_disk_bytes", lambda folder: 1000)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    config = SPPOConfig(offload_dir=str(tmp_path / "disk"))
+
+    def found(**known: int) -> int | None:
+        return device_facts.device_facts(CPU, config, **known).disk_memory_bytes
+
+    assert found() == 1000
+    assert found(own_disk_bytes=300) == 1300
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert found(own_disk_bytes=300) == 550
+    assert device_facts.device_facts(CPU, SPPOConfig()).disk_memory_bytes is None
 
 
 @pytest.mark.parametrize(
