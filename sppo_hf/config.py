@@ -71,8 +71,8 @@ class SPPOConfig:
     order: Literal["auto", "by_layer", "by_chunk"] = "auto"
     """Order of work on one device: "by_layer" runs all chunks of a layer before the next layer and
     so holds keys and values of one layer at a time, "by_chunk" runs all layers of a chunk before
-    the next chunk. "auto" takes the faster one that fits. Pipelines and ranks that share a sequence
-    always go by chunk."""
+    the next chunk. "auto" takes the faster one that fits, and where speeds are not known, or on a
+    CPU, the one with less memory. Pipelines and ranks that share a sequence always go by chunk."""
 
     offload: str = "auto"
     """Which saved activations are offloaded from the device: "none" keeps all, "full" offloads all,

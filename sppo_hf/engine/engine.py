@@ -859,7 +859,12 @@ def host_resident_parameters(
     return layers, others
 
 
-_OUT_OF_MEMORY_TEXTS = ("out of memory", "outside pytorch's allocator", "alloc_failed")
+_OUT_OF_MEMORY_TEXTS = (
+    "out of memory",
+    "outside pytorch's allocator",
+    "alloc_failed",  # CUBLAS_STATUS_ALLOC_FAILED
+    "device_allocation_failed",  # cuDNN 9: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED
+)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

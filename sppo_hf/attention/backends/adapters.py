@@ -479,7 +479,7 @@ class AlignedCall(Extent):
 
 
 def align_band(band: CausalBand, num_rows: int, num_keys: int) -> list[AlignedCall]:
-    """Express a band as at most two bottom-right-aligned calls.
+    """Express a band as at most three bottom-right-aligned calls.
 
     Returns:
         Calls with disjoint rows; empty if no row sees a key. Rows in no call see no key.
@@ -495,6 +495,15 @@ def align_band(band: CausalBand, num_rows: int, num_keys: int) -> list[AlignedCa
     if split > seen.row_start:
         reach = Reach(None if window is None else window - 1, 0)
         calls.append(AlignedCall(seen.row_start, split, seen.key_start, seen.key_stop, reach))
+    # Rows behind the last key.
+    if window is not None and seen.row_stop - split > seen.key_stop - seen.key_start:
+        # Flash attention 2 cuts the right side to the number of keys, which would hide some from
+        # the first of more rows than keys. These see all keys, so they have a call without a mask;
+        # the other rows are fewer than the keys.
+        whole = seen.row_start + seen.key_start + window - position
+        unmasked = Reach(None, None)
+        calls.append(AlignedCall(split, whole, seen.key_start, seen.key_stop, unmasked))
+        split = whole
     if split < seen.row_stop:
         # The kernel aligns these rows to end at the last key; they are `behind` tokens later.
         behind = position + (seen.row_stop - seen.row_start) - seen.key_stop
@@ -644,7 +653,7 @@ class BottomRightBackend(Backend):
             if (call.rows, call.keys) == whole:
                 return part
             parts.append((call, part))
-        # Two calls share their keys, so their gradients are summed in the accumulation dtype.
+        # Calls share their keys, so their gradients are summed in the accumulation dtype.
         keys_dtype = accumulation_dtype(k_BKTH.dtype) if len(parts) > 1 else k_BKTH.dtype
         dq_BNCH = torch.zeros_like(q_BNCH)
         dk_BKTH, dv_BKTH = (torch.zeros_like(x, dtype=keys_dtype) for x in (k_BKTH, v_BKTH))
