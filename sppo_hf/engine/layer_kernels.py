@@ -31,6 +31,12 @@ the first step, on two chunks of random values, forward and backward, on the mod
 that fails or differs is named in a warning, and mixers run the torch code instead. The choice is
 made where the mixer looks the function up, in the globals of its module. It applies in chunks
 alone: a model that is not converted runs as before.
+
+*8-bit linear layers.* The autograd functions of bitsandbytes' `Linear8bitLt` keep their input as an
+attribute of the graph's node, past autograd's saved tensors, so that it could be neither recomputed
+nor offloaded: the inputs of all layers and chunks would stay on the device until backward. Their
+backward reads it for the gradient of the weight alone, which an 8-bit weight has not. So it is
+dropped as soon as such a layer has run.
 """
 
 from __future__ import annotations
@@ -83,6 +89,7 @@ def prepare_layers(parts: ModelParts, config: SPPOConfig, device: torch.device) 
     Raises:
         ConfigError: `compile` is set, and `torch.compile` does not work here or for this model.
     """
+    _free_inputs_of_8_bit_layers(parts)
     if config.compile:
         compile_layers(parts, device)
     elif config.layer_kernels == "auto":
@@ -137,6 +144,30 @@ def _check_compiler(device: torch.device) -> None:
             f"compile=True, but torch.compile does not work on {device}: {reason}. Allowed: on a "
             "GPU with Triton, on a CPU with a C++ compiler. Remedy: install it, or drop compile."
         ) from error
+
+
+def _free_inputs_of_8_bit_layers(parts: ModelParts) -> None:
+    """Have the 8-bit linear layers of decoder layers drop their inputs once they have run."""
+    for module in (module for layer in parts.layers for module in layer.modules()):
+        is_8_bit = type(module).__name__ == "Linear8bitLt" and not module.weight.requires_grad
+        if is_8_bit and "forward" not in module.__dict__:
+            module.__dict__["forward"] = types.MethodType(_forward_without_input, module)
+
+
+def _forward_without_input(self: Any, x: Tensor) -> Tensor:
+    """Run a `Linear8bitLt`, and drop what its node of the graph keeps for the weight's gradient."""
+    output: Tensor = type(self).forward(self, x)
+    node: Any = output.grad_fn
+    if not x.numel():
+        return output  # their backward has another branch for no tokens
+    if hasattr(node, "tensors"):  # MatMul8bitLt: quantized input, outliers, input
+        node.tensors = (None,) * len(node.tensors)
+    if hasattr(node, "A"):  # MatMul8bitFp, on a CPU
+        node.A = None
+    return output
+
+
+setattr(_forward_without_input, _MARK, "8-bit")
 
 
 def liger_runs_on(device: torch.device) -> bool:

@@ -389,7 +389,7 @@ def model_from_config(
     """
     _check_bytes(config, model_class)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # `torch.manual_seed` seeds every device
         model = _construct(config, model_class)
         for part in model.modules():
             if isinstance(part, PreTrainedModel) and part._can_set_experts_implementation():
@@ -563,7 +563,7 @@ def add_lora(model: PreTrainedModel, *, rank: int = 4, seed: int = 0) -> nn.Modu
     with suppress_peft_warnings():
         wrapped = get_peft_model(model, settings)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # `torch.manual_seed` seeds every device
         for parameter in wrapped.parameters():
             if parameter.requires_grad:
                 parameter.copy_(0.2 * torch.randn_like(parameter))

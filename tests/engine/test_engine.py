@@ -565,3 +565,22 @@ def test_longer_than_the_rotary_range_only_warns(ids):
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # once is enough: a second warning would be raised
         model(input_ids=ids, labels=ids).loss.backward()
+
+
+@pytest.mark.parametrize("settings", [
+    {}, {"recompute": "none", "offload": "full", "min_offload_size": 1},
+    {"weights": "host", "optimizer": "host", "order": "by_layer", "layer_tile_tokens": 4},
+])  # fmt: skip
+def test_tensors_are_made_where_they_belong_whatever_the_default_device_is(model, ids, settings):
+    mask = torch.ones_like(ids)
+    mask[1, -4:] = 0
+    padded = {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask}
+    packed = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(T)[None] % 9}
+    expected = [_step(model, **batch) for batch in (padded, packed)]
+    convert(model, _config(**settings))
+    # As `torch.set_default_device("cuda")`: what is made without a device is not on the CPU.
+    with torch.device("meta"):
+        found = [_step(model, **batch) for batch in (padded, packed)]
+    for (loss, grads), (true_loss, true_grads) in zip(found, expected, strict=True):
+        torch.testing.assert_close(loss, true_loss)
+        torch.testing.assert_close(grads, true_grads, rtol=1e-4, atol=1e-6)

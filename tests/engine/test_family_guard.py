@@ -44,6 +44,19 @@ def test_an_unknown_family_is_checked_once(monkeypatch):
     convert(build_tiny_model("llama"), QUIET)
 
 
+def test_an_unknown_family_is_tried_on_the_cpu_and_no_device_is_seeded(monkeypatch, recwarn):
+    model = build_tiny_model("llama")
+    # PyTorch calls it though there is no GPU; its generators would be none of what is restored.
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda _: pytest.fail("seeds a user's GPU"))
+    monkeypatch.setattr("sppo_hf.testing.tiny_models._counted", set())
+    before = torch.get_rng_state()
+    with torch.device("meta"):  # as `torch.set_default_device("cuda")` would have it elsewhere
+        convert(model, QUIET)
+    assert list(guard._verdicts.values()) == [None]
+    assert not recwarn.list
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_an_unknown_family_that_is_not_exact_is_refused(monkeypatch):
     original = LlamaMLP.forward
     # What a token gets depends on the tokens beside it, as in a convolution over the sequence.

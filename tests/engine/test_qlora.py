@@ -1,13 +1,15 @@
 """QLoRA: 4-bit base weights under LoRA adapters, where bitsandbytes is installed."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
 from torch import nn
 
 from sppo_hf import SPPOConfig, UnsupportedModelError
-from sppo_hf.engine.convert import convert
+from sppo_hf.engine.convert import convert, revert
 from sppo_hf.planning.activation_modes import mode_of
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model
 from tests.engine.forced_plans import force_modes
@@ -65,6 +67,32 @@ def test_modules_of_the_users_own_among_them_are_tried(bits):
     layer.mlp = Scaled(layer.mlp, mixes=True)
     with pytest.raises(UnsupportedModelError, match=r"layers\.1\.mlp \(Scaled\).*other tokens"):
         convert(mixing, SPPOConfig(num_chunks=3, show_plan=False))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_inputs_of_8_bit_layers_are_recomputed_too(monkeypatch, training):
+    """In eval mode the CPU runs the autograd function that CUDA runs in both modes."""
+    model = _quantised_model(8)
+    convert(model, SPPOConfig(num_chunks=3, show_plan=False, recompute="full", offload="none"))
+    for module in model.modules():
+        module.training = training
+    forward, inputs = bnb.nn.Linear8bitLt.forward, []
+
+    def watched(self, x):
+        inputs.append(weakref.ref(x))
+        return forward(self, x)
+
+    ids = torch.randint(0, 97, (2, 23), generator=torch.Generator().manual_seed(0))
+    with monkeypatch.context() as patched:
+        patched.setattr(bnb.nn.Linear8bitLt, "forward", watched)
+        loss = model(input_ids=ids, labels=ids).loss
+    gc.collect()
+    assert len(inputs) == 3 * 3 * 7
+    assert not any(reference() is not None for reference in inputs)
+    loss.backward()
+    assert any(p.grad is not None for p in model.parameters())
+    revert(model)
+    assert not any("forward" in m.__dict__ for m in model.modules() if "8bit" in type(m).__name__)
 
 
 def _quantised_model(bits=4):
