@@ -34,7 +34,12 @@ from sppo_hf.engine.cpu_heap import HeapWatch
 from sppo_hf.engine.device_facts import as_current_device, device_facts, model_shape
 from sppo_hf.engine.family_guard import check_router_loss
 from sppo_hf.engine.forward_calls import BatchLayout, ForwardCall, read_call
-from sppo_hf.engine.layer_kernels import check_mixer_kernels, prepare_layers, restore_layers
+from sppo_hf.engine.layer_kernels import (
+    check_mixer_kernels,
+    free_inputs_of_8_bit_layers,
+    prepare_layers,
+    restore_layers,
+)
 from sppo_hf.engine.logits import LogitsCollector, LogitsRequest
 from sppo_hf.engine.loss import ChunkedLoss, ModelHead, RouterLoss, divide_loss, liger_tile
 from sppo_hf.engine.plan_cache import PlanCache, PlannedOffload, StepRows, trainable_mask
@@ -146,8 +151,9 @@ class Engine:
         return output if call.return_dict else output.to_tuple()
 
     def _check_kernels(self, device: torch.device) -> None:
-        """Call `check_mixer_kernels` before the first step."""
+        """Check mixers' kernels, and prepare 8-bit layers, before the first step."""
         if not self._kernels_checked:
+            free_inputs_of_8_bit_layers(self.parts)
             check_mixer_kernels(self.parts, device)
             self._kernels_checked = True
 

@@ -89,7 +89,6 @@ def prepare_layers(parts: ModelParts, config: SPPOConfig, device: torch.device) 
     Raises:
         ConfigError: `compile` is set, and `torch.compile` does not work here or for this model.
     """
-    _free_inputs_of_8_bit_layers(parts)
     if config.compile:
         compile_layers(parts, device)
     elif config.layer_kernels == "auto":
@@ -146,8 +145,11 @@ def _check_compiler(device: torch.device) -> None:
         ) from error
 
 
-def _free_inputs_of_8_bit_layers(parts: ModelParts) -> None:
-    """Have the 8-bit linear layers of decoder layers drop their inputs once they have run."""
+def free_inputs_of_8_bit_layers(parts: ModelParts) -> None:
+    """Have the 8-bit linear layers of decoder layers drop their inputs once they have run.
+
+    May be called again.
+    """
     for module in (module for layer in parts.layers for module in layer.modules()):
         is_8_bit = type(module).__name__ == "Linear8bitLt" and not module.weight.requires_grad
         if is_8_bit and "forward" not in module.__dict__:

@@ -43,7 +43,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -106,7 +106,7 @@ def liger_tile(parts: ModelParts, head: ModelHead, device: torch.device) -> Lige
     if linear.weight.requires_grad and not tile.sums_wide:
         return None
     if head.plain is None or head.plain[0] != state:
-        head.plain = (state, is_plain_head(linear, head) and tile.ignores_label_count())
+        head.plain = (state, is_plain_head(linear, head) and tile.needs_no_wait())
     return tile if head.plain[1] else None
 
 
@@ -134,15 +134,18 @@ def is_plain_head(linear: nn.Linear, head: ModelHead) -> bool:
     return torch.equal(head.logits(probe_1MD), F.linear(probe_1MD, weight, linear.bias))
 
 
-class _WithoutItem(TorchFunctionMode):
-    """Makes `Tensor.item` return 1, so that Liger does not wait for the number of labels.
+class _WithoutWaiting(TorchFunctionMode):
+    """Answers what Liger reads from the device, for which the host would wait.
 
-    It divides means by that number; here it computes sums.
+    `Tensor.item` gives 1, for the number of labels: Liger divides means by it, and here it computes
+    sums. `torch.equal` gives True: its backward asks whether the loss's gradient is 1, as it is.
     """
 
+    _ANSWERS: ClassVar[dict[Any, Any]] = {Tensor.item: 1, torch.equal: True}
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Replace `Tensor.item` alone."""
-        return 1 if func is Tensor.item else func(*args, **(kwargs or {}))
+        """Replace these two alone."""
+        return self._ANSWERS[func] if func in self._ANSWERS else func(*args, **(kwargs or {}))
 
 
 class LigerTile:
@@ -163,8 +166,8 @@ class LigerTile:
         """Whether the kernel can sum the weight's gradient over its parts in float32."""
         return "accum_dtype" in self._defaults
 
-    def ignores_label_count(self) -> bool:
-        """Whether a sum is the same whatever number of labels `Tensor.item` gives the kernel."""
+    def needs_no_wait(self) -> bool:
+        """Whether a sum and its gradients are the same where `_WithoutWaiting` answers the kernel."""
         weight = self._linear.weight
         generator = torch.Generator(weight.device).manual_seed(0)
         hidden_MD = torch.randn(
@@ -173,7 +176,7 @@ class LigerTile:
         labels_M = torch.tensor([1, -100, 0, -100, 2], device=weight.device) % weight.shape[0]
         labels_M[1::2] = -100
         expected = self._run(hidden_MD, labels_M, weight.detach(), None, -100)
-        with _WithoutItem():
+        with _WithoutWaiting():
             found = self._run(hidden_MD, labels_M, weight.detach(), None, -100)
         return all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
@@ -198,7 +201,7 @@ class LigerTile:
         weight, bias = self._linear.weight, self._linear.bias
         leaf = weight.detach().requires_grad_(weight.requires_grad)
         bias_leaf = None if bias is None else bias.detach().requires_grad_(bias.requires_grad)
-        with _WithoutItem():
+        with _WithoutWaiting():
             loss, dhidden_MD, *dweights = self._run(
                 hidden_MD, labels_M, leaf, bias_leaf, ignore_index
             )
@@ -226,9 +229,16 @@ class LigerTile:
         arguments = [given.get(name, default) for name, default in others]
         with torch.enable_grad():
             result: Any = self._function.apply(hidden_leaf, weight, labels_M, bias, *arguments)
-            loss = result[0] if isinstance(result, tuple) else result
-            leaves = [x for x in (hidden_leaf, weight, bias) if x is not None and x.requires_grad]
-            return [loss.detach().float(), *torch.autograd.grad(loss, leaves)]
+        loss, *others = result if isinstance(result, tuple) else (result,)
+        # Not by `torch.autograd.grad`, in which `_WithoutWaiting` would be off.
+        with torch.no_grad():
+            gradients: Any = self._function.backward(
+                loss.grad_fn, torch.ones_like(loss), *[None for _ in others]
+            )
+        dhidden_MD, dweight, _, dbias, *_ = gradients
+        wanted = ((hidden_leaf, dhidden_MD), (weight, dweight), (bias, dbias))
+        found = [dx for x, dx in wanted if x is not None and x.requires_grad]
+        return [loss.detach().float(), *found]
 
 
 _HALF_SCALE = 1024.0
@@ -350,6 +360,7 @@ class ChunkedLoss:
         self, hidden_MD: Tensor, labels_M: Tensor, grad: bool, liger: LigerTile | None
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         if liger is not None:
+            labels_M = labels_M.to(hidden_MD.device)
             args = (hidden_MD, labels_M, self._trainable, self.ignore_index)
             loss, dhidden_MD, dweights = liger(*args)
             self._add_head_grads(dweights)

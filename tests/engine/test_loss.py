@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -303,6 +303,8 @@ class _Kernel(torch.autograd.Function):
 
     counts_by: list[Any] = []  # noqa: RUF012
     """What `Tensor.item` returned for the number of labels, in each call."""
+    equal_by: list[bool] = []  # noqa: RUF012
+    """What `torch.equal` returned for 1 and 2, in each backward."""
     scaled_by_count = False
     """Whether sums depend on that number; those of Liger's kernel do not."""
 
@@ -337,6 +339,7 @@ class _Kernel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         dhidden, dweight = ctx.saved_tensors
+        _Kernel.equal_by.append(torch.equal(torch.ones(1), torch.full((1,), 2.0)))
         return grads[0] * dhidden, grads[0] * dweight, *[None] * 10
 
 
@@ -372,6 +375,7 @@ def probes(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     _Kernel.calls.clear()
     _Kernel.counts_by.clear()
+    _Kernel.equal_by.clear()
     seen: list[None] = []
     probe = loss_module.is_plain_head
 
@@ -468,6 +472,7 @@ def test_kernel_calls_are_few_and_take_no_more_memory_than_a_tile(
     kernel = liger_tile(parts, head, CUDA)
     assert kernel is not None
     assert _Kernel.counts_by == [3, 1], "the probe: with the number, and without"
+    assert _Kernel.equal_by == [False, True], "and with the gradient's value, and without"
     _Kernel.calls.clear()
     for tile_tokens in (1, 7, 64, 100, 512):
         tokens = kernel.max_tokens(tile_tokens)
@@ -489,9 +494,27 @@ def test_kernel_calls_are_few_and_take_no_more_memory_than_a_tile(
         losses += grads
     assert _Kernel.calls == [60, 40], "one call a chunk"
     assert _Kernel.counts_by[2:] == [1, 1], "no number is read off the device"
+    assert _Kernel.equal_by[2:] == [True, True], "nor the loss's gradient, which is 1"
     half = len(losses) // 2
     for ours, plain in zip(losses[:half], losses[half:], strict=True):
         torch.testing.assert_close(ours, plain)
+
+
+def test_labels_of_another_device_come_to_the_kernels() -> None:
+    devices: list[torch.device] = []
+
+    class Tile:
+        def max_tokens(self, tile_tokens: int) -> int:
+            return tile_tokens
+
+        def __call__(self, hidden: Tensor, labels: Tensor, *_: Any) -> Any:
+            devices.append(labels.device)
+            return hidden.sum(), hidden, []
+
+    loss = ChunkedLoss(lambda x: x, [], tile_tokens=4, liger=cast("Any", Tile()))
+    hidden = torch.zeros(1, 4, 6, device="meta", requires_grad=True)
+    loss.add(hidden, torch.zeros(1, 4, dtype=torch.long), last=True)
+    assert devices == [hidden.device]
 
 
 def test_without_gradients_or_with_logits_kept_the_models_head_runs(probes: list[None]) -> None:
@@ -525,7 +548,7 @@ from sppo_hf.engine.loss import LigerTile
 torch.manual_seed(0)
 linear = torch.nn.Linear(32, 97, bias=False)
 tile = LigerTile(linear)
-assert tile.sums_wide and tile.ignores_label_count()
+assert tile.sums_wide and tile.needs_no_wait()
 hidden, labels = torch.randn(20, 32), torch.randint(0, 97, (20,))
 labels[3:7] = -100
 loss, dhidden, (dweight,) = tile(hidden, labels, [linear.weight], -100)
