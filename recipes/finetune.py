@@ -49,7 +49,7 @@ class RecipeArguments:
     dataset_split: str = field(default="train", metadata={"help": "Split of a hub dataset."})
     text_column: str | None = field(default=None, metadata={"help": "Column with the text."})
     eval_dataset: str | None = field(
-        default=None, metadata={"help": "Held-out documents; default: 10% of the dataset's."}
+        default=None, metadata={"help": "Held-out documents; default: a tenth of the dataset's."}
     )
     max_length: int = field(
         default=65_536 if ON_GPU else 4_096, metadata={"help": "Tokens in a row."}

@@ -71,8 +71,8 @@ class SPPOConfig:
     order: Literal["auto", "by_layer", "by_chunk"] = "auto"
     """Order of work on one device: "by_layer" runs all chunks of a layer before the next layer and
     so holds keys and values of one layer at a time, "by_chunk" runs all layers of a chunk before
-    the next chunk. "auto" takes the faster one that fits. Pipelines and ranks that share a sequence
-    always go by chunk."""
+    the next chunk. "auto" takes the faster one that fits, and where speeds are not known, or on a
+    CPU, the one with less memory. Pipelines and ranks that share a sequence always go by chunk."""
 
     offload: str = "auto"
     """Which saved activations are offloaded from the device: "none" keeps all, "full" offloads all,
@@ -181,9 +181,9 @@ class SPPOConfig:
     such as 0.5. None uses what is free."""
 
     hardware: str | None = None
-    """Speeds to plan with: the name of a shipped profile such as "h100", or the path of a JSON file
-    written by `sppo calibrate`. None uses what was calibrated on this machine, else the shipped
-    profile of the same device, else a rough estimate."""
+    """Speeds to plan with: the name of a device such as "h100" or "rtx-4090", or the path of a JSON
+    file written by `sppo calibrate`. None uses what was calibrated on this machine, else public
+    figures of the same device, else a rough estimate."""
 
     correct_plan: bool = True
     """Whether the plan is made anew, once, with the speeds that the first steps measured."""

@@ -95,7 +95,7 @@ def fastest(cost: ModelCost, tokens: int, host: int, orders: tuple[Order, ...]) 
     """Return the seconds of the fastest step that fits; None if none fits."""
     found = solve_chunks(
         cost,
-        Batch(batch_rows=1, tile_tokens=512),
+        Batch(batch_rows=1, tile_tokens=512, training=True),
         list(chunk_cuts(cost.shape, tokens, "even"))[-2:],
         Budgets(device=80 * 2**30, host=host * 2**30),
         Choices(kv_tiers=("device", "host")),

@@ -62,8 +62,8 @@ Place = Literal["auto", "device", "host"]
 Hardware = Annotated[
     str | None,
     typer.Option(
-        help="A shipped profile (a100, h100, h200) or a file of `sppo calibrate --output`."
-        f" [default: {DEFAULT_HARDWARE}]",
+        help="A device (h100, a100-40gb, l40s, rtx-4090 ...; a wrong name lists all) or a file of"
+        f" `sppo calibrate --output`. [default: {DEFAULT_HARDWARE}]",
         show_default=False,
     ),
 ]
@@ -441,7 +441,10 @@ def _unreachable(repo_id: str, reason: str, remedy: str) -> ConfigError:
 
 
 def nearest_names(typed: str) -> list[str]:
-    """Return up to three names of shipped models and known checkpoints like `typed`, best first."""
+    """Return up to three names of shipped models and known checkpoints like `typed`, best first.
+
+    A name that was typed as it is listed is not among them: it needs no correction.
+    """
     listed = resources.files("sppo_hf.cli").joinpath("checkpoints.json").read_text("utf-8")
     names = [*shipped_models(), *(row["name"] for row in json.loads(listed)["checkpoints"])]
 
@@ -452,7 +455,8 @@ def nearest_names(typed: str) -> list[str]:
         return max(SequenceMatcher(None, *pair).ratio() for pair in pairs)
 
     ranked = sorted(((similarity(name), name) for name in names), key=lambda pair: -pair[0])
-    return [name for score, name in ranked[:3] if score >= _MIN_SIMILARITY]
+    near = [name for score, name in ranked if score >= _MIN_SIMILARITY and name != typed]
+    return near[:3]
 
 
 def trace_unknown_model(config: object, training: Training) -> ModelProfile:

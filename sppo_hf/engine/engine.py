@@ -31,7 +31,7 @@ from sppo_hf.engine.action_log import ActionLog, TraceFolder
 from sppo_hf.engine.chunk_context import current_of
 from sppo_hf.engine.chunk_runner import ChunkInputs, ChunkRunner
 from sppo_hf.engine.cpu_heap import HeapWatch
-from sppo_hf.engine.device_facts import device_facts, model_shape
+from sppo_hf.engine.device_facts import as_current_device, device_facts, model_shape
 from sppo_hf.engine.family_guard import check_router_loss
 from sppo_hf.engine.forward_calls import BatchLayout, ForwardCall, read_call
 from sppo_hf.engine.layer_kernels import check_mixer_kernels, prepare_layers, restore_layers
@@ -140,7 +140,7 @@ class Engine:
         check_layers(self.parts)
         check_router_loss(self.parts)
         check_adapters(self.parts)
-        with self._exclusive():
+        with self._exclusive(call.device):
             self._check_kernels(call.device)
             output = self._run(call)
         return output if call.return_dict else output.to_tuple()
@@ -196,8 +196,11 @@ class Engine:
             )
 
     @contextlib.contextmanager
-    def _exclusive(self) -> Iterator[None]:
-        """Context of a chunked forward, in which one thread may be at a time.
+    def _exclusive(self, device: torch.device) -> Iterator[None]:
+        """Context of a chunked forward on `device`, in which one thread may be at a time.
+
+        A script may have moved its model to another GPU than the current one, which is then the
+        current one here, as it is in autograd's thread.
 
         Raises:
             SPPOError: Another thread is in it, or torch.func transforms the call.
@@ -212,7 +215,8 @@ class Engine:
             self._refuse_other_threads()
             self._thread = threading.get_ident()
         try:
-            yield
+            with as_current_device(device):
+                yield
         finally:
             self._thread = None
 
@@ -855,7 +859,12 @@ def host_resident_parameters(
     return layers, others
 
 
-_OUT_OF_MEMORY_TEXTS = ("out of memory", "outside pytorch's allocator", "alloc_failed")
+_OUT_OF_MEMORY_TEXTS = (
+    "out of memory",
+    "outside pytorch's allocator",
+    "alloc_failed",  # CUBLAS_STATUS_ALLOC_FAILED
+    "device_allocation_failed",  # cuDNN 9: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED
+)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -56,6 +56,7 @@ from sppo_hf.engine.sliced_calls import (
     PrefixLength,
     input_width,
     layer_calls,
+    may_narrow_float32,
 )
 from sppo_hf.engine.structure import ModelParts, is_mixer, mixers_of, own_class, patched_attribute
 from sppo_hf.errors import UnsupportedModelError, first_line
@@ -88,7 +89,9 @@ _SPLIT = 5
 """Tokens of the first of the two parts; odd, as modules may treat tokens in groups."""
 
 _TOLERANCE, _TOLERANCE_16_BITS = 1e-4, 3e-2
-"""Largest relative difference between the parts and the whole, in float32 and in less."""
+"""Largest relative difference between the parts and the whole, in float32 and in less.
+
+TF32 counts as less."""
 
 _MOST_PARAMETERS = 2**31
 """Parameters (8 GiB in float32) above which a layer is not run whole, but the user's own modules in
@@ -513,7 +516,8 @@ class _Setting:
     @property
     def tolerance(self) -> float:
         """Largest relative difference of what is equal up to rounding."""
-        return _TOLERANCE if self.widens else _TOLERANCE_16_BITS
+        precise = self.widens and not may_narrow_float32(self.device)
+        return _TOLERANCE if precise else _TOLERANCE_16_BITS
 
     def move(self, x: Tensor) -> Tensor:
         """Return an argument or a buffer on the device and in the dtype of the trial."""

@@ -279,7 +279,9 @@ def find_causal_lm(model: nn.Module) -> PreTrainedModel:
             break
     raise UnsupportedModelError(
         f"{type(model).__name__} is not a Transformers causal language model. sppo_hf converts a "
-        "PreTrainedModel with a language-model head (AutoModelForCausalLM), bare or in PEFT."
+        "PreTrainedModel with a language-model head (AutoModelForCausalLM), bare or in PEFT. Train "
+        "other modules without sppo_hf, or convert the language model in them: plugin.convert, in "
+        "a training loop of your own."
     )
 
 

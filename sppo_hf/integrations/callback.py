@@ -40,7 +40,7 @@ from transformers import (
 
 from sppo_hf.engine.convert import is_converted
 from sppo_hf.engine.step_observer import StepObserver, StepRecord
-from sppo_hf.engine.structure import disable_gradient_checkpointing
+from sppo_hf.engine.structure import disable_gradient_checkpointing, find_causal_lm
 from sppo_hf.errors import ConfigError
 from sppo_hf.integrations.validation import check_shared_batches, check_training_arguments
 from sppo_hf.offload.engine import OffloadStats
@@ -233,6 +233,7 @@ class SPPOCallback(TrainerCallback):
         Raises:
             ConfigError: The Trainer prepared its model without the Accelerator, or metrics need
                 logits that a pipeline does not gather.
+            UnsupportedModelError: There is no language model of Transformers to convert.
             BudgetError: Metrics need logits of whole batches, which do not fit.
         """
         if not self._active or model is None:
@@ -241,6 +242,7 @@ class SPPOCallback(TrainerCallback):
         # The Trainer switches checkpointing on at every train(), but prepares only at the first.
         disable_gradient_checkpointing(model)
         if not is_converted(model):
+            find_causal_lm(model)  # raises where there is no language model to convert
             raise ConfigError(
                 f"{type(model).__name__} was not prepared by the Accelerator, so SPPO is not in "
                 "it. Allowed: Trainers that call Accelerator.prepare. Remedy: "

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.convert import revert
 from sppo_hf.engine.step_observer import ObserverHub
+from sppo_hf.engine.structure import find_causal_lm
 from sppo_hf.errors import ConfigError
 from sppo_hf.integrations.accelerator import attach, convert_once, remove_mixed_precision_wrapper
 from sppo_hf.integrations.callback import offer_callback
@@ -155,6 +156,9 @@ class SPPOPlugin(ParallelismConfig):
         # Process groups on GPUs need the rank's own device, where the model may not be yet.
         device = PartialState().device if self.config.sharing_ranks > 1 else None
         convert_once(model, self, device)
+        # The Accelerator also prepares losses and value heads, which `convert_once` leaves alone;
+        # whoever calls this expects a converted model.
+        find_causal_lm(model)
         return model
 
     def load_model(

@@ -164,8 +164,9 @@ def check_pipeline_launch(accelerator: Accelerator, pp_size: int) -> None:
     """
     kind = accelerator.distributed_type
     if kind not in (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
+        seen = "a single process" if kind == DistributedType.NO else kind.value
         raise ConfigError(
-            f"pp_size={pp_size} and the Accelerator runs {kind.value}. Allowed: several processes "
+            f"pp_size={pp_size} and the Accelerator runs {seen}. Allowed: several processes "
             "without FSDP (data-parallel replicas of the pipeline replicate). Remedy: accelerate "
             f"launch --multi_gpu --num_processes {pp_size} (or a multiple), without --use_fsdp; on "
             f"CPUs torchrun --nproc_per_node {pp_size} and use_cpu=True in TrainingArguments."

@@ -8,6 +8,12 @@ exchange of tokens for heads wants the fastest link, messages between stages the
 which each rank starts it. Two ranks that send to each other through one group would each wait for
 the other's receive. So every ordered pair of neighbours has a group of its own, in which messages
 go one way.
+
+[Note: streams of groups] Each group works in a stream of its own, which PyTorch takes from a pool
+of 32 for each priority, and after the 32nd the first comes again. In one stream with another, a
+link would wait behind that one's message. With shared units a rank of 16 has 30 links and 17 other
+groups, so links take theirs from the pool of high priority, and the other groups share theirs with
+copies alone.
 """
 
 from __future__ import annotations
@@ -189,7 +195,7 @@ def make_mesh(
     # No groups of one rank: each gloo group has threads that wake a hundred times a second.
     sizes = {name: size for name, size in zip(DIMS, shape, strict=True) if size > 1}
     # With a named backend every dim has groups of its own, apart from the launch's.
-    fast = "nccl" if device.type == "cuda" else "gloo"
+    fast = _backend_of(device)
     tensors, numbers = (
         init_device_mesh(
             kind,
@@ -229,7 +235,7 @@ def make_mesh(
 def with_unit_groups(mesh: PipelineMesh, *, timeout_seconds: int) -> PipelineMesh:
     """Return the mesh (`sp_size` 1) with groups for shared units; all processes call this."""
     timeout, size = timedelta(seconds=timeout_seconds), mesh.pp_size
-    backend = "nccl" if mesh.device.type == "cuda" else "gloo"
+    backend = _backend_of(mesh.device)
     first = {tuple(range(stage + 1)) for stage in range(1, size)}
     last = {tuple(range(stage, size)) for stage in range(size - 1)}
     links, sets = {}, {}
@@ -245,7 +251,7 @@ def with_unit_groups(mesh: PipelineMesh, *, timeout_seconds: int) -> PipelineMes
         for source, target in far:
             pair = sorted((replica * size + source, replica * size + target))
             options = link_options(mesh.device, timeout)
-            group = dist.new_group(pair, timeout=timeout, pg_options=options)
+            group = dist.new_group(pair, timeout=timeout, backend=backend, pg_options=options)
             if here and mesh.pp_rank in (source, target):
                 links[source, target] = group
     more = replace(
@@ -253,6 +259,14 @@ def with_unit_groups(mesh: PipelineMesh, *, timeout_seconds: int) -> PipelineMes
     )
     _try_groups(more)
     return replace(mesh, links={**mesh.links, **links}, unit_groups=sets)
+
+
+def _backend_of(device: torch.device) -> str:
+    """Return the backend of groups for tensors of `device`.
+
+    Without a name a group gets the launch's, which may be one for each type of device.
+    """
+    return "nccl" if device.type == "cuda" else "gloo"
 
 
 def _neighbours(rank: int, size: int) -> list[tuple[int, int]]:
@@ -277,6 +291,7 @@ def _make_other_groups(
     """Form the groups that are no dim of a mesh: this rank's links, embedding and storage group."""
     dp_size, pp_size, sp_size = shape
     dp_rank, pp_rank, sp_rank = place
+    fast = _backend_of(device)
     links: dict[tuple[int, int], Any] = {}
     own: dict[str, Any] = {}
     for replica in range(dp_size):
@@ -290,15 +305,14 @@ def _make_other_groups(
             if here:
                 own["storage"] = storage
             if pp_size > 2:
-                ends = dist.new_group([ranks[0], ranks[-1]], timeout=timeout)
+                ends = dist.new_group([ranks[0], ranks[-1]], timeout=timeout, backend=fast)
                 if here and pp_rank in (0, pp_size - 1):
                     own["ends"] = ends
             for source in range(pp_size):
                 for _, target in _neighbours(source, pp_size):
                     pair = sorted((ranks[source], ranks[target]))
-                    group = dist.new_group(
-                        pair, timeout=timeout, pg_options=link_options(device, timeout)
-                    )
+                    options = link_options(device, timeout)
+                    group = dist.new_group(pair, timeout=timeout, backend=fast, pg_options=options)
                     if here and pp_rank in (source, target):
                         links[source, target] = group
     return links, own.get("ends"), own.get("storage")
@@ -309,12 +323,14 @@ def link_options(device: torch.device, timeout: timedelta) -> Any:
 
     NCCL's kernels of a send or a receive occupy whole multiprocessors from when they are posted
     until the other side is there, which in a pipeline may be several units later. With a few of
-    them a message of tens of MB is as fast as with many, so a link is given no more.
+    them a message of tens of MB is as fast as with many, so a link is given no more. See
+    [Note: streams of groups] for the priority.
     """
     if device.type != "cuda" or not dist.is_nccl_available():
         return None
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
+    options.is_high_priority_stream = True
     options.config.max_ctas = MAX_CTAS
     return options
 

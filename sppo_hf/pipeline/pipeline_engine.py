@@ -262,7 +262,7 @@ class PipelineEngine(Engine):
         # All ranks refuse a malformed batch alike, so a script may continue with the next one.
         layout = call.layout()
         kind = "forward" if torch.is_grad_enabled() else "evaluation"
-        with self._exclusive():
+        with self._exclusive(call.device):
             output = self.guarded(kind, lambda: self._run(call, layout))
         return output if call.return_dict else output.to_tuple()
 

@@ -27,7 +27,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -41,6 +40,7 @@ from sppo_hf.attention.backends.base import AttentionSpec
 from sppo_hf.attention.backends.select import select_backend
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.device_facts import (
+    as_current_device,
     bound_to_device,
     device_facts,
     device_numa_node,
@@ -609,7 +609,7 @@ def calibrate(
     device = _checked_device(device)
     sizes = QUICK if quick else SIZES[device.type]
     dtypes = {name: _dtype(name) for name in dtype_names or sizes.dtype_names}
-    with bound_to_device(device), _as_current_device(device), torch.no_grad():
+    with bound_to_device(device), as_current_device(device), torch.no_grad():
         measured = _measure_all(device, sizes, dtypes, offload_dir, on_progress or _no_progress)
     facts = device_facts(device, SPPOConfig())
     backends = ", ".join(
@@ -749,11 +749,6 @@ def _dtype(name: str) -> torch.dtype:
         )
     dtype: torch.dtype = getattr(torch, name)
     return dtype
-
-
-def _as_current_device(device: torch.device) -> AbstractContextManager[object]:
-    """Make a CUDA device the current one, for events, streams and backends."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _pinnable_bytes(device: torch.device, *, pinned_so_far_bytes: int) -> int | None:

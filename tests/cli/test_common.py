@@ -211,6 +211,11 @@ def test_a_misspelt_name_gets_suggestions(typed: str, meant: str) -> None:
         read_model(typed)
 
 
+def test_a_name_spelt_as_listed_is_not_suggested_again() -> None:
+    assert "Qwen/Qwen3-4B" in nearest_names("Qwen/Qwen3-8B")
+    assert "Qwen/Qwen3-8B" not in nearest_names("Qwen/Qwen3-8B")
+
+
 def test_unlike_names_get_no_suggestions() -> None:
     assert nearest_names("zzz/own-private-thing") == []
 

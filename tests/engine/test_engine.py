@@ -1,5 +1,6 @@
 """The engine's forward: results of every kind of call, refusals, and what observers hear."""
 
+import contextlib
 import gc
 import warnings
 import weakref
@@ -9,7 +10,9 @@ import torch
 from torch.nn import functional as F
 
 from sppo_hf import BudgetError, ConfigError, SPPOConfig, SPPOError, UnsupportedModelError
+from sppo_hf.engine import engine as engine_module
 from sppo_hf.engine.convert import convert, get_engine, revert
+from sppo_hf.engine.plan_cache import PlanCache
 from sppo_hf.engine.step_observer import StepObserver
 from sppo_hf.engine.structure import suppress_peft_warnings
 from sppo_hf.testing.exactness import compare, float64_everywhere
@@ -307,6 +310,36 @@ def test_the_observer_receives_every_unit_in_order(model, ids):
     assert len(listener.records) == 2
     assert not listener.records[1].training
     assert [name for _, name in listener.plans] == ["LlamaForCausalLM"] * 2
+
+
+def test_a_step_runs_with_its_device_as_the_current_one(model, ids, monkeypatch):
+    """A script may have put its model on another GPU than the current one, where Triton works."""
+    current, within = [], []
+
+    @contextlib.contextmanager
+    def as_current(device):
+        current.append(device)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(engine_module, "as_current_device", as_current)
+    convert(model, _config())
+    model.model.layers[0].mlp.register_forward_hook(lambda *_: within.append(list(current)))
+    monkeypatch.setattr(
+        PlanCache, "choose_backend", _noting(PlanCache.choose_backend, within, current)
+    )
+    model(input_ids=ids, labels=ids)
+    assert within
+    assert all(devices == [ids.device] for devices in within)
+    assert not current
+
+
+def _noting(method, notes, value):
+    def noting(*args):
+        notes.append(list(value))
+        return method(*args)
+
+    return noting
 
 
 def test_a_record_counts_the_copies_of_its_own_step(model, ids):

@@ -307,9 +307,10 @@ def budgeted(dropout: float = 0.0) -> tuple[torch.nn.Module, Plans, Tensor]:
     [
         (torch.OutOfMemoryError, "CUDA out of memory. As injected"),
         (RuntimeError, "CUDA ran out of memory outside PyTorch's allocator. As injected"),
-        (RuntimeError, "cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+        (RuntimeError, "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"),
+        (RuntimeError, "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
     ],
-    ids=["allocator", "driver", "cudnn"],
+    ids=["allocator", "driver", "cublas", "cudnn"],
 )
 def test_a_first_forward_is_run_again_with_less_memory(
     monkeypatch: pytest.MonkeyPatch, kind: type[RuntimeError], words: str

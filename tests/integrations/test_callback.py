@@ -11,11 +11,12 @@ from accelerate import Accelerator
 from transformers import PrinterCallback, Trainer, TrainerCallback
 from transformers import trainer as trainer_module
 
-from sppo_hf import ConfigError, SPPOPlugin
+from sppo_hf import ConfigError, SPPOPlugin, UnsupportedModelError
 from sppo_hf.engine.convert import is_converted
 from sppo_hf.integrations.accelerator import SPPOAccelerator
 from sppo_hf.integrations.callback import SPPOCallback
 from tests.integrations.training import (
+    VOCABULARY,
     checkpointing,
     is_checkpointing,
     make_arguments,
@@ -197,4 +198,20 @@ def test_a_trainer_that_does_not_prepare_its_model_is_refused(tmp_path):
     args = make_arguments(tmp_path, parallelism_config=SPPOPlugin())
     trainer = Unprepared(make_model(), args, train_dataset=make_rows(4))
     with pytest.raises(ConfigError, match="not prepared by the Accelerator"):
+        trainer.train()
+
+
+def test_training_a_module_without_a_language_model_is_refused(tmp_path):
+    class Bigrams(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = torch.nn.Embedding(VOCABULARY, VOCABULARY)
+
+        def forward(self, input_ids, labels):
+            logits = self.table(input_ids)[:, :-1].flatten(0, 1)
+            return {"loss": torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten())}
+
+    args = make_arguments(tmp_path, parallelism_config=SPPOPlugin())
+    trainer = Trainer(Bigrams(), args, train_dataset=make_rows(4))
+    with pytest.raises(UnsupportedModelError, match="Bigrams is not a Transformers causal"):
         trainer.train()

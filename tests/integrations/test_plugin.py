@@ -10,7 +10,7 @@ import pytest
 import torch
 from accelerate import Accelerator, ParallelismConfig
 
-from sppo_hf import ConfigError, SPPOConfig, SPPOPlugin
+from sppo_hf import ConfigError, SPPOConfig, SPPOPlugin, UnsupportedModelError
 from sppo_hf.engine.convert import is_converted
 from sppo_hf.integrations.accelerator import SPPOAccelerator
 from tests.integrations.training import make_arguments, make_model
@@ -181,6 +181,11 @@ def test_convert_and_revert_without_accelerate():
     assert not is_converted(model)
     assert vars(model).keys() == before.keys()
     assert plugin.revert(model) is model
+
+
+def test_converting_a_module_without_a_language_model_is_refused():
+    with pytest.raises(UnsupportedModelError, match="Linear is not a Transformers causal language"):
+        SPPOPlugin().convert(torch.nn.Linear(2, 2))
 
 
 def test_converting_with_other_settings_is_refused():

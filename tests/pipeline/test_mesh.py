@@ -14,6 +14,7 @@ from torch import distributed as dist
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.plan_cache import BatchShape
 from sppo_hf.errors import ConfigError
+from sppo_hf.pipeline import mesh as mesh_module
 from sppo_hf.pipeline.convert import shared_mesh
 from sppo_hf.pipeline.mesh import PipelineMesh, check_nodes, check_world, link_options
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
@@ -170,7 +171,9 @@ def test_messages_may_wait_for_a_step_that_takes_longer_than_the_setting(
     assert given["p"] == 1600, "a limit that was allowed is not taken back"
 
 
-def test_a_link_may_occupy_few_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_has_few_multiprocessors_and_streams_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     gpu, timeout = torch.device("cuda", 0), timedelta(seconds=90)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
     assert link_options(gpu, timeout) is None
@@ -181,11 +184,32 @@ def test_a_link_may_occupy_few_multiprocessors(monkeypatch: pytest.MonkeyPatch) 
         def __init__(self) -> None:
             self.config = SimpleNamespace(max_ctas=-(2**31))
             self._timeout = timedelta(minutes=10)
+            self.is_high_priority_stream = False
 
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
     options = link_options(gpu, timeout)
     assert options.config.max_ctas == 4
     assert options._timeout == timeout, "torch warns of two that differ"
+    assert options.is_high_priority_stream, "apart from the streams of other groups and of copies"
     assert link_options(gpu, timeout) is not options, "each group writes into its own"
     assert link_options(torch.device("cpu"), timeout) is None
+
+
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+def test_every_group_names_its_backend(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """The launch's may be one for each type of device, of which a group would get both."""
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **options: made.append(options))
+    monkeypatch.setattr(mesh_module, "link_options", lambda *_: None)
+    monkeypatch.setattr(mesh_module, "_try_groups", lambda _: None)
+    device, timeout = torch.device(kind), timedelta(seconds=9)
+    mesh_module._make_other_groups((1, 3, 1), (0, 0, 0), device, timeout)
+    fast = "nccl" if kind == "cuda" else "gloo"
+    assert [one.get("backend") for one in made] == ["gloo", *[fast] * 7], "files, ends and links"
+    made.clear()
+    mesh = SimpleNamespace(device=device, pp_size=4, dp_size=1, pp_rank=0, dp_rank=0, links={})
+    monkeypatch.setattr(mesh_module, "replace", lambda mesh, **_: mesh)
+    mesh_module.with_unit_groups(mesh, timeout_seconds=9)
+    assert len(made) > 4
+    assert {one.get("backend") for one in made} == {fast}

@@ -87,6 +87,14 @@ def run_off(place):
     )
 
 
+def test_the_help_page_can_be_printed(place):
+    # argparse formats help with %, so a stray one in any option's help would raise here.
+    status, printed, _ = finetune(place / "help", "--help")
+    assert status == 0, printed
+    assert "--lora_rank" in printed
+    assert "--sppo_num_chunks" in printed
+
+
 def test_the_report_shows_that_training_helped_and_that_the_adapter_holds_it(place, run_on):
     status, printed, report = run_on
 

@@ -10,8 +10,9 @@ case c and t for the tokens of one tile, and R = N/K * c for a tile's queries gr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -44,6 +45,24 @@ class _Tile(NamedTuple):
     """Its positions count from the first of all given queries and keys, not of the tile's."""
 
 
+_T = TypeVar("_T")
+
+
+def _without_autocast(method: Callable[..., _T]) -> Callable[..., _T]:
+    """Let products of a method have the dtype of their factors, which autocast would narrow."""
+
+    @functools.wraps(method)
+    def run(self: Reference, first: Tensor, /, *others: Tensor, **settings: Any) -> _T:
+        kind = first.device.type
+        # Autocast does not support the meta device.
+        if kind == "meta" or not torch.is_autocast_enabled(kind):
+            return method(self, first, *others, **settings)
+        with torch.autocast(kind, enabled=False):
+            return method(self, first, *others, **settings)
+
+    return run
+
+
 @register_backend("reference")
 class Reference(Backend):
     """Tiled attention from elementary operations, to compare the others with."""
@@ -60,6 +79,7 @@ class Reference(Backend):
             return f"{requirement.dtype} is not a floating-point type"
         return None
 
+    @_without_autocast
     @torch.no_grad()
     def forward(
         self,
@@ -90,6 +110,7 @@ class Reference(Backend):
             merge_into(out_BNCH[:, :, rows], lse_BNC[:, :, rows], part)
         return AttentionOutput(out_BNCH.to(q_BNCH.dtype), lse_BNC)
 
+    @_without_autocast
     @torch.no_grad()
     def backward(
         self,

@@ -7,10 +7,11 @@ CPU the first is. A backend that is asked for by name is never timed.
 
 Kernels for CUDA differ between releases and cards in what they accept and in how they align masks.
 Instead of a table of versions, `find_mismatch` runs small cases that cover what a chunk meets: the
-first chunk, a later one, a single token, padded queries, a window, merged values, and scores far
-below zero. Most kernels need milliseconds for it. A kernel that builds a plan for each new shape
-(cuDNN) takes a second per rectangle, so it gets only the cases that show what the kernel itself can
-do; how bands are cut into rectangles is arithmetic, which tests on a CPU cover.
+first chunk, a later one, a single token, padded queries, earlier keys alone, a window, merged
+values, and scores far below zero. Most kernels need milliseconds for it. A kernel that builds a
+plan for each new shape (cuDNN) takes a second per rectangle, so it gets only the cases that show
+what the kernel itself can do; how bands are cut into rectangles is arithmetic, which tests on a CPU
+cover.
 
 [Note: low scores]
 A row's log-sum-exp may lie anywhere. A kernel that computes exp(-lse) somewhere, or reads keys
@@ -302,7 +303,7 @@ def find_mismatch(backend: Backend, requirement: AttentionSpec, device: torch.de
 def _cases(requirement: AttentionSpec, *, few: bool) -> list[_Case]:
     """Return problems that cover what chunks need under this requirement; `few`: a minimum."""
     shapes = [(77, 207, 130), (1, 131, 130)]
-    shapes += [] if few else [(77, 77, 0), (77, 180, 130), (40, 90, 90)]
+    shapes += [] if few else [(77, 77, 0), (77, 180, 130), (40, 90, 90), (77, 20, 25)]
     windows = (None, _WINDOW_TOKENS) if requirement.window else (None,)
     cases = [
         _Case(rows, keys, CausalBand(start, window))

@@ -146,6 +146,15 @@ def _extrapolated(
 RunJob = Callable[[Job], Row]
 """Runs a job and returns its row."""
 
+
+class Interrupted(KeyboardInterrupt):
+    """The benchmark was interrupted while a job ran; `row` has what was known of the job."""
+
+    def __init__(self, row: Row) -> None:
+        super().__init__()
+        self.row = row
+
+
 OnRow = Callable[[Row], None]
 """Called with every row, also with those of earlier runs."""
 
@@ -223,7 +232,17 @@ class Benchmark:
                 ended = "did not fit" if row.status == "extrapolated" else row.status
                 reason = f"{ended} at {row.job.total_tokens:,} tokens already"
                 return Row(status="not tried", job=job, reason=reason)
-        return self.run(job)
+        return self._run(kind, job)
+
+    def _run(self, kind: Kind, job: Job) -> Row:
+        """Run a job; if that is interrupted, its row replaces none with more in it."""
+        try:
+            return self.run(job)
+        except Interrupted as interrupted:
+            known = self.file.find(kind, job)
+            if known is None or not known.trained:
+                self._keep(kind, job, interrupted.row)
+            raise
 
     def _ideal(self, job: Job) -> Row:
         """Measure the whole model; if it does not fit, extrapolate from layers or from lengths."""
@@ -294,7 +313,7 @@ class Benchmark:
 
         def missing(total_tokens: int) -> int:
             part = base.replace(total_tokens=total_tokens)
-            row = self._finished_row("try", part) or self._keep("try", part, self.run(part))
+            row = self._finished_row("try", part) or self._keep("try", part, self._run("try", part))
             self.on_row(row)
             tries[total_tokens] = row
             return -1 if row.trained else 1
@@ -372,10 +391,13 @@ def run_in_process(
 
     Returns:
         The worker's last row; if it did not end by itself, with a status and a reason for that.
+
+    Raises:
+        Interrupted: In place of KeyboardInterrupt, when the worker has been ended.
     """
     start_seconds = time.monotonic()
     log.parent.mkdir(parents=True, exist_ok=True)
-    timed_out = False
+    timed_out = interrupted = False
     with log.open("w", encoding="utf-8") as errors:
         process = subprocess.Popen(
             [*command, json.dumps(dataclasses.asdict(job))],
@@ -392,6 +414,9 @@ def run_in_process(
         except subprocess.TimeoutExpired:
             timed_out = True
             out = _end(process)
+        except KeyboardInterrupt:
+            interrupted = True
+            out = _end(process)
         except BaseException:
             _end(process)
             raise
@@ -399,6 +424,11 @@ def run_in_process(
     row = _last_row(out) or Row(status="killed", job=job)
     row = dataclasses.replace(row, wall_seconds=seconds)
     environment = {**row.environment, "command": shlex.join(["sppo", *sys.argv[1:]])}
+    if interrupted:
+        reason = f"interrupted after {seconds:,.0f} s"
+        raise Interrupted(
+            dataclasses.replace(row, status="failed", reason=reason, environment=environment)
+        )
     if timed_out:
         reason = f"ended after {timeout_seconds:,.0f} s, the limit (--timeout)"
         return dataclasses.replace(row, status="timeout", reason=reason, environment=environment)

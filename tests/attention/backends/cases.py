@@ -18,6 +18,7 @@ CASES = [
         (7, 16, 12),  # padded queries
         (5, 9, 9),  # only padded queries
         (5, 9, 14),  # the same, further out
+        (9, 3, 3),  # more of them than keys
         (9, 20, 3),  # keys that nobody sees
         (9, 6, -4),  # queries before the first key
         (4, 5, -9),  # nobody sees anything

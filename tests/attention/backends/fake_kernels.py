@@ -54,8 +54,14 @@ def _square_or_all(rows: int, keys: int, causal: bool) -> Tensor:
 
 
 def _bottom_right(rows: int, keys: int, causal: bool, left: int, right: int) -> Tensor:
-    """Flash attention's mask; -1 is unlimited."""
+    """Flash attention's mask; -1 is unlimited.
+
+    A side that is as long as the keys counts as unlimited, and an unlimited right side beside a
+    limited left one as as long as the keys, which is less where there are more rows than keys.
+    """
     right = 0 if causal else right
+    left, right = (-1 if side >= keys else side for side in (left, right))
+    right = keys if left >= 0 > right else right
     own = torch.arange(keys - rows, keys).unsqueeze(1)
     key = torch.arange(keys)
     seen = torch.ones(rows, keys, dtype=torch.bool)

@@ -36,6 +36,17 @@ def test_lower_precision(dtype, tolerance):
     check(Reference(), CausalBand(30, 20), rows=40, keys=70, dtype=dtype, tolerance=tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_narrows_nothing(dtype):
+    """A kernel does not see autocast either; these products would be rounded to bfloat16."""
+    problem, band = make_problem(rows=40, keys=70, dtype=dtype), CausalBand(30, 20)
+    expected = run(Reference(), problem, band, scale=0.4, softcap=2.0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = run(Reference(), problem, band, scale=0.4, softcap=2.0)
+    for one, two in zip(found, expected, strict=True):
+        assert torch.equal(one, two)
+
+
 def test_scores_never_exceed_the_tile():
     """64 rows see 4096 keys: 2 x 4 x 64 x 4096 x 8 bytes are 16.8 MB of scores in one piece."""
     tile_bytes = 1 << 18

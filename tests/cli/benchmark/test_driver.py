@@ -59,7 +59,7 @@ class PretendedWorker:
         return [(job.contender, job.total_tokens) for job in self.jobs]
 
 
-def benchmark(folder: Path, worker: PretendedWorker, *names: str, **changes: Any) -> Benchmark:
+def benchmark(folder: Path, worker: Callable[[Job], Row], *names: str, **changes: Any) -> Benchmark:
     settings: dict[str, Any] = {
         "base": tiny_job(folder, device="cuda"),
         "contenders": names,
@@ -284,6 +284,35 @@ def test_out_of_memory_is_reported_by_the_worker(tmp_path: Path) -> None:
     said = Row(status="out of memory", job=JOB, reason="device: CUDA out of memory")
     row = run(tmp_path, "print(ROW)", row=said)
     assert (row.status, row.reason) == (said.status, said.reason)
+
+
+def test_what_was_known_when_interrupted_is_kept(tmp_path: Path) -> None:
+    """As where a machine is there for minutes: the row is run again, unless it was there before."""
+    text = json.dumps(speed_row("plain", 8192, 1.5, status="killed").to_dict())
+    lines = f"import os, signal, time\nprint({text!r}, flush=True)\n"
+    lines += "os.kill(os.getppid(), signal.SIGINT)\ntime.sleep(60)"
+
+    def interrupted(job: Job) -> Row:
+        log = tmp_path / "logs" / "a.log"
+        return run_in_process(
+            job, timeout_seconds=60, log=log, command=(sys.executable, "-c", lines)
+        )
+
+    with pytest.raises(KeyboardInterrupt):
+        benchmark(tmp_path, interrupted, "plain").measure([8192])
+    (row,) = ResultFile(tmp_path).rows("speed")
+    assert row.status == "failed"
+    assert row.reason.startswith("interrupted after ")
+    assert row.numbers.median_step_seconds == 1.5
+    assert row.environment["command"].startswith("sppo")
+
+    benchmark(tmp_path, PretendedWorker(), "plain").measure([8192])
+    (before,) = ResultFile(tmp_path).rows("speed")
+    assert before.status == "measured"
+    again = dataclasses.replace(benchmark(tmp_path, interrupted, "plain"), again=True)
+    with pytest.raises(KeyboardInterrupt):
+        again.measure([8192])
+    assert ResultFile(tmp_path).rows("speed") == [before]
 
 
 def test_killed_by_the_system(tmp_path: Path) -> None:
