@@ -311,7 +311,7 @@ def test_memory_is_unlocked_after_copies_and_compute_and_nothing_else(
             done.append(self.name)
 
     class Runtime:
-        def cudaHostUnregister(self, address: int) -> int:  # noqa: N802 (CUDA's name)
+        def cudaHostUnregister(self, address: int) -> int:
             done.append(address)
             return 0
 
