@@ -553,8 +553,8 @@ def _real_spans(mask: Tensor, batch_rows: int, total_tokens: int) -> list[tuple[
         row = binary.index(0)
         raise ConfigError(
             f"attention_mask has values other than 0 and 1 in row {row}, for example "
-            f"{mask[row][real_BT[row] & (mask[row] != 1)][0].item()}. Allowed: 1 for real tokens, 0 "
-            "for padding. Remedy, if they number documents packed into a row: leave the mask out "
+            f"{mask[row][real_BT[row] & (mask[row] != 1)][0].item()}. Allowed: 1 for real tokens, "
+            "0 for padding. Remedy, if they number documents packed into a row: leave the mask out "
             "and let position_ids restart at 0 with every document."
         )
     if not all(whole):
