@@ -613,7 +613,7 @@ class StagePlanCache:
         # Bytes hardly depend on speeds (only through the arrival of messages), so guesses suffice.
         estimate = cpu_estimate(facts.name)
         if facts.kind != "cpu":
-            estimate = cuda_estimate(facts.name, peak_flops(facts.name))
+            estimate = cuda_estimate(facts.name)
         cost = ModelCost(
             shape=engine.shape(),
             profile=facts.profile or estimate,
