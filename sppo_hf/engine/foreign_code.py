@@ -343,7 +343,8 @@ def _ids(parts: ModelParts, tokens: int) -> Tensor:
 
 def _hidden(parts: ModelParts, tokens: int, width: int) -> Tensor:
     """Random hidden states `[1, T, D]`, the last of which are equal."""
-    drawn_1TD = torch.randn(1, _TOKENS, width, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    drawn_1TD = torch.randn(1, _TOKENS, width, generator=generator, device="cpu")
     drawn_1TD[:, -_EQUAL_TOKENS:] = drawn_1TD[:, -1:]
     return drawn_1TD[:, :tokens].to(_device(parts), parts.causal_lm.dtype)
 
@@ -532,7 +533,7 @@ class _Setting:
         parameters: dict[str, Tensor] = {}
         for name, parameter in root.named_parameters():
             if parameter.is_floating_point() and self.draws and (own is None or parameter in own):
-                like = self.move(torch.empty(0, dtype=parameter.dtype))
+                like = self.move(torch.empty(0, dtype=parameter.dtype, device="cpu"))
                 parameters[name] = _draw(parameter.shape, like, generator)
         return parameters, buffers
 

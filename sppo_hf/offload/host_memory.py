@@ -146,7 +146,7 @@ def host_memory(
 
 def _plain_memory(num_bytes: int) -> Tensor:
     try:
-        memory = torch.empty(num_bytes + PAGE_BYTES, dtype=torch.uint8)
+        memory = torch.empty(num_bytes + PAGE_BYTES, dtype=torch.uint8, device="cpu")
     except RuntimeError as error:
         raise OffloadError(
             f"the host gave no memory for a slab of {num_bytes} bytes ({error}); "

@@ -253,7 +253,7 @@ class StagePlanCache:
         training = torch.is_grad_enabled()
         self._accumulates |= training and self._holds_gradients_twice()
         if self._engine.mesh.unit_groups:  # ranks that share units plan together
-            twice = torch.tensor(int(self._accumulates))
+            twice = torch.tensor(int(self._accumulates), device="cpu")
             dist.all_reduce(twice, op=dist.ReduceOp.MAX, group=self._engine.mesh.control_group)
             self._accumulates = bool(twice)
         trained = self._engine.trained_checksums if training else ()
