@@ -245,9 +245,9 @@ def _window_at(visible: Callable[..., Any], position: int) -> int | None:
 
 
 def _ask(visible: Callable[..., Any], query: int, keys: list[int]) -> list[bool]:
-    keys_K = torch.tensor(keys, device="cpu")
-    zero_K = torch.zeros_like(keys_K)
-    answer = visible(zero_K, zero_K, torch.full_like(zero_K, query), keys_K)
+    zero = torch.zeros(len(keys), dtype=torch.long, device="cpu")
+    index = torch.tensor(keys, device="cpu")
+    answer = visible(zero, zero, torch.full_like(zero, query), index)
     if not isinstance(answer, Tensor):
         return [bool(answer)] * len(keys)
     return [bool(x) for x in answer.expand(len(keys)).tolist()]

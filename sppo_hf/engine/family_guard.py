@@ -14,7 +14,6 @@ import threading
 import warnings
 from collections.abc import Iterator
 
-import torch
 from transformers import PreTrainedConfig
 
 from sppo_hf.config import SPPOConfig
@@ -100,7 +99,7 @@ def check_family(parts: ModelParts) -> None:
         return
     key = _key(parts)
     if key not in _verdicts:
-        with family_check_disabled(), torch.device("cpu"):  # whatever the default device is
+        with family_check_disabled():
             _verdicts[key] = _verdict(parts)
     reason = _verdicts[key]
     if reason is not None:
@@ -125,8 +124,7 @@ def built_classes(parts: ModelParts) -> frozenset[type] | None:
         # Imported at run time, because the harness belongs to a room above this one.
         tiny_model = importlib.import_module("sppo_hf.testing.check").tiny_model
         try:
-            with torch.device("cpu"):
-                model = tiny_model(_own_config(parts), model_class=parts.model_class)
+            model = tiny_model(_own_config(parts), model_class=parts.model_class)
         except ConfigError:
             _built[key] = None
         else:

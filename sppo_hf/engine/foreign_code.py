@@ -533,7 +533,7 @@ class _Setting:
         parameters: dict[str, Tensor] = {}
         for name, parameter in root.named_parameters():
             if parameter.is_floating_point() and self.draws and (own is None or parameter in own):
-                like = self.move(torch.empty(0, dtype=parameter.dtype))
+                like = self.move(torch.empty(0, dtype=parameter.dtype, device="cpu"))
                 parameters[name] = _draw(parameter.shape, like, generator)
         return parameters, buffers
 

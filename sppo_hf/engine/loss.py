@@ -167,7 +167,7 @@ class LigerTile:
         return "accum_dtype" in self._defaults
 
     def needs_no_wait(self) -> bool:
-        """Whether a sum and its gradients are the same where `_WithoutWaiting` answers the kernel."""
+        """Whether results are the same where `_WithoutWaiting` answers the kernel."""
         weight = self._linear.weight
         generator = torch.Generator(weight.device).manual_seed(0)
         hidden_MD = torch.randn(

@@ -88,7 +88,7 @@ class PageLocker(Protocol):
         ...
 
     def unlock_pages(self, address: int) -> None:
-        """Wait for the device, and unlock what was locked from this address on."""
+        """Wait for copies and compute, and unlock what was locked from this address on."""
         ...
 
 

@@ -567,20 +567,27 @@ def test_longer_than_the_rotary_range_only_warns(ids):
         model(input_ids=ids, labels=ids).loss.backward()
 
 
-@pytest.mark.parametrize("settings", [
-    {}, {"recompute": "none", "offload": "full", "min_offload_size": 1},
-    {"weights": "host", "optimizer": "host", "order": "by_layer", "layer_tile_tokens": 4},
-])  # fmt: skip
-def test_tensors_are_made_where_they_belong_whatever_the_default_device_is(model, ids, settings):
-    mask = torch.ones_like(ids)
-    mask[1, -4:] = 0
-    padded = {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask}
-    packed = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(T)[None] % 9}
-    expected = [_step(model, **batch) for batch in (padded, packed)]
-    convert(model, _config(**settings))
-    # As `torch.set_default_device("cuda")`: what is made without a device is not on the CPU.
+DEFAULT_DEVICE_WAYS = [
+    {"recompute": "full", "offload": "full", "offload_kv": "full", "order": "by_chunk"},
+    {"recompute": "selective", "order": "by_layer", "layer_tile_tokens": 4},
+    {"num_chunks": 2, "weights": "host"},
+]
+
+
+@pytest.mark.parametrize("settings", DEFAULT_DEVICE_WAYS)
+def test_another_default_device_changes_nothing(model, ids, settings):
+    """As after torch.set_default_device("cuda"); whatever is made on "meta" cannot be read."""
+    mask, positions = torch.ones_like(ids), torch.arange(T) % 15
+    mask[1, 20:] = 0
+    batches = [
+        {"input_ids": ids, "labels": ids},
+        {"input_ids": ids, "labels": ids, "attention_mask": mask},
+        {"input_ids": ids[:1], "labels": ids[:1], "position_ids": positions[None]},
+    ]
+    expected = [_step(model, **batch) for batch in batches]
     with torch.device("meta"):
-        found = [_step(model, **batch) for batch in (padded, packed)]
-    for (loss, grads), (true_loss, true_grads) in zip(found, expected, strict=True):
-        torch.testing.assert_close(loss, true_loss)
-        torch.testing.assert_close(grads, true_grads, rtol=1e-4, atol=1e-6)
+        convert(model, _config(min_offload_size=1, **settings))
+        found = [_step(model, **batch) for batch in batches]
+    for (our_loss, ours), (their_loss, theirs) in zip(found, expected, strict=True):
+        torch.testing.assert_close(our_loss, their_loss)
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)

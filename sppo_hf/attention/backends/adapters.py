@@ -558,8 +558,7 @@ def _offsets(documents: Documents, device: torch.device) -> Offsets:
     """Return the offsets on a device; cached, because all layers need the same."""
 
     def sums(lengths: tuple[int, ...]) -> Tensor:
-        sums = [0, *itertools.accumulate(lengths)]
-        made = torch.tensor(sums, dtype=torch.int32, device="cpu")
+        made = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cpu")
         # From pinned memory, or the host would wait for the device.
         return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
 
