@@ -181,9 +181,9 @@ class SPPOConfig:
     such as 0.5. None uses what is free."""
 
     hardware: str | None = None
-    """Speeds to plan with: the name of a shipped profile such as "h100", or the path of a JSON file
-    written by `sppo calibrate`. None uses what was calibrated on this machine, else the shipped
-    profile of the same device, else a rough estimate."""
+    """Speeds to plan with: the name of a device such as "h100" or "rtx-4090", or the path of a JSON
+    file written by `sppo calibrate`. None uses what was calibrated on this machine, else public
+    figures of the same device, else a rough estimate."""
 
     correct_plan: bool = True
     """Whether the plan is made anew, once, with the speeds that the first steps measured."""

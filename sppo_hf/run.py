@@ -7,14 +7,17 @@
 
 The program is a file, a module as for `python -m`, or an installed command. While it runs,
 TrainingArguments and Accelerators that are made without a parallelism_config get the plugin; a
-config that the program passes itself is respected, with a warning if it is not SPPO's. A program
-that itself calls `accelerate launch` (as TRL's command does) gets SPPO in the processes that it
-starts. Nothing else in this package changes defaults of other packages.
+config that the program passes itself is respected, with a warning if it is not SPPO's. The same
+holds in Python processes that the program starts, by `accelerate launch`, `torchrun` or in any
+other way, as the commands of TRL, Axolotl, ms-swift and LLaMA-Factory do: they inherit it through
+environment variables (`inherited/sitecustomize.py`). Nothing else in this package changes defaults
+of other packages.
 """
 
 from __future__ import annotations
 
 import argparse
+import atexit
 import functools
 import importlib.util
 import logging
@@ -22,12 +25,14 @@ import os
 import runpy
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from sppo_hf.errors import ConfigError
@@ -42,6 +47,12 @@ logger = logging.getLogger(__name__)
 _MAX_WAIT_SECONDS = 5.0
 """Longest time that an ending process waits for Gloo's threads."""
 
+_CHILD_CONFIG = "SPPO_RUN_CONFIG"
+"""Variable for child processes: the settings file; empty for default settings."""
+
+_CHILD_MARKER = "SPPO_RUN_MARKER"
+"""Variable for child processes: a file that they write to when they use the plugin, or empty."""
+
 
 @dataclass(slots=True)
 class _Uses:
@@ -49,8 +60,8 @@ class _Uses:
 
     here: bool = False
     """Whether TrainingArguments or an Accelerator were made in this process."""
-    in_launch: bool = False
-    """Whether the program launched other processes, which got the plugin."""
+    in_children: bool = False
+    """Whether they were made in a process that the program started."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,18 +83,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     with _program_environment(options.program, options.arguments, is_module=options.module):
         run = _find(parser, options.program, is_module=options.module)
         plugin = _plugin(parser, options.config)
-        with plugin_by_default(plugin) as uses, _launching_with_plugin(options.config, uses):
-            status = run()
-    if not uses.here and not uses.in_launch:
+        with plugin_by_default(plugin) as uses, _children_with_plugin(options.config, uses):
+            status = _run_to_exit_status(run)
+    if not uses.here and not uses.in_children:
         logger.warning(
-            "%s made neither TrainingArguments nor an Accelerator in this process, so SPPO was not "
-            "used. If it starts other processes, start sppo_hf.run in those instead.",
+            "%s made neither TrainingArguments nor an Accelerator, in this process or in Python "
+            "processes that inherit its environment, so SPPO was not used. Call plugin.convert("
+            "model) in the program, or start sppo_hf.run in the processes that train.",
             options.program,
         )
     if status not in (None, 0):
         raise SystemExit(status)
     _leave_process_group()
     return 0
+
+
+def _run_to_exit_status(run: Callable[[], object]) -> object:
+    """Run the program; one that ends by `sys.exit(0)` ends like one that returns."""
+    try:
+        return run()
+    except SystemExit as ended:
+        if ended.code not in (None, 0):
+            raise
+        return None
 
 
 def _plugin(parser: argparse.ArgumentParser, config: str | None) -> SPPOPlugin:
@@ -187,16 +209,13 @@ def plugin_by_default(plugin: SPPOPlugin) -> Iterator[_Uses]:
     from accelerate import Accelerator
     from transformers import TrainingArguments
 
-    post_init, init = TrainingArguments.__post_init__, Accelerator.__init__
-
-    @functools.wraps(post_init)
-    def with_plugin(self: TrainingArguments, *args: Any, **kwargs: Any) -> None:
+    def use() -> SPPOPlugin:
         uses.here = True
-        self.parallelism_config = _default(self.parallelism_config, plugin)
-        post_init(self, *args, **kwargs)
+        return plugin
 
-    TrainingArguments.__post_init__ = with_plugin
-    Accelerator.__init__ = _with_default(init, plugin, uses)
+    post_init, init = TrainingArguments.__post_init__, Accelerator.__init__
+    TrainingArguments.__post_init__ = _arguments_with_default(post_init, use)
+    Accelerator.__init__ = _accelerator_with_default(init, use)
     try:
         yield uses
     finally:
@@ -204,15 +223,27 @@ def plugin_by_default(plugin: SPPOPlugin) -> Iterator[_Uses]:
         Accelerator.__init__ = init
 
 
-def _with_default(
-    init: Callable[..., None], plugin: SPPOPlugin, uses: _Uses
+def _arguments_with_default(
+    post_init: Callable[..., None], use: Callable[[], SPPOPlugin]
+) -> Callable[..., None]:
+    """Wrap `TrainingArguments.__post_init__`."""
+
+    @functools.wraps(post_init)
+    def with_plugin(self: Any, *args: Any, **kwargs: Any) -> None:
+        self.parallelism_config = _default(self.parallelism_config, use())
+        post_init(self, *args, **kwargs)
+
+    return with_plugin
+
+
+def _accelerator_with_default(
+    init: Callable[..., None], use: Callable[[], SPPOPlugin]
 ) -> Callable[..., None]:
     """Wrap `Accelerator.__init__`; a parallelism_config is expected by keyword."""
 
     @functools.wraps(init)
     def make(self: Any, *args: Any, **kwargs: Any) -> None:
-        uses.here = True
-        kwargs["parallelism_config"] = _default(kwargs.get("parallelism_config"), plugin)
+        kwargs["parallelism_config"] = _default(kwargs.get("parallelism_config"), use())
         init(self, *args, **kwargs)
 
     return make
@@ -233,32 +264,63 @@ def _default(given: object, plugin: SPPOPlugin) -> object:
 
 
 @contextmanager
-def _launching_with_plugin(config: str | None, uses: _Uses) -> Iterator[None]:
-    """In this block, have `accelerate launch` start the training script by this module."""
-    import accelerate.commands.launch as launching
+def _children_with_plugin(config: str | None, uses: _Uses) -> Iterator[None]:
+    """In this block, have Python processes that inherit the environment use the plugin too."""
+    from sppo_hf.integrations.plugin import CONFIG_VARIABLE
 
-    launch = launching.launch_command
-
-    @functools.wraps(launch)
-    def launch_this_module(args: Any) -> Any:
-        if not args.no_python:
-            config_option = [] if config is None else ["--config", os.path.abspath(config)]
-            module_option = ["-m"] if args.module else []
-            uses.in_launch = True
-            args.training_script_args = [
-                *config_option,
-                *module_option,
-                args.training_script,
-                *args.training_script_args,
-            ]
-            args.training_script, args.module = "sppo_hf.run", True
-        return launch(args)
-
-    launching.launch_command = launch_this_module
+    config = config or os.environ.get(CONFIG_VARIABLE)
+    # The process's number tells a child from what replaces this process by `os.exec`.
+    handle, marker = tempfile.mkstemp(prefix=f"sppo-run-{os.getpid()}-")
+    os.close(handle)
+    search_path = [str(Path(__file__).with_name("inherited")), os.environ.get("PYTHONPATH")]
+    changed = {
+        "PYTHONPATH": os.pathsep.join(entry for entry in search_path if entry),
+        _CHILD_CONFIG: os.path.abspath(config) if config else "",
+        _CHILD_MARKER: marker,
+    }
+    before = {name: os.environ.get(name) for name in changed}
+    os.environ.update(changed)
     try:
         yield
     finally:
-        launching.launch_command = launch
+        uses.in_children = os.path.getsize(marker) > 0
+        os.unlink(marker)
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+def give_plugin_in_child(module: ModuleType) -> None:
+    """Give the plugin by default, in a process that a program under this module has started.
+
+    Args:
+        module: `accelerate.accelerator` or `transformers.training_args`, just imported.
+    """
+    if module.__name__ == "accelerate.accelerator":
+        init = module.Accelerator.__init__
+        module.Accelerator.__init__ = _accelerator_with_default(init, _use_in_child)
+    else:
+        post_init = module.TrainingArguments.__post_init__
+        module.TrainingArguments.__post_init__ = _arguments_with_default(post_init, _use_in_child)
+
+
+@functools.cache
+def _use_in_child() -> SPPOPlugin:
+    """Make the plugin of a child process, once, and tell the parent that it is used."""
+    from sppo_hf.integrations.plugin import SPPOPlugin
+
+    config, marker = os.environ.get(_CHILD_CONFIG), os.environ.get(_CHILD_MARKER)
+    if marker and os.path.exists(marker):  # else the parent has ended
+        Path(marker).write_text("used")
+    atexit.register(_leave_process_group_unless_failed)
+    return SPPOPlugin.from_yaml(config) if config else SPPOPlugin()
+
+
+def _leave_process_group_unless_failed() -> None:
+    """Leave the process group as `main` does; a failed rank would wait for the others in vain."""
+    if not hasattr(sys, "last_value"):
+        _leave_process_group()
 
 
 @contextmanager

@@ -5,7 +5,8 @@ import re
 # Path and line of the module that Python attributes a warning to, then its class.
 _WARNED = re.compile(
     r"^.*/(?:transformers|accelerate|torch|sppo_hf|tests|recipes)/.*:\d+: "
-    r"(?:Future|Deprecation|PendingDeprecation)Warning: .*$",
+    # PyTorch imports pynvml where it is installed, which is no use of ours.
+    r"(?:Future|Deprecation|PendingDeprecation)Warning: (?!The pynvml package is deprecated).*$",
     re.MULTILINE,
 )
 

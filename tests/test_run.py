@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -305,36 +306,104 @@ def test_an_installed_command_is_found_by_name(monkeypatch, returned, status):
     assert "SPPO was not used" in said[0]
 
 
-def test_a_command_that_launches_processes_starts_us_in_them(monkeypatch, tmp_path):
-    import accelerate.commands.launch as launching
+# Starts a script in another process, as the commands of TRL, Axolotl and ms-swift do.
+# Its first argument says how; the script and its arguments are the others.
+STARTER = """
+import os, subprocess, sys
+how, *words = sys.argv[1:]
+python = [sys.executable]
+if how == "exec":
+    os.execv(python[0], python + words)
+if how == "torchrun":
+    python += "-m torch.distributed.run --standalone --nproc_per_node 2".split()
+if how == "launch":
+    python += "-m accelerate.commands.launch --cpu --num_processes 1".split()
+if how == "isolated":
+    python += ["-E"]
+sys.exit(subprocess.call(python + words))
+"""
+STARTED = """
+import json, os, sys
+from accelerate import Accelerator
+accelerator = Accelerator(cpu=True)
+config = getattr(accelerator.state.parallelism_config, "config", None)
+if accelerator.is_main_process:
+    out = {"kind": type(accelerator).__name__, "chunks": config and config.num_chunks}
+    out |= {"hidden": os.environ.get("HIDDEN"), "marker": os.environ.get("SPPO_RUN_MARKER")}
+    out |= {"ranks": accelerator.num_processes, "argv": sys.argv}
+    json.dump(out, open(sys.argv[1], "w"))
+sys.exit(int(sys.argv[2]))
+"""
 
-    started = []
-    # What decides how to start; all before it is Accelerate's own.
-    monkeypatch.setattr(launching, "simple_launcher", started.append)
-    original = launching.launch_command
 
-    def command():
-        parser = launching.launch_command_parser()
-        for words in (["train.py", "--lr", "1"], ["-m", "a.train"], ["--no_python", "tool"]):
-            launching.launch_command(parser.parse_args(["--cpu", *words]))
+@pytest.fixture
+def starter(tmp_path, monkeypatch) -> Path:
+    """A script that starts others, in a shell with a `sitecustomize` of its own."""
+    hidden = tmp_path / "hidden"
+    hidden.mkdir()
+    (hidden / "sitecustomize.py").write_text("import os\nos.environ['HIDDEN'] = 'was run'\n")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{hidden}")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    (tmp_path / "started.py").write_text(STARTED)
+    path = tmp_path / "starter.py"
+    path.write_text(STARTER)
+    return path
 
-    said = []
-    monkeypatch.setattr(sppo_hf.run, "entry_points", lambda **_: [Command(command)])
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("how", "status"),
+    [
+        ("subprocess", 0),
+        ("isolated", 0),
+        pytest.param("subprocess", 3, marks=pytest.mark.slow),
+        pytest.param("launch", 0, marks=pytest.mark.slow),
+        pytest.param("torchrun", 0, marks=pytest.mark.slow),
+    ],
+)
+def test_processes_that_a_program_starts_inherit_the_plugin(
+    how, status, starter, settings, monkeypatch
+):
+    said, folder = [], starter.parent
     monkeypatch.setattr(sppo_hf.run.logger, "warning", lambda text, *_: said.append(text))
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "sppo.yaml").write_text("num_chunks: 3\n")
-    assert main(["--config", "sppo.yaml", "learn"]) == 0
-    assert not said
-    assert launching.launch_command is original
-    ours = ["--config", str(tmp_path / "sppo.yaml")]
-    words = [
-        (bool(args.module), args.training_script, args.training_script_args) for args in started
-    ]
-    assert words == [
-        (True, "sppo_hf.run", [*ours, "train.py", "--lr", "1"]),
-        (True, "sppo_hf.run", [*ours, "-m", "a.train"]),
-        (False, "tool", []),
-    ]
+    before = dict(os.environ)
+    out = folder / "seen.json"
+    command = ["--config", os.path.relpath(settings), str(starter), how]
+    command += [str(folder / "started.py"), str(out), str(status)]
+    if status:
+        with pytest.raises(SystemExit) as ended:
+            main(command)
+        assert ended.value.code == status
+    else:
+        assert main(command) == 0
+    assert dict(os.environ) == before
+    assert not list((folder / "temporary").iterdir())
+    seen = json.loads(out.read_text())
+    assert seen["argv"] == [str(folder / "started.py"), str(out), str(status)]
+    assert seen["ranks"] == (2 if how == "torchrun" else 1)
+    if how == "isolated":  # it ignores the environment, and this must not pass in silence
+        assert (seen["kind"], seen["chunks"]) == ("Accelerator", None)
+        assert len(said) == 1
+        assert "SPPO was not used" in said[0]
+    else:
+        assert (seen["kind"], seen["chunks"]) == ("SPPOAccelerator", 3)
+        assert seen["hidden"] == "was run"
+        assert not said
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_what_replaces_the_program_inherits_the_plugin(starter, settings):
+    folder, out = starter.parent, starter.parent / "seen.json"
+    words = ["--config", settings.name, starter.name, "exec", "started.py", str(out), "0"]
+    temporary = folder / "temporary"
+    done = _run([sys.executable, "-m", "sppo_hf.run", *words], folder, TMPDIR=str(temporary))
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(out.read_text())
+    assert (seen["kind"], seen["chunks"], seen["marker"]) == ("SPPOAccelerator", 3, "")
+    assert not list(temporary.iterdir())
 
 
 def test_what_a_script_passes_itself_is_respected(tmp_path, monkeypatch):

@@ -38,7 +38,7 @@ from sppo_hf.planning.chunk_bounds import even_bounds
 from sppo_hf.planning.cluster import ClusterPlan, ClusterQuestion, simulate_layout, solve_cluster
 from sppo_hf.planning.config_file import load_config
 from sppo_hf.planning.cost import ModelCost
-from sppo_hf.planning.hardware import PEAK_FLOPS, HardwareProfile, load_profile
+from sppo_hf.planning.hardware import DATASHEETS, HardwareProfile, load_profile
 from sppo_hf.planning.layouts import Layout, SearchSpace
 from sppo_hf.planning.memory import Budgets
 from sppo_hf.planning.model_profile import Training, find_profile
@@ -260,7 +260,7 @@ def as_row(asked: ClusterQuestion, plan: ClusterPlan | None) -> dict[str, Any]:
         **plan.layout.to_json(),
         "chunk_lengths": [end - start for start, end in plan.bounds],
         "tokens_per_second": plan.tokens_per_second,
-        "mfu": flops / (plan.step_seconds * PEAK_FLOPS["A100"] * asked.gpus),
+        "mfu": flops / (plan.step_seconds * DATASHEETS["A100"].peak_flops * asked.gpus),
         "idle": plan.bubble_fraction,
         "again": plan.recompute_fraction,
         "exchange": exchange_fraction(asked, plan),
@@ -400,7 +400,7 @@ def trl_row(tokens_k: int) -> dict[str, Any]:
             {
                 **as_row(asked, plan),
                 "step_seconds": plan.step_seconds,
-                "mfu": flops / (plan.step_seconds * PEAK_FLOPS["H100"] * asked.gpus),
+                "mfu": flops / (plan.step_seconds * DATASHEETS["H100"].peak_flops * asked.gpus),
             }
             for plan in plans
         ],

@@ -3,13 +3,15 @@
     python recipes/benchmarks/planned_lengths.py --check
     python recipes/benchmarks/planned_lengths.py --all-weights
     python recipes/benchmarks/planned_lengths.py --hosts
+    python recipes/benchmarks/planned_lengths.py --devices
 
 With --all-weights the whole model is trained, with weights or optimizer on a host of 1,900 GiB.
-With --hosts the table shows how much of four budgets of host memory "auto" uses, for this model and
-for all weights of Qwen3-4B.
+With --hosts the table shows how much of four budgets of host memory "auto" uses, for this model
+and for all weights of Qwen3-4B. With --devices it shows the longest rows on one of several devices
+beside 64 GiB of host memory, for this model and for Qwen3-4B with LoRA.
 
-Every number is a simulation with the shipped profile, which is made of public figures; none is
-measured. Needs no GPU and no torch.
+Every number is a simulation with profiles that are made of public figures; none is measured. Needs
+no GPU and no torch.
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ COLUMNS = (POLICIES[0], BY_CHUNK, *POLICIES[1:])
 LENGTHS = tuple(2**power for power in range(14, 21))
 HOSTS_GIB = (64, 128, 256, 512)
 ALL_WEIGHTS_HOST = "1900GiB"
+DEVICES = ("rtx-3090", "rtx-4090", "rtx-5090", "l40s", "a100-40gb", "rtx-pro-6000", "gh200", "b200")
 PLACES = {
     "auto": ("auto", "auto"),
     "optimizer": ("device", "host"),
@@ -173,6 +176,35 @@ def show_hosts(options: argparse.Namespace, lengths: Sequence[int]) -> None:
     Console(width=120).print(table)
 
 
+def show_devices(options: argparse.Namespace) -> None:
+    """One table on the terminal: the longest row and the seconds of 32,768 tokens, by device."""
+    models = (options.model, "qwen3-4b")
+    table = Table(title="longest row; seconds of a step of 32,768 tokens; LoRA, host of 64 GiB")
+    for heading in ("device", *models):
+        table.add_column(heading, justify="right")
+    for device in DEVICES:
+        cells = []
+        for model in models:
+            question = question_for(
+                load_config(model),
+                SPPOConfig(host_memory="64GiB"),
+                profile=load_profile(device),
+                total_tokens=2**15,
+                lora_rank=options.lora,
+                trace=trace_unknown_model,
+            )
+            answer = request_plan(question)
+            plan = answer.plan
+            seconds = (
+                ""
+                if plan is None or plan.prediction is None
+                else (f"; {plan.prediction.step_seconds:#.3g} s")
+            )
+            cells.append(f"{answer.max_seq_len:,}{seconds}")
+        table.add_row(device, *cells)
+    Console(width=120).print(table)
+
+
 def show_all_weights(rows: list[dict[str, Any]]) -> None:
     """One table on the terminal."""
     table = Table(title=f"Llama-3.1-8B, all weights, one H100, host {ALL_WEIGHTS_HOST}: tokens/s")
@@ -270,7 +302,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--check", action="store_true", help="exit status 1 if auto is not first")
     parser.add_argument("--all-weights", action="store_true", help="train all, with a large host")
     parser.add_argument("--hosts", action="store_true", help="compare budgets of host memory")
+    parser.add_argument("--devices", action="store_true", help="compare devices, host of 64 GiB")
     options = parser.parse_args(argv)
+    if options.devices:
+        show_devices(options)
+        return 0
     if options.hosts:
         show_hosts(options, [tokens for tokens in options.lengths if 2**15 <= tokens <= 2**18])
         return 0

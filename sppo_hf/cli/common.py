@@ -62,8 +62,8 @@ Place = Literal["auto", "device", "host"]
 Hardware = Annotated[
     str | None,
     typer.Option(
-        help="A shipped profile (a100, h100, h200) or a file of `sppo calibrate --output`."
-        f" [default: {DEFAULT_HARDWARE}]",
+        help="A device (h100, a100-40gb, l40s, rtx-4090 ...; a wrong name lists all) or a file of"
+        f" `sppo calibrate --output`. [default: {DEFAULT_HARDWARE}]",
         show_default=False,
     ),
 ]

@@ -245,8 +245,9 @@ def _window_at(visible: Callable[..., Any], position: int) -> int | None:
 
 
 def _ask(visible: Callable[..., Any], query: int, keys: list[int]) -> list[bool]:
-    zero = torch.zeros(len(keys), dtype=torch.long)
-    answer = visible(zero, zero, torch.full_like(zero, query), torch.tensor(keys))
+    zero = torch.zeros(len(keys), dtype=torch.long, device="cpu")
+    index = torch.tensor(keys, device="cpu")
+    answer = visible(zero, zero, torch.full_like(zero, query), index)
     if not isinstance(answer, Tensor):
         return [bool(answer)] * len(keys)
     return [bool(x) for x in answer.expand(len(keys)).tolist()]

@@ -383,7 +383,7 @@ class ChunkRunner:
         On the host where it is all ones: models ask for that, which would wait for the device.
         `self._rows` names padding only where its own outputs count.
         """
-        mask_BC = torch.ones(ones_BC.shape, dtype=torch.bool)
+        mask_BC = torch.ones(ones_BC.shape, dtype=torch.bool, device="cpu")
         for row, spans in enumerate(self._rows or ()):
             mask_BC[row, max(0, spans.valid_tokens - start) :] = False
         padded = self._rows is not None and any(row.valid_tokens < end for row in self._rows)

@@ -75,7 +75,7 @@ def _slab(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         with contextlib.suppress(OSError):  # too many mappings
             memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             return torch.frombuffer(memory, dtype=dtype).view(*shape)
-    return torch.empty(*shape, dtype=dtype)
+    return torch.empty(*shape, dtype=dtype, device="cpu")
 
 
 _MIN_GROWTH_BYTES = 4 * 2**20

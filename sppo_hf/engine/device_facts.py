@@ -31,6 +31,7 @@ from sppo_hf.planning.machine import (
     has_expandable_segments,
     host_memory_bytes,
     host_reserve_bytes,
+    local_processes,
     node_cpus,
     nvidia_driver_version,
     pci_numa_node,
@@ -83,26 +84,53 @@ def reserve_driver_memory(device: torch.device, num_bytes: int) -> None:
     """Keep `num_bytes` of a CUDA device out of PyTorch's cache.
 
     The driver needs them for kernel code, cuBLAS workspaces and cuDNN plans, and cannot reclaim
-    memory that the cache holds.
+    memory that the cache holds. A lower limit that the script has set is left as it is.
     """
-    if device.type == "cuda":
-        total_bytes = torch.cuda.mem_get_info(device)[1]
-        torch.cuda.set_per_process_memory_fraction(1 - num_bytes / total_bytes, device)
+    if device.type != "cuda":
+        return
+    index = _cuda_index(device)
+    fraction = 1 - num_bytes / torch.cuda.mem_get_info(index)[1]
+    if fraction < _script_fraction(device):
+        torch.cuda.set_per_process_memory_fraction(fraction, index)
+        _own_fractions[index] = torch.cuda.get_per_process_memory_fraction(index)
+
+
+_own_fractions: dict[int, float] = {}
+"""Share of each CUDA device's memory to which `reserve_driver_memory` has limited the cache, as
+PyTorch gives it back."""
+
+
+def _script_fraction(device: torch.device) -> float:
+    """Share of a CUDA device's memory to which the script has limited PyTorch; 1 without a limit.
+
+    With `set_per_process_memory_fraction`, as where several processes share the device.
+    """
+    index = _cuda_index(device)
+    fraction = torch.cuda.get_per_process_memory_fraction(index)
+    return 1.0 if fraction == _own_fractions.get(index) else fraction
+
+
+def _cuda_index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 def device_facts(
-    device: torch.device, config: SPPOConfig, *, counted_bytes: int = 0
+    device: torch.device,
+    config: SPPOConfig,
+    *,
+    counted_bytes: int = 0,
+    own_disk_bytes: int = 0,
 ) -> DeviceFacts:
     """Name, memory and speed of `device` and the host, as far as this process may use them.
 
     `counted_bytes` is pageable host memory in use that plans count, so it is added to the free
-    memory; it is negative for page-locked memory that they do not count.
+    memory; it is negative for page-locked memory that they do not count. `own_disk_bytes` are the
+    bytes that this process has reserved in `offload_dir`, which are available to it.
 
     Raises:
         ConfigError: `config.hardware` names no profile, or `config.offload_dir` cannot be used.
     """
-    # Processes on one machine share its memory.
-    processes = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    processes = local_processes(os.environ)
     host_bytes = host_memory_bytes() // processes
     if device.type == "cuda":
         # Pinned memory of this process is available to it; others have about as much.
@@ -115,6 +143,8 @@ def device_facts(
         free_bytes, total_bytes = torch.cuda.mem_get_info(device)
         own_bytes = torch.cuda.memory_reserved(device) + _FRESH_CONTEXT_BYTES
         device_bytes = min(total_bytes, free_bytes + own_bytes)
+        if config.device_memory is None:
+            device_bytes = min(device_bytes, int(_script_fraction(device) * total_bytes))
     else:
         name, device_bytes = processor_name(), host_bytes
     return DeviceFacts(
@@ -123,17 +153,18 @@ def device_facts(
         device_memory_bytes=device_bytes,
         host_memory_bytes=host_bytes,
         expandable_segments=has_expandable_segments(os.environ),
-        disk_memory_bytes=_free_disk_bytes(config),
+        disk_memory_bytes=_free_disk_bytes(config, processes, own_disk_bytes),
         profile=_profile(device, name, config),
     )
 
 
-def _free_disk_bytes(config: SPPOConfig) -> int | None:
+def _free_disk_bytes(config: SPPOConfig, processes: int, own_bytes: int) -> int | None:
+    """Bytes that this process, one of several on the machine, may have in `offload_dir`."""
     if config.offload_dir is None:
         return None
     with unusable_folder_errors(config.offload_dir):
         check_parent_exists(Path(config.offload_dir))
-        return free_disk_bytes(config.offload_dir)
+        return free_disk_bytes(config.offload_dir) // processes + own_bytes
 
 
 def _profile(device: torch.device, name: str, config: SPPOConfig) -> HardwareProfile | None:

@@ -56,6 +56,7 @@ from sppo_hf.engine.sliced_calls import (
     PrefixLength,
     input_width,
     layer_calls,
+    may_narrow_float32,
 )
 from sppo_hf.engine.structure import ModelParts, is_mixer, mixers_of, own_class, patched_attribute
 from sppo_hf.errors import UnsupportedModelError, first_line
@@ -88,7 +89,9 @@ _SPLIT = 5
 """Tokens of the first of the two parts; odd, as modules may treat tokens in groups."""
 
 _TOLERANCE, _TOLERANCE_16_BITS = 1e-4, 3e-2
-"""Largest relative difference between the parts and the whole, in float32 and in less."""
+"""Largest relative difference between the parts and the whole, in float32 and in less.
+
+TF32 counts as less."""
 
 _MOST_PARAMETERS = 2**31
 """Parameters (8 GiB in float32) above which a layer is not run whole, but the user's own modules in
@@ -340,7 +343,8 @@ def _ids(parts: ModelParts, tokens: int) -> Tensor:
 
 def _hidden(parts: ModelParts, tokens: int, width: int) -> Tensor:
     """Random hidden states `[1, T, D]`, the last of which are equal."""
-    drawn_1TD = torch.randn(1, _TOKENS, width, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    drawn_1TD = torch.randn(1, _TOKENS, width, generator=generator, device="cpu")
     drawn_1TD[:, -_EQUAL_TOKENS:] = drawn_1TD[:, -1:]
     return drawn_1TD[:, :tokens].to(_device(parts), parts.causal_lm.dtype)
 
@@ -513,7 +517,8 @@ class _Setting:
     @property
     def tolerance(self) -> float:
         """Largest relative difference of what is equal up to rounding."""
-        return _TOLERANCE if self.widens else _TOLERANCE_16_BITS
+        precise = self.widens and not may_narrow_float32(self.device)
+        return _TOLERANCE if precise else _TOLERANCE_16_BITS
 
     def move(self, x: Tensor) -> Tensor:
         """Return an argument or a buffer on the device and in the dtype of the trial."""
@@ -528,7 +533,7 @@ class _Setting:
         parameters: dict[str, Tensor] = {}
         for name, parameter in root.named_parameters():
             if parameter.is_floating_point() and self.draws and (own is None or parameter in own):
-                like = self.move(torch.empty(0, dtype=parameter.dtype))
+                like = self.move(torch.empty(0, dtype=parameter.dtype, device="cpu"))
                 parameters[name] = _draw(parameter.shape, like, generator)
         return parameters, buffers
 

@@ -57,7 +57,7 @@ class LogitsCollector:
 
     def __init__(self, reduce: Reduce | None = None) -> None:
         self._reduce = reduce
-        self._labels_BC = torch.empty(0, 0)
+        self._labels_BC = torch.empty(0, 0, device="cpu")
         self._tiles: list[Any] = []
         self._chunks: list[Any] = []
         self._groups: list[Any] = []

@@ -231,6 +231,11 @@ class PlannedOffload:
         assert self._engine is not None, "no batch was planned yet"
         return self._engine
 
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes that the engine has reserved on the disk; 0 without an engine."""
+        return 0 if self._engine is None else self._engine.disk_bytes
+
     def take_stats(self) -> OffloadStats:
         """Counters of the engine since the last call; zeros without an engine."""
         return OffloadStats() if self._engine is None else self._engine.take_stats()
@@ -451,6 +456,7 @@ class PlanCache:
                 device,
                 self._config,
                 counted_bytes=self.host_resident_bytes if training else -self.pinned_gradient_bytes,
+                own_disk_bytes=self._planned_offload.disk_bytes,
             ),
             backend_name=name,
             backend_reason=reason,

@@ -139,7 +139,7 @@ def rank_random_state(group: SequenceGroup | None, device: torch.device) -> Iter
     if group is None or not torch.is_grad_enabled():
         yield
         return
-    seed = int(torch.randint(2**62, ()))
+    seed = int(torch.randint(2**62, (), device="cpu"))
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed + group.rank)
         yield

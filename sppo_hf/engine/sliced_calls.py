@@ -662,10 +662,21 @@ def _probed_token_dim(leaf: Any) -> int | None:
     return 0 if leaf.ndim > 0 and leaf.shape[0] == _PROBE_TOKENS else None
 
 
+def may_narrow_float32(device: torch.device) -> bool:
+    """Whether matmuls of float32 may round what they multiply, to TF32 or bfloat16.
+
+    `TrainingArguments(tf32=True)` and `torch.set_float32_matmul_precision` allow it. Which kernels
+    then do so depends on the number of tokens.
+    """
+    backend: Any = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
+    return backend.matmul.fp32_precision in ("tf32", "bf16")
+
+
 def _is_close(one: Tensor, other: Tensor) -> bool:
     if not one.is_floating_point():
         return torch.equal(one, other)
     narrow = one.element_size() < 4 or torch.is_autocast_enabled(one.device.type)
+    narrow = narrow or (one.dtype == torch.float32 and may_narrow_float32(one.device))
     # Matmuls of other sizes may sum over the layer's width in another order.
     rounding = 0.125 if narrow else 1024 * torch.finfo(one.dtype).eps
     difference = (one - other).abs().max()

@@ -206,7 +206,7 @@ def release_failed_backward(timer: StepTimer | None) -> None:
     """
     if timer is not None and timer.is_in_backward:
         with torch.enable_grad():
-            torch.zeros((), requires_grad=True).backward()
+            torch.zeros((), device="cpu", requires_grad=True).backward()
 
 
 @dataclass(eq=False)

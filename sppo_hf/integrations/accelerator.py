@@ -535,7 +535,7 @@ def _share_shuffling(loader: Any, mesh: PipelineMesh) -> None:
     """
     sampler = getattr(loader, "sampler", None)
     if isinstance(sampler, RandomSampler) and sampler.generator is None:
-        seed = int(torch.empty((), dtype=torch.int64).random_().item())
+        seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
         sampler.generator = torch.Generator().manual_seed(make_on_first_rank(mesh, lambda: seed))
 
 

@@ -192,14 +192,20 @@ class CudaRuntime:
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
+        self._compute = torch.cuda.current_stream(self.device)
+        """The stream that copies were ordered against the last time."""
+        self._streams: list[torch.cuda.Stream] = []
 
     def current_stream(self) -> Stream:
         """This thread's current CUDA stream on the device."""
-        return torch.cuda.current_stream(self.device)
+        self._compute = torch.cuda.current_stream(self.device)
+        return self._compute
 
     def new_stream(self) -> Stream:
         """A new CUDA stream."""
-        return torch.cuda.Stream(self.device)
+        stream = torch.cuda.Stream(self.device)
+        self._streams.append(stream)
+        return stream
 
     def new_event(self, *, timed: bool) -> StreamEvent:
         """A new CUDA event, with timing if `timed`."""
@@ -224,10 +230,16 @@ class CudaRuntime:
             torch.cuda.check_error(cuda.cudaHostRegister(address, num_bytes, 0))
 
     def unlock_pages(self, address: int) -> None:
-        """`cudaHostUnregister`."""
+        """`cudaHostUnregister`, after copies and compute so far, which may use the memory.
+
+        Not after all that the device has to do: in a garbage collection in the middle of a
+        pipeline's step that may be a receive, of what another rank sends only after a message of
+        this one.
+        """
         cuda: Any = torch.cuda.cudart()
         with torch.cuda.device(self.device):
-            torch.cuda.synchronize()  # its last copies may be under way
+            for stream in (*self._streams, self._compute):
+                stream.synchronize()
             torch.cuda.check_error(cuda.cudaHostUnregister(address))
 
 

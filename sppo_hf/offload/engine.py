@@ -212,6 +212,12 @@ class OffloadEngine:
         """Whether some tier takes time to load bytes into host memory."""
         return any(tier.reads_ahead for tier in self._tiers)
 
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes that are reserved on the disk, in use or not."""
+        with self._lock:
+            return sum(tier.reserved_bytes for tier in self._tiers)
+
     def reserve(self, host_bytes: int, progress: Progress | None = None) -> int | None:
         """Allocate host memory before a step: `host_bytes` for the host tier, and all of staging.
 

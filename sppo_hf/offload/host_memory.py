@@ -88,7 +88,7 @@ class PageLocker(Protocol):
         ...
 
     def unlock_pages(self, address: int) -> None:
-        """Wait for the device, and unlock what was locked from this address on."""
+        """Wait for copies and compute, and unlock what was locked from this address on."""
         ...
 
 
@@ -146,7 +146,7 @@ def host_memory(
 
 def _plain_memory(num_bytes: int) -> Tensor:
     try:
-        memory = torch.empty(num_bytes + PAGE_BYTES, dtype=torch.uint8)
+        memory = torch.empty(num_bytes + PAGE_BYTES, dtype=torch.uint8, device="cpu")
     except RuntimeError as error:
         raise OffloadError(
             f"the host gave no memory for a slab of {num_bytes} bytes ({error}); "

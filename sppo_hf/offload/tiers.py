@@ -61,6 +61,11 @@ class Tier:
     stall_seconds: float = 0.0
     """Seconds that the host has waited for the tier."""
 
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes that it has reserved beyond host memory, in use or not."""
+        return 0
+
     def connect(
         self, *, start_h2d: Callable[[OffloadedStorage], None], free_dropped: Callable[[], None]
     ) -> None:
@@ -258,6 +263,11 @@ class Staging(Tier):
         """Read into host memory, without an H2D copy yet; the newest at the end."""
         self._reclaims = ReclaimQueue(self.pool)
         self._failures: list[SPPOError] = []
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Size of the files."""
+        return self._disk.space.reserved_bytes
 
     @property
     def ahead_bytes(self) -> int:

@@ -521,7 +521,7 @@ def _put_on_host(parameter: Parameter, memory: Tensor | None) -> tuple[_Weight, 
     elif now.device.type == "cpu" and now.is_contiguous():
         host = now
     else:
-        host = torch.empty(now.shape, dtype=now.dtype)
+        host = torch.empty(now.shape, dtype=now.dtype, device="cpu")
         host.copy_(now)
     weight = _Weight(parameter, host, gradient_bytes=gradient_bytes)
     gradient, parameter.grad = parameter.grad, None

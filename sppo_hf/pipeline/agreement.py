@@ -92,7 +92,7 @@ def check_agreement(
     Raises:
         PipelineError: Facts differ; names them, the ranks and their numbers.
     """
-    local = torch.tensor([*facts.values(), *own])
+    local = torch.tensor([*facts.values(), *own], device="cpu")
     gathered = [torch.empty_like(local) for _ in mesh.sharing_ranks]
     dist.all_gather(gathered, local, group=mesh.control_group)
     by_rank = [tuple(numbers.tolist()) for numbers in gathered]
@@ -119,7 +119,7 @@ def all_true(value: bool, *groups: Any) -> bool:
 
     A collective: all ranks call this at the same moment.
     """
-    smallest = torch.tensor(int(value))
+    smallest = torch.tensor(int(value), device="cpu")
     for group in groups:
         if group is not None:
             dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=group)
@@ -149,11 +149,11 @@ def gather_refusals(
     refuses, trained_differ = int(refusal is not None), False
     if averaged is not None:
         checksum = zlib.crc32(trainable_mask(averaged.values()))
-        largest = torch.tensor([refuses, checksum, -checksum])
+        largest = torch.tensor([refuses, checksum, -checksum], device="cpu")
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=mesh.replica_control_group)
         refuses = largest[0].item()
         trained_differ = largest[1].item() != -largest[2].item()
-    any_refuses = torch.tensor(int(refuses or trained_differ))
+    any_refuses = torch.tensor(int(refuses or trained_differ), device="cpu")
     dist.all_reduce(any_refuses, op=dist.ReduceOp.MAX, group=mesh.control_group)
     if not any_refuses.item():
         return []

@@ -518,7 +518,7 @@ def _send_to_first(
         assert value is not None, "the rank that holds a tensor sends it"
         dist.send(value.view(-1).view(torch.uint8), group=group, group_dst=0)
     elif place.pp_rank == 0:
-        value = torch.empty(shape, dtype=dtype)
+        value = torch.empty(shape, dtype=dtype, device="cpu")
         dist.recv(value.view(-1).view(torch.uint8), group=group, group_src=rank)
     return value
 

@@ -322,7 +322,8 @@ class RemoteWeights:
         """Complete `.grad` after all units; None where no rank had a gradient, as without MSP."""
         self.wait_for_reduce()
         every = [p for parameters in self._trained.values() for p in parameters]
-        counts = torch.tensor([id(p) in self._had_gradient for p in every], dtype=torch.int32)
+        had = [id(p) in self._had_gradient for p in every]
+        counts = torch.tensor(had, dtype=torch.int32, device="cpu")
         dist.all_reduce(counts, group=self._mesh.control_group)
         self._add_reduced(p for p, count in zip(every, counts.tolist(), strict=True) if count)
         self._had_gradient.clear()

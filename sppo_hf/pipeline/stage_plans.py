@@ -15,7 +15,13 @@ import torch
 from torch import distributed as dist
 
 from sppo_hf.config import SPPOConfig
-from sppo_hf.engine.device_facts import device_facts, dtype_name, reserve_driver_memory, whole_shape
+from sppo_hf.engine.device_facts import (
+    device_facts,
+    dtype_name,
+    reserve_driver_memory,
+    use_expandable_segments,
+    whole_shape,
+)
 from sppo_hf.engine.plan_cache import (
     STEP_MEASURED,
     BatchShape,
@@ -247,7 +253,7 @@ class StagePlanCache:
         training = torch.is_grad_enabled()
         self._accumulates |= training and self._holds_gradients_twice()
         if self._engine.mesh.unit_groups:  # ranks that share units plan together
-            twice = torch.tensor(int(self._accumulates))
+            twice = torch.tensor(int(self._accumulates), device="cpu")
             dist.all_reduce(twice, op=dist.ReduceOp.MAX, group=self._engine.mesh.control_group)
             self._accumulates = bool(twice)
         trained = self._engine.trained_checksums if training else ()
@@ -304,6 +310,8 @@ class StagePlanCache:
         """Choose schedule, chunks and dtype of messages, the same on all ranks; all call this."""
         engine, device = self._engine, shape.device
         config, parts = engine.config, engine.parts
+        own_disk_bytes = engine.planned_offload.disk_bytes
+        use_expandable_segments(device)
 
         def choose() -> tuple[PipelineChoice, torch.dtype]:
             options: dict[str, Any] = {
@@ -316,7 +324,7 @@ class StagePlanCache:
                     whole_shape(parts),
                     shape.total_tokens,
                     batch_rows=shape.batch_rows,
-                    device=device_facts(device, config),
+                    device=device_facts(device, config, own_disk_bytes=own_disk_bytes),
                     dtype_name=dtype_name(parts),
                     **options,
                 )
@@ -557,7 +565,8 @@ class StagePlanCache:
                 gradient_bytes=shape.gradient_bytes + remote.passing_bytes,
             )
         backend, reason = engine.plans.describe_backends(shape, batch.device)
-        facts = device_facts(batch.device, config)
+        own_disk_bytes = engine.planned_offload.disk_bytes
+        facts = device_facts(batch.device, config, own_disk_bytes=own_disk_bytes)
         if config.device_memory is None:
             reserve_driver_memory(batch.device, CONTEXT_BYTES["cuda"])
         if engine.group is not None:
@@ -604,7 +613,7 @@ class StagePlanCache:
         # Bytes hardly depend on speeds (only through the arrival of messages), so guesses suffice.
         estimate = cpu_estimate(facts.name)
         if facts.kind != "cpu":
-            estimate = cuda_estimate(facts.name, peak_flops(facts.name))
+            estimate = cuda_estimate(facts.name)
         cost = ModelCost(
             shape=engine.shape(),
             profile=facts.profile or estimate,

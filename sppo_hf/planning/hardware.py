@@ -6,7 +6,8 @@ rate) and `format`, the version of this layout.
 
 Profiles are searched in this order: measured by `sppo calibrate` and stored under the Hugging Face
 cache, one file per device name and versions; shipped with the package (`planning/profiles/`) from
-public figures; rough guesses. The last two are marked as estimates.
+public figures; shares of the figures in a datasheet (`DATASHEETS`); rough guesses. All but the
+first are marked as estimates.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ from functools import cache
 from importlib import resources
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.json_store import cache_path, write_atomically
 from sppo_hf.reading import parse_json, read_text
 from sppo_hf.rules import show
+
+_GIB = 2**30
 
 UNKNOWN_LINK = 25 * 2.0**30
 """Bytes per second between devices if a profile has no rate: that of a 200 Gbit/s network."""
@@ -356,38 +359,84 @@ _READERS: dict[str, tuple[str, Callable[[object], object]]] = {
 }
 
 
-# Dense bf16 tensor-core FLOP/s with float32 accumulation, from the vendors' public datasheets (half
-# of a figure that is printed with sparsity). Real kernels do not reach these peaks.
-PEAK_FLOPS: dict[str, float] = {
-    "A100": 312e12,
-    "H100": 989e12,
-    "H100 PCIE": 756e12,
-    "H100 NVL": 835e12,
-    "GH200": 989e12,
-    "H200": 989e12,
-    "H200 NVL": 835e12,
-    "B200": 2250e12,
-    "L40S": 362e12,
-    "A10": 125e12,
-    "L4": 121e12,
-    "RTX 4090": 165e12,
-    "MI300X": 1307e12,
+class Datasheet(NamedTuple):
+    """Public figures of a device model."""
+
+    peak_flops: float
+    """Dense bf16 FLOP/s of its tensor cores with float32 accumulation: half of a figure that is
+    printed with sparsity. Real kernels do not reach it."""
+
+    device_gib: float
+    """GiB of memory that drivers report: of GDDR with error correction 1/16 less than is built
+    in."""
+
+    memory_bytes_per_second: float
+    """Peak bandwidth of its memory."""
+
+    copy_bytes_per_second: float
+    """Rate of copies to or from pinned host memory: of PCIe x16, or of a chip-to-chip link."""
+
+    node_bytes_per_second: float | None = None
+    """80% of NVLink's (Infinity Fabric's) rate to another device, each way; None without one."""
+
+
+_PCIE_4, _PCIE_5 = 25e9, 52e9
+_CHIP_LINK = 300e9  # of 450e9 each way of NVLink-C2C, the slower of both ways in published tests
+
+DATASHEETS: dict[str, Datasheet] = {
+    "A100": Datasheet(312e12, 79.1, 2.04e12, _PCIE_4, 2.4e11),
+    "A800": Datasheet(312e12, 79.1, 2.04e12, _PCIE_4, 1.6e11),
+    "A30": Datasheet(165e12, 23.5, 0.93e12, _PCIE_4),
+    "A40": Datasheet(150e12, 44.4, 0.70e12, _PCIE_4),
+    "A10": Datasheet(125e12, 22.0, 0.60e12, _PCIE_4),
+    "A10G": Datasheet(70e12, 22.0, 0.60e12, _PCIE_4),
+    "H100": Datasheet(989e12, 79.1, 3.35e12, _PCIE_5, 3.6e11),
+    "H100 PCIE": Datasheet(756e12, 79.1, 2.04e12, _PCIE_5),
+    "H100 NVL": Datasheet(835e12, 93.1, 3.94e12, _PCIE_5),
+    "H800": Datasheet(989e12, 79.1, 3.35e12, _PCIE_5, 1.6e11),
+    "H20": Datasheet(148e12, 95.0, 4.00e12, _PCIE_5, 3.6e11),
+    "H200": Datasheet(989e12, 139.7, 4.80e12, _PCIE_5, 3.6e11),
+    "H200 NVL": Datasheet(835e12, 139.7, 4.80e12, _PCIE_5),
+    "GH200": Datasheet(989e12, 94.5, 4.00e12, _CHIP_LINK),
+    "B200": Datasheet(2250e12, 178.3, 8.00e12, _PCIE_5, 7.2e11),
+    "GB200": Datasheet(2500e12, 184.0, 8.00e12, _CHIP_LINK, 7.2e11),
+    "L4": Datasheet(121e12, 22.0, 0.30e12, _PCIE_4),
+    "L20": Datasheet(119e12, 44.4, 0.86e12, _PCIE_4),
+    "L40": Datasheet(181e12, 44.4, 0.86e12, _PCIE_4),
+    "L40S": Datasheet(362e12, 44.4, 0.86e12, _PCIE_4),
+    "RTX 3090": Datasheet(71e12, 23.6, 0.94e12, _PCIE_4),
+    "RTX 4080": Datasheet(97e12, 15.7, 0.72e12, _PCIE_4),
+    "RTX 4090": Datasheet(165e12, 23.6, 1.01e12, _PCIE_4),
+    "RTX 5080": Datasheet(112e12, 15.5, 0.96e12, _PCIE_5),
+    "RTX 5090": Datasheet(209e12, 31.4, 1.79e12, _PCIE_5),
+    "RTX A5000": Datasheet(111e12, 23.6, 0.77e12, _PCIE_4),
+    "RTX A6000": Datasheet(155e12, 47.4, 0.77e12, _PCIE_4),
+    "RTX 6000 ADA": Datasheet(364e12, 47.4, 0.96e12, _PCIE_4),
+    "RTX PRO 6000": Datasheet(504e12, 94.9, 1.79e12, _PCIE_5),
+    "MI300X": Datasheet(1307e12, 191.9, 5.30e12, _PCIE_5, 5.1e10),
 }
+"""By the words of a driver's name that tell the model."""
 
 # Words in names of devices that contain a listed name but are slower, or only a slice of it.
 _OTHER_DEVICES = frozenset({"LAPTOP", "D", "MIG", "MAX"})
 
 
-def peak_flops(device_name: str) -> float | None:
-    """Returns the dense bf16 FLOP/s of a device by its driver's name for it; None if unknown.
+def datasheet(device_name: str) -> Datasheet | None:
+    """Returns the public figures of a device by its driver's name for it; None if unknown.
 
     Whole words are compared ("A10" is neither "A100" nor "A10G"); the most specific entry wins.
     """
     words = _words(device_name)
     if words & _OTHER_DEVICES:
         return None
-    known = [name for name in PEAK_FLOPS if set(name.split()) <= words]
-    return PEAK_FLOPS[max(known, key=len)] if known else None
+    known = [name for name in DATASHEETS if set(name.split()) <= words]
+    return DATASHEETS[max(known, key=len)] if known else None
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Returns the dense bf16 FLOP/s of a device by its driver's name for it; None if unknown."""
+    sheet = datasheet(device_name)
+    return None if sheet is None else sheet.peak_flops
 
 
 # Shares of a datasheet's dense peak that large matmuls and fused attention reach, by the tokens of
@@ -396,6 +445,7 @@ _MATMUL_SHARE = Curve(((256, 0.15), (512, 0.28), (1024, 0.42), (2048, 0.53), (40
 _ATTENTION_SHARE = Curve(((256, 0.08), (512, 0.13), (1024, 0.20), (2048, 0.27), (8192, 0.34)))
 _BACKWARD_SHARE = 0.68
 _FLOAT32_SHARE = 0.05
+_MEMORY_SHARE = 0.85
 _UNKNOWN_PEAK_FLOPS = 60e12
 
 _CPU_MATMUL = Curve(((64, 0.6e11), (256, 1.0e11), (1024, 1.2e11)))
@@ -426,27 +476,29 @@ def cpu_estimate(device_name: str) -> HardwareProfile:
     )
 
 
-def cuda_estimate(device_name: str, peak_flops: float | None) -> HardwareProfile:
-    """Returns a guess for any accelerator, based on its dense bf16 peak if that is known.
+def cuda_estimate(device_name: str) -> HardwareProfile:
+    """Returns a guess for any accelerator, from its datasheet if the model is known.
 
     Args:
         device_name: the driver's name of the device.
-        peak_flops: dense bf16 FLOP/s from its datasheet; None assumes a small card's 60e12.
 
     Returns:
-        A profile whose curves are shares of the peak, shaped like those of the shipped profiles;
-        whose memory bandwidth is one byte per 500 FLOPs of the peak, but at least 0.3e12 bytes/s;
-        and whose copies are as fast as PCIe 4.0 x16 if the peak is known, else 3.0 x16.
+        A profile whose curves are shares of the peak, shaped like those of the shipped profiles. Of
+        an unknown model a small card's 60e12 FLOP/s, 0.3e12 bytes/s and PCIe 3.0 x16 are assumed.
     """
-    if peak_flops is None:
+    sheet = datasheet(device_name)
+    if sheet is None:
         source = "conservative estimate of an unknown device; `sppo calibrate` measures"
-        peak_flops = _UNKNOWN_PEAK_FLOPS
-        copy_bytes_per_second = 11e9
+        peak, memory, copies, node = _UNKNOWN_PEAK_FLOPS, 0.3e12, 11e9, None
     else:
-        source = f"estimate: shares of {peak_flops:.3g} FLOP/s, its datasheet's dense bf16 peak"
-        copy_bytes_per_second = 20e9
-    matmul = _MATMUL_SHARE.scaled(peak_flops)
-    attention = _ATTENTION_SHARE.scaled(peak_flops)
+        peak, copies = sheet.peak_flops, sheet.copy_bytes_per_second
+        source = (
+            f"Estimate from its datasheet, not measured: shares of {peak:.3g} dense bf16 FLOP/s"
+        )
+        memory = _MEMORY_SHARE * sheet.memory_bytes_per_second
+        # Without a link of their own devices send through the host's memory.
+        node = sheet.node_bytes_per_second or copies / 2
+    matmul, attention = _MATMUL_SHARE.scaled(peak), _ATTENTION_SHARE.scaled(peak)
 
     def by_dtype(curve: Curve) -> dict[str, Curve]:
         single = curve.scaled(_FLOAT32_SHARE)
@@ -460,16 +512,16 @@ def cuda_estimate(device_name: str, peak_flops: float | None) -> HardwareProfile
         matmul_flops=by_dtype(matmul),
         attention_forward_flops=by_dtype(attention),
         attention_backward_flops=by_dtype(attention.scaled(_BACKWARD_SHARE)),
-        memory_bytes_per_second=max(0.3e12, peak_flops / 500),
+        memory_bytes_per_second=memory,
         launch_seconds=1e-3,
-        d2h_bytes_per_second=copy_bytes_per_second,
-        h2d_bytes_per_second=copy_bytes_per_second,
-        both_d2h_bytes_per_second=0.8 * copy_bytes_per_second,
-        both_h2d_bytes_per_second=0.8 * copy_bytes_per_second,
+        d2h_bytes_per_second=copies,
+        h2d_bytes_per_second=copies,
+        both_d2h_bytes_per_second=0.8 * copies,
+        both_h2d_bytes_per_second=0.8 * copies,
+        node_bytes_per_second=node,
+        device_bytes=None if sheet is None else int(sheet.device_gib * _GIB),
     )
 
-
-_GIB = 2**30
 
 MOST_PROFILE_BYTES = 2**20
 """Largest profile file that is read, in bytes; profiles take a few kilobytes."""
@@ -493,7 +545,8 @@ def load_profile(name_or_path: str | os.PathLike[str]) -> HardwareProfile:
 
     Args:
         name_or_path: a shipped profile by its short or full name in any case ("h100", "H100-80GB",
-            "NVIDIA H100 80GB HBM3"), "cpu" for a guess of a processor, or the path of a JSON file.
+            "NVIDIA H100 80GB HBM3"), another device of `DATASHEETS` ("rtx-4090", "NVIDIA L40S",
+            "a100-40gb"), "cpu" for a guess of a processor, or the path of a JSON file.
 
     Raises:
         ConfigError: there is no such profile or file (the message has the most similar name), or
@@ -511,10 +564,14 @@ def load_profile(name_or_path: str | os.PathLike[str]) -> HardwareProfile:
         return cpu_estimate("cpu")
     if text.endswith(".json") or os.path.exists(text):
         return _read_file(Path(text))
-    names = ["cpu", *shipped]
+    together = {_letters_and_digits(name): name for name in DATASHEETS}
+    device_name = together.get(_letters_and_digits(text), text)
+    if datasheet(device_name) is not None:
+        return _known_device(device_name)
+    names = ["cpu", *(name.lower().replace(" ", "-") for name in DATASHEETS)]
     nearest = difflib.get_close_matches(text.lower()[:100], names, n=1, cutoff=0)[0]
     raise ConfigError(
-        f"hardware={show(text)} is neither a shipped profile nor a file. Allowed: "
+        f"hardware={show(text)} is neither a known device nor a file. Allowed: "
         f"{', '.join(names)}, or the path of a JSON file. Remedy: use the nearest name, "
         f"{nearest!r}, or run `sppo calibrate` on the machine and drop the setting."
     )
@@ -525,9 +582,9 @@ def profile_for(device_name: str, kind: str, versions: Mapping[str, str]) -> Har
 
     Returns:
         The calibrated profile of this device and these versions; else a shipped profile of the same
-        model, recognised by the words of its name; else a rough guess. The last two have
-        `estimated` set and this device's name, and `device_bytes` is the size in that name, if
-        there is one ("A100-SXM4-40GB").
+        model, recognised by the words of its name; else an estimate from its datasheet, or a rough
+        guess. All but the first have `estimated` set and this device's name, and of a shipped one
+        `device_bytes` is the size in that name, if there is one ("A100-SXM4-40GB").
 
     Raises:
         ConfigError: the calibrated profile's file is damaged.
@@ -535,10 +592,12 @@ def profile_for(device_name: str, kind: str, versions: Mapping[str, str]) -> Har
     stored = stored_profile(device_name, kind, versions)
     if stored is not None:
         return stored
-    if kind != "cuda":
-        return cpu_estimate(device_name)
-    peak = peak_flops(device_name)
-    words = _words(device_name)
+    return _known_device(device_name) if kind == "cuda" else cpu_estimate(device_name)
+
+
+def _known_device(device_name: str) -> HardwareProfile:
+    """Returns the shipped profile of the same model, or `cuda_estimate`."""
+    peak, words = peak_flops(device_name), _words(device_name)
     for name, profile in shipped_profiles().items():
         # Variants that share a word differ in their peak: an H100 PCIe is not an H100 SXM.
         if name.partition("-")[0].upper() in words and peak == peak_flops(profile.name):
@@ -547,7 +606,7 @@ def profile_for(device_name: str, kind: str, versions: Mapping[str, str]) -> Har
             if size is not None and size[1] not in re.findall(r"\d+", profile.name):
                 device_bytes = int(size[1]) * _GIB
             return dataclasses.replace(profile, name=device_name, device_bytes=device_bytes)
-    return cuda_estimate(device_name, peak)
+    return cuda_estimate(device_name)
 
 
 def stored_profile(
@@ -603,6 +662,10 @@ def _read_file(path: Path) -> HardwareProfile:
         "name",
     )
     return profile_from_json(text, where=os.fspath(path))
+
+
+def _letters_and_digits(name: str) -> str:
+    return re.sub(r"[^A-Z0-9]", "", name.upper())
 
 
 def _words(device_name: str) -> set[str]:

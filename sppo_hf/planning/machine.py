@@ -68,6 +68,31 @@ def control_group_limit_bytes(root: Path = _ROOT) -> int | None:
     return min((limit for _, limit in _limits(root) if limit < _NO_LIMIT_BYTES), default=None)
 
 
+_LOCAL_PROCESSES = (
+    *("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
+    "MV2_COMM_WORLD_LOCAL_SIZE",
+)
+
+
+def local_processes(variables: Mapping[str, str]) -> int:
+    """Number of processes of this launch on this machine, which share its memory.
+
+    Args:
+        variables: environment variables. torchrun, Accelerate and MPI set one to this number;
+            Slurm's srun lists the numbers of all nodes, as "4(x2),3".
+    """
+    for name in _LOCAL_PROCESSES:
+        if re.fullmatch("[0-9]{1,9}", variables.get(name, "")):
+            return max(1, int(variables[name]))
+    tasks: list[int] = []
+    listed = variables.get("SLURM_STEP_TASKS_PER_NODE", "")
+    for count, nodes in re.findall(r"([0-9]{1,9})(?:\(x([0-9]{1,6})\))?", listed):
+        tasks += [int(count)] * int(nodes or 1)
+    node = variables.get("SLURM_NODEID", "0")
+    known = re.fullmatch("[0-9]{1,9}", node) is not None and int(node) < len(tasks)
+    return max(1, tasks[int(node)]) if known else 1
+
+
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 

@@ -175,7 +175,7 @@ def measure_copies(watch: BenchTimer, num_bytes: int) -> CopySpeed:
     pinned = watch.device.type == "cuda"
     # Filled, not merely allocated: pages that were never written copy faster than memory.
     host_in, host_out = (
-        torch.ones(num_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)
+        torch.ones(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=pinned) for _ in range(2)
     )
     device_in, device_out = (
         torch.ones(num_bytes, dtype=torch.uint8, device=watch.device) for _ in range(2)
@@ -477,7 +477,7 @@ def measure_host_update(watch: BenchTimer, num_parameters: int) -> float:
         watch: timer of the CPU; all its threads take part.
         num_parameters: number of float32 parameters, of 16 bytes each with their states.
     """
-    parameter = torch.nn.Parameter(torch.ones(num_parameters))
+    parameter = torch.nn.Parameter(torch.ones(num_parameters, device="cpu"))
     parameter.grad = torch.ones_like(parameter)
     optimizer = torch.optim.AdamW([parameter], fused=True)
     # Weights and both moments are read and written, the gradient is read.

@@ -388,7 +388,8 @@ def model_from_config(
         ConfigError: there is no such model, or its weights would take more than `LARGEST_BYTES`.
     """
     _check_bytes(config, model_class)
-    with torch.random.fork_rng(devices=[]):
+    # Not on what `torch.set_default_device` says, whose random numbers are others.
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = _construct(config, model_class)
         for part in model.modules():
@@ -518,18 +519,19 @@ def make_batch(
             which padding would predict, has no label either.
         seed: seed of ids and masks; the global random state is not changed.
     """
-    generator = torch.Generator().manual_seed(seed)
-    input_ids = torch.randint(0, vocab_size, (rows, tokens), generator=generator)
-    hidden = torch.rand((rows, tokens), generator=generator) < 0.1
-    batch = {"input_ids": input_ids, "labels": input_ids.masked_fill(hidden, -100)}
-    if padding or left_padding:
-        at = torch.arange(tokens)[None, :]
-        end = tokens - torch.tensor(padding or [0] * rows)[:, None]
-        start = torch.tensor(left_padding or [0] * rows)[:, None]
-        mask = (at < end) & (at >= start)
-        batch["attention_mask"] = mask.long()
-        predicted = mask & ((at > start) | (start == 0))
-        batch["labels"] = batch["labels"].masked_fill(~predicted, -100)
+    with torch.device("cpu"):
+        generator = torch.Generator().manual_seed(seed)
+        input_ids = torch.randint(0, vocab_size, (rows, tokens), generator=generator)
+        hidden = torch.rand((rows, tokens), generator=generator) < 0.1
+        batch = {"input_ids": input_ids, "labels": input_ids.masked_fill(hidden, -100)}
+        if padding or left_padding:
+            at = torch.arange(tokens)[None, :]
+            end = tokens - torch.tensor(padding or [0] * rows)[:, None]
+            start = torch.tensor(left_padding or [0] * rows)[:, None]
+            mask = (at < end) & (at >= start)
+            batch["attention_mask"] = mask.long()
+            predicted = mask & ((at > start) | (start == 0))
+            batch["labels"] = batch["labels"].masked_fill(~predicted, -100)
     return batch
 
 

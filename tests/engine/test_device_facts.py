@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -82,6 +83,7 @@ def _gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     )
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (70 * gib, 80 * gib))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 0)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)
     pinned = {"allocated_bytes.current": 0}
     monkeypatch.setattr(torch.cuda, "host_memory_stats", lambda: pinned)
     # Of other tests, whose cycles have not been collected.
@@ -110,6 +112,9 @@ def test_a_gpu_may_use_the_host_memory_that_is_free(monkeypatch: pytest.MonkeyPa
         ours.setattr(device_facts, "locked_bytes", lambda: 64 * gib)
         assert found(56) == 120 - 16, "by PyTorch or by slabs"
     assert found(10) == 0
+    with monkeypatch.context() as by_srun:
+        by_srun.setenv("SLURM_STEP_TASKS_PER_NODE", "4(x2)")
+        assert found(116) == 25
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert found(116) == 25
     pinned["allocated_bytes.current"] = 25 * gib
@@ -124,6 +129,23 @@ def test_host_resident_bytes_are_not_counted_twice(
     monkeypatch.setattr(device_facts, "free_host_memory_bytes", lambda: 56 * gib)
     rests = device_facts.device_facts(GPU, SPPOConfig(), counted_bytes=30 * gib)
     assert rests.host_memory_bytes == (56 - 16 + 30) * gib
+
+
+def test_processes_share_the_disk_and_what_a_plan_has_reserved_is_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(device_facts, "free_disk_bytes", lambda folder: 1000)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    config = SPPOConfig(offload_dir=str(tmp_path / "disk"))
+
+    def found(**known: int) -> int | None:
+        return device_facts.device_facts(CPU, config, **known).disk_memory_bytes
+
+    assert found() == 1000
+    assert found(own_disk_bytes=300) == 1300
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert found(own_disk_bytes=300) == 550
+    assert device_facts.device_facts(CPU, SPPOConfig()).disk_memory_bytes is None
 
 
 @pytest.mark.parametrize(
@@ -159,18 +181,56 @@ def test_allocator_settings_in_the_environment_are_respected(
     assert environment == {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}
 
 
+class _Allocator:
+    """How much of GPUs PyTorch may take; like PyTorch it keeps whole bytes and no fraction."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, total_bytes: int) -> None:
+        self.total_bytes = total_bytes
+        self.allowed: dict[int, int] = {}
+        monkeypatch.setattr(device_facts, "_own_fractions", {})
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", self.get)
+        monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", self.set)
+
+    def get(self, index: int) -> float:
+        return self.allowed.get(index, self.total_bytes) / self.total_bytes
+
+    def set(self, fraction: float, index: int) -> None:
+        self.allowed[index] = int(fraction * self.total_bytes)
+
+
 def test_pytorchs_cache_leaves_memory_to_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[tuple[float, object]] = []
     gib = 2**30
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (70 * gib, 80 * gib))
-    monkeypatch.setattr(
-        torch.cuda, "set_per_process_memory_fraction", lambda *args: said.append(args)
-    )
+    total_bytes = 80 * gib + 12345
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (70 * gib, total_bytes))
+    allocator = _Allocator(monkeypatch, total_bytes)
     device_facts.reserve_driver_memory(torch.device("cpu"), 2 * gib)
-    assert not said
-    gpu = torch.device("cuda", 0)
-    device_facts.reserve_driver_memory(gpu, 2 * gib)
-    assert said == [(78 / 80, gpu)]
+    assert not allocator.allowed
+    for device, index in ((GPU, 3), (torch.device("cuda"), 0)):
+        for reserved in (2 * gib, 3 * gib, 2 * gib):
+            device_facts.reserve_driver_memory(device, reserved)
+            assert abs(total_bytes - allocator.allowed[index] - reserved) <= 1
+
+
+def test_a_share_of_the_device_that_the_script_has_set_is_kept_and_planned_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another process may have the rest; a budget that is set is the user's word."""
+    gib = 2**30
+    _gpu(monkeypatch)
+    monkeypatch.setattr(device_facts, "free_host_memory_bytes", lambda: 120 * gib)
+    allocator = _Allocator(monkeypatch, 80 * gib)
+
+    def found(**settings: Any) -> int | None:
+        return device_facts.device_facts(GPU, SPPOConfig(**settings)).device_memory_bytes
+
+    everything = found()
+    device_facts.reserve_driver_memory(GPU, 2 * gib)
+    assert found() == everything, "what was left to the driver is not left twice"
+    allocator.set(0.5, 3)
+    device_facts.reserve_driver_memory(GPU, 2 * gib)
+    assert allocator.allowed[3] == found() == 40 * gib
+    assert found(device_memory="60GiB") == everything
 
 
 class _System:

@@ -565,3 +565,29 @@ def test_longer_than_the_rotary_range_only_warns(ids):
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # once is enough: a second warning would be raised
         model(input_ids=ids, labels=ids).loss.backward()
+
+
+DEFAULT_DEVICE_WAYS = [
+    {"recompute": "full", "offload": "full", "offload_kv": "full", "order": "by_chunk"},
+    {"recompute": "selective", "order": "by_layer", "layer_tile_tokens": 4},
+    {"num_chunks": 2, "weights": "host"},
+]
+
+
+@pytest.mark.parametrize("settings", DEFAULT_DEVICE_WAYS)
+def test_another_default_device_changes_nothing(model, ids, settings):
+    """As after torch.set_default_device("cuda"); whatever is made on "meta" cannot be read."""
+    mask, positions = torch.ones_like(ids), torch.arange(T) % 15
+    mask[1, 20:] = 0
+    batches = [
+        {"input_ids": ids, "labels": ids},
+        {"input_ids": ids, "labels": ids, "attention_mask": mask},
+        {"input_ids": ids[:1], "labels": ids[:1], "position_ids": positions[None]},
+    ]
+    expected = [_step(model, **batch) for batch in batches]
+    with torch.device("meta"):
+        convert(model, _config(min_offload_size=1, **settings))
+        found = [_step(model, **batch) for batch in batches]
+    for (our_loss, ours), (their_loss, theirs) in zip(found, expected, strict=True):
+        torch.testing.assert_close(our_loss, their_loss)
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)

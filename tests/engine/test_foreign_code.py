@@ -126,6 +126,33 @@ def test_they_are_accepted_in_other_dtypes(dtype: torch.dtype) -> None:
     assert is_converted(convert(model, _config()))
 
 
+def _in_tf32(x: Tensor) -> Tensor:
+    """Round to TF32's 10 bits of mantissa."""
+    return ((x.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+
+
+class _InTF32(nn.Linear):
+    """Multiplies few tokens in TF32 and more of them not, as kernels may where TF32 is allowed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] > 8:
+            return super().forward(x)
+        return F.linear(_in_tf32(x), _in_tf32(self.weight))
+
+
+def test_rounding_to_tf32_is_no_mixing_of_tokens_where_it_is_allowed() -> None:
+    model: Any = build_tiny_model("llama", dtype=torch.float32)
+    model.model.layers[0].mlp.down_proj.__class__ = _InTF32
+    with pytest.raises(UnsupportedModelError, match="_InTF32"):
+        convert(model, _config())
+    matmuls = torch.backends.mkldnn.matmul
+    before, matmuls.fp32_precision = matmuls.fp32_precision, "tf32"
+    try:
+        assert is_converted(convert(model, _config()))
+    finally:
+        matmuls.fp32_precision = before
+
+
 def _make_own(module: nn.Module) -> None:
     kind = type(module)
     module.__class__ = type(f"Own{kind.__name__}", (kind,), {"__module__": __name__})

@@ -15,7 +15,7 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.convert import convert, get_engine
 from sppo_hf.engine.cpu_heap import CpuChunkArena
 from sppo_hf.engine.recompute import RecomputedLayer
-from sppo_hf.engine.sliced_calls import token_wise
+from sppo_hf.engine.sliced_calls import NotTokenWise, token_wise
 from sppo_hf.engine.step_observer import StepObserver
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.plan import Plan
@@ -155,6 +155,28 @@ def test_dropout_repeats_itself_in_tiles(family: str, recompute: str) -> None:
         gradients.append(dict(run_batch(model, make_batch(tokens=TOKENS)).by_name))
     for name, expected in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], expected, rtol=1e-9, atol=1e-12)
+
+
+def test_rounding_to_tf32_is_token_wise_where_it_is_allowed() -> None:
+    class Rounded(nn.Module):
+        """Other kernels for few tokens may multiply otherwise."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(32))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.weight * (1 + 2e-4 * (x.shape[1] < 8))
+
+    layer, hidden = nn.Sequential(Rounded()), torch.zeros(1, TOKENS, 32)
+    with pytest.raises(NotTokenWise):
+        token_wise(layer, hidden)
+    matmuls = torch.backends.mkldnn.matmul
+    before, matmuls.fp32_precision = matmuls.fp32_precision, "tf32"
+    try:
+        assert [part.name for part in token_wise(layer, hidden)] == ["0"]
+    finally:
+        matmuls.fp32_precision = before
 
 
 def test_what_is_token_wise() -> None:

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -103,6 +104,30 @@ def test_a_corrected_plan_is_made_for_the_same_device(monkeypatch: pytest.Monkey
     assert book.get(1, 20, device, StepObserver()) is not plan
     book.get(1, 20, torch.device("cpu", 2), StepObserver())
     assert asked[2:] == [torch.device("cpu", 2)]
+
+
+def test_files_of_earlier_steps_are_free_for_later_plans(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """They are kept, so the disk has less free than a step may use."""
+    known: list[int] = []
+    facts = plans_module.device_facts
+
+    def noted(device: torch.device, config: SPPOConfig, *, own_disk_bytes: int, **others: Any):
+        known.append(own_disk_bytes)
+        return facts(device, config, own_disk_bytes=own_disk_bytes, **others)
+
+    monkeypatch.setattr(plans_module, "device_facts", noted)
+    model = build_tiny_model("llama").train()
+    settings = {"num_chunks": 2, "offload": "full", "offload_tier": "disk", "show_plan": False}
+    config = SPPOConfig(offload_dir=str(tmp_path), min_offload_size=1, **settings)
+    convert(model, config)
+    for tokens in (40, 30):
+        model(**make_batch(tokens=tokens)).loss.backward()
+    engine = get_engine(model)
+    assert engine is not None
+    assert known == [0, engine.offload.disk_bytes]
+    assert known[1] > 0
 
 
 def test_each_set_of_trained_parameters_has_its_own_plans():

@@ -1,5 +1,7 @@
 """Copies are ordered against compute, and waiting is timed; on the fake device and on the CPU."""
 
+import contextlib
+
 import pytest
 import torch
 
@@ -293,3 +295,44 @@ def test_a_round_trip_on_cuda(own_streams: bool, pin: bool) -> None:
         assert out.done()
         assert bool((back == value).all())
     assert copier.stall_seconds() >= 0.0
+
+
+def test_memory_is_unlocked_after_copies_and_compute_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A receive, in a stream of NCCL's, may wait for what this rank has not sent yet."""
+    done: list[object] = []
+
+    class OneStream:
+        def __init__(self, name: object) -> None:
+            self.name = name
+
+        def synchronize(self) -> None:
+            done.append(self.name)
+
+    class Runtime:
+        def cudaHostUnregister(self, address: int) -> int:
+            done.append(address)
+            return 0
+
+    def whole_device() -> None:
+        raise AssertionError("other streams are waited for")
+
+    current = [OneStream("compute")]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[0])
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: OneStream("copies"))
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: object())
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", whole_device)
+    runtime = CudaRuntime(torch.device("cuda", 1))
+    StreamCopier(runtime)
+    runtime.unlock_pages(4096)
+    assert done == ["copies", "copies", "compute", 4096]
+    current[0] = OneStream("another stream of compute")
+    runtime.current_stream()
+    current[0] = OneStream("of the thread that collects garbage")
+    done.clear()
+    runtime.unlock_pages(8192)
+    assert done == ["copies", "copies", "another stream of compute", 8192]

@@ -373,11 +373,11 @@ def test_a_refusal_by_the_system_reduces_the_budget(
 ) -> None:
     empty, given = torch.empty, []
 
-    def refuse_the_third(size: int, *, dtype: torch.dtype) -> torch.Tensor:
+    def refuse_the_third(size: int, *, dtype: torch.dtype, device: str) -> torch.Tensor:
         if len(given) == 2:
             raise RuntimeError("out of memory")
         given.append(size)
-        return empty(size, dtype=dtype)
+        return empty(size, dtype=dtype, device=device)
 
     device = FakeDevice()
     if locked:

@@ -159,6 +159,26 @@ def test_stages_are_planned_anew_for_other_trained_parameters(
     assert len(chosen) == 14
 
 
+def test_the_allocator_is_set_before_a_rank_asks_for_its_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without expandable segments, plans leave a part of the device to holes."""
+    order: list[str] = []
+    facts = stage_plans.device_facts
+
+    def noted(*args: Any, **known: Any) -> DeviceFacts:
+        order.append("facts")
+        return facts(*args, **known)
+
+    monkeypatch.setattr(stage_plans, "device_facts", noted)
+    monkeypatch.setattr(stage_plans, "use_expandable_segments", lambda _: order.append("set"))
+    monkeypatch.setattr(stage_plans, "make_on_first_rank", lambda mesh, make: make())
+    engine: Any = _engine()
+    engine.mesh.unit_groups = {}
+    StagePlanCache(engine)._choose(BATCH)
+    assert order == ["set", "facts"]
+
+
 def _alone(make: Callable[[], Any], group: object, *, share: Callable[[Any], Any]) -> Any:
     """Stand in for `make_on_all_ranks` with one rank."""
     made = make()

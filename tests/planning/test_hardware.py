@@ -15,12 +15,14 @@ from hypothesis import strategies as st
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.config_file import shipped_models
 from sppo_hf.planning.hardware import (
+    DATASHEETS,
     PROFILE_FORMAT,
     Curve,
     HardwareProfile,
     cpu_estimate,
     cuda_estimate,
     curve_for,
+    datasheet,
     load_profile,
     peak_flops,
     profile_for,
@@ -175,7 +177,11 @@ def test_text_that_is_no_json() -> None:
         ("NVIDIA L4", 121e12),
         ("NVIDIA GeForce RTX 4090", 165e12),
         ("AMD Instinct MI300X", 1307e12),
-        ("NVIDIA A10G", None),
+        ("NVIDIA A10G", 70e12),
+        ("NVIDIA L40", 181e12),
+        ("NVIDIA RTX 6000 Ada Generation", 364e12),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 504e12),
+        ("Quadro RTX 6000", None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
         ("x86_64", None),
@@ -186,22 +192,39 @@ def test_peak_by_name(name: str, peak: float | None) -> None:
 
 
 def test_a_known_peak_is_scaled() -> None:
-    small, large = cuda_estimate("a", 100e12), cuda_estimate("b", 1000e12)
+    small, large = cuda_estimate("NVIDIA L40"), cuda_estimate("NVIDIA L40S")
     for tokens in (1, 300, 4096, 10**6):
         rate = small.matmul_flops["bfloat16"].at(tokens)
-        assert rate < 100e12
-        assert large.matmul_flops["bfloat16"].at(tokens) == pytest.approx(10 * rate)
-    assert large.memory_bytes_per_second == 2e12
-    assert "1e+15" in large.source
+        assert rate < 181e12
+        assert large.matmul_flops["bfloat16"].at(tokens) == pytest.approx(2 * rate)
+    assert large.memory_bytes_per_second == small.memory_bytes_per_second < 864e9
+    assert "3.62e+14" in large.source
 
 
 def test_an_unknown_one_is_slower_in_everything_than_a_large_one() -> None:
-    unknown, known = cuda_estimate("a", None), cuda_estimate("b", 312e12)
+    unknown, known = cuda_estimate("a"), cuda_estimate("NVIDIA L40S")
     assert unknown.matmul_flops["float32"].at(99) < known.matmul_flops["float32"].at(99)
     assert unknown.d2h_bytes_per_second < known.d2h_bytes_per_second
     assert unknown.memory_bytes_per_second < known.memory_bytes_per_second
     assert unknown.estimated
     assert known.estimated
+    assert unknown.device_bytes is unknown.node_bytes_per_second is None
+
+
+def test_datasheets_rank_as_the_machines_do() -> None:
+    for name, sheet in DATASHEETS.items():
+        profile = cuda_estimate(name)
+        assert profile.device_bytes == int(sheet.device_gib * 2**30)
+        assert profile.memory_bytes_per_second < sheet.memory_bytes_per_second
+        assert profile.node_bytes_per_second is not None
+        if sheet.node_bytes_per_second is None:  # sends through the host, there and back
+            assert profile.node_bytes_per_second < profile.d2h_bytes_per_second
+    for shipped in shipped_profiles().values():
+        sheet = datasheet(shipped.name)
+        assert sheet is not None
+        assert sheet.copy_bytes_per_second == shipped.d2h_bytes_per_second
+        assert sheet.node_bytes_per_second == shipped.node_bytes_per_second
+        assert shipped.device_bytes == pytest.approx(sheet.device_gib * 2**30, rel=0.01)
 
 
 def test_a_processor_copies_each_way_at_half_speed_when_both_ways_run() -> None:
@@ -252,14 +275,31 @@ def test_names_in_any_case_short_or_full(name: str) -> None:
     assert load_profile(name) is shipped_profiles()["h100-80gb"]
 
 
+@pytest.mark.parametrize(
+    "name", ["rtx-4090", "RTX 4090", "rtx4090", "NVIDIA GeForce RTX 4090", "geforce-rtx-4090"]
+)
+def test_names_of_datasheets(name: str) -> None:
+    profile = load_profile(name)
+    assert profile == dataclasses.replace(cuda_estimate("RTX 4090"), name=profile.name)
+
+
+def test_a_shipped_device_with_other_memory() -> None:
+    small = load_profile("a100-40gb")
+    assert small.matmul_flops is shipped_profiles()["a100-80gb"].matmul_flops
+    assert small.device_bytes == 40 * 2**30
+
+
 def test_cpu_is_a_name() -> None:
     assert load_profile("CPU").kind == "cpu"
     assert load_profile("cpu").estimated
 
 
 def test_an_unknown_name_gets_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"hardware='h10'.*Allowed.*a100.*nearest name, 'h100'"):
+    told = r"hardware='h10'.*Allowed.*a100.*rtx-4090.*nearest name, 'h100'"
+    with pytest.raises(ConfigError, match=told):
         load_profile("h10")
+    with pytest.raises(ConfigError, match="nearest name, 'rtx-4090'"):
+        load_profile("rtx 4090 laptop")
 
 
 def test_a_path(tmp_path: Path) -> None:

@@ -186,6 +186,29 @@ def test_free_memory_without_groups_is_the_machines(
     assert machine.free_host_memory_bytes(tmp_path) == 12345
 
 
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, 1),
+        ({"LOCAL_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, 8),
+        ({"LOCAL_WORLD_SIZE": "0"}, 1),
+        ({"LOCAL_WORLD_SIZE": "many", "MPI_LOCALNRANKS": "2"}, 2),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 4),
+        ({"SLURM_STEP_TASKS_PER_NODE": "8"}, 8),
+        ({"SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": "1"}, 4),
+        ({"SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": "2"}, 3),
+        ({"SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": "3"}, 1),
+        ({"SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": "node-a"}, 1),
+        # srun starts one launcher on each machine, which starts the processes.
+        ({"SLURM_STEP_TASKS_PER_NODE": "1", "LOCAL_WORLD_SIZE": "8"}, 8),
+        # Of the whole allocation, which one process in it does not share with others.
+        ({"SLURM_TASKS_PER_NODE": "8", "SLURM_NTASKS": "8"}, 1),
+    ],
+)
+def test_processes_that_share_the_machine(variables: dict[str, str], expected: int) -> None:
+    assert machine.local_processes(variables) == expected
+
+
 def test_a_reserve_is_neither_tiny_nor_huge() -> None:
     gib = 2**30
     sizes = [8, 64, 128, 256, 2048]

@@ -30,7 +30,7 @@ import functools
 import itertools
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -276,6 +276,16 @@ def _cut_tile(band: CausalBand, first: int, last: int, num_keys: int) -> Iterato
     yield Rectangle(first, first + cut_off, far + cut_off, far + stop, Form.FULL)
 
 
+def _cut_keys(rectangle: Rectangle, most_keys: int) -> Iterator[Rectangle]:
+    """Yield parts of at most `most_keys` keys; a square, which is masked, stays whole."""
+    first, stop = rectangle.key_start, rectangle.key_stop
+    if rectangle.form is not Form.FULL or stop - first <= most_keys:
+        yield rectangle
+        return
+    for start in range(first, stop, most_keys):
+        yield replace(rectangle, key_start=start, key_stop=min(start + most_keys, stop))
+
+
 class TopLeftBackend(Backend):
     """Backend on a kernel that can do a full rectangle and a causal square.
 
@@ -286,6 +296,9 @@ class TopLeftBackend(Backend):
 
     widens = False
     """Whether the kernel calls return results in the accumulation dtype."""
+
+    most_elements: int | None = None
+    """Elements from a call's first key to its last that the kernel can count; None for any."""
 
     def __init__(self, needs: KernelNeeds, *, tile_rows: int = 512) -> None:
         self.needs = needs
@@ -316,7 +329,7 @@ class TopLeftBackend(Backend):
         assert softcap is None, f"{self.name} was chosen although scores are soft-capped"
         assert isinstance(band, CausalBand), f"{self.name} takes one document at a time"
         num_rows = q_BNCH.shape[2]
-        rectangles = cut_band(band, num_rows, k_BKTH.shape[2], tile_rows=self._tile_rows)
+        rectangles = self._cut(band, num_rows, k_BKTH, v_BKTH)
         if not q_BNCH.shape[0]:
             return empty_forward(q_BNCH, v_BKTH.shape[3])
         if len(rectangles) == 1 and rectangles[0].rows == slice(0, num_rows):
@@ -358,7 +371,7 @@ class TopLeftBackend(Backend):
         assert softcap is None, f"{self.name} was chosen although scores are soft-capped"
         assert isinstance(band, CausalBand), f"{self.name} takes one document at a time"
         sums_dtype = accumulation_dtype(q_BNCH.dtype)
-        rectangles = cut_band(band, q_BNCH.shape[2], k_BKTH.shape[2], tile_rows=self._tile_rows)
+        rectangles = self._cut(band, q_BNCH.shape[2], k_BKTH, v_BKTH)
         rows = _Filling([rectangle.rows for rectangle in rectangles], q_BNCH.shape[2])
         keys = _Filling([rectangle.keys for rectangle in rectangles], k_BKTH.shape[2])
         # Only rectangles that overlap sum over the same keys; else what the kernel gives is enough.
@@ -377,6 +390,16 @@ class TopLeftBackend(Backend):
             _write(dk_BKTH[:, :, rectangle.keys], grads.dk_BKTH, first=first[1])
             _write(dv_BKTH[:, :, rectangle.keys], grads.dv_BKTH, first=first[1])
         return Gradients(dq_BNCH.to(q_BNCH.dtype), dk_BKTH, dv_BKTH)
+
+    def _cut(
+        self, band: CausalBand, num_rows: int, k_BKTH: Tensor, v_BKTH: Tensor
+    ) -> list[Rectangle]:
+        """Cut the band, and unmasked rectangles with more keys than the kernel can address."""
+        rectangles = cut_band(band, num_rows, k_BKTH.shape[2], tile_rows=self._tile_rows)
+        if self.most_elements is None:
+            return rectangles
+        most_keys = max(1, self.most_elements // max(1, k_BKTH.stride(2), v_BKTH.stride(2)))
+        return [part for whole in rectangles for part in _cut_keys(whole, most_keys)]
 
     def _forward_rectangle(
         self, rectangle: Rectangle, q_BNCH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, scale: float
@@ -535,7 +558,7 @@ def _offsets(documents: Documents, device: torch.device) -> Offsets:
     """Return the offsets on a device; cached, because all layers need the same."""
 
     def sums(lengths: tuple[int, ...]) -> Tensor:
-        made = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+        made = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cpu")
         # From pinned memory, or the host would wait for the device.
         return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
 

@@ -331,7 +331,11 @@ class Efficient(TopLeftBackend):
     """Memory-efficient attention (CUTLASS) on CUDA, also for float32 and odd head sizes.
 
     Slower than flash kernels. It takes no grouped heads, so keys are repeated for causal squares.
+    Its forward finds a block of keys by a product of 32 bits, which a million keys of 32 heads of
+    128 exceed.
     """
+
+    most_elements = 2**31 - 1
 
     def __init__(self, *, aten: Any = None) -> None:
         """Make one; `aten` has the two operators, None for PyTorch's own."""

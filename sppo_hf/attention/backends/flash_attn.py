@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import logging
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -34,6 +35,9 @@ from sppo_hf.attention.backends.base import (
     missing_kernel,
     register_backend,
 )
+from sppo_hf.errors import first_line
+
+logger = logging.getLogger(__name__)
 
 _UNLIMITED = -1
 """An unlimited window side, in the packages' words."""
@@ -86,9 +90,7 @@ class _FlashAttention(BottomRightBackend):
         )
         if reason is not None or self._interface is not None:
             return reason
-        if not _is_installed(self.module_name):
-            return f"is not installed (package {self.package_name})"
-        return None
+        return _reason_not_found(self.module_name, self.package_name)
 
     @property
     def interface(self) -> Any:
@@ -268,9 +270,18 @@ def _deterministic() -> bool:
     return torch.are_deterministic_algorithms_enabled()
 
 
-def _is_installed(module_name: str) -> bool:
-    """True if the module can be found; finding it imports its parent packages."""
+def _reason_not_found(module_name: str, package_name: str) -> str | None:
+    """Return why a package's module cannot be found, None if it can.
+
+    Finding it imports its parent packages. One that was built for other versions of what it needs
+    may raise any exception: flash-attn-4 raises AttributeError with another release of CuTe.
+    """
     try:
-        return importlib.util.find_spec(module_name) is not None
-    except ImportError:
-        return False
+        spec = importlib.util.find_spec(module_name)
+    except Exception as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is None or not f"{module_name}.".startswith(f"{missing}."):
+            logger.debug("%s cannot be imported", module_name, exc_info=True)
+            return f"cannot be imported (package {package_name}; {first_line(error)})"
+        spec = None
+    return f"is not installed (package {package_name})" if spec is None else None

@@ -331,7 +331,8 @@ def _compare(
 
     def random(heads: int, tokens: int, size: int) -> Tensor:
         """Queries, keys, ... as models lay them out: a transposed [B, tokens, heads, H]."""
-        x = torch.randn(batch, tokens, heads, size, generator=generator, dtype=torch.float32)
+        shape = (batch, tokens, heads, size)
+        x = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
         return x.to(device=device, dtype=requirement.dtype).transpose(1, 2)
 
     batch = 1 if isinstance(case.band, Documents) else 2
@@ -376,7 +377,8 @@ def _lower_scores(q: Tensor, k: Tensor, generator: torch.Generator) -> tuple[Ten
     head_size = q.shape[3]
     # The scaled product of two opposite vectors of signs times `shift` is -shift^2 * sqrt(H).
     shift = (-_LOW_SCORE / head_size**0.5) ** 0.5
-    signs_H = (torch.randint(2, (head_size,), generator=generator) * 2 - 1).to(q.device)
+    drawn_H = torch.randint(2, (head_size,), generator=generator, device="cpu")
+    signs_H = (drawn_H * 2 - 1).to(q.device)
     # Noise is divided by the shift, which keeps the spread of a row's scores.
     moved = (sign * shift * signs_H + x.float() / shift for sign, x in ((1, q), (-1, k)))
     # Few mantissa bits, so that rounding to tf32 in a kernel does not change such large scores.

@@ -7,9 +7,9 @@ import torch
 
 from sppo_hf.attention.backends.aten import AtenFlash, CuDNN, Efficient
 from sppo_hf.attention.backends.base import AttentionSpec, BackwardInputs, CausalBand, Documents
-from tests.attention.backends.cases import CASES, check, deterministic
+from tests.attention.backends.cases import CASES, check, deterministic, run
 from tests.attention.backends.fake_kernels import FakeAten
-from tests.attention.oracle import Answer, Problem, assert_equal, make_problem, solve
+from tests.attention.oracle import Answer, Problem, assert_equal, make_problem, solve, visible
 from tests.sweeps import pairs
 
 ROWS, HEADS, KV_HEADS = 2, 8, 2
@@ -181,3 +181,16 @@ def test_keys_are_repeated_for_the_diagonal_only():
     aten = FakeAten()
     check(Efficient(aten=aten), CausalBand(20), rows=5, keys=25, heads=6, kv_heads=2)
     assert aten.calls == [((2, 6, 5, 8), (2, 6, 5, 8)), ((2, 2, 15, 8), (2, 2, 20, 8))]
+
+
+@pytest.mark.parametrize("window", [None, 30])
+def test_efficient_gets_no_more_keys_than_it_can_address(window):
+    aten, band, keys = FakeAten(), CausalBand(40, window), 47
+    backend = Efficient(aten=aten)
+    assert backend.most_elements == 2**31 - 1
+    backend.most_elements = 10 * 2 * 8  # of ten keys of two heads, laid out token by token
+    problem = make_problem(rows=7, keys=keys, heads=4, kv_heads=2, head_size=8)
+    by_token = Problem(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in problem))
+    expected = solve(by_token, visible(band, 7, keys), scale=0.4)
+    assert_equal(run(backend, by_token, band, scale=0.4, softcap=None), expected, 1e-10)
+    assert max(k_shape[2] for _, k_shape in aten.calls) == 10

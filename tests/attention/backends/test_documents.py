@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from sppo_hf.attention.backends.adapters import _offsets
 from sppo_hf.attention.backends.aten import AtenFlash
 from sppo_hf.attention.backends.base import AttentionSpec, Documents
 from sppo_hf.attention.backends.flash_attn import (
@@ -96,3 +97,9 @@ def test_a_release_without_documents_says_so():
     found = find_mismatch(early, requirement(window=False), CPU)
     assert found is not None
     assert "does not know cu_seqlens" in found
+
+
+def test_offsets_are_made_on_the_host_whatever_the_default_device_is():
+    with torch.device("meta"):  # on CUDA they could not be pinned
+        offsets = _offsets(Documents((3, 1), (5, 1)), CPU)
+    assert (offsets.cu_q.tolist(), offsets.cu_k.tolist()) == ([0, 3, 4], [0, 5, 6])

@@ -52,12 +52,28 @@ def test_a_release_that_lacks_what_is_used_says_so():
 def test_says_what_it_cannot(backend, monkeypatch):
     settings = {"qk_head_size": 64, "v_head_size": 64, "softcap": True}
     good = AttentionSpec(device_type="cuda", dtype=torch.float16, **settings)
-    monkeypatch.setattr(
-        "sppo_hf.attention.backends.flash_attn._is_installed", lambda module_name: False
-    )
+    monkeypatch.setattr(backend, "module_name", "no_such_package.kernels")
     assert "is not installed (package flash-attn" in backend().reason_unsupported(good)
     assert backend(interface=FakeFlash2).reason_unsupported(good) is None
     wide = AttentionSpec(device_type="cuda", dtype=torch.float32, **settings)
     assert "float32" in backend().reason_unsupported(wide)
     cpu = AttentionSpec(device_type="cpu", dtype=torch.float16, **settings)
     assert "CUDA" in backend().reason_unsupported(cpu)
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ("import sys; sys.no_such_name", "AttributeError: module 'sys' has no"),
+        ("import no_such_package", "ModuleNotFoundError: No module named 'no_such_package'"),
+    ],
+)
+def test_a_package_that_cannot_be_imported_says_why(line, what, monkeypatch, tmp_path):
+    (tmp_path / "broken_kernels").mkdir()
+    (tmp_path / "broken_kernels" / "__init__.py").write_text(line)
+    (tmp_path / "broken_kernels" / "interface.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(FlashAttention4, "module_name", "broken_kernels.interface")
+    asked = AttentionSpec(device_type="cuda", dtype=torch.float16, qk_head_size=64, v_head_size=64)
+    reason = FlashAttention4().reason_unsupported(asked)
+    assert reason.startswith(f"cannot be imported (package flash-attn-4; {what}")

@@ -9,6 +9,11 @@ import torch
 from sppo_hf.attention.backends import select
 from sppo_hf.attention.backends.autotune import Workload, autotune
 from sppo_hf.attention.backends.base import AttentionSpec
+from sppo_hf.attention.backends.flash_attn import (
+    FlashAttention2,
+    FlashAttention3,
+    FlashAttention4,
+)
 from sppo_hf.attention.backends.select import select_backend
 from sppo_hf.errors import ConfigError
 from tests.attention.backends.cases import deterministic
@@ -31,10 +36,9 @@ def verdicts(monkeypatch):
         return table.get(backend.name)
 
     monkeypatch.setattr(select, "find_mismatch", find_mismatch)
-    monkeypatch.setattr(
-        "sppo_hf.attention.backends.flash_attn._is_installed",
-        lambda module_name: module_name == "flash_attn.flash_attn_interface",
-    )
+    monkeypatch.setattr(FlashAttention2, "module_name", "sys")  # stands for one that is installed
+    for absent in (FlashAttention3, FlashAttention4):
+        monkeypatch.setattr(absent, "module_name", "no_such_package.kernels")
     select._find_on_device.cache_clear()
     yield table, tried
     select._find_on_device.cache_clear()

@@ -5,6 +5,11 @@ import torch
 
 from sppo_hf.attention.backends import select
 from sppo_hf.attention.backends.base import AttentionSpec
+from sppo_hf.attention.backends.flash_attn import (
+    FlashAttention2,
+    FlashAttention3,
+    FlashAttention4,
+)
 from tests.attention.backends.usable import known_gap, usable_backend
 
 HOPPER, AMPERE = (9, 0), (8, 0)
@@ -20,7 +25,8 @@ def verdict(monkeypatch):
     """A list of one: the mismatch that every backend is said to have, or None."""
     said = [None]
     monkeypatch.setattr(select, "find_mismatch", lambda *_: said[0])
-    monkeypatch.setattr("sppo_hf.attention.backends.flash_attn._is_installed", lambda _: False)
+    for absent in (FlashAttention2, FlashAttention3, FlashAttention4):
+        monkeypatch.setattr(absent, "module_name", "no_such_package.kernels")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: HOPPER)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
     select._find_on_device.cache_clear()

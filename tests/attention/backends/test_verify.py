@@ -30,6 +30,13 @@ def test_right_backends_pass(backend, dtype):
         assert find_mismatch(backend, asked, CPU) is None
 
 
+def test_another_default_device_refuses_nothing():
+    """As after torch.set_default_device("cuda"), where the drawn numbers are still the host's."""
+    with torch.device("meta"):
+        assert find_mismatch(CPUFlash(), requirement(), CPU) is None
+        assert find_mismatch(Reference(), requirement(window=True), CPU) is None
+
+
 def test_efficient_and_soft_caps_pass():
     assert find_mismatch(Efficient(aten=FakeAten()), requirement(gqa_ratio=2), CPU) is None
     asked = requirement(softcap=True, window=True)
