@@ -187,7 +187,7 @@ def test_an_exhausted_budget_leaves_the_engine_usable() -> None:
 
 def test_a_tier_that_the_engine_lacks_is_refused_with_those_that_it_has() -> None:
     engine = _engine(_slow_device())
-    with pytest.raises(OffloadError, match="has host alone.*offload_tier"):
+    with pytest.raises(OffloadError, match=r"has host alone.*offload_tier"):
         engine.start_offload(torch.rand(64), tier="disk")
 
 
