@@ -544,7 +544,19 @@ def _real_spans(mask: Tensor, batch_rows: int, total_tokens: int) -> list[tuple[
     start_B = real_BT.int().argmax(1)
     end_B = start_B + real_BT.sum(1)
     whole_B = (real_BT == ((at >= start_B[:, None]) & (at < end_B[:, None]))).all(1)
-    starts, ends, whole = torch.stack([start_B, end_B, whole_B.to(end_B.dtype)]).tolist()
+    binary_B = ((mask == 1) | ~real_BT).all(1)
+    flags = [whole_B.to(end_B.dtype), binary_B.to(end_B.dtype)]
+    starts, ends, whole, binary = torch.stack([start_B, end_B, *flags]).tolist()
+    if not all(binary):
+        # Some collators number the documents of a packed row here, for attention code of their own;
+        # Transformers reads every number as a real token and lets the documents see each other.
+        row = binary.index(0)
+        raise ConfigError(
+            f"attention_mask has values other than 0 and 1 in row {row}, for example "
+            f"{mask[row][real_BT[row] & (mask[row] != 1)][0].item()}. Allowed: 1 for real tokens, "
+            "0 for padding. Remedy, if they number documents packed into a row: leave the mask out "
+            "and let position_ids restart at 0 with every document."
+        )
     if not all(whole):
         raise ConfigError(
             f"attention_mask has padding between real tokens in row {whole.index(0)}. Chunked "

@@ -110,10 +110,14 @@ class ObserverHub(StepObserver):
 
     An engine gets its observer when the model is converted, while a Trainer's metrics are wanted
     only while it trains. Subscribers are held by weak references, so a deleted Trainer gets none.
+
+    Args:
+        own: Observers that are subscribed from the start and live as long as the hub.
     """
 
-    def __init__(self) -> None:
-        self._subscribers: WeakSet[StepObserver] = WeakSet()
+    def __init__(self, *own: StepObserver) -> None:
+        self._own = own
+        self._subscribers: WeakSet[StepObserver] = WeakSet(own)
 
     def subscribe(self, observer: StepObserver) -> None:
         """Add an observer; adding one twice changes nothing."""

@@ -241,13 +241,13 @@ class SPPOPlugin(ParallelismConfig):
         self._make_observers()
 
     def _make_observers(self) -> None:
-        self.observer = ObserverHub()
-        """Receives the reports of all engines of this plugin."""
         self.progress = ProgressReporter(
             show_plan=self.config.show_plan, show_progress=self.config.show_progress
         )
         """Prints the plan and draws the progress bar."""
-        self.observer.subscribe(self.progress)
+        # It outlives the plugin, which SPPOPlugin().convert(model) drops at once.
+        self.observer = ObserverHub(self.progress)
+        """Receives the reports of all engines of this plugin."""
 
     # -- attaching to an Accelerator ---------------------------------------------------------
 

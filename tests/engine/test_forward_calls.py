@@ -220,6 +220,7 @@ def test_offsets_that_do_not_fit_are_refused(offsets):
 @pytest.mark.parametrize(("mask", "message"), [
     (~_right_padded(2, 0), "left padding in row 0"),
     (torch.tensor([[1] * 6, [1, 1, 0, 1, 0, 0]]), "padding between real tokens in row 1"),
+    (torch.tensor([[1] * 6, [1, 1, 2, 2, 2, 0]]), "other than 0 and 1 in row 1.*example 2"),
     (torch.ones(2, 5), r"shape \(2, 5\).*\(2, 6\)"),
     (torch.ones(2, 1, 6, 6), r"shape \(2, 1, 6, 6\)"),
 ])  # fmt: skip

@@ -1,10 +1,12 @@
 """The plan is printed once, and a bar appears in long steps only and vanishes with them."""
 
+import gc
 import io
 from types import SimpleNamespace
 
 import pytest
 
+from sppo_hf import SPPOPlugin
 from sppo_hf.integrations import progress
 from sppo_hf.integrations.progress import SHOW_AFTER_SECONDS, ProgressReporter
 
@@ -132,6 +134,15 @@ def test_the_first_plan_of_training_and_of_evaluation_is_printed(terminal):
         reporter.on_plan(_Plan(name, training), "Llama")
     shown = terminal.getvalue()
     assert [name for name in "abcd" if f"plan {name}" in shown] == ["a", "b"]
+
+
+@pytest.mark.usefixtures("_plain_table")
+def test_the_plan_is_printed_where_the_plugin_is_kept_nowhere(terminal):
+    """An engine has the plugin's hub alone, and in SPPOPlugin().convert(model) nobody more."""
+    hub = SPPOPlugin().observer
+    gc.collect()
+    hub.on_plan(_Plan("a", training=True), "Llama")
+    assert "plan a" in terminal.getvalue()
 
 
 @pytest.mark.usefixtures("_plain_table")
