@@ -504,8 +504,8 @@ class OffloadEngine:
         names = [tier.name for tier in self._tiers]
         if tier_name not in names:
             raise OffloadError(
-                f"a tensor was to go to {tier_name}, but this engine has none; set offload_dir to "
-                "a folder on a fast disk"
+                f"a tensor was to go to {tier_name}, but this engine has {' and '.join(names)} "
+                "alone; set offload_dir to a folder on a fast disk, or offload_tier to one of these"
             )
         *nearer, last = self._tiers[names.index(tier_name) :]
         for tier in nearer:

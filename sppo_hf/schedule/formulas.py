@@ -10,7 +10,11 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from sppo_hf.errors import ScheduleError
-from sppo_hf.schedule.generate import GENERATORS, Size
+from sppo_hf.schedule.generate import Size
+
+SCHEDULES_WITH_FORMULAS = ("gpipe", "1f1b", "seq1f1b", "zb_seq1f1b", "interleaved_seq1f1b")
+"""The schedules whose formulas are here. Another schedule needs none: what it holds and how long it
+takes is simulated."""
 
 
 class UnitCosts(NamedTuple):
@@ -40,7 +44,7 @@ def step_length(name: str, size: Size, costs: UnitCosts = EQUAL) -> int:
     where `N (M - 1) >= P - 1`; every unit that is missing for that costs W' more.
 
     Raises:
-        ScheduleError: there is no schedule of that name.
+        ScheduleError: there is no formula for a schedule of that name.
     """
     _check(name)
     whole = sum(costs)
@@ -82,7 +86,7 @@ def bubble_fraction(name: str, size: Size, costs: UnitCosts = EQUAL) -> Fraction
     """Returns the share of the step in which a rank idles: `(P - 1) / (U + P - 1)` for Seq1F1B.
 
     Raises:
-        ScheduleError: there is no schedule of that name.
+        ScheduleError: there is no formula for a schedule of that name.
     """
     work = size.num_units * size.num_virtual * sum(costs)
     return 1 - Fraction(work, step_length(name, size, costs))
@@ -97,7 +101,7 @@ def peak_units(name: str, size: Size) -> list[int]:
     since groups are whole micro-batches of at least P chunks.
 
     Raises:
-        ScheduleError: there is no schedule of that name.
+        ScheduleError: there is no formula for a schedule of that name.
     """
     _check(name)
     ranks, chunks, units = size.num_ranks, size.num_chunks, size.num_units
@@ -127,7 +131,8 @@ def group_units(size: Size) -> int:
 
 
 def _check(name: str) -> None:
-    if name not in GENERATORS:
+    if name not in SCHEDULES_WITH_FORMULAS:
         raise ScheduleError(
-            f"There is no formula for schedule {name!r}. Allowed: {', '.join(GENERATORS)}."
+            f"There is no formula for schedule {name!r}. Allowed: "
+            f"{', '.join(SCHEDULES_WITH_FORMULAS)}. Remedy: simulate it."
         )

@@ -185,6 +185,12 @@ def test_an_exhausted_budget_leaves_the_engine_usable() -> None:
     engine.start_offload(torch.rand(ALIGNMENT_BYTES // 4))
 
 
+def test_a_tier_that_the_engine_lacks_is_refused_with_those_that_it_has() -> None:
+    engine = _engine(_slow_device())
+    with pytest.raises(OffloadError, match=r"has host alone.*offload_tier"):
+        engine.start_offload(torch.rand(64), tier="disk")
+
+
 def test_a_failing_copy_frees_its_region(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = _engine(_slow_device())
     with monkeypatch.context() as patch:

@@ -43,7 +43,7 @@ def assert_formulas(case: Named, costs: formulas.UnitCosts) -> None:
         assert timeline.busy_seconds(f"{rank}.compute") == work, case
 
 
-@pytest.mark.parametrize("name", GENERATORS)
+@pytest.mark.parametrize("name", formulas.SCHEDULES_WITH_FORMULAS)
 @pytest.mark.parametrize("costs", [EQUAL, UNEVEN], ids=["equal", "uneven"])
 def test_small_sizes_meet_the_formulas(name: str, costs: formulas.UnitCosts) -> None:
     for case in FEW:
@@ -71,7 +71,7 @@ def test_large_sizes_meet_the_formulas(case: Named) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", GENERATORS)
+@pytest.mark.parametrize("name", formulas.SCHEDULES_WITH_FORMULAS)
 def test_all_promised_sizes_meet_the_formulas(name: str) -> None:
     # P <= 16, M <= 16, N <= 32, V <= 4: every P and every kind of N and M, in all pairs of two.
     micro_batches, chunks = (1, 2, 3, 4, 5, 8, 11, 16), (1, 2, 3, 4, 5, 7, 8, 12, 16, 31, 32)
@@ -93,7 +93,7 @@ def test_small_sizes_are_valid(name: str) -> None:
         assert validate(generate(name, size)) is None, size  # raises where it is not
 
 
-@pytest.mark.parametrize("name", GENERATORS)
+@pytest.mark.parametrize("name", GOLDEN_SIZES)
 def test_steps_are_those_of_the_golden_files(name: str) -> None:
     schedule = generate(name, GOLDEN_SIZES[name])
     text = (GOLDEN / f"{name}.txt").read_text()
