@@ -345,10 +345,11 @@ def check_trainable(parts: ModelParts) -> None:
                 "other places, LoRA dropout included, is fine)."
             )
     embedding = parts.causal_lm.get_input_embeddings()
-    if getattr(embedding, "neftune_noise_alpha", None):
+    if alpha := getattr(embedding, "neftune_noise_alpha", None):
         raise UnsupportedModelError(
-            "neftune_noise_alpha scales its noise by the length of what is embedded, which would "
-            "be the chunk and not the sequence. Train without NEFTune."
+            f"neftune_noise_alpha={alpha} scales its noise by the length of what is embedded, "
+            "which would be the chunk and not the sequence. Allowed: None. Remedy: drop "
+            "neftune_noise_alpha from the training arguments."
         )
     layers = (parts.decoder, *parts.layers)
     if any(getattr(layer, "gradient_checkpointing", False) for layer in layers):

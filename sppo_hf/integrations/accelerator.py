@@ -166,6 +166,7 @@ class SPPOAccelerator(Accelerator):
         if isinstance(optimizer, AcceleratedOptimizer):  # prepared before, perhaps without a model
             optimizer = optimizer.optimizer
         parameter_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        parameter_ids.update(map(id, _layerwise_parameters(optimizer)))
         for engine in engines_of(models):
             if any(id(p) in parameter_ids for p in engine.parts.causal_lm.parameters()):
                 reason = reason_against_host(self, optimizer)
@@ -721,12 +722,13 @@ def reason_against_host(accelerator: Accelerator, optimizer: torch.optim.Optimiz
         return f"{accelerator.num_processes} processes reduce gradients on their devices"
     if accelerator.mixed_precision == "fp16":
         return "the gradient scaler of mixed_precision='fp16' works on the device only"
-    kind = type(optimizer)
-    name = f"{kind.__module__}.{kind.__name__}"
-    if _needs_device(optimizer):
-        return f"{name} works on a GPU only"
+    if reason := _reason_against_host_memory(optimizer):
+        return reason
     if optimizer_state_bytes(optimizer) is None:
-        return f"it is not known what {name} keeps (optimizer='host' puts it on the host)"
+        return (
+            f"it is not known what {_full_name(optimizer)} keeps (optimizer='host' puts it on the "
+            "host)"
+        )
     return ""
 
 
@@ -734,21 +736,41 @@ def check_host_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer that cannot work in host memory.
 
     Raises:
-        ConfigError: Its kernels are for GPUs only, or it was made with `capturable=True`.
+        ConfigError: Its kernels are for GPUs only, it was made with `capturable=True`, or it
+            updates each weight during backward.
     """
-    if not _needs_device(optimizer):
-        return
+    if reason := _reason_against_host_memory(optimizer):
+        raise ConfigError(
+            f"The optimizer cannot be on the host: {reason}. Allowed with optimizer='host': "
+            "torch's optimizers (optim='adamw_torch_fused' is the fastest) and DeepSpeed's "
+            "CPUAdam. Remedy: choose one of these, or optimizer='device' and weights='device'."
+        )
+
+
+def _reason_against_host_memory(optimizer: torch.optim.Optimizer) -> str:
+    """Why an optimizer cannot work in host memory; "" where it can."""
+    if _is_capturable(optimizer):
+        return "capturable=True works on a GPU only"
+    name = _full_name(optimizer)
+    if name.startswith(_DEVICE_ONLY_MODULES):
+        return f"{name} works on a GPU only"
+    if _layerwise_parameters(optimizer):
+        return f"{name} stands for optimizers that update each weight during backward"
+    return ""
+
+
+def _layerwise_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The weights that hooks update during backward, for which the Trainer has a stand-in.
+
+    Transformers makes it for GaLore and APOLLO by layer (`optim="galore_adamw_layerwise"`). Its own
+    parameter groups hold a tensor of no model.
+    """
+    return list(getattr(optimizer, "optimizer_dict", None) or ())
+
+
+def _full_name(optimizer: torch.optim.Optimizer) -> str:
     kind = type(optimizer)
-    name = "capturable=True" if _is_capturable(optimizer) else f"{kind.__module__}.{kind.__name__}"
-    raise ConfigError(
-        f"The optimizer cannot be on the host: {name} works on a GPU only. Allowed with "
-        "optimizer='host': torch's optimizers (optim='adamw_torch_fused' is the fastest) and "
-        "DeepSpeed's CPUAdam. Remedy: choose one of these, or optimizer='device'."
-    )
-
-
-def _needs_device(optimizer: torch.optim.Optimizer) -> bool:
-    return _is_capturable(optimizer) or type(optimizer).__module__.startswith(_DEVICE_ONLY_MODULES)
+    return f"{kind.__module__}.{kind.__name__}"
 
 
 def _is_capturable(optimizer: torch.optim.Optimizer) -> bool:

@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from sppo_hf.errors import OffloadError
+from sppo_hf.errors import ConfigError, OffloadError
 from sppo_hf.offload.copy_streams import Copier, Ticket
 from sppo_hf.offload.host_memory import (
     ALIGNMENT_BYTES,
@@ -440,9 +440,21 @@ class HostWeights:
 
     @torch.no_grad()
     def _after_gradient(self, weight: _Weight, parameter: Tensor) -> None:
-        """Start copying a complete gradient to the host."""
+        """Start copying a complete gradient to the host.
+
+        Raises:
+            ConfigError: Another hook has taken the gradient, to update the weight at once: that
+                would change a copy on the device, which is dropped.
+        """
         gradient, parameter.grad = parameter.grad, None
-        assert gradient is not None, "autograd has just set it"
+        if gradient is None:
+            raise ConfigError(
+                f"A post-accumulate gradient hook on a parameter of shape {tuple(parameter.shape)} "
+                "removes .grad, as optimizers do that update each weight during backward, but this "
+                "weight is on the host (optimizer='host' or weights='host', or chosen because it "
+                "does not fit). Allowed: hooks that leave .grad as it is. Remedy: an optimizer "
+                "whose step() runs after backward, or optimizer='device' and weights='device'."
+            )
         gradient = gradient.contiguous()
         arrived, region = self._allocate_arrival(weight, gradient)
         ticket = self._copier.start_d2h(_bytes_of(gradient), _bytes_of(arrived))

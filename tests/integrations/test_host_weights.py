@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from transformers import Trainer
+from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
 from sppo_hf import ConfigError, SPPOConfig, SPPOPlugin
 from sppo_hf.engine.convert import get_engine
@@ -200,19 +201,51 @@ class _Eight(torch.optim.AdamW):
 _Eight.__module__ = "bitsandbytes.optim.adamw"
 
 
+def _update_in_backward(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """Make what Transformers makes for optimizers by layer, such as "galore_adamw_layerwise"."""
+    optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in parameters}
+
+    def update(parameter: torch.nn.Parameter) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in optimizers:
+        parameter.register_post_accumulate_grad_hook(update)
+    return LayerWiseDummyOptimizer(optimizer_dict=optimizers)
+
+
 @pytest.mark.parametrize(
     ("kind", "options", "named"),
     [
         (_Eight, {}, "bitsandbytes.optim.adamw._Eight"),
         (torch.optim.AdamW, {"capturable": True}, "capturable=True"),
+        (_update_in_backward, {}, "transformers.trainer_pt_utils.LayerWiseDummyOptimizer"),
     ],
 )
-def test_an_optimizer_for_gpus_only_is_refused_on_the_host(kind, options, named: str) -> None:
+def test_an_optimizer_that_needs_the_device_is_refused_on_the_host(kind, options, named) -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(cpu=True, parallelism_config=SPPOPlugin(optimizer="host"))
     model = make_model()
     with pytest.raises(ConfigError, match=f"cannot be on the host: {named}"):
         accelerator.prepare(model, kind(model.parameters(), **options))
+
+
+def test_an_optimizer_that_updates_in_backward_keeps_weights_on_the_device() -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(cpu=True, parallelism_config=SPPOPlugin())
+    model = make_model()
+    accelerator.prepare(model, _update_in_backward(model.parameters()))
+    assert "during backward" in get_engine(model).plans.device_only_reason
+
+
+@pytest.mark.parametrize("places", HOST, ids=str)
+def test_hooks_that_update_weights_on_the_host_are_refused(places: dict[str, str]) -> None:
+    model = SPPOPlugin(num_chunks=2, show_plan=False, **places).convert(make_model())
+    _update_in_backward(model.parameters())
+    get_engine(model).place_weights(torch.device("cpu"))
+    batch = torch.arange(24)[None]
+    with pytest.raises(ConfigError, match="removes"):
+        model(input_ids=batch, labels=batch).loss.backward()
 
 
 def test_the_trainer_never_moves_all_of_the_model_to_the_device(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import Trainer
 
 from sppo_hf import SPPOPlugin
+from sppo_hf.errors import UnsupportedModelError
 from sppo_hf.testing.exactness import float64_everywhere
 from sppo_hf.testing.tiny_models import build_tiny_model
 from tests.engine.forced_plans import trace_short_scans
@@ -134,6 +135,12 @@ def test_a_loss_outside_of_the_model_is_named_with_what_it_costs(tmp_path):
                 tmp_path, SPPOPlugin(num_chunks=3, show_plan=False), **settings, **given
             )
         assert _series(ours, "loss") == pytest.approx(_series(plain, "loss"), abs=NEAR)
+
+
+def test_neftune_is_refused_by_name_and_value(tmp_path):
+    plugin = SPPOPlugin(num_chunks=3, show_plan=False)
+    with pytest.raises(UnsupportedModelError, match=r"neftune_noise_alpha=5\.0 .*Remedy: drop"):
+        _history(tmp_path, plugin, neftune_noise_alpha=5.0)
 
 
 def test_evaluating_without_training(tmp_path):
