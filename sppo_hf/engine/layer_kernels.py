@@ -280,6 +280,10 @@ def _gated_products(ops: Any) -> Iterator[tuple[str, Callable[..., Tensor]]]:
 
 def _norm_forward(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        if hidden_states.dtype != self.weight.dtype:
+            # Under autocast: the kernel's result has the input's dtype, that of the module's own
+            # code may have the weight's.
+            return type(self).forward(self, hidden_states)
         return kernel(hidden_states, self.weight)
 
     return forward
@@ -287,7 +291,10 @@ def _norm_forward(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _gated_forward(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def forward(self: Any, x: Tensor) -> Tensor:
-        return self.down_proj(kernel(self.gate_proj(x), self.up_proj(x)))
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        # Of adapters on one of them: the kernel's result would have the dtype of the gate.
+        product = kernel(gate, up) if gate.dtype == up.dtype else self.act_fn(gate) * up
+        return self.down_proj(product)
 
     return forward
 
@@ -304,7 +311,10 @@ def _norm_agrees(module: nn.Module, kernel: Callable[..., Tensor], device: torch
 
 
 def _product_agrees(module: nn.Module, kernel: Callable[..., Tensor], device: torch.device) -> bool:
-    """Whether an MLP's elementwise part, between its projections, is what a kernel computes."""
+    """Whether an MLP's elementwise part, between its projections, is what a kernel computes.
+
+    Both in the weights' dtype and in that of the projections under autocast.
+    """
     width = getattr(module.gate_proj, "out_features", None)
     if not isinstance(width, int):
         return False
@@ -318,7 +328,10 @@ def _product_agrees(module: nn.Module, kernel: Callable[..., Tensor], device: to
         return type(module).forward(bare, gate_MF)
 
     shapes = ((_PROBE_TOKENS, width),) * 2
-    return _agree(own, kernel, shapes, next(module.parameters()).dtype, device)
+    dtypes = {next(module.parameters()).dtype}
+    if torch.is_autocast_enabled(device.type):
+        dtypes.add(torch.get_autocast_dtype(device.type))
+    return all(_agree(own, kernel, shapes, dtype, device) for dtype in dtypes)
 
 
 class _Constant(nn.Module):

@@ -319,3 +319,43 @@ def test_inductors_code_computes_the_same_in_every_mode(monkeypatch: pytest.Monk
             revert(model)
             for value, exact in zip(ours, expected, strict=True):
                 assert (value - exact).norm() <= 3e-6 * exact.norm()
+
+
+# -- autocast: activations are narrower than weights -------------------------------------------
+
+
+def test_inputs_narrower_than_a_norms_weight_keep_its_code() -> None:
+    model = build_tiny_model("qwen3", dtype=torch.float32)
+    norm: Any = model.model.layers[0].self_attn.q_norm
+    x = torch.randn(3, norm.weight.shape[0], dtype=torch.bfloat16)
+    expected = norm(x)
+    assert expected.dtype == torch.float32
+    assert used(model)["norm"] > 0
+    assert torch.equal(norm(x.float()), Norm.apply(x.float(), norm.weight, 1e-6, 0.0, "", False))
+    calls.clear()
+    torch.testing.assert_close(norm(x), expected, rtol=0, atol=0)
+    assert not calls
+
+
+def test_gates_of_another_dtype_keep_their_code() -> None:
+    model = build_tiny_model("llama", dtype=torch.float32)
+    mlp: Any = model.model.layers[0].mlp
+    mlp.up_proj.register_forward_hook(lambda module, args, output: output.double())
+    mlp.down_proj.double()
+    x = torch.randn(3, mlp.gate_proj.in_features)
+    expected = mlp(x)
+    assert used(model)["gated product"] == 3
+    torch.testing.assert_close(mlp(x), expected, rtol=0, atol=0)
+
+
+def test_under_autocast_a_gated_product_is_tried_in_its_dtype_too(liger: SimpleNamespace) -> None:
+    class Narrow(SiLUMul):
+        @staticmethod
+        def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+            right = SiLUMul.forward(ctx, a, b)
+            return right * 1.25 if a.dtype == torch.bfloat16 else right
+
+    liger.LigerSiLUMulFunction = Narrow
+    assert used(build_tiny_model("llama", dtype=torch.float32))["gated product"] == 3
+    with torch.autocast("cpu", torch.bfloat16):
+        assert "gated product" not in used(build_tiny_model("llama", dtype=torch.float32))
