@@ -497,6 +497,7 @@ class _Trial:
             torch.compiler.set_stance("force_eager"),
             attention_implementation(_TRIAL, self.parts.configs),
             patched_attribute("forward", dict.fromkeys(self.mixers, _first_argument)),
+            _without_tf32_in_cudnn(),
             _WithoutDropout(),
         ):
             yield
@@ -604,6 +605,31 @@ def _difference(whole: list[Tensor], *parts: list[Tensor]) -> float:
 
 def _first_argument(*args: Any, **kwargs: Any) -> Any:
     return args[0] if args else kwargs["hidden_states"]
+
+
+@contextlib.contextmanager
+def _without_tf32_in_cudnn() -> Iterator[None]:
+    """Context in which cuDNN does not round float32 to TF32.
+
+    By default its convolutions may, unlike matmuls, and which kernels do so depends on the number
+    of tokens, so that a pointwise convolution would seem to mix them.
+    """
+    cudnn: Any = torch.backends.cudnn
+    parts = cudnn.conv, cudnn.rnn
+    before = [part.fp32_precision for part in parts]
+    older_flag = None
+    with contextlib.suppress(RuntimeError):  # PyTorch reads it only where the parts are alike
+        older_flag = cudnn.allow_tf32
+    try:
+        cudnn.allow_tf32 = False
+        for part in parts:
+            part.fp32_precision = "ieee"
+        yield
+    finally:
+        if older_flag is not None:
+            cudnn.allow_tf32 = older_flag
+        for part, precision in zip(parts, before, strict=True):
+            part.fp32_precision = precision
 
 
 class _WithoutDropout(TorchFunctionMode):

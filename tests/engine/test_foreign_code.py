@@ -153,6 +153,26 @@ def test_rounding_to_tf32_is_no_mixing_of_tokens_where_it_is_allowed() -> None:
         matmuls.fp32_precision = before
 
 
+class _ConvolvesInTF32(_InTF32):
+    """A pointwise convolution by cuDNN, for which TF32 is allowed unless it is forbidden."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        conv: Any = torch.backends.cudnn.conv
+        allowed = conv.fp32_precision == "tf32"
+        assert torch.backends.cudnn.allow_tf32 == allowed, "the older flag can be read"
+        return super().forward(x) if allowed else F.linear(x, self.weight)
+
+
+def test_convolutions_are_tried_without_tf32_which_is_allowed_them_by_default() -> None:
+    conv: Any = torch.backends.cudnn.conv
+    before = conv.fp32_precision, torch.backends.cudnn.allow_tf32
+    assert before == ("tf32", True)
+    model: Any = build_tiny_model("llama", dtype=torch.float32)
+    model.model.layers[0].mlp.down_proj.__class__ = _ConvolvesInTF32
+    assert is_converted(convert(model, _config()))
+    assert (conv.fp32_precision, torch.backends.cudnn.allow_tf32) == before
+
+
 def _make_own(module: nn.Module) -> None:
     kind = type(module)
     module.__class__ = type(f"Own{kind.__name__}", (kind,), {"__module__": __name__})
