@@ -567,7 +567,7 @@ def load_profile(name_or_path: str | os.PathLike[str]) -> HardwareProfile:
     together = {_letters_and_digits(name): name for name in DATASHEETS}
     device_name = together.get(_letters_and_digits(text), text)
     if datasheet(device_name) is not None:
-        return _known_device(device_name)
+        return _public_profile(device_name)
     names = ["cpu", *(name.lower().replace(" ", "-") for name in DATASHEETS)]
     nearest = difflib.get_close_matches(text.lower()[:100], names, n=1, cutoff=0)[0]
     raise ConfigError(
@@ -592,11 +592,11 @@ def profile_for(device_name: str, kind: str, versions: Mapping[str, str]) -> Har
     stored = stored_profile(device_name, kind, versions)
     if stored is not None:
         return stored
-    return _known_device(device_name) if kind == "cuda" else cpu_estimate(device_name)
+    return _public_profile(device_name) if kind == "cuda" else cpu_estimate(device_name)
 
 
-def _known_device(device_name: str) -> HardwareProfile:
-    """Returns the shipped profile of the same model, or `cuda_estimate`."""
+def _public_profile(device_name: str) -> HardwareProfile:
+    """Returns the shipped profile of the same model, else `cuda_estimate`'s."""
     peak, words = peak_flops(device_name), _words(device_name)
     for name, profile in shipped_profiles().items():
         # Variants that share a word differ in their peak: an H100 PCIe is not an H100 SXM.
