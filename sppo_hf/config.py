@@ -124,7 +124,8 @@ class SPPOConfig:
 
     layer_kernels: Literal["auto", "none"] = "auto"
     """Kernels of norms and gated activations: "auto" uses Liger's on CUDA where they are installed
-    and proved equal on this device, "none" keeps the model's own code."""
+    and proved equal on this device, and adds the product of LoRA layers in one matmul; "none" keeps
+    the model's own code."""
 
     compile: bool = False
     """Whether torch.compile compiles norms and gated MLPs of decoder layers, instead of

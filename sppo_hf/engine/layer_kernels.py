@@ -23,6 +23,14 @@ recomputation repeats all of them. A module with hooks is not compiled, since th
 with it. Exact up to rounding: inductor keeps float32 between operations that eager code rounds to
 bfloat16.
 
+*Adapters.* PEFT's LoRA layer returns `base + lora_B(lora_A(x)) * scaling`: the second product, its
+scaling and the sum are three passes over an activation as wide as the layer, and three more in
+backward and in every rerun. The product is added into the base layer's output instead, in one
+matmul (`_AddedProduct`), which rounds once where they round three times. Plain LoRA alone: DoRA and
+other variants, several adapters in a batch, merged weights, a bias, a quantised base layer and
+adapters of another dtype than the layer's input run PEFT's code. No package is needed, so this is
+done on every device.
+
 *Mixers.* Transformers takes the scan and the convolution of a mixer from flash-linear-attention,
 mamba-ssm or causal-conv1d if they are installed, and from torch code of its own otherwise. Chunks
 require more of a kernel than training without chunks: it starts from the state of the chunk before
@@ -74,7 +82,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _SLACK = 1.1
 """Factor by which a kernel may be farther from float32 than the module's own code."""
 
-_ROUNDING = {torch.float32: 1e-5}
+_ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-12}
 """Maximum relative difference of dtypes that are compared with the module's own code."""
 
 _PROBE_TOKENS = 64
@@ -93,6 +101,7 @@ def prepare_layers(parts: ModelParts, config: SPPOConfig, device: torch.device) 
         compile_layers(parts, device)
     elif config.layer_kernels == "auto":
         use_layer_kernels(parts, device)
+        add_adapters_in_place(parts, device)
 
 
 def restore_layers(parts: ModelParts) -> None:
@@ -121,8 +130,7 @@ def compile_layers(parts: ModelParts, device: torch.device) -> int:
     _check_compiler(device)
     count = 0
     for module in _candidates(parts):
-        hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
-        if module._compiled_call_impl is None and not hooked:
+        if module._compiled_call_impl is None and not _has_hooks(module):
             # Chunks differ in length; one graph serves all.
             module.compile(dynamic=True)
             module.__dict__[_COMPILED] = True
@@ -383,6 +391,144 @@ def _error(value: Tensor, expected: Tensor) -> float:
     """The error relative to the norm; NaN counts as infinite."""
     difference = (value.double() - expected.double()).norm() / expected.double().norm()
     return float(difference.nan_to_num(float("inf")))
+
+
+# -- adapters ----------------------------------------------------------------------------------
+
+
+def add_adapters_in_place(parts: ModelParts, device: torch.device) -> int:
+    """Have LoRA layers add their product into the base layer's output; may be called again.
+
+    Returns:
+        Number of LoRA layers that do so now.
+    """
+    if parts.is_sharded():
+        return 0
+    agrees: dict[Any, bool] = {}
+    count = 0
+    for module in (module for layer in parts.layers for module in layer.modules()):
+        name = _only_adapter(module)
+        if name is None or "forward" in module.__dict__:
+            count += getattr(module.__dict__.get("forward"), _MARK, None) == "adapter"
+            continue
+        # Layers of one kind run the same code: compared once.
+        key = _adapter_kind(module, name)
+        if key not in agrees:
+            agrees[key] = _adapter_agrees(module, name, device)
+        if agrees[key]:
+            module.__dict__["forward"] = types.MethodType(_adapted_forward, module)
+            count += 1
+    return count
+
+
+def _only_adapter(module: Any) -> str | None:
+    """Name of the adapter of a plain LoRA layer with one; None for other modules and states."""
+    kind = type(module)
+    if kind.__name__ != "Linear" or not kind.__module__.startswith("peft.tuners.lora."):
+        return None
+    names: list[str] = module.active_adapters
+    if module.disable_adapters or module.merged or len(names) != 1:
+        return None
+    (name,) = names
+    if name not in module.lora_A or name in module.lora_variant:
+        return None
+    base, first, second = module.base_layer, module.lora_A[name], module.lora_B[name]
+    if not type(base) is type(first) is type(second) is nn.Linear or second.bias is not None:
+        return None
+    # They would see tokens in one dim; the second factor is not called.
+    own = (*(base, first, second), module.lora_dropout[name])
+    return None if any(_has_hooks(one) or "forward" in one.__dict__ for one in own) else name
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+
+
+def _adapted_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Forward of a LoRA layer: x [..., D] to [..., F]."""
+    name = None if args or kwargs else _only_adapter(self)
+    dtypes = {x.dtype, self.base_layer.weight.dtype}
+    if name is not None:
+        dtypes |= {self.lora_A[name].weight.dtype, self.lora_B[name].weight.dtype}
+    if name is None or len(dtypes) > 1 or torch.is_autocast_enabled(x.device.type):
+        return type(self).forward(self, x, *args, **kwargs)
+    # In two dims, so that the output is no view: writing into a view of it would cost a copy.
+    x_MD = x.flatten(0, -2)
+    base_MF = self.base_layer(x_MD)
+    first_MR = self.lora_A[name](self.lora_dropout[name](x_MD))
+    weight_FR = self.lora_B[name].weight
+    sum_MF = _AddedProduct.apply(base_MF, first_MR, weight_FR, self.scaling[name])
+    return sum_MF.view(*x.shape[:-1], -1)
+
+
+setattr(_adapted_forward, _MARK, "adapter")
+
+
+class _AddedProduct(torch.autograd.Function):
+    """Adds `scaling * first @ weight^T` into `sum`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, sum_MF: Tensor, first_MR: Tensor, weight_FR: Tensor, scaling: float
+    ) -> Tensor:
+        ctx.mark_dirty(sum_MF)
+        ctx.save_for_backward(first_MR, weight_FR)
+        ctx.scaling = scaling
+        return sum_MF.addmm_(first_MR, weight_FR.t(), alpha=scaling)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_MF,) = grads
+        first_MR, weight_FR = ctx.saved_tensors
+        of_first = of_weight = None
+        if ctx.needs_input_grad[1]:
+            of_first = (grad_MF @ weight_FR).mul_(ctx.scaling)
+        if ctx.needs_input_grad[2]:
+            of_weight = (grad_MF.t() @ first_MR).mul_(ctx.scaling)
+        return grad_MF, of_first, of_weight, None
+
+
+def _adapter_kind(module: Any, name: str) -> tuple[Any, ...]:
+    first, second = module.lora_A[name].weight, module.lora_B[name].weight
+    dtypes = module.base_layer.weight.dtype, first.dtype, second.dtype
+    return type(module), first.shape, second.shape, dtypes, module.scaling[name]
+
+
+def _adapter_agrees(module: Any, name: str, device: torch.device) -> bool:
+    """Whether a LoRA layer computes the sum that `_AddedProduct` does."""
+    first, second = module.lora_A[name].weight, module.lora_B[name].weight
+    dtype = module.base_layer.weight.dtype
+    if not {first.dtype, second.dtype} == {dtype} or first.is_meta:
+        return False
+    bare = copy.copy(module)
+    bare.__dict__["_modules"] = dict(module._modules)
+    # A new random mask in every run could not be compared.
+    bare._modules["lora_dropout"] = nn.ModuleDict({name: nn.Identity()})
+
+    def run(
+        forward: Callable[..., Tensor], base_MF: Tensor, x_MD: Tensor, *weights: Tensor
+    ) -> Tensor:
+        bare._modules["base_layer"] = _Constant(base_MF)
+        names = (f"lora_A.{name}.weight", f"lora_B.{name}.weight")
+        bare.__dict__["forward"] = types.MethodType(forward, bare)
+        return functional_call(bare, dict(zip(names, weights, strict=True)), (x_MD,))
+
+    def added(_: Any, x_MD: Tensor) -> Tensor:
+        first_MR = bare.lora_A[name](x_MD)
+        weight_FR, scaling = bare.lora_B[name].weight, bare.scaling[name]
+        return _AddedProduct.apply(bare.base_layer(x_MD), first_MR, weight_FR, scaling)
+
+    shapes = (
+        (_PROBE_TOKENS, second.shape[0]),
+        (_PROBE_TOKENS, first.shape[1]),
+        *(tuple(first.shape), tuple(second.shape)),
+    )
+    try:
+        own, kernel = functools.partial(run, type(module).forward), functools.partial(run, added)
+        return _agree(own, kernel, shapes, dtype, device)
+    except Exception as error:  # noqa: BLE001 - a release of PEFT with other names
+        logger.warning("LoRA layers keep PEFT's code: it was not compared (%s)", first_line(error))
+        return False
 
 
 # -- mixers ------------------------------------------------------------------------------------

@@ -24,11 +24,12 @@ torch itself writes into it, as scattering into zeros does.
 
 [Note: writing into a matmul's output]
 The saved output must be what the matmul returned, even if it is modified later. If an operation is
-about to write into it, a copy is saved instead. A kernel that torch does not see may write too
-(rotary embedding in place, say). So the first recorder for a kind of layer copies all outputs at
-once and compares them at the end, for which the host waits; if any has changed, all later recorders
-for such layers copy. Layers of one kind are checked once and not each, because the last layers'
-copies would be made when the device is full.
+about to write into it, a copy is saved instead; but if the operation adds another product, as LoRA
+layers do (see `layer_kernels`), the sum is saved, and the rerun leaves out both. A kernel that
+torch does not see may write too (rotary embedding in place, say). So the first recorder for a kind
+of layer copies all outputs at once and compares them at the end, for which the host waits; if any
+has changed, all later recorders for such layers copy. Layers of one kind are checked once and not
+each, because the last layers' copies would be made when the device is full.
 
 [Note: unused matmuls]
 If no outputs are saved, a rerun computes the matmuls again, but not all of them are needed. Key and
@@ -122,6 +123,13 @@ class DependencyTracker(LightDispatchMode):
     def _before_write(self, tensor: Tensor) -> None:
         """Called when `tensor` is about to be written into."""
 
+    def _add_product(self, run: RunOperation, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation that adds a product, if its result stands for a matmul's output.
+
+        Returns:
+            The operation's result; None if it was not run.
+        """
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run and track the operation."""
         return self.watch(run_operation, func, args, kwargs or {})
@@ -147,6 +155,10 @@ class DependencyTracker(LightDispatchMode):
         return output
 
     def _write(self, run: RunOperation, func: Any, op: Operation, args: Any, kwargs: Any) -> Any:
+        if op.adds_product:
+            output = self._add_product(run, func, args, kwargs)
+            if output is not None:
+                return output
         written = tuple(op.written(args, kwargs))
         for tensor in written:
             self._before_write(tensor)
@@ -198,6 +210,8 @@ class Matmul:
     """The output; None if a rerun does not need it."""
     of_weights: bool = False
     """Whether it multiplies weights alone; it is then recomputed."""
+    num_added: int = 0
+    """How many products were added into the output; a rerun leaves them out."""
 
 
 @dataclass(slots=True)
@@ -366,6 +380,16 @@ class SelectiveRecorder(DependencyTracker):
             fresh.is_written = True
             self._keep(index)
 
+    def _add_product(self, run: RunOperation, func: Any, args: Any, kwargs: Any) -> Any:
+        index = self._index_of.get(storage_key(args[0]) or 0)
+        if index is None or self._fresh[index].is_written or self._needed >> index & 1:
+            return None
+        output = run(func, args, kwargs)
+        self._matmuls[index].num_added += 1
+        if self._fresh[index].copy is not None:
+            self._fresh[index].copy = self._fresh[index].output.clone()
+        return output
+
     def _need(self, depends: int) -> None:
         for index in _bits(depends >> 1 & ~self._needed):
             self._keep(index)
@@ -390,6 +414,8 @@ class SelectiveReplayer(LightDispatchMode):
         self._width = width
         self._label = label
         self._next = 0
+        self._added: dict[int, int] = {}
+        """By output: how many products it has in it that the layer is yet to add."""
 
     def on_saved(self, tensor: Tensor) -> None:
         """Do nothing: saved tensors were already seen in the first forward."""
@@ -401,10 +427,20 @@ class SelectiveReplayer(LightDispatchMode):
             SPPOError: The layer runs a matmul that it did not run in its first forward.
         """
         op = operation(func)
+        if op.adds_product:
+            storage = storage_key(args[0]) or 0
+            if self._added.get(storage, 0):
+                self._added[storage] -= 1
+                return args[0]
         if not op.is_thick_matmul(args, self._width):
             return func(*args, **(kwargs or {}))
         matmul = self._expect(op.name, _shapes(args))
-        return func(*args, **(kwargs or {})) if matmul.of_weights else _take_output(matmul)
+        if matmul.of_weights:
+            return func(*args, **(kwargs or {}))
+        output = _take_output(matmul)
+        if matmul.num_added:
+            self._added[storage_key(output) or 0] = matmul.num_added
+        return output
 
     def replay_tiles(self, num_outputs: int) -> list[Tensor]:
         """Return the outputs of the next module that ran in tiles; zeros for unused ones."""
@@ -639,6 +675,8 @@ class Operation:
     """Whether it replaces all elements of its first argument, whatever their old values."""
     reveals: bool
     """Whether it gives Python values of its arguments: as a number, or as its result's shape."""
+    adds_product: bool
+    """Whether it adds a product of matrices into its first argument."""
 
     def is_thick_matmul(self, args: Sequence[Any], width: int) -> bool:
         """Whether it is a matmul that sums over more than an eighth of `width`."""
@@ -670,6 +708,7 @@ def operation(func: Any) -> Operation:
         allocates=_ALLOCATES.get(schema.name, "nothing"),
         overwrites=schema.name in _OVERWRITING,
         reveals=not _REVEALING.isdisjoint(func.tags),
+        adds_product=schema.name == "aten::addmm_",
     )
 
 

@@ -61,9 +61,18 @@ _ATTENTION = (
     *("q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj"),
     *("kv_a_proj_with_mqa", "kv_b_proj", "kv_proj"),
 )
+# Profiles are of the code of Transformers and PEFT.
 SETTINGS = SPPOConfig(
-    recompute="none", offload="none", num_chunks=1, show_plan=False, show_progress=False
+    layer_kernels="none",
+    recompute="none",
+    offload="none",
+    num_chunks=1,
+    show_plan=False,
+    show_progress=False,
 )
+
+
+_MATMULS = frozenset(f"aten::{name}" for name in ("mm", "addmm", "addmm_", "bmm"))
 
 
 class MatmulCounter(TorchDispatchMode):
@@ -74,7 +83,7 @@ class MatmulCounter(TorchDispatchMode):
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func._schema.name in ("aten::mm", "aten::addmm", "aten::bmm")
+        self.count += func._schema.name in _MATMULS
         return func(*args, **(kwargs or {}))
 
 

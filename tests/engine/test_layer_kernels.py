@@ -6,6 +6,7 @@ call); stand-ins compute what its functions compute, and write where they write.
 
 from __future__ import annotations
 
+import copy
 import shutil
 import sys
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ from sppo_hf import ConfigError, SPPOConfig
 from sppo_hf.engine import layer_kernels
 from sppo_hf.engine.convert import convert, revert
 from sppo_hf.engine.layer_kernels import liger_runs_on
-from sppo_hf.engine.structure import find_parts
+from sppo_hf.engine.structure import find_parts, suppress_peft_warnings
 from sppo_hf.planning.choices import DeviceFacts, read_choices
 from sppo_hf.testing.exactness import float64_everywhere
 from sppo_hf.testing.tiny_models import build_tiny_model
@@ -359,3 +360,149 @@ def test_under_autocast_a_gated_product_is_tried_in_its_dtype_too(liger: SimpleN
     assert used(build_tiny_model("llama", dtype=torch.float32))["gated product"] == 3
     with torch.autocast("cpu", torch.bfloat16):
         assert "gated product" not in used(build_tiny_model("llama", dtype=torch.float32))
+
+
+# -- adapters ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def added(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """Shapes of the sums into which products are added, once layers have been compared."""
+    found: list[torch.Size] = []
+    inner = layer_kernels._AddedProduct
+
+    def apply(sum_MF: Tensor, *others: Any) -> Tensor:
+        found.append(sum_MF.shape)
+        return inner.apply(sum_MF, *others)
+
+    monkeypatch.setattr(layer_kernels, "_AddedProduct", SimpleNamespace(apply=apply))
+    return found
+
+
+def adapted(family: str = "llama", dtype: torch.dtype = torch.float64, **settings: Any) -> Any:
+    """A tiny model with LoRA on all linear layers, whose products are not zero."""
+    peft = pytest.importorskip("peft")
+    model = build_tiny_model(family, dtype=dtype)
+    lora = peft.LoraConfig(**{"r": 4, "target_modules": "all-linear", "lora_alpha": 8, **settings})
+    with suppress_peft_warnings():
+        model = peft.get_peft_model(model, lora, autocast_adapter_dtype=False)
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            values = torch.randn(parameter.shape, generator=generator) * 0.1
+            parameter.data = values.to(parameter.dtype)
+    return model.train()
+
+
+def num_adapted(model: nn.Module) -> int:
+    return layer_kernels.add_adapters_in_place(find_parts(model), CPU)
+
+
+@pytest.mark.parametrize("mode", [*MODES, "selective", "selective, offloaded"])
+@pytest.mark.parametrize("family", ["llama", "qwen2"])  # with biases
+def test_with_adapters_loss_and_gradients_are_those_of_peft(
+    family: str, mode: str, added: list[torch.Size]
+) -> None:
+    selective = {"recompute": "selective", "min_offload_size": 1}
+    selective["offload"] = "full" if "offloaded" in mode else "none"
+    model = adapted(family)
+    ids = torch.randint(0, 90, (2, 24), generator=torch.Generator().manual_seed(0))
+    with float64_everywhere():
+        expected = step(model, ids)
+    settings = MODES.get(mode, selective)
+    plan = convert(model, SPPOConfig(num_chunks=3, show_plan=False, **settings))
+    with float64_everywhere():
+        step(model, ids)  # its first layer copies what others share
+        added.clear()
+        ours = step(model, ids)
+    torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-12)
+    forwards = 3 * 7 * len(find_parts(model).layers)
+    assert len(added) == forwards * (1 if mode in ("kept", "offloaded") else 2)
+    revert(plan)
+    added.clear()
+    step(model, ids)
+    assert not added
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"use_dora": True}, {"lora_bias": True}, {"use_rslora": True}, {"lora_dropout": 0.1}],
+    ids=str,
+)
+def test_which_kinds_of_lora_are_added(settings: dict[str, Any], added: list[torch.Size]) -> None:
+    model = adapted(dtype=torch.float32, **settings)
+    is_plain = "use_rslora" in settings or "lora_dropout" in settings
+    assert num_adapted(model) == (7 * len(find_parts(model).layers) if is_plain else 0)
+    ids = torch.randint(0, 90, (1, 12), generator=torch.Generator().manual_seed(0))
+    added.clear()
+    torch.manual_seed(3)
+    ours = step(model, ids)
+    assert bool(added) == is_plain
+    layer_kernels.restore_layers(find_parts(model))
+    torch.manual_seed(3)
+    torch.testing.assert_close(ours, step(model, ids), rtol=1e-4, atol=1e-6)
+
+
+def disable(model: Any) -> None:
+    model.base_model.disable_adapter_layers()
+
+
+def merge(model: Any) -> None:
+    model.merge_adapter()
+
+
+def add_second(model: Any) -> None:
+    import peft
+
+    model.add_adapter("second", peft.LoraConfig(r=2, target_modules="all-linear"))
+    model.base_model.set_adapter(["default", "second"])
+
+
+def hook(model: Any) -> None:
+    for name, module in model.named_modules():
+        if name.endswith("lora_B.default"):
+            module.register_forward_hook(lambda module, args, output: output * 2)
+
+
+def widen(model: Any) -> None:
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.double()
+
+
+@pytest.mark.parametrize("change", [disable, merge, add_second, hook, widen])
+def test_what_is_changed_later_runs_pefts_code(change: Any, added: list[torch.Size]) -> None:
+    model = adapted(dtype=torch.float32)
+    assert num_adapted(model) == 7 * len(find_parts(model).layers)
+    ids = torch.randint(0, 90, (1, 12), generator=torch.Generator().manual_seed(0))
+    step(model, ids)
+    change(model)
+    added.clear()
+    ours = model(input_ids=ids, labels=ids).loss
+    assert not added
+    layer_kernels.restore_layers(find_parts(model))
+    assert ours == model(input_ids=ids, labels=ids).loss
+
+
+def test_under_autocast_pefts_code_runs(added: list[torch.Size]) -> None:
+    model = adapted(dtype=torch.float32)
+    num_adapted(model)
+    added.clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        step(model, torch.zeros(1, 8, dtype=torch.long))
+    assert not added
+
+
+def test_adapters_in_bfloat16_are_no_farther_from_float32() -> None:
+    from peft.tuners.lora.layer import Linear
+
+    model = adapted(dtype=torch.bfloat16)
+    layer = next(module for module in model.modules() if type(module) is Linear)
+    x = torch.randn(2, 50, layer.in_features, dtype=torch.bfloat16)
+    wide_layer = copy.deepcopy(layer).float()
+    exact = wide_layer(x.float()).detach()
+    own = layer(x).detach()
+    assert num_adapted(model)
+    ours = layer(x).detach()
+    assert not torch.equal(ours, own)
+    assert (ours - exact).norm() <= (own - exact).norm()

@@ -38,7 +38,7 @@ WAYS = {
     "all offloaded": {"recompute": "none", "offload": "full", "num_chunks": 3, "order": "by_chunk"},
     "by layer": {**OFFLOADED, "num_chunks": 3, "order": "by_layer"},
     "by chunk": {**OFFLOADED, "num_chunks": 3, "order": "by_chunk", "offload_kv": "full"},
-    "tiles": {**OFFLOADED, "num_chunks": 1, "order": "by_layer", "layer_tile_tokens": 96},
+    "tiles": {**OFFLOADED, "num_chunks": 1, "order": "by_layer", "layer_tile_tokens": 512},
     "weights on the host": {**OFFLOADED, "num_chunks": 2, "order": "by_layer", "weights": "host"},
 }
 

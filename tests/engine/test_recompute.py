@@ -243,9 +243,9 @@ def test_adapters_frozen_products_are_computed_once_where_nobody_needs_them() ->
     """Base and both factors of seven modules: of k and v the base, and down's base are needless."""
     whole = _products_in_backward(mode_of("whole", "device"), "llama", lora=True)
     inputs = _products_in_backward(mode_of("inputs", "device"), "llama", lora=True)
-    # The forward stops before down's second factor. The first layer, whose input needs no gradient,
-    # learns apart; of a single token only one chunk comes.
-    learning, played = 7 * 3 - 1, 7 * 3 - 1 - 3
+    # The first layer, whose input needs no gradient, learns apart; of a single token only one chunk
+    # comes.
+    learning, played = 7 * 3, 7 * 3 - 3
     assert inputs == whole + 4 * learning + 2 * played
 
 

@@ -109,6 +109,22 @@ def _lora(w: Weights, x: Tensor) -> Tensor:
     return torch.sigmoid(x @ w.a + (x @ w.thin_in) @ w.thin_out) @ w.c
 
 
+def _added(w: Weights, x: Tensor) -> Tensor:
+    y = (x @ w.a).addmm_(x @ w.thin_in, w.thin_out, alpha=0.5)
+    return torch.sigmoid(y) @ w.c
+
+
+def _frozen_added(w: Weights, x: Tensor) -> Tensor:
+    y = (x @ w.a).addmm_(x @ w.thin_in.detach(), w.thin_out.detach())
+    return torch.sigmoid(y) @ w.c
+
+
+def _added_late(w: Weights, x: Tensor) -> Tensor:
+    y = x @ w.a
+    gate = torch.sigmoid(y)  # saved, so the product as it is now has been kept
+    return (gate * y.addmm_(x @ w.thin_in, w.thin_out)) @ w.c
+
+
 def _merged(w: Weights, x: Tensor) -> Tensor:
     return torch.sigmoid(x @ (w.a @ w.b)) @ w.c
 
@@ -153,6 +169,10 @@ LAYERS: dict[str, tuple[Forward, list[bool], int]] = {
     "write into a view": (_write_into_a_view, [True, True], 0),
     "write out": (_write_out, [True, False], 1),
     "lora": (_lora, [True, True, False], 1),
+    # The sum in place of the first product, and the rerun adds nothing.
+    "product added": (_added, [True, True, False], 0),
+    "frozen product added": (_frozen_added, [True, False, False], 0),
+    "product added late": (_added_late, [True, True, False], 1),
     "merged weights": (_merged, [False, True, False], 1),
     "scattered into zeros": (_scattered, [False, True, False], 0),
     "routed": (_routed, [True] * 7, 0),  # adding by index saves what it adds
