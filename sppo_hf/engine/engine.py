@@ -151,10 +151,11 @@ class Engine:
         return output if call.return_dict else output.to_tuple()
 
     def _check_kernels(self, device: torch.device) -> None:
-        """Check mixers' kernels, and prepare 8-bit layers, before the first step."""
+        """Check kernels and give them to the modules that take them, before the first step."""
         if not self._kernels_checked:
             free_inputs_of_8_bit_layers(self.parts)
             check_mixer_kernels(self.parts, device)
+            prepare_layers(self.parts, self.config, device)
             self._kernels_checked = True
 
     def _run_original(self, *args: Any, **kwargs: Any) -> Any:
@@ -228,8 +229,6 @@ class Engine:
 
     def _run(self, call: ForwardCall) -> ModelOutput:
         start_seconds = time.perf_counter()
-        if not self._has_run:
-            prepare_layers(self.parts, self.config, call.device)
         self._has_run = True
         release_failed_backward(self._last_timer())
         logits = self._requested_logits(call)

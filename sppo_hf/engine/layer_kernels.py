@@ -23,13 +23,14 @@ recomputation repeats all of them. A module with hooks is not compiled, since th
 with it. Exact up to rounding: inductor keeps float32 between operations that eager code rounds to
 bfloat16.
 
-*Adapters.* PEFT's LoRA layer returns `base + lora_B(lora_A(x)) * scaling`: the second product, its
-scaling and the sum are three passes over an activation as wide as the layer, and three more in
-backward and in every rerun. The product is added into the base layer's output instead, in one
-matmul (`_AddedProduct`), which rounds once where they round three times. Plain LoRA alone: DoRA and
-other variants, several adapters in a batch, merged weights, a bias, a quantised base layer and
-adapters of another dtype than the layer's input run PEFT's code. No package is needed, so this is
-done on every device.
+*Adapters.* PEFT's LoRA layer returns `base(x) + lora_B(lora_A(x)) * scaling`: the second product,
+its scaling and the sum are three passes over an activation as wide as the layer, in forward and in
+every rerun, and scaling and the sum of two gradients of x are as many in backward. The product is
+added into the base's output instead, in one matmul, and the gradient of x likewise
+(`_AdaptedLinear`), which rounds once where PEFT's code rounds three times. Plain LoRA alone: DoRA
+and other variants, several adapters in a batch, merged weights, a quantised base layer, adapters of
+another dtype than the layer's input, and layers whose parts have hooks run PEFT's code. No package
+is needed, so this is done on every device.
 
 *Mixers.* Transformers takes the scan and the convolution of a mixer from flash-linear-attention,
 mamba-ssm or causal-conv1d if they are installed, and from torch code of its own otherwise. Chunks
@@ -63,7 +64,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.func import functional_call
+from torch.nn import functional as F
 
 from sppo_hf.attention.backends.select import TOLERANCE, relative_error
 from sppo_hf.config import SPPOConfig
@@ -359,12 +362,16 @@ def _agree(
     shapes: tuple[tuple[int, ...], ...],
     dtype: torch.dtype,
     device: torch.device,
+    output_shape: tuple[int, ...] | None = None,
 ) -> bool:
-    """Whether outputs and gradients of a kernel are as near to float32 as those of `own`."""
+    """Whether outputs and gradients of a kernel are as near to float32 as those of `own`.
+
+    `shapes` are those of the inputs; the first is the output's too, where none is given.
+    """
     generator = torch.Generator(device).manual_seed(0)
     drawn = [torch.randn(s, device=device, generator=generator) for s in shapes]
     values = [value.to(dtype) for value in drawn]
-    grad = torch.randn(shapes[0], device=device, generator=generator).to(dtype)
+    grad = torch.randn(output_shape or shapes[0], device=device, generator=generator).to(dtype)
     own_results, kernel_results = _run(own, values, grad), _run(kernel, values, grad)
     if dtype in _ROUNDING:
         pairs = zip(own_results, kernel_results, strict=True)
@@ -408,7 +415,7 @@ def add_adapters_in_place(parts: ModelParts, device: torch.device) -> int:
     count = 0
     for module in (module for layer in parts.layers for module in layer.modules()):
         name = _only_adapter(module)
-        if name is None or "forward" in module.__dict__:
+        if name is None or "forward" in module.__dict__ or module.base_layer.weight.is_meta:
             count += getattr(module.__dict__.get("forward"), _MARK, None) == "adapter"
             continue
         # Layers of one kind run the same code: compared once.
@@ -432,12 +439,16 @@ def _only_adapter(module: Any) -> str | None:
     (name,) = names
     if name not in module.lora_A or name in module.lora_variant:
         return None
-    base, first, second = module.base_layer, module.lora_A[name], module.lora_B[name]
-    if not type(base) is type(first) is type(second) is nn.Linear or second.bias is not None:
-        return None
-    # They would see tokens in one dim; the second factor is not called.
-    own = (*(base, first, second), module.lora_dropout[name])
-    return None if any(_has_hooks(one) or "forward" in one.__dict__ for one in own) else name
+    parts = module.base_layer, module.lora_A[name], module.lora_B[name]
+    # Their weights are used; they themselves are not called, nor are hooks.
+    bare = all(
+        type(part) is nn.Linear
+        and type(part.weight) in (Tensor, nn.Parameter)
+        and "forward" not in part.__dict__
+        and not _has_hooks(part)
+        for part in parts
+    )
+    return name if bare and parts[1].bias is parts[2].bias is None else None
 
 
 def _has_hooks(module: nn.Module) -> bool:
@@ -447,85 +458,105 @@ def _has_hooks(module: nn.Module) -> bool:
 def _adapted_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Forward of a LoRA layer: x [..., D] to [..., F]."""
     name = None if args or kwargs else _only_adapter(self)
-    dtypes = {x.dtype, self.base_layer.weight.dtype}
-    if name is not None:
-        dtypes |= {self.lora_A[name].weight.dtype, self.lora_B[name].weight.dtype}
-    if name is None or len(dtypes) > 1 or torch.is_autocast_enabled(x.device.type):
+    if name is None or torch.is_autocast_enabled(x.device.type):
         return type(self).forward(self, x, *args, **kwargs)
-    # In two dims, so that the output is no view: writing into a view of it would cost a copy.
+    base, first_RD, second_FR = self.base_layer, self.lora_A[name].weight, self.lora_B[name].weight
+    if not x.dtype == base.weight.dtype == first_RD.dtype == second_FR.dtype:
+        return type(self).forward(self, x)
     x_MD = x.flatten(0, -2)
-    base_MF = self.base_layer(x_MD)
-    first_MR = self.lora_A[name](self.lora_dropout[name](x_MD))
-    weight_FR = self.lora_B[name].weight
-    sum_MF = _AddedProduct.apply(base_MF, first_MR, weight_FR, self.scaling[name])
+    dropped_MD = self.lora_dropout[name](x_MD)
+    sum_MF: Tensor = _AdaptedLinear.apply(
+        *(x_MD, None if dropped_MD is x_MD else dropped_MD),
+        *(base.weight, base.bias, first_RD, second_FR, self.scaling[name]),
+    )
     return sum_MF.view(*x.shape[:-1], -1)
 
 
 setattr(_adapted_forward, _MARK, "adapter")
 
 
-class _AddedProduct(torch.autograd.Function):
-    """Adds `scaling * first @ weight^T` into `sum`."""
+class _AdaptedLinear(torch.autograd.Function):
+    """A linear layer of `x` plus its adapter's two products of `x`, or of `x` after dropout."""
 
     @staticmethod
     def forward(
-        ctx: Any, sum_MF: Tensor, first_MR: Tensor, weight_FR: Tensor, scaling: float
+        ctx: Any,
+        x_MD: Tensor,
+        dropped_MD: Tensor | None,
+        weight_FD: Tensor,
+        bias_F: Tensor | None,
+        first_RD: Tensor,
+        second_FR: Tensor,
+        scaling: float,
     ) -> Tensor:
-        ctx.mark_dirty(sum_MF)
-        ctx.save_for_backward(first_MR, weight_FR)
-        ctx.scaling = scaling
-        return sum_MF.addmm_(first_MR, weight_FR.t(), alpha=scaling)
+        sum_MF = F.linear(x_MD, weight_FD, bias_F)
+        input_MD = x_MD if dropped_MD is None else dropped_MD
+        inner_MR = F.linear(input_MD, first_RD)
+        of_weight = (x_MD,) if ctx.needs_input_grad[2] and dropped_MD is not None else ()
+        ctx.save_for_backward(input_MD, inner_MR, weight_FD, first_RD, second_FR, *of_weight)
+        ctx.scaling, ctx.drops = scaling, dropped_MD is not None
+        return sum_MF.addmm_(inner_MR, second_FR.t(), alpha=scaling)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad_MF,) = grads
-        first_MR, weight_FR = ctx.saved_tensors
-        of_first = of_weight = None
-        if ctx.needs_input_grad[1]:
-            of_first = (grad_MF @ weight_FR).mul_(ctx.scaling)
-        if ctx.needs_input_grad[2]:
-            of_weight = (grad_MF.t() @ first_MR).mul_(ctx.scaling)
-        return grad_MF, of_first, of_weight, None
+        (grad_MF,), needed = grads, ctx.needs_input_grad
+        input_MD, inner_MR, weight_FD, first_RD, second_FR, *of_weight = ctx.saved_tensors
+        dinner_MR = (grad_MF @ second_FR).mul_(ctx.scaling)
+        dx_MD = grad_MF @ weight_FD if needed[0] else None
+        ddropped_MD = None
+        if ctx.drops:
+            ddropped_MD = dinner_MR @ first_RD if needed[1] else None
+        elif dx_MD is not None:
+            dx_MD.addmm_(dinner_MR, first_RD)
+        return (
+            dx_MD,
+            ddropped_MD,
+            grad_MF.t() @ (of_weight or [input_MD])[0] if needed[2] else None,
+            grad_MF.sum(0) if needed[3] else None,
+            dinner_MR.t() @ input_MD if needed[4] else None,
+            (grad_MF.t() @ inner_MR).mul_(ctx.scaling) if needed[5] else None,
+            None,
+        )
+
+
+_PROBE_SIZES = (48, 8, 32)
+"""D, R and F of the layer with which PEFT's code is compared; it is the same code at any size."""
 
 
 def _adapter_kind(module: Any, name: str) -> tuple[Any, ...]:
-    first, second = module.lora_A[name].weight, module.lora_B[name].weight
-    dtypes = module.base_layer.weight.dtype, first.dtype, second.dtype
-    return type(module), first.shape, second.shape, dtypes, module.scaling[name]
+    weights = module.base_layer.weight, module.lora_A[name].weight, module.lora_B[name].weight
+    dtypes = tuple(weight.dtype for weight in weights)
+    return type(module), dtypes, module.base_layer.bias is None, module.scaling[name]
 
 
 def _adapter_agrees(module: Any, name: str, device: torch.device) -> bool:
-    """Whether a LoRA layer computes the sum that `_AddedProduct` does."""
-    first, second = module.lora_A[name].weight, module.lora_B[name].weight
-    dtype = module.base_layer.weight.dtype
-    if not {first.dtype, second.dtype} == {dtype} or first.is_meta:
+    """Whether a LoRA layer computes what `_AdaptedLinear` does."""
+    (dtype, *others), has_bias = _adapter_kind(module, name)[1], module.base_layer.bias is not None
+    if {*others} != {dtype}:
         return False
+    inputs, rank, outputs = _PROBE_SIZES
     bare = copy.copy(module)
     bare.__dict__["_modules"] = dict(module._modules)
+    with torch.device("meta"):
+        bare._modules["base_layer"] = nn.Linear(inputs, outputs, bias=has_bias)
+        for key, sizes in (("lora_A", (inputs, rank)), ("lora_B", (rank, outputs))):
+            bare._modules[key] = nn.ModuleDict({name: nn.Linear(*sizes, bias=False)})
     # A new random mask in every run could not be compared.
     bare._modules["lora_dropout"] = nn.ModuleDict({name: nn.Identity()})
 
-    def run(
-        forward: Callable[..., Tensor], base_MF: Tensor, x_MD: Tensor, *weights: Tensor
-    ) -> Tensor:
-        bare._modules["base_layer"] = _Constant(base_MF)
-        names = (f"lora_A.{name}.weight", f"lora_B.{name}.weight")
+    def run(forward: Callable[..., Tensor], x_MD: Tensor, *weights: Tensor) -> Tensor:
+        names = ("lora_A.{}.weight", "lora_B.{}.weight", "base_layer.weight", "base_layer.bias")
+        values = dict(zip((key.format(name) for key in names), weights, strict=False))
         bare.__dict__["forward"] = types.MethodType(forward, bare)
-        return functional_call(bare, dict(zip(names, weights, strict=True)), (x_MD,))
+        return functional_call(bare, values, (x_MD,))
 
-    def added(_: Any, x_MD: Tensor) -> Tensor:
-        first_MR = bare.lora_A[name](x_MD)
-        weight_FR, scaling = bare.lora_B[name].weight, bare.scaling[name]
-        return _AddedProduct.apply(bare.base_layer(x_MD), first_MR, weight_FR, scaling)
-
-    shapes = (
-        (_PROBE_TOKENS, second.shape[0]),
-        (_PROBE_TOKENS, first.shape[1]),
-        *(tuple(first.shape), tuple(second.shape)),
-    )
+    shapes = ((_PROBE_TOKENS, inputs), (rank, inputs), (outputs, rank), (outputs, inputs))
+    shapes += ((outputs,),) * has_bias
     try:
-        own, kernel = functools.partial(run, type(module).forward), functools.partial(run, added)
-        return _agree(own, kernel, shapes, dtype, device)
+        own = functools.partial(run, type(module).forward)
+        kernel = functools.partial(run, _adapted_forward)
+        return _agree(own, kernel, shapes, dtype, device, (_PROBE_TOKENS, outputs))
     except Exception as error:  # noqa: BLE001 - a release of PEFT with other names
         logger.warning("LoRA layers keep PEFT's code: it was not compared (%s)", first_line(error))
         return False

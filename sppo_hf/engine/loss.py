@@ -139,13 +139,19 @@ class _WithoutWaiting(TorchFunctionMode):
 
     `Tensor.item` gives 1, for the number of labels: Liger divides means by it, and here it computes
     sums. `torch.equal` gives True: its backward asks whether the loss's gradient is 1, as it is.
+    That 1 is made by `torch.tensor`, which copies it from the host and waits for the copy, and so
+    for all work before it: on the device it is filled in instead.
     """
 
     _ANSWERS: ClassVar[dict[Any, Any]] = {Tensor.item: 1, torch.equal: True}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Replace these two alone."""
-        return self._ANSWERS[func] if func in self._ANSWERS else func(*args, **(kwargs or {}))
+        """Replace these alone."""
+        if func in self._ANSWERS:
+            return self._ANSWERS[func]
+        if func is torch.tensor and isinstance(args[0], int | float):
+            return torch.full((), *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
 
 class LigerTile:

@@ -367,15 +367,15 @@ def test_under_autocast_a_gated_product_is_tried_in_its_dtype_too(liger: SimpleN
 
 @pytest.fixture
 def added(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
-    """Shapes of the sums into which products are added, once layers have been compared."""
+    """Shapes of the inputs of layers whose adapters are added in one matmul."""
     found: list[torch.Size] = []
-    inner = layer_kernels._AddedProduct
+    inner = layer_kernels._AdaptedLinear
 
-    def apply(sum_MF: Tensor, *others: Any) -> Tensor:
-        found.append(sum_MF.shape)
-        return inner.apply(sum_MF, *others)
+    def apply(x_MD: Tensor, *others: Any) -> Tensor:
+        found.append(x_MD.shape)
+        return inner.apply(x_MD, *others)
 
-    monkeypatch.setattr(layer_kernels, "_AddedProduct", SimpleNamespace(apply=apply))
+    monkeypatch.setattr(layer_kernels, "_AdaptedLinear", SimpleNamespace(apply=apply))
     return found
 
 
@@ -441,6 +441,48 @@ def test_which_kinds_of_lora_are_added(settings: dict[str, Any], added: list[tor
     layer_kernels.restore_layers(find_parts(model))
     torch.manual_seed(3)
     torch.testing.assert_close(ours, step(model, ids), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_a_base_layer_that_trains_too(dropout: float, added: list[torch.Size]) -> None:
+    model = adapted("qwen2", dtype=torch.float64, lora_dropout=dropout).requires_grad_(True)
+    ids = torch.randint(0, 90, (1, 12), generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(3)
+    expected = step(model, ids)
+    num_adapted(model)
+    added.clear()
+    torch.manual_seed(3)
+    torch.testing.assert_close(step(model, ids), expected, rtol=1e-5, atol=1e-7)
+    assert added
+
+
+_ADDED = layer_kernels._AdaptedLinear
+
+
+class _AddsTwice(_ADDED):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        return _ADDED.forward(ctx, *args[:-1], args[-1] * 2)
+
+
+class _LearnsNothing(_ADDED):
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        found = _ADDED.backward(ctx, *grads)
+        return tuple(None if x is None else x * (i != 5) for i, x in enumerate(found))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("wrong", [_AddsTwice, _LearnsNothing])
+def test_adapters_that_add_otherwise_keep_pefts_code(
+    wrong: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    model = adapted(dtype=dtype)
+    monkeypatch.setattr(layer_kernels, "_AdaptedLinear", wrong)
+    assert num_adapted(model) == 0
+    monkeypatch.setattr(layer_kernels, "_AdaptedLinear", _ADDED)
+    assert num_adapted(model)
+    assert not caplog.messages, "it was compared"
 
 
 def disable(model: Any) -> None:

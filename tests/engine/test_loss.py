@@ -695,3 +695,20 @@ def test_a_pipeline_sums_the_router_losses_of_its_stages() -> None:
 
 def _call(model: Any) -> Any:
     return read_call(find_parts(model), model.forward, (), dict(make_batch(tokens=TOKENS)))
+
+
+def test_a_number_is_filled_in_on_the_device() -> None:
+    """A copy from the host's memory would wait for the device."""
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            names.append(func._schema.name)
+            return func(*args, **(kwargs or {}))
+
+    names: list[str] = []
+    with Names(), loss_module._WithoutWaiting():
+        one = torch.tensor(1.0, device="cpu")
+        several = torch.tensor([1, 2])
+    assert names[0] == "aten::full"
+    assert torch.equal(one, torch.tensor(1.0))
+    assert several.tolist() == [1, 2]

@@ -11,6 +11,7 @@ import torch
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.convert import convert, get_engine
+from sppo_hf.engine.layer_kernels import restore_layers
 from sppo_hf.engine.step_observer import StepRecord
 from sppo_hf.engine.structure import find_parts
 from sppo_hf.errors import ConfigError, UnsupportedModelError
@@ -27,7 +28,7 @@ from sppo_hf.pipeline.stage_plans import step_schedule
 from sppo_hf.planning.model_shape import forward_flops, step_flops
 from sppo_hf.schedule.actions import Action
 from sppo_hf.schedule.measured_timeline import ActionRecord
-from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
+from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
 from tests.planning.shapes import tiny_shape
 
 
@@ -38,9 +39,10 @@ class Watched:
         raise AssertionError(f"went on to run: {what}")
 
 
-def make(num_layers: int = 3, **settings: Any) -> Any:
+def make(num_layers: int = 3, *, lora: bool = False, **settings: Any) -> Any:
     config = SPPOConfig(pp_size=2, show_plan=False, **settings)
     model = build_tiny_model("llama", num_hidden_layers=num_layers)
+    model = add_lora(model) if lora else model
     mesh = SimpleNamespace(
         pp_size=2,
         sp_size=1,
@@ -116,6 +118,20 @@ def test_untrainable_models_are_refused_only_in_training() -> None:
 def test_a_valid_call_reaches_the_other_ranks() -> None:
     with pytest.raises(AssertionError, match="went on to run: in forward pass 1"):
         make()(**make_batch())
+
+
+def test_layers_of_a_stage_take_kernels_too() -> None:
+    pytest.importorskip("peft")
+    model = make(4, lora=True)
+    engine = get_engine(model)
+    assert engine is not None
+    engine._check_kernels(torch.device("cpu"))
+    taken = [
+        sum(module.__dict__.get("forward") is not None for module in layer.modules())
+        for layer in engine.parts.layers
+    ]
+    assert taken == [7, 7, 0, 0]
+    restore_layers(engine.parts)
 
 
 @pytest.mark.parametrize(
