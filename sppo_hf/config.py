@@ -123,9 +123,9 @@ class SPPOConfig:
     with the reference kernel on this device."""
 
     layer_kernels: Literal["auto", "none"] = "auto"
-    """Kernels of norms and gated activations: "auto" uses Liger's on CUDA where they are installed
-    and proved equal on this device, and adds the product of LoRA layers in one matmul; "none" keeps
-    the model's own code."""
+    """Kernels of norms, gated activations and rotary embedding: "auto" uses Liger's on CUDA where
+    they are installed and proved equal on this device, and adds the product of LoRA layers in one
+    matmul; "none" keeps the model's own code."""
 
     compile: bool = False
     """Whether torch.compile compiles norms and gated MLPs of decoder layers, instead of

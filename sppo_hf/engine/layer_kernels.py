@@ -7,9 +7,8 @@ and with its own code on random values, forward and backward, and takes the kern
 as near to float32 as its own code. A module that is more than a norm or a gated product (a clamp, a
 scale, another activation) fails the comparison.
 
-The instance's `forward` is replaced. Not covered: rotary embedding, which Transformers' attention
-takes from its module's globals, so that replacing it would change every model of that family in the
-process; experts, which have code of their own; and weights that FSDP2 shards.
+The instance's `forward` is replaced. Not covered: experts, which have code of their own, and
+weights that FSDP2 shards.
 
 [Note: a kernel that writes into what it has saved] Liger's gated product writes its gradients over
 the gate and up projections that autograd saved for it. That is exact here, because nothing else
@@ -22,6 +21,25 @@ Compiled code does not run under a dispatch mode, so no layer saves its matmuls 
 recomputation repeats all of them. A module with hooks is not compiled, since they would be compiled
 with it. Exact up to rounding: inductor keeps float32 between operations that eager code rounds to
 bfloat16.
+
+*Rotary embedding* (Liger's kernel). Eager PyTorch rotates queries and keys in some ten passes over
+memory, forward and backward; a copy and the kernel take two. Attention looks the function up in the
+globals of its module, which all models of the family in the process share. So there it is replaced
+by one that chooses: in the decoder layers of a model in chunks that uses these kernels it runs
+Liger's, if that agrees, and the model's own code everywhere else. The first call with other numbers
+of heads, sizes or dtypes compares the two on random values, as for norms. Not covered: functions
+that take other arguments, or one tensor at a time (Gemma 3n and 4), and tables for a part of the
+head, unless the model's function and this release of Liger's both know them.
+
+[Note: the halves of rotary tables] Liger's kernel reads the left halves of cos and sin, and takes
+the right ones to be equal. In the call that compares, the host waits to see whether they are.
+Later tables of that model are not read: they come out of the same code.
+
+[Note: rotating copies] Liger's kernel writes over queries and keys, and in backward over their
+gradients. Queries may be a matmul's output that is kept for recomputation, and gradients may be
+shared, so it gets copies. They are made by `clone`, because dependencies on matmuls are followed by
+storage (see `selective`): a clone depends on its source alone, but new memory that torch does not
+fill depends on all earlier matmuls, so that outputs of key and value projections would be kept.
 
 *Adapters.* PEFT's LoRA layer returns `base(x) + lora_B(lora_A(x)) * scaling`: the second product,
 its scaling and the sum are three passes over an activation as wide as the layer, in forward and in
@@ -53,13 +71,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import importlib
 import importlib.util
 import inspect
 import logging
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -67,17 +86,19 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 from torch.nn import functional as F
+from torch.utils import _python_dispatch
 
 from sppo_hf.attention.backends.select import TOLERANCE, relative_error
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.chunk_context import ChunkContext, current
 from sppo_hf.engine.recurrent_state import LayerStates, StateCache
-from sppo_hf.engine.structure import ModelParts, mixers_of, referenced_names
+from sppo_hf.engine.structure import ModelParts, mixers_of, own_class, referenced_names
 from sppo_hf.errors import ConfigError, first_line
 
 logger = logging.getLogger(__name__)
 
-# B batch rows, C tokens of a chunk, M tokens, D model width, F width of the gated product.
+# B batch rows, C tokens of a chunk, M tokens, D model width, F width of the gated product, N query
+# heads, K KV heads, H head size, R width of rotary tables (H, or less where a part is rotated).
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Dtypes that Liger computes in float32; a float64 model would lose digits."""
@@ -95,7 +116,7 @@ _COMPILED = "_sppo_compiled"
 
 
 def prepare_layers(parts: ModelParts, config: SPPOConfig, device: torch.device) -> None:
-    """Give norms and MLPs the kernels of the settings; may be called again.
+    """Give decoder layers the kernels of the settings; may be called again.
 
     Raises:
         ConfigError: `compile` is set, and `torch.compile` does not work here or for this model.
@@ -109,6 +130,7 @@ def prepare_layers(parts: ModelParts, config: SPPOConfig, device: torch.device) 
 
 def restore_layers(parts: ModelParts) -> None:
     """Restore every module's own code."""
+    _rotary.pop(parts.causal_lm, None)
     for module in parts.causal_lm.modules():
         if hasattr(getattr(module.__dict__.get("forward"), "__func__", None), _MARK):
             del module.__dict__["forward"]
@@ -192,11 +214,16 @@ def liger_runs_on(device: torch.device) -> bool:
 def use_layer_kernels(parts: ModelParts, device: torch.device) -> dict[str, int]:
     """Use Liger's kernels in modules where they pass the comparison; may be called again.
 
+    That of rotary embedding is compared in the first chunk.
+
     Returns:
         Number of modules that take a kernel, by the kernel's name.
     """
     counts: dict[str, int] = {}
-    if parts.is_sharded() or not liger_runs_on(device):
+    if not liger_runs_on(device):
+        return counts
+    use_rotary_kernel(parts, device)
+    if parts.is_sharded():
         return counts
     from liger_kernel import ops  # type: ignore[import-not-found]
 
@@ -357,26 +384,29 @@ class _Constant(nn.Module):
 
 
 def _agree(
-    own: Callable[..., Tensor],
-    kernel: Callable[..., Tensor],
+    own: Callable[..., Any],
+    kernel: Callable[..., Any],
     shapes: tuple[tuple[int, ...], ...],
     dtype: torch.dtype,
     device: torch.device,
-    output_shape: tuple[int, ...] | None = None,
+    output_shapes: tuple[tuple[int, ...], ...] | None = None,
 ) -> bool:
     """Whether outputs and gradients of a kernel are as near to float32 as those of `own`.
 
-    `shapes` are those of the inputs; the first is the output's too, where none is given.
+    Both take tensors of `shapes`, and return one of the first shape, or those of `output_shapes`.
     """
     generator = torch.Generator(device).manual_seed(0)
-    drawn = [torch.randn(s, device=device, generator=generator) for s in shapes]
-    values = [value.to(dtype) for value in drawn]
-    grad = torch.randn(output_shape or shapes[0], device=device, generator=generator).to(dtype)
-    own_results, kernel_results = _run(own, values, grad), _run(kernel, values, grad)
+    drawn = [
+        torch.randn(s, device=device, generator=generator)
+        for s in (*shapes, *(output_shapes or shapes[:1]))
+    ]
+    values = [value.to(dtype) for value in drawn[: len(shapes)]]
+    grads = [grad.to(dtype) for grad in drawn[len(shapes) :]]
+    own_results, kernel_results = _run(own, values, grads), _run(kernel, values, grads)
     if dtype in _ROUNDING:
         pairs = zip(own_results, kernel_results, strict=True)
         return all(_error(b, a) <= _ROUNDING[dtype] for a, b in pairs)
-    exact = _run(own, [value.float() for value in values], grad.float())
+    exact = _run(own, [value.float() for value in values], [grad.float() for grad in grads])
     return all(
         b.dtype == a.dtype and _error(b, e) <= _SLACK * _error(a, e) + torch.finfo(dtype).eps / 16
         for a, b, e in zip(own_results, kernel_results, exact, strict=True)
@@ -384,14 +414,16 @@ def _agree(
 
 
 def _run(
-    function: Callable[..., Tensor], values: list[Tensor], grad_output: Tensor
+    function: Callable[..., Any], values: Sequence[Tensor], grads: Sequence[Tensor]
 ) -> list[Tensor]:
     leaves = [value.clone().requires_grad_() for value in values]
     with torch.enable_grad():
         # Not the leaves themselves: a kernel may write into what it saves.
-        output = function(*(leaf * 1 for leaf in leaves))
-        gradients = torch.autograd.grad(output, leaves, grad_output)
-    return [output.detach(), *gradients]
+        made = function(*(leaf * 1 for leaf in leaves))
+        outputs = (made,) if isinstance(made, Tensor) else tuple(made)
+        # Copies: a kernel may write into them too.
+        gradients = torch.autograd.grad(outputs, leaves, [grad.clone() for grad in grads])
+    return [*(output.detach() for output in outputs), *gradients]
 
 
 def _error(value: Tensor, expected: Tensor) -> float:
@@ -415,7 +447,7 @@ def add_adapters_in_place(parts: ModelParts, device: torch.device) -> int:
     count = 0
     for module in (module for layer in parts.layers for module in layer.modules()):
         name = _only_adapter(module)
-        if name is None or "forward" in module.__dict__ or module.base_layer.weight.is_meta:
+        if name is None or "forward" in module.__dict__:
             count += getattr(module.__dict__.get("forward"), _MARK, None) == "adapter"
             continue
         # Layers of one kind run the same code: compared once.
@@ -440,10 +472,11 @@ def _only_adapter(module: Any) -> str | None:
     if name not in module.lora_A or name in module.lora_variant:
         return None
     parts = module.base_layer, module.lora_A[name], module.lora_B[name]
-    # Their weights are used; they themselves are not called, nor are hooks.
+    # Their weights are used; they themselves are not called, nor are hooks. Other stages' are meta.
     bare = all(
         type(part) is nn.Linear
         and type(part.weight) in (Tensor, nn.Parameter)
+        and not part.weight.is_meta
         and "forward" not in part.__dict__
         and not _has_hooks(part)
         for part in parts
@@ -556,10 +589,246 @@ def _adapter_agrees(module: Any, name: str, device: torch.device) -> bool:
     try:
         own = functools.partial(run, type(module).forward)
         kernel = functools.partial(run, _adapted_forward)
-        return _agree(own, kernel, shapes, dtype, device, (_PROBE_TOKENS, outputs))
+        return _agree(own, kernel, shapes, dtype, device, ((_PROBE_TOKENS, outputs),))
     except Exception as error:  # noqa: BLE001 - a release of PEFT with other names
         logger.warning("LoRA layers keep PEFT's code: it was not compared (%s)", first_line(error))
         return False
+
+
+# -- functions that attention and mixers look up in their module -------------------------------
+
+_CHOICE_MARK = "_sppo_chooses"
+
+Choose = Callable[[tuple[Any, ...], dict[str, Any]], Callable[..., Any] | None]
+"""Given the arguments of a call, returns what runs instead of the function; None if that runs."""
+
+
+def _globals(module_class: type[nn.Module]) -> dict[str, Any]:
+    return vars(sys.modules[module_class.__module__])
+
+
+def _replace_by_choice(names: dict[str, Any], name: str, choose: Choose) -> None:
+    """Replace a global function by one that asks `choose` at every call, unless this was done."""
+    function = names[name]
+    if hasattr(function, _CHOICE_MARK):
+        return
+
+    @functools.wraps(function)
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        other = choose(args, kwargs)
+        return (function if other is None else other)(*args, **kwargs)
+
+    setattr(chosen, _CHOICE_MARK, True)
+    names[name] = chosen
+
+
+# -- rotary embedding --------------------------------------------------------------------------
+
+_ROTARY_ARGUMENTS = ["q", "k", "cos", "sin"]
+
+
+def use_rotary_kernel(parts: ModelParts, device: torch.device) -> None:
+    """Use Liger's rotary embedding in chunks of a model, where it agrees; may be called again."""
+    try:
+        liger = importlib.import_module("liger_kernel.ops.rope")
+        forward, backward = liger.rope_forward, liger.rope_backward
+    except (ImportError, AttributeError):
+        return  # another release
+    _rotary.setdefault(parts.causal_lm, _RotaryKernel(forward, backward, device))
+    classes = {own_class(module) for layer in parts.layers for module in layer.modules()}
+    for kind in {base for each in classes for base in each.__mro__}:
+        if kind.__module__ not in sys.modules:
+            continue  # of code that was generated
+        names = _globals(kind)
+        for name in sorted(referenced_names(kind) & names.keys()):
+            if _is_rotary(names[name]):
+                choose = functools.partial(_choose_rotary, names[name], (kind.__module__, name))
+                _replace_by_choice(names, name, choose)
+
+
+def _is_rotary(function: Any) -> bool:
+    """Whether a function takes queries, keys and rotary tables, by the names of its arguments."""
+    # The package `kernels` makes modules of functions.
+    code = function.forward if isinstance(function, nn.Module) else function
+    if not inspect.isroutine(code):
+        return False
+    try:
+        return list(inspect.signature(code).parameters)[:4] == _ROTARY_ARGUMENTS
+    except (TypeError, ValueError):
+        return False
+
+
+def _choose_rotary(
+    own: Callable[..., Any], place: tuple[str, str], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Callable[..., Any] | None:
+    """Return the kernel if the running model takes it for such arguments."""
+    # First, as compilers cannot trace the rest.
+    if torch.compiler.is_compiling() or len(args) != 4 or kwargs not in ({}, {"unsqueeze_dim": 1}):
+        return None
+    context = current()
+    if context is None or context.layer is None:
+        return None
+    kernel = _rotary.get(context.model.causal_lm)
+    if kernel is None or not kernel.can_run(*args):
+        return None
+    # Reruns do what the first forward did, and have no runner.
+    return kernel if kernel.agrees(own, place, args, may_try=context.runner is not None) else None
+
+
+class _RotaryKernel:
+    """Liger's rotary embedding for a model, and where it agrees with the model's own code."""
+
+    def __init__(
+        self, forward: Callable[..., Any], backward: Callable[..., Any], device: torch.device
+    ) -> None:
+        self._forward = forward
+        self._backward = backward
+        self._device_type = device.type
+        self._takes_parts = "rotary_dim" in inspect.signature(forward).parameters
+        self._verdicts: dict[Hashable, bool] = {}
+
+    def __call__(
+        self, q_BNCH: Tensor, k_BKCH: Tensor, cos_BCR: Tensor, sin_BCR: Tensor, **_: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return q and k, rotated; they have the memory layout `[B, C, heads, H]`."""
+        q_BCNH, k_BCKH = _Rotated.apply(
+            *(q_BNCH.transpose(1, 2), k_BKCH.transpose(1, 2), cos_BCR, sin_BCR),
+            *(self._forward, self._backward),
+        )
+        return q_BCNH.transpose(1, 2), k_BCKH.transpose(1, 2)
+
+    def can_run(self, q_BNCH: Any, k_BKCH: Any, cos_BCR: Any, sin_BCR: Any) -> bool:
+        """Whether the kernel knows such tensors; fake ones it does not."""
+        tensors = q_BNCH, k_BKCH, cos_BCR, sin_BCR
+        if any(type(x) is not Tensor or x.device.type != self._device_type for x in tensors):
+            return False
+        if not q_BNCH.dim() == k_BKCH.dim() == 4 or cos_BCR.dim() != 3:
+            return False
+        rows, _, tokens, size = q_BNCH.shape
+        width = cos_BCR.shape[2]
+        return (
+            q_BNCH.dtype in _DTYPES
+            and q_BNCH.dtype == k_BKCH.dtype
+            and q_BNCH.numel() > 0
+            and k_BKCH.numel() > 0
+            and tokens > 1  # the first token's tables would tell nothing about others
+            and (rows, tokens, size) == (k_BKCH.shape[0], *k_BKCH.shape[2:])
+            and cos_BCR.shape == sin_BCR.shape
+            and cos_BCR.dtype == sin_BCR.dtype
+            and cos_BCR.shape[0] in (1, rows)
+            and cos_BCR.shape[1] == tokens
+            and width % 2 == 0
+            and (width == size or (width < size and self._takes_parts))
+            and not (cos_BCR.requires_grad or sin_BCR.requires_grad)
+        )
+
+    def agrees(
+        self,
+        own: Callable[..., Any],
+        place: tuple[str, str],
+        args: tuple[Tensor, Tensor, Tensor, Tensor],
+        *,
+        may_try: bool,
+    ) -> bool:
+        """Whether the kernel computes what `own` does, the function at `place`.
+
+        Tried once for numbers of heads, sizes and dtypes; False if it was not and may not be.
+        """
+        q_BNCH, k_BKCH, cos_BCR, _ = args
+        heads, tables = (q_BNCH.shape[1], k_BKCH.shape[1]), cos_BCR.shape
+        key = place, heads, q_BNCH.shape[3], q_BNCH.dtype, tables[0] == 1, tables[2], cos_BCR.dtype
+        if key not in self._verdicts:
+            if not may_try:
+                return False
+            self._verdicts[key] = self._try(own, *args)
+        return self._verdicts[key]
+
+    @torch.inference_mode(False)
+    def _try(self, own: Callable[..., Any], *args: Tensor) -> bool:
+        try:
+            # What is tried is not the layer's work, which modes and hooks watch.
+            with (
+                _python_dispatch._disable_current_modes(),
+                torch.autograd.graph.saved_tensors_hooks(_itself, _itself),
+                torch.autocast(self._device_type, enabled=False),
+            ):
+                return _halves_are_equal(*args[2:]) and self._computes(own, *args)
+        except Exception as error:  # noqa: BLE001 - a kernel of another release, or no compiler
+            logger.warning(
+                "Rotary embedding keeps the model's own code: Liger's kernel for it failed when "
+                "tried (%s)",
+                first_line(error),
+            )
+            return False
+
+    def _computes(
+        self, own: Callable[..., Any], q_BNCH: Tensor, k_BKCH: Tensor, cos_BCR: Tensor, _: Tensor
+    ) -> bool:
+        """Whether the kernel computes what `own` does on random values of such shapes."""
+        dtype, device = q_BNCH.dtype, q_BNCH.device
+        generator = torch.Generator(device).manual_seed(1)
+        rows, width = min(cos_BCR.shape[0], 2), cos_BCR.shape[2]
+        half = torch.randn(rows, _PROBE_TOKENS, width // 2, device=device, generator=generator)
+        angles = 3 * torch.cat((half, half), dim=-1)
+        tables = angles.cos().to(cos_BCR.dtype), angles.sin().to(cos_BCR.dtype)
+
+        def in_dtype_of(q: Tensor) -> Iterator[Tensor]:
+            return (table if q.dtype == dtype else table.to(q.dtype) for table in tables)
+
+        shapes = tuple((2, x.shape[1], _PROBE_TOKENS, x.shape[3]) for x in (q_BNCH, k_BKCH))
+        return _agree(
+            lambda q, k: own(q, k, *in_dtype_of(q)),
+            lambda q, k: self(q, k, *in_dtype_of(q)),
+            *(shapes, dtype, device, shapes),
+        )
+
+
+def _halves_are_equal(cos_BCR: Tensor, sin_BCR: Tensor) -> bool:
+    """See [Note: the halves of rotary tables]; False also for tables that rotate nothing."""
+    halves = torch.stack((cos_BCR, sin_BCR)).chunk(2, dim=-1)
+    return torch.equal(*halves) and bool(sin_BCR.any())
+
+
+class _Rotated(torch.autograd.Function):
+    """Queries `[B, C, N, H]` and keys `[B, C, K, H]`, rotated by Liger's kernel."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_BCNH: Tensor,
+        k_BCKH: Tensor,
+        cos_BCR: Tensor,
+        sin_BCR: Tensor,
+        forward: Callable[..., Any],
+        backward: Callable[..., Any],
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(cos_BCR, sin_BCR)
+        ctx.kernel = backward
+        return _rotated_copies(forward, q_BCNH, k_BCKH, cos_BCR, sin_BCR)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return *_rotated_copies(ctx.kernel, *grads, *ctx.saved_tensors), None, None, None, None
+
+
+def _rotated_copies(
+    kernel: Callable[..., Any], q_BCNH: Tensor, k_BCKH: Tensor, cos_BCR: Tensor, sin_BCR: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Run a kernel that rotates in place on copies; see [Note: rotating copies]."""
+    # In the layout in which it reads memory, or it would make copies of its own.
+    q_BCNH = q_BCNH.clone(memory_format=torch.contiguous_format)
+    k_BCKH = k_BCKH.clone(memory_format=torch.contiguous_format)
+    kernel(q_BCNH.transpose(1, 2), k_BCKH.transpose(1, 2), cos_BCR, sin_BCR)
+    return q_BCNH, k_BCKH
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+_rotary: weakref.WeakKeyDictionary[nn.Module, _RotaryKernel] = weakref.WeakKeyDictionary()
+"""By causal language model: the kernel, where the model's layers use kernels."""
 
 
 # -- mixers ------------------------------------------------------------------------------------
@@ -570,8 +839,6 @@ PACKAGES = ("fla", "mamba_ssm", "causal_conv1d", "kernels")
 _MIXER_TOKENS = 300
 """Tokens of each of the two chunks: more than a block of a scan's kernel (64 to 256), and not a
 multiple of one."""
-
-_CHOICE_MARK = "_sppo_chooses"
 
 _rejected: weakref.WeakKeyDictionary[nn.Module, set[tuple[str, str]]] = weakref.WeakKeyDictionary()
 """By causal language model: (module, name) of the functions for which it runs the torch code."""
@@ -609,7 +876,7 @@ def torch_code_alone(parts: ModelParts) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         for mixer in _distinct_mixers(parts):
-            names = _globals(mixer)
+            names = _globals(type(mixer))
             for name in _kernels(mixer):
                 stack.callback(names.__setitem__, name, names[name])
                 names[name] = _torch_code(names[name])
@@ -629,13 +896,9 @@ def _distinct_mixers(parts: ModelParts) -> Iterator[nn.Module]:
             yield mixer
 
 
-def _globals(mixer: nn.Module) -> dict[str, Any]:
-    return vars(sys.modules[type(mixer).__module__])
-
-
 def _kernels(mixer: nn.Module) -> Iterator[str]:
     """Yield the names of a mixer's functions that Transformers may have a kernel for."""
-    names = _globals(mixer)
+    names = _globals(type(mixer))
     for name in sorted(referenced_names(type(mixer)) & names.keys()):
         function = names[name]
         # Transformers' decorator leaves the torch code in `__wrapped__`.
@@ -657,27 +920,23 @@ def _torch_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _choose_by_model(mixer: nn.Module, name: str) -> None:
     """Replace a function by one that runs the torch code for models that rejected the kernel."""
-    names, place = _globals(mixer), (type(mixer).__module__, name)
-    function, torch_code = names[name], _torch_code(names[name])
-    if hasattr(function, _CHOICE_MARK):
-        return
+    names, place = _globals(type(mixer)), (type(mixer).__module__, name)
+    torch_code = _torch_code(names[name])
 
-    @functools.wraps(function)
-    def chosen(*args: Any, **kwargs: Any) -> Any:
+    def choose(*_: Any) -> Callable[..., Any] | None:
         context = current()
         model = None if context is None else context.model.causal_lm
         rejects = model is not None and place in _rejected.get(model, ())
-        return (torch_code if rejects else function)(*args, **kwargs)
+        return torch_code if rejects else None
 
-    setattr(chosen, _CHOICE_MARK, True)
-    names[name] = chosen
+    _replace_by_choice(names, name, choose)
 
 
 def _disagreement(
     mixer: nn.Module, name: str, parts: ModelParts, device: torch.device
 ) -> str | None:
     """The reason to reject the kernel behind `name`; None if it agrees with the torch code."""
-    names = _globals(mixer)
+    names = _globals(type(mixer))
     kernels = {other: names[other] for other in _kernels(mixer)}
     try:
         names.update({other: _torch_code(kernel) for other, kernel in kernels.items()})

@@ -162,7 +162,9 @@ class DependencyTracker(LightDispatchMode):
         written = tuple(op.written(args, kwargs))
         for tensor in written:
             self._before_write(tensor)
-        overwrites = op.overwrites and _is_whole(args[0])
+        # Unless it reads what it replaces, as a copy of memory onto itself does.
+        others = {storage_key(tensor) for tensor in tensors_in((*args[1:], *kwargs.values()))}
+        overwrites = op.overwrites and _is_whole(args[0]) and storage_key(args[0]) not in others
         before = [self._depends.get(storage_key(tensor) or 0, 0) for tensor in written]
         # Earlier contents count neither for constants nor for memory that is overwritten entirely.
         ignored = {

@@ -90,6 +90,12 @@ def _add_in_place(w: Weights, x: Tensor) -> Tensor:
     return torch.sigmoid(y) @ w.b
 
 
+def _copy_onto_itself(w: Weights, x: Tensor) -> Tensor:
+    y = (x @ w.a).clone()
+    y.detach().copy_(y.detach())
+    return torch.sigmoid(y) @ w.b
+
+
 def _write_into_a_view(w: Weights, x: Tensor) -> Tensor:
     y = torch.sigmoid(x @ w.a)  # needed, and then written into
     z = x @ w.b
@@ -166,6 +172,7 @@ LAYERS: dict[str, tuple[Forward, list[bool], int]] = {
     # The layer, which products are held, and how many are computed in the second run.
     "mlp": (_mlp, [True, True, False], 0),
     "add in place": (_add_in_place, [True, False], 0),
+    "copy onto itself": (_copy_onto_itself, [True, False], 0),
     "write into a view": (_write_into_a_view, [True, True], 0),
     "write out": (_write_out, [True, False], 1),
     "lora": (_lora, [True, True, False], 1),
