@@ -1,8 +1,9 @@
-"""Draw the README's chart from the numbers that are committed beside it.
+"""Draw the README's charts from the numbers that are committed beside it.
 
     python recipes/benchmarks/readme_chart.py
 
-Reads `results/cpu_memory.json`, measured by `cpu_memory.py`, and writes `results/cpu_memory.svg`.
+Reads `results/h100.jsonl`, rows of `sppo bench` on a GPU, and writes `results/h100.svg`; reads
+`results/cpu_memory.json`, measured by `cpu_memory.py`, and writes `results/cpu_memory.svg`.
 """
 
 from __future__ import annotations
@@ -16,15 +17,42 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 
 RESULTS = Path(__file__).parent / "results"
+GREY, BLUE = "#b8bfc9", "#2a6fbb"
+# Text stays text, and equal numbers give an equal file.
+STYLE = {"svg.fonttype": "none", "svg.hashsalt": "sppo_hf", "font.size": 10}
+OURS, THEIRS = "sppo-auto", "checkpointing+liger"
 
 
-def draw(source: Path, target: Path) -> None:
+def draw_speed(source: Path, target: Path) -> None:
+    """Two bars for each length: tokens per second of gradient checkpointing, and ours."""
+    speeds: dict[int, dict[str, float]] = {}
+    for line in source.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        if row["kind"] == "speed" and row["job"]["contender"] in (OURS, THEIRS):
+            by_name = speeds.setdefault(row["job"]["total_tokens"], {})
+            by_name[row["job"]["contender"]] = row["numbers"]["tokens_per_second"]
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(figsize=(7.5, 0.55 + 0.62 * len(speeds)), layout="constrained")
+        for place, (tokens, by_name) in enumerate(sorted(speeds.items())):
+            theirs, ours = by_name[THEIRS], by_name[OURS]
+            for at, speed, colour, label in (
+                (place - 0.2, theirs, GREY, f"{theirs:,.0f}"),
+                (place + 0.2, ours, BLUE, f"{ours:,.0f}  ({ours / theirs:.2f} x)"),
+            ):
+                axes.bar_label(axes.barh(at, speed, height=0.38, color=colour), [label], padding=3)
+        axes.set_yticks(range(len(speeds)), [f"{tokens:,} tokens" for tokens in sorted(speeds)])
+        axes.set_title("tokens/s: gradient checkpointing (grey), sppo_hf (blue)", loc="left")
+        _plain(axes)
+        figure.savefig(target, metadata={"Date": None})
+        plt.close(figure)
+
+
+def draw_memory(source: Path, target: Path) -> None:
     """A bar for each contender: peak memory above the loaded model."""
     measured = json.loads(source.read_text(encoding="utf-8"))
     peaks = {name: found["peak_gib_above_loaded"] for name, found in measured["contenders"].items()}
-    colours = ["#b8bfc9"] * (len(peaks) - 1) + ["#2a6fbb"]
-    # Text stays text, and equal numbers give an equal file.
-    with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": "sppo_hf", "font.size": 10}):
+    colours = [GREY] * (len(peaks) - 1) + [BLUE]
+    with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(7.5, 2.1), layout="constrained")
         bars = axes.barh(list(peaks), list(peaks.values()), color=colours)
         axes.bar_label(bars, [f"{peak:.2f} GiB" for peak in peaks.values()], padding=3)
@@ -33,14 +61,19 @@ def draw(source: Path, target: Path) -> None:
             f"{measured['model']}, {measured['tokens']:,} tokens; {measured['machine']}",
             fontsize=8,
         )
-        axes.set_xticks([])
-        axes.margins(x=0.12)
-        axes.spines[:].set_visible(False)
-        axes.tick_params(length=0)
-        axes.invert_yaxis()
+        _plain(axes)
         figure.savefig(target, metadata={"Date": None})
         plt.close(figure)
 
 
+def _plain(axes: plt.Axes) -> None:
+    axes.set_xticks([])
+    axes.margins(x=0.12)
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0)
+    axes.invert_yaxis()
+
+
 if __name__ == "__main__":
-    draw(RESULTS / "cpu_memory.json", RESULTS / "cpu_memory.svg")
+    draw_speed(RESULTS / "h100.jsonl", RESULTS / "h100.svg")
+    draw_memory(RESULTS / "cpu_memory.json", RESULTS / "cpu_memory.svg")
