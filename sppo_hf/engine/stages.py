@@ -43,7 +43,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from sppo_hf.engine.structure import ModelParts, mixers_of, patched_attribute, swapped_modules
+from sppo_hf.engine.structure import ModelParts, has_mixers, patched_attribute, swapped_modules
 from sppo_hf.errors import ConfigError, UnsupportedModelError
 from sppo_hf.planning.model_profile import LayerProfile
 
@@ -104,13 +104,14 @@ class StageCut:
 class AbsentLayer(GradientCheckpointingLayer):
     """Replaces a decoder layer of another stage and returns its hidden states unchanged."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, *, carries_state: bool = False) -> None:
+        """Take the place of `layer`, which has recurrent mixers or not."""
         super().__init__()
         forward = type(layer).forward
         self._returns = _returned_values(forward)
-        names = list(inspect.signature(forward).parameters)[1:]
+        names = _argument_names(forward)
         self._own = names.index(_PER_LAYER_INPUT) if _PER_LAYER_INPUT in names else len(names)
-        self.carries_state = bool(mixers_of(layer))
+        self.carries_state = carries_state
         """Whether the layer has recurrent or convolutional mixers."""
         self.given: Tensor | None = None
         """The layer's per-layer input; see `StagedModel.take_layer_inputs`."""
@@ -131,6 +132,16 @@ class AbsentLayer(GradientCheckpointingLayer):
         if self._returns is None:
             return hidden_states
         return (hidden_states, *(None for _ in range(self._returns - 1)))
+
+
+def _absent(layer: nn.Module) -> AbsentLayer:
+    return AbsentLayer(layer, carries_state=has_mixers(layer))
+
+
+@functools.cache
+def _argument_names(forward: Any) -> tuple[str, ...]:
+    """Names of the parameters of a layer's code, without `self`."""
+    return tuple(inspect.signature(forward).parameters)[1:]
 
 
 @functools.cache
@@ -196,7 +207,7 @@ class StagedModel:
         after = [(parent, name, parent._modules[name]) for parent, name in ends.after]
         for index, layer in enumerate(parts.layers):
             if index not in cut.own_layers:
-                ends.layers[index] = AbsentLayer(layer)
+                ends.layers[index] = _absent(layer)
         self._layers_name = ends.layers_name
         if not cut.has_first:
             keep = parts.causal_lm.get_input_embeddings() if cut.has_last else None
@@ -276,7 +287,7 @@ class StagedModel:
     def _make_view(self, stage: int) -> nn.ModuleList:
         layers = self.cut.layers[stage]
         return nn.ModuleList(
-            layer if index in layers or isinstance(layer, AbsentLayer) else AbsentLayer(layer)
+            layer if index in layers or isinstance(layer, AbsentLayer) else _absent(layer)
             for index, layer in enumerate(self.parts.layers)
         )
 
