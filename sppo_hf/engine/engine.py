@@ -54,6 +54,7 @@ from sppo_hf.engine.structure import (
     check_adapters,
     check_layers,
     check_trainable,
+    have_mixers,
     own_parameters,
 )
 from sppo_hf.engine.versions import ReadTensors
@@ -249,15 +250,12 @@ class Engine:
         modules = all_modules(self.parts.causal_lm)
         if torch.is_grad_enabled():
             self._update_trainable(device, own_parameters(modules))
-        is_sharded = are_sharded(modules)
         while True:
             plan = self.plan(rows, tokens, device, return_logits=logits.whole)
             self._place_as_planned(plan, device)
             random = None if self.plans.has_run(plan) else RandomState(device)
             try:
-                step = ForwardStep(
-                    self, call, layout, plan, logits, start_seconds, is_sharded=is_sharded
-                )
+                step = ForwardStep(self, call, layout, plan, logits, start_seconds, modules=modules)
                 self._last_timer = weakref.ref(step.timer)
                 return step.run()
             except CannotRunByLayer as reason:
@@ -621,7 +619,7 @@ class ForwardStep:
         logits: LogitsRequest,
         start_seconds: float,
         *,
-        is_sharded: bool,
+        modules: Sequence[torch.nn.Module],
     ) -> None:
         self._engine = engine
         self._parts = engine.parts
@@ -630,8 +628,10 @@ class ForwardStep:
         self._layout = layout
         self._plan = plan
         self._logits = logits
-        self._is_sharded = is_sharded
+        self._is_sharded = are_sharded(modules)
         """Whether FSDP2 shards the model."""
+        self._has_states = have_mixers(modules)
+        """Whether recurrent states are passed from chunk to chunk, beside K/V."""
         self._log: ActionLog | None = None
         """The step's actions, in training with `trace_dir`."""
         if engine.traces is not None:
@@ -817,6 +817,7 @@ class ForwardStep:
             weights=engine.weights,
             group=self._group,
             heap=self._heap,
+            has_states=self._has_states,
         )
         constants = dict(call.constants)
         if router_loss is not None:

@@ -570,9 +570,14 @@ def _bits(mask: int) -> Iterator[int]:
 
 
 def _zeros_like(tensor: Tensor) -> Callable[[], Tensor]:
-    size, stride = tensor.shape, tensor.stride()
-    dtype, device = tensor.dtype, tensor.device
-    return lambda: torch.empty_strided(size, stride, dtype=dtype, device=device).zero_()
+    # A partial, and no closure with its cells: there is one for every matmul of the model.
+    return functools.partial(
+        _zeros, tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
+
+
+def _zeros(size: torch.Size, stride: tuple[int, ...], **options: Any) -> Tensor:
+    return torch.empty_strided(size, stride, **options).zero_()
 
 
 def _differ(one: Tensor, other: Tensor) -> bool:

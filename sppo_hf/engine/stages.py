@@ -43,7 +43,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from sppo_hf.engine.structure import ModelParts, has_mixers, patched_attribute, swapped_modules
+from sppo_hf.engine.structure import ModelParts, mixers_of, patched_attribute, swapped_modules
 from sppo_hf.errors import ConfigError, UnsupportedModelError
 from sppo_hf.planning.model_profile import LayerProfile
 
@@ -135,7 +135,7 @@ class AbsentLayer(GradientCheckpointingLayer):
 
 
 def _absent(layer: nn.Module) -> AbsentLayer:
-    return AbsentLayer(layer, carries_state=has_mixers(layer))
+    return AbsentLayer(layer, carries_state=bool(mixers_of(layer)))
 
 
 @functools.cache

@@ -96,9 +96,9 @@ def mixers_of(module: nn.Module) -> tuple[nn.Module, ...]:
     return tuple(child for child in all_modules(module) if is_mixer(child))
 
 
-def has_mixers(module: nn.Module) -> bool:
-    """Whether `mixers_of` finds any in `module`."""
-    return any(map(_writes_states, set(map(type, all_modules(module)))))
+def have_mixers(modules: Iterable[nn.Module]) -> bool:
+    """Whether any of `modules` is a mixer."""
+    return any(map(_writes_states, set(map(type, modules))))
 
 
 def is_mixer(module: nn.Module) -> bool:
@@ -169,7 +169,7 @@ class ModelParts:
 
     def has_state(self, layer: int) -> bool:
         """Whether decoder layer `layer` has a recurrent or convolutional mixer."""
-        return has_mixers(self.layers[layer])
+        return have_mixers(all_modules(self.layers[layer]))
 
     def attending_layers(self) -> frozenset[int]:
         """Decoder layers with attention: all but recurrent ones and those with an MLP only."""

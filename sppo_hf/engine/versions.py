@@ -66,38 +66,40 @@ def _is_setting(value: Any) -> bool:
     return kind in (list, tuple, set) and all(type(x) in _SCALARS for x in value)
 
 
-@dataclass(frozen=True, slots=True)
 class _Settings:
-    """Attributes of a module that are settings, with their values in forward.
+    """Attributes of modules that are settings, with their values in forward.
 
-    One object for all of a module's: a model has ten thousand, which Python's garbage collector
-    would go through during the step.
+    Lists, and no object for each setting: a model has ten thousand settings, which Python's garbage
+    collector would go through during the step.
     """
 
-    owner: dict[str, Any]
-    values: dict[str, Any]
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._owners = [vars(module) for module in modules]
+        self._values = [_settings_of(owner) for owner in self._owners]
 
-    @classmethod
-    def of(cls, owner: dict[str, Any]) -> _Settings:
-        settings = {
-            key: value
-            for key, value in owner.items()
-            if key not in _INTERNAL and _is_setting(value)
-        }
-        for key, value in settings.items():
-            if type(value) in (list, dict, set):
-                settings[key] = value.copy()
-        return cls(owner, settings)
-
-    def changed(self) -> list[str]:
-        """Names of those that have other values now."""
-        owner = self.owner
+    def changed(self) -> list[tuple[dict[str, Any], dict[str, Any], str]]:
+        """Return (attributes, settings in forward, name) of those that have other values now."""
         return [
-            key
-            for key, value in self.values.items()
+            (owner, values, key)
+            for owner, values in zip(self._owners, self._values, strict=True)
+            for key, value in values.items()
             if (now := owner.get(key, _MISSING)) is not value
             and (type(now) is not type(value) or now != value)
         ]
+
+    def ignore_changed(self) -> None:
+        """Forget those that have other values now."""
+        for _, values, key in self.changed():
+            del values[key]
+
+
+def _settings_of(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings among a module's attributes, with copies of collections."""
+    return {
+        key: value.copy() if type(value) in (list, dict, set) else value
+        for key, value in attributes.items()
+        if key not in _INTERNAL and _is_setting(value)
+    }
 
 
 class ReadTensors:
@@ -106,11 +108,11 @@ class ReadTensors:
     def __init__(
         self,
         reads: Iterable[_Read],
-        settings: Iterable[_Settings] = (),
+        settings: _Settings | None = None,
         root: nn.Module | None = None,
     ) -> None:
         self._reads = tuple(reads)
-        self._settings = tuple(settings)
+        self._settings = _Settings(()) if settings is None else settings
         self._root = root
         self._need_grads = [read.tensor.requires_grad for read in self._reads]
         self._own_writes: set[int] = set()
@@ -130,7 +132,7 @@ class ReadTensors:
             for key, tensor in child._buffers.items():
                 if tensor is not None:
                     reads.append(_Read(key, tensor, child._buffers, may_change=True))
-        return cls(reads, [_Settings.of(vars(child)) for child in modules], module)
+        return cls(reads, _Settings(modules), module)
 
     @classmethod
     def of_named(cls, named: Iterable[tuple[str, Tensor]]) -> ReadTensors:
@@ -148,9 +150,7 @@ class ReadTensors:
         writes cannot be told from others. Settings and buffers that forward itself has changed are
         not restored either.
         """
-        for settings in self._settings:
-            for key in settings.changed():
-                del settings.values[key]
+        self._settings.ignore_changed()
         self._own_writes |= {
             index
             for index, (read, before) in enumerate(zip(self._reads, versions, strict=True))
@@ -198,9 +198,8 @@ class ReadTensors:
                 if read.tensor.requires_grad != needs_grad and read.tensor.is_leaf:
                     read.tensor.requires_grad_(needs_grad)
                     undo.append(lambda x=read.tensor, back=not needs_grad: x.requires_grad_(back))
-            for settings in self._settings:
-                for key in settings.changed():
-                    undo.append(_assign(settings.owner, key, settings.values[key]))
+            for owner, values, key in self._settings.changed():
+                undo.append(_assign(owner, key, values[key]))
             yield
         finally:
             for restore in reversed(undo):
