@@ -104,8 +104,12 @@ class StageCut:
 class AbsentLayer(GradientCheckpointingLayer):
     """Replaces a decoder layer of another stage and returns its hidden states unchanged."""
 
+    @classmethod
+    def of(cls, layer: nn.Module) -> AbsentLayer:
+        """Return a replacement that can tell, when `layer` is gone, whether it carried states."""
+        return cls(layer, carries_state=bool(mixers_of(layer)))
+
     def __init__(self, layer: nn.Module, *, carries_state: bool = False) -> None:
-        """Take the place of `layer`, which has recurrent mixers or not."""
         super().__init__()
         forward = type(layer).forward
         self._returns = _returned_values(forward)
@@ -132,10 +136,6 @@ class AbsentLayer(GradientCheckpointingLayer):
         if self._returns is None:
             return hidden_states
         return (hidden_states, *(None for _ in range(self._returns - 1)))
-
-
-def _absent(layer: nn.Module) -> AbsentLayer:
-    return AbsentLayer(layer, carries_state=bool(mixers_of(layer)))
 
 
 @functools.cache
@@ -207,7 +207,7 @@ class StagedModel:
         after = [(parent, name, parent._modules[name]) for parent, name in ends.after]
         for index, layer in enumerate(parts.layers):
             if index not in cut.own_layers:
-                ends.layers[index] = _absent(layer)
+                ends.layers[index] = AbsentLayer.of(layer)
         self._layers_name = ends.layers_name
         if not cut.has_first:
             keep = parts.causal_lm.get_input_embeddings() if cut.has_last else None
@@ -287,7 +287,7 @@ class StagedModel:
     def _make_view(self, stage: int) -> nn.ModuleList:
         layers = self.cut.layers[stage]
         return nn.ModuleList(
-            layer if index in layers or isinstance(layer, AbsentLayer) else _absent(layer)
+            layer if index in layers or isinstance(layer, AbsentLayer) else AbsentLayer.of(layer)
             for index, layer in enumerate(self.parts.layers)
         )
 

@@ -101,7 +101,7 @@ def test_batches_with_images_are_refused_where_the_decoder_is_the_model() -> Non
         model(**make_batch(), image_pixel_values=torch.zeros(1, 3, 4, 4))
 
 
-def _nested_model() -> nn.Module:
+def _nested_model() -> nn.ModuleDict:
     """A model with a shared module, an empty place, tied weights and a parameter of its own."""
     shared = nn.Linear(2, 2)
     inner = nn.Sequential(nn.LayerNorm(2), shared, nn.Sequential(nn.ReLU(), shared))
