@@ -133,17 +133,16 @@ class DependencyTracker(LightDispatchMode):
         op = operation(func)
         if op.writes:
             return self._write(run, func, op, args, kwargs)
-        depends = 0
-        for tensor in tensors_in((*args, *kwargs.values())):
-            depends |= self._read(tensor)
+        depends = self._read_all(args) | self._read_all(kwargs.values())
         output = run(func, args, kwargs)
         if op.reveals:  # the layer may branch on it
             self._need(depends)
         if op.is_thick_matmul(args, self._width):
             self._on_matmul(func, op, args, output, depends)
         else:
-            for tensor in tensors_in((output,)):
-                self._set(tensor, _ALLOCATED.get(op.allocates, depends))
+            depends = _ALLOCATED.get(op.allocates, depends)
+            for tensor in (output,) if isinstance(output, Tensor) else tensors_in((output,)):
+                self._set(tensor, depends)
         return output
 
     def _write(self, run: RunOperation, func: Any, op: Operation, args: Any, kwargs: Any) -> Any:
@@ -166,6 +165,16 @@ class DependencyTracker(LightDispatchMode):
         for tensor, old in zip(written, before, strict=True):
             self._set(tensor, old if old == _EVERYTHING and not overwrites else depends)
         return output
+
+    def _read_all(self, values: Iterable[Any]) -> int:
+        """Return the set on which tensors among `values`, and in lists among them, depend."""
+        depends = 0
+        for value in values:
+            if isinstance(value, Tensor):
+                depends |= self._read(value)
+            elif isinstance(value, (list, tuple)):
+                depends |= self._read_all(value)
+        return depends
 
     def _read(self, tensor: Tensor) -> int:
         storage = storage_key(tensor)
