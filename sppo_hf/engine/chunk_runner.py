@@ -170,6 +170,7 @@ class ChunkRunner:
         weights: HostWeights | None = None,
         group: SequenceGroup | None = None,
         heap: HeapWatch | None = None,
+        has_states: bool | None = None,
     ) -> None:
         """Prepare empty stores for every layer.
 
@@ -192,6 +193,7 @@ class ChunkRunner:
             group: The ranks that share every chunk; None where this one has all tokens.
             heap: Watches the heap of the whole step, of all groups of rows; None: free heap is
                 returned at every chance, since the plan covers more than this call.
+            has_states: Whether any layer has recurrent states; None: look through `layers`.
         """
         self._parts = parts
         self._plan = plan
@@ -222,7 +224,9 @@ class ChunkRunner:
             for layer in self._layers
         ]
         self._cache: StateCache | None = None
-        if any(parts.has_state(layer) for layer in self._layers):
+        if has_states is None:
+            has_states = any(parts.has_state(layer) for layer in self._layers)
+        if has_states:
             self._cache = StateCache(len(parts.layers))
         self._state_ends: dict[int, list[StateEnd]] = {}
         self._reads: dict[nn.Module, ReadTensors] = {}

@@ -16,7 +16,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -47,7 +47,17 @@ from sppo_hf.engine.recompute import RandomState
 from sppo_hf.engine.sequence_group import SequenceGroup, rank_tokens
 from sppo_hf.engine.sliced_calls import CannotRunByLayer, NotTokenWise
 from sppo_hf.engine.step_observer import Direction, StepObserver, StepTimer, release_failed_backward
-from sppo_hf.engine.structure import ModelParts, check_adapters, check_layers, check_trainable
+from sppo_hf.engine.structure import (
+    ModelParts,
+    all_modules,
+    are_sharded,
+    check_adapters,
+    check_layers,
+    check_trainable,
+    have_mixers,
+    own_parameters,
+)
+from sppo_hf.engine.versions import ReadTensors
 from sppo_hf.errors import ConfigError, SPPOError, UnsupportedModelError
 from sppo_hf.offload.engine import OffloadEngine, OffloadStats
 from sppo_hf.offload.weights import HostWeights, can_be_host_resident
@@ -236,13 +246,15 @@ class Engine:
         self.plans.correct(self.observer)
         rows, tokens, device = call.batch_rows, call.total_tokens, call.device
         self.place_weights(device)
-        self._update_trainable(device)
+        modules = all_modules(self.parts.causal_lm)
+        if torch.is_grad_enabled():
+            self._update_trainable(device, own_parameters(modules))
         while True:
             plan = self.plan(rows, tokens, device, return_logits=logits.whole)
             self._place_as_planned(plan, device)
             random = None if self.plans.has_run(plan) else RandomState(device)
             try:
-                step = ForwardStep(self, call, layout, plan, logits, start_seconds)
+                step = ForwardStep(self, call, layout, plan, logits, start_seconds, modules=modules)
                 self._last_timer = weakref.ref(step.timer)
                 return step.run()
             except CannotRunByLayer as reason:
@@ -268,10 +280,13 @@ class Engine:
         """Plan with less device memory from now on, if it ran out in the first backward of a plan.
 
         Returns:
-            Whether to repeat the step, forward and backward.
+            Whether to repeat the step, forward and backward. False if the forward had found
+            gradients, to which the backward would have added.
         """
         timer = self._last_timer()
         if timer is None or not timer.is_in_backward or self.plans.has_trained(timer.plan):
+            return False
+        if self.plans.has_gradients:
             return False
         return self._shrink_plan(timer.plan, error, "backward")
 
@@ -374,16 +389,16 @@ class Engine:
         if self.weights is None:
             self._place_weights(device)
 
-    def _update_trainable(self, device: torch.device) -> None:
+    def _update_trainable(
+        self, device: torch.device, parameters: Sequence[torch.nn.Parameter]
+    ) -> None:
         """Note which parameters train now, and place weights again if these have changed."""
-        if not torch.is_grad_enabled():
-            return
-        self.plans.update_trainable()
-        if self.weights is not None and self._trainable_when_placed != self._trainable_mask():
+        self.plans.update_trainable(parameters)
+        if self.weights is not None and self._trainable_when_placed != self.plans.trained:
             self._place_weights(device)
 
     def _trainable_mask(self) -> bytes:
-        return trainable_mask(self.parts.causal_lm.parameters())
+        return trainable_mask(own_parameters(all_modules(self.parts.causal_lm)))
 
     def _place_weights(self, device: torch.device) -> None:
         is_host_resident = host_resident_predicate(self._placement)
@@ -602,6 +617,8 @@ class ForwardStep:
         plan: Plan,
         logits: LogitsRequest,
         start_seconds: float,
+        *,
+        modules: Sequence[torch.nn.Module],
     ) -> None:
         self._engine = engine
         self._parts = engine.parts
@@ -610,6 +627,10 @@ class ForwardStep:
         self._layout = layout
         self._plan = plan
         self._logits = logits
+        self._is_sharded = are_sharded(modules)
+        """Whether FSDP2 shards the model."""
+        self._has_states = have_mixers(modules)
+        """Whether recurrent states are passed from chunk to chunk, beside K/V."""
         self._log: ActionLog | None = None
         """The step's actions, in training with `trace_dir`."""
         if engine.traces is not None:
@@ -686,7 +707,7 @@ class ForwardStep:
 
         # Collected logits are those of whole rows, on every rank.
         sharing = None if collectors else self._group
-        head_in_backward = self._parts.is_sharded() or self._parts.head_is_hooked()
+        head_in_backward = self._is_sharded or self._parts.head_is_hooked()
         loss = ChunkedLoss(
             self._engine.head.logits,
             self._parts.head_parameters(),
@@ -695,7 +716,9 @@ class ForwardStep:
             on_logits=on_logits if collectors and not in_graph else None,
             liger=liger_tile(self._parts, self._engine.head, call.device),
             head_in_backward=head_in_backward,
-            reads=self._parts.head_reads() if head_in_backward else None,
+            reads=ReadTensors.of_module(self._parts.causal_lm, self._parts.base)
+            if head_in_backward
+            else None,
         )
         counts = labelled_chunks(self._layout, plan.bounds)
         groups = list(call.row_groups(self._engine.config))
@@ -793,6 +816,7 @@ class ForwardStep:
             weights=engine.weights,
             group=self._group,
             heap=self._heap,
+            has_states=self._has_states,
         )
         constants = dict(call.constants)
         if router_loss is not None:

@@ -14,7 +14,7 @@ import logging
 import math
 import time
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -271,8 +271,10 @@ class PlanCache:
         self._selections: dict[tuple[AttentionSpec, int], Selection] = {}
         self._lengths: set[int] = set()
         """Row lengths seen in training, up to one more than `_MAX_FIXED_LENGTHS`."""
-        self._trained = b""
+        self.trained = b""
         """`trainable_mask` of the model; empty until the first training batch."""
+        self.has_gradients = False
+        """Whether the last training batch found gradients of an earlier one."""
         self._last_trained = RecentTrainedSets()
         self._shapes: dict[Hashable, ModelShape] = {}
         """The model's shape by the mask of trained parameters."""
@@ -379,7 +381,7 @@ class PlanCache:
         self._notice_accumulation(training)
         if training and len(self._lengths) <= _MAX_FIXED_LENGTHS:
             self._lengths.add(total_tokens)
-        trained = self._trained if training else b""
+        trained = self.trained if training else b""
         shape = BatchShape(batch_rows, total_tokens, training, device, trained, return_logits)
         if shape not in self._plans:
             plan = self._plan_within(shape, observer)
@@ -425,7 +427,7 @@ class PlanCache:
         """
         if not training or self._accumulates:
             return
-        if any(p.grad is not None for p in self._parts.causal_lm.parameters()):
+        if self.has_gradients:
             self._accumulates = True
             for shape, plan in list(self._plans.items()):
                 threshold_bytes = _MIN_GRADIENT_SHARE * plan.estimate.device.total
@@ -436,7 +438,7 @@ class PlanCache:
         self, batch: BatchShape, *, layer_tile_tokens: int | None = None, **options: Any
     ) -> Plan:
         device, training = batch.device, batch.training
-        trained = batch.trained or self._trained
+        trained = batch.trained or self.trained
         if trained not in self._shapes:
             # With the device, which host-resident weights do not tell.
             self._shapes[trained] = model_shape(self._parts, device)
@@ -553,14 +555,16 @@ class PlanCache:
             self._plans[shape] = after
             observer.on_correction(before, after, measured)
 
-    def update_trainable(self) -> None:
-        """Note which parameters train now; each set of them has plans of its own.
+    def update_trainable(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Note which of the model's parameters train now, and whether any has a gradient.
 
-        To be called before each training batch. Not in evaluation, where parameters may be frozen
-        for a while (PEFT's `disable_adapter`).
+        Each set of trained parameters has plans of its own. To be called before each training
+        batch. Not in evaluation, where parameters may be frozen for a while (PEFT's
+        `disable_adapter`).
         """
-        self._trained = trainable_mask(self._parts.causal_lm.parameters())
-        forgotten = self._last_trained.use(self._trained)
+        self.trained = trainable_mask(parameters)
+        self.has_gradients = any(parameter.grad is not None for parameter in parameters)
+        forgotten = self._last_trained.use(self.trained)
         if forgotten is None:
             return
         self._shapes.pop(forgotten, None)
@@ -569,9 +573,9 @@ class PlanCache:
 
     def shape(self) -> ModelShape:
         """The model's shape with the parameters that train now."""
-        if self._trained not in self._shapes:
-            self._shapes[self._trained] = model_shape(self._parts)
-        return self._shapes[self._trained]
+        if self.trained not in self._shapes:
+            self._shapes[self.trained] = model_shape(self._parts)
+        return self._shapes[self.trained]
 
     def choose_backend(self, requirement: AttentionSpec) -> Backend:
         """The attention backend for a layer's requirement.

@@ -286,8 +286,9 @@ class RecomputedLayer:
         self._read_arguments: tuple[ReadTensors, Versions] | None = None
         self._versions: Versions = ()
         self._shared_context: RunContext | None = None
-        self._meta: list[tuple[torch.Size, torch.dtype]] = []
-        """Shape and dtype of each tensor that autograd saved."""
+        self._saved_shapes: list[torch.Size] = []
+        """Shape of each tensor that autograd saved."""
+        self._saved_dtypes: list[torch.dtype] = []
         self._recorder: SelectiveRecorder | None = None
         self._hooks: Any = None
         # During and after the rerun:
@@ -348,7 +349,7 @@ class RecomputedLayer:
         self._unhook()
         self._keep = None
         self._reads.ignore_own_writes(self._versions)
-        if not self._meta:
+        if not self._saved_shapes:
             self._release()  # nothing in the layer needs a gradient
         elif self._prefetch_order is not None:
             self._prefetch_order.record(self, self._number)
@@ -383,8 +384,9 @@ class RecomputedLayer:
     def _pack(self, tensor: Tensor) -> _Slot:
         if self._recorder is not None:
             self._recorder.on_saved(tensor)
-        self._meta.append((tensor.shape, tensor.dtype))
-        return _Slot(self, len(self._meta) - 1)
+        self._saved_shapes.append(tensor.shape)
+        self._saved_dtypes.append(tensor.dtype)
+        return _Slot(self, len(self._saved_shapes) - 1)
 
     # -- attention's results; see `chunk_attention.Stash` --------------------------------------
 
@@ -605,7 +607,7 @@ class RecomputedLayer:
         def pack(tensor: Tensor) -> None:
             mode.on_saved(tensor)
             recomputed.append(tensor.detach())
-            if len(recomputed) == len(self._meta):
+            if len(recomputed) == len(self._saved_shapes):
                 raise _Stop
 
         with (
@@ -705,7 +707,7 @@ class RecomputedLayer:
 
     def _kind(self) -> Hashable:
         """Return a key that is equal for reruns of a layer with the same unused matmuls."""
-        saved = tuple((len(shape), dtype) for shape, dtype in self._meta)
+        saved = (*map(len, self._saved_shapes), *self._saved_dtypes)
         # Some layers have another branch for a single token.
         return self._hidden_requires_grad, self._shape[:-1].numel() == 1, saved
 
@@ -717,13 +719,14 @@ class RecomputedLayer:
         arguments.check_unchanged(versions, where)
 
     def _is_repeated(self, recomputed: list[Tensor]) -> bool:
-        return [(t.shape, t.dtype) for t in recomputed] == self._meta
+        shapes, dtypes = [x.shape for x in recomputed], [x.dtype for x in recomputed]
+        return shapes == self._saved_shapes and dtypes == self._saved_dtypes
 
     def _check_repeated(self, recomputed: list[Tensor]) -> None:
         if not self._is_repeated(recomputed):
             raise SPPOError(
                 f"{self._label}: the layer saved {len(recomputed)} tensors when recomputed, "
-                f"{len(self._meta)} in forward, or of other shapes. Its forward depends on "
+                f"{len(self._saved_shapes)} in forward, or of other shapes. Its forward depends on "
                 "something that changed in between. Set recompute='none' for this model."
             )
 

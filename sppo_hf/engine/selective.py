@@ -141,17 +141,16 @@ class DependencyTracker(LightDispatchMode):
         op = operation(func)
         if op.writes:
             return self._write(run, func, op, args, kwargs)
-        depends = 0
-        for tensor in tensors_in((*args, *kwargs.values())):
-            depends |= self._read(tensor)
+        depends = self._read_all(args) | self._read_all(kwargs.values())
         output = run(func, args, kwargs)
         if op.reveals:  # the layer may branch on it
             self._need(depends)
         if op.is_thick_matmul(args, self._width):
             self._on_matmul(func, op, args, output, depends)
         else:
-            for tensor in tensors_in((output,)):
-                self._set(tensor, _ALLOCATED.get(op.allocates, depends))
+            depends = _ALLOCATED.get(op.allocates, depends)
+            for tensor in (output,) if isinstance(output, Tensor) else tensors_in((output,)):
+                self._set(tensor, depends)
         return output
 
     def _write(self, run: RunOperation, func: Any, op: Operation, args: Any, kwargs: Any) -> Any:
@@ -180,6 +179,16 @@ class DependencyTracker(LightDispatchMode):
         for tensor, old in zip(written, before, strict=True):
             self._set(tensor, old if old == _EVERYTHING and not overwrites else depends)
         return output
+
+    def _read_all(self, values: Iterable[Any]) -> int:
+        """Return the set on which tensors among `values`, and in lists among them, depend."""
+        depends = 0
+        for value in values:
+            if isinstance(value, Tensor):
+                depends |= self._read(value)
+            elif isinstance(value, (list, tuple)):
+                depends |= self._read_all(value)
+        return depends
 
     def _read(self, tensor: Tensor) -> int:
         storage = storage_key(tensor)
@@ -608,9 +617,14 @@ def _bits(mask: int) -> Iterator[int]:
 
 
 def _zeros_like(tensor: Tensor) -> Callable[[], Tensor]:
-    size, stride = tensor.shape, tensor.stride()
-    dtype, device = tensor.dtype, tensor.device
-    return lambda: torch.empty_strided(size, stride, dtype=dtype, device=device).zero_()
+    # A partial, and no closure with its cells: there is one for every matmul of the model.
+    return functools.partial(
+        _zeros, tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
+
+
+def _zeros(size: torch.Size, stride: tuple[int, ...], **options: Any) -> Tensor:
+    return torch.empty_strided(size, stride, **options).zero_()
 
 
 def _differ(one: Tensor, other: Tensor) -> bool:

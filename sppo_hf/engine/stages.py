@@ -104,13 +104,18 @@ class StageCut:
 class AbsentLayer(GradientCheckpointingLayer):
     """Replaces a decoder layer of another stage and returns its hidden states unchanged."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    @classmethod
+    def of(cls, layer: nn.Module) -> AbsentLayer:
+        """Return a replacement that can tell, when `layer` is gone, whether it carried states."""
+        return cls(layer, carries_state=bool(mixers_of(layer)))
+
+    def __init__(self, layer: nn.Module, *, carries_state: bool = False) -> None:
         super().__init__()
         forward = type(layer).forward
         self._returns = _returned_values(forward)
-        names = list(inspect.signature(forward).parameters)[1:]
+        names = _argument_names(forward)
         self._own = names.index(_PER_LAYER_INPUT) if _PER_LAYER_INPUT in names else len(names)
-        self.carries_state = bool(mixers_of(layer))
+        self.carries_state = carries_state
         """Whether the layer has recurrent or convolutional mixers."""
         self.given: Tensor | None = None
         """The layer's per-layer input; see `StagedModel.take_layer_inputs`."""
@@ -131,6 +136,12 @@ class AbsentLayer(GradientCheckpointingLayer):
         if self._returns is None:
             return hidden_states
         return (hidden_states, *(None for _ in range(self._returns - 1)))
+
+
+@functools.cache
+def _argument_names(forward: Any) -> tuple[str, ...]:
+    """Names of the parameters of a layer's code, without `self`."""
+    return tuple(inspect.signature(forward).parameters)[1:]
 
 
 @functools.cache
@@ -196,7 +207,7 @@ class StagedModel:
         after = [(parent, name, parent._modules[name]) for parent, name in ends.after]
         for index, layer in enumerate(parts.layers):
             if index not in cut.own_layers:
-                ends.layers[index] = AbsentLayer(layer)
+                ends.layers[index] = AbsentLayer.of(layer)
         self._layers_name = ends.layers_name
         if not cut.has_first:
             keep = parts.causal_lm.get_input_embeddings() if cut.has_last else None
@@ -276,7 +287,7 @@ class StagedModel:
     def _make_view(self, stage: int) -> nn.ModuleList:
         layers = self.cut.layers[stage]
         return nn.ModuleList(
-            layer if index in layers or isinstance(layer, AbsentLayer) else AbsentLayer(layer)
+            layer if index in layers or isinstance(layer, AbsentLayer) else AbsentLayer.of(layer)
             for index, layer in enumerate(self.parts.layers)
         )
 

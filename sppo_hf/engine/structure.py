@@ -30,7 +30,6 @@ from transformers import (
 from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from sppo_hf.engine.versions import ReadTensors
 from sppo_hf.errors import ConfigError, UnsupportedModelError
 from sppo_hf.planning.config_file import (
     LAYER_TYPES,
@@ -56,14 +55,60 @@ CACHE_ARGUMENTS = ("cache", "cache_params", "past_key_values")
 _STATE_UPDATES = frozenset(("update_conv_state", "update_recurrent_state"))
 
 
+def all_modules(root: nn.Module, *without: nn.Module) -> list[nn.Module]:
+    """All modules in `root`, except `without` and what only they contain, in torch's order.
+
+    For what every step looks at: `nn.Module.modules` passes each module through a generator for
+    every level above it, which takes three times as long.
+    """
+    found: list[nn.Module] = []
+    seen: set[nn.Module | None] = {None, *without}
+    waiting: list[Any] = [root]
+    while waiting:
+        module = waiting.pop()
+        if module not in seen:
+            seen.add(module)
+            found.append(module)
+            if module._modules:
+                waiting += reversed(module._modules.values())
+    return found
+
+
+def own_parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """Parameters that `modules` themselves have, each once, in their order."""
+    found = {
+        id(parameter): parameter
+        for module in modules
+        if module._parameters
+        for parameter in module._parameters.values()
+        if parameter is not None
+    }
+    return list(found.values())
+
+
+def are_sharded(modules: Iterable[nn.Module]) -> bool:
+    """Whether FSDP2 shards any of `modules`: the classes that it gives them have `unshard`."""
+    return any(callable(getattr(kind, "unshard", None)) for kind in set(map(type, modules)))
+
+
 def mixers_of(module: nn.Module) -> tuple[nn.Module, ...]:
     """Recurrent and convolutional mixers in `module`: those whose code writes states to a cache."""
-    return tuple(child for child in module.modules() if is_mixer(child))
+    return tuple(child for child in all_modules(module) if is_mixer(child))
+
+
+def have_mixers(modules: Iterable[nn.Module]) -> bool:
+    """Whether any of `modules` is a mixer."""
+    return any(map(_writes_states, set(map(type, modules))))
 
 
 def is_mixer(module: nn.Module) -> bool:
     """Whether a module's own code writes states to a cache."""
-    return bool(_STATE_UPDATES & referenced_names(type(module)))
+    return _writes_states(type(module))
+
+
+@functools.cache
+def _writes_states(kind: type[nn.Module]) -> bool:
+    return bool(_STATE_UPDATES & referenced_names(kind))
 
 
 @functools.cache
@@ -124,7 +169,7 @@ class ModelParts:
 
     def has_state(self, layer: int) -> bool:
         """Whether decoder layer `layer` has a recurrent or convolutional mixer."""
-        return bool(mixers_of(self.layers[layer]))
+        return have_mixers(all_modules(self.layers[layer]))
 
     def attending_layers(self) -> frozenset[int]:
         """Decoder layers with attention: all but recurrent ones and those with an MLP only."""
@@ -199,8 +244,8 @@ class ModelParts:
         raise AssertionError("the base is a part of the model")
 
     def is_sharded(self) -> bool:
-        """Whether FSDP2 shards the model: its modules have an `unshard` method."""
-        return any(callable(getattr(m, "unshard", None)) for m in self.causal_lm.modules())
+        """Whether FSDP2 shards the model or a part of it; see `are_sharded`."""
+        return are_sharded(all_modules(self.causal_lm))
 
     def head_is_hooked(self) -> bool:
         """Whether the head's modules have forward or backward hooks."""
@@ -224,10 +269,6 @@ class ModelParts:
         for parameter in self.causal_lm.parameters(recurse=False):
             seen.setdefault(id(parameter), parameter)
         return list(seen.values())
-
-    def head_reads(self) -> ReadTensors:
-        """Tensors and settings that logits depend on beside hidden states."""
-        return ReadTensors.of_module(self.causal_lm, self.base)
 
 
 @contextlib.contextmanager

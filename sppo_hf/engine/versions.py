@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from sppo_hf.engine.structure import all_modules
 from sppo_hf.errors import SPPOError
 from sppo_hf.offload.storage import version_of
 
@@ -23,17 +24,13 @@ Versions = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    name: str
+    key: str
+    """Name of the tensor in the module that has it."""
     tensor: Tensor
     owner: dict[str, Any] | None = None
-    """The module's dict that has it, by the last part of `name`; None if it is no module's."""
+    """The module's dict that has it; None if it is no module's."""
     may_change: bool = False
     """Whether the module may replace it before backward, as it may a buffer."""
-
-    @property
-    def key(self) -> str:
-        """The last part of the name."""
-        return self.name.rpartition(".")[2]
 
     def is_replaced(self) -> bool:
         """Whether the module has another tensor in its place now."""
@@ -46,45 +43,77 @@ class _Read:
         """
         return type(self.tensor) in (Tensor, nn.Parameter) and type(self.tensor.data) is Tensor
 
+    def name_in(self, root: nn.Module | None) -> str:
+        """The tensor's name in `root`. Looked for in errors alone: names take long to make."""
+        for prefix, module in () if root is None else root.named_modules():
+            if self.owner is module._parameters or self.owner is module._buffers:
+                return f"{prefix}.{self.key}" if prefix else self.key
+        return self.key
+
 
 _MISSING = object()
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"}
-_SCALARS = (bool, int, float, str, type(None))
+_SCALARS = frozenset((bool, int, float, str, type(None)))
 
 
 def _is_setting(value: Any) -> bool:
     """Whether an attribute is a number, a string, None, or a collection of these."""
-    if type(value) in _SCALARS:
+    kind = type(value)
+    if kind in _SCALARS:
         return True
-    if type(value) is dict:
+    if kind is dict:
         return all(type(x) in _SCALARS for pair in value.items() for x in pair)
-    return type(value) in (list, tuple, set) and all(type(x) in _SCALARS for x in value)
+    return kind in (list, tuple, set) and all(type(x) in _SCALARS for x in value)
 
 
-@dataclass(frozen=True, slots=True)
-class _Setting:
-    """An attribute of a module that is a setting, with its value in forward."""
+class _Settings:
+    """Attributes of modules that are settings, with their values in forward.
 
-    owner: dict[str, Any]
-    key: str
-    value: Any
+    Lists, and no object for each setting: a model has ten thousand settings, which Python's garbage
+    collector would go through during the step.
+    """
 
-    @classmethod
-    def of(cls, owner: dict[str, Any], key: str) -> _Setting:
-        value = owner[key]
-        return cls(owner, key, value.copy() if type(value) in (list, dict, set) else value)
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._owners = [vars(module) for module in modules]
+        self._values = [_settings_of(owner) for owner in self._owners]
 
-    def is_changed(self) -> bool:
-        now = self.owner.get(self.key, _MISSING)
-        return now is not self.value and (type(now) is not type(self.value) or now != self.value)
+    def changed(self) -> list[tuple[dict[str, Any], dict[str, Any], str]]:
+        """Return (attributes, settings in forward, name) of those that have other values now."""
+        return [
+            (owner, values, key)
+            for owner, values in zip(self._owners, self._values, strict=True)
+            for key, value in values.items()
+            if (now := owner.get(key, _MISSING)) is not value
+            and (type(now) is not type(value) or now != value)
+        ]
+
+    def ignore_changed(self) -> None:
+        """Forget those that have other values now."""
+        for _, values, key in self.changed():
+            del values[key]
+
+
+def _settings_of(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings among a module's attributes, with copies of collections."""
+    return {
+        key: value.copy() if type(value) in (list, dict, set) else value
+        for key, value in attributes.items()
+        if key not in _INTERNAL and _is_setting(value)
+    }
 
 
 class ReadTensors:
     """Tensors that a part of the model reads beside its inputs, and the settings of its modules."""
 
-    def __init__(self, reads: Iterable[_Read], settings: Iterable[_Setting] = ()) -> None:
+    def __init__(
+        self,
+        reads: Iterable[_Read],
+        settings: _Settings | None = None,
+        root: nn.Module | None = None,
+    ) -> None:
         self._reads = tuple(reads)
-        self._settings = list(settings)
+        self._settings = _Settings(()) if settings is None else settings
+        self._root = root
         self._need_grads = [read.tensor.requires_grad for read in self._reads]
         self._own_writes: set[int] = set()
 
@@ -95,22 +124,15 @@ class ReadTensors:
         Buffers may be replaced, as rotary tables are when they grow.
         """
         reads: list[_Read] = []
-        settings: list[_Setting] = []
-        for prefix, child in module.named_modules(memo=set(without)):
-            own = vars(child)
-            settings += (
-                _Setting.of(own, key)
-                for key, value in own.items()
-                if key not in _INTERNAL and _is_setting(value)
-            )
-            start = f"{prefix}." if prefix else ""
+        modules = all_modules(module, *without)
+        for child in modules:
             for key, tensor in child._parameters.items():
                 if tensor is not None:
-                    reads.append(_Read(start + key, tensor, child._parameters))
+                    reads.append(_Read(key, tensor, child._parameters))
             for key, tensor in child._buffers.items():
                 if tensor is not None:
-                    reads.append(_Read(start + key, tensor, child._buffers, may_change=True))
-        return cls(reads, settings)
+                    reads.append(_Read(key, tensor, child._buffers, may_change=True))
+        return cls(reads, _Settings(modules), module)
 
     @classmethod
     def of_named(cls, named: Iterable[tuple[str, Tensor]]) -> ReadTensors:
@@ -128,7 +150,7 @@ class ReadTensors:
         writes cannot be told from others. Settings and buffers that forward itself has changed are
         not restored either.
         """
-        self._settings = [setting for setting in self._settings if not setting.is_changed()]
+        self._settings.ignore_changed()
         self._own_writes |= {
             index
             for index, (read, before) in enumerate(zip(self._reads, versions, strict=True))
@@ -148,8 +170,9 @@ class ReadTensors:
             replaced = not read.may_change and read.is_replaced() and not read.can_be_restored()
             if replaced or version_of(read.tensor) != version:
                 happened = "replaced" if replaced else "changed in place"
+                name = read.name_in(self._root)
                 raise SPPOError(
-                    f"{where}: {read.name} was {happened} between forward and backward, so the "
+                    f"{where}: {name} was {happened} between forward and backward, so the "
                     "gradients would not be those of the loss. Change it after backward "
                     "(optimizer.step(), for one), or run the forward again after the change."
                 )
@@ -175,9 +198,8 @@ class ReadTensors:
                 if read.tensor.requires_grad != needs_grad and read.tensor.is_leaf:
                     read.tensor.requires_grad_(needs_grad)
                     undo.append(lambda x=read.tensor, back=not needs_grad: x.requires_grad_(back))
-            for setting in self._settings:
-                if setting.is_changed():
-                    undo.append(_assign(setting.owner, setting.key, setting.value))
+            for owner, values, key in self._settings.changed():
+                undo.append(_assign(owner, key, values[key]))
             yield
         finally:
             for restore in reversed(undo):

@@ -445,7 +445,7 @@ def _compiled_layers(model: nn.Module) -> nn.Module | None:
 def engines_of(models: Iterable[nn.Module]) -> Iterator[Engine]:
     """Yield the engines of those models that are converted; wrapped models are looked into."""
     for model in models:
-        engine = get_engine(extract_model_from_parallel(model))
+        engine = get_engine(model)
         if engine is not None:
             yield engine
 

@@ -22,6 +22,7 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.convert import get_engine
 from sppo_hf.engine.engine import Engine, host_resident_predicate
 from sppo_hf.engine.recompute import RandomState
+from sppo_hf.engine.structure import all_modules, own_parameters
 from sppo_hf.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -175,7 +176,7 @@ class TrainerStep(TrainerMethods):
     def _step(
         self, engine: Engine | None, model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any
     ) -> Tensor:
-        if engine is None or not self._can_be_repeated(model):
+        if engine is None or not self._can_be_repeated(engine, model):
             return self._kind.training_step(self._trainer, model, inputs, *args, **kwargs)
         random_state = RandomState(self._trainer.args.device)
         try:
@@ -193,6 +194,12 @@ class TrainerStep(TrainerMethods):
             torch.cuda.empty_cache()
         return self._kind.training_step(self._trainer, model, inputs, *args, **kwargs)
 
-    def _can_be_repeated(self, model: torch.nn.Module) -> bool:
-        is_single = self._trainer.accelerator.num_processes == 1
-        return is_single and all(parameter.grad is None for parameter in model.parameters())
+    def _can_be_repeated(self, engine: Engine, model: torch.nn.Module) -> bool:
+        """Whether one process runs the step, and only its language model may have gradients.
+
+        Those the engine looks for itself: see `Engine.replan_after_failed_backward`.
+        """
+        if self._trainer.accelerator.num_processes > 1:
+            return False
+        outside = own_parameters(all_modules(model, engine.parts.causal_lm))
+        return all(parameter.grad is None for parameter in outside)

@@ -516,7 +516,7 @@ class PipelineEngine(Engine):
         if training:
             self.trained_checksums = tuple(trained for trained, _ in everyones)
             self._check_trained_alike(tuple(tied for _, tied in everyones))
-            self.plans.update_trainable()
+            self.plans.update_trainable(list(self.parts.causal_lm.parameters()))
 
     def _trained_checksums_here(self) -> tuple[int, int]:
         """Return this rank's entry of `trained_checksums`, and a checksum of trained tied ones."""
@@ -646,7 +646,9 @@ class PipelineEngine(Engine):
             ignore_index=call.ignore_index,
             liger=liger_tile(self.parts, self.head, call.device),
             head_in_backward=head_in_backward,
-            reads=self.parts.head_reads() if head_in_backward else None,
+            reads=ReadTensors.of_module(self.parts.causal_lm, self.parts.base)
+            if head_in_backward
+            else None,
         )
 
         def add(

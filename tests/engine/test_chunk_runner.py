@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.convert import convert, get_engine, revert
 from sppo_hf.engine.loss import ChunkedLoss
-from sppo_hf.engine.structure import ModelParts, find_parts
+from sppo_hf.engine.structure import find_parts
 from sppo_hf.errors import ConfigError, UnsupportedModelError
 from sppo_hf.offload.layer_offload import PrefetchOrder
 from sppo_hf.planning.activation_modes import mode_of
@@ -83,7 +83,7 @@ def test_a_head_over_the_whole_sequence_comes_first(log: list[str]) -> None:
 def test_a_head_that_runs_again_in_backward_comes_first(
     log: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ModelParts, "is_sharded", lambda self: True)
+    monkeypatch.setattr("sppo_hf.engine.engine.are_sharded", lambda modules: True)
     model, batch = _forward()
     model(**batch).loss.backward()
     assert log == ["loss"] * 3

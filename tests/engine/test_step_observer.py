@@ -73,6 +73,19 @@ def test_a_profiled_step_has_a_label_for_every_unit(tmp_path: Path) -> None:
         assert end <= start + 1, "units follow each other (1 us for rounding)"
 
 
+def test_a_profiler_that_starts_in_a_step_gets_labels_from_the_next_unit_on(tmp_path: Path) -> None:
+    plugin = SPPOPlugin(num_chunks=3, order="by_chunk", show_plan=False, show_progress=False)
+    model = plugin.convert(make_model()).train()
+    ids = torch.arange(48)[None]
+    loss = model(input_ids=ids, labels=ids).loss
+    with torch.profiler.profile() as profiler:
+        loss.backward()
+    model(input_ids=ids, labels=ids).loss.backward()
+    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+    found = labels(tmp_path / "trace.json")
+    assert [name for name, _, _ in found] == [f"sppo/backward chunk {chunk}" for chunk in (2, 1, 0)]
+
+
 class _LateMark:
     """A mark on a device whose clock the test sets."""
 

@@ -8,13 +8,21 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from sppo_hf import ConfigError, SPPOConfig, UnsupportedModelError
 from sppo_hf.engine.convert import convert
-from sppo_hf.engine.structure import BUILD_ERRORS, auto_class_of, find_parts
+from sppo_hf.engine.structure import (
+    BUILD_ERRORS,
+    all_modules,
+    are_sharded,
+    auto_class_of,
+    find_parts,
+    own_parameters,
+)
 from sppo_hf.planning.config_file import check_config, load_config
 from sppo_hf.testing.tiny_models import build_tiny_model, make_batch, tiny_config
 
@@ -91,3 +99,41 @@ def test_batches_with_images_are_refused_where_the_decoder_is_the_model() -> Non
     model = convert(build_tiny_model("llama"), SPPOConfig(num_chunks=2, show_plan=False))
     with pytest.raises(ConfigError, match="image_pixel_values holds images or sound"):
         model(**make_batch(), image_pixel_values=torch.zeros(1, 3, 4, 4))
+
+
+def _nested_model() -> nn.ModuleDict:
+    """A model with a shared module, an empty place, tied weights and a parameter of its own."""
+    shared = nn.Linear(2, 2)
+    inner = nn.Sequential(nn.LayerNorm(2), shared, nn.Sequential(nn.ReLU(), shared))
+    model = nn.ModuleDict({"first": inner, "second": nn.Linear(2, 2), "third": nn.Linear(2, 2)})
+    model["third"].weight = model["second"].weight
+    model.register_module("nothing", None)
+    model.register_parameter("own", nn.Parameter(torch.ones(1)))
+    model.register_parameter("no", None)
+    return model
+
+
+def test_modules_and_parameters_are_torchs_in_its_order() -> None:
+    model = _nested_model()
+    assert all_modules(model) == list(model.modules())
+    found = own_parameters(all_modules(model))
+    assert list(map(id, found)) == list(map(id, model.parameters()))
+    left_out = {model["first"], model["third"]}
+    rest = [module for _, module in model.named_modules(memo=set(left_out))]
+    assert all_modules(model, *left_out) == rest
+    assert all_modules(model, model) == []
+
+
+def test_modules_of_a_scripted_model_are_torchs() -> None:
+    model = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))))
+    assert all_modules(model) == list(model.modules())
+    assert len(own_parameters(all_modules(model))) == len(list(model.parameters()))
+
+
+def test_sharding_is_seen_whenever_it_comes() -> None:
+    """FSDP2 gives modules another class, after the conversion."""
+    model = _nested_model()
+    assert not are_sharded(all_modules(model))
+    inner: Any = model["first"]
+    inner.__class__ = type("FSDPSequential", (nn.Sequential,), {"unshard": lambda self: None})
+    assert are_sharded(all_modules(model))

@@ -16,6 +16,7 @@ from transformers import Trainer
 
 from sppo_hf import ConfigError, SPPOPlugin, StepObserver
 from sppo_hf.attention.backends.aten import CPUFlash
+from sppo_hf.engine.convert import get_engine
 from tests.integrations.training import make_arguments, make_model, make_rows
 
 BUDGET = 64 * 2**20
@@ -192,3 +193,16 @@ def test_errors_outside_of_a_loss_are_left_as_they_are(tmp_path) -> None:
     trainer.__class__ = PreparesNothing
     with pytest.raises(TypeError, match="'NoneType' object is not subscriptable"):
         trainer.train()
+
+
+def test_gradients_of_a_wrapper_keep_its_step_from_being_repeated(tmp_path) -> None:
+    """Parameters around the language model, such as PEFT's prompts, which the engine cannot see."""
+    trainer, _ = train(tmp_path)
+    step = trainer.training_step.__self__
+    wrapper = torch.nn.Module()
+    wrapper.module, wrapper.prompt = trainer.model, torch.nn.Parameter(torch.ones(1))
+    engine = get_engine(trainer.model)
+    trainer.model.lm_head.weight.grad = torch.ones_like(trainer.model.lm_head.weight)
+    assert step._can_be_repeated(engine, wrapper), "the engine looks at those"
+    wrapper.prompt.grad = torch.ones(1)
+    assert not step._can_be_repeated(engine, wrapper)
