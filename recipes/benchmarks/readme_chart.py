@@ -33,8 +33,8 @@ def draw_speed(source: Path, target: Path) -> None:
             by_name[row["job"]["contender"]] = row["numbers"]["tokens_per_second"]
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(7.5, 0.55 + 0.62 * len(speeds)), layout="constrained")
-        for place, (tokens, by_name) in enumerate(sorted(speeds.items())):
-            theirs, ours = by_name[THEIRS], by_name[OURS]
+        for place, tokens in enumerate(sorted(speeds)):
+            theirs, ours = speeds[tokens][THEIRS], speeds[tokens][OURS]
             for at, speed, colour, label in (
                 (place - 0.2, theirs, GREY, f"{theirs:,.0f}"),
                 (place + 0.2, ours, BLUE, f"{ours:,.0f}  ({ours / theirs:.2f} x)"),
