@@ -60,12 +60,14 @@ from sppo_hf.engine.structure import (
 from sppo_hf.engine.versions import ReadTensors
 from sppo_hf.errors import ConfigError, SPPOError, UnsupportedModelError
 from sppo_hf.offload.engine import OffloadEngine, OffloadStats
+from sppo_hf.offload.host_memory import HostPoolFull
 from sppo_hf.offload.weights import HostWeights, can_be_host_resident
 from sppo_hf.planning.choices import Placement, read_budgets, read_placements
 from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.memory import standing_device_bytes
 from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.plan import Plan
+from sppo_hf.planning.tiers import TIERS, Tier
 from sppo_hf.rules import format_bytes
 from sppo_hf.schedule.actions import Action
 
@@ -267,7 +269,7 @@ class Engine:
                 self.plans.refuse_by_layer(str(reason))
             except NotTokenWise as reason:
                 self.plans.refuse_tiles(str(reason))
-            except RuntimeError as error:
+            except (RuntimeError, HostPoolFull) as error:
                 if random is None or not self._shrink_plan(plan, error, "forward"):
                     raise
             # After the except clause, whose error holds tensors of the failed forward.
@@ -290,21 +292,22 @@ class Engine:
             return False
         return self._shrink_plan(timer.plan, error, "backward")
 
-    def _shrink_plan(self, plan: Plan, error: RuntimeError, direction: Direction) -> bool:
-        """After an out-of-memory error, lower the device budget; returns whether to run again."""
+    def _shrink_plan(self, plan: Plan, error: Exception, direction: Direction) -> bool:
+        """After memory ran out, lower that tier's budget; returns whether to run again."""
         # Ranks gather sharded weights, and exchange tokens of a shared sequence, in collectives, so
         # one rank cannot repeat a step by itself.
         has_collectives = self.parts.is_sharded() or self.group is not None
-        if not is_out_of_memory(error) or has_collectives:
+        tier: Tier = "host" if isinstance(error, HostPoolFull) else "device"
+        if has_collectives or (tier == "device" and not is_out_of_memory(error)):
             return False
-        before, after = plan.budgets.device, self.plans.shrink(plan)
+        before, after = plan.budgets.of(tier), self.plans.shrink(plan, tier)
         if before is None or after is None:
             return False
         warnings.warn(
-            f"the device's memory ran out in the first {direction} of a plan "
+            f"the {tier}'s memory ran out in the first {direction} of a plan "
             f"({str(error).splitlines()[0]}); this batch runs once more, planned with "
             f"{format_bytes(after)} instead of {format_bytes(before)}. If it happens again, set "
-            "device_memory below that.",
+            f"{TIERS[tier].setting} below that.",
             stacklevel=2,
         )
         return True

@@ -46,6 +46,7 @@ from sppo_hf.planning.memory import CONTEXT_BYTES, Cause
 from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.plan import Plan, PlanRequest, make_plan, other_plan_warnings
 from sppo_hf.planning.prediction import MeasuredStep, learn, worth_correcting
+from sppo_hf.planning.tiers import TIERS, Tier
 from sppo_hf.rules import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ _MAX_FIXED_LENGTHS = 3
 """With rows of more lengths than this, every batch is expected to have a new length."""
 
 _SHRINK_FACTOR = 0.95
-"""Share of a device budget to plan with after memory ran out under it."""
+"""Share of a tier's budget to plan with after memory ran out under it."""
 
 _WARM_UP_SECONDS = 120.0
 """How long a step may wait for kernels that build plans for each shape, on this or another rank."""
@@ -129,10 +130,13 @@ class StepRows(NamedTuple):
 
 
 def offloaded_bytes(plan: Plan) -> int:
-    """Peak host bytes of a plan's offload engine: all but weights, optimizer and gradients."""
+    """Peak host bytes of a plan's offload engine: all but weights, optimizer and gradients.
+
+    With what the ends of its slabs leave unused.
+    """
     host = plan.estimate.host
     others = (Cause.WEIGHTS, Cause.OPTIMIZER, Cause.GRADIENTS)
-    return host.held - sum(host[cause] for cause in others)
+    return host.total - sum(host[cause] for cause in others)
 
 
 def new_offload_engine(
@@ -288,7 +292,8 @@ class PlanCache:
         """Why layers cannot run in tiles; "" unless that was found out."""
         self._runs: dict[int, _PlanRuns] = {}
         """By the plan's id; holds the plan, so that no other one gets the id."""
-        self._is_shrunk = False
+        self._shrunk: set[Tier] = set()
+        """Tiers whose budget was lowered after memory ran out."""
         self._warm_up = WarmUp(budget_seconds=_WARM_UP_SECONDS)
         self.device_only_reason = "no Accelerator has said which optimizer will update them"
         """Why plans may not move weights and optimizer to the host; "" if they may."""
@@ -336,19 +341,20 @@ class PlanCache:
         self._config = self._config.replace(weights=config.weights, optimizer=config.optimizer)
         self._plans = {key: one for key, one in self._plans.items() if one is plan}
 
-    def shrink(self, plan: Plan) -> int | None:
-        """Lower the device budget below that of `plan`, which ran out of memory and is dropped.
+    def shrink(self, plan: Plan, tier: Tier) -> int | None:
+        """Lower a tier's budget below that of `plan`, which ran out of memory and is dropped.
 
         Other plans are kept if they have run.
 
         Returns:
             The new budget in bytes; None if there is no budget, or it was lowered before.
         """
-        if self._is_shrunk or plan.budgets.device is None:
+        before = plan.budgets.of(tier)
+        if tier in self._shrunk or not before:
             return None
-        self._is_shrunk = True
-        budget = int(_SHRINK_FACTOR * plan.budgets.device)
-        self._config = self._config.replace(device_memory=budget)
+        self._shrunk.add(tier)
+        budget = int(_SHRINK_FACTOR * before)
+        self._config = self._config.replace(**{TIERS[tier].setting: budget})
         self._plans = {
             key: one for key, one in self._plans.items() if self.has_run(one) and one is not plan
         }

@@ -49,16 +49,13 @@ from torch import Tensor
 
 from sppo_hf.errors import BudgetError, OffloadError
 from sppo_hf.planning.machine import free_host_memory_bytes
-from sppo_hf.planning.memory import HOST_SLAB_BYTES
+from sppo_hf.planning.memory import HOST_SLAB_BYTES, MAX_SLAB_BYTES
 from sppo_hf.rules import format_bytes
 
 ALIGNMENT_BYTES = 512
 """Regions start at multiples of it within their slab, unless a pool says otherwise."""
 PAGE_BYTES = 4096
 """Pieces of memory start at a multiple of it, as transfers past the page cache want."""
-MAX_SLAB_BYTES = 8 * 2**30
-"""Maximum size of a slab that `reserve` makes: the driver may refuse tens of GiB in one piece which
-it gives in several."""
 MAX_THREADS = 8
 """Threads that write to pages; more made nothing faster where that was measured (see the note)."""
 _PART_BYTES = 2**28
@@ -380,6 +377,10 @@ class Region:
         return self.slab.memory[self.offset : self.offset + self.num_bytes]
 
 
+class HostPoolFull(BudgetError):
+    """No free block of the host's pool holds a piece, and no further slab is within its budget."""
+
+
 class HostPool(SlabAllocator[_MemorySlab]):
     """Allocates regions of host slabs within a budget.
 
@@ -464,7 +465,7 @@ class HostPool(SlabAllocator[_MemorySlab]):
         """Allocate `num_bytes` (at least 1), adding a slab if no free block is large enough.
 
         Raises:
-            BudgetError: A further slab would exceed the budget.
+            HostPoolFull: A further slab would exceed the budget.
             OffloadError: The operating system or the driver gives no (pinned) memory.
         """
         assert num_bytes > 0, "a region holds at least one byte"
@@ -494,7 +495,7 @@ class HostPool(SlabAllocator[_MemorySlab]):
     def _grow(self, size: int) -> None:
         slab_bytes = self._new_slab_bytes(size, self.reserved_bytes)
         if slab_bytes < size:
-            raise BudgetError(
+            raise HostPoolFull(
                 f"host tier: offloading needs {size} bytes more in one piece, while "
                 f"{self.reserved_bytes} of {self.budget_bytes} bytes are reserved and "
                 f"{self.reserved_bytes - self.used_bytes} of them free in smaller pieces; "

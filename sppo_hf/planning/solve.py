@@ -49,11 +49,11 @@ from sppo_hf.planning.lowering import (
 )
 from sppo_hf.planning.memory import (
     FRAGMENTATION,
-    HOST_SLAB_BYTES,
     Budgets,
     Cause,
     MemoryEstimate,
     byte_tables,
+    most_piece_bytes,
     standing_device_bytes,
 )
 from sppo_hf.planning.model_shape import ModelShape
@@ -267,7 +267,7 @@ def _free_bytes(
     if tier == "host":
         budget -= sum(byte_tables(cost.shape, base, cost.profile.kind).host_resident.values())
     if tier == "host" and cost.profile.kind == "cuda":
-        budget -= max(0, budget) % HOST_SLAB_BYTES
+        budget = most_piece_bytes(budget)
     passing = set(tiers_behind_host())
     if tier == "host" and passing & {*away, base.kv_tier, *base.kv_modes}:
         budget -= base.staging_bytes
@@ -753,8 +753,8 @@ def _whole_slabs(budgets: Budgets, cost: ModelCost, base: Decisions) -> Budgets:
     if budgets.host is None or cost.profile.kind != "cuda":
         return budgets
     host_resident = sum(byte_tables(cost.shape, base, cost.profile.kind).host_resident.values())
-    spare = max(0, budgets.host - host_resident) % HOST_SLAB_BYTES
-    return budgets.replace(host=budgets.host - spare)
+    pieces = most_piece_bytes(budgets.host - host_resident)
+    return budgets.replace(host=min(budgets.host, host_resident + pieces))
 
 
 def _mode_sets(

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from sppo_hf import SPPOConfig
 from sppo_hf.attention.backends.aten import CPUFlash
-from sppo_hf.engine.convert import convert, get_engine
+from sppo_hf.engine.convert import convert, get_engine, revert
 from sppo_hf.engine.loss import ModelHead
 from sppo_hf.engine.step_observer import StepObserver
 from sppo_hf.offload.copy_streams import HostCopier
-from sppo_hf.offload.host_memory import HostPool
+from sppo_hf.offload.host_memory import HostPool, HostPoolFull
 from sppo_hf.planning.plan import Plan
 from sppo_hf.testing.tiny_models import build_tiny_model
 from tests.sweeps import pairs
@@ -39,7 +39,7 @@ class Fault:
     at: int = -1
     calls: int = 0
     raised: bool = False
-    kind: type[RuntimeError] = torch.OutOfMemoryError
+    kind: type[Exception] = torch.OutOfMemoryError
     words: str = "CUDA out of memory. As injected"
 
     def __call__(self) -> None:
@@ -343,6 +343,41 @@ def test_only_the_first_forward_is_run_again_and_only_once(
     fault.arm(5)
     failing_step(model, ids[:, :40])  # another plan, but that was the second time
     assert plans.budgets == [BUDGET, int(0.95 * BUDGET), int(0.95 * BUDGET)]
+
+
+def test_a_first_forward_is_run_again_with_less_host_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The ends of slabs may hold more than a plan allows for, whose pieces then find no place."""
+
+    class Budgets(AtStart):
+        def on_plan(self, plan: Plan, model_name: str) -> None:
+            super().on_plan(plan, model_name)
+            host.append(plan.budgets.host)
+
+    host: list[int | None] = []
+    settings = {"num_chunks": 4, "show_plan": False, "offload": "full", "min_offload_size": 1}
+    torch.manual_seed(0)
+    model = build_tiny_model("llama", dtype=torch.float32).train()
+    ids = torch.randint(0, 97, (2, TOKENS))
+    convert(model, SPPOConfig(host_memory=BUDGET, **settings))
+    expected = step(model, ids)
+    revert(model)
+    observer = Budgets()
+    convert(model, SPPOConfig(host_memory=BUDGET, **settings), observer=observer)
+    observer.model = model
+    fault = Fault(kind=HostPoolFull, words="offloading needs 8 bytes more in one piece")
+    _at_call_of(HostPool, "allocate")(monkeypatch, model, fault)
+    monkeypatch.setattr(HostPool, "try_allocate", lambda self, num_bytes: None)
+    fault.arm(5)
+    with no_collector(), pytest.warns(UserWarning, match="the host's memory ran out in the first"):
+        ours = step(model, ids)
+    assert host == [BUDGET, int(0.95 * BUDGET)]
+    assert_equal(ours, expected)
+    assert_clean(model)
+    fault.arm(5)
+    with pytest.raises(HostPoolFull, match="in one piece"):
+        step(model, ids[:, :40])  # that was the second time
 
 
 def test_other_errors_do_not_shrink_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,8 @@ from sppo_hf.planning.memory import (
     MemoryEstimate,
     byte_tables,
     check_budget,
+    most_piece_bytes,
+    slab_bytes,
 )
 from sppo_hf.planning.model_profile import LoraShape, Training
 from sppo_hf.planning.model_shape import ModelShape
@@ -138,6 +140,14 @@ def test_mixed_modes_split_between_tiers() -> None:
     frame = shape.activation_bytes_per_token(0)
     assert predicted.host["frames"] == 600 * frame
     assert predicted.device["frames"] == (32 * 1000 - 600) * frame
+
+
+def test_pieces_that_find_a_place_fit_the_budget() -> None:
+    for budget in (0, 10**6, 2**28, 5 * 2**30 + 7, 2**33, 2**33 + 2**28, 114_925_421_069, 2**41):
+        pieces = most_piece_bytes(budget)
+        assert pieces + slab_bytes(pieces) <= budget
+        assert pieces >= 0.98 * (budget - 2**28)
+        assert pieces <= 0.992 * budget or budget <= 2**33 + 2**28
 
 
 def test_what_the_host_holds_is_not_what_its_slabs_have_left() -> None:
