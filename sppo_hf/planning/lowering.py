@@ -55,6 +55,7 @@ from sppo_hf.planning.memory import (
     CAUSE_OF_SAVED,
     CONTEXT_BYTES,
     FRAGMENTATION,
+    HOST_SLAB_BYTES,
     Bytes,
     ByteTables,
     Cause,
@@ -62,7 +63,6 @@ from sppo_hf.planning.memory import (
     MemoryEstimate,
     Points,
     byte_tables,
-    slab_bytes,
 )
 from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.tiers import TIERS, Tier, offload_tiers, tiers_behind_host
@@ -378,7 +378,7 @@ class StepProgram:
         if tables.device_kind == "cuda":
             # The host's pool is made of slabs, and does not shrink within a step.
             most = sum(level.during for level in self.levels["host"].values())
-            host[Cause.SLABS] = slab_bytes(int(np.max(most)) + host.get(Cause.COPIES, 0))
+            host[Cause.SLABS] = -(int(np.max(most)) + host.get(Cause.COPIES, 0)) % HOST_SLAB_BYTES
         return standing
 
     @cached_property

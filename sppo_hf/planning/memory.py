@@ -399,23 +399,17 @@ gives in several."""
 # A step on a GPU whose plan left 0.2% of 107 GiB found no room for its last piece of 448 MiB: the
 # ends of slabs held 0.25%. First fit of such pieces left up to 0.8% where that was simulated.
 _SLAB_ENDS = 0.01
-"""Share of pieces in several slabs that the slabs' ends, in which no piece fits, come to."""
+"""Share of several slabs that their ends, in which no piece fits, come to."""
 # Bytes of a node of autograd's graph, with its edges, hooks and our records of saved tensors. The C
 # library allocated 325,110 bytes for each forward of a Gated DeltaNet layer of Qwen3.5, whose graph
 # has 445 nodes.
 GRAPH_NODE_BYTES = 730
 
 
-def slab_bytes(piece_bytes: int) -> int:
-    """Returns the bytes of page-locked slabs beyond those of the pieces that lie in them."""
-    ends = int(_SLAB_ENDS * piece_bytes) if piece_bytes > MAX_SLAB_BYTES else 0
-    return ends + -(piece_bytes + ends) % HOST_SLAB_BYTES
-
-
 def most_piece_bytes(budget_bytes: int) -> int:
-    """Returns the bytes of pieces that find a place in page-locked slabs of `budget_bytes`."""
-    slabs = max(0, budget_bytes) // HOST_SLAB_BYTES * HOST_SLAB_BYTES
-    return max(min(slabs, MAX_SLAB_BYTES), int(slabs / (1 + _SLAB_ENDS)))
+    """Returns the bytes of whole page-locked slabs that pieces fill in a budget."""
+    without_ends = max(min(budget_bytes, MAX_SLAB_BYTES), int((1 - _SLAB_ENDS) * budget_bytes))
+    return max(0, without_ends) // HOST_SLAB_BYTES * HOST_SLAB_BYTES
 
 
 def standing_device_bytes(shape: ModelShape, device_kind: str) -> int:
