@@ -10,8 +10,8 @@ With --hosts the table shows how much of four budgets of host memory "auto" uses
 and for all weights of Qwen3-4B. With --devices it shows the longest rows on one of several devices
 beside 64 GiB of host memory, for this model and for Qwen3-4B with LoRA.
 
-Every number is a simulation with profiles that are made of public figures; none is measured. Needs
-no GPU and no torch.
+Every number is a simulation with shipped profiles or datasheets; none is measured. Needs no GPU
+and no torch.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ chunks are slower. In JSON a profile has one key per field (a curve is an object
 rate) and `format`, the version of this layout.
 
 Profiles are searched in this order: measured by `sppo calibrate` and stored under the Hugging Face
-cache, one file per device name and versions; shipped with the package (`planning/profiles/`) from
-public figures; shares of the figures in a datasheet (`DATASHEETS`); rough guesses. All but the
-first are marked as estimates.
+cache, one file per device name and versions; shipped with the package (`planning/profiles/`), from
+public figures or in part measured; shares of the figures in a datasheet (`DATASHEETS`); rough
+guesses. All but the first are marked as estimates.
 """
 
 from __future__ import annotations

@@ -74,7 +74,8 @@ def test_what_fails_or_is_late_stops_nothing_and_is_done_again(run, tmp_path: Pa
     assert order == sorted(order), "what is right first, then one step, then the benchmark"
     rows = [shlex.split(call) for call in calls if "/out/bench" in call and "--contenders" in call]
     named = [(row[row.index("--seq-lens") + 1], row[row.index("--contenders") + 1]) for row in rows]
-    others = ["sppo-auto", "checkpointing+tiled", "checkpointing-default+tiled"]
+    checkpointing = "checkpointing+liger,checkpointing+tiled"
+    others = ["sppo-auto", checkpointing, "checkpointing-default+tiled"]
     lengths = ("256", "512")
     expected = [("256", name) for name in others[:2]]
     expected += [(length, name) for length in lengths for name in others]
