@@ -286,8 +286,8 @@ class RecomputedLayer:
         self._read_arguments: tuple[ReadTensors, Versions] | None = None
         self._versions: Versions = ()
         self._shared_context: RunContext | None = None
-        self._saved_shapes: list[torch.Size] = []
-        """Shape of each tensor that autograd saved."""
+        self._saved_shapes: list[tuple[int, ...]] = []
+        """Shape of each tensor that autograd saved; the garbage collector visits no such tuples."""
         self._saved_dtypes: list[torch.dtype] = []
         self._recorder: SelectiveRecorder | None = None
         self._hooks: Any = None
@@ -384,7 +384,7 @@ class RecomputedLayer:
     def _pack(self, tensor: Tensor) -> _Slot:
         if self._recorder is not None:
             self._recorder.on_saved(tensor)
-        self._saved_shapes.append(tensor.shape)
+        self._saved_shapes.append(tuple(tensor.shape))
         self._saved_dtypes.append(tensor.dtype)
         return _Slot(self, len(self._saved_shapes) - 1)
 
@@ -719,7 +719,7 @@ class RecomputedLayer:
         arguments.check_unchanged(versions, where)
 
     def _is_repeated(self, recomputed: list[Tensor]) -> bool:
-        shapes, dtypes = [x.shape for x in recomputed], [x.dtype for x in recomputed]
+        shapes, dtypes = [tuple(x.shape) for x in recomputed], [x.dtype for x in recomputed]
         return shapes == self._saved_shapes and dtypes == self._saved_dtypes
 
     def _check_repeated(self, recomputed: list[Tensor]) -> None:

@@ -206,6 +206,9 @@ class DependencyTracker(LightDispatchMode):
 _TILES = "a module in tiles"
 """Name, in place of an operation's, for outputs of a module that ran in tiles."""
 
+# No torch.Size: Python's garbage collector forgets tuples of numbers, but visits torch.Size.
+_Shapes = tuple[tuple[int, ...], ...]
+
 
 @dataclass(slots=True)
 class Matmul:
@@ -213,7 +216,7 @@ class Matmul:
 
     name: str
     """Name of the operation."""
-    shapes: tuple[torch.Size, ...]
+    shapes: _Shapes
     """Shapes of its arguments."""
     make_zeros: Callable[[], Tensor]
     """Returns zeros with the output's shape, strides, dtype and device."""
@@ -457,7 +460,7 @@ class SelectiveReplayer(LightDispatchMode):
         """Return the outputs of the next module that ran in tiles; zeros for unused ones."""
         return [_take_output(self._expect(_TILES, ())) for _ in range(num_outputs)]
 
-    def _expect(self, name: str, shapes: tuple[torch.Size, ...]) -> Matmul:
+    def _expect(self, name: str, shapes: _Shapes) -> Matmul:
         index, self._next = self._next, self._next + 1
         expected = self._matmuls[index] if index < len(self._matmuls) else None
         if expected is None or (expected.name, expected.shapes) != (name, shapes):
@@ -597,12 +600,12 @@ def _is_plain(args: Sequence[Any]) -> bool:
     return all(type(tensor) in (Tensor, nn.Parameter) for tensor in tensors_in(args))
 
 
-def _shapes(args: Sequence[Any]) -> tuple[torch.Size, ...]:
-    return tuple(tensor.shape for tensor in tensors_in(args))
+def _shapes(args: Sequence[Any]) -> _Shapes:
+    return tuple(tuple(tensor.shape) for tensor in tensors_in(args))
 
 
-def _listed(shapes: Sequence[torch.Size]) -> str:
-    return " and ".join(str(tuple(shape)) for shape in shapes)
+def _listed(shapes: _Shapes) -> str:
+    return " and ".join(map(str, shapes))
 
 
 def _is_whole(tensor: Tensor) -> bool:
@@ -619,11 +622,11 @@ def _bits(mask: int) -> Iterator[int]:
 def _zeros_like(tensor: Tensor) -> Callable[[], Tensor]:
     # A partial, and no closure with its cells: there is one for every matmul of the model.
     return functools.partial(
-        _zeros, tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+        _zeros, tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=tensor.device
     )
 
 
-def _zeros(size: torch.Size, stride: tuple[int, ...], **options: Any) -> Tensor:
+def _zeros(size: tuple[int, ...], stride: tuple[int, ...], **options: Any) -> Tensor:
     return torch.empty_strided(size, stride, **options).zero_()
 
 

@@ -74,6 +74,10 @@ class SPPOPlugin(ParallelismConfig):
 
     One plugin may serve several Trainers or Accelerators, in turn or side by side.
 
+    While a Trainer trains, Python's full garbage collections, which would stall steps, pass over
+    all objects that the process had after the first step (`gc.freeze`), unless it froze some
+    itself. A loop of your own can call `gc.collect(); gc.freeze()` there, and later `gc.unfreeze`.
+
     Args:
         config: Settings, as an `SPPOConfig` or a mapping of its fields.
         **settings: Fields of `SPPOConfig`, which take precedence over `config`, and sizes of

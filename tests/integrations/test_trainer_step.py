@@ -1,18 +1,20 @@
-"""A Trainer's step: memory that runs out in backward, and losses that read what is not there.
+"""A Trainer's step: memory that runs out in backward, losses that read what is not there, garbage.
 
-The first is planned anew once, else it is an error; the second is told what to do.
+The first is planned anew once, else it is an error; the second is told what to do. Full collections
+pass over what lives through training, and over nothing after it.
 """
 
 from __future__ import annotations
 
+import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 from sppo_hf import ConfigError, SPPOPlugin, StepObserver
 from sppo_hf.attention.backends.aten import CPUFlash
@@ -82,8 +84,12 @@ def train(folder: Any, **changes: Any) -> tuple[Trainer, Plans]:
     plans = Plans()
     plugin.observer.subscribe(plans)
     settings = {"max_steps": 3, "parallelism_config": plugin, **changes}
+    callbacks = settings.pop("callbacks", None)
     trainer = NotesLosses(
-        make_model(), make_arguments(folder, **settings), train_dataset=make_rows(24)
+        make_model(),
+        make_arguments(folder, **settings),
+        train_dataset=make_rows(24),
+        callbacks=callbacks,
     )
     plans.losses = trainer.losses = []
     trainer.train()
@@ -206,3 +212,66 @@ def test_gradients_of_a_wrapper_keep_its_step_from_being_repeated(tmp_path) -> N
     assert step._can_be_repeated(engine, wrapper), "the engine looks at those"
     wrapper.prompt.grad = torch.ones(1)
     assert not step._can_be_repeated(engine, wrapper)
+
+
+class Collections(TrainerCallback):
+    """Notes after each step how many objects a full collection would visit, and are frozen."""
+
+    def __init__(self, fails_after: int | None = None) -> None:
+        self.visited: list[int] = []
+        self.frozen: list[int] = []
+        self._fails_after = fails_after
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.visited.append(len(gc.get_objects()))
+        self.frozen.append(gc.get_freeze_count())
+        if len(self.visited) == self._fails_after:
+            raise OUT
+
+
+@pytest.fixture
+def _nothing_frozen() -> Iterator[None]:
+    gc.unfreeze()
+    yield
+    gc.enable()
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("_nothing_frozen")
+class TestFrozenObjects:
+    def test_full_collections_pass_over_what_lives_through_training(self, tmp_path) -> None:
+        seen = Collections()
+        trainer, _ = train(tmp_path, callbacks=[seen], max_steps=6)
+        first, *later = seen.visited
+        assert all(num_visited < first / 20 for num_visited in later), seen.visited
+        assert gc.get_freeze_count() == 0
+        model = weakref.ref(trainer.model)
+        del trainer, seen
+        gc.collect()
+        assert model() is None
+
+    def test_nothing_stays_frozen_after_an_error(self, tmp_path) -> None:
+        seen = Collections(fails_after=2)
+        with pytest.raises(torch.OutOfMemoryError):
+            train(tmp_path, callbacks=[seen])
+        assert seen.frozen[-1] > 0
+        assert gc.get_freeze_count() == 0
+
+    def test_each_try_of_a_batch_size_frees_what_the_last_one_left(self, tmp_path) -> None:
+        seen = Collections(fails_after=2)
+        train(tmp_path, callbacks=[seen], auto_find_batch_size=True)
+        assert [num_frozen > 0 for num_frozen in seen.frozen] == [False, True, False, True, True]
+
+    def test_what_the_process_froze_itself_stays_frozen(self, tmp_path) -> None:
+        gc.freeze()
+        before = gc.get_freeze_count()
+        seen = Collections()
+        train(tmp_path, callbacks=[seen])
+        # What is frozen may be freed, but nothing is added.
+        assert all(0.9 * before < now <= before for now in (*seen.frozen, gc.get_freeze_count()))
+
+    def test_a_process_that_does_not_collect_is_left_alone(self, tmp_path) -> None:
+        gc.disable()
+        seen = Collections()
+        train(tmp_path, callbacks=[seen])
+        assert not any(seen.frozen)
