@@ -108,13 +108,13 @@ class WarmUp:
         if key in self._done:
             self._done[key] = self._done.pop(key)
             return 0
-        self._done[key] = None
-        if len(self._done) > MAX_REMEMBERED:
-            del self._done[next(iter(self._done))]
         deadline = time.monotonic() + self._budget_seconds
         kernel = _NewShapesOnly(backend, self._built, rows.again, device, deadline)
         with torch.set_grad_enabled(rows.backward):
             _attend_layer(layer, rows, kernel, device)
+        self._done[key] = None  # not if memory ran out, which the next call may have
+        if len(self._done) > MAX_REMEMBERED:
+            del self._done[next(iter(self._done))]
         if kernel.new and device.type == "cuda":
             torch.cuda.empty_cache()  # the driver needs it for the plans of other shapes
         return kernel.new

@@ -128,8 +128,9 @@ class Engine:
         self._in_original_forward = False
         self._thread: int | None = None
         self._thread_lock = threading.Lock()
-        # A weak reference: the autograd graph owns the timer, and its backward may never come.
-        self._last_timer: Callable[[], StepTimer | None] = lambda: None
+        self._last_timer: StepTimer | None = None
+        """Of the last chunked forward, until its backward has ended. Not owned by the autograd
+        graph alone: of one whose backward raised in its last unit, all that held it may be gone."""
 
     # -- the model's forward -----------------------------------------------------------------
 
@@ -242,7 +243,7 @@ class Engine:
     def _run(self, call: ForwardCall) -> ModelOutput:
         start_seconds = time.perf_counter()
         self._has_run = True
-        release_failed_backward(self._last_timer())
+        release_failed_backward(self._last_timer)
         logits = self._requested_logits(call)
         layout = call.layout(all_positions=logits.whole or logits.reduce is not None)
         self.plans.correct(self.observer)
@@ -257,7 +258,7 @@ class Engine:
             random = None if self.plans.has_run(plan) else RandomState(device)
             try:
                 step = ForwardStep(self, call, layout, plan, logits, start_seconds, modules=modules)
-                self._last_timer = weakref.ref(step.timer)
+                self._last_timer = step.timer
                 return step.run()
             except CannotRunByLayer as reason:
                 if plan.order == "by_chunk":
@@ -285,7 +286,7 @@ class Engine:
             Whether to repeat the step, forward and backward. False if the forward had found
             gradients, to which the backward would have added.
         """
-        timer = self._last_timer()
+        timer = self._last_timer
         if timer is None or not timer.is_in_backward or self.plans.has_trained(timer.plan):
             return False
         if self.plans.has_gradients:
@@ -314,6 +315,8 @@ class Engine:
 
     def step_done(self, log: ActionLog | None, timer: StepTimer) -> None:
         """Called when a training step, forward and backward, has ended on the host."""
+        if timer is self._last_timer:
+            self._last_timer = None
         self.plans.step_done(timer)
         if self.traces is not None and log is not None:
             self.traces.keep_log(log)

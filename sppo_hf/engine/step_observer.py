@@ -68,7 +68,10 @@ class StepObserver:
     """Base of all observers; every method does nothing until overridden."""
 
     def on_plan(self, plan: Plan, model_name: str) -> None:
-        """Called before a plan is first used; `model_name` is the model's class."""
+        """Called before a plan is first used; `model_name` is the model's class.
+
+        Not for a corrected plan, which `on_correction` gets; its order may be another one.
+        """
 
     def on_correction(self, before: Plan, after: Plan, measured: MeasuredStep) -> None:
         """Called when measured speeds have replaced those of the profile.

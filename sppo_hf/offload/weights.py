@@ -392,8 +392,12 @@ class HostWeights:
             return
         while len(self._on_device) >= self._max_layers:
             self._drop(next(other for other in self._on_device if other != in_use))
-        self._start_h2d(self._layers[layer], layer, backward=backward)
         self._on_device[layer] = None
+        try:
+            self._start_h2d(self._layers[layer], layer, backward=backward)
+        except BaseException:
+            self._drop(layer)  # memory ran out after some of its weights
+            raise
         self.peak_bytes = max(self.peak_bytes, self.device_bytes)
 
     def _start_h2d(self, weights: Sequence[_Weight], layer: int, *, backward: bool) -> None:

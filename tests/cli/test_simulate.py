@@ -259,7 +259,7 @@ def test_shared_units(tmp_path: Path) -> None:
     assert (code, out) == (2, "")
     assert "asked for with 2 chunks on 4 ranks" in err
     model = write_config(tmp_path, LLAMA_8B)
-    code, out, _ = run(*arguments, "8", "--model", model, "--seq-len", "64K", "--json")
+    code, out, _ = run(*arguments, "8", "--model", model, "--seq-len", "256K", "--json")
     assert code == 0
     plain = json.loads(
         run(
@@ -270,7 +270,7 @@ def test_shared_units(tmp_path: Path) -> None:
             "--model",
             model,
             "--seq-len",
-            "64K",
+            "256K",
             "--json",
         )[1]
     )

@@ -245,6 +245,22 @@ def test_shapes_of_rows_that_do_not_recur_are_forgotten(monkeypatch):
     assert len(warm._done) == 3
 
 
+def test_kernel_plans_are_built_after_memory_ran_out_for_them(monkeypatch):
+    kernel = Planning()
+    step, _ = train_with(monkeypatch, kernel, "llama", 1, order="by_chunk")
+    attend = warm_up._attend_layer
+
+    def run_out(*args):
+        monkeypatch.setattr(warm_up, "_attend_layer", attend)
+        raise torch.OutOfMemoryError("as injected")
+
+    monkeypatch.setattr(warm_up, "_attend_layer", run_out)
+    with pytest.warns(UserWarning, match="this batch runs once more"):
+        step()
+    assert kernel.in_step
+    assert set(kernel.in_step) <= set(kernel.before)
+
+
 def test_time_to_build_kernel_plans_is_bounded(monkeypatch):
     monkeypatch.setattr(plans, "_WARM_UP_SECONDS", 0.0)
     kernel = Planning()

@@ -138,6 +138,30 @@ def test_only_the_layer_in_use_and_the_next_are_on_the_device(keep_device_copies
     assert model.weights.device_bytes == 0
 
 
+@pytest.mark.parametrize("full_at", range(1 + 2 * LAYERS))
+@pytest.mark.parametrize("keep_device_copies", [False, True])
+def test_nothing_is_left_on_a_device_that_was_full(
+    monkeypatch: pytest.MonkeyPatch, keep_device_copies: bool, full_at: int
+) -> None:
+    copies, start_h2d = itertools.count(), StreamCopier.start_h2d
+
+    def start(copier: StreamCopier, host: torch.Tensor) -> object:
+        if next(copies) == full_at:
+            raise torch.OutOfMemoryError("as injected")
+        return start_h2d(copier, host)
+
+    monkeypatch.setattr(StreamCopier, "start_h2d", start)
+    model = _Model([50.0], [1.0], keep_device_copies=keep_device_copies)
+    with pytest.raises(torch.OutOfMemoryError):
+        model.forward()
+    model.weights.move_to_host()
+    assert model.weights.device_bytes == 0
+    assert all(weight.ticket is None for weight in model.weights._all())
+    model.forward()
+    model.backward(1.0)
+    model.step()
+
+
 def test_the_host_waits_for_copies_from_memory_that_it_writes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

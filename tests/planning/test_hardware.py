@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import zipfile
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -222,7 +223,7 @@ def test_datasheets_rank_as_the_machines_do() -> None:
     for shipped in shipped_profiles().values():
         sheet = datasheet(shipped.name)
         assert sheet is not None
-        assert sheet.copy_bytes_per_second == shipped.d2h_bytes_per_second
+        assert sheet.copy_bytes_per_second == pytest.approx(shipped.d2h_bytes_per_second, rel=0.1)
         assert sheet.node_bytes_per_second == shipped.node_bytes_per_second
         assert shipped.device_bytes == pytest.approx(sheet.device_gib * 2**30, rel=0.01)
 
@@ -254,10 +255,11 @@ def test_shipped_profiles_are_estimates_with_sense_in_them() -> None:
             assert set(curves) == {"bfloat16", "float16", "float32"}
             for curve in curves.values():
                 rates = [rate for _, rate in curve.points]
-                assert rates == sorted(rates), "small chunks are slower"
+                rising = all(b >= 0.95 * a for a, b in pairwise(rates))
+                assert rising, "small chunks are slower, but for the noise of a measurement"
         half = profile.matmul_flops["bfloat16"]
-        assert half.at(512) < 0.6 * half.at(8192)
-        assert 0.6 <= backward["bfloat16"].at(8192) / forward["bfloat16"].at(8192) <= 0.8
+        assert half.at(512) < 0.7 * half.at(8192)
+        assert 0.6 <= backward["bfloat16"].at(8192) / forward["bfloat16"].at(8192) <= 0.9
         assert profile.both_d2h_bytes_per_second < profile.d2h_bytes_per_second
 
 
