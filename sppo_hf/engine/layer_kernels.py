@@ -491,7 +491,7 @@ def _has_hooks(module: nn.Module) -> bool:
 def _adapted_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Forward of a LoRA layer: x [..., D] to [..., F]."""
     name = None if args or kwargs else _only_adapter(self)
-    if name is None or torch.is_autocast_enabled(x.device.type):
+    if name is None or x.dim() < 2 or torch.is_autocast_enabled(x.device.type):
         return type(self).forward(self, x, *args, **kwargs)
     base, first_RD, second_FR = self.base_layer, self.lora_A[name].weight, self.lora_B[name].weight
     if not x.dtype == base.weight.dtype == first_RD.dtype == second_FR.dtype:
