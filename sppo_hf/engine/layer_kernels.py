@@ -502,7 +502,7 @@ def _adapted_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         *(x_MD, None if dropped_MD is x_MD else dropped_MD),
         *(base.weight, base.bias, first_RD, second_FR, self.scaling[name]),
     )
-    return sum_MF.view(*x.shape[:-1], -1)
+    return sum_MF.view(*x.shape[:-1], sum_MF.shape[-1])
 
 
 setattr(_adapted_forward, _MARK, "adapter")
