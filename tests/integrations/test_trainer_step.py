@@ -234,7 +234,7 @@ def _nothing_frozen() -> Iterator[None]:
     gc.unfreeze()
     yield
     gc.enable()
-    gc.unfreeze()
+    gc.freeze()  # as `conftest.py` did, for all tests that follow
 
 
 @pytest.mark.usefixtures("_nothing_frozen")
