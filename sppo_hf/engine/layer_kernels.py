@@ -557,17 +557,23 @@ _PROBE_SIZES = (48, 8, 32)
 """D, R and F of the layer with which PEFT's code is compared; it is the same code at any size."""
 
 
+def _adapter_dtypes(module: Any, name: str) -> tuple[torch.dtype, ...]:
+    """Dtypes of the base layer and of both factors."""
+    layers = module.base_layer, module.lora_A[name], module.lora_B[name]
+    return tuple(layer.weight.dtype for layer in layers)
+
+
 def _adapter_kind(module: Any, name: str) -> tuple[Any, ...]:
-    weights = module.base_layer.weight, module.lora_A[name].weight, module.lora_B[name].weight
-    dtypes = tuple(weight.dtype for weight in weights)
-    return type(module), dtypes, module.base_layer.bias is None, module.scaling[name]
+    has_bias = module.base_layer.bias is not None
+    return type(module), _adapter_dtypes(module, name), has_bias, module.scaling[name]
 
 
 def _adapter_agrees(module: Any, name: str, device: torch.device) -> bool:
     """Whether a LoRA layer computes what `_AdaptedLinear` does."""
-    (dtype, *others), has_bias = _adapter_kind(module, name)[1], module.base_layer.bias is not None
+    dtype, *others = _adapter_dtypes(module, name)
     if {*others} != {dtype}:
         return False
+    has_bias = module.base_layer.bias is not None
     inputs, rank, outputs = _PROBE_SIZES
     bare = copy.copy(module)
     bare.__dict__["_modules"] = dict(module._modules)

@@ -132,7 +132,7 @@ class StepRows(NamedTuple):
 def offloaded_bytes(plan: Plan) -> int:
     """Peak host bytes of a plan's offload engine: all but weights, optimizer and gradients.
 
-    With what the ends of its slabs leave unused.
+    With what its last slab leaves unused.
     """
     host = plan.estimate.host
     others = (Cause.WEIGHTS, Cause.OPTIMIZER, Cause.GRADIENTS)

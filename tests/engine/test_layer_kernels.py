@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from sppo_hf import ConfigError, SPPOConfig
 from sppo_hf.engine import layer_kernels
-from sppo_hf.engine.convert import convert, revert
+from sppo_hf.engine.convert import convert, get_engine, revert
 from sppo_hf.engine.layer_kernels import liger_runs_on
 from sppo_hf.engine.structure import find_parts, suppress_peft_warnings
 from sppo_hf.planning.choices import DeviceFacts, read_choices
@@ -422,6 +422,30 @@ def test_with_adapters_loss_and_gradients_are_those_of_peft(
     added.clear()
     step(model, ids)
     assert not added
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_as_much_is_offloaded_as_of_pefts_code(
+    recompute: Any, added: list[torch.Size], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights, which the function saves for its gradients, are not among it."""
+    monkeypatch.setattr(layer_kernels, "liger_runs_on", lambda device: False)
+    offloaded = []
+    model = adapted(dtype=torch.float32)
+    ids = torch.randint(0, 90, (1, 64), generator=torch.Generator().manual_seed(0))
+    for kernels in ("none", "auto"):
+        settings = {"recompute": recompute, "offload": "full", "min_offload_size": 1}
+        plan = convert(
+            model, SPPOConfig(num_chunks=2, show_plan=False, layer_kernels=kernels, **settings)
+        )
+        added.clear()
+        step(model, ids)
+        assert bool(added) == (kernels == "auto")
+        engine = get_engine(model)
+        assert engine is not None
+        offloaded.append(engine.offload.stats().d2h_bytes)
+        revert(plan)
+    assert offloaded[0] == offloaded[1] > 0
 
 
 @pytest.mark.parametrize(
