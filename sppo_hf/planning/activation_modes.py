@@ -42,7 +42,6 @@ class ActivationMode:
     """How much is saved; the rest is recomputed in backward."""
 
     tier: Tier
-    """Tier that holds the saved activations."""
 
     @property
     def recompute(self) -> bool:

@@ -24,8 +24,6 @@ class DeviceFacts:
     """"cpu" or "cuda"."""
 
     name: str
-    """Name of the device or processor."""
-
     device_memory_bytes: int | None = None
     """Memory of the device (of the machine, for a CPU); None if unknown."""
 

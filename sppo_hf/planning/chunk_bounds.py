@@ -116,9 +116,36 @@ def chunk_bounds(
             tokens, or one of a single token where `lengthened` forbids it.
     """
     assert total_tokens >= 1, f"a sequence has at least one token, got {total_tokens}"
-    target_tokens = target_tokens or TARGET_CHUNK_TOKENS[device_kind]
-    bounds = _cut(config, shape, total_tokens, target_tokens=target_tokens, stages=stages)
-    return bounds if config.chunk_lengths is not None else lengthened(bounds, shape)
+    partition = partition_of(config, stages=stages)
+    if config.chunk_lengths is not None:
+        return _explicit_bounds(config, config.chunk_lengths, total_tokens, shape)
+    if config.chunk_tokens is not None:
+        ends = [*range(config.chunk_tokens, total_tokens, config.chunk_tokens), total_tokens]
+        return lengthened(_pairs(ends), shape)
+    if config.num_chunks == "auto":
+        target = target_tokens or TARGET_CHUNK_TOKENS[device_kind]
+        curve = PrefixCost.of(shape)
+        bounds = auto_bounds(curve, total_tokens, target_tokens=target, partition=partition)
+        return lengthened(bounds, shape)
+    if config.num_chunks > total_tokens:
+        raise ConfigError(
+            f"num_chunks={config.num_chunks} is more than the {total_tokens:,} tokens of this "
+            f"batch. Allowed here: 1 to {total_tokens:,}. Set num_chunks='auto' or "
+            "chunk_tokens=<tokens>, which fit any length."
+        )
+    return counted_bounds(shape, total_tokens, config.num_chunks, partition)
+
+
+def names_cut(config: SPPOConfig) -> bool:
+    """Whether the settings leave no choice of the number of chunks."""
+    return config.num_chunks != "auto" or bool(config.chunk_lengths or config.chunk_tokens)
+
+
+def counted_bounds(shape: ModelShape, total_tokens: int, num_chunks: int, partition: str) -> Bounds:
+    """Returns the bounds of `num_chunks` chunks, by `partition` ("even" or "flops")."""
+    if partition == "even":
+        return lengthened(even_bounds(total_tokens, num_chunks), shape)
+    return lengthened(balanced_bounds(PrefixCost.of(shape), total_tokens, num_chunks), shape)
 
 
 def lengthened(bounds: Bounds, shape: ModelShape) -> Bounds:
@@ -144,33 +171,6 @@ def lengthened(bounds: Bounds, shape: ModelShape) -> Bounds:
             "larger chunk_tokens)."
         )
     return _pairs([*starts[1:], bounds[-1][1]])
-
-
-def _cut(
-    config: SPPOConfig, shape: ModelShape, total_tokens: int, *, target_tokens: int, stages: int
-) -> Bounds:
-    partition = partition_of(config, stages=stages)
-    if config.chunk_lengths is not None:
-        return _explicit_bounds(config, config.chunk_lengths, total_tokens, shape)
-    if config.chunk_tokens is not None:
-        ends = [*range(config.chunk_tokens, total_tokens, config.chunk_tokens), total_tokens]
-        return _pairs(ends)
-    if config.num_chunks == "auto":
-        return auto_bounds(
-            PrefixCost.of(shape),
-            total_tokens,
-            target_tokens=target_tokens,
-            partition=partition,
-        )
-    if config.num_chunks > total_tokens:
-        raise ConfigError(
-            f"num_chunks={config.num_chunks} is more than the {total_tokens:,} tokens of this "
-            f"batch. Allowed here: 1 to {total_tokens:,}. Set num_chunks='auto' or "
-            "chunk_tokens=<tokens>, which fit any length."
-        )
-    if partition == "even":
-        return even_bounds(total_tokens, config.num_chunks)
-    return balanced_bounds(PrefixCost.of(shape), total_tokens, config.num_chunks)
 
 
 def partition_of(config: SPPOConfig, *, stages: int = 1) -> Literal["flops", "even"]:

@@ -55,8 +55,6 @@ class ClusterQuestion:
     """Rows of a step, over all replicas."""
 
     gpus: int
-    """Number of devices."""
-
     budgets: Budgets
     """Budgets of one device, and of the host of one node."""
 
@@ -70,8 +68,6 @@ class ClusterQuestion:
     """Rate from a device to one of its own node, each way; None: as between nodes."""
 
     space: SearchSpace = field(default_factory=SearchSpace)
-    """The layouts to search."""
-
     shares_units: bool = True
     """Whether ranks of a pipeline can share units of this model (`count_head_blocks`), where its
     heads can be divided among them."""
@@ -150,8 +146,6 @@ class ClusterPlan:
     """A simulated layout."""
 
     layout: Layout
-    """The layout."""
-
     layers: tuple[range, ...]
     """Layers of each stage."""
 

@@ -43,16 +43,10 @@ class Correction:
     """Ratios of measured to predicted times; 1.0 where nothing was measured."""
 
     forward: float = 1.0
-    """Factor on the seconds of forward units."""
-
     backward: float = 1.0
-    """Factor on the seconds of backward units."""
 
     d2h: float = 1.0
-    """Factor on the seconds of copies to the host."""
-
     h2d: float = 1.0
-    """Factor on the seconds of copies to the device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +57,6 @@ class UnitSeconds:
     """
 
     forward: NDArray[np.float64]
-    """Forward."""
-
     backward: NDArray[np.float64]
     """Backward without recomputation."""
 
@@ -89,11 +81,7 @@ class ModelCost:
     """Seconds and bytes of a model's units on one device."""
 
     shape: ModelShape
-    """The model."""
-
     profile: HardwareProfile
-    """Speeds of the machine."""
-
     dtype_name: str
     """Dtype of matrix products, such as "bfloat16"."""
 
@@ -105,7 +93,6 @@ class ModelCost:
     bytes are those of one rank."""
 
     correction: Correction = Correction()
-    """Correction from the first measured steps."""
 
     # Not copied by `dataclasses.replace`: other fields give other seconds.
     _memo: dict[tuple[object, ...], Any] = field(

@@ -90,8 +90,6 @@ class Decisions(Batch):
     """Activation mode of each unit, `layer_modes[chunk][layer]`."""
 
     order: Order = "by_chunk"
-    """Order of the grid of layers and chunks."""
-
     kv_modes: tuple[KVMode, ...] = ()
     """K/V mode of each layer, by layer only; empty keeps all K/V on the device."""
 

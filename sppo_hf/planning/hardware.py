@@ -123,8 +123,6 @@ class HardwareProfile:
     """Whether figures are public ones or guesses; False if they were measured on this machine."""
 
     source: str
-    """Origin of the figures, as text."""
-
     matmul_flops: dict[str, Curve]
     """FLOP/s of the linear layers by dtype name ("bfloat16") and tokens."""
 

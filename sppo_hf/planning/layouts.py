@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise, product
-from typing import Any, Literal, NamedTuple, TypeVar
+from operator import attrgetter
+from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sppo_hf.planning.activation_modes import KEEP, SAVED, Saved
+from sppo_hf.planning.activation_modes import SAVED, Saved
 from sppo_hf.planning.chunk_bounds import (
     Bounds,
     PrefixCost,
@@ -23,10 +25,10 @@ from sppo_hf.planning.chunk_bounds import (
     even_bounds,
 )
 from sppo_hf.planning.cost import ModelCost
-from sppo_hf.planning.decisions import Decisions
+from sppo_hf.planning.decisions import Batch
 from sppo_hf.planning.memory import byte_tables
 from sppo_hf.planning.pipeline_cost import OffloadRule, head_blocks_of
-from sppo_hf.planning.policies import sppo_ratios, uniform_modes
+from sppo_hf.planning.policies import sppo_ratios
 from sppo_hf.planning.stages import StageWeights, balanced_stages
 from sppo_hf.planning.tiers import HOST, Tier
 from sppo_hf.schedule.generate import (
@@ -46,8 +48,6 @@ class Layout(NamedTuple):
     """How a training step is spread over devices."""
 
     schedule: str
-    """Name of the schedule."""
-
     stages: int
     """Ranks of a pipeline."""
 
@@ -61,8 +61,6 @@ class Layout(NamedTuple):
     """Chunks of a row."""
 
     partition: PartitionMode
-    """How rows are cut into chunks."""
-
     saved: Saved
     """The activations that each layer saves for backward; the rest is recomputed."""
 
@@ -80,7 +78,6 @@ class Layout(NamedTuple):
     (FSDP); only without a pipeline."""
 
     activation_tier: Tier = HOST
-    """Tier of offloaded activations."""
 
     @property
     def devices(self) -> int:
@@ -104,12 +101,9 @@ class Layout(NamedTuple):
 
     def rank_nodes(self, devices_per_node: int) -> tuple[Hashable, ...]:
         """Returns the node of each rank, equal where two share a node in all replicas."""
-        found: list[Hashable] = []
-        for rank in range(self.stages):
-            nodes = self.nodes_of(rank, devices_per_node)
-            within = all(first == last for first, last in nodes)
-            found.append(nodes if within else rank)
-        return tuple(found)
+        nodes = [self.nodes_of(rank, devices_per_node) for rank in range(self.stages)]
+        within = (all(first == last for first, last in one) for one in nodes)
+        return tuple(nodes[rank] if one else rank for rank, one in enumerate(within))
 
     def hops_between_nodes(self, devices_per_node: int) -> int:
         """Returns how many hops from stage to stage leave a node."""
@@ -132,8 +126,6 @@ class SearchSpace:
     """Stages per rank, for interleaved schedules."""
 
     partitions: tuple[PartitionMode, ...] = ("flops",)
-    """Ways to cut rows into chunks."""
-
     frames: tuple[tuple[Saved, OffloadRule], ...] = (
         ("whole", "none"),
         ("whole", "sppo"),
@@ -145,11 +137,7 @@ class SearchSpace:
     """Pairs of what each layer saves and how much of it is offloaded, fastest first."""
 
     kv_tiers: tuple[Tier, ...] = ("device", "host")
-    """Tiers of K/V."""
-
     activation_tiers: tuple[Tier, ...] = (HOST,)
-    """Tiers of offloaded activations."""
-
     sp: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     """Sizes of sequence-parallel groups. Those that span nodes are tried only where nothing else
     fits."""
@@ -252,15 +240,7 @@ _SPLIT_BACKWARD = "zb_seq1f1b"
 _CHUNKS_IN_FLIGHT = 3
 
 _Made = TypeVar("_Made")
-
-
-class _RankSeconds(NamedTuple):
-    """Compute and idle time of every rank of a pipeline, [ranks] each."""
-
-    per_row: NDArray[np.float64]
-    """Seconds of compute for each row."""
-    idle: NDArray[np.float64]
-    """Seconds in which a rank has nothing to compute, at least, whatever the number of rows."""
+_Others = ParamSpec("_Others")
 
 
 class _ChunkBytes(NamedTuple):
@@ -304,6 +284,39 @@ def _late_weight_seconds(weight_PN: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.array([sums[rank, rank : rank + chunks] for rank in range(ranks)])
 
 
+def _once(
+    *names: str,
+) -> Callable[
+    [Callable[Concatenate[LowerBounds, Layout, _Others], _Made]],
+    Callable[Concatenate[LowerBounds, Layout, _Others], _Made],
+]:
+    """Decorates a method to be called once for equal fields `names` of layouts, and arguments."""
+
+    def decorate(
+        make: Callable[Concatenate[LowerBounds, Layout, _Others], _Made],
+    ) -> Callable[Concatenate[LowerBounds, Layout, _Others], _Made]:
+        fields = attrgetter(*names)
+
+        def known(
+            self: LowerBounds, layout: Layout, *args: _Others.args, **kwargs: _Others.kwargs
+        ) -> _Made:
+            key = (make, fields(layout), args)
+            if key not in self.known:
+                self.known[key] = make(self, layout, *args, **kwargs)
+            return self.known[key]
+
+        return known
+
+    return decorate
+
+
+_WORK = ("partition", "num_chunks", "saved", "sp")
+"""The fields on which a row's compute and saved activations depend."""
+
+_STAGES = ("partition", "num_chunks", "sp", "stages", "virtual")
+"""The fields on which the layers of stages depend."""
+
+
 class LowerBounds:
     """Lower bounds on the step time and the peak bytes of layouts, found without simulation.
 
@@ -343,49 +356,35 @@ class LowerBounds:
         self._rows = rows
         self._curve = PrefixCost.of(cost.shape)
         self._kinds = sorted(set(cost.shape.layer_kinds))
-        self._known: dict[tuple[Hashable, ...], Any] = {}
-
-    def _once(self, key: tuple[Hashable, ...], make: Callable[[], _Made]) -> _Made:
-        """Returns the cached value of a key, or makes it: many layouts need the same values."""
-        if key not in self._known:
-            self._known[key] = make()
-        return self._known[key]
+        self.known: dict[Hashable, Any] = {}
+        """Values of `_once`."""
 
     # -- parts of a layout, which simulation uses too -----------------------------------------
 
+    @_once("sp")
     def cost(self, layout: Layout) -> ModelCost:
         """Returns the costs of one device of a layout's sequence-parallel groups."""
         sp = layout.sp
         if sp == 1:
             return self._cost
-        return self._once(
-            ("cost", sp),
-            lambda: self._cost.with_sequence_parallel(sp, self._group_bytes_per_second(sp)),
-        )
+        return self._cost.with_sequence_parallel(sp, self._group_bytes_per_second(sp))
 
+    @_once("num_chunks", "partition")
     def bounds(self, layout: Layout) -> Bounds:
         """Returns the chunks of a layout."""
-        count, partition = layout.num_chunks, layout.partition
-        return self._once(
-            ("bounds", count, partition),
-            lambda: bounds_of(self._curve, self._tokens, count, partition),
-        )
+        return bounds_of(self._curve, self._tokens, layout.num_chunks, layout.partition)
 
+    @_once(*_STAGES)
     def stages(self, layout: Layout) -> tuple[range, ...]:
         """Returns the layers of each stage of a layout."""
         count = layout.stages * layout.virtual
-        return self._once(
-            ("stages", layout.partition, layout.num_chunks, layout.sp, count),
-            lambda: balanced_stages(self.cost(layout), self.bounds(layout), count),
-        )
+        return balanced_stages(self.cost(layout), self.bounds(layout), count)
 
+    @_once(*_STAGES)
     def gradient_bytes(self, layout: Layout) -> int:
         """Returns the bytes of gradients of the stage that has most."""
         stages, shape = self.stages(layout), self._cost.shape
-        return self._once(
-            ("gradients", stages),
-            lambda: max(StageWeights.of(shape, layers).gradients for layers in stages),
-        )
+        return max(StageWeights.of(shape, layers).gradients for layers in stages)
 
     # -- seconds -------------------------------------------------------------------------------
 
@@ -397,17 +396,18 @@ class LowerBounds:
             reduce_seconds: seconds of reducing one stage's gradients over replicas, which begins
                 after the stage's last backward.
         """
-        shares = layout.schedule in SHARED_UNIT_SCHEDULES
-        key = (*_work_key(layout), layout.schedule, layout.stages, layout.virtual)
-        ranks = self._once(
-            ("ranks", *key),
-            lambda: self._sharing_ranks(layout) if shares else self._separate_ranks(layout),
-        )
+        per_row, idle = self._rank_seconds(layout)
         rows = self._rows // layout.replicas
-        return float((rows * ranks.per_row + ranks.idle).max()) * _ROUNDING + reduce_seconds
+        return float((rows * per_row + idle).max()) * _ROUNDING + reduce_seconds
 
-    def _separate_ranks(self, layout: Layout) -> _RankSeconds:
-        """Seconds of ranks that share no units."""
+    @_once(*_WORK, "schedule", "stages", "virtual")
+    def _rank_seconds(self, layout: Layout) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Seconds of compute for each row, and idle seconds whatever the number of rows, [ranks].
+
+        A rank may be idle longer.
+        """
+        if layout.schedule in SHARED_UNIT_SCHEDULES:
+            return self._sharing_ranks(layout), np.zeros(layout.stages)
         ranks, virtual = layout.stages, layout.virtual
         counts, splits = self._layer_counts(layout), layout.schedule == _SPLIT_BACKWARD
         work = self.cost(layout).unit_seconds(self.bounds(layout))
@@ -423,9 +423,9 @@ class LowerBounds:
             drain = _waiting_seconds(backward[:ranks] - weight, late)
         else:
             drain = _waiting_seconds(backward[:ranks])
-        return _RankSeconds(per_row, np.maximum(fill + drain, 0.0))
+        return per_row, np.maximum(fill + drain, 0.0)
 
-    def _sharing_ranks(self, layout: Layout) -> _RankSeconds:
+    def _sharing_ranks(self, layout: Layout) -> NDArray[np.float64]:
         """Seconds of ranks that share each stage's first and last units, as `generate.msp` does.
 
         Of stage s of P the first P-1-s chunks are shared by ranks s to P-1, and the last s chunks
@@ -446,22 +446,18 @@ class LowerBounds:
         alone = chunks - ranks + 1
         per_row[-1] += head[:alone].sum()
         per_row += head[alone:].sum() / ranks
-        return _RankSeconds(np.maximum(per_row, per_row.mean()), np.zeros(ranks))
+        return np.maximum(per_row, per_row.mean())
 
+    @_once(*_WORK, "stages")
     def _shared_seconds(self, layout: Layout, size: int) -> NDArray[np.float64]:
         """[kinds, chunks] Seconds of a layer's unit that `size` ranks share, added up over them."""
-        blocks = head_blocks_of(self.cost(layout), layout.stages)
-
-        def make() -> NDArray[np.float64]:
-            cost = self.cost(layout)
-            if size > 1:
-                rate = self._fastest_bytes_per_second
-                cost = cost.with_sequence_parallel(layout.sp * size, rate, blocks)
-            work = cost.unit_seconds(self.bounds(layout))
-            recompute = work.recompute[:, SAVED.index(layout.saved)]
-            return size * (work.forward + work.backward + recompute)
-
-        return self._once(("shared", *_work_key(layout), size, blocks), make)
+        cost = self.cost(layout)
+        if size > 1:
+            blocks, rate = head_blocks_of(cost, layout.stages), self._fastest_bytes_per_second
+            cost = cost.with_sequence_parallel(layout.sp * size, rate, blocks)
+        work = cost.unit_seconds(self.bounds(layout))
+        recompute = work.recompute[:, SAVED.index(layout.saved)]
+        return size * (work.forward + work.backward + recompute)
 
     # -- bytes ---------------------------------------------------------------------------------
 
@@ -476,7 +472,7 @@ class LowerBounds:
         # Stages are balanced; where the head lightens the last one, others have more layers.
         max_layers = -(-shape.num_layers // layout.stages)
         first_layers = shape.num_layers // layout.stages
-        states = self._model_state_bytes() // (layout.devices if layout.sharded else 1)
+        states = self._model_state_bytes // (layout.devices if layout.sharded else 1)
         kept = self._kept_bytes(layout)
         kv = 0
         if layout.kv_tier == "device":
@@ -546,16 +542,12 @@ class LowerBounds:
         fullest = sorted(held_by_rank * (layout.replicas * layout.sp), reverse=True)
         return sum(fullest[:ranks_per_node]) * layers
 
+    @_once(*_STAGES)
     def _layer_counts(self, layout: Layout) -> NDArray[np.int64]:
         """[stages, kinds] How many layers of each kind a stage has."""
-        stages = self.stages(layout)
-
-        def make() -> NDArray[np.int64]:
-            kinds = np.array(self._cost.shape.layer_kinds)
-            held = [kinds[layers.start : layers.stop] for layers in stages]
-            return np.array([[(those == kind).sum() for kind in self._kinds] for those in held])
-
-        return self._once(("counts", stages), make)
+        kinds = np.array(self._cost.shape.layer_kinds)
+        held = [kinds[layers.start : layers.stop] for layers in self.stages(layout)]
+        return np.array([[(those == kind).sum() for kind in self._kinds] for those in held])
 
     def _later_rows_chunks(self, layout: Layout, rank: int) -> Bounds:
         """Chunks of later rows that a rank has begun when its first backward begins.
@@ -572,55 +564,41 @@ class LowerBounds:
         bounds = self.bounds(layout)[:: -1 if layout.virtual > 1 else 1]
         return (bounds * -(-count // num_chunks))[: max(0, count)]
 
+    @_once(*_WORK, "kv_tier")
     def _backward_bytes(self, layout: Layout) -> list[_ChunkBytes]:
         """Bytes on a device while backward runs over each chunk."""
-
-        def make() -> list[_ChunkBytes]:
-            cost, bounds = self.cost(layout), self.bounds(layout)
-            decisions = Decisions(
-                batch_rows=cost.batch_rows,
-                bounds=bounds,
-                layer_modes=uniform_modes(len(bounds), cost.shape.num_layers, KEEP),
-                training=True,
-                tile_tokens=1,
-                kv_tier=layout.kv_tier,
+        cost, bounds = self.cost(layout), self.bounds(layout)
+        batch = Batch(batch_rows=cost.batch_rows, training=True, tile_tokens=1)
+        decisions = replace(batch.decisions(bounds, cost.shape.num_layers), kv_tier=layout.kv_tier)
+        tables = byte_tables(cost.shape, decisions, cost.profile.kind)
+        rebuilt = tables.rebuilt if layout.saved != "whole" else 0
+        workspaces = (tables.workspace_backward + rebuilt).max(axis=0).tolist()
+        return [
+            _ChunkBytes(
+                self._activation_bytes(layout, end - start),
+                self._kv_bytes(layout, end) if layout.kv_tier == "device" else 0,
+                workspace,
             )
-            tables = byte_tables(cost.shape, decisions, cost.profile.kind)
-            rebuilt = tables.rebuilt if layout.saved != "whole" else 0
-            workspaces = (tables.workspace_backward + rebuilt).max(axis=0).tolist()
-            return [
-                _ChunkBytes(
-                    self._activation_bytes(layout, end - start),
-                    self._kv_bytes(layout, end) if layout.kv_tier == "device" else 0,
-                    workspace,
-                )
-                for (start, end), workspace in zip(bounds, workspaces, strict=True)
-            ]
-
-        return self._once(("backward", *_work_key(layout), layout.kv_tier), make)
+            for (start, end), workspace in zip(bounds, workspaces, strict=True)
+        ]
 
     # All of these are the bytes of one layer, the one with the fewest.
 
+    @cached_property
     def _model_state_bytes(self) -> int:
         """Weights, gradients and optimizer states; embedding and head are left out."""
         shape = self._cost.shape
+        # One layer of each kind, neither first nor last; a kind that is only there counts 0.
+        inner = {shape.layer_kinds[i]: i for i in range(1, shape.num_layers - 1)}
+        held = [StageWeights.of(shape, range(i, i + 1)) for i in inner.values()]
+        if len(inner) < len(self._kinds):
+            return 0
+        return min(w.weights + w.gradients + w.optimizer for w in held)
 
-        def make() -> int:
-            # One layer of each kind, neither first nor last; a kind that is only there counts 0.
-            inner = {shape.layer_kinds[i]: i for i in range(1, shape.num_layers - 1)}
-            held = [StageWeights.of(shape, range(i, i + 1)) for i in inner.values()]
-            if len(inner) < len(self._kinds):
-                return 0
-            return min(w.weights + w.gradients + w.optimizer for w in held)
-
-        return self._once(("states",), make)
-
+    @_once("sp")
     def _kv_bytes(self, layout: Layout, tokens: int) -> int:
         cost = self.cost(layout)
-        return self._once(
-            ("kv", layout.sp, tokens),
-            lambda: min(cost.kv_bytes(kind, tokens) for kind in self._kinds),
-        )
+        return min(cost.kv_bytes(kind, tokens) for kind in self._kinds)
 
     def _dkv_bytes(self, layout: Layout) -> int:
         """Sums of dK/dV that the last chunk's backward writes, first for one stage of a rank."""
@@ -628,12 +606,10 @@ class LowerBounds:
         cost = self.cost(layout)
         return min(cost.dkv_bytes(kind, last) for kind in self._kinds) // layout.virtual
 
+    @_once("sp", "saved")
     def _activation_bytes(self, layout: Layout, tokens: int) -> int:
-        cost, saved = self.cost(layout), layout.saved
-        return self._once(
-            ("activations", layout.sp, tokens, saved),
-            lambda: min(cost.activation_bytes(kind, tokens, saved) for kind in self._kinds),
-        )
+        cost = self.cost(layout)
+        return min(cost.activation_bytes(kind, tokens, layout.saved) for kind in self._kinds)
 
     def _kept_bytes(self, layout: Layout) -> int:
         """Saved activations of a row that are not offloaded."""
@@ -660,8 +636,3 @@ class LowerBounds:
         copied = float(seconds) / cost.d2h_seconds(1.0, both=True)
         sizes = [self._activation_bytes(layout, end - start) for start, end in bounds]
         return sppo_ratios(sizes, copied / len(bounds))
-
-
-def _work_key(layout: Layout) -> tuple[Hashable, ...]:
-    """The fields on which a row's compute and saved activations depend."""
-    return layout.partition, layout.num_chunks, layout.saved, layout.sp

@@ -174,14 +174,8 @@ class Points:
     """
 
     num_chunks: int
-    """Number of chunks."""
-
     num_layers: int
-    """Number of decoder layers."""
-
     training: bool
-    """Whether a backward follows."""
-
     by_layer: bool = False
     """Whether all chunks of a layer run before the next layer."""
 

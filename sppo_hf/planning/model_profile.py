@@ -127,8 +127,6 @@ class LayerProfile:
     """Parameters of the layer with all experts, without adapters."""
 
     adapter_weights: int = 0
-    """Parameters of the layer's adapters."""
-
     adapted_mlp_width: int = 0
     """Width of the widest output of an adapter inside the MLP, to which the frozen weight's output
     is added."""
@@ -252,8 +250,6 @@ class ModelProfile:
     """A causal language model under one `Training`."""
 
     training: Training
-    """Facts about its training."""
-
     layers: tuple[LayerProfile, ...]
     """One profile per decoder layer; equal layers share one object. Under LoRA the first layer may
     save less than others, as no gradient reaches its input."""

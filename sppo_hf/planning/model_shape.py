@@ -85,11 +85,7 @@ class ModelShape:
     """One entry per decoder layer, first to last; layers that are alike are equal."""
 
     vocab_size: int
-    """Rows of the embedding and of the head."""
-
     tied: bool
-    """Embedding and head share one matrix."""
-
     dtype_bytes: int
     """Bytes of one activation element."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.activation_modes import Saved
 from sppo_hf.planning.choices import DeviceFacts, read_budgets, read_choices
-from sppo_hf.planning.chunk_bounds import Bounds
+from sppo_hf.planning.chunk_bounds import Bounds, names_cut
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.hardware import UNKNOWN_LINK
 from sppo_hf.planning.memory import Budgets
@@ -47,13 +48,10 @@ class PipelineChoice:
     """The schedule and the chunks of a pipeline."""
 
     schedule: str
-    """Name of the schedule."""
-
     bounds: Bounds
     """The chunks of every row."""
 
     reason: str
-    """Reason for this choice, for the user."""
 
 
 def default_choice(
@@ -82,7 +80,7 @@ def default_choice(
         micro_batches=1 if shares else micro_batches,
         device_kind=device_kind,
     )
-    if shares and _is_open(config) and len(bounds) < config.pp_size <= total_tokens:
+    if shares and not names_cut(config) and len(bounds) < config.pp_size <= total_tokens:
         bounds = bounds_with_count(config, shape, total_tokens, config.pp_size)
     name = DEFAULT_SCHEDULE if config.pp_schedule == "auto" else config.pp_schedule
     if shares:
@@ -103,10 +101,10 @@ def choose_pipeline(
     shape: ModelShape,
     total_tokens: int,
     *,
-    micro_batches: int,
     batch_rows: int,
     device: DeviceFacts,
     dtype_name: str,
+    micro_batches: int,
     may_share: bool = False,
 ) -> PipelineChoice:
     """Chooses by simulating candidates with the device's speeds.
@@ -117,14 +115,8 @@ def choose_pipeline(
     Raises:
         ConfigError: the settings do not fit this length.
     """
-    ruled = default_choice(
-        config,
-        shape,
-        total_tokens,
-        micro_batches=micro_batches,
-        device_kind=device.kind,
-        may_share=may_share,
-    )
+    batch: dict[str, Any] = {"micro_batches": micro_batches, "may_share": may_share}
+    ruled = default_choice(config, shape, total_tokens, device_kind=device.kind, **batch)
     if _is_set(config) or device.profile is None:
         return ruled
     cost = ModelCost(
@@ -334,13 +326,8 @@ def _simulated_micro_batches(ranks: int) -> tuple[int, int]:
     return 2 * ranks, 3 * ranks
 
 
-def _is_open(config: SPPOConfig) -> bool:
-    """Whether the settings leave chunks open."""
-    return config.num_chunks == "auto" and not (config.chunk_lengths or config.chunk_tokens)
-
-
 def _is_set(config: SPPOConfig) -> bool:
-    return not _is_open(config) and (config.pp_schedule != "auto" or config.pp_msp == "on")
+    return names_cut(config) and (config.pp_schedule != "auto" or config.pp_msp == "on")
 
 
 def _cuts(
@@ -348,7 +335,7 @@ def _cuts(
 ) -> Iterator[Bounds]:
     """Yields the default chunks, then coarser and finer ones where the settings leave them open."""
     yield ruled
-    if not _is_open(config):
+    if names_cut(config):
         return
     total_tokens = ruled[-1][1]
     most = max(1, total_tokens // MIN_CHUNK_TOKENS[device_kind])

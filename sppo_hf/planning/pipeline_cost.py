@@ -115,8 +115,6 @@ class PipelineCost:
     """Costs of layers on one device; its `batch_rows` are the rows of a micro-batch."""
 
     bounds: Bounds
-    """The chunks of a row."""
-
     _: KW_ONLY
 
     split: tuple[range, ...] = ()
@@ -129,8 +127,6 @@ class PipelineCost:
     """The part of these that is offloaded."""
 
     activation_tier: Tier = HOST
-    """Tier of offloaded activations."""
-
     kv_tier: Tier = "device"
     """Tier of K/V and of their accumulated gradients."""
 
@@ -144,8 +140,6 @@ class PipelineCost:
     """Node of each rank; empty if all are on different nodes."""
 
     devices_per_node: int = 8
-    """Devices of a node."""
-
     shards: int = 1
     """Devices over which weights, gradients and optimizer states of a stage are sharded (FSDP). A
     layer's weights are all-gathered and its gradients reduce-scattered for every unit."""

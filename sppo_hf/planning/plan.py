@@ -8,9 +8,9 @@ tests read the same.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 
 from sppo_hf.config import PLAN_VERSION, SPPOConfig
 from sppo_hf.errors import BudgetError, ConfigError
@@ -42,11 +42,12 @@ from sppo_hf.planning.chunk_bounds import (
     chunk_bounds,
     chunk_cuts,
     most_chunks,
+    names_cut,
     partitions_of,
 )
 from sppo_hf.planning.cost import Correction, ModelCost
-from sppo_hf.planning.decisions import Batch, Decisions, Order, modes_used
-from sppo_hf.planning.hardware import UNKNOWN_LINK, HardwareProfile
+from sppo_hf.planning.decisions import Batch, Decisions, LayerModes, Order, modes_used
+from sppo_hf.planning.hardware import UNKNOWN_LINK
 from sppo_hf.planning.lowering import StepProgram, estimate, lower
 from sppo_hf.planning.memory import Budgets, MemoryEstimate, check_budget, standing_device_bytes
 from sppo_hf.planning.model_shape import ModelShape
@@ -92,9 +93,7 @@ def limit_text(limit: BudgetViolation, budgets: Budgets, total_tokens: int) -> s
     )
 
 
-def check_standing_bytes(
-    config: SPPOConfig, shape: ModelShape, budgets: Budgets, *, training: bool
-) -> None:
+def _check_standing_bytes(task: _Task) -> None:
     """Checks bytes that are held throughout the step against budgets named by the user.
 
     Raises:
@@ -102,39 +101,40 @@ def check_standing_bytes(
     """
     # Only a budget that the user named is a reason to refuse: without one, the weights are already
     # where they are, or sharded over devices in a way that is not visible here.
-    if shape.host_resident is not None and "host" in named_budgets(config) and training:
-        assert budgets.host is not None, "a budget that is named is known"
+    shape, named = task.shape, named_budgets(task.config)
+    if shape.host_resident is not None and "host" in named and task.training:
+        assert task.budgets.host is not None, "a budget that is named is known"
         check_budget(
             "host",
             "weights, gradients and optimizer states that are kept there",
             need_bytes=shape.host_resident.held_bytes,
-            have_bytes=budgets.host,
+            have_bytes=task.budgets.host,
             remedy="Raise host_memory, train fewer parameters, or leave more on the device "
             "(weights='device', optimizer='device'). No choice of chunks changes these bytes.",
         )
-    budget = budgets.device
-    if "device" not in named_budgets(config) or budget is None:
-        return
-    check_budget(
-        "device",
-        "weights and gradients" if training else "the weights",
-        need_bytes=shape.weight_bytes + (shape.gradient_bytes if training else 0),
-        have_bytes=budget,
-        remedy="Raise device_memory, train fewer parameters (LoRA has almost no gradients), or load"
-        " the model in a smaller dtype or quantised. No choice of chunks changes these bytes.",
-    )
+    if "device" in named and task.budgets.device is not None:
+        check_budget(
+            "device",
+            "weights and gradients" if task.training else "the weights",
+            need_bytes=shape.weight_bytes + shape.gradient_bytes * task.training,
+            have_bytes=task.budgets.device,
+            remedy="Raise device_memory, train fewer parameters (LoRA has almost no gradients), or "
+            "load the model in a smaller dtype or quantised. No choice of chunks changes these "
+            "bytes.",
+        )
 
 
-def check_named_budgets(config: SPPOConfig, budgets: Budgets, predicted: MemoryEstimate) -> None:
+def _check_named_budgets(task: _Task, predicted: MemoryEstimate) -> None:
     """Checks the bytes of modes set by the user against budgets named by the user.
 
     Raises:
         BudgetError: a budget of the host or the disk is too small.
     """
-    for limit in over_budget(predicted, budgets):
+    config = task.config
+    for limit in over_budget(predicted, task.budgets):
         if limit.tier == "device" or limit.tier not in named_budgets(config):
             continue
-        have = budgets.of(limit.tier)
+        have = task.budgets.of(limit.tier)
         assert have is not None, "a tier over its budget has one"
         check_budget(
             limit.tier,
@@ -146,55 +146,43 @@ def check_named_budgets(config: SPPOConfig, budgets: Budgets, predicted: MemoryE
         )
 
 
-def limit_warnings(
-    shape: ModelShape,
-    decisions: Decisions,
-    predicted: MemoryEstimate,
-    budgets: Budgets,
-    total_tokens: int,
-) -> Iterator[str]:
-    """Yields warnings about the model's positions and exceeded budgets that do not stop a run."""
-    limit = shape.max_positions_tokens
-    if limit is not None and total_tokens > limit:
+def _warnings(task: _Task, modes: LayerModes, predicted: MemoryEstimate) -> Iterator[str]:
+    """Yields warnings that do not stop a run.
+
+    About the model's positions, exceeded budgets, a PyTorch setting that would let a nearly full
+    device hold more, recurrent layers (whose installed kernels matter), and what the model cannot.
+    """
+    shape, budgets, limit = task.shape, task.budgets, task.shape.max_positions_tokens
+    if limit is not None and task.total_tokens > limit:
         yield (
-            f"sequences of {total_tokens:,} tokens are longer than the {limit:,} positions "
+            f"sequences of {task.total_tokens:,} tokens are longer than the {limit:,} positions "
             "this model was made for; expect poor quality unless its rotary scaling is changed"
         )
-    modes = modes_used(decisions.layer_modes)
     for over in over_budget(predicted, budgets):
         have = budgets.of(over.tier) or 0
-        total = have + over.missing_bytes
+        causes = predicted.of(over.tier)
+        most = max(causes, key=causes.__getitem__)
         yield (
-            f"predicted {over.tier} peak {format_bytes(total)} is over the "
-            f"{format_bytes(have)} there are ({_largest_cause(predicted, over.tier)}); "
-            + _remedy(modes, over.tier)
+            f"predicted {over.tier} peak {format_bytes(have + over.missing_bytes)} is over the "
+            f"{format_bytes(have)} there are (most of it {most}, {format_bytes(causes[most])}); "
+            + _remedy(modes_used(modes), over.tier)
         )
-
-
-def estimate_warnings(shape: ModelShape) -> tuple[str, ...]:
-    """Returns a warning if installed kernels matter, as they do for recurrent layers."""
-    scans = sum(layer.scans for layer in shape.layers)
-    if not scans:
-        return ()
-    return (
-        f"{scans} of {shape.num_layers} layers are recurrent: the FLOPs and saved bytes of their "
-        "scans are those of Transformers' torch code; kernels save less",
-    )
-
-
-def fragmentation_warnings(
-    config: SPPOConfig, facts: DeviceFacts, predicted: MemoryEstimate, budgets: Budgets
-) -> Iterator[str]:
-    """Yields a warning if a PyTorch setting would let a nearly full device hold more."""
-    budget = budgets.device
-    if not reserves_fragmentation(config, facts) or budget is None:
-        return
-    if predicted.device.total > _NEARLY_FULL * budget:
+    nearly = budgets.device is not None and predicted.device.total > _NEARLY_FULL * budgets.device
+    if nearly and reserves_fragmentation(task.config, task.device):
         yield (
             f"{FRAGMENTATION_SHARE:.0%} of the device's memory are reserved for fragmentation of "
             "PyTorch's allocator; to use them, add expandable_segments:True to "
             "PYTORCH_ALLOC_CONF, or leave that unset"
         )
+    if scans := sum(layer.scans for layer in shape.layers):
+        yield (
+            f"{scans} of {shape.num_layers} layers are recurrent: the FLOPs and saved bytes of "
+            "their scans are those of Transformers' torch code; kernels save less"
+        )
+    if isinstance(task.by_layer, str):
+        yield f"order: by_chunk, because {task.by_layer}"
+    if isinstance(task.in_tiles, str):
+        yield f"layer_tile_tokens: 0, because {task.in_tiles}"
 
 
 def planned_for(shape: ModelShape, total_tokens: int) -> str:
@@ -230,11 +218,6 @@ def _model_of(shape: ModelShape) -> str:
     return f"{shape.num_layers} layers of {shape.hidden_size}, vocabulary {shape.vocab_size}"
 
 
-def _largest_cause(predicted: MemoryEstimate, tier: Tier) -> str:
-    cause, size = max(predicted.peak(tier).tier(tier).items(), key=lambda item: item[1])
-    return f"most of it {cause}, {format_bytes(size)}"
-
-
 def _remedy(modes: frozenset[ActivationMode], tier: Tier) -> str:
     if tier == "device" and not all(mode.recompute for mode in modes):
         return "recompute='full' holds less"
@@ -254,14 +237,10 @@ class PipelineStep:
     """Predicted step of all stages of a pipeline."""
 
     schedule: str
-    """Name of the schedule."""
-
     reason: str
     """Reason for the schedule and the chunks."""
 
     ranks: int
-    """Ranks of the pipeline."""
-
     replicas: int
     """Number of data-parallel pipelines."""
 
@@ -296,23 +275,11 @@ class Plan(Decisions):
     """The model, or a stage of it."""
 
     device: DeviceFacts
-    """The device."""
-
     backend_name: str
-    """Attention backend."""
-
     backend_reason: str
-    """Reason for the backend."""
-
     recompute_reason: str
-    """Reason for recomputation, or for none."""
-
     offload_reason: str
-    """Reason for offloading, or for none."""
-
     order_reason: str = ""
-    """Reason for the order."""
-
     places_reason: str = ""
     """Reason for host-resident weights or optimizer; "" without them."""
 
@@ -327,8 +294,6 @@ class Plan(Decisions):
     """Predicted seconds; None if speeds are unknown."""
 
     cost: ModelCost | None = None
-    """Costs from which the prediction was made."""
-
     pipeline: PipelineStep | None = None
     """The pipeline that this is a stage of; other fields then describe one micro-batch on this
     stage."""
@@ -342,34 +307,10 @@ class Plan(Decisions):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Task:
-    """A request with its settings resolved to budgets, choices and costs."""
-
-    config: SPPOConfig
-    shape: ModelShape
-    device: DeviceFacts
-    batch: Batch
-    total_tokens: int
-    budgets: Budgets
-    choices: Choices
-    orders: tuple[Order, ...]
-    tiles: tuple[int, ...]
-    """Tile sizes for token-wise modules of one chunk over all tokens."""
-    cost: ModelCost | None
-    bounds: Bounds | None
-    under_seconds: float
-    """See `solve`."""
-    by_unit: bool
-    """Whether this is a pipeline stage, which copies whole units."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
     """A batch of a model on a machine, with settings: all inputs of a plan."""
 
     shape: ModelShape
-    """The model."""
-
     config: SPPOConfig
     """Settings; budgets that are not named come from the device."""
 
@@ -380,11 +321,7 @@ class PlanRequest:
     """Length of each row."""
 
     batch_rows: int = 1
-    """Rows of the batch."""
-
     training: bool = True
-    """Whether a backward follows."""
-
     accumulates: bool = False
     """Whether gradients of earlier batches exist, as with gradient accumulation."""
 
@@ -392,11 +329,7 @@ class PlanRequest:
     """Dtype of compute."""
 
     backend_name: str = "auto"
-    """Attention backend."""
-
     backend_reason: str = "chosen once the model is loaded; as fast as the profile says"
-    """Reason for the backend."""
-
     correction: Correction | None = None
     """Correction of the profile by measured steps."""
 
@@ -427,6 +360,25 @@ class PlanRequest:
         return replace(self, config=places.set_in(self.config), shape=shape)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Task(PlanRequest):
+    """A request with its settings resolved to budgets, choices and costs."""
+
+    batch: Batch
+    budgets: Budgets
+    choices: Choices
+    orders: tuple[Order, ...]
+    tiles: tuple[int, ...]
+    """Tile sizes for token-wise modules of one chunk over all tokens."""
+    cost: ModelCost | None
+    under_seconds: float
+    """See `solve`."""
+
+
+_Made = Plan | BudgetError
+"""A plan, or why the request is refused."""
+
+
 def make_plan(request: PlanRequest) -> Plan:
     """Decides how a batch is run.
 
@@ -434,22 +386,26 @@ def make_plan(request: PlanRequest) -> Plan:
         ConfigError: the settings do not fit this length.
         BudgetError: a budget named by the user is too small.
     """
-    plan: Plan | None = None
-    refusal: BudgetError | None = None
-    try:
-        plan = _planned(request)
-    except BudgetError as error:
-        refusal = error
-    if plan is None or _missing_bytes(plan):
-        remedy = _remedy_without_groups(request)
-        if remedy and plan is not None:
-            plan = replace(plan, warnings=(*plan.warnings, remedy))
-        elif remedy:
-            refusal = BudgetError(f"{refusal} Or: {remedy}.")
-    if plan is None:
-        assert refusal is not None, "what was not planned was refused"
-        raise refusal
-    return plan
+    made = _planned(request)
+    if not _fits(made) and (remedy := _remedy_without_groups(request)):
+        made = _with_remedy(made, remedy)
+    if isinstance(made, BudgetError):
+        raise made
+    return made
+
+
+def _fits(made: _Made) -> bool:
+    return isinstance(made, Plan) and not _missing_bytes(made)
+
+
+def _missing_bytes(plan: Plan) -> int:
+    return missing_bytes(plan.estimate, plan.budgets)
+
+
+def _with_remedy(made: _Made, remedy: str) -> _Made:
+    if isinstance(made, BudgetError):
+        return BudgetError(f"{made} Or: {remedy}.")
+    return replace(made, warnings=(*made.warnings, remedy))
 
 
 def _remedy_without_groups(request: PlanRequest) -> str:
@@ -461,15 +417,12 @@ def _remedy_without_groups(request: PlanRequest) -> str:
     if rows is None or not request.training or request.on_host is not True:
         return ""
     whole = replace(request, config=request.config.replace(micro_batch_size=None))
-    if _possible_places(whole) == _possible_places(request):
+    if _possible_places(whole) == _possible_places(request) or not _fits(_planned(whole)):
         return ""
-    with contextlib.suppress(BudgetError):
-        if not _missing_bytes(_planned(whole)):
-            return (
-                f"without micro_batch_size={rows} it fits, as weights may then be kept on the "
-                "host: give batches of as many rows, and accumulate gradients over more of them"
-            )
-    return ""
+    return (
+        f"without micro_batch_size={rows} it fits, as weights may then be kept on the "
+        "host: give batches of as many rows, and accumulate gradients over more of them"
+    )
 
 
 def _possible_places(request: PlanRequest) -> tuple[Placement, ...]:
@@ -481,79 +434,49 @@ def _possible_places(request: PlanRequest) -> tuple[Placement, ...]:
     )
 
 
-def _planned(request: PlanRequest) -> Plan:
-    """Plans without trying other settings as remedies."""
+def _planned(request: PlanRequest) -> _Made:
+    """Plans with one attention forward; if that does not fit, with rerun attention if that does.
+
+    If the settings forbid to rerun attention, a plan that would fit is mentioned as a remedy. Other
+    settings are not tried.
+    """
+    made = _placed(request, rerun_attention=False)
     allowing = request.config.replace(attention_once=False)
     again = request.training and request.alive is None
-    if not again or not may_rerun_attention(allowing, request.device, request.shape):
-        return _placed(request, rerun_attention=False)
-    return _with_attention_once(request)
+    if _fits(made) or not (again and may_rerun_attention(allowing, request.device, request.shape)):
+        return made
+    required = request.config.attention_once
+    more = _placed(request, rerun_attention=True)
+    if _fits(more):
+        remedy = "attention_once=False makes it fit: attention of some layers then runs again"
+        return _with_remedy(made, remedy) if required else more
+    if required:
+        return made
+    if isinstance(made, Plan) and isinstance(more, Plan):
+        # Estimates may be wrong, so the plan that exceeds budgets by least is run, with a warning.
+        return min(made, more, key=_missing_bytes)
+    # Of two refusals the one of the plan that needs fewer bytes.
+    return more if isinstance(made, BudgetError) and isinstance(more, BudgetError) else made
 
 
-def _placed(request: PlanRequest, *, rerun_attention: bool) -> Plan:
+def _placed(request: PlanRequest, *, rerun_attention: bool) -> _Made:
     """Plans with one of the allowed placements of weights and optimizer."""
     first, *others = _possible_places(request)
     on_host = request.on_host
     if others and request.training and on_host is True:
         return _best_placement(request, (first, *others), rerun_attention=rerun_attention)
-    placed = request.with_placement(first)
-    plan = _make_plan(placed, rerun_attention=rerun_attention, under_seconds=float("inf"))
-    if request.training and isinstance(on_host, str) and others and _missing_bytes(plan):
-        warning = f"weights and optimizer: on the device, because {on_host}"
-        plan = replace(plan, warnings=(*plan.warnings, warning))
-    return plan
-
-
-def _exchange_rate(config: SPPOConfig, profile: HardwareProfile) -> float:
-    """Returns bytes per second between ranks that share sequences, on one node or between nodes."""
-    on_node, far = profile.node_bytes_per_second, profile.network_bytes_per_second
-    return (far if config.sp_across_nodes else on_node) or UNKNOWN_LINK
-
-
-def _with_attention_once(request: PlanRequest) -> Plan:
-    """Plans with one attention forward; if that does not fit, with rerun attention if that does.
-
-    If the settings forbid to rerun attention, a plan that would fit is mentioned as a remedy.
-
-    Raises:
-        BudgetError: neither fits, or rerunning is not allowed, and the user named the budgets.
-    """
-    required = request.config.attention_once
-    plan: Plan | None = None
-    refusal: BudgetError | None = None
-    try:
-        plan = _placed(request, rerun_attention=False)
-    except BudgetError as error:
-        refusal = error
-    if plan is not None and not _missing_bytes(plan):
-        return plan
-    more: Plan | None = None
-    try:
-        more = _placed(request, rerun_attention=True)
-    except BudgetError as error:
-        # Report the refusal of the plan that needs fewer bytes.
-        refusal = refusal if required else error
-    remedy = "attention_once=False makes it fit: attention of some layers then runs again"
-    if more is not None and not _missing_bytes(more):
-        if not required:
-            return more
-        if plan is None:
-            raise BudgetError(f"{refusal} Or: {remedy}.")
-        return replace(plan, warnings=(*plan.warnings, remedy))
-    if plan is None:
-        assert refusal is not None, "what was not planned was refused"
-        raise refusal
-    # Estimates may be wrong, so the plan that exceeds budgets by least is run, with a warning.
-    return plan if required or more is None else min(plan, more, key=_missing_bytes)
-
-
-def _missing_bytes(plan: Plan) -> int:
-    return missing_bytes(plan.estimate, plan.budgets)
+    made = _make_plan(
+        request.with_placement(first), rerun_attention=rerun_attention, under_seconds=float("inf")
+    )
+    late = request.training and isinstance(on_host, str) and others
+    if late and isinstance(made, Plan) and _missing_bytes(made):
+        return _with_remedy(made, f"weights and optimizer: on the device, because {on_host}")
+    return made
 
 
 def _best_placement(
     request: PlanRequest, places: Sequence[Placement], *, rerun_attention: bool
-) -> Plan:
+) -> _Made:
     """Plans with the first placement; if that does not fit, with the fastest that does.
 
     [Note: weights and optimizer by themselves] What fits on the device is kept there, without
@@ -566,46 +489,35 @@ def _best_placement(
         request: the request.
         places: allowed placements, the one with the fewest bytes on the host first.
         rerun_attention: whether attention may be recomputed.
-
-    Raises:
-        BudgetError: none fits, and the user named the budgets.
     """
     requests = {tried: request.with_placement(tried) for tried in places}
-    made: dict[Placement, Plan] = {}
-    refused: dict[Placement, BudgetError] = {}
-
-    def make(tried: Placement, *, under_seconds: float = float("inf")) -> Plan | None:
-        """Makes a plan, None if it is refused; from `under_seconds` on it only needs to fit."""
-        try:
-            made[tried] = _make_plan(
-                requests[tried], rerun_attention=rerun_attention, under_seconds=under_seconds
-            )
-        except BudgetError as error:
-            refused[tried] = error
-        return made.get(tried)
-
+    make = partial(_make_plan, rerun_attention=rerun_attention)
+    made: dict[Placement, _Made] = {}
     fitting: list[Plan] = []
-    may_fit = [tried for tried in places if _standing_bytes_fit(requests[tried])]
-    for tried in may_fit:
+    for tried, placed in requests.items():
+        budget = read_budgets(placed.config, placed.device).device
+        if budget is not None and budget < standing_device_bytes(placed.shape, placed.device.kind):
+            continue
         # A later placement is taken only if it is faster by more than simulation's error.
         under_seconds = min(map(_step_seconds, fitting), default=float("inf")) / EQUALLY_FAST
-        plan = make(tried, under_seconds=under_seconds)
-        if plan is None or _missing_bytes(plan):
-            continue
-        if tried == places[0]:
-            return plan
-        fitting.append(plan)
+        plan = made[tried] = make(placed, under_seconds=under_seconds)
+        if isinstance(plan, Plan) and not _missing_bytes(plan):
+            if tried == places[0]:
+                return plan
+            fitting.append(plan)
     if fitting:
         least = min(map(_step_seconds, fitting))
         best = next(plan for plan in fitting if _step_seconds(plan) <= EQUALLY_FAST * least)
     else:
-        for tried in places:
-            if tried not in may_fit:
-                make(tried)
-        plans = [made[tried] for tried in places if tried in made]
+        every = [
+            made.get(tried) or make(placed, under_seconds=float("inf"))
+            for tried, placed in requests.items()
+        ]
+        plans = [plan for plan in every if isinstance(plan, Plan)]
         if not plans:
-            first, last = refused[places[0]], refused[places[-1]]
-            raise BudgetError(f"{first} Nor with weights and optimizer on the host: {last}")
+            return BudgetError(
+                f"{every[0]} Nor with weights and optimizer on the host: {every[-1]}"
+            )
         best = min(plans, key=_missing_bytes)
     if best.shape.host_resident is None:
         return best
@@ -615,24 +527,40 @@ def _best_placement(
     return replace(best, places_reason=reason)
 
 
-def _standing_bytes_fit(request: PlanRequest) -> bool:
-    """Whether the bytes held throughout the step fit on the device."""
-    budget = read_budgets(request.config, request.device).device
-    return budget is None or budget >= standing_device_bytes(request.shape, request.device.kind)
-
-
 def _step_seconds(plan: Plan) -> float:
     return float("inf") if plan.prediction is None else plan.prediction.step_seconds
 
 
-def _make_plan(request: PlanRequest, *, rerun_attention: bool, under_seconds: float) -> Plan:
+def _make_plan(request: PlanRequest, *, rerun_attention: bool, under_seconds: float) -> _Made:
     """Plans with the placement in the request's settings and shape; see `solve`."""
+    task = _resolved(request, rerun_attention=rerun_attention, under_seconds=under_seconds)
+    try:
+        _check_standing_bytes(task)
+        decided = _decide(task) if task.alive is None else _decide_by_unit(task)
+        predicted = _estimate(task, decided.decisions)
+        _check_named_budgets(task, predicted)
+    except BudgetError as error:
+        return error
+    return Plan(
+        **{f.name: getattr(decided.decisions, f.name) for f in fields(Decisions)},
+        shape=task.shape,
+        device=task.device,
+        backend_name=task.backend_name,
+        backend_reason=task.backend_reason,
+        recompute_reason=decided.recompute_reason,
+        offload_reason=decided.offload_reason,
+        order_reason=_order_reason(task, decided),
+        places_reason="" if task.shape.host_resident is None else "set by the user",
+        estimate=predicted,
+        budgets=task.budgets,
+        prediction=decided.prediction,
+        cost=task.cost,
+        warnings=tuple(_warnings(task, decided.decisions.layer_modes, predicted)),
+    )
+
+
+def _resolved(request: PlanRequest, *, rerun_attention: bool, under_seconds: float) -> _Task:
     config, shape, device = request.config, request.shape, request.device
-    total_tokens, training, alive = request.total_tokens, request.training, request.alive
-    by_layer, in_tiles = request.by_layer, request.in_tiles
-    tile = config.loss_tile_tokens
-    tile_tokens = loss_tile_tokens(shape, device_kind=device.kind) if tile == "auto" else tile
-    layer_tile_tokens = 0 if config.layer_tile_tokens == "auto" else config.layer_tile_tokens
     budgets = read_budgets(config, device)
     if device.kind == "cpu" and shape.host_resident is not None and config.device_memory is None:
         # On a CPU, host-resident weights and optimizer take a part of the device's own memory.
@@ -641,70 +569,48 @@ def _make_plan(request: PlanRequest, *, rerun_attention: bool, under_seconds: fl
     for tier, size in request.slices.items():
         budget = budgets.of(tier)
         budgets = budgets.replace(**{tier: None if budget is None else max(0, budget - size)})
-    if alive is not None and alive > 1:
+    if request.alive is not None and request.alive > 1:
         standing_bytes = shape.weight_bytes + shape.gradient_bytes
-        budgets = budgets_per_micro_batch(budgets, standing_bytes=standing_bytes, alive=alive)
-    task = _Task(
-        config=config,
-        shape=shape,
-        device=device,
-        batch=Batch(
-            batch_rows=request.batch_rows,
-            tile_tokens=tile_tokens,
-            layer_tile_tokens=layer_tile_tokens,
-            training=training,
-            accumulates=request.accumulates,
-            return_logits=config.return_logits,
-            staging_bytes=_staging_bytes(device, budgets),
-        ),
-        total_tokens=total_tokens,
-        budgets=budgets,
-        choices=read_choices(config, device, rerun_attention=rerun_attention),
-        orders=read_orders(config, by_layer=by_layer is True),
-        tiles=()
-        if request.bounds is not None or in_tiles is not True
-        else read_tiles(config, device),
-        cost=None
-        if device.profile is None
-        else ModelCost(
+        budgets = budgets_per_micro_batch(
+            budgets, standing_bytes=standing_bytes, alive=request.alive
+        )
+    # The staging region for the disk is small beside the host's budget.
+    staging_bytes = 2**30 if budgets.host is None else min(4 * 2**30, budgets.host // 16)
+    tile_tokens, layer_tile_tokens = config.loss_tile_tokens, config.layer_tile_tokens
+    if tile_tokens == "auto":
+        tile_tokens = loss_tile_tokens(shape, device_kind=device.kind)
+    cost = None
+    if device.profile is not None:
+        on_node = device.profile.node_bytes_per_second
+        far = device.profile.network_bytes_per_second
+        cost = ModelCost(
             shape=shape,
             # A profile of another kind of device is used for its speeds only.
             profile=replace(device.profile, kind=device.kind),
             dtype_name=request.dtype_name,
             batch_rows=request.batch_rows,
-            all_to_all_bytes_per_second=_exchange_rate(config, device.profile),
+            all_to_all_bytes_per_second=(far if config.sp_across_nodes else on_node)
+            or UNKNOWN_LINK,
             correction=request.correction or Correction(),
+        )
+    tiled = request.bounds is None and request.in_tiles is True
+    return _Task(
+        **{f.name: getattr(request, f.name) for f in fields(PlanRequest)},
+        batch=Batch(
+            batch_rows=request.batch_rows,
+            tile_tokens=tile_tokens,
+            layer_tile_tokens=0 if layer_tile_tokens == "auto" else layer_tile_tokens,
+            training=request.training,
+            accumulates=request.accumulates,
+            return_logits=config.return_logits,
+            staging_bytes=max(64 * 2**20, 0 if device.kind == "cpu" else staging_bytes),
         ),
-        bounds=request.bounds,
-        under_seconds=under_seconds,
-        by_unit=alive is not None,
-    )
-    check_standing_bytes(config, shape, budgets, training=training)
-    decided = _decide_by_unit(task) if task.by_unit else _decide(task)
-    predicted = estimate(shape, decided.decisions, device_kind=device.kind)
-    check_named_budgets(config, budgets, predicted)
-    shared = {f.name: getattr(decided.decisions, f.name) for f in fields(Decisions)}
-    return Plan(
-        **shared,
-        shape=shape,
-        device=device,
-        backend_name=request.backend_name,
-        backend_reason=request.backend_reason,
-        recompute_reason=decided.recompute_reason,
-        offload_reason=decided.offload_reason,
-        order_reason=_order_reason(task, decided),
-        places_reason="" if shape.host_resident is None else "set by the user",
-        estimate=predicted,
         budgets=budgets,
-        prediction=decided.prediction,
-        cost=task.cost,
-        warnings=(
-            *limit_warnings(shape, decided.decisions, predicted, budgets, total_tokens),
-            *fragmentation_warnings(config, device, predicted, budgets),
-            *estimate_warnings(shape),
-            *((f"order: by_chunk, because {by_layer}",) if isinstance(by_layer, str) else ()),
-            *((f"layer_tile_tokens: 0, because {in_tiles}",) if isinstance(in_tiles, str) else ()),
-        ),
+        choices=read_choices(config, device, rerun_attention=rerun_attention),
+        orders=read_orders(config, by_layer=request.by_layer is True),
+        tiles=read_tiles(config, device) if tiled else (),
+        cost=cost,
+        under_seconds=under_seconds,
     )
 
 
@@ -747,7 +653,7 @@ def _decide(task: _Task) -> _Decided:
 def _decide_by_unit(task: _Task) -> _Decided:
     """Decides about a pipeline stage, whose copies of whole units take more bytes."""
     best: _Decided | None = None
-    lowered = task
+    lowered, kept = task, True
     for _ in range(_ATTEMPTS):
         try:
             decided = _decide(lowered)
@@ -755,24 +661,17 @@ def _decide_by_unit(task: _Task) -> _Decided:
             if best is None:
                 raise
             break
-        best = _copied_by_unit(task, decided)
-        predicted = estimate(task.shape, best.decisions, device_kind=task.device.kind)
-        over = list(over_budget(predicted, task.budgets))
-        if not over or best is decided:
+        made = with_copies_by_unit(decided.decisions, task.shape, task.device.kind)
+        best, kept = replace(decided, decisions=made), made is decided.decisions
+        over = list(over_budget(_estimate(task, made), task.budgets))
+        if not over or kept:
             break
         lowered = replace(lowered, budgets=lower_budgets(lowered.budgets, over))
     assert best is not None, "the first attempt decides or raises"
-    return best
-
-
-def _copied_by_unit(task: _Task, decided: _Decided) -> _Decided:
-    made = with_copies_by_unit(decided.decisions, task.shape, task.device.kind)
-    if made is decided.decisions:
-        return decided
-    if task.cost is None or decided.prediction is None:
-        return replace(decided, decisions=made)
-    predicted = _simulate(task.cost, made, policy=decided.prediction.policy)
-    return replace(decided, decisions=made, prediction=predicted)
+    if best.prediction is None or task.cost is None or kept:
+        return best
+    predicted = _simulate(task.cost, best.decisions, policy=best.prediction.policy)
+    return replace(best, prediction=predicted)
 
 
 def _evaluation(task: _Task) -> _Decided:
@@ -791,13 +690,17 @@ def _evaluation(task: _Task) -> _Decided:
     )
 
 
+def _kv_placements(task: _Task, base: Decisions) -> Iterator[Decisions]:
+    """Yields the plan with K/V on each allowed tier, nearest first."""
+    for kv_mode in kv_modes_of(task.shape, base, task.choices):
+        yield with_kv(base, kv_mode, task.shape, task.budgets, task.device.kind)
+
+
 def _place_kv(task: _Task, decisions: Decisions) -> Decisions:
     """Returns the plan with K/V on the nearest tier with which all fits; the farthest if none."""
-    for kv_mode in kv_modes_of(task.shape, decisions, task.choices):
-        decisions = with_kv(decisions, kv_mode, task.shape, task.budgets, task.device.kind)
-        if fits(_estimate(task, decisions), task.budgets):
-            break
-    return decisions
+    placed = list(_kv_placements(task, decisions))
+    fitting = (one for one in placed if fits(_estimate(task, one), task.budgets))
+    return next(fitting, placed[-1])
 
 
 def _estimate(task: _Task, decisions: Decisions) -> MemoryEstimate:
@@ -817,7 +720,10 @@ def _by_policy(task: _Task) -> _Decided:
     # A fixed policy divides chunks; it is used by layer only if the settings name that order.
     base = _base(task, task.orders[-1])
     base = with_kv(base, task.choices.kv_tiers[0], task.shape, task.budgets, task.device.kind)
-    decisions = fixed_policy(task.cost, base, policy, saved, _with_host(task.choices))
+    choices = task.choices
+    if len(choices.tiers) == 1:
+        choices = replace(choices, tiers=("device", "host"))
+    decisions = fixed_policy(task.cost, base, policy, saved, choices)
     assert decisions is not None, "the rule uses tiers that are there"
     return _Decided(
         decisions=decisions,
@@ -828,10 +734,6 @@ def _by_policy(task: _Task) -> _Decided:
         order_reason=f"{policy}: a rule about chunks",
         prediction=_simulate(task.cost, decisions, policy=policy),
     )
-
-
-def _with_host(choices: Choices) -> Choices:
-    return choices if len(choices.tiers) > 1 else replace(choices, tiers=("device", "host"))
 
 
 def _by_rule(task: _Task) -> _Decided:
@@ -884,11 +786,10 @@ def _rule_candidates(task: _Task, base: Decisions, mode: ActivationMode) -> Iter
     if automatic and on_cpu and base.num_chunks > 1 and not base.by_layer:
         modes = (*modes[:-1], (KEEP,) * base.num_layers)
     base = replace(base, layer_modes=modes)
-    if not (base.by_layer and on_cpu):
+    if base.by_layer and on_cpu:
+        yield from _kv_placements(task, base)
+    else:
         yield _place_kv(task, base)
-        return
-    for kv_mode in kv_modes_of(task.shape, base, task.choices):
-        yield with_kv(base, kv_mode, task.shape, task.budgets, task.device.kind)
 
 
 def _in_fewer_chunks(task: _Task, order: Order) -> Iterator[Decisions]:
@@ -903,13 +804,7 @@ def _in_fewer_chunks(task: _Task, order: Order) -> Iterator[Decisions]:
     seen = {base.bounds}
     if base.by_layer and task.device.kind == "cpu" and not _cut_is_named(task):
         for power in range((task.total_tokens // target).bit_length() - 2, 0, -1):
-            bounds = chunk_bounds(
-                task.config,
-                task.shape,
-                task.total_tokens,
-                device_kind=task.device.kind,
-                target_tokens=target << power,
-            )
+            bounds = _bounds(task, target << power)
             if bounds not in seen:
                 seen.add(bounds)
                 yield task.batch.decisions(bounds, base.num_layers, order)
@@ -952,11 +847,7 @@ def _solved(task: _Task, cost: ModelCost) -> _Decided:
     fastest, order_reason = "fastest that fits", _FASTER
     for cuts in _cuts(task, cost):
         found = solve_chunks(
-            cost,
-            task.batch,
-            cuts,
-            task.budgets,
-            task.choices,
+            *(cost, task.batch, cuts, task.budgets, task.choices),
             orders=task.orders,
             tiles=task.tiles,
             under_seconds=task.under_seconds,
@@ -965,11 +856,14 @@ def _solved(task: _Task, cost: ModelCost) -> _Decided:
             if task.device.kind == "cuda" and found.step_seconds < task.under_seconds:
                 light = reduce_host_memory(cost, found, task.budgets, task.choices)
                 if light.step_seconds > found.step_seconds:
-                    if task.by_unit:  # numbers would be of the plan before its copies by unit
+                    if task.alive is not None:  # numbers of the plan before its copies by unit
                         fastest = f"nearly the {fastest}, for less host memory"
                     else:
                         slower = light.step_seconds / found.step_seconds - 1.0
-                        freed = _host_bytes(found, cost) - _host_bytes(light, cost)
+                        held, less = (
+                            lower(one.decisions, cost).estimate.host.total for one in (found, light)
+                        )
+                        freed = held - less
                         fastest = (
                             f"{slower:.2%} slower than the {fastest}, for {format_bytes(freed)} "
                             "less host memory"
@@ -979,10 +873,7 @@ def _solved(task: _Task, cost: ModelCost) -> _Decided:
             break
         limits.append(found)
     else:
-        fastest, order_reason = (
-            "the closest to fitting",
-            "auto: the closest to fitting",
-        )
+        fastest, order_reason = "the closest to fitting", "auto: the closest to fitting"
         found = _closest(task, cost, min(limits, key=lambda limit: limit.missing_bytes))
     reason = f"auto: {fastest} ({found.policy})"
     config = task.config
@@ -993,10 +884,6 @@ def _solved(task: _Task, cost: ModelCost) -> _Decided:
         order_reason=order_reason,
         prediction=predict(found.decisions, cost, found.timeline, policy=found.policy),
     )
-
-
-def _host_bytes(solution: Solution, cost: ModelCost) -> int:
-    return lower(solution.decisions, cost).estimate.host.total
 
 
 def _closest(task: _Task, cost: ModelCost, limit: BudgetViolation) -> Solution:
@@ -1017,14 +904,9 @@ def _closest(task: _Task, cost: ModelCost, limit: BudgetViolation) -> Solution:
     bases = [task.batch.decisions(bounds, task.shape.num_layers, order) for order in task.orders]
     bases += _tiled_layers(task)
     plans = [
-        min_memory(
-            cost,
-            with_kv(base, kv_mode, task.shape, task.budgets, task.device.kind),
-            task.budgets,
-            task.choices,
-        )
+        min_memory(cost, placed, task.budgets, task.choices)
         for base in bases
-        for kv_mode in kv_modes_of(task.shape, base, task.choices)
+        for placed in _kv_placements(task, base)
     ]
     best = min(plans, key=lambda plan: missing_bytes(_estimate(task, plan), task.budgets))
     for other in over_budget(_estimate(task, best), task.budgets):
@@ -1037,10 +919,11 @@ def _base(task: _Task, order: Order) -> Decisions:
     return task.batch.decisions(_bounds(task), task.shape.num_layers, order)
 
 
-def _bounds(task: _Task) -> Bounds:
-    if task.bounds is not None:
-        return task.bounds
-    return chunk_bounds(task.config, task.shape, task.total_tokens, device_kind=task.device.kind)
+def _bounds(task: _Task, target_tokens: int | None = None) -> Bounds:
+    kind = task.device.kind
+    return task.bounds or chunk_bounds(
+        task.config, task.shape, task.total_tokens, device_kind=kind, target_tokens=target_tokens
+    )
 
 
 def _cuts(task: _Task, cost: ModelCost) -> Iterator[list[Bounds]]:
@@ -1060,19 +943,9 @@ def _cut_is_fixed(task: _Task) -> bool:
 
 
 def _cut_is_named(task: _Task) -> bool:
-    config = task.config
-    named = config.num_chunks != "auto" or config.chunk_lengths or config.chunk_tokens
-    return bool(task.bounds is not None or named)
+    return task.bounds is not None or names_cut(task.config)
 
 
 def _simulate(cost: ModelCost, decisions: Decisions, *, policy: str) -> Prediction:
     played = simulate_plan(decisions, cost, policy=policy)
     return predict(decisions, cost, played.timeline, policy=policy)
-
-
-def _staging_bytes(device: DeviceFacts, budgets: Budgets) -> int:
-    """Returns the size of the staging region for the disk: small beside the host's budget."""
-    if device.kind == "cpu":
-        return 64 * 2**20
-    host = budgets.host
-    return 2**30 if host is None else max(64 * 2**20, min(4 * 2**30, host // 16))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice, product, zip_longest
+from typing import NamedTuple
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import BudgetError, ConfigError
@@ -32,11 +33,12 @@ from sppo_hf.planning.chunk_bounds import (
     chunk_cuts,
     even_bounds,
     most_chunks,
+    names_cut,
     partitions_of,
 )
 from sppo_hf.planning.config_file import check_config
 from sppo_hf.planning.cost import ModelCost
-from sppo_hf.planning.decisions import Batch, Decisions
+from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.hardware import HardwareProfile
 from sppo_hf.planning.lowering import estimate, lower
 from sppo_hf.planning.machine import host_reserve_bytes
@@ -77,8 +79,6 @@ class PlanResult:
     """Result of a request."""
 
     question: PlanRequest
-    """The request."""
-
     plan: Plan | None
     """The plan; None if nothing fits."""
 
@@ -89,8 +89,6 @@ class PlanResult:
     """Bytes of the plan, or of the closest one."""
 
     budgets: Budgets
-    """Bytes that each tier may hold."""
-
     max_seq_len: int
     """The longest row that fits these budgets and settings, in tokens; 0 if none does."""
 
@@ -195,24 +193,24 @@ def request_plan(question: PlanRequest) -> PlanResult:
     plan = plan_for(question)
     placed = _placements(question)
     longest_tokens = _longest(placed, plan)
-    if fits(plan.estimate, plan.budgets):
-        return PlanResult(
-            question=question,
-            plan=plan,
-            first_limit=None,
-            estimate=plan.estimate,
-            budgets=plan.budgets,
-            # The search tries lengths in steps and only the shortest chunks, so the requested
-            # length may fit although the search found a smaller one.
-            max_seq_len=max(longest_tokens, question.total_tokens),
-        )
-    limit, closest = _closest(placed, plan)
-    return PlanResult(
+    fitting = PlanResult(
         question=question,
+        plan=plan,
+        first_limit=None,
+        estimate=plan.estimate,
+        budgets=plan.budgets,
+        # The search tries lengths in steps and only the shortest chunks, so the requested length
+        # may fit although the search found a smaller one.
+        max_seq_len=max(longest_tokens, question.total_tokens),
+    )
+    if fits(plan.estimate, plan.budgets):
+        return fitting
+    limit, closest = _closest(placed, plan)
+    return replace(
+        fitting,
         plan=None,
         first_limit=limit,
         estimate=closest,
-        budgets=plan.budgets,
         max_seq_len=longest_tokens,
         enough={} if question.device.kind == "cpu" else _sufficient_bytes(placed, plan),
     )
@@ -337,14 +335,7 @@ def _result(plan: Plan, name: str, decisions: Decisions) -> PolicyResult:
 
 def _closest(placed: list[PlanRequest], plan: Plan) -> tuple[BudgetViolation, MemoryEstimate]:
     """Returns the first exceeded budget and the estimate of the closest plan."""
-    predictions = [
-        plan.estimate,
-        *(
-            estimate(question.shape, decisions, device_kind=question.device.kind)
-            for question in placed
-            for decisions in _min_memory_plans(question, plan, question.total_tokens)
-        ),
-    ]
+    predictions = [plan.estimate, *(one for q in placed for one in _min_memory_estimates(q, plan))]
     missing = partial(missing_bytes, budgets=plan.budgets)
     closest = min(filter(missing, predictions), key=missing)
     return next(over_budget(closest, plan.budgets)), closest
@@ -356,22 +347,19 @@ def _sufficient_bytes(placed: list[PlanRequest], plan: Plan) -> dict[Tier, int]:
     for tier in offload_tiers():
         if not TIERS[tier].called:
             continue
-        sizes = (size for question in placed for size in _sizes_that_fit(question, plan, tier))
-        if (least := min(sizes, default=None)) is not None:
-            found[tier] = least
+        unlimited = plan.budgets.replace(**{tier: None})
+        sizes = [
+            one.peak_bytes(tier)
+            for question in placed
+            for one in _min_memory_estimates(
+                replace(question, config=TIERS[tier].allowing(question.config)),
+                replace(plan, budgets=unlimited),
+            )
+            if fits(one, unlimited)
+        ]
+        if sizes:
+            found[tier] = min(sizes)
     return found
-
-
-def _sizes_that_fit(question: PlanRequest, plan: Plan, tier: Tier) -> Iterator[int]:
-    """Yields the tier's peak in the plans that fit if it has no limit."""
-    question = replace(question, config=TIERS[tier].allowing(question.config))
-    unlimited = plan.budgets.replace(**{tier: None})
-    allowed = replace(plan, budgets=unlimited)
-    predictions = (
-        estimate(question.shape, decisions, device_kind=question.device.kind)
-        for decisions in _min_memory_plans(question, allowed, question.total_tokens)
-    )
-    yield from (found.peak_bytes(tier) for found in predictions if fits(found, unlimited))
 
 
 def _longest(placed: list[PlanRequest], plan: Plan) -> int:
@@ -414,11 +402,12 @@ def _longest(placed: list[PlanRequest], plan: Plan) -> int:
     return longest(missing, known_tokens=placed[0].total_tokens if fits_now else 0)
 
 
-def _min_memory_plans(question: PlanRequest, plan: Plan, total_tokens: int) -> Iterator[Decisions]:
-    """Yields the plan with the least memory for each allowed order, cut and K/V mode."""
+def _min_memory_estimates(question: PlanRequest, plan: Plan) -> Iterator[MemoryEstimate]:
+    """Yields the least memory of each allowed order, cut and K/V mode."""
     cost = _cost_of(question, plan)
-    for base in _bases(question, cost, plan, total_tokens):
-        yield _min_memory_plan(question, cost, plan.budgets, base)
+    for base in _bases(question, cost, plan, question.total_tokens):
+        least = _min_memory_plan(question, cost, plan.budgets, base)
+        yield estimate(question.shape, least, device_kind=question.device.kind)
 
 
 def _bases(
@@ -431,13 +420,8 @@ def _bases(
 ) -> Iterator[Decisions]:
     """Yields all allowed orders, cuts and K/V modes, with activation modes left open.
 
-    Args:
-        question: the request, with weights and optimizer placed.
-        cost: costs of its shape.
-        plan: a plan made for it, at any length.
-        total_tokens: length of the rows.
-        most_cuts: limit of the ways to cut, shortest chunks first and for each length all of
-            `partitions_of`; None for no limit.
+    `plan` was made for the request at any length. With `most_cuts`, only so many ways to cut are
+    tried, shortest chunks first and for each length all of `partitions_of`.
     """
     config, kind = question.config, question.device.kind
     choices = _choices(question)
@@ -445,7 +429,8 @@ def _bases(
     chooses = config.offload_is_partial
     orders = read_orders(config)
     cuts = islice(_cuts(question, cost, total_tokens), most_cuts)
-    batch = _batch(plan, config)
+    # The tile size of layers is left open if the settings do so.
+    batch = replace(plan, layer_tile_tokens=0) if config.layer_tile_tokens == "auto" else plan
     bases = [
         batch.decisions(bounds, plan.num_layers, order)
         for order, bounds in product(orders[-1:] if chooses else orders, cuts)
@@ -478,8 +463,7 @@ def _choices(question: PlanRequest) -> Choices:
 
 def _cuts(question: PlanRequest, cost: ModelCost, total_tokens: int) -> Iterator[Bounds]:
     config, kind = question.config, question.device.kind
-    fixed = config.num_chunks != "auto" or config.chunk_lengths or config.chunk_tokens
-    if not (fixed or is_fixed(config, question.device) or kind == "cpu"):
+    if not (names_cut(config) or is_fixed(config, question.device) or kind == "cpu"):
         by_kind = (chunk_cuts(cost.shape, total_tokens, kind) for kind in partitions_of(config))
         for alike in zip_longest(*by_kind):
             yield from (bounds for bounds in alike if bounds is not None)
@@ -498,11 +482,6 @@ def _cuts(question: PlanRequest, cost: ModelCost, total_tokens: int) -> Iterator
         yield even_bounds(total_tokens, _MOST_CHUNKS // 2)
         return
     yield chunk_bounds(config, cost.shape, total_tokens, device_kind=kind)
-
-
-def _batch(plan: Plan, config: SPPOConfig) -> Batch:
-    """Returns the plan's batch, with the tile size of layers left open if the settings do."""
-    return replace(plan, layer_tile_tokens=0) if config.layer_tile_tokens == "auto" else plan
 
 
 def _cost_of(question: PlanRequest, plan: Plan) -> ModelCost:
@@ -534,8 +513,7 @@ def longest(missing: Callable[[int], float], *, known_tokens: int = 0) -> int:
     ).longest_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(NamedTuple):
     """Result of `search_longest`."""
 
     longest_tokens: int

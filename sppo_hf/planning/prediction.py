@@ -51,8 +51,6 @@ class Prediction:
     """The winning candidate: "solver", or a fixed policy by name."""
 
     step_seconds: float
-    """Duration of the step."""
-
     stall_seconds: float
     """Time that compute waits for copies and disk."""
 
@@ -158,16 +156,9 @@ class MeasuredStep:
     """Time that compute waits for copies and disk, over the step."""
 
     d2h_bytes: int = 0
-    """Bytes copied to the host."""
-
     h2d_bytes: int = 0
-    """Bytes copied to the device."""
-
     disk_write_bytes: int = 0
-    """Bytes written to disk."""
-
     disk_read_bytes: int = 0
-    """Bytes read from disk."""
 
     @property
     def step_seconds(self) -> float:

@@ -96,8 +96,6 @@ class BudgetViolation:
     """A budget that is exceeded."""
 
     tier: Tier
-    """The tier."""
-
     missing_bytes: int
     """Bytes above the budget."""
 
@@ -182,23 +180,22 @@ def min_memory(cost: ModelCost, base: Decisions, budgets: Budgets, choices: Choi
     bytes, but recomputation buffers and copies in flight need memory too. So with few layers or
     chunks other choices are tried, and the one that comes closest to the budgets is returned.
     """
-    plans: list[Decisions] = []
     few = base.num_chunks * base.num_layers <= _FEW_UNITS
+    best, fewest = base, float("inf")
     for saved in choices.saved[::-1] if few else choices.saved[-1:]:
-        modes = _farthest_modes(cost, base, budgets, choices, saved)
-        plans.append(with_lookahead(cost, base, modes, units=1))
+        ways = [_farthest_modes(cost, base, budgets, choices, saved)]
         if few and "device" in choices.tiers:
-            modes = uniform_modes(base.num_chunks, base.num_layers, mode_of(saved, "device"))
-            plans.append(with_lookahead(cost, base, modes, units=1))
-    if len(plans) == 1:
-        return plans[0]
-    best, fewest = plans[0], float("inf")
-    for plan in plans:
-        missing = missing_bytes(lower(plan, cost).estimate, budgets)
-        if missing < fewest:
-            best, fewest = plan, missing
-        if not missing:
-            break
+            keep = mode_of(saved, "device")
+            ways.append(uniform_modes(base.num_chunks, base.num_layers, keep))
+        for modes in ways:
+            plan = with_lookahead(cost, base, modes, units=1)
+            if not few:
+                return plan
+            missing = missing_bytes(lower(plan, cost).estimate, budgets)
+            if missing < fewest:
+                best, fewest = plan, missing
+            if not missing:
+                return plan
     return best
 
 
@@ -328,11 +325,7 @@ class Solution:
     """A plan that fits, with its simulation."""
 
     decisions: Decisions
-    """The plan."""
-
     timeline: Timeline
-    """Its simulated timeline."""
-
     policy: str
     """The winning candidate: "solver", or a fixed policy by name."""
 
@@ -360,7 +353,7 @@ def solve(
         cost: seconds and bytes of every unit.
         base: rows, bounds, order and tile; its modes and look-ahead are replaced.
         budgets: bytes per tier.
-        choices: modes and tiers that may be used.
+        choices: what may be used.
         best: another plan that fits; returned if none is faster.
         under_seconds: the caller needs a plan faster than this; if there is none, any plan that
             fits will do.
@@ -401,26 +394,24 @@ def _solved(
         mixed: list[tuple[str, Decisions, float]] = []
         if not solved:
             under = under_seconds if best is None else min(under_seconds, best.step_seconds)
-            mixed += _solved_mixes(cost, placed, budgets, choices, under_seconds=under)
+            whole = _whole_slabs(budgets, cost, placed)
+            for modes, kv_modes in _mode_sets(cost.shape, placed, choices):
+                mix = _solved_mix(cost, placed, whole, modes, kv_modes, under_seconds=under)
+                mixed += [("solver", *mix)] if mix is not None else []
         solved = base.by_layer
         bound = min((seconds for *_, seconds in mixed), default=bound if base.by_layer else 0.0)
-        named = [
-            (name, decisions, 0.0) for name, decisions in fixed_policies(cost, placed, choices)
-        ]
-        named.append(("least memory", least, 0.0))
+        named = [*fixed_policies(cost, placed, choices), ("least memory", least)]
         # The most promising candidates come first; those that cannot win are not simulated.
         mixed.sort(key=lambda candidate: candidate[2])
-        for name, decisions, seconds in [*mixed, *named]:
+        for name, decisions, seconds in [*mixed, *((*one, 0.0) for one in named)]:
             if best is not None:
                 seconds = max(seconds, compute_seconds(decisions, cost))
                 if seconds >= best.step_seconds:
                     continue
-            predicted = lower(decisions, cost).estimate
-            if not fits(predicted, budgets):
-                continue
-            solution = simulate_plan(decisions, cost, policy=name, bound_seconds=bound)
-            if best is None or solution.step_seconds < best.step_seconds:
-                best = solution
+            if fits(lower(decisions, cost).estimate, budgets):
+                solution = simulate_plan(decisions, cost, policy=name, bound_seconds=bound)
+                if best is None or solution.step_seconds < best.step_seconds:
+                    best = solution
     if best is not None:
         return best
     # Report the K/V mode that misses the fewest bytes in total and, for it, the worst tier.
@@ -442,15 +433,10 @@ def solve_chunks(
 ) -> Solution | BudgetViolation:
     """Returns the fastest plan over several ways to cut a sequence and orders of the grid.
 
-    Args:
-        cost: seconds and bytes of every unit.
-        batch: the batch.
+    Args: as of `solve`, and
         cuts: bounds to choose from, at least one.
-        budgets: bytes per tier.
-        choices: modes and tiers that may be used.
         orders: orders to choose from; the first of equally fast ones is taken.
         tiles: by layer, tile sizes for one chunk over all tokens, an alternative to several chunks.
-        under_seconds: see `solve`.
     """
     best: Solution | None = None
     closest: BudgetViolation | None = None
@@ -465,14 +451,7 @@ def solve_chunks(
                 break
             if other is not None and compute_seconds(base, cost) >= other.step_seconds:
                 break
-            found = solve(
-                cost,
-                base,
-                budgets,
-                choices,
-                best=other,
-                under_seconds=under_seconds,
-            )
+            found = solve(cost, base, budgets, choices, best=other, under_seconds=under_seconds)
             if isinstance(found, BudgetViolation):
                 if closest is None or found.missing_bytes < closest.missing_bytes:
                     closest = found
@@ -517,22 +496,13 @@ _LESS_HOST_SHARE = 0.8
 
 
 def reduce_host_memory(
-    cost: ModelCost,
-    found: Solution,
-    budgets: Budgets,
-    choices: Choices,
+    cost: ModelCost, found: Solution, budgets: Budgets, choices: Choices
 ) -> Solution:
     """Returns a plan that uses less host memory than `found` where that is worth it, or `found`.
 
     It has the bounds and the order of `found`, saves no larger kinds, and has no more bytes behind
     the host. It takes at most `EQUALLY_FAST` times as long, and what it takes longer
     is less than the price of the host memory that it frees.
-
-    Args:
-        cost: seconds and bytes of every unit.
-        found: the solution of `solve`.
-        budgets: the budgets of `found`.
-        choices: the choices of `found`.
     """
     base = found.decisions
     held = lower(base, cost).estimate
@@ -566,7 +536,7 @@ def reduce_host_memory(
         if SAVED.index(mode.saved) >= (offloaded if mode.offload else largest)
     )
     every = kv_modes_of(cost.shape, base, choices) if base.by_layer else ()
-    kv_modes = tuple(mode for mode in every if not _is_offloaded(mode) or mode in base.kv_modes)
+    kv_modes = tuple(m for m in every if m not in offload_tiers() or m in base.kv_modes)
     for share in _SLOWER_SHARES:
         slower = 1.0 + share * (EQUALLY_FAST - 1.0)
         mix = _solved_mix(
@@ -591,18 +561,12 @@ def reduce_host_memory(
 
 
 def simulate_plan(
-    decisions: Decisions,
-    cost: ModelCost,
-    *,
-    policy: str,
-    bound_seconds: float = 0.0,
+    decisions: Decisions, cost: ModelCost, *, policy: str, bound_seconds: float = 0.0
 ) -> Solution:
     """Simulates a plan."""
+    timeline = lower(decisions, cost).simulate()
     return Solution(
-        decisions=decisions,
-        timeline=lower(decisions, cost).simulate(),
-        policy=policy,
-        bound_seconds=bound_seconds,
+        decisions=decisions, timeline=timeline, policy=policy, bound_seconds=bound_seconds
     )
 
 
@@ -670,26 +634,6 @@ def fixed_policy(
     return with_lookahead(cost, base, modes, units=_LAYERS_AHEAD)
 
 
-def _solved_mixes(
-    cost: ModelCost,
-    base: Decisions,
-    budgets: Budgets,
-    choices: Choices,
-    *,
-    under_seconds: float,
-) -> Iterator[tuple[str, Decisions, float]]:
-    """Yields (name, plan, bound in seconds) of rounded optima, for different sets of modes.
-
-    Sets that cannot take less than `under_seconds` are left out.
-    """
-    budgets = _whole_slabs(budgets, cost, base)
-    every = kv_modes_of(cost.shape, base, choices) if base.by_layer else ()
-    for modes, kv_modes in _mode_sets(choices, base.kv_tier, every):
-        mix = _solved_mix(cost, base, budgets, modes, kv_modes, under_seconds=under_seconds)
-        if mix is not None:
-            yield "solver", *mix
-
-
 def _solved_mix(
     cost: ModelCost,
     base: Decisions,
@@ -712,25 +656,19 @@ def _solved_mix(
     ahead = lookahead_bytes(cost, base, away, _LAYERS_AHEAD)
     if base.by_layer:
         members = chunk_groups(base.num_chunks, modes)
-        away_modes: list[KVMode] = [mode for mode in kv_modes if _is_offloaded(mode)]
-        farthest: KVMode = away_modes[0] if away_modes else "device"
-        base = replace(base, kv_modes=(farthest,) * base.num_layers)
+        nearest = next((mode for mode in kv_modes if mode in offload_tiers()), "device")
+        base = replace(base, kv_modes=(nearest,) * base.num_layers)
     base = with_lookahead_bytes(cost, base, ahead)
     tight, bound = budgets, float("inf")
     for _ in range(_ATTEMPTS):
         mix = LinearProgram(
-            base,
-            cost,
-            tight,
-            modes,
+            *(base, cost, tight, modes),
             kv_modes=kv_modes,
             host_price=host_price,
             most_seconds=most_seconds,
         ).solve()
-        if mix is None:
-            break
-        bound = min(bound, mix.seconds)
-        if bound >= under_seconds:
+        bound = bound if mix is None else min(bound, mix.seconds)
+        if mix is None or bound >= under_seconds:
             break
         rows = _rounded(mix.counts, members, modes)
         decisions = replace(base, layer_modes=layer_modes_of(rows, by_layer=base.by_layer))
@@ -758,40 +696,34 @@ def _whole_slabs(budgets: Budgets, cost: ModelCost, base: Decisions) -> Budgets:
 
 
 def _mode_sets(
-    choices: Choices, kv_tier: Tier, kv_modes: tuple[KVMode, ...]
-) -> Iterator[tuple[tuple[ActivationMode, ...], tuple[KVMode, ...]]]:
-    """Yields sets of allowed modes and, by layer, of K/V modes, with less and less offloading.
+    shape: ModelShape, base: Decisions, choices: Choices
+) -> Iterable[tuple[tuple[ActivationMode, ...], tuple[KVMode, ...]]]:
+    """Returns sets of allowed modes and, by layer, of K/V modes, with less and less offloading.
 
     Offloading needs memory for its look-ahead. That of whole activations is ten times that of a
     layer's inputs, and that of a layer's K/V grows with the sequence. Bytes behind the host that
     gain little may arrive late; so where K/V need not be there, the same sets follow without tiers
     behind the host.
     """
-    found = [*_mode_sets_of_tiers(choices, kv_modes)]
+    kv_modes = kv_modes_of(shape, base, choices) if base.by_layer else ()
     behind = tiers_behind_host()
+    allowed = [(choices, kv_modes)]
     near = tuple(tier for tier in choices.tiers if tier not in behind)
     near_keys = tuple(mode for mode in kv_modes if mode not in behind)
-    if kv_tier not in behind and near and near != choices.tiers and (near_keys or not kv_modes):
-        found += _mode_sets_of_tiers(replace(choices, tiers=near), near_keys)
-    yield from dict.fromkeys(found)
-
-
-def _mode_sets_of_tiers(
-    choices: Choices, kv_modes: tuple[KVMode, ...]
-) -> Iterator[tuple[tuple[ActivationMode, ...], tuple[KVMode, ...]]]:
-    stays: tuple[KVMode, ...] = tuple(mode for mode in kv_modes if not _is_offloaded(mode))
-    for keys in (kv_modes, stays) if stays and stays != kv_modes else (kv_modes,):
-        if choices.tiers != ("device",):
-            for skipped in range(len(choices.saved)):
-                leaving = choices.saved[skipped:]
-                modes = (m for m in choices.modes if not m.offload or m.saved in leaving)
-                yield tuple(modes), keys
-        if "device" in choices.tiers:
-            yield tuple(m for m in choices.modes if not m.offload), keys
-
-
-def _is_offloaded(mode: KVMode) -> bool:
-    return mode in offload_tiers()
+    others = near and near != choices.tiers
+    if base.kv_tier not in behind and others and (near_keys or not kv_modes):
+        allowed.append((replace(choices, tiers=near), near_keys))
+    found: dict[tuple[tuple[ActivationMode, ...], tuple[KVMode, ...]], None] = {}
+    for some, keys in allowed:
+        stays = tuple(mode for mode in keys if mode not in offload_tiers())
+        for kept_keys in dict.fromkeys((keys, stays or keys)):
+            for skipped in range(len(some.saved) if some.tiers != ("device",) else 0):
+                leaving = some.saved[skipped:]
+                modes = tuple(m for m in some.modes if not m.offload or m.saved in leaving)
+                found[modes, kept_keys] = None
+            if "device" in some.tiers:
+                found[tuple(m for m in some.modes if not m.offload), kept_keys] = None
+    return found
 
 
 def _rounded(

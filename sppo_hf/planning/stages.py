@@ -19,11 +19,9 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.chunk_bounds import (
     Bounds,
-    PrefixCost,
-    balanced_bounds,
     chunk_bounds,
-    even_bounds,
-    lengthened,
+    counted_bounds,
+    names_cut,
     partition_of,
 )
 from sppo_hf.planning.cost import ModelCost
@@ -120,12 +118,14 @@ class StageWeights:
         table = shape.vocab_size * shape.hidden_size
         adapters = sum(work.adapter_weights for work in held)
         own = sum(work.total_weights for work in held)
+        all_adapters = sum(work.adapter_weights for work in shape.layers)
         if last:
             own += shape.hidden_size + (0 if shape.tied and first else table)
         if first:
-            # Position embeddings and the like are on the first stage.
-            own += _ends(shape) - shape.hidden_size - (0 if shape.tied else table)
-        all_adapters = sum(work.adapter_weights for work in shape.layers)
+            # Also position embeddings and the like, outside of the layers.
+            inside = sum(work.total_weights for work in shape.layers) + all_adapters
+            ends = shape.total_parameters - inside
+            own += ends - shape.hidden_size - (0 if shape.tied else table)
         # Not the dtype's size, for quantised weights.
         size = (shape.weight_bytes - shape.lora_bytes) / (shape.total_parameters - all_adapters)
         weights = round(own * size)
@@ -136,12 +136,6 @@ class StageWeights:
         share = shape.trainable_fraction
         optimizer = round(OPTIMIZER_BYTES_PER_PARAMETER * own * share)
         return cls(weights, round(weights * share), optimizer)
-
-
-def _ends(shape: ModelShape) -> int:
-    """Parameters outside decoder layers: embedding, positions, final norm, head."""
-    inside = sum(work.total_weights + work.adapter_weights for work in shape.layers)
-    return shape.total_parameters - inside
 
 
 # Units per stage where the settings leave chunks open: ranks then idle at most a fifth of the time,
@@ -166,10 +160,9 @@ def pipeline_bounds(
         ConfigError: the settings do not fit this length.
     """
     bounds = chunk_bounds(config, shape, total_tokens, device_kind=device_kind, stages=stages)
-    fixed = config.num_chunks != "auto" or config.chunk_lengths or config.chunk_tokens
     wanted = math.ceil(_UNITS_PER_STAGE * stages / micro_batches)
     most = max(1, total_tokens // MIN_CHUNK_TOKENS.get(device_kind, 1))
-    if fixed or len(bounds) >= min(wanted, most):
+    if names_cut(config) or len(bounds) >= min(wanted, most):
         return bounds
     return bounds_with_count(config, shape, total_tokens, min(wanted, most))
 
@@ -178,9 +171,8 @@ def bounds_with_count(
     config: SPPOConfig, shape: ModelShape, total_tokens: int, number: int
 ) -> Bounds:
     """Returns the bounds of a pipeline's row in `number` chunks of equal length or equal work."""
-    if partition_of(config, stages=config.pp_size) == "even":
-        return lengthened(even_bounds(total_tokens, number), shape)
-    return lengthened(balanced_bounds(PrefixCost.of(shape), total_tokens, number), shape)
+    partition = partition_of(config, stages=config.pp_size)
+    return counted_bounds(shape, total_tokens, number, partition)
 
 
 def stage_shape(shape: ModelShape, layers: range, *, last: bool) -> ModelShape:
