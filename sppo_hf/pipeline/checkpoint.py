@@ -59,7 +59,7 @@ from sppo_hf.pipeline.checkpoint_files import (
     write_tensors,
     writing,
 )
-from sppo_hf.pipeline.mesh import STORAGE_TIMEOUT, PipelineMesh
+from sppo_hf.pipeline.mesh import STORAGE_TIMEOUT
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
 from sppo_hf.pipeline.watchdog import collective_section
 
@@ -110,11 +110,9 @@ class RankCoords:
 def rank_coords_of(model: nn.Module) -> RankCoords:
     """Return this process's coordinates in saves and loads of `model`; every process calls this."""
     engine = get_engine(model)
-    return rank_coords_in(engine.mesh) if isinstance(engine, PipelineEngine) else RankCoords()
-
-
-def rank_coords_in(mesh: PipelineMesh) -> RankCoords:
-    """Return this process's coordinates in saves and loads of a pipeline run."""
+    if not isinstance(engine, PipelineEngine):
+        return RankCoords()
+    mesh = engine.mesh
     # Ranks that share a sequence hold the same stages, as replicas do.
     return RankCoords(
         mesh.pp_rank,
@@ -172,19 +170,13 @@ def saving(folder: str | Path, place: RankCoords) -> Iterator[Path]:
         PipelineError: The ranks do not see the same folder, or the disk refused to write.
         RankLostError: Another rank was lost.
     """
-    with collective_section(f"saving {Path(folder).name}"), _marked(folder, place) as folder:
-        yield folder
-
-
-@contextlib.contextmanager
-def _marked(folder: str | Path, place: RankCoords) -> Iterator[Path]:
     folder = Path(folder).absolute()
     if folder in _open:
         yield folder
         return
     digests = _open.setdefault(folder, {})
     try:
-        with writing(folder):
+        with collective_section(f"saving {folder.name}"), writing(folder):
             existing = mark_incomplete(folder) if place.is_first else {}
             place.barrier()
             if not folder.is_dir():
@@ -263,13 +255,15 @@ def load_adapters(model: Any, folder: Path) -> None:
     """
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
+    same = (
+        "Allowed: checkpoints of a model with the same adapters. Remedy: build the model with the "
+        "adapters that were saved."
+    )
     for name in model.peft_config:
         file = _folder_of(folder, name) / _FILE
         if not file.is_file():
             raise ConfigError(
-                f"{str(file)!r} is missing, so the adapter {name!r} cannot be read. Allowed: "
-                "checkpoints of a model with the same adapters. Remedy: build the model with the "
-                "adapters that were saved."
+                f"{str(file)!r} is missing, so the adapter {name!r} cannot be read. {same}"
             )
         with reading(file):
             refuse_other_files(file)
@@ -278,8 +272,7 @@ def load_adapters(model: Any, folder: Path) -> None:
         if missing := sorted(own - set(saved)):
             raise ConfigError(
                 f"{str(file)!r} lacks {len(missing)} tensors that this rank holds, among them "
-                f"{missing[:3]}. Allowed: checkpoints of a model with the same adapters. Remedy: "
-                "build the model with the adapters that were saved."
+                f"{missing[:3]}. {same}"
             )
         with reading(file):
             set_peft_model_state_dict(model, {key: saved[key] for key in own}, adapter_name=name)
@@ -342,7 +335,9 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
     own = causal_lm.state_dict()
     unread = set(own) - set(causal_lm._keys_to_ignore_on_save or ())
     files = _files_by_name(folder)
-    renamings, converters = _conversions(causal_lm)
+    changes: list[WeightTransform] = get_model_conversion_mapping(causal_lm)
+    renamings = [entry for entry in changes if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in changes if isinstance(entry, WeightConverter)]
     by_pattern = {p: converter for converter in converters for p in converter.source_patterns}
     mappings: dict[str, Any] = {}
     readers = TensorFiles(folder)
@@ -412,7 +407,14 @@ def _write_shards(
             f"{type(causal_lm).__name__} is quantized and has no adapters, so there is nothing to "
             "save that was trained. Remedy: train adapters (PEFT); they are saved by themselves."
         )
-    state, parameters = _own_state(causal_lm)
+    state = causal_lm.state_dict()
+    for name in causal_lm._keys_to_ignore_on_save or ():
+        state.pop(name, None)
+    state = remove_tied_weights_from_state_dict(state, causal_lm)
+    others = names_written_elsewhere(causal_lm)
+    parameters = sum(p.numel() for name, p in causal_lm.named_parameters() if name not in others)
+    state = {name: tensor for name, tensor in state.items() if name not in others}
+    state = revert_weight_conversion(causal_lm, state)  # as they are saved
     pattern = SAFE_WEIGHTS_NAME.replace(".safetensors", "{suffix}.safetensors")
     split = split_torch_state_dict_into_shards(
         state, filename_pattern=pattern, max_shard_size=max_shard_size
@@ -431,7 +433,12 @@ def _write_shards(
     written = place.gather((weight_map, size, parameters))
     if not place.is_first:
         return
-    _save_configs(causal_lm, staging)
+    # What `save_pretrained` writes beside the weights.
+    causal_lm.config.dtype = str(causal_lm.dtype).split(".")[1]
+    causal_lm.config.architectures = [type(causal_lm).__name__]
+    causal_lm.config.save_pretrained(staging)
+    if causal_lm.can_generate():
+        causal_lm.generation_config.save_pretrained(staging)
     if sum(counts) > 1:
         index = {
             "metadata": {
@@ -450,27 +457,6 @@ def names_written_elsewhere(model: nn.Module) -> frozenset[str]:
     if isinstance(engine, PipelineEngine) and not engine.staged.cut.has_first:
         return engine.staged.shared_names
     return frozenset()
-
-
-def _own_state(causal_lm: Any) -> tuple[dict[str, Tensor], int]:
-    """Return the tensors that this rank writes, as they are saved, and its number of parameters."""
-    state = causal_lm.state_dict()
-    for name in causal_lm._keys_to_ignore_on_save or ():
-        state.pop(name, None)
-    state = remove_tied_weights_from_state_dict(state, causal_lm)
-    others = names_written_elsewhere(causal_lm)
-    count = sum(p.numel() for name, p in causal_lm.named_parameters() if name not in others)
-    state = {name: tensor for name, tensor in state.items() if name not in others}
-    return revert_weight_conversion(causal_lm, state), count
-
-
-def _save_configs(causal_lm: Any, folder: Path) -> None:
-    """Write what `save_pretrained` writes beside the weights."""
-    causal_lm.config.dtype = str(causal_lm.dtype).split(".")[1]
-    causal_lm.config.architectures = [type(causal_lm).__name__]
-    causal_lm.config.save_pretrained(folder)
-    if causal_lm.can_generate():
-        causal_lm.generation_config.save_pretrained(folder)
 
 
 def _move_into_place(staging: Path, target: Path) -> None:
@@ -545,13 +531,6 @@ def _files_by_name(folder: Path) -> dict[str, str]:
         "Allowed: folders with weights in safetensors. Remedy: name a checkpoint-N folder of the "
         "run."
     )
-
-
-def _conversions(causal_lm: Any) -> tuple[list[WeightRenaming], list[WeightConverter]]:
-    """Return how Transformers renames and converts tensors of a folder."""
-    found: list[WeightTransform] = get_model_conversion_mapping(causal_lm)
-    renamings = [entry for entry in found if isinstance(entry, WeightRenaming)]
-    return renamings, [entry for entry in found if isinstance(entry, WeightConverter)]
 
 
 @torch.no_grad()

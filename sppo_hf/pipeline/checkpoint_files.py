@@ -425,15 +425,11 @@ def _decode_items(value: Any, path: str, read: Any) -> dict[Any, Any]:
     return {key: decode(item, f"{path}/{key}", read) for key, item in value}
 
 
-def _decode_dtype(value: Any, path: str, read: Any) -> torch.dtype:
-    found = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAMES}
-    return found[value]
-
-
 _NOT_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAMES}
 _DECODERS: dict[str, Callable[[Any, str, Any], Any]] = {
     "!float": lambda value, path, read: _NOT_FINITE[value],
-    "!dtype": _decode_dtype,
+    "!dtype": lambda value, path, read: _BY_NAME[value],
     # A copy: a tensor mapped from the file would change when the file is written again.
     "!tensor": lambda value, path, read: read(value, path).clone(),
     "!array": lambda value, path, read: read(value, path).numpy().copy(),
@@ -537,8 +533,15 @@ def find_damage(folder: Path, *, share: tuple[int, int] = (0, 1)) -> str | None:
         ConfigError: It was written in a later format.
     """
     mark = read_mark(folder)
-    if mark is None:
-        return _find_damage_without_mark(folder)
+    if mark is None:  # the Trainer itself saved it, without `mark_incomplete`
+        last = MARK_NAME if (folder / STATE_FOLDER).is_dir() else TRAINER_STATE_NAME
+        if not (folder / last).is_file():
+            return f"it has no {last}, which is written last"
+        try:
+            read_json(folder / last)
+        except ConfigError:
+            return f"its {last} is damaged"
+        return None
     if mark and mark.get("complete") is not True:
         return "its save did not come to its end"
     files = _listed_files(mark)
@@ -548,18 +551,6 @@ def find_damage(folder: Path, *, share: tuple[int, int] = (0, 1)) -> str | None:
         return _find_changed_file(folder, files, share)
     except OSError as error:
         return f"{error.filename or 'a file'} cannot be read ({error.strerror})"
-
-
-def _find_damage_without_mark(folder: Path) -> str | None:
-    """Check a folder that the Trainer itself saved, without `mark_incomplete`."""
-    last = MARK_NAME if (folder / STATE_FOLDER).is_dir() else TRAINER_STATE_NAME
-    if not (folder / last).is_file():
-        return f"it has no {last}, which is written last"
-    try:
-        read_json(folder / last)
-    except ConfigError:
-        return f"its {last} is damaged"
-    return None
 
 
 def _find_changed_file(
@@ -663,15 +654,13 @@ def _file_states(folder: Path) -> FileStates:
     states = {}
     for path in folder.rglob("*"):
         name = path.relative_to(folder).as_posix()
-        if not (_is_hashed(name) or path.suffix == ".json") or _is_nested(path, folder):
+        if not (_is_hashed(name) or path.suffix == ".json"):
             continue
-        if path.is_file() and not path.name.startswith(MARK_NAME):
+        # Of another checkpoint, or a repository, inside this folder.
+        nested = any(
+            _CHECKPOINT.fullmatch(part) or part.startswith(".") for part in name.split("/")[:-1]
+        )
+        if path.is_file() and not nested and not path.name.startswith(MARK_NAME):
             entry = path.stat()
             states[name] = entry.st_ino, entry.st_size, entry.st_mtime_ns
     return states
-
-
-def _is_nested(path: Path, folder: Path) -> bool:
-    """Whether a file belongs to another checkpoint, or a repository, inside this folder."""
-    inside = path.relative_to(folder).parts[:-1]
-    return any(_CHECKPOINT.fullmatch(part) or part.startswith(".") for part in inside)

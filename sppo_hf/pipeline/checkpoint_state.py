@@ -153,8 +153,8 @@ def load_state(
         with reading(stored.index):
             state, groups = stored.state(number, wanted), stored.groups(number)
             _load_by_name(optimizer, state, groups, ordered, folder)
-    for scheduler, value in zip(schedulers, stored.schedulers(), strict=True):
-        with reading(stored.index):
+    with reading(stored.index):
+        for scheduler, value in zip(schedulers, stored.schedulers(), strict=True):
             _check_types(scheduler.state_dict(), value)
             if unknown := sorted(set(value) - set(scheduler.state_dict())):
                 raise ConfigError(
@@ -209,7 +209,7 @@ def read_full_state(folder: str | Path) -> tuple[dict[str, Any], list[Any]]:
     """
     stored = _SavedState(Path(folder))
     with reading(stored.index):
-        groups = stored.groups(0)
+        groups, schedulers = stored.groups(0), stored.schedulers()
         order = [name for group in groups for name in group["names"]]
         state = stored.state(0, set(order))
     index = {name: position for position, name in enumerate(order)}
@@ -218,7 +218,7 @@ def read_full_state(folder: str | Path) -> tuple[dict[str, Any], list[Any]]:
         for g in groups
     ]
     by_number = {index[name]: values for name, values in state.items()}
-    return {"state": dict(sorted(by_number.items())), "param_groups": plain}, stored.schedulers()
+    return {"state": dict(sorted(by_number.items())), "param_groups": plain}, schedulers
 
 
 # -- random numbers ---------------------------------------------------------------------------
@@ -337,10 +337,7 @@ def _load_by_name(
                 f"({len(foreign)} are missing). Allowed: the same groups. Remedy: train the same "
                 "parameters, with the same weight decay, as when it was saved."
             )
-    index: dict[str, int] = {}
-    for names in ordered:
-        for name in names:
-            index[name] = len(index)
+    index = {name: at for at, name in enumerate(name for names in ordered for name in names)}
     settings = []
     for group, names, own in zip(groups, ordered, optimizer.param_groups, strict=True):
         saved = {k: v for k, v in group.items() if k not in ("names", "params")}
@@ -364,8 +361,10 @@ def _check_types(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
 class _SavedState:
     """Saved state of a checkpoint folder, read in parts, on the CPU.
 
+    Methods are called within `reading`, as damaged files make them raise anything.
+
     Raises:
-        ConfigError: A file is damaged; raised by the constructor and by every method.
+        ConfigError: A file is damaged.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -396,45 +395,37 @@ class _SavedState:
         """Return the number of "optimizers" or "schedulers"."""
         return len(self._about[kind])
 
+    def _decode(self, stored: Any, path: str) -> Any:
+        return decode(stored, path, self._files.read)
+
     def groups(self, number: int) -> Groups:
-        with reading(self.index):
-            stored = self._about["optimizers"][number]["groups"]
-            groups: Groups = decode(stored, f"groups/{number}", self._files.read)
-            for group in groups:
-                if not isinstance(group, dict) or not _are_names(group.get("names")):
-                    raise ValueError(f"the groups of optimizer {number} are none")
-            return groups
+        groups = self._decode(self._about["optimizers"][number]["groups"], f"groups/{number}")
+        for group in groups:
+            names = group.get("names") if isinstance(group, dict) else None
+            if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+                raise ValueError(f"the groups of optimizer {number} are none")
+        return groups
 
     def state(self, number: int, names: set[str]) -> dict[str, dict[str, Any]]:
         """Return an optimizer's state for the parameters `names`, by name."""
-        with reading(self.index):
-            stored = self._about["optimizers"][number]["state"]
-            found: dict[str, dict[str, Any]] = {
-                name: decode(value, f"state/{number}/{name}", self._files.read)
-                for name, value in stored.items()
-                if name in names
-            }
-            if not all(isinstance(values, dict) for values in found.values()):
-                raise ValueError(f"the state of optimizer {number} is none")
-            return found
+        stored = self._about["optimizers"][number]["state"]
+        found = {
+            name: self._decode(value, f"state/{number}/{name}")
+            for name, value in stored.items()
+            if name in names
+        }
+        if not all(isinstance(values, dict) for values in found.values()):
+            raise ValueError(f"the state of optimizer {number} is none")
+        return found
 
     def schedulers(self) -> list[dict[str, Any]]:
-        with reading(self.index):
-            states: list[dict[str, Any]] = decode(
-                self._about["schedulers"], "schedulers", self._files.read
-            )
-            if not all(isinstance(state, dict) for state in states):
-                raise ValueError("the states of the schedulers are none")
-            return states
+        states = self._decode(self._about["schedulers"], "schedulers")
+        if not all(isinstance(state, dict) for state in states):
+            raise ValueError("the states of the schedulers are none")
+        return states
 
     def random(self, places: list[tuple[int, int]]) -> dict[str, Any]:
         """Return the random state of the first of these (replica, stage) that was saved."""
-        with reading(self.index):
-            paths = [f"random/{dp}/{pp}" for dp, pp in places]
-            path = next(path for path in paths if path in self._about["random"])
-            state: dict[str, Any] = decode(self._about["random"][path], path, self._files.read)
-            return state
-
-
-def _are_names(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+        paths = [f"random/{dp}/{pp}" for dp, pp in places]
+        path = next(path for path in paths if path in self._about["random"])
+        return self._decode(self._about["random"][path], path)

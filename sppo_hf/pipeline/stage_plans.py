@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 import warnings
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -52,8 +52,9 @@ from sppo_hf.planning.plan import PipelineStep, Plan, PlanRequest, make_plan, ot
 from sppo_hf.planning.prediction import MeasuredStep, learn, worth_correcting
 from sppo_hf.planning.stages import kv_copies_of, stage_shape
 from sppo_hf.planning.tiers import TIERS, Tier
+from sppo_hf.schedule.actions import Kind
 from sppo_hf.schedule.generate import MSP, Size, generate
-from sppo_hf.schedule.lower import KVCopy, add_kv_copies, add_transfers, lower
+from sppo_hf.schedule.lower import add_kv_copies, add_transfers, lower
 from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.validate import validate
 
@@ -62,44 +63,26 @@ if TYPE_CHECKING:
     from sppo_hf.pipeline.pipeline_engine import PipelineEngine
 
 
-@dataclass(frozen=True, slots=True)
-class Copies:
-    """Copies of the stages of some ranks, for which a step's schedule has actions."""
+Copies = frozenset[tuple[Kind, int, int, int | None]]
+"""Copies beside the units of some stages: (kind, stage, chunk, part). "D" of offloaded activations,
+"S" of those behind the host, and those of K/V (with a part), as `add_kv_copies` takes them."""
 
-    offloaded: frozenset[tuple[int, int]] = frozenset()
-    """(stage, chunk) with offloaded activations."""
-    stored: frozenset[tuple[int, int]] = frozenset()
-    """(stage, chunk) with activations on a tier behind the host."""
-    kv: frozenset[KVCopy] = frozenset()
-    """Copies of K/V beside units, as arguments of `add_kv_copies`."""
 
-    @classmethod
-    def of(cls, by_stage: Mapping[int, Plan]) -> Copies:
-        """Return the copies of stages that run by these plans."""
-        offloaded, stored = set[tuple[int, int]](), set[tuple[int, int]]()
-        kv: set[KVCopy] = set()
-        for stage, plan in by_stage.items():
-            for chunk, row in enumerate(plan.layer_modes):
-                if plan.training and any(mode.offload for mode in row):
-                    offloaded.add((stage, chunk))
-                    if any(TIERS[mode.tier].behind_host for mode in row):
-                        stored.add((stage, chunk))
-            if plan.kv_tier != "device":
-                tables = plan.program().tables
-                layers = np.bincount(tables.kind_of, minlength=len(tables.kinds))
-                of_stage = kv_copies_of(tables, plan.kv_tier, [layers])
-                kv |= {(kind, stage, chunk, part) for kind, _, chunk, part in of_stage}
-        return cls(frozenset(offloaded), frozenset(stored), frozenset(kv))
-
-    @classmethod
-    def union(cls, every: Iterable[Copies]) -> Copies:
-        """Return the copies of all ranks together."""
-        copies = list(every)
-        return cls(
-            frozenset().union(*(one.offloaded for one in copies)),
-            frozenset().union(*(one.stored for one in copies)),
-            frozenset().union(*(one.kv for one in copies)),
-        )
+def _copies_of(by_stage: Mapping[int, Plan]) -> Copies:
+    """Return the copies of stages that run by these plans."""
+    found: set[tuple[Kind, int, int, int | None]] = set()
+    for stage, plan in by_stage.items():
+        for chunk, row in enumerate(plan.layer_modes if plan.training else ()):
+            if any(mode.offload for mode in row):
+                found.add(("D", stage, chunk, None))
+            if any(TIERS[mode.tier].behind_host for mode in row):
+                found.add(("S", stage, chunk, None))
+        if plan.kv_tier != "device":
+            tables = plan.program().tables
+            layers = np.bincount(tables.kind_of, minlength=len(tables.kinds))
+            of_stage = kv_copies_of(tables, plan.kv_tier, [layers])
+            found |= {(kind, stage, chunk, part) for kind, _, chunk, part in of_stage}
+    return frozenset(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +112,7 @@ class BatchPlans:
     @property
     def copies(self) -> Copies:
         """Copies of this rank's stages."""
-        return Copies.of(self.by_stage)
+        return _copies_of(self.by_stage)
 
     def longest_step_seconds(self, ranks: int) -> float:
         """Return the predicted seconds of a step in which `ranks` such ranks run one by one.
@@ -140,6 +123,13 @@ class BatchPlans:
         seconds = sum(one.step_seconds for one in predictions if one is not None)
         return ranks * self.shape.micro_batches * seconds
 
+    def shared(self) -> _SharedPlans:
+        """Return the facts of this rank's plans that other ranks need."""
+        by_stage, seconds = self.by_stage, None
+        if all(plan.prediction is not None for plan in by_stage.values()):
+            seconds = {stage: stage_seconds(plan) for stage, plan in by_stage.items()}
+        return _SharedPlans(by_stage if self.schedule == MSP else {}, seconds, self.copies)
+
 
 class _SharedPlans(NamedTuple):
     """Facts about a rank's stages that it sends to all ranks of a step."""
@@ -149,15 +139,6 @@ class _SharedPlans(NamedTuple):
     seconds: dict[int, StageSeconds] | None
     """Predicted seconds of each of the rank's stages; None if speeds are unknown."""
     copies: Copies
-
-    @staticmethod
-    def of(plans: BatchPlans) -> _SharedPlans:
-        """Select the facts of this rank's plans that other ranks need."""
-        by_stage = plans.by_stage
-        seconds = None
-        if all(plan.prediction is not None for plan in by_stage.values()):
-            seconds = {stage: stage_seconds(plan) for stage, plan in by_stage.items()}
-        return _SharedPlans(by_stage if plans.schedule == MSP else {}, seconds, plans.copies)
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,7 +264,7 @@ class StagePlanCache:
         shared: list[_SharedPlans] = []
         if shape.training and (known.step is None or known.choice.schedule == MSP):
             plans, shared = make_on_all_ranks(
-                make, self._engine.mesh.control_group, share=_SharedPlans.of
+                make, self._engine.mesh.control_group, share=BatchPlans.shared
             )
             if known.choice.schedule == MSP:
                 # Ranks that share a unit must recompute the same parts of it, so each uses the
@@ -433,7 +414,7 @@ class StagePlanCache:
         if not one.training or any(stages.seconds is None for stages in shared):
             return step
         seconds_of = {s: table for one in shared for s, table in (one.seconds or {}).items()}
-        copies = Copies.union(one.copies for one in shared)
+        copies: Copies = frozenset().union(*(one.copies for one in shared))
         whole = engine.shape()
 
         def message_seconds(stage: int, chunk: int) -> float:
@@ -443,16 +424,8 @@ class StagePlanCache:
             return tokens * whole.message_bytes_per_token(layer) / UNKNOWN_LINK
 
         def schedule_of(micro_batches: int) -> Schedule:
-            made = step_schedule(
-                config,
-                choice.schedule,
-                micro_batches,
-                len(plans.bounds),
-                forward_only=False,
-                reduce=reduces,
-                copies=copies,
-            )
-            return made.schedule
+            made = (config, choice.schedule, micro_batches, len(plans.bounds))
+            return step_schedule(*made, reduce=reduces, copies=copies).schedule
 
         average_bytes = 2 * (mesh.dp_size - 1) / mesh.dp_size * one.shape.gradient_bytes
         seconds, idle = pipeline_step(
@@ -637,7 +610,7 @@ class StagePlanCache:
         At least 1; a chunk counts as a fraction of a micro-batch.
         """
         config = self._engine.config
-        made = step_schedule(config, name, micro_batches, chunks, forward_only=False, reduce=False)
+        made = step_schedule(config, name, micro_batches, chunks)
         units = made.schedule.live_units[self._engine.mesh.pp_rank]
         return max(1.0, units / chunks / config.pp_virtual_stages)
 
@@ -654,24 +627,6 @@ class StepSchedule:
     size: Size
     offloaded_units: frozenset[tuple[int, int]] = frozenset()
     """(stage, unit) whose activations an action of the schedule offloads."""
-
-
-def step_schedule(
-    config: SPPOConfig,
-    name: str,
-    micro_batches: int,
-    chunks: int,
-    *,
-    forward_only: bool,
-    reduce: bool,
-    copies: Copies = Copies(),
-) -> StepSchedule:
-    """Return the schedule of a step, made at the first call with these arguments.
-
-    `copies` of other ranks may be left out, as this rank does not run their actions.
-    """
-    size = Size(config.pp_size, micro_batches, chunks, config.pp_virtual_stages)
-    return _make_schedule(name, size, forward_only, reduce, copies)
 
 
 def check_size(name: str, size: Size) -> None:
@@ -691,24 +646,31 @@ def check_size(name: str, size: Size) -> None:
 
 
 @functools.lru_cache(maxsize=64)
-def _make_schedule(
+def step_schedule(
+    config: SPPOConfig,
     name: str,
-    size: Size,
-    forward_only: bool,
-    reduce: bool,
-    copies: Copies,
+    micro_batches: int,
+    chunks: int,
+    *,
+    forward_only: bool = False,
+    reduce: bool = False,
+    copies: Copies = frozenset(),
 ) -> StepSchedule:
+    """Return the schedule of a step, made at the first call with these arguments.
+
+    `copies` of other ranks may be left out, as this rank does not run their actions.
+    """
+    size = Size(config.pp_size, micro_batches, chunks, config.pp_virtual_stages)
     made = generate(name, size)
     if forward_only:
         forwards = made.keep(lambda action: action.kind == "F")
-        lowered = add_transfers(add_kv_copies(forwards, copies.kv))
+        lowered = add_transfers(add_kv_copies(forwards, copies))
     else:
-        chunks = size.num_chunks
         lowered = lower(
             made,
-            offloaded=lambda stage, unit: (stage, unit % chunks) in copies.offloaded,
-            stored=lambda stage, unit: (stage, unit % chunks) in copies.stored,
-            kv_copies=copies.kv,
+            offloaded=lambda stage, unit: ("D", stage, unit % chunks, None) in copies,
+            stored=lambda stage, unit: ("S", stage, unit % chunks, None) in copies,
+            kv_copies=copies,
             reduce=reduce,
         )
     validate(lowered)  # once for each size; nothing wrong is ever run

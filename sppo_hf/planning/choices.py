@@ -159,13 +159,8 @@ def read_placements(
 ) -> tuple[Placement, ...]:
     """Returns the allowed placements, the one with the fewest bytes on the host first.
 
-    An optimizer left to "auto" follows the weights: it runs where they are.
-
-    Args:
-        config: the settings.
-        facts: the machine.
-        adapters: whether only adapters are trained, whose optimizer alone would free little.
-        by_layer: whether the model's layers can be called on parts of a sequence.
+    An optimizer left to "auto" follows the weights: it runs where they are. That of adapters alone
+    would free little. With `by_layer` the model's layers can be called on parts of a sequence.
     """
     asked = Placement(*config.host_resident)
     # On a CPU host memory is the device's own; ranks that share batches keep their weights on the

@@ -112,13 +112,7 @@ class ModelCost:
     def with_sequence_parallel(
         self, sp: int, all_to_all_bytes_per_second: float, head_blocks: int | None = None
     ) -> ModelCost:
-        """Returns the costs of one of `sp` sequence-parallel ranks, the one with most heads.
-
-        Args:
-            sp: number of ranks.
-            all_to_all_bytes_per_second: rate of each rank in an all-to-all.
-            head_blocks: how ranks divide heads, see `ModelShape.head_blocks`.
-        """
+        """Returns the costs of one of `sp` sequence-parallel ranks, the one with most heads."""
         return replace(
             self,
             shape=replace(self.shape, sp=sp, head_blocks=head_blocks),
@@ -130,12 +124,8 @@ class ModelCost:
 
         Each rank sends every other one that one's heads of its own tokens' queries, keys and
         values, and gets its own tokens' output back: of `2 Hq + 2 Hkv` heads of C tokens,
-        (n - 1) / n^2 where n divides them. Backward sends as much.
-
-        Args:
-            layer: index of the layer.
-            tokens: C, tokens of the whole chunk.
-            keys: False leaves out K/V, as recomputation does.
+        (n - 1) / n^2 where n divides them. Backward sends as much. `tokens` is C; without `keys`,
+        K/V are left out, as recomputation does.
         """
         if self.sp == 1:
             return 0.0

@@ -477,9 +477,6 @@ def cpu_estimate(device_name: str) -> HardwareProfile:
 def cuda_estimate(device_name: str) -> HardwareProfile:
     """Returns a guess for any accelerator, from its datasheet if the model is known.
 
-    Args:
-        device_name: the driver's name of the device.
-
     Returns:
         A profile whose curves are shares of the peak, shaped like those of the shipped profiles. Of
         an unknown model a small card's 60e12 FLOP/s, 0.3e12 bytes/s and PCIe 3.0 x16 are assumed.
@@ -622,12 +619,7 @@ def stored_profile(
 def save_profile(profile: HardwareProfile, path: str | os.PathLike[str] | None = None) -> Path:
     """Write a profile atomically, replacing an older one of the same device and versions.
 
-    Args:
-        profile: the profile.
-        path: file to write; None for the default place under the Hugging Face cache.
-
-    Returns:
-        The file written.
+    Without a path it is written to the default place under the Hugging Face cache.
 
     Raises:
         ConfigError: the file cannot be written; the message names it.

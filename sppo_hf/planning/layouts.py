@@ -159,15 +159,10 @@ class SearchSpace:
     def layouts(
         self, *, gpus: int, rows: int, total_tokens: int, num_layers: int, sp: Iterable[int] = (1,)
     ) -> Iterator[Layout]:
-        """Yields every layout of `rows` rows over devices.
+        """Yields every layout of `rows` rows of a step over devices.
 
-        Args:
-            gpus: devices; stages times replicas times `sp` are as many, or a little fewer
-                (`min_device_share`).
-            rows: rows of a step; replicas divide them.
-            total_tokens: length of a row.
-            num_layers: no more stages than that.
-            sp: devices that may share a rank's units.
+        Stages times replicas times `sp` are as many as `gpus`, or a little fewer
+        (`min_device_share`). Replicas divide rows, and no more stages than layers are tried.
         """
         for group in sp:
             for layout in self._of_groups(
@@ -339,15 +334,10 @@ class LowerBounds:
         group_bytes_per_second: Callable[[int], float],
         fastest_bytes_per_second: float,
     ) -> None:
-        """Take what all layouts have in common.
+        """Take what all layouts have in common, as `cluster.ClusterQuestion` has it.
 
-        Args:
-            cost: the model on one device, one row at a time.
-            total_tokens: length of each row.
-            rows: rows of a step, over all replicas.
-            group_bytes_per_second: rate between the devices of a sequence-parallel group, by its
-                size.
-            fastest_bytes_per_second: rate between the two devices that are nearest to each other.
+        Rates are between the devices of a sequence-parallel group of a size, and between the two
+        devices that are nearest to each other.
         """
         self._cost = cost
         self._group_bytes_per_second = group_bytes_per_second
@@ -391,10 +381,8 @@ class LowerBounds:
     def seconds(self, layout: Layout, *, reduce_seconds: float = 0.0) -> float:
         """Returns the least seconds that a step can take; see the note of this class.
 
-        Args:
-            layout: the layout.
-            reduce_seconds: seconds of reducing one stage's gradients over replicas, which begins
-                after the stage's last backward.
+        `reduce_seconds` are those of reducing one stage's gradients over replicas, which begins
+        after the stage's last backward.
         """
         per_row, idle = self._rank_seconds(layout)
         rows = self._rows // layout.replicas
@@ -504,10 +492,7 @@ class LowerBounds:
     ) -> int:
         """Returns a lower bound on the bytes of the fullest host when the first backwards begin.
 
-        Args:
-            layout: the layout.
-            ranks_per_node: devices that share a host.
-            device_bytes: budget of one device; None if there is none.
+        `device_bytes` is the budget of one device, of which `ranks_per_node` share a host.
         """
         bounds, layers = self.bounds(layout), self._cost.shape.num_layers // layout.stages
         kv_on_host, to_host = layout.kv_tier != "device", layout.activation_tier == HOST

@@ -242,16 +242,10 @@ class LinearProgram:
         host_price: float = 0.0,
         most_seconds: float = float("inf"),
     ) -> None:
-        """Prepare the program.
+        """Prepare the program for units with `modes` and, by layer, K/V with `kv_modes`.
 
-        Args:
-            decisions: the batch, bounds, order and look-ahead; its modes and K/V modes are ignored.
-            cost: seconds and bytes of every unit.
-            budgets: bytes per tier.
-            modes: the activation modes that units may have.
-            kv_modes: by layer, the modes that a layer's K/V may have.
-            host_price: seconds that a GiB of host memory must save to be used.
-            most_seconds: limit of the step's seconds.
+        Those of `decisions` are ignored. `host_price` are the seconds that a GiB of host memory
+        must save to be used, and `most_seconds` limits the step.
         """
         self._decisions = decisions
         self._cost = cost

@@ -39,8 +39,8 @@ batch that is followed by the update; with gradient accumulation the other batch
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -202,7 +202,7 @@ class StepProgram:
         not_saved = self.modes % len(SAVED) == SAVED.index("hidden")
         return not_saved & attends & self.points.training
 
-    @cached_property
+    @property
     def attention_rerun_seconds(self) -> float:
         """Seconds of a step that rerunning attention's forward takes."""
         assert self._cost is not None, "durations need a program with costs"
@@ -537,21 +537,14 @@ class StepProgram:
 
     def changes(self, at: int) -> Iterator[Change]:
         """Yields the bytes that the computation at a point allocates and frees."""
-        for tier, cause, begins, ends in self._changes_by_point:
-            if begins[at]:
-                yield Change(tier, cause, begins[at])
-            if ends[at]:
-                yield Change(tier, cause, ends[at], "end")
-
-    @cached_property
-    def _changes_by_point(self) -> list[tuple[Tier, Cause, list[int], list[int]]]:
-        """Changes at the begin and at the end of each point, by tier and cause."""
-        return [
-            (tier, cause, begins.tolist(), (level.after - level.during).tolist())
-            for tier, levels in self.levels.items()
-            for cause, level in levels.items()
-            for begins in [level.during - np.concatenate(([level.before], level.after[:-1]))]
-        ]
+        for tier, levels in self.levels.items():
+            for cause, level in levels.items():
+                before = int(level.after[at - 1]) if at else level.before
+                during = int(level.during[at])
+                if during != before:
+                    yield Change(tier, cause, during - before)
+                if level.after[at] != during:
+                    yield Change(tier, cause, int(level.after[at]) - during, "end")
 
     # -- actions -------------------------------------------------------------------------------
 
@@ -563,10 +556,10 @@ class StepProgram:
 
     def simulate(self, *, with_bytes: bool = False) -> Timeline:
         """Simulates the step; with the bytes of every tier over time if `with_bytes`."""
-        resources = self.resources
+        actions, seconds, needs, _ = self.resources
         if not with_bytes:
-            return resources.simulate()
-        at = {action: at for at, action in enumerate(resources.actions[COMPUTE])}
+            return simulate_positions(actions, seconds=seconds, needs=needs)
+        at = {action: at for at, action in enumerate(actions[COMPUTE])}
         standing = [
             Change(tier, cause, size)
             for tier, sizes in self.standing.items()
@@ -578,7 +571,10 @@ class StepProgram:
             for cause, level in levels.items()
             if level.before
         ]
-        return resources.simulate(
+        return simulate_positions(
+            actions,
+            seconds=seconds,
+            needs=needs,
             changes=lambda action: self.changes(at[action]) if action in at else (),
             standing=standing,
         )
@@ -751,8 +747,7 @@ def _level_of_sum(points: Points, levels: Iterable[Level], of: Callable[[Any], A
 # -- resources -------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class ActionQueues:
+class ActionQueues(NamedTuple):
     """Actions of each resource in order, with durations and dependencies."""
 
     actions: dict[str, list[Action]]
@@ -767,51 +762,33 @@ class ActionQueues:
     enqueued: list[Action]
     """All actions in the order in which they are enqueued."""
 
-    def simulate(
-        self,
-        changes: Callable[[Action], Iterable[Change]] | None = None,
-        standing: Iterable[Change] = (),
-    ) -> Timeline:
-        """Simulates all resources; see `simulate_positions`."""
-        return simulate_positions(
-            self.actions,
-            seconds=self.seconds,
-            needs=self.needs,
-            changes=changes,
-            standing=standing,
-        )
 
-
-@dataclass(slots=True)
 class _Queue:
-    """Bytes that are held until an action ends, oldest first, with a limit on their sum."""
+    """Bytes that are held until an action ends, oldest first.
 
-    limit_bytes: int | None
-    """Most bytes that may be held; None allows only the entry added last."""
-    queue: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-    first: int = 0
-    """Index of the oldest entry that has not been waited for."""
-    num_bytes: int = 0
-    """Bytes of the entries that have not been waited for."""
+    At most `limit_bytes` of them, or with None only the entry added last.
+    """
+
+    def __init__(self, limit_bytes: int | None) -> None:
+        self._limit_bytes = limit_bytes
+        self._entries = deque[tuple[int, int]]()
+        self._num_bytes = 0
 
     def add(self, action: int, num_bytes: int) -> None:
-        self.queue.append((action, num_bytes))
-        self.num_bytes += num_bytes
+        self._entries.append((action, num_bytes))
+        self._num_bytes += num_bytes
 
     def settle(self, new_bytes: int = 0) -> list[int]:
         """Returns what to wait for so that `new_bytes` more fit, oldest first."""
         ended: list[int] = []
-        while self.first < len(self.queue) and self._exceeds(new_bytes):
-            action, num_bytes = self.queue[self.first]
-            self.num_bytes -= num_bytes
-            self.first += 1
+        limit = self._limit_bytes
+        while self._entries and (
+            len(self._entries) > 1 if limit is None else self._num_bytes + new_bytes > limit
+        ):
+            action, num_bytes = self._entries.popleft()
+            self._num_bytes -= num_bytes
             ended.append(action)
         return ended
-
-    def _exceeds(self, new_bytes: int) -> bool:
-        if self.limit_bytes is None:
-            return len(self.queue) - self.first > 1
-        return self.num_bytes + new_bytes > self.limit_bytes
 
 
 class _ActionScheduler:
@@ -824,18 +801,14 @@ class _ActionScheduler:
 
     def __init__(self, program: StepProgram, cost: ModelCost) -> None:
         what, tables = program.decisions, program.tables
-        self._program = program
-        self._decisions = what
-        self._cost = cost
-        self._streams = tables.streams
+        self._program, self._decisions, self._cost = program, what, cost
         self._both_ways = tables.both_ways
         """Whether copies run both ways at once, in forward and in backward."""
         self._host_resident = tables.shape.host_resident
         behind = [TIERS[tier] for tier in tiers_behind_host()]
         self._resources = [COMPUTE, D2H, H2D, HOST_COMPUTE]
-        self._resources += [
-            resource for tier in behind for resource in (tier.store_resource, tier.load_resource)
-        ]
+        for tier in behind:
+            self._resources += [tier.store_resource, tier.load_resource]
         self._writes = {tier.name: _BEHIND + 2 * at for at, tier in enumerate(behind)}
         """Resource of the writes of each tier behind the host; that of its reads is the next."""
         self._actions: list[list[Action]] = [[] for _ in self._resources]
@@ -844,15 +817,15 @@ class _ActionScheduler:
         self._listed: list[Action] = []
         self._sizes = program.offloaded_bytes.tolist()
         self._tiers = np.array(list(TIERS), dtype=object)[program.tiers].tolist()
-        self._streamed = [
-            [tables.of_layers(table).tolist() for table in tables_of_phase]
-            for tables_of_phase in (
-                (tables.kv_in_forward, tables.kv_out_forward),
-                (tables.kv_in_backward, tables.kv_out_backward),
-            )
+        come_back = tables.of_layers(tables.kv_in_backward) + program.restreamed_kv_bytes
+        self._stream_in_bytes = (
+            tables.of_layers(tables.kv_in_forward).tolist(),
+            come_back.tolist(),
+        )
+        self._stream_out_bytes = [
+            tables.of_layers(table).tolist()
+            for table in (tables.kv_out_forward, tables.kv_out_backward)
         ]
-        come_back = np.array(self._streamed[1][0]) + program.restreamed_kv_bytes
-        self._streamed[1][0] = come_back.tolist()
         # Copies of one resource end in order, so compute waits for the last of those that must end.
         self._pending_d2h = _Queue(what.max_pending_d2h_bytes)
         self._waits: list[int] = []
@@ -868,8 +841,7 @@ class _ActionScheduler:
         """The action after which a layer's newest K/V and gradient sums can be loaded."""
         self._kv_sizes = program.offloaded_kv_bytes.tolist()
         self._weights: dict[int, int] = {}
-        """The copy that loads a layer's weights; layer `num_layers` are the weights outside of
-        layers."""
+        """The copy that loads a layer's weights; `num_layers` are those outside of layers."""
         gradients = () if self._host_resident is None else self._host_resident.layer_gradient_bytes
         self._gradients = _Queue(max(gradients, default=0))
         """Bytes of gradients on their way to the host."""
@@ -939,7 +911,7 @@ class _ActionScheduler:
                 self._waits.append(self._load_inputs(layer, inputs[layer]))
             unit = self._compute(Action("B", 0, chunk, layer), taken)
             self._stream_out(chunk, layer, 1, unit)
-            if self._streams:
+            if self._decisions.kv_tier != "device":
                 self._waits += [*self._pending_d2h.settle()[-1:], *coming]
             if chunk == 0:
                 self._send_gradients(layer, unit)
@@ -1046,25 +1018,19 @@ class _ActionScheduler:
 
     def _load_inputs(self, layer: int, num_bytes: int) -> int:
         """Loads a layer's offloaded inputs, to recompute its K/V."""
-        chunks = range(self._decisions.num_chunks - 1)
-        after = [*self._last_computed(1)]
-        after += [
-            self._available_after[chunk, layer]
-            for chunk in chunks
-            if (chunk, layer) in self._available_after
-        ]
-        copy = Action("K", 0, self._decisions.num_chunks - 1, layer, 0)
-        # Inputs of one layer may be on several tiers; all are taken to be on the farthest
-        # of these.
-        tiers = {self._tiers[chunk][layer] for chunk in chunks if self._sizes[chunk][layer]}
-        for tier in reversed(self._writes):
-            if tier in tiers:
-                load = copy._replace(kind="L", part=1)
-                after.append(self._load(self._writes[tier], load, tier, num_bytes, after[:]))
-                break
-        return self._add(
-            _H2D, copy, self._cost.h2d_seconds(num_bytes, both=self._both_ways[1]), after
-        )
+        last = self._decisions.num_chunks - 1
+        away = [chunk for chunk in range(last) if self._sizes[chunk][layer]]
+        after = self._last_computed(1)
+        after += [self._available_after[chunk, layer] for chunk in away]
+        copy = Action("K", 0, last, layer, 0)
+        # Inputs of one layer may be on several tiers; all are taken to be on the farthest of these.
+        tiers = {self._tiers[chunk][layer] for chunk in away}
+        tier = next((tier for tier in reversed(self._writes) if tier in tiers), None)
+        if tier is not None:
+            load = copy._replace(kind="L", part=1)
+            after.append(self._load(self._writes[tier], load, tier, num_bytes, after[:]))
+        seconds = self._cost.h2d_seconds(num_bytes, both=self._both_ways[1])
+        return self._add(_H2D, copy, seconds, after)
 
     def _stream_in(self, chunk: int, layer: int, part: int) -> list[int]:
         """Streams a layer's earlier K/V in; returns what the next unit waits for.
@@ -1072,29 +1038,26 @@ class _ActionScheduler:
         A unit cannot end before its last block has arrived, which is expressed as a dependency of
         the next unit. Blocks of a unit are copied while the unit before it still computes.
         """
-        num_bytes = self._streamed[part][0][chunk][layer]
+        num_bytes = self._stream_in_bytes[part][chunk][layer]
         if not num_bytes:
             return []
-        after = self._last_computed(2)[:-1]
+        after, tier = self._last_computed(2)[:-1], self._decisions.kv_tier
         if layer in self._kv_available_after:
             after.append(self._kv_available_after[layer])
-        resource = self._writes.get(self._decisions.kv_tier)
-        if resource is not None:
+        if tier in self._writes:
             read = Action("L", 0, chunk, layer, part + 1)
-            after = [*after, self._load(resource, read, self._decisions.kv_tier, num_bytes, after)]
+            after = [*after, self._load(self._writes[tier], read, tier, num_bytes, after)]
         seconds = self._cost.h2d_seconds(num_bytes, both=True)
         return [self._add(_H2D, Action("K", 0, chunk, layer, part), seconds, after)]
 
     def _stream_out(self, chunk: int, layer: int, part: int, unit: int) -> None:
         """Offloads new K/V of a chunk (forward) or gradient sums of its prefix (backward)."""
-        num_bytes = self._streamed[part][1][chunk][layer]
+        num_bytes = self._stream_out_bytes[part][chunk][layer]
         if num_bytes:
             copy = Action("O", 0, chunk, layer, part)
-            # Both resources work in order, so the newest action stands for all before
-            # it.
-            self._kv_available_after[layer] = self._offload(
-                copy, num_bytes, unit, self._decisions.kv_tier
-            )
+            # Both resources work in order, so the newest action stands for all before it.
+            sent = self._offload(copy, num_bytes, unit, self._decisions.kv_tier)
+            self._kv_available_after[layer] = sent
 
     def _last_computed(self, count: int) -> list[int]:
         """Returns the last `count` computations, oldest first; fewer near the start."""

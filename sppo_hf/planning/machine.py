@@ -173,14 +173,9 @@ def nvidia_driver_version(root: Path = _ROOT) -> str:
 
 
 def pci_numa_node(address: str, root: Path = _ROOT) -> int | None:
-    """NUMA node of a PCI device.
+    """NUMA node of a PCI device ("0000:1b:00.0").
 
-    Args:
-        address: the device's address, such as "0000:1b:00.0".
-        root: folder that stands for `/`.
-
-    Returns:
-        Index of the node; None if the machine has only one or does not report it.
+    None if the machine has only one node or does not report it.
     """
     if len(list((root / "sys/devices/system/node").glob("node[0-9]*"))) < 2:
         return None

@@ -483,12 +483,7 @@ def _best_placement(
     copies and without an update by the processor. Otherwise simulation decides between the
     optimizer alone on the host and all layers' weights too. The optimizer alone loads each weight
     once per batch, not twice; without the weights the device has more memory for activations. Of
-    nearly equal plans, the first is taken.
-
-    Args:
-        request: the request.
-        places: allowed placements, the one with the fewest bytes on the host first.
-        rerun_attention: whether attention may be recomputed.
+    nearly equal plans, the first is taken. The first of `places` has the fewest bytes on the host.
     """
     requests = {tried: request.with_placement(tried) for tried in places}
     make = partial(_make_plan, rerun_attention=rerun_attention)

@@ -299,10 +299,6 @@ def timeline_of(plan: Plan) -> Timeline:
 def compare_policies(question: PlanRequest, plan: Plan) -> tuple[PolicyResult, ...]:
     """Compares "auto" with every fixed policy, in the same chunks and with K/V on the same tier.
 
-    Args:
-        question: the request, with `offload="auto"`.
-        plan: the plan made for it.
-
     Returns:
         The fastest first, "auto" before its equals; those that do not fit last.
     """
@@ -499,12 +495,7 @@ _LONGEST_TOKENS = 2**27
 
 
 def longest(missing: Callable[[int], float], *, known_tokens: int = 0) -> int:
-    """Returns the largest possible number of tokens, a multiple of 1,024; 0 if none.
-
-    Args:
-        missing: bytes missing at a length, see `search_longest`.
-        known_tokens: a length that is known to fit.
-    """
+    """Returns the largest possible number of tokens, a multiple of 1,024; see `search_longest`."""
     return search_longest(
         missing,
         step_tokens=_LENGTH_STEP_TOKENS,

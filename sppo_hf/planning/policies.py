@@ -167,10 +167,7 @@ def spread_kinds(
 ) -> tuple[Chosen, ...]:
     """Returns a mode for each layer like `spread`, separately for each kind of layer.
 
-    Args:
-        counts: number of layers with each mode, for each kind.
-        members: indices of the layers of each kind.
-        num_layers: number of all layers.
+    `counts` are the numbers of layers with each mode, and `members` the layers' indices, by kind.
     """
     chosen: list[Chosen | None] = [None] * num_layers
     for kind, layers in zip(counts, members, strict=True):

@@ -172,10 +172,8 @@ def learn(prediction: Prediction, measured: MeasuredStep, before: Correction) ->
     Compute time is the measured time minus stalls, which are subtracted from forward and backward
     in proportion. If compute waited longer than predicted, the copies were slower by that time.
 
-    Args:
-        prediction: prediction of the plan that ran.
-        measured: a step of that plan, but not the first, which compiles, allocates and pins.
-        before: correction with which the prediction was made.
+    `measured` is not the first step of the plan, which compiles, allocates and pins; `before` is
+    the correction with which the prediction was made.
     """
     step = measured.step_seconds
     busy = max(0.0, 1.0 - measured.stall_seconds / step) if step > 0 else 1.0

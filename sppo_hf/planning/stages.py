@@ -178,10 +178,7 @@ def bounds_with_count(
 def stage_shape(shape: ModelShape, layers: range, *, last: bool) -> ModelShape:
     """Returns the shape of one stage: its layers, and the head where it is the last.
 
-    Args:
-        shape: the whole model's layers, with the parameters that are on this rank.
-        layers: the layers of the stage.
-        last: whether the stage computes the logits.
+    `shape` has the whole model's layers, with the parameters that are on this rank.
     """
     return replace(
         shape,
@@ -211,10 +208,7 @@ def with_copies_by_unit(decisions: Decisions, shape: ModelShape, device_kind: st
 def kv_copies_of(tables: ByteTables, kv_tier: Tier, stages: Sequence[Bytes]) -> frozenset[KVCopy]:
     """Returns the copies of K/V beside units, where K/V are not kept on the device.
 
-    Args:
-        tables: bytes of each kind of layer and chunk.
-        kv_tier: where K/V are kept.
-        stages: for each stage, [kinds] the number of its layers.
+    `stages` are, for each stage, [kinds] the number of its layers.
     """
     behind = TIERS[kv_tier].behind_host
     copies: tuple[tuple[Kind, int, Bytes], ...] = (

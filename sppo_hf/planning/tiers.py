@@ -83,12 +83,7 @@ class TierModel:
         return getattr(config, self.setting) if self.setting else None
 
     def capacity_bytes(self, config: SPPOConfig, facts: Any) -> int | None:
-        """Returns its capacity: the user's budget, else what the machine has.
-
-        Args:
-            config: the settings.
-            facts: the `DeviceFacts`.
-        """
+        """Returns its capacity: the user's budget, else what the machine has (`DeviceFacts`)."""
         has: int | None = getattr(facts, self.fact) if self.fact else None
         value = self.named(config)
         if value is None:
