@@ -21,7 +21,7 @@ with it, are refused therefore.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -61,7 +61,7 @@ class StepGradients:
         """Take this step's gradients out of `.grad`, after the schedule, and restore `.grad`."""
         for work, flat, bucket in self._buckets:
             work.wait()
-            self._averages |= _split(flat, bucket)
+            self._averages |= {id(p): part for p, part in parts_of(flat, bucket)}
         self._buckets.clear()
         if not self._is_collected:
             self._own = [p.grad for p in self._parameters]
@@ -207,33 +207,29 @@ def average_after_backward(parameters: list[nn.Parameter], replicas: Replicas) -
 
     @torch.no_grad()
     def average() -> None:
-        averages: dict[int, Tensor] = {}
         for bucket in buckets_of(parameters):
             flat = torch.cat([_sum(p, p.grad, None).reshape(-1) for p in bucket])
             replicas.start_average(flat).wait()
-            averages |= _split(flat, bucket)
-        for parameter in parameters:
-            parameter.grad = averages[id(parameter)]
+            for parameter, part in parts_of(flat, bucket):
+                parameter.grad = part
 
     Variable._execution_engine.queue_callback(average)
 
 
 def _sum(parameter: nn.Parameter, own: Tensor | None, earlier: Tensor | None) -> Tensor:
-    if own is not None and earlier is not None:
-        return own + earlier
-    if own is None and earlier is None:
-        return torch.zeros_like(parameter)
-    return own if own is not None else earlier  # type: ignore[return-value]
+    if own is None:
+        return torch.zeros_like(parameter) if earlier is None else earlier
+    return own if earlier is None else own + earlier
 
 
 def _version(grad: Tensor | None) -> int | None:
     return None if grad is None else grad._version
 
 
-def _split(flat: Tensor, bucket: Sequence[nn.Parameter]) -> dict[int, Tensor]:
-    """Return the parts of a flat bucket by id of the parameter."""
-    parts = flat.split([p.numel() for p in bucket])
-    return {id(p): part.view_as(p) for p, part in zip(bucket, parts, strict=True)}
+def parts_of(flat: Tensor, bucket: Sequence[nn.Parameter]) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Yield each parameter of a bucket with its part of the flat tensor, in its shape."""
+    parts = flat.split([p.numel() for p in bucket]) if bucket else ()
+    yield from ((p, part.view_as(p)) for p, part in zip(bucket, parts, strict=True))
 
 
 def buckets_of(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:

@@ -70,7 +70,7 @@ from sppo_hf.engine.sequence_group import held_kv_heads, kv_head_transfers, rank
 from sppo_hf.engine.stages import StagedModel
 from sppo_hf.engine.structure import ModelParts
 from sppo_hf.errors import PipelineError, UnsupportedModelError
-from sppo_hf.pipeline.gradients import buckets_of
+from sppo_hf.pipeline.gradients import buckets_of, parts_of
 from sppo_hf.pipeline.mesh import PipelineMesh
 from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.model_profile import LayerProfile, count_head_blocks
@@ -228,7 +228,8 @@ class RemoteWeights:
 
         On the owner, and where a bucket is one tensor, it is sent and received in place.
         """
-        is_owner = self._mesh.pp_rank == stage
+        is_owner, owner = self._mesh.pp_rank == stage, self._mesh.world_rank(stage)
+        group = self._mesh.unit_groups[run.ranks]
         fetches = self._fetches[stage] = []
         for bucket in buckets_of(self._trained[stage]):
             for parameter in self._remote(bucket):
@@ -245,12 +246,7 @@ class RemoteWeights:
             else:
                 numel = sum(p.numel() for p in bucket)
                 flat = torch.empty(numel, dtype=bucket[0].dtype, device=self._mesh.device)
-            work = dist.broadcast(
-                flat,
-                self._mesh.world_rank(stage),
-                group=self._mesh.unit_groups[run.ranks],
-                async_op=True,
-            )
+            work = dist.broadcast(flat, owner, group=group, async_op=True)
             fetches.append((work, flat, [] if in_place else bucket))
 
     @torch.no_grad()
@@ -258,10 +254,9 @@ class RemoteWeights:
         """Wait until the stage's trained weights are here."""
         for work, flat, bucket in self._fetches.pop(stage):
             work.wait()
-            parts = flat.split([p.numel() for p in bucket]) if bucket else ()
-            for parameter, part in zip(bucket, parts, strict=True):
+            for parameter, part in parts_of(flat, bucket):
                 if id(parameter) not in self._own:
-                    parameter.data.copy_(part.view_as(parameter))
+                    parameter.data.copy_(part)
 
     def drop(self, stage: int) -> None:
         """Free the stage's trained weights, unless this rank owns them."""
@@ -273,18 +268,14 @@ class RemoteWeights:
     def start_reduce(self, stage: int, run: ChunkRun) -> None:
         """Start summing the gradients of a stage's weights over a run's set, at the owner."""
         self.wait_for_reduce()
-        is_owner = self._mesh.pp_rank == stage
+        is_owner, owner = self._mesh.pp_rank == stage, self._mesh.world_rank(stage)
+        group = self._mesh.unit_groups[run.ranks]
         for bucket in buckets_of(self._trained[stage]):
             self._had_gradient |= {id(p) for p in bucket if p.grad is not None}
             flat = torch.cat([self._contribution(p, is_owner).reshape(-1) for p in bucket])
             for parameter in bucket if is_owner else self._remote(bucket):
                 parameter.grad = None
-            work = dist.reduce(
-                flat,
-                self._mesh.world_rank(stage),
-                group=self._mesh.unit_groups[run.ranks],
-                async_op=True,
-            )
+            work = dist.reduce(flat, owner, group=group, async_op=True)
             self._reductions.append((work, flat, bucket if is_owner else []))
 
     @torch.no_grad()
@@ -292,10 +283,8 @@ class RemoteWeights:
         """Wait for running reductions; their owner keeps the sums apart from `.grad`."""
         for work, flat, bucket in self._reductions:
             work.wait()
-            totals = flat.split([p.numel() for p in bucket]) if bucket else ()
-            for parameter, total in zip(bucket, totals, strict=True):
+            for parameter, total in parts_of(flat, bucket):
                 earlier = self._reduced.get(parameter)
-                total = total.view_as(parameter)
                 self._reduced[parameter] = total if earlier is None else earlier + total
         self._reductions.clear()
 
@@ -482,7 +471,7 @@ class SharedUnits:
     def _passing_heads(
         self, earlier: Action, later: Action
     ) -> list[tuple[LayerProfile, list[int], list[int]]]:
-        """Return which heads pass between the ranks of two forwards of a stage.
+        """Return which heads pass between the ranks of two units of a stage, in order of forward.
 
         By layer: the profile, positions in what the rank of `earlier` holds, and as many positions
         in what the rank of `later` holds.
@@ -498,45 +487,47 @@ class SharedUnits:
         heads = layer.num_heads, layer.num_kv_heads
         return held_kv_heads(*heads, action.part or 0, size, self.head_blocks)
 
+    def _heads_of_message(
+        self, message: Message
+    ) -> list[tuple[LayerProfile, list[int], list[int]]]:
+        """Return `_passing_heads` of a message of K/V or of their gradients, the sender's first."""
+        if message.send.kind == "SEND_KV":
+            return self._passing_heads(message.producer, message.consumer)
+        passing = self._passing_heads(message.consumer, message.producer)
+        return [(layer, in_later, in_earlier) for layer, in_earlier, in_later in passing]
+
     def _kv_numel(self, message: Message) -> int:
         """Return the number of elements in a message of K/V or of their gradients."""
-        is_forward = message.send.kind == "SEND_KV"
-        ends = (
-            (message.producer, message.consumer)
-            if is_forward
-            else (message.consumer, message.producer)
-        )
         start, end = self.bounds[self.schedule.chunk(message.send)]
         row, row_end = self.rows[self.schedule.micro_batch(message.send)]
         widths = (
             len(heads) * (layer.qk_head_size + layer.v_head_size)
-            for layer, heads, _ in self._passing_heads(*ends)
+            for layer, heads, _ in self._heads_of_message(message)
         )
         return (row_end - row) * (end - start) * sum(widths)
 
-    def _pack_kv(self, message: Message) -> Tensor:
-        """Flatten the K/V of one chunk, of all layers, for a rank of the next set."""
-        stores = self._kv_stores(message.producer)
-        chunk = self.schedule.chunk(message.send)
+    def _pack(self, message: Message) -> Tensor:
+        """Flatten a chunk's K/V or sums of dK/dV, of all layers, for a rank of another set."""
+        is_forward, chunk = message.send.kind == "SEND_KV", self.schedule.chunk(message.send)
+        stores = self._kv_stores(message.producer) if is_forward else None
+        if stores is None:
+            stores, _ = self._sums[self._key_of_sums(message)]
         flat: list[Tensor] = []
-        heads = self._passing_heads(message.producer, message.consumer)
+        heads = self._heads_of_message(message)
         for (layer, positions, _), store in zip(heads, stores, strict=True):
-            sizes = layer.qk_head_size, layer.v_head_size
-            for x_BKCH, head_size in zip(store.chunk_kv(chunk), sizes, strict=True):
-                self._check_kv(message.producer, layer, x_BKCH, head_size)
+            tensors = store.chunk_kv(chunk) if is_forward else store.gradient_sums(chunk)
+            for x_BKCH, size in zip(tensors, (layer.qk_head_size, layer.v_head_size), strict=True):
+                held = len(self._held(layer, message.producer))
+                found = x_BKCH.shape[1], x_BKCH.shape[3], x_BKCH.dtype
+                if is_forward and found != (held, size, self.kv_dtype):
+                    raise PipelineError(
+                        f"keys or values of stage {message.producer.stage} are "
+                        f"{list(x_BKCH.shape)} in {x_BKCH.dtype}, and ranks that share units "
+                        f"expect {held} heads of {size} in {self.kv_dtype}. Train this model with "
+                        "pp_msp='off'."
+                    )
                 flat.append(_heads(x_BKCH, positions).reshape(-1))
         return torch.cat(flat)
-
-    def _check_kv(
-        self, action: Action, layer: LayerProfile, x_BKCH: Tensor, head_size: int
-    ) -> None:
-        heads = len(self._held(layer, action))
-        if (x_BKCH.shape[1], x_BKCH.shape[3], x_BKCH.dtype) != (heads, head_size, self.kv_dtype):
-            raise PipelineError(
-                f"keys or values of stage {action.stage} are {list(x_BKCH.shape)} in "
-                f"{x_BKCH.dtype}, and ranks that share units expect {heads} heads of {head_size} "
-                f"in {self.kv_dtype}. Train this model with pp_msp='off'."
-            )
 
     def _kv_stores(self, action: Action) -> list[KVStore]:
         """Return the K/V stores, by layer, of the run that a compute belongs to."""
@@ -636,12 +627,11 @@ class SharedUnits:
         if run.chunks.stop == len(self.bounds):
             return
         stores = self._kv_stores(action)
-        forward = action._replace(kind="F")
         for message in self._incoming.get(action, ()):
             if message.send.kind == "SEND_DKV" and self._kv_numel(message):
                 flat = self.transport.take(message.receive)
-                later = message.producer._replace(kind="F")
-                self._add_sums(stores, forward, later, self.schedule.chunk(message.send), flat)
+                of_chunk = self.schedule.chunk(message.send)
+                self._add_sums(stores, action, message.producer, of_chunk, flat)
         next_run = self.runs[action.stage, run.chunks.stop]
         if self.rank not in next_run.ranks:
             return
@@ -650,7 +640,7 @@ class SharedUnits:
             key = self._sums_key(action.stage, action.unit - chunk + earlier, next_run)
             ended, _ = self._sums[key]
             sums = [store.gradient_sums(earlier) for store in ended]
-            self._add_sums(stores, forward, later, earlier, sums)
+            self._add_sums(stores, action, later, earlier, sums)
             self._release(key)
 
     def _sums_key(self, stage: int, unit: int, run: ChunkRun) -> tuple[Any, ...]:
@@ -669,17 +659,6 @@ class SharedUnits:
         for store, (_, in_earlier, in_later, (dk_BKCH, dv_BKCH)) in zip(stores, heads, strict=True):
             if in_later:
                 store.add_gradient_sums(chunk, dk_BKCH, dv_BKCH, in_earlier)
-
-    def _pack_sums(self, message: Message) -> Tensor:
-        """Flatten a chunk's sums of dK/dV, of all layers, for a rank of the previous set."""
-        earlier, later = (a._replace(kind="F") for a in (message.consumer, message.producer))
-        stores, chunk = self._sums[self._key_of_sums(message)]
-        flat: list[Tensor] = []
-        for (_, _, positions), store in zip(
-            self._passing_heads(earlier, later), stores, strict=True
-        ):
-            flat += (_heads(x_BKCH, positions).reshape(-1) for x_BKCH in store.gradient_sums(chunk))
-        return torch.cat(flat)
 
     def _key_of_sums(self, message: Message) -> tuple[Any, ...]:
         send = message.send
@@ -750,11 +729,9 @@ class SharedUnits:
         """Carry out a send; nothing is sent where a message would be empty."""
         message = self._messages[action]
         if action.kind in ("SEND_KV", "SEND_DKV"):
-            is_forward = action.kind == "SEND_KV"
             if self._kv_numel(message):
-                flat = self._pack_kv(message) if is_forward else self._pack_sums(message)
-                self.transport.send(flat, message.target)
-            if not is_forward:
+                self.transport.send(self._pack(message), message.target)
+            if action.kind == "SEND_DKV":
                 self._release(self._key_of_sums(message))
             return
         low, high = self._overlap(message)

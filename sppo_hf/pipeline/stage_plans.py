@@ -645,7 +645,6 @@ def check_size(name: str, size: Size) -> None:
         )
 
 
-@functools.lru_cache(maxsize=64)
 def step_schedule(
     config: SPPOConfig,
     name: str,
@@ -661,7 +660,14 @@ def step_schedule(
     `copies` of other ranks may be left out, as this rank does not run their actions.
     """
     size = Size(config.pp_size, micro_batches, chunks, config.pp_virtual_stages)
-    made = generate(name, size)
+    return _make_schedule(name, size, forward_only, reduce, copies)
+
+
+@functools.lru_cache(maxsize=64)
+def _make_schedule(
+    name: str, size: Size, forward_only: bool, reduce: bool, copies: Copies
+) -> StepSchedule:
+    made, chunks = generate(name, size), size.num_chunks
     if forward_only:
         forwards = made.keep(lambda action: action.kind == "F")
         lowered = add_transfers(add_kv_copies(forwards, copies))

@@ -105,16 +105,12 @@ class ClusterQuestion:
         They must divide the heads of every layer; recurrent layers cannot be divided.
         """
         shape = self.cost.shape
-        kinds = {shape.layers[i] for i in shape.layer_kinds}
+        heads = {shape.layers[i].num_heads for i in shape.layer_kinds}
+        divides = not shape.has_recurrent_state and all(heads)
         return tuple(
             sp
             for sp in self.space.sp
-            if sp == 1
-            or (
-                sp <= self.gpus
-                and not shape.has_recurrent_state
-                and all(layer.num_heads and layer.num_heads % sp == 0 for layer in kinds)
-            )
+            if sp == 1 or (divides and sp <= self.gpus and not any(number % sp for number in heads))
         )
 
     def can_run(self, layout: Layout) -> bool:
@@ -294,11 +290,11 @@ def _search(
         )
         if not search.best:
             search.simulate_closest([layout for _, layout in unseen], max_actions)
-    seconds = [at for at, x in unseen if search.may_win(at) and not search.is_simulated(x)]
+    seconds = [at for at, x in unseen if search.may_win(at) and x not in search.simulated]
     return ClusterAnswer(
         best=tuple(search.best),
         closest=search.closest,
-        num_simulated=search.num_simulated,
+        num_simulated=len(search.simulated),
         num_candidates=len(ranked),
         num_skipped=len(seconds),
         skipped_min_seconds=min(seconds, default=None),
@@ -315,19 +311,14 @@ class _Search:
         self._actions = 0
         self._too_large: list[tuple[int, Layout]] = []
         """Layouts that exceed a budget by their lower bounds, and by how many bytes."""
-        self._missing_bytes: dict[Layout, int] = {}
+        self.simulated: dict[Layout, int] = {}
         """Bytes above the budgets of every layout that was simulated or equals one that was."""
         self.best: list[ClusterPlan] = []
         self.closest: ClusterPlan | None = None
 
-    @property
-    def num_simulated(self) -> int:
-        """Layouts that were simulated."""
-        return len(self._missing_bytes)
-
     def is_simulated(self, layout: Layout) -> bool:
         """Returns whether a layout was simulated."""
-        return layout in self._missing_bytes
+        return layout in self.simulated
 
     def may_win(self, seconds: float) -> bool:
         """Returns whether a step of that many seconds would be among the best."""
@@ -376,7 +367,7 @@ class _Search:
         for seconds, layout in ranked:
             if not self.may_win(seconds):
                 break
-            if self.is_simulated(layout):
+            if layout in self.simulated:
                 continue
             excess, device_bytes = self._excess(layout)
             if excess:
@@ -385,14 +376,13 @@ class _Search:
             if not include_doubtful and 2 * device_bytes > (budgets.device or math.inf):
                 saved, offload = self._question.space.frames[-1]
                 least = layout._replace(saved=saved, offload=offload)
-                if not self.is_simulated(least) and not self._excess(least)[0]:
+                if least not in self.simulated and not self._excess(least)[0]:
                     self._simulate(least, min(each, in_all - self._actions))
-                if self._missing_bytes.get(least, 0):
+                if self.simulated.get(least, 0):
                     doubtful.append((seconds, layout))
                     continue
-            if not self.is_simulated(layout) and not self._simulate(
-                layout, min(each, in_all - self._actions)
-            ):
+            limit = min(each, in_all - self._actions)
+            if layout not in self.simulated and not self._simulate(layout, limit):
                 large.append((seconds, layout))
         return large, doubtful
 
@@ -413,7 +403,7 @@ class _Search:
         Of those that cannot fit, the one that exceeds budgets by least; where nothing was simulated
         and some may fit, the one with the fewest actions.
         """
-        if unseen and not self.num_simulated:
+        if unseen and not self.simulated:
             self._simulate(min(unseen, key=self._all_actions), math.inf)
             return
         # Bounds of layouts with shared units are loose: these last.
@@ -426,7 +416,7 @@ class _Search:
             excess, layout = small[0]
             if self.closest is None or excess < self.closest.missing_bytes:
                 self._simulate(layout, math.inf)
-        elif not self.num_simulated:
+        elif not self.simulated:
             self._simulate(min((x for _, x in hopeless), key=self._all_actions), math.inf)
 
     def _all_actions(self, layout: Layout) -> int:
@@ -437,14 +427,14 @@ class _Search:
         self._actions += actions
         if plan is None:
             return False
-        self._missing_bytes[layout] = plan.missing_bytes
+        self.simulated[layout] = plan.missing_bytes
         stays = layout.saved, "none"
         if layout.offload != "none" and not plan.offloads and stays in self._question.space.frames:
             # Nothing is offloaded: this is the same as the layout without offload.
             layout = layout._replace(offload="none", activation_tier=HOST)
-            if self.is_simulated(layout):
+            if layout in self.simulated:
                 return True
-            self._missing_bytes[layout] = plan.missing_bytes
+            self.simulated[layout] = plan.missing_bytes
             plan = replace(plan, layout=layout)
         if not plan.missing_bytes:
             self.best = sorted([*self.best, plan], key=_worse)[: self._keep]
@@ -525,8 +515,7 @@ def _planned(
         fullest = sorted(held * (layout.replicas * layout.sp), reverse=True)
         return sum(fullest[: question.ranks_per_node])
 
-    host_bytes = node_bytes(HOST)
-    behind = {tier: node_bytes(tier) for tier in tiers_behind_host()}
+    of_node = {tier: node_bytes(tier) for tier in (HOST, *tiers_behind_host())}
     again = sum(
         cost.recompute_seconds(layer, end - start, layout.saved)
         for start, end in bounds
@@ -543,8 +532,8 @@ def _planned(
         bubble_fraction=1.0 - all_rows * busy / (layout.stages * step_seconds),
         recompute_fraction=again / busy,
         peak_bytes=peaks,
-        host_bytes=host_bytes,
-        disk_bytes=sum(behind.values()),
+        host_bytes=of_node[HOST],
+        disk_bytes=sum(of_node.values()) - of_node[HOST],
         offloads=any(
             span.action.kind == "D"
             for resource in timeline.resources
@@ -552,8 +541,7 @@ def _planned(
             for span in timeline.spans(resource)
         ),
         missing_bytes=_over(max(peaks), budgets.device)
-        + _over(host_bytes, budgets.host)
-        + sum(_over(size, budgets.of(tier)) for tier, size in behind.items()),
+        + sum(_over(size, budgets.of(tier)) for tier, size in of_node.items()),
     )
 
 
@@ -562,13 +550,13 @@ def _simulated(
 ) -> tuple[Schedule, PipelineCost, Timeline]:
     """Simulates `rows` rows in each pipeline."""
     size = Size(layout.stages, rows, layout.num_chunks, layout.virtual)
-    schedule = generate(layout.schedule, size)
+    schedule, parts = generate(layout.schedule, size), question.bounds_of_layout
     reduce_seconds = _reduce_seconds(question, layout)
     costs = PipelineCost(
         schedule,
-        question.bounds_of_layout.cost(layout),
-        question.bounds_of_layout.bounds(layout),
-        split=question.bounds_of_layout.stages(layout),
+        parts.cost(layout),
+        parts.bounds(layout),
+        split=parts.stages(layout),
         saved=layout.saved,
         offload=layout.offload,
         activation_tier=layout.activation_tier,

@@ -384,11 +384,8 @@ class LinearProgram:
     def _terms(self, tiers: Container[str], groups: Container[int] | None = None) -> Terms:
         """Returns the sum of activations and K/V held on some tiers, one row per slot, in GiB.
 
-        GiB instead of bytes keep the numbers in a range that suits the solver.
-
-        Args:
-            tiers: the tiers.
-            groups: indices of the groups that count; None for all.
+        GiB instead of bytes keep the numbers in a range that suits the solver. `groups` are indices
+        of the groups that count; None for all.
         """
         chosen = [
             way

@@ -153,9 +153,7 @@ class _Search:
     def __init__(
         self, config: SPPOConfig, cost: ModelCost, micro_batches: int, device: DeviceFacts
     ) -> None:
-        self._config = config
-        self._cost = cost
-        self._micro_batches = micro_batches
+        self._config, self._cost, self._micro_batches = config, cost, micro_batches
         self._budgets = read_budgets(config, device)
         self._activation_rules = list(_activation_rules(config, device))
         away = (tier for tier in read_choices(config, device).tiers if tier != DEVICE)
@@ -236,31 +234,22 @@ def stage_seconds(plan: Plan) -> StageSeconds:
         if TIERS[tier].behind_host:
             found["L", part + 1] = [cost.load_seconds(tier, size) for size in into]
             found["S", part + 1] = [cost.store_seconds(tier, size) for size in out]
-    copies = away.tolist()
     names = list(TIERS)
     stored = {
         name: np.where(program.tiers == names.index(name), program.offloaded_bytes, 0).sum(axis=1)
         for name in tiers_behind_host()
     }
-
-    def passed(of: Callable[[Tier, float], float]) -> list[float]:
-        return [
+    for kind, of in (("S", cost.store_seconds), ("L", cost.load_seconds)):
+        found[kind, None] = [
             sum((of(name, float(sizes[chunk])) for name, sizes in stored.items()), 0.0)
             for chunk in range(chunks)
         ]
-
-    whole: dict[Kind, list[float]] = {
-        "S": passed(cost.store_seconds),
-        "L": passed(cost.load_seconds),
-        "F": forward.tolist(),
-        "B": backward.tolist(),
-        "I": (backward - weight).tolist(),
-        "W": weight.tolist(),
-        "D": [cost.d2h_seconds(size, both=True) for size in copies],
-        "H": [cost.h2d_seconds(size, both=True) for size in copies],
-    }
-    for kind, seconds in whole.items():
-        found[kind, None] = seconds
+    found["F", None] = forward.tolist()
+    found["B", None] = backward.tolist()
+    found["I", None] = (backward - weight).tolist()
+    found["W", None] = weight.tolist()
+    found["D", None] = [cost.d2h_seconds(size, both=True) for size in away.tolist()]
+    found["H", None] = [cost.h2d_seconds(size, both=True) for size in away.tolist()]
     return found
 
 
@@ -278,13 +267,8 @@ def pipeline_step(
     Ranks that share a unit take equal shares of its time; K/V and weights that pass between them
     are not counted.
 
-    Args:
-        make: returns the lowered schedule of a number of micro-batches.
-        stages: `stage_seconds` of each stage.
-        micro_batches: micro-batches of a step.
-        ranks: ranks of the pipeline.
-        message_seconds: seconds of the message that a (stage, chunk) receives.
-        reduce_seconds: seconds of reducing one stage's gradients over replicas.
+    `make` returns the lowered schedule of a number of micro-batches, `message_seconds` the seconds
+    of the message that a (stage, chunk) receives; `stages` are the `stage_seconds` of each stage.
     """
     idle = 0.0
 

@@ -17,28 +17,23 @@ several have the same head and divide its queries; then each holds that head's K
 they cannot divide heads evenly (`count_head_blocks`), the one with most sets the pace; its K/V are
 counted as even shares.
 
-[Note: weights of shared units] A rank that shares units of a stage not its own needs its weights.
-Frozen ones (with adapters) are on every rank. Others come from the stage's rank for a run of
-units, beside the first of them, and gradients go back to it beside the last; memory of one more
-stage is counted. Each device of a group receives its share from its counterpart on the other rank
-and the rest from its neighbours.
+[Note: weights of shared units] A rank that shares units of a stage not its own needs its weights
+(`sppo_hf.pipeline.multiplex` says when): frozen ones are on every rank, of others the memory of one
+more stage is counted, and their transfer beside the first and the last unit of a run. Each device
+of a group receives its share from its counterpart on the other rank and the rest from neighbours.
 
-[Note: slices of keys and values] Neighbouring chunks of a stage with the same ranks are a run
-(without shared units, all chunks). Each run has a K/V store of its own, as in
-`sppo_hf.pipeline.multiplex`, so a rank may hold a chunk's slices twice:
+[Note: slices of keys and values] Each run of a stage's chunks with the same ranks has a K/V store
+of its own, as in `sppo_hf.pipeline.multiplex`, so a rank may hold a chunk's slices twice:
 - From the first unit of a run on, its ranks have their heads of all chunks before, too, until the
-  run's last backward has ended; the run before keeps its own.
-- What other ranks send for that stays on the device until that unit, on whichever tier K/V are.
-- A run's first backward makes dK/dV sums for all of these chunks. Sums of the chunks before the run
-  are kept on the tier of K/V until they are added to those of the run before: by other ranks, to
-  which they are sent, or by this one in a later backward.
-- Received K/V and sums are on the device until they are used.
+  run's last backward has ended. What other ranks send for that stays on the device until that unit.
+- A run's first backward makes dK/dV sums for all of these chunks, which are kept on the tier of K/V
+  until they are added to those of the run before. Received sums are on the device until then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
-from dataclasses import KW_ONLY, dataclass, field
+from collections.abc import Hashable, Iterator
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, combinations, pairwise
 from typing import Literal, NamedTuple
@@ -47,10 +42,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sppo_hf.errors import ConfigError
-from sppo_hf.planning.activation_modes import KEEP, SAVED, Saved
+from sppo_hf.planning.activation_modes import SAVED, Saved
 from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.cost import ModelCost
-from sppo_hf.planning.decisions import Decisions
+from sppo_hf.planning.decisions import Batch
 from sppo_hf.planning.memory import (
     CAUSE_OF_SAVED,
     CONTEXT_BYTES,
@@ -60,7 +55,7 @@ from sppo_hf.planning.memory import (
     byte_tables,
 )
 from sppo_hf.planning.model_profile import count_head_blocks
-from sppo_hf.planning.policies import sppo_leaving, uniform_modes
+from sppo_hf.planning.policies import sppo_leaving
 from sppo_hf.planning.stages import StageWeights, balanced_stages, kv_copies_of
 from sppo_hf.planning.tiers import HOST, TIERS, Tier
 from sppo_hf.planning.tile_sizes import kv_block_tokens, loss_tile_tokens
@@ -74,7 +69,7 @@ from sppo_hf.schedule.actions import (
     unit_share,
 )
 from sppo_hf.schedule.lower import KVCopy, lower
-from sppo_hf.schedule.messages import SENDS, Message, messages
+from sppo_hf.schedule.messages import SENDS, Message, messages, unit_runs
 from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.simulate import Change, simulate_pipeline
 from sppo_hf.schedule.timeline import Timeline
@@ -95,8 +90,13 @@ class _Run(NamedTuple):
     chunks: range
     ranks: tuple[int, ...]
     copies: float
-    """Copies of K/V among these ranks, above 1 where several ranks have the same head; see [Note:
-    more devices than heads]."""
+    """Copies of K/V among them, above 1 where several have the same head; see [Note: more devices
+    than heads]."""
+
+    @property
+    def share(self) -> float:
+        """Share of K/V that each of the ranks has."""
+        return self.copies / len(self.ranks)
 
 
 # No slots: a cached property needs the instance's dictionary.
@@ -248,10 +248,7 @@ class PipelineCost:
         found = self._seconds.get(key)
         if found is None:
             message = self.messages.get(action)
-            if message is None:
-                found = self._timed(*key)
-            else:
-                found = self._passed_seconds(message)
+            found = self._timed(*key) if message is None else self._passed_seconds(message)
             self._seconds[key] = found
         return found
 
@@ -277,30 +274,23 @@ class PipelineCost:
         for rank in sorted(set(self.stage_ranks)):
             device = f"{rank}.device"
             yield Change(device, Cause.RESERVE, CONTEXT_BYTES[self.cost.profile.kind])
-        for stage, rank in enumerate(self.stage_ranks):
-            held = self._weights[stage]
-            parts = self.shards
-            yield Change(f"{rank}.device", Cause.WEIGHTS, -(-held.weights // parts))
-            yield Change(f"{rank}.device", Cause.GRADIENTS, -(-held.gradients // parts))
-            yield Change(f"{rank}.device", Cause.OPTIMIZER, -(-held.optimizer // parts))
-        for rank, stages in enumerate(self._helped):
-            held = [self._weights[stage] for stage in stages]
-            device = f"{rank}.device"
-            if self._frozen:
-                yield Change(device, Cause.WEIGHTS, sum(w.weights for w in held))
-            elif held:
-                yield Change(device, Cause.WEIGHTS, max(w.weights for w in held))
-                yield Change(device, Cause.GRADIENTS, max(w.gradients for w in held))
-
-    @cached_property
-    def _helped(self) -> list[list[int]]:
-        """For each rank, the stages of other ranks whose units it shares."""
-        found: list[set[int]] = [set() for _ in range(max(self.stage_ranks) + 1)]
+        for rank, held in zip(self.stage_ranks, self._weights, strict=True):
+            device, parts = f"{rank}.device", self.shards
+            yield Change(device, Cause.WEIGHTS, -(-held.weights // parts))
+            yield Change(device, Cause.GRADIENTS, -(-held.gradients // parts))
+            yield Change(device, Cause.OPTIMIZER, -(-held.optimizer // parts))
+        # The stages of other ranks whose units each rank shares.
+        helped: dict[int, set[int]] = {}
         for (stage, _), ranks in self.shared_units.items():
             for rank in ranks:
                 if rank != self.stage_ranks[stage]:
-                    found[rank].add(stage)
-        return [sorted(stages) for stages in found]
+                    helped.setdefault(rank, set()).add(stage)
+        for rank, stages in sorted(helped.items()):
+            others = [self._weights[stage] for stage in sorted(stages)]
+            device, most = f"{rank}.device", sum if self._frozen else max
+            yield Change(device, Cause.WEIGHTS, most(w.weights for w in others))
+            if not self._frozen:
+                yield Change(device, Cause.GRADIENTS, most(w.gradients for w in others))
 
     def own_kv_bytes(self, stage: int) -> dict[Tier, int]:
         """Returns bytes of a stage's K/V and dK/dV of a row: on their tier, and in passing."""
@@ -316,14 +306,9 @@ class PipelineCost:
 
     def message_bytes(self, stage: int, chunk: int) -> int:
         """Returns the bytes that a stage receives for a chunk; their gradient has as many."""
-        return self._message_bytes[stage][chunk]
-
-    @cached_property
-    def _message_bytes(self) -> list[list[int]]:
-        shape, rows = self.cost.shape, self.cost.batch_rows
-        tokens = [rows * shape.tokens_per_rank(end - start) for start, end in self.bounds]
-        sizes = [shape.message_bytes_per_token(layers[0]) for layers in self.stages]
-        return [[size * count for count in tokens] for size in sizes]
+        shape, (start, end) = self.cost.shape, self.bounds[chunk]
+        size = shape.message_bytes_per_token(self.stages[stage][0])
+        return size * self.cost.batch_rows * shape.tokens_per_rank(end - start)
 
     def rate(self, rank: int, other: int) -> float:
         """Returns the bytes per second between two ranks, each way."""
@@ -364,38 +349,32 @@ class PipelineCost:
         if kind == "REDUCE_GRAD":
             return self.reduce_seconds
         action = Action(kind, stage, chunk, None, part)
+        share = 1 / len(self.shared_units.get((stage, chunk), (0,)))
         if is_kv_copy(action):
-            return self._streaming_seconds(action)
-        if kind in ("S", "L"):
+            forward = kv_copy_pass(action) == (0 if kind in ("K", "O") else 1)
+            slices = self._streamed_slices(stage, chunk, kv_copy_share(action), forward=forward)
+            streamed = (int(size[stage, chunk]) for size in self._streamed["F" if forward else "B"])
+            come, leave = (int(n * share) + m for n, m in zip(streamed, slices, strict=True))
+            return self._copied_seconds(kind, self.kv_tier, come if kind in "KL" else leave)
+        if kind in ("S", "L", "D", "H"):
             size = self._leaving_bytes(stage, chunk)
-            passed = self.cost.store_seconds if kind == "S" else self.cost.load_seconds
-            return passed(self.activation_tier, size) * self._share(stage, chunk)
-        if kind in ("D", "H"):
-            size = self._leaving_bytes(stage, chunk)
-            copied = self.cost.d2h_seconds if kind == "D" else self.cost.h2d_seconds
-            return copied(size, both=True) * self._share(stage, chunk)
+            return self._copied_seconds(kind, self.activation_tier, size) * share
         if kind not in self._compute:
             return 0.0
         seconds = self._computing_seconds(kind, stage, chunk)
         if kind in ("F", "B", "I") and self.shards > 1:
-            seconds = max(seconds, self._gathered_seconds(kind, stage))
+            # All-gathers of the stage's sharded weights and reduce-scatters of gradients.
+            held, others = self._weights[stage], (self.shards - 1) / self.shards
+            size = held.weights + (held.gradients if kind != "F" else 0)
+            seconds = max(seconds, others * size / self.shard_bytes_per_second)
         return seconds
 
-    def _streaming_seconds(self, action: Action) -> float:
-        """Seconds of a copy of K/V or their gradient sums beside a unit."""
-        kind, stage, chunk, _, _ = action
-        forward = kv_copy_pass(action) == (0 if kind in ("K", "O") else 1)
-        come, leave = self._streamed_bytes("F" if forward else "B", stage, chunk)
-        share = self._share(stage, chunk)
-        slices = self._streamed_slices(stage, chunk, kv_copy_share(action), forward=forward)
-        come, leave = (int(n * share) + m for n, m in zip((come, leave), slices, strict=True))
-        if kind == "K":
-            return self.cost.h2d_seconds(come, both=True)
-        if kind == "O":
-            return self.cost.d2h_seconds(leave, both=True)
-        if kind == "L":
-            return self.cost.load_seconds(self.kv_tier, come)
-        return self.cost.store_seconds(self.kv_tier, leave)
+    def _copied_seconds(self, kind: Kind, tier: Tier, size: int) -> float:
+        """Seconds of a copy to or from the host, or of a write to or a read from a tier."""
+        cost = self.cost
+        if kind in ("S", "L"):
+            return (cost.store_seconds if kind == "S" else cost.load_seconds)(tier, size)
+        return (cost.d2h_seconds if kind in ("D", "O") else cost.h2d_seconds)(size, both=True)
 
     def _streamed_slices(
         self, stage: int, chunk: int, part: int, *, forward: bool
@@ -417,7 +396,7 @@ class PipelineCost:
             return 0, 0
         added = range(chunk + 1) if begins else range(chunk, chunk + 1)
         action = Action("B", stage, chunk, None, part if len(run.ranks) > 1 else None)
-        senders = {message.source for message in self._used.get(action, ())}
+        senders = {message.source for message in self._kv_messages[0].get(action, ())}
         sums, last = self._slice(self._dkv, stage, chunk, added), run.chunks.stop
         # Each is added by itself; for the run's last chunk nothing is there before the first.
         come, leave = (len(senders) - (chunk == last - 1)) * sums, len(senders) * sums
@@ -425,10 +404,6 @@ class PipelineCost:
             come, leave = come + sums, leave + sums
             come += self._slice(self._dkv, stage, last, added)
         return max(0, come), leave
-
-    def _share(self, stage: int, chunk: int) -> float:
-        """Share of a unit that one of its ranks computes."""
-        return 1 / len(self.shared_units.get((stage, chunk), (0,)))
 
     def _computing_seconds(self, kind: Kind, stage: int, chunk: int) -> float:
         ranks = self.shared_units.get((stage, chunk))
@@ -448,12 +423,6 @@ class PipelineCost:
         near = self.node_bytes_per_second or self.link_bytes_per_second
         hop = min(self.rate(a, b) for a, b in combinations(ranks, 2))
         return max(seconds, size / group / hop + size * (group - 1) / group / near)
-
-    def _gathered_seconds(self, kind: Kind, stage: int) -> float:
-        """Seconds of all-gathers of a stage's sharded weights and reduce-scatters of gradients."""
-        held, others = self._weights[stage], (self.shards - 1) / self.shards
-        size = held.weights + (held.gradients if kind != "F" else 0)
-        return others * size / self.shard_bytes_per_second
 
     @cached_property
     def _frozen(self) -> bool:
@@ -488,13 +457,9 @@ class PipelineCost:
         weight = counts @ work.weight
         return {"F": forward, "B": backward, "I": backward - weight, "W": weight}
 
-    def _streamed_bytes(self, kind: Kind, stage: int, chunk: int) -> tuple[int, int]:
-        """Bytes of K/V and gradient sums that are copied to the device and from it for a unit."""
-        come, leave = self._streamed[kind]
-        return int(come[stage, chunk]), int(leave[stage, chunk])
-
     @cached_property
     def _streamed(self) -> dict[Kind, tuple[Bytes, Bytes]]:
+        """[stages, chunks] Bytes of K/V and sums copied to the device and from it, by pass."""
         tables, counts = self._tables, self._counts
         return {
             "F": (counts @ tables.kv_in_forward, counts @ tables.kv_out_forward),
@@ -549,13 +514,13 @@ class PipelineCost:
         device, waits = (f"{rank}.{tier}" for tier in ("device", self.kv_tier))
         begins, away = chunk == run.chunks.start, self.kv_tier != "device"
         these = range(chunk + 1) if begins else range(chunk, chunk + 1)
-        came = sum(map(self._passed_bytes, self._used.get(action, ())))
-        packed = sum(map(self._passed_bytes, self._made.get(action, ())))
+        came, packed = (
+            sum(map(self._passed_bytes, messages.get(action, ()))) for messages in self._kv_messages
+        )
         if away:
             forward, backward, sums = (int(sizes[chunk]) for sizes in self._tables.kv_in_transit)
             passing = {Cause.KV: forward} if kind == "F" else {Cause.KV: backward, Cause.DKV: sums}
-            share = run.copies / len(run.ranks)
-            yield from _during(device, {cause: int(n * share) for cause, n in passing.items()})
+            yield from _during(device, {cause: int(n * run.share) for cause, n in passing.items()})
         if kind == "F":
             yield Change(device, Cause.MESSAGES, packed, "end")
             yield Change(waits, Cause.KV, self._slice(self._kv, stage, chunk, these))
@@ -573,42 +538,31 @@ class PipelineCost:
 
     def _slice(self, sizes: Bytes, stage: int, chunk: int, chunks: range) -> int:
         """Sum over `chunks` of [stages, chunks] bytes, a rank's share in the run of `chunk`."""
-        run = self._runs[stage, chunk]
-        share = run.copies / len(run.ranks)
+        share = self._runs[stage, chunk].share
         return sum(int(sizes[stage, other] * share) for other in chunks)
 
     @cached_property
     def _runs(self) -> dict[tuple[int, int], _Run]:
         """The run of each (stage, chunk)."""
         found: dict[tuple[int, int], _Run] = {}
-        count, cost = len(self.bounds), self.cost
-        heads = max(1, *(layer.num_heads for layer in cost.shape.layers))
-        for stage, home in enumerate(self.stage_ranks):
-            ranks = [self.shared_units.get((stage, chunk), (home,)) for chunk in range(count)]
-            starts = [c for c in range(count) if c == 0 or ranks[c] != ranks[c - 1]]
-            for start, stop in pairwise([*starts, count]):
-                sharing = len(ranks[start])
-                copies = max(1.0, cost.sp * sharing / heads) if sharing > 1 else 1.0
-                run = _Run(range(start, stop), ranks[start], copies)
-                found.update(((stage, chunk), run) for chunk in run.chunks)
+        heads = max(1, *(layer.num_heads for layer in self.cost.shape.layers))
+        for stage in range(len(self.stage_ranks)):
+            for chunks in unit_runs(self.schedule, stage, range(len(self.bounds))):
+                ranks = self.schedule.unit_ranks(stage, chunks.start)
+                copies = max(1.0, self.cost.sp * len(ranks) / heads) if len(ranks) > 1 else 1.0
+                run = _Run(chunks, ranks, copies)
+                found.update(((stage, chunk), run) for chunk in chunks)
         return found
 
     @cached_property
-    def _used(self) -> dict[Action, list[Message]]:
-        """Messages of K/V and dK/dV received for each unit of the first micro-batch."""
-        return self._keys_by(lambda message: message.consumer)
-
-    @cached_property
-    def _made(self) -> dict[Action, list[Message]]:
-        """Messages of K/V and dK/dV sent after each unit of the first micro-batch."""
-        return self._keys_by(lambda message: message.producer)
-
-    def _keys_by(self, end: Callable[[Message], Action]) -> dict[Action, list[Message]]:
-        found: dict[Action, list[Message]] = {}
+    def _kv_messages(self) -> tuple[dict[Action, list[Message]], dict[Action, list[Message]]]:
+        """Messages of K/V and dK/dV received for, and sent after, each first micro-batch's unit."""
+        used, made = dict[Action, list[Message]](), dict[Action, list[Message]]()
         for action, message in self.messages.items():
             if action.kind in ("SEND_KV", "SEND_DKV") and action.unit < len(self.bounds):
-                found.setdefault(end(message), []).append(message)
-        return found
+                used.setdefault(message.consumer, []).append(message)
+                made.setdefault(message.producer, []).append(message)
+        return used, made
 
     def _changed_whole(self, kind: Kind, stage: int, chunk: int, rank: int) -> Iterator[Change]:
         device, host = f"{rank}.device", f"{rank}.host"
@@ -617,41 +571,42 @@ class PipelineCost:
             yield Change(device, cause, self.activation_bytes(stage, chunk))
             yield Change(device, Cause.GRAPH, int(self._graph[stage, chunk]))
         if kind in ("F", "B", "I"):
-            yield from self._passing(device, kind, stage, chunk)
+            forward, backward = self._workspaces
+            sizes = {Cause.WORKSPACE: (forward if kind == "F" else backward)[chunk]}
+            if stage == len(self.stages) - 1 and kind == "F":
+                # Layers and loss do not run at the same time.
+                loss = int(self._tables.logits[chunk]) - sizes[Cause.WORKSPACE]
+                sizes[Cause.LOGITS_TILE] = max(0, loss)
+            yield from _during(device, sizes)
             if self.shards > 1:
-                yield from self._gathered(device, kind, stage)
+                # Gathered weights of two layers, and whole gradients of one.
+                held, count = self._weights[stage], len(self.stages[stage])
+                sizes = {Cause.WEIGHTS: 2 * held.weights // count}
+                if kind != "F":
+                    sizes[Cause.GRADIENTS] = held.gradients // count
+                yield from _during(device, sizes)
         if not self.messages:
             yield from self._transferred(kind, stage, chunk)
         if kind in ("B", "W"):
             yield Change(device, cause, -self.activation_bytes(stage, chunk), "end")
             yield Change(device, Cause.GRAPH, -int(self._graph[stage, chunk]), "end")
-        if kind == "D":
-            size = self._leaving_bytes(stage, chunk)
-            yield Change(host, cause, size)
-            yield Change(device, cause, -size, "end")
-        if kind == "H":
-            size = self._leaving_bytes(stage, chunk)
-            yield Change(device, cause, size)
+        if kind not in ("D", "H", "S", "L"):
+            return
+        size, behind = self._leaving_bytes(stage, chunk), f"{rank}.{self.activation_tier}"
+        if kind in ("D", "H"):
+            source, target = (device, host) if kind == "D" else (host, device)
+            yield Change(target, cause, size)
+            yield Change(source, cause, -size, "end")
+            if kind == "H" and TIERS[self.activation_tier].behind_host:
+                yield Change(behind, cause, -size, "end")
+        elif kind == "S":  # on the host only on their way
+            yield Change(behind, cause, size)
             yield Change(host, cause, -size, "end")
-            if TIERS[self.activation_tier].behind_host:
-                yield Change(f"{rank}.{self.activation_tier}", cause, -size, "end")
-        if kind in ("S", "L"):
-            # They are on the host only on their way.
-            size, stores = self._leaving_bytes(stage, chunk), kind == "S"
-            if stores:
-                yield Change(f"{rank}.{self.activation_tier}", cause, size)
-            yield Change(host, cause, -size if stores else size, "end" if stores else "start")
+        else:
+            yield Change(host, cause, size)
 
     def _leaving_bytes(self, stage: int, chunk: int) -> int:
         return round(self.ratios[stage][chunk] * self.activation_bytes(stage, chunk))
-
-    def _gathered(self, device: str, kind: Kind, stage: int) -> Iterator[Change]:
-        """Gathered weights of two layers of a sharded stage, and whole gradients of one."""
-        held, count = self._weights[stage], len(self.stages[stage])
-        sizes = {Cause.WEIGHTS: 2 * held.weights // count}
-        if kind != "F":
-            sizes[Cause.GRADIENTS] = held.gradients // count
-        yield from _during(device, sizes)
 
     @cached_property
     def _graph(self) -> Bytes:
@@ -681,16 +636,6 @@ class PipelineCost:
     def _other_rank(self, stage: int, other: int) -> bool:
         inside = 0 <= other < len(self.stages)
         return inside and self.stage_ranks[stage] != self.stage_ranks[other]
-
-    def _passing(self, device: str, kind: Kind, stage: int, chunk: int) -> Iterator[Change]:
-        """Temporaries of the running layer and, on the last stage, of the loss."""
-        forward, backward = self._workspaces
-        size = (forward if kind == "F" else backward)[chunk]
-        sizes = {Cause.WORKSPACE: size}
-        if stage == len(self.stages) - 1 and kind == "F":
-            # Layers and loss do not run at the same time.
-            sizes[Cause.LOGITS_TILE] = max(0, int(self._tables.logits[chunk]) - size)
-        yield from _during(device, sizes)
 
     @cached_property
     def _workspaces(self) -> tuple[list[int], list[int]]:
@@ -722,30 +667,22 @@ class PipelineCost:
         return self._counts @ self._tables.saved[:, SAVED.index(self.saved)]
 
     @cached_property
-    def _decisions(self) -> Decisions:
-        shape, kind, bounds = self.cost.shape, self.cost.profile.kind, self.bounds
-        block = 0
-        if self.kv_tier != "device":
-            block = kv_block_tokens(
-                shape,
-                bounds[-1][1],
-                batch_rows=self.cost.batch_rows,
-                device_kind=kind,
-                device_bytes=self.cost.profile.device_bytes,
-            )
-        return Decisions(
-            batch_rows=self.cost.batch_rows,
-            bounds=bounds,
-            layer_modes=uniform_modes(len(self.bounds), shape.num_layers, KEEP),
-            training=True,
-            tile_tokens=loss_tile_tokens(shape, device_kind=kind),
-            kv_tier=self.kv_tier,
-            kv_block_tokens=block,
-        )
-
-    @cached_property
     def _tables(self) -> ByteTables:
-        return byte_tables(self.cost.shape, self._decisions, self.cost.profile.kind)
+        shape, kind, rows = self.cost.shape, self.cost.profile.kind, self.cost.batch_rows
+        tile = loss_tile_tokens(shape, device_kind=kind)
+        batch = Batch(batch_rows=rows, training=True, tile_tokens=tile)
+        decisions = batch.decisions(self.bounds, shape.num_layers)
+        if self.kv_tier == "device":
+            return byte_tables(shape, decisions, kind)
+        block = kv_block_tokens(
+            shape,
+            self.bounds[-1][1],
+            batch_rows=rows,
+            device_kind=kind,
+            device_bytes=self.cost.profile.device_bytes,
+        )
+        decisions = replace(decisions, kv_tier=self.kv_tier, kv_block_tokens=block)
+        return byte_tables(shape, decisions, kind)
 
 
 def head_blocks_of(cost: ModelCost, num_ranks: int) -> int | None:

@@ -283,7 +283,7 @@ def test_the_step_shown_has_messages_as_wide_as_they_are() -> None:
         choice = PipelineChoice(schedule=name, bounds=bounds, reason="set by the user")
         shape_of_batch = BatchShape(1, bounds[-1][1], True, CPU, (), micro_batches=rows)
         batch = BatchPlans(shape_of_batch, choice, torch.bfloat16, plans)
-        said = [stage_plans._SharedPlans.of(batch)]
+        said = [batch.shared()]
         shown = StagePlanCache(engine)._predict(batch, said, reduces=False)
         lowered = lower(generate(name, Size(3, rows, 3)))
         expected = simulate_pipeline(lowered, seconds=costs.seconds).end_seconds
