@@ -75,14 +75,8 @@ def load_stages(
     """Load this rank's stages, chosen by `choose_cut`, and nothing else of the model.
 
     Reads the bytes of these stages once. Peak of host memory: the stages in the requested dtype,
-    and a few tensors that are being converted; see [Note: mapped or read].
-
-    Args:
-        model_class: `AutoModelForCausalLM`, or a model class of Transformers.
-        name_or_path: A hub id or a folder, as `from_pretrained` takes it.
-        choose_cut: See `ChooseCut`.
-        *model_args: As `from_pretrained` takes them.
-        **kwargs: As `from_pretrained` takes them: dtype, revision, quantization_config and so on.
+    and a few tensors that are being converted; see [Note: mapped or read]. Arguments are as
+    `AutoModelForCausalLM.from_pretrained`, or that of a model class, takes them.
 
     Returns:
         The model, in evaluation mode as `from_pretrained` returns it, and of the same class.
@@ -118,11 +112,9 @@ def load_stages(
 
 
 def _refuse_arguments(kwargs: dict[str, Any]) -> None:
+    sharding = ("tp_plan", "tp_size", "distributed_config", "device_mesh")
     refused = {
-        "tp_plan": "shards every tensor over the ranks",
-        "tp_size": "shards every tensor over the ranks",
-        "distributed_config": "shards every tensor over the ranks",
-        "device_mesh": "shards every tensor over the ranks",
+        **dict.fromkeys(sharding, "shards every tensor over the ranks"),
         "state_dict": "is the whole model in memory already",
         "output_loading_info": "is asked for by SPPO itself",
         "ignore_mismatched_sizes": "would leave random weights in a stage",
@@ -328,17 +320,14 @@ def launch_watchdog(pp_size: int, timeout_seconds: int, sp_size: int = 1) -> Wat
     Raises:
         ConfigError: There is no launch.
     """
-    _check_launch(*(("pp_size", pp_size) if sp_size == 1 else ("sp_size", sp_size)))
-    return watch_launch(timeout_seconds)
-
-
-def _check_launch(name: str, size: int) -> None:
+    name, size = ("pp_size", pp_size) if sp_size == 1 else ("sp_size", sp_size)
     if not dist.is_initialized():
         raise ConfigError(
             f"{name}={size} needs {size} processes, and this is a single one. Allowed: a "
             f"launch of {name} processes or a multiple. Remedy: accelerate launch "
             f"--num_processes {size} script.py (or torchrun --nproc_per_node {size})."
         )
+    return watch_launch(timeout_seconds)
 
 
 @functools.cache
@@ -397,8 +386,7 @@ def convert_to_stages(
         ConfigError: The launch or the settings do not fit.
         UnsupportedModelError: The model cannot be cut, or not trained exactly.
     """
-    engine = get_engine(model)
-    if engine is not None and engine.enabled:
+    if (engine := get_engine(model)) is not None and engine.enabled:
         return convert(model, config, observer=observer)  # raises if settings differ
     parts = find_parts(model)
     check_family(parts)
@@ -410,19 +398,13 @@ def convert_to_stages(
     if config.pp_msp == "on":
         check_shareable_units(parts, model_shape(parts).layers, config.pp_size)
     mesh = shared_mesh(config.pp_size, device, config.pp_timeout_seconds, config.sp_size)
+    watchdog = launch_watchdog(config.pp_size, config.pp_timeout_seconds)
     may_share = _may_share_units(parts, config, mesh)
     if may_share:
-        with launch_watchdog(config.pp_size, config.pp_timeout_seconds).collective_section(
-            "forming sets"
-        ):
+        with watchdog.collective_section("forming sets"):
             mesh = _mesh_with_unit_groups(mesh, config.pp_timeout_seconds)
     staged = staged_model(parts, config, mesh.pp_rank, borrows_stages=may_share)
-    make_engine = functools.partial(
-        PipelineEngine,
-        staged=staged,
-        mesh=mesh,
-        watchdog=launch_watchdog(config.pp_size, config.pp_timeout_seconds),
-    )
+    make_engine = functools.partial(PipelineEngine, staged=staged, mesh=mesh, watchdog=watchdog)
     return convert(model, config, observer=observer, make_engine=make_engine)
 
 
@@ -470,19 +452,15 @@ def convert_to_shared_sequences(
             one sequence are on several machines.
         UnsupportedModelError: The model cannot be trained exactly.
     """
-    engine = get_engine(model)
-    if engine is not None and engine.enabled:
+    if (engine := get_engine(model)) is not None and engine.enabled:
         return convert(model, config, observer=observer)  # raises if settings differ
     parts = find_parts(model)
     check_shareable_sequences(parts, config.sp_size)
     check_nodes(config)
     device = next(parts.causal_lm.parameters()).device if device is None else device
     mesh = shared_mesh(config.pp_size, device, config.pp_timeout_seconds, config.sp_size)
-    make_engine = functools.partial(
-        SequenceParallelEngine,
-        mesh=mesh,
-        watchdog=launch_watchdog(config.pp_size, config.pp_timeout_seconds, config.sp_size),
-    )
+    watchdog = launch_watchdog(config.pp_size, config.pp_timeout_seconds, config.sp_size)
+    make_engine = functools.partial(SequenceParallelEngine, mesh=mesh, watchdog=watchdog)
     return convert(model, config, observer=observer, make_engine=make_engine)
 
 

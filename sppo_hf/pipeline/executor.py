@@ -132,11 +132,9 @@ class Executor:
     def __post_init__(self) -> None:
         self._outbox: dict[tuple[Kind, int, int], Tensor] = {}
         """Outputs that are not sent yet, by kind of send, stage and unit."""
-        self._last_stage = self.schedule.num_stages - 1
         self._ready_seconds = 0.0
         """Time (`time.perf_counter()`) at which the running action had its inputs."""
-        self._device = self.scale.device
-        self._ready = Mark(self._device)
+        self._ready = Mark(self.scale.device)
         self.units: list[UnitMarks] = []
         """Units that ran, timed by the device's clock once it has passed the last mark."""
         self._handlers: dict[Kind, Callable[[Action], None]] = {
@@ -177,12 +175,17 @@ class Executor:
             start = self._ready_seconds = time.perf_counter()
             is_compute = action.kind in COMPUTE_KINDS
             if is_compute:
-                self._ready = Mark(self._device)
-            self.on_action(action, f"action {step} ({self._describe(action)})")
+                self._ready = Mark(self.scale.device)
+            stage, micro_batch, chunk = self._place(action)
+            self.on_action(
+                action,
+                f"action {step} ({action}: {KIND_NAMES[action.kind]} of stage {stage}, micro-batch "
+                f"{micro_batch}, chunk {chunk})",
+            )
             with record_function(f"sppo/{action}"):
                 self._handlers[action.kind](action)
             if is_compute:
-                self.units.append(UnitMarks(action, self._ready, Mark(self._device)))
+                self.units.append(UnitMarks(action, self._ready, Mark(self.scale.device)))
             records.append(ActionRecord(action, start, time.perf_counter(), self._ready_seconds))
         self.transport.finish()
         sent = not self._outbox and (self.shared is None or self.shared.is_finished)
@@ -192,13 +195,6 @@ class Executor:
                 "schedule is wrong."
             )
         return records
-
-    def _describe(self, action: Action) -> str:
-        chunk, micro_batch = self.schedule.chunk(action), self.schedule.micro_batch(action)
-        return (
-            f"{action}: {KIND_NAMES[action.kind]} of stage {action.stage}, micro-batch "
-            f"{micro_batch}, chunk {chunk}"
-        )
 
     def _place(self, action: Action) -> tuple[int, int, int]:
         return action.stage, self.schedule.micro_batch(action), self.schedule.chunk(action)
@@ -225,7 +221,8 @@ class Executor:
         if self.shared is not None:
             self.shared.start_prefetch(action)
         self.runner.before_backward()
-        grad = self._take_input("RECV_B", action) if action.stage < self._last_stage else None
+        is_last = action.stage == self.schedule.num_stages - 1
+        grad = None if is_last else self._take_input("RECV_B", action)
         self._wait_for_shared(action)
         input_grad = self.runner.backward(*self._place(action), grad, scale=self.scale)
         if input_grad is not None:
@@ -249,7 +246,7 @@ class Executor:
     def _mark_ready(self) -> None:
         # Waiting for inputs is not part of the unit's own seconds.
         self._ready_seconds = time.perf_counter()
-        self._ready = Mark(self._device)
+        self._ready = Mark(self.scale.device)
 
     def _put_output(self, kind: Kind, action: Action, output: Tensor) -> None:
         if self.shared is not None:

@@ -94,17 +94,13 @@ class PipelineMesh:
 
     def allow_seconds(self, seconds: float) -> None:
         """Set the timeout of later operations in all groups but the storage group."""
-        groups = (
-            self.pp_group,
-            self.control_group,
-            self.replica_group,
-            self.replica_control_group,
-            self.embedding_group,
-        )
-        groups += (self.sp_group, self.sp_control_group)
         # Public since PyTorch 2.15, which warns of the private one.
         set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
-        for group in (*groups, *self.links.values(), *self.unit_groups.values()):
+        for group in (
+            *(self.pp_group, self.control_group, self.replica_group, self.replica_control_group),
+            *(self.embedding_group, self.sp_group, self.sp_control_group),
+            *(*self.links.values(), *self.unit_groups.values()),
+        ):
             if group is not None:
                 set_timeout(timedelta(seconds=seconds), group)
 
@@ -293,7 +289,7 @@ def _make_other_groups(
     dp_rank, pp_rank, sp_rank = place
     fast = _backend_of(device)
     links: dict[tuple[int, int], Any] = {}
-    own: dict[str, Any] = {}
+    own_ends, own_storage = None, None
     for replica in range(dp_size):
         first = replica * pp_size * sp_size
         for part in range(sp_size if pp_size > 1 else 0):
@@ -302,12 +298,11 @@ def _make_other_groups(
             storage = dist.new_group(
                 list(ranks), timeout=max(timeout, STORAGE_TIMEOUT), backend="gloo"
             )
-            if here:
-                own["storage"] = storage
+            own_storage = storage if here else own_storage
             if pp_size > 2:
                 ends = dist.new_group([ranks[0], ranks[-1]], timeout=timeout, backend=fast)
                 if here and pp_rank in (0, pp_size - 1):
-                    own["ends"] = ends
+                    own_ends = ends
             for source in range(pp_size):
                 for _, target in _neighbours(source, pp_size):
                     pair = sorted((ranks[source], ranks[target]))
@@ -315,7 +310,7 @@ def _make_other_groups(
                     group = dist.new_group(pair, timeout=timeout, backend=fast, pg_options=options)
                     if here and pp_rank in (source, target):
                         links[source, target] = group
-    return links, own.get("ends"), own.get("storage")
+    return links, own_ends, own_storage
 
 
 def link_options(device: torch.device, timeout: timedelta) -> Any:

@@ -167,11 +167,10 @@ class PreparedStep:
 
 
 class _RefusedByAll(Exception):
-    """Raised on every rank to refuse a step before any message of it was sent."""
+    """Raised on every rank to refuse a step before any message of it was sent.
 
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-        """The exception to raise to the caller."""
+    Its argument is the exception to raise to the caller.
+    """
 
 
 class PipelineEngine(Engine):
@@ -305,7 +304,8 @@ class PipelineEngine(Engine):
                 with self.watchdog.reporting_failures(except_for=(_RefusedByAll,)):
                     output = run()
             except _RefusedByAll as refusal:
-                raise refusal.error from refusal.error.__cause__
+                (error,) = refusal.args
+                raise error from error.__cause__
         self.watchdog.set_activity(f"after {kind} pass {self._num_calls}")
         return output
 
@@ -334,13 +334,9 @@ class PipelineEngine(Engine):
     ) -> tuple[StepGradients | None, StageRunner]:
         """Run forwards of all units of a batch and, where gradients are enabled, backwards.
 
-        Args:
-            call: The batch.
-            layout: Its layout.
-            make_loss: Makes the loss of the last stage's chunks; called on ranks that run it.
-            scale: The gradient of that loss, `[]`.
-            reduces: Whether gradients are averaged over replicas while the schedule runs.
-            records: Whether the step's seconds and bytes are reported to observers.
+        `make_loss` makes the loss of the last stage's chunks, on ranks that run it; `scale` is its
+        gradient, `[]`. Gradients are averaged over replicas meanwhile if `reduces`, and seconds and
+        bytes are reported to observers if `records`.
 
         Returns:
             The gradients, not yet in `.grad` (None without backward), and the runner of the units.
@@ -476,10 +472,7 @@ class PipelineEngine(Engine):
         if name == MSP:
             self.remote_weights()
         step = step_schedule(
-            self.config,
-            name,
-            len(rows),
-            len(bounds),
+            *(self.config, name, len(rows), len(bounds)),
             forward_only=not training,
             reduce=reduces,
             copies=plans.copies,
@@ -510,23 +503,20 @@ class PipelineEngine(Engine):
 
     def _check_agreement(self, call: ForwardCall, layout: BatchLayout) -> None:
         facts = call_facts(call, self.config) | {"used tokens": layout.used_tokens}
-        training = torch.is_grad_enabled()
-        own = self._trained_checksums_here() if training else (0, 0)
-        everyones = check_agreement(self.mesh, facts, *own)
-        if training:
-            self.trained_checksums = tuple(trained for trained, _ in everyones)
-            self._check_trained_alike(tuple(tied for _, tied in everyones))
-            self.plans.update_trainable(list(self.parts.causal_lm.parameters()))
-
-    def _trained_checksums_here(self) -> tuple[int, int]:
-        """Return this rank's entry of `trained_checksums`, and a checksum of trained tied ones."""
+        if not torch.is_grad_enabled():
+            check_agreement(self.mesh, facts, 0, 0)
+            return
         named = dict(self.parts.causal_lm.named_parameters())
         tied = [named[name] for name in sorted(self.staged.shared_names) if name in named]
-        parameters = list(named.values())
+        own = parameters = list(named.values())
         if self.staged.borrows_stages:
             stages = range(self.staged.cut.num_stages)
-            parameters = [p for stage in stages for p in self.staged.parameters_of(stage)]
-        return zlib.crc32(trainable_mask(parameters)), zlib.crc32(trainable_mask(tied))
+            own = [p for stage in stages for p in self.staged.parameters_of(stage)]
+        checksums = (zlib.crc32(trainable_mask(each)) for each in (own, tied))
+        everyones = check_agreement(self.mesh, facts, *checksums)
+        self.trained_checksums = tuple(trained for trained, _ in everyones)
+        self._check_trained_alike(tuple(checksum for _, checksum in everyones))
+        self.plans.update_trainable(parameters)
 
     def _check_trained_alike(self, tied: tuple[int, ...]) -> None:
         """Check on all ranks that gradients that are summed belong to the same parameters.
@@ -591,7 +581,7 @@ class PipelineEngine(Engine):
             # Scaled, as gradients are averaged over the ranks of a sequence.
             return self.mesh.sp_size * self.expected_gradient() * router_loss.gradient()
 
-        runner = StageRunner(
+        self._stage_runner = StageRunner(
             self.staged,
             call,
             layout,
@@ -607,8 +597,7 @@ class PipelineEngine(Engine):
             make_router_gradient=None if router_loss is None else router_gradient,
             run_of=run_of,
         )
-        self._stage_runner = runner
-        return runner
+        return self._stage_runner
 
     def _step_rows(self, prepared: PreparedStep) -> Iterator[StepRows]:
         """Yield the rows of tokens that this rank's units attend to, to warm up kernels."""
@@ -760,11 +749,10 @@ class PipelineEngine(Engine):
         return self._remote_weights
 
     def _finish_gradients(self, gradients: StepGradients, reduces: bool) -> None:
-        tied = self.shared_parameters()
-        if tied and self.mesh.embedding_group is not None:
+        if tied := self.shared_parameters():
             gradients.sum_tied(tied, self.mesh.embedding_group)
-        if tied and reduces:
-            gradients.start_averaging(tied, self.replicas)
+            if reduces:
+                gradients.start_averaging(tied, self.replicas)
         gradients.collect()
 
     def shared_parameters(self) -> list[nn.Parameter]:

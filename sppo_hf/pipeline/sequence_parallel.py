@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, TypeVar
 
@@ -79,26 +78,21 @@ class SequenceRanks:
         """Start an exchange of `[B, N, c, H]` for `[B, n, C, H]`, n of the N heads."""
         lengths = rank_token_counts(chunk_tokens, self.size)
         assert x_BNcH.shape[2] == lengths[self.rank], "every rank has its part of the chunk"
-        return self._exchange(x_BNcH, lengths, x_BNcH.shape[1], to_heads=True)
+        to_heads, to_tokens = self._ways(lengths, x_BNcH.shape[1])
+        return Exchange(x_BNcH, to_heads, to_tokens)
 
     def start_heads_to_tokens(self, x_BNCH: Tensor) -> Exchange:
         """Start an exchange of `[B, n, C, H]`, n of the N heads, for `[B, N, c, H]`."""
         _, own, chunk_tokens, _ = x_BNCH.shape
         runs = self.size if self.head_blocks is None else self.head_blocks
         heads = own // len(local_heads(runs, self.rank, self.size, self.head_blocks)) * runs
-        return self._exchange(
-            x_BNCH, rank_token_counts(chunk_tokens, self.size), heads, to_heads=False
-        )
+        to_heads, to_tokens = self._ways(rank_token_counts(chunk_tokens, self.size), heads)
+        return Exchange(x_BNCH, to_tokens, to_heads)
 
-    def _exchange(
-        self, x: Tensor, lengths: list[int], num_heads: int, *, to_heads: bool
-    ) -> Exchange:
-        counts = [
-            len(local_heads(num_heads, rank, self.size, self.head_blocks))
-            for rank in range(self.size)
-        ]
-        heads, tokens = _ToHeads(self, lengths, counts), _ToTokens(self, lengths, counts)
-        return Exchange(x, heads, tokens) if to_heads else Exchange(x, tokens, heads)
+    def _ways(self, lengths: list[int], num_heads: int) -> tuple[_ToHeads, _ToTokens]:
+        ranks = range(self.size)
+        counts = [len(local_heads(num_heads, r, self.size, self.head_blocks)) for r in ranks]
+        return _ToHeads(self, lengths, counts), _ToTokens(self, lengths, counts)
 
     def wait_for(self, x: Tensor) -> Tensor:
         """Wait until the exchange that fills `x` is done; at once where there is none."""
@@ -361,7 +355,11 @@ class SequenceParallelEngine(Engine):
     def _run(self, call: ForwardCall) -> ModelOutput:
         self._num_calls += 1
         kind = "forward" if torch.is_grad_enabled() else "evaluation"
-        with self._guarded(f"in {kind} pass {self._num_calls}"):
+        raised_alike = (ConfigError, BudgetError, UnsupportedModelError, PipelineError)
+        with (
+            self.watchdog.collective_section(f"in {kind} pass {self._num_calls}"),
+            self.watchdog.reporting_failures(except_for=raised_alike),
+        ):
             mask = call.attention_mask
             facts = call_facts(call, self.config) | {
                 "sum of attention_mask": -1 if mask is None else int(mask.sum()),
@@ -370,19 +368,9 @@ class SequenceParallelEngine(Engine):
             check_agreement(self.mesh, facts)
             with rank_random_state(self.group, call.device):
                 output = super()._run(call)
+        self.watchdog.set_activity(f"after {kind} pass {self._num_calls}")
         activity = f"in backward pass {self._num_calls}"
         for value in output.values():
             if isinstance(value, Tensor) and value.requires_grad:
                 value.register_hook(lambda _grad: self.watchdog.set_activity(activity))
         return output
-
-    @contextmanager
-    def _guarded(self, activity: str) -> Iterator[None]:
-        """Context of a pass: reports failures to other ranks, except what all ranks raise."""
-        raised_alike = (ConfigError, BudgetError, UnsupportedModelError, PipelineError)
-        with (
-            self.watchdog.collective_section(activity),
-            self.watchdog.reporting_failures(except_for=raised_alike),
-        ):
-            yield
-        self.watchdog.set_activity(activity.replace("in ", "after ", 1))

@@ -231,17 +231,18 @@ class StageRunner:
         if chunk != run.next_chunk:
             raise _out_of_order("forward", stage, micro_batch, chunk, run.next_chunk)
         run.next_chunk += 1
-        hidden, stage_input, router_sums = self._run_layers(
-            stage, run, chunk, received, rows=self.rows[micro_batch]
-        )
+        rows = self.rows[micro_batch]
+        hidden, stage_input, router_sums = self._run_layers(stage, run, chunk, received, rows=rows)
         unit = UnitGraph.of(hidden, stage_input, received)
         unit.router = router_sums
         output: Tensor | None = None
         if stage < self.staged.cut.num_stages - 1:
             output = hidden.detach()
-        else:
+        elif self.add_loss is not None and chunk in self.labelled:
             with self.staged.running(stage):
-                unit.loss = self._add_loss(micro_batch, chunk, hidden, run.group)
+                tokens = slice(*self.bounds[chunk])
+                unit.loss = self.add_loss(hidden, slice(*rows), tokens, run.group)
+            self.losses.append(unit.loss.detach())
         if torch.is_grad_enabled():
             run.units[chunk] = unit
         if chunk == run.chunks[-1]:
@@ -331,12 +332,8 @@ class StageRunner:
         self.head.output_class = type(output)
         router_sums = None
         if self.router_loss is not None:
-            router_sums = self.router_loss.add(
-                output.router_logits,
-                self.call.attention_mask,
-                rows,
-                run.runner.rank_tokens(chunk),
-            )
+            mask, tokens = self.call.attention_mask, run.runner.rank_tokens(chunk)
+            router_sums = self.router_loss.add(output.router_logits, mask, rows, tokens)
         if stage == self.staged.cut.num_stages - 1:
             return output.last_hidden_state, stage_input, router_sums
         assert last_output is not None, "the last layer of a stage ran"
@@ -355,17 +352,6 @@ class StageRunner:
     def last_layer_output(self, hidden: Tensor, shared: Mapping[Any, Any]) -> None:
         """Keep what the last layer of the running stage returned, and K/V that layers share."""
         self._last_output = hidden, shared
-
-    def _add_loss(
-        self, micro_batch: int, chunk: int, hidden_BCD: Tensor, group: SequenceGroup | None
-    ) -> Tensor | None:
-        if self.add_loss is None or chunk not in self.labelled:
-            return None
-        loss = self.add_loss(
-            hidden_BCD, slice(*self.rows[micro_batch]), slice(*self.bounds[chunk]), group
-        )
-        self.losses.append(loss.detach())
-        return loss
 
     # -- copies ------------------------------------------------------------------------------
 
@@ -463,7 +449,13 @@ class StageRunner:
         states = [end for end in run.runner.state_ends(chunk) if end.grad is not None]
         with self.staged.running(stage):  # the head may be recomputed
             self._run_backward(unit, grad, scale, states)
-        input_grad = self._input_gradient(stage, run, chunk, unit)
+        input_grad = None
+        if stage > 0:
+            assert unit.input_gradient is not None, "a later stage received its input"
+            input_grad = unit.input_gradient.grad
+            input_grad = unit.received_zeros() if input_grad is None else input_grad
+        elif run.embedded is not None:
+            self._collect_embedding_gradient(run, chunk, unit)
         if chunk == run.chunks.start:
             del self._active[key]
         return input_grad
@@ -488,20 +480,6 @@ class StageRunner:
                 ends.append(get_gradient_edge(unit.router))
                 grads.append(self._router_gradient)
             torch.autograd.backward(ends, grads)
-
-    def _input_gradient(
-        self, stage: int, run: _ActiveRun, chunk: int, unit: UnitGraph
-    ) -> Tensor | None:
-        if stage > 0:
-            assert unit.input_gradient is not None, "a later stage received its input"
-            return (
-                unit.received_zeros()
-                if unit.input_gradient.grad is None
-                else unit.input_gradient.grad
-            )
-        if run.embedded is not None:
-            self._collect_embedding_gradient(run, chunk, unit)
-        return None
 
     def _collect_embedding_gradient(self, run: _ActiveRun, chunk: int, unit: UnitGraph) -> None:
         """Collect the gradient of all tokens' embeddings; the last backward backpropagates it."""

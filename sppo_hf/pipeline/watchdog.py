@@ -356,17 +356,13 @@ class Watchdog:
             self._failure = failure
             self._wake.set()
             deadline = time.monotonic() + _TELL_SECONDS
-            while (
-                not self._is_published
-                and self._store.broke_at is None
-                and time.monotonic() < deadline
-            ):
+            while not self._is_published and self._store.broke_at is None:
+                if time.monotonic() >= deadline:
+                    break
                 time.sleep(0.02)
             if not self._is_published and failure.rank == failure.reported_by == self.rank:
-                logger.warning(
-                    "the launch's store does not answer; other ranks are not told: %s",
-                    failure.message,
-                )
+                text = "the launch's store does not answer; other ranks are not told: %s"
+                logger.warning(text, failure.message)
         return self._failure
 
     # -- the end of this process -------------------------------------------------------------
@@ -520,8 +516,13 @@ class Watchdog:
         self._checked_at = now
         found = self._find_ended_process(urgent=urgent) or self._find_silent_rank(urgent=urgent)
         found = found or self._find_lost_store(now, urgent=urgent)
-        if found is None and (urgent or self._section_depth):
-            found = self._find_early_leave(urgent=urgent)
+        for rank, peer in list(self._peers.items() if urgent or self._section_depth else ()):
+            # A rank that ended in order while this one needs it; in the last step some ranks
+            # finish long before others.
+            untrained = peer.heartbeat.activity == _BEFORE_TRAINING
+            if found is None and peer.heartbeat.has_left and (urgent or untrained):
+                how = "its process ended without an error (at the end of its script, or sys.exit)"
+                found = self._lost(rank, how)
         if urgent and self._stopped_seconds > self._timeout > now - self._resumed_at:
             message = (
                 f"rank {self.rank} itself was stopped, or held up, for {self._stopped_seconds:.0f} "
@@ -586,17 +587,6 @@ class Watchdog:
         if self._store_rank is None or self._store_rank == self.rank:
             return Failure(None, self.rank, message.replace(", which it holds,", ""))
         return self._lost(self._store_rank, message)
-
-    def _find_early_leave(self, *, urgent: bool) -> Failure | None:
-        """Find a rank that ended in order while this one needs it."""
-        for rank, peer in list(self._peers.items()):
-            # In the last step some ranks finish long before others.
-            if peer.heartbeat.has_left and (urgent or peer.heartbeat.activity == _BEFORE_TRAINING):
-                message = (
-                    "its process ended without an error (at the end of its script, or sys.exit)"
-                )
-                return self._lost(rank, message)
-        return None
 
     def _describe_silence(self, seconds: float, state: str | None) -> str:
         stopped = "; its process is stopped" if state == "stopped" else ""

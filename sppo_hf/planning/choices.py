@@ -81,9 +81,8 @@ def may_rerun_attention(config: SPPOConfig, facts: DeviceFacts, shape: ModelShap
     """
     if config.attention_once or config.recompute != "auto" or config.sharing_ranks > 1:
         return False
-    saves_memory = facts.kind == "cpu" and config.device_memory is None
-    if saves_memory or facts.profile is None or is_fixed(config, facts):
-        return False  # nothing is searched
+    if not is_searched(config, facts):
+        return False
     attends = any(layer.num_heads for layer in shape.layers)
     return attends and not any(layer.borrows_keys for layer in shape.layers)
 
@@ -98,10 +97,8 @@ def read_choices(
     if config.compile:
         # Matmul outputs are recorded by a dispatch mode, with which compiled code does not run.
         saved = tuple(one for one in saved if one != "matmuls")
-    away, activation_tiers = (
-        allowed_offload_tiers(config, facts),
-        allowed_activation_tiers(config, facts),
-    )
+    away = allowed_offload_tiers(config, facts)
+    activation_tiers = allowed_activation_tiers(config, facts)
     tiers: tuple[Tier, ...] = (DEVICE, *activation_tiers)
     if config.offload == "none":
         tiers = (DEVICE,)
@@ -174,6 +171,12 @@ def read_placements(
     if config.weights == "auto" and once:
         found.append(Placement(weights=True, optimizer=config.optimizer != "device"))
     return tuple(found)
+
+
+def is_searched(config: SPPOConfig, facts: DeviceFacts) -> bool:
+    """Whether plans are compared by time; on a CPU only within a budget that the user named."""
+    saves_memory = facts.kind == "cpu" and config.device_memory is None
+    return not (saves_memory or facts.profile is None or is_fixed(config, facts))
 
 
 def is_fixed(config: SPPOConfig, facts: DeviceFacts) -> bool:

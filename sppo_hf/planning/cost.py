@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -148,22 +149,14 @@ class ModelCost:
             def table(of: Callable[[int, int, int], float]) -> NDArray[np.float64]:
                 return np.array([[of(kind, *chunk) for chunk in bounds] for kind in kinds])
 
+            def recomputed(saved: Saved, layer: int, start: int, end: int) -> float:
+                return self.recompute_seconds(layer, end - start, saved, tile, start=start)
+
             self._memo[key] = UnitSeconds(
                 forward=table(lambda i, start, end: self.forward_seconds(i, start, end, tile)),
                 backward=table(lambda i, start, end: self.backward_seconds(i, start, end, tile)),
                 weight=table(lambda i, start, end: self.weight_seconds(i, end - start)),
-                recompute=np.array(
-                    [
-                        [
-                            [
-                                self.recompute_seconds(i, end - start, saved, tile, start=start)
-                                for start, end in bounds
-                            ]
-                            for saved in SAVED
-                        ]
-                        for i in kinds
-                    ]
-                ),
+                recompute=np.stack([table(partial(recomputed, saved)) for saved in SAVED], axis=1),
                 keys=table(lambda i, start, end: self.kv_recompute_seconds(i, end - start)),
                 head=np.array([self.head_seconds(n) for n in lengths]),
                 head_evaluated=np.array([self.head_seconds(n, training=False) for n in lengths]),
@@ -224,7 +217,9 @@ class ModelCost:
         if saved == "whole":
             return 0.0
         if saved == "hidden":
-            again = self.attention_recompute_seconds(layer, start, start + tokens)
+            flops = self._pairs_flops(self.shape.layers[layer], start, start + tokens)
+            rate = self._rate(self.profile.attention_forward_flops, tokens)
+            again = flops / rate * self.correction.backward
             return self.recompute_seconds(layer, tokens, "inputs", tile) + again
         key = ("R", self._kinds[layer], tokens, saved, tile)
         if key not in self._memo:
@@ -245,12 +240,6 @@ class ModelCost:
                 again += self.all_to_all_seconds(layer, tokens, keys=False)
             self._memo[key] = again
         return self._memo[key]
-
-    def attention_recompute_seconds(self, layer: int, start: int, end: int) -> float:
-        """Seconds of recomputing attention's forward of tokens [start, end)."""
-        flops = self._pairs_flops(self.shape.layers[layer], start, end)
-        rate = self._rate(self.profile.attention_forward_flops, end - start)
-        return flops / rate * self.correction.backward
 
     def kv_recompute_seconds(self, layer: int, tokens: int) -> float:
         """Seconds of recomputing K/V of a chunk: the layer runs up to its attention.
@@ -274,7 +263,7 @@ class ModelCost:
         """Seconds of head and loss of a chunk; in training with the gradients of both."""
         key = ("H", tokens, training)
         if key not in self._memo:
-            products = 1.0 + (1.0 + self.shape.head_trainable if training else 0.0)
+            products = 1.0 + (1.0 + self.shape.embedding_trained if training else 0.0)
             flops = products * self.shape.head_flops_per_token
             # Logits and their gradient pass through memory a few times, in float32.
             traffic = 6 * self.shape.vocab_size * 4 * self._own_rows(tokens)

@@ -207,11 +207,10 @@ class ModelShape:
             trained = [int(share * num_bytes) for num_bytes in trained]
         gradients = trained if optimizer else [0 for _ in trained]
         away = gradients
-        if weights:
-            frozen = [0 if self.lora is None and not optimizer else one for one in base]
-            away = [one + more for one, more in zip(frozen, adapters, strict=True)]
-            if not optimizer:
-                away = frozen
+        if weights and optimizer:
+            away = [one + more for one, more in zip(base, adapters, strict=True)]
+        elif weights:
+            away = [0 for _ in base] if self.lora is None else base
         if not any(away):
             return self
         # The layer in use and the next one.
@@ -276,13 +275,8 @@ class ModelShape:
 
     @property
     def embedding_trained(self) -> bool:
-        """Whether the embedding receives a gradient: not where only adapters train."""
+        """Whether embedding and head receive a gradient: not where only adapters train."""
         return self.lora is None and self.trainable_fraction > _MOSTLY
-
-    @property
-    def head_trainable(self) -> float:
-        """Share of the head that receives a weight gradient, 0 or 1."""
-        return 1.0 if self.embedding_trained else 0.0
 
     # -- FLOPs -------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from sppo_hf.planning.choices import (
     DeviceFacts,
     Placement,
     allowed_activation_tiers,
-    is_fixed,
+    is_searched,
     may_rerun_attention,
     named_budgets,
     read_budgets,
@@ -639,8 +639,7 @@ def _decide(task: _Task) -> _Decided:
         return _evaluation(task)
     if config.offload_is_partial:
         return _by_policy(task)
-    saves_memory = task.device.kind == "cpu" and config.device_memory is None
-    if is_fixed(config, task.device) or saves_memory or task.cost is None:
+    if task.cost is None or not is_searched(config, task.device):
         return _by_rule(task)
     return _solved(task, task.cost)
 
