@@ -110,9 +110,9 @@ class StepGradients:
         parameters, averages, replicas = self.parameters(), self._averages, self._replicas
         averaged = [p for p in self._parameters if id(p) in averages]
         if replicas is not None:
-            as_assumed = (
-                factor == 1.0 and self._is_untouched() and not has_parameter_hooks(averaged)
-            )
+            states = zip(self._parameters, self._earlier, self._versions, strict=True)
+            untouched = all(p.grad is grad and _version(grad) == old for p, grad, old in states)
+            as_assumed = factor == 1.0 and untouched and not has_parameter_hooks(averaged)
             if replicas.all_true(as_assumed):
                 for parameter in averaged:
                     parameter.grad = averages[id(parameter)]
@@ -125,11 +125,6 @@ class StepGradients:
             None if id(parameter) in averages else grad if factor == 1.0 else grad.mul_(factor)
             for parameter, grad in zip(parameters, own, strict=True)
         ]
-
-    def _is_untouched(self) -> bool:
-        """Whether `.grad` is what it was when forward began."""
-        states = zip(self._parameters, self._earlier, self._versions, strict=True)
-        return all(p.grad is grad and _version(grad) == version for p, grad, version in states)
 
 
 def refuse_post_accumulate_hooks(named: Iterable[tuple[str, nn.Parameter]]) -> None:

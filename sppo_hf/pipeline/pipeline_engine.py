@@ -494,7 +494,10 @@ class PipelineEngine(Engine):
         and waits while the pipeline fills. The watchdog detects lost ranks by missing signs of
         life.
         """
-        seconds = 2 * plans.longest_step_seconds(self.mesh.pp_size)
+        # A step in which such ranks run one by one bounds the time that a message can wait.
+        predictions = [plan.prediction for plan in plans.by_stage.values()]
+        of_rank = sum(one.step_seconds for one in predictions if one is not None)
+        seconds = 2 * self.mesh.pp_size * plans.shape.micro_batches * of_rank
         if seconds > self._allowed_seconds:
             self._allowed_seconds = seconds
             self.mesh.allow_seconds(seconds)

@@ -114,15 +114,6 @@ class BatchPlans:
         """Copies of this rank's stages."""
         return _copies_of(self.by_stage)
 
-    def longest_step_seconds(self, ranks: int) -> float:
-        """Return the predicted seconds of a step in which `ranks` such ranks run one by one.
-
-        This bounds the time that a message can wait. 0 if the device's speed is unknown.
-        """
-        predictions = [plan.prediction for plan in self.by_stage.values()]
-        seconds = sum(one.step_seconds for one in predictions if one is not None)
-        return ranks * self.shape.micro_batches * seconds
-
     def shared(self) -> _SharedPlans:
         """Return the facts of this rank's plans that other ranks need."""
         by_stage, seconds = self.by_stage, None
@@ -231,11 +222,14 @@ class StagePlanCache:
             BudgetError: A budget is too small.
             PipelineError: Another rank could not plan a new shape.
         """
-        training = torch.is_grad_enabled()
-        self._accumulates |= training and self._holds_gradients_twice()
-        if self._engine.mesh.unit_groups:  # ranks that share units plan together
+        training, mesh = torch.is_grad_enabled(), self._engine.mesh
+        if training:  # other gradients beside a step's are accumulated ones, or buckets in flight
+            parameters = self._engine.parts.causal_lm.parameters()
+            twice = mesh.replica_group is not None or any(p.grad is not None for p in parameters)
+            self._accumulates |= twice
+        if mesh.unit_groups:  # ranks that share units plan together
             twice = torch.tensor(int(self._accumulates), device="cpu")
-            dist.all_reduce(twice, op=dist.ReduceOp.MAX, group=self._engine.mesh.control_group)
+            dist.all_reduce(twice, op=dist.ReduceOp.MAX, group=mesh.control_group)
             self._accumulates = bool(twice)
         trained = self._engine.trained_checksums if training else ()
         if training:
@@ -442,13 +436,6 @@ class StagePlanCache:
         devices = mesh.pp_size * one.shape.sp
         mfu = None if peak is None else flops / seconds / (devices * peak)
         return replace(step, step_seconds=seconds, bubble_fraction=idle, mfu=mfu)
-
-    def _holds_gradients_twice(self) -> bool:
-        """Whether other gradients exist beside a step's: accumulated ones, or buckets in flight."""
-        parameters = self._engine.parts.causal_lm.parameters()
-        return self._engine.mesh.replica_group is not None or any(
-            p.grad is not None for p in parameters
-        )
 
     def _make_plans(
         self, shape: BatchShape, choice: PipelineChoice, corrections: Mapping[int, Correction]

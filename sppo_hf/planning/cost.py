@@ -200,10 +200,11 @@ class ModelCost:
         return self._memo[key]
 
     def weight_seconds(self, layer: int, tokens: int) -> float:
-        """The part of `backward_seconds` that computes gradients of weights."""
+        """The part of `backward_seconds` that computes gradients of weights; attention has none."""
         key = ("W", self._kinds[layer], tokens)
         if key not in self._memo:
-            flops = self.shape.weight_gradient_flops_per_token(layer)
+            flops = self.shape.backward_linear_flops_per_token(layer)
+            flops -= self.shape.layers[layer].input_gradient_flops
             self._memo[key] = self._linear_seconds(flops, tokens) * self.correction.backward
         return self._memo[key]
 

@@ -115,17 +115,6 @@ class Decisions(Batch):
         return self.order == "by_layer"
 
     @property
-    def slots(self) -> range:
-        """Indices of the outer loop of the grid: chunks, or by layer layers."""
-        return range(self.num_layers if self.by_layer else self.num_chunks)
-
-    def units(self, slot: int) -> list[tuple[int, int]]:
-        """Returns (chunk, layer) of the units in one step of the outer loop, in order."""
-        if self.by_layer:
-            return [(chunk, slot) for chunk in range(self.num_chunks)]
-        return [(slot, layer) for layer in range(self.num_layers)]
-
-    @property
     def total_tokens(self) -> int:
         """Tokens of each row, padding included."""
         return self.bounds[-1][1]

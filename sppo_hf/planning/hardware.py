@@ -287,38 +287,26 @@ def _refusal(where: str, name: str, value: object, allowed: str) -> ConfigError:
     return ConfigError(f"{where}: {name}={show(value)}. Allowed: {allowed}. {_REMEDY}")
 
 
-def _text(value: object) -> str:
-    if not isinstance(value, str) or not value:
-        raise TypeError
-    return value
+def _reader(kind: Any, fits: Callable[[Any], bool] = lambda value: True) -> Callable[[object], Any]:
+    """Returns a function that reads values of a type that fit; a bool is no number."""
+
+    def read(value: object) -> Any:
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise TypeError
+        if not fits(value):
+            raise ValueError
+        return value
+
+    return read
 
 
-def _flag(value: object) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError
-    return value
+_text, _flag, _mapping = _reader(str, bool), _reader(bool), _reader(dict)
+_number = _reader((int, float), lambda value: _LEAST_RATE <= value <= _MOST_RATE)
+_whole = _reader(int, lambda value: 0 <= value <= _MOST_WHOLE)
 
 
 def _rate(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError
-    if not _LEAST_RATE <= value <= _MOST_RATE:
-        raise ValueError
-    return float(value)
-
-
-def _whole(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError
-    if not 0 <= value <= _MOST_WHOLE:
-        raise ValueError
-    return value
-
-
-def _mapping(value: object) -> dict[str, object]:
-    if not isinstance(value, dict):
-        raise TypeError
-    return cast(dict[str, object], value)
+    return float(_number(value))
 
 
 def _curves(value: object) -> dict[str, Curve]:

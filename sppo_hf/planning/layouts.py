@@ -90,20 +90,20 @@ class Layout(NamedTuple):
         row["frame_tier"] = row.pop("activation_tier")
         return row
 
-    def nodes_of(self, rank: int, devices_per_node: int) -> tuple[tuple[int, int], ...]:
-        """Returns the first and last node that a rank's devices are on, in every replica.
+    def rank_nodes(self, devices_per_node: int) -> tuple[Hashable, ...]:
+        """Returns the node of each rank, equal where two share a node in all replicas.
 
         Devices are numbered by replica, then stage, then place in their group, and fill node after
         node; so groups stay within nodes where they can.
         """
-        first = [(replica * self.stages + rank) * self.sp for replica in range(self.replicas)]
-        return tuple((d // devices_per_node, (d + self.sp - 1) // devices_per_node) for d in first)
-
-    def rank_nodes(self, devices_per_node: int) -> tuple[Hashable, ...]:
-        """Returns the node of each rank, equal where two share a node in all replicas."""
-        nodes = [self.nodes_of(rank, devices_per_node) for rank in range(self.stages)]
-        within = (all(first == last for first, last in one) for one in nodes)
-        return tuple(nodes[rank] if one else rank for rank, one in enumerate(within))
+        found: list[Hashable] = []
+        for rank in range(self.stages):
+            first = [(replica * self.stages + rank) * self.sp for replica in range(self.replicas)]
+            nodes = tuple(
+                (d // devices_per_node, (d + self.sp - 1) // devices_per_node) for d in first
+            )
+            found.append(nodes if all(start == end for start, end in nodes) else rank)
+        return tuple(found)
 
     def hops_between_nodes(self, devices_per_node: int) -> int:
         """Returns how many hops from stage to stage leave a node."""

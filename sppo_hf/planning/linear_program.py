@@ -339,7 +339,10 @@ class LinearProgram:
 
     def solve(self) -> Mix | None:
         """Returns the optimum, or None if nothing fits the budgets."""
-        self._fix_counts()
+        ones = np.ones((self._slots, self._ways))
+        for_each = [(self._group_of == at, group) for at, group in enumerate(self._groups)]
+        # Every unit has one way.
+        self._equal.add(*((Terms(self._at[:, of], ones[:, of]), g.number) for of, g in for_each))
         self._limit_device()
         self._limit_tiers()
         self._bound_compute()
@@ -413,16 +416,6 @@ class LinearProgram:
         return [part for tier in tiers for part in (self._last(tier), -self._col(tier).before())]
 
     # -- constraints -------------------------------------------------------------------------
-
-    def _fix_counts(self) -> None:
-        ones = np.ones((self._slots, self._ways))
-        self._equal.add(
-            *(
-                (Terms(self._at[:, of], ones[:, of]), group.number)
-                for at, group in enumerate(self._groups)
-                for of in [self._group_of == at]
-            )
-        )
 
     def _accumulate(self, name: str, tiers: Container[str]) -> None:
         """Makes column `name` of each slot the GiB that slots up to it hold on some tiers."""
@@ -512,11 +505,7 @@ class LinearProgram:
 
         The unit is the first layer's or, by layer, the first group of chunks'.
         """
-        at = 0
-        if not self._decisions.by_layer:
-            kinds = LayerKinds.of(self._cost)
-            (at,) = (k for k, members in enumerate(kinds.members) if 0 in members)
-        return self._terms(_HERE, [at]).times(share / self._groups[at].number)
+        return self._terms(_HERE, [0]).times(share / self._groups[0].number)
 
     def _limit_tiers(self) -> None:
         what, points = self._decisions, self._tables.points
@@ -665,12 +654,10 @@ class LinearProgram:
         """Returns the GiB of weight gradients that each slot's backward offloads, [slots]."""
         host_resident = self._cost.shape.host_resident
         found = np.zeros(self._slots)
+        if host_resident is not None and self._decisions.by_layer:
+            return np.array(host_resident.layer_gradient_bytes) / _GIB
         if host_resident is not None:
-            sizes = np.array(host_resident.layer_gradient_bytes) / _GIB
-            if self._decisions.by_layer:
-                found[:] = sizes
-            else:
-                found[0] = sizes.sum()
+            found[0] = (np.array(host_resident.layer_gradient_bytes) / _GIB).sum()
         return found
 
     def _lag_rows(

@@ -303,14 +303,6 @@ class ModelShape:
         trained_head = 0 if self.lora is not None else int(self.trainable_fraction * head)
         return sum(map(self._backward_flops, self.layers)) + head + trained_head
 
-    def weight_gradient_flops_per_token(self, layer: int) -> int:
-        """The part of `backward_linear_flops_per_token` that is gradients of weights, in a layer.
-
-        A split backward may do it later; attention between tokens has none.
-        """
-        work = self.layers[layer]
-        return self._backward_flops(work) - work.input_gradient_flops
-
     def recompute_flops_per_token(self, layer: int, saved: Saved) -> int:
         """FLOPs of the matrix products that backward runs again, for one token.
 

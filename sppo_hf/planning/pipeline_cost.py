@@ -412,7 +412,11 @@ class PipelineCost:
         # All devices of these ranks exchange heads; the slowest hop between them counts.
         rate = min(self.rate(a, b) for a, b in combinations(ranks, 2))
         rate = min(rate, self.cost.all_to_all_bytes_per_second)
-        seconds = float(self._compute_of(len(ranks), rate)[kind][stage, chunk])
+        if (len(ranks), rate) not in self._of_ranks:
+            sp, blocks = self.cost.sp * len(ranks), self.head_blocks
+            cost = self.cost.with_sequence_parallel(sp, rate, blocks)
+            self._of_ranks[len(ranks), rate] = self._added_up(cost)
+        seconds = float(self._of_ranks[len(ranks), rate][kind][stage, chunk])
         if self._frozen:
             return seconds
         held, group = self._weights[stage], min(self.cost.sp, self.devices_per_node)
@@ -438,15 +442,9 @@ class PipelineCost:
         """Seconds of a unit in all layers of its stage, [stages, chunks], by kind of compute."""
         return self._added_up(self.cost)
 
-    def _compute_of(self, ranks: int, rate: float) -> dict[Kind, NDArray[np.float64]]:
-        """`_compute` for units shared by `ranks` ranks that exchange heads at `rate` bytes/s."""
-        if (ranks, rate) not in self._of_ranks:
-            cost = self.cost.with_sequence_parallel(self.cost.sp * ranks, rate, self.head_blocks)
-            self._of_ranks[ranks, rate] = self._added_up(cost)
-        return self._of_ranks[ranks, rate]
-
     @cached_property
     def _of_ranks(self) -> dict[tuple[int, float], dict[Kind, NDArray[np.float64]]]:
+        """`_compute` for units shared by some ranks that exchange heads at some bytes/s."""
         return {}
 
     def _added_up(self, cost: ModelCost) -> dict[Kind, NDArray[np.float64]]:

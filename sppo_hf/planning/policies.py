@@ -104,14 +104,14 @@ def sppo_modes(
 
     By layer, the rule is applied to each layer's chunks instead of each chunk's layers.
     """
-    lengths, bounds = base.chunk_lengths, base.bounds
-    slots = [base.units(slot) for slot in base.slots]
-    sizes = [sum(cost.activation_bytes(i, lengths[chunk], saved) for chunk, i in s) for s in slots]
-    layers = range(base.num_layers)
+    sizes: list[Sequence[int]] = [*cost.activation_sizes(base.chunk_lengths, saved)]
+    if base.by_layer:
+        sizes = [*zip(*sizes, strict=True)]
+    layers, bounds, most = range(base.num_layers), base.bounds, len(sizes[0])
     forward = sum(cost.forward_seconds(i, start, end) for i in layers for start, end in bounds)
     keep, away = mode_of(saved, "device"), mode_of(saved, tier)
-    most = len(slots[0])
-    leave = sppo_leaving(cost, sizes, forward, members=most, kv_bytes=kv_bytes)
+    whole = [sum(row) for row in sizes]
+    leave = sppo_leaving(cost, whole, forward, members=most, kv_bytes=kv_bytes)
     rows = [spread({away: leaving, keep: most - leaving}, most) for leaving in leave]
     return layer_modes_of(rows, by_layer=base.by_layer)
 
