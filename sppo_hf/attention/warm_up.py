@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from sppo_hf.attention.backends.base import (
     Backend,
     Gradients,
     Mask,
+    Scores,
     determinism,
     empty_forward,
 )
@@ -199,40 +200,20 @@ class _NewShapesOnly(Backend):
         return self._backend.reason_unsupported(requirement)
 
     def forward(
-        self,
-        q_BNCH: Tensor,
-        k_BKTH: Tensor,
-        v_BKTH: Tensor,
-        *,
-        band: Mask,
-        scale: float,
-        softcap: float | None = None,
+        self, q_BNCH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, **scores: Unpack[Scores]
     ) -> AttentionOutput:
-        given = {"band": band, "scale": scale, "softcap": softcap}
-        run = functools.partial(self._backend.forward, q_BNCH, k_BKTH, v_BKTH, **given)
-        found = self._run_new("forward", (q_BNCH, k_BKTH, v_BKTH), band, run)
+        tensors = (q_BNCH, k_BKTH, v_BKTH)
+        run = functools.partial(self._backend.forward, *tensors, **scores)
+        found = self._run_new("forward", tensors, scores["band"], run)
         return empty_forward(q_BNCH, v_BKTH.shape[3]) if found is None else found
 
-    def backward(
-        self,
-        dout_BNCH: Tensor,
-        q_BNCH: Tensor,
-        k_BKTH: Tensor,
-        v_BKTH: Tensor,
-        out_BNCH: Tensor,
-        lse_BNC: Tensor,
-        *,
-        band: Mask,
-        scale: float,
-        softcap: float | None = None,
-    ) -> Gradients:
-        given = {"band": band, "scale": scale, "softcap": softcap}
+    def backward(self, *given: Tensor, **scores: Unpack[Scores]) -> Gradients:
+        attended = given[1:4]
         if self._again:
-            self.forward(q_BNCH, k_BKTH, v_BKTH, **given)
-        tensors = (dout_BNCH, q_BNCH, k_BKTH, v_BKTH, out_BNCH, lse_BNC)
-        run = functools.partial(self._backend.backward, *tensors, **given)
-        found = self._run_new("backward", tensors[1:4], band, run)
-        return Gradients(*map(torch.zeros_like, tensors[1:4])) if found is None else found
+            self.forward(*attended, **scores)
+        run = functools.partial(self._backend.backward, *given, **scores)
+        found = self._run_new("backward", attended, scores["band"], run)
+        return Gradients(*map(torch.zeros_like, attended)) if found is None else found
 
     def _run_new(
         self, direction: str, tensors: tuple[Tensor, ...], band: Mask, run: Callable[[], Any]
