@@ -20,7 +20,7 @@ import dataclasses
 import weakref
 from collections import UserDict
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +45,7 @@ from sppo_hf.offload.engine import OffloadEngine
 from sppo_hf.offload.layer_offload import PrefetchOrder
 from sppo_hf.offload.storage import OffloadedTensor, version_of
 from sppo_hf.planning.activation_modes import ActivationMode
-from sppo_hf.planning.tiers import OffloadTier
+from sppo_hf.planning.tiers import Tier
 
 AroundLayers = Callable[[], contextlib.AbstractContextManager[object]]
 """Makes the context in which layers run."""
@@ -56,52 +56,56 @@ InTiles = Callable[
 """Makes the context in which a layer's token-wise modules run in tiles; see `sliced_calls`."""
 
 
-class SavedTensor(Protocol):
-    """One tensor between forward and backward."""
+class SavedTensor:
+    """One tensor between forward and backward: offloaded, or on the device, where others use it."""
 
-    def handles(self) -> Iterable[OffloadedTensor]:
-        """The handle of the tensor if it is offloaded."""
-        ...
-
-    def take(self) -> Tensor:
-        """Return the tensor, on the device, and drop the reference to it; once."""
-        ...
-
-    def borrow(self) -> contextlib.AbstractContextManager[Tensor]:
-        """Make a context with the tensor on the device; afterwards it is where it was before."""
-        ...
-
-    def drop(self) -> None:
-        """Drop the tensor, taken or not."""
-        ...
-
-
-class SavedOnDevice:
-    """A saved tensor that is kept on the device, where others may still use it."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor: Tensor | None = tensor
+    def __init__(
+        self, tensor: Tensor, engine: OffloadEngine | None = None, tier: Tier = "device"
+    ) -> None:
+        """Keep `tensor`, or start offloading it to `tier` by `engine`."""
+        self._engine = engine
+        self._tensor: Tensor | None = tensor if tier == "device" else None
         self._version = version_of(tensor)
+        self._handle: OffloadedTensor | None = None
+        if engine is not None and tier != "device":
+            self._handle = engine.start_offload(tensor, tier=tier)
 
     def handles(self) -> Iterable[OffloadedTensor]:
-        """None: nothing is offloaded."""
-        return ()
+        """The tensor's handle if it is offloaded, until it is taken or dropped."""
+        return () if self._handle is None else (self._handle,)
 
     def take(self) -> Tensor:
-        """Return the tensor, once.
+        """Return the tensor, on the device, and drop the reference to it; once.
 
         Raises:
-            SPPOError: The tensor was changed in place since it was saved.
+            SPPOError: One that was kept on the device was changed in place since it was saved.
         """
-        tensor = self._unchanged()
+        tensor = self._on_device()
         self.drop()
         return tensor
 
-    def borrow(self) -> contextlib.AbstractContextManager[Tensor]:
-        """Make a context with the tensor; raises as `take` does."""
-        return contextlib.nullcontext(self._unchanged())
+    @contextlib.contextmanager
+    def borrow(self) -> Iterator[Tensor]:
+        """Have the tensor on the device; afterwards it is where it was before. Raises as `take`."""
+        engine = self._engine
+        was_offloaded = engine is not None and engine.bytes_to_prefetch(self.handles()) > 0
+        tensor = self._on_device()
+        try:
+            yield tensor
+        finally:
+            if engine is not None and was_offloaded and self._handle is not None:
+                del tensor
+                engine.evict(self._handle)
 
-    def _unchanged(self) -> Tensor:
+    def drop(self) -> None:
+        """Drop the tensor, taken or not."""
+        if self._engine is not None and self._handle is not None:
+            self._engine.release(self._handle)
+        self._handle = self._tensor = None
+
+    def _on_device(self) -> Tensor:
+        if self._engine is not None and self._handle is not None:
+            return self._engine.wait_for(self._handle)
         tensor = self._tensor
         assert tensor is not None, "a saved tensor is taken once"
         if version_of(tensor) != self._version:
@@ -111,48 +115,6 @@ class SavedOnDevice:
                 "place in the layer's hooks, or set recompute='none'."
             )
         return tensor
-
-    def drop(self) -> None:
-        """Drop the tensor, taken or not."""
-        self._tensor = None
-
-
-class SavedOffloaded:
-    """A saved tensor that is offloaded to `tier` until backward."""
-
-    def __init__(self, engine: OffloadEngine, tensor: Tensor, tier: OffloadTier) -> None:
-        self._engine = engine
-        self._handle: OffloadedTensor | None = engine.start_offload(tensor, tier=tier)
-
-    def handles(self) -> Iterable[OffloadedTensor]:
-        """The tensor's handle, until it is taken or dropped."""
-        return () if self._handle is None else (self._handle,)
-
-    def take(self) -> Tensor:
-        """Return the tensor once it is on the device; once."""
-        assert self._handle is not None, "a saved tensor is taken once"
-        tensor = self._engine.wait_for(self._handle)
-        self.drop()
-        return tensor
-
-    @contextlib.contextmanager
-    def borrow(self) -> Iterator[Tensor]:
-        """Have the tensor on the device; afterwards it is offloaded again if it was before."""
-        assert self._handle is not None, "a saved tensor is borrowed before it is taken"
-        was_offloaded = self._engine.bytes_to_prefetch(self.handles()) > 0
-        tensor = self._engine.wait_for(self._handle)
-        try:
-            yield tensor
-        finally:
-            if was_offloaded and self._handle is not None:
-                del tensor
-                self._engine.evict(self._handle)
-
-    def drop(self) -> None:
-        """Drop the tensor, taken or not."""
-        if self._handle is not None:
-            self._engine.release(self._handle)
-            self._handle = None
 
 
 class _Stop(Exception):
@@ -369,9 +331,9 @@ class RecomputedLayer:
 
     def _hold(self, kind: str, tensor: Tensor) -> SavedTensor:
         if self._mode.tier != "device":
-            return SavedOffloaded(self._offload, tensor, self._mode.tier)
+            return SavedTensor(tensor, self._offload, self._mode.tier)
         assert self._keep is not None, "tensors are saved in the first forward"
-        return SavedOnDevice(self._keep(kind, tensor))
+        return SavedTensor(self._keep(kind, tensor))
 
     def _hold_matmul(self, kind: str, tensor: Tensor) -> SavedTensor:
         # `keep` lays tensors of one shape beside each other. Experts have as many tokens as chose
@@ -379,7 +341,7 @@ class RecomputedLayer:
         per_token = tensor.numel() == self._shape[:-1].numel() * tensor.shape[-1]
         if self._mode.offload or (per_token and type(tensor) is Tensor):
             return self._hold(kind, tensor)
-        return SavedOnDevice(tensor)
+        return SavedTensor(tensor)
 
     def _pack(self, tensor: Tensor) -> _Slot:
         if self._recorder is not None:

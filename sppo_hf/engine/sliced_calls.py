@@ -47,7 +47,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from sppo_hf.engine.recompute import RecomputedLayer, is_compiled
+from sppo_hf.engine.recompute import RecomputedLayer, SavedTensor, is_compiled
 from sppo_hf.engine.stages import AbsentLayer
 from sppo_hf.engine.structure import ModelParts, patched_attribute
 from sppo_hf.errors import SPPOError, first_line
@@ -862,25 +862,13 @@ class _WithGrad(torch.autograd.Function):
         raise AssertionError("the graph of a recomputed layer is never run backward")
 
 
-class _SavedInGraph:
-    """A tensor that `_SaveInGraph` saved; the layer's activation mode keeps or recomputes it."""
+class _SavedInGraph(SavedTensor):
+    """A tensor that `_SaveInGraph` saved; the layer's activation mode keeps or recomputes it.
 
-    def __init__(self, output: Tensor) -> None:
-        # The output is held rather than its node, because before PyTorch 2.13 a node drops its
-        # saved tensors when its output is freed.
-        self._output: Tensor | None = output
+    Holds the output rather than its node, because before PyTorch 2.13 a node drops its saved
+    tensors when its output is freed.
+    """
 
-    def handles(self) -> tuple[()]:
-        return ()  # what is offloaded is the layer's
-
-    def take(self) -> Tensor:
-        assert self._output is not None, "a saved tensor is taken once"
-        (x,) = self._output.grad_fn.saved_tensors  # type: ignore[union-attr]
-        self.drop()
+    def _on_device(self) -> Tensor:
+        (x,) = super()._on_device().grad_fn.saved_tensors  # type: ignore[union-attr]
         return x
-
-    def borrow(self) -> contextlib.AbstractContextManager[Tensor]:
-        raise AssertionError("a tile has no keys and values")
-
-    def drop(self) -> None:
-        self._output = None
