@@ -20,6 +20,7 @@ import dataclasses
 import weakref
 from collections import UserDict
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -179,66 +180,50 @@ class _FirstTiledCall(NamedTuple):
     """Random state after it, where its outputs are kept and it does not run again."""
 
 
+@dataclass(eq=False)
 class RecomputedLayer:
     """Saved activations of one (layer, chunk) in recompute mode, attention's results included.
 
     Use: `open(args, kwargs)` before the layer's forward, `close()` after it.
     """
 
-    def __init__(
-        self,
-        layer: nn.Module,
-        *,
-        context: ChunkContext,
-        around_layers: AroundLayers,
-        prefetch_order: PrefetchOrder | None,
-        offload: OffloadEngine,
-        keep: Callable[[str, Tensor], Tensor],
-        mode: ActivationMode,
-        label: str,
-        reads: ReadTensors,
-        in_tiles: InTiles = lambda layer, hidden, activations: contextlib.nullcontext(),
-        number: int | None = None,
-        before_recompute: Callable[[], None] | None = None,
-        before_use: Callable[[], None] | None = None,
-    ) -> None:
-        """Prepare for one forward of `layer`.
+    layer: nn.Module
+    """The decoder layer (or the final norm)."""
+    _: KW_ONLY
+    context: ChunkContext
+    """The context of the layer's first forward."""
+    around_layers: AroundLayers
+    """Makes a context that is entered around the rerun."""
+    prefetch_order: PrefetchOrder | None
+    """Decides when offloaded tensors are prefetched; None for a tile, whose tensors are prefetched
+    with the layer's."""
+    offload: OffloadEngine
+    """Moves what is saved, if the mode offloads."""
+    keep: Callable[[str, Tensor], Tensor] | None
+    """Maps (kind, tensor) to the tensor that is kept on the device: itself, or a copy."""
+    mode: ActivationMode
+    """What is saved ("inputs", "matmuls" or "hidden"), and on which tier."""
+    label: str
+    """Names the layer and chunk in errors, for example "layer 3, chunk 1"."""
+    reads: ReadTensors
+    """What the layer reads beside its arguments."""
+    in_tiles: InTiles = lambda layer, hidden, activations: contextlib.nullcontext()
+    """Makes the context in which its token-wise modules run in tiles in the rerun."""
+    number: int | None = None
+    """Place in the order of forward, for the prefetch order."""
+    before_recompute: Callable[[], None] | None = None
+    """Called before the rerun, while what `recompute_kv` needs is there."""
+    before_use: Callable[[], None] | None = None
+    """Called before the rerun, and whenever backward asks for a saved tensor."""
 
-        Args:
-            layer: The decoder layer (or the final norm).
-            context: The context of the layer's first forward.
-            around_layers: Makes a context that is entered around the rerun.
-            prefetch_order: Decides when offloaded tensors are prefetched; None for a tile, whose
-                tensors are prefetched with the layer's.
-            offload: Moves what is saved, if the mode offloads.
-            keep: Maps (kind, tensor) to the tensor that is kept on the device: itself, or a copy.
-            mode: What is saved ("inputs", "matmuls" or "hidden"), and on which tier.
-            label: Names the layer and chunk in errors, for example "layer 3, chunk 1".
-            reads: What the layer reads beside its arguments.
-            in_tiles: Makes the context in which its token-wise modules run in tiles in the rerun.
-            number: Place in the order of forward, for the prefetch order.
-            before_recompute: Called before the rerun, while what `recompute_kv` needs is there.
-            before_use: Called before the rerun, and whenever backward asks for a saved tensor.
-        """
-        assert mode.recompute, f"what is saved whole is not recomputed: {mode}"
-        self._layer = layer
-        self._context = context.for_recompute()
-        self._around_layers = around_layers
-        self._in_tiles = in_tiles
-        self._prefetch_order = prefetch_order
-        self._number = number
-        self._offload = offload
-        self._keep: Callable[[str, Tensor], Tensor] | None = keep
-        self._mode = mode
-        self._label = label
-        self._reads = reads
-        self._as_in_forward = reads.as_in_forward
-        self._before_recompute = before_recompute
-        self._before_use = before_use
+    def __post_init__(self) -> None:
+        assert self.mode.recompute, f"what is saved whole is not recomputed: {self.mode}"
+        states, self.context = self.context.states, self.context.for_recompute()
+        self._as_in_forward = self.reads.as_in_forward
         # Set by `open`, or during forward:
         self._hidden: SavedTensor | None = None
         self._attention: tuple[SavedTensor, SavedTensor] | None = None
-        self._input_states: States = {} if context.states is None else context.states.before
+        self._input_states: States = {} if states is None else states.before
         self._states: dict[StateKey, tuple[SavedTensor, bool]] = {}
         self._matmuls: tuple[Matmul, ...] | None = None
         self._tile_matmuls: list[Matmul] = []
@@ -283,18 +268,18 @@ class RecomputedLayer:
             Tensor, _detach, _without_shared_kv(_with_hidden(None, args, kwargs))
         )
         self._arguments = cast("tuple[tuple[Any, ...], dict[str, Any]]", others)
-        self._versions = self._reads.versions()
+        self._versions = self.reads.versions()
         arguments = ReadTensors.of_named(_named_arguments(*self._arguments))
         self._read_arguments = (arguments, arguments.versions())
         self._run_context = RunContext(hidden.device, like=self._shared_context)
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
         self._hooks.__enter__()
-        if self._mode.saved == "matmuls":
+        if self.mode.saved == "matmuls":
             self._recorder = SelectiveRecorder(
-                self._layer,
+                self.layer,
                 hidden,
                 hold=self._hold_matmul,
-                model=self._context.model.causal_lm,
+                model=self.context.model.causal_lm,
             )
             self._recorder.start(*states.values())
 
@@ -309,12 +294,12 @@ class RecomputedLayer:
             self._matmuls = self._recorder.stop()
             self._recorder = None
         self._unhook()
-        self._keep = None
-        self._reads.ignore_own_writes(self._versions)
+        self.keep = None
+        self.reads.ignore_own_writes(self._versions)
         if not self._saved_shapes:
             self._release()  # nothing in the layer needs a gradient
-        elif self._prefetch_order is not None:
-            self._prefetch_order.record(self, self._number)
+        elif self.prefetch_order is not None:
+            self.prefetch_order.record(self, self.number)
 
     def cancel(self) -> None:
         """End the first forward after an exception in it."""
@@ -330,16 +315,16 @@ class RecomputedLayer:
         hooks.__exit__(None, None, None)
 
     def _hold(self, kind: str, tensor: Tensor) -> SavedTensor:
-        if self._mode.tier != "device":
-            return SavedTensor(tensor, self._offload, self._mode.tier)
-        assert self._keep is not None, "tensors are saved in the first forward"
-        return SavedTensor(self._keep(kind, tensor))
+        if self.mode.tier != "device":
+            return SavedTensor(tensor, self.offload, self.mode.tier)
+        assert self.keep is not None, "tensors are saved in the first forward"
+        return SavedTensor(self.keep(kind, tensor))
 
     def _hold_matmul(self, kind: str, tensor: Tensor) -> SavedTensor:
         # `keep` lays tensors of one shape beside each other. Experts have as many tokens as chose
         # them, so there are no others of that shape; and a subclass is more than its bytes.
         per_token = tensor.numel() == self._shape[:-1].numel() * tensor.shape[-1]
-        if self._mode.offload or (per_token and type(tensor) is Tensor):
+        if self.mode.offload or (per_token and type(tensor) is Tensor):
             return self._hold(kind, tensor)
         return SavedTensor(tensor)
 
@@ -372,7 +357,7 @@ class RecomputedLayer:
 
     def put(self, out_BNCH: Tensor, lse_BNC: Tensor) -> None:
         """Save attention's results of the first forward, unless attention is rerun too."""
-        if self.is_open and self._mode.saved != "hidden":
+        if self.is_open and self.mode.saved != "hidden":
             self._attention = (self._hold("outputs", out_BNCH), self._hold("sums", lse_BNC))
         if self._recorder is not None:
             self._recorder.start(out_BNCH, lse_BNC)
@@ -397,7 +382,7 @@ class RecomputedLayer:
             label: Names the module and the tokens; the same in all layers of a kind.
             hidden: Has the call's input in backward.
         """
-        keep = self._keep
+        keep = self.keep
         assert keep is not None, "tiles are made in the first forward"
         return RecomputedTile(
             module,
@@ -405,15 +390,15 @@ class RecomputedLayer:
             self._tile_matmuls,
             self._run_context,
             self._as_in_forward,
-            context=self._context,
-            around_layers=self._around_layers,
+            context=self.context,
+            around_layers=self.around_layers,
             prefetch_order=None,
-            offload=self._offload,
+            offload=self.offload,
             keep=lambda kind, tensor: keep(f"{label}, {kind}", tensor),
-            mode=self._mode,
-            label=f"{self._label}, {label}",
+            mode=self.mode,
+            label=f"{self.label}, {label}",
             reads=ReadTensors(()),  # the layer compares what all of it reads
-            before_use=self._before_use,
+            before_use=self.before_use,
         )
 
     def run_tiles(
@@ -483,15 +468,15 @@ class RecomputedLayer:
         Raises:
             SPPOError: On a second backward, or if the rerun was not like the first forward.
         """
-        if self._before_use is not None:
-            self._before_use()
+        if self.before_use is not None:
+            self.before_use()
         if self._recomputed is None:
-            if self._prefetch_order is not None:
-                self._prefetch_order.on_backward(self)
+            if self.prefetch_order is not None:
+                self.prefetch_order.on_backward(self)
             self._recomputed = dict(enumerate(self._recompute()))
         if index not in self._recomputed:
             raise SPPOError(
-                f"{self._label}: backward asked twice for the same saved tensor. Chunked sequences "
+                f"{self.label}: backward asked twice for the same saved tensor. Chunked sequences "
                 "allow one backward per forward (retain_graph=True is not supported)."
             )
         return self._recomputed.pop(index)
@@ -499,11 +484,11 @@ class RecomputedLayer:
     def _recompute(self) -> list[Tensor]:
         """Rerun the layer; returns all that autograd saved in its first forward."""
         if self._hidden is None:
-            raise SPPOError(f"{self._label}: nothing to recompute from; was forward interrupted?")
+            raise SPPOError(f"{self.label}: nothing to recompute from; was forward interrupted?")
         try:
             self._refuse_changes()
-            if self._before_recompute is not None:
-                self._before_recompute()
+            if self.before_recompute is not None:
+                self.before_recompute()
             hidden = self._hidden.take().detach().requires_grad_(self._hidden_requires_grad)
             if self._attention is not None:
                 self._attention_results = (self._attention[0].take(), self._attention[1].take())
@@ -515,10 +500,10 @@ class RecomputedLayer:
             if self._matmuls is None:
                 mode = self._unused_matmuls_mode(hidden, kind)
             else:
-                mode = SelectiveReplayer(self._matmuls, width=hidden.shape[-1], label=self._label)
+                mode = SelectiveReplayer(self._matmuls, width=hidden.shape[-1], label=self.label)
             recomputed = self._rerun(hidden, states, mode, kind)
             if recomputed is None:
-                _unused_matmuls(self._layer)[kind] = None
+                _unused_matmuls(self.layer)[kind] = None
                 recomputed = self._rerun(hidden, states, _NoMode(), kind)
         finally:
             self._attention_results = self._exchanged = None
@@ -538,8 +523,7 @@ class RecomputedLayer:
         saved_hidden = self._hidden
         if saved_hidden is None:
             raise SPPOError(
-                f"{self._label}: nothing to recompute keys and values from; was forward "
-                "interrupted?"
+                f"{self.label}: nothing to recompute keys and values from; was forward interrupted?"
             )
         self._refuse_changes()
         with contextlib.ExitStack() as borrowed:
@@ -552,7 +536,7 @@ class RecomputedLayer:
             mode = self._unused_matmuls_mode(hidden, kind)
             found = self._rerun_to_kv(hidden, states, mode, kind)
             if found is None:
-                _unused_matmuls(self._layer)[kind] = None
+                _unused_matmuls(self.layer)[kind] = None
                 found = self._rerun_to_kv(hidden, states, _NoMode(), kind)
         assert found is not None, "without a mode nothing can disagree with it"
         return found
@@ -587,7 +571,7 @@ class RecomputedLayer:
         ):
             return None
         if isinstance(mode, UnusedMatmulFinder):
-            _unused_matmuls(self._layer)[kind] = mode.result()
+            _unused_matmuls(self.layer)[kind] = mode.result()
         return recomputed
 
     def _rerun_to_kv(
@@ -610,7 +594,7 @@ class RecomputedLayer:
                 return None
         assert found, "a layer whose keys and values are recomputed attends"
         if isinstance(mode, UnusedMatmulFinder):
-            _unused_matmuls(self._layer)[kind] = mode.result()
+            _unused_matmuls(self.layer)[kind] = mode.result()
         return found[0]
 
     @contextlib.contextmanager
@@ -635,11 +619,11 @@ class RecomputedLayer:
         `states` are those of before the chunk; what mixers write now is dropped. `on_kv` gets keys
         and values, BKCH, and ends the run.
         """
-        first, group, attention = self._context.states, self._context.group, self._attention_results
+        first, group, attention = self.context.states, self.context.group, self._attention_results
         if group is not None and attention is not None and self._exchanged is None:
             self._exchanged = RecomputeExchanges(group.start_heads_to_tokens(attention[0]))
         context = dataclasses.replace(
-            self._context,
+            self.context,
             stash=self,
             exchanged=self._exchanged,
             states=None if first is None else LayerStates(states, first.documents),
@@ -648,23 +632,23 @@ class RecomputedLayer:
         )
         with (
             chunked_attention(context),
-            self._in_tiles(self._layer, args[0] if args else kwargs["hidden_states"], self),
-            separate_documents(self._layer, context.states),
-            self._around_layers(),
+            self.in_tiles(self.layer, args[0] if args else kwargs["hidden_states"], self),
+            separate_documents(self.layer, context.states),
+            self.around_layers(),
         ):
             # `forward`, not a call: hooks (ours, FSDP's) belong to the first forward.
             try:
-                self._layer.forward(*args, **kwargs)
+                self.layer.forward(*args, **kwargs)
             finally:
                 self._leave_attention()
 
     def _unused_matmuls_mode(self, hidden: Tensor, kind: Hashable) -> _RerunMode:
         """The mode of a rerun for which no matmuls were kept: skips unused ones, or finds them."""
-        known = _unused_matmuls(self._layer).get(kind, _NOT_SEARCHED)
+        known = _unused_matmuls(self.layer).get(kind, _NOT_SEARCHED)
         if known is _NOT_SEARCHED:
-            if not is_compiled(self._layer):
+            if not is_compiled(self.layer):
                 return UnusedMatmulFinder(hidden)
-            known = _unused_matmuls(self._layer)[kind] = None
+            known = _unused_matmuls(self.layer)[kind] = None
         return _NoMode() if known is None else UnusedMatmulSkipper(known, width=hidden.shape[-1])
 
     def _kind(self) -> Hashable:
@@ -676,8 +660,8 @@ class RecomputedLayer:
     def _refuse_changes(self) -> None:
         assert self._read_arguments is not None, "forward has noted the arguments"
         arguments, versions = self._read_arguments
-        where = f"recomputing {self._label}"
-        self._reads.check_unchanged(self._versions, where)
+        where = f"recomputing {self.label}"
+        self.reads.check_unchanged(self._versions, where)
         arguments.check_unchanged(versions, where)
 
     def _is_repeated(self, recomputed: list[Tensor]) -> bool:
@@ -687,7 +671,7 @@ class RecomputedLayer:
     def _check_repeated(self, recomputed: list[Tensor]) -> None:
         if not self._is_repeated(recomputed):
             raise SPPOError(
-                f"{self._label}: the layer saved {len(recomputed)} tensors when recomputed, "
+                f"{self.label}: the layer saved {len(recomputed)} tensors when recomputed, "
                 f"{len(self._saved_shapes)} in forward, or of other shapes. Its forward depends on "
                 "something that changed in between. Set recompute='none' for this model."
             )
@@ -746,8 +730,8 @@ class RecomputedTile(RecomputedLayer):
         on_kv: Callable[[Tensor, Tensor], None] | None = None,
     ) -> None:
         """Run the module; it has no attention and no states."""
-        with self._around_layers():
-            self._layer.forward(*args, **kwargs)
+        with self.around_layers():
+            self.layer.forward(*args, **kwargs)
 
 
 class RandomState:
