@@ -36,8 +36,9 @@ from sppo_hf.attention.backends.base import (
     accumulation_dtype,
     merge_into,
 )
-from sppo_hf.attention.kv_cache import Keep, KVBlock, KVStore
+from sppo_hf.attention.kv_cache import Keep
 from sppo_hf.attention.segments import AttentionSegment, group_adjacent
+from sppo_hf.attention.streamed_kv import KVBlock, KVStore
 
 # B batch rows, N query heads, K key/value heads, C tokens of this chunk, T tokens of a run of
 # keys, H head size. `out` has the values' head size.

@@ -13,20 +13,24 @@ dtype when that is wider), because up to N contributions are added up in one ele
 
 `LayerKV` has all K/V on the device while a layer runs, and can offload them between the layer's
 forward and its backward. `sppo_hf.attention.streamed_kv` has the store that keeps them off the
-device and streams them through in blocks. Attention sees both as a `KVStore`.
+device and streams them through in blocks. Attention sees both as a `KVStore`: `LayerKV` says what
+the methods do.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from sppo_hf.attention.segments import AttentionSegment, Block, Bounds, whole_sequence
 from sppo_hf.errors import SPPOError
+
+if TYPE_CHECKING:
+    from sppo_hf.attention.streamed_kv import KVStore
 
 # B batch rows, K key/value heads, C tokens of a chunk, T tokens of a run of keys, H head size.
 
@@ -36,89 +40,6 @@ from there."""
 
 LoadKV = Callable[[], tuple[Tensor, Tensor]]
 """Loads offloaded keys and values of a chunk back onto the device, each BKCH."""
-
-
-class KVBlock(Protocol):
-    """Keys and values of one block of chunks, on the device."""
-
-    @property
-    def block(self) -> Block:
-        """The chunks and tokens of this block."""
-        ...
-
-    def run(self, start: int, end: int, row: int | None) -> tuple[Tensor, Tensor]:
-        """Return K/V of tokens `[start, end)` of `row` (all rows if None), each BKTH."""
-        ...
-
-    def add_gradient(self, start: int, dk_BKTH: Tensor, dv_BKTH: Tensor, row: int | None) -> None:
-        """Add gradients of tokens `[start, start + T)` of `row`; takes ownership of the tensors."""
-        ...
-
-
-class KVStore(Protocol):
-    """Keys and values of one layer for one sequence, on the device or offloaded."""
-
-    def put(self, chunk: int, k_BKCH: Tensor, v_BKCH: Tensor, *, keep: Keep | None = None) -> None:
-        """Store K/V of `chunk`, which is about to attend."""
-        ...
-
-    def blocks(
-        self,
-        segments: tuple[AttentionSegment, ...],
-        *,
-        window: int | None,
-        local: int | None = None,
-    ) -> tuple[Block, ...]:
-        """Return the blocks in which the K/V that `segments` see will be provided."""
-        ...
-
-    def forward_blocks(
-        self, chunk: int, blocks: tuple[Block, ...], *, borrowed: bool = False
-    ) -> Iterator[KVBlock]:
-        """Yield the blocks that `chunk` attends to in forward, one after the other.
-
-        A block is on the device until the next is requested, so all must be consumed. `borrowed`:
-        the caller is a layer that reads another layer's K/V, or one that is recomputed.
-        """
-        ...
-
-    def backward_blocks(
-        self, chunk: int, blocks: tuple[Block, ...], *, borrowed: bool = False
-    ) -> Iterator[KVBlock]:
-        """Yield the same blocks in backward, where each takes its gradients."""
-        ...
-
-    def take_gradient(self, chunk: int) -> tuple[Tensor, Tensor]:
-        """Return dK and dV of `chunk` in the keys' own dtype, and free its K/V and sums."""
-        ...
-
-    # For pipelines whose ranks share units: another rank's store takes over some chunks.
-
-    def put_attended(self, chunk: int, k_BKCH: Tensor, v_BKCH: Tensor) -> None:
-        """Store K/V of a `chunk` whose attention already ran, with another store."""
-        ...
-
-    def chunk_kv(self, chunk: int) -> tuple[Tensor, Tensor]:
-        """Return K/V of `chunk`, each BKCH; the store keeps them."""
-        ...
-
-    def free_kv(self, chunk: int) -> None:
-        """Free K/V of `chunk`, whose own backward runs with another store; keep the sums."""
-        ...
-
-    def gradient_sums(self, chunk: int) -> tuple[Tensor, Tensor]:
-        """Return the sums of dK and dV so far, each BKCH, in the dtype of the sums."""
-        ...
-
-    def free_gradient_sums(self, chunk: int) -> None:
-        """Free the sums of `chunk`."""
-        ...
-
-    def add_gradient_sums(
-        self, chunk: int, dk_BKCH: Tensor, dv_BKCH: Tensor, heads: list[int]
-    ) -> None:
-        """Add another store's `gradient_sums` for some heads; a head may occur twice."""
-        ...
 
 
 class LayerKV:
@@ -133,7 +54,7 @@ class LayerKV:
         self._offloaded: dict[int, LoadKV] = {}
 
     def put(self, chunk: int, k_BKCH: Tensor, v_BKCH: Tensor, *, keep: Keep | None = None) -> None:
-        """Store K/V of `chunk`, in place if they are dense and `keep` does not copy them."""
+        """Store K/V of `chunk`, which is about to attend; in place if dense and not for `keep`."""
         start, end = self._bounds[chunk]
         assert k_BKCH.shape[2] == end - start, "a chunk's keys must cover exactly its tokens"
         self._keys[chunk] = (_place("keys", k_BKCH, keep), _place("values", v_BKCH, keep))
@@ -145,20 +66,24 @@ class LayerKV:
         window: int | None,
         local: int | None = None,
     ) -> tuple[Block, ...]:
-        """Return one block: all K/V are on the device."""
+        """Return the blocks in which the K/V that `segments` see will be provided: one here."""
         return (self.block,)
 
     def forward_blocks(
         self, chunk: int, blocks: tuple[Block, ...], *, borrowed: bool = False
-    ) -> Iterator[KVBlock]:
-        """See `KVStore.forward_blocks`."""
+    ) -> Iterator[LayerKV]:
+        """Yield the blocks that `chunk` attends to in forward, one after the other.
+
+        A block is on the device until the next is requested, so all must be consumed. `borrowed`:
+        the caller is a layer that reads another layer's K/V, or one that is recomputed.
+        """
         self.load_until(chunk)
         yield self
 
     def backward_blocks(
         self, chunk: int, blocks: tuple[Block, ...], *, borrowed: bool = False
-    ) -> Iterator[KVBlock]:
-        """See `KVStore.backward_blocks`."""
+    ) -> Iterator[LayerKV]:
+        """Yield the same blocks in backward, where each takes its gradients."""
         self.load_until(chunk)
         yield self
 
@@ -197,7 +122,7 @@ class LayerKV:
         return join_tokens(ks), join_tokens(vs)
 
     def add_gradient(self, start: int, dk_BKTH: Tensor, dv_BKTH: Tensor, row: int | None) -> None:
-        """Add gradients of tokens `[start, start + T)` of `row` to the sums of their chunks."""
+        """Add gradients of tokens `[start, start + T)` of `row`; takes ownership of the tensors."""
         for chunk, inner, outer in self._overlaps(start, start + dk_BKTH.shape[2]):
             assert chunk not in self._taken, "a gradient arrived after its chunk was finished"
             dk, dv = dk_BKTH[:, :, outer], dv_BKTH[:, :, outer]
@@ -221,33 +146,35 @@ class LayerKV:
             return torch.zeros_like(k), torch.zeros_like(v)
         return sums[0].to(k.dtype), sums[1].to(v.dtype)
 
+    # For pipelines whose ranks share units: another rank's store takes over some chunks.
+
     def put_attended(self, chunk: int, k_BKCH: Tensor, v_BKCH: Tensor) -> None:
-        """See `KVStore.put_attended`."""
+        """Store K/V of a `chunk` whose attention already ran, with another store."""
         self.put(chunk, k_BKCH, v_BKCH)
 
     def chunk_kv(self, chunk: int) -> tuple[Tensor, Tensor]:
-        """See `KVStore.chunk_kv`."""
+        """Return K/V of `chunk`, each BKCH; the store keeps them."""
         return self._keys[chunk]
 
     def free_kv(self, chunk: int) -> None:
-        """See `KVStore.free_kv`."""
+        """Free K/V of `chunk`, whose own backward runs with another store; keep the sums."""
         k, v = self._keys.pop(chunk)
         self._taken.add(chunk)
         if chunk not in self._grads:
             self._grads[chunk] = sum_zeros(k), sum_zeros(v)
 
     def gradient_sums(self, chunk: int) -> tuple[Tensor, Tensor]:
-        """See `KVStore.gradient_sums`."""
+        """Return the sums of dK and dV so far, each BKCH, in the dtype of the sums."""
         return self._grads[chunk]
 
     def free_gradient_sums(self, chunk: int) -> None:
-        """See `KVStore.free_gradient_sums`."""
+        """Free the sums of `chunk`."""
         del self._grads[chunk]
 
     def add_gradient_sums(
         self, chunk: int, dk_BKCH: Tensor, dv_BKCH: Tensor, heads: list[int]
     ) -> None:
-        """See `KVStore.add_gradient_sums`."""
+        """Add another store's `gradient_sums` for some heads; a head may occur twice."""
         if chunk not in self._grads:
             k, v = self._keys[chunk]
             self._grads[chunk] = sum_zeros(k), sum_zeros(v)

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from sppo_hf.attention.kv_cache import (
     Keep,
-    KVBlock,
+    LayerKV,
     add_to_heads,
     dense,
     join_tokens,
@@ -235,7 +235,7 @@ class _LoadedBlock:
 
 
 class StreamedKV:
-    """`KVStore` of one layer whose K/V are offloaded; made by `KVStream.add_layer`."""
+    """Keys and values of one layer that are offloaded; made by `KVStream.add_layer`."""
 
     def __init__(self, stream: KVStream, layer: int) -> None:
         self._stream = stream
@@ -274,8 +274,8 @@ class StreamedKV:
 
     def forward_blocks(
         self, chunk: int, blocks: tuple[Block, ...], *, borrowed: bool = False
-    ) -> Iterator[KVBlock]:
-        """See `KVStore.forward_blocks`."""
+    ) -> Iterator[_LoadedBlock]:
+        """See `LayerKV.forward_blocks`."""
         self._blocks[chunk] = blocks
         after = functools.partial(self._stream.next_forward_handles, self._layer, chunk)
         if borrowed:
@@ -287,8 +287,8 @@ class StreamedKV:
 
     def backward_blocks(
         self, chunk: int, blocks: tuple[Block, ...], *, borrowed: bool = False
-    ) -> Iterator[KVBlock]:
-        """See `KVStore.backward_blocks`."""
+    ) -> Iterator[_LoadedBlock]:
+        """See `LayerKV.backward_blocks`."""
         before = functools.partial(self._stream.next_backward_handles, self._layer, chunk)
         running: int | None = chunk
         if borrowed:
@@ -321,36 +321,36 @@ class StreamedKV:
         return gradient
 
     def put_attended(self, chunk: int, k_BKCH: Tensor, v_BKCH: Tensor) -> None:
-        """See `KVStore.put_attended`."""
+        """See `LayerKV.put_attended`."""
         self.put(chunk, k_BKCH, v_BKCH)
         self._own = None
         self._stream.transfer.settle()  # K/V of many chunks may follow each other
 
     def chunk_kv(self, chunk: int) -> tuple[Tensor, Tensor]:
-        """See `KVStore.chunk_kv`; returns copies, because what was fetched is evicted at once."""
+        """See `LayerKV.chunk_kv`; returns copies, because what was fetched is evicted at once."""
         return self._copies(self._keys[chunk])
 
     def free_kv(self, chunk: int) -> None:
-        """See `KVStore.free_kv`."""
+        """See `LayerKV.free_kv`."""
         for handle in self._keys.pop(chunk):
             self._stream.release(handle)
 
     def gradient_sums(self, chunk: int) -> tuple[Tensor, Tensor]:
-        """See `KVStore.gradient_sums`; returns copies, as `chunk_kv` does."""
+        """See `LayerKV.gradient_sums`; returns copies, as `chunk_kv` does."""
         like = self._layouts[chunk]
         if chunk not in self._sums:
             return like.zeros(like.sum_dtype)
         return self._copies(self._sums[chunk])
 
     def free_gradient_sums(self, chunk: int) -> None:
-        """See `KVStore.free_gradient_sums`."""
+        """See `LayerKV.free_gradient_sums`."""
         for handle in self._sums.pop(chunk, ()):
             self._stream.release(handle)
 
     def add_gradient_sums(
         self, chunk: int, dk_BKCH: Tensor, dv_BKCH: Tensor, heads: list[int]
     ) -> None:
-        """See `KVStore.add_gradient_sums`."""
+        """See `LayerKV.add_gradient_sums`."""
         before, like = self._sums.pop(chunk, None), self._layouts[chunk]
         if before is None:
             sums = like.zeros(like.sum_dtype)
@@ -471,6 +471,13 @@ class StreamedKV:
         total = self._stream.fetch(before) + share_BKCH
         self._stream.release(before)
         return total
+
+
+KVStore = LayerKV | StreamedKV
+"""Keys and values of one layer for one sequence, on the device or offloaded."""
+
+KVBlock = LayerKV | _LoadedBlock
+"""Keys and values of one block of chunks, on the device."""
 
 
 def _no_handles() -> list[Handle]:

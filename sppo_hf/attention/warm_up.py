@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -27,13 +27,14 @@ from sppo_hf.attention.backends.base import (
     Backend,
     Gradients,
     Mask,
+    Scores,
     determinism,
     empty_forward,
 )
 from sppo_hf.attention.chunk_attention import AttentionCall, chunk_attention
-from sppo_hf.attention.kv_cache import KVStore, LayerKV
+from sppo_hf.attention.kv_cache import LayerKV
 from sppo_hf.attention.segments import Bounds, RowSpans, chunk_segments
-from sppo_hf.attention.streamed_kv import KVStream, KVTransfer
+from sppo_hf.attention.streamed_kv import KVStore, KVStream, KVTransfer
 
 # B batch rows, N query heads, K key/value heads, C tokens of a chunk, T tokens of a run of keys, H
 # head size.
@@ -175,78 +176,53 @@ def _thread() -> int:
     return threading.get_ident()
 
 
+@dataclass(eq=False)
 class _NewShapesOnly(Backend):
     """Calls a backend for shapes that are new in this thread; returns zeros for all others."""
 
-    def __init__(
-        self,
-        backend: Backend,
-        built: set[Any],
-        again: bool,
-        device: torch.device,
-        deadline: float,
-    ) -> None:
-        self.name = backend.name
-        self.documents_at_once = backend.documents_at_once
+    backend: Backend
+    built: set[Any]
+    again: bool
+    device: torch.device
+    deadline: float
+
+    def __post_init__(self) -> None:
+        self.name = self.backend.name
+        self.documents_at_once = self.backend.documents_at_once
         self.new = 0
-        self._backend = backend
-        self._built = built
-        self._again = again
-        self._device = device
-        self._deadline = deadline
 
     def reason_unsupported(self, requirement: Any) -> str | None:
-        return self._backend.reason_unsupported(requirement)
+        return self.backend.reason_unsupported(requirement)
 
     def forward(
-        self,
-        q_BNCH: Tensor,
-        k_BKTH: Tensor,
-        v_BKTH: Tensor,
-        *,
-        band: Mask,
-        scale: float,
-        softcap: float | None = None,
+        self, q_BNCH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, **scores: Unpack[Scores]
     ) -> AttentionOutput:
-        given = {"band": band, "scale": scale, "softcap": softcap}
-        run = functools.partial(self._backend.forward, q_BNCH, k_BKTH, v_BKTH, **given)
-        found = self._run_new("forward", (q_BNCH, k_BKTH, v_BKTH), band, run)
+        tensors = (q_BNCH, k_BKTH, v_BKTH)
+        run = functools.partial(self.backend.forward, *tensors, **scores)
+        found = self._run_new("forward", tensors, scores["band"], run)
         return empty_forward(q_BNCH, v_BKTH.shape[3]) if found is None else found
 
-    def backward(
-        self,
-        dout_BNCH: Tensor,
-        q_BNCH: Tensor,
-        k_BKTH: Tensor,
-        v_BKTH: Tensor,
-        out_BNCH: Tensor,
-        lse_BNC: Tensor,
-        *,
-        band: Mask,
-        scale: float,
-        softcap: float | None = None,
-    ) -> Gradients:
-        given = {"band": band, "scale": scale, "softcap": softcap}
-        if self._again:
-            self.forward(q_BNCH, k_BKTH, v_BKTH, **given)
-        tensors = (dout_BNCH, q_BNCH, k_BKTH, v_BKTH, out_BNCH, lse_BNC)
-        run = functools.partial(self._backend.backward, *tensors, **given)
-        found = self._run_new("backward", tensors[1:4], band, run)
-        return Gradients(*map(torch.zeros_like, tensors[1:4])) if found is None else found
+    def backward(self, *given: Tensor, **scores: Unpack[Scores]) -> Gradients:
+        attended = given[1:4]
+        if self.again:
+            self.forward(*attended, **scores)
+        run = functools.partial(self.backend.backward, *given, **scores)
+        found = self._run_new("backward", attended, scores["band"], run)
+        return Gradients(*map(torch.zeros_like, attended)) if found is None else found
 
     def _run_new(
         self, direction: str, tensors: tuple[Tensor, ...], band: Mask, run: Callable[[], Any]
     ) -> Any:
         layouts = tuple((tuple(x.shape), x.stride(), x.dtype) for x in tensors)
-        key = (_thread(), self._backend, determinism(), direction, layouts, band)
-        if key in self._built or time.monotonic() >= self._deadline:
+        key = (_thread(), self.backend, determinism(), direction, layouts, band)
+        if key in self.built or time.monotonic() >= self.deadline:
             return None
         found = run()
-        self._built.add(key)
+        self.built.add(key)
         self.new += 1
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             # So that its time counts against the deadline, and its memory is free again.
-            torch.cuda.current_stream(self._device).synchronize()
+            torch.cuda.current_stream(self.device).synchronize()
         return found
 
 

@@ -28,13 +28,15 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from sppo_hf.attention.kv_cache import KVOwners, KVStore, LayerKV
+from sppo_hf.attention.kv_cache import KVOwners, LayerKV
 from sppo_hf.attention.segments import RowSpans
+from sppo_hf.attention.streamed_kv import KVStore
 from sppo_hf.engine.action_log import ActionLog, LayerLog
 from sppo_hf.engine.attention_interface import chunked_attention
 from sppo_hf.engine.chunk_context import (
@@ -94,7 +96,7 @@ class _RunningLayer(NamedTuple):
     activations: SavedActivations | None
 
 
-@dataclasses.dataclass(slots=True)
+@dataclass(slots=True)
 class _BetweenChunks:
     """Tensors that a layer's chunks leave for its later chunks."""
 
@@ -106,7 +108,7 @@ class _BetweenChunks:
     """The link of the layer's attention in that chunk."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class ChunkInputs:
     """The inputs of a forward call, ready to be cut along the tokens."""
 
@@ -149,85 +151,72 @@ _TRIM_TOKENS = 8192
 this many tokens in all."""
 
 
+@dataclass(eq=False)
 class ChunkRunner:
     """Runs one forward call over one group of rows, chunk by chunk or layer by layer."""
 
-    def __init__(
-        self,
-        parts: ModelParts,
-        plan: Plan,
-        *,
-        rows: tuple[RowSpans, ...] | None,
-        last_position: Tensor,
-        choose_backend: ChooseBackend,
-        counters: dict[str, int],
-        offload: OffloadEngine,
-        layers: range | None = None,
-        linked: bool = True,
-        around_layers: AroundLayers = contextlib.nullcontext,
-        log: ActionLog | None = None,
-        first_unit: int = 0,
-        weights: HostWeights | None = None,
-        group: SequenceGroup | None = None,
-        heap: HeapWatch | None = None,
-        has_states: bool | None = None,
-    ) -> None:
-        """Prepare empty stores for every layer.
+    parts: ModelParts
+    """The model."""
+    plan: Plan
+    """Chunk bounds and activation modes; its layers are those of `layers`."""
+    _: KW_ONLY
+    rows: tuple[RowSpans, ...] | None
+    """Documents and padding per row, or None for plain causal rows."""
+    last_position: Tensor
+    """Largest position of the sequence, `[1, 1]`."""
+    choose_backend: ChooseBackend
+    """Picks the attention backend for a layer's attention."""
+    counters: dict[str, int]
+    """Receives counts for tests and logs."""
+    offload: OffloadEngine
+    """Moves saved activations, and keys and values that are not kept on the device."""
+    layers: range | None = None
+    """The model's layers that run on this rank; None for all."""
+    linked: bool = True
+    """Whether autograd itself walks from chunk to chunk. If not, the caller runs each chunk's
+    backward by itself, in reverse."""
+    around_layers: AroundLayers = contextlib.nullcontext
+    """Makes a context that is entered around every forward of layers, reruns included."""
+    log: ActionLog | None = None
+    """Records what each layer does; None where nothing or only whole units are recorded."""
+    first_unit: int = 0
+    """Number of this sequence's first chunk in the log."""
+    weights: HostWeights | None = None
+    """Loads host-resident weights for each layer; None where there are none."""
+    group: SequenceGroup | None = None
+    """The ranks that share every chunk; None where this one has all tokens."""
+    heap: HeapWatch | None = None
+    """Watches the heap of the whole step, of all groups of rows; None: free heap is returned at
+    every chance, since the plan covers more than this call."""
+    has_states: bool | None = None
+    """Whether any layer has recurrent states; None: look through `layers`."""
 
-        Args:
-            parts: The model.
-            plan: Chunk bounds and activation modes; its layers are those of `layers`.
-            rows: Documents and padding per row, or None for plain causal rows.
-            last_position: Largest position of the sequence, `[1, 1]`.
-            choose_backend: Picks the attention backend for a layer's attention.
-            counters: Receives counts for tests and logs.
-            offload: Moves saved activations, and keys and values that are not kept on the device.
-            layers: The model's layers that run on this rank; None for all.
-            linked: Whether autograd itself walks from chunk to chunk. If not, the caller runs each
-                chunk's backward by itself, in reverse.
-            around_layers: Makes a context that is entered around every forward of layers, reruns
-                included.
-            log: Records what each layer does; None where nothing or only whole units are recorded.
-            first_unit: Number of this sequence's first chunk in the log.
-            weights: Loads host-resident weights for each layer; None where there are none.
-            group: The ranks that share every chunk; None where this one has all tokens.
-            heap: Watches the heap of the whole step, of all groups of rows; None: free heap is
-                returned at every chance, since the plan covers more than this call.
-            has_states: Whether any layer has recurrent states; None: look through `layers`.
-        """
-        self._parts = parts
-        self._plan = plan
-        self._rows = rows
-        self._group = group
+    def __post_init__(self) -> None:
         self._sequence = ChunkContext(
-            model=parts,
-            last_position=last_position,
-            rows=rows,
-            choose_backend=choose_backend,
-            counters=counters,
-            group=group,
+            model=self.parts,
+            last_position=self.last_position,
+            rows=self.rows,
+            choose_backend=self.choose_backend,
+            counters=self.counters,
+            group=self.group,
         )
-        self._layers = range(len(parts.layers)) if layers is None else layers
-        self._linked = linked
-        self._around_layers = around_layers
-        self._tiles = LayerTiles(plan.layer_tile_tokens)
-        self._weights = weights
-        self._offload = offload
-        self._stream = kv_stream(plan, offload, rows=rows, linked=linked)
+        self._layers = range(len(self.parts.layers)) if self.layers is None else self.layers
+        self._tiles = LayerTiles(self.plan.layer_tile_tokens)
+        self._stream = kv_stream(self.plan, self.offload, rows=self.rows, linked=self.linked)
         self._log = None
-        if log is not None:
-            self._log = LayerLog(log, plan, self._stream, first_unit, weights)
+        if self.log is not None:
+            self._log = LayerLog(self.log, self.plan, self._stream, self.first_unit, self.weights)
         self._prefetch_order = self._new_prefetch_order()
-        attending = parts.attending_layers()
+        attending = self.parts.attending_layers()
         self._between_chunks = [
             _BetweenChunks(self._new_store() if layer in attending else None)
             for layer in self._layers
         ]
         self._cache: StateCache | None = None
-        if has_states is None:
-            has_states = any(parts.has_state(layer) for layer in self._layers)
-        if has_states:
-            self._cache = StateCache(len(parts.layers))
+        if self.has_states is None:
+            self.has_states = any(self.parts.has_state(layer) for layer in self._layers)
+        if self.has_states:
+            self._cache = StateCache(len(self.parts.layers))
         self._state_ends: dict[int, list[StateEnd]] = {}
         self._reads: dict[nn.Module, ReadTensors] = {}
         self._timer: StepTimer | None = None
@@ -241,25 +230,25 @@ class ChunkRunner:
         self._norm: RecomputedLayer | None = None
         self._num_norm_slices = 1
         self._recomputed_chunks: dict[int, weakref.ref[RecomputedLayer]] = {}
-        self._heap = HeapWatch(None) if heap is None else heap
+        self._heap = HeapWatch(None) if self.heap is None else self.heap
 
     def _new_prefetch_order(self) -> PrefetchOrder:
-        plan = self._plan
+        plan = self.plan
         offloads = plan.training and (
             any(mode.offload for row in plan.layer_modes for mode in row)
             or any(mode in offload_tiers() for mode in plan.kv_modes)
         )
         return PrefetchOrder(
-            self._offload,
+            self.offload,
             max_pending_d2h_bytes=plan.max_pending_d2h_bytes,
             # Without links the caller says when a chunk's activations are prefetched.
-            lowest_prefetched=plan.program().lowest_prefetched if offloads and self._linked else [],
+            lowest_prefetched=plan.program().lowest_prefetched if offloads and self.linked else [],
             # Not a method of ours: see [Note: what saved activations must not hold].
             on_prefetch=None if self._log is None else self._log.prefetched,
         )
 
     def _new_store(self) -> KVStore:
-        return LayerKV(self._plan.bounds) if self._stream is None else self._stream.add_layer()
+        return LayerKV(self.plan.bounds) if self._stream is None else self._stream.add_layer()
 
     def run(
         self, slices: ChunkInputs, *, stop_token: int, watch: StepTimer
@@ -275,8 +264,8 @@ class ChunkRunner:
             CannotRunByLayer: The plan goes layer by layer, which the model cannot do.
         """
         self._timer = watch
-        chunks = range(sum(start < stop_token for start, _ in self._plan.bounds))
-        if self._plan.order == "by_layer":
+        chunks = range(sum(start < stop_token for start, _ in self.plan.bounds))
+        if self.plan.order == "by_layer":
             outputs = self._run_by_layer(slices, chunks)
         else:
             outputs = self._run_by_chunk(slices, chunks, watch)
@@ -294,10 +283,10 @@ class ChunkRunner:
 
     def rank_tokens(self, chunk: int) -> tuple[int, int]:
         """Return `(start, end)` of this rank's tokens of a chunk: all, or its part of them."""
-        start, end = self._plan.bounds[chunk]
-        if self._group is None:
+        start, end = self.plan.bounds[chunk]
+        if self.group is None:
             return start, end
-        return rank_tokens(start, end, self._group.rank, self._group.size)
+        return rank_tokens(start, end, self.group.rank, self.group.size)
 
     def run_tokens(self, chunk: int) -> tuple[int, int]:
         """Return `rank_tokens`, or one token where there are none.
@@ -315,13 +304,13 @@ class ChunkRunner:
             yield chunk, self.run_chunk(chunk, slices.chunk(*self.run_tokens(chunk)))
 
     def _run_by_layer(self, slices: ChunkInputs, chunks: range) -> Iterator[tuple[int, Any]]:
-        assert self._group is None, "ranks that share a sequence go chunk by chunk"
-        bounds = self._plan.bounds[: chunks.stop]
+        assert self.group is None, "ranks that share a sequence go chunk by chunk"
+        bounds = self.plan.bounds[: chunks.stop]
         if len(chunks) > 1:
             few = min(EXAMPLE_TOKENS, bounds[-1][1] - 1)
             inputs = slices.chunk(0, few)
             self._examples = layer_examples(
-                self._parts, lambda: self._run_base(inputs, range(1), few)
+                self.parts, lambda: self._run_base(inputs, range(1), few)
             )
         output = self._run_base(slices.chunk(0, bounds[-1][1]), chunks, bounds[-1][1])
         output_class, hidden = type(output), TokenSlices(output.last_hidden_state, dim=1)
@@ -341,34 +330,34 @@ class ChunkRunner:
 
         `inputs` are what `ChunkInputs.chunk` returns for `run_tokens`.
         """
-        return self._run_base(inputs, range(chunk, chunk + 1), self._plan.bounds[chunk][1])
+        return self._run_base(inputs, range(chunk, chunk + 1), self.plan.bounds[chunk][1])
 
     def _run_base(self, inputs: dict[str, Any], chunks: range, end: int) -> Any:
         """Run the base model once over the tokens of `chunks`, the last of which ends at `end`."""
         self._chunks = chunks
         self._chunk = chunks.start
-        for module in (*self._parts.layers, self._parts.final_norm()):
+        for module in (*self.parts.layers, self.parts.final_norm()):
             if module is not None:
                 move_hooks_innermost(module)
         # All layers of a chunk share a slab; of a single chunk each has its own, which is freed as
         # soon as its backward has run.
-        self._arena = CpuChunkArena(len(self._layers) if self._plan.num_chunks > 1 else 1)
-        start = self._plan.bounds[chunks.start][0]
-        if getattr(self._parts.text_config, "attn_temperature_tuning", False):
+        self._arena = CpuChunkArena(len(self._layers) if self.plan.num_chunks > 1 else 1)
+        start = self.plan.bounds[chunks.start][0]
+        if getattr(self.parts.text_config, "attn_temperature_tuning", False):
             prefix = PrefixLength(self.rank_tokens(chunks.start)[0])
-            inputs = {**inputs, self._parts.cache_argument(): prefix}
+            inputs = {**inputs, self.parts.cache_argument(): prefix}
         # Not an attribute: it refers to this runner, and the cycle would outlive the call.
         context = dataclasses.replace(self._sequence, runner=self, owners=KVOwners())
-        with chunked_attention(context), self._around_layers():
+        with chunked_attention(context), self.around_layers():
             try:
                 inputs = self._with_cache(inputs, start, end)
-                output = self._parts.base(**inputs, return_dict=True)
+                output = self.parts.base(**inputs, return_dict=True)
             finally:
                 # Torch calls a layer's hooks after exceptions, but not after KeyboardInterrupt.
                 self._cancel_layer()
                 self._close_norm(failed=True)
                 self._call = None
-        if self._plan.device.kind == "cpu":
+        if self.plan.device.kind == "cpu":
             return_free_heap()  # the head's logits come next
         return output
 
@@ -376,21 +365,21 @@ class ChunkRunner:
         """Return the base model's arguments, with the cache of states where it has any."""
         if self._cache is None:
             return {**inputs, "use_cache": False}
-        if "position_ids" not in self._parts.base_arguments():
+        if "position_ids" not in self.parts.base_arguments():
             inputs.pop("position_ids")
         inputs["attention_mask"] = self._padding_mask(inputs["attention_mask"], start, end)
-        return {**inputs, self._parts.cache_argument(): self._cache, "use_cache": True}
+        return {**inputs, self.parts.cache_argument(): self._cache, "use_cache": True}
 
     def _padding_mask(self, ones_BC: Tensor, start: int, end: int) -> Tensor:
         """Return the mask of real tokens in `[start, end)`, by which mixers zero padding.
 
         On the host where it is all ones: models ask for that, which would wait for the device.
-        `self._rows` names padding only where its own outputs count.
+        `self.rows` names padding only where its own outputs count.
         """
         mask_BC = torch.ones(ones_BC.shape, dtype=torch.bool, device="cpu")
-        for row, spans in enumerate(self._rows or ()):
+        for row, spans in enumerate(self.rows or ()):
             mask_BC[row, max(0, spans.valid_tokens - start) :] = False
-        padded = self._rows is not None and any(row.valid_tokens < end for row in self._rows)
+        padded = self.rows is not None and any(row.valid_tokens < end for row in self.rows)
         return mask_BC.to(ones_BC.device) if padded else mask_BC
 
     def state_ends(self, chunk: int) -> list[StateEnd]:
@@ -408,8 +397,8 @@ class ChunkRunner:
         """Prefetch what backward needs first: little else runs on the device before it."""
         last = len(self._layers) - 1
         numbers = [self._number(self._chunk, last)]
-        if self._plan.order == "by_layer":  # the layer's keys and values come first
-            numbers.insert(0, self._number(self._plan.num_chunks, last))
+        if self.plan.order == "by_layer":  # the layer's keys and values come first
+            numbers.insert(0, self._number(self.plan.num_chunks, last))
         self._prefetch_order.start_backward(*numbers)
 
     def prefetch(self, chunk: int) -> None:
@@ -431,11 +420,11 @@ class ChunkRunner:
 
     def poll(self) -> None:
         """Process copies that have ended."""
-        self._offload.poll()
+        self.offload.poll()
 
     def settle(self) -> None:
         """Have the device wait until the bytes that are being offloaded are within the limit."""
-        self._offload.limit_pending_d2h(self._plan.max_pending_d2h_bytes)
+        self.offload.limit_pending_d2h(self.plan.max_pending_d2h_bytes)
 
     def _number(self, chunk: int, layer: int) -> int:
         """Return the place of (chunk, layer) in the order of forward, for the prefetch order.
@@ -443,16 +432,16 @@ class ChunkRunner:
         `layer` counts from the first on this rank. By layer, the number of chunks stands for the
         layer's keys and values.
         """
-        if self._plan.order == "by_layer":
-            return layer * (self._plan.num_chunks + 1) + chunk
+        if self.plan.order == "by_layer":
+            return layer * (self.plan.num_chunks + 1) + chunk
         return chunk * len(self._layers) + layer
 
     def before_layer(
         self, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Open layer `index` for the first chunk; returns the layer's arguments for it."""
-        if self._weights is not None:
-            self._weights.enter_layer(index)
+        if self.weights is not None:
+            self.weights.enter_layer(index)
         where = f"layer {index} ({type(layer).__name__})"
         self._recomputed_chunks = {}
         if len(self._chunks) > 1:
@@ -460,7 +449,7 @@ class ChunkRunner:
                 raise CannotRunByLayer(
                     f"{where} has backward hooks, which would see one chunk of all"
                 )
-            modes = {self._plan.mode(index - self._layers.start, c) for c in self._chunks}
+            modes = {self.plan.mode(index - self._layers.start, c) for c in self._chunks}
             on_device = all(mode.recompute and mode.tier == "device" for mode in modes)
             self._arena = CpuChunkArena(len(self._chunks), keep_whole_inputs=on_device)
         example = self._examples.get(index)
@@ -471,7 +460,7 @@ class ChunkRunner:
 
     def _call_bounds(self) -> Bounds:
         """Return the bounds of the chunks of this call of the base model."""
-        return self._plan.bounds[self._chunks.start : self._chunks.stop]
+        return self.plan.bounds[self._chunks.start : self._chunks.stop]
 
     def _run_other_slices(
         self,
@@ -507,10 +496,10 @@ class ChunkRunner:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         assert self._call is not None, "a layer that runs was given its arguments"
         self._chunk = chunk
-        if self._plan.order == "by_layer" and self._timer is not None:
+        if self.plan.order == "by_layer" and self._timer is not None:
             self._timer.forward_unit(chunk, index)
         args, kwargs = self._call.take(chunk - self._chunks.start)
-        start, end = self._plan.bounds[chunk]
+        start, end = self.plan.bounds[chunk]
         between = self._between_chunks[index - self._layers.start]
         context = dataclasses.replace(
             self._context(),
@@ -533,10 +522,10 @@ class ChunkRunner:
         self._watch_heap(index, end, hidden)
         if self._log is not None:
             self._log.begin_layer(self._chunk, index - self._layers.start, hidden)
-        if self._weights is not None and index > 0 and chunk == 0 and hidden.requires_grad:
+        if self.weights is not None and index > 0 and chunk == 0 and hidden.requires_grad:
             # In backward, before anything else is prefetched: load the weights of the layer below,
             # and start to load those of the one below that.
-            enter = functools.partial(self._weights.enter_layer, index - 1, backward=True)
+            enter = functools.partial(self.weights.enter_layer, index - 1, backward=True)
             hidden.register_hook(lambda _grad: enter())
         with contextlib.ExitStack() as entered:
             entered.enter_context(self._tiles.inside(layer, hidden, recomputed))
@@ -551,7 +540,7 @@ class ChunkRunner:
 
     def _context(self) -> ChunkContext:
         """Return the context of the base model's forward, between layers."""
-        context = current_of(self._parts)
+        context = current_of(self.parts)
         assert context is not None, "layers run in a forward of the base model"
         assert context.layer is None, "a layer is left before the next one is entered"
         return context
@@ -561,9 +550,9 @@ class ChunkRunner:
         if self._cache is None:
             return None
         assert not before or end - start > 1, "see [Note: chunks of one token] in states"
-        if not self._linked:
+        if not self.linked:
             before = {key: self._enter_state(state) for key, state in before.items()}
-        return LayerStates(before, documents_in_chunk(self._rows, start, end))
+        return LayerStates(before, documents_in_chunk(self.rows, start, end))
 
     def _enter_state(self, state: Tensor) -> Tensor:
         """Return `state` as a leaf of the running chunk's graph."""
@@ -612,12 +601,12 @@ class ChunkRunner:
 
         def close_chunk(output: Any) -> None:
             self._close_layer()
-            if self._plan.order == "by_layer" and self._timer is not None:
+            if self.plan.order == "by_layer" and self._timer is not None:
                 hidden = output[0] if isinstance(output, tuple) else output
                 self._timer.watch_backward(self._chunk, hidden, index)
 
         joined = self._run_other_slices(layer, output, len(self._chunks), open_chunk, close_chunk)
-        offloaded_kv = self._end_layer(index) if self._plan.order == "by_layer" else None
+        offloaded_kv = self._end_layer(index) if self.plan.order == "by_layer" else None
         whole = output if joined is None else joined
         hidden = whole[0] if isinstance(whole, tuple) else whole
         if offloaded_kv is not None and hidden.requires_grad:
@@ -625,7 +614,7 @@ class ChunkRunner:
         return joined
 
     def _kv_mode(self, layer: int) -> KVMode:
-        modes = self._plan.kv_modes
+        modes = self.plan.kv_modes
         return modes[layer - self._layers.start] if modes else "device"
 
     def _end_layer(self, index: int) -> OffloadedKV | None:
@@ -643,10 +632,8 @@ class ChunkRunner:
             return None
         if mode == "recompute":
             # Offloaded inputs are loaded for this, and once more for their own chunk.
-            last = self._plan.num_chunks - 1
-            borrowed = (
-                c for c in store.chunks if c < last and self._plan.mode(position, c).offload
-            )
+            last = self.plan.num_chunks - 1
+            borrowed = (c for c in store.chunks if c < last and self.plan.mode(position, c).offload)
             first = next(borrowed, None)
             for chunk in store.chunks:
                 activations, on_recompute = recomputed.get(chunk), None
@@ -658,11 +645,11 @@ class ChunkRunner:
                     store.offload_chunk(chunk, load)
         elif torch.is_grad_enabled():
             offloaded_kv = OffloadedKV(
-                self._offload, self._prefetch_order, mode, f"keys and values of layer {index}"
+                self.offload, self._prefetch_order, mode, f"keys and values of layer {index}"
             )
             for chunk in store.chunks:
                 offloaded_kv.add(chunk, store)
-            self._prefetch_order.record(offloaded_kv, self._number(self._plan.num_chunks, position))
+            self._prefetch_order.record(offloaded_kv, self._number(self.plan.num_chunks, position))
             if self._log is not None:
                 self._log.kv_moved(position, back=False)
             return offloaded_kv
@@ -693,11 +680,11 @@ class ChunkRunner:
             self._stream.transfer.settle()
         if context.kv is not None and not context.attended.times:
             raise UnsupportedModelError(
-                f"{self._parts.name} cannot run chunk by chunk: layer {context.layer} did not "
+                f"{self.parts.name} cannot run chunk by chunk: layer {context.layer} did not "
                 "attend through Transformers' AttentionInterface. Train it without sppo_hf."
             )
         between = self._between_chunks[position]
-        if self._linked:
+        if self.linked:
             between.link = context.attended.link
         if context.states is not None:
             between.states = context.states.after
@@ -731,9 +718,9 @@ class ChunkRunner:
             self._norm = RecomputedLayer(
                 norm,
                 context=self._context(),
-                around_layers=self._around_layers,
+                around_layers=self.around_layers,
                 prefetch_order=self._prefetch_order,
-                offload=self._offload,
+                offload=self.offload,
                 keep=lambda _kind, hidden: hidden,
                 mode=_RECOMPUTED,
                 label=f"final norm, chunk {chunk}",
@@ -773,23 +760,23 @@ class ChunkRunner:
         index, chunk = context.layer, context.chunk
         assert index is not None, "the context of a layer"
         position = index - self._layers.start
-        mode = self._plan.mode(position, chunk)
+        mode = self.plan.mode(position, chunk)
         number, label = self._number(chunk, position), f"layer {index}, chunk {chunk}"
-        weights, before_use = self._weights, None
+        weights, before_use = self.weights, None
         if weights is not None:
             before_use = functools.partial(weights.enter_layer, index, backward=True)
         if mode.recompute:
             return RecomputedLayer(
                 layer,
                 context=context,
-                around_layers=self._around_layers,
+                around_layers=self.around_layers,
                 in_tiles=self._tiles.inside,
                 # Keys and values are recomputed from what is released when this layer is.
                 before_recompute=None
                 if self._kv_mode(index) != "recompute" or not isinstance(context.kv, LayerKV)
                 else functools.partial(context.kv.load_until, chunk),
                 prefetch_order=self._prefetch_order,
-                offload=self._offload,
+                offload=self.offload,
                 keep=self._arena.keep,
                 mode=mode,
                 label=label,
@@ -797,11 +784,11 @@ class ChunkRunner:
                 number=number,
                 before_use=before_use,
             )
-        casts = WeightCasts.of(layer, self._plan.device.kind, label)
+        casts = WeightCasts.of(layer, self.plan.device.kind, label)
         if mode.tier == "device" and casts is None and weights is None:
             return None  # autograd itself keeps what it saves
         return LayerOffload(
-            self._offload,
+            self.offload,
             self._prefetch_order,
             label=label,
             tier=mode.tier,

@@ -17,7 +17,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import torch
@@ -612,46 +612,43 @@ class Engine:
             warnings.warn(message, stacklevel=2)
 
 
+@dataclass(eq=False)
 class ForwardStep:
     """One call that runs in chunks, by one plan: its forward, until it returns the output."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        call: ForwardCall,
-        layout: BatchLayout,
-        plan: Plan,
-        logits: LogitsRequest,
-        start_seconds: float,
-        *,
-        modules: Sequence[torch.nn.Module],
-    ) -> None:
-        self._engine = engine
-        self._parts = engine.parts
-        self._group = engine.group
-        self._call = call
-        self._layout = layout
-        self._plan = plan
-        self._logits = logits
-        self._is_sharded = are_sharded(modules)
+    engine: Engine
+    call: ForwardCall
+    layout: BatchLayout
+    plan: Plan
+    logits: LogitsRequest
+    start_seconds: float
+    _: KW_ONLY
+    modules: Sequence[torch.nn.Module]
+
+    def __post_init__(self) -> None:
+        self._parts = self.engine.parts
+        self._group = self.engine.group
+        self._is_sharded = are_sharded(self.modules)
         """Whether FSDP2 shards the model."""
-        self._has_states = have_mixers(modules)
+        self._has_states = have_mixers(self.modules)
         """Whether recurrent states are passed from chunk to chunk, beside K/V."""
         self._log: ActionLog | None = None
         """The step's actions, in training with `trace_dir`."""
-        if engine.traces is not None:
-            engine.traces.poll()
-            self._log = ActionLog(call.device) if torch.is_grad_enabled() else None
+        if self.engine.traces is not None:
+            self.engine.traces.poll()
+            self._log = ActionLog(self.call.device) if torch.is_grad_enabled() else None
         self.timer = StepTimer(
-            engine.observer,
-            plan,
-            engine.shape(),
-            device=call.device,
-            take_stats=engine.take_stats,
-            start_seconds=start_seconds,
+            self.engine.observer,
+            self.plan,
+            self.engine.shape(),
+            device=self.call.device,
+            take_stats=self.engine.take_stats,
+            start_seconds=self.start_seconds,
             # Not a method of this object: the graph owns the timer, and would hold the inputs.
-            on_step=functools.partial(engine.step_done, self._log),
-            share=(0, 1) if engine.group is None else (engine.group.rank, engine.group.size),
+            on_step=functools.partial(self.engine.step_done, self._log),
+            share=(0, 1)
+            if self.engine.group is None
+            else (self.engine.group.rank, self.engine.group.size),
         )
         self._heap: HeapWatch | None = None
         """Frees heap memory on a CPU."""
@@ -662,7 +659,7 @@ class ForwardStep:
         Raises:
             UnsupportedModelError: Another loss than the standard one meets a router loss.
         """
-        engine, call, layout, plan = self._engine, self._call, self._layout, self._plan
+        engine, call, layout, plan = self.engine, self.call, self.layout, self.plan
         router_loss = RouterLoss.of(self._parts)
         if router_loss is not None and (call.head_arguments or not call.has_labels):
             raise UnsupportedModelError(
@@ -695,7 +692,7 @@ class ForwardStep:
         return output
 
     def _loss(self, router_loss: RouterLoss | None) -> CausalLMOutputWithPast:
-        call, plan, logits = self._call, self._plan, self._logits
+        call, plan, logits = self.call, self.plan, self.logits
         assert call.shift_labels is not None
         if logits.whole and logits.requested_by:
             self._warn_of_full_logits(logits.requested_by)
@@ -715,19 +712,19 @@ class ForwardStep:
         sharing = None if collectors else self._group
         head_in_backward = self._is_sharded or self._parts.head_is_hooked()
         loss = ChunkedLoss(
-            self._engine.head.logits,
+            self.engine.head.logits,
             self._parts.head_parameters(),
             tile_tokens=plan.tile_tokens,
             ignore_index=call.ignore_index,
             on_logits=on_logits if collectors and not in_graph else None,
-            liger=liger_tile(self._parts, self._engine.head, call.device),
+            liger=liger_tile(self._parts, self.engine.head, call.device),
             head_in_backward=head_in_backward,
             reads=ReadTensors.of_module(self._parts.causal_lm, self._parts.base)
             if head_in_backward
             else None,
         )
-        counts = labelled_chunks(self._layout, plan.bounds)
-        groups = list(call.row_groups(self._engine.config))
+        counts = labelled_chunks(self.layout, plan.bounds)
+        groups = list(call.row_groups(self.engine.config))
         last = (groups[-1], max(counts))
         totals: list[Tensor] = []
         for group in groups:
@@ -751,7 +748,7 @@ class ForwardStep:
                         collector.begin_chunk(labels[group[0] : group[1], start:end])
                     totals.append(loss.add(hidden_BCD, labels_BC, last=final))
                     if in_graph:
-                        on_logits(self._engine.head.logits(hidden_BCD).flatten(0, 1), slice(None))
+                        on_logits(self.engine.head.logits(hidden_BCD).flatten(0, 1), slice(None))
         total = torch.stack(totals).sum()
         total = total if sharing is None else sharing.sum_over_ranks(total)
         count = (call.shift_labels != call.ignore_index).sum().to(total.device)
@@ -768,25 +765,25 @@ class ForwardStep:
 
     def _run_full_head(self) -> ModelOutput:
         """Run the layers in chunks, then the model's own head and loss over the whole sequence."""
-        call, rows = self._call, []
-        for group in call.row_groups(self._engine.config):
+        call, rows = self.call, []
+        for group in call.row_groups(self.engine.config):
             chunks = self._hidden(group, skip_padding=False, whole_chunks=True)
             rows.append(torch.cat([hidden_BCD for _, hidden_BCD in chunks], dim=1))
-        return self._engine.head.run(torch.cat(rows), **call.loss_arguments, **call.head_arguments)
+        return self.engine.head.run(torch.cat(rows), **call.loss_arguments, **call.head_arguments)
 
     def _loss_owner(self) -> str:
         """Name of what computes a loss from full logits in place of the standard loss."""
-        if self._call.has_labels:
+        if self.call.has_labels:
             loss = self._parts.causal_lm.loss_function
             return f"the loss of the model's own ({getattr(loss, '__name__', type(loss).__name__)})"
-        return self._engine.external_loss_name or "whoever called the model without labels"
+        return self.engine.external_loss_name or "whoever called the model without labels"
 
     def _warn_of_full_logits(self, requested_by: str) -> None:
-        call, vocab = self._call, self._parts.text_config.vocab_size
+        call, vocab = self.call, self._parts.text_config.vocab_size
         size = call.batch_rows * call.total_tokens * vocab
         more = ", several times that while their gradient is computed"
         outside = torch.is_grad_enabled() and requested_by != "return_logits"
-        self._engine.warn_once(
+        self.engine.warn_once(
             f"whole logits: {requested_by}",
             f"logits of the whole sequence are made, asked for by {requested_by}: "
             f"{call.batch_rows} x {call.total_tokens} x {vocab} values, "
@@ -807,7 +804,7 @@ class ForwardStep:
 
         If ranks share the sequence, C counts this rank's tokens, or all with `whole_chunks`.
         """
-        engine, call, layout, plan = self._engine, self._call, self._layout, self._plan
+        engine, call, layout, plan = self.engine, self.call, self.layout, self.plan
         positions = call.positions()
         sequence = ChunkRunner(
             self._parts,
@@ -847,7 +844,7 @@ class ForwardStep:
 
     def _inputs(self) -> dict[str, Tensor]:
         """Tensors that chunks are slices of: tokens, or their embeddings."""
-        call, embedded = self._call, self._parts.embed_sequence(self._call.tokens)
+        call, embedded = self.call, self._parts.embed_sequence(self.call.tokens)
         if embedded is None:
             return call.tokens
         others = {name: x for name, x in call.tokens.items() if name != "input_ids"}

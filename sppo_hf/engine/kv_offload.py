@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import KW_ONLY, dataclass
 
 from torch import Tensor
 
@@ -38,28 +39,20 @@ disk: 131 KiB of memory per token without returning it, 63 with, of which 48 are
 """
 
 
+@dataclass(eq=False)
 class EngineTransfer(KVTransfer):
     """`KVTransfer` by an offload engine."""
 
-    def __init__(
-        self,
-        engine: OffloadEngine,
-        *,
-        tier: OffloadTier,
-        max_pending_d2h_bytes: int | None,
-    ) -> None:
-        """Adapt `engine`.
+    engine: OffloadEngine
+    """Copies the tensors."""
+    _: KW_ONLY
+    tier: OffloadTier
+    """Where they are offloaded to."""
+    max_pending_d2h_bytes: int | None
+    """Bound on the D2H copies pending after `settle`; None for those of the last block."""
 
-        Args:
-            engine: Copies the tensors.
-            tier: Where they are offloaded to.
-            max_pending_d2h_bytes: Bound on the D2H copies pending after `settle`; None for those of
-                the last block.
-        """
-        self._engine = engine
-        self._tier: OffloadTier = tier
-        self._max_pending_d2h_bytes = max_pending_d2h_bytes
-        self._returns_free_heap = engine.device.type == "cpu"
+    def __post_init__(self) -> None:
+        self._returns_free_heap = self.engine.device.type == "cpu"
         self._fetched_bytes = 0
         self.fetches = 0
         """Number of calls of `fetch` so far."""
@@ -69,33 +62,33 @@ class EngineTransfer(KVTransfer):
     def send(self, tensor: Tensor) -> OffloadedTensor:
         """Start offloading a tensor."""
         self.sends += 1
-        return self._engine.start_offload(tensor, label=LABEL, tier=self._tier)
+        return self.engine.start_offload(tensor, label=LABEL, tier=self.tier)
 
     def prefetch(self, handle: OffloadedTensor) -> None:
         """Start bringing a tensor back."""
-        self._engine.prefetch(handle)
+        self.engine.prefetch(handle)
 
     def fetch(self, handle: OffloadedTensor) -> Tensor:
         """Return the tensor on the device, behind its copy."""
-        tensor = self._engine.wait_for(handle)
+        tensor = self.engine.wait_for(handle)
         self.fetches += 1
         self._fetched_bytes += tensor.numel() * tensor.element_size()
         return tensor
 
     def evict(self, handle: OffloadedTensor) -> None:
         """Free the device bytes; the tensor can be fetched again."""
-        self._engine.evict(handle)
+        self.engine.evict(handle)
         if self._returns_free_heap and self._fetched_bytes >= TRIM_BYTES:
             self._fetched_bytes = 0
             return_free_heap()
 
     def release(self, handle: OffloadedTensor) -> None:
         """Free the tensor."""
-        self._engine.release(handle)
+        self.engine.release(handle)
 
     def settle(self) -> None:
         """Make compute wait until few enough D2H copies are pending."""
-        self._engine.limit_pending_d2h(self._max_pending_d2h_bytes)
+        self.engine.limit_pending_d2h(self.max_pending_d2h_bytes)
 
 
 def kv_stream(
@@ -152,24 +145,23 @@ def recompute_kv(
     return recomputed.recompute_kv()
 
 
+@dataclass(eq=False)
 class OffloadedKV:
     """K/V of one layer on another tier; one group of the prefetch order."""
 
-    def __init__(
-        self, engine: OffloadEngine, prefetch_order: PrefetchOrder, tier: OffloadTier, label: str
-    ) -> None:
-        self._engine = engine
-        self._prefetch_order = prefetch_order
-        self._tier: OffloadTier = tier
-        self._label = label
+    engine: OffloadEngine
+    prefetch_order: PrefetchOrder
+    tier: OffloadTier
+    label: str
+
+    def __post_init__(self) -> None:
         self._handles: dict[int, tuple[OffloadedTensor, OffloadedTensor]] = {}
 
     def add(self, chunk: int, store: LayerKV) -> None:
         """Start offloading the K/V of `chunk`; `store` loads them when they are read again."""
         k_BKCH, v_BKCH = store.offload_chunk(chunk, functools.partial(self._load, chunk))
         k, v = (
-            self._engine.start_offload(x, label=self._label, tier=self._tier)
-            for x in (k_BKCH, v_BKCH)
+            self.engine.start_offload(x, label=self.label, tier=self.tier) for x in (k_BKCH, v_BKCH)
         )
         self._handles[chunk] = k, v
 
@@ -180,7 +172,7 @@ class OffloadedKV:
         hold] in `chunk_runner`.
         """
         hidden.register_hook(
-            functools.partial(_prefetch_kv, self._prefetch_order, weakref.ref(self))
+            functools.partial(_prefetch_kv, self.prefetch_order, weakref.ref(self))
         )
 
     def handles(self) -> Iterator[OffloadedTensor]:
@@ -189,10 +181,10 @@ class OffloadedKV:
             yield from pair
 
     def _load(self, chunk: int) -> tuple[Tensor, Tensor]:
-        self._prefetch_order.on_backward(self)
-        k, v = (self._engine.wait_for(handle) for handle in self._handles[chunk])
+        self.prefetch_order.on_backward(self)
+        k, v = (self.engine.wait_for(handle) for handle in self._handles[chunk])
         for handle in self._handles.pop(chunk):
-            self._engine.release(handle)
+            self.engine.release(handle)
         return k, v
 
 

@@ -20,7 +20,8 @@ import dataclasses
 import weakref
 from collections import UserDict
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from typing import Any, NamedTuple, Protocol, cast
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +46,7 @@ from sppo_hf.offload.engine import OffloadEngine
 from sppo_hf.offload.layer_offload import PrefetchOrder
 from sppo_hf.offload.storage import OffloadedTensor, version_of
 from sppo_hf.planning.activation_modes import ActivationMode
-from sppo_hf.planning.tiers import OffloadTier
+from sppo_hf.planning.tiers import Tier
 
 AroundLayers = Callable[[], contextlib.AbstractContextManager[object]]
 """Makes the context in which layers run."""
@@ -56,52 +57,56 @@ InTiles = Callable[
 """Makes the context in which a layer's token-wise modules run in tiles; see `sliced_calls`."""
 
 
-class SavedTensor(Protocol):
-    """One tensor between forward and backward."""
+class SavedTensor:
+    """One tensor between forward and backward: offloaded, or on the device, where others use it."""
 
-    def handles(self) -> Iterable[OffloadedTensor]:
-        """The handle of the tensor if it is offloaded."""
-        ...
-
-    def take(self) -> Tensor:
-        """Return the tensor, on the device, and drop the reference to it; once."""
-        ...
-
-    def borrow(self) -> contextlib.AbstractContextManager[Tensor]:
-        """Make a context with the tensor on the device; afterwards it is where it was before."""
-        ...
-
-    def drop(self) -> None:
-        """Drop the tensor, taken or not."""
-        ...
-
-
-class SavedOnDevice:
-    """A saved tensor that is kept on the device, where others may still use it."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor: Tensor | None = tensor
+    def __init__(
+        self, tensor: Tensor, engine: OffloadEngine | None = None, tier: Tier = "device"
+    ) -> None:
+        """Keep `tensor`, or start offloading it to `tier` by `engine`."""
+        self._engine = engine
+        self._tensor: Tensor | None = tensor if tier == "device" else None
         self._version = version_of(tensor)
+        self._handle: OffloadedTensor | None = None
+        if engine is not None and tier != "device":
+            self._handle = engine.start_offload(tensor, tier=tier)
 
     def handles(self) -> Iterable[OffloadedTensor]:
-        """None: nothing is offloaded."""
-        return ()
+        """The tensor's handle if it is offloaded, until it is taken or dropped."""
+        return () if self._handle is None else (self._handle,)
 
     def take(self) -> Tensor:
-        """Return the tensor, once.
+        """Return the tensor, on the device, and drop the reference to it; once.
 
         Raises:
-            SPPOError: The tensor was changed in place since it was saved.
+            SPPOError: One that was kept on the device was changed in place since it was saved.
         """
-        tensor = self._unchanged()
+        tensor = self._on_device()
         self.drop()
         return tensor
 
-    def borrow(self) -> contextlib.AbstractContextManager[Tensor]:
-        """Make a context with the tensor; raises as `take` does."""
-        return contextlib.nullcontext(self._unchanged())
+    @contextlib.contextmanager
+    def borrow(self) -> Iterator[Tensor]:
+        """Have the tensor on the device; afterwards it is where it was before. Raises as `take`."""
+        engine = self._engine
+        was_offloaded = engine is not None and engine.bytes_to_prefetch(self.handles()) > 0
+        tensor = self._on_device()
+        try:
+            yield tensor
+        finally:
+            if engine is not None and was_offloaded and self._handle is not None:
+                del tensor
+                engine.evict(self._handle)
 
-    def _unchanged(self) -> Tensor:
+    def drop(self) -> None:
+        """Drop the tensor, taken or not."""
+        if self._engine is not None and self._handle is not None:
+            self._engine.release(self._handle)
+        self._handle = self._tensor = None
+
+    def _on_device(self) -> Tensor:
+        if self._engine is not None and self._handle is not None:
+            return self._engine.wait_for(self._handle)
         tensor = self._tensor
         assert tensor is not None, "a saved tensor is taken once"
         if version_of(tensor) != self._version:
@@ -111,48 +116,6 @@ class SavedOnDevice:
                 "place in the layer's hooks, or set recompute='none'."
             )
         return tensor
-
-    def drop(self) -> None:
-        """Drop the tensor, taken or not."""
-        self._tensor = None
-
-
-class SavedOffloaded:
-    """A saved tensor that is offloaded to `tier` until backward."""
-
-    def __init__(self, engine: OffloadEngine, tensor: Tensor, tier: OffloadTier) -> None:
-        self._engine = engine
-        self._handle: OffloadedTensor | None = engine.start_offload(tensor, tier=tier)
-
-    def handles(self) -> Iterable[OffloadedTensor]:
-        """The tensor's handle, until it is taken or dropped."""
-        return () if self._handle is None else (self._handle,)
-
-    def take(self) -> Tensor:
-        """Return the tensor once it is on the device; once."""
-        assert self._handle is not None, "a saved tensor is taken once"
-        tensor = self._engine.wait_for(self._handle)
-        self.drop()
-        return tensor
-
-    @contextlib.contextmanager
-    def borrow(self) -> Iterator[Tensor]:
-        """Have the tensor on the device; afterwards it is offloaded again if it was before."""
-        assert self._handle is not None, "a saved tensor is borrowed before it is taken"
-        was_offloaded = self._engine.bytes_to_prefetch(self.handles()) > 0
-        tensor = self._engine.wait_for(self._handle)
-        try:
-            yield tensor
-        finally:
-            if was_offloaded and self._handle is not None:
-                del tensor
-                self._engine.evict(self._handle)
-
-    def drop(self) -> None:
-        """Drop the tensor, taken or not."""
-        if self._handle is not None:
-            self._engine.release(self._handle)
-            self._handle = None
 
 
 class _Stop(Exception):
@@ -217,66 +180,50 @@ class _FirstTiledCall(NamedTuple):
     """Random state after it, where its outputs are kept and it does not run again."""
 
 
+@dataclass(eq=False)
 class RecomputedLayer:
     """Saved activations of one (layer, chunk) in recompute mode, attention's results included.
 
     Use: `open(args, kwargs)` before the layer's forward, `close()` after it.
     """
 
-    def __init__(
-        self,
-        layer: nn.Module,
-        *,
-        context: ChunkContext,
-        around_layers: AroundLayers,
-        prefetch_order: PrefetchOrder | None,
-        offload: OffloadEngine,
-        keep: Callable[[str, Tensor], Tensor],
-        mode: ActivationMode,
-        label: str,
-        reads: ReadTensors,
-        in_tiles: InTiles = lambda layer, hidden, activations: contextlib.nullcontext(),
-        number: int | None = None,
-        before_recompute: Callable[[], None] | None = None,
-        before_use: Callable[[], None] | None = None,
-    ) -> None:
-        """Prepare for one forward of `layer`.
+    layer: nn.Module
+    """The decoder layer (or the final norm)."""
+    _: KW_ONLY
+    context: ChunkContext
+    """The context of the layer's first forward."""
+    around_layers: AroundLayers
+    """Makes a context that is entered around the rerun."""
+    prefetch_order: PrefetchOrder | None
+    """Decides when offloaded tensors are prefetched; None for a tile, whose tensors are prefetched
+    with the layer's."""
+    offload: OffloadEngine
+    """Moves what is saved, if the mode offloads."""
+    keep: Callable[[str, Tensor], Tensor] | None
+    """Maps (kind, tensor) to the tensor that is kept on the device: itself, or a copy."""
+    mode: ActivationMode
+    """What is saved ("inputs", "matmuls" or "hidden"), and on which tier."""
+    label: str
+    """Names the layer and chunk in errors, for example "layer 3, chunk 1"."""
+    reads: ReadTensors
+    """What the layer reads beside its arguments."""
+    in_tiles: InTiles = lambda layer, hidden, activations: contextlib.nullcontext()
+    """Makes the context in which its token-wise modules run in tiles in the rerun."""
+    number: int | None = None
+    """Place in the order of forward, for the prefetch order."""
+    before_recompute: Callable[[], None] | None = None
+    """Called before the rerun, while what `recompute_kv` needs is there."""
+    before_use: Callable[[], None] | None = None
+    """Called before the rerun, and whenever backward asks for a saved tensor."""
 
-        Args:
-            layer: The decoder layer (or the final norm).
-            context: The context of the layer's first forward.
-            around_layers: Makes a context that is entered around the rerun.
-            prefetch_order: Decides when offloaded tensors are prefetched; None for a tile, whose
-                tensors are prefetched with the layer's.
-            offload: Moves what is saved, if the mode offloads.
-            keep: Maps (kind, tensor) to the tensor that is kept on the device: itself, or a copy.
-            mode: What is saved ("inputs", "matmuls" or "hidden"), and on which tier.
-            label: Names the layer and chunk in errors, for example "layer 3, chunk 1".
-            reads: What the layer reads beside its arguments.
-            in_tiles: Makes the context in which its token-wise modules run in tiles in the rerun.
-            number: Place in the order of forward, for the prefetch order.
-            before_recompute: Called before the rerun, while what `recompute_kv` needs is there.
-            before_use: Called before the rerun, and whenever backward asks for a saved tensor.
-        """
-        assert mode.recompute, f"what is saved whole is not recomputed: {mode}"
-        self._layer = layer
-        self._context = context.for_recompute()
-        self._around_layers = around_layers
-        self._in_tiles = in_tiles
-        self._prefetch_order = prefetch_order
-        self._number = number
-        self._offload = offload
-        self._keep: Callable[[str, Tensor], Tensor] | None = keep
-        self._mode = mode
-        self._label = label
-        self._reads = reads
-        self._as_in_forward = reads.as_in_forward
-        self._before_recompute = before_recompute
-        self._before_use = before_use
+    def __post_init__(self) -> None:
+        assert self.mode.recompute, f"what is saved whole is not recomputed: {self.mode}"
+        states, self.context = self.context.states, self.context.for_recompute()
+        self._as_in_forward = self.reads.as_in_forward
         # Set by `open`, or during forward:
         self._hidden: SavedTensor | None = None
         self._attention: tuple[SavedTensor, SavedTensor] | None = None
-        self._input_states: States = {} if context.states is None else context.states.before
+        self._input_states: States = {} if states is None else states.before
         self._states: dict[StateKey, tuple[SavedTensor, bool]] = {}
         self._matmuls: tuple[Matmul, ...] | None = None
         self._tile_matmuls: list[Matmul] = []
@@ -321,18 +268,18 @@ class RecomputedLayer:
             Tensor, _detach, _without_shared_kv(_with_hidden(None, args, kwargs))
         )
         self._arguments = cast("tuple[tuple[Any, ...], dict[str, Any]]", others)
-        self._versions = self._reads.versions()
+        self._versions = self.reads.versions()
         arguments = ReadTensors.of_named(_named_arguments(*self._arguments))
         self._read_arguments = (arguments, arguments.versions())
         self._run_context = RunContext(hidden.device, like=self._shared_context)
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
         self._hooks.__enter__()
-        if self._mode.saved == "matmuls":
+        if self.mode.saved == "matmuls":
             self._recorder = SelectiveRecorder(
-                self._layer,
+                self.layer,
                 hidden,
                 hold=self._hold_matmul,
-                model=self._context.model.causal_lm,
+                model=self.context.model.causal_lm,
             )
             self._recorder.start(*states.values())
 
@@ -347,12 +294,12 @@ class RecomputedLayer:
             self._matmuls = self._recorder.stop()
             self._recorder = None
         self._unhook()
-        self._keep = None
-        self._reads.ignore_own_writes(self._versions)
+        self.keep = None
+        self.reads.ignore_own_writes(self._versions)
         if not self._saved_shapes:
             self._release()  # nothing in the layer needs a gradient
-        elif self._prefetch_order is not None:
-            self._prefetch_order.record(self, self._number)
+        elif self.prefetch_order is not None:
+            self.prefetch_order.record(self, self.number)
 
     def cancel(self) -> None:
         """End the first forward after an exception in it."""
@@ -368,18 +315,18 @@ class RecomputedLayer:
         hooks.__exit__(None, None, None)
 
     def _hold(self, kind: str, tensor: Tensor) -> SavedTensor:
-        if self._mode.tier != "device":
-            return SavedOffloaded(self._offload, tensor, self._mode.tier)
-        assert self._keep is not None, "tensors are saved in the first forward"
-        return SavedOnDevice(self._keep(kind, tensor))
+        if self.mode.tier != "device":
+            return SavedTensor(tensor, self.offload, self.mode.tier)
+        assert self.keep is not None, "tensors are saved in the first forward"
+        return SavedTensor(self.keep(kind, tensor))
 
     def _hold_matmul(self, kind: str, tensor: Tensor) -> SavedTensor:
         # `keep` lays tensors of one shape beside each other. Experts have as many tokens as chose
         # them, so there are no others of that shape; and a subclass is more than its bytes.
         per_token = tensor.numel() == self._shape[:-1].numel() * tensor.shape[-1]
-        if self._mode.offload or (per_token and type(tensor) is Tensor):
+        if self.mode.offload or (per_token and type(tensor) is Tensor):
             return self._hold(kind, tensor)
-        return SavedOnDevice(tensor)
+        return SavedTensor(tensor)
 
     def _pack(self, tensor: Tensor) -> _Slot:
         if self._recorder is not None:
@@ -410,7 +357,7 @@ class RecomputedLayer:
 
     def put(self, out_BNCH: Tensor, lse_BNC: Tensor) -> None:
         """Save attention's results of the first forward, unless attention is rerun too."""
-        if self.is_open and self._mode.saved != "hidden":
+        if self.is_open and self.mode.saved != "hidden":
             self._attention = (self._hold("outputs", out_BNCH), self._hold("sums", lse_BNC))
         if self._recorder is not None:
             self._recorder.start(out_BNCH, lse_BNC)
@@ -435,7 +382,7 @@ class RecomputedLayer:
             label: Names the module and the tokens; the same in all layers of a kind.
             hidden: Has the call's input in backward.
         """
-        keep = self._keep
+        keep = self.keep
         assert keep is not None, "tiles are made in the first forward"
         return RecomputedTile(
             module,
@@ -443,15 +390,15 @@ class RecomputedLayer:
             self._tile_matmuls,
             self._run_context,
             self._as_in_forward,
-            context=self._context,
-            around_layers=self._around_layers,
+            context=self.context,
+            around_layers=self.around_layers,
             prefetch_order=None,
-            offload=self._offload,
+            offload=self.offload,
             keep=lambda kind, tensor: keep(f"{label}, {kind}", tensor),
-            mode=self._mode,
-            label=f"{self._label}, {label}",
+            mode=self.mode,
+            label=f"{self.label}, {label}",
             reads=ReadTensors(()),  # the layer compares what all of it reads
-            before_use=self._before_use,
+            before_use=self.before_use,
         )
 
     def run_tiles(
@@ -521,15 +468,15 @@ class RecomputedLayer:
         Raises:
             SPPOError: On a second backward, or if the rerun was not like the first forward.
         """
-        if self._before_use is not None:
-            self._before_use()
+        if self.before_use is not None:
+            self.before_use()
         if self._recomputed is None:
-            if self._prefetch_order is not None:
-                self._prefetch_order.on_backward(self)
+            if self.prefetch_order is not None:
+                self.prefetch_order.on_backward(self)
             self._recomputed = dict(enumerate(self._recompute()))
         if index not in self._recomputed:
             raise SPPOError(
-                f"{self._label}: backward asked twice for the same saved tensor. Chunked sequences "
+                f"{self.label}: backward asked twice for the same saved tensor. Chunked sequences "
                 "allow one backward per forward (retain_graph=True is not supported)."
             )
         return self._recomputed.pop(index)
@@ -537,11 +484,11 @@ class RecomputedLayer:
     def _recompute(self) -> list[Tensor]:
         """Rerun the layer; returns all that autograd saved in its first forward."""
         if self._hidden is None:
-            raise SPPOError(f"{self._label}: nothing to recompute from; was forward interrupted?")
+            raise SPPOError(f"{self.label}: nothing to recompute from; was forward interrupted?")
         try:
             self._refuse_changes()
-            if self._before_recompute is not None:
-                self._before_recompute()
+            if self.before_recompute is not None:
+                self.before_recompute()
             hidden = self._hidden.take().detach().requires_grad_(self._hidden_requires_grad)
             if self._attention is not None:
                 self._attention_results = (self._attention[0].take(), self._attention[1].take())
@@ -553,10 +500,10 @@ class RecomputedLayer:
             if self._matmuls is None:
                 mode = self._unused_matmuls_mode(hidden, kind)
             else:
-                mode = SelectiveReplayer(self._matmuls, width=hidden.shape[-1], label=self._label)
+                mode = SelectiveReplayer(self._matmuls, width=hidden.shape[-1], label=self.label)
             recomputed = self._rerun(hidden, states, mode, kind)
             if recomputed is None:
-                _unused_matmuls(self._layer)[kind] = None
+                _unused_matmuls(self.layer)[kind] = None
                 recomputed = self._rerun(hidden, states, _NoMode(), kind)
         finally:
             self._attention_results = self._exchanged = None
@@ -576,8 +523,7 @@ class RecomputedLayer:
         saved_hidden = self._hidden
         if saved_hidden is None:
             raise SPPOError(
-                f"{self._label}: nothing to recompute keys and values from; was forward "
-                "interrupted?"
+                f"{self.label}: nothing to recompute keys and values from; was forward interrupted?"
             )
         self._refuse_changes()
         with contextlib.ExitStack() as borrowed:
@@ -590,7 +536,7 @@ class RecomputedLayer:
             mode = self._unused_matmuls_mode(hidden, kind)
             found = self._rerun_to_kv(hidden, states, mode, kind)
             if found is None:
-                _unused_matmuls(self._layer)[kind] = None
+                _unused_matmuls(self.layer)[kind] = None
                 found = self._rerun_to_kv(hidden, states, _NoMode(), kind)
         assert found is not None, "without a mode nothing can disagree with it"
         return found
@@ -625,7 +571,7 @@ class RecomputedLayer:
         ):
             return None
         if isinstance(mode, UnusedMatmulFinder):
-            _unused_matmuls(self._layer)[kind] = mode.result()
+            _unused_matmuls(self.layer)[kind] = mode.result()
         return recomputed
 
     def _rerun_to_kv(
@@ -648,7 +594,7 @@ class RecomputedLayer:
                 return None
         assert found, "a layer whose keys and values are recomputed attends"
         if isinstance(mode, UnusedMatmulFinder):
-            _unused_matmuls(self._layer)[kind] = mode.result()
+            _unused_matmuls(self.layer)[kind] = mode.result()
         return found[0]
 
     @contextlib.contextmanager
@@ -673,11 +619,11 @@ class RecomputedLayer:
         `states` are those of before the chunk; what mixers write now is dropped. `on_kv` gets keys
         and values, BKCH, and ends the run.
         """
-        first, group, attention = self._context.states, self._context.group, self._attention_results
+        first, group, attention = self.context.states, self.context.group, self._attention_results
         if group is not None and attention is not None and self._exchanged is None:
             self._exchanged = RecomputeExchanges(group.start_heads_to_tokens(attention[0]))
         context = dataclasses.replace(
-            self._context,
+            self.context,
             stash=self,
             exchanged=self._exchanged,
             states=None if first is None else LayerStates(states, first.documents),
@@ -686,23 +632,23 @@ class RecomputedLayer:
         )
         with (
             chunked_attention(context),
-            self._in_tiles(self._layer, args[0] if args else kwargs["hidden_states"], self),
-            separate_documents(self._layer, context.states),
-            self._around_layers(),
+            self.in_tiles(self.layer, args[0] if args else kwargs["hidden_states"], self),
+            separate_documents(self.layer, context.states),
+            self.around_layers(),
         ):
             # `forward`, not a call: hooks (ours, FSDP's) belong to the first forward.
             try:
-                self._layer.forward(*args, **kwargs)
+                self.layer.forward(*args, **kwargs)
             finally:
                 self._leave_attention()
 
     def _unused_matmuls_mode(self, hidden: Tensor, kind: Hashable) -> _RerunMode:
         """The mode of a rerun for which no matmuls were kept: skips unused ones, or finds them."""
-        known = _unused_matmuls(self._layer).get(kind, _NOT_SEARCHED)
+        known = _unused_matmuls(self.layer).get(kind, _NOT_SEARCHED)
         if known is _NOT_SEARCHED:
-            if not is_compiled(self._layer):
+            if not is_compiled(self.layer):
                 return UnusedMatmulFinder(hidden)
-            known = _unused_matmuls(self._layer)[kind] = None
+            known = _unused_matmuls(self.layer)[kind] = None
         return _NoMode() if known is None else UnusedMatmulSkipper(known, width=hidden.shape[-1])
 
     def _kind(self) -> Hashable:
@@ -714,8 +660,8 @@ class RecomputedLayer:
     def _refuse_changes(self) -> None:
         assert self._read_arguments is not None, "forward has noted the arguments"
         arguments, versions = self._read_arguments
-        where = f"recomputing {self._label}"
-        self._reads.check_unchanged(self._versions, where)
+        where = f"recomputing {self.label}"
+        self.reads.check_unchanged(self._versions, where)
         arguments.check_unchanged(versions, where)
 
     def _is_repeated(self, recomputed: list[Tensor]) -> bool:
@@ -725,7 +671,7 @@ class RecomputedLayer:
     def _check_repeated(self, recomputed: list[Tensor]) -> None:
         if not self._is_repeated(recomputed):
             raise SPPOError(
-                f"{self._label}: the layer saved {len(recomputed)} tensors when recomputed, "
+                f"{self.label}: the layer saved {len(recomputed)} tensors when recomputed, "
                 f"{len(self._saved_shapes)} in forward, or of other shapes. Its forward depends on "
                 "something that changed in between. Set recompute='none' for this model."
             )
@@ -784,8 +730,8 @@ class RecomputedTile(RecomputedLayer):
         on_kv: Callable[[Tensor, Tensor], None] | None = None,
     ) -> None:
         """Run the module; it has no attention and no states."""
-        with self._around_layers():
-            self._layer.forward(*args, **kwargs)
+        with self.around_layers():
+            self.layer.forward(*args, **kwargs)
 
 
 class RandomState:

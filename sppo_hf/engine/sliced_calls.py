@@ -35,11 +35,11 @@ submodules have hooks, as these must see calls over all tokens.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,8 +47,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from sppo_hf.engine.recompute import RecomputedLayer, is_compiled
-from sppo_hf.engine.stages import AbsentLayer
+from sppo_hf.engine.recompute import RecomputedLayer, SavedTensor, is_compiled
+from sppo_hf.engine.stages import AbsentLayer, GraphNode
 from sppo_hf.engine.structure import ModelParts, patched_attribute
 from sppo_hf.errors import SPPOError, first_line
 from sppo_hf.planning.chunk_bounds import Bounds
@@ -69,7 +69,7 @@ class CannotRunByLayer(Exception):
     """The model cannot run layer by layer; the message is the reason, as a part of a sentence."""
 
 
-class InnermostHook(functools.partial[Any]):
+class InnermostHook(partial[Any]):
     """One of our hooks which must run closer to a layer's forward than other hooks.
 
     Other hooks are for the call over all tokens: FSDP2's gather and free the layer's weights. And a
@@ -372,17 +372,18 @@ class TokenSlices:
         self._whole = whole.detach()
         self._dim = dim
         self._gradient = _GradientBuffer(dim, whole.shape)
-        needs_grad = whole.requires_grad and torch.is_grad_enabled()
-        self._link: Tensor | None = (
-            _BeginSlices.apply(whole, self._gradient) if needs_grad else None
-        )
+        self._link: Tensor | None = None
+        if whole.requires_grad and torch.is_grad_enabled():
+            self._link = GraphNode.apply(
+                lambda: whole.new_empty(0), self._gradient.take_whole, whole
+            )
 
     def take(self, start: int, end: int) -> Tensor:
         """Return tokens `[start, end)`."""
-        cut = functools.partial(_slice, self._whole, self._dim, start, end)
+        cut = partial(_slice, self._whole, self._dim, start, end)
         if self._link is None:
             return cut()
-        return _TakeSlice.apply(self._link, cut, self._gradient, start, end)
+        return GraphNode.apply(cut, partial(self._gradient.add, start, end), self._link)
 
 
 class TokenJoin:
@@ -407,20 +408,24 @@ class TokenJoin:
             self._gradient = _GradientBuffer(self._dim, shape, uses=self._num_chunks)
         self._whole.narrow(self._dim, start, end - start).copy_(part.detach())
         if part.requires_grad and torch.is_grad_enabled():
-            self._links.append(_PutSlice.apply(part, self._gradient, start, end))
+            gradient = partial(self._gradient.part, start, end)
+            self._links.append(GraphNode.apply(lambda: part.new_empty(0), gradient, part))
 
     def close(self) -> Tensor:
         """Return the whole tensor, after all slices were put into it."""
         whole, self._whole = self._whole, None
         assert whole is not None, "something was put in"
         links, self._links = self._links, []
-        if not links:
+        if not links or self._gradient is None:
             return whole
-        return _EndSlices.apply(lambda: whole, self._gradient, *links)
+        return GraphNode.apply(lambda: whole, partial(self._gradient.put_whole, len(links)), *links)
 
 
 class _GradientBuffer:
-    """The gradient of a whole tensor, while backward runs through its slices."""
+    """The gradient of a whole tensor, while backward runs through its slices.
+
+    Its methods are the backward of nodes: each gets the gradient of a node's output last.
+    """
 
     def __init__(self, dim: int, shape: torch.Size, *, uses: int = 0) -> None:
         self.value: Tensor | None = None
@@ -428,90 +433,31 @@ class _GradientBuffer:
         self._shape = shape
         self._uses = uses
 
-    def add(self, part: Tensor, start: int, end: int) -> None:
+    def add(self, start: int, end: int, part: Tensor | None) -> tuple[Tensor | None]:
         """Write the gradient of tokens `[start, end)`; it is zero where none is written."""
+        if part is None:
+            return (None,)
         if self.value is None:
             self.value = part.new_zeros(self._shape)
         self.value.narrow(self._dim, start, end - start).copy_(part)
+        return (part.new_empty(0),)
 
-    def part(self, start: int, end: int) -> Tensor | None:
+    def take_whole(self, _: object) -> tuple[Tensor | None]:
+        """Return all of it, after `add`, and forget it."""
+        whole, self.value = self.value, None
+        return (whole,)
+
+    def put_whole(self, num_links: int, whole: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Take all of it, to give it out by `part`."""
+        self.value = whole
+        return (None if whole is None else whole.new_empty(0),) * num_links
+
+    def part(self, start: int, end: int, _: object) -> tuple[Tensor | None]:
         """Return the gradient of tokens `[start, end)`; the last use frees the buffer."""
         whole, self._uses = self.value, self._uses - 1
         if self._uses == 0:
             self.value = None
-        return None if whole is None else _slice(whole, self._dim, start, end)
-
-
-class _BeginSlices(torch.autograd.Function):
-    """Maps a whole tensor to a link from which slices are taken."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, gradient: _GradientBuffer) -> Tensor:  # type: ignore[override]
-        ctx.gradient = gradient
-        return whole.new_empty(0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, None]:  # type: ignore[override]
-        grad, ctx.gradient.value = ctx.gradient.value, None
-        return grad, None
-
-
-class _TakeSlice(torch.autograd.Function):
-    """Maps the link to one slice."""
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any,
-        link: Tensor,
-        part: Callable[[], Tensor],
-        gradient: _GradientBuffer,
-        start: int,
-        end: int,
-    ) -> Tensor:
-        ctx.gradient, ctx.start, ctx.end = gradient, start, end
-        ctx.set_materialize_grads(False)
-        return part()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None, None, None]:  # type: ignore[override]
-        if grad is None:
-            return None, None, None, None, None
-        ctx.gradient.add(grad, ctx.start, ctx.end)
-        return grad.new_empty(0), None, None, None, None
-
-
-class _PutSlice(torch.autograd.Function):
-    """Maps a slice, which was copied into the whole tensor, to a link."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, gradient: _GradientBuffer, start: int, end: int) -> Tensor:  # type: ignore[override]
-        ctx.gradient, ctx.start, ctx.end = gradient, start, end
-        return part.new_empty(0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, None, None, None]:  # type: ignore[override]
-        return ctx.gradient.part(ctx.start, ctx.end), None, None, None
-
-
-class _EndSlices(torch.autograd.Function):
-    """Maps the links of all slices to the whole tensor."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, whole: Callable[[], Tensor], gradient: _GradientBuffer, *links: Tensor
-    ) -> Tensor:  # type: ignore[override]
-        ctx.gradient = gradient
-        ctx.num_links = len(links)
-        return whole()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        ctx.gradient.value = grad
-        return None, None, *(grad.new_empty(0) for _ in range(ctx.num_links))
+        return (None if whole is None else _slice(whole, self._dim, start, end),)
 
 
 _PROBE_TOKENS = 34
@@ -794,7 +740,8 @@ class _TiledCall:
             )
             return self._shaped(
                 [
-                    _WithGrad.apply(anchor, lambda x=x: x) if needs_grad else x
+                    # By a function: as an argument it could not be written into afterwards.
+                    GraphNode.apply(lambda x=x: x, _never_run, anchor) if needs_grad else x
                     for x, needs_grad in zip(outputs, need_grads, strict=True)
                 ]
             )
@@ -849,38 +796,17 @@ class _SaveInGraph(torch.autograd.Function):
         raise AssertionError("no gradient reaches what only saves a tensor")
 
 
-class _WithGrad(torch.autograd.Function):
-    """Makes a tensor that was computed without a graph require a gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, made: Callable[[], Tensor]) -> Tensor:  # type: ignore[override]
-        return made()  # as an argument it could not be written into afterwards
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, _: Tensor) -> tuple[None, None]:  # type: ignore[override]
-        raise AssertionError("the graph of a recomputed layer is never run backward")
+def _never_run(_: object) -> tuple[None]:
+    raise AssertionError("the graph of a recomputed layer is never run backward")
 
 
-class _SavedInGraph:
-    """A tensor that `_SaveInGraph` saved; the layer's activation mode keeps or recomputes it."""
+class _SavedInGraph(SavedTensor):
+    """A tensor that `_SaveInGraph` saved; the layer's activation mode keeps or recomputes it.
 
-    def __init__(self, output: Tensor) -> None:
-        # The output is held rather than its node, because before PyTorch 2.13 a node drops its
-        # saved tensors when its output is freed.
-        self._output: Tensor | None = output
+    Holds the output rather than its node, because before PyTorch 2.13 a node drops its saved
+    tensors when its output is freed.
+    """
 
-    def handles(self) -> tuple[()]:
-        return ()  # what is offloaded is the layer's
-
-    def take(self) -> Tensor:
-        assert self._output is not None, "a saved tensor is taken once"
-        (x,) = self._output.grad_fn.saved_tensors  # type: ignore[union-attr]
-        self.drop()
+    def _on_device(self) -> Tensor:
+        (x,) = super()._on_device().grad_fn.saved_tensors  # type: ignore[union-attr]
         return x
-
-    def borrow(self) -> contextlib.AbstractContextManager[Tensor]:
-        raise AssertionError("a tile has no keys and values")
-
-    def drop(self) -> None:
-        self._output = None

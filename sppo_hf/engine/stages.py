@@ -33,7 +33,7 @@ import contextlib
 import functools
 import inspect
 import textwrap
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -586,20 +586,36 @@ class InputGradient:
 
     grad: Tensor | None = None
 
+    def receive(self, grad: Tensor | None) -> tuple[None]:
+        """Take it, as the backward of a node without inputs that need one."""
+        self.grad = grad
+        return (None,)
 
-class _Enter(torch.autograd.Function):
-    """The beginning of a unit's graph, which holds no tensor."""
+
+class GraphNode(torch.autograd.Function):
+    """A node of autograd's graph with an output and a backward of its own, which hold no tensors.
+
+    `result` makes the output. `backward` gets its gradient, None if there is none, and returns
+    those of all `inputs`.
+    """
 
     @staticmethod
-    def forward(ctx: Any, _anchor: Tensor, x: Tensor, input_gradient: InputGradient) -> Tensor:  # type: ignore[override]
-        ctx.input_gradient = input_gradient
-        return x.detach()
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        result: Callable[[], Tensor],
+        backward: Callable[[Tensor | None], tuple[Tensor | None, ...]],
+        *inputs: Tensor,
+    ) -> Tensor:
+        """Make the output."""
+        ctx.run = backward
+        ctx.set_materialize_grads(False)
+        return result()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:  # type: ignore[override]
-        ctx.input_gradient.grad = grad
-        return None, None, None
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """Run `backward`."""
+        return None, None, *ctx.run(grad)
 
 
 @dataclass(frozen=True, slots=True)
@@ -663,4 +679,4 @@ def enter(x: Tensor) -> tuple[Tensor, InputGradient | None]:
         return x.detach(), None
     input_gradient = InputGradient()
     anchor = torch.zeros((), device=x.device, requires_grad=True)
-    return _Enter.apply(anchor, x.detach(), input_gradient), input_gradient
+    return GraphNode.apply(x.detach, input_gradient.receive, anchor), input_gradient

@@ -2,9 +2,9 @@
 
 `start_d2h` and `start_h2d` begin a copy and return a ticket; the ticket's `wait` orders the compute
 stream behind the copy. Nothing here blocks the host on an accelerator but a ticket's `finish`,
-which is for bytes on their way to a disk, and unlocking page-locked memory. `StreamCopier` is
-written against the few methods of `StreamRuntime`, so the same ordering code runs on CUDA and on
-the fake device of the tests.
+which is for bytes on their way to a disk, and unlocking page-locked memory. `StreamCopier` needs
+nothing of a device but the few methods of `CudaRuntime`, so the same ordering code runs on the fake
+device of the tests.
 
 Why no order is missing: [Note: offload lifetimes] in `sppo_hf/offload/__init__.py`.
 """
@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,30 +24,26 @@ from torch import Tensor
 from sppo_hf.offload.host_memory import PageLocker
 
 
-class Ticket(Protocol):
-    """One copy under way."""
+class Ticket:
+    """One copy; as it is, one that ended before `start_*` returned."""
 
-    @property
-    def number(self) -> int:
-        """Its place among the copier's copies in its direction, which end in this order."""
-        ...
+    number: int = 0
+    """Its place among the copier's copies in its direction, which end in this order."""
 
     @property
     def ordered(self) -> bool:
         """Whether all compute work enqueued from now on comes after the copy; may poll it."""
-        ...
+        return True
 
     def done(self) -> bool:
         """Whether the host knows that the copy has ended; polls, never blocks."""
-        ...
+        return True
 
     def wait(self) -> None:
         """Order the compute stream behind the copy; the host does not wait."""
-        ...
 
     def finish(self) -> None:
         """Block the host until the copy has ended; only the way to the disk needs it."""
-        ...
 
 
 def wait_for_all(tickets: Iterable[Ticket]) -> None:
@@ -56,45 +52,8 @@ def wait_for_all(tickets: Iterable[Ticket]) -> None:
         ticket.wait()
 
 
-class Copier(Protocol):
-    """Starts copies of flat byte tensors between one device and the host.
-
-    Copies in one direction end in the order in which they were started.
-    """
-
-    device: torch.device
-
-    page_locker: PageLocker | None
-    """Page-locks host memory so that copies overlap with compute; None where they never do."""
-
-    def start_d2h(self, source_bytes: Tensor, host_bytes: Tensor) -> Ticket:
-        """Start copying uint8 `source_bytes` [n] on the device into `host_bytes` [n]."""
-        ...
-
-    def start_h2d(self, host_bytes: Tensor, after: Ticket | None = None) -> tuple[Tensor, Ticket]:
-        """Start copying `host_bytes` [n] into new device bytes [n], behind the copy `after`."""
-        ...
-
-    def stall_seconds(self) -> float:
-        """Seconds that compute has stood still for copies, as far as they are known."""
-        ...
-
-
-class FinishedTicket:
-    """The ticket of a copy that ended before `start_*` returned."""
-
-    number = 0
-    ordered = True
-
-    def done(self) -> bool:
-        """Return True."""
-        return True
-
-    def wait(self) -> None:
-        """Return at once."""
-
-    def finish(self) -> None:
-        """Return at once."""
+# A copier starts copies of flat byte tensors between one device and the host; those of a direction
+# end in the order in which they were started.
 
 
 class HostCopier:
@@ -105,89 +64,32 @@ class HostCopier:
 
     device = torch.device("cpu")
     page_locker: PageLocker | None = None
+    """Page-locks host memory so that copies overlap with compute; None where they never do."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
 
     def start_d2h(self, source_bytes: Tensor, host_bytes: Tensor) -> Ticket:
-        """Copy `source_bytes` [n] into `host_bytes` [n]."""
+        """Copy uint8 `source_bytes` [n] into `host_bytes` [n]."""
         start = time.perf_counter()
         host_bytes.copy_(source_bytes)
         self._seconds += time.perf_counter() - start
-        return FinishedTicket()
+        return Ticket()
 
     def start_h2d(self, host_bytes: Tensor, after: Ticket | None = None) -> tuple[Tensor, Ticket]:
         """Copy `host_bytes` [n] into a new tensor [n]."""
         start = time.perf_counter()
         copied = host_bytes.clone()
         self._seconds += time.perf_counter() - start
-        return copied, FinishedTicket()
+        return copied, Ticket()
 
     def stall_seconds(self) -> float:
         """Seconds spent copying so far."""
         return self._seconds
 
 
-class StreamEvent(Protocol):
-    """A point in a stream's work, with the methods of `torch.cuda.Event`."""
-
-    def record(self, stream: Any) -> None:
-        """Put the event behind all work of `stream` so far."""
-        ...
-
-    def query(self) -> bool:
-        """Whether the device has passed the event; never blocks."""
-        ...
-
-    def synchronize(self) -> None:
-        """Block the host until the device has passed the event."""
-        ...
-
-    def elapsed_time(self, end_event: Any) -> float:
-        """Milliseconds from this event to `end_event`, both timed and passed."""
-        ...
-
-
-class Stream(Protocol):
-    """A queue of device work, with the methods of `torch.cuda.Stream`."""
-
-    def wait_event(self, event: Any) -> None:
-        """Start later work of this stream only after `event`."""
-        ...
-
-
-class StreamRuntime(PageLocker, Protocol):
-    """What offloading needs from a device with streams; nothing that a step calls blocks on it."""
-
-    device: torch.device
-
-    def current_stream(self) -> Stream:
-        """The stream of this thread's computation."""
-        ...
-
-    def new_stream(self) -> Stream:
-        """A new stream."""
-        ...
-
-    def new_event(self, *, timed: bool) -> StreamEvent:
-        """An event that is not recorded yet."""
-        ...
-
-    def use_stream(self, stream: Any) -> AbstractContextManager[Any]:
-        """Make `stream` current inside the context."""
-        ...
-
-    def empty_bytes(self, num_bytes: int) -> Tensor:
-        """Device bytes [num_bytes] that belong to the current stream."""
-        ...
-
-    def copy_bytes(self, destination: Tensor, source: Tensor) -> None:
-        """Enqueue a copy on the current stream."""
-        ...
-
-
 class CudaRuntime:
-    """`StreamRuntime` on one CUDA device."""
+    """What offloading needs from one CUDA device; nothing that a step calls blocks on it."""
 
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
@@ -196,18 +98,18 @@ class CudaRuntime:
         """The stream that copies were ordered against the last time."""
         self._streams: list[torch.cuda.Stream] = []
 
-    def current_stream(self) -> Stream:
+    def current_stream(self) -> torch.cuda.Stream:
         """This thread's current CUDA stream on the device."""
         self._compute = torch.cuda.current_stream(self.device)
         return self._compute
 
-    def new_stream(self) -> Stream:
+    def new_stream(self) -> torch.cuda.Stream:
         """A new CUDA stream."""
         stream = torch.cuda.Stream(self.device)
         self._streams.append(stream)
         return stream
 
-    def new_event(self, *, timed: bool) -> StreamEvent:
+    def new_event(self, *, timed: bool) -> torch.cuda.Event:
         """A new CUDA event, with timing if `timed`."""
         return torch.cuda.Event(enable_timing=timed)
 
@@ -247,7 +149,7 @@ class CudaRuntime:
 class _CopyStream:
     """A stream of copies, first in first out: what is behind the n-th is behind all before it."""
 
-    stream: Stream | None
+    stream: torch.cuda.Stream | None
     """None: copies are enqueued on the compute stream itself."""
     num_issued: int = 0
     """Copies enqueued so far, which is the number of the last one."""
@@ -257,12 +159,14 @@ class _CopyStream:
     """Number of the last copy that the host has seen done."""
 
 
-class StreamTicket:
+class StreamTicket(Ticket):
     """A copy and the event at its end as one object; nobody outside waits on a raw event."""
 
     __slots__ = ("_copier", "copy_stream", "event", "number")
 
-    def __init__(self, copier: StreamCopier, copy_stream: _CopyStream, event: StreamEvent) -> None:
+    def __init__(
+        self, copier: StreamCopier, copy_stream: _CopyStream, event: torch.cuda.Event
+    ) -> None:
         self.number = copy_stream.num_issued
         """Its place in its stream, from 1."""
         self.copy_stream = copy_stream
@@ -306,7 +210,7 @@ class StreamCopier:
     nothing overlaps, but with no order left to arrange.
     """
 
-    def __init__(self, runtime: StreamRuntime, *, own_streams: bool = True) -> None:
+    def __init__(self, runtime: CudaRuntime, *, own_streams: bool = True) -> None:
         self.device = runtime.device
         self.page_locker: PageLocker | None = runtime
         self._runtime = runtime
@@ -317,8 +221,8 @@ class StreamCopier:
         # A stream that waits for an event waits for what the event stood for at that moment, so
         # one that is waited for at once can be recorded again and again.
         self._now = runtime.new_event(timed=False)
-        self._open_stalls: deque[tuple[StreamEvent, StreamEvent]] = deque()
-        self._idle_pairs: list[tuple[StreamEvent, StreamEvent]] = []
+        self._open_stalls: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._idle_pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def start_d2h(self, source_bytes: Tensor, host_bytes: Tensor) -> Ticket:
         """Start copying uint8 `source_bytes` [n] into `host_bytes` [n], behind compute so far.
@@ -360,13 +264,13 @@ class StreamCopier:
         self._open_stalls.append((start, end))
         ticket.copy_stream.last_ordered = ticket.number
 
-    def _new_pair(self) -> tuple[StreamEvent, StreamEvent]:
+    def _new_pair(self) -> tuple[torch.cuda.Event, torch.cuda.Event]:
         return self._runtime.new_event(timed=True), self._runtime.new_event(timed=True)
 
     def _copy(
         self,
         queue: _CopyStream,
-        ready: StreamEvent,
+        ready: torch.cuda.Event,
         after: Ticket | None,
         destination: Tensor,
         source: Tensor,
@@ -389,12 +293,12 @@ class StreamCopier:
         queue.num_issued += 1
         return StreamTicket(self, queue, done)
 
-    def _compute_now(self) -> StreamEvent:
+    def _compute_now(self) -> torch.cuda.Event:
         """An event behind all compute so far, valid until the next call."""
         self._now.record(self._compute_stream())
         return self._now
 
-    def _compute_stream(self) -> Stream:
+    def _compute_stream(self) -> torch.cuda.Stream:
         """The current stream, ordered behind the one that was current the last time."""
         current = self._runtime.current_stream()
         if current != self._compute:
@@ -402,3 +306,6 @@ class StreamCopier:
             current.wait_event(self._now)
             self._compute = current
         return current
+
+
+Copier = HostCopier | StreamCopier

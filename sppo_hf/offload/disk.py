@@ -23,7 +23,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
@@ -87,22 +87,23 @@ class DiskExtent:
         return f"{self.num_bytes} bytes at offset {self.offset} of {self.slab.file}"
 
 
+@dataclass(eq=False)
 class DiskSpace(SlabAllocator[DiskSlab]):
-    """Allocates extents of files in a folder; called under the store's lock.
+    """Allocates extents of files in a folder; called under the store's lock."""
 
-    Args:
-        folder: Where the files are.
-        slab_bytes: Size of the first files. Later ones grow with the total, so that a disk full of
-            them needs dozens of open files and not thousands.
-        budget_bytes: Maximum size of all files together.
-    """
+    folder: StoreFolder
+    """Where the files are."""
+    _: KW_ONLY
+    slab_bytes: int
+    """Size of the first files. Later ones grow with the total, so that a disk full of them needs
+    dozens of open files and not thousands."""
+    budget_bytes: int
+    """Maximum size of all files together."""
 
-    def __init__(self, folder: StoreFolder, *, slab_bytes: int, budget_bytes: int) -> None:
-        assert slab_bytes > 0, "a slab holds at least one byte"
+    def __post_init__(self) -> None:
         super().__init__()
-        self.budget_bytes = budget_bytes
-        self._folder = folder
-        self._slab_bytes = round_up(slab_bytes, BLOCK_BYTES)
+        assert self.slab_bytes > 0, "a slab holds at least one byte"
+        self._slab_bytes = round_up(self.slab_bytes, BLOCK_BYTES)
 
     def allocate(self, num_bytes: int) -> DiskExtent:
         """Allocate `num_bytes` (at least 1), adding a file if no free block is large enough.
@@ -141,32 +142,32 @@ class DiskSpace(SlabAllocator[DiskSlab]):
             if error.errno in DISK_FULL_ERRNOS:
                 raise BudgetError(self._full_message(size, error.strerror or str(error))) from error
             raise OffloadError(
-                f"disk tier: a file of {size} bytes could not be made in {self._folder.path}: "
+                f"disk tier: a file of {size} bytes could not be made in {self.folder.path}: "
                 f"{error}. Check the disk, or set offload_dir to a folder on another one"
             ) from error
         self._add_slab(slab, slab.file.num_bytes)
         # Listing the folder does not show files without a name.
         logger.info(
             "disk tier: %d bytes are reserved in %s, in %d files%s",
-            *(self.reserved_bytes, self._folder.path, len(self._slabs)),
+            *(self.reserved_bytes, self.folder.path, len(self._slabs)),
             "" if slab.file.keeps_name else " without names (df and lsof show them, du does not)",
         )
 
     def _new_slab(self, wanted_bytes: int, min_bytes: int) -> DiskSlab:
         """Make a file of `wanted_bytes`, or of `min_bytes` if the disk is nearly full."""
         try:
-            return DiskSlab(FreeList(wanted_bytes), self._folder.new_file(wanted_bytes))
+            return DiskSlab(FreeList(wanted_bytes), self.folder.new_file(wanted_bytes))
         except OSError as error:
             if error.errno not in DISK_FULL_ERRNOS or wanted_bytes == min_bytes:
                 raise
-        return DiskSlab(FreeList(min_bytes), self._folder.new_file(min_bytes))
+        return DiskSlab(FreeList(min_bytes), self.folder.new_file(min_bytes))
 
     def _full_message(self, size: int, reason: str) -> str:
         return (
-            f"disk tier: {size} bytes more are needed in one piece in {self._folder.path}, but "
+            f"disk tier: {size} bytes more are needed in one piece in {self.folder.path}, but "
             f"{reason}: {self.reserved_bytes} of {self.budget_bytes} bytes are reserved, "
             f"{self.free_bytes} of them free in smaller pieces, and the disk has "
-            f"{self._folder.free_bytes} bytes free. Free some or raise disk_memory, set "
+            f"{self.folder.free_bytes} bytes free. Free some or raise disk_memory, set "
             "offload_dir to a folder on a larger disk, or use shorter sequences"
         )
 
@@ -194,23 +195,24 @@ def describe(action: str, extent: DiskExtent, error: OSError, folder: StoreFolde
     return f"disk tier: {action} {extent} failed: {reason}. {remedy}"
 
 
+@dataclass(eq=False)
 class Transfers:
     """Counts a store's transfers and does the work of its threads.
 
     All counters are guarded by the condition `changed`.
-
-    Args:
-        folder: Where the files are.
-        space: Allocates their bytes.
-        verify: Whether what is read must have the checksum of what was written.
-        max_queued_bytes: Bytes that may wait to be written.
     """
 
-    def __init__(
-        self, folder: StoreFolder, space: DiskSpace, *, verify: bool, max_queued_bytes: int
-    ) -> None:
-        self.folder = folder
-        self.space = space
+    folder: StoreFolder
+    """Where the files are."""
+    space: DiskSpace
+    """Allocates their bytes."""
+    _: KW_ONLY
+    verify: bool
+    """Whether what is read must have the checksum of what was written."""
+    max_queued_bytes: int
+    """Bytes that may wait to be written."""
+
+    def __post_init__(self) -> None:
         # Reentrant, because a garbage collection in here may close a store.
         self.changed = threading.Condition(threading.RLock())
         self.closed = False
@@ -219,8 +221,6 @@ class Transfers:
         self.write_bytes = 0
         self.read_bytes = 0
         self.wait_seconds = 0.0
-        self._verify = verify
-        self._max_queued_bytes = max_queued_bytes
         self._moved_bytes = 0
         self._num_releasing = 0
         self._is_slow_reported = False
@@ -253,9 +253,9 @@ class Transfers:
             BudgetError: The disk is full, and no extent is about to be freed.
             OffloadError: The store was closed.
         """
-        if self.queued_bytes and self.queued_bytes + num_bytes > self._max_queued_bytes:
+        if self.queued_bytes and self.queued_bytes + num_bytes > self.max_queued_bytes:
             with self._waiting() as report_if_slow:
-                while self.queued_bytes and self.queued_bytes + num_bytes > self._max_queued_bytes:
+                while self.queued_bytes and self.queued_bytes + num_bytes > self.max_queued_bytes:
                     self.changed.wait(SLOW_WAIT_SECONDS)
                     report_if_slow()
                     self.check_usable()
@@ -308,7 +308,7 @@ class Transfers:
         """
         try:
             with self._naming_extent("writing", extent):
-                if self._verify:
+                if self.verify:
                     extent.checksum = checksum(source)
                 extent.slab.file.write(source, extent.offset, self._count)
             with self.changed:

@@ -41,7 +41,7 @@ from sppo_hf.offload.storage import (
     StorageRegistry,
     bytes_of,
 )
-from sppo_hf.offload.tiers import DEFAULT_STAGING_BYTES, HostTier, Staging, Tier
+from sppo_hf.offload.tiers import DEFAULT_STAGING_BYTES, Staging, Tier
 from sppo_hf.planning.memory import HOST_SLAB_BYTES
 from sppo_hf.planning.tiers import OffloadTier
 
@@ -187,7 +187,7 @@ class OffloadEngine:
         self._min_elements = min_offload_elements
         self._lock = threading.RLock()
         # What finds no space on one tier goes to the next.
-        self._tiers: tuple[Tier, ...] = (HostTier(pool), *(() if staging is None else (staging,)))
+        self._tiers: tuple[Tier, ...] = (Tier(pool), *(() if staging is None else (staging,)))
         for tier in self._tiers:
             tier.connect(start_h2d=self._start_h2d, free_dropped=self._free_dropped)
         self._live: set[OffloadedStorage] = set()

@@ -39,7 +39,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
@@ -381,32 +381,24 @@ class HostPoolFull(BudgetError):
     """No free block of the host's pool holds a piece, and no further slab is within its budget."""
 
 
+@dataclass(eq=False)
 class HostPool(SlabAllocator[_MemorySlab]):
-    """Allocates regions of host slabs within a budget.
+    """Allocates regions of host slabs within a budget."""
 
-    Args:
-        slab_bytes: Size of a slab; a larger request gets a slab as large as itself.
-        locker: Page-locks the slabs, which copies need to overlap with compute; None for plain
-            memory.
-        budget_bytes: Maximum size of all slabs together; None for no limit.
-        alignment_bytes: Regions start at multiples of it within their slab, and slabs are
-            multiples of it.
-    """
+    slab_bytes: int = HOST_SLAB_BYTES
+    """Size of a slab; a larger request gets a slab as large as itself."""
+    _: KW_ONLY
+    locker: PageLocker | None = None
+    """Page-locks the slabs, which copies need to overlap with compute; None for plain memory."""
+    budget_bytes: int | None = None
+    """Maximum size of all slabs together; None for no limit."""
+    alignment_bytes: int = ALIGNMENT_BYTES
+    """Regions start at multiples of it within their slab, and slabs are multiples of it."""
 
-    def __init__(
-        self,
-        slab_bytes: int = HOST_SLAB_BYTES,
-        *,
-        locker: PageLocker | None = None,
-        budget_bytes: int | None = None,
-        alignment_bytes: int = ALIGNMENT_BYTES,
-    ) -> None:
-        assert slab_bytes > 0, "a slab holds at least one byte"
+    def __post_init__(self) -> None:
         super().__init__()
-        self._locker = locker
-        self.budget_bytes = budget_bytes
-        self._alignment_bytes = alignment_bytes
-        self._slab_bytes = round_up(slab_bytes, alignment_bytes)
+        assert self.slab_bytes > 0, "a slab holds at least one byte"
+        self._slab_bytes = round_up(self.slab_bytes, self.alignment_bytes)
         self.refusal = ""
         """Why the system gave less than was requested; empty if it did not refuse anything."""
         self.grown_bytes = 0
@@ -422,7 +414,7 @@ class HostPool(SlabAllocator[_MemorySlab]):
     @property
     def pinned(self) -> bool:
         """Whether slabs are page-locked."""
-        return self._locker is not None
+        return self.locker is not None
 
     def reserve(self, num_bytes: int, progress: Progress | None = None) -> None:
         """Make slabs until they hold `num_bytes` in all, or the whole budget if that is less.
@@ -452,7 +444,7 @@ class HostPool(SlabAllocator[_MemorySlab]):
         if progress is not None:
             progress(self.reserved_bytes, held_bytes)
         try:
-            for memory in host_memory(sizes, self._locker):
+            for memory in host_memory(sizes, self.locker):
                 self._add_memory(memory)
                 if progress is not None:
                     progress(self.reserved_bytes, held_bytes)
@@ -469,13 +461,13 @@ class HostPool(SlabAllocator[_MemorySlab]):
             OffloadError: The operating system or the driver gives no (pinned) memory.
         """
         assert num_bytes > 0, "a region holds at least one byte"
-        size = round_up(num_bytes, self._alignment_bytes)
+        size = round_up(num_bytes, self.alignment_bytes)
         return Region(*self._allocate(size), num_bytes, size)
 
     def try_allocate(self, num_bytes: int) -> Region | None:
         """Allocate `num_bytes` (at least 1) from the present slabs; None if no free block fits."""
         assert num_bytes > 0, "a region holds at least one byte"
-        size = round_up(num_bytes, self._alignment_bytes)
+        size = round_up(num_bytes, self.alignment_bytes)
         allocated = self._try_allocate(size)
         return None if allocated is None else Region(*allocated, num_bytes, size)
 
@@ -502,16 +494,16 @@ class HostPool(SlabAllocator[_MemorySlab]):
                 "raise host_memory, set offload_dir to let the rest go to disk, use shorter "
                 f"sequences, or set offload to 'none'{self.refusal}"
             )
-        for memory in host_memory([slab_bytes], self._locker):
+        for memory in host_memory([slab_bytes], self.locker):
             self._add_memory(memory)
         self.grown_bytes += slab_bytes
 
     def _new_slab_bytes(self, size: int, held_bytes: int) -> int:
         """Size of a new slab for `size` bytes; less only if the budget leaves less."""
-        slab_bytes = max(round_up(size, self._alignment_bytes), self._slab_bytes)
+        slab_bytes = max(round_up(size, self.alignment_bytes), self._slab_bytes)
         if self.budget_bytes is not None:
             left_bytes = self.budget_bytes - held_bytes
-            slab_bytes = min(slab_bytes, left_bytes - left_bytes % self._alignment_bytes)
+            slab_bytes = min(slab_bytes, left_bytes - left_bytes % self.alignment_bytes)
         return slab_bytes
 
     def _add_memory(self, memory: Tensor) -> None:

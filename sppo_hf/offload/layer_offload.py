@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -47,38 +48,32 @@ class PrefetchGroup(Protocol):
         ...
 
 
+@dataclass(eq=False)
 class PrefetchOrder:
     """Prefetches the groups of one sequence in the order that was planned.
 
     Groups are numbered in the order of forward. Which ones are prefetched when backward enters one
     comes in as data, so the order that was planned and simulated is the order that runs. Groups are
     referenced weakly: autograd's graph owns them, so a dropped graph frees their bytes.
-
-    Args:
-        engine: Owns the handles.
-        max_pending_d2h_bytes: Bound on the D2H copies that are pending when a group has been
-            recorded; None for those of one group.
-        lowest_prefetched: By number of a group, the lowest number that has been prefetched once
-            backward has entered it (as have all between); a group beyond the end prefetches itself
-            alone. None: each prefetches the one before it.
-        on_prefetch: Called with the number of a group when it is first prefetched.
     """
 
-    def __init__(
-        self,
-        engine: OffloadEngine,
-        *,
-        max_pending_d2h_bytes: int | None = None,
-        lowest_prefetched: Sequence[int] | None = None,
-        on_prefetch: Callable[[int], None] | None = None,
-    ) -> None:
-        assert max_pending_d2h_bytes is None or max_pending_d2h_bytes >= 0, (
+    engine: OffloadEngine
+    """Owns the handles."""
+    _: KW_ONLY
+    max_pending_d2h_bytes: int | None = None
+    """Bound on the D2H copies that are pending when a group has been recorded; None for those of
+    one group."""
+    lowest_prefetched: Sequence[int] | None = None
+    """By number of a group, the lowest number that has been prefetched once backward has entered it
+    (as have all between); a group beyond the end prefetches itself alone. None: each prefetches the
+    one before it."""
+    on_prefetch: Callable[[int], None] | None = None
+    """Called with the number of a group when it is first prefetched."""
+
+    def __post_init__(self) -> None:
+        assert self.max_pending_d2h_bytes is None or self.max_pending_d2h_bytes >= 0, (
             "a bound on bytes is not negative"
         )
-        self._engine = engine
-        self._max_pending_d2h_bytes = max_pending_d2h_bytes
-        self._lowest_prefetched = lowest_prefetched
-        self._on_prefetch = on_prefetch
         self._groups: dict[int, weakref.ref[PrefetchGroup]] = {}
         self._number_of: weakref.WeakKeyDictionary[PrefetchGroup, int | None]
         self._number_of = weakref.WeakKeyDictionary()
@@ -104,7 +99,7 @@ class PrefetchOrder:
         self._num_recorded += 1
         if number is not None:
             self._groups[number] = weakref.ref(group)
-        self._engine.limit_pending_d2h(self._max_pending_d2h_bytes)
+        self.engine.limit_pending_d2h(self.max_pending_d2h_bytes)
 
     def on_backward(self, group: PrefetchGroup) -> None:
         """Prefetch a group and those due with it; call at its first use in backward.
@@ -115,7 +110,7 @@ class PrefetchOrder:
         number = self._number_of[group]
         if number is None:
             for handle in group.handles():
-                self._engine.prefetch(handle)
+                self.engine.prefetch(handle)
             return
         self._prefetch(number)
         self._enter(number)
@@ -140,31 +135,31 @@ class PrefetchOrder:
         if number > self._current:  # backward has begun, or begun anew
             self._next = self._next_read = number
         self._current = number
-        if self._lowest_prefetched is None:
+        if self.lowest_prefetched is None:
             lowest = number - 1
-        elif number < len(self._lowest_prefetched):
-            lowest = self._lowest_prefetched[number]
+        elif number < len(self.lowest_prefetched):
+            lowest = self.lowest_prefetched[number]
         else:
             lowest = number + 1
         for due in range(min(self._next, number), max(lowest, 0) - 1, -1):
             self._prefetch(due)
             self._next = due - 1
-        if self._engine.reads_ahead:
+        if self.engine.reads_ahead:
             self._next_read = min(self._next_read, self._next)
             while self._next_read >= 0 and self._read_group_ahead(self._next_read):
                 self._next_read -= 1
 
     def _prefetch(self, number: int) -> None:
         handles = tuple(self._handles(number))
-        if handles and self._on_prefetch is not None and number not in self._reported:
+        if handles and self.on_prefetch is not None and number not in self._reported:
             self._reported.add(number)
-            self._on_prefetch(number)
+            self.on_prefetch(number)
         for handle in handles:
-            self._engine.prefetch(handle)
+            self.engine.prefetch(handle)
 
     def _read_group_ahead(self, number: int) -> bool:
         """Start reading a group; False if there was no space for all of it."""
-        return all(self._engine.read_ahead(handle) for handle in self._handles(number))
+        return all(self.engine.read_ahead(handle) for handle in self._handles(number))
 
     def _handles(self, number: int) -> Iterable[OffloadedTensor]:
         reference = self._groups.get(number)
@@ -275,42 +270,32 @@ class _Saved(NamedTuple):
     handle: OffloadedTensor | SavedWeight
 
 
+@dataclass(eq=False)
 class LayerOffload:
     """Offloads what autograd saves between `open` and `close`, and loads it in backward.
 
     One thread opens, computes and closes; backward may run in another. Also a context manager.
-
-    Args:
-        engine: Copies the tensors.
-        prefetch_order: Gets this group of handles when it closes.
-        label: What is saved here, for error messages.
-        tier: Where the tensors go. A storage that an earlier layer has offloaded stays there.
-        casts: Recognizes autocast's casts of weights; None where there are none.
-        number: Its place in the order of forward, for the prefetch order.
-        weights: Host-resident weights; None where there are none.
-        before_use: Called each time before backward gets any of its tensors.
     """
 
-    def __init__(
-        self,
-        engine: OffloadEngine,
-        prefetch_order: PrefetchOrder,
-        *,
-        label: object = None,
-        tier: Tier = "host",
-        casts: WeightCasts | None = None,
-        number: int | None = None,
-        weights: HostWeights | None = None,
-        before_use: Callable[[], None] | None = None,
-    ) -> None:
-        self._engine = engine
-        self._prefetch_order = prefetch_order
-        self._label = label
-        self._tier: Tier = tier
-        self._casts = casts
-        self._number = number
-        self._weights = weights
-        self._before_use = before_use
+    engine: OffloadEngine
+    """Copies the tensors."""
+    prefetch_order: PrefetchOrder
+    """Gets this group of handles when it closes."""
+    _: KW_ONLY
+    label: object = None
+    """What is saved here, for error messages."""
+    tier: Tier = "host"
+    """Where the tensors go. A storage that an earlier layer has offloaded stays there."""
+    casts: WeightCasts | None = None
+    """Recognizes autocast's casts of weights; None where there are none."""
+    number: int | None = None
+    """Its place in the order of forward, for the prefetch order."""
+    weights: HostWeights | None = None
+    """Host-resident weights; None where there are none."""
+    before_use: Callable[[], None] | None = None
+    """Called each time before backward gets any of its tensors."""
+
+    def __post_init__(self) -> None:
         self._hooks: saved_tensors_hooks | None = None
         self._is_closed = False
         self._is_used = False
@@ -329,20 +314,20 @@ class LayerOffload:
         hooks = saved_tensors_hooks(self._pack, self._unpack)
         hooks.__enter__()
         self._hooks = hooks
-        if self._casts is not None:
-            self._casts.start()
+        if self.casts is not None:
+            self.casts.start()
 
     def close(self) -> None:
         """Stop taking tensors, and record the group with the prefetch order."""
         self.cancel()
         self._is_closed = True
-        self._prefetch_order.record(self, self._number)
+        self.prefetch_order.record(self, self.number)
 
     def cancel(self) -> None:
         """Stop taking tensors after an exception; those taken are freed with their graph."""
         assert self._hooks is not None, "a layer's offload is closed while it is open"
         hooks, self._hooks = self._hooks, None
-        casts, self._casts = self._casts, None
+        casts, self.casts = self.casts, None
         if casts is not None:
             casts.stop()
         hooks.__exit__(None, None, None)
@@ -365,18 +350,18 @@ class LayerOffload:
             self.cancel()
 
     def _pack(self, tensor: Tensor) -> _Saved:
-        weight = None if self._casts is None else self._casts.cast_of(tensor)
-        if weight is None and self._weights is not None:
-            weight = self._weights.saved_view_of(tensor, self._label)
+        weight = None if self.casts is None else self.casts.cast_of(tensor)
+        if weight is None and self.weights is not None:
+            weight = self.weights.saved_view_of(tensor, self.label)
         if weight is not None:
             return _Saved(self, weight)
         if (
-            self._tier == "device"
+            self.tier == "device"
             or isinstance(tensor, Parameter)
             or isinstance(tensor._base, Parameter)
         ):
-            return _Saved(self, OffloadedTensor.kept(tensor, self._label))
-        handle = self._engine.start_offload(tensor, label=self._label, tier=self._tier)
+            return _Saved(self, OffloadedTensor.kept(tensor, self.label))
+        handle = self.engine.start_offload(tensor, label=self.label, tier=self.tier)
         if handle.is_offloaded:
             self._handles.append(weakref.ref(handle))
         return _Saved(self, handle)
@@ -384,11 +369,11 @@ class LayerOffload:
     def _unpack(self, saved: _Saved) -> Tensor:
         # Before it has closed, a gradient is taken within the layer: not yet the backward of the
         # sequence, so nothing is prefetched for it.
-        if self._is_closed and self._before_use is not None:
-            self._before_use()
+        if self._is_closed and self.before_use is not None:
+            self.before_use()
         if self._is_closed and not self._is_used:
             self._is_used = True
-            self._prefetch_order.on_backward(self)
+            self.prefetch_order.on_backward(self)
         if isinstance(saved.handle, SavedWeight):
             return saved.handle.make()
-        return self._engine.wait_for(saved.handle)
+        return self.engine.wait_for(saved.handle)

@@ -1,7 +1,7 @@
 """Tiers: the places away from the device where offloaded bytes are kept, host memory and disk.
 
 Copies from and to the device always have one end in host memory, so every tier allocates a host
-region for each D2H copy. The host tier leaves the bytes there (`HostTier`). The disk tier
+region for each D2H copy. The host tier leaves the bytes there (`Tier` itself). The disk tier
 (`Staging`) writes them to files and reads them back through a slab of its own: once the host has
 seen a D2H copy end, a background thread writes its region to disk and the region is free again; a
 tensor comes back by a read into a region and an H2D copy from there.
@@ -46,12 +46,14 @@ DEFAULT_STAGING_BYTES = 2**30
 class Tier:
     """Stores bytes that leave the device, and loads them into host memory on their way back.
 
-    All methods are called under the engine's lock.
+    As it is, the host tier: bytes stay in the region that they were copied to. All methods are
+    called under the engine's lock.
+
+    Args:
+        pool: Host memory that its regions come from.
     """
 
-    name: ClassVar[OffloadTier]
-    pool: HostPool
-    """Host memory that its regions come from."""
+    name: ClassVar[OffloadTier] = "host"
     reads_ahead: ClassVar[bool] = False
     """Whether loading bytes into host memory takes time, so that asking early helps."""
     write_bytes: int = 0
@@ -60,6 +62,9 @@ class Tier:
     """Bytes read from the tier into host memory since the engine was made."""
     stall_seconds: float = 0.0
     """Seconds that the host has waited for the tier."""
+
+    def __init__(self, pool: HostPool) -> None:
+        self.pool = pool
 
     @property
     def reserved_bytes(self) -> int:
@@ -81,15 +86,21 @@ class Tier:
 
     def reserve(self, num_bytes: int, progress: Progress | None = None) -> None:
         """Allocate the host memory that a step will need: `num_bytes` on the host tier."""
-        raise NotImplementedError
+        self.pool.reserve(num_bytes, progress)
 
     def allocate(self, num_bytes: int) -> Region:
         """Allocate a host region for a D2H copy.
 
+        The host tier makes compute wait for dropped storages before its pool grows.
+
         Raises:
             BudgetError: The tier has no free space for it, and will not have any.
         """
-        raise NotImplementedError
+        region = self.pool.try_allocate(num_bytes)
+        if region is None:
+            self._free_dropped()
+            region = self.pool.try_allocate(num_bytes)
+        return region or self.pool.allocate(num_bytes)
 
     def store(self, stored: OffloadedStorage) -> None:
         """Take over a storage whose D2H copy has just been enqueued."""
@@ -113,7 +124,8 @@ class Tier:
 
     def is_drained(self, dropped: Iterable[OffloadedStorage]) -> bool:
         """Whether no host memory is in use but that of retired storages that wait for a copy."""
-        raise NotImplementedError
+        regions = [stored.region for stored in dropped if stored.region is not None]
+        return self.pool.used_bytes == sum(region.reserved_bytes for region in regions)
 
     def poll(self) -> None:
         """Advance what has ended."""
@@ -126,35 +138,6 @@ class Tier:
 
     def close(self) -> None:
         """Free the host memory and what is beyond it, once nothing touches it any more."""
-
-
-class HostTier(Tier):
-    """Keeps bytes in the region that they were copied to."""
-
-    name = "host"
-
-    def __init__(self, pool: HostPool) -> None:
-        self.pool = pool
-
-    def reserve(self, num_bytes: int, progress: Progress | None = None) -> None:
-        """Allocate slabs of `num_bytes`, cut to the budget."""
-        self.pool.reserve(num_bytes, progress)
-
-    def allocate(self, num_bytes: int) -> Region:
-        """Allocate a region; makes compute wait for dropped storages before the pool grows."""
-        region = self.pool.try_allocate(num_bytes)
-        if region is None:
-            self._free_dropped()
-            region = self.pool.try_allocate(num_bytes)
-        return region or self.pool.allocate(num_bytes)
-
-    def is_drained(self, dropped: Iterable[OffloadedStorage]) -> bool:
-        """Whether all regions but those of `dropped` are back."""
-        regions = [stored.region for stored in dropped if stored.region is not None]
-        return self.pool.used_bytes == sum(region.reserved_bytes for region in regions)
-
-    def close(self) -> None:
-        """Free the slabs."""
         self.pool.close()
 
 
@@ -242,11 +225,13 @@ class Staging(Tier):
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.budget_bytes = max(budget_bytes - budget_bytes % PAGE_BYTES, PAGE_BYTES)
-        self.pool = HostPool(
-            self.budget_bytes,
-            locker=locker,
-            budget_bytes=self.budget_bytes,
-            alignment_bytes=PAGE_BYTES,
+        super().__init__(
+            HostPool(
+                self.budget_bytes,
+                locker=locker,
+                budget_bytes=self.budget_bytes,
+                alignment_bytes=PAGE_BYTES,
+            )
         )
         self._disk = disk
         self._clock = clock

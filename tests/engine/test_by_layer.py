@@ -172,7 +172,7 @@ def test_a_model_that_runs_in_no_order_is_refused_and_not_tried_for_ever(
     tried: list[str] = []
 
     def refuse(runner: ChunkRunner, *_: Any, **__: Any) -> Any:
-        tried.append(runner._plan.order)
+        tried.append(runner.plan.order)
         assert len(tried) < 5, "it is tried for ever"
         raise CannotRunByLayer("its layers return strings")
 
@@ -363,8 +363,8 @@ def test_activations_are_prefetched_in_the_order_of_backward(
     on_backward = PrefetchOrder.on_backward
 
     def noted(prefetch_order: PrefetchOrder, group: Any) -> None:
-        if not asked or asked[-1] != group._label:
-            asked.append(group._label)
+        if not asked or asked[-1] != group.label:
+            asked.append(group.label)
         on_backward(prefetch_order, group)
 
     monkeypatch.setattr(PrefetchOrder, "on_backward", noted)

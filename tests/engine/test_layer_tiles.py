@@ -264,7 +264,7 @@ def test_what_is_rebuilt_is_what_the_profile_says(
     def noted(saved: RecomputedLayer, again: list[Tensor]) -> None:
         check(saved, again)
         storages = {x.data_ptr(): x for x in map(Tensor.untyped_storage, again)}
-        rebuilt[saved._label] = sum(x.nbytes() for key, x in storages.items() if key not in others)
+        rebuilt[saved.label] = sum(x.nbytes() for key, x in storages.items() if key not in others)
 
     monkeypatch.setattr(RecomputedLayer, "_check_repeated", noted)
     # Slabs of all layers would count as one layer's.

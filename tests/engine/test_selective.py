@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from sppo_hf import SPPOError
-from sppo_hf.engine.recompute import SavedOnDevice
+from sppo_hf.engine.recompute import SavedTensor
 from sppo_hf.engine.selective import Matmul, SelectiveRecorder, SelectiveReplayer
 from tests.engine.measuring import MatmulCounter
 
@@ -49,9 +49,7 @@ def _record(
         saved.append(tensor.detach().clone())
         return tensor
 
-    recorder = SelectiveRecorder(
-        layer, x, hold=lambda _, tensor: SavedOnDevice(tensor), model=model
-    )
+    recorder = SelectiveRecorder(layer, x, hold=lambda _, tensor: SavedTensor(tensor), model=model)
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         recorder.start()
         output = forward(layer, x)
@@ -279,7 +277,7 @@ def test_the_first_layer_of_a_kind_copies_for_all_of_its_model() -> None:
 
 def test_operations_while_paused_are_not_products() -> None:
     layer, x = Weights(), _input().requires_grad_()
-    recorder = SelectiveRecorder(layer, x, hold=lambda _, tensor: SavedOnDevice(tensor))
+    recorder = SelectiveRecorder(layer, x, hold=lambda _, tensor: SavedTensor(tensor))
     recorder.start()
     y = x @ layer.a
     recorder.pause()

@@ -19,7 +19,7 @@ from sppo_hf.engine import device_facts as facts
 from sppo_hf.engine.convert import convert, revert
 from sppo_hf.engine.device_facts import model_shape
 from sppo_hf.engine.family_guard import PROVED
-from sppo_hf.engine.recompute import SavedOnDevice
+from sppo_hf.engine.recompute import SavedTensor
 from sppo_hf.engine.selective import SelectiveRecorder
 from sppo_hf.engine.stages import MessageLayout
 from sppo_hf.engine.structure import CACHE_ARGUMENTS, find_parts
@@ -488,7 +488,7 @@ def _watch_kept_products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         products = stop(self)
         # Tracing records products too, of other holders.
         holders = (p.output for p in products)
-        tensors: list[Any] = [x._tensor for x in holders if isinstance(x, SavedOnDevice)]
+        tensors: list[Any] = [x._tensor for x in holders if isinstance(x, SavedTensor)]
         if tensors:
             kept.append(sum(x.numel() * x.element_size() for x in tensors))
         return products

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from sppo_hf import SPPOConfig, SPPOError
 from sppo_hf.engine.convert import convert
-from sppo_hf.engine.recompute import SavedOnDevice
+from sppo_hf.engine.recompute import SavedTensor
 from sppo_hf.engine.structure import suppress_peft_warnings
 from sppo_hf.engine.versions import ReadTensors
 from sppo_hf.planning.activation_modes import all_modes, mode_of
@@ -332,10 +332,10 @@ def test_buffers_may_grow_and_be_written_into_by_their_own_module_alone() -> Non
 
 
 def test_a_kept_tensor_is_refused_when_it_was_written_into() -> None:
-    kept = SavedOnDevice(torch.zeros(2))
+    kept = SavedTensor(torch.zeros(2))
     assert kept.take() is not None
     tensor = torch.zeros(2)
-    kept = SavedOnDevice(tensor.detach())
+    kept = SavedTensor(tensor.detach())
     tensor.add_(1)
     with pytest.raises(SPPOError, match="kept for recomputation was changed in place"):
         kept.take()

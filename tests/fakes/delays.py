@@ -1,7 +1,7 @@
 """A device's streams with random pauses, so that missing waits between streams show.
 
-`DelayedRuntime` is a `StreamRuntime` around another: the CUDA one, where a pause keeps the stream
-busy on the device, or a `FakeDevice`, where it takes logical time.
+`DelayedRuntime` stands in for a `CudaRuntime`, around one, where a pause keeps the stream busy on
+the device, or around a `FakeDevice`, where it takes logical time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sppo_hf.offload.copy_streams import CudaRuntime, Stream, StreamEvent, StreamRuntime
+from sppo_hf.offload.copy_streams import CudaRuntime
 from tests.fakes.device import FakeDevice
 
 FAKE_SECONDS = (0.0, 0.0, 0.1, 1.0, 7.0)
@@ -34,7 +34,7 @@ class DelayedRuntime:
 
     def __init__(
         self,
-        inner: StreamRuntime,
+        inner: CudaRuntime | FakeDevice,
         pause: Callable[[], None],
         spoil: Callable[[Tensor], None] = lambda tensor: None,
         *,
@@ -46,13 +46,13 @@ class DelayedRuntime:
         self._spoil = spoil
         self._only_copies = only_copies
 
-    def current_stream(self) -> Stream:
+    def current_stream(self) -> Any:
         return self.inner.current_stream()
 
-    def new_stream(self) -> Stream:
+    def new_stream(self) -> Any:
         return self.inner.new_stream()
 
-    def new_event(self, *, timed: bool) -> StreamEvent:
+    def new_event(self, *, timed: bool) -> Any:
         return self.inner.new_event(timed=timed)
 
     def use_stream(self, stream: Any) -> AbstractContextManager[Any]:

@@ -1,6 +1,6 @@
 """A device with a logical clock: streams, events, kernels and copies, checked as a race detector.
 
-`FakeDevice` is a `StreamRuntime`, so `StreamCopier` and everything above it run on it unchanged.
+`FakeDevice` stands in for a `CudaRuntime`, so `StreamCopier` and everything above it run on it.
 Its memory is the CPU's, its time is a number that only `advance` moves. The one way to make the
 host wait is an event's `synchronize`, which moves the time as well and is counted, so a test can
 tell that code does not synchronise.

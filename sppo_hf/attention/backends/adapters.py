@@ -31,7 +31,7 @@ import itertools
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -46,6 +46,7 @@ from sppo_hf.attention.backends.base import (
     Extent,
     Gradients,
     Mask,
+    Scores,
     accumulation_dtype,
     empty_forward,
     merge_into,
@@ -316,20 +317,11 @@ class TopLeftBackend(Backend):
 
     @torch.no_grad()
     def forward(
-        self,
-        q_BNCH: Tensor,
-        k_BKTH: Tensor,
-        v_BKTH: Tensor,
-        *,
-        band: Mask,
-        scale: float,
-        softcap: float | None = None,
+        self, q_BNCH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, **scores: Unpack[Scores]
     ) -> AttentionOutput:
         """See `Backend.forward`."""
-        assert softcap is None, f"{self.name} was chosen although scores are soft-capped"
-        assert isinstance(band, CausalBand), f"{self.name} takes one document at a time"
-        num_rows = q_BNCH.shape[2]
-        rectangles = self._cut(band, num_rows, k_BKTH, v_BKTH)
+        num_rows, scale = q_BNCH.shape[2], scores["scale"]
+        rectangles = self._cut(scores, num_rows, k_BKTH, v_BKTH)
         if not q_BNCH.shape[0]:
             return empty_forward(q_BNCH, v_BKTH.shape[3])
         if len(rectangles) == 1 and rectangles[0].rows == slice(0, num_rows):
@@ -354,29 +346,16 @@ class TopLeftBackend(Backend):
         return AttentionOutput(out_BNCH.to(q_BNCH.dtype), lse_BNC)
 
     @torch.no_grad()
-    def backward(
-        self,
-        dout_BNCH: Tensor,
-        q_BNCH: Tensor,
-        k_BKTH: Tensor,
-        v_BKTH: Tensor,
-        out_BNCH: Tensor,
-        lse_BNC: Tensor,
-        *,
-        band: Mask,
-        scale: float,
-        softcap: float | None = None,
-    ) -> Gradients:
+    def backward(self, *given: Tensor, **scores: Unpack[Scores]) -> Gradients:
         """See `Backend.backward`."""
-        assert softcap is None, f"{self.name} was chosen although scores are soft-capped"
-        assert isinstance(band, CausalBand), f"{self.name} takes one document at a time"
+        inputs = BackwardInputs(*given)
+        _, q_BNCH, k_BKTH, v_BKTH, *_ = inputs
         sums_dtype = accumulation_dtype(q_BNCH.dtype)
-        rectangles = self._cut(band, q_BNCH.shape[2], k_BKTH, v_BKTH)
+        rectangles = self._cut(scores, q_BNCH.shape[2], k_BKTH, v_BKTH)
         rows = _Filling([rectangle.rows for rectangle in rectangles], q_BNCH.shape[2])
         keys = _Filling([rectangle.keys for rectangle in rectangles], k_BKTH.shape[2])
         # Only rectangles that overlap sum over the same keys; else what the kernel gives is enough.
         keys_dtype = sums_dtype if self.widens or keys.overlap else k_BKTH.dtype
-        given = BackwardInputs(dout_BNCH, q_BNCH, k_BKTH, v_BKTH, out_BNCH, lse_BNC)
         dq_BNCH = _empty_by_token(q_BNCH, q_BNCH.shape[3], sums_dtype)
         dk_BKTH, dv_BKTH = (torch.empty_like(x, dtype=keys_dtype) for x in (k_BKTH, v_BKTH))
         if not q_BNCH.shape[0]:
@@ -385,16 +364,19 @@ class TopLeftBackend(Backend):
             for gap in filling.gaps:
                 sums[:, :, gap] = 0.0
         for rectangle, *first in zip(rectangles, rows.first, keys.first, strict=False):
-            grads = self._backward_rectangle(rectangle, given, scale)
+            grads = self._backward_rectangle(rectangle, inputs, scores["scale"])
             _write(dq_BNCH[:, :, rectangle.rows], grads.dq_BNCH, first=first[0])
             _write(dk_BKTH[:, :, rectangle.keys], grads.dk_BKTH, first=first[1])
             _write(dv_BKTH[:, :, rectangle.keys], grads.dv_BKTH, first=first[1])
         return Gradients(dq_BNCH.to(q_BNCH.dtype), dk_BKTH, dv_BKTH)
 
     def _cut(
-        self, band: CausalBand, num_rows: int, k_BKTH: Tensor, v_BKTH: Tensor
+        self, scores: Scores, num_rows: int, k_BKTH: Tensor, v_BKTH: Tensor
     ) -> list[Rectangle]:
         """Cut the band, and unmasked rectangles with more keys than the kernel can address."""
+        band = scores["band"]
+        assert scores.get("softcap") is None, f"{self.name} was chosen though scores are capped"
+        assert isinstance(band, CausalBand), f"{self.name} takes one document at a time"
         rectangles = cut_band(band, num_rows, k_BKTH.shape[2], tile_rows=self._tile_rows)
         if self.most_elements is None:
             return rectangles
@@ -417,13 +399,19 @@ class TopLeftBackend(Backend):
         self, rectangle: Rectangle, given: BackwardInputs, scale: float
     ) -> Gradients:
         """Gradient of `_forward_rectangle`."""
-        form, rows, keys = rectangle.form, rectangle.rows, rectangle.keys
-        parts = zip(given, (rows, rows, keys, keys, rows, rows), strict=True)
-        turned = BackwardInputs(*(_turn(x[:, :, part], form) for x, part in parts))
+        form = rectangle.form
+        turned = BackwardInputs(*(_turn(x, form) for x in _parts(given, rectangle)))
         unmasked = form is Form.FULL
         kernel = functools.partial(self.kernel_backward, causal=not unmasked, scale=scale)
         grads = adapted_backward(kernel, turned, needs=self.needs, unmasked=unmasked)
         return Gradients(*(_turn(grad, form) for grad in grads))
+
+
+def _parts(given: BackwardInputs, extent: Extent) -> BackwardInputs:
+    """Return the rows and keys of `extent`."""
+    rows, keys = extent.rows, extent.keys
+    parts = zip(given, (rows, rows, keys, keys, rows, rows), strict=True)
+    return BackwardInputs(*(x[:, :, part] for x, part in parts))
 
 
 def _turn(x: Tensor, form: Form) -> Tensor:
@@ -611,21 +599,13 @@ class BottomRightBackend(Backend):
 
     @torch.no_grad()
     def forward(
-        self,
-        q_BNCH: Tensor,
-        k_BKTH: Tensor,
-        v_BKTH: Tensor,
-        *,
-        band: Mask,
-        scale: float,
-        softcap: float | None = None,
+        self, q_BNCH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, **scores: Unpack[Scores]
     ) -> AttentionOutput:
         """See `Backend.forward`."""
         parts: list[tuple[AlignedCall, AttentionOutput]] = []
-        for call in _calls(band, q_BNCH, k_BKTH):
-            told = KernelCall(reach=call.reach, scale=scale, softcap=softcap, offsets=call.offsets)
+        for call in _calls(scores["band"], q_BNCH, k_BKTH):
             part = adapted_forward(
-                functools.partial(self._dense_forward, told),
+                functools.partial(self._dense_forward, _kernel_call(call, scores)),
                 q_BNCH[:, :, call.rows],
                 k_BKTH[:, :, call.keys],
                 v_BKTH[:, :, call.keys],
@@ -642,34 +622,15 @@ class BottomRightBackend(Backend):
         return AttentionOutput(out_BNCH, lse_BNC)
 
     @torch.no_grad()
-    def backward(
-        self,
-        dout_BNCH: Tensor,
-        q_BNCH: Tensor,
-        k_BKTH: Tensor,
-        v_BKTH: Tensor,
-        out_BNCH: Tensor,
-        lse_BNC: Tensor,
-        *,
-        band: Mask,
-        scale: float,
-        softcap: float | None = None,
-    ) -> Gradients:
+    def backward(self, *given: Tensor, **scores: Unpack[Scores]) -> Gradients:
         """See `Backend.backward`."""
+        _, q_BNCH, k_BKTH, v_BKTH, *_ = inputs = BackwardInputs(*given)
         whole = slice(0, q_BNCH.shape[2]), slice(0, k_BKTH.shape[2])
         parts: list[tuple[AlignedCall, Gradients]] = []
-        for call in _calls(band, q_BNCH, k_BKTH):
-            told = KernelCall(reach=call.reach, scale=scale, softcap=softcap, offsets=call.offsets)
+        for call in _calls(scores["band"], q_BNCH, k_BKTH):
             part = adapted_backward(
-                functools.partial(self._dense_backward, told),
-                BackwardInputs(
-                    dout_BNCH[:, :, call.rows],
-                    q_BNCH[:, :, call.rows],
-                    k_BKTH[:, :, call.keys],
-                    v_BKTH[:, :, call.keys],
-                    out_BNCH[:, :, call.rows],
-                    lse_BNC[:, :, call.rows],
-                ),
+                functools.partial(self._dense_backward, _kernel_call(call, scores)),
+                _parts(inputs, call),
                 needs=self.needs,
                 unmasked=call.reach.unmasked,
             )
@@ -703,6 +664,13 @@ class BottomRightBackend(Backend):
         grads = self.kernel_backward(BackwardInputs(*by_token, lse=lse), call)
         batched = grads if call.offsets is None else (grad.unsqueeze(0) for grad in grads)
         return Gradients(*(grad.transpose(1, 2) for grad in batched))
+
+
+def _kernel_call(call: AlignedCall, scores: Scores) -> KernelCall:
+    softcap = scores.get("softcap")
+    return KernelCall(
+        reach=call.reach, scale=scores["scale"], softcap=softcap, offsets=call.offsets
+    )
 
 
 def _calls(band: Mask, q_BNCH: Tensor, k_BKTH: Tensor) -> list[AlignedCall]:

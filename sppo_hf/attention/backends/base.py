@@ -19,7 +19,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, NamedTuple, NotRequired, TypeAlias, TypedDict, TypeVar, Unpack
 
 import torch
 from torch import Tensor
@@ -138,33 +138,15 @@ Mask: TypeAlias = CausalBand | Documents
 """Which keys each query sees."""
 
 
-class AttendingLayer(Protocol):
-    """The sizes of a layer's attention."""
+class Scores(TypedDict):
+    """How scores are made, and which of them count."""
 
-    @property
-    def num_heads(self) -> int:
-        """Query heads."""
-        ...
-
-    @property
-    def num_kv_heads(self) -> int:
-        """Heads of keys and values."""
-        ...
-
-    @property
-    def qk_head_size(self) -> int:
-        """Elements per query and key head."""
-        ...
-
-    @property
-    def v_head_size(self) -> int:
-        """Elements per value head."""
-        ...
-
-    @property
-    def window(self) -> int | None:
-        """Length of the sliding window in tokens, or None."""
-        ...
+    band: Mask
+    """Which keys each query sees; `Documents` only where `documents_at_once` says so."""
+    scale: float
+    """Factor on the scores."""
+    softcap: NotRequired[float | None]
+    """Cap of ``cap * tanh(score / cap)``, applied after `scale`; None for none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,9 +180,9 @@ class AttentionSpec:
 
     @classmethod
     def of_layer(
-        cls, layer: AttendingLayer, *, device_type: str, dtype: torch.dtype, softcap: bool
+        cls, layer: Any, *, device_type: str, dtype: torch.dtype, softcap: bool
     ) -> AttentionSpec:
-        """Return the requirement of a layer."""
+        """Return the requirement of a layer: a `LayerProfile`, or what has its sizes."""
         return cls(
             device_type=device_type,
             dtype=dtype,
@@ -254,7 +236,10 @@ class Gradients(NamedTuple):
 
 
 class BackwardInputs(NamedTuple):
-    """Inputs of a kernel's backward; output and log-sum-exp are merged over all keys."""
+    """Inputs of a backward: [B, N, C, H], keys and values [B, K, T, H], log-sum-exp [B, N, C].
+
+    Output and log-sum-exp are merged over all keys, if these are only a part of them.
+    """
 
     dout: Tensor
     q: Tensor
@@ -291,50 +276,15 @@ class Backend(ABC):
 
     @abstractmethod
     def forward(
-        self,
-        q_BNCH: Tensor,
-        k_BKTH: Tensor,
-        v_BKTH: Tensor,
-        *,
-        band: Mask,
-        scale: float,
-        softcap: float | None = None,
+        self, q_BNCH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, **scores: Unpack[Scores]
     ) -> AttentionOutput:
-        """Attend.
-
-        Args:
-            q_BNCH: queries of the chunk.
-            k_BKTH: keys.
-            v_BKTH: values; H may differ from the keys'.
-            band: which keys each query sees; `Documents` only where `documents_at_once` says so.
-            scale: factor on the scores.
-            softcap: cap of ``cap * tanh(score / cap)``, applied after `scale`; None for none.
-
-        Returns:
-            Output and log-sum-exp of every row.
-        """
+        """Attend with the chunk's queries; the values' H may differ from the keys'."""
 
     @abstractmethod
-    def backward(
-        self,
-        dout_BNCH: Tensor,
-        q_BNCH: Tensor,
-        k_BKTH: Tensor,
-        v_BKTH: Tensor,
-        out_BNCH: Tensor,
-        lse_BNC: Tensor,
-        *,
-        band: Mask,
-        scale: float,
-        softcap: float | None = None,
-    ) -> Gradients:
-        """Share of these keys in the gradient. See [Note: why merged values make backward exact].
+    def backward(self, *given: Tensor, **scores: Unpack[Scores]) -> Gradients:
+        """Share of these keys in the gradient, of `BackwardInputs`.
 
-        Output and log-sum-exp are merged over all keys, if these are only a part of them; all else
-        is as in `forward`.
-
-        Returns:
-            Gradients of queries, keys and values; the queries' is this part's summand.
+        See [Note: why merged values make backward exact].
         """
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, Unpack
 
 import torch
 from torch import Tensor
@@ -22,10 +22,12 @@ from sppo_hf.attention.backends.base import (
     AttentionOutput,
     AttentionSpec,
     Backend,
+    BackwardInputs,
     CausalBand,
     Documents,
     Gradients,
     Mask,
+    Scores,
     accumulation_dtype,
     empty_forward,
     merge_into,
@@ -82,21 +84,14 @@ class Reference(Backend):
     @_without_autocast
     @torch.no_grad()
     def forward(
-        self,
-        q_BNCH: Tensor,
-        k_BKTH: Tensor,
-        v_BKTH: Tensor,
-        *,
-        band: Mask,
-        scale: float,
-        softcap: float | None = None,
+        self, q_BNCH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, **scores: Unpack[Scores]
     ) -> AttentionOutput:
         """See `Backend.forward`."""
-        num_kv_heads = k_BKTH.shape[1]
+        num_kv_heads, scale, softcap = k_BKTH.shape[1], scores["scale"], scores.get("softcap")
         out_BNCH, lse_BNC = empty_forward(q_BNCH, v_BKTH.shape[3])
         sums_dtype = accumulation_dtype(q_BNCH.dtype)
         out_BNCH = out_BNCH.to(sums_dtype)
-        for rows, keys, seen in self._tiles(q_BNCH, k_BKTH, band):
+        for rows, keys, seen in self._tiles(q_BNCH, k_BKTH, scores["band"]):
             q_BKRH = group_queries(q_BNCH[:, :, rows], num_kv_heads).to(sums_dtype)
             v_BKtH = v_BKTH[:, :, keys].to(sums_dtype)
             s_BKRt, _ = _scores(q_BKRH, k_BKTH[:, :, keys], scale, softcap)
@@ -112,26 +107,16 @@ class Reference(Backend):
 
     @_without_autocast
     @torch.no_grad()
-    def backward(
-        self,
-        dout_BNCH: Tensor,
-        q_BNCH: Tensor,
-        k_BKTH: Tensor,
-        v_BKTH: Tensor,
-        out_BNCH: Tensor,
-        lse_BNC: Tensor,
-        *,
-        band: Mask,
-        scale: float,
-        softcap: float | None = None,
-    ) -> Gradients:
+    def backward(self, *given: Tensor, **scores: Unpack[Scores]) -> Gradients:
         """See `Backend.backward`."""
+        dout_BNCH, q_BNCH, k_BKTH, v_BKTH, out_BNCH, lse_BNC = BackwardInputs(*given)
+        scale, softcap = scores["scale"], scores.get("softcap")
         num_heads, num_kv_heads = q_BNCH.shape[1], k_BKTH.shape[1]
         sums_dtype = accumulation_dtype(q_BNCH.dtype)
         dq_BNCH = torch.zeros(q_BNCH.shape, dtype=sums_dtype, device=q_BNCH.device)
         dk_BKTH = torch.zeros(k_BKTH.shape, dtype=sums_dtype, device=k_BKTH.device)
         dv_BKTH = torch.zeros(v_BKTH.shape, dtype=sums_dtype, device=v_BKTH.device)
-        for rows, keys, seen in self._tiles(q_BNCH, k_BKTH, band):
+        for rows, keys, seen in self._tiles(q_BNCH, k_BKTH, scores["band"]):
             q_BKRH = group_queries(q_BNCH[:, :, rows], num_kv_heads).to(sums_dtype)
             dout_BKRH = group_queries(dout_BNCH[:, :, rows], num_kv_heads).to(sums_dtype)
             out_BKRH = group_queries(out_BNCH[:, :, rows], num_kv_heads).to(sums_dtype)
