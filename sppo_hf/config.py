@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple, NoReturn, cast, get_args
 import yaml
 
 from sppo_hf.errors import ConfigError
-from sppo_hf.reading import MAX_SETTINGS_BYTES, parse_yaml, read_text, write_yaml
+from sppo_hf.reading import MAX_SETTINGS_BYTES, parse_yaml, read_text, to_yaml
 from sppo_hf.registry import ATTENTION_BACKENDS, OFFLOAD_POLICIES, SCHEDULES, TIERS, Registry
 from sppo_hf.rules import (
     Rule,
@@ -315,8 +315,7 @@ class SPPOConfig:
 
     def to_yaml(self, path: str | PathLike[str]) -> None:
         """Write all settings to a YAML file that `from_yaml` reads back to an equal config."""
-        with Path(path).open("w", encoding="utf-8") as file:
-            write_yaml(self.to_dict(), file)
+        Path(path).write_text(to_yaml(self.to_dict()), encoding="utf-8")
 
     def replace(self, **changes: Any) -> "SPPOConfig":
         """Return a copy with some settings changed, checked anew.
