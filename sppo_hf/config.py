@@ -15,12 +15,12 @@ from collections.abc import Mapping
 from functools import cache
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any, Literal, NoReturn, cast
+from typing import Any, Literal, NamedTuple, NoReturn, cast, get_args
 
 import yaml
 
 from sppo_hf.errors import ConfigError
-from sppo_hf.reading import MAX_SETTINGS_BYTES, parse_yaml, read_text, write_yaml
+from sppo_hf.reading import MAX_SETTINGS_BYTES, parse_yaml, read_text, to_yaml
 from sppo_hf.registry import ATTENTION_BACKENDS, OFFLOAD_POLICIES, SCHEDULES, TIERS, Registry
 from sppo_hf.rules import (
     Rule,
@@ -233,9 +233,9 @@ class SPPOConfig:
         for name, rule in _RULES.items():
             object.__setattr__(self, name, rule(name, getattr(self, name)))
         _check_chunks(self)
-        _check_tiles_and_compile(self)
         _check_offload(self)
-        _check_host_weights(self)
+        for conflict in _CONFLICTS:
+            conflict.check(self)
         _check_ranks(self)
         if self.pp_msp == "on":
             _check_multiplexing(self)
@@ -315,8 +315,7 @@ class SPPOConfig:
 
     def to_yaml(self, path: str | PathLike[str]) -> None:
         """Write all settings to a YAML file that `from_yaml` reads back to an equal config."""
-        with Path(path).open("w", encoding="utf-8") as file:
-            write_yaml(self.to_dict(), file)
+        Path(path).write_text(to_yaml(self.to_dict()), encoding="utf-8")
 
     def replace(self, **changes: Any) -> "SPPOConfig":
         """Return a copy with some settings changed, checked anew.
@@ -398,58 +397,158 @@ def _offload_tier(name: str, value: object) -> str:
     return str(choice("auto", *(tier for tier in TIERS.names() if tier != "device"))(name, value))
 
 
-_RULES: dict[str, Rule] = {
-    "num_chunks": integer(1, "auto"),
+_OWN_RULES: dict[str, Rule] = {
+    **{name: choice_of(registry) for name, registry in _REGISTRIES.items()},
     "chunk_lengths": whole_numbers("tokens", instead=", or use num_chunks or chunk_tokens"),
-    "chunk_tokens": integer(1, None),
-    "partition": choice("auto", "flops", "even"),
-    "order": choice("auto", "by_layer", "by_chunk"),
-    "offload": choice_of(_REGISTRIES["offload"]),
-    "offload_kv": choice("auto", "none", "full"),
-    "offload_dir": text,
-    "offload_tier": _offload_tier,
-    "offload_checksum": flag,
-    "recompute": choice("auto", "none", "selective", "full"),
-    "attention_once": flag,
-    "weights": choice("auto", "device", "host"),
-    "optimizer": choice("auto", "device", "host"),
-    "attention_backend": choice_of(_REGISTRIES["attention_backend"]),
-    "layer_kernels": choice("auto", "none"),
-    "compile": flag,
-    "micro_batch_size": integer(1, None),
-    "sp_size": count(1),
-    "sp_across_nodes": flag,
-    "pp_size": count(1),
-    "pp_schedule": choice_of(_REGISTRIES["pp_schedule"]),
-    "pp_virtual_stages": count(1),
-    "pp_msp": _on_or_off,
-    "pp_layers": whole_numbers("layers"),
-    "pp_timeout_seconds": count(1),
-    "device_memory": budget,
-    "host_memory": budget,
-    "disk_memory": budget,
-    "hardware": text,
-    "correct_plan": flag,
-    "use_pin_memory": flag,
-    "use_streams": flag,
-    "min_offload_size": count(0),
-    "loss_tile_tokens": integer(1, "auto"),
     "layer_tile_tokens": integer(0, "auto"),
-    "return_logits": flag,
-    "show_plan": flag,
-    "trace_dir": text,
+    "min_offload_size": count(0),
+    "offload_tier": _offload_tier,
     "planned_for": _plan_stamp,
-    "show_progress": flag,
-    "log_metrics": flag,
+    "pp_layers": whole_numbers("layers"),
+    "pp_msp": _on_or_off,
+}
+"""Checks of settings whose type alone does not say what is allowed."""
+
+_RULES_BY_TYPE: dict[Any, Rule] = {
+    bool: flag,
+    int: count(1),
+    int | None: integer(1, None),
+    int | Literal["auto"]: integer(1, "auto"),
+    str | None: text,
+    int | float | str | None: budget,
+}
+
+_RULES: dict[str, Rule] = {
+    field.name: _OWN_RULES.get(field.name)
+    or _RULES_BY_TYPE.get(field.type)
+    or choice(*get_args(field.type))
+    for field in dataclasses.fields(SPPOConfig)
 }
 """The check of each setting by itself, in the order of the fields."""
 
 
-def _contradiction(
-    first: str, second: str, reason: str, *, allowed: str, remedy: str
-) -> ConfigError:
-    """Return the error for two settings that exclude each other."""
-    return ConfigError(
+class _Conflict(NamedTuple):
+    """Two settings that exclude each other."""
+
+    settings: Mapping[str, object]
+    """The value of both that does; `...` stands for all values but zero, False and the default."""
+
+    reason: str
+    allowed: str = "either alone"
+    remedy: str = "drop one of them"
+
+    def check(self, config: SPPOConfig) -> None:
+        """Raise ConfigError if `config` has both."""
+        values = {name: getattr(config, name) for name in self.settings}
+        for name, excluded in self.settings.items():
+            unset = not values[name] or values[name] == _DEFAULTS[name]
+            if unset if excluded is ... else values[name] != excluded:
+                return
+        _refuse_both(values, self.reason, allowed=self.allowed, remedy=self.remedy)
+
+
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(SPPOConfig)}
+
+_CONFLICTS = (
+    *(
+        _Conflict(
+            {"layer_tile_tokens": ..., name: ...},
+            "layers in tiles are proved exact on one device only",
+            allowed=f"layer_tile_tokens='auto' or 0 with {name} above 1",
+        )
+        for name in ("pp_size", "sp_size")
+    ),
+    _Conflict(
+        {"layer_tile_tokens": ..., "compile": True},
+        "compiled norms and MLPs run on whole chunks",
+        allowed="layer_tile_tokens='auto' or 0 with compile",
+    ),
+    _Conflict(
+        {"compile": True, "recompute": "selective"},
+        "matrix products inside compiled code cannot be saved one by one",
+        allowed="recompute='auto', 'none' or 'full' with compile",
+    ),
+    _Conflict(
+        {"compile": True, "pp_size": ...},
+        "compiled parts are not proved exact in a pipeline",
+        remedy="drop compile",
+    ),
+    _Conflict(
+        {"offload_tier": ..., "offload": "none"},
+        "nothing is offloaded to that tier",
+        allowed="offload_tier='auto' with offload='none'",
+    ),
+    *(
+        _Conflict(
+            {name: "host", "pp_size": ...},
+            "a pipeline needs its weights once for every chunk",
+            allowed=f"{name}='auto' or 'device' with pp_size above 1",
+            remedy=f"drop {name}, or use pp_size=1",
+        )
+        for name in ("weights", "optimizer")
+    ),
+    _Conflict(
+        {"weights": "host", "sp_size": ...},
+        "ranks that share sequences go chunk by chunk, and all weights would be copied once for "
+        "every chunk",
+        allowed="weights='device', or sp_size=1",
+        remedy="drop weights; FSDP2 over the same ranks shards them",
+    ),
+    _Conflict(
+        {"weights": "host", "order": "by_chunk"},
+        "all weights would be copied once for every chunk",
+        allowed="order='auto' or 'by_layer' with weights='host'",
+        remedy="drop order",
+    ),
+    # A weight that was moved has another accumulator in autograd's graph for each group.
+    _Conflict(
+        {"weights": "host", "micro_batch_size": ...},
+        "all weights would be copied once for every group of rows, and hooks on them would see the "
+        "gradient of each group by itself",
+        allowed="weights='auto' or 'device' with micro_batch_size",
+        remedy="drop micro_batch_size, and give batches of fewer rows (under a Trainer "
+        "per_device_train_batch_size, with more gradient_accumulation_steps)",
+    ),
+    *(
+        _Conflict(
+            {"order": "by_layer", name: ...},
+            reason,
+            allowed=f"order='auto' or 'by_chunk' with {name} above 1",
+            remedy=f"drop order, or use {name}=1",
+        )
+        for name, reason in (
+            (
+                "sp_size",
+                "ranks that share a sequence exchange the tokens of one chunk after the other",
+            ),
+            (
+                "pp_size",
+                "a stage must pass a chunk on before it has seen the next one, so a pipeline goes "
+                "chunk by chunk",
+            ),
+        )
+    ),
+    *(
+        _Conflict(
+            {"pp_msp": "on", name: ...},
+            reason,
+            allowed=f"{name}={_DEFAULTS[name]!r} with pp_msp='on'",
+            remedy=f"drop {name}, or pp_msp='off'",
+        )
+        for name, reason in (
+            ("pp_schedule", "it is an order of its own"),
+            ("sp_size", "it divides sequences by itself"),
+        )
+    ),
+)
+
+
+def _refuse_both(
+    settings: Mapping[str, object], reason: str, *, allowed: str, remedy: str
+) -> NoReturn:
+    """Raise for two settings that exclude each other."""
+    first, second = (f"{name}={show(value)}" for name, value in settings.items())
+    raise ConfigError(
         f"{first} contradicts {second}: {reason}. Allowed: {allowed}. Remedy: {remedy}."
     )
 
@@ -470,119 +569,27 @@ def _check_chunks(config: SPPOConfig) -> None:
         )
     lengths = config.chunk_lengths
     if lengths and config.partition == "even" and max(lengths) - min(lengths) > 1:
-        raise _contradiction(
-            "partition='even'",
-            f"chunk_lengths={show(lengths)}",
+        _refuse_both(
+            {"partition": "even", "chunk_lengths": lengths},
             "these lengths are not even",
             allowed="either alone",
             remedy=f"drop partition, or use num_chunks={len(lengths)}",
         )
 
 
-def _check_tiles_and_compile(config: SPPOConfig) -> None:
-    """Refuse tiles inside layers, and compiled parts, beside what they are not tested with."""
-    tiles = f"layer_tile_tokens={config.layer_tile_tokens}"
-    if config.layer_tile_tokens not in ("auto", 0):
-        for name, ranks in (("pp_size", config.pp_size), ("sp_size", config.sp_size)):
-            if ranks > 1:
-                raise _contradiction(
-                    tiles,
-                    f"{name}={ranks}",
-                    "layers in tiles are proved exact on one device only",
-                    allowed=f"layer_tile_tokens='auto' or 0 with {name} above 1",
-                    remedy="drop one of them",
-                )
-        if config.compile:
-            raise _contradiction(
-                tiles,
-                "compile=True",
-                "compiled norms and MLPs run on whole chunks",
-                allowed="layer_tile_tokens='auto' or 0 with compile",
-                remedy="drop one of them",
-            )
-    if config.compile and config.recompute == "selective":
-        raise _contradiction(
-            "compile=True",
-            "recompute='selective'",
-            "matrix products inside compiled code cannot be saved one by one",
-            allowed="recompute='auto', 'none' or 'full' with compile",
-            remedy="drop one of them",
-        )
-    if config.compile and config.pp_size > 1:
-        raise _contradiction(
-            "compile=True",
-            f"pp_size={config.pp_size}",
-            "compiled parts are not proved exact in a pipeline",
-            allowed="either alone",
-            remedy="drop compile",
-        )
-
-
 def _check_offload(config: SPPOConfig) -> None:
     """Refuse settings of a tier that is not used, or that needs a folder."""
-    tier = f"offload_tier={config.offload_tier!r}"
     if config.offload_tier not in ("auto", "host") and config.offload_dir is None:
         raise ConfigError(
-            f"{tier} needs a folder, but offload_dir is None. Allowed: offload_tier='auto' or "
-            "'host' without one. Remedy: set offload_dir to a folder on a fast disk, or drop "
-            "offload_tier."
-        )
-    if config.offload_tier != "auto" and config.offload == "none":
-        raise _contradiction(
-            tier,
-            "offload='none'",
-            "nothing is offloaded to that tier",
-            allowed="offload_tier='auto' with offload='none'",
-            remedy="drop one of them",
+            f"offload_tier={config.offload_tier!r} needs a folder, but offload_dir is None. "
+            "Allowed: offload_tier='auto' or 'host' without one. Remedy: set offload_dir to a "
+            "folder on a fast disk, or drop offload_tier."
         )
     if config.disk_memory is not None and config.offload_dir is None:
         raise ConfigError(
             f"disk_memory={show(config.disk_memory)} is a budget in offload_dir, which is not set, "
             "so that no disk is used. Allowed: disk_memory=None without offload_dir. Remedy: name "
             "a folder on a fast local disk as offload_dir, or drop disk_memory."
-        )
-
-
-def _check_host_weights(config: SPPOConfig) -> None:
-    """Refuse weights on the host where layers would need them more than once per pass."""
-    for name in ("weights", "optimizer"):
-        if config.pp_size > 1 and getattr(config, name) == "host":
-            raise _contradiction(
-                f"{name}='host'",
-                f"pp_size={config.pp_size}",
-                "a pipeline needs its weights once for every chunk",
-                allowed=f"{name}='auto' or 'device' with pp_size above 1",
-                remedy=f"drop {name}, or use pp_size=1",
-            )
-    if config.weights != "host":
-        return
-    if config.sp_size > 1:
-        raise _contradiction(
-            "weights='host'",
-            f"sp_size={config.sp_size}",
-            "ranks that share sequences go chunk by chunk, and all weights would be copied once "
-            "for every chunk",
-            allowed="weights='device', or sp_size=1",
-            remedy="drop weights; FSDP2 over the same ranks shards them",
-        )
-    if config.order == "by_chunk":
-        raise _contradiction(
-            "weights='host'",
-            "order='by_chunk'",
-            "all weights would be copied once for every chunk",
-            allowed="order='auto' or 'by_layer' with weights='host'",
-            remedy="drop order",
-        )
-    if config.micro_batch_size is not None:
-        # A weight that was moved has another accumulator in autograd's graph for each group.
-        raise _contradiction(
-            "weights='host'",
-            f"micro_batch_size={config.micro_batch_size}",
-            "all weights would be copied once for every group of rows, and hooks on them would see "
-            "the gradient of each group by itself",
-            allowed="weights='auto' or 'device' with micro_batch_size",
-            remedy="drop micro_batch_size, and give batches of fewer rows (under a Trainer "
-            "per_device_train_batch_size, with more gradient_accumulation_steps)",
         )
 
 
@@ -594,25 +601,13 @@ def _check_ranks(config: SPPOConfig) -> None:
             "Allowed: sp_across_nodes=False with sp_size=1. Remedy: set sp_size to the number of "
             "ranks that share a sequence, or drop sp_across_nodes."
         )
-    reasons = {
-        "sp_size": "ranks that share a sequence exchange the tokens of one chunk after the other",
-        "pp_size": "a stage must pass a chunk on before it has seen the next one, so a pipeline "
-        "goes chunk by chunk",
-    }
-    for name, reason in reasons.items():
-        if config.order == "by_layer" and getattr(config, name) > 1:
-            raise _contradiction(
-                "order='by_layer'",
-                f"{name}={getattr(config, name)}",
-                reason,
-                allowed=f"order='auto' or 'by_chunk' with {name} above 1",
-                remedy=f"drop order, or use {name}=1",
-            )
     interleaved = SCHEDULES.names_with("interleaved")
     if config.pp_virtual_stages > 1 and config.pp_schedule not in interleaved:
-        raise _contradiction(
-            f"pp_virtual_stages={config.pp_virtual_stages}",
-            f"pp_schedule={config.pp_schedule!r}",
+        _refuse_both(
+            {
+                "pp_virtual_stages": config.pp_virtual_stages,
+                "pp_schedule": config.pp_schedule,
+            },
             "this schedule has one stage on each rank",
             allowed="more than one stage on a rank with "
             f"pp_schedule={' or '.join(map(repr, interleaved))} only",
@@ -633,28 +628,14 @@ def _check_ranks(config: SPPOConfig) -> None:
 
 
 def _check_multiplexing(config: SPPOConfig) -> None:
-    """Refuse settings that exclude units shared by pipeline ranks (`pp_msp`)."""
+    """Refuse shared units (`pp_msp`) without a pipeline, or with fewer chunks than ranks."""
     if config.pp_size == 1:
         _refuse_without_pipeline("pp_msp", "on", allowed="'auto' or 'off'")
-    against = {
-        "pp_schedule": ("auto", "it is an order of its own"),
-        "sp_size": (1, "it divides sequences by itself"),
-    }
-    for name, (needed, reason) in against.items():
-        if getattr(config, name) != needed:
-            raise _contradiction(
-                "pp_msp='on'",
-                f"{name}={show(getattr(config, name))}",
-                reason,
-                allowed=f"{name}={needed!r} with pp_msp='on'",
-                remedy=f"drop {name}, or pp_msp='off'",
-            )
     chunks = len(config.chunk_lengths or ()) or config.num_chunks
     if chunks != "auto" and chunks < config.pp_size:
         name = "chunk_lengths" if config.chunk_lengths else "num_chunks"
-        raise _contradiction(
-            "pp_msp='on'",
-            f"{name}={show(getattr(config, name))}",
+        _refuse_both(
+            {"pp_msp": "on", name: getattr(config, name)},
             "ranks share the first and the last chunks of each stage, and "
             f"{chunks} are fewer than pp_size={config.pp_size}",
             allowed="as many chunks as ranks, or more",

@@ -12,7 +12,7 @@ import os
 import re
 import stat
 from collections.abc import Hashable
-from typing import IO, Any, ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import yaml
 
@@ -126,9 +126,10 @@ def parse_yaml(text: str) -> object:
     return yaml.load(text, Loader=_Loader)
 
 
-def write_yaml(data: object, file: IO[str]) -> None:
-    """Write YAML that `parse_yaml` reads back unchanged."""
-    yaml.dump(data, file, Dumper=_Dumper, sort_keys=False)
+def to_yaml(data: object) -> str:
+    """Return YAML that `parse_yaml` reads back unchanged."""
+    text: str = yaml.dump(data, Dumper=_Dumper, sort_keys=False)
+    return text
 
 
 class _Loader(yaml.SafeLoader):

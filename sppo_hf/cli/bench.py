@@ -146,7 +146,10 @@ def bench(
     """
     with common.bad_input(as_json):
         if show is not None:
-            _show_results(show, picture=picture, as_json=as_json)
+            file = ResultFile(show)
+            if not file.rows():
+                raise ConfigError(f"there is no result in {file.path}. Remedy: name its folder.")
+            _report(file, show, picture=picture, as_json=as_json)
             return
         if model is None:
             raise ConfigError("MODEL is missing. Remedy: name one, or a folder with --show.")
@@ -190,13 +193,6 @@ def bench(
         if longest:
             benchmark.find_longest(step_tokens=step_tokens, max_tokens=max_tokens)
         _report(file, output, picture=picture, as_json=as_json)
-
-
-def _show_results(folder: Path, *, picture: bool, as_json: bool) -> None:
-    file = ResultFile(folder)
-    if not file.rows():
-        raise ConfigError(f"there is no result in {file.path}. Remedy: name its folder.")
-    _report(file, folder, picture=picture, as_json=as_json)
 
 
 def _search_range(step: str, limit: str, longest: bool) -> tuple[int, int]:

@@ -199,12 +199,8 @@ class PlanningArguments:
         path = Path(self.model)
         name = path.parent.name or path.name if path.name == "config.json" else self.model
         name = name if len(name) <= _WIDTH else f"…{name[-_WIDTH:]}"
-        parts = [name]
-        if self.lora is not None:
-            parts.append(f"LoRA rank {self.lora}")
-        if self.dtype != "bfloat16":
-            parts.append(self.dtype)
-        return ", ".join(parts)
+        lora = "" if self.lora is None else f", LoRA rank {self.lora}"
+        return name + lora + ("" if self.dtype == "bfloat16" else f", {self.dtype}")
 
     def plan_request(self, *, devices_of_host: int = 1) -> PlanRequest:
         """Read the model's configuration and the hardware profile, and check every value.
@@ -255,11 +251,17 @@ class PlanningArguments:
     def _config(self, profile: HardwareProfile, devices_of_host: int) -> SPPOConfig:
         # The fixed policies are the paper's: they decide what is offloaded, and recompute nothing.
         recompute = self.recompute or ("auto" if self.offload == "auto" else "none")
-        host_bytes = self._assumed_host_bytes(profile)
-        if host_bytes is None:
-            host_bytes = _parse_budget("--host-memory", self.host_memory, profile.host_bytes)
-        else:
-            host_bytes *= devices_of_host
+        budgets: dict[str, Any] = {
+            f"{tier}_memory": _parse_budget(f"--{tier}-memory", text, total_bytes)
+            for tier, text, total_bytes in (
+                ("device", self.device_memory, profile.device_bytes),
+                ("host", self.host_memory, profile.host_bytes),
+                ("disk", self.disk_memory, profile.disk_bytes),
+            )
+        }
+        assumed_bytes = self._assumed_host_bytes(profile)
+        if assumed_bytes is not None:
+            budgets["host_memory"] = assumed_bytes * devices_of_host
         return SPPOConfig(
             num_chunks=_parse_num_chunks(self.num_chunks),
             partition=self.partition,
@@ -269,11 +271,7 @@ class PlanningArguments:
             optimizer=self.optimizer,
             recompute=recompute,
             attention_once=self.attention_once,
-            device_memory=_parse_budget(
-                "--device-memory", self.device_memory, profile.device_bytes
-            ),
-            host_memory=host_bytes,
-            disk_memory=_parse_budget("--disk-memory", self.disk_memory, profile.disk_bytes),
+            **budgets,
             # Planning writes nothing; it only asks whether there is a disk.
             offload_dir=self.offload_dir
             or (None if self.disk_memory is None else PLACEHOLDER_FOLDER),
@@ -355,11 +353,7 @@ def read_model(model: str) -> object:
 
 
 def model_path(model: str) -> Path:
-    """Return the path of a model's configuration, downloaded where MODEL is a hub id.
-
-    Raises:
-        ConfigError: As `read_model`.
-    """
+    """Return the path of a model's configuration, downloaded where MODEL is a hub id."""
     path = find_config(model)
     if os.path.exists(path) or os.path.exists(os.path.expanduser(model)):
         return path
@@ -460,11 +454,7 @@ def nearest_names(typed: str) -> list[str]:
 
 
 def trace_unknown_model(config: object, training: Training) -> ModelProfile:
-    """Trace a model without a stored profile, with torch and Transformers, imported only here.
-
-    Raises:
-        SPPOError: As `sppo_hf.engine.trace_profile.trace_config`.
-    """
+    """Trace a model without a stored profile, with torch and Transformers, imported only here."""
     from sppo_hf.engine.trace_profile import trace_config
 
     return trace_config(config, training)

@@ -8,7 +8,6 @@ is imported, and matplotlib only to draw.
 from __future__ import annotations
 
 import dataclasses
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +23,6 @@ from sppo_hf.config import SPPOConfig, parse_bytes
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.activation_modes import RECOMPUTE_BY_SAVED
 from sppo_hf.planning.choices import read_budgets
-from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.cluster import ClusterAnswer, ClusterPlan, ClusterQuestion, solve_cluster
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.hardware import UNKNOWN_LINK
@@ -40,7 +38,7 @@ from sppo_hf.planning.plan_request import (
     timeline_of,
 )
 from sppo_hf.planning.tiers import HOST, TIERS, tiers_behind_host
-from sppo_hf.reading import write_yaml
+from sppo_hf.reading import to_yaml
 from sppo_hf.registry import OFFLOAD_POLICIES
 from sppo_hf.reporting.chrome_trace import write_trace
 from sppo_hf.reporting.figures import ENDINGS, draw_plan
@@ -147,13 +145,11 @@ def _plan_one_device(arguments: PlanArguments, as_json: bool) -> bool:
         launch.write(arguments.write)
     if as_json:
         policies, actions = policies_to_list(results), actions_to_list(answer.plan)
-        added = {"policies": policies, "actions": actions, **_launch_texts(launch, arguments.write)}
-        common.echo_json({**answer_to_dict(answer), **added})
+        answered = {**answer_to_dict(answer), "policies": policies, "actions": actions}
+        _print_json(answered, launch, arguments.write)
     else:
-        out = common.console()
-        out.print(plan_tables(answer, results, arguments.title))
-        out.print(arguments.hardware_note(request), style="dim", highlight=False)
-        _print_launch(launch, arguments.write)
+        table = plan_tables(answer, results, arguments.title)
+        _print(table, arguments.hardware_note(request), launch, arguments.write)
     return answer.fits
 
 
@@ -171,37 +167,33 @@ def _plan_over_devices(arguments: PlanArguments, as_json: bool) -> bool:
     actions: list[list[str]] | None = []
     if answer.best and (as_json or folder is not None):
         best, single = answer.best[0], arguments.plan_request()
-        launch = launch_of_layout(
-            arguments, question, single.config, best, is_written=folder is not None
-        )
+        launch = launch_of_layout(arguments, question, single.config, best)
         if folder is not None:
             launch.write(folder)
         if as_json:
             actions = actions_of_layout(question, single, launch, best)
     if as_json:
-        added = {"actions": actions, **_launch_texts(launch, folder)}
-        common.echo_json({**_cluster_to_dict(answer), **added})
+        _print_json({**_cluster_to_dict(answer), "actions": actions}, launch, folder)
     else:
-        out = common.console()
-        out.print(_cluster_table(answer, f"{arguments.title} on {arguments.gpus} devices"))
         sharing = arguments.devices_of_host
         request = arguments.plan_request(devices_of_host=sharing)
         note = arguments.hardware_note(request, devices_of_host=sharing)
-        out.print(note, style="dim", highlight=False)
-        _print_launch(launch, folder)
+        table = _cluster_table(answer, f"{arguments.title} on {arguments.gpus} devices")
+        _print(table, note, launch, folder)
     return bool(answer.best)
 
 
-def _launch_texts(launch: Launch | None, folder: Path | None) -> dict[str, str]:
-    """Return how to start the written files, for JSON; {} where none were written."""
-    if launch is None or folder is None:
-        return {}
-    return {"launch": launch.command(folder), "arguments": launch.arguments}
-
-
-def _print_launch(launch: Launch | None, folder: Path | None) -> None:
+def _print_json(answered: dict[str, Any], launch: Launch | None, folder: Path | None) -> None:
     if launch is not None and folder is not None:
-        out = common.console()
+        answered |= {"launch": launch.command(folder), "arguments": launch.arguments}
+    common.echo_json(answered)
+
+
+def _print(table: Group, note: str, launch: Launch | None, folder: Path | None) -> None:
+    out = common.console()
+    out.print(table)
+    out.print(note, style="dim", highlight=False)
+    if launch is not None and folder is not None:
         out.print(f"Launch, with {launch.arguments}:", highlight=False)
         out.print(launch.command(folder), soft_wrap=True, highlight=False)
     elif folder is not None:
@@ -454,14 +446,12 @@ class Launch:
                 "same_network": True,
             }
         head = f"# {self.title}. Start{' on each machine' if self.machines > 1 else ''}:\n"
-        return head + f"# {self.command(folder)}\n" + _yaml(settings)
+        return head + f"# {self.command(folder)}\n" + to_yaml(settings)
 
     def _sppo_yaml(self) -> str:
         plain = SPPOConfig().to_dict()
-        chosen = {
-            name: value for name, value in self.config.to_dict().items() if value != plain[name]
-        }
-        return f"# {self.title}.\n# The training script's: {self.arguments}.\n" + _yaml(chosen)
+        chosen = {k: v for k, v in self.config.to_dict().items() if v != plain[k]}
+        return f"# {self.title}.\n# The training script's: {self.arguments}.\n" + to_yaml(chosen)
 
 
 def launch_of_plan(arguments: PlanArguments, request: PlanRequest, plan: Plan) -> Launch:
@@ -473,7 +463,7 @@ def launch_of_plan(arguments: PlanArguments, request: PlanRequest, plan: Plan) -
     return Launch(
         config=config.replace(
             **{"host_memory": None, **_given_budgets(arguments, config)},
-            **_chunk_lengths(plan.bounds),
+            chunk_lengths=[end - start for start, end in plan.bounds],
             planned_for=planned_for(request.shape, request.total_tokens),
             num_chunks="auto",
             partition="auto",
@@ -489,31 +479,24 @@ def launch_of_layout(
     question: ClusterQuestion,
     base: SPPOConfig,
     plan: ClusterPlan,
-    *,
-    is_written: bool,
 ) -> Launch:
     """Return the run of a layout: every decision of it as a setting.
 
-    Args:
-        arguments: The command line.
-        question: What the search was asked.
-        base: Settings of the command line, as for one device.
-        plan: The layout.
-        is_written: Whether the run is written to files, which need a folder if there is a disk.
+    `base` are the settings of the command line, as for one device.
     """
     layout = plan.layout
     # The host budget of a process is its share of the node's.
     local = min(layout.devices, question.gpus_per_node)
     given = {
         name: value // local if name in ("host_memory", "disk_memory") else value
-        for name, value in _given_budgets(arguments, base, is_written=is_written).items()
+        for name, value in _given_budgets(arguments, base).items()
         # Stages reach their peaks at different times, so in a pipeline no share of the node's host
         # memory or disk is the right budget of one.
         if layout.stages == 1 or name not in ("host_memory", "disk_memory")
     }
     settings: dict[str, Any] = {
         **given,
-        **_chunk_lengths(plan.bounds),
+        "chunk_lengths": [end - start for start, end in plan.bounds],
         "planned_for": planned_for(question.cost.shape, question.total_tokens),
         "recompute": RECOMPUTE_BY_SAVED[layout.saved],
         "offload": layout.offload,
@@ -525,9 +508,8 @@ def launch_of_layout(
             "pp_size": layout.stages,
             "pp_virtual_stages": layout.virtual,
             "pp_layers": [len(held) for held in plan.layers],
+            **({"pp_msp": "on"} if layout.schedule == MSP else {"pp_schedule": layout.schedule}),
         }
-        shares_units = layout.schedule == MSP
-        settings |= {"pp_msp": "on"} if shares_units else {"pp_schedule": layout.schedule}
     if layout.activation_tier != HOST:
         settings["offload_tier"] = layout.activation_tier
     elif layout.offload != "none" and base.offload_dir is not None:
@@ -576,13 +558,10 @@ def actions_of_layout(
             # Of several processes none has its weights on the host by itself.
             on_host=False,
         )
-        made = make_plan(request)
-        return [[str(action) for action in made.program().actions] for _ in range(layout.sp)]
+        return actions_to_list(make_plan(request)) * layout.sp
     rows = question.rows // layout.replicas
-    if (
-        _ACTIONS_PER_UNIT * rows * layout.num_chunks * layout.stages * layout.virtual
-        > _MAX_LISTED_ACTIONS
-    ):
+    units = rows * layout.num_chunks * layout.stages * layout.virtual
+    if _ACTIONS_PER_UNIT * units > _MAX_LISTED_ACTIONS:
         return None
     schedule = generate(
         layout.schedule, Size(layout.stages, rows, layout.num_chunks, layout.virtual)
@@ -600,16 +579,14 @@ def actions_of_layout(
     return [texts for texts in listed for _ in range(layout.sp)]
 
 
-def _given_budgets(
-    arguments: PlanArguments, config: SPPOConfig, *, is_written: bool = True
-) -> Mapping[str, Any]:
+def _given_budgets(arguments: PlanArguments, config: SPPOConfig) -> Mapping[str, Any]:
     """Return the budgets and the hardware profile that the command line names, as settings."""
-    if config.offload_dir is not None and is_written and arguments.offload_dir is None:
+    has_disk = config.offload_dir is not None
+    if has_disk and arguments.write is not None and arguments.offload_dir is None:
         raise ConfigError(
             "--write was given with --disk-memory, but without a folder on that disk. "
             "Allowed: with --offload-dir, or without a disk. Remedy: add --offload-dir DIR."
         )
-    has_disk = config.offload_dir is not None
     given: dict[str, Any] = {
         "device_memory": config.device_memory,
         # Assumed host memory is no setting of the machine.
@@ -619,13 +596,3 @@ def _given_budgets(
         "disk_memory": config.disk_memory if has_disk else None,
     }
     return {name: value for name, value in given.items() if value is not None}
-
-
-def _chunk_lengths(bounds: Bounds) -> Mapping[str, Any]:
-    return {"chunk_lengths": [end - start for start, end in bounds]}
-
-
-def _yaml(settings: Mapping[str, Any]) -> str:
-    file = io.StringIO()
-    write_yaml(settings, file)
-    return file.getvalue()

@@ -68,11 +68,6 @@ class Simulation:
     """Decoder layers of each stage, [stages]; () without a model."""
 
     @property
-    def bubble_fraction(self) -> float:
-        """Share of the ranks' time in which they do not compute."""
-        return bubble_fraction(self.timeline)
-
-    @property
     def peak_units(self) -> list[float]:
         """Most units whose activations a rank holds at once, [ranks]."""
         return peak_units(self.lowered, self.timeline)
@@ -154,14 +149,10 @@ class SimulateArguments:
         )
 
     @property
-    def forward_seconds(self) -> float:
-        """Seconds of a forward unit without a model."""
-        return 1.0 if self.forward is None else self.forward
-
-    @property
-    def backward_seconds(self) -> float:
-        """Seconds of a backward unit without a model."""
-        return 2.0 if self.backward is None else self.backward
+    def unit_seconds(self) -> tuple[float, float]:
+        """Seconds of a forward and of a backward unit without a model."""
+        forward = 1.0 if self.forward is None else self.forward
+        return forward, 2.0 if self.backward is None else self.backward
 
     def simulate(self) -> Simulation:
         """Generate the schedule and simulate it.
@@ -177,12 +168,7 @@ class SimulateArguments:
         if self.model is not None:
             return self._simulate_model(schedule)
         lowered = lower(schedule) if self.send else schedule
-        seconds = fixed_seconds(
-            self.forward_seconds,
-            self.backward_seconds,
-            weight=self.weight,
-            send=self.send or 0.0,
-        )
+        seconds = fixed_seconds(*self.unit_seconds, weight=self.weight, send=self.send or 0.0)
         timeline = simulate_pipeline(lowered, seconds=shared_seconds(schedule, seconds))
         return Simulation(schedule=schedule, lowered=lowered, timeline=timeline)
 
@@ -208,20 +194,22 @@ class SimulateArguments:
             device_kind=profile.kind,
             stages=schedule.num_stages,
         )
+        cost = ModelCost(
+            shape=question.shape,
+            profile=profile,
+            dtype_name=self.dtype,
+            batch_rows=self.micro_batch_size,
+        )
+        link_rate: float = UNKNOWN_LINK
+        if self.link:
+            link_rate = parse_bytes(self.link, field="--link", total_bytes=None)
         costs = PipelineCost(
             schedule,
-            ModelCost(
-                shape=question.shape,
-                profile=profile,
-                dtype_name=self.dtype,
-                batch_rows=self.micro_batch_size,
-            ),
+            cost,
             bounds,
             saved="inputs" if self.recompute else "whole",
             offload=self.offload,
-            link_bytes_per_second=parse_bytes(self.link, field="--link", total_bytes=None)
-            if self.link
-            else UNKNOWN_LINK,
+            link_bytes_per_second=link_rate,
         )
         lowered = costs.lowered(schedule)
         timeline = costs.simulate(lowered)
@@ -266,9 +254,10 @@ class SimulateArguments:
                     f"{option} is {value}. Allowed: seconds, zero or {_MIN_SECONDS:g} to "
                     f"{_MAX_SECONDS:g}. Remedy: use 1."
                 )
-        if (self.weight or 0.0) > self.backward_seconds:
+        backward = self.unit_seconds[1]
+        if (self.weight or 0.0) > backward:
             raise ConfigError(
-                f"--weight is {self.weight}, more than --backward, {self.backward_seconds}. "
+                f"--weight is {self.weight}, more than --backward, {backward}. "
                 "Allowed: a part of it. Remedy: --backward is the whole backward; raise it."
             )
         self._check_size()
@@ -322,7 +311,7 @@ def simulate(arguments: SimulateArguments, as_json: common.AsJson = False) -> No
 def _to_dict(simulation: Simulation) -> dict[str, Any]:
     has_no_sends = simulation.lowered is simulation.schedule
     return {
-        "bubble_fraction": simulation.bubble_fraction,
+        "bubble_fraction": bubble_fraction(simulation.timeline),
         "step_seconds": simulation.timeline.end_seconds,
         "peak_units": simulation.peak_units,
         "peak_bytes": simulation.peak_bytes,
@@ -333,13 +322,10 @@ def _to_dict(simulation: Simulation) -> dict[str, Any]:
 
 def _table(simulation: Simulation, title: str) -> Group:
     table = Table(show_edge=False)
-    table.add_column("rank", justify="right")
-    table.add_column("stages")
-    table.add_column("busy", justify="right")
-    table.add_column("peak units", justify="right")
-    if simulation.peak_bytes is not None:
-        table.add_column("peak memory", justify="right")
-        table.add_column("layers")
+    with_model = () if simulation.peak_bytes is None else ("peak memory", "layers")
+    for heading in ("rank", "stages", "busy", "peak units", *with_model):
+        is_text = heading in ("stages", "layers")
+        table.add_column(heading, justify="left" if is_text else "right")
     seconds = simulation.timeline.end_seconds
     for rank, units in enumerate(simulation.peak_units):
         stages = [s for s, r in enumerate(simulation.schedule.stage_ranks) if r == rank]
@@ -350,9 +336,8 @@ def _table(simulation: Simulation, title: str) -> Group:
             row.append(format_bytes(simulation.peak_bytes[rank]))
             row.append(" ".join(f"{held.start}-{held.stop - 1}" for held in layers))
         table.add_row(*row)
-    caption = (
-        f"a step takes {seconds:,.6g} seconds, ranks idle {simulation.bubble_fraction:.2%} of it"
-    )
+    idle = bubble_fraction(simulation.timeline)
+    caption = f"a step takes {seconds:,.6g} seconds, ranks idle {idle:.2%} of it"
     return Group(Text(title, style="bold"), table, Text(caption))
 
 
@@ -360,8 +345,11 @@ def _print_over_time(out: Any, simulation: Simulation, arguments: SimulateArgume
     """Print the timeline as text, if units take whole seconds and it is not too wide."""
     if arguments.model is not None or simulation.schedule.shared_units:
         return
-    slots = [arguments.forward_seconds, arguments.backward_seconds]
     narrow = simulation.timeline.end_seconds <= _MAX_TEXT_WIDTH
-    shown = narrow and all(s == int(s) >= 1 for s in slots) and over_time(simulation.timeline, 1.0)
+    shown = (
+        narrow
+        and all(s == int(s) >= 1 for s in arguments.unit_seconds)
+        and over_time(simulation.timeline, 1.0)
+    )
     if shown and max(map(len, shown.splitlines())) <= _MAX_TEXT_WIDTH:
         out.print(Text("\n" + shown), soft_wrap=True)

@@ -26,7 +26,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -92,21 +92,17 @@ class BenchTimer:
 
     def _timed(self, work: Callable[[], object]) -> tuple[float, float]:
         """Return the median seconds of a call, and the total seconds without building kernels."""
-        first = self._sample(work, 1)
-        single = self._sample(work, 1)
+        first, single = self._sample(work, 1), self._sample(work, 1)
         # A kernel that is built for each new size (cuDNN) takes a second in its first call.
         spent = min(first, single) + single
         if 3 * single > self._most_seconds:
             return single, spent
-        wanted = math.ceil(_MIN_SAMPLE_SECONDS / max(single, 1e-9))
-        calls = min(max(1, wanted), _MAX_CALLS)
+        calls = min(max(1, math.ceil(_MIN_SAMPLE_SECONDS / max(single, 1e-9))), _MAX_CALLS)
         samples: list[float] = []
-        while len(samples) < self._repeats:
+        while len(samples) < self._repeats and spent <= self._most_seconds:
             sample = self._sample(work, calls)
             samples.append(sample / calls)
             spent += sample
-            if spent > self._most_seconds:
-                break
         return statistics.median(samples), spent
 
     def curve(
@@ -436,24 +432,23 @@ def measure_attention(
     )
     backend = select_backend("auto", requirement).backend
 
-    def load_of(count: int) -> Workload:
-        return Workload(
+    def made(count: int) -> tuple[Workload, Any]:
+        load = Workload(
             requirement=requirement,
             query_heads=heads.query,
             chunk_tokens=count,
             prefix_tokens=PREFIX_CHUNKS * count,
         )
+        return load, load.make(watch.device)
 
     def forward_of(count: int) -> tuple[Callable[[], object], float]:
-        load = load_of(count)
-        made = load.make(watch.device)
-        return lambda: made.forward(backend), load.forward_flops
+        load, work = made(count)
+        return lambda: work.forward(backend), load.forward_flops
 
     def backward_of(count: int) -> tuple[Callable[[], object], float]:
-        load = load_of(count)
-        made = load.make(watch.device)
-        attended = made.forward(backend)
-        return lambda: made.backward(backend, attended), load.backward_flops
+        load, work = made(count)
+        attended = work.forward(backend)
+        return lambda: work.backward(backend, attended), load.backward_flops
 
     forward = watch.curve(tokens, forward_of, budget_seconds=budget_seconds)
     # Sizes that were too slow for forward are not tried in backward.
@@ -609,30 +604,64 @@ def calibrate(
     device = _checked_device(device)
     sizes = QUICK if quick else SIZES[device.type]
     dtypes = {name: _dtype(name) for name in dtype_names or sizes.dtype_names}
+    watch = BenchTimer(device, most_seconds=sizes.most_seconds)
+    host = BenchTimer(torch.device("cpu"), most_seconds=sizes.most_seconds)
+    total = 2 * len(dtypes) + 4 + (offload_dir is not None)
+    done = 0
+
+    def run(title: str, measure: Callable[[], _T]) -> _T:
+        nonlocal done
+        if on_progress is not None:
+            on_progress(title, done, total)
+        done += 1
+        return measure()
+
+    def by_dtype(title: str, measure: Callable[..., _T], **work: object) -> dict[str, _T]:
+        work["budget_seconds"] = sizes.budget_seconds
+        return {
+            name: run(f"{title}, {name}", partial(measure, watch, dtype, **work))
+            for name, dtype in dtypes.items()
+        }
+
     with bound_to_device(device), as_current_device(device), torch.no_grad():
-        measured = _measure_all(device, sizes, dtypes, offload_dir, on_progress or _no_progress)
+        # The disk first, because its folder may be refused.
+        disk = None
+        if offload_dir is not None:
+            disk = run("disk", partial(measure_disk, offload_dir, sizes.disk_bytes))
+        matmul = by_dtype(
+            "matrix products", measure_matmul, weights=sizes.weights, tokens=sizes.matmul_tokens
+        )
+        attention = by_dtype(
+            "attention", measure_attention, heads=sizes.heads, tokens=sizes.attention_tokens
+        )
+        memory = run("memory", partial(measure_memory, watch, sizes.memory_bytes))
+        launch_seconds = run("launches", partial(measure_launch, watch))
+        copies = run("copies", partial(measure_copies, watch, sizes.copy_bytes))
+        update = run(
+            "update on the host", partial(measure_host_update, host, sizes.copy_bytes // 4)
+        )
+    if on_progress is not None:
+        on_progress("done", done, total)
     facts = device_facts(device, SPPOConfig())
-    backends = ", ".join(
-        f"{speed.backend} for {name}" for name, speed in measured.attention.items()
-    )
+    backends = ", ".join(f"{speed.backend} for {name}" for name, speed in attention.items())
     small = ", with sizes too small to plan with" if quick else ""
     return HardwareProfile(
         name=facts.name,
         kind=facts.kind,
         estimated=False,
         source=f"measured on {datetime.date.today()}{small}; attention: {backends}",
-        matmul_flops=measured.matmul,
-        attention_forward_flops={n: speed.forward for n, speed in measured.attention.items()},
-        attention_backward_flops={n: speed.backward for n, speed in measured.attention.items()},
-        memory_bytes_per_second=measured.memory,
-        launch_seconds=measured.launch_seconds,
-        d2h_bytes_per_second=measured.copies.d2h,
-        h2d_bytes_per_second=measured.copies.h2d,
-        both_d2h_bytes_per_second=measured.copies.both_d2h,
-        both_h2d_bytes_per_second=measured.copies.both_h2d,
-        host_update_bytes_per_second=measured.host_update,
-        disk_write_bytes_per_second=None if measured.disk is None else measured.disk.write,
-        disk_read_bytes_per_second=None if measured.disk is None else measured.disk.read,
+        matmul_flops=matmul,
+        attention_forward_flops={name: speed.forward for name, speed in attention.items()},
+        attention_backward_flops={name: speed.backward for name, speed in attention.items()},
+        memory_bytes_per_second=memory,
+        launch_seconds=launch_seconds,
+        d2h_bytes_per_second=copies.d2h,
+        h2d_bytes_per_second=copies.h2d,
+        both_d2h_bytes_per_second=copies.both_d2h,
+        both_h2d_bytes_per_second=copies.both_h2d,
+        host_update_bytes_per_second=update,
+        disk_write_bytes_per_second=None if disk is None else disk.write,
+        disk_read_bytes_per_second=None if disk is None else disk.read,
         device_bytes=facts.device_memory_bytes,
         host_bytes=host_memory_bytes(),
         pinned_bytes=_pinnable_bytes(device, pinned_so_far_bytes=2 * sizes.copy_bytes),
@@ -641,86 +670,6 @@ def calibrate(
         numa_node=device_numa_node(device),
         versions=device_versions(device),
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Measured:
-    """All measurements, in the units of `HardwareProfile`."""
-
-    matmul: dict[str, Curve]
-    attention: dict[str, AttentionSpeed]
-    memory: float
-    launch_seconds: float
-    copies: CopySpeed
-    host_update: float
-    disk: DiskSpeed | None
-
-
-def _measure_all(
-    device: torch.device,
-    sizes: Sizes,
-    dtypes: Mapping[str, torch.dtype],
-    offload_dir: str | os.PathLike[str] | None,
-    on_progress: Progress,
-) -> _Measured:
-    """Run all measurements, one after another."""
-    watch = BenchTimer(device, most_seconds=sizes.most_seconds)
-    host = BenchTimer(torch.device("cpu"), most_seconds=sizes.most_seconds)
-    total = 2 * len(dtypes) + 4 + (offload_dir is not None)
-    done = 0
-
-    def run(title: str, measure: Callable[[], _T]) -> _T:
-        nonlocal done
-        on_progress(title, done, total)
-        result = measure()
-        done += 1
-        return result
-
-    def matmul(dtype: torch.dtype) -> Curve:
-        return measure_matmul(
-            watch,
-            dtype,
-            weights=sizes.weights,
-            tokens=sizes.matmul_tokens,
-            budget_seconds=sizes.budget_seconds,
-        )
-
-    def attention(dtype: torch.dtype) -> AttentionSpeed:
-        return measure_attention(
-            watch,
-            dtype,
-            heads=sizes.heads,
-            tokens=sizes.attention_tokens,
-            budget_seconds=sizes.budget_seconds,
-        )
-
-    # The disk first, because its folder may be refused.
-    disk = None
-    if offload_dir is not None:
-        disk = run("disk", partial(measure_disk, offload_dir, sizes.disk_bytes))
-    measured = _Measured(
-        disk=disk,
-        matmul={
-            name: run(f"matrix products, {name}", partial(matmul, dtype))
-            for name, dtype in dtypes.items()
-        },
-        attention={
-            name: run(f"attention, {name}", partial(attention, dtype))
-            for name, dtype in dtypes.items()
-        },
-        memory=run("memory", partial(measure_memory, watch, sizes.memory_bytes)),
-        launch_seconds=run("launches", partial(measure_launch, watch)),
-        copies=run("copies", partial(measure_copies, watch, sizes.copy_bytes)),
-        host_update=run(
-            "update on the host", partial(measure_host_update, host, sizes.copy_bytes // 4)
-        ),
-    )
-    on_progress("done", done, total)
-    return measured
-
-
-def _no_progress(title: str, done: int, total: int) -> None:
-    """Report no progress."""
 
 
 def _checked_device(device: torch.device) -> torch.device:

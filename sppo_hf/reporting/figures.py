@@ -19,7 +19,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.activation_modes import SAVED, ActivationMode, mode_of
@@ -154,13 +154,10 @@ def join_spans(spans: Iterable[Span], finest_seconds: float) -> list[Bar]:
     bars: list[Bar] = []
     for action, _, start, end, _ in spans:
         last = bars[-1] if bars else None
-        if (
-            last is not None
-            and (last.kind, last.unit) == (action.kind, action.unit)
-            and start - last.end_seconds <= finest_seconds
-        ):
+        same = last is not None and (last.kind, last.unit) == (action.kind, action.unit)
+        if last is not None and same and start - last.end_seconds <= finest_seconds:
             busy_seconds = last.busy_seconds + end - start
-            bars[-1] = Bar(last.kind, last.unit, last.start_seconds, end, busy_seconds)
+            bars[-1] = last._replace(end_seconds=end, busy_seconds=busy_seconds)
         else:
             bars.append(Bar(action.kind, action.unit, start, end, end - start))
     return bars
@@ -225,7 +222,13 @@ def draw_schedule(schedule: Schedule, timeline: Timeline, *, path: str | Path, t
     figure = new_figure(path, height_inches=sum(inches) + 1.2)
     head, resources, held = figure.subplots(3, 1, height_ratios=inches)
     clock = Clock.of(timeline)
-    _write_schedule_title(head, schedule, timeline, clock=clock, title=title)
+    facts = [
+        f"{schedule.num_ranks} ranks, {schedule.num_stages} stages",
+        f"{schedule.num_micro_batches} micro-batches of {schedule.num_chunks} chunks",
+        f"{clock.say(timeline.end_seconds)} a step",
+        f"{bubble_fraction(timeline):.1%} idle",
+    ]
+    write_title(head, title, [facts])
     _draw_rows(resources, schedule, timeline, rows=rows, clock=clock)
     _draw_held(held, schedule, timeline, clock)
     share_time_axis([resources, held], clock)
@@ -267,36 +270,16 @@ def new_figure(
 
 def _rows(schedule: Schedule, timeline: Timeline) -> list[list[str]]:
     """Returns the names of each rank's resources, compute first."""
-    rows: list[list[str]] = []
-    for rank in range(schedule.num_ranks):
-        compute = f"{rank}{COMPUTE}"
-        own = [
-            resource for resource in timeline.resources if resource.partition(".")[0] == str(rank)
-        ]
+    rows = [[f"{rank}{COMPUTE}"] for rank in range(schedule.num_ranks)]
+    for rank, row in enumerate(rows):
+        own = (name for name in timeline.resources if name.partition(".")[0] == str(rank))
         # Receives take no time; their sends are shown.
-        beside = [
-            resource
-            for resource in own
-            if resource != compute and timeline.busy_seconds(resource) > 0
-        ]
-        rows.append([compute, *beside])
+        row += (name for name in own if name not in row and timeline.busy_seconds(name) > 0)
     return rows
 
 
 def _row_height(resources: Sequence[str]) -> float:
     return 1.0 + _BESIDE_HEIGHT * (len(resources) - 1)
-
-
-def _write_schedule_title(
-    axes: Axes, schedule: Schedule, timeline: Timeline, *, clock: Clock, title: str
-) -> None:
-    said = [
-        f"{schedule.num_ranks} ranks, {schedule.num_stages} stages",
-        f"{schedule.num_micro_batches} micro-batches of {schedule.num_chunks} chunks",
-        f"{clock.say(timeline.end_seconds)} a step",
-        f"{bubble_fraction(timeline):.1%} idle",
-    ]
-    write_title(axes, title, [said])
 
 
 def _draw_rows(
@@ -317,13 +300,12 @@ def _draw_rows(
         for below, resource in enumerate(resources[1:]):
             place = at + COMPUTE_HEIGHT + 0.04 + below * _BESIDE_HEIGHT
             ticks[place + 0.1] = resource.partition(".")[2]
-            _draw_beside(axes, timeline, resource=resource, at=place, clock=clock)
+            spans = list(timeline.spans(resource))
+            colours = [KIND_COLOURS[span.action.kind] for span in spans]
+            height = _BESIDE_HEIGHT - 0.08
+            _draw_bars(axes, spans, place, height, clock, facecolors=colours, linewidth=0)
         at += _row_height(resources)
-    axes.set_ylim(at, -0.2)
-    axes.set_yticks(list(ticks), list(ticks.values()))
-    for label in axes.get_yticklabels():
-        label.set_fontsize(9 if label.get_text().startswith("rank") else 6)
-    axes.tick_params(axis="y", length=0)
+    _label_rows(axes, ticks, at, small=6)
     add_legend(axes, kind_handles(kinds))
 
 
@@ -343,29 +325,24 @@ def draw_compute(
         mixed(KIND_COLOURS[span.action.kind], 0.3 * (schedule.micro_batch(span.action) % 2))
         for span in spans
     ]
-    axes.broken_barh(
-        [clock.place(span.start_seconds, span.end_seconds) for span in spans],
-        (at, height),
-        facecolors=colours,
-        edgecolors="white",
-        # Edges would cover narrow bars.
-        linewidth=0.5 if len(spans) <= 250 else 0.0,
-    )
+    # Edges would cover narrow bars.
+    edge = 0.5 if len(spans) <= 250 else 0.0
+    style = {"facecolors": colours, "edgecolors": "white", "linewidth": edge}
+    _draw_bars(axes, spans, at, height, clock, **style)
     for span in spans:
         said = _numbered(schedule, span.action.unit)
         length = span.end_seconds - span.start_seconds
         if length < clock.end / clock.per_second * _CHARACTER * (len(said) + 0.4):
             continue
         middle = (span.start_seconds + span.end_seconds) / 2 * clock.per_second
-        axes.text(
-            middle,
-            at + height / 2,
-            said,
-            ha="center",
-            va="center",
-            fontsize=7,
-            color="white" if span.action.kind in DARK_KINDS else "black",
-        )
+        _write_number(axes, middle, at + height / 2, said, span.action.kind, fontsize=7)
+
+
+def _write_number(
+    axes: Axes, x: float, y: float, text: str, kind: Kind, *, fontsize: float
+) -> None:
+    colour = "white" if kind in DARK_KINDS else "black"
+    axes.text(x, y, text, ha="center", va="center", fontsize=fontsize, color=colour)
 
 
 def _numbered(schedule: Schedule, unit: int) -> str:
@@ -374,14 +351,20 @@ def _numbered(schedule: Schedule, unit: int) -> str:
     return str(micro_batch) if schedule.num_chunks == 1 else f"{micro_batch}.{chunk}"
 
 
-def _draw_beside(axes: Axes, timeline: Timeline, *, resource: str, at: float, clock: Clock) -> None:
-    spans = list(timeline.spans(resource))
-    axes.broken_barh(
-        [clock.place(span.start_seconds, span.end_seconds) for span in spans],
-        (at, _BESIDE_HEIGHT - 0.08),
-        facecolors=[KIND_COLOURS[span.action.kind] for span in spans],
-        linewidth=0,
-    )
+def _draw_bars(
+    axes: Axes, bars: Iterable[Span | Bar], at: float, height: float, clock: Clock, **style: Any
+) -> None:
+    places = [clock.place(bar.start_seconds, bar.end_seconds) for bar in bars]
+    axes.broken_barh(places, (at, height), **style)
+
+
+def _label_rows(axes: Axes, ticks: Mapping[float, str], bottom: float, *, small: float) -> None:
+    """Labels rows from the top down; those that name a rank are larger."""
+    axes.set_ylim(bottom, -0.2)
+    axes.set_yticks(list(ticks), list(ticks.values()))
+    for label in axes.get_yticklabels():
+        label.set_fontsize(9 if label.get_text().startswith("rank") else small)
+    axes.tick_params(axis="y", length=0)
 
 
 def _draw_held(axes: Axes, schedule: Schedule, timeline: Timeline, clock: Clock) -> None:
@@ -411,7 +394,7 @@ def _draw_held(axes: Axes, schedule: Schedule, timeline: Timeline, clock: Clock)
             label=f"rank {rank}: {max(values):.3g}",
         )
     axes.set_ylim(bottom=0.0)
-    add_legend(axes, None)
+    add_legend(axes, axes.get_legend_handles_labels()[0])
 
 
 def write_title(axes: Axes, title: str, lines: Sequence[Sequence[str]]) -> None:
@@ -436,9 +419,8 @@ def share_time_axis(panels: Sequence[Axes], clock: Clock) -> None:
     panels[-1].set_xlabel(f"time ({clock.unit})")
 
 
-def add_legend(axes: Axes, handles: Sequence[Artist] | None) -> None:
-    """Puts a legend to the right of `axes`, of `handles` or, if None, of the axes' own artists."""
-    handles = axes.get_legend_handles_labels()[0] if handles is None else handles
+def add_legend(axes: Axes, handles: Sequence[Artist]) -> None:
+    """Puts a legend to the right of `axes`."""
     axes.legend(
         handles=handles,
         loc="upper left",
@@ -475,8 +457,7 @@ def draw_comparison(
     A pair of rows for each rank: measured above, simulated below. Dashed lines mark both ends.
 
     Raises:
-        ConfigError: matplotlib is missing, or the path's ending is not one that can be drawn.
-        OSError: the file cannot be written.
+        ConfigError, OSError: as `draw_schedule`.
     """
     rows_inches = 0.75 * schedule.num_ranks + 0.5
     figure = new_figure(path, height_inches=rows_inches + 1.7)
@@ -499,7 +480,7 @@ def draw_comparison(
         ticks[top + _MEASURED_HEIGHT / 2] = f"rank {rank}, measured"
         ticks[below + _SIMULATED_HEIGHT / 2] = "simulated"
         kinds |= {span.action.kind for span in measured.spans(resource)}
-    bottom = schedule.num_ranks * _PAIR_HEIGHT - 0.2
+    _label_rows(axes, ticks, schedule.num_ranks * _PAIR_HEIGHT - 0.2, small=7)
     ends = [
         axes.axvline(
             timeline.end_seconds * clock.per_second,
@@ -513,11 +494,6 @@ def draw_comparison(
             ("simulated", simulated, GREY),
         )
     ]
-    axes.set_ylim(bottom, -0.2)
-    axes.set_yticks(list(ticks), list(ticks.values()))
-    for label in axes.get_yticklabels():
-        label.set_fontsize(9 if "measured" in label.get_text() else 7)
-    axes.tick_params(axis="y", length=0)
     share_time_axis([axes], clock)
     axes.set_xlim(0.0, clock.end * 1.005)
     add_legend(axes, [*kind_handles(kinds), *ends])
@@ -543,6 +519,13 @@ def _comparison_lines(
 _MAX_NUMBERS = 45
 _NARROWEST_NUMBERED = 1 / 60
 _MAX_BUDGET_RATIO = 3.0
+_WAITING: dict[str, Any] = {
+    "facecolor": "white",
+    "edgecolor": RED,
+    "hatch": "/////",
+    "linewidth": 0,
+}
+"""Style of the time in which a resource waits."""
 
 
 def draw_plan(
@@ -562,15 +545,10 @@ def draw_plan(
     only named.
 
     Raises:
-        ConfigError: matplotlib is missing, or the path's ending is none of `ENDINGS`.
-        OSError: the file cannot be written.
+        ConfigError, OSError: as `draw_schedule`.
     """
     tiers = [tier for tier in timeline.tiers if timeline.peak(tier).num_bytes > 0]
-    resources = [
-        resource
-        for resource in timeline.resources
-        if next(timeline.spans(resource), None) is not None
-    ]
+    resources = [name for name in timeline.resources if any(True for _ in timeline.spans(name))]
     memory_inches = [2.2 if at == 0 else 1.1 for at in range(len(tiers))]
     inches = [0.6, 2.2, *memory_inches, 0.2 + 0.4 * max(len(resources), 1)]
     height = sum(inches) + 0.8 + 0.35 * len(inches)
@@ -578,28 +556,22 @@ def draw_plan(
     grid = figure.subplots(len(inches), 1, squeeze=False, height_ratios=inches)
     head, modes, *memory, below = grid[:, 0]
     clock = Clock.of(timeline)
-    _write_plan_title(head, plan, clock, timeline=timeline, title=title)
-    _draw_modes(modes, plan)
-    for axes, tier in zip(memory, tiers, strict=True):
-        _draw_memory(axes, timeline, tier, budget_bytes=budgets.get(tier), clock=clock)
-    _draw_resources(below, timeline, resources, clock)
-    share_time_axis([*memory, below], clock)
-    figure.savefig(path, dpi=150)
-
-
-def _write_plan_title(
-    axes: Axes, plan: Plan, clock: Clock, *, timeline: Timeline, title: str
-) -> None:
     rows = "" if plan.batch_rows == 1 else f"{plan.batch_rows} rows of "
-    said = [
+    facts = [
         rows + format_tokens(plan.total_tokens),
         format_lengths(plan.chunk_lengths),
         f"{plan.num_layers} layers",
     ]
     if timeline.end_seconds > 0:
         tokens_per_second = plan.batch_rows * plan.total_tokens / timeline.end_seconds
-        said += [f"{clock.say(timeline.end_seconds)} a step", f"{tokens_per_second:,.0f} tokens/s"]
-    write_title(axes, title, [said])
+        facts += [f"{clock.say(timeline.end_seconds)} a step", f"{tokens_per_second:,.0f} tokens/s"]
+    write_title(head, title, [facts])
+    _draw_modes(modes, plan)
+    for axes, tier in zip(memory, tiers, strict=True):
+        _draw_memory(axes, timeline, tier, budget_bytes=budgets.get(tier), clock=clock)
+    _draw_resources(below, timeline, resources, clock)
+    share_time_axis([*memory, below], clock)
+    figure.savefig(path, dpi=150)
 
 
 def _draw_modes(axes: Axes, plan: Plan) -> None:
@@ -631,7 +603,7 @@ def _draw_modes(axes: Axes, plan: Plan) -> None:
                 label=str(mode),
             )
         bottoms = [bottom + count for bottom, count in zip(bottoms, counts, strict=True)]
-    add_legend(axes, _stacked(axes))
+    add_legend(axes, axes.get_legend_handles_labels()[0][::-1])  # top of the stack first
 
 
 def _number_chunks(axes: Axes, plan: Plan) -> None:
@@ -645,11 +617,6 @@ def _number_chunks(axes: Axes, plan: Plan) -> None:
     top = axes.secondary_xaxis("top")
     top.set_xticks(list(places.values()), [str(chunk) for chunk in places], fontsize=8)
     top.tick_params(length=0, pad=1)
-
-
-def _stacked(axes: Axes) -> list[Artist]:
-    """Returns the artists of `axes` for its legend, top of the stack first."""
-    return axes.get_legend_handles_labels()[0][::-1]
 
 
 def _draw_memory(
@@ -684,10 +651,12 @@ def _draw_memory(
     axes.set_title(words, loc="left", size=10, color=RED if over else "black")
     axes.set_ylabel(unit)
     axes.set_ylim(0, 1.12 * highest_bytes / unit_bytes)
-    add_legend(axes, _stacked(axes))
+    add_legend(axes, axes.get_legend_handles_labels()[0][::-1])  # top of the stack first
 
 
 def _draw_resources(axes: Axes, timeline: Timeline, resources: Sequence[str], clock: Clock) -> None:
+    from matplotlib.patches import Patch
+
     finest_seconds = timeline.end_seconds * FINEST
     kinds: set[Kind] = set()
     waits: dict[str, float] = {}
@@ -695,20 +664,16 @@ def _draw_resources(axes: Axes, timeline: Timeline, resources: Sequence[str], cl
         drawn = join_spans(timeline.spans(resource), finest_seconds)
         here: set[Kind] = {bar.kind for bar in drawn}
         kinds |= here
-        axes.broken_barh(
-            [clock.place(bar.start_seconds, bar.end_seconds) for bar in drawn],
-            (row - 0.4, 0.8),
-            facecolors=[bar.colour for bar in drawn],
-            linewidth=0,
-        )
+        colours = [bar.colour for bar in drawn]
+        _draw_bars(axes, drawn, row - 0.4, 0.8, clock, facecolors=colours, linewidth=0)
         for bar in longest_bars(drawn, timeline.end_seconds * _NARROWEST_NUMBERED):
             start, length = clock.place(bar.start_seconds, bar.end_seconds)
-            colour = "white" if bar.kind in DARK_KINDS else "black"
-            place = {"ha": "center", "va": "center", "fontsize": 8}
-            axes.text(start + length / 2, row, str(bar.unit), color=colour, **place)
+            _write_number(axes, start + length / 2, row, str(bar.unit), bar.kind, fontsize=8)
         if here & COMPUTE_KINDS:
             waits[resource] = timeline.stall_seconds(resource)
-            _draw_stalls(axes, row, timeline, resource=resource, clock=clock)
+            stalls = timeline.stalls(resource, over_seconds=finest_seconds)
+            places = [clock.place(s.start_seconds, s.start_seconds + s.seconds) for s in stalls]
+            axes.broken_barh(places, (row - 0.4, 0.8), **_WAITING)
     end_seconds = timeline.end_seconds or 1.0
     labels = [
         f"{resource}\n{timeline.busy_seconds(resource) / end_seconds:.0%} busy"
@@ -723,29 +688,10 @@ def _draw_resources(axes: Axes, timeline: Timeline, resources: Sequence[str], cl
     axes.set_title(
         f"resources: {said}" if 1 <= len(waits) <= 3 else "resources", loc="left", size=10
     )
-    add_legend(axes, _resource_handles(kinds, waited=any(waits.values())))
-
-
-def _draw_stalls(axes: Axes, row: int, timeline: Timeline, *, resource: str, clock: Clock) -> None:
-    stalls = timeline.stalls(resource, over_seconds=timeline.end_seconds * FINEST)
-    axes.broken_barh(
-        [clock.place(stall.start_seconds, stall.start_seconds + stall.seconds) for stall in stalls],
-        (row - 0.4, 0.8),
-        facecolors="white",
-        edgecolor=RED,
-        hatch="/////",
-        linewidth=0,
-    )
-
-
-def _resource_handles(kinds: set[Kind], *, waited: bool) -> list[Artist]:
-    from matplotlib.patches import Patch
-
     handles = kind_handles(kinds)
-    if waited:
-        style = {"facecolor": "white", "edgecolor": RED, "hatch": "/////", "linewidth": 0}
-        handles.append(Patch(label="waits", **style))
-    return handles
+    if any(waits.values()):
+        handles.append(Patch(label="waits", **_WAITING))
+    add_legend(axes, handles)
 
 
 def mode_colour(mode: ActivationMode) -> str:

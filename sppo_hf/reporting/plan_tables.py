@@ -79,7 +79,12 @@ def group_chunks(decisions: Decisions, *, most: int) -> list[ChunkGroup]:
         groups = [list(group) for _, group in groupby(range(chunks), key)]
         if len(groups) <= most:
             break
-    return [_group(group, counts) for group in groups]
+    found: list[ChunkGroup] = []
+    for group in groups:
+        numbers = {mode: [counts[chunk][mode] for chunk in group] for mode in all_modes()}
+        layers = {mode: (min(each), max(each)) for mode, each in numbers.items() if any(each)}
+        found.append(ChunkGroup(group[0], group[-1], layers))
+    return found
 
 
 def words(mode: ActivationMode) -> str:
@@ -97,15 +102,6 @@ def words(mode: ActivationMode) -> str:
 def span(low: int, high: int) -> str:
     """Writes a range: "3" or "3-5"."""
     return f"{low:,}" if low == high else f"{low:,}-{high:,}"
-
-
-def _group(chunks: Sequence[int], counts: Sequence[Counter[ActivationMode]]) -> ChunkGroup:
-    layers: dict[ActivationMode, tuple[int, int]] = {}
-    for mode in all_modes():
-        numbers = [counts[chunk][mode] for chunk in chunks]
-        if any(numbers):
-            layers[mode] = min(numbers), max(numbers)
-    return ChunkGroup(chunks[0], chunks[-1], layers)
 
 
 _MAX_LENGTHS_SHOWN = 6
@@ -193,9 +189,8 @@ def add_plan_rows(table: Table, plan: Plan, *, layers: bool = True) -> None:
 
     `layers`: whether to add the layers' modes by groups of chunks.
     """
-    rows = "" if plan.batch_rows == 1 else f"{plan.batch_rows} rows x "
-    purpose = "training" if plan.training else "evaluation"
-    table.add_row("tokens", rows + format_tokens(plan.total_tokens), purpose)
+    tokens = _rows_of(plan.batch_rows) + format_tokens(plan.total_tokens)
+    table.add_row("tokens", tokens, "training" if plan.training else "evaluation")
     table.add_row("chunks", format_lengths(plan.chunk_lengths), f"{plan.num_layers} layers each")
     whole = plan.by_layer and plan.num_chunks == 1
     order = "layer by layer, each over all tokens" if whole else ORDERS[plan.order]
@@ -292,30 +287,24 @@ def _add_adapters(table: Table, plan: Plan) -> None:
 
 def _add_modes(table: Table, plan: Plan, *, layers: bool) -> None:
     modes = {mode for row in plan.layer_modes for mode in row}
-    offload = _all_or_some({mode.offload for mode in modes})
+    offloads = {mode.offload for mode in modes}
+    offload = "some layers" if len(offloads) == 2 else "full" if True in offloads else "none"
     table.add_row("recompute", _recomputed({mode.saved for mode in modes}), plan.recompute_reason)
     if any(mode.saved == "hidden" for mode in modes):
-        _add_attention_again(table, plan)
+        assert plan.prediction is not None, "attention runs again in plans that are predicted"
+        seconds = plan.program().attention_rerun_seconds
+        why = f"{format_seconds(seconds)}, {seconds / plan.prediction.step_seconds:.1%} of the step"
+        why += "; memory has no room for its output"
+        table.add_row("attention again", attention_recompute_text(plan), why)
     table.add_row("offload", offload, plan.offload_reason)
     if layers and len(modes) > 1:
         for index, group in enumerate(group_chunks(plan, most=_MAX_GROUPS_SHOWN)):
             table.add_row("layers per chunk" if index == 0 else "", group.text, group.title)
     ahead = plan.max_pending_d2h_bytes, plan.max_prefetch_bytes
-    if any(mode.offload for mode in modes) and None not in ahead:
+    if True in offloads and None not in ahead:
         out, back = (format_bytes(size or 0) for size in ahead)
         both = out if out == back else f"{out} out, {back} back"
         table.add_row("look-ahead", both, "on the device, waiting for a copy or ahead of its use")
-
-
-def _add_attention_again(table: Table, plan: Plan) -> None:
-    """Adds for which layers and chunks attention is recomputed, and the time it takes."""
-    assert plan.prediction is not None, "attention runs again in plans that are predicted"
-    program = plan.program()
-    seconds = program.attention_rerun_seconds
-    why = f"{format_seconds(seconds)}, {seconds / plan.prediction.step_seconds:.1%} of the step; "
-    table.add_row(
-        "attention again", attention_recompute_text(plan), why + "memory has no room for its output"
-    )
 
 
 def attention_recompute_text(plan: Plan) -> str:
@@ -354,12 +343,6 @@ def _recomputed(saved: set[Saved]) -> str:
     return f"{kinds} in some layers" if kinds and "whole" in saved else kinds or "none"
 
 
-def _all_or_some(answers: set[bool]) -> str:
-    if len(answers) == 2:
-        return "some layers"
-    return "full" if answers == {True} else "none"
-
-
 def add_byte_rows(table: Table, predicted: MemoryEstimate, budgets: Budgets) -> None:
     """Adds the bytes of each tier at its peak, by cause, against its budget."""
     for tier in TIERS:
@@ -368,10 +351,7 @@ def add_byte_rows(table: Table, predicted: MemoryEstimate, budgets: Budgets) -> 
             note = f"predicted peak, at the {predicted.moment}"
         elif not amounts.total:
             continue
-        size = format_bytes(amounts.total)
-        if budget_bytes is not None:
-            size += f" of {format_bytes(budget_bytes)}"
-        table.add_row(f"{tier} memory", size, note)
+        table.add_row(f"{tier} memory", _of_budget(amounts.total, budget_bytes), note)
         for cause, size_bytes in amounts.shown():
             table.add_row(f"  {cause.label}", f"  {format_bytes(size_bytes)}", cause.meaning)
 
@@ -389,26 +369,21 @@ def comparison_table(before: Plan, after: Plan, measured: MeasuredStep) -> Group
     table.add_column("measured", justify="right")
     forward = sum(chunk.forward_seconds for chunk in planned.chunks)
     backward = sum(chunk.backward_seconds for chunk in planned.chunks)
-    rows = (
+    for name, said, took in (
         ("forward", forward, sum(measured.forward_seconds)),
         ("backward", backward, sum(measured.backward_seconds)),
         ("standing still", planned.stall_seconds, measured.stall_seconds),
         ("step", planned.forward_backward_seconds, measured.step_seconds),
-    )
-    for name, said, took in rows:
+    ):
         table.add_row(name, format_seconds(said), format_seconds(took))
     for name, said, took in (
         ("to host", planned.d2h_bytes, measured.d2h_bytes),
         ("to device", planned.h2d_bytes, measured.h2d_bytes),
+        ("to disk", None, measured.disk_write_bytes),
+        ("from disk", None, measured.disk_read_bytes),
     ):
         if said or took:
-            table.add_row(name, format_bytes(said), format_bytes(took))
-    for name, took in (
-        ("to disk", measured.disk_write_bytes),
-        ("from disk", measured.disk_read_bytes),
-    ):
-        if took:
-            table.add_row(name, "", format_bytes(took))
+            table.add_row(name, "" if said is None else format_bytes(said), format_bytes(took))
     for chunk in _chunks_shown(before.num_chunks):
         said = planned.chunks[chunk].compute_seconds
         took = measured.forward_seconds[chunk] + measured.backward_seconds[chunk]
@@ -454,12 +429,8 @@ def estimate_table(answer: PlanResult, model_name: str, also: Sequence[str] = ()
 
     `also`: further remedies to list if it does not fit.
     """
-    table = start_table(f"SPPO estimate: {model_name}")
-    _add_verdict(table, answer, also)
-    table.add_section()
-    if answer.plan is None:
-        _add_request(table, answer)
-    else:
+    table = _answer_table(f"SPPO estimate: {model_name}", answer, also)
+    if answer.plan is not None:
         add_plan_rows(table, answer.plan)
     table.add_section()
     add_byte_rows(table, answer.estimate, answer.budgets)
@@ -468,22 +439,19 @@ def estimate_table(answer: PlanResult, model_name: str, also: Sequence[str] = ()
 
 def plan_tables(answer: PlanResult, results: Sequence[PolicyResult], model_name: str) -> Group:
     """Returns the tables of `sppo plan`: the plan, its chunks, and policies side by side."""
-    table = start_table(f"SPPO plan: {model_name}")
-    _add_verdict(table, answer)
-    table.add_section()
+    table = _answer_table(f"SPPO plan: {model_name}", answer)
+    policies = policy_table(results, answer.budgets)
     if answer.plan is None:
-        _add_request(table, answer)
         table.add_section()
         add_byte_rows(table, answer.estimate, answer.budgets)
-        return Group(table, policy_table(results, answer.budgets), *_notes(answer))
+        return Group(table, policies, *_notes(answer))
     add_plan_rows(table, answer.plan, layers=False)
     for tier in TIERS:
         moment = answer.estimate.peak(tier)
         if moment.tier(tier).total:
             size = _of_budget(moment.tier(tier).total, answer.budgets.of(tier))
             table.add_row(f"{tier} memory", size, f"at the {moment.name}")
-    chunks, policies = chunk_table(answer.plan), policy_table(results, answer.budgets)
-    return Group(table, chunks, policies, *_notes(answer))
+    return Group(table, chunk_table(answer.plan), policies, *_notes(answer))
 
 
 def chunk_table(plan: Plan) -> Table:
@@ -491,7 +459,11 @@ def chunk_table(plan: Plan) -> Table:
 
     Equal neighbours share a row. Seconds are sums over the chunks of a row, forward and backward.
     """
-    table = _numbers_table("Chunks: what becomes of their layers, seconds of each resource")
+    table = Table(
+        box=SIMPLE_HEAD,
+        title="Chunks: what becomes of their layers, seconds of each resource",
+        title_justify="left",
+    )
     said = () if plan.prediction is None else plan.prediction.chunks
     behind = [tier for tier in TIERS if any(chunk.tier_seconds.get(tier) for chunk in said)]
     table.add_column("chunk", no_wrap=True)
@@ -508,8 +480,16 @@ def chunk_table(plan: Plan) -> Table:
 
 def policy_table(results: Sequence[PolicyResult], budgets: Budgets) -> Table:
     """Returns a table that compares policies, in the given order."""
-    table = _numbers_table("Policies, in the same chunks and with K/V on the same tier")
     tiers: list[Tier] = [t for t in TIERS if any(r.estimate.peak(t).tier(t).total for r in results)]
+    limits = {tier: budgets.of(tier) for tier in tiers}
+    said = (f"{t} {'unlimited' if b is None else format_bytes(b)}" for t, b in limits.items())
+    table = Table(
+        box=SIMPLE_HEAD,
+        title="Policies, in the same chunks and with K/V on the same tier",
+        title_justify="left",
+        caption="Budgets: " + ", ".join(said),
+        caption_justify="left",
+    )
     for header in ("policy", "recompute"):
         table.add_column(header, no_wrap=True)
     for header in ("step", "tokens/s", *(f"{tier} peak" for tier in tiers)):
@@ -525,16 +505,12 @@ def policy_table(results: Sequence[PolicyResult], budgets: Budgets) -> Table:
             *(format_bytes(result.estimate.peak(tier).tier(tier).total) for tier in tiers),
             Text("yes", style="green") if limit is None else f"no: {_missing_text(limit)}",
         )
-    said = [
-        f"{tier} {'unlimited' if budget is None else format_bytes(budget)}"
-        for tier, budget in ((tier, budgets.of(tier)) for tier in tiers)
-    ]
-    table.caption = "Budgets: " + ", ".join(said)
-    table.caption_justify = "left"
     return table
 
 
-def _add_verdict(table: Table, answer: PlanResult, also: Sequence[str] = ()) -> None:
+def _answer_table(title: str, answer: PlanResult, also: Sequence[str] = ()) -> Table:
+    """Returns a table with the verdict and, where no plan fits, what was asked."""
+    table = start_table(title)
     limit = answer.first_limit
     if limit is None:
         table.add_row("fits", Text("yes", style="green"), "")
@@ -549,6 +525,17 @@ def _add_verdict(table: Table, answer: PlanResult, also: Sequence[str] = ()) -> 
         table.add_row("longest", "none", "no row is short enough for these budgets and settings")
     if limit is not None:
         _add_remedies(table, answer, also)
+    table.add_section()
+    if answer.plan is None:
+        question = answer.question
+        tokens = _rows_of(question.batch_rows) + format_tokens(question.total_tokens)
+        table.add_row("tokens", tokens, "training")
+        table.add_row("device", question.device.name, "")
+    return table
+
+
+def _rows_of(batch_rows: int) -> str:
+    return "" if batch_rows == 1 else f"{batch_rows} rows x "
 
 
 def _add_remedies(table: Table, answer: PlanResult, also: Sequence[str]) -> None:
@@ -562,16 +549,9 @@ def _add_remedies(table: Table, answer: PlanResult, also: Sequence[str]) -> None
     table.add_row("" if alone else "would do", several, "--gpus 8 of `sppo plan` says which layout")
 
 
-def _add_request(table: Table, answer: PlanResult) -> None:
-    question = answer.question
-    rows = "" if question.batch_rows == 1 else f"{question.batch_rows} rows x "
-    table.add_row("tokens", rows + format_tokens(question.total_tokens), "training")
-    table.add_row("device", question.device.name, "")
-
-
 def _notes(answer: PlanResult) -> list[Text]:
-    notes = [] if answer.plan is None else warning_lines(answer.plan)
-    return [*notes, Text(MFU_NOTE, style="dim")] if answer.plan is not None else notes
+    plan = answer.plan
+    return [] if plan is None else [*warning_lines(plan), Text(MFU_NOTE, style="dim")]
 
 
 def _missing_text(limit: BudgetViolation) -> str:
@@ -581,10 +561,6 @@ def _missing_text(limit: BudgetViolation) -> str:
 def _of_budget(size_bytes: int, budget_bytes: int | None) -> str:
     size = format_bytes(size_bytes)
     return size if budget_bytes is None else f"{size} of {format_bytes(budget_bytes)}"
-
-
-def _numbers_table(title: str) -> Table:
-    return Table(box=SIMPLE_HEAD, title=title, title_justify="left")
 
 
 def _resources(plan: Plan, group: ChunkGroup, behind: Sequence[Tier]) -> list[str]:

@@ -7,6 +7,7 @@ extrapolated from models of one layer and two, or from shorter lengths. Imports 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -25,7 +26,6 @@ from sppo_hf.cli.benchmark.contenders import IDEAL, parse
 from sppo_hf.cli.benchmark.results import Job, Kind, Numbers, ResultFile, Row, Status
 from sppo_hf.cli.common import model_path, trace_unknown_model
 from sppo_hf.planning.config_file import load_config, read_fields
-from sppo_hf.planning.hardware import peak_flops
 from sppo_hf.planning.machine import request_expandable_segments, set_max_connections
 from sppo_hf.planning.model_profile import LoraShape, Training, find_profile
 from sppo_hf.planning.model_shape import ModelShape, step_flops
@@ -52,14 +52,16 @@ def extrapolate(one: Row, two: Row, *, num_layers: int, model_flops: float) -> R
         A row with status "extrapolated", from medians of steps; its peaks may be more than the
         device has. "failed" where two layers were not slower than one.
     """
-    seconds = _linear(one, two, num_layers - 1, lambda n: n.median_step_seconds)
-    assert seconds is not None, "parts that were measured have seconds"
+    first, second = one.numbers.median_step_seconds, two.numbers.median_step_seconds
+    assert first is not None, "parts that were measured have seconds"
+    assert second is not None, "parts that were measured have seconds"
+    seconds = first + (num_layers - 1) * (second - first)
     job = one.job.replace(layers=None)
     if seconds <= 0:
         return Row(
             status="failed",
             job=job,
-            reason=f"two layers were not slower than one ({one.numbers.median_step_seconds} s), so "
+            reason=f"two layers were not slower than one ({first} s), so "
             "nothing can be extrapolated; measure more steps",
             environment=two.environment,
         )
@@ -98,14 +100,6 @@ def extrapolate_length(shorter: Row, longer: Row, *, total_tokens: int, model_fl
     return _extrapolated(shorter, longer, times, job, reason, seconds, model_flops)
 
 
-def _linear(
-    one: Row, two: Row, times: float, of: Callable[[Numbers], float | None]
-) -> float | None:
-    """Return `one + times * (two - one)` of a number of two rows; None where it is unknown."""
-    first, second = of(one.numbers), of(two.numbers)
-    return None if first is None or second is None else first + times * (second - first)
-
-
 def _extrapolated(
     one: Row,
     largest: Row,
@@ -119,32 +113,25 @@ def _extrapolated(
 
     Bytes are `one + times * (largest - one)`. Seconds and FLOPs are those of a step.
     """
-
-    def whole_bytes(of: Callable[[Numbers], int | None]) -> int | None:
-        size = _linear(one, largest, times, of)
-        return None if size is None else round(size)
-
-    peak = peak_flops(str(largest.environment.get("device_name", "")))
+    numbers = Numbers(
+        model_flops=model_flops,
+        device_allocated_bytes=_linear(one, largest, times, "device_allocated_bytes"),
+        host_peak_bytes=_linear(one, largest, times, "host_peak_bytes"),
+        kernel=largest.numbers.kernel,
+    )
+    device_name = str(largest.environment.get("device_name", ""))
     return Row(
         status="extrapolated",
         job=job,
         reason=reason,
-        numbers=Numbers(
-            median_step_seconds=seconds,
-            tokens_per_second=job.total_tokens / seconds,
-            model_flops=model_flops,
-            model_tflops=model_flops / seconds / 1e12,
-            mfu=None if peak is None else model_flops / seconds / peak,
-            device_allocated_bytes=whole_bytes(lambda n: n.device_allocated_bytes),
-            host_peak_bytes=whole_bytes(lambda n: n.host_peak_bytes),
-            kernel=largest.numbers.kernel,
-        ),
+        numbers=numbers.with_speed(seconds, job.total_tokens, device_name),
         environment=largest.environment,
     )
 
 
-RunJob = Callable[[Job], Row]
-"""Runs a job and returns its row."""
+def _linear(one: Row, largest: Row, times: float, name: str) -> int | None:
+    first, second = getattr(one.numbers, name), getattr(largest.numbers, name)
+    return None if None in (first, second) else round(first + times * (second - first))
 
 
 class Interrupted(KeyboardInterrupt):
@@ -154,9 +141,6 @@ class Interrupted(KeyboardInterrupt):
         super().__init__()
         self.row = row
 
-
-OnRow = Callable[[Row], None]
-"""Called with every row, also with those of earlier runs."""
 
 # Longer sequences would end in the same way.
 _TOO_LONG: tuple[Status, ...] = (
@@ -178,11 +162,11 @@ class Benchmark:
     file: ResultFile
     """Holds the rows; jobs with a final row are not run again."""
 
-    run: RunJob
+    run: Callable[[Job], Row]
     """Runs one job, usually `run_in_process`."""
 
-    on_row: OnRow
-    """Called with every row."""
+    on_row: Callable[[Row], None]
+    """Called with every row, also with those of earlier runs."""
 
     again: bool = False
     """Whether jobs with a final row are run again."""
@@ -345,11 +329,22 @@ def trace_path(folder: Path, contender: str, total_tokens: int) -> Path:
     return folder / f"trace-{contender}-{total_tokens}.json.gz"
 
 
-def _shape(job: Job) -> ModelShape:
-    config, size = load_config(model_path(job.model)), DTYPE_BYTES[job.dtype]
-    lora = None if job.lora_rank is None else LoraShape(rank=job.lora_rank)
+def model_shape(job: Job, config: object) -> ModelShape:
+    """Return the shape of a configuration's model, for FLOPs, which all contenders share.
+
+    Raises:
+        UnsupportedModelError: A size is missing.
+    """
+    lora = None
+    if job.lora_rank is not None:
+        lora = LoraShape(rank=job.lora_rank, dtype_bytes=DTYPE_BYTES[job.lora_dtype])
+    size = 2 if job.autocast else DTYPE_BYTES[job.dtype]
     training = Training(dtype_bytes=size, parameter_bytes=size, lora=lora)
     return ModelShape.from_profile(find_profile(config, training, trace_unknown_model))
+
+
+def _shape(job: Job) -> ModelShape:
+    return model_shape(job, load_config(model_path(job.model)))
 
 
 def _unavailable(job: Job) -> Row | None:
@@ -422,26 +417,24 @@ def run_in_process(
             raise
     seconds = time.monotonic() - start_seconds
     row = _last_row(out) or Row(status="killed", job=job)
-    row = dataclasses.replace(row, wall_seconds=seconds)
-    environment = {**row.environment, "command": shlex.join(["sppo", *sys.argv[1:]])}
+    status, reason = row.status, row.reason
     if interrupted:
-        reason = f"interrupted after {seconds:,.0f} s"
-        raise Interrupted(
-            dataclasses.replace(row, status="failed", reason=reason, environment=environment)
-        )
-    if timed_out:
-        reason = f"ended after {timeout_seconds:,.0f} s, the limit (--timeout)"
-        return dataclasses.replace(row, status="timeout", reason=reason, environment=environment)
-    if process.returncode < 0:
+        status, reason = "failed", f"interrupted after {seconds:,.0f} s"
+    elif timed_out:
+        status, reason = "timeout", f"ended after {timeout_seconds:,.0f} s, the limit (--timeout)"
+    elif process.returncode < 0:
         # SIGKILL means that host memory ran out, which it would at every longer length too.
-        status: Status = "killed" if process.returncode == -signal.SIGKILL else "failed"
-        return dataclasses.replace(
-            row, status=status, reason=_killed_by(-process.returncode), environment=environment
-        )
-    if process.returncode > 0 or row.status == "killed":
-        reason = last_line(log) or f"exit status {process.returncode}"
-        return dataclasses.replace(row, status="failed", reason=reason, environment=environment)
-    return dataclasses.replace(row, environment=environment)
+        status = "killed" if process.returncode == -signal.SIGKILL else "failed"
+        reason = _killed_by(-process.returncode)
+    elif process.returncode > 0 or row.status == "killed":
+        status, reason = "failed", last_line(log) or f"exit status {process.returncode}"
+    environment = {**row.environment, "command": shlex.join(["sppo", *sys.argv[1:]])}
+    row = dataclasses.replace(
+        row, status=status, reason=reason, wall_seconds=seconds, environment=environment
+    )
+    if interrupted:
+        raise Interrupted(row)
+    return row
 
 
 def worker_environment(variables: Mapping[str, str]) -> dict[str, str]:
@@ -471,10 +464,8 @@ def _end(process: subprocess.Popen[str]) -> str:
     """End a worker and all that it started; return its output."""
     out = ""
     for sign in (signal.SIGTERM, signal.SIGKILL):
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, sign)
-        except ProcessLookupError:
-            pass
         try:
             out, _ = process.communicate(timeout=_GRACE_SECONDS)
             break
@@ -484,13 +475,9 @@ def _end(process: subprocess.Popen[str]) -> str:
 
 
 def _killed_by(number: int) -> str:
-    try:
-        name = signal.Signals(number).name
-    except ValueError:
-        name = f"signal {number}"
-    if number == signal.SIGKILL:
-        return f"killed by {name}, which is usually the host running out of memory"
-    return f"killed by {name}"
+    known = {one.value: one.name for one in signal.Signals}
+    memory = ", which is usually the host running out of memory" if number == signal.SIGKILL else ""
+    return f"killed by {known.get(number, f'signal {number}')}{memory}"
 
 
 def _last_row(out: str) -> Row | None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from sppo_hf.errors import ConfigError
+from sppo_hf.planning.hardware import peak_flops
 from sppo_hf.reading import read_text
 
 _NOT_IN_KEY = ("trace", "predict")
@@ -96,15 +97,22 @@ class Job:
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Self:
         """Read what `dataclasses.asdict` returned; other versions' unknown fields are ignored."""
-        known = {field.name for field in dataclasses.fields(cls)}
-        return cls(**{name: value for name, value in fields.items() if name in known})
+        return cls(**_known_fields(cls, fields))
+
+
+def _known_fields(kind: type[Any], fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of JSON that a dataclass has, lists as tuples."""
+    known = {field.name for field in dataclasses.fields(kind)}
+    return {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in fields.items()
+        if name in known
+    }
 
 
 def _text(job: Job, left_out: tuple[str, ...]) -> str:
-    fields = {
-        name: value for name, value in dataclasses.asdict(job).items() if name not in left_out
-    }
-    return json.dumps(fields, sort_keys=True)
+    fields = dataclasses.asdict(job).items()
+    return json.dumps({k: v for k, v in fields if k not in left_out}, sort_keys=True)
 
 
 Status = Literal[
@@ -208,14 +216,29 @@ class Numbers:
     failed_tokens: int | None = None
     """Shortest length that did not, in a row of kind "longest"."""
 
+    def with_speed(self, seconds: float, total_tokens: int, device_name: str | None) -> Numbers:
+        """Return a copy with the speeds that follow from the median seconds of a step.
+
+        Args:
+            seconds: Of a step.
+            total_tokens: Of a step.
+            device_name: Name of a CUDA device's model, for its peak; None for others.
+        """
+        assert self.model_flops is not None, "the FLOPs of a model are always known"
+        flops_per_second = self.model_flops / seconds
+        peak = None if device_name is None else peak_flops(device_name)
+        return dataclasses.replace(
+            self,
+            median_step_seconds=seconds,
+            tokens_per_second=total_tokens / seconds,
+            model_tflops=flops_per_second / 1e12,
+            mfu=None if peak is None else flops_per_second / peak,
+        )
+
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Self:
         """Read what `dataclasses.asdict` returned; unknown fields are ignored."""
-        known = {f.name for f in dataclasses.fields(cls)}
-        values: dict[str, Any] = {
-            k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()
-        }
-        return cls(**{name: value for name, value in values.items() if name in known})
+        return cls(**_known_fields(cls, fields))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,15 +282,8 @@ class Row:
         Raises:
             KeyError, TypeError: The fields are not those of a row.
         """
-        return cls(
-            kind=fields["kind"],
-            status=fields["status"],
-            job=Job.from_dict(fields["job"]),
-            reason=fields.get("reason", ""),
-            numbers=Numbers.from_dict(fields.get("numbers", {})),
-            environment=fields.get("environment", {}),
-            wall_seconds=fields.get("wall_seconds"),
-        )
+        job, numbers = Job.from_dict(fields["job"]), Numbers.from_dict(fields.get("numbers", {}))
+        return cls(**{**_known_fields(cls, fields), "job": job, "numbers": numbers})
 
 
 class ResultFile:

@@ -20,7 +20,7 @@ import math
 import os
 import socket
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -41,10 +41,8 @@ from sppo_hf.cli.benchmark.results import Job
 from sppo_hf.cli.common import model_path
 from sppo_hf.engine.loss import ChunkedLoss, ModelHead, divide_loss
 from sppo_hf.engine.structure import find_parts, suppress_peft_warnings
-from sppo_hf.engine.trace_profile import trace_config
 from sppo_hf.integrations.plugin import SPPOPlugin
 from sppo_hf.planning.config_file import read_fields
-from sppo_hf.planning.model_profile import LoraShape, Training, find_profile
 from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.tile_sizes import loss_tile_tokens
 
@@ -74,11 +72,9 @@ class Kernel:
     sdpa: SDPBackend | None = None
     """The one kernel that scaled_dot_product_attention may use; None leaves it its choice."""
 
-    @contextlib.contextmanager
-    def in_use(self) -> Iterator[None]:
+    def in_use(self) -> AbstractContextManager[Any]:
         """Restrict scaled_dot_product_attention to this kernel for the whole process."""
-        with contextlib.nullcontext() if self.sdpa is None else sdpa_kernel([self.sdpa]):
-            yield
+        return contextlib.nullcontext() if self.sdpa is None else sdpa_kernel([self.sdpa])
 
 
 def choose_kernel(
@@ -97,7 +93,7 @@ def choose_kernel(
         ConfigError: A kernel is named on a CPU, which has only one.
     """
     if choice == "sdpa":
-        return Kernel("sdpa's choice", attention_backend="auto")
+        return Kernel("sdpa's choice", "auto")
     if choice in NAMED:
         name = NAMED[choice]
         return Kernel(name, attention_backend=name, sdpa=_SDPA[name])
@@ -105,15 +101,9 @@ def choose_kernel(
         shape.layers[0], device_type=device.type, dtype=dtype, softcap=softcap
     )
     windows = any(layer.window is not None for layer in shape.layers)
-    requirement = replace(first, window=windows)
-    name = select_backend("auto", requirement).backend.name
+    name = select_backend("auto", replace(first, window=windows)).backend.name
     implementation = name if name.startswith("flash_attention_") else "sdpa"
-    return Kernel(
-        name,
-        attention_backend=name,
-        attn_implementation=implementation,
-        sdpa=_SDPA.get(name),
-    )
+    return Kernel(name, name, implementation, _SDPA.get(name))
 
 
 _IGNORED = -100
@@ -146,9 +136,8 @@ def make_ideal(model: nn.Module, *, tile_tokens: int) -> nn.Module:
         shifted_BT = F.pad(labels, (0, 1), value=_IGNORED)[:, 1:]
         total = loss.add(output.last_hidden_state, shifted_BT, last=True)
         count = (shifted_BT != _IGNORED).sum().to(total.device)
-        divisor = count
-        if num_items_in_batch is not None:
-            divisor = torch.as_tensor(num_items_in_batch, device=count.device)
+        divisor = count if num_items_in_batch is None else num_items_in_batch
+        divisor = torch.as_tensor(divisor, device=count.device)
         return CausalLMOutputWithPast(loss=divide_loss(total, count, divisor))
 
     causal_lm.forward = forward
@@ -172,21 +161,6 @@ def model_config(job: Job) -> Any:
     config = AutoConfig.for_model(**known)
     config.use_cache = False
     return config
-
-
-def model_shape(job: Job, config: Any) -> ModelShape:
-    """Return the model's shape, for FLOPs, which are the same for all contenders.
-
-    Raises:
-        UnsupportedModelError: A size is missing.
-    """
-    lora = None
-    if job.lora_rank is not None:
-        adapter_bytes = getattr(torch, job.lora_dtype).itemsize
-        lora = LoraShape(rank=job.lora_rank, dtype_bytes=adapter_bytes)
-    size = 2 if job.autocast else getattr(torch, job.dtype).itemsize
-    training = Training(dtype_bytes=size, parameter_bytes=size, lora=lora)
-    return ModelShape.from_profile(find_profile(config, training, trace_config))
 
 
 def build_model(job: Job, config: Any, kernel: Kernel) -> nn.Module:
@@ -301,16 +275,12 @@ def _sft_trainer(
     from datasets import Dataset as Rows
     from trl import SFTConfig, SFTTrainer
 
-    columns: dict[str, list[list[int]]] = {"input_ids": [], "labels": []}
-    for index in range(len(rows)):
-        tokens = rows[index]["input_ids"].tolist()
-        columns["input_ids"].append(tokens)
-        columns["labels"].append(tokens)
+    tokens = [rows[index]["input_ids"].tolist() for index in range(len(rows))]
     prepared = {"skip_prepare_dataset": True}  # it is tokens already
     return SFTTrainer(
         model=model,
         args=SFTConfig(**settings, max_length=None, dataset_kwargs=prepared),
-        train_dataset=Rows.from_dict(columns),
+        train_dataset=Rows.from_dict({"input_ids": tokens, "labels": tokens}),
         processing_class=_tokenizer(vocab_size),
         callbacks=callbacks,
     )

@@ -39,6 +39,7 @@ from transformers import TrainerCallback
 import sppo_hf
 from sppo_hf.cli.benchmark import training
 from sppo_hf.cli.benchmark.contenders import TODAY, parse
+from sppo_hf.cli.benchmark.driver import model_shape
 from sppo_hf.cli.benchmark.results import Job, Numbers, Row, Status
 from sppo_hf.cli.benchmark.trace_summary import STEP_LABEL
 from sppo_hf.cli.benchmark.training import choose_kernel
@@ -48,7 +49,6 @@ from sppo_hf.engine.device_facts import device_facts
 from sppo_hf.engine.step_observer import ChunkTimer, Direction, StepObserver, StepRecord
 from sppo_hf.errors import BudgetError, OffloadError
 from sppo_hf.offload.host_memory import locked_bytes
-from sppo_hf.planning.hardware import peak_flops
 from sppo_hf.planning.machine import host_memory_bytes, nvidia_driver_version, processor_name
 from sppo_hf.planning.model_shape import ModelShape, step_flops
 from sppo_hf.planning.plan import PlanRequest
@@ -154,11 +154,6 @@ class UnitClock(StepObserver):
         return statistics.fmean(stalls) if stalls else None
 
 
-def host_bytes() -> int:
-    """Return the resident memory of this process."""
-    return psutil.Process().memory_info().rss
-
-
 def host_peak_bytes(status: Path = Path("/proc/self/status")) -> int:
     """Return the peak resident memory since the process began or since `reset_peaks`.
 
@@ -182,10 +177,8 @@ def reset_peaks(device: torch.device) -> None:
         torch.cuda.empty_cache()  # making the weights is no part of training
         torch.cuda.reset_peak_memory_stats(device)
         torch.cuda.reset_peak_host_memory_stats()
-    try:
+    with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return
 
 
 def memory_numbers(device: torch.device) -> dict[str, Any]:
@@ -216,7 +209,7 @@ class Measurement:
         self._job = job
         self._contender = parse(job.contender)
         self._config = training.model_config(job)
-        self._shape = training.model_shape(job, self._config)
+        self._shape = model_shape(job, self._config)
         self._device = torch.device(job.device)
         self._steps = StepClock(self._device)
         self._units = UnitClock(self._device)
@@ -225,16 +218,12 @@ class Measurement:
         self._longest: int | None = None
 
     def run(self, on_step: Callable[[], None] = lambda: None) -> Numbers:
-        """Train.
+        """Train, and return all numbers.
 
         Args:
             on_step: Called when the weights are made, and after every step.
 
-        Returns:
-            All numbers.
-
         Raises:
-            ConfigError: A setting does not fit the device.
             Exception: Whatever building and training raise; `known` has the numbers until then.
         """
         job = self._job
@@ -258,7 +247,7 @@ class Measurement:
 
         self._steps.on_step = step_ended
         reset_peaks(self._device)
-        self._loaded_bytes = host_bytes()
+        self._loaded_bytes = psutil.Process().memory_info().rss
         on_step()
         trace = _Trace(job, self._device)
         with tempfile.TemporaryDirectory() as folder, kernel.in_use():
@@ -296,22 +285,15 @@ class Measurement:
             **(memory_numbers(self._device) if self._loaded_bytes is not None else {}),
         )
         if measured:
-            numbers = dataclasses.replace(numbers, **self._speed(statistics.median(measured)))
+            is_cuda = self._device.type == "cuda"
+            numbers = numbers.with_speed(
+                statistics.median(measured),
+                job.total_tokens,
+                torch.cuda.get_device_name(self._device) if is_cuda else None,
+            )
         if self._units.plan is not None:
             numbers = dataclasses.replace(numbers, **self._plan_numbers(steps, numbers))
         return numbers
-
-    def _speed(self, seconds: float) -> dict[str, float | None]:
-        flops_per_second = step_flops(self._shape, 1, self._job.total_tokens) / seconds
-        peak = None
-        if self._device.type == "cuda":
-            peak = peak_flops(torch.cuda.get_device_name(self._device))
-        return {
-            "median_step_seconds": seconds,
-            "tokens_per_second": self._job.total_tokens / seconds,
-            "model_tflops": flops_per_second / 1e12,
-            "mfu": None if peak is None else flops_per_second / peak,
-        }
 
     def _plan_numbers(self, steps: slice, numbers: Numbers) -> dict[str, Any]:
         plan = self._units.plan
@@ -441,7 +423,6 @@ def run_job(job: Job, tell: Callable[[Row], None]) -> None:
         tell: Called with the row of what is known after every step, and with the final one.
 
     Raises:
-        ConfigError: A setting is wrong.
         Exception: Whatever training raises, except running out of memory.
     """
     device = torch.device(job.device)
@@ -486,10 +467,8 @@ def out_of_memory_reason(error: BaseException) -> str | None:
 
 def prefer_oom_kill() -> None:
     """Ask Linux to kill this process rather than the benchmark when host memory runs out."""
-    try:
+    with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
-    except OSError:
-        return
 
 
 def end_with_parent() -> None:

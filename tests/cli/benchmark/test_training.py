@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend
 
 from sppo_hf.cli.benchmark import training as kernels
 from sppo_hf.cli.benchmark.contenders import parse
+from sppo_hf.cli.benchmark.driver import model_shape
 from sppo_hf.cli.benchmark.training import (
     Kernel,
     RandomRows,
@@ -21,7 +22,6 @@ from sppo_hf.cli.benchmark.training import (
     make_plugin,
     make_trainer,
     model_config,
-    model_shape,
     tile_mlps,
 )
 from sppo_hf.errors import ConfigError
