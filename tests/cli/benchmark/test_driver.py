@@ -291,7 +291,7 @@ def test_out_of_memory_is_reported_by_the_worker(tmp_path: Path) -> None:
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """Python's own handler: what a shell starts in the background inherits that SIGINT is ignored."""
+    """Python's own handler: what a shell starts in the background may have inherited none."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
