@@ -31,6 +31,10 @@ def test_torch_can_be_imported_where_a_deprecated_package_is_installed(tmp_path:
     assert_no_deprecation(f"{TORCH} FutureWarning: {PYNVML}")
     warn = f"import warnings\nwarnings.warn({PYNVML!r}, FutureWarning, stacklevel=2)\n"
     (tmp_path / "pynvml.py").write_text(warn)
+    # In PyTorch's place, for that takes seconds to be imported.
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("import torch.cuda\n")
+    (tmp_path / "torch" / "cuda.py").write_text("import pynvml\n")
     (tmp_path / "test_import.py").write_text("import torch\n\n\ndef test():\n    pass\n")
     settings = Path(__file__).parents[1] / "pyproject.toml"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", settings]

@@ -10,12 +10,14 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from accelerate.state import AcceleratorState, GradientState
 
 import sppo_hf.run
 from sppo_hf import SPPOPlugin
+from sppo_hf.planning.machine import request_expandable_segments, set_max_connections
 from sppo_hf.run import main, plugin_by_default
 from tests.integrations.launch import run_ranks
 from tests.sweeps import ALL
@@ -92,7 +94,7 @@ def _run(command: list[str], tmp_path: Path, **env: str) -> subprocess.Completed
     )
 
 
-def _run_forked(argv: list[str], tmp_path: Path, **job: str) -> str:
+def _run_forked(argv: list[str], tmp_path: Path, **job: Any) -> str:
     """What a rank printed that ran a script as `_run` does, but was forked, which is sooner."""
     run_ranks("tests.recipes.script_ranks", {**job, "argv": argv}, 1, tmp_path)
     return (tmp_path / "rank0.log").read_text()
@@ -313,6 +315,7 @@ import os, subprocess, sys
 how, *words = sys.argv[1:]
 python = [sys.executable]
 if how == "exec":
+    print("marker:", os.environ["SPPO_RUN_MARKER"], flush=True)
     os.execv(python[0], python + words)
 if how == "torchrun":
     python += "-m torch.distributed.run --standalone --nproc_per_node 2".split()
@@ -325,15 +328,65 @@ sys.exit(subprocess.call(python + words))
 STARTED = """
 import json, os, sys
 from accelerate import Accelerator
+from transformers import TrainingArguments
+arguments = TrainingArguments(output_dir="out", use_cpu=True)  # forgets earlier Accelerators
 accelerator = Accelerator(cpu=True)
-config = getattr(accelerator.state.parallelism_config, "config", None)
+configs = accelerator.state.parallelism_config, arguments.parallelism_config
 if accelerator.is_main_process:
-    out = {"kind": type(accelerator).__name__, "chunks": config and config.num_chunks}
+    chunks = [config and config.config.num_chunks for config in configs]
+    out = {"kind": type(accelerator).__name__, "chunks": chunks}
     out |= {"hidden": os.environ.get("HIDDEN"), "marker": os.environ.get("SPPO_RUN_MARKER")}
     out |= {"ranks": accelerator.num_processes, "argv": sys.argv}
     json.dump(out, open(sys.argv[1], "w"))
 sys.exit(int(sys.argv[2]))
 """
+# Take the place of packages that need seconds to be imported, in a process that is started.
+STAND_INS = {
+    "accelerate/__init__.py": """
+import sys
+from types import SimpleNamespace
+from accelerate.accelerator import Accelerator
+from sppo_hf.config import SPPOConfig
+class SPPOPlugin:
+    @classmethod
+    def from_yaml(cls, path):
+        plugin = cls()
+        plugin.config = SPPOConfig.from_yaml(path)
+        return plugin
+sys.modules["sppo_hf.integrations.plugin"] = SimpleNamespace(SPPOPlugin=SPPOPlugin)
+""",
+    "accelerate/accelerator.py": """
+import os
+from types import SimpleNamespace
+class Accelerator:
+    def __init__(self, cpu, parallelism_config=None):
+        self.state = SimpleNamespace(parallelism_config=parallelism_config)
+        self.num_processes = int(os.environ.get("WORLD_SIZE", 1))
+        self.is_main_process = os.environ.get("RANK", "0") == "0"
+""",
+    "transformers/__init__.py": "from transformers.training_args import TrainingArguments",
+    "transformers/training_args.py": """
+from dataclasses import dataclass
+@dataclass
+class TrainingArguments:
+    output_dir: str
+    use_cpu: bool
+    parallelism_config: object = None
+    def __post_init__(self):
+        pass
+""",
+}
+
+
+def _started(folder: Path, *, stand_ins: bool) -> Path:
+    """The script that is started, beside the packages that it imports in place of the real ones."""
+    path = folder / "program" / "started.py"
+    path.parent.mkdir()
+    path.write_text(STARTED)
+    for name, text in STAND_INS.items() if stand_ins and not ALL else ():
+        (path.parent / name).parent.mkdir(exist_ok=True)
+        (path.parent / name).write_text(text)
+    return path
 
 
 @pytest.fixture
@@ -344,9 +397,13 @@ def starter(tmp_path, monkeypatch) -> Path:
     (hidden / "sitecustomize.py").write_text("import os\nos.environ['HIDDEN'] = 'was run'\n")
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{hidden}")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    # The compiler, which PEFT's imports ask for, takes what is started two seconds.
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    # What `main` adds; it stays.
+    request_expandable_segments(os.environ)
+    set_max_connections(os.environ)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
-    (tmp_path / "started.py").write_text(STARTED)
     path = tmp_path / "starter.py"
     path.write_text(STARTER)
     return path
@@ -358,7 +415,7 @@ def starter(tmp_path, monkeypatch) -> Path:
     [
         ("subprocess", 0),
         ("isolated", 0),
-        pytest.param("subprocess", 3, marks=pytest.mark.slow),
+        ("subprocess", 3),
         pytest.param("launch", 0, marks=pytest.mark.slow),
         pytest.param("torchrun", 0, marks=pytest.mark.slow),
     ],
@@ -366,12 +423,12 @@ def starter(tmp_path, monkeypatch) -> Path:
 def test_processes_that_a_program_starts_inherit_the_plugin(
     how, status, starter, settings, monkeypatch
 ):
-    said, folder = [], starter.parent
+    said, folder, real = [], starter.parent, ALL or how == "launch"
     monkeypatch.setattr(sppo_hf.run.logger, "warning", lambda text, *_: said.append(text))
     before = dict(os.environ)
-    out = folder / "seen.json"
+    started, out = _started(folder, stand_ins=not real), folder / "seen.json"
     command = ["--config", os.path.relpath(settings), str(starter), how]
-    command += [str(folder / "started.py"), str(out), str(status)]
+    command += [str(started), str(out), str(status)]
     if status:
         with pytest.raises(SystemExit) as ended:
             main(command)
@@ -381,29 +438,30 @@ def test_processes_that_a_program_starts_inherit_the_plugin(
     assert dict(os.environ) == before
     assert not list((folder / "temporary").iterdir())
     seen = json.loads(out.read_text())
-    assert seen["argv"] == [str(folder / "started.py"), str(out), str(status)]
+    assert seen["argv"] == [str(started), str(out), str(status)]
     assert seen["ranks"] == (2 if how == "torchrun" else 1)
     if how == "isolated":  # it ignores the environment, and this must not pass in silence
-        assert (seen["kind"], seen["chunks"]) == ("Accelerator", None)
+        assert (seen["kind"], seen["chunks"]) == ("Accelerator", [None, None])
         assert len(said) == 1
         assert "SPPO was not used" in said[0]
     else:
-        assert (seen["kind"], seen["chunks"]) == ("SPPOAccelerator", 3)
+        kind = "SPPOAccelerator" if real else "Accelerator"
+        assert (seen["kind"], seen["chunks"]) == (kind, [3, 3])
         assert seen["hidden"] == "was run"
         assert not said
 
 
 @pytest.mark.process
-@pytest.mark.slow
 def test_what_replaces_the_program_inherits_the_plugin(starter, settings):
     folder, out = starter.parent, starter.parent / "seen.json"
-    words = ["--config", settings.name, starter.name, "exec", "started.py", str(out), "0"]
-    temporary = folder / "temporary"
-    done = _run([sys.executable, "-m", "sppo_hf.run", *words], folder, TMPDIR=str(temporary))
-    assert done.returncode == 0, done.stderr
+    started = _started(folder, stand_ins=True)
+    words = ["--config", settings.name, starter.name, "exec", str(started), str(out), "0"]
+    environment = {"PYTHONPATH": os.environ["PYTHONPATH"]}
+    printed = _run_forked(words, folder, module="sppo_hf.run", environment=environment)
     seen = json.loads(out.read_text())
-    assert (seen["kind"], seen["chunks"], seen["marker"]) == ("SPPOAccelerator", 3, "")
-    assert not list(temporary.iterdir())
+    assert (seen["chunks"], seen["marker"], seen["hidden"]) == ([3, 3], "", "was run")
+    (marker,) = re.findall("marker: (.+)", printed)
+    assert not Path(marker).exists()
 
 
 def test_what_a_script_passes_itself_is_respected(tmp_path, monkeypatch):

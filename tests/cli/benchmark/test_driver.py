@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from sppo_hf.cli.benchmark.driver import (
     worker_environment,
 )
 from sppo_hf.cli.benchmark.results import Job, Numbers, ResultFile, Row
+from sppo_hf.cli.benchmark.worker import _PR_SET_PDEATHSIG, end_with_parent
 from tests.cli.benchmark.made_rows import ENVIRONMENT, JOB, speed_row
 from tests.cli.benchmark.tiny import FIELDS, tiny_job
 
@@ -286,6 +289,15 @@ def test_out_of_memory_is_reported_by_the_worker(tmp_path: Path) -> None:
     assert (row.status, row.reason) == (said.status, said.reason)
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Python's own handler: what a shell starts in the background may have inherited none."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_what_was_known_when_interrupted_is_kept(tmp_path: Path) -> None:
     """As where a machine is there for minutes: the row is run again, unless it was there before."""
     text = json.dumps(speed_row("plain", 8192, 1.5, status="killed").to_dict())
@@ -350,11 +362,15 @@ child.wait()
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
 def test_a_worker_ends_with_the_benchmark_however_that_ends(tmp_path: Path) -> None:
-    worker = (
-        "import os, time; from sppo_hf.cli.benchmark.worker import end_with_parent;"
-        f"end_with_parent(); open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()));"
-        "time.sleep(120)"
-    )
+    # Of the worker's module that function alone, for all of it takes ten seconds to import.
+    worker = f"""
+import ctypes, os, signal, sys, time
+_PR_SET_PDEATHSIG = {_PR_SET_PDEATHSIG}
+{inspect.getsource(end_with_parent)}
+end_with_parent()
+open({str(tmp_path / "pid")!r}, "w").write(str(os.getpid()))
+time.sleep(120)
+"""
     script = f"""
 from pathlib import Path
 from sppo_hf.cli.benchmark.driver import run_in_process
@@ -435,8 +451,10 @@ def test_workers_see_one_gpu_with_expandable_segments() -> None:
         assert worker_environment(own) == own
 
 
-def test_a_real_worker_from_start_to_end(tmp_path: Path) -> None:
+def test_a_real_worker_from_start_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("peft")
+    # The compiler, which PEFT's imports ask for, takes the worker two seconds.
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     job = tiny_job(tmp_path, "sppo-full", lora_rank=4, steps=2)
     row = run_in_process(job, timeout_seconds=100, log=tmp_path / "log")
     assert row.status == "measured", row.reason
