@@ -22,6 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -29,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_outputs import ModelOutput
 
 from sppo_hf.config import SPPOConfig
-from sppo_hf.engine import layer_kernels, trace_profile
+from sppo_hf.engine import layer_kernels
 from sppo_hf.engine.convert import get_engine, revert
 from sppo_hf.engine.device_facts import model_profile
 from sppo_hf.engine.family_guard import family_check_disabled
@@ -50,6 +51,7 @@ from sppo_hf.testing.exactness import (
     reference_attention,
 )
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
+from tests.engine.forced_plans import trace_on_cpu
 from tests.engine.test_mixer_kernels import Installed, not_here
 from tests.engine.unplanned import unplanned_shapes
 from tests.pipeline.pipeline_cases import TOKENS, Case
@@ -506,8 +508,7 @@ def main(job: dict[str, Any]) -> None:
     """Run a job."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    # Scans are traced over few blocks: what they cost per token is for plans, not made here.
-    trace_profile._SCAN_LENGTHS = trace_profile._SCAN_CPU_LENGTHS = (64, 128)
+    trace_on_cpu(pytest.MonkeyPatch())
     dist.init_process_group("gloo")
     began = time.perf_counter()
     result: dict[str, Any] = {"cases": []}
