@@ -760,7 +760,9 @@ class ChunkRunner:
         index, chunk = context.layer, context.chunk
         assert index is not None, "the context of a layer"
         position = index - self._layers.start
-        mode = self.plan.mode(position, chunk)
+        mode, reads = self.plan.mode(position, chunk), self._reads_of(layer)
+        if mode.saved == "matmuls" and reads.are_compiled:
+            mode = ActivationMode("inputs", mode.tier)
         number, label = self._number(chunk, position), f"layer {index}, chunk {chunk}"
         weights, before_use = self.weights, None
         if weights is not None:
@@ -780,7 +782,7 @@ class ChunkRunner:
                 keep=self._arena.keep,
                 mode=mode,
                 label=label,
-                reads=self._reads_of(layer),
+                reads=reads,
                 number=number,
                 before_use=before_use,
             )

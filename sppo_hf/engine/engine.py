@@ -163,6 +163,7 @@ class Engine:
             output = self._run(call)
         return output if call.return_dict else output.to_tuple()
 
+    @torch.inference_mode(False)  # the first call may be an evaluation's; kernels are for training
     def _check_kernels(self, device: torch.device) -> None:
         """Check kernels and give them to the modules that take them, before the first step."""
         if not self._kernels_checked:

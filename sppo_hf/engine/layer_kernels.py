@@ -92,7 +92,13 @@ from sppo_hf.attention.backends.select import TOLERANCE, relative_error
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.chunk_context import ChunkContext, current
 from sppo_hf.engine.recurrent_state import LayerStates, StateCache
-from sppo_hf.engine.structure import ModelParts, mixers_of, own_class, referenced_names
+from sppo_hf.engine.structure import (
+    ModelParts,
+    has_hooks,
+    mixers_of,
+    own_class,
+    referenced_names,
+)
 from sppo_hf.errors import ConfigError, first_line
 
 logger = logging.getLogger(__name__)
@@ -155,7 +161,7 @@ def compile_layers(parts: ModelParts, device: torch.device) -> int:
     _check_compiler(device)
     count = 0
     for module in _candidates(parts):
-        if module._compiled_call_impl is None and not _has_hooks(module):
+        if module._compiled_call_impl is None and not has_hooks(module):
             # Chunks differ in length; one graph serves all.
             module.compile(dynamic=True)
             module.__dict__[_COMPILED] = True
@@ -330,9 +336,11 @@ def _norm_forward(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def _gated_forward(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def forward(self: Any, x: Tensor) -> Tensor:
         gate, up = self.gate_proj(x), self.up_proj(x)
-        # Of adapters on one of them: the kernel's result would have the dtype of the gate.
-        product = kernel(gate, up) if gate.dtype == up.dtype else self.act_fn(gate) * up
-        return self.down_proj(product)
+        # Of adapters on one of them: the kernel's result would have the dtype of the gate. And
+        # hooks on the activation see what it gets and returns.
+        hooked = isinstance(self.act_fn, nn.Module) and has_hooks(self.act_fn)
+        own = hooked or gate.dtype != up.dtype
+        return self.down_proj(self.act_fn(gate) * up if own else kernel(gate, up))
 
     return forward
 
@@ -478,14 +486,10 @@ def _only_adapter(module: Any) -> str | None:
         and type(part.weight) in (Tensor, nn.Parameter)
         and not part.weight.is_meta
         and "forward" not in part.__dict__
-        and not _has_hooks(part)
+        and not has_hooks(part)
         for part in parts
     )
     return name if bare and parts[1].bias is parts[2].bias is None else None
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
 
 
 def _adapted_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -595,7 +599,8 @@ def _adapter_agrees(module: Any, name: str, device: torch.device) -> bool:
     try:
         own = functools.partial(run, type(module).forward)
         kernel = functools.partial(run, _adapted_forward)
-        return _agree(own, kernel, shapes, dtype, device, ((_PROBE_TOKENS, outputs),))
+        with torch.autocast(device.type, enabled=False):  # under it both are PEFT's code
+            return _agree(own, kernel, shapes, dtype, device, ((_PROBE_TOKENS, outputs),))
     except Exception as error:  # noqa: BLE001 - a release of PEFT with other names
         logger.warning("LoRA layers keep PEFT's code: it was not compared (%s)", first_line(error))
         return False

@@ -146,21 +146,6 @@ def _unused_matmuls(layer: nn.Module) -> dict[Hashable, UnusedMatmuls | None]:
     return _found.setdefault(layer, {})
 
 
-def is_compiled(layer: nn.Module) -> bool:
-    """Whether `torch.compile` compiled a part of `layer`.
-
-    Under a dispatch mode such a part would run in eager mode, from then on for good, and save other
-    tensors.
-    """
-    return any(
-        # By name: importing its class takes seconds.
-        type(module).__name__ == "OptimizedModule"
-        or module._compiled_call_impl is not None
-        or hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
-        for module in layer.modules()
-    )
-
-
 class _Slot:
     """The place of a saved tensor, which autograd's graph holds instead of it."""
 
@@ -644,11 +629,11 @@ class RecomputedLayer:
 
     def _unused_matmuls_mode(self, hidden: Tensor, kind: Hashable) -> _RerunMode:
         """The mode of a rerun for which no matmuls were kept: skips unused ones, or finds them."""
+        if self.reads.are_compiled:
+            return _NoMode()
         known = _unused_matmuls(self.layer).get(kind, _NOT_SEARCHED)
         if known is _NOT_SEARCHED:
-            if not is_compiled(self.layer):
-                return UnusedMatmulFinder(hidden)
-            known = _unused_matmuls(self.layer)[kind] = None
+            return UnusedMatmulFinder(hidden)
         return _NoMode() if known is None else UnusedMatmulSkipper(known, width=hidden.shape[-1])
 
     def _kind(self) -> Hashable:

@@ -47,9 +47,15 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from sppo_hf.engine.recompute import RecomputedLayer, SavedTensor, is_compiled
+from sppo_hf.engine.recompute import RecomputedLayer, SavedTensor
 from sppo_hf.engine.stages import AbsentLayer, GraphNode
-from sppo_hf.engine.structure import ModelParts, patched_attribute
+from sppo_hf.engine.structure import (
+    ModelParts,
+    all_modules,
+    has_hooks,
+    is_compiled,
+    patched_attribute,
+)
 from sppo_hf.errors import SPPOError, first_line
 from sppo_hf.planning.chunk_bounds import Bounds
 
@@ -502,7 +508,7 @@ def token_wise(layer: nn.Module, hidden: Tensor) -> tuple[TokenWise, ...]:
     Raises:
         NotTokenWise: A module takes hidden states alone and mixes tokens.
     """
-    state = tuple((id(module), _is_hooked(module)) for module in layer.modules())
+    state = tuple((id(x), has_hooks(x), is_compiled(x)) for x in layer.modules())
     known = _found.get(layer)
     if known is None or known[0] != state:
         children = layer.named_children()
@@ -514,7 +520,7 @@ def token_wise(layer: nn.Module, hidden: Tensor) -> tuple[TokenWise, ...]:
 def is_searched(module: nn.Module) -> bool:
     """Whether a module cannot run in tiles as a whole, although its submodules may."""
     return any("layer_idx" in part.__dict__ for part in module.modules()) or any(
-        map(_is_hooked, itertools.islice(module.modules(), 1, None))
+        map(has_hooks, itertools.islice(module.modules(), 1, None))
     )
 
 
@@ -524,13 +530,8 @@ def is_worth_tiles(module: nn.Module) -> bool:
     return not is_matmul and next(module.parameters(), None) is not None
 
 
-def _is_hooked(module: nn.Module) -> bool:
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
-    return any(hooks)
-
-
 def _search(name: str, module: nn.Module, hidden: Tensor) -> Iterator[TokenWise]:
-    if not is_worth_tiles(module):
+    if not is_worth_tiles(module) or is_compiled(module):  # a compiler would trace the tiles
         return
     if not is_searched(module):
         found = _probe(name, module, hidden)
@@ -560,7 +561,7 @@ def _probe(name: str, module: nn.Module, like: Tensor) -> TokenWise | None:
     Raises:
         NotTokenWise: The parts differ from the whole.
     """
-    if is_compiled(module):
+    if any(map(is_compiled, all_modules(module))):
         return None
     width = input_width(module, like.shape[-1])
     x_1MD = torch.randn(

@@ -250,10 +250,7 @@ class ModelParts:
     def head_is_hooked(self) -> bool:
         """Whether the head's modules have forward or backward hooks."""
         return any(
-            module._backward_hooks
-            or module._backward_pre_hooks
-            or module._forward_hooks
-            or module._forward_pre_hooks
+            has_hooks(module)
             for child in self.head_owner.children()
             if child is not self.base
             for module in child.modules()
@@ -621,6 +618,29 @@ def without_parameter_hooks(parameters: Iterable[nn.Parameter]) -> Iterator[None
             added = dict(hooks)
             hooks.clear()
             hooks.update(before | added)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a module itself has forward or backward hooks."""
+    return bool(
+        module._forward_pre_hooks
+        or module._forward_hooks
+        or module._backward_pre_hooks
+        or module._backward_hooks
+    )
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `torch.compile` compiled a module, with all that is inside of it.
+
+    Under a dispatch mode it would run in eager mode, from then on for good, and save other tensors.
+    """
+    return (
+        # By name: importing its class takes seconds.
+        type(module).__name__ == "OptimizedModule"
+        or module._compiled_call_impl is not None
+        or hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
+    )
 
 
 def has_parameter_hooks(parameters: Iterable[nn.Parameter]) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from sppo_hf.engine.structure import all_modules
+from sppo_hf.engine.structure import all_modules, is_compiled
 from sppo_hf.errors import SPPOError
 from sppo_hf.offload.storage import version_of
 
@@ -110,7 +110,11 @@ class ReadTensors:
         reads: Iterable[_Read],
         settings: _Settings | None = None,
         root: nn.Module | None = None,
+        *,
+        are_compiled: bool = False,
     ) -> None:
+        self.are_compiled = are_compiled
+        """Whether `torch.compile` compiled any of the modules, which no dispatch mode may watch."""
         self._reads = tuple(reads)
         self._settings = _Settings(()) if settings is None else settings
         self._root = root
@@ -132,7 +136,8 @@ class ReadTensors:
             for key, tensor in child._buffers.items():
                 if tensor is not None:
                     reads.append(_Read(key, tensor, child._buffers, may_change=True))
-        return cls(reads, _Settings(modules), module)
+        are_compiled = any(map(is_compiled, modules))
+        return cls(reads, _Settings(modules), module, are_compiled=are_compiled)
 
     @classmethod
     def of_named(cls, named: Iterable[tuple[str, Tensor]]) -> ReadTensors:

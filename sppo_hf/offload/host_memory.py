@@ -141,6 +141,7 @@ def host_memory(
     return _locked_memory(sizes, locker, threads or _num_threads())
 
 
+@torch.inference_mode(False)  # a slab outlives the evaluation that needs it first
 def _plain_memory(num_bytes: int) -> Tensor:
     try:
         memory = torch.empty(num_bytes + PAGE_BYTES, dtype=torch.uint8, device="cpu")

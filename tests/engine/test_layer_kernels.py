@@ -178,6 +178,19 @@ def step(model: nn.Module, ids: Tensor) -> list[Tensor]:
     return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
 
+def test_hooks_on_an_activation_are_called() -> None:
+    model = build_tiny_model("llama", dtype=torch.float32).train()
+    ids = torch.randint(0, 90, (1, 12), generator=torch.Generator().manual_seed(0))
+    convert(model, SPPOConfig(num_chunks=1, show_plan=False, recompute="none"))
+    step(model, ids)
+    mlp: Any = model.model.layers[1].mlp
+    assert "forward" in mlp.__dict__
+    seen: list[torch.Size] = []
+    mlp.act_fn.register_forward_hook(lambda _, args, output: seen.append(output.shape))
+    step(model, ids)
+    assert seen == [torch.Size((1, 12, mlp.gate_proj.out_features))]
+
+
 @pytest.mark.parametrize(("setting", "taken"), [("auto", True), ("none", False)])
 def test_a_setting_keeps_the_models_own_code(setting: str, taken: bool) -> None:
     model = build_tiny_model("llama", dtype=torch.float32).train()
@@ -504,6 +517,8 @@ def test_adapters_that_add_otherwise_keep_pefts_code(
     model = adapted(dtype=dtype)
     monkeypatch.setattr(layer_kernels, "_AdaptedLinear", wrong)
     assert num_adapted(model) == 0
+    with torch.autocast("cpu", torch.bfloat16):
+        assert num_adapted(model) == 0, "later steps may run without autocast"
     monkeypatch.setattr(layer_kernels, "_AdaptedLinear", _ADDED)
     assert num_adapted(model)
     assert not caplog.messages, "it was compared"
@@ -530,13 +545,19 @@ def hook(model: Any) -> None:
             module.register_forward_hook(lambda module, args, output: output * 2)
 
 
+def hook_gradients(model: Any) -> None:
+    for name, module in model.named_modules():
+        if name.endswith("lora_A.default"):
+            module.register_full_backward_pre_hook(lambda module, grads: (grads[0] * 2,))
+
+
 def widen(model: Any) -> None:
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             parameter.data = parameter.data.double()
 
 
-@pytest.mark.parametrize("change", [disable, merge, add_second, hook, widen])
+@pytest.mark.parametrize("change", [disable, merge, add_second, hook, hook_gradients, widen])
 def test_what_is_changed_later_runs_pefts_code(change: Any, added: list[torch.Size]) -> None:
     model = adapted(dtype=torch.float32)
     assert num_adapted(model) == 7 * len(find_parts(model).layers)
@@ -548,6 +569,17 @@ def test_what_is_changed_later_runs_pefts_code(change: Any, added: list[torch.Si
     assert not added
     layer_kernels.restore_layers(find_parts(model))
     assert ours == model(input_ids=ids, labels=ids).loss
+
+
+def test_adapters_are_compared_when_evaluation_comes_first(added: list[torch.Size]) -> None:
+    model = adapted(dtype=torch.float32)
+    convert(model, SPPOConfig(num_chunks=2, show_plan=False))
+    ids = torch.randint(0, 90, (1, 12), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        model.eval()(input_ids=ids, labels=ids)
+    added.clear()
+    step(model.train(), ids)
+    assert added
 
 
 def test_under_autocast_pefts_code_runs(added: list[torch.Size]) -> None:

@@ -192,6 +192,17 @@ def test_what_is_token_wise() -> None:
     assert "mlp" not in hooked, "hooks of others see calls over all tokens"
 
 
+def test_nothing_within_a_compiled_module_runs_in_tiles() -> None:
+    model: Any = add_lora(build_tiny_model("llama"))
+    layer: Any = next(m for m in model.modules() if type(m).__name__ == "LlamaDecoderLayer")
+    hidden = torch.randn(1, 3, model.config.hidden_size, dtype=torch.float64)
+    assert any(part.name == "mlp" for part in token_wise(layer, hidden))
+    layer.mlp._compiled_call_impl = layer.mlp._call_impl  # what `layer.mlp.compile()` sets
+    names = {part.name for part in token_wise(layer, hidden)}
+    assert names, "other modules do"
+    assert not any(name.startswith("mlp") for name in names)
+
+
 class _Capacity(nn.Module):
     """An MLP that drops the tokens that come too late."""
 

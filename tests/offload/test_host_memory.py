@@ -254,6 +254,13 @@ def test_bytes_are_reused_and_slabs_are_not_added_for_them() -> None:
     assert pool.peak_bytes == SLAB_BYTES
 
 
+def test_what_an_evaluation_allocated_can_be_trained_with() -> None:
+    pool = HostPool(4096)
+    with torch.inference_mode():
+        pool.release(pool.allocate(10))
+    pool.allocate(10).memory.copy_(torch.arange(10, dtype=torch.uint8))
+
+
 def test_fragmentation_is_the_share_outside_the_largest_free_block() -> None:
     pool = HostPool(SLAB_BYTES)
     assert pool.fragmentation == 0.0
