@@ -586,8 +586,8 @@ class LowerBounds:
                 kv_tier=layout.kv_tier,
             )
             tables = byte_tables(cost.shape, decisions, cost.profile.kind)
-            rebuilt = tables.rebuilt if layout.saved != "whole" else 0
-            workspaces = (tables.workspace_backward + rebuilt).max(axis=0).tolist()
+            at = SAVED.index(layout.saved)
+            workspaces = tables.workspace_backward[:, at].max(axis=0).tolist()
             return [
                 _ChunkBytes(
                     self._activation_bytes(layout, end - start),
