@@ -46,6 +46,8 @@ _SUMMED = (
     *("num_kv_heads", "mlp_width", "forward_flops", "input_gradient_flops"),
     *("weight_gradient_flops", "inputs_recompute_flops", "matmuls_recompute_flops"),
     *("inputs_bytes", "matmuls_bytes", "whole_bytes", "total_weights", "adapter_weights"),
+    *("inputs_rerun_bytes", "inputs_rerun_early_bytes"),
+    *("matmuls_rerun_bytes", "matmuls_rerun_early_bytes"),
 )
 
 
@@ -82,7 +84,8 @@ def one_layer_at_a_time(of: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(of)
     def divided(tables: ByteTables, **options: Any) -> Any:
-        return of(tables, **options) // SIZE_OF.get(id(tables.shape), 1)
+        size = SIZE_OF.get(id(tables.shape), 1)
+        return tuple(found // size for found in of(tables, **options))
 
     return divided
 
@@ -134,10 +137,10 @@ def rows(model: str) -> Iterator[list[str]]:
 
 def main() -> None:
     """Prints one table."""
-    for name in ("rebuilt", "_workspace"):
+    for name in ("_rerun_bytes", "_workspace"):
         found = vars(ByteTables)[name]
         made = one_layer_at_a_time(getattr(found, "func", found))
-        setattr(ByteTables, name, property(made) if name == "rebuilt" else made)
+        setattr(ByteTables, name, property(made) if name == "_rerun_bytes" else made)
     table = Table(title="Time of a step in blocks of layers (in brackets), simulated")
     for heading in ("model", "tokens", "host", "as planned", *["blocks"] * len(SIZES)):
         table.add_column(heading, justify="right")

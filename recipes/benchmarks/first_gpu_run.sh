@@ -200,16 +200,23 @@ report() {
 # What a machine that goes away must not take along.
 keep_results() {
     [[ -n $keep ]] || return 0
-    tar -czf "$keep.part" -C "$output" --exclude='trace-*' --exclude=quickstart \
-        --exclude=pycache . &&
+    tar -czf "$keep.part" -C "$output" --exclude='trace-*' --exclude='memory-*' \
+        --exclude=quickstart --exclude=pycache . &&
         mv "$keep.part" "$keep"
     local file name
-    for file in "$output"/bench/trace-*.json.gz; do
+    for file in "$output"/bench/{trace-*.json.gz,memory-*.pickle}; do
         name=$(basename "$file")
         # What carries files off may not like the plus sign, or large ones.
         [[ -n $(find "$file" -size -15M 2>/dev/null) ]] &&
             cp "$file" "$(dirname "$keep")/${name//+/-}"
     done
+}
+
+# Power, clocks and memory, second by second: at the limit of its power a device clocks down, and a
+# step's kernels are then slower than those that `calibrate` has timed one by one.
+watch_device() {
+    command -v nvidia-smi >/dev/null || return 0
+    nvidia-smi dmon -s pucm -o T >>"$output/dmon.txt" 2>/dev/null &
 }
 
 # A step runs in a process group of its own, so that its limit ends all that it has started; it is
@@ -224,7 +231,7 @@ run_step() {
     esac
     echo "== $step (at most $most s)"
     set -m
-    ($command) </dev/null >"$output/$step.log" 2>&1 &
+    (watch_device && $command) </dev/null >"$output/$step.log" 2>&1 &
     local job=$!
     set +m
     (

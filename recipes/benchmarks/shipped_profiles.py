@@ -20,6 +20,8 @@ PLAIN = (None, LoraShape(rank=8), LoraShape(rank=16))
 AUTOCAST = (LoraShape(rank=8, autocast=True), LoraShape(rank=16, autocast=True))
 TRAININGS = {(2, 2): (*PLAIN, *AUTOCAST), (4, 4): PLAIN, (2, 4): (None, *AUTOCAST)}
 """Trainings by (bytes of an element in matmuls, bytes of a weight): bf16, float32, autocast."""
+WITH_KERNELS = ((2, 2), (2, 4))
+"""Those that are shipped with Liger's kernels too."""
 
 
 def main() -> None:
@@ -27,11 +29,13 @@ def main() -> None:
     folder = Path(sppo_hf.planning.__file__).with_name("model_profiles")
     for name in shipped_models():
         config = load_config(name)
-        profiles = tuple(
-            trace_config(config, Training(dtype_bytes=size, parameter_bytes=wide, lora=lora))
+        trainings = [
+            Training(dtype_bytes=size, parameter_bytes=wide, lora=lora, layer_kernels=kernels)
             for (size, wide), adapters in TRAININGS.items()
+            for kernels in (False, True)[: 1 + ((size, wide) in WITH_KERNELS)]
             for lora in adapters
-        )
+        ]
+        profiles = tuple(trace_config(config, training) for training in trainings)
         text = profiles_to_json(config_digest(config), profiles)
         (folder / f"{name}.json").write_text(text, encoding="utf-8")
 

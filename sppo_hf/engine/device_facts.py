@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from sppo_hf.config import SPPOConfig
+from sppo_hf.engine.layer_kernels import saves_like_kernels
 from sppo_hf.engine.structure import ModelParts
 from sppo_hf.engine.trace_profile import trace_model
 from sppo_hf.offload.disk_files import check_parent_exists, unusable_folder_errors
@@ -237,13 +238,17 @@ def whole_shape(parts: ModelParts) -> ModelShape:
 
 
 def model_profile(parts: ModelParts, device: torch.device | None = None) -> ModelProfile:
-    """Costs of the model's layers as it is trained now; traced once for each configuration."""
+    """Costs of the model's layers as it is trained now; traced once for each configuration.
+
+    With kernels in the layers once they have got them, which is before the first plan of a step.
+    """
     device = device or next(parts.causal_lm.parameters()).device
     dtype_bytes, dtype = _compute_bytes(parts, device), parts.causal_lm.dtype
     training = Training(
         dtype_bytes=dtype_bytes,
         parameter_bytes=dtype.itemsize if dtype.is_floating_point else dtype_bytes,
         lora=_find_lora(parts, device),
+        layer_kernels=saves_like_kernels(parts),
     )
     own_class = parts.model_class
     config = parts.causal_lm.config

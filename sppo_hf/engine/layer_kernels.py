@@ -83,6 +83,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 from torch.nn import functional as F
@@ -92,6 +93,7 @@ from sppo_hf.attention.backends.select import TOLERANCE, relative_error
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.chunk_context import ChunkContext, current
 from sppo_hf.engine.recurrent_state import LayerStates, StateCache
+from sppo_hf.engine.selective import made_of
 from sppo_hf.engine.structure import (
     ModelParts,
     has_hooks,
@@ -118,6 +120,8 @@ _ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-12}
 _PROBE_TOKENS = 64
 _GATED = {"gate_proj", "up_proj", "down_proj"}
 _MARK = "_sppo_layer_kernel"
+_SAVING = ("norm", "gated product")
+"""Kernels that save other tensors than the code that they replace."""
 _COMPILED = "_sppo_compiled"
 
 
@@ -233,13 +237,9 @@ def use_layer_kernels(parts: ModelParts, device: torch.device) -> dict[str, int]
         return counts
     from liger_kernel import ops  # type: ignore[import-not-found]
 
-    found: dict[Any, Callable[..., Tensor] | None] = {}
+    found = _Found(ops, device)
     for module in _candidates(parts):
-        # Modules of a class with the same settings run the same code: compared once.
-        key = _kind(module)
-        if key not in found:
-            found[key] = _find_kernel(module, ops, device)
-        forward = found[key]
+        forward = found.forward_for(module)
         if forward is not None:
             module.__dict__["forward"] = types.MethodType(forward, module)
             counts[getattr(forward, _MARK)] = counts.get(getattr(forward, _MARK), 0) + 1
@@ -250,11 +250,14 @@ def _candidates(parts: ModelParts) -> Iterator[nn.Module]:
     """Yield norms and MLPs that run their class's own forward, the final norm included."""
     roots = [*parts.layers, parts.final_norm()]
     for root in (root for root in roots if root is not None):
-        for module in root.modules():
-            eligible = "forward" not in module.__dict__ and (_is_norm(module) or _is_gated(module))
-            weight = next(module.parameters(), None)
-            if eligible and weight is not None and weight.dtype in _DTYPES and not weight.is_meta:
-                yield module
+        yield from filter(_is_candidate, root.modules())
+
+
+def _is_candidate(module: nn.Module) -> bool:
+    if "forward" in module.__dict__ or not (_is_norm(module) or _is_gated(module)):
+        return False
+    weight = next(module.parameters(), None)
+    return weight is not None and weight.dtype in _DTYPES and not weight.is_meta
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -284,18 +287,38 @@ def _kind(module: nn.Module) -> tuple[Any, ...]:
     return type(module), type(act), id(settings), _epsilon(module), weight.dtype, shapes
 
 
+class _Found:
+    """Kernels that agree with modules, as forwards for them."""
+
+    def __init__(self, ops: Any, device: torch.device) -> None:
+        self._ops = ops
+        self._device = device
+        self._found: dict[Any, Callable[..., Tensor] | None] = {}
+
+    def forward_for(self, module: nn.Module) -> Callable[..., Tensor] | None:
+        """Return a forward with the kernel for a module; None if none agrees."""
+        # Modules of a class with the same settings run the same code: compared once.
+        key = _kind(module)
+        if key not in self._found:
+            self._found[key] = _find_kernel(module, self._ops, self._device)
+        return self._found[key]
+
+
 def _find_kernel(module: nn.Module, ops: Any, device: torch.device) -> Callable[..., Tensor] | None:
     """Return the first kernel that agrees with a module, as a forward for it."""
     kernels = _norms(module, ops) if _is_norm(module) else _gated_products(ops)
     try:
-        for name, kernel in kernels:
-            if _is_norm(module):
-                agrees, forward = _norm_agrees(module, kernel, device), _norm_forward(kernel)
-            else:
-                agrees, forward = _product_agrees(module, kernel, device), _gated_forward(kernel)
-            if agrees:
-                setattr(forward, _MARK, name)
-                return forward
+        # What is tried is not the layer's work, which hooks watch.
+        with torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
+            for name, kernel in kernels:
+                if _is_norm(module):
+                    agrees, forward = _norm_agrees(module, kernel, device), _norm_forward(kernel)
+                else:
+                    agrees = _product_agrees(module, kernel, device)
+                    forward = _gated_forward(kernel)
+                if agrees:
+                    setattr(forward, _MARK, name)
+                    return forward
     except Exception as error:  # noqa: BLE001 - kernels of another release, or no compiler
         logger.warning(
             "%s keeps its own code: Liger's kernel for it failed when tried (%s)",
@@ -322,13 +345,46 @@ def _gated_products(ops: Any) -> Iterator[tuple[str, Callable[..., Tensor]]]:
         yield "gated product", function.apply
 
 
+def like_kernels(layers: Sequence[nn.Module]) -> dict[nn.Module, Callable[..., Tensor]]:
+    """Return forwards for modules of layers that save what modules with kernels save.
+
+    For tracing what layers save where there is no GPU: torch code in the place of Liger's kernels,
+    for the norms and MLPs that pass the same comparison with it. Adapters add in place.
+    """
+    found = _Found(_LIKE_LIGER, torch.device("cpu"))
+    forwards: dict[nn.Module, Callable[..., Tensor]] = {}
+    for module in (module for layer in layers for module in layer.modules()):
+        name = _only_adapter(module)
+        forward = found.forward_for(module) if _is_candidate(module) else None
+        if name is not None and len({*_adapter_dtypes(module, name)}) == 1:
+            forward = _adapted_forward
+        if forward is not None:
+            forwards[module] = types.MethodType(forward, module)
+    return forwards
+
+
+def saves_like_kernels(parts: ModelParts) -> bool:
+    """Whether decoder layers save what those of `like_kernels` do.
+
+    False also where a kernel was not taken, or only by some of these modules: then layers save
+    more.
+    """
+    modules = [module for layer in parts.layers for module in layer.modules()]
+    marks = (getattr(m.__dict__.get("forward"), "__func__", None) for m in modules)
+    if not any(getattr(mark, _MARK, None) in _SAVING for mark in marks):
+        return False
+    found = _Found(_LIKE_LIGER, torch.device("cpu"))
+    return all(found.forward_for(m) is None for m in modules if _is_candidate(m))
+
+
 def _norm_forward(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         if hidden_states.dtype != self.weight.dtype:
             # Under autocast: the kernel's result has the input's dtype, that of the module's own
             # code may have the weight's.
             return type(self).forward(self, hidden_states)
-        return kernel(hidden_states, self.weight)
+        with made_of(hidden_states, self.weight):
+            return kernel(hidden_states, self.weight)
 
     return forward
 
@@ -339,8 +395,12 @@ def _gated_forward(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
         # Of adapters on one of them: the kernel's result would have the dtype of the gate. And
         # hooks on the activation see what it gets and returns.
         hooked = isinstance(self.act_fn, nn.Module) and has_hooks(self.act_fn)
-        own = hooked or gate.dtype != up.dtype
-        return self.down_proj(self.act_fn(gate) * up if own else kernel(gate, up))
+        if hooked or gate.dtype != up.dtype:
+            product = self.act_fn(gate) * up
+        else:
+            with made_of(gate, up):
+                product = kernel(gate, up)
+        return self.down_proj(product)
 
     return forward
 
@@ -440,6 +500,63 @@ def _error(value: Tensor, expected: Tensor) -> float:
     return float(difference.nan_to_num(float("inf")))
 
 
+# -- in the kernels' place ----------------------------------------------------------------------
+
+
+class _NormLikeLiger(torch.autograd.Function):
+    """`LigerRMSNormFunction` in torch code: saves the input and the root's reciprocal."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_MD: Tensor, weight_D: Tensor, eps: float, offset: float, *_: Any
+    ) -> Tensor:
+        scale_M1 = torch.rsqrt(x_MD.float().pow(2).mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x_MD, weight_D, scale_M1)
+        ctx.offset = offset
+        return (x_MD.float() * scale_M1 * (weight_D.float() + offset)).to(x_MD.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_MD, weight_D, scale_M1 = ctx.saved_tensors
+        normed_MD, grad_MD = x_MD.float() * scale_M1, grads[0].float()
+        scaled_MD = grad_MD * (weight_D.float() + ctx.offset)
+        dx_MD = scaled_MD - normed_MD * (scaled_MD * normed_MD).mean(-1, keepdim=True)
+        dweight_D = (grad_MD * normed_MD).flatten(0, -2).sum(0)
+        dx_MD = (dx_MD * scale_M1).to(x_MD.dtype)
+        return dx_MD, dweight_D.to(weight_D.dtype), None, None, None, None
+
+
+def _gated_like_liger(activation: Callable[..., Tensor], derivative: Callable[..., Tensor]) -> Any:
+    """Make one of Liger's gated products in torch code: saves gate and up projection."""
+
+    class GatedLikeLiger(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, gate_MF: Tensor, up_MF: Tensor) -> Tensor:
+            ctx.save_for_backward(gate_MF, up_MF)
+            return (activation(gate_MF.float()) * up_MF.float()).to(gate_MF.dtype)
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+            gate_MF, up_MF = (saved.float() for saved in ctx.saved_tensors)
+            grad_MF, dtype = grads[0].float(), grads[0].dtype
+            dgate_MF = derivative(grad_MF * up_MF, gate_MF)
+            return dgate_MF.to(dtype), (grad_MF * activation(gate_MF)).to(dtype)
+
+    return GatedLikeLiger
+
+
+_LIKE_LIGER = types.SimpleNamespace(
+    LigerRMSNormFunction=_NormLikeLiger,
+    LigerSiLUMulFunction=_gated_like_liger(F.silu, torch.ops.aten.silu_backward),
+    LigerGELUMulFunction=_gated_like_liger(
+        functools.partial(F.gelu, approximate="tanh"),
+        functools.partial(torch.ops.aten.gelu_backward, approximate="tanh"),
+    ),
+)
+
+
 # -- adapters ----------------------------------------------------------------------------------
 
 
@@ -483,7 +600,7 @@ def _only_adapter(module: Any) -> str | None:
     # Their weights are used; they themselves are not called, nor are hooks. Other stages' are meta.
     bare = all(
         type(part) is nn.Linear
-        and type(part.weight) in (Tensor, nn.Parameter)
+        and type(part.weight) in (Tensor, nn.Parameter, FakeTensor)
         and not part.weight.is_meta
         and "forward" not in part.__dict__
         and not has_hooks(part)

@@ -44,6 +44,7 @@ checked matmul by matmul; if it does not hold, the layer is rerun once more with
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -71,6 +72,21 @@ class LightDispatchMode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+
+@contextlib.contextmanager
+def made_of(*tensors: Tensor) -> Iterator[None]:
+    """Context of a kernel that writes into new memory what it computes from `tensors` alone.
+
+    A kernel that is no operation of torch's is not seen by dispatch modes. Memory that it fills
+    would count as made of all matmuls so far, and all of these would be kept for a rerun.
+    """
+    modes = _python_dispatch._get_current_dispatch_mode_stack()
+    with contextlib.ExitStack() as contexts:
+        for mode in modes:
+            if isinstance(mode, DependencyTracker):
+                contexts.enter_context(mode.made_of(tensors))
+        yield
 
 
 RunOperation = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
@@ -103,7 +119,18 @@ class DependencyTracker(LightDispatchMode):
         self._width = hidden.shape[-1]
         self._depends: dict[int, int] = {}
         self._num_matmuls = 0
+        self._allocated: int | None = None
+        """Set on which newly allocated memory depends; None if that is not known."""
         self._set(hidden, _ACTIVATION)
+
+    @contextlib.contextmanager
+    def made_of(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """See the function `made_of`."""
+        before, self._allocated = self._allocated, self._read_all(tensors)
+        try:
+            yield
+        finally:
+            self._allocated = before
 
     def add_inputs(self, *tensors: Tensor) -> None:
         """Treat `tensors` as inputs of the layer, which a rerun gets too."""
@@ -148,7 +175,10 @@ class DependencyTracker(LightDispatchMode):
         if op.is_thick_matmul(args, self._width):
             self._on_matmul(func, op, args, output, depends)
         else:
-            depends = _ALLOCATED.get(op.allocates, depends)
+            if self._allocated is not None and op.allocates != "nothing":
+                depends = self._allocated
+            else:
+                depends = _ALLOCATED.get(op.allocates, depends)
             for tensor in (output,) if isinstance(output, Tensor) else tensors_in((output,)):
                 self._set(tensor, depends)
         return output

@@ -49,6 +49,7 @@ from sppo_hf.attention.kv_cache import Keep, LayerKV
 from sppo_hf.attention.segments import AttentionSegment, Block
 from sppo_hf.engine.attention_interface import MaskMeaning, chunked_attention
 from sppo_hf.engine.chunk_context import ChunkContext
+from sppo_hf.engine.layer_kernels import like_kernels
 from sppo_hf.engine.recurrent_state import LayerStates, StateCache, States
 from sppo_hf.engine.selective import (
     DependencyTracker,
@@ -165,16 +166,18 @@ def trace_model(config: PreTrainedConfig, training: Training, make: Any) -> Mode
                 with torch.device("meta"):
                     _add_adapters(parts, training.lora)
             _make_fake(parts.causal_lm)
-        traced = {
-            kinds[index]: _trace_kind(
-                parts,
-                [calls_of_length[index] for calls_of_length in calls],
-                lengths,
-                training,
-                input_needs_grad=training.lora is None or index > 0,
-            )
-            for index in sorted(examples)
-        }
+        layers = [parts.layers[index] for index in examples]
+        with patched_attribute("forward", like_kernels(layers) if training.layer_kernels else {}):
+            traced = {
+                kinds[index]: _trace_kind(
+                    parts,
+                    [calls_of_length[index] for calls_of_length in calls],
+                    lengths,
+                    training,
+                    input_needs_grad=training.lora is None or index > 0,
+                )
+                for index in sorted(examples)
+            }
     in_layers = {p for layer in parts.layers for p in layer.parameters()}
     outside = [x for x in parts.causal_lm.named_parameters() if x[1] not in in_layers]
     weights, adapters = _count_elements(outside)
@@ -523,6 +526,10 @@ class _Counts:
     inputs_bytes: int = 0
     matmuls_bytes: int = 0
     whole_bytes: int = 0
+    inputs_rerun_bytes: int = 0
+    inputs_rerun_early_bytes: int = 0
+    matmuls_rerun_bytes: int = 0
+    matmuls_rerun_early_bytes: int = 0
     mlp_width: int = 0
     adapted_mlp_width: int = 0
     tiled_bytes: int = 0
@@ -597,6 +604,12 @@ class _LayerRun:
         self._open_call: _TokenWiseCall | None = None
         self._open_call_finder = self._unused_finder
         self._attention_bytes = 0
+        self._inputs = {storage_key(self.hidden)}
+        """Storages of the layer's input and of attention's results."""
+        self._matmuls_to_attention = -1
+        """Matmuls before attention's results were there; -1 until then."""
+        self._late: set[int | None] = set()
+        """Storages saved behind the first matmul that follows attention."""
         self._attending_child: str | None = None
         self._out = self.hidden
         self.largest_bytes = self.hidden.nbytes
@@ -628,6 +641,10 @@ class _LayerRun:
     def put(self, out_BNCH: Tensor, lse_BNC: Tensor) -> None:
         self._attending_child = self._counter.child
         self._attention_bytes = out_BNCH.nbytes + lse_BNC.nbytes
+        self._inputs |= {storage_key(out_BNCH), storage_key(lse_BNC)}
+        # What is saved before the next matmul may be attention's own.
+        self._matmuls_to_attention = len(self._counter.matmuls)
+        self._late.clear()
         self.largest_bytes = max(self.largest_bytes, out_BNCH.nbytes)
         self._unused_finder.add_inputs(out_BNCH, lse_BNC)
         self._recorder.start(out_BNCH, lse_BNC)
@@ -637,7 +654,8 @@ class _LayerRun:
             self._out = self._run_forward()
         matmuls = self._counter.matmuls
         recorded = self._recorder.stop()
-        held_bytes = [x.output.nbytes for x in recorded if isinstance(x.output, _HeldSize)]
+        held = [x.output for x in recorded if isinstance(x.output, _HeldSize)]
+        held_bytes = [output.nbytes for output in held]
         saved_bytes = list(map(self._saved_bytes, self._saved))
         self.largest_bytes = max(self.largest_bytes, *held_bytes, *saved_bytes)
         found = self._unused_finder.result()
@@ -662,6 +680,7 @@ class _LayerRun:
             inputs_bytes=inputs_bytes,
             matmuls_bytes=inputs_bytes + sum(held_bytes),
             whole_bytes=sum(saved_bytes),
+            **self._rerun_bytes({output.key for output in held}),
             mlp_width=sum(
                 x.num_inputs
                 for x in matmuls
@@ -674,6 +693,16 @@ class _LayerRun:
             tile_bytes=tile_bytes,
             tiles_recompute_flops=self._flops_in_tiles(unused),
         )
+
+    def _rerun_bytes(self, held: set[int | None]) -> dict[str, int]:
+        """Bytes that reruns make; `held` are the storages of matmul outputs that are saved."""
+        made = {"inputs": self._saved.keys() - self._inputs}
+        made["matmuls"] = made["inputs"] - held
+        return {
+            f"{saved}_rerun{part}_bytes": sum(map(self._saved_bytes, keys - without))
+            for saved, keys in made.items()
+            for part, without in (("", set[int | None]()), ("_early", self._late))
+        }
 
     def _bytes_in_tiles(self, whole_bytes: int) -> tuple[int, int]:
         """Bytes that are not saved where modules run in tiles, and the most that one saves."""
@@ -786,6 +815,8 @@ class _LayerRun:
         self._last_save = len(self._counter.matmuls)
         key = storage_key(tensor)
         if key not in self._not_activations:
+            if key not in self._saved and -1 < self._matmuls_to_attention < self._last_save:
+                self._late.add(key)
             self._saved.setdefault(key, tensor)
         if self._open_call is None:
             self._save_outside(tensor)
@@ -832,10 +863,11 @@ class _LayerRun:
 
 
 class _HeldSize:
-    """Stands for a matmul output that the recorder holds, and knows its size only."""
+    """Stands for a matmul output that the recorder holds; knows its size and its storage."""
 
     def __init__(self, _name: str, tensor: Tensor) -> None:
         self.nbytes = tensor.nbytes
+        self.key = storage_key(tensor)
 
     def handles(self) -> tuple[()]:
         return ()

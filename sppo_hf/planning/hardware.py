@@ -186,6 +186,10 @@ class HardwareProfile:
     numa_node: int | None = None
     """NUMA node of the device; None if there is only one node or it is unknown."""
 
+    layer_kernels: bool | None = None
+    """Whether Liger's kernels can run there; None if unknown, as on a machine that was not
+    measured. Plans then count what layers save without them, which is more."""
+
     versions: dict[str, str] = field(default_factory=dict[str, str])
     """Versions of torch, CUDA and the driver with which a profile was measured; it is reused only
     with the same versions."""
@@ -334,6 +338,7 @@ _READERS: dict[str, tuple[str, Callable[[object], object]]] = {
     "str": ("a text", _text),
     "str | None": ("a text or null", _or_none(_text)),
     "bool": ("true or false", _flag),
+    "bool | None": ("true, false or null", _or_none(_flag)),
     "float": (_RATES, _rate),
     "float | None": (f"{_RATES}, or null", _or_none(_rate)),
     "int | None": ("a whole number below 2**63, or null", _or_none(_whole)),
@@ -365,6 +370,9 @@ class Datasheet(NamedTuple):
     node_bytes_per_second: float | None = None
     """80% of NVLink's (Infinity Fabric's) rate to another device, each way; None without one."""
 
+    takes_cudnn: bool = False
+    """Whether PyTorch takes cuDNN's attention there: with compute capability 9.0 and 10.0."""
+
 
 _PCIE_4, _PCIE_5 = 25e9, 52e9
 _CHIP_LINK = 300e9  # of 450e9 each way of NVLink-C2C, the slower of both ways in published tests
@@ -376,16 +384,16 @@ DATASHEETS: dict[str, Datasheet] = {
     "A40": Datasheet(150e12, 44.4, 0.70e12, _PCIE_4),
     "A10": Datasheet(125e12, 22.0, 0.60e12, _PCIE_4),
     "A10G": Datasheet(70e12, 22.0, 0.60e12, _PCIE_4),
-    "H100": Datasheet(989e12, 79.1, 3.35e12, _PCIE_5, 3.6e11),
-    "H100 PCIE": Datasheet(756e12, 79.1, 2.04e12, _PCIE_5),
-    "H100 NVL": Datasheet(835e12, 93.1, 3.94e12, _PCIE_5),
-    "H800": Datasheet(989e12, 79.1, 3.35e12, _PCIE_5, 1.6e11),
-    "H20": Datasheet(148e12, 95.0, 4.00e12, _PCIE_5, 3.6e11),
-    "H200": Datasheet(989e12, 139.7, 4.80e12, _PCIE_5, 3.6e11),
-    "H200 NVL": Datasheet(835e12, 139.7, 4.80e12, _PCIE_5),
-    "GH200": Datasheet(989e12, 94.5, 4.00e12, _CHIP_LINK),
-    "B200": Datasheet(2250e12, 178.3, 8.00e12, _PCIE_5, 7.2e11),
-    "GB200": Datasheet(2500e12, 184.0, 8.00e12, _CHIP_LINK, 7.2e11),
+    "H100": Datasheet(989e12, 79.1, 3.35e12, _PCIE_5, 3.6e11, takes_cudnn=True),
+    "H100 PCIE": Datasheet(756e12, 79.1, 2.04e12, _PCIE_5, takes_cudnn=True),
+    "H100 NVL": Datasheet(835e12, 93.1, 3.94e12, _PCIE_5, takes_cudnn=True),
+    "H800": Datasheet(989e12, 79.1, 3.35e12, _PCIE_5, 1.6e11, takes_cudnn=True),
+    "H20": Datasheet(148e12, 95.0, 4.00e12, _PCIE_5, 3.6e11, takes_cudnn=True),
+    "H200": Datasheet(989e12, 139.7, 4.80e12, _PCIE_5, 3.6e11, takes_cudnn=True),
+    "H200 NVL": Datasheet(835e12, 139.7, 4.80e12, _PCIE_5, takes_cudnn=True),
+    "GH200": Datasheet(989e12, 94.5, 4.00e12, _CHIP_LINK, takes_cudnn=True),
+    "B200": Datasheet(2250e12, 178.3, 8.00e12, _PCIE_5, 7.2e11, takes_cudnn=True),
+    "GB200": Datasheet(2500e12, 184.0, 8.00e12, _CHIP_LINK, 7.2e11, takes_cudnn=True),
     "L4": Datasheet(121e12, 22.0, 0.30e12, _PCIE_4),
     "L20": Datasheet(119e12, 44.4, 0.86e12, _PCIE_4),
     "L40": Datasheet(181e12, 44.4, 0.86e12, _PCIE_4),
@@ -426,13 +434,22 @@ def peak_flops(device_name: str) -> float | None:
 
 
 # Shares of a datasheet's dense peak that large matmuls and fused attention reach, by the tokens of
-# a chunk; the shipped profiles' curves have the same shape.
+# a chunk, where nothing better is known (`_MEASURED`). Those of attention are what FlashAttention 2
+# reaches on Hopper (published: 329 to 365 of 989e12). It is what runs on Ampere and Ada, for which
+# cuDNN's kernel is not PyTorch's choice, and on consumer Blackwell (12.0). It was made for Ampere
+# and reaches more there, 61% of an A100's peak by public figures, which are in that one's profile;
+# of the cards with GDDR there are none to rely on, so they keep the lower share.
 _MATMUL_SHARE = Curve(((256, 0.15), (512, 0.28), (1024, 0.42), (2048, 0.53), (4096, 0.60)))
 _ATTENTION_SHARE = Curve(((256, 0.08), (512, 0.13), (1024, 0.20), (2048, 0.27), (8192, 0.34)))
 _BACKWARD_SHARE = 0.68
 _FLOAT32_SHARE = 0.05
 _MEMORY_SHARE = 0.85
 _UNKNOWN_PEAK_FLOPS = 60e12
+
+_MEASURED = "h200"
+"""Shipped profile whose speeds of matmuls and of cuDNN's attention were measured. Their shares of
+the peak stand for those of devices on which PyTorch takes that kernel, and of matmuls on devices
+with the same peak, which have the same chip."""
 
 _CPU_MATMUL = Curve(((64, 0.6e11), (256, 1.0e11), (1024, 1.2e11)))
 _CPU_ATTENTION = Curve(((64, 0.3e11), (256, 0.5e11), (1024, 0.6e11)))
@@ -482,6 +499,15 @@ def cuda_estimate(device_name: str) -> HardwareProfile:
         # Without a link of their own devices send through the host's memory.
         node = sheet.node_bytes_per_second or copies / 2
     matmul, attention = _MATMUL_SHARE.scaled(peak), _ATTENTION_SHARE.scaled(peak)
+    backward = attention.scaled(_BACKWARD_SHARE)
+    if sheet is not None and sheet.takes_cudnn:
+        measured, dtype_name = shipped_profiles()[_MEASURED], "bfloat16"
+        share = peak / DATASHEETS[_MEASURED.upper()].peak_flops
+        attention = measured.attention_forward_flops[dtype_name].scaled(share)
+        backward = measured.attention_backward_flops[dtype_name].scaled(share)
+        source += f", of which attention reaches what it does on {measured.name}"
+        if share == 1:
+            matmul = measured.matmul_flops[dtype_name]
 
     def by_dtype(curve: Curve) -> dict[str, Curve]:
         single = curve.scaled(_FLOAT32_SHARE)
@@ -494,7 +520,7 @@ def cuda_estimate(device_name: str) -> HardwareProfile:
         source=source,
         matmul_flops=by_dtype(matmul),
         attention_forward_flops=by_dtype(attention),
-        attention_backward_flops=by_dtype(attention.scaled(_BACKWARD_SHARE)),
+        attention_backward_flops=by_dtype(backward),
         memory_bytes_per_second=memory,
         launch_seconds=1e-3,
         d2h_bytes_per_second=copies,

@@ -556,8 +556,7 @@ class LowerBounds:
         batch = Batch(batch_rows=cost.batch_rows, training=True, tile_tokens=1)
         decisions = replace(batch.decisions(bounds, cost.shape.num_layers), kv_tier=layout.kv_tier)
         tables = byte_tables(cost.shape, decisions, cost.profile.kind)
-        rebuilt = tables.rebuilt if layout.saved != "whole" else 0
-        workspaces = (tables.workspace_backward + rebuilt).max(axis=0).tolist()
+        workspaces = tables.workspace_backward[:, SAVED.index(layout.saved)].max(axis=0).tolist()
         return [
             _ChunkBytes(
                 self._activation_bytes(layout, end - start),

@@ -481,7 +481,7 @@ class LinearProgram:
     def _transient_bytes(self) -> tuple[Bytes, Bytes, Bytes]:
         """Returns peak bytes of copies, forward workspace and backward workspace, [slots] each."""
         tables, what = self._tables, self._decisions
-        again = tables.rebuilt if any(mode.recompute for mode in self._modes) else 0
+        allowed = sorted({SAVED.index(mode.saved) for mode in self._modes})
 
         def most(table: Bytes) -> Bytes:
             """Returns the maximum over a chunk's layers or, by layer, over a layer's chunks."""
@@ -498,7 +498,8 @@ class LinearProgram:
             tier in self._offload_tiers for at in self._kv_groups for tier in self._groups[at].tiers
         )
         copies = np.where(largest > 0, copies, leaves if keys_leave else 0)
-        return copies, most(tables.workspace_forward), most(tables.workspace_backward + again)
+        backward = tables.workspace_backward[:, allowed].max(axis=1)
+        return copies, most(tables.workspace_forward), most(backward)
 
     def _running_activations(self, *, share: float) -> Terms:
         """Returns `share` of the GiB kept for one unit of each slot, if modes are spread evenly.

@@ -477,8 +477,9 @@ class StepProgram:
         forward = tables.of_layers(tables.workspace_forward)
         if not points.training:
             return points.lay(forward, 0, 0)
-        rebuilt = np.where(self.modes % len(SAVED) > 0, tables.of_layers(tables.rebuilt), 0)
-        backward = tables.of_layers(tables.workspace_backward) + rebuilt
+        chunks = np.arange(points.num_chunks)[:, None]
+        saved = self.modes % len(SAVED)
+        backward = tables.workspace_backward[tables.kind_of, saved, chunks]
         backward[:, 0] = np.maximum(backward[:, 0], tables.embedding_backward)
         return points.lay(forward, 0, backward)
 

@@ -582,57 +582,103 @@ class ByteTables:
     @cached_property
     def workspace_forward(self) -> Bytes:
         """Bytes of temporaries of a layer's forward."""
-        return self._workspace(backward=False)
+        token_wise, attention = self._workspace(backward=False)
+        return np.maximum(token_wise, attention)
 
     @cached_property
     def workspace_backward(self) -> Bytes:
-        """Bytes of temporaries of a layer's backward, without recomputed activations."""
-        return self._workspace(backward=True)
+        """Bytes of temporaries of a layer's backward, [kinds, saved, chunks], by what is saved.
+
+        With what recomputation makes: activations, and under autocast cast weights. On CUDA the
+        peak is either at the begin, when all of that is there and token-wise modules run backward,
+        or in attention, when backward has freed what was saved behind it. A CPU's heap may not
+        reuse what the one has freed for the other, so both count.
+        """
+        token_wise, attention = self._workspace(backward=True)
+        rerun, early = self._rerun_bytes
+        if self.device_kind == "cuda":
+            begin, later = token_wise[:, None] + rerun, attention[:, None] + early
+            return np.maximum(begin, later)
+        return np.maximum(token_wise, attention)[:, None] + rerun
 
     @cached_property
-    def rebuilt(self) -> Bytes:
-        """Bytes rebuilt by recomputing a layer: activations, and under autocast cast weights.
+    def _rerun_bytes(self) -> tuple[Bytes, Bytes]:
+        """Bytes that recomputation makes, and those still there in attention's backward.
 
-        Where token-wise modules run in tiles, one tile of the largest of these counts.
+        [kinds, saved, chunks] each. Where token-wise modules run in tiles, one tile of the largest
+        of these counts. What is saved is not made again, but on a CPU counts twice, as a part of a
+        slab that is in use until all of it is.
         """
-        whole = self.saved[:, SAVED.index("whole")]
-        layers = self.shape.layers
+        layers, casts = self.shape.layers, _by_kind(self.shape.cast_bytes, self.kinds)
         tiled = self.rows * _by_kind(lambda kind: layers[kind].tiled_bytes, self.kinds)
         tile = self.rows * _by_kind(lambda kind: layers[kind].tile_bytes, self.kinds)
         less = tiled * self.lengths - tile * self._at_once
         less = np.where(self._at_once < self.lengths, np.maximum(less, 0), 0)
-        return whole - less + _by_kind(self.shape.cast_bytes, self.kinds)
+        whole = self.saved[:, SAVED.index("whole")]
+        rerun, early = np.zeros_like(self.saved), np.zeros_like(self.saved)
+        for at, saved in enumerate(SAVED):
+            if saved == "whole":
+                continue
+            made, remains = whole, np.zeros_like(whole)
+            if self.device_kind == "cuda":
+                sizes = np.array([layers[kind].rerun_bytes(saved) for kind in self.kinds])
+                made, remains = self.rows * self.lengths * sizes.T[:, :, None]
+            rerun[:, at] = np.maximum(made - less, remains) + casts
+            early[:, at] = remains + casts
+        return rerun, early
 
-    def _workspace(self, *, backward: bool) -> Bytes:
-        """Returns the bytes of temporaries of a layer over one chunk.
+    def _workspace(self, *, backward: bool) -> tuple[Bytes, Bytes]:
+        """Returns the bytes of temporaries of a layer over one chunk, by where in it they are.
 
-        The MLP holds about two intermediates in forward and four with their gradients in backward
-        (of a tile, where it runs in tiles), beside two or four full-width tensors; attention holds
-        q, its output and (in backward) their gradients, and one layer's whole prefix of K/V (and
-        dK/dV of one call) once more. CUDA's flash kernels (FlashAttention 2's and cuDNN's) write
-        dK/dV for every query head before they sum those that share a key head. A CPU's may be given
-        K/V of a call with repeated heads, and gives back as many gradients.
+        In token-wise modules, and in attention. The MLP holds about two intermediates in forward
+        and four with their gradients in backward (of a tile, where it runs in tiles; with Liger's
+        kernels, which write over what was saved, two), beside two or four full-width tensors.
+        Attention holds q, its output and (in backward) their gradients, and one layer's whole
+        prefix of K/V (and dK/dV of one call) once more. CUDA's flash kernels (FlashAttention 2's
+        and cuDNN's) write dK/dV for every query head before they sum those that share a key head,
+        and sum dQ in float32, as attention to several blocks of keys does. A CPU's may be given K/V
+        of a call with repeated heads, and gives back as many gradients.
         """
         copies = 4 if backward else 2
+        on_cuda = self.device_kind == "cuda"
         nothing = np.zeros_like(self.ends)
         prefix = nothing if self.streams else np.where(self.starts > 0, self.ends, 0)
         keys_of_a_call = self.block_tokens if self.streams else self.ends
-        rows: list[Bytes] = []
-        repeated: list[Bytes] = []
+        if on_cuda and backward and not self.streams:
+            # Of the chunk's own keys and those before it, the more.
+            keys_of_a_call = np.maximum(self.starts, self.lengths)
+        token_wise: list[Bytes] = []
+        in_attention: list[Bytes] = []
         for kind in self.kinds:
             layer = self.shape.layers[kind]
-            full_width = copies * layer.hidden_size
-            mlp = copies * layer.mlp_width
+            full_width = self.lengths * copies * layer.hidden_size
+            mlp = (2 if self._writes_over_saved else copies) * layer.mlp_width
             mlp += 0 if backward else self._wide_adapters_elements(layer)
             per_query = layer.q_elements + layer.attention_output_elements
             joined = layer.kv_elements * prefix * (2 if backward else 1)
-            if backward and self.device_kind == "cuda" and layer.num_heads > layer.num_kv_heads:
-                joined = joined + per_query * keys_of_a_call
-            attention = self.lengths * (copies // 2) * per_query
-            busiest = np.maximum(self._at_once * mlp, attention) + self.lengths * full_width
-            rows.append(busiest + joined)
-            repeated.append(2 * self._repeated_bytes(layer, keys_of_a_call) * backward)
-        return np.array(rows) * (self.shape.dtype_bytes * self.rows) + np.array(repeated)
+            if on_cuda and backward:
+                if not self.streams:
+                    joined = joined + layer.kv_elements * keys_of_a_call
+                if layer.num_heads > layer.num_kv_heads:
+                    joined = joined + per_query * keys_of_a_call
+                sums = (1 + (self.starts > 0)) * layer.q_elements * self.lengths
+                joined = joined + sums * FLOAT32_BYTES // self.shape.dtype_bytes
+            attention = self.lengths * (copies // 2) * per_query + full_width + joined
+            repeated = 2 * self._repeated_bytes(layer, keys_of_a_call) * backward
+            size = self.shape.dtype_bytes * self.rows
+            outside = self._at_once * mlp + full_width
+            if not (on_cuda and backward):
+                outside = outside + joined
+            token_wise.append(outside * size + (0 if on_cuda else repeated))
+            in_attention.append(attention * size + repeated)
+        return np.array(token_wise), np.array(in_attention)
+
+    @property
+    def _writes_over_saved(self) -> bool:
+        """Whether backward of the MLP writes its gradients over what was saved."""
+        lora = self.shape.lora
+        widens = lora is not None and lora.dtype_bytes > self.shape.dtype_bytes
+        return self.shape.layer_kernels and not widens
 
     def _repeated_bytes(self, layer: LayerProfile, keys: Bytes) -> Bytes:
         """Returns the bytes of K/V with heads repeated to keep a CPU's threads busy, [chunks]."""

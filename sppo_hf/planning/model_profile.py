@@ -25,6 +25,7 @@ from typing import Any, TypeVar, cast
 
 import sppo_hf
 from sppo_hf.errors import ConfigError
+from sppo_hf.planning.activation_modes import Saved
 from sppo_hf.planning.json_store import cache_path, file_lock, write_atomically
 from sppo_hf.rules import show
 
@@ -37,7 +38,7 @@ THIN = 8
 
 Thin matmuls are recomputed; their outputs are not saved."""
 
-_FORMAT = 5
+_FORMAT = 6
 
 _TRACED_WITHIN_SECONDS = 60.0
 """Seconds to wait for another process that traces the same model before tracing it here too."""
@@ -66,6 +67,10 @@ class Training:
 
     lora: LoraShape | None = None
     """Adapters, with which all other weights are frozen; None if all weights are trained."""
+
+    layer_kernels: bool = False
+    """Whether Liger's kernels run in place of norms and gated products that compute the same; they
+    save less."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +125,20 @@ class LayerProfile:
     whole_bytes: int
     """Bytes of all that autograd saves, without K/V and tensors shared by all layers."""
 
+    inputs_rerun_bytes: int
+    """Bytes that recomputation makes if a layer's inputs are saved: all of `whole_bytes` that is
+    not among these."""
+
+    inputs_rerun_early_bytes: int
+    """Part of `inputs_rerun_bytes` that is still there when backward reaches attention: what was
+    saved before it."""
+
+    matmuls_rerun_bytes: int
+    """Bytes that recomputation makes if outputs of thick matmuls are saved too."""
+
+    matmuls_rerun_early_bytes: int
+    """Part of `matmuls_rerun_bytes` that is still there when backward reaches attention."""
+
     largest_bytes: int
     """Bytes of the largest saved tensor, over all `Saved` values."""
 
@@ -158,6 +177,17 @@ class LayerProfile:
 
     scans: bool = False
     """Whether a mixer runs a recurrence over the tokens; if not, all state is a convolution's."""
+
+    def rerun_bytes(self, saved: Saved) -> tuple[int, int]:
+        """Returns the bytes that recomputation makes, and those of them saved before attention."""
+        if saved == "matmuls":
+            return self.matmuls_rerun_bytes, self.matmuls_rerun_early_bytes
+        made = self.inputs_rerun_bytes, self.inputs_rerun_early_bytes
+        if saved == "inputs":
+            return made
+        # Attention's results too.
+        more = self.whole_bytes - self.inputs_rerun_bytes
+        return made[0] + more, made[1] + more
 
     @property
     def attention_flops_per_key(self) -> int:

@@ -126,6 +126,9 @@ class ModelShape:
     """CPU threads of attention; where they outnumber K/V heads, these are repeated
     (`parallel_heads`)."""
 
+    layer_kernels: bool = False
+    """Whether Liger's kernels run in layers, see `Training.layer_kernels`."""
+
     sp: int = 1
     """Sequence-parallel ranks that share every chunk. FLOPs are the sum over them, weights and
     gradients are on each; `per_rank` has the bytes per token of one rank."""
@@ -183,6 +186,7 @@ class ModelShape:
             lora=lora,
             parameter_bytes=size,
             message_elements=profile.message_elements,
+            layer_kernels=profile.training.layer_kernels,
         )
 
     def with_host_residents(self, *, weights: bool, optimizer: bool) -> ModelShape:

@@ -639,8 +639,7 @@ class PipelineCost:
     def _workspaces(self) -> tuple[list[int], list[int]]:
         """[chunks] Temporaries of the layer with most, in forward and in backward."""
         tables = self._tables
-        rebuilt = 0 if self.saved == "whole" else tables.rebuilt
-        backward = tables.workspace_backward + rebuilt
+        backward = tables.workspace_backward[:, SAVED.index(self.saved)]
         return tables.workspace_forward.max(axis=0).tolist(), backward.max(axis=0).tolist()
 
     @cached_property

@@ -157,7 +157,12 @@ def question_for(
     check_config(model_config)
     size = DTYPE_BYTES[dtype_name]
     lora = None if lora_rank is None else LoraShape(rank=lora_rank)
-    training = Training(dtype_bytes=size, parameter_bytes=size, lora=lora)
+    training = Training(
+        dtype_bytes=size,
+        parameter_bytes=size,
+        lora=lora,
+        layer_kernels=_has_layer_kernels(config, profile),
+    )
     return PlanRequest(
         shape=ModelShape.from_profile(find_profile(model_config, training, trace)),
         config=config,
@@ -174,6 +179,13 @@ def question_for(
         accumulates=accumulates,
         dtype_name=dtype_name,
     )
+
+
+def _has_layer_kernels(config: SPPOConfig, profile: HardwareProfile) -> bool:
+    """Whether a run of these settings on that machine is known to have Liger's kernels."""
+    one_device = config.pp_size == config.sp_size == 1
+    allowed = config.layer_kernels == "auto" and not config.compile and one_device
+    return allowed and profile.layer_kernels is True
 
 
 def _host_bytes(profile: HardwareProfile) -> int | None:

@@ -160,10 +160,9 @@ def min_missing_bytes(
     begin = points.backward(points.num_chunks - 1, points.num_layers - 1)
     allowed = [SAVED.index(saved) for saved in choices.saved]
     smallest = tables.saved[:, allowed].min(axis=1)
-    whole, kind = tables.saved[:, SAVED.index("whole")], tables.kind_of[-1]
     # The running layer's activations are either all kept, or recomputed.
-    running = np.minimum(whole - smallest, tables.rebuilt)[kind, -1]
-    running += tables.workspace_backward[kind, -1]
+    running = tables.saved + tables.workspace_backward - smallest[:, None]
+    running = running[tables.kind_of[-1], allowed, -1].min()
     held = always[begin] + float(tables.of_layers(smallest).sum() + running)
     held += sum(tables.host_resident.values())
     held += sum(int(program.kv_bytes(tier)[:-1].sum()) for tier in TIERS)

@@ -46,6 +46,7 @@ from sppo_hf.engine.device_facts import (
     device_numa_node,
     device_versions,
 )
+from sppo_hf.engine.layer_kernels import liger_runs_on
 from sppo_hf.errors import ConfigError
 from sppo_hf.offload.disk_files import check_parent_exists
 from sppo_hf.planning.hardware import Curve, HardwareProfile
@@ -668,6 +669,7 @@ def calibrate(
         disk_bytes=None if offload_dir is None else free_disk_bytes(offload_dir),
         offload_dir=None if offload_dir is None else os.path.abspath(offload_dir),
         numa_node=device_numa_node(device),
+        layer_kernels=liger_runs_on(device),
         versions=device_versions(device),
     )
 

@@ -65,6 +65,11 @@ def _layer(config: Any, training: Training, window: int | None) -> LayerProfile:
     products = skeleton + (2 * hidden + 2 * width) * size
     # Two norms, each its input in float32 and the root; attention's queries, output and sums.
     both = 2 * (hidden + 1) * wide + 2 * hidden * size + heads * wide
+    whole = both + 4 * hidden * size + 4 * width * size
+    # Of attention the results are in the skeleton, and where nothing is cast the norm's input is.
+    given = hidden * size + heads * wide + hidden * size * (size == wide)
+    # Before attention: what the first norm saves, what it gives to projections, and queries.
+    early = (hidden + 1) * wide + 3 * hidden * size - hidden * size * (size == wide)
     common = LayerProfile(
         hidden_size=hidden,
         num_heads=heads,
@@ -83,7 +88,11 @@ def _layer(config: Any, training: Training, window: int | None) -> LayerProfile:
         matmuls_bytes=products,
         # What the norms scale, and what they give to projections; gate, activated gate, up and
         # their product.
-        whole_bytes=both + 4 * hidden * size + 4 * width * size,
+        whole_bytes=whole,
+        inputs_rerun_bytes=whole - given,
+        inputs_rerun_early_bytes=early,
+        matmuls_rerun_bytes=whole - given - 2 * width * size,
+        matmuls_rerun_early_bytes=early,
         largest_bytes=max(hidden * wide, width * size),
         total_weights=weights + 2 * hidden,
         # In tiles: all but what modules are given. The MLP saves most.
@@ -94,6 +103,8 @@ def _layer(config: Any, training: Training, window: int | None) -> LayerProfile:
         return common
     rank = training.lora.rank
     adapters = rank * (sum(inputs) + sum(outputs))
+    whole = both + 3 * width * size + (sum(inputs) + 7 * rank) * 4
+    early += 3 * (hidden + rank) * 4 - 2 * hidden * size
     return replace(
         common,
         forward_flops=2 * (weights + adapters),
@@ -111,7 +122,11 @@ def _layer(config: Any, training: Training, window: int | None) -> LayerProfile:
         # Of attention's adapters the first factors; keys and values, which nothing needs.
         tiles_recompute_flops=2 * (2 * hidden * kv + 4 * rank * hidden),
         # Each adapter: its input in float32, and what the first factor makes of it.
-        whole_bytes=both + 3 * width * size + (sum(inputs) + 7 * rank) * 4,
+        whole_bytes=whole,
+        inputs_rerun_bytes=whole - given,
+        inputs_rerun_early_bytes=early,
+        matmuls_rerun_bytes=whole - given - 7 * rank * 4,
+        matmuls_rerun_early_bytes=early - 3 * rank * 4,
         largest_bytes=width * 4,
         adapter_weights=adapters,
         adapted_mlp_width=width * any(map(training.lora.adapts, ("gate_proj", "up_proj"))),
@@ -124,11 +139,16 @@ def _unreached(config: Any, training: Training, layer: LayerProfile) -> LayerPro
     hidden = config.hidden_size
     kv = layer.num_kv_heads * layer.qk_head_size
     first = hidden * (hidden + 2 * kv) + 3 * training.lora.rank * hidden
+    norm = (hidden + 1) * 4
     return replace(
         layer,
+        inputs_rerun_bytes=layer.inputs_rerun_bytes - norm,
+        inputs_rerun_early_bytes=layer.inputs_rerun_early_bytes - norm,
+        matmuls_rerun_bytes=layer.matmuls_rerun_bytes - norm,
+        matmuls_rerun_early_bytes=layer.matmuls_rerun_early_bytes - norm,
         input_gradient_flops=layer.input_gradient_flops - 2 * first,
-        whole_bytes=layer.whole_bytes - (hidden + 1) * 4,
-        tiled_bytes=layer.tiled_bytes - (hidden + 1) * 4 + hidden * training.dtype_bytes,
+        whole_bytes=layer.whole_bytes - norm,
+        tiled_bytes=layer.tiled_bytes - norm + hidden * training.dtype_bytes,
     )
 
 

@@ -202,6 +202,34 @@ def test_a_known_peak_is_scaled() -> None:
     assert "3.62e+14" in large.source
 
 
+@pytest.mark.parametrize("tokens", [300, 4096, 10**6])
+def test_attention_reaches_the_measured_share_where_cudnns_kernel_runs(tokens: int) -> None:
+    measured = shipped_profiles()["h200"]
+    for name, share in (
+        ("GH200", 1.0),
+        ("NVIDIA B200", 2250 / 989),
+        ("NVIDIA H100 NVL", 835 / 989),
+    ):
+        profile = cuda_estimate(name)
+        assert "NVIDIA H200" in profile.source
+        for curves in ("attention_forward_flops", "attention_backward_flops"):
+            rate, known = (
+                getattr(one, curves)["bfloat16"].at(tokens) for one in (profile, measured)
+            )
+            assert rate == pytest.approx(share * known)
+        same_chip = profile.matmul_flops["bfloat16"] == measured.matmul_flops["bfloat16"]
+        assert same_chip == (share == 1.0)
+
+
+@pytest.mark.parametrize("name", ["NVIDIA L40S", "NVIDIA GeForce RTX 5090", "AMD Instinct MI300X"])
+def test_elsewhere_attention_reaches_flash_attentions_share(name: str) -> None:
+    peak, profile = peak_flops(name), cuda_estimate(name)
+    assert peak is not None
+    forward = profile.attention_forward_flops["bfloat16"].at(2**14)
+    assert forward == pytest.approx(0.34 * peak)
+    assert profile.attention_backward_flops["bfloat16"].at(2**14) < 0.7 * forward
+
+
 def test_an_unknown_one_is_slower_in_everything_than_a_large_one() -> None:
     unknown, known = cuda_estimate("a"), cuda_estimate("NVIDIA L40S")
     assert unknown.matmul_flops["float32"].at(99) < known.matmul_flops["float32"].at(99)

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sppo_hf.errors import BudgetError
-from sppo_hf.planning.activation_modes import KEEP, ActivationMode, all_modes
+from sppo_hf.planning.activation_modes import KEEP, SAVED, ActivationMode, Saved, all_modes
 from sppo_hf.planning.chunk_bounds import Bounds
-from sppo_hf.planning.decisions import Decisions
+from sppo_hf.planning.decisions import Decisions, Order
 from sppo_hf.planning.lowering import StepProgram, estimate
 from sppo_hf.planning.memory import (
     GRAPH_NODE_BYTES,
@@ -102,7 +102,7 @@ def test_on_a_cpu_a_wide_heads_gradient_is_added_on_the_spot(device: str, more: 
 
 
 def test_kept_frames_peak_where_forward_ends() -> None:
-    predicted = predict(KEEP)
+    predicted = estimate(SHAPE, decided(KEEP, tile_tokens=16))
     shape = SHAPE
     assert predicted.moment == "start of backward of chunk 2 of 2"
     assert predicted.device["frames"] == 32 * 1000 * shape.activation_bytes_per_token(0)
@@ -193,27 +193,49 @@ def test_rows_scale_what_rows_hold(ends: list[int], rows: int, mode: ActivationM
     assert many.device["weights"] == one.device["weights"]
 
 
-def test_shared_keys_have_gradients_for_every_query_head_on_cuda() -> None:
+def test_attentions_backward_on_cuda() -> None:
+    """Shared keys have gradients for every query head, of the larger of the two calls."""
     grouped = shape_of(llama_config(), dtype_bytes=2)
     # As many key heads as query heads: their gradients are what the kernel writes.
     single = shape_of(llama_config(num_key_value_heads=32), dtype_bytes=2)
+    bounds = tuple((start, start + 512) for start in range(0, 64_512, 512))
+    earlier, queries = 64_000, 32 * 128
 
-    def workspace(shape: ModelShape, kind: str, **others: Any) -> int:
-        bounds = tuple((start, start + 512) for start in range(0, 64_512, 512))
-        moments = estimate(shape, decided(OFFLOAD, bounds, **others), device_kind=kind).moments
-        (found,) = [m for m in moments if m.name == "start of backward of chunk 126 of 126"]
-        return found.device["workspace"]
+    def workspace(shape: ModelShape, **others: Any) -> int:
+        tables = byte_tables(shape, decided(OFFLOAD, bounds, **others), "cuda")
+        return int(tables.workspace_backward[0, SAVED.index("whole"), -1])
 
-    expanded = 2 * 32 * 128 * 2
-    joined = {kv_heads: 2 * 2 * kv_heads * 128 * 2 for kv_heads in (8, 32)}
-    difference = workspace(grouped, "cuda") - workspace(grouped, "cpu")
-    assert difference == 64_512 * expanded
-    assert workspace(single, "cuda") == workspace(single, "cpu")
-    saved = workspace(single, "cpu") - workspace(grouped, "cpu")
-    assert saved == 64_512 * (joined[32] - joined[8])
-    streamed = workspace(grouped, "cuda", kv_tier="host", kv_block_tokens=4096)
-    assert workspace(grouped, "cpu", kv_tier="host", kv_block_tokens=4096) < streamed
-    assert streamed < workspace(grouped, "cuda") - 50_000 * expanded
+    for shape, kv_heads in ((grouped, 8), (single, 32)):
+        kv = 2 * kv_heads * 128
+        # K/V and their gradients joined, and the gradients of the keys before the chunk.
+        joined = 2 * kv * 64_512 + kv * earlier
+        joined += 2 * queries * earlier * (kv_heads < 32)
+        # Queries, output and gradients; dQ in float32, of the kernel and over both calls.
+        own = 512 * (2 * 2 * queries + 4 * 4096 + 2 * queries * 2)
+        assert workspace(shape) == 2 * (joined + own)
+    streamed = workspace(grouped, kv_tier="host", kv_block_tokens=4096)
+    assert streamed < workspace(grouped) - 2 * 2 * 50_000 * queries
+
+
+@pytest.mark.parametrize("order", ["by_chunk", "by_layer"])
+@pytest.mark.parametrize("saved", ["inputs", "matmuls"])
+def test_recomputed_layers_need_either_what_a_rerun_makes_or_attention(
+    saved: Saved, order: Order
+) -> None:
+    for tokens in (2**14, 2**17):
+        shape = shape_of(llama_config(), dtype_bytes=2)
+        bounds = tuple((start, start + 8192) for start in range(0, tokens, 8192))
+        what = decided(OFFLOAD, bounds, order=order)
+        tables = byte_tables(shape, what, "cuda")
+        layer, at = shape.layers[0], SAVED.index(saved)
+        rerun, early = layer.rerun_bytes(saved)
+        kept, again = tables.workspace_backward[0, [SAVED.index("whole"), at], -1]
+        gradients = 2 * (4 * 14_336 + 4 * 4096)
+        long = tokens == 2**17
+        most = kept + 8192 * early if long else 8192 * (rerun + gradients)
+        assert again == most
+        on_cpu = byte_tables(shape, what, "cpu").workspace_backward[0, [0, at], -1]
+        assert on_cpu[1] - on_cpu[0] == 8192 * layer.whole_bytes
 
 
 def test_streamed_keys_and_values_are_the_block_in_use_the_next_one_and_the_chunks_own() -> None:

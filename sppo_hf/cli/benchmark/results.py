@@ -168,6 +168,13 @@ class Numbers:
     device_reserved_bytes: int | None = None
     """Peak of the bytes that PyTorch's allocator reserved on the device."""
 
+    device_step_bytes: tuple[int, ...] = ()
+    """Peak of the bytes that tensors took in each step, those before the measured ones too."""
+
+    device_outside_bytes: int | None = None
+    """Bytes of the device that were in use after the last step outside of PyTorch's allocator: of
+    the driver, kernels' code and cuDNN's plans, and of other processes."""
+
     device_retries: int | None = None
     """Times that the allocator had to release its cache and retry, which is slow."""
 
@@ -197,6 +204,9 @@ class Numbers:
 
     planned_device_bytes: int | None = None
     """Predicted peak on the device; sppo only."""
+
+    planned_device_causes: dict[str, int] | None = None
+    """The same peak by cause of the bytes."""
 
     planned_longest_tokens: int | None = None
     """Predicted longest length that fits; sppo only, and only if the job has `predict`."""

@@ -22,7 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -65,6 +65,8 @@ class StepClock(TrainerCallback):
     def __init__(self, device: torch.device) -> None:
         self.seconds: list[float] = []
         self.losses: list[float] = []
+        self.peaks: list[tuple[int, int]] = []
+        """Peaks of each step on CUDA: bytes of tensors, and bytes that their allocator reserves."""
         self.on_step: Callable[[], None] = lambda: None
         self._device = device
         self._start_seconds = 0.0
@@ -81,6 +83,8 @@ class StepClock(TrainerCallback):
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         """Start the clock."""
         self._wait()
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
         self._start_seconds = time.perf_counter()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
@@ -88,6 +92,8 @@ class StepClock(TrainerCallback):
         self._wait()
         self.seconds.append(time.perf_counter() - self._start_seconds)
         self.losses.append(float("nan") if self._loss is None else self._loss.item())
+        if self._device.type == "cuda":
+            self.peaks.append(_device_peaks(self._device))
         self.on_step()
 
     def _wait(self) -> None:
@@ -181,16 +187,28 @@ def reset_peaks(device: torch.device) -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
-def memory_numbers(device: torch.device) -> dict[str, Any]:
-    """Return the peaks since `reset_peaks`, as fields of `Numbers`."""
+def _device_peaks(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+
+
+def memory_numbers(device: torch.device, steps: Sequence[tuple[int, int]] = ()) -> dict[str, Any]:
+    """Return the peaks since `reset_peaks`, as fields of `Numbers`.
+
+    `steps` are the device's in steps that have begun, when PyTorch forgot earlier ones.
+    """
     # Resident memory includes what the offload engine pins, but not what PyTorch pins.
     numbers: dict[str, Any] = {"host_peak_bytes": host_peak_bytes() - locked_bytes()}
     if device.type == "cuda":
         stats: dict[str, Any] = torch.cuda.memory_stats(device)
         pinned: dict[str, Any] = torch.cuda.host_memory_stats()
+        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+        outside_bytes = total_bytes - free_bytes - torch.cuda.memory_reserved(device)
+        allocated_bytes, reserved_bytes = map(max, zip(*steps, _device_peaks(device), strict=True))
         numbers |= {
-            "device_allocated_bytes": torch.cuda.max_memory_allocated(device),
-            "device_reserved_bytes": torch.cuda.max_memory_reserved(device),
+            "device_allocated_bytes": allocated_bytes,
+            "device_step_bytes": tuple(step[0] for step in steps),
+            "device_outside_bytes": outside_bytes,
+            "device_reserved_bytes": reserved_bytes,
             "device_retries": int(stats.get("num_alloc_retries", 0)),
             "pinned_bytes": int(pinned.get("allocated_bytes.peak", 0)) + locked_bytes(),
         }
@@ -282,7 +300,11 @@ class Measurement:
             loss=losses[job.warm_up + len(measured) - 1] if measured else None,
             kernel=self._kernel,
             planned_longest_tokens=self._longest,
-            **(memory_numbers(self._device) if self._loaded_bytes is not None else {}),
+            **(
+                {}
+                if self._loaded_bytes is None
+                else memory_numbers(self._device, self._steps.peaks)
+            ),
         )
         if measured:
             is_cuda = self._device.type == "cuda"
@@ -303,6 +325,9 @@ class Measurement:
             "chunk_lengths": tuple(plan.chunk_lengths),
             "planned_seconds": None if prediction is None else prediction.step_seconds,
             "planned_device_bytes": plan.estimate.device.total,
+            "planned_device_causes": {
+                cause.value: num_bytes for cause, num_bytes in plan.estimate.device.shown()
+            },
         }
         if self._units.records:
             pinned = self._units.records[-1].offload.pinned_bytes
@@ -316,31 +341,50 @@ class Measurement:
         return found
 
 
+_MOST_MEMORY_EVENTS = 500_000
+
+
 class _Trace(TrainerCallback):
-    """Profiles one step after the measured ones, if the job has a file for the trace."""
+    """Profiles one step after the measured ones, if the job has a file for the trace.
+
+    On CUDA the allocations of one more step go to a file beside it, for pytorch.org/memory_viz.
+    """
 
     def __init__(self, job: Job, device: torch.device) -> None:
-        self.steps = 0 if job.trace is None else 1
+        self._cuda = device.type == "cuda"
+        self.steps = 0 if job.trace is None else 1 + self._cuda
         self._path = job.trace
         self._last = job.warm_up + job.steps
-        self._cuda = device.type == "cuda"
         self._open = contextlib.ExitStack()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Open the profiler before the traced step."""
+        if self._path is None:
+            return
         if state.global_step == self._last:
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._cuda else [])]
             self._profiler = self._open.enter_context(profile(activities=activities))
             self._open.enter_context(record_function(STEP_LABEL))
+        elif state.global_step == self._last + 1 and self._cuda:
+            torch.cuda.memory._record_memory_history(
+                stacks="python", max_entries=_MOST_MEMORY_EVENTS
+            )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Write the trace after it."""
-        if state.global_step == self._last + 1 and self._path is not None:
+        if self._path is None:
+            return
+        if state.global_step == self._last + 1:
             if self._cuda:
                 torch.cuda.synchronize()
             self._open.close()
             Path(self._path).parent.mkdir(parents=True, exist_ok=True)
             self._profiler.export_chrome_trace(self._path)
+        elif state.global_step == self._last + 2 and self._cuda:
+            name = Path(self._path).name.removesuffix(".json.gz").replace("trace", "memory", 1)
+            file = Path(self._path).with_name(f"{name}.pickle")
+            torch.cuda.memory._dump_snapshot(str(file))
+            torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def _limit_memory(job: Job, device: torch.device) -> None:

@@ -1,0 +1,214 @@
+"""Profiles of layers with Liger's kernels against what such layers save, keep and make again.
+
+Liger needs a GPU; stand-ins save what its functions save, into memory that torch does not see them
+fill.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils import _python_dispatch
+
+from sppo_hf.engine import layer_kernels
+from sppo_hf.engine.convert import convert
+from sppo_hf.engine.cpu_heap import CpuChunkArena
+from sppo_hf.engine.device_facts import model_shape
+from sppo_hf.engine.recompute import RecomputedLayer
+from sppo_hf.engine.structure import find_parts, suppress_peft_warnings
+from sppo_hf.planning.activation_modes import Saved
+from tests.engine.measuring import SETTINGS, TOKENS, run, saved_bytes, sized_config
+
+pytestmark = pytest.mark.fake
+
+
+def filled(like: Tensor, values: Any) -> Tensor:
+    """New memory with values that no operation of torch's is seen to write."""
+    made = torch.empty_like(like)
+    with _python_dispatch._disable_current_modes():
+        made.copy_(values())
+    return made
+
+
+class Norm(torch.autograd.Function):
+    """As `LigerRMSNormFunction`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float, *_: Any) -> Tensor:
+        scale = torch.empty(*x.shape[:-1], 1)
+        with _python_dispatch._disable_current_modes():
+            scale.copy_(torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps))
+        ctx.save_for_backward(x, weight, scale)
+        ctx.offset = offset
+        return filled(x, lambda: x.float() * scale * (weight.float() + offset))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, scale = ctx.saved_tensors
+        normed, grad = x.float() * scale, grads[0].float()
+        scaled = grad * (weight.float() + ctx.offset)
+        dx = scale * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
+        dweight = (grad * normed).flatten(0, -2).sum(0)
+        return dx.to(x.dtype), dweight.to(weight.dtype), None, None, None, None
+
+
+class SiLUMul(torch.autograd.Function):
+    """As `LigerSiLUMulFunction`, which writes gradients over what it saved."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return filled(a, lambda: F.silu(a.float()) * b.float())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = ctx.saved_tensors
+        wide, grad = a.float(), grads[0].float()
+        da = torch.ops.aten.silu_backward(grad * b.float(), wide)
+        b.data.copy_(grad * F.silu(wide))
+        a.data.copy_(da)
+        return a, b
+
+
+class GELUMul(SiLUMul):
+    """As `LigerGELUMulFunction`."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return filled(a, lambda: F.gelu(a.float(), approximate="tanh") * b.float())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = ctx.saved_tensors
+        wide, grad = a.float(), grads[0].float()
+        da = torch.ops.aten.gelu_backward(grad * b.float(), wide, approximate="tanh")
+        b.data.copy_(grad * F.gelu(wide, approximate="tanh"))
+        a.data.copy_(da)
+        return a, b
+
+
+@pytest.fixture(autouse=True)
+def liger(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Liger's functions, for a model on the CPU."""
+    ops = SimpleNamespace(
+        LigerRMSNormFunction=Norm, LigerSiLUMulFunction=SiLUMul, LigerGELUMulFunction=GELUMul
+    )
+    monkeypatch.setitem(sys.modules, "liger_kernel", SimpleNamespace(ops=ops))
+    monkeypatch.setattr(layer_kernels, "liger_runs_on", lambda device: True)
+    return ops
+
+
+def built(family: str, dtype: torch.dtype, *, lora: bool = False, **settings: Any) -> nn.Module:
+    """A converted model whose sizes are all different."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(sized_config(family)).to(dtype).train()
+    if lora:
+        from peft import LoraConfig, get_peft_model
+
+        adapters = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+        with suppress_peft_warnings():
+            model = get_peft_model(model, adapters, autocast_adapter_dtype=False)
+    config = SETTINGS.replace(**{"layer_kernels": "auto", **settings})
+    return convert(model, config)
+
+
+CASES = [
+    ("llama", torch.bfloat16, True),
+    ("qwen3", torch.float32, False),
+    ("gemma2", torch.bfloat16, False),
+]
+
+
+@pytest.mark.parametrize(("family", "dtype", "lora"), CASES)
+def test_saved_bytes_are_those_of_the_kernels(family: str, dtype: torch.dtype, lora: bool) -> None:
+    model = built(family, dtype, lora=lora)
+    without = model_shape(find_parts(model))
+    assert not without.layer_kernels, "until the kernels have been tried"
+    run(model)
+    shape = model_shape(find_parts(model))
+    assert shape.layer_kernels
+    measured, _ = saved_bytes(model)
+    for index, num_bytes in measured.items():
+        whole = shape.activation_bytes_per_token(index)
+        assert whole == pytest.approx(num_bytes, rel=0.01)
+        assert whole < 0.95 * without.activation_bytes_per_token(index)
+
+
+@pytest.mark.parametrize("saved", ["inputs", "matmuls"])
+@pytest.mark.parametrize(("family", "dtype", "lora"), CASES)
+def test_what_is_kept_and_made_again_is_what_the_profile_says(
+    family: str, dtype: torch.dtype, lora: bool, saved: Saved, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of matmuls only what the kernels depend on is kept: no keys and values."""
+    kept: dict[str, dict[int, Tensor]] = {}  # held, so that no other tensor gets their addresses
+    made: dict[str, int] = {}
+    hold, check = RecomputedLayer._hold, RecomputedLayer._check_repeated
+
+    def held(layer: RecomputedLayer, kind: str, tensor: Tensor) -> Any:
+        kept.setdefault(layer._label, {})[tensor.untyped_storage().data_ptr()] = tensor.detach()
+        return hold(layer, kind, tensor)
+
+    def noted(layer: RecomputedLayer, again: list[Tensor]) -> None:
+        check(layer, again)
+        storages = {x.untyped_storage().data_ptr(): x for x in again}
+        known = {*kept[layer._label], *others}
+        sizes = (x.untyped_storage().nbytes() for at, x in storages.items() if at not in known)
+        made[layer._label] = sum(size for size in sizes if size % TOKENS == 0)
+
+    monkeypatch.setattr(RecomputedLayer, "_hold", held)
+    monkeypatch.setattr(RecomputedLayer, "_check_repeated", noted)
+    # Slabs of all layers would count as one layer's.
+    monkeypatch.setattr(CpuChunkArena, "keep", lambda _self, _kind, tensor: tensor.detach())
+    recompute = "full" if saved == "inputs" else "selective"
+    model = built(family, dtype, lora=lora, recompute=recompute)
+    others = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    run(model).backward()  # the first forward of a kind copies what may be written into
+    kept.clear()
+    run(model).backward()
+    layer = model_shape(find_parts(model)).layers[1]
+    label = "layer 1, chunk 0"
+    sizes = {"inputs": layer.inputs_bytes, "matmuls": layer.matmuls_bytes}
+    num_bytes = sum(tensor.nbytes for tensor in kept[label].values())
+    assert num_bytes == pytest.approx(sizes[saved] * TOKENS, rel=0.01)
+    rerun, _ = layer.rerun_bytes(saved)
+    tables = 2 * TOKENS * 24 * dtype.itemsize  # rotary ones, which layers share
+    assert made[label] == pytest.approx(rerun * TOKENS, rel=0.01, abs=tables)
+
+
+def test_a_module_without_a_kernel_makes_the_whole_profile_one_without(
+    liger: SimpleNamespace,
+) -> None:
+    class Broken(SiLUMul):
+        @staticmethod
+        def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+            raise RuntimeError("no compiler")
+
+    liger.LigerSiLUMulFunction = Broken
+    model = built("llama", torch.float32)
+    run(model)
+    assert not model_shape(find_parts(model)).layer_kernels
+
+
+def test_a_setting_keeps_the_profile_of_the_models_own_code() -> None:
+    model = built("llama", torch.float32, layer_kernels="none")
+    run(model)
+    assert not model_shape(find_parts(model)).layer_kernels
+
+
+def test_gradients_with_memory_that_torch_does_not_fill() -> None:
+    losses = []
+    for kernels in ("none", "auto"):
+        model = built("llama", torch.float32, layer_kernels=kernels, recompute="selective")
+        loss = run(model)
+        loss.backward()
+        losses.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-3, atol=1e-5)
