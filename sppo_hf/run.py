@@ -214,8 +214,8 @@ def plugin_by_default(plugin: SPPOPlugin) -> Iterator[_Uses]:
         return plugin
 
     post_init, init = TrainingArguments.__post_init__, Accelerator.__init__
-    TrainingArguments.__post_init__ = _arguments_with_default(post_init, use)
-    Accelerator.__init__ = _accelerator_with_default(init, use)
+    _patch_arguments(TrainingArguments, use)
+    _patch_accelerator(Accelerator, use)
     try:
         yield uses
     finally:
@@ -223,30 +223,28 @@ def plugin_by_default(plugin: SPPOPlugin) -> Iterator[_Uses]:
         Accelerator.__init__ = init
 
 
-def _arguments_with_default(
-    post_init: Callable[..., None], use: Callable[[], SPPOPlugin]
-) -> Callable[..., None]:
-    """Wrap `TrainingArguments.__post_init__`."""
+def _patch_arguments(kind: Any, use: Callable[[], SPPOPlugin]) -> None:
+    """Give the plugin to `TrainingArguments` that are made without a parallelism_config."""
+    post_init = kind.__post_init__
 
     @functools.wraps(post_init)
     def with_plugin(self: Any, *args: Any, **kwargs: Any) -> None:
         self.parallelism_config = _default(self.parallelism_config, use())
         post_init(self, *args, **kwargs)
 
-    return with_plugin
+    kind.__post_init__ = with_plugin
 
 
-def _accelerator_with_default(
-    init: Callable[..., None], use: Callable[[], SPPOPlugin]
-) -> Callable[..., None]:
-    """Wrap `Accelerator.__init__`; a parallelism_config is expected by keyword."""
+def _patch_accelerator(kind: Any, use: Callable[[], SPPOPlugin]) -> None:
+    """Give the plugin to an `Accelerator` made without a parallelism_config, given by keyword."""
+    init = kind.__init__
 
     @functools.wraps(init)
     def make(self: Any, *args: Any, **kwargs: Any) -> None:
         kwargs["parallelism_config"] = _default(kwargs.get("parallelism_config"), use())
         init(self, *args, **kwargs)
 
-    return make
+    kind.__init__ = make
 
 
 def _default(given: object, plugin: SPPOPlugin) -> object:
@@ -298,11 +296,9 @@ def give_plugin_in_child(module: ModuleType) -> None:
         module: `accelerate.accelerator` or `transformers.training_args`, just imported.
     """
     if module.__name__ == "accelerate.accelerator":
-        init = module.Accelerator.__init__
-        module.Accelerator.__init__ = _accelerator_with_default(init, _use_in_child)
+        _patch_accelerator(module.Accelerator, _use_in_child)
     else:
-        post_init = module.TrainingArguments.__post_init__
-        module.TrainingArguments.__post_init__ = _arguments_with_default(post_init, _use_in_child)
+        _patch_arguments(module.TrainingArguments, _use_in_child)
 
 
 @functools.cache

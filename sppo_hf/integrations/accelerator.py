@@ -14,12 +14,12 @@ data loaders and metrics only.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import logging
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -202,10 +202,8 @@ class SPPOAccelerator(Accelerator):
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run backward, in which ranks that share a sequence exchange tokens."""
         # The executor of a pipeline tells the watchdog each action itself.
-        section = (
-            contextlib.nullcontext() if self._in_pipeline else collective_section("in backward")
-        )
-        with section:
+        in_pipeline = self._in_pipeline
+        with contextlib.nullcontext() if in_pipeline else collective_section("in backward"):
             super().backward(loss, **kwargs)
 
     @collective_section("clipping gradients")
@@ -221,7 +219,7 @@ class SPPOAccelerator(Accelerator):
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
         self.unscale_gradients()
         norm = total_norm(engine, parameters, float(norm_type))
-        scale_to_max_norm(parameters, norm, max_norm)
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
 
     # -- metrics -----------------------------------------------------------------------------
@@ -401,12 +399,8 @@ def _check_same_settings(model: nn.Module, engine: Engine, plugin: SPPOPlugin) -
     if engine.config == plugin.config:
         return
     before, now = engine.config, plugin.config
-    names = [field.name for field in dataclasses.fields(before)]
-    changes = ", ".join(
-        f"{name}={getattr(before, name)!r} (now {getattr(now, name)!r})"
-        for name in names
-        if getattr(before, name) != getattr(now, name)
-    )
+    values = ((f.name, getattr(before, f.name), getattr(now, f.name)) for f in fields(before))
+    changes = ", ".join(f"{name}={old!r} (now {new!r})" for name, old, new in values if old != new)
     raise ConfigError(
         f"{type(model).__name__} was converted with {changes}, so another SPPOPlugin cannot be "
         "attached to it as well. Allowed: one set of settings per model. Remedy: revert the "
@@ -453,11 +447,7 @@ def engines_of(models: Iterable[nn.Module]) -> Iterator[Engine]:
 def remove_mixed_precision_wrapper(model: nn.Module) -> nn.Module:
     """Take off the autocast wrapper that `Accelerator.prepare_model` put around `forward`.
 
-    Args:
-        model: Without distributed wrappers.
-
-    Returns:
-        The same model.
+    The model is one without distributed wrappers, and is returned.
     """
     # Accelerate keeps the forward that it wrapped in this attribute.
     forward = model.__dict__.pop("_original_forward", None)
@@ -476,11 +466,7 @@ def prepare_shared_loader(
 ) -> Any:
     """Prepare a data loader: the same rows for ranks that share batches, others for replicas.
 
-    Args:
-        accelerator: Its settings for data loaders hold.
-        mesh: The ranks of this launch.
-        loader: Not prepared yet.
-        device_placement: Whether to put batches on the device; None: as the Accelerator is set.
+    The Accelerator's settings hold, that of `device_placement` only where None is given.
 
     Raises:
         ConfigError: Rank 0 was to dispatch batches, each rank other rows.
@@ -495,15 +481,14 @@ def prepare_shared_loader(
     if mesh.dp_size == 1:
         _share_shuffling(loader, mesh)
     rng_types: Any = accelerator.rng_types
+    on_device = accelerator.device_placement if device_placement is None else device_placement
     prepared: Any = prepare_data_loader(
         loader,
         accelerator.device,
         num_processes=mesh.dp_size,
         process_index=mesh.dp_rank,
         split_batches=accelerator.split_batches,
-        put_on_device=accelerator.device_placement
-        if device_placement is None
-        else device_placement,
+        put_on_device=on_device,
         rng_types=None if rng_types is None else list(rng_types),
         dispatch_batches=False,
         even_batches=accelerator.even_batches,
@@ -603,15 +588,6 @@ def total_norm(
     return norm if reduced[1] else norm.float()
 
 
-@torch.no_grad()
-def scale_to_max_norm(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
-    """Scale gradients, whose norm over all stages is `norm`, down to a norm of `max_norm`."""
-    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad.mul_(factor.to(parameter.grad))
-
-
 class PipelineGradScaler(torch.amp.GradScaler):
     """A gradient scaler whose ranks agree on whether a gradient was infinite.
 
@@ -663,18 +639,12 @@ def keep_one_per_batch(mesh: PipelineMesh, gathered: Any) -> Any:
             `ranks * n` objects.
     """
     sharing = len(mesh.sharing_ranks)
-    if isinstance(gathered, Tensor):
-        parts = gathered.chunk(mesh.dp_size * sharing)
-        return torch.cat(parts[::sharing])
-    if isinstance(gathered, dict):
-        return type(gathered)({k: keep_one_per_batch(mesh, v) for k, v in gathered.items()})
+    num_parts = mesh.dp_size * sharing
     if isinstance(gathered, list) and not any(isinstance(x, Tensor) for x in gathered):
-        size = len(gathered) // (mesh.dp_size * sharing)
+        size = len(gathered) // num_parts
         starts = range(0, len(gathered), size * sharing) if size else ()
         return [x for start in starts for x in gathered[start : start + size]]
-    if isinstance(gathered, list | tuple):
-        return type(gathered)(keep_one_per_batch(mesh, x) for x in gathered)
-    return gathered
+    return recursively_apply(lambda x: torch.cat(x.chunk(num_parts)[::sharing]), gathered)
 
 
 # -- optimizers that update weights on the host ----------------------------------------------
@@ -749,7 +719,7 @@ def check_host_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 def _reason_against_host_memory(optimizer: torch.optim.Optimizer) -> str:
     """Why an optimizer cannot work in host memory; "" where it can."""
-    if _is_capturable(optimizer):
+    if any(group.get("capturable") for group in optimizer.param_groups):
         return "capturable=True works on a GPU only"
     name = _full_name(optimizer)
     if name.startswith(_DEVICE_ONLY_MODULES):
@@ -771,10 +741,6 @@ def _layerwise_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 def _full_name(optimizer: torch.optim.Optimizer) -> str:
     kind = type(optimizer)
     return f"{kind.__module__}.{kind.__name__}"
-
-
-def _is_capturable(optimizer: torch.optim.Optimizer) -> bool:
-    return any(group.get("capturable") for group in optimizer.param_groups)
 
 
 def use_fused_kernel(optimizer: torch.optim.Optimizer) -> None:

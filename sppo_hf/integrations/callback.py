@@ -238,7 +238,7 @@ class SPPOCallback(TrainerCallback):
         """
         if not self._active or model is None:
             return
-        self._report_step(f"before step {state.global_step + 1}")
+        self._report(step=f"before step {state.global_step + 1}")
         # The Trainer switches checkpointing on at every train(), but prepares only at the first.
         disable_gradient_checkpointing(model)
         if not is_converted(model):
@@ -258,20 +258,20 @@ class SPPOCallback(TrainerCallback):
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Stop counting."""
-        self._report_step(AFTER_TRAINING)
+        self._report(step=AFTER_TRAINING)
         self._meter.listening = False
         self._plugin.observer.unsubscribe(self._meter)
 
     def on_step_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
         """Start the clock of an optimizer step."""
-        self._report_step(f"in step {state.global_step + 1}")
+        self._report(step=f"in step {state.global_step + 1}")
         self._step_start_seconds = time.perf_counter()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         """Stop the clock, and prepare a log entry that is due."""
-        self._report_step(f"after step {state.global_step}")
+        self._report(step=f"after step {state.global_step}")
         if self._step_start_seconds is not None:
             self._meter.add_step(time.perf_counter() - self._step_start_seconds)
             self._step_start_seconds = None
@@ -285,11 +285,11 @@ class SPPOCallback(TrainerCallback):
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         """Tell the watchdog."""
-        self._report_activity("in the optimizer")
+        self._report(activity="in the optimizer")
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
         """Tell the watchdog."""
-        self._report_activity("after the optimizer")
+        self._report(activity="after the optimizer")
 
     def on_log(
         self,
@@ -300,7 +300,7 @@ class SPPOCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Add SPPO's numbers to a training log entry in place, for the loggers after this one."""
-        self._report_activity("logging")
+        self._report(activity="logging")
         is_on = self._active and self._plugin.config.log_metrics and self._meter.listening
         if not is_on or logs is None or "loss" not in logs:  # without: evaluations and summaries
             return
@@ -315,15 +315,12 @@ class SPPOCallback(TrainerCallback):
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
             state.log_history[-1].update(numbers)
 
-    def _report_step(self, place: str) -> None:
-        """Tell the watchdog, if there is one, in which step this rank is."""
+    def _report(self, *, step: str | None = None, activity: str | None = None) -> None:
+        """Tell the watchdog, if there is one, where this rank is."""
         current = watchdog() if self._active else None
-        if current is not None:
-            current.set_step(place)
-
-    def _report_activity(self, activity: str) -> None:
-        current = watchdog() if self._active else None
-        if current is not None:
+        if current is not None and step is not None:
+            current.set_step(step)
+        elif current is not None and activity is not None:
             current.set_activity(activity)
 
     def _shorten_console(self) -> None:

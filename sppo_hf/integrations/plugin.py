@@ -38,8 +38,7 @@ from sppo_hf.integrations.validation import (
     check_accelerator,
     check_host_placement,
     check_parallel_sizes,
-    check_pipeline_launch,
-    check_sequence_parallel_launch,
+    check_shared_launch,
     sp_size_from_environment,
 )
 from sppo_hf.pipeline.convert import launch_watchdog, load_model_stages
@@ -297,10 +296,7 @@ class SPPOPlugin(ParallelismConfig):
     def _check_shared_launch(self, accelerator: Accelerator) -> None:
         """Refuse launches that do not fit `pp_size` and `sp_size`; start the watchdog."""
         config = self.config
-        if config.pp_size > 1:
-            check_pipeline_launch(accelerator, config.pp_size)
-        else:
-            check_sequence_parallel_launch(accelerator, config.sp_size)
+        check_shared_launch(accelerator, config)
         check_world(config.pp_size, accelerator.num_processes, config.sp_size)
         check_nodes(config)
         sp_size = config.sp_size if config.pp_size == 1 else 1

@@ -14,7 +14,7 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -146,10 +146,8 @@ def _was_raised_in(function: Callable[..., Any], error: Exception) -> bool:
     )
 
 
-class FrozenObjects:
-    """Keeps Python's full garbage collections off the objects that live through a training loop.
-
-    Use: a context manager around the loop, with `before_step()` before each of its steps.
+class TrainerStep(TrainerMethods):
+    """The training step of one Trainer: run again with less memory if its first backward runs out.
 
     [Note: why objects are frozen]
     From forward to backward tens of thousands of Python objects live: graphs, saved tensors, what
@@ -158,37 +156,6 @@ class FrozenObjects:
     Transformers, for some 0.3 s in which the device runs out of work. `gc.freeze` takes those that
     exist after the first step out of it. Reference counting frees them as ever; only cycles of them
     that are dropped during training wait for its end.
-    """
-
-    def __init__(self) -> None:
-        self._steps = 0
-        self._froze = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._froze:
-            gc.unfreeze()
-
-    def before_step(self) -> None:
-        """Freeze before the second step: the first has imported, planned and compiled.
-
-        Between steps no graph is alive. A process that itself freezes objects or has switched
-        collection off is left alone.
-        """
-        self._steps += 1
-        if self._steps == 2 and gc.isenabled() and gc.get_freeze_count() == 0:
-            gc.collect()  # so that no garbage is frozen
-            gc.freeze()
-            self._froze = True
-
-
-class TrainerStep(TrainerMethods):
-    """The training step of one Trainer: run again with less memory if its first backward runs out.
-
-    The loop around it has Python's full collections pass over what lives through it, see
-    [Note: why objects are frozen].
 
     A forward that runs out of memory is run again by the engine. A backward cannot be, because its
     graph may be larger than the model's and its caller still holds the loss. The Trainer's step is
@@ -201,15 +168,19 @@ class TrainerStep(TrainerMethods):
     """
 
     replaced = ("_inner_training_loop", "training_step")
-    _frozen_objects: FrozenObjects | None = None
+    _steps: int | None = None
+    """Steps of the loop that runs; None outside of one."""
+    _froze = False
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Run the loop of `train`, which may be one of several tries (`auto_find_batch_size`)."""
+        self._steps = 0
         try:
-            with FrozenObjects() as self._frozen_objects:
-                return self._kind._inner_training_loop(self._trainer, *args, **kwargs)
+            return self._kind._inner_training_loop(self._trainer, *args, **kwargs)
         finally:
-            self._frozen_objects = None
+            if self._froze:
+                gc.unfreeze()
+            self._steps, self._froze = None, False
 
     def training_step(
         self, model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any
@@ -220,8 +191,15 @@ class TrainerStep(TrainerMethods):
             ConfigError: The `compute_loss` of a subclass read logits that are None.
         """
         engine = self._engine()
-        if engine is not None and self._frozen_objects is not None:
-            self._frozen_objects.before_step()
+        if engine is not None and self._steps is not None:
+            self._steps += 1
+            # Before the second step: the first has imported, planned and compiled, and between
+            # steps no graph is alive. A process that itself freezes objects or has switched
+            # collection off is left alone.
+            if self._steps == 2 and gc.isenabled() and gc.get_freeze_count() == 0:
+                gc.collect()  # so that no garbage is frozen
+                gc.freeze()
+                self._froze = True
         with self._explaining_missing_logits(engine):
             return self._step(engine, model, inputs, *args, **kwargs)
 

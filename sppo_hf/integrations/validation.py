@@ -156,32 +156,25 @@ def check_training_arguments(args: TrainingArguments) -> None:
         )
 
 
-def check_pipeline_launch(accelerator: Accelerator, pp_size: int) -> None:
-    """Refuse a launch that cannot run a pipeline.
+def check_shared_launch(accelerator: Accelerator, config: SPPOConfig) -> None:
+    """Refuse a launch that cannot run a pipeline, or share sequences.
 
     Raises:
-        ConfigError: It has one process, or uses FSDP.
+        ConfigError: It has one process, or a pipeline would use FSDP.
     """
-    kind = accelerator.distributed_type
-    if kind not in (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
-        seen = "a single process" if kind == DistributedType.NO else kind.value
+    kind, pp_size, sp_size = accelerator.distributed_type, config.pp_size, config.sp_size
+    seen = "a single process" if kind == DistributedType.NO else kind.value
+    several = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+    if pp_size > 1 and kind not in several:
         raise ConfigError(
             f"pp_size={pp_size} and the Accelerator runs {seen}. Allowed: several processes "
             "without FSDP (data-parallel replicas of the pipeline replicate). Remedy: accelerate "
             f"launch --multi_gpu --num_processes {pp_size} (or a multiple), without --use_fsdp; on "
             f"CPUs torchrun --nproc_per_node {pp_size} and use_cpu=True in TrainingArguments."
         )
-
-
-def check_sequence_parallel_launch(accelerator: Accelerator, sp_size: int) -> None:
-    """Refuse a launch of a single process, which cannot share sequences.
-
-    Raises:
-        ConfigError: It has one process.
-    """
-    if accelerator.distributed_type == DistributedType.NO:
+    if kind == DistributedType.NO:
         raise ConfigError(
-            f"sp_size={sp_size} and the Accelerator runs a single process. Allowed: sp_size "
+            f"sp_size={sp_size} and the Accelerator runs {seen}. Allowed: sp_size "
             "processes or a multiple, with DDP or FSDP2. Remedy: accelerate launch --multi_gpu "
             f"--num_processes {sp_size}; on CPUs torchrun --nproc_per_node {sp_size} and "
             "use_cpu=True in TrainingArguments."

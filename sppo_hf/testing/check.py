@@ -21,7 +21,7 @@ from sppo_hf.engine.structure import BUILD_ERRORS, auto_class_of, decoder_config
 from sppo_hf.errors import ConfigError, SPPOError, UnsupportedModelError, first_line
 from sppo_hf.planning.config_file import check_sizes, read_fields
 from sppo_hf.rules import format_bytes, refuse, show
-from sppo_hf.testing.exactness import compare, compare_drift, run_reference
+from sppo_hf.testing.exactness import TOLERANCE, compare, compare_drift, run_reference
 from sppo_hf.testing.tiny_families import FAMILIES
 from sppo_hf.testing.tiny_models import (
     LARGEST_BYTES,
@@ -99,12 +99,11 @@ def check_model(
         ConfigError: `name` is no model, `config` does not fit the batch, the unmodified model
             cannot run it, or `tokens` would take more than `LARGEST_BYTES`.
     """
-    direct = dtype in (torch.float64, torch.float32)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model, random_weights, note = small_model(name, dtype=dtype if direct else torch.float32)
-        result = _check(model, random_weights, name, config, rows, tokens, dtype, seed)
-        return replace(result, note=note)
+    kept = dtype if dtype in TOLERANCE else torch.float32
+    with warnings.catch_warnings(action="ignore"):
+        model, random_weights, note = small_model(name, dtype=kept)
+        result = _check(model, name, config, rows=rows, tokens=tokens, dtype=dtype, seed=seed)
+        return replace(result, random_weights=random_weights, note=note)
 
 
 def check_config(
@@ -123,14 +122,13 @@ def check_config(
     Raises:
         ConfigError: no tiny model of this configuration can be built.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         model = tiny_model(hf_config, model_class=model_class)
-        result = _check(model, True, hf_config.model_type, config, 2, 29, torch.float64, 0)
+        result = _check(model, hf_config.model_type, config, rows=2)
         if result.status != "exact":
             return result
         # One row without padding has no attention mask, which is another code path in models.
-        return _check(model, True, hf_config.model_type, config, 1, 29, torch.float64, 0)
+        return _check(model, hf_config.model_type, config, rows=1)
 
 
 def tiny_model(
@@ -141,22 +139,21 @@ def tiny_model(
     Raises:
         ConfigError: it cannot be built.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return _tiny_of(hf_config, torch.float64, model_class)
+    with warnings.catch_warnings(action="ignore"):
+        return model_from_config(shrunk_config(hf_config), model_class=model_class)
 
 
 def _check(
     model: PreTrainedModel,
-    random_weights: bool,
     name: str,
     config: SPPOConfig,
+    *,
     rows: int,
-    tokens: int,
-    dtype: torch.dtype,
-    seed: int,
+    tokens: int = 29,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
 ) -> CheckResult:
-    direct = dtype in (torch.float64, torch.float32)
+    direct = dtype in TOLERANCE
     text = model.config.get_text_config(decoder=True)
     vocab_size = getattr(text, "vocab_size", None)
     if vocab_size is None:
@@ -174,7 +171,6 @@ def _check(
         "model_class": type(model).__name__,
         "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
         "dtype": str(dtype).removeprefix("torch."),
-        "random_weights": random_weights,
     }
     try:
         if direct:
@@ -266,7 +262,12 @@ def small_model(
         return model, True, _part_of(AutoConfig.for_model(name), model)
     config = _read_config(name, path, local)
     whole = decoder_config(config) is config
-    if local and whole and path.is_dir() and _has_weights(path) and _is_small(config):
+    if (
+        local
+        and whole
+        and (any(path.glob("*.safetensors")) or any(path.glob("*.bin")))
+        and weights_bytes(config) <= LARGEST_PARAMETERS * torch.float64.itemsize
+    ):
         try:
             model = auto_class_of(config).from_pretrained(path, dtype=dtype)
         except BUILD_ERRORS as error:
@@ -274,7 +275,7 @@ def small_model(
                 f"the model in {path} cannot be loaded ({first_line(error)}). {_NAMES}"
             ) from error
         return model.train(), False, ""
-    model = _tiny_of(config, dtype)
+    model = model_from_config(shrunk_config(config), dtype=dtype)
     return model, True, "" if whole else _part_of(config, model)
 
 
@@ -294,14 +295,6 @@ def _tiny_text_decoder(name: str, dtype: torch.dtype, whole: ConfigError) -> Pre
     return build_tiny_model(text.model_type, dtype=dtype)
 
 
-def _tiny_of(
-    config: PreTrainedConfig,
-    dtype: torch.dtype,
-    model_class: type[PreTrainedModel] | None = None,
-) -> PreTrainedModel:
-    return model_from_config(shrunk_config(config), model_class=model_class, dtype=dtype)
-
-
 def _read_config(name: str, path: Path, local: bool) -> PreTrainedConfig:
     if not local and (path.is_absolute() or name.count("/") != 1):
         raise ConfigError(f"{show(name)} is no file or folder. {_NAMES}")
@@ -318,11 +311,3 @@ def _read_config(name: str, path: Path, local: bool) -> PreTrainedConfig:
             f"no model configuration could be read from {show(name)} ({first_line(error)})."
             f" {_NAMES}"
         ) from error
-
-
-def _is_small(config: PreTrainedConfig) -> bool:
-    return weights_bytes(config) <= LARGEST_PARAMETERS * torch.float64.itemsize
-
-
-def _has_weights(path: Path) -> bool:
-    return any(path.glob("*.safetensors")) or any(path.glob("*.bin"))

@@ -228,18 +228,16 @@ class GradientHooks:
         """Calls of the tensor hook and of the post-accumulate hook, by parameter name."""
 
     def __enter__(self) -> GradientHooks:
-        for name, parameter in self._named:
-            change = functools.partial(self._change, name)
-            self._handles.append(parameter.register_hook(change))
+        for name, p in self._named:
+            self._handles.append(p.register_hook(functools.partial(self._change, name)))
             if self._after_accumulation:
                 count = functools.partial(self._count, name)
-                self._handles.append(parameter.register_post_accumulate_grad_hook(count))
+                self._handles.append(p.register_post_accumulate_grad_hook(count))
         return self
 
     def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        while self._handles:
+            self._handles.pop().remove()
 
     def _change(self, name: str, grad: Tensor) -> Tensor:
         tensor_calls, other_calls = self.calls[name]
@@ -365,8 +363,7 @@ class DriftReport:
 class _PlanWatcher(StepObserver):
     """Keeps the number of chunks of the last plan."""
 
-    def __init__(self) -> None:
-        self.num_chunks = 0
+    num_chunks = 0
 
     def on_plan(self, plan: Plan, model_name: str) -> None:
         self.num_chunks = len(plan.bounds)
@@ -449,13 +446,9 @@ def compare_drift(
     """
     low = _copy_of(model).to(dtype)
     single = _copy_of(low).to(torch.float32)
-    actual: list[Gradients] = []
-    unmodified: list[Gradients] = []
-    exact: list[Gradients] = []
-    for batch in batches:
-        actual.append(run_batch(convert(_copy_of(low), config), batch))
-        unmodified.append(run_reference(low, batch, hooks=False))
-        exact.append(run_reference(single, batch, hooks=False))
+    actual = [run_batch(convert(_copy_of(low), config), batch) for batch in batches]
+    unmodified = [run_reference(low, batch, hooks=False) for batch in batches]
+    exact = [run_reference(single, batch, hooks=False) for batch in batches]
     return DriftReport(
         model_name=type(find_causal_lm(model)).__name__,
         dtype=dtype,
@@ -534,18 +527,12 @@ def _micro_batches(batch: Batch, accumulation: int) -> Iterator[dict[str, Any]]:
         return
     rows = next(iter(batch.values())).shape[0]
     assert rows >= accumulation, f"{rows} rows cannot be split into {accumulation} micro-steps"
-    if "shift_labels" in batch:
-        num_items = (batch["shift_labels"] != -100).sum()
-    else:
-        num_items = (batch["labels"][:, 1:] != -100).sum()
-    for start, stop in _even_bounds(rows, accumulation):
+    labels = batch["shift_labels"] if "shift_labels" in batch else batch["labels"][:, 1:]
+    num_items = (labels != -100).sum()
+    edges = [rows * index // accumulation for index in range(accumulation + 1)]
+    for start, stop in itertools.pairwise(edges):
         part = {name: tensor[start:stop] for name, tensor in batch.items()}
         yield {**part, "num_items_in_batch": num_items}
-
-
-def _even_bounds(rows: int, parts: int) -> list[tuple[int, int]]:
-    edges = [rows * index // parts for index in range(parts + 1)]
-    return list(itertools.pairwise(edges))
 
 
 def parameter_errors(actual: Gradients, expected: Gradients) -> tuple[ParameterError, ...]:
@@ -594,10 +581,8 @@ def _error(actual: Tensor | None, expected: Tensor | None, floor: float) -> floa
 
 
 def _relative(actual: float, expected: float) -> float:
-    if math.isnan(actual) and math.isnan(expected):
-        return 0.0
     if math.isnan(actual) or math.isnan(expected):
-        return math.inf
+        return 0.0 if math.isnan(actual) and math.isnan(expected) else math.inf
     return abs(actual - expected) / max(abs(expected), 1e-300) if actual != expected else 0.0
 
 

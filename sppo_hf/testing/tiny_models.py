@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -243,25 +244,20 @@ def _shrink_own(overrides: Mapping[str, Any]) -> dict[str, Any]:
 def _shrink_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
     """Rotary parameters for heads of 8 elements and an original length of 16 tokens."""
     shrunk: dict[str, Any] = {}
+    pairs = int(_HEAD_SIZE * rope.get("partial_rotary_factor", 1.0)) // 2
     for name, value in rope.items():
         if isinstance(value, Mapping):
             shrunk[name] = _shrink_rope(value)
         elif name in ("short_factor", "long_factor") and isinstance(value, list):
-            pairs = int(_HEAD_SIZE * rope.get("partial_rotary_factor", 1.0)) // 2
             shrunk[name] = [value[index * len(value) // pairs] for index in range(pairs)]
         elif name == "mrope_section" and isinstance(value, list):
-            pairs = int(_HEAD_SIZE * rope.get("partial_rotary_factor", 1.0)) // 2
-            shrunk[name] = _shares(pairs, len(value))
+            edges = [index * pairs // len(value) for index in range(len(value) + 1)]
+            shrunk[name] = [stop - start for start, stop in pairwise(edges)]
         elif name == "original_max_position_embeddings":
             shrunk[name] = _ORIGINAL_TOKENS
         else:
             shrunk[name] = value
     return shrunk
-
-
-def _shares(total: int, parts: int) -> list[int]:
-    """Divide `total` into integers that differ by at most one, the larger ones last."""
-    return [(index + 1) * total // parts - index * total // parts for index in range(parts)]
 
 
 def _check_causal(config: PreTrainedConfig) -> None:
@@ -407,7 +403,7 @@ def weights_bytes(config: PreTrainedConfig) -> int:
     Raises:
         ConfigError: there is no causal language model of `config`, or it has too many layers.
     """
-    return sum(_tensor_bytes(tensor) for _, tensor in _without_memory(config))
+    return _bytes_of(_without_memory(config))
 
 
 _counted: set[tuple[type, type | None, str]] = set()
@@ -421,7 +417,7 @@ def _check_bytes(
     if key in _counted:
         return
     tensors = _without_memory(config, model_class)
-    total_bytes = sum(_tensor_bytes(tensor) for _, tensor in tensors)
+    total_bytes = _bytes_of(tensors)
     if total_bytes <= LARGEST_BYTES:
         _counted.add(key)
         return
@@ -451,8 +447,8 @@ def _without_memory(
     return [*model.named_parameters(), *model.named_buffers()]
 
 
-def _tensor_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * torch.float64.itemsize
+def _bytes_of(tensors: Sequence[tuple[str, torch.Tensor]]) -> int:
+    return sum(tensor.numel() for _, tensor in tensors) * torch.float64.itemsize
 
 
 def _construct(
