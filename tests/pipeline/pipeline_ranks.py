@@ -22,7 +22,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -51,7 +50,6 @@ from sppo_hf.testing.exactness import (
     reference_attention,
 )
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
-from tests.engine.forced_plans import trace_on_cpu
 from tests.engine.test_mixer_kernels import Installed, not_here
 from tests.engine.unplanned import unplanned_shapes
 from tests.pipeline.pipeline_cases import TOKENS, Case
@@ -508,7 +506,6 @@ def main(job: dict[str, Any]) -> None:
     """Run a job."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    trace_on_cpu(pytest.MonkeyPatch())
     dist.init_process_group("gloo")
     began = time.perf_counter()
     result: dict[str, Any] = {"cases": []}

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 from torch import distributed as dist
 from torch import nn
@@ -36,7 +35,6 @@ from sppo_hf.pipeline.sequence_parallel import SequenceParallelEngine
 from sppo_hf.planning.plan import Plan
 from sppo_hf.planning.prediction import MeasuredStep
 from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
-from tests.engine.forced_plans import trace_on_cpu
 from tests.engine.unplanned import unplanned_shapes
 from tests.pipeline.pipeline_cases import Case
 from tests.pipeline.pipeline_ranks import (
@@ -288,7 +286,6 @@ def main(job: dict[str, Any]) -> None:
     """Run a job."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    trace_on_cpu(pytest.MonkeyPatch())
     dist.init_process_group("gloo")
     result: dict[str, Any] = {"cases": [], "refusals": {}}
     for case in job["cases"]:
