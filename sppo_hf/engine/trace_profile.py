@@ -4,7 +4,8 @@ The model is built of torch's fake tensors, which have shapes and dtypes but no 
 decoder layer runs forward and backward at two lengths, with the engine's own attention around a
 backend that computes nothing. The difference between the two runs, divided by the difference in
 tokens, is the cost of one token. So this file knows nothing about any model family. A layer whose
-code depends on values (a loop over the experts that were chosen) runs on the CPU instead, on zeros.
+code depends on values (a loop over the experts that were chosen) runs on the CPU instead, on zeros;
+so do tiny models, for which that is faster.
 
 What is counted is what `sppo_hf.engine.recompute` may do with a layer: save everything that
 autograd saves ("whole"); or the layer's input and attention's results ("inputs"); or these and the
@@ -58,7 +59,6 @@ from sppo_hf.engine.selective import (
     SelectiveRecorder,
     UnusedMatmulFinder,
     operation,
-    run_operation,
     storage_key,
     tensors_in,
 )
@@ -86,7 +86,10 @@ _LENGTHS = (256, 512)
 """Tokens of the two runs."""
 
 _CPU_LENGTHS = (64, 128)
-"""Tokens of the two runs where numbers are really computed."""
+"""Tokens of the two runs of a large layer where numbers are really computed."""
+
+_TINY_WEIGHTS = 2**19
+"""Weights in a model's layers up to which torch takes less time to compute than to do without."""
 
 _SCAN_LENGTHS, _SCAN_CPU_LENGTHS = (512, 1024), (256, 512)
 """The same in models with recurrent layers, which pad their blocks of 64 to 256 tokens."""
@@ -152,8 +155,10 @@ def trace_model(config: PreTrainedConfig, training: Training, make: Any) -> Mode
         saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing),
     ):
         parts = find_parts(_build(config, training, make))
+        is_tiny = sum(p.numel() for x in parts.layers for p in x.parameters()) <= _TINY_WEIGHTS
+        materialise = _make_zeros if is_tiny else _make_fake
         with _only_layers(parts, ()):
-            _make_fake(parts.causal_lm)
+            materialise(parts.causal_lm)
         lengths = _SCAN_LENGTHS if parts.has_recurrent_state else _LENGTHS
         calls = [_layer_calls(parts, tokens, training) for tokens in lengths]
         # With adapters nothing before the first layer needs a gradient, so that layer is a kind.
@@ -165,7 +170,7 @@ def trace_model(config: PreTrainedConfig, training: Training, make: Any) -> Mode
             if training.lora is not None:
                 with torch.device("meta"):
                     _add_adapters(parts, training.lora)
-            _make_fake(parts.causal_lm)
+            materialise(parts.causal_lm)
         layers = [parts.layers[index] for index in examples]
         with patched_attribute("forward", like_kernels(layers) if training.layer_kernels else {}):
             traced = {
@@ -259,14 +264,19 @@ def _make_fake(module: nn.Module) -> None:
     _replace_tensors(module, fake)
 
 
-def _run_fake(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run an operation under `_fake_mode`; torch computes `_grouped_mm` in 16 bits only."""
+def _make_zeros(module: nn.Module) -> None:
+    """Turn tensors on the meta device into zeros on the CPU."""
+    _replace_tensors(module, lambda tensor: _zeros(tensor) if tensor.is_meta else tensor)
+
+
+def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run an operation, without its values for `_grouped_mm`, which torch has in 16 bits only."""
     if func is not torch.ops.aten._grouped_mm.default:
         return func(*args, **kwargs)
     left, right = args[:2]
     if left.dim() == right.dim() == 2:  # one product for each group of the summed dim
-        return left.new_empty(args[2].shape[0], left.shape[0], right.shape[1])
-    return left.new_empty(*left.shape[:-1], right.shape[-1])
+        return left.new_zeros(args[2].shape[0], left.shape[0], right.shape[1])
+    return left.new_zeros(*left.shape[:-1], right.shape[-1])
 
 
 def _add_adapters(parts: ModelParts, lora: LoraShape) -> None:
@@ -414,7 +424,7 @@ def _trace_kind(
     *,
     input_needs_grad: bool,
 ) -> LayerProfile:
-    """Trace one layer by its calls at two lengths, on the CPU if its code depends on values."""
+    """Trace one layer by its calls at two lengths; if its code depends on values, with zeros."""
     try:
         return _trace_layer(parts, calls, lengths, training, input_needs_grad)
     except _DATA_DEPENDENT as error:
@@ -489,9 +499,9 @@ def _count_elements(parameters: Iterable[tuple[str, nn.Parameter]]) -> tuple[int
     return sizes[False], sizes[True]
 
 
-def _zeros(fake: Tensor) -> Tensor:
-    zeros = torch.zeros(fake.shape, dtype=fake.dtype, device="cpu")
-    return zeros.requires_grad_(fake.requires_grad)
+def _zeros(like: Tensor) -> Tensor:
+    zeros = torch.zeros(like.shape, dtype=like.dtype, device="cpu")
+    return zeros.requires_grad_(like.requires_grad)
 
 
 def _replace_tensors(module: nn.Module, make: Callable[[Tensor], Tensor]) -> dict[Tensor, Tensor]:
@@ -973,7 +983,7 @@ class _FlopCounter(LightDispatchMode):
 
     def _count(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         op = operation(func)
-        out = (_run_fake if self._is_fake else run_operation)(func, args, kwargs)
+        out = _run(func, args, kwargs)
         given = [self._weights.get(storage_key(x)) for x in tensors_in((*args, *kwargs.values()))]
         made_of_weights = any(given) if given and None not in given else None
         for tensor in tensors_in((out,)):

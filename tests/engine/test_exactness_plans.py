@@ -103,7 +103,7 @@ def _check(family: str, lora: bool, folder: Path, drawn: dict[str, Any]) -> None
     ("family", "lora"),
     [
         *((family, False) for family in FAMILIES),
-        *(pytest.param(family, True, marks=pytest.mark.slow) for family in sample(FAMILIES, 3)),
+        *(pytest.param(family, True, marks=pytest.mark.slow) for family in sample(FAMILIES, 4)),
     ],
 )
 def test_any_plan_is_exact(

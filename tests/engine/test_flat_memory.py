@@ -13,18 +13,21 @@ import torch
 from sppo_hf import SPPOConfig
 from sppo_hf.engine.convert import convert, get_engine
 from sppo_hf.testing.tiny_models import build_tiny_model
+from tests.sweeps import ALL
 
 WARM_UP = 10
 TOKENS = 192
-SETTINGS = pytest.mark.parametrize(
-    "settings",
-    [
-        {"offload": "full", "recompute": "none"},
-        {"offload": "full", "recompute": "full"},
-        {"offload": "full", "recompute": "full", "offload_kv": "full"},
-    ],
-    ids=lambda settings: ", ".join(f"{name} {value}" for name, value in settings.items()),
-)
+SETTINGS = [
+    {"offload": "full", "recompute": "none"},
+    {"offload": "full", "recompute": "full", "offload_kv": "full"},
+    {"offload": "full", "recompute": "full"},
+]
+
+
+def each(settings):
+    """Mark of a test that runs with each of some settings."""
+    names = [", ".join(f"{name} {value}" for name, value in some.items()) for some in settings]
+    return pytest.mark.parametrize("settings", settings, ids=names)
 
 
 class Bytes(NamedTuple):
@@ -70,7 +73,7 @@ def growth(kind, *, steps, settings):
     return spread
 
 
-@SETTINGS
+@each(SETTINGS if ALL else SETTINGS[:2])
 def test_on_the_cpu(settings):
     grown = growth("cpu", steps=30, settings=settings)
     # A layer of this model saves at least 4 x 192 x 32 floats of a chunk; 20 leaked steps of 6 such
@@ -81,7 +84,7 @@ def test_on_the_cpu(settings):
 
 @pytest.mark.gpu
 @pytest.mark.timeout(300)
-@SETTINGS
+@each(SETTINGS)
 def test_on_cuda(settings):
     grown = growth("cuda", steps=500, settings=settings)
     # As above, and 490 leaked steps would be 144 MiB; the driver maps pages of its own as it goes.

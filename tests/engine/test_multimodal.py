@@ -21,6 +21,7 @@ from sppo_hf.planning.model_profile import Training
 from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.testing.exactness import compare
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
+from tests.sweeps import turn
 
 SETTINGS = SPPOConfig(
     chunk_lengths=(9, 1, 13), recompute="full", min_offload_size=1, show_plan=False
@@ -55,8 +56,14 @@ def test_a_checkpoint_trains_as_it_loads_and_is_saved_alike(loader: Any, tmp_pat
     assert type(model.forward(**make_batch())).__name__ == "Gemma3CausalLMOutputWithPast"
 
 
-@pytest.mark.parametrize("scenario", ["frozen encoder", "lora", "accumulation"])
-@pytest.mark.parametrize("name", ["gemma3", "qwen3_vl"])
+@pytest.mark.parametrize(
+    ("name", "scenario"),
+    [
+        (name, scenario)
+        for index, name in enumerate(["gemma3", "qwen3_vl"])
+        for scenario in turn(["frozen encoder", "lora", "accumulation"], 2, index)
+    ],
+)
 def test_settings_of_a_user(name: str, scenario: str) -> None:
     model: Any = build_tiny_model(name)
     if scenario == "lora":

@@ -153,7 +153,9 @@ def make_model(
 ) -> torch.nn.Module:
     """A small model that offloads all it can."""
     torch.manual_seed(0)
-    model = build_tiny_model("llama", dtype=torch.float32, **(overrides or {}))
+    model = build_tiny_model(
+        "llama", dtype=torch.float32, **{"num_hidden_layers": 2, **(overrides or {})}
+    )
     model.to(device).train()
     shared = {"num_chunks": 4, "show_plan": False, "min_offload_size": 1}
     observer = AtStart()

@@ -20,6 +20,7 @@ from sppo_hf.errors import ConfigError
 from sppo_hf.pipeline.convert import choose_cut
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model
 from tests.integrations.training import switch_checkpointing_on
+from tests.sweeps import turn
 
 THREE = (range(0, 1), range(1, 3), range(3, 4))
 TIED = ("llama-bias-tied", "gemma2", "gpt2")
@@ -46,8 +47,10 @@ def names(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 # What PEFT says of fused layers.
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set", "ignore:The following .*_pattern keys")
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("lora", [False, True], ids=["whole", "LoRA"])
+@pytest.mark.parametrize(
+    ("family", "lora"),
+    [(name, lora) for i, name in enumerate(FAMILIES) for lora in turn([False, True], 2, i)],
+)
 def test_stages_divide_the_parameters_and_keep_their_names(family: str, lora: bool) -> None:
     whole = build(family, lora=lora)
     tied = family in TIED or family in ("gemma3_text", "cohere2", "minicpm3")

@@ -40,6 +40,7 @@ from tests.offload.small_stack import (
     make_blocks,
     offload_computation,
 )
+from tests.sweeps import pairs
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
@@ -682,9 +683,10 @@ def _none(*_: object) -> None:
     return None
 
 
-@pytest.mark.parametrize("tier", ["device", "host"])
-@pytest.mark.parametrize("lora", [False, True], ids=["trained", "frozen"])
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
+@pytest.mark.parametrize(
+    ("family", "lora", "tier"),
+    pairs(["llama", "gpt2", "mixtral"], [False, True], ["device", "host"]),
+)
 def test_gradients_are_those_of_casts_that_were_saved(
     monkeypatch: pytest.MonkeyPatch, family: str, lora: bool, tier: str
 ) -> None:

@@ -159,7 +159,12 @@ def test_every_type_with_configurations_inside_stays_tiny() -> None:
     # Types without a causal language model are refused before anything of them is shrunk or built.
     nested = [name for name in CONFIG_MAPPING if CONFIG_MAPPING[name].sub_configs]
     assert len(nested) > 150
-    _assert_tiny({name: _outcome(name) for name in sample(nested, 3)})
+    _assert_tiny({name: _outcome(name) for name in sample(nested, 6)})
+
+
+@pytest.mark.parametrize("family", ["llama4_text", "nemotron_h", "zaya", "jetmoe"])
+def test_sizes_that_one_family_has_are_shrunk_too(family: str) -> None:
+    assert weights_bytes(tiny_config(family)) < 2**20
 
 
 def test_what_would_be_large_is_refused_before_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
