@@ -280,8 +280,8 @@ class Engine:
             if device.type == "cuda":
                 torch.cuda.empty_cache()
 
-    def replan_after_failed_backward(self, error: RuntimeError) -> bool:
-        """Plan with less device memory from now on, if it ran out in the first backward of a plan.
+    def replan_after_failed_backward(self, error: RuntimeError | HostPoolFull) -> bool:
+        """Plan with less memory from now on, if it ran out in the first backward of a plan.
 
         Returns:
             Whether to repeat the step, forward and backward. False if the forward had found

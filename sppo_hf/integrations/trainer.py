@@ -24,6 +24,7 @@ from sppo_hf.engine.engine import Engine, host_resident_predicate
 from sppo_hf.engine.recompute import RandomState
 from sppo_hf.engine.structure import all_modules, own_parameters
 from sppo_hf.errors import ConfigError
+from sppo_hf.offload.host_memory import HostPoolFull
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -212,7 +213,7 @@ class TrainerStep(TrainerMethods):
         try:
             first_inputs = copy.copy(inputs)  # some subclasses remove entries
             return self._kind.training_step(self._trainer, model, first_inputs, *args, **kwargs)
-        except RuntimeError as error:
+        except (RuntimeError, HostPoolFull) as error:
             if not engine.replan_after_failed_backward(error):
                 raise
         # Outside of the `except` block, where the error and the graph that it holds are released.

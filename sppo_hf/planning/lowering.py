@@ -639,10 +639,12 @@ def _lifetime_level(
         else:
             last[:, 0] = given.sum(axis=1)
         given = last
-    taken = points.lay(forward, 0, backward)
+    taken = points.lay(forward, 0, 0)
     if tier != "device":
         # Copies out are enqueued behind what makes their bytes.
         taken = np.concatenate(([0], taken[:-1]))
+    # Sums of gradients are written before the unit's own K/V are freed.
+    taken = taken + points.lay(0, 0, backward)
     return _level_of_changes(0, taken, points.lay(given_forward, 0, given))
 
 

@@ -371,3 +371,16 @@ def test_the_device_holds_blocks_but_no_sequence():
         # After forward all is offloaded but the last chunk of the last two layers, still pending.
         assert held - held_streamed >= stays_bytes - 2 * 4 * KV_BYTES_PER_TOKEN
         assert peak - peak_streamed >= 2 * stays_bytes - 6 * block_bytes
+
+
+@pytest.mark.parametrize("num_chunks", [2, 4])
+def test_streamed_keys_take_the_host_memory_that_was_planned(num_chunks: int) -> None:
+    """The first backward of a layer writes sums of gradients before it frees its own keys."""
+    settings = {"order": "by_chunk", "offload": "none", "offload_kv": "full"}
+    config = SPPOConfig(num_chunks=num_chunks, min_offload_size=1, show_plan=False, **settings)  # type: ignore[arg-type]
+    model = convert(build_tiny_model("llama", dtype=torch.float32), config)
+    model(**make_batch(tokens=64)).loss.backward()
+    engine = get_engine(model)
+    assert engine is not None
+    (plan,) = engine.plans._plans.values()
+    assert engine.offload.stats().host_peak_bytes == plan_cache.offloaded_bytes(plan)

@@ -19,6 +19,7 @@ from transformers import Trainer, TrainerCallback
 from sppo_hf import ConfigError, SPPOPlugin, StepObserver
 from sppo_hf.attention.backends.aten import CPUFlash
 from sppo_hf.engine.convert import get_engine
+from sppo_hf.offload.host_memory import HostPoolFull
 from tests.integrations.training import make_arguments, make_model, make_rows
 
 BUDGET = 64 * 2**20
@@ -44,7 +45,7 @@ class Plans(StepObserver):
             self.budgets.append(plan.budgets.device)
 
 
-def run_out_at(monkeypatch: pytest.MonkeyPatch, *calls: int, error: RuntimeError) -> None:
+def run_out_at(monkeypatch: pytest.MonkeyPatch, *calls: int, error: Exception) -> None:
     """Raise at these calls of attention's backward, counted from 1."""
     original, counted = CPUFlash.backward, [0]
 
@@ -111,6 +112,14 @@ def test_a_failed_first_backward_is_repeated_with_less_memory(tmp_path, monkeypa
     torch.testing.assert_close(weights(ours), weights(expected), rtol=1e-6, atol=1e-7)
     losses = [[e["loss"] for e in one.state.log_history if "loss" in e] for one in (ours, expected)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_a_first_backward_without_room_on_the_host_is_repeated(tmp_path, monkeypatch) -> None:
+    """Sums of gradients of keys and values may be offloaded in backward."""
+    run_out_at(monkeypatch, 1, error=HostPoolFull("offloading needs 8 bytes more in one piece"))
+    with pytest.warns(UserWarning, match="the host's memory ran out in the first backward"):
+        _, plans = train(tmp_path)
+    assert plans.budgets == [BUDGET, BUDGET], "the device's budget is as it was"
 
 
 @pytest.mark.parametrize(
