@@ -22,6 +22,7 @@ from sppo_hf.cli.benchmark.worker import (
     UnitClock,
     _limit_memory,
     host_peak_bytes,
+    memory_numbers,
     out_of_memory_reason,
     run_job,
 )
@@ -194,6 +195,25 @@ def test_a_budget_names_the_device_by_its_number(monkeypatch: pytest.MonkeyPatch
         _limit_memory(JOB.replace(device_memory="40GiB"), torch.device(device))
     _limit_memory(JOB, torch.device("cuda"))
     assert given == [(0.5, 0), (0.5, 1)], "PyTorch refuses a device without a number"
+
+
+def test_peaks_of_a_device_are_those_of_all_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {
+        "max_memory_allocated": 60,
+        "max_memory_reserved": 70,
+        "memory_reserved": 65,
+        "mem_get_info": (20, 100),
+        "memory_stats": {},
+        "host_memory_stats": {},
+    }
+    for name, value in known.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, found=value: found)
+    device = torch.device("cuda")
+    numbers = memory_numbers(device, [(50, 55), (62, 80)])
+    assert (numbers["device_allocated_bytes"], numbers["device_reserved_bytes"]) == (62, 80)
+    assert numbers["device_step_bytes"] == (50, 62)
+    assert numbers["device_outside_bytes"] == 100 - 20 - 65
+    assert memory_numbers(device)["device_allocated_bytes"] == 60
 
 
 def test_stalls_are_those_of_the_step_that_ended() -> None:
