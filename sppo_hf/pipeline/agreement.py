@@ -134,13 +134,9 @@ def gather_refusals(
 ) -> list[str]:
     """Gather why ranks cannot run the step that all are about to run; every rank calls this.
 
-    Args:
-        mesh: The ranks.
-        refusal: Why this rank cannot; None if it can.
-        averaged: By name, the parameters whose gradients the step averages over replicas; None
-            where it averages none. The other replicas, who wait for this one's gradients, are asked
-            too, and all refuse where replicas train different parameters: they would add gradients
-            of different ones.
+    `averaged` are, by name, the parameters whose gradients the step averages over replicas. The
+    other replicas, who wait for these, are then asked too, and all refuse where replicas train
+    different parameters: they would add gradients of different ones.
 
     Returns:
         The refusing ranks' reasons; empty if all ranks can run it.

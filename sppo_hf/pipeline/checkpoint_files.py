@@ -481,11 +481,9 @@ def mark_complete(
     Files that are read when training resumes are listed with their digest, other JSON files by name
     only: people edit configurations.
 
-    Args:
-        folder: What `mark_incomplete` was called with.
-        about: Other entries of the mark, in JSON types.
-        existing: What `mark_incomplete` returned; a file that is still the same is not listed.
-        digests: By name, of files that were hashed when they were written; others are read.
+    `about` are other entries of the mark, in JSON types. A file that is as in `existing`, which
+    `mark_incomplete` returned, is not listed. `digests` are, by name, those of files that were
+    hashed when they were written; others are read.
     """
     digests = digests or {}
     states = _file_states(folder)

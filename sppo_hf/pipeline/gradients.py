@@ -111,8 +111,11 @@ class StepGradients:
         averaged = [p for p in self._parameters if id(p) in averages]
         if replicas is not None:
             states = zip(self._parameters, self._earlier, self._versions, strict=True)
-            untouched = all(p.grad is grad and _version(grad) == old for p, grad, old in states)
-            as_assumed = factor == 1.0 and untouched and not has_parameter_hooks(averaged)
+            as_assumed = (
+                factor == 1.0
+                and all(p.grad is grad and _version(grad) == old for p, grad, old in states)
+                and not has_parameter_hooks(averaged)
+            )
             if replicas.all_true(as_assumed):
                 for parameter in averaged:
                     parameter.grad = averages[id(parameter)]

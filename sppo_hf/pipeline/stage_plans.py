@@ -228,9 +228,9 @@ class StagePlanCache:
             twice = mesh.replica_group is not None or any(p.grad is not None for p in parameters)
             self._accumulates |= twice
         if mesh.unit_groups:  # ranks that share units plan together
-            twice = torch.tensor(int(self._accumulates), device="cpu")
-            dist.all_reduce(twice, op=dist.ReduceOp.MAX, group=mesh.control_group)
-            self._accumulates = bool(twice)
+            any_rank = torch.tensor(int(self._accumulates), device="cpu")
+            dist.all_reduce(any_rank, op=dist.ReduceOp.MAX, group=mesh.control_group)
+            self._accumulates = bool(any_rank)
         trained = self._engine.trained_checksums if training else ()
         if training:
             self._forget(self._recent_trained.use(trained))

@@ -85,11 +85,7 @@ def _accumulate(parameter: Tensor, grad: Tensor) -> None:
 
 
 class DeferWeights(TorchFunctionMode):
-    """Context in which linear layers defer their weights' gradients.
-
-    Args:
-        store: Returns where to defer them to, when backward runs.
-    """
+    """Context in which linear layers defer their weights' gradients, to `store()` in backward."""
 
     def __init__(self, store: Callable[[], WeightGradients]) -> None:
         super().__init__()

@@ -29,7 +29,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -160,16 +160,6 @@ class _Peer:
         return self.heartbeat.has_left or (after_training and not urgent)
 
 
-@dataclass(slots=True)
-class _StoreState:
-    """State of the launch's key-value store."""
-
-    read_at: float = field(default_factory=time.monotonic)
-    """Time at which the last complete reading began."""
-    broke_at: float | None = None
-    error: str = ""
-
-
 class Watchdog:
     """Watches the other ranks of a launch."""
 
@@ -209,7 +199,10 @@ class Watchdog:
         self._step, self._detail, self._since = "", _BEFORE_TRAINING, time.monotonic()
         self._section_depth = 0
         self._peers: dict[int, _Peer] = {}
-        self._store = _StoreState()
+        self._store_read_at = time.monotonic()
+        """Time at which the last complete reading of the launch's store began."""
+        self._store_broke_at: float | None = None
+        self._store_error = ""
         self._failure: Failure | None = None
         self._is_published = False
         self._has_failed = False
@@ -318,7 +311,7 @@ class Watchdog:
         began = time.monotonic()
         while failure is None and time.monotonic() < began + 6 * self._beat_seconds:
             # One reading newer than the error: failures are written before connections break.
-            is_read = self._store.read_at > began or self._store.broke_at is not None
+            is_read = self._store_read_at > began or self._store_broke_at is not None
             is_late = time.monotonic() > began + 2 * self._beat_seconds
             failure = self._find_failure(urgent=True) if is_read or is_late else self._failure
             time.sleep(0.02)
@@ -356,7 +349,7 @@ class Watchdog:
             self._failure = failure
             self._wake.set()
             deadline = time.monotonic() + _TELL_SECONDS
-            while not self._is_published and self._store.broke_at is None:
+            while not self._is_published and self._store_broke_at is None:
                 if time.monotonic() >= deadline:
                     break
                 time.sleep(0.02)
@@ -406,7 +399,7 @@ class Watchdog:
         self._left = True
         self._wake.set()
         deadline = time.monotonic() + _TELL_SECONDS
-        while time.monotonic() < deadline and self._store.broke_at is None:
+        while time.monotonic() < deadline and self._store_broke_at is None:
             # Where the group was left before, the others had the time to read it.
             waits = self.rank == self._store_rank and self._is_joined()
             if self._left_is_published and not (waits and any(map(self._needs_store, self._ranks))):
@@ -449,12 +442,12 @@ class Watchdog:
                     self._left_is_published = left
                     for rank in self._ranks:
                         self._read_heartbeat(rank)
-                    self._store.read_at = began
-                self._store.broke_at = None
+                    self._store_read_at = began
+                self._store_broke_at = None
             except (RuntimeError, OSError) as error:
                 self._wake.clear()
-                if self._store.broke_at is None:
-                    self._store.broke_at, self._store.error = time.monotonic(), str(error)
+                if self._store_broke_at is None:
+                    self._store_broke_at, self._store_error = time.monotonic(), str(error)
                 if self._store_rank_left():
                     return  # that rank ended the store in order
             if self._left and self._left_is_published and not self._is_joined():
@@ -512,7 +505,7 @@ class Watchdog:
         if now - self._checked_at > self._timeout / 2:
             # This process was stopped, or its interpreter blocked: what was read is old.
             self._stopped_seconds, self._resumed_at = now - self._checked_at, now
-            self._store.read_at = now
+            self._store_read_at = now
         self._checked_at = now
         found = self._find_ended_process(urgent=urgent) or self._find_silent_rank(urgent=urgent)
         found = found or self._find_lost_store(now, urgent=urgent)
@@ -543,8 +536,8 @@ class Watchdog:
                 self._wake.set()
             # Its own failure may be newer than what was read; not that of the rank that holds the
             # store, which waits until all have read it.
-            unreadable = self._store.broke_at is not None and rank == self._store_rank
-            if self._store.read_at > peer.gone_at or unreadable:
+            unreadable = self._store_broke_at is not None and rank == self._store_rank
+            if self._store_read_at > peer.gone_at or unreadable:
                 return self._lost(
                     rank, "its process ended without an error (by a signal, or by os._exit)"
                 )
@@ -562,7 +555,7 @@ class Watchdog:
             elif urgent and state == "stopped":
                 limit = 2 * self._beat_seconds
             # Until the last reading: a store that does not answer says nothing of other ranks.
-            silent = self._store.read_at - peer.changed_at
+            silent = self._store_read_at - peer.changed_at
             if silent > limit:
                 return self._lost(rank, self._describe_silence(silent, state))
         return None
@@ -574,11 +567,11 @@ class Watchdog:
         peer = None if self._store_rank is None else self._peers.get(self._store_rank)
         state = None if peer is None else process_state(peer.heartbeat.process, self._process)
         weak = urgent and state != "runs"
-        broke_at, unread = self._store.broke_at, now - self._store.read_at
+        broke_at, unread = self._store_broke_at, now - self._store_read_at
         if broke_at is not None:
             if now - broke_at <= (2 * self._beat_seconds if weak else self._timeout / 2):
                 return None
-            message = f"the process that holds the launch's store is gone ({self._store.error})"
+            message = f"the process that holds the launch's store is gone ({self._store_error})"
         else:
             if unread <= self._beat_seconds + (4 * self._beat_seconds if weak else self._timeout):
                 return None

@@ -88,9 +88,7 @@ def format_tflops(flops_per_second: float) -> str:
 def autotune_path(device_name: str, key: Mapping[str, object]) -> Path:
     """Returns the path of a result's file, whether or not it exists.
 
-    Args:
-        device_name: device name from the driver.
-        key: everything that the result depends on, as JSON values.
+    `key` is everything that the result depends on beside the device, as JSON values.
     """
     return cache_path("attention", device_name, [_FORMAT, device_name, sorted(key.items())])
 

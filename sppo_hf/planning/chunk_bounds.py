@@ -100,13 +100,8 @@ def chunk_bounds(
 ) -> Bounds:
     """Cuts a sequence as the config asks.
 
-    Args:
-        config: `chunk_lengths`, `chunk_tokens`, or `num_chunks` with `chunk_bounds`.
-        shape: the model, for "flops".
-        total_tokens: length of the padded rows, at least 1.
-        device_kind: "cpu" or "cuda"; what "auto" aims at depends on it.
-        stages: of the pipeline, 1 on one device; see `partition_of`.
-        target_tokens: of a chunk, that num_chunks="auto" aims at; None for what suits the device.
+    Rows of `total_tokens` are padded. Chunks of `target_tokens`, or what suits the device, are what
+    num_chunks="auto" aims at; for `stages` see `partition_of`.
 
     Returns:
         Half-open (start, end) pairs in order, none empty, that cover [0, total_tokens).
@@ -215,13 +210,8 @@ def balanced_bounds(
     """Cuts into chunks of the same FLOPs, so lengths fall: later tokens see more keys.
 
     Boundaries solve `F(x_i) = i * F(S) / N`. With F(x) = a x + c x^2 / 2 that is
-    `x_i = (-a + sqrt(a^2 + 2 c F(S) i / N)) / c`; windows make F piecewise so.
-
-    Args:
-        cost: F.
-        total_tokens: S.
-        num_chunks: N, at most S.
-        round_to_tokens: multiple that bounds are rounded to; None picks one by chunk length.
+    `x_i = (-a + sqrt(a^2 + 2 c F(S) i / N)) / c`; windows make F (`cost`) piecewise so. Of S tokens
+    are made N chunks, at most S. Bounds are rounded to a multiple, or to one by chunk length.
     """
     whole = cost.upto(total_tokens)
     ends = [cost.tokens_for(whole * (i + 1) / num_chunks) for i in range(num_chunks)]

@@ -349,14 +349,10 @@ class _Search:
         in_all: float,
         include_doubtful: bool = False,
     ) -> tuple[list[tuple[float, Layout]], list[tuple[float, Layout]]]:
-        """Simulates candidates as long as they may win.
+        """Simulates candidates, sorted by a lower bound on seconds, as long as they may win.
 
-        Args:
-            ranked: (lower bound on step seconds, layout), sorted.
-            each: limit on the actions of one candidate.
-            in_all: limit on the actions simulated by this search so far and here.
-            include_doubtful: also simulate candidates of which even the variant that saves least
-                does not fit.
+        At most `each` actions of one candidate and `in_all` of this search so far and here. Without
+        `include_doubtful` not those of which even the variant that saves least does not fit.
 
         Returns:
             Candidates that need more actions than the limits, and doubtful ones.

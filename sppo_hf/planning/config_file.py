@@ -115,9 +115,6 @@ def read_fields(path: str | Path) -> dict[str, Any]:
 def check_sizes(settings: Mapping[str, Any]) -> None:
     """Refuses sizes of which no model can be built: nonsense, and too many layers or experts.
 
-    Args:
-        settings: the fields of a `config.json`, nested ones included.
-
     Raises:
         ConfigError: naming the setting.
     """
@@ -253,10 +250,7 @@ def bypasses_attention_interface(name: str) -> bool:
 
     One release of Transformers after another moves old families onto it (5.24: GPT-J and CodeGen),
     so of those that are known the installed model file is read, as text: importing it would take
-    seconds.
-
-    Args:
-        name: the family, `model_type` of its config.
+    seconds. A family's name is the `model_type` of its config.
     """
     if name not in OWN_ATTENTION:
         return False
@@ -304,10 +298,8 @@ def indexer_reason(text: object) -> str | None:
 
     Within `index_topk` tokens it would choose all keys; but its scores of all pairs, and the mask
     that it makes of them, are the family's own code, which computes with whole masks. A length at
-    which it chooses at all needs the indexer's keys of all chunks before.
-
-    Args:
-        text: the decoder's config.
+    which it chooses at all needs the indexer's keys of all chunks before. `text` is the decoder's
+    config.
     """
     for field in ("index_topk", "index_topk_blocks", "indexer_budget"):
         value = getattr(text, field, None)
@@ -336,9 +328,6 @@ _SIZE_FIELDS = (
 
 def check_config(config: object) -> None:
     """Refuses a config whose family or layers are known not to run chunk by chunk.
-
-    Args:
-        config: of Transformers, or an object with the fields of a `config.json`.
 
     Raises:
         UnsupportedModelError: naming the reason and the remedy.

@@ -36,10 +36,7 @@ def cache_folder(kind: str) -> Path:
 def cache_path(kind: str, name: str, key: object) -> Path:
     """Path of the file of a value, whether or not it exists.
 
-    Args:
-        kind: kind of values; see `cache_folder`.
-        name: for people, put in front of the digest.
-        key: everything that the value depends on, serializable as JSON.
+    `key` is everything that the value depends on, serializable as JSON; `name` is for people.
     """
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:12]
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:60]

@@ -238,17 +238,6 @@ _Made = TypeVar("_Made")
 _Others = ParamSpec("_Others")
 
 
-class _ChunkBytes(NamedTuple):
-    """Bytes on a device while backward runs over one chunk."""
-
-    activations: int
-    """Saved activations of one layer for this chunk."""
-    kv: int
-    """K/V of one layer up to this chunk's end; 0 where they are not on the device."""
-    workspace: int
-    """Temporaries of the layer that runs."""
-
-
 def _waiting_seconds(
     seconds_PN: NDArray[np.float64], other_PN: NDArray[np.float64] | float = 0.0
 ) -> NDArray[np.float64]:
@@ -484,8 +473,8 @@ class LowerBounds:
         chunks = self._backward_bytes(layout)
         # Activations of a rank's other stages may be offloaded; its last stage has a layer or more.
         layers_here = max_layers if layout.virtual == 1 or layout.offload == "none" else 1
-        running = max(max_layers * c.kv + layers_here * c.activations + c.workspace for c in chunks)
-        return max(at_first_backward + chunks[-1].workspace, max_layers * states + running)
+        running = max(max_layers * kv + layers_here * kept + work for kept, kv, work in chunks)
+        return max(at_first_backward + chunks[-1][2], max_layers * states + running)
 
     def host_bytes(
         self, layout: Layout, ranks_per_node: int, device_bytes: int | None = None
@@ -550,15 +539,19 @@ class LowerBounds:
         return (bounds * -(-count // num_chunks))[: max(0, count)]
 
     @_once(*_WORK, "kv_tier")
-    def _backward_bytes(self, layout: Layout) -> list[_ChunkBytes]:
-        """Bytes on a device while backward runs over each chunk."""
+    def _backward_bytes(self, layout: Layout) -> list[tuple[int, int, int]]:
+        """Bytes on a device while backward runs over each chunk.
+
+        Saved activations of one layer for it; K/V of one layer up to its end, 0 where they are not
+        on the device; and temporaries of the layer that runs.
+        """
         cost, bounds = self.cost(layout), self.bounds(layout)
         batch = Batch(batch_rows=cost.batch_rows, training=True, tile_tokens=1)
         decisions = replace(batch.decisions(bounds, cost.shape.num_layers), kv_tier=layout.kv_tier)
         tables = byte_tables(cost.shape, decisions, cost.profile.kind)
         workspaces = tables.workspace_backward[:, SAVED.index(layout.saved)].max(axis=0).tolist()
         return [
-            _ChunkBytes(
+            (
                 self._activation_bytes(layout, end - start),
                 self._kv_bytes(layout, end) if layout.kv_tier == "device" else 0,
                 workspace,

@@ -697,12 +697,9 @@ class LinearProgram:
     ) -> None:
         """Adds rows by which the copies in a slot take no longer than the slot.
 
-        Args:
-            name: column of the GiB moved by the end of each slot.
-            slot: "forward" or "backward", which also gives the order of the slots.
-            per_gib: seconds per GiB.
-            follows: forward column from whose last value `name` continues; None to begin at zero.
-            head_start_gib: GiB that may have moved before the first slot.
+        Column `name` has the GiB moved by the end of each slot, of "forward" or "backward", and
+        continues from the last value of the forward column `follows`, or begins at zero with
+        `head_start_gib` that may have moved before.
         """
         moved, taken = self._col(name, per_gib), self._col(slot, -1.0)
         if slot == "backward":

@@ -40,10 +40,10 @@ batch that is followed by the update; with gradient accumulation the other batch
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,7 +61,6 @@ from sppo_hf.planning.memory import (
     Cause,
     Level,
     MemoryEstimate,
-    Points,
     byte_tables,
 )
 from sppo_hf.planning.model_shape import ModelShape
@@ -172,18 +171,6 @@ class StepProgram:
     def offloaded_kv_bytes(self) -> Bytes:
         """[layers] By layer: K/V bytes that are offloaded, in training."""
         return self.kv_bytes(*offload_tiers()) * self.points.training
-
-    @cached_property
-    def kept_kv_bytes(self) -> Bytes:
-        """[chunks, layers] By layer: K/V bytes that are kept on the device until backward.
-
-        K/V to be recomputed are kept too where the activations are kept whole, because a layer
-        input is not saved separately then.
-        """
-        tables = self.tables
-        whole = self.modes % len(SAVED) == SAVED.index("whole")
-        stays = (self.kv_bytes("device") > 0) | ((self.kv_bytes("recompute") > 0) & whole)
-        return np.where(stays, tables.of_layers(tables.kv), 0)
 
     @cached_property
     def reloaded_input_bytes(self) -> Bytes:
@@ -397,8 +384,11 @@ class StepProgram:
         kind = self.tables.device_kind
         moved = [v for c, v in levels["device"].items() if c in TRANSIENT_CAUSES]
         share, context = FRAGMENTATION[kind], CONTEXT_BYTES[kind]
-        levels["device"][Cause.RESERVE] = _level_of_sum(
-            self.points, moved, lambda held: context + (share * held).astype(np.int64)
+        before, during, after = (np.sum(parts, axis=0) for parts in zip(*moved, strict=True))
+        levels["device"][Cause.RESERVE] = Level(
+            context + int(share * before),
+            context + (share * during).astype(np.int64),
+            context + (share * after).astype(np.int64),
         )
         return levels
 
@@ -457,7 +447,12 @@ class StepProgram:
             given[-1] = taken.sum()
             return _add(levels["device"], Cause.KV, _level_of_changes(0, taken, given))
         sizes = {tier: self.kv_bytes(tier) for tier in offload_tiers()}
-        sizes["device"] = self.kept_kv_bytes.sum(axis=0)
+        # K/V to be recomputed are kept too where the activations are kept whole, because a layer
+        # input is not saved separately then.
+        whole = self.modes % len(SAVED) == SAVED.index("whole")
+        stays = (self.kv_bytes("device") > 0) | ((self.kv_bytes("recompute") > 0) & whole)
+        kept = np.where(stays, self.tables.of_layers(self.tables.kv), 0)
+        sizes["device"] = kept.sum(axis=0)
         for tier in TIERS:
             if not sizes[tier].any():
                 continue
@@ -605,19 +600,6 @@ class _PrefetchEntries(NamedTuple):
     """[entries] Whether the entry is a layer's K/V."""
 
 
-def _kv_lifetimes(tables: ByteTables) -> Iterator[tuple[Cause, tuple[Bytes, Bytes, Bytes]]]:
-    """Yields the bytes of K/V and of dK/dV that units allocate and free on the tier that holds K/V.
-
-    [kinds, chunks] each: allocated by forward, allocated by backward, freed by backward.
-    """
-    yield Cause.KV, (tables.kv, np.zeros_like(tables.kv), tables.kv * tables.training)
-    if tables.training:
-        # The first backward writes the sums of all chunks before it.
-        written = np.zeros_like(tables.dkv)
-        written[:, -1] = tables.dkv.sum(axis=1)
-        yield Cause.DKV, (np.zeros_like(tables.dkv), written, tables.dkv)
-
-
 def _lifetime_level(
     tables: ByteTables,
     cause: Cause,
@@ -653,8 +635,15 @@ def fixed_levels(tables: ByteTables) -> dict[Tier, dict[Cause, Level]]:
     """Returns the levels that do not depend on activation modes, by tier and cause."""
     points, tier = tables.points, tables.kv_tier
     levels: dict[Tier, dict[Cause, Level]] = {tier: {} for tier in TIERS}
-    device = levels["device"]
-    for cause, sizes in _kv_lifetimes(tables):
+    device, none = levels["device"], np.zeros_like(tables.kv)
+    # [kinds, chunks] each: allocated by forward, allocated by backward, freed by backward.
+    lifetimes = {Cause.KV: (tables.kv, none, tables.kv * tables.training)}
+    if tables.training:
+        # The first backward writes the sums of all chunks before it.
+        written = none.copy()
+        written[:, -1] = tables.dkv.sum(axis=1)
+        lifetimes[Cause.DKV] = (none, written, tables.dkv)
+    for cause, sizes in lifetimes.items():
         forward, backward, given = map(tables.of_layers, sizes)
         ended: Bytes | int = 0
         if points.by_layer and cause is Cause.KV:
@@ -733,18 +722,6 @@ def _level_of_changes(before: int, taken: Bytes, given: Bytes) -> Level:
     """Returns the level of what each point allocates when it begins and frees when it ends."""
     after = before + np.cumsum(taken - given)
     return Level(before, after + given, after)
-
-
-def _level_of_sum(points: Points, levels: Iterable[Level], of: Callable[[Any], Any]) -> Level:
-    """Returns a function of the sum of other levels, as a level."""
-    before = 0
-    during = np.zeros(points.count, dtype=np.int64)
-    after = during.copy()
-    for level in levels:
-        before += level.before
-        during += level.during
-        after += level.after
-    return Level(int(of(np.int64(before))), of(during), of(after))
 
 
 # -- resources -------------------------------------------------------------------------------------

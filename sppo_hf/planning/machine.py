@@ -77,9 +77,8 @@ _LOCAL_PROCESSES = (
 def local_processes(variables: Mapping[str, str]) -> int:
     """Number of processes of this launch on this machine, which share its memory.
 
-    Args:
-        variables: environment variables. torchrun, Accelerate and MPI set one to this number;
-            Slurm's srun lists the numbers of all nodes, as "4(x2),3".
+    torchrun, Accelerate and MPI set an environment variable to this number; Slurm's srun lists the
+    numbers of all nodes, as "4(x2),3".
     """
     for name in _LOCAL_PROCESSES:
         if re.fullmatch("[0-9]{1,9}", variables.get(name, "")):
@@ -103,11 +102,7 @@ EXPANDABLE_SEGMENTS = "expandable_segments:True"
 def request_expandable_segments(variables: MutableMapping[str, str]) -> bool:
     """Turns on expandable segments of PyTorch's CUDA allocator, unless it is already configured.
 
-    Args:
-        variables: environment variables; PyTorch reads them when CUDA is first used.
-
-    Returns:
-        Whether the setting was made.
+    PyTorch reads the environment variables when CUDA is first used. Returns whether it was set.
     """
     if any(name in variables for name in _ALLOCATOR_VARIABLES):
         return False
@@ -119,10 +114,8 @@ def set_max_connections(variables: MutableMapping[str, str]) -> None:
     """Sets CUDA's number of hardware work queues to the maximum, unless it is already set.
 
     The default of 8 makes compute, two copy streams and NCCL's streams of a pipeline share queues:
-    work that waits in a queue then delays work of another stream behind it.
-
-    Args:
-        variables: environment variables; CUDA reads them when a process first uses it.
+    work that waits in a queue then delays work of another stream behind it. CUDA reads the
+    environment variables when a process first uses it.
     """
     variables.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 

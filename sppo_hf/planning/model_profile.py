@@ -204,10 +204,7 @@ class LayerProfile:
     def heads_of(self, ranks: int, head_blocks: int | None = None) -> int:
         """Returns the query heads of the rank with the most, if `ranks` ranks divide them.
 
-        Args:
-            ranks: number of ranks.
-            head_blocks: number of blocks of heads that are not divided; None if heads are divided
-                one by one (`count_head_blocks`).
+        One by one, or in so many blocks (`count_head_blocks`).
         """
         if head_blocks and self.num_heads:
             return -(-head_blocks // ranks) * (self.num_heads // head_blocks)
@@ -245,11 +242,6 @@ def count_head_blocks(layers: Iterable[LayerProfile], pp_size: int, name: str) -
     Units are shared by sets of 2 to `pp_size` ranks. Where all these sizes divide the query heads,
     heads are divided evenly. Otherwise whole K/V heads are: with 8 of them three ranks have 2, 3
     and 3, and the largest share sets the pace. Runtime and planner both refuse by this function.
-
-    Args:
-        layers: layers with attention.
-        pp_size: ranks of the pipeline.
-        name: name of the model, for the error.
 
     Returns:
         Number of blocks of heads, for all layers, as `local_heads` takes it; None to divide heads

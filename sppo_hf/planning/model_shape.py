@@ -147,15 +147,10 @@ class ModelShape:
         weight_bytes: int | None = None,
         gradient_bytes: int | None = None,
     ) -> ModelShape:
-        """Sums up a profile.
+        """Sums up the profile of a model as it is trained.
 
-        Args:
-            profile: of the model as it is trained.
-            total_parameters: counted on the live model; those of the profile when None.
-            trainable_parameters: those that require gradients; the adapters, or all of them without
-                adapters, when None.
-            weight_bytes: measured on the live model; derived when None.
-            gradient_bytes: likewise.
+        What is not counted on the live model is derived from the profile: the trainable parameters
+        are the adapters, or all of them without adapters.
         """
         lora, size = profile.training.lora, profile.training.parameter_bytes
         adapters = profile.outer_adapter_weights
@@ -439,9 +434,7 @@ class ModelShape:
 def visible_pairs(total_tokens: int, window: int | None) -> int:
     """Number of (query, visible key) pairs of a causal sequence, each token seeing itself.
 
-    Args:
-        total_tokens: tokens of the sequence.
-        window: keys a query sees at most, its own included; None sees all before it.
+    `window` are the keys that a query sees at most, its own included; None sees all before it.
     """
     seen = total_tokens if window is None else min(window, total_tokens)
     return seen * (seen + 1) // 2 + (total_tokens - seen) * seen

@@ -139,16 +139,10 @@ def question_for(
 ) -> PlanRequest:
     """Builds a request.
 
-    Args:
-        model_config: a Transformers config, or an object with the fields of a `config.json`.
-        config: the settings; naming `offload_dir` gives the machine a disk.
-        profile: the machine: its speeds, and its capacities where `config` names no budget.
-        total_tokens: length of each row.
-        batch_rows: rows of the batch.
-        accumulates: whether gradients of earlier batches exist.
-        dtype_name: one of `DTYPE_BYTES`.
-        lora_rank: rank of float32 adapters on all linear layers; None trains all weights.
-        trace: makes the model's profile if it is not known.
+    `model_config` is a Transformers config, or an object with the fields of a `config.json`; naming
+    `offload_dir` gives the machine a disk. `profile` has its speeds, and its capacities where
+    `config` names no budget. `dtype_name` is one of `DTYPE_BYTES`, and `lora_rank` that of float32
+    adapters on all linear layers. `trace` makes the model's profile if it is not known.
 
     Raises:
         UnsupportedModelError: the engine refuses this family.

@@ -46,14 +46,10 @@ the batch; how much of a layer is saved; the nearest offload tier; bytes of K/V 
 def register_policy(
     name: str, *, keeps: bool, leaves: bool, reason: str
 ) -> Callable[[Policy], Policy]:
-    """Decorator that registers a policy as a value of a setting and as a candidate of the solver.
+    """Decorator that registers a policy as a value of `offload` and as a candidate of the solver.
 
-    Args:
-        name: value of the setting `offload`.
-        keeps: whether it keeps some activations on the device.
-        leaves: whether it offloads some activations. A policy that does both needs to know the
-            device's speed to choose between them.
-        reason: description of the policy in the plan's table.
+    It keeps some activations on the device, or offloads some (`leaves`). One that does both needs
+    to know the device's speed to choose between them. `reason` describes it in the plan's table.
     """
 
     def register(made: Policy) -> Policy:
@@ -132,14 +128,8 @@ def sppo_leaving(
     runs the other way, as in a pipeline, where forwards and backwards alternate; the bytes of K/V
     are subtracted from what can be copied.
 
-    By layer, chunks and layers change places in all of this.
-
-    Args:
-        cost: costs of the model, for the speed of copies.
-        activation_bytes: A_i of every chunk, summed over the layers of the device or stage.
-        forward_seconds: seconds of forward, summed over all chunks and layers.
-        members: number of layers of the device or stage.
-        kv_bytes: bytes of K/V of all chunks that are copied to the host in that time.
+    By layer, chunks and layers change places in all of this. A_i are summed over the `members`
+    layers of the device or stage, and seconds of forward and bytes of K/V over all chunks.
     """
     room = max(0.0, forward_seconds / cost.d2h_seconds(1.0, both=True) - kv_bytes)
     ratios = sppo_ratios(activation_bytes, room / len(activation_bytes))

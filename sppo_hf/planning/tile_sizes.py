@@ -42,13 +42,7 @@ def parallel_heads(rows: int, num_heads: int, num_kv_heads: int, threads: int) -
     """Returns the number of key heads with which a backward of one thread per key head is fastest.
 
     A repeated head is several copies, each with its share of the query heads; few copies are worth
-    it.
-
-    Args:
-        rows: B.
-        num_heads: N.
-        num_kv_heads: K, which divides N.
-        threads: threads that work in parallel.
+    it. `num_kv_heads` divide `num_heads`.
     """
     best, least = num_kv_heads, float("inf")
     for copies in range(1, num_heads // num_kv_heads + 1):
