@@ -43,28 +43,20 @@ if TYPE_CHECKING:
     from sppo_hf.integrations.plugin import SPPOPlugin
 
 _MODULES = {
-    "BudgetError": "sppo_hf.errors",
-    "ConfigError": "sppo_hf.errors",
-    "OffloadError": "sppo_hf.errors",
-    "PipelineError": "sppo_hf.errors",
-    "RankLostError": "sppo_hf.errors",
     "SPPOArguments": "sppo_hf.integrations.arguments",
     "SPPOConfig": "sppo_hf.config",
-    "SPPOError": "sppo_hf.errors",
     "SPPOPlugin": "sppo_hf.integrations.plugin",
-    "ScheduleError": "sppo_hf.errors",
     "StepObserver": "sppo_hf.engine.step_observer",
     "StepRecord": "sppo_hf.engine.step_observer",
-    "UnsupportedModelError": "sppo_hf.errors",
 }
+"""Modules of the public names; all others are exceptions."""
 
 
 def __getattr__(name: str) -> object:
     """Import the module that a public name lives in, on first use (PEP 562)."""
-    module = _MODULES.get(name)
-    if module is None:
+    if name not in __all__:
         raise AttributeError(f"module 'sppo_hf' has no attribute {name!r}")
-    value: object = getattr(import_module(module), name)
+    value: object = getattr(import_module(_MODULES.get(name, "sppo_hf.errors")), name)
     globals()[name] = value
     return value
 

@@ -7,13 +7,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from sppo_hf.attention.backends import select
-from sppo_hf.attention.backends.autotune import Workload
-from sppo_hf.attention.backends.base import AttentionSpec
-from sppo_hf.errors import ConfigError
-from sppo_hf.profiling import measure_backends as measuring
-from sppo_hf.profiling.calibrate import Heads
-from sppo_hf.profiling.measure_backends import (
+from recipes.benchmarks import attention_kernels as measuring
+from recipes.benchmarks.attention_kernels import (
     Group,
     Point,
     backends_table,
@@ -22,6 +17,11 @@ from sppo_hf.profiling.measure_backends import (
     draw_backends,
     measure_backends,
 )
+from sppo_hf.attention.backends import select
+from sppo_hf.attention.backends.autotune import Workload
+from sppo_hf.attention.backends.base import AttentionSpec
+from sppo_hf.errors import ConfigError
+from sppo_hf.profiling.calibrate import Heads
 from tests.attention.backends.racers import Racer, raising
 from tests.profiling.fake_time import CPU, FakeClock
 
