@@ -9,7 +9,8 @@ work (`pipeline_cases.merge_cases`), and leave families that others have out of 
 families; what is special is met by two ranks, and by three or four where more stages make it
 another thing. Of trainings that are compared step by step one has fifty steps in one process and
 one in a pipeline, others have a few. Of launchers `accelerate launch` starts processes by itself;
-others' ranks are forked. What ranks compile, Inductor compiles in one process.
+others' ranks are forked. Of scripts that a program under `sppo_hf.run` starts one imports the real
+packages; others have stand-ins. What ranks compile, Inductor compiles in one process.
 """
 
 import os

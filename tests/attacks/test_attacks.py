@@ -19,9 +19,9 @@ AREAS: dict[str, int] = {
     "checkpoints": 24,
     "commands": 32 if ALL else 16,
     "disk": 20 if ALL else 12,
-    "models": 24 if ALL else 12,
+    "models": 24 if ALL else 8,
     "ranks": 3,
-    "settings": 200 if ALL else 100,
+    "settings": 200 if ALL else 60,
 }
 """Module of this folder, and how many of its cases CI tries."""
 

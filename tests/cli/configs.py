@@ -1,8 +1,12 @@
 """Configurations as files, for commands that read a model's config.json."""
 
 import json
+import pkgutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from sppo_hf.planning.config_file import read_fields
 
@@ -29,6 +33,22 @@ TINY: dict[str, Any] = {
     "vocab_size": 1000,
 }
 """Two layers: answers in no time."""
+
+
+_answers: dict[tuple[object, str], Any] = {}
+
+
+def ask_once(monkeypatch: pytest.MonkeyPatch, module: str, name: str) -> None:
+    """Has a command's module answer what was asked before, in words or in JSON, as it was then."""
+    answer: Callable[..., Any] = pkgutil.resolve_name(f"{module}:{name}")
+
+    def ask(question: object, **how: object) -> Any:
+        key = answer, repr((question, how))
+        if key not in _answers:
+            _answers[key] = answer(question, **how)
+        return _answers[key]
+
+    monkeypatch.setattr(f"{module}.{name}", ask)
 
 
 def write_config(folder: Path, fields: dict[str, Any], **changes: Any) -> str:

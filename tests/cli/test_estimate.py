@@ -11,11 +11,17 @@ import pytest
 from typer.testing import CliRunner
 
 from sppo_hf.cli import app
-from tests.cli.configs import LLAMA_8B, TINY, write_config
+from tests.cli.configs import LLAMA_8B, TINY, ask_once, write_config
 
 MACHINE = ("--device-memory", "80GiB", "--host-memory", "256GiB", "--lora", "16")
-# Limits are found sooner on a small one.
+# Limits are found sooner on a small one, and of a length that is too long in few chunks.
 SMALL = ("--device-memory", "40GiB", "--host-memory", "64GiB", "--lora", "16")
+TOO_LONG = ("--seq-len", "512K", *SMALL, "--num-chunks", "32")
+
+
+@pytest.fixture(autouse=True)
+def _each_question_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ask_once(monkeypatch, "sppo_hf.cli.estimate", "request_plan")
 
 
 def run(*arguments: str) -> tuple[int, str, str]:
@@ -33,8 +39,9 @@ def read_json(*arguments: str) -> tuple[int, dict[str, Any]]:
 def test_all_of_an_8b_model_is_trained_with_its_optimizer_on_the_host(tmp_path: Path) -> None:
     model = write_config(tmp_path, LLAMA_8B)
     question = (model, "--seq-len", "32K", "--device-memory", "80GiB", "--host-memory", "512GiB")
-    assert run(*question, "--optimizer", "device")[0] == 1
-    code, result = read_json(*question)
+    chunks = ("--num-chunks", "4")
+    assert run(*question, *chunks, "--optimizer", "device")[0] == 1
+    code, result = read_json(*question, *chunks)
     assert code == 0
     assert (result["weights"], result["optimizer"]) == ("device", "host")
     # Weights and gradients in bf16, and two moments in float32.
@@ -75,19 +82,19 @@ def test_speed_falls_and_time_grows_with_length(tmp_path: Path) -> None:
 
 def test_lengths_that_are_too_long(tmp_path: Path) -> None:
     model = write_config(tmp_path, LLAMA_8B)
-    code, result = read_json(model, "--seq-len", "512K", *SMALL)
+    code, result = read_json(model, *TOO_LONG)
     assert code == 1
     assert result["fits"] is False
     assert result["first_limit"]["missing_bytes"] > 0
     assert result["chunks"] == []
-    code, out, _ = run(model, "--seq-len", "512K", *SMALL)
+    code, out, _ = run(model, *TOO_LONG)
     assert code == 1
     assert "fits no" in " ".join(out.split())
 
 
 def test_suggested_remedies_work(tmp_path: Path) -> None:
     model = write_config(tmp_path, LLAMA_8B)
-    _, out, _ = run(model, "--seq-len", "512K", *SMALL)
+    _, out, _ = run(model, *TOO_LONG)
     sizes = dict(re.findall(r"([\d.]+ [GT]iB) of (host memory|fast disk)", out))
     assert sorted(sizes.values()) == ["fast disk", "host memory"]
     for size, what in sizes.items():
@@ -95,7 +102,7 @@ def test_suggested_remedies_work(tmp_path: Path) -> None:
         number, unit = size.split()
         # What is shown is rounded to three digits.
         enough = f"{float(number) * 1.01:.2f}{unit}"
-        assert read_json(model, "--seq-len", "512K", *SMALL, option, enough)[0] == 0, option
+        assert read_json(model, *TOO_LONG, option, enough)[0] == 0, option
 
 
 def test_adapters_are_named_where_all_weights_do_not_fit(tmp_path: Path) -> None:

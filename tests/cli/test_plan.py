@@ -26,11 +26,17 @@ from sppo_hf.planning.plan import Plan, PlanRequest, make_plan, other_plan_warni
 from sppo_hf.planning.stages import stage_shape
 from sppo_hf.schedule.actions import Action
 from sppo_hf.schedule.generate import Size, generate
-from tests.cli.configs import LLAMA_8B, TINY, write_config
+from tests.cli.configs import LLAMA_8B, TINY, ask_once, write_config
 from tests.planning.shapes import llama_config, shape_of
 
 MACHINE = ("--device-memory", "40GiB", "--host-memory", "64GiB", "--lora", "16")
 TINY_MACHINE = ("--device-memory", "2GiB", "--host-memory", "1GiB")
+
+
+@pytest.fixture(autouse=True)
+def _each_question_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("request_plan", "solve_cluster"):
+        ask_once(monkeypatch, "sppo_hf.cli.plan", name)
 
 
 def run(*arguments: str) -> tuple[int, str, str]:
@@ -394,7 +400,11 @@ def test_a_folder_with_other_files_is_refused_and_left_alone(tmp_path: Path) -> 
     ("arguments", "code", "message"),
     [
         (("--disk-memory", "1TiB"), 2, "--write was given with --disk-memory, but without a"),
-        (("--device-memory", "1MiB"), 1, "Nothing fits, so there is nothing to write"),
+        (
+            ("--device-memory", "1MiB", "--num-chunks", "2"),
+            1,
+            "Nothing fits, so there is nothing to write",
+        ),
     ],
 )
 def test_plans_that_cannot_be_written(

@@ -83,6 +83,8 @@ def _settings(folder, family=None):
         "SPPO_NOTEBOOK_MODEL": str(save_tiny_model(folder / "model", family)),
         "HF_HOME": str(folder / "cache"),
         "OMP_NUM_THREADS": "1",
+        # The compiler, which PEFT's imports ask for, takes the kernel two seconds.
+        "TORCHDYNAMO_DISABLE": "1",
         "PYTHONPATH": str(ROOT),
     }
 

@@ -243,10 +243,10 @@ def places(made: Plan) -> str:
 
 
 def test_what_fits_on_the_device_stays_there() -> None:
-    made = plan(device=FAST, **AUTO)
+    made = plan(device=FAST, num_chunks=2, **AUTO)
     assert places(made) == "device"
     assert made.places_reason == ""
-    assert made.prediction == plan(device=FAST).prediction
+    assert made.prediction == plan(device=FAST, num_chunks=2).prediction
 
 
 def test_chunks_given_by_hand_are_no_faster_on_a_cpu() -> None:
@@ -323,8 +323,8 @@ def test_what_would_fit_without_groups_of_rows_is_said() -> None:
     """Beside them no weights rest on the host; a batch of one group has more room."""
     said = "without micro_batch_size=4 it fits"
     for host_gib, helps in ((64, True), (8, False)):
-        asked = {"device_memory": 24 * 2**30, "host_memory": host_gib * 2**30}
-        group = replace(question(32_768, micro_batch_size=4, **asked), batch_rows=4)
+        asked = {"device_memory": 24 * 2**30, "host_memory": host_gib * 2**30, "num_chunks": 2}
+        group = replace(question(16_384, micro_batch_size=4, **asked), batch_rows=4)
         with pytest.raises(BudgetError) as refused:
             make_plan(group)
         assert (said in str(refused.value)) == helps

@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sppo_hf.config import SPPOConfig
-from sppo_hf.errors import ConfigError, UnsupportedModelError
+from sppo_hf.errors import BudgetError, ConfigError, UnsupportedModelError
 from sppo_hf.planning import plan as plans
 from sppo_hf.planning import plan_request
 from sppo_hf.planning.hardware import load_profile
+from sppo_hf.planning.plan import make_plan
 from sppo_hf.planning.plan_request import (
     Found,
     PolicyResult,
@@ -31,8 +32,9 @@ from sppo_hf.planning.solve import EQUALLY_FAST, HOST_PRICE, fits, over_budget
 from sppo_hf.rules import format_bytes
 from tests.planning.questions import GIB, TOO_LONG_TOKENS, answer, question
 from tests.planning.shapes import by_hand, llama_config
+from tests.sweeps import sample
 
-LENGTHS = (8192, 32_768, 65_536)
+LENGTHS = sample((8192, 65_536, 32_768), 2)
 
 
 def policies(total_tokens: int) -> tuple[PolicyResult, ...]:
@@ -69,8 +71,9 @@ def test_what_does_not_fit_says_which_limit_breaks_first_and_by_how_much() -> No
 
 def test_the_longest_row_fits_and_a_longer_one_does_not() -> None:
     longest = answer(8192).max_seq_len
-    assert request_plan(question(longest, num_chunks="auto")).fits
-    assert not request_plan(question(longest + 16_384)).fits
+    make_plan(question(longest, num_chunks="auto"))
+    with pytest.raises(BudgetError):
+        make_plan(question(longest + 16_384))
 
 
 def test_a_disk_lets_rows_be_longer() -> None:
@@ -268,7 +271,7 @@ def test_places_that_cannot_be_the_answer_are_not_searched(monkeypatch: pytest.M
     """The answer is the one of a search through all of them."""
     asked = question_for(
         llama_config(),
-        SPPOConfig(device_memory=80 * GIB, host_memory=256 * GIB),
+        SPPOConfig(device_memory=80 * GIB, host_memory=256 * GIB, num_chunks=4),
         profile=load_profile("h100"),
         total_tokens=32_768,
         trace=by_hand,

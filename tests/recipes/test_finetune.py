@@ -45,7 +45,8 @@ def finetune(folder, *options, started=False):
         status, printed = done.returncode, done.stdout + done.stderr
     else:
         # Transformers reads the default model's file five times, each time for seconds.
-        job = {"argv": argv, "cached": ["gguf.GGUFReader", "gguf.get_tensor_name_map"]}
+        reading = "transformers.modeling_gguf_pytorch_utils.load_gguf_checkpoint"
+        job = {"argv": argv, "cached": ["gguf.GGUFReader", "gguf.get_tensor_name_map", reading]}
         ended = fork_server().launch(
             "tests.recipes.script_ranks", job, ranks=1, folder=place, limit=540
         )
@@ -188,7 +189,7 @@ def test_the_default_model_learns_real_code(place):
         (code / f"{path.stem}.txt").write_text(path.read_text())
     status, printed, report = finetune(
         place / "smollm2",
-        *("--dataset", code, "--max_length", 64, "--max_steps", 2, "--sppo_chunk_tokens", 32),
+        *("--dataset", code, "--max_length", 64, "--max_steps", 1, "--sppo_chunk_tokens", 32),
         *("--max_eval_rows", 1),
     )
 

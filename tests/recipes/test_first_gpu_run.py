@@ -33,7 +33,7 @@ echo "$HF_HUB_OFFLINE" >"$CALLS.offline"
 case "$*" in
     "-m pytest"*) exit "$(cat "$CALLS.pytest" 2>/dev/null || echo 0)" ;;
     *attention_kernels*) [[ -e $CALLS.kernels-work ]] || exit 3 ;;
-    *cli\\ calibrate*) [[ -e $CALLS.fast ]] || { sleep 61.23 & sleep 61.24; } ;;
+    *cli\\ calibrate*) [[ ! -e $CALLS.late ]] || { sleep 61.23 & sleep 61.24; } ;;
     *trace-*) ;;
     *--profile*) mkdir -p "${@: -1}" && touch "${@: -1}/trace-sppo-auto-256.json.gz" ;;
 esac
@@ -47,7 +47,7 @@ def run(tmp_path: Path):
     python.chmod(0o755)
     settings = {
         "SPPO_PYTHON": str(python),
-        "SPPO_STEP_SECONDS": "4",
+        "SPPO_STEP_SECONDS": "3",
         "SPPO_GRACE_SECONDS": "1",
         "CALLS": str(calls),
     }
@@ -64,6 +64,7 @@ def run(tmp_path: Path):
 
 
 def test_what_fails_or_is_late_stops_nothing_and_is_done_again(run, tmp_path: Path) -> None:
+    (tmp_path / "calls.late").touch()
     status, said, calls = run()
     assert status == 1
     assert "== kernels: failed (3)" in said
@@ -83,7 +84,7 @@ def test_what_fails_or_is_late_stops_nothing_and_is_done_again(run, tmp_path: Pa
     assert "kernels\tfailed (3)" in said, "the report ends with what became of each step"
 
     (tmp_path / "calls.kernels-work").touch()
-    (tmp_path / "calls.fast").touch()
+    (tmp_path / "calls.late").unlink()
     status, said, calls = run()
     assert status == 0
     assert "== facts: done before" in said
@@ -122,8 +123,10 @@ def test_a_smaller_device_is_everyones(run) -> None:
         assert row[row.index("--device-memory") + 1] == "79GiB", row
 
 
-def test_a_time_limit_ends_all_that_a_step_has_started(run) -> None:
-    run("calibrate")
+def test_a_time_limit_ends_all_that_a_step_has_started(run, tmp_path: Path) -> None:
+    (tmp_path / "calls.late").touch()
+    _, said, _ = run("calibrate")
+    assert "== calibrate: out of time after" in said
     listed = subprocess.run(["pgrep", "-f", "sleep 61.2[34]"], capture_output=True, text=True)
     assert listed.stdout == ""
 
@@ -198,6 +201,7 @@ def test_all_that_is_started_on_a_gpu_is_there_and_takes_its_arguments(run) -> N
 
 def test_it_ends_in_its_time_and_what_it_found_is_kept_outside(run, tmp_path: Path) -> None:
     kept = tmp_path / "kept" / "results.tar.gz"
+    (tmp_path / "calls.late").touch()
     status, said, _ = run("--seconds", "23", "--keep", str(kept), "facts", "calibrate", "trace")
     assert "== facts: ok" in said
     assert "== trace: no time left" in said

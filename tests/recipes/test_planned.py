@@ -19,6 +19,7 @@ from sppo_hf.schedule.actions import Action
 from sppo_hf.schedule.generate import MSP
 from tests.cli.configs import TINY, write_config
 from tests.integrations.launch import run_ranks
+from tests.sweeps import ALL
 
 pytestmark = pytest.mark.process
 
@@ -78,9 +79,12 @@ _PIPELINES = {
     ),
 }
 
+_TOGETHER = ("units shared between stages",)
+"""Have nothing that others have not."""
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", _PIPELINES)
+@pytest.mark.parametrize("name", [name for name in _PIPELINES if ALL or name not in _TOGETHER])
 def test_whatever_may_be_answered(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
