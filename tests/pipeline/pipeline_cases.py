@@ -481,8 +481,6 @@ def all_cases(pp_size: int, replicas: int) -> list[Case]:
         cases += _named("batch", _batches(layers))
         cases += _named("modes", _activation_modes(layers))
         tied = _named("step, tied", _micro_steps(layers, family="llama-bias-tied"))
-        if not ALL:  # three ranks have the others
-            schedules = [case for case in schedules if case["name"] in (*FAST[2, 1], *_ALSO)]
         rest = _sampled([*cases, *steps, *tied[::3], tied[-1]], pp_size, replicas)
         return [*schedules, *rest]
     if pp_size == 3:
@@ -508,7 +506,6 @@ _FOLLOWED_BY_REPLICAS = (
     "own loss: LoRA",
 )
 _ALSO = (
-    "schedule: 1f1b, whole rows",
     *("states: Mamba2, zb", "states: Kimi delta attention"),
     *("beside: shared keys, offloaded", "beside: streams, offloaded, zb"),
 )
