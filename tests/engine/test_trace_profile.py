@@ -119,15 +119,12 @@ def test_shape_against_the_model(family: str, monkeypatch: pytest.MonkeyPatch) -
 # How adapters and autocast change a layer has little to do with its family.
 @pytest.mark.parametrize(
     "family",
-    families(MULTIPLY_BESIDE | OTHER_IN_16_BITS, tail=slice(0, None, 3), always=turn(ALWAYS, 2, 0)),
+    families(MULTIPLY_BESIDE, tail=slice(0, None, 3), always=turn(ALWAYS, 2, 0)),
 )
 def test_shape_with_adapters(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("peft")
     model = build(family, torch.float32, lora=True)
-    shape = _check_shape(model, monkeypatch)
-    _check_parameters(shape, model)
-    half = to_bfloat16(model)
-    assert _whole_bytes(model_shape(find_parts(half))) == _about(saved_bytes(half)[0])
+    _check_parameters(_check_shape(model, monkeypatch), model)
 
 
 def _check_shape(model: Any, monkeypatch: pytest.MonkeyPatch) -> ModelShape:
