@@ -89,8 +89,8 @@ _LENGTHS = (256, 512)
 _CPU_LENGTHS = (64, 128)
 """Tokens of the two runs of a large layer where numbers are really computed."""
 
-_TINY_WEIGHTS = 2**19
-"""Weights in a model's layers up to which torch takes less time to compute than to do without."""
+_TINY_ELEMENTS = 2**20
+"""Elements of a model's weights with which torch takes less time to compute than to do without."""
 
 _SCAN_LENGTHS, _SCAN_CPU_LENGTHS = (512, 1024), (256, 512)
 """The same in models with recurrent layers, which pad their blocks of 64 to 256 tokens."""
@@ -156,7 +156,8 @@ def trace_model(config: PreTrainedConfig, training: Training, make: Any) -> Mode
         saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing),
     ):
         parts = find_parts(_build(config, training, make))
-        is_tiny = sum(p.numel() for x in parts.layers for p in x.parameters()) <= _TINY_WEIGHTS
+        tensors = (*parts.causal_lm.parameters(), *parts.causal_lm.buffers())
+        is_tiny = sum(tensor.numel() for tensor in tensors) <= _TINY_ELEMENTS
         materialise = _make_zeros if is_tiny else _make_fake
         with _only_layers(parts, ()):
             materialise(parts.causal_lm)

@@ -17,6 +17,7 @@ from sppo_hf.engine.step_observer import StepObserver
 from sppo_hf.engine.structure import suppress_peft_warnings
 from sppo_hf.testing.exactness import compare, float64_everywhere
 from sppo_hf.testing.tiny_models import build_tiny_model
+from tests.sweeps import turn
 
 T = 23
 
@@ -140,17 +141,28 @@ BATCHES = {
 }
 
 
-@pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("settings", [
-    {}, {"num_chunks": "auto", "chunk_tokens": 5, "recompute": "none"}, {"micro_batch_size": 1},
-], ids=["recompute", "kept", "micro-batches"])  # fmt: skip
+SETTINGS = {
+    "recompute": {},
+    "kept": {"num_chunks": "auto", "chunk_tokens": 5, "recompute": "none"},
+    "micro-batches": {"micro_batch_size": 1},
+}
+
+
+@pytest.mark.parametrize(
+    ("batch", "settings"),
+    [
+        (name, some)
+        for index, name in enumerate(BATCHES)
+        for some in ("micro-batches", *turn(["recompute", "kept"], 2, index))
+    ],
+)
 @pytest.mark.filterwarnings("ignore:position_ids restart")
 def test_same_as_the_unmodified_model(model, ids, batch, settings):
-    inputs = BATCHES[batch](ids)
+    inputs, config = BATCHES[batch](ids), SETTINGS[settings]
     if batch == "one token":
-        settings = {**settings, "num_chunks": "auto"}
+        config = {**config, "num_chunks": "auto"}
     expected = _step(model, **inputs)
-    convert(model, _config(**settings))
+    convert(model, _config(**config))
     _assert_same(_step(model, **inputs), expected)
 
 
@@ -198,8 +210,10 @@ KEPT = {
 }
 
 
-@pytest.mark.parametrize("shifted", [False, True], ids=["labels", "shift_labels"])
-@pytest.mark.parametrize("kept", KEPT)
+@pytest.mark.parametrize(
+    ("kept", "shifted"),
+    [(name, shifted) for i, name in enumerate(KEPT) for shifted in turn([False, True], 2, i)],
+)
 def test_labels_of_the_logits_to_keep(ids, kept, shifted):
     keep = KEPT[kept]
     cut = ids[:, slice(-keep, None) if isinstance(keep, int) else keep]

@@ -19,6 +19,7 @@ from sppo_hf.engine.structure import (
 )
 from sppo_hf.testing.exactness import GradientHooks, compare, parameter_errors, run_batch
 from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
+from tests.sweeps import pairs
 
 TILED = SPPOConfig(chunk_lengths=(9, 1, 13), loss_tile_tokens=7, show_plan=False)
 
@@ -149,19 +150,21 @@ def _add_hook(model, module, place):
         module.register_forward_hook(_gate_after)
 
 
-@pytest.mark.parametrize("order", ["by_chunk", "by_layer"])
-@pytest.mark.parametrize("when", ["before the conversion", "after it"])
 @pytest.mark.parametrize(
-    ("module", "place"),
-    [
-        ("model.layers.1", "before"),
-        ("model.layers.1", "after"),
-        ("model.norm", "before"),
-        ("model.norm", "after"),
-        ("model", "after"),
-    ],
+    ("hook", "when", "order"),
+    pairs(
+        [
+            ("model.layers.1", "before"),
+            ("model.layers.1", "after"),
+            ("model.norm", "before"),
+            ("model.norm", "after"),
+            ("model", "after"),
+        ],
+        ["before the conversion", "after it"],
+        ["by_chunk", "by_layer"],
+    ),
 )
-def test_forward_hooks_that_change_hidden_states(module, place, when, order):
+def test_forward_hooks_that_change_hidden_states(hook, when, order):
     config = SPPOConfig(
         chunk_lengths=(9, 1, 13),
         loss_tile_tokens=7,
@@ -171,13 +174,13 @@ def test_forward_hooks_that_change_hidden_states(module, place, when, order):
     )
     batch = make_batch(rows=2)
     hooked = build_tiny_model("llama")
-    _add_hook(hooked, module, place)
+    _add_hook(hooked, *hook)
     if when == "before the conversion":
         report = compare(hooked, batch, config)
         assert report.exact, report
         return
     model = convert(build_tiny_model("llama"), config)
-    _add_hook(model, module, place)
+    _add_hook(model, *hook)
     ours, expected = run_batch(model, batch), run_batch(hooked, batch)
     assert ours.loss == pytest.approx(expected.loss, rel=1e-9)
     assert parameter_errors(ours, expected)[0].error < 1e-9
