@@ -24,12 +24,13 @@ torch itself writes into it, as scattering into zeros does.
 
 [Note: writing into a matmul's output]
 The saved output must be what the matmul returned, even if it is modified later. If an operation is
-about to write into it, a copy is saved instead; but if the operation adds another product, as LoRA
-layers do (see `layer_kernels`), the sum is saved, and the rerun leaves out both. A kernel that
-torch does not see may write too (rotary embedding in place, say). So the first recorder for a kind
-of layer copies all outputs at once and compares them at the end, for which the host waits; if any
-has changed, all later recorders for such layers copy. Layers of one kind are checked once and not
-each, because the last layers' copies would be made when the device is full.
+about to write into it, a copy is saved instead; but if the operation adds another product before
+anything has read it, as LoRA layers do (see `layer_kernels`), the sum is saved, and the rerun
+leaves out both. A kernel that torch does not see may write too (rotary embedding in place, say). So
+the first recorder for a kind of layer copies all outputs at once and compares them at the end, for
+which the host waits; if any has changed, all later recorders for such layers copy. Layers of one
+kind are checked once and not each, because the last layers' copies would be made when the device is
+full.
 
 [Note: unused matmuls]
 If no outputs are saved, a rerun computes the matmuls again, but not all of them are needed. Key and
@@ -118,6 +119,8 @@ class DependencyTracker(LightDispatchMode):
         super().__init__()
         self._width = hidden.shape[-1]
         self._depends: dict[int, int] = {}
+        self._read_so_far = 0
+        """Set of all matmuls on which something depends that was read."""
         self._num_matmuls = 0
         self._allocated: int | None = None
         """Set on which newly allocated memory depends; None if that is not known."""
@@ -223,7 +226,9 @@ class DependencyTracker(LightDispatchMode):
     def _read(self, tensor: Tensor) -> int:
         storage = storage_key(tensor)
         depends = _EVERYTHING if storage is None else self._depends.get(storage, 0)
-        return depends if depends >= 0 else (2 << self._num_matmuls) - 1
+        depends = depends if depends >= 0 else (2 << self._num_matmuls) - 1
+        self._read_so_far |= depends
+        return depends
 
     def _set(self, tensor: Tensor, depends: int) -> None:
         storage = storage_key(tensor)
@@ -428,6 +433,8 @@ class SelectiveRecorder(DependencyTracker):
         index = self._index_of.get(storage_key(args[0]) or 0)
         if index is None or self._fresh[index].is_written or self._needed >> index & 1:
             return None
+        if self._read_so_far >> index + 1 & 1:
+            return None  # what was read is the product without what is added
         output = run(func, args, kwargs)
         self._matmuls[index].num_added += 1
         if self._fresh[index].copy is not None:

@@ -129,6 +129,13 @@ def _added_late(w: Weights, x: Tensor) -> Tensor:
     return (gate * y.addmm_(x @ w.thin_in, w.thin_out)) @ w.c
 
 
+def _added_after_a_read(w: Weights, x: Tensor) -> Tensor:
+    y = x @ w.a
+    more = y + 1  # of the product as it is now; nothing is saved yet
+    y.addmm_(x @ w.thin_in, w.thin_out)
+    return (torch.sigmoid(more) * y) @ w.c
+
+
 def _merged(w: Weights, x: Tensor) -> Tensor:
     return torch.sigmoid(x @ (w.a @ w.b)) @ w.c
 
@@ -178,6 +185,7 @@ LAYERS: dict[str, tuple[Forward, list[bool], int]] = {
     "product added": (_added, [True, True, False], 0),
     "frozen product added": (_frozen_added, [True, False, False], 0),
     "product added late": (_added_late, [True, True, False], 1),
+    "product added after a read": (_added_after_a_read, [True, True, False], 1),
     "merged weights": (_merged, [False, True, False], 1),
     "scattered into zeros": (_scattered, [False, True, False], 0),
     "routed": (_routed, [True] * 7, 0),  # adding by index saves what it adds
