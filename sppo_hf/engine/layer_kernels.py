@@ -7,7 +7,9 @@ and with its own code on random values, forward and backward, and takes the kern
 as near to float32 as its own code. A module that is more than a norm or a gated product (a clamp, a
 scale, another activation) fails the comparison.
 
-The instance's `forward` is replaced. Not covered: experts, which have code of their own, and
+The instance's `forward` is replaced. What a layer saves then is another profile
+(`Training.layer_kernels`), which `like_kernels` makes it possible to trace without a GPU. Kernels
+run inside `selective.made_of`, or all matmuls before them would be kept. Not covered: experts, which have code of their own, and
 weights that FSDP2 shards.
 
 [Note: a kernel that writes into what it has saved] Liger's gated product writes its gradients over

@@ -9,7 +9,8 @@ code depends on values (a loop over the experts that were chosen) runs on the CP
 What is counted is what `sppo_hf.engine.recompute` may do with a layer: save everything that
 autograd saves ("whole"); or the layer's input and attention's results ("inputs"); or these and the
 matmul outputs that a `SelectiveRecorder` holds. An `UnusedMatmulFinder` finds matmuls that need not
-run again. Recurrent layers run Transformers' torch code from states of zeros; fused kernels save
+run again. With `Training.layer_kernels` torch code that saves what Liger's kernels save runs in
+norms and gated products (`layer_kernels.like_kernels`). Recurrent layers run Transformers' torch code from states of zeros; fused kernels save
 less. Not covered: elementwise operations count no FLOPs, and memory that does not grow with the
 tokens (copies of weights under autocast) is left out.
 """
