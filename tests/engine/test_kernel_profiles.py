@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils import _python_dispatch
 
 from sppo_hf.engine import layer_kernels
-from sppo_hf.engine.convert import convert
+from sppo_hf.engine.convert import convert, get_engine
 from sppo_hf.engine.cpu_heap import CpuChunkArena
 from sppo_hf.engine.device_facts import model_shape
 from sppo_hf.engine.recompute import RecomputedLayer
@@ -144,6 +144,9 @@ def test_saved_bytes_are_those_of_the_kernels(family: str, dtype: torch.dtype, l
     run(model)
     shape = model_shape(find_parts(model))
     assert shape.layer_kernels
+    engine = get_engine(model)
+    assert engine is not None
+    assert all(plan.shape.layer_kernels for plan in engine.plans._plans.values())
     measured, _ = saved_bytes(model)
     for index, num_bytes in measured.items():
         whole = shape.activation_bytes_per_token(index)
