@@ -615,6 +615,7 @@ class ByteTables:
         less = tiled * self.lengths - tile * self._at_once
         less = np.where(self._at_once < self.lengths, np.maximum(less, 0), 0)
         whole = self.saved[:, SAVED.index("whole")]
+        states = self.rows * _by_kind(self.shape.state_bytes, self.kinds)
         rerun, early = np.zeros_like(self.saved), np.zeros_like(self.saved)
         for at, saved in enumerate(SAVED):
             if saved == "whole":
@@ -622,7 +623,7 @@ class ByteTables:
             made, remains = whole, np.zeros_like(whole)
             if self.device_kind == "cuda":
                 sizes = np.array([layers[kind].rerun_bytes(saved) for kind in self.kinds])
-                made, remains = self.rows * self.lengths * sizes.T[:, :, None]
+                made, remains = self.rows * self.lengths * sizes.T[:, :, None] + states
             rerun[:, at] = np.maximum(made - less, remains) + casts
             early[:, at] = remains + casts
         return rerun, early

@@ -6,7 +6,9 @@ import pytest
 
 from sppo_hf.planning.cost import Correction, ModelCost
 from sppo_hf.planning.hardware import Curve
-from tests.planning.profiles import changed
+from sppo_hf.planning.model_profile import LoraShape
+from tests.planning.profiles import PROFILE, changed
+from tests.planning.shapes import llama_config, shape_of
 from tests.planning.situations import slow_cost, small_shape
 
 NO_MEMORY_TIME = {"memory_bytes_per_second": 1e30}
@@ -119,6 +121,33 @@ def test_a_disk_that_nobody_measured_is_slow() -> None:
     )
     assert unknown.store_seconds("disk", 1e9) == unknown.load_seconds("disk", 1e9) == 2.0
     assert slow_cost(small_shape()).load_seconds("disk", 2e8) == 1.0
+
+
+def test_adapters_pass_what_they_adapt_through_memory() -> None:
+    """Summing over a rank takes no time, passing inputs and outputs does."""
+    tokens, rank = 8192, 16
+
+    def seconds(lora: LoraShape, kind: str = "cuda") -> dict[str, float]:
+        shape = shape_of(llama_config(), lora=LoraShape(rank=rank))
+        cost = ModelCost(
+            shape=replace(shape, lora=lora), profile=changed(kind=kind), dtype_name="bfloat16"
+        )
+        return {
+            "forward": cost.forward_seconds(1, 0, tokens),
+            "backward": cost.backward_seconds(1, 0, tokens),
+            "again": cost.recompute_seconds(1, tokens, "inputs"),
+        }
+
+    narrow, wide = (seconds(LoraShape(rank=rank, dtype_bytes=size)) for size in (2, 4))
+    cast = seconds(LoraShape(rank=rank, dtype_bytes=4, autocast=True))
+    assert cast == narrow
+    on_cpu = [seconds(LoraShape(rank=rank, dtype_bytes=size), "cpu") for size in (2, 4)]
+    assert on_cpu[0] == on_cpu[1]
+    # Of each linear: its input and its output, in two bytes; as an H200's trace showed.
+    passed = 2 * tokens * (38_912 + 43_008) / PROFILE.memory_bytes_per_second
+    for part, times in (("forward", 2.2), ("backward", 3.3), ("again", 2.2)):
+        assert narrow[part] - on_cpu[0][part] == pytest.approx(times * passed)
+        assert wide[part] - narrow[part] == pytest.approx(times * passed)
 
 
 def test_short_chunks_are_slower_per_token() -> None:

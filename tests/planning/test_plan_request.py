@@ -15,6 +15,7 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import BudgetError, ConfigError, UnsupportedModelError
 from sppo_hf.planning import plan as plans
 from sppo_hf.planning import plan_request
+from sppo_hf.planning.config_file import load_config
 from sppo_hf.planning.hardware import load_profile
 from sppo_hf.planning.plan import make_plan
 from sppo_hf.planning.plan_request import (
@@ -374,3 +375,35 @@ def test_a_straight_line_takes_few_tries() -> None:
 @pytest.mark.parametrize("most", [0, 1, 5, 1000, 4097])
 def test_longest_finds_the_last_that_is_possible(most: int) -> None:
     assert longest(lambda tokens: tokens - most * 1024) == most * 1024
+
+
+@pytest.mark.parametrize(
+    ("known", "settings", "counted"),
+    [
+        (True, {}, True),
+        (True, {"layer_kernels": "none"}, False),
+        (True, {"compile": True}, False),
+        (False, {}, False),
+        (None, {}, False),
+    ],
+)
+def test_kernels_in_layers_count_where_they_are_known_to_run(
+    known: bool | None, settings: dict[str, Any], counted: bool
+) -> None:
+    """A machine that was not measured may have none, so its plans count what saves more."""
+
+    def trace(*_: Any) -> Any:
+        raise AssertionError("profiles with kernels are shipped")
+
+    asked = question_for(
+        load_config("llama-3.1-8b"),
+        SPPOConfig(**settings),
+        profile=replace(load_profile("h100"), layer_kernels=known),
+        total_tokens=2**15,
+        lora_rank=16,
+        trace=trace,
+    )
+    assert asked.shape.layer_kernels == counted
+    saved = asked.shape.activation_bytes_per_token(1)
+    without = 291_400
+    assert saved < 0.9 * without if counted else saved == without
