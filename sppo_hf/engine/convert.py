@@ -204,22 +204,14 @@ def _attach(
         causal_lm.__dict__[_ATTRIBUTE] = conversion
         conversion.chunked_forward = causal_lm.__dict__["forward"] = _chunked_forward(causal_lm)
     engine = conversion.engine
-    for index, layer in enumerate(parts.layers):
-        if isinstance(layer, AbsentLayer):
+    hooked = [*enumerate(parts.layers), (None, parts.final_norm())]
+    for index, module in hooked:
+        if module is None or isinstance(module, AbsentLayer):
             continue
+        before, after = (InnermostHook(hook, engine, index) for hook in (_before, _after))
         conversion.handles += [
-            layer.register_forward_pre_hook(
-                InnermostHook(_before_layer, engine, index), with_kwargs=True
-            ),
-            layer.register_forward_hook(
-                InnermostHook(_after_layer, engine, index), always_call=True
-            ),
-        ]
-    norm = parts.final_norm()
-    if norm is not None:
-        conversion.handles += [
-            norm.register_forward_pre_hook(InnermostHook(_before_norm, engine), with_kwargs=True),
-            norm.register_forward_hook(InnermostHook(_after_norm, engine), always_call=True),
+            module.register_forward_pre_hook(before, with_kwargs=True),
+            module.register_forward_hook(after, always_call=True),
         ]
     for rotary in filter(_depends_on_length, parts.base.modules()):
         conversion.handles += [
@@ -245,31 +237,29 @@ def _chunked_forward(causal_lm: Any) -> types.MethodType:
     return types.MethodType(forward, causal_lm)
 
 
-def _before_layer(
-    engine: Engine, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+def _before(
+    engine: Engine,
+    index: int | None,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Hook before layer `index`, or before the final norm."""
     runner = engine.running
+    if index is None:
+        return None if runner is None else runner.before_norm(module, args, kwargs)
     if runner is not None:
-        return runner.before_layer(index, layer, args, kwargs)
+        return runner.before_layer(index, module, args, kwargs)
     engine.before_unchunked_layer(index)
     return None
 
 
-def _after_layer(engine: Engine, index: int, layer: nn.Module, _: Any, output: Any) -> Any:
+def _after(engine: Engine, index: int | None, module: nn.Module, _: Any, output: Any) -> Any:
+    """Hook after layer `index`, or after the final norm."""
     runner = engine.running
     if runner is None:
         return None
-    # The output is None if the layer (or a hook before this one) raised.
-    return runner.after_layer(index, layer, output, failed=output is None)
-
-
-def _before_norm(
-    engine: Engine, norm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    runner = engine.running
-    return None if runner is None else runner.before_norm(norm, args, kwargs)
-
-
-def _after_norm(engine: Engine, norm: nn.Module, _: Any, output: Any) -> Any:
-    runner = engine.running
-    return None if runner is None else runner.after_norm(norm, output, failed=output is None)
+    failed = output is None  # the module (or a hook before this one) raised
+    if index is None:
+        return runner.after_norm(module, output, failed=failed)
+    return runner.after_layer(index, module, output, failed=failed)

@@ -7,12 +7,13 @@ unmodified model's whole logits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 # B batch rows, C tokens of a chunk, M tokens of a tile, T tokens of the sequence, V vocabulary.
 
@@ -143,22 +144,13 @@ def map_tensors(function: Callable[..., Any], nest: Any, *more: Any) -> Any:
     Raises:
         NotJoinable: A leaf is not a tensor, or the nests differ.
     """
-    if isinstance(nest, Tensor) and all(isinstance(x, Tensor) for x in more):
-        return function(nest, *more)
-    if any(type(x) is not type(nest) for x in more):
-        raise NotJoinable(f"it made a {type(nest).__name__} of one part and not of another")
-    if isinstance(nest, Mapping):
-        if any(x.keys() != nest.keys() for x in more):
-            raise NotJoinable("it made other keys of one part than of another")
-        return {k: map_tensors(function, v, *(x[k] for x in more)) for k, v in nest.items()}
-    if isinstance(nest, list | tuple):
-        if any(len(x) != len(nest) for x in more):
-            raise NotJoinable("it made other lengths of one part than of another")
-        mapped = [map_tensors(function, *items) for items in zip(nest, *more, strict=True)]
-        if hasattr(nest, "_fields"):
-            return type(nest)(*mapped)
-        return type(nest)(mapped)
-    raise NotJoinable(f"it made a {type(nest).__name__}, not a tensor")
+    leaves, specs = zip(*map(tree_flatten, (nest, *more)), strict=True)
+    others = [leaf for one in leaves for leaf in one if not isinstance(leaf, Tensor)]
+    if others:
+        raise NotJoinable(f"it made a {type(others[0]).__name__}, not a tensor")
+    if any(spec != specs[0] for spec in specs):
+        raise NotJoinable("it made something else of one part than of another")
+    return tree_unflatten(map(function, *leaves), specs[0])
 
 
 def join(parts: Sequence[Any], *, dim: int) -> Any:

@@ -39,7 +39,7 @@ from sppo_hf.offload.disk_files import (
     StoreFolder,
     checksum,
 )
-from sppo_hf.offload.host_memory import FreeList, Slab, SlabAllocator, round_up
+from sppo_hf.offload.host_memory import FreeList, Run, Slab, SlabAllocator, round_up
 
 logger = logging.getLogger(__name__)
 
@@ -63,16 +63,9 @@ class DiskSlab(Slab):
 
 
 @dataclass(slots=True, eq=False)
-class DiskExtent:
+class DiskExtent(Run[DiskSlab]):
     """Bytes on the disk, allocated by a `DiskStore`; opaque to its holder."""
 
-    slab: DiskSlab = field(repr=False)
-    offset: int
-    """First byte within the file."""
-    num_bytes: int
-    """Bytes requested."""
-    reserved_bytes: int
-    """Bytes taken from the file: `num_bytes` rounded up to whole blocks."""
     transfers: int = 0
     """Writes and reads that are not over."""
     released: bool = False
@@ -87,38 +80,22 @@ class DiskExtent:
         return f"{self.num_bytes} bytes at offset {self.offset} of {self.slab.file}"
 
 
-@dataclass(eq=False)
-class DiskSpace(SlabAllocator[DiskSlab]):
-    """Allocates extents of files in a folder; called under the store's lock."""
+class DiskSpace(SlabAllocator[DiskSlab, DiskExtent]):
+    """Allocates extents of files in a folder; called under the store's lock.
 
-    folder: StoreFolder
-    """Where the files are."""
-    _: KW_ONLY
-    slab_bytes: int
-    """Size of the first files. Later ones grow with the total, so that a disk full of them needs
-    dozens of open files and not thousands."""
-    budget_bytes: int
-    """Maximum size of all files together."""
+    Args:
+        folder: Where the files are.
+        slab_bytes: Size of the first files. Later ones grow with the total, so that a disk full of
+            them needs dozens of open files and not thousands.
+        budget_bytes: Maximum size of all files together.
+    """
 
-    def __post_init__(self) -> None:
-        super().__init__()
-        assert self.slab_bytes > 0, "a slab holds at least one byte"
-        self._slab_bytes = round_up(self.slab_bytes, BLOCK_BYTES)
-
-    def allocate(self, num_bytes: int) -> DiskExtent:
-        """Allocate `num_bytes` (at least 1), adding a file if no free block is large enough.
-
-        Raises:
-            BudgetError: Another file would exceed the budget, or the disk is full.
-            OffloadError: The file cannot be made for another reason.
-        """
-        assert num_bytes > 0, "an extent holds at least one byte"
-        size = round_up(num_bytes, BLOCK_BYTES)
-        return DiskExtent(*self._allocate(size), num_bytes, size)
-
-    def release(self, extent: DiskExtent) -> None:
-        """Free an extent; no transfer may touch it any more."""
-        self._free(extent.slab, extent.offset, extent.reserved_bytes)
+    def __init__(self, folder: StoreFolder, *, slab_bytes: int, budget_bytes: int) -> None:
+        assert slab_bytes > 0, "a slab holds at least one byte"
+        super().__init__(DiskExtent, BLOCK_BYTES)
+        self.budget_bytes = budget_bytes
+        self.folder = folder
+        self._slab_bytes = round_up(slab_bytes, BLOCK_BYTES)
 
     def close(self) -> None:
         """Close the files, without transfers under way; those with a name go with the folder."""
@@ -357,7 +334,7 @@ class Transfers:
     def _free_if_over(self, extent: DiskExtent) -> None:
         if extent.released and not extent.transfers:
             self._num_releasing -= 1
-            self.space.release(extent)
+            self.space.free(extent)
 
     def _check(self, extent: DiskExtent, target: Bytes) -> None:
         if extent.checksum is None:

@@ -39,8 +39,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import KW_ONLY, dataclass, field
-from typing import Generic, Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -300,13 +300,31 @@ class Slab:
 SlabT = TypeVar("SlabT", bound=Slab)
 
 
-class SlabAllocator(Generic[SlabT]):
+@dataclass(slots=True, eq=False)
+class Run(Generic[SlabT]):
+    """Bytes allocated from a slab."""
+
+    slab: SlabT = field(repr=False)
+    offset: int
+    """First byte within the slab."""
+    num_bytes: int
+    """Bytes requested."""
+    reserved_bytes: int
+    """Bytes taken from the slab: `num_bytes` rounded up to the alignment."""
+
+
+RunT = TypeVar("RunT", bound=Run[Any])
+
+
+class SlabAllocator(Generic[SlabT, RunT]):
     """Allocates runs of bytes, first-fit, out of a growing list of slabs.
 
-    A subclass that allocates multiples of an alignment gets multiples of it.
+    Each is a multiple of `alignment_bytes` and starts at one; `make_run` makes it out of slab,
+    offset, bytes requested and bytes taken.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, make_run: Callable[[SlabT, int, int, int], RunT], alignment: int) -> None:
+        self.alignment_bytes = alignment
         self.used_bytes = 0
         """Bytes allocated now."""
         self.peak_bytes = 0
@@ -314,38 +332,47 @@ class SlabAllocator(Generic[SlabT]):
         self.reserved_bytes = 0
         """Bytes of all slabs."""
         self._slabs: list[SlabT] = []
+        self._make_run = make_run
 
     @property
     def free_bytes(self) -> int:
         """Bytes of all free blocks together."""
         return sum(slab.free_list.free_bytes for slab in self._slabs)
 
+    def allocate(self, num_bytes: int) -> RunT:
+        """Allocate `num_bytes` (at least 1), adding a slab if no free block is large enough.
+
+        Raises:
+            BudgetError: A further slab would exceed the budget, or the disk is full.
+            OffloadError: The system or the driver gives no (pinned) memory, or no file.
+        """
+        allocated = self._find(num_bytes)
+        if allocated is None:
+            self._grow(round_up(num_bytes, self.alignment_bytes))
+            allocated = self._find(num_bytes)
+            assert allocated is not None, "a new slab holds the request that it was made for"
+        return allocated
+
+    def free(self, run: RunT) -> None:
+        """Free a run; nothing may touch it any more."""
+        run.slab.free_list.free(run.offset, run.reserved_bytes)
+        self.used_bytes -= run.reserved_bytes
+
     def _grow(self, size: int) -> None:
         """Add a slab of at least `size` bytes."""
         raise NotImplementedError
 
-    def _allocate(self, size: int) -> tuple[SlabT, int]:
-        """Allocate `size` bytes, growing if no free block is large enough: (slab, offset)."""
-        allocated = self._try_allocate(size)
-        if allocated is None:
-            self._grow(size)
-            allocated = self._try_allocate(size)
-            assert allocated is not None, "a new slab holds the request that it was made for"
-        return allocated
-
-    def _try_allocate(self, size: int) -> tuple[SlabT, int] | None:
-        """Allocate `size` bytes of the first slab with such a free block: (slab, offset)."""
+    def _find(self, num_bytes: int) -> RunT | None:
+        """Allocate from the first slab with such a free block; None if there is none."""
+        assert num_bytes > 0, "what is allocated holds at least one byte"
+        size = round_up(num_bytes, self.alignment_bytes)
         for slab in self._slabs:
             offset = slab.free_list.allocate(size)
             if offset is not None:
                 self.used_bytes += size
                 self.peak_bytes = max(self.peak_bytes, self.used_bytes)
-                return slab, offset
+                return self._make_run(slab, offset, num_bytes, size)
         return None
-
-    def _free(self, slab: SlabT, offset: int, size: int) -> None:
-        slab.free_list.free(offset, size)
-        self.used_bytes -= size
 
     def _add_slab(self, slab: SlabT, num_bytes: int) -> None:
         self._slabs.append(slab)
@@ -359,16 +386,9 @@ class _MemorySlab(Slab):
 
 
 @dataclass(slots=True, eq=False)
-class Region:
+class Region(Run[_MemorySlab]):
     """Host bytes allocated from a `HostPool`."""
 
-    slab: _MemorySlab = field(repr=False)
-    offset: int
-    """First byte within the slab."""
-    num_bytes: int
-    """Bytes requested."""
-    reserved_bytes: int
-    """Bytes taken from the slab: `num_bytes` rounded up to the alignment."""
     released: bool = False
 
     @property
@@ -382,24 +402,30 @@ class HostPoolFull(BudgetError):
     """No free block of the host's pool holds a piece, and no further slab is within its budget."""
 
 
-@dataclass(eq=False)
-class HostPool(SlabAllocator[_MemorySlab]):
-    """Allocates regions of host slabs within a budget."""
+class HostPool(SlabAllocator[_MemorySlab, Region]):
+    """Allocates regions of host slabs within a budget.
 
-    slab_bytes: int = HOST_SLAB_BYTES
-    """Size of a slab; a larger request gets a slab as large as itself."""
-    _: KW_ONLY
-    locker: PageLocker | None = None
-    """Page-locks the slabs, which copies need to overlap with compute; None for plain memory."""
-    budget_bytes: int | None = None
-    """Maximum size of all slabs together; None for no limit."""
-    alignment_bytes: int = ALIGNMENT_BYTES
-    """Regions start at multiples of it within their slab, and slabs are multiples of it."""
+    Args:
+        slab_bytes: Size of a slab; a larger request gets a slab as large as itself.
+        locker: Page-locks the slabs, which copies need to overlap with compute; None for plain
+            memory.
+        budget_bytes: Maximum size of all slabs together; None for no limit.
+        alignment_bytes: Slabs are multiples of it, too.
+    """
 
-    def __post_init__(self) -> None:
-        super().__init__()
-        assert self.slab_bytes > 0, "a slab holds at least one byte"
-        self._slab_bytes = round_up(self.slab_bytes, self.alignment_bytes)
+    def __init__(
+        self,
+        slab_bytes: int = HOST_SLAB_BYTES,
+        *,
+        locker: PageLocker | None = None,
+        budget_bytes: int | None = None,
+        alignment_bytes: int = ALIGNMENT_BYTES,
+    ) -> None:
+        assert slab_bytes > 0, "a slab holds at least one byte"
+        super().__init__(Region, alignment_bytes)
+        self.locker = locker
+        self.budget_bytes = budget_bytes
+        self._slab_bytes = round_up(slab_bytes, alignment_bytes)
         self.refusal = ""
         """Why the system gave less than was requested; empty if it did not refuse anything."""
         self.grown_bytes = 0
@@ -454,30 +480,16 @@ class HostPool(SlabAllocator[_MemorySlab]):
                 raise
             self.budget_bytes, self.refusal = self.reserved_bytes, f"; {error}"
 
-    def allocate(self, num_bytes: int) -> Region:
-        """Allocate `num_bytes` (at least 1), adding a slab if no free block is large enough.
-
-        Raises:
-            HostPoolFull: A further slab would exceed the budget.
-            OffloadError: The operating system or the driver gives no (pinned) memory.
-        """
-        assert num_bytes > 0, "a region holds at least one byte"
-        size = round_up(num_bytes, self.alignment_bytes)
-        return Region(*self._allocate(size), num_bytes, size)
-
     def try_allocate(self, num_bytes: int) -> Region | None:
         """Allocate `num_bytes` (at least 1) from the present slabs; None if no free block fits."""
-        assert num_bytes > 0, "a region holds at least one byte"
-        size = round_up(num_bytes, self.alignment_bytes)
-        allocated = self._try_allocate(size)
-        return None if allocated is None else Region(*allocated, num_bytes, size)
+        return self._find(num_bytes)
 
     def release(self, region: Region) -> None:
         """Free a region; its copies must be over, or ordered before any later use."""
         assert not region.released, "a host region was released twice"
         assert region.slab in self._slabs, "a host region was released to a pool it is not from"
         region.released = True
-        self._free(region.slab, region.offset, region.reserved_bytes)
+        self.free(region)
 
     def close(self) -> None:
         """Free the slabs if no region is allocated; later requests make new ones."""

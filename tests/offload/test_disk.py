@@ -661,13 +661,13 @@ def test_any_sequence_of_loans(actions: list[tuple[bool, int]], budget: int) -> 
             except BudgetError:
                 assert space.reserved_bytes + value > budget - BLOCK_BYTES
         elif lent:
-            space.release(lent.pop(value % len(lent)))
+            space.free(lent.pop(value % len(lent)))
         check_disjoint(lent)
         assert all(e.offset % BLOCK_BYTES == 0 and e.num_bytes <= e.reserved_bytes for e in lent)
         assert space.used_bytes == sum(extent.reserved_bytes for extent in lent)
         assert space.used_bytes <= space.peak_bytes <= space.reserved_bytes <= budget
     for extent in lent:
-        space.release(extent)
+        space.free(extent)
     assert space.used_bytes == 0
 
 

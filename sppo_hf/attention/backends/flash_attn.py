@@ -13,9 +13,8 @@ import importlib
 import importlib.util
 import inspect
 import logging
-from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -39,9 +38,6 @@ from sppo_hf.errors import first_line
 
 logger = logging.getLogger(__name__)
 
-_UNLIMITED = -1
-"""An unlimited window side, in the packages' words."""
-
 
 class _FlashAttention(BottomRightBackend):
     """Base of the three packages' backends: finds the module, calls it by argument names."""
@@ -51,6 +47,14 @@ class _FlashAttention(BottomRightBackend):
     largest_head_size = 256
     native_head_sizes = False
     """Whether values may have another head size than keys."""
+    kernels: tuple[str, str]
+    """Names of forward and backward; "{}" stands for what names that of packed documents."""
+    forward_extra: ClassVar[dict[str, Any]] = {}
+    lse_name = "softmax_lse"
+    fills_gradients = True
+    """Whether backward fills gradients that it is given, rather than returning them."""
+    unlimited: int | None = -1
+    """An unlimited window side, in the package's words."""
 
     @classmethod
     def variants(cls) -> tuple[Callable[[], Backend], ...]:
@@ -98,30 +102,29 @@ class _FlashAttention(BottomRightBackend):
             self._interface = importlib.import_module(self.module_name)
         return self._interface
 
-    @abstractmethod
-    def _call_forward(self, tensors: dict[str, Tensor], settings: dict[str, Any]) -> Any:
-        """Call the package's forward; out and log-sum-exp are its first two results."""
-
-    @abstractmethod
-    def _call_backward(
-        self, tensors: dict[str, Tensor], settings: dict[str, Any]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Call the package's backward."""
-
     def kernel_forward(
         self, q_BCNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, call: KernelCall
     ) -> tuple[Tensor, Tensor]:
-        tensors = {"q": q_BCNH, "k": k_BTKH, "v": v_BTKH}
-        out_BCNH, lse_BNC, *_ = self._call_forward(tensors, _settings(call))
+        given = {"q": q_BCNH, "k": k_BTKH, "v": v_BTKH, "return_softmax": False}
+        out_BCNH, lse_BNC, *_ = self._call(self.kernels[0], given | self.forward_extra, call)
         return out_BCNH, lse_BNC
 
     def kernel_backward(
         self, given: BackwardInputs, call: KernelCall
     ) -> tuple[Tensor, Tensor, Tensor]:
         tensors = given._asdict()
-        tensors["softmax_lse"] = tensors.pop("lse")
+        tensors[self.lse_name] = tensors.pop("lse")
         tensors |= {name: tensors[name].contiguous() for name in ("dout", "out")}
-        return self._call_backward(tensors, _settings(call))
+        grads = _empty_gradients(tensors) if self.fills_gradients else {}
+        settings = {"deterministic": torch.are_deterministic_algorithms_enabled()}
+        returned = self._call(self.kernels[1], tensors | grads | settings, call)
+        return (grads["dq"], grads["dk"], grads["dv"]) if grads else returned
+
+    def _call(self, kernel: str, arguments: dict[str, Any], call: KernelCall) -> Any:
+        varlen = "" if call.offsets is None else "varlen_"
+        function = getattr(self.interface, kernel.format(varlen))
+        off = {"dropout_p": 0.0, "alibi_slopes": None}
+        return _call(function, arguments | off | _settings(call, self.unlimited))
 
 
 @register_backend("flash_attention_2", cuda=3)
@@ -130,22 +133,7 @@ class FlashAttention2(_FlashAttention):
 
     module_name = "flash_attn.flash_attn_interface"
     package_name = "flash-attn"
-
-    def _call_forward(self, tensors: dict[str, Tensor], settings: dict[str, Any]) -> Any:
-        extra = {"dropout_p": 0.0, "return_softmax": False, "alibi_slopes": None}
-        varlen = "varlen_" if _OFFSETS[0] in settings else ""
-        function = getattr(self.interface, f"_flash_attn_{varlen}forward")
-        return _call(function, tensors | settings | extra)
-
-    def _call_backward(
-        self, tensors: dict[str, Tensor], settings: dict[str, Any]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        grads = _empty_gradients(tensors)
-        extra = {"dropout_p": 0.0, "alibi_slopes": None, "deterministic": _deterministic()}
-        varlen = "varlen_" if _OFFSETS[0] in settings else ""
-        function = getattr(self.interface, f"_flash_attn_{varlen}backward")
-        _call(function, tensors | grads | settings | extra)
-        return grads["dq"], grads["dk"], grads["dv"]
+    kernels = "_flash_attn_{}forward", "_flash_attn_{}backward"
 
 
 @register_backend("flash_attention_3", cuda=1)
@@ -154,17 +142,7 @@ class FlashAttention3(_FlashAttention):
 
     module_name = "flash_attn_interface"
     package_name = "flash-attn-3"
-
-    def _call_forward(self, tensors: dict[str, Tensor], settings: dict[str, Any]) -> Any:
-        return _call(self.interface._flash_attn_forward, tensors | settings)
-
-    def _call_backward(
-        self, tensors: dict[str, Tensor], settings: dict[str, Any]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        grads = _empty_gradients(tensors)
-        extra = {"deterministic": _deterministic()}
-        _call(self.interface._flash_attn_backward, tensors | grads | settings | extra)
-        return grads["dq"], grads["dk"], grads["dv"]
+    kernels = "_flash_attn_forward", "_flash_attn_backward"
 
 
 @register_backend("flash_attention_4", cuda=2)
@@ -173,27 +151,21 @@ class FlashAttention4(_FlashAttention):
 
     module_name = "flash_attn.cute.interface"
     package_name = "flash-attn-4"
+    kernels = "_flash_attn_fwd", "_flash_attn_bwd"
     native_head_sizes = True
-
-    def _call_forward(self, tensors: dict[str, Tensor], settings: dict[str, Any]) -> Any:
-        extra = {"return_lse": True}
-        return _call(self.interface._flash_attn_fwd, tensors | _none_sides(settings) | extra)
-
-    def _call_backward(
-        self, tensors: dict[str, Tensor], settings: dict[str, Any]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        extra = {"lse": tensors["softmax_lse"], "deterministic": _deterministic()}
-        rest = {name: tensor for name, tensor in tensors.items() if name != "softmax_lse"}
-        return _call(self.interface._flash_attn_bwd, rest | _none_sides(settings) | extra)
+    forward_extra: ClassVar[dict[str, Any]] = {"return_lse": True}
+    lse_name = "lse"
+    fills_gradients = False
+    unlimited = None
 
 
 _OFFSETS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 
 
-def _settings(call: KernelCall) -> dict[str, Any]:
+def _settings(call: KernelCall, unlimited: int | None) -> dict[str, Any]:
     """Return the arguments for mask, scale and soft cap, as the packages name them."""
     left, right = (
-        _UNLIMITED if side is None else side for side in (call.reach.left, call.reach.right)
+        unlimited if side is None else side for side in (call.reach.left, call.reach.right)
     )
     lengths = {} if call.offsets is None else dict(zip(_OFFSETS, call.offsets, strict=True))
     return lengths | {
@@ -205,18 +177,10 @@ def _settings(call: KernelCall) -> dict[str, Any]:
     }
 
 
-def _none_sides(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return `settings` with None for an unlimited window side."""
-    return {
-        name: None if name.startswith("window_size") and value == _UNLIMITED else value
-        for name, value in settings.items()
-    }
-
-
 _OFF: dict[str, tuple[Any, ...]] = {
-    "window_size_left": (_UNLIMITED, None),
+    "window_size_left": (-1, None),
     # A causal mask says by itself that nothing is seen to the right.
-    "window_size_right": (_UNLIMITED, None, 0),
+    "window_size_right": (-1, None, 0),
     "softcap": (0.0,),
     "alibi_slopes": (None,),
     "dropout_p": (0.0,),
@@ -264,10 +228,6 @@ def _empty_gradients(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         f"d{name}": torch.empty_like(tensors[name], memory_format=torch.contiguous_format)
         for name in ("q", "k", "v")
     }
-
-
-def _deterministic() -> bool:
-    return torch.are_deterministic_algorithms_enabled()
 
 
 def _reason_not_found(module_name: str, package_name: str) -> str | None:
