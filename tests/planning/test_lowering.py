@@ -380,7 +380,6 @@ def test_the_engine_prefetches_where_the_program_does(run: tuple[ModelCost, Deci
 @examples(26, whole=80)
 def test_any_decisions_run_to_their_end(run: tuple[ModelCost, Decisions]) -> None:
     cost, what = run
-    resources = actions_of(what, cost)
     timeline = lower(what, cost).simulate()  # raises on a deadlock
     for chunk in range(what.num_chunks):
         for layer in range(what.num_layers):
