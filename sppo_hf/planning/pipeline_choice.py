@@ -239,7 +239,11 @@ def stage_seconds(plan: Plan) -> StageSeconds:
         name: np.where(program.tiers == names.index(name), program.offloaded_bytes, 0).sum(axis=1)
         for name in tiers_behind_host()
     }
-    for kind, of in (("S", cost.store_seconds), ("L", cost.load_seconds)):
+    passed: dict[Kind, Callable[[Tier, float], float]] = {
+        "S": cost.store_seconds,
+        "L": cost.load_seconds,
+    }
+    for kind, of in passed.items():
         found[kind, None] = [
             sum((of(name, float(sizes[chunk])) for name, sizes in stored.items()), 0.0)
             for chunk in range(chunks)
