@@ -105,16 +105,10 @@ def chunk_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attend the chunk's queries to all keys so far.
 
-    Args:
-        q_BNCH: Queries of this chunk.
-        k_BKCH: Keys of this chunk, positions already encoded.
-        v_BKCH: Values of this chunk; their head size may differ.
-        sinks_N: One learned logit per head that takes part in the softmax without a value
-            (gpt-oss), or None.
-        link: The link returned by the previous chunk's call in this layer; None for the first.
-        call: Store, segments, backend and scale.
-        keep: Copies K/V that are kept on the device to where they can stay; None keeps them in
-            place.
+    Positions of the keys are already encoded; the values' head size may differ. `sinks_N` has one
+    learned logit per head that takes part in the softmax without a value (gpt-oss), `link` is what
+    the previous chunk's call in this layer returned, None for the first. `keep` copies K/V that are
+    kept on the device to where they can stay; None keeps them in place.
 
     Returns:
         `out_BCNH`, the layout Transformers' attention functions return, and the link for the next

@@ -55,19 +55,13 @@ def chunk_segments(
     window: int | None,
     local: int | None = None,
 ) -> tuple[AttentionSegment, ...]:
-    """Cut chunk `[start, end)` into segments.
+    """Cut chunk `[start, end)` into segments, in order of row and query.
 
-    Args:
-        start: First token of the chunk.
-        end: One past its last token.
-        rows: The spans of every row, or None when every row is one document without padding.
-        window: Sliding window in tokens (a query sees itself and `window - 1` earlier keys).
-        local: Tokens of a block (Llama 4's chunked attention): a query sees the keys of its own
-            block, counted from the start of its document.
-
-    Returns:
-        Pieces in order of row and query. Queries that see no key at all (a row without real
-        tokens, padding further than a window behind the last real token) are in no segment.
+    `rows` is None when every row is one document without padding. With a sliding `window` a query
+    sees itself and `window - 1` earlier keys; with `local`, the tokens of a block (Llama 4's
+    chunked attention), the keys of its own block, counted from the start of its document. Queries
+    that see no key at all (a row without real tokens, padding further than a window behind the last
+    real token) are in no segment.
     """
     if rows is None:
         return tuple(

@@ -83,9 +83,7 @@ class WarmUp:
     def __init__(self, *, budget_seconds: float) -> None:
         """Begin with no shape built.
 
-        Args:
-            budget_seconds: limit of one `run`, after which no new shape is started; the step itself
-                builds the rest.
+        After `budget_seconds` of a `run` no new shape is started; the step itself builds the rest.
         """
         self._budget_seconds = budget_seconds
         self._built: set[Any] = set()
@@ -96,12 +94,9 @@ class WarmUp:
     def run(
         self, layer: LayerAttention, rows: ChunkedRows, backend: Backend, device: torch.device
     ) -> int:
-        """Run `backend` on all shapes that such layers need for such rows.
+        """Run `backend` on all shapes such layers need for such rows; returns how many are new.
 
         Does nothing for backends without plans, and for what was run before.
-
-        Returns:
-            The number of new shapes.
         """
         key = (_thread(), backend, determinism(), layer, rows, device)
         if not backend.plans_each_shape:

@@ -276,12 +276,8 @@ _causal = weakref.WeakKeyDictionary()
 def document_positions(parts: ModelParts, position_ids: Tensor) -> Tensor | None:
     """Return the positions by which a model without an attention mask separates packed documents.
 
-    Args:
-        parts: The model.
-        position_ids: `[B or 1, T]` or `[A, B or 1, T]`.
-
-    Returns:
-        `[B or 1, T]`; None where the model lets documents of one row see each other.
+    `[B or 1, T]`, of `[B or 1, T]` or `[A, B or 1, T]`; None where the model lets documents of one
+    row see each other.
     """
     axes = position_ids.shape[0] if position_ids.ndim == 3 else 1
     known = _answers.setdefault(parts.base, {})
@@ -364,17 +360,10 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """Attention of the running chunk, in the signature of Transformers' attention functions.
 
-    Args:
-        module: The attention module; only named in errors.
-        query: `[B, N, C, H]`, rotated; this rank's tokens of the chunk.
-        key: `[B, K, C, H]`, rotated.
-        value: `[B, K, C, Hv]`.
-        attention_mask: A `MaskMeaning`.
-        scaling: Factor of the logits; `H ** -0.5` if None.
-        dropout: Must be zero.
-        softcap: Cap of the logits, or None.
-        s_aux: One sink logit per head, or None.
-        **others: Arguments of other implementations; refused if they would change the result.
+    `query` is `[B, N, C, H]`, this rank's tokens of the chunk, `key` `[B, K, C, H]`, both rotated,
+    `value` `[B, K, C, Hv]`, `attention_mask` a `MaskMeaning`, `scaling` the factor of the logits
+    (`H ** -0.5` if None), and `s_aux` one sink logit per head. Other arguments are refused if they
+    would change the result.
 
     Returns:
         `[B, C, N, Hv]` and None for the attention weights.

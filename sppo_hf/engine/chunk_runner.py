@@ -255,10 +255,7 @@ class ChunkRunner:
     ) -> Iterator[tuple[int, Any]]:
         """Run the base model over the chunks; yields (chunk, the base model's output).
 
-        Args:
-            slices: Inputs.
-            stop_token: Chunks that start at or after this token are padding and do not run.
-            watch: Gets each unit before it runs.
+        Chunks that start at or after `stop_token` are padding and do not run.
 
         Raises:
             CannotRunByLayer: The plan goes layer by layer, which the model cannot do.
@@ -583,14 +580,8 @@ class ChunkRunner:
     def after_layer(self, index: int, layer: nn.Module, output: Any, *, failed: bool) -> Any:
         """Close layer `index` for the first chunk, and run it on the others.
 
-        Args:
-            index: Index of the layer.
-            layer: The layer.
-            output: What its forward returned for the first chunk.
-            failed: Whether it raised an exception.
-
-        Returns:
-            The output over all tokens; None where that is `output` itself.
+        `output` is what its forward returned for the first chunk, if it has not `failed`. Returns
+        the output over all tokens; None where that is `output` itself.
         """
         if failed:
             self._cancel_layer()

@@ -36,22 +36,18 @@ class CpuChunkArena:
     def __init__(self, num_layers: int, *, keep_whole_inputs: bool | None = None) -> None:
         """Prepare for tensors that each of `num_layers` layers keeps once.
 
-        Args:
-            num_layers: Number of parts of a slab.
-            keep_whole_inputs: In the order by layer, whether all chunks keep their inputs. These
-                are parts of one tensor, which then serves as the slab; if some chunks do not, none
-                may keep the whole tensor alive. None in the order by chunk.
+        `keep_whole_inputs` says, in the order by layer, whether all chunks keep their inputs. These
+        are parts of one tensor, which then serves as the slab; if some chunks do not, none may keep
+        the whole tensor alive.
         """
         self._num_layers = num_layers
         self._keep_whole_inputs = keep_whole_inputs
         self._slabs: dict[tuple[str, torch.Size, torch.dtype], tuple[Tensor, int]] = {}
 
     def keep(self, kind: str, tensor: Tensor) -> Tensor:
-        """Return a copy of `tensor` in the slab of its kind; not on a CPU, the tensor, detached.
+        """Return a contiguous copy of `tensor` in the slab of its kind; not on a CPU, the tensor.
 
-        Args:
-            kind: Name of its kind; each layer keeps one tensor of a kind.
-            tensor: Any strides; the copy is contiguous and detached.
+        Either is detached. Each layer keeps one tensor of a kind.
         """
         is_part = kind == "inputs" and tensor.untyped_storage().nbytes() > tensor.nbytes
         if is_part and self._keep_whole_inputs:
@@ -114,10 +110,8 @@ class HeapWatch:
     def __init__(self, max_bytes: float | None, *, workspace_bytes: float = 0.0) -> None:
         """Watch one step.
 
-        Args:
-            max_bytes: Limit of `resident_bytes` (`max_resident_bytes`); None returns free heap
-                every time.
-            workspace_bytes: Bytes that come and go while a layer runs.
+        `max_bytes` is the limit of `resident_bytes` (`max_resident_bytes`), None returns free heap
+        every time; `workspace_bytes` come and go while a layer runs.
         """
         self._max_bytes = max_bytes
         self._workspace_bytes = workspace_bytes
@@ -129,10 +123,6 @@ class HeapWatch:
 
         Free heap may be kept on a CPU if most layers are recomputed: else most saved activations
         lie in the heap, between the temporaries.
-
-        Args:
-            plan: Of the step.
-            parameters: The model's.
         """
         max_bytes: float | None = None
         again = [mode.recompute for row in plan.layer_modes for mode in row]
@@ -171,12 +161,9 @@ def resident_bytes() -> float:
 def max_resident_bytes(estimate: MemoryEstimate, parameters: Iterable[Tensor]) -> float:
     """Return the limit of `resident_bytes` in a step that is about to begin.
 
-    Within it the step takes no more than its estimate, even if no free heap is reused.
-
-    Args:
-        estimate: Memory of the step. Weights and the optimizer's state are resident already, or
-            are not in this step.
-        parameters: The model's; those gradients that exist are part of the estimate.
+    Within it the step takes no more than its estimate, even if no free heap is reused. Weights and
+    the optimizer's state are resident already, or are not in this step; those gradients that exist
+    are part of the estimate.
     """
     return_free_heap(always=True)
     known_bytes = sum(p.grad.nbytes for p in parameters if p.grad is not None)

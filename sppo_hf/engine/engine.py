@@ -88,12 +88,8 @@ class Engine:
     ) -> None:
         """Prepare to run `parts` under `config`; changes nothing in the model.
 
-        Args:
-            parts: The model.
-            config: The settings.
-            observer: Receives plans, units and records of steps.
-            original_forward: The model's own forward.
-            group: The ranks that share every sequence; None if this rank has whole sequences.
+        `observer` receives plans, units and records of steps; `group` are the ranks that share
+        every sequence, None if this rank has whole sequences.
         """
         self.parts = parts
         self.config = config
@@ -454,10 +450,8 @@ class Engine:
     ) -> None:
         """Take note of an optimizer that will update the model, which may be on the host.
 
-        Args:
-            optimizer: Its states follow the weights.
-            states_bytes: Size of its states; None if unknown.
-            device_only_reason: Why its weights must be on the device, as a part of a sentence.
+        `states_bytes` is the size of its states, None if unknown; `device_only_reason` says why its
+        weights must be on the device, as a part of a sentence.
         """
         if optimizer in self._optimizers:
             return

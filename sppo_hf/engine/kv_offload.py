@@ -98,14 +98,7 @@ def kv_stream(
     rows: tuple[RowSpans, ...] | None,
     linked: bool,
 ) -> KVStream | None:
-    """Return the K/V stream of one sequence; None if the plan keeps K/V on the device.
-
-    Args:
-        plan: Has the bounds of the chunks, and tier and block size of K/V.
-        engine: Copies them.
-        rows: Documents and padding per row, or None for plain causal rows.
-        linked: See `KVStream`.
-    """
+    """Return the K/V stream of one sequence; None if the plan keeps K/V on the device."""
     if plan.kv_tier == "device":
         return None
     return KVStream(
@@ -124,11 +117,8 @@ def recompute_kv(
 ) -> tuple[Tensor, Tensor]:
     """Rerun a layer on a chunk up to its attention; returns its keys and values, BKCH.
 
-    Args:
-        where: Names layer and chunk in errors.
-        activations: Has the saved inputs. Weakly: the graph owns it, and it refers to the K/V
-            store, which refers to this call. None if there is none.
-        before: Called before K/V are recomputed.
+    `activations` has the saved inputs. Weakly: the graph owns it, and it refers to the K/V store,
+    which refers to this call.
 
     Raises:
         SPPOError: The inputs are not saved any more.

@@ -203,13 +203,8 @@ class PlannedOffload:
     ) -> int | None:
         """Make the engine for the first plans, and reserve the host memory that the plans need.
 
-        Pinning memory takes seconds and must not happen in the middle of a step.
-
-        Args:
-            device: Where the model is.
-            plans: Plans that will run, one for each stage on this rank.
-            batches: Batches of each plan that may be offloaded at the same time.
-            progress: Called as memory is made.
+        Pinning memory takes seconds and must not happen in the middle of a step. There is a plan
+        for each stage on this rank, of which `batches` batches may be offloaded at the same time.
 
         Returns:
             Bytes that the host tier has if the system refused to give what the plans need, else
@@ -344,10 +339,8 @@ class PlanCache:
     def shrink(self, plan: Plan, tier: Tier) -> int | None:
         """Lower a tier's budget below that of `plan`, which ran out of memory and is dropped.
 
-        Other plans are kept if they have run.
-
-        Returns:
-            The new budget in bytes; None if there is no budget, or it was lowered before.
+        Other plans are kept if they have run. Returns the new budget in bytes; None if there is no
+        budget, or it was lowered before.
         """
         before = plan.budgets.of(tier)
         if tier in self._shrunk or not before:
@@ -484,11 +477,9 @@ class PlanCache:
     def device_bytes_with_logits(
         self, batch_rows: int, total_tokens: int, device: torch.device
     ) -> tuple[int, int | None]:
-        """Device memory of an evaluation that keeps the logits of all tokens of a batch.
+        """Peak of an evaluation that keeps the logits of all tokens of a batch, and the budget.
 
-        Returns:
-            The predicted peak in bytes, logits included, and the device's budget in bytes, None if
-            there is none.
+        Both of the device, in bytes; the budget is None if there is none.
 
         Raises:
             BudgetError: The weights alone are over the budget.

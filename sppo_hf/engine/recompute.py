@@ -362,10 +362,8 @@ class RecomputedLayer:
     def tile(self, module: nn.Module, label: str, hidden: SavedTensor) -> RecomputedTile:
         """Make the saved activations of a call of `module` on some of the tokens.
 
-        Args:
-            module: A module of the layer, whose first forward runs.
-            label: Names the module and the tokens; the same in all layers of a kind.
-            hidden: Has the call's input in backward.
+        `label` names the module and the tokens, the same in all layers of a kind; `hidden` has the
+        call's input in backward.
         """
         keep = self.keep
         assert keep is not None, "tiles are made in the first forward"
@@ -391,14 +389,9 @@ class RecomputedLayer:
     ) -> tuple[list[Tensor], list[bool]]:
         """Run a module in tiles, outside of the layer's dispatch mode.
 
-        Args:
-            run: Runs all tiles; in a rerun without gradients, and only where it must: outputs that
-                took matmuls are kept like a matmul's, where those are kept.
-            hidden: The module's input.
-            num_outputs: How many tensors `run` returns.
-
-        Returns:
-            The module's outputs, and which of them needed gradients in the first forward.
+        `run` runs all tiles; in a rerun without gradients, and only where it must: outputs that
+        took matmuls are kept like a matmul's, where those are kept. Returns the module's outputs,
+        and which of them needed gradients in the first forward.
         """
         if self.is_open:
             return self._run_tiles_first(run, hidden)

@@ -188,10 +188,6 @@ def layer_examples(parts: ModelParts, run_base: Callable[[], object]) -> dict[in
 def layer_calls(parts: ModelParts, run_base: Callable[[], object]) -> dict[int, Call]:
     """Return the arguments of each decoder layer, and of the final norm, without running them.
 
-    Args:
-        parts: The model.
-        run_base: Runs the base model.
-
     Raises:
         CannotRunByLayer: The base model does not run without its layers.
     """
@@ -254,14 +250,9 @@ class SlicedCall:
         example: CallExample | None,
         where: str,
     ) -> None:
-        """Prepare to cut a call.
+        """Prepare to cut a call into the chunks of `bounds`, in tokens; one is not cut.
 
-        Args:
-            args: The module's arguments.
-            kwargs: The module's keyword arguments.
-            bounds: The chunks, in tokens; a call of a single chunk is not cut.
-            example: A call of the module for `EXAMPLE_TOKENS` tokens; None for one chunk.
-            where: Name of the module in errors.
+        `example` is a call of the module for `EXAMPLE_TOKENS` tokens; None for one chunk.
 
         Raises:
             CannotRunByLayer: It is unclear which dims of the arguments are the tokens.

@@ -507,16 +507,10 @@ class MessageLayout:
         per_layer: Sequence[Tensor],
         shared: _SharedKVStates,
     ) -> Tensor:
-        """Pack the message to the stage whose first layer is `start`.
+        """Pack the message `[B, C, W]` to the stage whose first layer is `start`.
 
-        Args:
-            start: The first layer of the receiving stage.
-            hidden: Output of the layer before it, `[B, C, D]` or `[S, B, C, D]`.
-            per_layer: Own inputs `[B, C, P]` of layer `start` and all later ones, or none.
-            shared: The argument `SHARED_KV`.
-
-        Returns:
-            The message `[B, C, W]`.
+        Of the output of the layer before it, `[B, C, D]` or `[S, B, C, D]`, own inputs `[B, C, P]`
+        of layer `start` and all later ones, or none, and the argument `SHARED_KV`.
         """
         if self.is_hidden_only:
             return hidden

@@ -82,18 +82,13 @@ class StepObserver:
     def on_host_memory(self, ready_bytes: int, wanted_bytes: int) -> None:
         """Called after each piece of host memory is page-locked, which may take seconds in all.
 
-        Args:
-            ready_bytes: Bytes that are page-locked so far.
-            wanted_bytes: Bytes that will be requested in all; the system may give less.
+        `wanted_bytes` will be requested in all; the system may give less.
         """
 
     def on_attention_ready(self, backend: str, num_shapes: int, seconds: float) -> None:
         """Called when attention kernels have built their plans for new shapes.
 
-        Args:
-            backend: Names of the backends.
-            num_shapes: New shapes, of forward and backward together.
-            seconds: Time that it took.
+        `backend` names the backends, `num_shapes` counts shapes of forward and backward together.
         """
 
     def on_unit(self, direction: Direction, chunk: int, num_chunks: int) -> None:

@@ -150,14 +150,7 @@ class DiskSpace(SlabAllocator[DiskSlab, DiskExtent]):
 
 
 def describe(action: str, extent: DiskExtent, error: OSError, folder: StoreFolder) -> str:
-    """Return the error message of a failed transfer.
-
-    Args:
-        action: "writing" or "reading".
-        extent: The bytes that were transferred.
-        error: The system's error.
-        folder: Where the file is.
-    """
+    """Return the error message of a failed transfer; `action` is "writing" or "reading"."""
     reason = f"{errno.errorcode.get(error.errno or 0, 'error')}, {error.strerror or error}"
     if error.errno in DISK_FULL_ERRNOS:
         remedy = (

@@ -102,12 +102,8 @@ class SlabFile:
     def write(self, source: Bytes, offset: int, on_moved: Callable[[int], None]) -> None:
         """Write `source` at `offset`, a multiple of `BLOCK_BYTES`, in whole blocks.
 
-        The rest of the last block may hold anything afterwards.
-
-        Args:
-            source: uint8 [n], contiguous.
-            offset: First byte in the file.
-            on_moved: Called with the bytes that each system call moved.
+        `source` is uint8 [n], contiguous; the rest of the last block may hold anything afterwards.
+        `on_moved` is called with the bytes that each system call moved.
 
         Raises:
             OSError: The disk refused.
@@ -254,9 +250,7 @@ def _bounce(num_bytes: int) -> Bytes:
 def _open_direct(path: Path, opened: int) -> int | None:
     """Open the file past the page cache; None if the system or the file system cannot.
 
-    Args:
-        path: Its name.
-        opened: A descriptor of it: in a folder of many users another file may get its name.
+    `opened` is a descriptor of it: in a folder of many users another file may get its name.
     """
     if not hasattr(os, "O_DIRECT"):
         return None

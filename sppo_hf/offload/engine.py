@@ -221,9 +221,7 @@ class OffloadEngine:
     def reserve(self, host_bytes: int, progress: Progress | None = None) -> int | None:
         """Allocate host memory before a step: `host_bytes` for the host tier, and all of staging.
 
-        Args:
-            host_bytes: Peak of the host tier, without staging; cut to the budget.
-            progress: Called as the host tier's slabs are made.
+        What is more than the budget is cut; `progress` is called as the host tier's slabs are made.
 
         Returns:
             Bytes that the host tier has if the system refused to give all of these, else None.
@@ -579,9 +577,7 @@ class OffloadEngine:
 def make_copier(device: torch.device, *, use_streams: bool = True) -> Copier:
     """Return the copier between the host and `device`, CPU or CUDA.
 
-    Args:
-        device: Where the tensors are.
-        use_streams: Copy on streams of their own (CUDA only) rather than on the compute stream.
+    With `use_streams` (CUDA only) it copies on streams of its own, not on the compute stream.
 
     Raises:
         OffloadError: The device is of another type.
@@ -608,20 +604,13 @@ def make_engine(
     staging_bytes: int | None = None,
     copier: Copier | None = None,
 ) -> OffloadEngine:
-    """Return an engine for `device`, CPU or CUDA.
+    """Return an engine for `device`, CPU or CUDA; on the CPU the host tier is memory beside it.
 
-    Args:
-        device: Where the tensors are; on the CPU the host tier is plain memory beside them.
-        use_pin_memory: Page-lock the slabs (CUDA only); without it copies block the host.
-        use_streams: Copy on streams of their own (CUDA only) rather than on the compute stream.
-        min_offload_elements: Tensors with fewer elements are kept on the device.
-        slab_bytes: Size of a host slab.
-        budget_bytes: Maximum size of all host slabs, staging included; None for no limit.
-        disk: The disk tier's files, owned by the engine from now on; None for no disk tier.
-        staging_bytes: Part of the budget that bytes pass through on their way to and from the
-            disk; None for a quarter of it, at most 1 GiB.
-        copier: Shared with other users, so that all copies of a direction end in one order; None
-            makes one.
+    `budget_bytes` is the maximum of all host slabs together; None for no limit. `disk` has the disk
+    tier's files, owned by the engine from now on; bytes pass through `staging_bytes` of the budget
+    on their way there and back, None for a quarter of it, at most 1 GiB. A given `copier` is shared
+    with other users, so that all copies of a direction end in one order; else one is made, by
+    `make_copier`, and slabs are page-locked with `use_pin_memory` (CUDA only).
 
     Raises:
         OffloadError: The device is of another type.

@@ -127,11 +127,8 @@ def host_memory(
 ) -> Iterator[Tensor]:
     """Yield pieces of host memory, uint8 [size], each from the start of a page on.
 
-    Args:
-        sizes: Bytes of each piece, at least 1.
-        locker: Page-locks them; None for plain memory.
-        threads: Number of threads that write to pages before they are locked; None for as many as
-            help.
+    `locker` page-locks them, None for plain memory, after `threads` have written to the pages, None
+    for as many as help.
 
     Raises:
         OffloadError: The operating system or the driver gives no more; what was yielded stays.
@@ -446,12 +443,9 @@ class HostPool(SlabAllocator[_MemorySlab, Region]):
     def reserve(self, num_bytes: int, progress: Progress | None = None) -> None:
         """Make slabs until they hold `num_bytes` in all, or the whole budget if that is less.
 
-        In as few pieces of at most `MAX_SLAB_BYTES` as possible. If the system refuses one after
-        others, these are the budget from then on.
-
-        Args:
-            num_bytes: Total size of all slabs.
-            progress: Called before the first slab and after each.
+        In as few pieces of at most `MAX_SLAB_BYTES` as possible; `progress` is called before the
+        first and after each. If the system refuses one after others, these are the budget from then
+        on.
 
         Raises:
             OffloadError: The operating system or the driver gives no (pinned) memory at all.

@@ -89,10 +89,8 @@ class PrefetchOrder:
     def record(self, group: PrefetchGroup, number: int | None = None) -> None:
         """Add a group that is complete, and bound the D2H copies that are pending.
 
-        Args:
-            group: Referenced weakly, hashed by identity.
-            number: Its place in the order of forward. None: it is prefetched only when it is
-                entered itself, and then prefetches no other.
+        `number` is its place in the order of forward. None: it is prefetched only when it is
+        entered itself, and then prefetches no other.
         """
         assert group not in self._number_of, "a group is recorded once"
         self._number_of[group] = number
@@ -194,13 +192,7 @@ class WeightCasts(TorchDispatchMode):
 
     @classmethod
     def of(cls, layer: nn.Module, device_type: str, label: object = None) -> WeightCasts | None:
-        """Return one for a forward of `layer`; None where autocast casts little of its weights.
-
-        Args:
-            layer: The module that runs.
-            device_type: Type of the device that it runs on, "cuda".
-            label: What the weights belong to, for error messages.
-        """
+        """Return one for a forward of `layer`; None where autocast casts little of its weights."""
         if not torch.is_autocast_enabled(device_type):
             return None
         dtype = torch.get_autocast_dtype(device_type)

@@ -76,10 +76,9 @@ class Tier:
     ) -> None:
         """Take the engine's callbacks.
 
-        Args:
-            start_h2d: Starts the H2D copy of a storage whose bytes are on the host; it then calls
-                `on_h2d_started`.
-            free_dropped: Makes compute wait for the copies of retired storages, which frees them.
+        `start_h2d` starts the H2D copy of a storage whose bytes are on the host, and then calls
+        `on_h2d_started`; `free_dropped` makes compute wait for the copies of retired storages,
+        which frees them.
         """
         self._start_h2d = start_h2d
         self._free_dropped = free_dropped

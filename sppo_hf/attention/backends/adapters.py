@@ -101,18 +101,9 @@ def adapted_forward(
     needs: KernelNeeds,
     unmasked: bool,
 ) -> AttentionOutput:
-    """Call a forward kernel with heads as it needs them.
+    """Call a forward kernel with heads as it needs them; returns results in the callers' heads.
 
-    Args:
-        kernel: takes queries, keys and values in this order.
-        q_BNCH: queries, any strides and head size.
-        k_BKTH: keys.
-        v_BKTH: values.
-        needs: the kernel's requirements.
-        unmasked: every query sees every key, so queries of a group may be concatenated.
-
-    Returns:
-        What the kernel returned, in the callers' heads and head sizes.
+    `unmasked`: every query sees every key, so queries of a group may be concatenated.
     """
     num_heads, num_kv_heads = q_BNCH.shape[1], k_BKTH.shape[1]
     qk_size, v_size = needs.padded_sizes(q_BNCH.shape[3], v_BKTH.shape[3])
@@ -220,15 +211,8 @@ def cut_band(
 ) -> list[Rectangle]:
     """Cut a band into rectangles that cover each visible pair once, and no hidden one.
 
-    Args:
-        band: the band.
-        num_rows: query rows, C.
-        num_keys: keys, T.
-        tile_rows: rows that share rectangles under a window. More rows mean fewer kernel calls and
-            more masked work.
-
-    Returns:
-        Rectangles, in an order in which they may be merged. Without a window at most three.
+    In an order in which they may be merged; without a window at most three. Under a window
+    `tile_rows` share rectangles: more mean fewer kernel calls and more masked work.
     """
     rectangles: list[Rectangle] = []
     seen = band.trim(num_rows, num_keys)

@@ -72,12 +72,9 @@ class AtenFlash(BottomRightBackend):
     def __init__(
         self, *, grouped_heads: bool = True, documents_at_once: bool = True, aten: Any = None
     ) -> None:
-        """Make one.
+        """Let the kernel handle fewer key heads than query heads, and packed documents in one call.
 
-        Args:
-            grouped_heads: let the kernel handle fewer key heads than query heads.
-            documents_at_once: let the kernel handle packed documents in one call.
-            aten: namespace of the two operators; None for PyTorch's own.
+        `aten` has the two operators; None for PyTorch's own.
         """
         self.needs = KernelNeeds(grouped_heads=grouped_heads, head_multiple=8)
         self.documents_at_once = documents_at_once
@@ -210,13 +207,9 @@ class CuDNN(TopLeftBackend):
         key_tile: int = 128,
         aten: Any = None,
     ) -> None:
-        """Make one.
+        """Make one for `KernelNeeds`; unmasked backward gets a multiple of `key_tile` keys.
 
-        Args:
-            grouped_heads: let the kernel handle fewer key heads than query heads.
-            equal_head_sizes: pad values to the head size of the keys, or the other way round.
-            key_tile: unmasked backward gets a multiple of this many keys.
-            aten: namespace of the two operators; None for PyTorch's own.
+        `aten` has the two operators; None for PyTorch's own.
         """
         needs = KernelNeeds(
             grouped_heads=grouped_heads, head_multiple=8, equal_head_sizes=equal_head_sizes

@@ -322,12 +322,8 @@ def autotune(
 ) -> AutotuneResult:
     """Time forward and backward of each backend; call it through `run_isolated`.
 
-    Args:
-        backends: in order of preference, for ties.
-        requirement: what all of them support.
-        device: the device to time on; on CUDA the current one.
-        load: the sizes; None for `representative_workload`.
-        clock: seconds on the host.
+    All support `requirement`; in order of preference, for ties. On CUDA `device` is the current
+    one. `load` is `representative_workload` if None.
 
     Returns:
         A timing for each backend that finished, and the reasons for the others in `left_out`. A

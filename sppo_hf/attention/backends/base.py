@@ -49,13 +49,8 @@ class CausalBand:
     def trim(self, num_rows: int, num_keys: int) -> TrimmedBand:
         """Drop the rows that see no key and the keys that no row sees.
 
-        Args:
-            num_rows: query rows, C.
-            num_keys: keys, T.
-
-        Returns:
-            The remaining ranges, and the band in their coordinates. Its `q_start` is never
-            negative, and its `window` is None where the window hides nothing.
+        The band that remains has a `q_start` that is never negative, and its `window` is None where
+        the window hides nothing.
         """
         row_start = min(max(0, -self.q_start), num_rows)
         row_stop = num_rows if num_keys else row_start
@@ -292,12 +287,10 @@ Made = TypeVar("Made", bound=type[Backend])
 
 
 def register_backend(name: str, **auto_rank: int) -> Callable[[Made], Made]:
-    """Class decorator: register a backend by name, and optionally for "auto".
+    """Class decorator: register a backend by name, a value of the setting `attention_backend`.
 
-    Args:
-        name: value of the setting `attention_backend`.
-        auto_rank: by device type (`cuda=3`), its place among the backends that "auto" may take. On
-            device types that are not given it is used only if set by name.
+    `auto_rank` is, by device type (`cuda=3`), its place among the backends that "auto" may take. On
+    device types that are not given it is used only if set by name.
     """
 
     def register(made: Made) -> Made:
@@ -330,12 +323,10 @@ def empty_forward(q_BNCH: Tensor, v_head_size: int) -> AttentionOutput:
 
 
 def merge_partials(first: AttentionOutput, second: AttentionOutput) -> AttentionOutput:
-    """Merge attention over two disjoint sets of keys.
+    """Merge attention over two disjoint sets of keys, in float32 (float64 for float64).
 
-    Returns:
-        Output (dtype of the first output) and log-sum-exp over both. Rows that saw no key in
-        either have output 0 and log-sum-exp -inf. The sum runs in float32 (float64 for float64);
-        one temporary of that dtype and the output's size is alive meanwhile.
+    The output has the dtype of the first. Rows that saw no key in either have output 0 and
+    log-sum-exp -inf.
     """
     out_BNCH = first.out_BNCH.to(accumulation_dtype(first.out_BNCH.dtype), copy=True)
     lse_BNC = first.lse_BNC.clone()

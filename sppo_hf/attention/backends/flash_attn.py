@@ -69,13 +69,10 @@ class _FlashAttention(BottomRightBackend):
         documents_at_once: bool = True,
         interface: Any = None,
     ) -> None:
-        """Make one; the package is imported at the first call.
+        """Make one for `KernelNeeds`; the package is imported at the first call.
 
-        Args:
-            grouped_heads: let the kernel handle fewer key heads than query heads.
-            equal_head_sizes: pad values to the head size of the keys, or the other way round.
-            documents_at_once: let the kernel handle packed documents in one call.
-            interface: module with the kernel functions; None for the installed package's.
+        `documents_at_once` lets the kernel handle packed documents in one call; `interface` is the
+        module with its functions, None for the installed package's.
         """
         self.needs = KernelNeeds(
             grouped_heads=grouped_heads, head_multiple=8, equal_head_sizes=equal_head_sizes

@@ -85,14 +85,9 @@ class Selection:
 def select_backend(name: str, requirement: AttentionSpec) -> Selection:
     """Choose the attention backend.
 
-    Args:
-        name: a key of `BACKENDS`, or "auto".
-        requirement: what the model needs.
-
-    Returns:
-        The backend, ready to use, and the reason. On CUDA the first call with a requirement runs
-        small checks on the current device, and "auto" times the backends for less than two seconds
-        unless a stored result exists, see `autotune`.
+    `name` is a key of `BACKENDS`, or "auto". On CUDA the first call with a requirement runs small
+    checks on the current device, and "auto" times the backends for less than two seconds unless a
+    stored result exists, see `autotune`.
 
     Raises:
         ConfigError: the name is unknown, or the named backend cannot serve the requirement; the
