@@ -1,9 +1,14 @@
-"""Every test here starts with Accelerate's process-wide state empty, and leaves it so."""
+"""Every test here starts with Accelerate's process-wide state empty, and leaves it so.
+
+Profiles of tiny models are quickly traced, as in `tests/pipeline`.
+"""
 
 from collections.abc import Iterator
 
 import pytest
 from accelerate.state import AcceleratorState, GradientState
+
+from tests.engine.forced_plans import trace_on_cpu
 
 
 @pytest.fixture(autouse=True)
@@ -13,3 +18,8 @@ def _fresh_accelerate_state() -> Iterator[None]:
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
+
+
+@pytest.fixture(autouse=True)
+def _traced_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace_on_cpu(monkeypatch)

@@ -397,6 +397,15 @@ def _leave_operators() -> None:
             finalizer.atexit = False
 
 
+def _let_trace_on_cpu() -> None:
+    """Let every rank trace the profiles of its tiny models in the faster way."""
+    import pytest
+
+    from tests.engine.forced_plans import trace_on_cpu
+
+    trace_on_cpu(pytest.MonkeyPatch())
+
+
 def _warm_up() -> None:
     """Trace and train a tiny model, so that no rank has to do what is done but once a process."""
     import torch
@@ -430,6 +439,7 @@ if __name__ == "__main__":
     sys.modules["bitsandbytes"] = None  # type: ignore[assignment]
     for name in WARM:
         importlib.import_module(name)
+    _let_trace_on_cpu()
     _warm_up()
     own = _fork_servers(Path(sys.argv[1]))
     mine = None if own is None else _serve(own)

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_outputs import ModelOutput
 
 from sppo_hf.config import SPPOConfig
-from sppo_hf.engine import layer_kernels, trace_profile
+from sppo_hf.engine import layer_kernels
 from sppo_hf.engine.convert import get_engine, revert
 from sppo_hf.engine.device_facts import model_profile
 from sppo_hf.engine.family_guard import family_check_disabled
@@ -506,8 +506,6 @@ def main(job: dict[str, Any]) -> None:
     """Run a job."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    # Scans are traced over few blocks: what they cost per token is for plans, not made here.
-    trace_profile._SCAN_LENGTHS = trace_profile._SCAN_CPU_LENGTHS = (64, 128)
     dist.init_process_group("gloo")
     began = time.perf_counter()
     result: dict[str, Any] = {"cases": []}
