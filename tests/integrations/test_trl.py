@@ -1,9 +1,7 @@
 """TRL's trainers, unchanged but for one argument: they put a head of their own on the model."""
 
 import copy
-import functools
 import json
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from sppo_hf.engine.convert import get_engine, is_converted
 from sppo_hf.testing.tiny_models import build_tiny_model
 from tests.fakes.tokenizer import byte_tokenizer
 from tests.integrations.launch import run_ranks
+from tests.sweeps import ALL
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of TRL's own making
 
@@ -142,7 +141,7 @@ def test_trainers_on_one_device(tmp_path, name):
     plain = train(run, str(tmp_path), None)["history"]
     ours = train(run, str(tmp_path), SPPOPlugin(num_chunks=3, show_plan=False))["history"]
     steps = [(mine, other) for mine, other in zip(ours, plain, strict=True) if "loss" in other]
-    assert len(steps) == 3
+    assert len(steps) == 2
     assert max(other["grad_norm"] for _, other in steps) > 0.01
     for mine, other in steps:
         assert "sppo/step_seconds" in mine
@@ -157,7 +156,7 @@ TRAINED = {
         "trainer": "sft",
         "data": "completion",
         "eval": True,
-        "arguments": {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 2},
+        "arguments": {"eval_strategy": "steps", "eval_steps": 1},
     },
     "assistant": {
         "trainer": "sft",
@@ -188,46 +187,52 @@ OTHERS = [
 
 
 def _on_two_ranks(runs: list[dict], folder: Path) -> list[dict]:
+    folder.mkdir()
     out = folder / "result.json"
     job = {"runs": runs, "out": str(out)}
     run_ranks("tests.integrations.trl_ranks", job, 2, folder, timeout_seconds=180)
     return json.loads(out.read_text())
 
 
-@pytest.fixture(scope="module")
-def in_pipeline(tmp_path_factory) -> list[dict]:
-    """What two stages made of all runs, in one launch."""
-    runs = [
-        {**run, "settings": {**PIPELINE, **run.get("settings", {})}}
-        for run in (*TRAINED.values(), *OTHERS)
-    ]
-    return _on_two_ranks(runs, tmp_path_factory.mktemp("trl"))
-
-
-@pytest.fixture(scope="module")
-def on_shared_sequences(tmp_path_factory) -> list[dict]:
-    """What two ranks that share sequences made of those that train."""
-    runs = [{**run, "settings": {"sp_size": 2, "num_chunks": 3}} for run in TRAINED.values()]
-    return _on_two_ranks(runs, tmp_path_factory.mktemp("trl"))
-
-
-@functools.cache
-def _in_one_process(name: str) -> dict:
-    from tests.integrations.trl_ranks import train
-
-    with tempfile.TemporaryDirectory() as folder:
-        return train({**TRAINED[name]}, folder, None)
+ON_SHARED_SEQUENCES = (
+    list(TRAINED) if ALL else ["completions", "packed, dft", "preferences, LoRA", "desirable"]
+)
+"""Names of the runs of two ranks that share sequences: every trainer, and each of its losses."""
 
 
 @pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.timeout(200)  # the first of them waits for the launch
-@pytest.mark.parametrize("ranks", ["in_pipeline", "on_shared_sequences"])
-@pytest.mark.parametrize("name", TRAINED)
-def test_two_ranks_train_as_one_process_does(request, name, ranks):
-    plain = _in_one_process(name)
-    ours = request.getfixturevalue(ranks)[list(TRAINED).index(name)]
-    assert len(ours["history"]) == len(plain["history"]) >= 4
+@pytest.mark.timeout(300)
+def test_two_ranks_train_as_one_process_does(tmp_path):
+    """Two stages, in one launch with losses that callers make and what is refused; sequences."""
+    from tests.integrations.trl_ranks import train
+
+    (tmp_path / "plain").mkdir()
+    plain = {name: train(run, str(tmp_path / "plain"), None) for name, run in TRAINED.items()}
+    stages = [
+        {**run, "settings": {**PIPELINE, **run.get("settings", {})}}
+        for run in (*TRAINED.values(), *OTHERS)
+    ]
+    found = _on_two_ranks(stages, tmp_path / "stages")
+    for name, ours in zip(TRAINED, found, strict=False):
+        _assert_same_run(ours, plain[name])
+    _assert_losses_of_callers(found[-3:-1])
+    said = found[-1]["refused"]
+    assert said.startswith("ConfigError: TRL's GRPOTrainer")
+    assert "SFTTrainer, DPOTrainer, KTOTrainer" in said
+    assert "Remedy: GRPOTrainer with pp_size=1" in said
+
+    shared = [
+        {**TRAINED[name], "settings": {"sp_size": 2, "num_chunks": 3}}
+        for name in ON_SHARED_SEQUENCES
+    ]
+    found = _on_two_ranks(shared, tmp_path / "sequences")
+    for name, ours in zip(ON_SHARED_SEQUENCES, found, strict=True):
+        _assert_same_run(ours, plain[name])
+
+
+def _assert_same_run(ours: dict, plain: dict) -> None:
+    assert len(ours["history"]) == len(plain["history"]) >= 3
     compared = 0
     for mine, theirs in zip(ours["history"], plain["history"], strict=True):
         assert mine.keys() >= {key for key in theirs if not key.startswith("eval_runtime")}
@@ -238,30 +243,17 @@ def test_two_ranks_train_as_one_process_does(request, name, ranks):
                 rel = near.get(key.partition("/")[0], 1e-5)
                 assert mine[key] == pytest.approx(expected, rel=rel, abs=1e-6), key
                 compared += key in ("loss", "grad_norm", "entropy", "num_tokens", "eval_loss")
-    assert compared >= 4 * 3
+    assert compared >= 4 * 2
     assert 0 < len(ours["weights"]) <= len(plain["weights"])
     for key, norm in ours["weights"].items():
         assert norm == pytest.approx(plain["weights"][key], rel=1e-5), key
 
 
-@pytest.mark.slow
-@pytest.mark.process
-@pytest.mark.timeout(200)
-def test_losses_computed_by_the_caller(in_pipeline):
-    for found in in_pipeline[len(TRAINED) : len(TRAINED) + 2]:
+def _assert_losses_of_callers(runs: list[dict]) -> None:
+    for found in runs:
         # The same sums, in whatever order gradients become known, and the same dropout.
         assert found.pop("mean") == 0.0
         assert found.pop("weighed") == 0.0
         assert found.pop("no label") == 0.0
         assert found.keys() == {"plain mean", "plain twice"}
         assert max(found.values()) < 1e-5
-
-
-@pytest.mark.slow
-@pytest.mark.process
-@pytest.mark.timeout(200)
-def test_a_trainer_that_cannot_run_in_a_pipeline_is_named_before_it_trains(in_pipeline):
-    said = in_pipeline[-1]["refused"]
-    assert said.startswith("ConfigError: TRL's GRPOTrainer")
-    assert "SFTTrainer, DPOTrainer, KTOTrainer" in said
-    assert "Remedy: GRPOTrainer with pp_size=1" in said

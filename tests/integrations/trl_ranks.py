@@ -16,12 +16,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import trl
 from accelerate.state import PartialState
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import LlamaForCausalLM
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 from trl.trainer.utils import add_fused_lm_head
 
 from sppo_hf import SPPOPlugin
@@ -75,10 +84,10 @@ def train(run: dict[str, Any], folder: str, plugin: SPPOPlugin | None) -> dict[s
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = CHAT
     trainers = {
-        "sft": (trl.SFTTrainer, trl.SFTConfig),
-        "dpo": (trl.DPOTrainer, trl.DPOConfig),
-        "kto": (trl.KTOTrainer, trl.KTOConfig),
-        "grpo": (trl.GRPOTrainer, trl.GRPOConfig),
+        "sft": (SFTTrainer, SFTConfig),
+        "dpo": (DPOTrainer, DPOConfig),
+        "kto": (KTOTrainer, KTOConfig),
+        "grpo": (GRPOTrainer, GRPOConfig),
     }
     trainer_class, config_class = trainers[kind]
     generation = {"num_generations": 2, "max_completion_length": 6} if kind == "grpo" else {}
@@ -86,7 +95,7 @@ def train(run: dict[str, Any], folder: str, plugin: SPPOPlugin | None) -> dict[s
         **generation,
         "output_dir": folder,
         "per_device_train_batch_size": 2,
-        "max_steps": 3,
+        "max_steps": 2,
         "logging_steps": 1,
         "learning_rate": 1e-2,
         "report_to": [],
