@@ -25,7 +25,7 @@ from sppo_hf.engine.structure import suppress_peft_warnings
 from sppo_hf.errors import ConfigError
 from tests.integrations.training import make_arguments, make_model, make_rows
 
-STEPS = 10
+STEPS = 7
 
 
 def make_trainer(run: dict[str, Any], folder: Path, **changes: Any) -> Trainer:
@@ -54,7 +54,7 @@ def make_trainer(run: dict[str, Any], folder: Path, **changes: Any) -> Trainer:
         settings = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
         with suppress_peft_warnings():
             model = get_peft_model(model, settings)
-    return Trainer(model, args, train_dataset=make_rows(16), eval_dataset=make_rows(8, seed=2))
+    return Trainer(model, args, train_dataset=make_rows(12), eval_dataset=make_rows(8, seed=2))
 
 
 def train(run: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def _die_at(trainer: Trainer, step: int) -> None:
 
     def save_or_die(output_dir: str) -> None:
         if trainer.state.global_step == step:
-            time.sleep(2)  # the first rank goes on meanwhile, as far as it may
+            time.sleep(1)  # the first rank goes on meanwhile, as far as it may
             os._exit(9)
         save(output_dir)
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from sppo_hf.planning.json_store import write_atomically
 from tests.deprecations import assert_no_deprecation
 from tests.pipeline.fork_server import ROOT, environment, fork_server, free_port
 
-__all__ = ["ROOT", "environment", "free_port", "run_job", "run_ranks"]
+__all__ = ["ROOT", "environment", "free_port", "make_once", "run_job", "run_ranks"]
 
 TIMEOUT_SECONDS = 100
 
@@ -41,17 +48,32 @@ def run_ranks(
 def run_job(job: dict[str, Any], ranks: int, folder: Path) -> dict[str, Any]:
     """Run `two_ranks.py` and return what its rank 0 wrote.
 
-    A job without settings, which others are compared with, runs once in a process of tests.
+    A job without settings, which others are compared with, runs once for all processes of tests.
     """
-    key = json.dumps([job, ranks], sort_keys=True)
-    if key not in _plain:
-        out = folder / "result.json"
-        run_ranks("tests.integrations.two_ranks", {**job, "out": str(out)}, ranks, folder)
-        if "settings" in job:
-            return json.loads(out.read_text())
-        _plain[key] = out.read_text()
-    return json.loads(_plain[key])
+    key = sha256(json.dumps([job, ranks], sort_keys=True).encode()).hexdigest()[:16]
+    known = Path(os.environ["SPPO_TESTS_HF_HOME"]) / "plain" / f"{key}.json"
+    if "settings" not in job and known.exists():
+        return json.loads(known.read_text())
+    out = folder / "result.json"
+    run_ranks("tests.integrations.two_ranks", {**job, "out": str(out)}, ranks, folder)
+    text = out.read_text()
+    if "settings" not in job:
+        write_atomically(known, text)
+    return json.loads(text)
 
 
-_plain: dict[str, str] = {}
-"""Output of jobs without settings, by job, as JSON."""
+def make_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
+    """Return a folder that `make(folder)` has filled, in one of the processes of tests.
+
+    A fixture of a module is made by each process that runs a test of it.
+    """
+    base = factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    folder = base / name
+    with (base / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (base / f"{name}.made").exists():
+            folder.mkdir(exist_ok=True)
+            make(folder)
+            (base / f"{name}.made").touch()
+    return folder

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 from sppo_hf.errors import ConfigError
 from sppo_hf.integrations.checkpoints import EXPORT_NOTE_NAME
 from sppo_hf.pipeline.checkpoint_files import MARK_NAME, find_damage, mark_incomplete
-from tests.integrations.checkpoint_ranks import make_trainer
-from tests.integrations.launch import run_ranks
+from tests.integrations.checkpoint_ranks import STEPS, make_trainer
+from tests.integrations.launch import make_once, run_ranks
 from tests.integrations.training import make_model
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -35,26 +35,15 @@ def series(seen: dict, name: str = "loss", after: int = 0) -> list[float]:
 def train_here(run: dict, folder: Path, resume: object = None, **changes) -> dict:
     trainer = make_trainer(run, folder, **changes)
     trainer.train(resume_from_checkpoint=resume)
-    return {"history": trainer.state.log_history, "trainer": trainer}
+    return {"history": trainer.state.log_history}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("runs")
-
-
-@pytest.fixture(scope="module")
-def plain(folder: Path) -> dict:
-    """One process without SPPO, from the start to the end."""
-    return train_here({"name": "plain"}, folder)
-
-
-@pytest.fixture(scope="module")
-def two(folder: Path, plain: dict) -> dict[str, dict]:
-    """Everything that two ranks do."""
+def train_on_two(folder: Path) -> None:
+    """All that two ranks do, and one process without SPPO from the start to the end."""
+    train_here({"name": "plain"}, folder)
     best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2}
     limited = {**best, "save_steps": 2, "save_total_limit": 1}
-    return launch(
+    launch(
         folder,
         2,
         [
@@ -72,15 +61,34 @@ def two(folder: Path, plain: dict) -> dict[str, dict]:
     )
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_once(tmp_path_factory, "checkpoints", train_on_two)
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> dict:
+    """What the plain process has seen."""
+    state = json.loads((folder / "plain" / f"checkpoint-{STEPS}/trainer_state.json").read_text())
+    return {"history": state["log_history"]}
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path) -> dict[str, dict]:
+    """What two ranks have seen, by run."""
+    names = ("whole", "again", "from-plain", "adapters", "raw")
+    return {name: json.loads((folder / f"{name}.json").read_text()) for name in names}
+
+
 def test_a_pipeline_follows_one_process(plain: dict, two: dict):
     for name in ("loss", "grad_norm", "learning_rate"):
-        assert len(series(plain, name)) == 10
+        assert len(series(plain, name)) == STEPS
         assert series(two["whole"], name) == pytest.approx(series(plain, name), abs=NEAR, rel=NEAR)
 
 
 @pytest.mark.parametrize("name", ["again", "from-plain"])
 def test_two_ranks_resume(plain: dict, two: dict, name: str):
-    assert len(series(two[name], after=4)) == 6
+    assert len(series(two[name], after=4)) == STEPS - 4
     for key in ("loss", "grad_norm", "learning_rate"):
         expected = series(plain, key, after=4)
         assert series(two[name], key, after=4) == pytest.approx(expected, abs=NEAR, rel=NEAR)
@@ -132,14 +140,14 @@ def test_adapters_resume_in_one_process(folder: Path, two: dict, tmp_path: Path)
     assert (checkpoint / "adapter_model.safetensors").exists()
     seen = train_here(run, tmp_path, str(checkpoint))
     expected = series(two["adapters"], after=4)
-    assert len(expected) == 6
+    assert len(expected) == STEPS - 4
     assert series(seen, after=4) == pytest.approx(expected, abs=NEAR, rel=NEAR)
 
 
-def test_folders_are_ordinary_and_complete(folder: Path, plain: dict, two: dict):
+def test_folders_are_ordinary_and_complete(folder: Path):
     assert (folder / "final" / "training_args.bin").exists()
-    last = plain["trainer"].model
-    for path in (folder / "final", folder / "whole" / "checkpoint-10"):
+    last = AutoModelForCausalLM.from_pretrained(folder / "plain" / f"checkpoint-{STEPS}")
+    for path in (folder / "final", folder / "whole" / f"checkpoint-{STEPS}"):
         assert find_damage(path) is None
         loaded, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
         assert not info["missing_keys"]
@@ -152,7 +160,7 @@ def test_old_checkpoints_are_deleted_and_the_best_is_loaded(folder: Path, two: d
     seen = two["again"]
     kept = {path.name for path in (folder / "again").glob("checkpoint-*")}
     best = Path(seen["best"]).name
-    assert kept == {best, "checkpoint-10"}
+    assert kept == {best, f"checkpoint-{STEPS}"}
     losses = [e["eval_loss"] for e in seen["history"] if "eval_loss" in e]
     assert seen["eval"] == pytest.approx(min(losses[:-1]), rel=1e-6)
 
@@ -172,7 +180,7 @@ def test_accelerates_own_calls(folder: Path, two: dict):
     assert all(torch.equal(saved[name], gathered[name]) for name in saved)
 
 
-def test_a_rank_that_dies_while_it_saves(tmp_path: Path):
+def test_a_rank_that_dies_while_it_saves(tmp_path: Path, plain: dict):
     arguments = {"save_steps": 2, "save_total_limit": 1}
     run = {"name": "run", "settings": TWO, "arguments": arguments, "torn_at": 4}
     with pytest.raises(AssertionError, match="9"):
@@ -183,10 +191,8 @@ def test_a_rank_that_dies_while_it_saves(tmp_path: Path):
     assert find_damage(tmp_path / "run" / "checkpoint-4") == "its save did not come to its end"
     with pytest.warns(UserWarning, match=r"checkpoint-4.*resuming from '.*checkpoint-2'"):
         seen = train_here({**run, "settings": {"num_chunks": 3}}, tmp_path, True)
-    assert [e["step"] for e in seen["history"] if "loss" in e] == list(range(1, 11))
-    assert series(seen, after=2) == pytest.approx(
-        series(train_here({"name": "plain"}, tmp_path), after=2), abs=NEAR, rel=NEAR
-    )
+    assert [e["step"] for e in seen["history"] if "loss" in e] == list(range(1, STEPS + 1))
+    assert series(seen, after=2) == pytest.approx(series(plain, after=2), abs=NEAR, rel=NEAR)
 
 
 def test_flipped_bytes_are_found_and_such_a_checkpoint_is_passed_over(

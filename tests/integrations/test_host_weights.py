@@ -44,7 +44,7 @@ def _numbers(trainer: Trainer, name: str) -> list[float]:
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
-STEPS = 50 if ALL else 20
+STEPS = 50 if ALL else 4
 
 
 @pytest.mark.slow
@@ -56,12 +56,12 @@ def test_many_steps_are_those_of_the_plain_trainer(places: dict[str, str], tmp_p
         "max_grad_norm": 0.3,
         "max_steps": STEPS,
         "eval_strategy": "steps",
-        "eval_steps": 10,
+        "eval_steps": STEPS // 2,
     }
     plain = _train(tmp_path / "plain", None, **batch)
     hosted = _train(tmp_path / "host", SPPOPlugin(chunk_tokens=16, **places), **batch)
     for name in ("loss", "grad_norm", "eval_loss"):
-        assert len(_numbers(plain, name)) in (STEPS // 10, STEPS)
+        assert len(_numbers(plain, name)) in (2, STEPS)
         assert _numbers(hosted, name) == pytest.approx(_numbers(plain, name), rel=1e-4)
     for ours, theirs in zip(hosted.model.parameters(), plain.model.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
