@@ -36,7 +36,7 @@ from sppo_hf.pipeline.checkpoint_state import (
     save_state,
 )
 from sppo_hf.testing.tiny_models import build_tiny_model
-from tests.integrations.launch import run_ranks
+from tests.integrations.launch import make_once, run_ranks
 from tests.pipeline.checkpoint_ranks import fill_state, make_model, make_optimizer, moments
 
 peft = pytest.importorskip("peft", reason="needs PEFT")
@@ -66,14 +66,14 @@ def several_processes(test: Callable[..., None]) -> Callable[..., None]:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every model saved by two pipelines of two ranks, and loaded by one pipeline of four."""
-    out = tmp_path_factory.mktemp("saved")
     tasks = [{"do": "save", "name": name, **model} for name, model in MODELS.items()]
     four = {"settings": {"pp_size": 4}, "seed": 5}
     tasks += [
         {**task, "do": "load", **changed} for task in tasks for changed in (four, {"seed": 5})
     ]
-    run_ranks(JOB, {"tasks": tasks}, 4, out)
-    return out
+    return make_once(
+        tmp_path_factory, "saved", lambda out: run_ranks(JOB, {"tasks": tasks}, 4, out)
+    )
 
 
 def reference(name: str, seed: int = 0):

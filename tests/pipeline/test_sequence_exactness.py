@@ -13,9 +13,9 @@ import pytest
 
 from sppo_hf.engine.family_guard import PROVED
 from sppo_hf.testing.tiny_families import FAMILIES
-from tests.pipeline.pipeline_cases import UNEVEN, Case, merge_cases
+from tests.pipeline.pipeline_cases import UNEVEN, Case, kinds, merge_cases
 from tests.pipeline.test_pipeline_exactness import launch
-from tests.sweeps import ALL, KINDS
+from tests.sweeps import ALL
 
 pytestmark = pytest.mark.process
 
@@ -278,7 +278,7 @@ def test_every_family_is_exact(tmp_path: Path) -> None:
     assert len(names) > 60
     if not ALL:
         others = {case["family"] for case in (*BATCHES, *PLANS, *MODELS)}
-        names = [name for name in names if name in KINDS - others]
+        names = [name for name in names if name in kinds(1) - others]
     plans = [{"recompute": r, "offload": o} for r in ("none", "full") for o in ("none", "full")]
     cases = [
         case_of(name, name, settings={"num_chunks": 3 if ALL else 2, **plans[index % 4]})
