@@ -9,8 +9,8 @@ scale, another activation) fails the comparison.
 
 The instance's `forward` is replaced. What a layer saves then is another profile
 (`Training.layer_kernels`), which `like_kernels` makes it possible to trace without a GPU. Kernels
-run inside `selective.made_of`, or all matmuls before them would be kept. Not covered: experts, which have code of their own, and
-weights that FSDP2 shards.
+run inside `selective.made_of`, or all matmuls before them would be kept. Not covered: experts,
+which have code of their own, and weights that FSDP2 shards.
 
 [Note: a kernel that writes into what it has saved] Liger's gated product writes its gradients over
 the gate and up projections that autograd saved for it. That is exact here, because nothing else
