@@ -52,6 +52,7 @@ from sppo_hf.attention.segments import AttentionSegment, Block
 from sppo_hf.engine.attention_interface import MaskMeaning, chunked_attention
 from sppo_hf.engine.chunk_context import ChunkContext
 from sppo_hf.engine.layer_kernels import like_kernels
+from sppo_hf.engine.recompute import SavedTensor
 from sppo_hf.engine.recurrent_state import LayerStates, StateCache, States
 from sppo_hf.engine.selective import (
     DependencyTracker,
@@ -874,7 +875,7 @@ class _LayerRun:
         return sum(x.flops for x in counter.matmuls)
 
 
-class _HeldSize:
+class _HeldSize(SavedTensor):
     """Stands for a matmul output that the recorder holds; knows its size and its storage."""
 
     def __init__(self, _name: str, tensor: Tensor) -> None:
