@@ -22,8 +22,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from sppo_hf import SPPOPlugin
 from sppo_hf.engine.convert import revert
+from sppo_hf.engine.device_facts import model_profile
 from sppo_hf.engine.stages import staged_model_of
-from sppo_hf.engine.structure import find_causal_lm
+from sppo_hf.engine.structure import find_causal_lm, find_parts
 from sppo_hf.errors import ConfigError
 from sppo_hf.pipeline.convert import convert_to_stages
 from sppo_hf.testing.exactness import float64_everywhere, run_reference
@@ -97,6 +98,7 @@ def freed_share() -> float:
     model = LlamaForCausalLM(config)
     whole = sum(p.nbytes for p in model.parameters())
     parameters = [weakref.ref(p) for p in model.parameters()]
+    model_profile(find_parts(model))  # what is traced on the CPU, see `fork_server`, leaves holes
     before = psutil.Process().memory_info().rss
     convert_to_stages(model, SPPOPlugin(pp_size=2, show_plan=False).config)
     gc.collect()

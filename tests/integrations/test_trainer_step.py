@@ -241,30 +241,26 @@ class Collections(TrainerCallback):
 
 
 @pytest.fixture
-def _nothing_frozen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Not count what is frozen now, which is most objects: collections would take long without."""
-    gc.freeze()
-    count, before = gc.get_freeze_count, gc.get_freeze_count()
-    monkeypatch.setattr(gc, "get_freeze_count", lambda: max(0, count() - before))
+def _nothing_frozen() -> Iterator[None]:
+    gc.unfreeze()
     yield
     gc.enable()
     gc.freeze()  # as `conftest.py` did, for all tests that follow
 
 
+@pytest.mark.usefixtures("_nothing_frozen")
 class TestFrozenObjects:
-    @pytest.mark.usefixtures("_nothing_frozen")
     def test_full_collections_pass_over_what_lives_through_training(self, tmp_path) -> None:
         seen = Collections(visits=True)
         trainer, _ = train(tmp_path, callbacks=[seen], max_steps=4)
         first, *later = seen.visited
-        assert all(num_visited < first / 8 for num_visited in later), seen.visited
+        assert all(num_visited < first / 20 for num_visited in later), seen.visited
         assert gc.get_freeze_count() == 0
         model = weakref.ref(trainer.model)
         del trainer, seen
         gc.collect()
         assert model() is None
 
-    @pytest.mark.usefixtures("_nothing_frozen")
     def test_nothing_stays_frozen_after_an_error(self, tmp_path) -> None:
         seen = Collections(fails_after=2)
         with pytest.raises(torch.OutOfMemoryError):
@@ -272,21 +268,19 @@ class TestFrozenObjects:
         assert seen.frozen[-1] > 0
         assert gc.get_freeze_count() == 0
 
-    @pytest.mark.usefixtures("_nothing_frozen")
     def test_each_try_of_a_batch_size_frees_what_the_last_one_left(self, tmp_path) -> None:
         seen = Collections(fails_after=2)
         train(tmp_path, callbacks=[seen], auto_find_batch_size=True)
         assert [num_frozen > 0 for num_frozen in seen.frozen] == [False, True, False, True, True]
 
     def test_what_the_process_froze_itself_stays_frozen(self, tmp_path) -> None:
+        gc.freeze()
         before = gc.get_freeze_count()
-        assert before > 0, "by `conftest.py`"
         seen = Collections()
         train(tmp_path, callbacks=[seen])
         # What is frozen may be freed, but nothing is added.
         assert all(0.9 * before < now <= before for now in (*seen.frozen, gc.get_freeze_count()))
 
-    @pytest.mark.usefixtures("_nothing_frozen")
     def test_a_process_that_does_not_collect_is_left_alone(self, tmp_path) -> None:
         gc.disable()
         seen = Collections()
