@@ -65,7 +65,7 @@ class Switch:
     def set_enabled(self, on: bool) -> None:
         """Switch the checks between steps, each of which reads only what it wrote itself."""
         for store in self.stores:
-            store._verify = on
+            store.verify = on
         self.cpu_seconds, self.num_bytes = 0.0, 0
 
 

@@ -598,7 +598,7 @@ class _LayerRun:
         self.hidden.requires_grad_(input_needs_grad)
         self._argument_bytes.pop(storage_key(self.hidden), None)
         self._recorder = _DrivenRecorder(
-            call.layer, self.hidden, hold=_HeldSize, without_memory=self._is_fake
+            call.layer, self.hidden, hold=_HeldSize, without_memory=True
         )
         self._unused_finder = UnusedMatmulFinder(self.hidden, without_memory=True)
         self._states = LayerStates({})

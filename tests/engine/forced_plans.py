@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Callable
 
 import pytest
-from torch import Tensor, nn
 
 from sppo_hf.engine import plan_cache as plans
 from sppo_hf.engine import trace_profile
@@ -58,19 +57,7 @@ def trace_short_scans(
         monkeypatch.setattr(trace_profile, name, lengths)
 
 
-def trace_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let profiles be traced on the CPU, as those of code that depends on values are.
-
-    Tiny layers run there in a fraction of the time that fake tensors take, and the profile is the
-    same but for that of scans, see `trace_short_scans`.
-    """
-
-    def zeros(tensor: Tensor) -> Tensor:
-        return trace_profile._zeros(tensor) if tensor.is_meta else tensor
-
-    def make_real(module: nn.Module) -> None:
-        trace_profile._replace_tensors(module, zeros)
-
+def trace_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let profiles be traced over few tokens: they are the same but for scans' costs."""
     trace_short_scans(monkeypatch)
     monkeypatch.setattr(trace_profile, "_LENGTHS", trace_profile._CPU_LENGTHS)
-    monkeypatch.setattr(trace_profile, "_make_fake", make_real)

@@ -125,12 +125,12 @@ def test_a_family_that_ignores_its_states_is_refused(monkeypatch):
 
 def test_a_family_without_a_tiny_model_gives_a_warning(monkeypatch):
     monkeypatch.setattr(guard, "_state", guard.threading.local())
-    monkeypatch.setattr("sppo_hf.testing.check._tiny_of", _cannot)
+    monkeypatch.setattr("sppo_hf.testing.check.model_from_config", _cannot)
     with pytest.warns(UserWarning, match="not among the families that were proved exact"):
         convert(build_tiny_model("llama", dtype=torch.float32), QUIET)
 
 
-def _cannot(*_):
+def _cannot(*_, **__):
     from sppo_hf import ConfigError
 
     raise ConfigError("too exotic")

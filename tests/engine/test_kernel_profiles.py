@@ -165,15 +165,15 @@ def test_what_is_kept_and_made_again_is_what_the_profile_says(
     hold, check = RecomputedLayer._hold, RecomputedLayer._check_repeated
 
     def held(layer: RecomputedLayer, kind: str, tensor: Tensor) -> Any:
-        kept.setdefault(layer._label, {})[tensor.untyped_storage().data_ptr()] = tensor.detach()
+        kept.setdefault(layer.label, {})[tensor.untyped_storage().data_ptr()] = tensor.detach()
         return hold(layer, kind, tensor)
 
     def noted(layer: RecomputedLayer, again: list[Tensor]) -> None:
         check(layer, again)
         storages = {x.untyped_storage().data_ptr(): x for x in again}
-        known = {*kept[layer._label], *others}
+        known = {*kept[layer.label], *others}
         sizes = (x.untyped_storage().nbytes() for at, x in storages.items() if at not in known)
-        made[layer._label] = sum(size for size in sizes if size % TOKENS == 0)
+        made[layer.label] = sum(size for size in sizes if size % TOKENS == 0)
 
     monkeypatch.setattr(RecomputedLayer, "_hold", held)
     monkeypatch.setattr(RecomputedLayer, "_check_repeated", noted)

@@ -525,7 +525,7 @@ def _watch_kept_products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         products = stop(self)
         # Tracing records products too, of other holders.
         holders = (p.output for p in products)
-        tensors: list[Any] = [x._tensor for x in holders if isinstance(x, SavedTensor)]
+        tensors: list[Any] = [x._tensor for x in holders if type(x) is SavedTensor]
         if tensors:
             kept.append(sum(x.numel() * x.element_size() for x in tensors))
         return products

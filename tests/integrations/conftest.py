@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from accelerate.state import AcceleratorState, GradientState
 
-from tests.engine.forced_plans import trace_on_cpu
+from tests.engine.forced_plans import trace_few_tokens
 
 
 @pytest.fixture(autouse=True)
@@ -21,5 +21,5 @@ def _fresh_accelerate_state() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _traced_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    trace_on_cpu(monkeypatch)
+def _traced_over_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace_few_tokens(monkeypatch)

@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.engine.forced_plans import trace_on_cpu
+from tests.engine.forced_plans import trace_few_tokens
 
 
 @pytest.fixture(autouse=True)
-def _traced_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    trace_on_cpu(monkeypatch)
+def _traced_over_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace_few_tokens(monkeypatch)

@@ -397,13 +397,13 @@ def _leave_operators() -> None:
             finalizer.atexit = False
 
 
-def _let_trace_on_cpu() -> None:
-    """Let every rank trace the profiles of its tiny models in the faster way."""
+def _let_trace_few_tokens() -> None:
+    """Let every rank trace the profiles of its tiny models over few tokens."""
     import pytest
 
-    from tests.engine.forced_plans import trace_on_cpu
+    from tests.engine.forced_plans import trace_few_tokens
 
-    trace_on_cpu(pytest.MonkeyPatch())
+    trace_few_tokens(pytest.MonkeyPatch())
 
 
 def _warm_up() -> None:
@@ -439,7 +439,7 @@ if __name__ == "__main__":
     sys.modules["bitsandbytes"] = None  # type: ignore[assignment]
     for name in WARM:
         importlib.import_module(name)
-    _let_trace_on_cpu()
+    _let_trace_few_tokens()
     _warm_up()
     own = _fork_servers(Path(sys.argv[1]))
     mine = None if own is None else _serve(own)

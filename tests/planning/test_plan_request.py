@@ -225,7 +225,7 @@ def test_what_rests_on_the_host_leaves_less_of_it_to_activations() -> None:
 
 
 def test_less_host_memory_is_taken_where_that_is_as_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = question(32_768, device_memory=80 * GIB, host_memory=128 * GIB)
+    asked = question(20_480, device_memory=60 * GIB, host_memory=128 * GIB)
     light = plan_for(asked)
     monkeypatch.setattr(plans, "reduce_host_memory", lambda cost, found, *_: found)
     heavy = plan_for(asked)

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from sppo_hf.attention.backends.aten import CPUFlash
 from sppo_hf.attention.backends.base import CausalBand
+from sppo_hf.planning.activation_modes import SAVED
 from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.memory import byte_tables
 from sppo_hf.planning.tile_sizes import parallel_heads
@@ -173,7 +174,7 @@ def test_repeated_heads_take_the_memory_that_plans_count(monkeypatch, rows, keys
             backend.backward(dout, q, k, v, *attended, band=band, scale=1.0)
         most[threads] = peak.most
         tables = byte_tables(replace(shape, cpu_threads=threads), decisions, "cpu")
-        counted[threads] = int(tables.workspace_backward[0, -1])
+        counted[threads] = int(tables.workspace_backward[0, SAVED.index("whole"), -1])
     more = counted[16] - counted[1]
     # Keys and values of 8 heads in place of 2, and their gradients; none where that is too much.
     copies = rows * keys * 8 * 128 * 4
