@@ -321,7 +321,7 @@ class SelectiveRecorder(DependencyTracker):
             hold: Saves an output until backward; called with a name that is the same in every layer
                 of a kind, at most once for a name unless an output is written into.
             model: The model that `layer` belongs to; None for a layer alone.
-            without_memory: Whether tensors are fake, so that no kernel writes into them.
+            without_memory: Whether values do not matter, as in a trace; then no output is copied.
         """
         super().__init__(hidden)
         self._kind = _kind_of(layer)
