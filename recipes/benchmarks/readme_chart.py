@@ -2,14 +2,17 @@
 
     python recipes/benchmarks/readme_chart.py
 
-Reads `results/h200.jsonl`, rows of `sppo bench` on a GPU, and writes `results/h200.svg`; reads
-`results/cpu_memory.json`, measured by `cpu_memory.py`, and writes `results/cpu_memory.svg`.
+Reads `results/h200.jsonl` and `results/h100.jsonl`, rows of `sppo bench`, and writes
+`results/gpu_speed.svg`; reads `results/cpu_memory.json`, measured by `cpu_memory.py`, and writes
+`results/cpu_memory.svg`.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 
@@ -20,28 +23,41 @@ RESULTS = Path(__file__).parent / "results"
 GREY, BLUE = "#b8bfc9", "#2a6fbb"
 # Text stays text, and equal numbers give an equal file.
 STYLE = {"svg.fonttype": "none", "svg.hashsalt": "sppo_hf", "font.size": 10}
+MODEL = "llama-3.1-8b"
 OURS, THEIRS = "sppo-auto", "checkpointing+liger"
 
 
-def draw_speed(source: Path, target: Path) -> None:
-    """Two bars for each length: tokens per second of gradient checkpointing, and ours."""
-    speeds: dict[int, dict[str, float]] = {}
-    for line in source.read_text(encoding="utf-8").splitlines():
+def draw_speed(sources: Sequence[Path], target: Path) -> None:
+    """Two bars for each length: tokens per second of gradient checkpointing, and ours.
+
+    Rows replace earlier ones of the same length on any device; a length is left out unless both ran
+    on the last one, or ours ran and checkpointing was out of memory.
+    """
+    found: dict[int, dict[str, dict[str, Any]]] = {}
+    for line in "".join(source.read_text(encoding="utf-8") for source in sources).splitlines():
         row = json.loads(line)
-        if row["status"] == "measured":  # later rows replace earlier ones
-            by_name = speeds.setdefault(row["job"]["total_tokens"], {})
-            by_name[row["job"]["contender"]] = row["numbers"]["tokens_per_second"]
-    speeds = {tokens: found for tokens, found in speeds.items() if {OURS, THEIRS} <= {*found}}
+        job, tokens = row["job"], row["job"]["total_tokens"]
+        if job["model"] != MODEL or row["status"] == "failed":
+            continue
+        rows = found.setdefault(tokens, {})
+        if any(_device(row) != _device(other) for other in rows.values()):
+            rows.clear()
+        rows[job["contender"]] = row
+    found = {tokens: rows for tokens, rows in sorted(found.items()) if {OURS, THEIRS} <= {*rows}}
     with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(figsize=(7.5, 0.55 + 0.62 * len(speeds)), layout="constrained")
-        for place, tokens in enumerate(sorted(speeds)):
-            theirs, ours = speeds[tokens][THEIRS], speeds[tokens][OURS]
+        figure, axes = plt.subplots(figsize=(7.5, 0.55 + 0.62 * len(found)), layout="constrained")
+        for place, rows in enumerate(found.values()):
+            theirs, ours = (
+                rows[name]["numbers"].get("tokens_per_second") for name in (THEIRS, OURS)
+            )
+            more = f"  ({ours / theirs:.2f} x)" if theirs else ""
             for at, speed, colour, label in (
-                (place - 0.2, theirs, GREY, f"{theirs:,.0f}"),
-                (place + 0.2, ours, BLUE, f"{ours:,.0f}  ({ours / theirs:.2f} x)"),
+                (place - 0.2, theirs or 0, GREY, f"{theirs:,.0f}" if theirs else "out of memory"),
+                (place + 0.2, ours, BLUE, f"{ours:,.0f}{more}"),
             ):
                 axes.bar_label(axes.barh(at, speed, height=0.38, color=colour), [label], padding=3)
-        axes.set_yticks(range(len(speeds)), [f"{tokens:,} tokens" for tokens in sorted(speeds)])
+        places = [f"{tokens:,} tokens, {_device(rows[OURS])}" for tokens, rows in found.items()]
+        axes.set_yticks(range(len(found)), places)
         axes.set_title(
             "tokens/s of Llama-3.1-8B, LoRA: gradient checkpointing (grey), sppo_hf (blue)",
             loc="left",
@@ -50,6 +66,10 @@ def draw_speed(source: Path, target: Path) -> None:
         _plain(axes)
         figure.savefig(target, metadata={"Date": None})
         plt.close(figure)
+
+
+def _device(row: dict[str, Any]) -> str:
+    return row["environment"]["device_name"].split()[1]
 
 
 def draw_memory(source: Path, target: Path) -> None:
@@ -80,5 +100,5 @@ def _plain(axes: plt.Axes) -> None:
 
 
 if __name__ == "__main__":
-    draw_speed(RESULTS / "h200.jsonl", RESULTS / "h200.svg")
+    draw_speed([RESULTS / "h200.jsonl", RESULTS / "h100.jsonl"], RESULTS / "gpu_speed.svg")
     draw_memory(RESULTS / "cpu_memory.json", RESULTS / "cpu_memory.svg")

@@ -312,7 +312,8 @@ def lookahead_bytes(cost: ModelCost, base: Decisions, saved: Iterable[Saved], un
 
 
 _ATTEMPTS = 4
-# `solve_chunks` solves for ways to cut by increasing compute until so many fit.
+# `solve_chunks` solves for ways to cut by increasing compute until so many fit, of chunks and of one
+# chunk in tiles each: which of them needs less recomputation, its compute alone does not tell.
 _PLANS_COMPARED = 2
 # Units of the largest mode that may be in flight: more hide jitter, fewer save memory.
 _LAYERS_AHEAD = 2
@@ -440,14 +441,15 @@ def solve_chunks(
     best: Solution | None = None
     closest: BudgetViolation | None = None
     for order in orders:
-        found_plans = 0
+        found_plans = {False: 0, True: 0}
         other = best  # what another order has come to is to be beaten
         bases = [batch.decisions(bounds, cost.shape.num_layers, order) for bounds in cuts]
         if order == "by_layer":
             bases += tiled_layers(batch, cuts[0][-1][1], cost.shape.num_layers, tiles)
         for base in sorted(bases, key=lambda base: compute_seconds(base, cost)):
-            if found_plans >= _PLANS_COMPARED:
-                break
+            in_tiles = bool(base.layer_tile_tokens)
+            if found_plans[in_tiles] >= _PLANS_COMPARED:
+                continue
             if other is not None and compute_seconds(base, cost) >= other.step_seconds:
                 break
             found = solve(cost, base, budgets, choices, best=other, under_seconds=under_seconds)
@@ -455,7 +457,7 @@ def solve_chunks(
                 if closest is None or found.missing_bytes < closest.missing_bytes:
                     closest = found
                 continue
-            found_plans += 1
+            found_plans[in_tiles] += 1
             if best is None or found.step_seconds < best.step_seconds:
                 best = found
     if best is not None:

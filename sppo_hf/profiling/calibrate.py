@@ -57,6 +57,11 @@ from sppo_hf.testing.tiny_models import VOCAB_SIZE, build_tiny_model
 _MIN_SAMPLE_SECONDS = 3e-3
 _MAX_CALLS = 200
 
+_LOAD_SECONDS = 0.5
+"""Of a GPU, before samples. In training it is at its power limit and clocks down (an H100 at 700 W
+to 1,400 to 1,650 of its 1,980 MHz), which the first milliseconds of work after a pause do not
+show."""
+
 
 class BenchTimer:
     """Measures the seconds of a function without arguments."""
@@ -67,6 +72,7 @@ class BenchTimer:
         *,
         repeats: int = 5,
         most_seconds: float = 1.0,
+        load_seconds: float = 0.0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Make one.
@@ -75,10 +81,12 @@ class BenchTimer:
             device: where the work runs; on CUDA its current stream is timed with events.
             repeats: number of samples for the median.
             most_seconds: no further sample starts after this total time.
+            load_seconds: how long the work runs before the first sample, beside that time.
             clock: seconds on the host.
         """
         self.device = device
         self.clock = clock
+        self._load_seconds = load_seconds
         self._repeats = repeats
         self._most_seconds = most_seconds
 
@@ -92,13 +100,16 @@ class BenchTimer:
         return self._timed(work)[0]
 
     def _timed(self, work: Callable[[], object]) -> tuple[float, float]:
-        """Return the median seconds of a call, and the total seconds without building kernels."""
+        """Return the median seconds of a call, and all without building kernels and load."""
         first, single = self._sample(work, 1), self._sample(work, 1)
         # A kernel that is built for each new size (cuDNN) takes a second in its first call.
         spent = min(first, single) + single
         if 3 * single > self._most_seconds:
             return single, spent
         calls = min(max(1, math.ceil(_MIN_SAMPLE_SECONDS / max(single, 1e-9))), _MAX_CALLS)
+        loaded = 0.0
+        while loaded < self._load_seconds:
+            loaded += self._sample(work, calls)
         samples: list[float] = []
         while len(samples) < self._repeats and spent <= self._most_seconds:
             sample = self._sample(work, calls)
@@ -119,7 +130,8 @@ class BenchTimer:
             tokens: numbers of tokens, strictly increasing.
             work_of: returns the work for a number of tokens, and its FLOPs.
             budget_seconds: a larger size is left out if two more calls, at the rate so far, would
-                exceed this; the first size is always measured. Building kernels does not count.
+                exceed this; the first size is always measured. Building kernels and `load_seconds`
+                do not count.
 
         Returns:
             The curve up to the largest size that fits into time and memory.
@@ -605,7 +617,8 @@ def calibrate(
     device = _checked_device(device)
     sizes = QUICK if quick else SIZES[device.type]
     dtypes = {name: _dtype(name) for name in dtype_names or sizes.dtype_names}
-    watch = BenchTimer(device, most_seconds=sizes.most_seconds)
+    load_seconds = _LOAD_SECONDS if device.type == "cuda" and not quick else 0.0
+    watch = BenchTimer(device, most_seconds=sizes.most_seconds, load_seconds=load_seconds)
     host = BenchTimer(torch.device("cpu"), most_seconds=sizes.most_seconds)
     total = 2 * len(dtypes) + 4 + (offload_dir is not None)
     done = 0

@@ -96,6 +96,26 @@ def test_auto_is_first_among_the_policies(total_tokens: int) -> None:
         assert not fits(result.estimate, answer(total_tokens).budgets)
 
 
+def test_auto_is_as_fast_as_chunks_given_by_hand() -> None:
+    """Products are equally fast in chunks and in tiles of any size, so compute tells nothing."""
+
+    def seconds(**settings: Any) -> float:
+        config = SPPOConfig(device_memory=80 * GIB, host_memory=64 * GIB, **settings)
+        asked = question_for(
+            load_config("llama-3.1-8b"),
+            config,
+            profile=load_profile("h100"),
+            total_tokens=262_144,
+            lora_rank=16,
+            trace=by_hand,
+        )
+        made = plan_for(asked)
+        assert made.prediction is not None
+        return made.prediction.step_seconds
+
+    assert seconds() <= EQUALLY_FAST * seconds(num_chunks=16)
+
+
 def test_fixed_policies_do_what_they_say() -> None:
     for policy, offloaded in (("none", 0), ("full", 1)):
         made = plan_for(question(8192, offload=policy, recompute="none"))

@@ -45,7 +45,7 @@ def remote() -> Iterator[type[TierModel]]:
 
 @pytest.fixture(scope="module")
 def found(remote: type[TierModel]) -> PlanResult:
-    return request_plan(question(TOKENS, recompute="none", host_memory="4GiB"))
+    return request_plan(question(TOKENS, recompute="none", host_memory="4GiB", offload_kv="none"))
 
 
 @pytest.mark.usefixtures("remote")

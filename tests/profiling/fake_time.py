@@ -29,6 +29,14 @@ class FakeClock:
 
         return run
 
-    def watch(self, *, repeats: int = 5, most_seconds: float = 1.0) -> BenchTimer:
+    def watch(
+        self, *, repeats: int = 5, most_seconds: float = 1.0, load_seconds: float = 0.0
+    ) -> BenchTimer:
         """A stopwatch that reads this clock."""
-        return BenchTimer(CPU, repeats=repeats, most_seconds=most_seconds, clock=self)
+        return BenchTimer(
+            CPU,
+            repeats=repeats,
+            most_seconds=most_seconds,
+            load_seconds=load_seconds,
+            clock=self,
+        )

@@ -60,6 +60,20 @@ def test_long_work_is_timed_once_and_never_by_its_first_call() -> None:
     assert clock.calls == 2
 
 
+def test_samples_are_of_a_device_that_has_been_busy_for_a_while() -> None:
+    clock = FakeClock()
+
+    def work() -> None:
+        clock.now += 0.01 if clock.now < 0.4 else 0.012  # at its power limit by then
+
+    assert clock.watch().seconds(work) == pytest.approx(0.01)
+    clock.now = 0.0
+    watch = clock.watch(load_seconds=0.5)
+    curve = watch.curve([1, 2], lambda _: (work, 1.2), budget_seconds=0.3)
+    assert [tokens for tokens, _ in curve.points] == [1, 2], "load is not charged to the budget"
+    assert curve.at(1) == curve.at(2) == pytest.approx(100)
+
+
 def test_a_curve_divides_amounts_by_seconds() -> None:
     clock = FakeClock()
 

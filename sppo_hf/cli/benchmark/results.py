@@ -147,6 +147,9 @@ class Numbers:
     step_seconds: tuple[float, ...] = ()
     """Seconds of each measured step."""
 
+    warm_up_seconds: tuple[float, ...] = ()
+    """Seconds of each step before them; ours plans, page-locks and corrects its plan in these."""
+
     median_step_seconds: float | None = None
     """Median of these."""
 
@@ -207,6 +210,12 @@ class Numbers:
 
     planned_device_causes: dict[str, int] | None = None
     """The same peak by cause of the bytes."""
+
+    planned_host_bytes: int | None = None
+    """Peak in host memory that the last plan of ours predicts."""
+
+    correction: dict[str, float] | None = None
+    """Measured over predicted seconds with which that plan was made, by kind of work."""
 
     planned_longest_tokens: int | None = None
     """Predicted longest length that fits; sppo only, and only if the job has `predict`."""

@@ -294,6 +294,7 @@ class Measurement:
         losses = self._steps.losses
         numbers = Numbers(
             step_seconds=tuple(measured),
+            warm_up_seconds=tuple(self._steps.seconds[: job.warm_up]),
             model_flops=float(step_flops(self._shape, 1, job.total_tokens)),
             host_loaded_bytes=self._loaded_bytes,
             first_loss=losses[0] if losses else None,
@@ -328,6 +329,8 @@ class Measurement:
             "planned_device_causes": {
                 cause.value: num_bytes for cause, num_bytes in plan.estimate.device.shown()
             },
+            "planned_host_bytes": plan.estimate.host.total,
+            "correction": None if plan.cost is None else dataclasses.asdict(plan.cost.correction),
         }
         if self._units.records:
             pinned = self._units.records[-1].offload.pinned_bytes
