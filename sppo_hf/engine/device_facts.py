@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from sppo_hf.config import SPPOConfig
-from sppo_hf.engine.layer_kernels import saves_like_kernels
+from sppo_hf.engine.layer_kernels import builds_with_liger, saves_like_kernels
 from sppo_hf.engine.structure import ModelParts
 from sppo_hf.engine.trace_profile import trace_model
 from sppo_hf.offload.disk_files import check_parent_exists, unusable_folder_errors
@@ -252,16 +252,18 @@ def model_profile(parts: ModelParts, device: torch.device | None = None) -> Mode
     )
     own_class = parts.model_class
     config = parts.causal_lm.config
-    key = (own_class, config_digest(config), training)
+    patched = builds_with_liger(own_class)
+    key = (own_class, config_digest(config), training, patched)
     if key not in _profiles:
         make = partial(trace_model, make=own_class._from_config)
-        # Profiles of custom code are not stored, since it may change under the same settings.
-        stock = own_class.__module__.startswith("transformers.")
+        # Profiles of custom code are not stored, since it may change under the same settings; nor
+        # are those of code that Liger has replaced, which saves less under the same name.
+        stock = own_class.__module__.startswith("transformers.") and not patched
         _profiles[key] = find_profile(config, training, make) if stock else make(config, training)
     return _profiles[key]
 
 
-_profiles: dict[tuple[type, str, Training], ModelProfile] = {}
+_profiles: dict[tuple[type, str, Training, bool], ModelProfile] = {}
 
 
 def _find_lora(parts: ModelParts, device: torch.device) -> LoraShape | None:

@@ -51,7 +51,7 @@ from sppo_hf.attention.kv_cache import Keep, LayerKV
 from sppo_hf.attention.segments import AttentionSegment, Block
 from sppo_hf.engine.attention_interface import MaskMeaning, chunked_attention
 from sppo_hf.engine.chunk_context import ChunkContext
-from sppo_hf.engine.layer_kernels import like_kernels
+from sppo_hf.engine.layer_kernels import liger_in_torch, like_kernels
 from sppo_hf.engine.recompute import SavedTensor
 from sppo_hf.engine.recurrent_state import LayerStates, StateCache, States
 from sppo_hf.engine.selective import (
@@ -153,6 +153,7 @@ def trace_model(config: PreTrainedConfig, training: Training, make: Any) -> Mode
         torch.random.fork_rng(devices=[]),
         torch.inference_mode(False),
         torch.enable_grad(),
+        liger_in_torch(),
         # Hides all of this from the caller's hooks; no backward unpacks what these ones pack.
         saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing),
     ):
