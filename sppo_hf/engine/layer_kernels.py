@@ -594,7 +594,36 @@ def _is_ligers(code: Any) -> bool:
 
 
 class _RotaryLikeLiger(torch.autograd.Function):
-    """Liger's rotary embeddings but for the values, which a trace needs not: saves the tables."""
+    """`LigerRopeFunction` in torch code: saves the tables."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q_BNCH: Tensor, k_BKCH: Tensor, cos_BCR: Tensor, sin_BCR: Tensor, *settings: Any
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(cos_BCR, sin_BCR)
+        # Behind positions and a dim; given where tables are half as wide as what they rotate.
+        width = settings[2] if len(settings) > 2 else None
+        ctx.half = (width or min(cos_BCR.shape[-1], q_BNCH.shape[-1])) // 2
+        q_BNCH, k_BKCH = (_rotate(x, cos_BCR, sin_BCR, ctx.half) for x in (q_BNCH, k_BKCH))
+        return q_BNCH, k_BKCH
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        cos_BCR, sin_BCR = ctx.saved_tensors
+        return _for_all_inputs(ctx, *(_rotate(x, cos_BCR, -sin_BCR, ctx.half) for x in grads))
+
+
+def _rotate(x_BNCH: Tensor, cos_BCR: Tensor, sin_BCR: Tensor, half: int) -> Tensor:
+    x_BCNH = x_BNCH.transpose(1, 2)  # the layout of the result, as of Liger's
+    cos, sin = (table[..., None, :half] for table in (cos_BCR, sin_BCR))
+    left, right, rest = x_BCNH.split((half, half, x_BCNH.shape[-1] - 2 * half), -1)
+    turned_BCNH = torch.cat((left * cos - right * sin, right * cos + left * sin, rest), -1)
+    return turned_BCNH.to(x_BNCH.dtype).transpose(1, 2)
+
+
+class _CopyLikeLiger(torch.autograd.Function):
+    """Liger's other rotary embeddings but for the values: saves the tables."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, *tables: Any) -> tuple[Tensor, Tensor]:
@@ -651,10 +680,9 @@ _IN_TORCH: dict[str, Callable[..., Any]] = {
     # Torch saves the same of these.
     "LigerLayerNormFunction": lambda x, w, b, eps: F.layer_norm(x, x.shape[-1:], w, b, eps),
     "LigerReLUSquaredFunction": lambda x: F.relu(x).square(),
-    **dict.fromkeys(
-        ("LigerRopeFunction", "LigerQwen2VLMRopeFunction", "LigerLlama4RopeFunction"),
-        _RotaryLikeLiger.apply,
-    ),
+    "LigerRopeFunction": _RotaryLikeLiger.apply,
+    "LigerQwen2VLMRopeFunction": _CopyLikeLiger.apply,
+    "LigerLlama4RopeFunction": _CopyLikeLiger.apply,
     **{name: function.apply for name, function in vars(_LIKE_LIGER).items()},
 }
 """By the name of one of Liger's functions that its patches put into layers: torch code that saves
@@ -667,7 +695,7 @@ _in_torch: ContextVar[bool] = ContextVar("sppo_hf.liger_in_torch", default=False
 def liger_in_torch() -> Iterator[None]:
     """Context in which Liger's functions run as torch code that saves the same, on any tensors.
 
-    For traces of models with Liger's own patches, whose tensors no GPU's kernel can read.
+    For traces and tiny copies of models with Liger's own patches: their tensors are on no GPU.
     """
     watch_liger()
     token = _in_torch.set(True)
@@ -1138,11 +1166,12 @@ def check_mixer_kernels(parts: ModelParts, device: torch.device) -> tuple[str, .
 
 @contextlib.contextmanager
 def torch_code_alone(parts: ModelParts) -> Iterator[None]:
-    """Context in which mixers of the model's family run the torch code, in chunks or not.
+    """Context in which the model's family runs the torch code for kernels, in chunks or not.
 
     For tiny models, which run in float64 on the CPU: no kernel does.
     """
     with contextlib.ExitStack() as stack:
+        stack.enter_context(liger_in_torch())
         for mixer in _distinct_mixers(parts):
             names = _globals(type(mixer))
             for name in _kernels(mixer):
