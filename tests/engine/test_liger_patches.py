@@ -253,10 +253,10 @@ def test_a_patched_models_profile_is_not_that_of_its_family(
     """Neither shipped or stored profiles, nor what this process has traced before."""
     with monkeypatch.context() as patched:
         model = built()
-        model_profile(find_parts(model))
+        before = model_profile(find_parts(model))
         patched.setattr(device_facts, "find_profile", lambda *_: pytest.fail("would be stored"))
         patch(model)
-        model_profile(find_parts(model))
+        assert model_profile(find_parts(model)).layers != before.layers
     found: list[Any] = []
     monkeypatch.undo()
     monkeypatch.setattr(device_facts, "find_profile", lambda *args: found.append(args))
