@@ -11,9 +11,11 @@ What is counted is what `sppo_hf.engine.recompute` may do with a layer: save eve
 autograd saves ("whole"); or the layer's input and attention's results ("inputs"); or these and the
 matmul outputs that a `SelectiveRecorder` holds. An `UnusedMatmulFinder` finds matmuls that need not
 run again. With `Training.layer_kernels` torch code that saves what Liger's kernels save runs in
-norms and gated products (`layer_kernels.like_kernels`). Recurrent layers run Transformers' torch
-code from states of zeros; fused kernels save less. Not covered: elementwise operations count no
-FLOPs, and memory that does not grow with the tokens (copies of weights under autocast) is left out.
+norms and gated products (`layer_kernels.like_kernels`), and in place of Liger's functions where its
+own patches have put them into the model (`layer_kernels.liger_in_torch`). Recurrent layers run
+Transformers' torch code from states of zeros; fused kernels save less. Not covered: elementwise
+operations count no FLOPs, and memory that does not grow with the tokens (copies of weights under
+autocast) is left out.
 """
 
 from __future__ import annotations
