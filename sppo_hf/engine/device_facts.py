@@ -18,9 +18,10 @@ import torch
 from torch import nn
 
 from sppo_hf.config import SPPOConfig
-from sppo_hf.engine.layer_kernels import saves_like_kernels
+from sppo_hf.engine.layer_kernels import builds_with_liger, saves_like_kernels
 from sppo_hf.engine.structure import ModelParts
 from sppo_hf.engine.trace_profile import trace_model
+from sppo_hf.errors import SPPOError, UnsupportedModelError, first_line
 from sppo_hf.offload.disk_files import check_parent_exists, unusable_folder_errors
 from sppo_hf.offload.host_memory import locked_bytes
 from sppo_hf.planning.choices import DeviceFacts
@@ -252,16 +253,44 @@ def model_profile(parts: ModelParts, device: torch.device | None = None) -> Mode
     )
     own_class = parts.model_class
     config = parts.causal_lm.config
-    key = (own_class, config_digest(config), training)
+    patched = builds_with_liger(own_class)
+    key = (own_class, config_digest(config), training, patched)
     if key not in _profiles:
-        make = partial(trace_model, make=own_class._from_config)
-        # Profiles of custom code are not stored, since it may change under the same settings.
-        stock = own_class.__module__.startswith("transformers.")
+        make = partial(_trace, parts)
+        # Profiles of custom code are not stored, since it may change under the same settings; nor
+        # are those of code that Liger has replaced, which saves less under the same name.
+        stock = own_class.__module__.startswith("transformers.") and not patched
         _profiles[key] = find_profile(config, training, make) if stock else make(config, training)
     return _profiles[key]
 
 
-_profiles: dict[tuple[type, str, Training], ModelProfile] = {}
+_profiles: dict[tuple[type, str, Training, bool], ModelProfile] = {}
+
+
+def _trace(parts: ModelParts, config: Any, training: Training) -> ModelProfile:
+    try:
+        return trace_model(config, training, parts.model_class._from_config)
+    except SPPOError:
+        raise
+    except Exception as error:  # kernels raise errors of their own
+        raise UnsupportedModelError(
+            f"{parts.name}: what its layers cost is traced without a GPU, and "
+            f"{_failed_module(error)} failed there ({first_line(error)}). Allowed: modules that "
+            "run torch code on CPU tensors. Remedy: put back the model's own module, or its torch "
+            "code where tensors are on the CPU; with TrainingArguments(use_liger_kernel=True), "
+            "set it to False: layer_kernels='auto' uses Liger's kernels as well."
+        ) from error
+
+
+def _failed_module(error: Exception) -> str:
+    """Class of the innermost module that ran when the error was raised."""
+    found, step = "the model", error.__traceback__
+    while step is not None:
+        owner = step.tb_frame.f_locals.get("self")
+        if isinstance(owner, nn.Module):
+            found = f"{type(owner).__module__}.{type(owner).__qualname__}"
+        step = step.tb_next
+    return found
 
 
 def _find_lora(parts: ModelParts, device: torch.device) -> LoraShape | None:

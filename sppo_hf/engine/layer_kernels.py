@@ -24,6 +24,11 @@ recomputation repeats all of them. A module with hooks is not compiled, since th
 with it. Exact up to rounding: inductor keeps float32 between operations that eager code rounds to
 bfloat16.
 
+*Liger's own patches.* With `TrainingArguments(use_liger_kernel=True)` and the like, norms, MLPs and
+rotary embedding of the model run Liger's code already. They are left as they are (`runs_liger`).
+Liger's functions then say in chunks what they read, as the kernels above do, and run as torch code
+in a trace (`watch_liger`, `liger_in_torch`).
+
 *Rotary embedding* (Liger's kernel). Eager PyTorch rotates queries and keys in some ten passes over
 memory, forward and backward; a copy and the kernel take two. Attention looks the function up in the
 globals of its module, which all models of the family in the process share. So there it is replaced
@@ -81,6 +86,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -133,6 +139,7 @@ def prepare_layers(parts: ModelParts, config: SPPOConfig, device: torch.device) 
     Raises:
         ConfigError: `compile` is set, and `torch.compile` does not work here or for this model.
     """
+    watch_liger()
     if config.compile:
         compile_layers(parts, device)
     elif config.layer_kernels == "auto":
@@ -258,6 +265,8 @@ def _candidates(parts: ModelParts) -> Iterator[nn.Module]:
 def _is_candidate(module: nn.Module) -> bool:
     if "forward" in module.__dict__ or not (_is_norm(module) or _is_gated(module)):
         return False
+    if runs_liger(module):
+        return False
     weight = next(module.parameters(), None)
     return weight is not None and weight.dtype in _DTYPES and not weight.is_meta
 
@@ -368,13 +377,14 @@ def like_kernels(layers: Sequence[nn.Module]) -> dict[nn.Module, Callable[..., T
 def saves_like_kernels(parts: ModelParts) -> bool:
     """Whether decoder layers save what those of `like_kernels` do.
 
-    False also where a kernel was not taken, or only by some of these modules: then layers save
-    more.
+    Whether the engine gave them the kernels or Liger's own patch did. False also where a kernel was
+    not taken, or only by some of these modules: then layers save more.
     """
     modules = [module for layer in parts.layers for module in layer.modules()]
     marks = (getattr(m.__dict__.get("forward"), "__func__", None) for m in modules)
     if not any(getattr(mark, _MARK, None) in _SAVING for mark in marks):
-        return False
+        if not any(map(runs_liger, modules)):
+            return False
     found = _Found(_LIKE_LIGER, torch.device("cpu"))
     return all(found.forward_for(m) is None for m in modules if _is_candidate(m))
 
@@ -505,6 +515,11 @@ def _error(value: Tensor, expected: Tensor) -> float:
 # -- in the kernels' place ----------------------------------------------------------------------
 
 
+def _for_all_inputs(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Gradients of the first inputs; releases of Liger differ in how many settings follow."""
+    return *grads, *(None,) * (len(ctx.needs_input_grad) - len(grads))
+
+
 class _NormLikeLiger(torch.autograd.Function):
     """`LigerRMSNormFunction` in torch code: saves the input and the root's reciprocal."""
 
@@ -512,6 +527,7 @@ class _NormLikeLiger(torch.autograd.Function):
     def forward(
         ctx: Any, x_MD: Tensor, weight_D: Tensor, eps: float, offset: float, *_: Any
     ) -> Tensor:
+        x_MD = x_MD.contiguous()
         scale_M1 = torch.rsqrt(x_MD.float().pow(2).mean(-1, keepdim=True) + eps)
         ctx.save_for_backward(x_MD, weight_D, scale_M1)
         ctx.offset = offset
@@ -526,7 +542,7 @@ class _NormLikeLiger(torch.autograd.Function):
         dx_MD = scaled_MD - normed_MD * (scaled_MD * normed_MD).mean(-1, keepdim=True)
         dweight_D = (grad_MD * normed_MD).flatten(0, -2).sum(0)
         dx_MD = (dx_MD * scale_M1).to(x_MD.dtype)
-        return dx_MD, dweight_D.to(weight_D.dtype), None, None, None, None
+        return _for_all_inputs(ctx, dx_MD, dweight_D.to(weight_D.dtype))
 
 
 def _gated_like_liger(activation: Callable[..., Tensor], derivative: Callable[..., Tensor]) -> Any:
@@ -534,17 +550,18 @@ def _gated_like_liger(activation: Callable[..., Tensor], derivative: Callable[..
 
     class GatedLikeLiger(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, gate_MF: Tensor, up_MF: Tensor) -> Tensor:
+        def forward(ctx: Any, gate_MF: Tensor, up_MF: Tensor, *_: Any) -> Tensor:
+            gate_MF, up_MF = gate_MF.contiguous(), up_MF.contiguous()  # halves of one matmul
             ctx.save_for_backward(gate_MF, up_MF)
             return (activation(gate_MF.float()) * up_MF.float()).to(gate_MF.dtype)
 
         @staticmethod
         @once_differentiable
-        def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
             gate_MF, up_MF = (saved.float() for saved in ctx.saved_tensors)
             grad_MF, dtype = grads[0].float(), grads[0].dtype
-            dgate_MF = derivative(grad_MF * up_MF, gate_MF)
-            return dgate_MF.to(dtype), (grad_MF * activation(gate_MF)).to(dtype)
+            dgate_MF = derivative(grad_MF * up_MF, gate_MF).to(dtype)
+            return _for_all_inputs(ctx, dgate_MF, (grad_MF * activation(gate_MF)).to(dtype))
 
     return GatedLikeLiger
 
@@ -557,6 +574,155 @@ _LIKE_LIGER = types.SimpleNamespace(
         functools.partial(torch.ops.aten.gelu_backward, approximate="tanh"),
     ),
 )
+
+
+# -- Liger's own patches -----------------------------------------------------------------------
+
+
+def runs_liger(module: nn.Module) -> bool:
+    """Whether a module runs code of Liger's, by its class or by a forward put into it."""
+    return _is_ligers(getattr(module.forward, "__func__", None))
+
+
+def builds_with_liger(model_class: type) -> bool:
+    """Whether Liger has replaced classes or functions of which a model class is made."""
+    return any(map(_is_ligers, list(_globals(model_class).values())))
+
+
+def _is_ligers(code: Any) -> bool:
+    return str(getattr(code, "__module__", "")).partition(".")[0] == "liger_kernel"
+
+
+class _RotaryLikeLiger(torch.autograd.Function):
+    """`LigerRopeFunction` in torch code: saves the tables."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q_BNCH: Tensor, k_BKCH: Tensor, cos_BCR: Tensor, sin_BCR: Tensor, *settings: Any
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(cos_BCR, sin_BCR)
+        # Behind positions and a dim; given where tables are half as wide as what they rotate.
+        width = settings[2] if len(settings) > 2 else None
+        ctx.half = (width or min(cos_BCR.shape[-1], q_BNCH.shape[-1])) // 2
+        q_BNCH, k_BKCH = (_rotate(x, cos_BCR, sin_BCR, ctx.half) for x in (q_BNCH, k_BKCH))
+        return q_BNCH, k_BKCH
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        cos_BCR, sin_BCR = ctx.saved_tensors
+        return _for_all_inputs(ctx, *(_rotate(x, cos_BCR, -sin_BCR, ctx.half) for x in grads))
+
+
+def _rotate(x_BNCH: Tensor, cos_BCR: Tensor, sin_BCR: Tensor, half: int) -> Tensor:
+    x_BCNH = x_BNCH.transpose(1, 2)  # the layout of the result, as of Liger's
+    cos, sin = (table[..., None, :half] for table in (cos_BCR, sin_BCR))
+    left, right, rest = x_BCNH.split((half, half, x_BCNH.shape[-1] - 2 * half), -1)
+    turned_BCNH = torch.cat((left * cos - right * sin, right * cos + left * sin, rest), -1)
+    return turned_BCNH.to(x_BNCH.dtype).transpose(1, 2)
+
+
+class _CopyLikeLiger(torch.autograd.Function):
+    """Liger's other rotary embeddings but for the values: saves the tables."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, *tables: Any) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(*(table for table in tables if isinstance(table, Tensor)))
+        return q.clone(), k.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _for_all_inputs(ctx, *(grad.clone() for grad in grads))
+
+
+class _ExpertsLikeLiger(torch.autograd.Function):
+    """`LigerFusedMoEFunction` but for the values: all tokens take the first expert.
+
+    Its products are convolutions, since no rerun can keep what runs within a kernel, while a
+    matmul's output would be kept.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_MD: Tensor, up_EGD: Tensor, down_EDF: Tensor, chosen_MK: Tensor, weights: Tensor
+    ) -> Tensor:
+        tokens, choices = chosen_MK.shape
+        routes = torch.zeros(3, tokens * choices, dtype=torch.int32, device=x_MD.device)
+        gathered_ND = x_MD.repeat_interleave(choices, 0)
+        both_NG = F.conv1d(gathered_ND[..., None], up_EGD[0, ..., None]).squeeze(-1)
+        gate_NF, up_NF = both_NG.chunk(2, -1)
+        made_ND = F.conv1d((F.silu(gate_NF) * up_NF)[..., None], down_EDF[0, ..., None]).squeeze(-1)
+        weights_N = weights.flatten().contiguous()
+        ctx.save_for_backward(x_MD, up_EGD, down_EDF, both_NG, weights_N, routes)
+        return (made_ND * weights_N[:, None]).view(tokens, choices, -1).sum(1).to(x_MD.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_MD, up_EGD, down_EDF, both_NG, weights_N, _ = ctx.saved_tensors
+        choices, needed = len(weights_N) // len(x_MD), ctx.needs_input_grad
+        grad_ND = grads[0].repeat_interleave(choices, 0)
+        gate_NF, up_NF = both_NG.chunk(2, -1)
+        dup_EGD = ddown_EDF = None
+        dproduct_NF = grad_ND @ down_EDF[0]
+        dboth_NG = torch.cat((dproduct_NF * up_NF, dproduct_NF * gate_NF), -1)
+        dx_MD = (dboth_NG @ up_EGD[0]).view(len(x_MD), choices, -1).sum(1)
+        if needed[1]:
+            dup_EGD = (dboth_NG.t() @ x_MD.repeat_interleave(choices, 0)).expand_as(up_EGD)
+        if needed[2]:
+            ddown_EDF = (grad_ND.t() @ (F.silu(gate_NF) * up_NF)).expand_as(down_EDF)
+        return dx_MD, dup_EGD, ddown_EDF, None, weights_N.view(len(x_MD), choices)
+
+
+_IN_TORCH: dict[str, Callable[..., Any]] = {
+    "LigerFusedMoEFunction": _ExpertsLikeLiger.apply,
+    # Torch saves the same of these.
+    "LigerLayerNormFunction": lambda x, w, b, eps: F.layer_norm(x, x.shape[-1:], w, b, eps),
+    "LigerReLUSquaredFunction": lambda x: F.relu(x).square(),
+    "LigerRopeFunction": _RotaryLikeLiger.apply,
+    "LigerQwen2VLMRopeFunction": _CopyLikeLiger.apply,
+    "LigerLlama4RopeFunction": _CopyLikeLiger.apply,
+    **{name: function.apply for name, function in vars(_LIKE_LIGER).items()},
+}
+"""By the name of one of Liger's functions that its patches put into layers: torch code that saves
+what it saves."""
+
+_in_torch: ContextVar[bool] = ContextVar("sppo_hf.liger_in_torch", default=False)
+
+
+@contextlib.contextmanager
+def liger_in_torch() -> Iterator[None]:
+    """Context in which Liger's functions run as torch code that saves the same, on any tensors.
+
+    For traces and tiny copies of models with Liger's own patches: their tensors are on no GPU.
+    """
+    watch_liger()
+    token = _in_torch.set(True)
+    try:
+        yield
+    finally:
+        _in_torch.reset(token)
+
+
+def watch_liger() -> None:
+    """Have Liger's functions say what they read (`made_of`); may be called again.
+
+    Modules that Liger's own patches have changed call them. Nothing is done unless they are
+    imported.
+    """
+    for name, function in list(vars(sys.modules.get("liger_kernel.ops", object)).items()):
+        is_function = isinstance(function, type) and issubclass(function, torch.autograd.Function)
+        # A class has an `apply` of its own only here.
+        if is_function and "apply" not in vars(function):
+            function.apply = functools.partial(_apply_watched, function, _IN_TORCH.get(name))
+
+
+def _apply_watched(function: Any, in_torch: Callable[..., Any] | None, *args: Any) -> Any:
+    if in_torch is not None and _in_torch.get():
+        return in_torch(*args)
+    with made_of(*(value for value in args if isinstance(value, Tensor))):
+        return super(function, function).apply(*args)
 
 
 # -- adapters ----------------------------------------------------------------------------------
@@ -1000,11 +1166,12 @@ def check_mixer_kernels(parts: ModelParts, device: torch.device) -> tuple[str, .
 
 @contextlib.contextmanager
 def torch_code_alone(parts: ModelParts) -> Iterator[None]:
-    """Context in which mixers of the model's family run the torch code, in chunks or not.
+    """Context in which the model's family runs the torch code for kernels, in chunks or not.
 
     For tiny models, which run in float64 on the CPU: no kernel does.
     """
     with contextlib.ExitStack() as stack:
+        stack.enter_context(liger_in_torch())
         for mixer in _distinct_mixers(parts):
             names = _globals(type(mixer))
             for name in _kernels(mixer):

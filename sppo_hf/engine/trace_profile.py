@@ -11,9 +11,11 @@ What is counted is what `sppo_hf.engine.recompute` may do with a layer: save eve
 autograd saves ("whole"); or the layer's input and attention's results ("inputs"); or these and the
 matmul outputs that a `SelectiveRecorder` holds. An `UnusedMatmulFinder` finds matmuls that need not
 run again. With `Training.layer_kernels` torch code that saves what Liger's kernels save runs in
-norms and gated products (`layer_kernels.like_kernels`). Recurrent layers run Transformers' torch
-code from states of zeros; fused kernels save less. Not covered: elementwise operations count no
-FLOPs, and memory that does not grow with the tokens (copies of weights under autocast) is left out.
+norms and gated products (`layer_kernels.like_kernels`), and in place of Liger's functions where its
+own patches have put them into the model (`layer_kernels.liger_in_torch`). Recurrent layers run
+Transformers' torch code from states of zeros; fused kernels save less. Not covered: elementwise
+operations count no FLOPs, and memory that does not grow with the tokens (copies of weights under
+autocast) is left out.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ from sppo_hf.attention.kv_cache import Keep, LayerKV
 from sppo_hf.attention.segments import AttentionSegment, Block
 from sppo_hf.engine.attention_interface import MaskMeaning, chunked_attention
 from sppo_hf.engine.chunk_context import ChunkContext
-from sppo_hf.engine.layer_kernels import like_kernels
+from sppo_hf.engine.layer_kernels import liger_in_torch, like_kernels
 from sppo_hf.engine.recompute import SavedTensor
 from sppo_hf.engine.recurrent_state import LayerStates, StateCache, States
 from sppo_hf.engine.selective import (
@@ -153,6 +155,7 @@ def trace_model(config: PreTrainedConfig, training: Training, make: Any) -> Mode
         torch.random.fork_rng(devices=[]),
         torch.inference_mode(False),
         torch.enable_grad(),
+        liger_in_torch(),
         # Hides all of this from the caller's hooks; no backward unpacks what these ones pack.
         saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing),
     ):
