@@ -312,8 +312,8 @@ def lookahead_bytes(cost: ModelCost, base: Decisions, saved: Iterable[Saved], un
 
 
 _ATTEMPTS = 4
-# `solve_chunks` solves for ways to cut by increasing compute until so many fit, of chunks and of one
-# chunk in tiles each: which of them needs less recomputation, its compute alone does not tell.
+# `solve_chunks` solves for ways to cut by increasing compute until so many fit, several chunks and
+# one in tiles each: compute alone does not tell which of the two needs less recomputation.
 _PLANS_COMPARED = 2
 # Units of the largest mode that may be in flight: more hide jitter, fewer save memory.
 _LAYERS_AHEAD = 2
