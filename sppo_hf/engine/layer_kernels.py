@@ -54,8 +54,10 @@ every rerun, and scaling and the sum of two gradients of x are as many in backwa
 added into the base's output instead, in one matmul, and the gradient of x likewise
 (`_AdaptedLinear`), which rounds once where PEFT's code rounds three times. Plain LoRA alone: DoRA
 and other variants, several adapters in a batch, merged weights, a quantised base layer, adapters of
-another dtype than the layer's input, and layers whose parts have hooks run PEFT's code. No package
-is needed, so this is done on every device.
+another dtype than the layer's input, and layers whose parts have hooks run PEFT's code. Under
+autocast, adapters in float32, as PEFT makes them, are cast for each product: PEFT copies the whole
+input to float32, and autocast copies it back. No package is needed, so this is done on every
+device.
 
 *Mixers.* Transformers takes the scan and the convolution of a mixer from flash-linear-attention,
 mamba-ssm or causal-conv1d if they are installed, and from torch code of its own otherwise. Chunks
@@ -367,7 +369,9 @@ def like_kernels(layers: Sequence[nn.Module]) -> dict[nn.Module, Callable[..., T
     for module in (module for layer in layers for module in layer.modules()):
         name = _only_adapter(module)
         forward = found.forward_for(module) if _is_candidate(module) else None
-        if name is not None and len({*_adapter_dtypes(module, name)}) == 1:
+        if name is not None and (
+            len({*_adapter_dtypes(module, name)}) == 1 or _runs_under_autocast(module, name)
+        ):
             forward = _adapted_forward
         if forward is not None:
             forwards[module] = types.MethodType(forward, module)
@@ -780,16 +784,21 @@ def _only_adapter(module: Any) -> str | None:
 def _adapted_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Forward of a LoRA layer: x [..., D] to [..., F]."""
     name = None if args or kwargs else _only_adapter(self)
-    if name is None or x.dim() < 2 or torch.is_autocast_enabled(x.device.type):
+    if name is None or x.dim() < 2:
         return type(self).forward(self, x, *args, **kwargs)
-    base, first_RD, second_FR = self.base_layer, self.lora_A[name].weight, self.lora_B[name].weight
-    if not x.dtype == base.weight.dtype == first_RD.dtype == second_FR.dtype:
+    base, dropout = self.base_layer, self.lora_dropout[name]
+    factors = self.lora_A[name].weight, self.lora_B[name].weight
+    autocast = torch.is_autocast_enabled(x.device.type)
+    dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
+    # PEFT's dropout is of a copy in float32, for which it draws another mask than for the input.
+    wide = torch.float32 if autocast and type(dropout) is nn.Identity else dtype
+    if not dtype == x.dtype == base.weight.dtype or {f.dtype for f in factors} - {dtype, wide}:
         return type(self).forward(self, x)
     x_MD = x.flatten(0, -2)
-    dropped_MD = self.lora_dropout[name](x_MD)
+    dropped_MD = dropout(x_MD)
     sum_MF: Tensor = _AdaptedLinear.apply(
         *(x_MD, None if dropped_MD is x_MD else dropped_MD),
-        *(base.weight, base.bias, first_RD, second_FR, self.scaling[name]),
+        *(base.weight, base.bias, *factors, self.scaling[name]),
     )
     return sum_MF.view(*x.shape[:-1], sum_MF.shape[-1])
 
@@ -813,31 +822,32 @@ class _AdaptedLinear(torch.autograd.Function):
     ) -> Tensor:
         sum_MF = F.linear(x_MD, weight_FD, bias_F)
         input_MD = x_MD if dropped_MD is None else dropped_MD
-        inner_MR = F.linear(input_MD, first_RD)
+        inner_MR = F.linear(input_MD, first_RD.to(x_MD.dtype))
         of_weight = (x_MD,) if ctx.needs_input_grad[2] and dropped_MD is not None else ()
         ctx.save_for_backward(input_MD, inner_MR, weight_FD, first_RD, second_FR, *of_weight)
         ctx.scaling, ctx.drops = scaling, dropped_MD is not None
-        return sum_MF.addmm_(inner_MR, second_FR.t(), alpha=scaling)
+        return sum_MF.addmm_(inner_MR, second_FR.to(x_MD.dtype).t(), alpha=scaling)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_MF,), needed = grads, ctx.needs_input_grad
         input_MD, inner_MR, weight_FD, first_RD, second_FR, *of_weight = ctx.saved_tensors
-        dinner_MR = (grad_MF @ second_FR).mul_(ctx.scaling)
+        dinner_MR = (grad_MF @ second_FR.to(grad_MF.dtype)).mul_(ctx.scaling)
+        narrow_RD = first_RD.to(grad_MF.dtype)
         dx_MD = grad_MF @ weight_FD if needed[0] else None
         ddropped_MD = None
         if ctx.drops:
-            ddropped_MD = dinner_MR @ first_RD if needed[1] else None
+            ddropped_MD = dinner_MR @ narrow_RD if needed[1] else None
         elif dx_MD is not None:
-            dx_MD.addmm_(dinner_MR, first_RD)
+            dx_MD.addmm_(dinner_MR, narrow_RD)
         return (
             dx_MD,
             ddropped_MD,
             grad_MF.t() @ (of_weight or [input_MD])[0] if needed[2] else None,
             grad_MF.sum(0) if needed[3] else None,
-            dinner_MR.t() @ input_MD if needed[4] else None,
-            (grad_MF.t() @ inner_MR).mul_(ctx.scaling) if needed[5] else None,
+            (dinner_MR.t() @ input_MD).to(first_RD.dtype) if needed[4] else None,
+            (grad_MF.t() @ inner_MR).mul_(ctx.scaling).to(second_FR.dtype) if needed[5] else None,
             None,
         )
 
@@ -852,6 +862,12 @@ def _adapter_dtypes(module: Any, name: str) -> tuple[torch.dtype, ...]:
     return tuple(layer.weight.dtype for layer in layers)
 
 
+def _runs_under_autocast(module: Any, name: str) -> bool:
+    """Whether factors are float32, and the base layer what autocast makes of them."""
+    dtype, *others = _adapter_dtypes(module, name)
+    return dtype in (torch.bfloat16, torch.float16) and {*others} == {torch.float32}
+
+
 def _adapter_kind(module: Any, name: str) -> tuple[Any, ...]:
     has_bias = module.base_layer.bias is not None
     return type(module), _adapter_dtypes(module, name), has_bias, module.scaling[name]
@@ -860,7 +876,8 @@ def _adapter_kind(module: Any, name: str) -> tuple[Any, ...]:
 def _adapter_agrees(module: Any, name: str, device: torch.device) -> bool:
     """Whether a LoRA layer computes what `_AdaptedLinear` does."""
     dtype, *others = _adapter_dtypes(module, name)
-    if {*others} != {dtype}:
+    under_autocast = _runs_under_autocast(module, name)
+    if {*others} != {dtype} and not under_autocast:
         return False
     has_bias = module.base_layer.bias is not None
     inputs, rank, outputs = _PROBE_SIZES
@@ -877,14 +894,18 @@ def _adapter_agrees(module: Any, name: str, device: torch.device) -> bool:
         names = ("lora_A.{}.weight", "lora_B.{}.weight", "base_layer.weight", "base_layer.bias")
         values = dict(zip((key.format(name) for key in names), weights, strict=False))
         bare.__dict__["forward"] = types.MethodType(forward, bare)
-        return functional_call(bare, values, (x_MD,))
+        narrow = under_autocast and x_MD.dtype == dtype
+        if narrow:
+            values |= {key: value.float() for key, value in values.items() if "lora_" in key}
+        with torch.autocast(device.type, dtype if narrow else None, enabled=narrow):
+            return functional_call(bare, values, (x_MD,))
 
     shapes = ((_PROBE_TOKENS, inputs), (rank, inputs), (outputs, rank), (outputs, inputs))
     shapes += ((outputs,),) * has_bias
     try:
         own = functools.partial(run, type(module).forward)
         kernel = functools.partial(run, _adapted_forward)
-        with torch.autocast(device.type, enabled=False):  # under it both are PEFT's code
+        with torch.autocast(device.type, enabled=False):
             return _agree(own, kernel, shapes, dtype, device, ((_PROBE_TOKENS, outputs),))
     except Exception as error:  # noqa: BLE001 - a release of PEFT with other names
         logger.warning("LoRA layers keep PEFT's code: it was not compared (%s)", first_line(error))

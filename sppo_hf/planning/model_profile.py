@@ -495,8 +495,9 @@ class LoraShape:
     (`autocast_adapter_dtype`)."""
 
     autocast: bool = False
-    """Whether autocast runs the adapters' matmuls in the model's dtype. Activations are cast up to
-    the adapters' dtype and down again, and the narrow copy is saved."""
+    """Whether autocast runs the adapters' matmuls in the model's dtype. PEFT casts activations up
+    to the adapters' dtype, and autocast down again, and the narrow copy is saved; with
+    `Training.layer_kernels` only the factors of adapters without dropout are cast."""
 
     dropout: float = 0.0
     """LoRA's dropout; above zero its mask and its output are saved too."""

@@ -270,13 +270,14 @@ def warning_lines(plan: Plan) -> list[Text]:
 def _add_adapters(table: Table, plan: Plan) -> None:
     """Adds a hint if adapters are wider than the model, which is PEFT's default.
 
-    Each of their matmuls then casts the layer's activations up and back, and keeps the copies. On a
-    CPU 16 bits are not faster.
+    Each of their matmuls then casts the layer's activations up and back, and keeps the copies;
+    under autocast only where PEFT's code runs. On a CPU 16 bits are not faster.
     """
     shape = None if plan.cost is None else plan.cost.shape
     if plan.device.kind == "cpu" or shape is None or shape.lora is None:
         return
-    if shape.lora.dtype_bytes > shape.dtype_bytes:
+    in_place = shape.lora.autocast and shape.layer_kernels and not shape.lora.dropout
+    if shape.lora.dtype_bytes > shape.dtype_bytes and not in_place:
         table.add_row(
             "adapters",
             f"{8 * shape.lora.dtype_bytes} bits",

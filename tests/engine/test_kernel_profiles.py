@@ -113,7 +113,14 @@ def liger(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return ops
 
 
-def built(family: str, dtype: torch.dtype, *, lora: bool = False, **settings: Any) -> nn.Module:
+def built(
+    family: str,
+    dtype: torch.dtype,
+    *,
+    lora: bool = False,
+    in_float32: bool = False,
+    **settings: Any,
+) -> nn.Module:
     """A converted model whose sizes are all different."""
     from transformers import AutoModelForCausalLM
 
@@ -124,7 +131,7 @@ def built(family: str, dtype: torch.dtype, *, lora: bool = False, **settings: An
 
         adapters = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
         with suppress_peft_warnings():
-            model = get_peft_model(model, adapters, autocast_adapter_dtype=False)
+            model = get_peft_model(model, adapters, autocast_adapter_dtype=in_float32)
     config = SETTINGS.replace(**{"layer_kernels": "auto", **settings})
     return convert(model, config)
 
@@ -152,6 +159,17 @@ def test_saved_bytes_are_those_of_the_kernels(family: str, dtype: torch.dtype, l
         whole = shape.activation_bytes_per_token(index)
         assert whole == pytest.approx(num_bytes, rel=0.01)
         assert whole < 0.95 * without.activation_bytes_per_token(index)
+
+
+def test_saved_bytes_of_adapters_in_float32_under_autocast() -> None:
+    model = built("llama", torch.bfloat16, lora=True, in_float32=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        run(model)
+        shape = model_shape(find_parts(model))
+        measured, _ = saved_bytes(model)
+    assert shape.layer_kernels
+    for index, num_bytes in measured.items():
+        assert shape.activation_bytes_per_token(index) == pytest.approx(num_bytes, rel=0.01)
 
 
 @pytest.mark.parametrize("saved", ["inputs", "matmuls"])

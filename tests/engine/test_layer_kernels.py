@@ -392,13 +392,19 @@ def added(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     return found
 
 
-def adapted(family: str = "llama", dtype: torch.dtype = torch.float64, **settings: Any) -> Any:
+def adapted(
+    family: str = "llama",
+    dtype: torch.dtype = torch.float64,
+    *,
+    in_float32: bool = False,
+    **settings: Any,
+) -> Any:
     """A tiny model with LoRA on all linear layers, whose products are not zero."""
     peft = pytest.importorskip("peft")
     model = build_tiny_model(family, dtype=dtype)
     lora = peft.LoraConfig(**{"r": 4, "target_modules": "all-linear", "lora_alpha": 8, **settings})
     with suppress_peft_warnings():
-        model = peft.get_peft_model(model, lora, autocast_adapter_dtype=False)
+        model = peft.get_peft_model(model, lora, autocast_adapter_dtype=in_float32)
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -515,12 +521,18 @@ class _LearnsNothing(_ADDED):
         return tuple(None if x is None else x * (i != 5) for i, x in enumerate(found))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("dtype", "in_float32"),
+    [
+        *((dtype, False) for dtype in (torch.bfloat16, torch.float32, torch.float64)),
+        (torch.bfloat16, True),
+    ],
+)
 @pytest.mark.parametrize("wrong", [_AddsTwice, _LearnsNothing])
 def test_adapters_that_add_otherwise_keep_pefts_code(
-    wrong: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, caplog: Any
+    wrong: Any, dtype: torch.dtype, in_float32: bool, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    model = adapted(dtype=dtype)
+    model = adapted(dtype=dtype, in_float32=in_float32)
     monkeypatch.setattr(layer_kernels, "_AdaptedLinear", wrong)
     assert num_adapted(model) == 0
     with torch.autocast("cpu", torch.bfloat16):
@@ -588,13 +600,58 @@ def test_adapters_are_compared_when_evaluation_comes_first(added: list[torch.Siz
     assert added
 
 
-def test_under_autocast_pefts_code_runs(added: list[torch.Size]) -> None:
-    model = adapted(dtype=torch.float32)
+@pytest.mark.parametrize(
+    ("dtype", "in_float32", "settings"),
+    [
+        (torch.float32, False, {}),
+        # Its mask would be another one.
+        (torch.bfloat16, True, {"lora_dropout": 0.1}),
+    ],
+    ids=str,
+)
+def test_under_autocast_pefts_code_runs(
+    dtype: torch.dtype, in_float32: bool, settings: dict[str, Any], added: list[torch.Size]
+) -> None:
+    model = adapted(dtype=dtype, in_float32=in_float32, **settings)
     num_adapted(model)
     added.clear()
     with torch.autocast("cpu", torch.bfloat16):
         step(model, torch.zeros(1, 8, dtype=torch.long))
     assert not added
+
+
+def test_adapters_in_float32_need_autocast(added: list[torch.Size]) -> None:
+    model = adapted(dtype=torch.bfloat16, in_float32=True)
+    assert num_adapted(model)
+    added.clear()
+    step(model, torch.zeros(1, 8, dtype=torch.long))
+    assert not added, "their products are those of float32"
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("settings", [{}, {"recompute": "selective"}, {"recompute": "full"}])
+def test_under_autocast_adapters_in_float32_are_no_farther_from_float32(
+    family: str, settings: dict[str, Any], added: list[torch.Size]
+) -> None:
+    model = adapted(family, torch.bfloat16, in_float32=True)
+    ids = torch.randint(0, 90, (2, 24), generator=torch.Generator().manual_seed(0))
+    exact = step(copy.deepcopy(model).float(), ids)
+    errors, losses = [], []
+    for kernels in ("none", "auto"):
+        how = SPPOConfig(num_chunks=2, show_plan=False, layer_kernels=kernels, **settings)
+        plan = convert(model, how)
+        with torch.autocast("cpu", torch.bfloat16):
+            step(model, ids)
+            added.clear()
+            found = step(model, ids)
+        assert bool(added) == (kernels == "auto")
+        assert all(grad.dtype == torch.float32 for grad in found)
+        pairs = list(zip(found, exact, strict=True))
+        errors.append(torch.stack([(one - other).norm() for one, other in pairs[1:]]).norm())
+        losses.append(abs(found[0] - exact[0]))
+        revert(plan)
+    assert errors[1] <= 1.1 * errors[0]
+    assert losses[1] <= 1e-2
 
 
 def test_adapters_in_bfloat16_are_no_farther_from_float32() -> None:

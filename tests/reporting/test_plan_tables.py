@@ -196,10 +196,21 @@ def test_measured_speeds_are_not_called_estimates() -> None:
     assert "estimates" not in text
 
 
-@pytest.mark.parametrize(("adapter_bytes", "said"), [(4, True), (2, False)])
-def test_adapters_wider_than_the_model_are_named(adapter_bytes: int, said: bool) -> None:
-    lora = LoraShape(rank=16, dtype_bytes=adapter_bytes)
-    shape = shape_of(llama_config(), dtype_bytes=2, lora=lora)
+@pytest.mark.parametrize(
+    ("lora", "kernels", "said"),
+    [
+        (LoraShape(rank=16), True, True),
+        (LoraShape(rank=16, dtype_bytes=2), True, False),
+        (LoraShape(rank=16, autocast=True), False, True),
+        (LoraShape(rank=16, autocast=True), True, False),
+        (LoraShape(rank=16, autocast=True, dropout=0.1), True, True),
+    ],
+    ids=str,
+)
+def test_adapters_wider_than_the_model_are_named(
+    lora: LoraShape, kernels: bool, said: bool
+) -> None:
+    shape = replace(shape_of(llama_config(), dtype_bytes=2, lora=lora), layer_kernels=kernels)
     for device, speaks in ((SOLVED, said), (replace(SOLVED, kind="cpu"), False)):
         made = make_plan(
             PlanRequest(
