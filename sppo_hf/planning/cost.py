@@ -21,6 +21,7 @@ from sppo_hf.planning.hardware import Curve, HardwareProfile, curve_for
 from sppo_hf.planning.model_profile import LayerProfile
 from sppo_hf.planning.model_shape import ModelShape, visible_pairs
 from sppo_hf.planning.tiers import TIERS, Tier
+from sppo_hf.planning.tile_sizes import loss_tile_tokens
 
 ATTENTION_BACKWARD_FLOPS = 2.5
 """FLOPs of attention's backward over its forward's: five matrix products instead of two."""
@@ -277,8 +278,17 @@ class ModelCost:
         if key not in self._memo:
             products = 1.0 + (1.0 + self.shape.embedding_trained if training else 0.0)
             flops = products * self.shape.head_flops_per_token
-            # Logits and their gradient pass through memory a few times, in float32.
-            traffic = 6 * self.shape.vocab_size * 4 * self._own_rows(tokens)
+            # Logits and their gradient pass through memory a few times, in float32; the sum of a
+            # trained head's gradient is read and written once a tile.
+            rows, wide = self._own_rows(tokens), 4 * self.shape.vocab_size
+            traffic = 6 * wide * rows
+            if training and self.shape.embedding_trained:
+                tile = loss_tile_tokens(
+                    self.shape,
+                    device_kind=self.profile.kind,
+                    device_bytes=self.profile.device_bytes,
+                )
+                traffic += 2 * wide * self.shape.hidden_size * -(-rows // tile)
             seconds = self._linear_seconds(flops, tokens)
             seconds += traffic / self.profile.memory_bytes_per_second
             self._memo[key] = seconds * self.correction.forward

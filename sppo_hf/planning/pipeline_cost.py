@@ -665,8 +665,9 @@ class PipelineCost:
 
     @cached_property
     def _tables(self) -> ByteTables:
-        shape, kind, rows = self.cost.shape, self.cost.profile.kind, self.cost.batch_rows
-        tile = loss_tile_tokens(shape, device_kind=kind)
+        shape, profile, rows = self.cost.shape, self.cost.profile, self.cost.batch_rows
+        kind = profile.kind
+        tile = loss_tile_tokens(shape, device_kind=kind, device_bytes=profile.device_bytes)
         batch = Batch(batch_rows=rows, training=True, tile_tokens=tile)
         decisions = batch.decisions(self.bounds, shape.num_layers)
         if self.kv_tier == "device":

@@ -8,6 +8,10 @@ from sppo_hf.planning.model_shape import ModelShape
 # Logits at once while one tile's loss is computed, in float32. Larger tiles gain nothing: the
 # head's matrix product is already bound by arithmetic.
 _LOGITS_TILE_BYTES = {"cpu": 128 * 2**20, "cuda": 256 * 2**20}
+# Of a head that trains on a GPU: the sum of its weight's gradient, in float32, passes through
+# memory once a tile, which takes as long as the products of 300 tokens on an H100.
+_MOST_TRAINED_TILE_BYTES = 2**30
+_TRAINED_TILE_SHARE = 64
 # One layer's K/V in a block. Larger blocks would save a few sums of partial attention; several
 # blocks and their float32 sums are on the device at once, so they are as small as costs nothing.
 _KV_BLOCK_BYTES = {"cpu": 8 * 2**20, "cuda": 256 * 2**20}
@@ -23,13 +27,20 @@ copies of each took 1.26 times the processor's time (9 query heads, 3 key heads,
 keys)."""
 
 
-def loss_tile_tokens(shape: ModelShape, *, device_kind: str) -> int:
+def loss_tile_tokens(
+    shape: ModelShape, *, device_kind: str, device_bytes: int | None = None
+) -> int:
     """Returns the tokens per tile of the loss for `loss_tile_tokens="auto"`.
 
     As many (in multiples of 64) as keep a tile's float32 logits within 128 MiB on a CPU and 256 MiB
-    on a GPU: Llama-3's 128K vocabulary gets 512 tokens on a GPU.
+    on a GPU: Llama-3's 128K vocabulary gets 512 tokens on a GPU. A head that trains there gets
+    1/64 of the device's `device_bytes`, if that is more, up to 1 GiB.
     """
-    tokens = _LOGITS_TILE_BYTES[device_kind] // (shape.vocab_size * FLOAT32_BYTES)
+    tile_bytes = _LOGITS_TILE_BYTES[device_kind]
+    if device_kind == "cuda" and device_bytes is not None and shape.embedding_trained:
+        share = min(_MOST_TRAINED_TILE_BYTES, device_bytes // _TRAINED_TILE_SHARE)
+        tile_bytes = max(tile_bytes, share)
+    tokens = tile_bytes // (shape.vocab_size * FLOAT32_BYTES)
     return max(64, tokens // 64 * 64)
 
 

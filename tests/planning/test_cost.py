@@ -163,3 +163,16 @@ def test_short_chunks_are_slower_per_token() -> None:
 def test_evaluation_has_no_head_gradients() -> None:
     cost = slow_cost(small_shape(), **NO_MEMORY_TIME)
     assert cost.head_seconds(100) == pytest.approx(2 * cost.head_seconds(100, training=False))
+
+
+def test_the_gradient_of_a_head_is_summed_once_a_tile() -> None:
+    """Each tile of 2,048 tokens reads and writes a sum in float32, on a device of 80 GB."""
+    shape = shape_of(llama_config(), dtype_bytes=2)
+    profile = replace(PROFILE, kind="cuda", device_bytes=80 * 2**30)
+    cost = ModelCost(shape=shape, profile=profile, dtype_name="bfloat16")
+    sums = 2 * 4 * shape.vocab_size * shape.hidden_size / profile.memory_bytes_per_second
+    one_more = cost.head_seconds(4096 + 1) - cost.head_seconds(4096)
+    assert one_more == pytest.approx(sums, rel=0.05)
+    frozen = shape_of(llama_config(), dtype_bytes=2, lora=LoraShape(rank=8))
+    cost = replace(cost, shape=frozen)
+    assert cost.head_seconds(4096 + 1) - cost.head_seconds(4096) < 0.05 * sums

@@ -257,6 +257,23 @@ def test_tile_fits_its_bytes() -> None:
     assert loss_tile_tokens(shape, device_kind="cpu") == 256
 
 
+@pytest.mark.parametrize(
+    ("lora", "kind", "gib", "tokens"),
+    [
+        (None, "cuda", 79, 2048),
+        (None, "cuda", 24, 768),
+        (None, "cuda", 8, 512),
+        (LoraShape(rank=8), "cuda", 79, 512),
+        (None, "cpu", 79, 256),
+    ],
+)
+def test_tiles_of_a_head_that_trains_are_longer(
+    lora: LoraShape | None, kind: str, gib: int, tokens: int
+) -> None:
+    shape = shape_of(llama_config(), dtype_bytes=2, lora=lora)
+    assert loss_tile_tokens(shape, device_kind=kind, device_bytes=gib * 2**30) == tokens
+
+
 def test_budget_error_names_tier_need_have_and_remedy() -> None:
     check_budget("device", "the weights", need_bytes=10, have_bytes=10, remedy="")
     with pytest.raises(
