@@ -14,7 +14,7 @@ import logging
 import math
 import time
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -434,7 +434,7 @@ class PlanCache:
                     del self._plans[shape]
 
     def _make_plan(
-        self, batch: BatchShape, *, layer_tile_tokens: int | None = None, **options: Any
+        self, batch: BatchShape, *, tiles: Mapping[str, int] | None = None, **options: Any
     ) -> Plan:
         device, training = batch.device, batch.training
         trained = batch.trained or self.trained
@@ -448,8 +448,7 @@ class PlanCache:
         use_expandable_segments(device)
         name, reason = self.describe_backends(shape, device)
         config = self._config.replace(return_logits=batch.return_logits)
-        if layer_tile_tokens is not None:
-            config = config.replace(layer_tile_tokens=layer_tile_tokens)
+        config = config.replace(**(tiles or {}))
         request = PlanRequest(
             config=config,
             shape=shape,
@@ -539,9 +538,13 @@ class PlanCache:
                     shape,
                     observer,
                     correction=correction,
-                    # Other chunks would change the order of sums; other modes change no number.
+                    # Other chunks and tiles would change the order of sums; other modes change no
+                    # number.
                     bounds=before.bounds,
-                    layer_tile_tokens=before.layer_tile_tokens,
+                    tiles={
+                        "layer_tile_tokens": before.layer_tile_tokens,
+                        "loss_tile_tokens": before.tile_tokens,
+                    },
                 )
             except RankLostError:
                 raise

@@ -573,9 +573,7 @@ def _resolved(request: PlanRequest, *, rerun_attention: bool, under_seconds: flo
     staging_bytes = 2**30 if budgets.host is None else min(4 * 2**30, budgets.host // 16)
     tile_tokens, layer_tile_tokens = config.loss_tile_tokens, config.layer_tile_tokens
     if tile_tokens == "auto":
-        tile_tokens = loss_tile_tokens(
-            shape, device_kind=device.kind, device_bytes=device.device_memory_bytes
-        )
+        tile_tokens = loss_tile_tokens(shape, device_kind=device.kind, device_bytes=budgets.device)
     cost = None
     if device.profile is not None:
         on_node = device.profile.node_bytes_per_second

@@ -34,7 +34,7 @@ def loss_tile_tokens(
 
     As many (in multiples of 64) as keep a tile's float32 logits within 128 MiB on a CPU and 256 MiB
     on a GPU: Llama-3's 128K vocabulary gets 512 tokens on a GPU. A head that trains there gets
-    1/64 of the device's `device_bytes`, if that is more, up to 1 GiB.
+    1/64 of the device's budget `device_bytes`, if that is more, up to 1 GiB.
     """
     tile_bytes = _LOGITS_TILE_BYTES[device_kind]
     if device_kind == "cuda" and device_bytes is not None and shape.embedding_trained:

@@ -99,9 +99,13 @@ def test_a_corrected_plan_is_made_for_the_same_device(monkeypatch: pytest.Monkey
     measured = MeasuredStep(forward_seconds=seconds, backward_seconds=seconds, stall_seconds=0.0)
     found = plan, measured, Correction(backward=2.0)
     monkeypatch.setattr(book, "_new_corrections", lambda: iter([found]))
+    # As if less of the device were free by then.
+    monkeypatch.setattr("sppo_hf.planning.plan.loss_tile_tokens", lambda *_, **__: 7)
     book.correct(StepObserver())
     assert asked == [device] * 2
-    assert book.get(1, 20, device, StepObserver()) is not plan
+    corrected = book.get(1, 20, device, StepObserver())
+    assert corrected is not plan
+    assert corrected.tile_tokens == plan.tile_tokens != 7, "sums keep their order"
     book.get(1, 20, torch.device("cpu", 2), StepObserver())
     assert asked[2:] == [torch.device("cpu", 2)]
 

@@ -91,7 +91,7 @@ def test_every_contender_trains_with_the_loss_of_plain(
     assert numbers.first_loss == pytest.approx(plain.first_loss, rel=1e-3)
     # One step later the weights have changed alike.
     assert numbers.loss == pytest.approx(plain.loss, rel=1e-3)
-    assert len(numbers.step_seconds) == 1
+    assert len(numbers.step_seconds) == len(numbers.warm_up_seconds) == 1
     assert numbers.median_step_seconds == numbers.step_seconds[0] > 0
     assert numbers.tokens_per_second == pytest.approx(64 / numbers.step_seconds[0])
     assert numbers.model_flops == plain.model_flops
@@ -108,6 +108,9 @@ def test_every_contender_trains_with_the_loss_of_plain(
         inside = sum(numbers.forward_chunk_seconds) + sum(numbers.backward_chunk_seconds)
         assert 0 < inside < numbers.median_step_seconds
         assert numbers.stall_seconds is not None
+        assert numbers.planned_host_bytes is not None
+        assert numbers.correction is not None
+        assert {*numbers.correction.values()} == {1.0}, "too few steps to correct anything"
 
 
 @pytest.mark.usefixtures("_cpu_offloads")
