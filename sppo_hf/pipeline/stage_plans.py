@@ -33,6 +33,7 @@ from sppo_hf.engine.plan_cache import (
 from sppo_hf.errors import BudgetError, ConfigError
 from sppo_hf.offload.engine import OffloadStats
 from sppo_hf.pipeline.agreement import make_on_all_ranks, make_on_first_rank
+from sppo_hf.planning.activation_modes import mode_of
 from sppo_hf.planning.choices import read_budgets
 from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.cost import Correction, ModelCost
@@ -52,14 +53,17 @@ from sppo_hf.planning.plan import PipelineStep, Plan, PlanRequest, make_plan, ot
 from sppo_hf.planning.prediction import MeasuredStep, learn, worth_correcting
 from sppo_hf.planning.stages import kv_copies_of, stage_shape
 from sppo_hf.planning.tiers import TIERS, Tier
-from sppo_hf.schedule.actions import Kind
+from sppo_hf.schedule.actions import Action, Kind
 from sppo_hf.schedule.generate import MSP, Size, generate
 from sppo_hf.schedule.lower import add_kv_copies, add_transfers, lower
+from sppo_hf.schedule.messages import ChunkRun, Message, chunk_runs, messages
 from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.validate import validate
 
 if TYPE_CHECKING:
+    from sppo_hf.engine.forward_calls import BatchLayout, ForwardCall
     from sppo_hf.pipeline.executor import UnitMarks
+    from sppo_hf.pipeline.multiplex import RemoteWeights
     from sppo_hf.pipeline.pipeline_engine import PipelineEngine
 
 
@@ -612,8 +616,45 @@ class StepSchedule:
     splits_backward: bool
     """Whether backward is split into input gradients and weight gradients."""
     size: Size
+    messages: dict[Action, Message]
+    """All messages by their send."""
+    runs: dict[tuple[int, int], ChunkRun]
+    """Run of chunks that each (stage, chunk) belongs to."""
     offloaded_units: frozenset[tuple[int, int]] = frozenset()
     """(stage, unit) whose activations an action of the schedule offloads."""
+
+
+@dataclass(slots=True)
+class PreparedStep:
+    """Batch of one call, with its plans and schedule, after all ranks agreed to run it."""
+
+    call: ForwardCall
+    layout: BatchLayout
+    rows: list[tuple[int, int]]
+    """Half-open range of rows of each micro-batch."""
+    plans: BatchPlans
+    bounds: Bounds
+    """Half-open (start, end) in tokens of the chunks that have tokens besides padding."""
+    step: StepSchedule
+    weights: RemoteWeights | None = None
+    """Weights of other ranks' stages; None if ranks share no units."""
+
+    def plan(self, stage: int, micro_batch: int) -> Plan:
+        """Return the plan of a micro-batch on a stage, with offloading only of scheduled units.
+
+        The schedule has no offload action for units whose backward follows their forward at once.
+        """
+        plan = self.plans.by_stage[stage]
+        if not plan.training or not any(m.offload for row in plan.layer_modes for m in row):
+            return plan
+        first = micro_batch * len(self.bounds)
+        modes = tuple(
+            row
+            if (stage, first + chunk) in self.step.offloaded_units
+            else tuple(mode_of(mode.saved, "device") for mode in row)
+            for chunk, row in enumerate(plan.layer_modes)
+        )
+        return replace(plan, layer_modes=modes)
 
 
 def check_size(name: str, size: Size) -> None:
@@ -673,5 +714,7 @@ def _make_schedule(
         lowered,
         splits_backward=any(action.kind == "W" for action in actions),
         size=size,
+        messages=messages(lowered),
+        runs=chunk_runs(lowered),
         offloaded_units=frozenset((a.stage, a.unit) for a in actions if a.kind == "D"),
     )

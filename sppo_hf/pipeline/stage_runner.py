@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from sppo_hf.engine.chunk_runner import ChunkInputs, ChunkRunner
-from sppo_hf.engine.forward_calls import BatchLayout, ForwardCall
+from sppo_hf.engine.engine import labelled_chunks
 from sppo_hf.engine.loss import ModelHead, RouterLoss
 from sppo_hf.engine.sequence_group import SequenceGroup
 from sppo_hf.engine.stages import (
@@ -43,7 +43,8 @@ from sppo_hf.engine.stages import (
     enter,
 )
 from sppo_hf.errors import SPPOError, UnsupportedModelError
-from sppo_hf.planning.chunk_bounds import Bounds
+from sppo_hf.pipeline.stage_plans import PreparedStep
+from sppo_hf.schedule.messages import ChunkRun
 
 # B batch rows, C tokens of a chunk, T tokens of the sequence, D model width, W width of a message.
 
@@ -136,10 +137,6 @@ AddLoss = Callable[[Tensor, slice, slice, SequenceGroup | None], Tensor]
 """Takes a chunk's hidden states `[B, C, D]`, its rows of the batch, its tokens, and the ranks that
 share these; returns the loss to start backward from, shape `[]`."""
 
-RunOf = Callable[[int, int], tuple[range, SequenceGroup | None]]
-"""Takes (stage, chunk); returns the run of chunks around it that the same ranks compute, and these
-ranks if there are several. Each run has K/V stores of its own."""
-
 
 @dataclass(slots=True)
 class _ActiveRun:
@@ -167,26 +164,19 @@ class StageRunner:
     """Runs all units of this rank's stages in one step."""
 
     staged: StagedModel
-    call: ForwardCall
-    layout: BatchLayout
+    prepared: PreparedStep
     _: KW_ONLY
     messages: MessageLayout
     """Layout of what stages send to the next."""
-    bounds: Bounds
-    """Half-open tokens of the chunks that run."""
-    rows: list[tuple[int, int]]
-    """Half-open rows of each micro-batch."""
     make_runner: Callable[..., ChunkRunner]
     """Makes the chunk runner of (stage, micro-batch), given ChunkRunner's varying keywords."""
     head: ModelHead
     """The model's head; `output_class` is set to the class of the base model's outputs."""
     add_loss: AddLoss | None
     """Computes the loss of a chunk; None where the last stage is not here."""
-    labelled: frozenset[int]
-    """Chunks that have labels."""
-    run_of: RunOf
-    split: bool = False
-    """Whether backward runs in two halves."""
+    group_of: Callable[[ChunkRun], SequenceGroup | None]
+    """Returns the ranks that share the tokens of a run's chunks; None for one rank. Each run has
+    K/V stores of its own."""
     router_loss: RouterLoss | None = None
     """Takes the routers' logits of every unit; None where they have no loss."""
     make_router_gradient: Callable[[], Tensor] | None = None
@@ -194,6 +184,8 @@ class StageRunner:
     ranks together; see `before_backward`."""
 
     def __post_init__(self) -> None:
+        self._splits = self.prepared.step.splits_backward
+        self._labelled = labelled_chunks(self.prepared.layout, self.prepared.bounds)
         self._router_gradient: Tensor | None = None
         self._active: dict[tuple[int, int, int], _ActiveRun] = {}
         """Runs by stage, micro-batch and first chunk."""
@@ -227,16 +219,16 @@ class StageRunner:
         if chunk != run.next_chunk:
             raise _out_of_order("forward", stage, micro_batch, chunk, run.next_chunk)
         run.next_chunk += 1
-        rows = self.rows[micro_batch]
+        rows = self.prepared.rows[micro_batch]
         hidden, stage_input, router_sums = self._run_layers(stage, run, chunk, received, rows=rows)
         unit = UnitGraph.of(hidden, stage_input, received)
         unit.router = router_sums
         output: Tensor | None = None
         if stage < self.staged.cut.num_stages - 1:
             output = hidden.detach()
-        elif self.add_loss is not None and chunk in self.labelled:
+        elif self.add_loss is not None and chunk in self._labelled:
             with self.staged.running(stage):
-                tokens = slice(*self.bounds[chunk])
+                tokens = slice(*self.prepared.bounds[chunk])
                 unit.loss = self.add_loss(hidden, slice(*rows), tokens, run.group)
             self.losses.append(unit.loss.detach())
         if torch.is_grad_enabled():
@@ -252,31 +244,31 @@ class StageRunner:
         return self._get_or_begin(stage, micro_batch, chunk).runner
 
     def _key(self, stage: int, micro_batch: int, chunk: int) -> tuple[int, int, int]:
-        return stage, micro_batch, self.run_of(stage, chunk)[0].start
+        return stage, micro_batch, self.prepared.step.runs[stage, chunk].chunks.start
 
     def _get_or_begin(self, stage: int, micro_batch: int, chunk: int) -> _ActiveRun:
         key = self._key(stage, micro_batch, chunk)
         if key not in self._active:
-            self._active[key] = self._begin_run(stage, micro_batch, *self.run_of(stage, chunk))
+            run = self.prepared.step.runs[stage, chunk]
+            self._active[key] = self._begin_run(stage, micro_batch, run)
         return self._active[key]
 
-    def _begin_run(
-        self, stage: int, micro_batch: int, chunks: range, group: SequenceGroup | None
-    ) -> _ActiveRun:
-        start, end = self.rows[micro_batch]
-        positions = self.call.positions()
+    def _begin_run(self, stage: int, micro_batch: int, run: ChunkRun) -> _ActiveRun:
+        call, group = self.prepared.call, self.group_of(run)
+        start, end = self.prepared.rows[micro_batch]
+        positions = call.positions()
         runner = self.make_runner(
             stage,
             micro_batch,
-            rows=self.layout.spans(start, end),
+            rows=self.prepared.layout.spans(start, end),
             last_position=positions.max().view(1, 1),
-            around_layers=self._around_layers if self.split else contextlib.nullcontext,
+            around_layers=self._around_layers if self._splits else contextlib.nullcontext,
             group=group,
         )
-        constants = dict(self.call.constants)
+        constants = dict(call.constants)
         if self.router_loss is not None:
             constants["output_router_logits"] = True
-        inputs = ChunkInputs(self.call.tokens, positions, constants).rows(start, end)
+        inputs = ChunkInputs(call.tokens, positions, constants).rows(start, end)
         embedded = None
         if stage == 0:
             with self.staged.running(stage):
@@ -284,6 +276,7 @@ class StageRunner:
         if embedded is not None:
             others = {name: x for name, x in inputs.tokens.items() if name != "input_ids"}
             inputs = replace(inputs, tokens={"inputs_embeds": embedded.detach(), **others})
+        chunks = run.chunks
         return _ActiveRun(runner, inputs, chunks, group, embedded, next_chunk=chunks.start)
 
     def _around_layers(self) -> contextlib.AbstractContextManager[object]:
@@ -328,7 +321,7 @@ class StageRunner:
         self.head.output_class = type(output)
         router_sums = None
         if self.router_loss is not None:
-            mask, tokens = self.call.attention_mask, run.runner.rank_tokens(chunk)
+            mask, tokens = self.prepared.call.attention_mask, run.runner.rank_tokens(chunk)
             router_sums = self.router_loss.add(output.router_logits, mask, rows, tokens)
         if stage == self.staged.cut.num_stages - 1:
             return output.last_hidden_state, stage_input, router_sums
@@ -422,8 +415,9 @@ class StageRunner:
     ) -> Tensor | None:
         """Run a unit's backward; chunks come in reverse.
 
-        With `split`, all of it but the weights of linear layers. `grad` is `[B, C, W]` from the
-        stage after; None on the last stage, where `scale`, `[]`, is the gradient of the loss's sum.
+        Where schedules split it, all but the weights of linear layers. `grad` is `[B, C, W]` from
+        the stage after; None on the last one, where `scale`, `[]`, is the gradient of the loss's
+        sum.
 
         Returns:
             `[B, C, W]` for the stage before; None on the first stage.
@@ -439,7 +433,7 @@ class StageRunner:
         if run is None or chunk != due:
             raise _out_of_order("backward", stage, micro_batch, chunk, due)
         unit = run.units.pop(chunk)
-        if self.split:
+        if self._splits:
             self._current_deferred = WeightGradients()
             self._deferred[stage, micro_batch, chunk] = self._current_deferred
         states = [end for end in run.runner.state_ends(chunk) if end.grad is not None]

@@ -24,8 +24,10 @@ from sppo_hf.engine.stages import StagedModel
 from sppo_hf.engine.structure import find_parts
 from sppo_hf.errors import BudgetError, SPPOError
 from sppo_hf.pipeline.convert import choose_cut
-from sppo_hf.pipeline.pipeline_engine import PipelineEngine, PreparedStep
+from sppo_hf.pipeline.pipeline_engine import PipelineEngine
+from sppo_hf.pipeline.stage_plans import PreparedStep
 from sppo_hf.pipeline.stage_runner import StageRunner
+from sppo_hf.schedule.messages import ChunkRun
 from sppo_hf.testing.exactness import Gradients, float64_everywhere, parameter_errors, run_reference
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
 from tests.engine.forced_plans import trace_short_scans
@@ -94,7 +96,8 @@ class Stage:
         rows = [(row, row + 1) for row in range(call.batch_rows)]
         plans = engine._stage_plans.get(1, TOKENS, call.device, micro_batches=len(rows))
         every = {(s, u) for s in range(2) for u in range(len(rows) * CHUNKS)}
-        step: Any = SimpleNamespace(splits_backward=split, offloaded_units=every)
+        runs = {(s, c): ChunkRun(range(CHUNKS), (s,)) for s in range(2) for c in range(CHUNKS)}
+        step: Any = SimpleNamespace(splits_backward=split, offloaded_units=every, runs=runs)
         prepared = PreparedStep(call, layout, rows, plans, plans.bounds, step)
         has_last = self.staged.cut.has_last
         add_loss = engine._make_label_loss(prepared) if has_last else None
