@@ -28,7 +28,7 @@ from sppo_hf.engine.chunk_runner import ChunkRunner
 from sppo_hf.engine.engine import Engine, chunk_labels, labelled_chunks
 from sppo_hf.engine.family_guard import check_router_loss
 from sppo_hf.engine.forward_calls import BatchLayout, ForwardCall, read_call
-from sppo_hf.engine.loss import ChunkedLoss, RouterLoss, divide_loss, liger_tile
+from sppo_hf.engine.loss import RouterLoss, divide_loss
 from sppo_hf.engine.plan_cache import StepRows, trainable_mask
 from sppo_hf.engine.sequence_group import SequenceGroup, rank_random_state, rank_tokens
 from sppo_hf.engine.stages import MessageLayout, StagedModel
@@ -576,18 +576,8 @@ class PipelineEngine(Engine):
         call, layout = prepared.call, prepared.layout
         bounds, last_stage = prepared.bounds, self.staged.cut.num_stages - 1
         last_start = bounds[max(labelled_chunks(layout, bounds))][0]
-        head_in_backward = self.parts.head_is_hooked()
-        loss = ChunkedLoss(
-            self.head.logits,
-            self.parts.head_parameters(),
-            tile_tokens=prepared.plans.by_stage[last_stage].tile_tokens,
-            ignore_index=call.ignore_index,
-            liger=liger_tile(self.parts, self.head, call.device),
-            head_in_backward=head_in_backward,
-            reads=ReadTensors.of_module(self.parts.causal_lm, self.parts.base)
-            if head_in_backward
-            else None,
-        )
+        plan = prepared.plans.by_stage[last_stage]
+        loss = self.chunked_loss(call, plan, head_in_backward=self.parts.head_is_hooked())
 
         def add(
             hidden_BCD: Tensor, rows: slice, tokens: slice, group: SequenceGroup | None

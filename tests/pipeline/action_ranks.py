@@ -26,7 +26,7 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.convert import get_engine, revert
 from sppo_hf.engine.device_facts import device_facts, whole_shape
 from sppo_hf.engine.step_observer import StepObserver, StepRecord
-from sppo_hf.pipeline.convert import convert_to_stages
+from sppo_hf.pipeline.convert import convert_over_ranks
 from sppo_hf.pipeline.multiplex import UnitTensors
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
 from sppo_hf.pipeline.stage_plans import BatchPlans
@@ -183,7 +183,7 @@ def run(one: dict[str, Any], pp_size: int, folder: Path) -> None:
     settings = {"min_offload_size": 1, "show_plan": False, **one["settings"]}
     config = SPPOConfig(pp_size=pp_size, trace_dir=str(folder / one["name"]), **settings)
     events = EventRecorder()
-    convert_to_stages(model, config, observer=events)
+    convert_over_ranks(model, config, observer=events)
     batch = make_batch(rows=one.get("rows", 3), tokens=one.get("tokens", TOKENS))
     engine = get_engine(model)
     assert isinstance(engine, PipelineEngine)

@@ -356,9 +356,9 @@ def test_ranks_share_the_reading_and_agree(tmp_path: Path, monkeypatch, damaged:
     for rank in range(2):
         monkeypatch.setattr(checkpoint.dist, "get_rank", lambda rank=rank: rank)
 
-        def gather(group, own, rank=rank):
+        def gather(own, group, rank=rank):
             assert own == found[rank]
-            return found
+            return dict(enumerate(found))
 
-        monkeypatch.setattr(checkpoint, "_gather", gather)
+        monkeypatch.setattr(checkpoint, "gather", gather)
         assert (checkpoint.find_damage_together(tmp_path) is not None) is bool(damaged)
