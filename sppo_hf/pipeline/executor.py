@@ -135,14 +135,7 @@ class Executor:
             "B": self._backward,
             "I": self._backward,
             "W": lambda action: self.runner.backward_weights(*self._place(action)),
-            "D": lambda action: self.runner.offload(*self._place(action)),
-            "H": lambda action: self.runner.prefetch(*self._place(action)),
-            "S": self._store,
-            "L": self._load,
-            "K": lambda action: self.runner.begin_stream(
-                *self._place(action), backward=kv_copy_pass(action) == 1
-            ),
-            "O": lambda action: self.runner.end_stream(*self._place(action)),
+            **dict.fromkeys(("D", "H", "S", "L", "K", "O"), self._copy),
             **dict.fromkeys(SENDS, self.tensors.send),
             **dict.fromkeys(SENDS.values(), self.tensors.receive),
             "REDUCE_GRAD": lambda action: self.reduce(action.stage),
@@ -215,16 +208,13 @@ class Executor:
         self._ready = Mark(self.scale.device)
         return received
 
-    # -- copies ------------------------------------------------------------------------------
-
-    def _store(self, action: Action) -> None:
-        if is_kv_copy(action):
-            self.runner.end_stream(*self._place(action))
+    def _copy(self, action: Action) -> None:
+        place = self._place(action)
+        if not is_kv_copy(action):
+            self.runner.copy(action.kind, *place)
+        elif action.kind in ("K", "L"):
+            backward = kv_copy_pass(action) == (1 if action.kind == "K" else 2)
+            runner = self.runner.chunk_runner(*place)
+            runner.begin_stream(self.schedule.chunk(action), backward=backward)
         else:
-            self.runner.store(*self._place(action))
-
-    def _load(self, action: Action) -> None:
-        if is_kv_copy(action):
-            self.runner.begin_stream(*self._place(action), backward=kv_copy_pass(action) == 2)
-        else:
-            self.runner.load(*self._place(action))
+            self.runner.end_stream(*place)

@@ -44,6 +44,7 @@ from sppo_hf.engine.stages import (
 )
 from sppo_hf.errors import SPPOError, UnsupportedModelError
 from sppo_hf.pipeline.stage_plans import PreparedStep
+from sppo_hf.schedule.actions import KIND_NAMES, Kind
 from sppo_hf.schedule.messages import ChunkRun
 
 # B batch rows, C tokens of a chunk, T tokens of the sequence, D model width, W width of a message.
@@ -344,44 +345,28 @@ class StageRunner:
 
     # -- copies ------------------------------------------------------------------------------
 
-    def offload(self, stage: int, micro_batch: int, chunk: int) -> None:
-        """End the offload of a unit, whose layers started their copies as each ran.
+    def copy(self, kind: Kind, stage: int, micro_batch: int, chunk: int) -> None:
+        """Carry out an action on a unit's saved activations.
 
-        Compute waits until at most one unit is being copied.
-
-        Raises:
-            SPPOError: Its forward is not the last that ran.
-        """
-        run = self._active.get(self._key(stage, micro_batch, chunk))
-        if run is None or chunk != run.next_chunk - 1:
-            due = None if run is None else run.next_chunk - 1
-            raise _out_of_order("device to host", stage, micro_batch, chunk, due)
-        run.runner.settle()
-
-    def store(self, stage: int, micro_batch: int, chunk: int) -> None:
-        """Start writing what was offloaded to its tier behind the host."""
-        self._pending_backward("store", stage, micro_batch, chunk).runner.poll()
-
-    def load(self, stage: int, micro_batch: int, chunk: int) -> None:
-        """Start reading all that a unit's backward needs into host memory."""
-        self._pending_backward("load", stage, micro_batch, chunk).runner.read_ahead(chunk)
-
-    def prefetch(self, stage: int, micro_batch: int, chunk: int) -> None:
-        """Start copying all that a unit's backward needs to the device.
+        "D" ends their offload, which layers began as each ran: compute waits until at most one unit
+        is being copied. "S" starts writing them to a tier behind the host, "L" reading all that the
+        unit's backward needs from there, and "H" copying it to the device.
 
         Raises:
             SPPOError: The unit does not wait for a backward.
         """
-        run = self._pending_backward("host to device", stage, micro_batch, chunk)
-        run.runner.prefetch(chunk)
-
-    def begin_stream(self, stage: int, micro_batch: int, chunk: int, *, backward: bool) -> None:
-        """Start copying the offloaded K/V that a unit reads first; the rest follows as it runs."""
-        if not backward:
-            run = self._get_or_begin(stage, micro_batch, chunk)
+        run = self._active.get(self._key(stage, micro_batch, chunk))
+        if run is None or chunk not in run.units:
+            due = None if run is None else max(run.units, default=None)
+            raise _out_of_order(KIND_NAMES[kind], stage, micro_batch, chunk, due)
+        if kind == "D":
+            run.runner.settle()
+        elif kind == "S":
+            run.runner.poll()
+        elif kind == "L":
+            run.runner.read_ahead(chunk)
         else:
-            run = self._pending_backward("K/V in", stage, micro_batch, chunk)
-        run.runner.begin_stream(chunk, backward=backward)
+            run.runner.prefetch(chunk)
 
     def end_stream(self, stage: int, micro_batch: int, chunk: int) -> None:
         """End the offload of a unit's K/V, or of their gradients.
@@ -391,13 +376,6 @@ class StageRunner:
         run = self._active.get(self._key(stage, micro_batch, chunk))
         if run is not None:  # else its last backward ran, and nothing of it is offloaded
             run.runner.settle()
-
-    def _pending_backward(self, what: str, stage: int, micro_batch: int, chunk: int) -> _ActiveRun:
-        run = self._active.get(self._key(stage, micro_batch, chunk))
-        if run is None or chunk not in run.units:
-            due = None if run is None else max(run.units, default=None)
-            raise _out_of_order(what, stage, micro_batch, chunk, due)
-        return run
 
     # -- backward ----------------------------------------------------------------------------
 

@@ -63,11 +63,8 @@ class FakeUnits:
     def backward_weights(self, stage: int, micro_batch: int, chunk: int) -> None:
         self.log.append(f"weights {stage} {micro_batch}.{chunk}")
 
-    def offload(self, stage: int, micro_batch: int, chunk: int) -> None:
-        self.log.append(f"offload {stage} {micro_batch}.{chunk}")
-
-    def prefetch(self, stage: int, micro_batch: int, chunk: int) -> None:
-        self.log.append(f"prefetch {stage} {micro_batch}.{chunk}")
+    def copy(self, kind: str, stage: int, micro_batch: int, chunk: int) -> None:
+        self.log.append(f"copy {kind} {stage} {micro_batch}.{chunk}")
 
     @property
     def is_finished(self) -> bool:
@@ -161,8 +158,8 @@ MIDDLE = {
     "1RECV_B3": "receive 1RECV_B3 from 2",
     "1SEND_B3": "send -103 to 0",
     "1REDUCE_GRAD0": "reduce 1",
-    "1D2": "offload 1 1.0",
-    "1H2": "prefetch 1 1.0",
+    "1D2": "copy D 1 1.0",
+    "1H2": "copy H 1 1.0",
 }
 BETWEEN_LAST_AND_FIRST_RANK = {
     "2SEND_F3": "send 203 to 0",

@@ -230,11 +230,11 @@ def test_backward_copies_nothing_after_a_prefetch(recompute: str) -> None:
     for micro_batch in range(2):
         for chunk in range(CHUNKS):
             pair.forward(micro_batch, chunk)
-            pair.first.units.offload(0, micro_batch, chunk)
+            pair.first.units.copy("D", 0, micro_batch, chunk)
     copied = [0]
     for place in backwards([1, 0]):
         for stage, one in enumerate((pair.first, pair.last)):
-            one.units.prefetch(stage, *place)
+            one.units.copy("H", stage, *place)
         copied.append(pair.first.engine.offload.stats().h2d_bytes)
         pair.backward(*place)
         assert pair.first.engine.offload.stats().h2d_bytes == copied[-1]
@@ -253,9 +253,9 @@ def test_copies_out_of_order_are_errors() -> None:
     pair = Pair(offload="full", recompute="full", min_offload_size=1)
     pair.forward(0, 0)
     with pytest.raises(SPPOError, match=r"device to host of stage 0.* chunk 1, but chunk 0 is due"):
-        pair.first.units.offload(0, 0, 1)
+        pair.first.units.copy("D", 0, 0, 1)
     with pytest.raises(SPPOError, match=r"host to device of stage 0.* chunk 2, but chunk 0 is due"):
-        pair.first.units.prefetch(0, 0, 2)
+        pair.first.units.copy("H", 0, 0, 2)
 
 
 def test_weight_gradients_wait_until_they_are_asked_for() -> None:
