@@ -429,7 +429,6 @@ FORMAT = 2
 """Number of the format that is written; formats up to it can be read."""
 
 MARK_NAME = "sppo_checkpoint.json"
-"""The mark's file name."""
 
 STATE_FOLDER = "sppo_optimizer"
 """Folder with optimizers, schedulers and random state. Its name contains "optimizer" so that a

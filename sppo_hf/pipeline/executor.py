@@ -112,10 +112,8 @@ class Executor:
     schedule: Schedule
     """Lowered: with sends and receives, and with the copies of this rank."""
     rank: int
-    """This rank in the pipeline."""
     runner: StageRunner
     tensors: UnitTensors
-    """Inputs and outputs of units, and their messages."""
     _: KW_ONLY
     scale: Tensor
     """Gradient of the loss's sum, `[]`."""

@@ -330,7 +330,6 @@ class UnitTensors:
 
     prepared: PreparedStep
     rank: int
-    """This rank in the pipeline."""
     transport: Transport
     _: KW_ONLY
     message_width: Callable[[int], int]

@@ -173,12 +173,10 @@ class _KnownShape:
 
     choice: PipelineChoice
     dtype: torch.dtype
-    """Dtype of messages."""
     plans: dict[bool, BatchPlans] = field(default_factory=dict)
     """By whether gradients are held twice."""
     step: PipelineStep | None = None
     num_steps: int = 0
-    """Number of training steps that ran."""
     corrections: dict[int, Correction] = field(default_factory=dict)
     """Corrections of speeds by measured steps, by stage."""
     corrected: _MeasuredBatch | None = None

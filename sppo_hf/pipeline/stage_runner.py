@@ -194,10 +194,12 @@ class StageRunner:
         """Weight gradients of units whose second half of backward has not run, by stage,
         micro-batch and chunk."""
         self._current_deferred = WeightGradients()
-        self._received: UnpackedMessage | None = None
-        """Input of the running stage's first layer, see `first_layer_input`."""
-        self._last_output: tuple[Tensor, Mapping[Any, Any]] | None = None
-        """Arguments of the last call of `last_layer_output`."""
+        self.received: UnpackedMessage | None = None
+        """What the first layer of the running stage gets; None for its own arguments. Models scale
+        embeddings or add positions to them before their first layer, which must not happen again to
+        hidden states that come from another stage."""
+        self.last_output: tuple[Tensor, Mapping[Any, Any]] | None = None
+        """What the last layer of the running stage returned, and K/V that layers share."""
         self.losses: list[Tensor] = []
         """Detached sums of the losses of the last stage's chunks."""
 
@@ -305,19 +307,19 @@ class StageRunner:
                 inputs.pop(name, None)
             message, stage_input = enter(received)
             parts = self.messages.unpack(self.staged.cut.layers[stage].start, message)
-            # Only its shape and dtype are used: layers get another one, see `first_layer_input`.
+            # Only its shape and dtype are used: layers get another one, see `StageRunner.received`.
             placeholder_BCD = parts.hidden if parts.hidden.dim() == 3 else parts.hidden[0]
             inputs["inputs_embeds"] = placeholder_BCD.detach()
             inputs |= parts.arguments
-            self._received = parts
+            self.received = parts
         elif run.embedded is not None:
             inputs["inputs_embeds"], stage_input = enter(inputs["inputs_embeds"])
         try:
             with self.staged.running(stage):
                 output = run.runner.run_chunk(chunk, inputs)
-            last_output = self._last_output
+            last_output = self.last_output
         finally:
-            self._received = self._last_output = None
+            self.received = self.last_output = None
             own_inputs = self.staged.take_layer_inputs(stage)
         self.head.output_class = type(output)
         router_sums = None
@@ -330,18 +332,6 @@ class StageRunner:
         end = self.staged.cut.layers[stage].stop
         hidden, shared = last_output
         return self.messages.pack(end, hidden, own_inputs, shared), stage_input, router_sums
-
-    def first_layer_input(self) -> UnpackedMessage | None:
-        """Return what the first layer of the running stage gets; None for its own arguments.
-
-        Models scale embeddings or add positions to them before their first layer, which must not
-        happen again to hidden states that come from another stage.
-        """
-        return self._received
-
-    def last_layer_output(self, hidden: Tensor, shared: Mapping[Any, Any]) -> None:
-        """Keep what the last layer of the running stage returned, and K/V that layers share."""
-        self._last_output = hidden, shared
 
     # -- copies ------------------------------------------------------------------------------
 
@@ -496,11 +486,11 @@ def _out_of_order(
 def first_layer_hook(
     get_runner: Callable[[], StageRunner | None],
 ) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]] | None]:
-    """Make a pre-hook (with keywords) for first layers of stages; see `first_layer_input`."""
+    """Make a pre-hook (with keywords) for first layers of stages; see `StageRunner.received`."""
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         runner = get_runner()
-        received = None if runner is None else runner.first_layer_input()
+        received = None if runner is None else runner.received
         if received is None:
             return None
         if received.shared:
@@ -513,7 +503,7 @@ def first_layer_hook(
 
 
 def last_layer_hook(get_runner: Callable[[], StageRunner | None]) -> Callable[..., None]:
-    """Make a hook (with keywords) for last layers of stages; see `last_layer_output`."""
+    """Make a hook (with keywords) for last layers of stages; see `StageRunner.last_output`."""
 
     def hook(layer: nn.Module, _: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         runner = get_runner()
@@ -525,6 +515,6 @@ def last_layer_hook(get_runner: Callable[[], StageRunner | None]) -> Callable[..
                 f"{type(layer).__name__} returns more than hidden states to the next layer, which "
                 "is not sent between the stages of a pipeline. Train it on one device (pp_size=1)."
             )
-        runner.last_layer_output(hidden, kwargs.get(SHARED_KV) or {})
+        runner.last_output = hidden, kwargs.get(SHARED_KV) or {}
 
     return hook

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise, product
 from operator import attrgetter
-from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -235,28 +235,17 @@ _SPLIT_BACKWARD = "zb_seq1f1b"
 _CHUNKS_IN_FLIGHT = 3
 
 _Made = TypeVar("_Made")
-_Others = ParamSpec("_Others")
 
 
-def _once(
-    *names: str,
-) -> Callable[
-    [Callable[Concatenate[LowerBounds, Layout, _Others], _Made]],
-    Callable[Concatenate[LowerBounds, Layout, _Others], _Made],
-]:
+def _once(*names: str) -> Callable[[Callable[..., _Made]], Callable[..., _Made]]:
     """Decorates a method to be called once for equal fields `names` of layouts, and arguments."""
+    fields = attrgetter(*names)
 
-    def decorate(
-        make: Callable[Concatenate[LowerBounds, Layout, _Others], _Made],
-    ) -> Callable[Concatenate[LowerBounds, Layout, _Others], _Made]:
-        fields = attrgetter(*names)
-
-        def known(
-            self: LowerBounds, layout: Layout, *args: _Others.args, **kwargs: _Others.kwargs
-        ) -> _Made:
+    def decorate(make: Callable[..., _Made]) -> Callable[..., _Made]:
+        def known(self: LowerBounds, layout: Layout, *args: Any) -> _Made:
             key = (make, fields(layout), args)
             if key not in self.known:
-                self.known[key] = make(self, layout, *args, **kwargs)
+                self.known[key] = make(self, layout, *args)
             return self.known[key]
 
         return known

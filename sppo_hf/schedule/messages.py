@@ -32,7 +32,6 @@ SENDS: dict[Kind, Kind] = {
 """Each kind of send, and the receive that is its other end."""
 
 TRANSFERS: frozenset[Kind] = frozenset({*SENDS, *SENDS.values()})
-"""Kinds of sends and receives."""
 
 
 _ALL = Fraction(1)
@@ -54,17 +53,9 @@ class Message(NamedTuple):
     """One message from one rank to another."""
 
     send: Action
-    """The send, on the source."""
-
     receive: Action
-    """The receive, on the target."""
-
     source: int
-    """Rank that sends."""
-
     target: int
-    """Rank that receives."""
-
     producer: Action
     """Compute action of `source` that makes the data; it is sent once that has ended."""
 
