@@ -47,7 +47,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from sppo_hf.engine.convert import get_engine
 from sppo_hf.engine.structure import find_causal_lm
 from sppo_hf.errors import ConfigError, PipelineError
-from sppo_hf.pipeline.agreement import gather
+from sppo_hf.pipeline.agreement import gather, make_on_all_ranks
 from sppo_hf.pipeline.checkpoint_files import (
     Digest,
     TensorFiles,
@@ -140,17 +140,13 @@ def find_damage_together(folder: Path) -> str | None:
     """
     if not (dist.is_available() and dist.is_initialized()):
         return find_damage(folder)
-    group = _world_group(dist.group.WORLD)
-    damage: str | ConfigError | None
-    try:
-        damage = find_damage(folder, share=(dist.get_rank(), dist.get_world_size()))
-    except ConfigError as error:
-        damage = error
-    found = gather(damage, group).values()
-    first = next((damage for damage in found if damage is not None), None)
-    if isinstance(first, ConfigError):
-        raise first
-    return first
+    share = dist.get_rank(), dist.get_world_size()
+    _, found = make_on_all_ranks(
+        lambda: find_damage(folder, share=share),
+        _world_group(dist.group.WORLD),
+        share=lambda damage: damage,
+    )
+    return next((damage for damage in found if damage is not None), None)
 
 
 @contextlib.contextmanager

@@ -335,7 +335,7 @@ class PipelineEngine(Engine):
             self.traces.keep(self.executed)
         if records:
             stats = self._record_step(prepared, training=training, began_seconds=began_seconds)
-            if training and prepared.bounds == plans.bounds and step.name == plans.schedule:
+            if training and prepared.bounds == plans.bounds and step.name == plans.choice.schedule:
                 self._stage_plans.step_done(plans, step.schedule, units, stats)
         return gradients, runner
 
@@ -426,7 +426,7 @@ class PipelineEngine(Engine):
         if reduces:
             refuse_post_accumulate_hooks(self.parts.causal_lm.named_parameters())
         bounds = tuple(b for b in plans.bounds if b[0] < max(1, layout.used_tokens))
-        name = plans.schedule
+        name = plans.choice.schedule
         if name == MSP and (call.head_arguments or len(bounds) < self.mesh.pp_size):
             name = DEFAULT_SCHEDULE
         weights = self.remote_weights() if name == MSP else None

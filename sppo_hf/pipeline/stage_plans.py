@@ -104,11 +104,6 @@ class BatchPlans:
         return self.choice.bounds
 
     @property
-    def schedule(self) -> str:
-        """Name of the schedule."""
-        return self.choice.schedule
-
-    @property
     def copies(self) -> Copies:
         """Copies of this rank's stages."""
         return _copies_of(self.by_stage)
@@ -118,7 +113,7 @@ class BatchPlans:
         by_stage, seconds = self.by_stage, None
         if all(plan.prediction is not None for plan in by_stage.values()):
             seconds = {stage: stage_seconds(plan) for stage, plan in by_stage.items()}
-        return _SharedPlans(by_stage if self.schedule == MSP else {}, seconds, self.copies)
+        return _SharedPlans(by_stage if self.choice.schedule == MSP else {}, seconds, self.copies)
 
 
 class _SharedPlans(NamedTuple):
