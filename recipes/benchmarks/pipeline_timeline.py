@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from sppo_hf import SPPOConfig
 from sppo_hf.engine.convert import get_engine
-from sppo_hf.pipeline.convert import convert_to_stages
+from sppo_hf.pipeline.convert import convert_over_ranks
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
 from sppo_hf.registry import SCHEDULES
 from sppo_hf.reporting.chrome_trace import write_trace
@@ -88,7 +88,7 @@ def run_rank(rank: int, options: argparse.Namespace, port: int, out: str) -> Non
         show_plan=False,
         show_progress=False,
     )
-    model = convert_to_stages(model_of(options), config)
+    model = convert_over_ranks(model_of(options), config)
     engine = get_engine(model)
     assert isinstance(engine, PipelineEngine), "the model was just made into a pipeline"
     tokens = torch.randint(0, options.vocabulary, (options.micro_batches, options.tokens))

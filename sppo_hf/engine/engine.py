@@ -367,6 +367,27 @@ class Engine:
         context = current_of(self.parts)
         return None if context is None else context.last_position
 
+    def chunked_loss(
+        self,
+        call: ForwardCall,
+        plan: Plan,
+        *,
+        head_in_backward: bool,
+        on_logits: Callable[[Tensor, slice], None] | None = None,
+    ) -> ChunkedLoss:
+        """The standard loss of a call, summed over chunks; keywords are those of `ChunkedLoss`."""
+        parts = self.parts
+        return ChunkedLoss(
+            self.head.logits,
+            parts.head_parameters(),
+            tile_tokens=plan.tile_tokens,
+            ignore_index=call.ignore_index,
+            on_logits=on_logits,
+            liger=liger_tile(parts, self.head, call.device),
+            head_in_backward=head_in_backward,
+            reads=ReadTensors.of_module(parts.causal_lm, parts.base) if head_in_backward else None,
+        )
+
     def take_stats(self) -> OffloadStats:
         """Counters of the offload engine since the last call."""
         return self.planned_offload.take_stats()
@@ -706,17 +727,11 @@ class ForwardStep:
         # Collected logits are those of whole rows, on every rank.
         sharing = None if collectors else self._group
         head_in_backward = self._is_sharded or self._parts.head_is_hooked()
-        loss = ChunkedLoss(
-            self.engine.head.logits,
-            self._parts.head_parameters(),
-            tile_tokens=plan.tile_tokens,
-            ignore_index=call.ignore_index,
-            on_logits=on_logits if collectors and not in_graph else None,
-            liger=liger_tile(self._parts, self.engine.head, call.device),
+        loss = self.engine.chunked_loss(
+            call,
+            plan,
             head_in_backward=head_in_backward,
-            reads=ReadTensors.of_module(self._parts.causal_lm, self._parts.base)
-            if head_in_backward
-            else None,
+            on_logits=on_logits if collectors and not in_graph else None,
         )
         counts = labelled_chunks(self.layout, plan.bounds)
         groups = list(call.row_groups(self.engine.config))

@@ -392,31 +392,51 @@ class PlanCache:
             observer.on_plan(plan, self._parts.name)
         return self._plans[shape]
 
-    def _plan_within(self, shape: BatchShape, observer: StepObserver, **options: Any) -> Plan:
-        """Make a plan and reserve its host memory; plan again if the system grants less."""
+    def make_within(
+        self,
+        device: torch.device,
+        make: Callable[[], Sequence[Plan]],
+        observer: StepObserver,
+        *,
+        batches: int = 1,
+    ) -> Sequence[Plan]:
+        """Make plans and reserve their host memory; make them again if the system grants less.
+
+        `batches` batches are alive at a time. Ranks that share a sequence call this at once; if one
+        of them raises, all do.
+        """
         before_bytes = math.inf
         while True:
-            plan = shared_plan(functools.partial(self._make_plan, shape, **options), self._group)
+            plans = make()
             if self._config.device_memory is None:
-                reserve_driver_memory(shape.device, CONTEXT_BYTES["cuda"])
-            prepare = functools.partial(self._planned_offload.prepare, shape.device, plan)
-            granted_bytes = self.min_granted_bytes(
-                functools.partial(prepare, progress=observer.on_host_memory)
+                reserve_driver_memory(device, CONTEXT_BYTES["cuda"])
+            prepare = functools.partial(
+                self._planned_offload.prepare,
+                device,
+                *plans,
+                batches=batches,
+                progress=observer.on_host_memory,
             )
+            if self._group is None:
+                granted_bytes = prepare()
+            else:  # the smallest amount granted to a rank; None if all got what they need
+                granted_bytes = self._group.decide(
+                    prepare, lambda granted: math.inf if granted is None else granted
+                )
             if granted_bytes is None or granted_bytes >= before_bytes:
-                return plan
-            warn_reduced_host_memory(offloaded_bytes(plan), granted_bytes)
+                return plans
+            logger.warning(
+                "%s of host memory were planned, and the system gave %s; planning again with that",
+                format_bytes(batches * sum(map(offloaded_bytes, plans))),
+                format_bytes(granted_bytes),
+            )
             self._config = self._config.replace(host_memory=granted_bytes)
             before_bytes = granted_bytes
 
-    def min_granted_bytes(self, prepare: Callable[[], int | None]) -> int | None:
-        """The smallest amount of host memory granted to a rank; None if all got what they need.
-
-        `prepare` requests it on this rank. If it raises on one rank, all ranks raise.
-        """
-        if self._group is None:
-            return prepare()
-        return self._group.decide(prepare, lambda granted: math.inf if granted is None else granted)
+    def _plan_within(self, shape: BatchShape, observer: StepObserver, **options: Any) -> Plan:
+        make = functools.partial(self._make_plan, shape, **options)
+        (plan,) = self.make_within(shape.device, lambda: [shared_plan(make, self._group)], observer)
+        return plan
 
     def _notice_accumulation(self, training: bool) -> None:
         """Once a batch finds gradients of an earlier one, count them in all plans of training.
@@ -442,36 +462,48 @@ class PlanCache:
             # With the device, which host-resident weights do not tell.
             self._shapes[trained] = model_shape(self._parts, device)
         shape = replace(self._shapes[trained], optimizer_bytes=self.optimizer_bytes)
-        if self._group is not None:
-            shape = replace(shape, sp=self._group.size)
-        others = other_plan_warnings(self._config, shape, batch.total_tokens, training=training)
+        config = self._config.replace(return_logits=batch.return_logits, **(tiles or {}))
+        request = self.request(
+            batch,
+            shape,
+            accumulates=training and self._accumulates,
+            by_layer=self._by_chunk_reason or True,
+            on_host=self.device_only_reason or True,
+            in_tiles=self._untiled_reason or True,
+            **options,
+        )
+        request = replace(request, config=config)
+        others = other_plan_warnings(
+            self._config, request.shape, batch.total_tokens, training=training
+        )
+        plan = make_plan(request)
+        return replace(plan, warnings=(*plan.warnings, *others))
+
+    def request(self, batch: BatchShape, shape: ModelShape, **options: Any) -> PlanRequest:
+        """Return the request of a plan for batches of this shape; `options` are fields of it."""
+        device = batch.device
         use_expandable_segments(device)
         name, reason = self.describe_backends(shape, device)
-        config = self._config.replace(return_logits=batch.return_logits)
-        config = config.replace(**(tiles or {}))
-        request = PlanRequest(
-            config=config,
+        if self._group is not None:
+            shape = replace(shape, sp=self._group.size)
+        counted_bytes = self.host_resident_bytes if batch.training else -self.pinned_gradient_bytes
+        return PlanRequest(
+            config=self._config,
             shape=shape,
             device=device_facts(
                 device,
                 self._config,
-                counted_bytes=self.host_resident_bytes if training else -self.pinned_gradient_bytes,
+                counted_bytes=counted_bytes,
                 own_disk_bytes=self._planned_offload.disk_bytes,
             ),
             backend_name=name,
             backend_reason=reason,
             batch_rows=batch.batch_rows,
             total_tokens=batch.total_tokens,
-            training=training,
-            accumulates=training and self._accumulates,
+            training=batch.training,
             dtype_name=dtype_name(self._parts, device),
-            by_layer=self._by_chunk_reason or True,
-            on_host=self.device_only_reason or True,
-            in_tiles=self._untiled_reason or True,
             **options,
         )
-        plan = make_plan(request)
-        return replace(plan, warnings=(*plan.warnings, *others))
 
     def device_bytes_with_logits(
         self, batch_rows: int, total_tokens: int, device: torch.device
@@ -687,15 +719,6 @@ def _requirement(layer: LayerAttention, device: torch.device) -> AttentionSpec:
 def trainable_mask(parameters: Iterable[torch.nn.Parameter]) -> bytes:
     """One byte for each parameter: whether it requires a gradient."""
     return bytes(parameter.requires_grad for parameter in parameters)
-
-
-def warn_reduced_host_memory(planned_bytes: int, given_bytes: int) -> None:
-    """Warn that the system grants less host memory than was planned."""
-    logger.warning(
-        "%s of host memory were planned, and the system gave %s; planning again with that",
-        format_bytes(planned_bytes),
-        format_bytes(given_bytes),
-    )
 
 
 def shared_plan(make: Callable[[], Plan], group: SequenceGroup | None) -> Plan:

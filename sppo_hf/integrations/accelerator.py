@@ -52,7 +52,7 @@ from sppo_hf.integrations.checkpoints import (
 from sppo_hf.integrations.validation import COMPILE_REMEDY
 from sppo_hf.pipeline.agreement import make_on_first_rank
 from sppo_hf.pipeline.checkpoint import gather_weights, save_weights
-from sppo_hf.pipeline.convert import convert_to_shared_sequences, convert_to_stages, shared_mesh
+from sppo_hf.pipeline.convert import convert_over_ranks, shared_mesh
 from sppo_hf.pipeline.mesh import PipelineMesh
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
 from sppo_hf.pipeline.watchdog import collective_section
@@ -385,11 +385,10 @@ def convert_once(
     if engine is not None:
         _check_same_settings(model, engine, plugin)
         engine.observer = observer
-    elif config.pp_size > 1:
-        convert_to_stages(model, config, device=device, observer=observer)
-        refuse_partial_save(model)
-    elif config.sp_size > 1:
-        convert_to_shared_sequences(model, config, device=device, observer=observer)
+    elif config.pp_size > 1 or config.sp_size > 1:
+        convert_over_ranks(model, config, device=device, observer=observer)
+        if config.pp_size > 1:
+            refuse_partial_save(model)
     else:
         convert(model, config, observer=observer)
 

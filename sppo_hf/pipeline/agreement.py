@@ -156,18 +156,23 @@ def gather_refusals(
     reasons = [] if refusal is None else [_reason(refusal)]
     if averaged is not None:
         trained = {name for name, parameter in averaged.items() if parameter.requires_grad}
-        by_rank = _gather(
+        by_rank = gather(
             (reasons, trained if trained_differ else set()), mesh.replica_control_group
         )
         reasons = [reason for part, _ in by_rank.values() for reason in part]
         if trained_differ:
             reasons.append(_describe_trained({rank: names for rank, (_, names) in by_rank.items()}))
-    parts = _gather(reasons, mesh.control_group).values()
+    parts = gather(reasons, mesh.control_group).values()
     return sorted({reason for part in parts for reason in part})
 
 
-def _gather(value: SharedT, group: Any) -> dict[int, SharedT]:
-    """Gather a picklable value over a group; returns the values by global rank."""
+def gather(value: SharedT, group: Any) -> dict[int, SharedT]:
+    """Gather a picklable value over a group; returns the values by global rank.
+
+    `group` is None where there is one process.
+    """
+    if group is None:
+        return {0: value}
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return {dist.get_global_rank(group, at): value for at, value in enumerate(values)}
@@ -239,7 +244,7 @@ def make_on_all_ranks(
     except Exception as error:  # noqa: BLE001 (raised below, when the others have heard)
         refusal = error
         shared = None, _reason(error)
-    by_rank = _gather(shared, group).values()
+    by_rank = gather(shared, group).values()
     if refusal is not None:
         raise refusal
     reasons = [reason for _, reason in by_rank if reason]

@@ -47,6 +47,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from sppo_hf.engine.convert import get_engine
 from sppo_hf.engine.structure import find_causal_lm
 from sppo_hf.errors import ConfigError, PipelineError
+from sppo_hf.pipeline.agreement import gather, make_on_all_ranks
 from sppo_hf.pipeline.checkpoint_files import (
     Digest,
     TensorFiles,
@@ -100,11 +101,11 @@ class RankCoords:
 
     def gather(self, value: Any) -> list[Any]:
         """Gather small objects over this pipeline; returns them by pipeline rank, on all of it."""
-        return _gather(self.pp_group, value)
+        return list(gather(value, self.pp_group).values())
 
     def gather_all(self, value: Any) -> list[Any]:
         """Gather small objects over all processes; returns them by rank, on all of them."""
-        return _gather(self.world_group, value)
+        return list(gather(value, self.world_group).values())
 
 
 def rank_coords_of(model: nn.Module) -> RankCoords:
@@ -131,14 +132,6 @@ def _world_group(world: Any) -> Any:
     return dist.new_group(backend="gloo", timeout=STORAGE_TIMEOUT)
 
 
-def _gather(group: Any, value: Any) -> list[Any]:
-    if group is None:
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
-
-
 def find_damage_together(folder: Path) -> str | None:
     """Call `find_damage` with the files divided among all processes; every process calls this.
 
@@ -147,16 +140,13 @@ def find_damage_together(folder: Path) -> str | None:
     """
     if not (dist.is_available() and dist.is_initialized()):
         return find_damage(folder)
-    group = _world_group(dist.group.WORLD)
-    damage: str | ConfigError | None
-    try:
-        damage = find_damage(folder, share=(dist.get_rank(), dist.get_world_size()))
-    except ConfigError as error:
-        damage = error
-    first = next((found for found in _gather(group, damage) if found is not None), None)
-    if isinstance(first, ConfigError):
-        raise first
-    return first
+    share = dist.get_rank(), dist.get_world_size()
+    _, found = make_on_all_ranks(
+        lambda: find_damage(folder, share=share),
+        _world_group(dist.group.WORLD),
+        share=lambda damage: damage,
+    )
+    return next((damage for damage in found if damage is not None), None)
 
 
 @contextlib.contextmanager

@@ -43,6 +43,7 @@ import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from transformers.modeling_utils import str_to_torch_dtype
 
 from sppo_hf.errors import ConfigError, PipelineError
 
@@ -55,24 +56,7 @@ MAX_JSON = 64 * 2**20
 
 _READ_BYTES = 8 * 2**20
 _MAX_THREADS = 8
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "C64": torch.complex64,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+_DTYPES = {**str_to_torch_dtype, "C64": torch.complex64}
 DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 """Names of dtypes in safetensors files."""
 
@@ -445,7 +429,6 @@ FORMAT = 2
 """Number of the format that is written; formats up to it can be read."""
 
 MARK_NAME = "sppo_checkpoint.json"
-"""The mark's file name."""
 
 STATE_FOLDER = "sppo_optimizer"
 """Folder with optimizers, schedulers and random state. Its name contains "optimizer" so that a

@@ -368,22 +368,25 @@ def choose_cut(parts: ModelParts, config: SPPOConfig, pp_rank: int) -> StageCut:
     return StageCut(cut, tuple(range(pp_rank, stages, config.pp_size)))
 
 
-def convert_to_stages(
+def convert_over_ranks(
     model: ModelT,
     config: SPPOConfig,
     *,
     device: torch.device | None = None,
     observer: StepObserver | None = None,
 ) -> ModelT:
-    """Cut a causal language model to this rank's stages, in place, and let it run in the pipeline.
+    """Convert a causal language model, in place, to train on batches that ranks share.
 
     Every process of the launch calls this with the same model, bare or in PEFT, whole or already
-    cut, and the same settings, with `pp_size` above 1. Layers of other ranks are freed.
-    `model(**batch)` then runs the whole pipeline, on `device` (by default where the model is), and
-    returns the loss on every rank; `observer` is told about plans, units and records.
+    cut, and the same settings, with `pp_size` or `sp_size` above 1. `model(**batch)` then returns
+    the loss of the whole batch on every rank; `observer` is told about plans, units and records.
+    With `pp_size` the model is cut to this rank's stages and layers of other ranks are freed; it
+    runs on `device` (by default where the model is). With `sp_size` alone, average gradients over
+    all ranks, as DDP and FSDP2 do.
 
     Raises:
-        ConfigError: The launch or the settings do not fit.
+        ConfigError: The launch or the settings do not fit, heads cannot be divided, or ranks of one
+            sequence are on several machines.
         UnsupportedModelError: The model cannot be cut, or not trained exactly.
     """
     if (engine := get_engine(model)) is not None and engine.enabled:
@@ -398,7 +401,10 @@ def convert_to_stages(
     if config.pp_msp == "on":
         check_shareable_units(parts, model_shape(parts).layers, config.pp_size)
     mesh = shared_mesh(config.pp_size, device, config.pp_timeout_seconds, config.sp_size)
-    watchdog = launch_watchdog(config.pp_size, config.pp_timeout_seconds)
+    watchdog = launch_watchdog(config.pp_size, config.pp_timeout_seconds, config.sp_size)
+    if config.pp_size == 1:
+        make_engine = functools.partial(SequenceParallelEngine, mesh=mesh, watchdog=watchdog)
+        return convert(model, config, observer=observer, make_engine=make_engine)
     may_share = _may_share_units(parts, config, mesh)
     if may_share:
         with watchdog.collective_section("forming sets"):
@@ -432,36 +438,6 @@ def _may_share_units(parts: ModelParts, config: SPPOConfig, mesh: PipelineMesh) 
     except (ConfigError, UnsupportedModelError):
         possible = False
     return all_true(possible, mesh.control_group, mesh.replica_control_group)
-
-
-def convert_to_shared_sequences(
-    model: ModelT,
-    config: SPPOConfig,
-    *,
-    device: torch.device | None = None,
-    observer: StepObserver | None = None,
-) -> ModelT:
-    """Convert a model, in place, to train on sequences that `config.sp_size` ranks share.
-
-    Every process of the launch calls this; see `convert_to_stages`. `model(**batch)` then returns
-    the loss of the whole batch on every rank. Average gradients over all ranks, as DDP and FSDP2
-    do.
-
-    Raises:
-        ConfigError: The launch or the settings do not fit, the heads cannot be divided, or ranks of
-            one sequence are on several machines.
-        UnsupportedModelError: The model cannot be trained exactly.
-    """
-    if (engine := get_engine(model)) is not None and engine.enabled:
-        return convert(model, config, observer=observer)  # raises if settings differ
-    parts = find_parts(model)
-    check_shareable_sequences(parts, config.sp_size)
-    check_nodes(config)
-    device = next(parts.causal_lm.parameters()).device if device is None else device
-    mesh = shared_mesh(config.pp_size, device, config.pp_timeout_seconds, config.sp_size)
-    watchdog = launch_watchdog(config.pp_size, config.pp_timeout_seconds, config.sp_size)
-    make_engine = functools.partial(SequenceParallelEngine, mesh=mesh, watchdog=watchdog)
-    return convert(model, config, observer=observer, make_engine=make_engine)
 
 
 def staged_model(

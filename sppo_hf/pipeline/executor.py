@@ -24,7 +24,7 @@ from torch.profiler import record_function
 from sppo_hf.engine.step_observer import Mark
 from sppo_hf.errors import PipelineError
 from sppo_hf.pipeline.mesh import PipelineMesh
-from sppo_hf.pipeline.multiplex import SharedUnits
+from sppo_hf.pipeline.multiplex import UnitTensors
 from sppo_hf.pipeline.stage_runner import StageRunner
 from sppo_hf.schedule.actions import (
     COMPUTE_KINDS,
@@ -112,26 +112,17 @@ class Executor:
     schedule: Schedule
     """Lowered: with sends and receives, and with the copies of this rank."""
     rank: int
-    """This rank in the pipeline."""
     runner: StageRunner
-    transport: Transport
+    tensors: UnitTensors
     _: KW_ONLY
-    message_shape: Callable[[int, int], tuple[int, ...]]
-    """Returns the shape `[B, C, W]` of a unit's message to a stage; its gradient has the same."""
-    dtype: torch.dtype
-    """Dtype of the messages."""
     scale: Tensor
     """Gradient of the loss's sum, `[]`."""
     reduce: Callable[[int], None]
     """Starts averaging a stage's gradients over replicas."""
     on_action: Callable[[Action, str], None]
     """Called before each action, with its description."""
-    shared: SharedUnits | None = None
-    """Inputs and outputs where ranks share units; None where they do not."""
 
     def __post_init__(self) -> None:
-        self._outbox: dict[tuple[Kind, int, int], Tensor] = {}
-        """Outputs that are not sent yet, by kind of send, stage and unit."""
         self._ready_seconds = 0.0
         """Time (`time.perf_counter()`) at which the running action had its inputs."""
         self._ready = Mark(self.scale.device)
@@ -142,23 +133,11 @@ class Executor:
             "B": self._backward,
             "I": self._backward,
             "W": lambda action: self.runner.backward_weights(*self._place(action)),
-            "D": lambda action: self.runner.offload(*self._place(action)),
-            "H": lambda action: self.runner.prefetch(*self._place(action)),
-            "S": self._store,
-            "L": self._load,
-            "K": lambda action: self.runner.begin_stream(
-                *self._place(action), backward=kv_copy_pass(action) == 1
-            ),
-            "O": lambda action: self.runner.end_stream(*self._place(action)),
-            "SEND_F": lambda action: self._send(action, action.stage + 1),
-            "SEND_B": lambda action: self._send(action, action.stage - 1),
-            "RECV_F": lambda action: self._receive(action, action.stage - 1),
-            "RECV_B": lambda action: self._receive(action, action.stage + 1),
+            **dict.fromkeys(("D", "H", "S", "L", "K", "O"), self._copy),
+            **dict.fromkeys(SENDS, self.tensors.send),
+            **dict.fromkeys(SENDS.values(), self.tensors.receive),
             "REDUCE_GRAD": lambda action: self.reduce(action.stage),
         }
-        if self.shared is not None:
-            self._handlers |= dict.fromkeys(SENDS, self.shared.send)
-            self._handlers |= dict.fromkeys(SENDS.values(), self.shared.receive)
 
     def run(self) -> list[ActionRecord]:
         """Carry out all actions.
@@ -187,9 +166,8 @@ class Executor:
             if is_compute:
                 self.units.append(UnitMarks(action, self._ready, Mark(self.scale.device)))
             records.append(ActionRecord(action, start, time.perf_counter(), self._ready_seconds))
-        self.transport.finish()
-        sent = not self._outbox and (self.shared is None or self.shared.is_finished)
-        if not sent or not self.runner.is_finished:
+        self.tensors.transport.finish()
+        if not self.tensors.is_finished or not self.runner.is_finished:
             raise PipelineError(
                 f"rank {self.rank} of the pipeline has work left after its last action. The "
                 "schedule is wrong."
@@ -202,80 +180,39 @@ class Executor:
     # -- units -------------------------------------------------------------------------------
 
     def _forward(self, action: Action) -> None:
-        if self.shared is not None:
-            self.shared.start_prefetch(action)
-        received = self._take_input("RECV_F", action) if action.stage > 0 else None
-        self._wait_for_shared(action)
+        received = self._wait_for_input(action, first_stage=0)
         output = self.runner.forward(*self._place(action), received)
-        if output is not None:
-            if output.dtype != self.dtype:
-                raise PipelineError(
-                    f"stage {action.stage} returns hidden states in {output.dtype}, the next one "
-                    f"expects {self.dtype}, the model's own. Train this model with pp_size=1."
-                )
-            self._put_output("SEND_F", action, output)
-        if self.shared is not None:
-            self.shared.finish_unit(action)
+        if output is not None and output.dtype != self.tensors.dtype:
+            raise PipelineError(
+                f"stage {action.stage} returns hidden states in {output.dtype}, the next one "
+                f"expects {self.tensors.dtype}, the model's own. Train this model with pp_size=1."
+            )
+        self.tensors.finish_unit(action, output)
 
     def _backward(self, action: Action) -> None:
-        if self.shared is not None:
-            self.shared.start_prefetch(action)
-        self.runner.before_backward()
-        is_last = action.stage == self.schedule.num_stages - 1
-        grad = None if is_last else self._take_input("RECV_B", action)
-        self._wait_for_shared(action)
+        grad = self._wait_for_input(action, first_stage=self.schedule.num_stages - 1)
         input_grad = self.runner.backward(*self._place(action), grad, scale=self.scale)
-        if input_grad is not None:
-            self._put_output("SEND_B", action, input_grad)
-        if self.shared is not None:
-            self.shared.finish_unit(action)
+        self.tensors.finish_unit(action, input_grad)
 
-    def _wait_for_shared(self, action: Action) -> None:
-        if self.shared is not None:
-            self.shared.wait_for_inputs(action)
-            self._mark_ready()
-
-    def _take_input(self, kind: Kind, action: Action) -> Tensor:
-        if self.shared is not None:
-            stage = action.stage + (-1 if kind == "RECV_F" else 1)
-            return self.shared.take_input(action, stage)
-        tensor = self.transport.take(Action(kind, action.stage, action.unit))
-        self._mark_ready()
-        return tensor
-
-    def _mark_ready(self) -> None:
+    def _wait_for_input(self, action: Action, *, first_stage: int) -> Tensor | None:
+        """Wait for all that a unit needs; returns what comes from another stage, if anything."""
+        self.tensors.start_prefetch(action)
+        if action.kind != "F":
+            self.runner.before_backward()
+        received = None if action.stage == first_stage else self.tensors.take_input(action)
+        self.tensors.wait_for_inputs(action)
         # Waiting for inputs is not part of the unit's own seconds.
         self._ready_seconds = time.perf_counter()
         self._ready = Mark(self.scale.device)
+        return received
 
-    def _put_output(self, kind: Kind, action: Action, output: Tensor) -> None:
-        if self.shared is not None:
-            self.shared.put_output(action, output)
+    def _copy(self, action: Action) -> None:
+        place = self._place(action)
+        if not is_kv_copy(action):
+            self.runner.copy(action.kind, *place)
+        elif action.kind in ("K", "L"):
+            backward = kv_copy_pass(action) == (1 if action.kind == "K" else 2)
+            runner = self.runner.chunk_runner(*place)
+            runner.begin_stream(self.schedule.chunk(action), backward=backward)
         else:
-            self._outbox[kind, action.stage, action.unit] = output
-
-    # -- copies and messages -----------------------------------------------------------------
-
-    def _store(self, action: Action) -> None:
-        if is_kv_copy(action):
-            self.runner.end_stream(*self._place(action))
-        else:
-            self.runner.store(*self._place(action))
-
-    def _load(self, action: Action) -> None:
-        if is_kv_copy(action):
-            self.runner.begin_stream(*self._place(action), backward=kv_copy_pass(action) == 2)
-        else:
-            self.runner.load(*self._place(action))
-
-    def _send(self, action: Action, stage: int) -> None:
-        tensor = self._outbox.pop((action.kind, action.stage, action.unit))
-        self.transport.send(tensor, self.schedule.stage_ranks[stage])
-
-    def _receive(self, action: Action, stage: int) -> None:
-        self.transport.receive(
-            action,
-            self.message_shape(action.unit, max(stage, action.stage)),
-            self.dtype,
-            self.schedule.stage_ranks[stage],
-        )
+            self.runner.end_stream(*place)

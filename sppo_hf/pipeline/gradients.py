@@ -163,41 +163,41 @@ class Replicas:
         return all_true(value, self._control_group)
 
 
-class PipelineLoss(torch.autograd.Function):
-    """The loss of a step whose gradients are computed already; backward releases them."""
+Release = Callable[[tuple[Tensor | None, ...]], list[Tensor | None]]
+"""Takes the gradients of a step's values, None for those without; returns the parameters'."""
 
+
+def step_values(
+    values: Sequence[Tensor], parameters: Iterable[Tensor], release: Release
+) -> tuple[Tensor, ...]:
+    """Return copies of `values`, whose backward gives `parameters` what `release` returns.
+
+    It runs once, also without parameters; a second backward raises an SPPOError.
+    """
+    anchor = torch.zeros((), device=values[0].device, requires_grad=True)
+    return _StepValues.apply(release, len(values), anchor, *values, *parameters)
+
+
+class _StepValues(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any,
-        value: Tensor,
-        _anchor: Tensor,
-        release: Callable[[float], list[Tensor | None]],
-        *parameters: Tensor,
-    ) -> Tensor:
-        """Return `value`, the loss, `[]`.
-
-        In backward `release` is called with the loss's gradient, and returns the gradients of
-        `parameters`. The anchor requires a gradient, so that backward runs even without parameters.
-        """
+        ctx: Any, release: Release, count: int, _anchor: Tensor, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
         ctx.release = release
-        return value.clone()
+        values = tuple(value.clone() for value in tensors[:count])
+        ctx.mark_non_differentiable(*(x for x in values if not x.is_floating_point()))
+        return values
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        """Release the gradients.
-
-        Raises:
-            SPPOError: They were released before.
-        """
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
         if ctx.release is None:
             raise SPPOError(
-                "backward ran twice through the loss of a pipeline's step. Chunked sequences allow "
-                "one backward per forward (retain_graph=True is not supported); run the forward "
-                "again."
+                "backward ran twice through what a pipeline returned. Chunked sequences allow one "
+                "backward per forward (retain_graph=True is not supported); run the forward again."
             )
         release, ctx.release = ctx.release, None
-        # The only read from the device, after all of the step's work was launched.
-        return None, None, None, *release(grad.item())
+        return *(None,) * (3 + len(grads)), *release(grads)
 
 
 def average_after_backward(parameters: list[nn.Parameter], replicas: Replicas) -> None:

@@ -66,36 +66,28 @@ from torch import distributed as dist
 
 from sppo_hf.attention.streamed_kv import KVStore
 from sppo_hf.engine.chunk_runner import ChunkRunner
-from sppo_hf.engine.sequence_group import held_kv_heads, kv_head_transfers, rank_tokens
+from sppo_hf.engine.sequence_group import (
+    SequenceGroup,
+    held_kv_heads,
+    kv_head_transfers,
+    rank_tokens,
+)
 from sppo_hf.engine.stages import StagedModel
 from sppo_hf.engine.structure import ModelParts
 from sppo_hf.errors import PipelineError, UnsupportedModelError
 from sppo_hf.pipeline.gradients import buckets_of, parts_of
 from sppo_hf.pipeline.mesh import PipelineMesh
-from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.model_profile import LayerProfile, count_head_blocks
 from sppo_hf.schedule.actions import COMPUTE_KINDS, Action, Kind
-from sppo_hf.schedule.messages import Message, messages, unit_runs
+from sppo_hf.schedule.messages import ChunkRun, Message
 from sppo_hf.schedule.schedule import Schedule
 
 if TYPE_CHECKING:
     from sppo_hf.pipeline.executor import Transport
+    from sppo_hf.pipeline.stage_plans import PreparedStep
 
 # B batch rows, C tokens of a chunk, c tokens of a part of it, W width of a message, N query heads,
 # K key/value heads, H head size. P is the number of ranks.
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkRun:
-    """Neighbouring chunks of one stage that the same ranks compute."""
-
-    chunks: range
-    ranks: tuple[int, ...]
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether there are several ranks."""
-        return len(self.ranks) > 1
 
 
 class WeightUse(NamedTuple):
@@ -124,16 +116,6 @@ def weight_uses(
         elif run.is_shared:
             found.append(WeightUse(action.stage, run, ahead, action, action))
         previous = current
-    return found
-
-
-def chunk_runs(schedule: Schedule, num_chunks: int) -> dict[tuple[int, int], ChunkRun]:
-    """Return the run of each (stage, chunk); all micro-batches have the same."""
-    found: dict[tuple[int, int], ChunkRun] = {}
-    for stage in range(schedule.num_stages):
-        for chunks in unit_runs(schedule, stage, range(num_chunks)):
-            run = ChunkRun(chunks, schedule.unit_ranks(stage, chunks.start))
-            found.update(((stage, chunk), run) for chunk in chunks)
     return found
 
 
@@ -339,38 +321,33 @@ _LayerTensors = Tensor | list[tuple[Tensor, Tensor]]
 
 
 @dataclass(eq=False)
-class SharedUnits:
-    """Inputs and outputs of one rank's units in one step, where units are shared.
+class UnitTensors:
+    """Inputs and outputs of one rank's units in one step, whether ranks share units or not.
 
-    For each unit the executor calls `start_prefetch`, `take_input`, `wait_for_inputs`, `put_output`
-    and `finish_unit`, in this order.
+    For each unit the executor calls `start_prefetch`, `take_input`, `wait_for_inputs` and
+    `finish_unit`, in this order.
     """
 
-    schedule: Schedule
+    prepared: PreparedStep
     rank: int
-    """This rank in the pipeline."""
     transport: Transport
     _: KW_ONLY
-    runs: Mapping[tuple[int, int], ChunkRun]
-    """`chunk_runs` of the schedule."""
-    bounds: Bounds
-    """Half-open tokens of the chunks."""
-    rows: list[tuple[int, int]]
-    """Half-open rows of each micro-batch."""
     message_width: Callable[[int], int]
     """Returns W of the messages to a stage."""
+    group: SequenceGroup | None
+    """The ranks that share every sequence; each has a part of every unit's tokens."""
     layers: Callable[[int], Mapping[int, LayerProfile]]
     """Returns the layers of a stage that hold K/V, by index."""
     head_blocks: int | None
     """Number of blocks in which sets divide heads, see `count_head_blocks`."""
-    dtype: torch.dtype
-    """Dtype of hidden states between stages."""
     kv_dtype: torch.dtype
     stores: Callable[[int, int, ChunkRun], ChunkRunner]
     """Returns the chunk runner, which has the K/V stores, of (stage, micro-batch, run)."""
-    weights: RemoteWeights
 
     def __post_init__(self) -> None:
+        self.schedule, self.bounds = self.prepared.step.schedule, self.prepared.bounds
+        self.rows, self.runs = self.prepared.rows, self.prepared.step.runs
+        self.dtype, self.weights = self.prepared.plans.dtype, self.prepared.weights
         self._messages: dict[Action, Message] = {}
         """This rank's messages by send action and by receive action."""
         self._incoming: dict[Action, list[Message]] = {}
@@ -378,8 +355,7 @@ class SharedUnits:
         self._num_takers: Counter[tuple[Any, ...]] = Counter()
         """Number of times that each result (by `_UnitKey`) or sum (by `_sums_key`) is still to be
         read."""
-        compute = self.schedule.keep(lambda action: action.kind in ("F", "B"))
-        for send, message in messages(compute).items():
+        for send, message in self.prepared.step.messages.items():
             if message.source == self.rank:
                 self._messages[send] = message
                 if send.kind in ("SEND_F", "SEND_B"):
@@ -403,13 +379,19 @@ class SharedUnits:
     def tokens(self, action: Action) -> tuple[int, int]:
         """Return the half-open tokens, counted within the chunk, of a compute's part."""
         start, end = self.bounds[self.schedule.chunk(action)]
-        size = len(self.schedule.unit_ranks(action.stage, action.unit))
-        return rank_tokens(0, end - start, action.part or 0, size)
+        rank, size = action.part or 0, len(self._run(action).ranks)
+        if self.group is not None:
+            rank, size = self.group.rank, self.group.size
+        return rank_tokens(0, end - start, rank, size)
 
-    def take_input(self, action: Action, stage: int) -> Tensor:
-        """Assemble the input `[B, c, W]` of a compute from what ranks of `stage` computed."""
+    def take_input(self, action: Action) -> Tensor:
+        """Assemble the input `[B, c, W]` of a compute from what the stage before it computed.
+
+        For a backward, that is the next stage.
+        """
         start, end = self.tokens(action)
-        kind: Kind = "SEND_F" if stage < action.stage else "SEND_B"
+        kind: Kind = "SEND_F" if action.kind == "F" else "SEND_B"
+        stage = action.stage + (-1 if kind == "SEND_F" else 1)
         pieces: list[tuple[int, Tensor]] = []
         for message in self._incoming.get(action, ()):
             if message.send.kind == kind:
@@ -431,12 +413,12 @@ class SharedUnits:
         tensors = [piece for _, piece in sorted(pieces, key=lambda piece: piece[0])]
         return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=1)
 
-    def put_output(self, action: Action, output: Tensor) -> None:
+    def _put_output(self, action: Action, output: Tensor) -> None:
         """Keep a compute's output `[B, c, W]` until its sends, and this rank, have read it."""
         kind: Kind = "SEND_F" if action.kind == "F" else "SEND_B"
         stage = action.stage + (1 if kind == "SEND_F" else -1)
         key = (kind, action.stage, action.unit)
-        if self.rank in self.schedule.unit_ranks(stage, action.unit):
+        if self.rank in self.runs[stage, self.schedule.chunk(action)].ranks:
             self._num_takers[key] += 1
         start, end = self.tokens(action)
         if self._num_takers[key]:
@@ -483,7 +465,7 @@ class SharedUnits:
 
     def _held(self, layer: LayerProfile, action: Action) -> list[range]:
         """Return the key/value heads that a rank holds for a compute; see `held_kv_heads`."""
-        size = len(self.schedule.unit_ranks(action.stage, action.unit))
+        size = len(self._run(action).ranks)
         heads = layer.num_heads, layer.num_kv_heads
         return held_kv_heads(*heads, action.part or 0, size, self.head_blocks)
 
@@ -690,6 +672,8 @@ class SharedUnits:
 
     def start_prefetch(self, action: Action) -> None:
         """Before a compute waits for anything: start the broadcast for the compute after it."""
+        if self.weights is None:
+            return
         use = self._use_by_first.get(action)
         if use is not None and use.ahead == action:
             self.weights.start_fetch(use.stage, use.run)
@@ -699,6 +683,8 @@ class SharedUnits:
 
     def wait_for_inputs(self, action: Action) -> None:
         """Right before a compute: wait for its weights, K/V and gradients of K/V."""
+        if self.weights is None:
+            return
         use = self._use_by_first.get(action)
         if use is not None:
             self.weights.wait_for_fetch(use.stage)
@@ -711,8 +697,15 @@ class SharedUnits:
         if chunk == run.chunks.start:
             self._ending = self._kv_stores(action)
 
-    def finish_unit(self, action: Action) -> None:
-        """After a compute: reduce gradients, and free weights and K/V at the end of a run."""
+    def finish_unit(self, action: Action, output: Tensor | None) -> None:
+        """After a compute: keep its output, reduce gradients, free weights and K/V of its run.
+
+        `output` is `[B, c, W]` for the stage after it (of a backward, before); None for none.
+        """
+        if output is not None:
+            self._put_output(action, output)
+        if self.weights is None:
+            return
         run, chunk = self._run(action), self.schedule.chunk(action)
         self.weights.wait_for_reduce()
         if action.kind != "F" and chunk == run.chunks.start:

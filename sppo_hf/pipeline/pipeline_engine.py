@@ -13,7 +13,6 @@ import math
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
 import torch
@@ -29,7 +28,7 @@ from sppo_hf.engine.chunk_runner import ChunkRunner
 from sppo_hf.engine.engine import Engine, chunk_labels, labelled_chunks
 from sppo_hf.engine.family_guard import check_router_loss
 from sppo_hf.engine.forward_calls import BatchLayout, ForwardCall, read_call
-from sppo_hf.engine.loss import ChunkedLoss, RouterLoss, divide_loss, liger_tile
+from sppo_hf.engine.loss import RouterLoss, divide_loss
 from sppo_hf.engine.plan_cache import StepRows, trainable_mask
 from sppo_hf.engine.sequence_group import SequenceGroup, rank_random_state, rank_tokens
 from sppo_hf.engine.stages import MessageLayout, StagedModel
@@ -51,21 +50,17 @@ from sppo_hf.pipeline.agreement import (
 )
 from sppo_hf.pipeline.executor import ActionRecord, Executor, Transport, UnitMarks
 from sppo_hf.pipeline.gradients import (
-    PipelineLoss,
     Replicas,
     StepGradients,
     refuse_post_accumulate_hooks,
+    step_values,
 )
 from sppo_hf.pipeline.mesh import PipelineMesh
-from sppo_hf.pipeline.multiplex import (
-    ChunkRun,
-    RemoteWeights,
-    SharedUnits,
-    chunk_runs,
-)
+from sppo_hf.pipeline.multiplex import RemoteWeights, UnitTensors
 from sppo_hf.pipeline.sequence_parallel import SequenceRanks
 from sppo_hf.pipeline.stage_plans import (
     BatchPlans,
+    PreparedStep,
     StagePlanCache,
     StepSchedule,
     check_size,
@@ -74,14 +69,12 @@ from sppo_hf.pipeline.stage_plans import (
 from sppo_hf.pipeline.stage_runner import AddLoss, StageRunner, first_layer_hook, last_layer_hook
 from sppo_hf.pipeline.token_outputs import TokenCall
 from sppo_hf.pipeline.watchdog import GROUP_MARGIN_SECONDS, Watchdog, is_broken_connection
-from sppo_hf.planning.activation_modes import mode_of
-from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.model_profile import count_head_blocks
 from sppo_hf.planning.model_shape import forward_flops, step_flops
 from sppo_hf.planning.pipeline_choice import DEFAULT_SCHEDULE
-from sppo_hf.planning.plan import Plan
 from sppo_hf.schedule.actions import Action
 from sppo_hf.schedule.generate import MSP
+from sppo_hf.schedule.messages import ChunkRun
 
 
 def refuse_call(parts: ModelParts, config: SPPOConfig, call: ForwardCall) -> None:
@@ -131,39 +124,6 @@ def refuse_call(parts: ModelParts, config: SPPOConfig, call: ForwardCall) -> Non
 _BACKWARDS = ("B", "I")
 
 ValueT = TypeVar("ValueT")
-
-
-@dataclass(slots=True)
-class PreparedStep:
-    """Batch of one call, with its plans and schedule, after all ranks agreed to run it."""
-
-    call: ForwardCall
-    layout: BatchLayout
-    rows: list[tuple[int, int]]
-    """Half-open range of rows of each micro-batch."""
-    plans: BatchPlans
-    bounds: Bounds
-    """Half-open (start, end) in tokens of the chunks that have tokens besides padding."""
-    step: StepSchedule
-    runs: dict[tuple[int, int], ChunkRun] | None = None
-    """Run of chunks that each (stage, chunk) belongs to; None if ranks share no units."""
-
-    def plan(self, stage: int, micro_batch: int) -> Plan:
-        """Return the plan of a micro-batch on a stage, with offloading only of scheduled units.
-
-        The schedule has no offload action for units whose backward follows their forward at once.
-        """
-        plan = self.plans.by_stage[stage]
-        if not plan.training or not any(m.offload for row in plan.layer_modes for m in row):
-            return plan
-        first = micro_batch * len(self.bounds)
-        modes = tuple(
-            row
-            if (stage, first + chunk) in self.step.offloaded_units
-            else tuple(mode_of(mode.saved, "device") for mode in row)
-            for chunk, row in enumerate(plan.layer_modes)
-        )
-        return replace(plan, layer_modes=modes)
 
 
 class _RefusedByAll(Exception):
@@ -359,15 +319,15 @@ class PipelineEngine(Engine):
                 random_group = self._set_group(tuple(range(self.mesh.pp_size)))
             with without_parameter_hooks(parameters), rank_random_state(random_group, call.device):
                 units = self._execute(prepared, runner, gradients, scale)
-            if self._remote_weights is not None and prepared.runs is not None:
-                self._remote_weights.end_step()
+            if prepared.weights is not None:
+                prepared.weights.end_step()
             if gradients is not None:
                 self._finish_gradients(gradients, reduces)
         except BaseException:
             if gradients is not None:
                 gradients.discard()
-            if self._remote_weights is not None:
-                self._remote_weights.drop_gradients()
+            if prepared.weights is not None:
+                prepared.weights.drop_gradients()
             raise
         finally:
             self._stage_runner = None
@@ -375,7 +335,7 @@ class PipelineEngine(Engine):
             self.traces.keep(self.executed)
         if records:
             stats = self._record_step(prepared, training=training, began_seconds=began_seconds)
-            if training and prepared.bounds == plans.bounds and step.name == plans.schedule:
+            if training and prepared.bounds == plans.bounds and step.name == plans.choice.schedule:
                 self._stage_plans.step_done(plans, step.schedule, units, stats)
         return gradients, runner
 
@@ -466,11 +426,10 @@ class PipelineEngine(Engine):
         if reduces:
             refuse_post_accumulate_hooks(self.parts.causal_lm.named_parameters())
         bounds = tuple(b for b in plans.bounds if b[0] < max(1, layout.used_tokens))
-        name = plans.schedule
+        name = plans.choice.schedule
         if name == MSP and (call.head_arguments or len(bounds) < self.mesh.pp_size):
             name = DEFAULT_SCHEDULE
-        if name == MSP:
-            self.remote_weights()
+        weights = self.remote_weights() if name == MSP else None
         step = step_schedule(
             *(self.config, name, len(rows), len(bounds)),
             forward_only=not training,
@@ -484,8 +443,7 @@ class PipelineEngine(Engine):
             # padding), and run with more idle time.
             check_size(step.name, step.size)
             self._size_checked = True
-        runs = chunk_runs(step.schedule, len(bounds)) if name == MSP else None
-        return PreparedStep(call, layout, rows, plans, bounds, step, runs)
+        return PreparedStep(call, layout, rows, plans, bounds, step, weights)
 
     def _allow_step(self, plans: BatchPlans) -> None:
         """Raise the timeout of messages to the longest duration of a step, which may be hours.
@@ -551,14 +509,7 @@ class PipelineEngine(Engine):
             )
 
     def _make_stage_runner(self, prepared: PreparedStep, add_loss: AddLoss | None) -> StageRunner:
-        cut, runs = self.staged.cut, prepared.runs
-        call, layout = prepared.call, prepared.layout
-
-        def run_of(stage: int, chunk: int) -> tuple[range, SequenceGroup | None]:
-            if runs is None:
-                return range(len(prepared.bounds)), self.group
-            run = runs[stage, chunk]
-            return run.chunks, self._set_group(run.ranks) if run.is_shared else None
+        cut, call = self.staged.cut, prepared.call
 
         def make_runner(stage: int, micro_batch: int, **varying: Any) -> ChunkRunner:
             return ChunkRunner(
@@ -586,35 +537,30 @@ class PipelineEngine(Engine):
 
         self._stage_runner = StageRunner(
             self.staged,
-            call,
-            layout,
+            prepared,
             messages=self.messages(),
-            bounds=prepared.bounds,
-            rows=prepared.rows,
             make_runner=make_runner,
             head=self.head,
             add_loss=add_loss,
-            labelled=frozenset(labelled_chunks(layout, prepared.bounds)),
-            split=prepared.step.splits_backward,
+            group_of=self._group_of,
             router_loss=router_loss,
             make_router_gradient=None if router_loss is None else router_gradient,
-            run_of=run_of,
         )
         return self._stage_runner
 
     def _step_rows(self, prepared: PreparedStep) -> Iterator[StepRows]:
         """Yield the rows of tokens that this rank's units attend to, to warm up kernels."""
-        whole = ChunkRun(range(len(prepared.bounds)), (self.mesh.pp_rank,))
-        own = {(stage, whole) for stage in self.staged.cut.own}
-        if prepared.runs is not None:
-            every = {(stage, run) for (stage, _), run in prepared.runs.items()}
-            own = {(stage, run) for stage, run in every if self.mesh.pp_rank in run.ranks}
-        for stage, run in sorted(own, key=lambda item: (item[0], item[1].chunks.start)):
-            plan = prepared.plans.by_stage[stage]
-            group = self._set_group(run.ranks) if run.is_shared else self.group
-            for start, end in prepared.rows:
-                spans = prepared.layout.spans(start, end)
-                yield StepRows(plan, end - start, spans, run.chunks, group)
+        every = dict.fromkeys((stage, run) for (stage, _), run in prepared.step.runs.items())
+        for stage, run in every:
+            if self.mesh.pp_rank in run.ranks:
+                plan, group = prepared.plans.by_stage[stage], self._group_of(run)
+                for start, end in prepared.rows:
+                    spans = prepared.layout.spans(start, end)
+                    yield StepRows(plan, end - start, spans, run.chunks, group)
+
+    def _group_of(self, run: ChunkRun) -> SequenceGroup | None:
+        """Return the ranks that share the tokens of a run's chunks."""
+        return self._set_group(run.ranks) if run.is_shared else self.group
 
     def _set_group(self, ranks: tuple[int, ...]) -> SequenceRanks:
         """Return the sequence group of a set of ranks that share units and include this one."""
@@ -630,18 +576,8 @@ class PipelineEngine(Engine):
         call, layout = prepared.call, prepared.layout
         bounds, last_stage = prepared.bounds, self.staged.cut.num_stages - 1
         last_start = bounds[max(labelled_chunks(layout, bounds))][0]
-        head_in_backward = self.parts.head_is_hooked()
-        loss = ChunkedLoss(
-            self.head.logits,
-            self.parts.head_parameters(),
-            tile_tokens=prepared.plans.by_stage[last_stage].tile_tokens,
-            ignore_index=call.ignore_index,
-            liger=liger_tile(self.parts, self.head, call.device),
-            head_in_backward=head_in_backward,
-            reads=ReadTensors.of_module(self.parts.causal_lm, self.parts.base)
-            if head_in_backward
-            else None,
-        )
+        plan = prepared.plans.by_stage[last_stage]
+        loss = self.chunked_loss(call, plan, head_in_backward=self.parts.head_is_hooked())
 
         def add(
             hidden_BCD: Tensor, rows: slice, tokens: slice, group: SequenceGroup | None
@@ -665,20 +601,12 @@ class PipelineEngine(Engine):
         scale: Tensor,
     ) -> list[UnitMarks]:
         """Run the schedule; return the units that ran, with their times."""
-        messages, layers = self.messages(), self.staged.cut.layers
-        rows, bounds, schedule = prepared.rows, prepared.bounds, prepared.step.schedule
-
-        def message_shape(unit: int, stage: int) -> tuple[int, ...]:
-            micro_batch, chunk = divmod(unit, len(bounds))
-            (row, row_end), (start, end) = rows[micro_batch], bounds[chunk]
-            if self.group is not None:  # one token where this rank has none of the chunk
-                start, end = rank_tokens(start, end, self.group.rank, self.group.size)
-            return row_end - row, max(1, end - start), messages.width(layers[stage].start)
+        schedule = prepared.step.schedule
 
         def reduce(stage: int) -> None:
             assert gradients is not None, "only a training step averages gradients"
-            if self._remote_weights is not None and prepared.runs is not None:
-                self._remote_weights.complete_gradients(stage)
+            if prepared.weights is not None:
+                prepared.weights.complete_gradients(stage)
             gradients.start_averaging(self._parameters_of(stage), self.replicas)
 
         def on_action(action: Action, description: str) -> None:
@@ -687,50 +615,38 @@ class PipelineEngine(Engine):
                 direction = "forward" if action.kind == "F" else "backward"
                 self.observer.on_unit(direction, action.unit, schedule.num_units)
 
-        transport = Transport(self.mesh)
         executor = Executor(
             schedule,
             self.mesh.pp_rank,
             runner,
-            transport,
-            message_shape=message_shape,
-            dtype=prepared.plans.dtype,
+            self._make_unit_tensors(prepared, runner),
             scale=scale,
             reduce=reduce,
             on_action=on_action,
-            shared=self._make_shared_units(prepared, runner, transport),
         )
         self.executed = executor.run()
         return executor.units
 
-    def _make_shared_units(
-        self, prepared: PreparedStep, runner: StageRunner, transport: Transport
-    ) -> SharedUnits | None:
-        if prepared.runs is None:
-            return None
+    def _make_unit_tensors(self, prepared: PreparedStep, runner: StageRunner) -> UnitTensors:
         stages, messages, shape = self.staged.cut.layers, self.messages(), self.shape()
         attending = self.parts.attending_layers()
         dtype = prepared.plans.dtype
         kind = self.mesh.device.type
         autocast = torch.is_autocast_enabled(kind) and dtype != torch.float64
-        return SharedUnits(
-            prepared.step.schedule,
+        return UnitTensors(
+            prepared,
             self.mesh.pp_rank,
-            transport,
-            runs=prepared.runs,
-            bounds=prepared.bounds,
-            rows=prepared.rows,
+            Transport(self.mesh),
+            group=self.group,
             message_width=lambda stage: messages.width(stages[stage].start),
             layers=lambda stage: {
                 index: shape.layers[index] for index in messages.kv_layers(stages[stage], attending)
             },
-            head_blocks=self._head_blocks(),
-            dtype=dtype,
+            head_blocks=None if prepared.weights is None else self._head_blocks(),
             kv_dtype=torch.get_autocast_dtype(kind) if autocast else dtype,
             stores=lambda stage, micro_batch, run: runner.chunk_runner(
                 stage, micro_batch, run.chunks.start
             ),
-            weights=self.remote_weights(),
         )
 
     def remote_weights(self) -> RemoteWeights:
@@ -848,16 +764,17 @@ class PipelineEngine(Engine):
         reads = ReadTensors.of_named(self.parts.causal_lm.named_parameters())
         versions = reads.versions()
 
-        def release_gradients(grad: float) -> list[Tensor | None]:
+        def release(grads: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+            assert grads[0] is not None, "the loss is the only value"
+            # The only read from the device, after all of the step's work was launched.
+            grad = grads[0].item()
             reads.check_unchanged(versions, "the backward of a pipeline's loss")
             released = gradients.release(grad / float(used_gradient))
             self.note_gradient(grad, loss_scale)
             return released
 
-        anchor = torch.zeros((), device=total.device, requires_grad=True)
-        output.loss = PipelineLoss.apply(
-            output.loss, anchor, release_gradients, *gradients.parameters()
-        )
+        assert output.loss is not None, "calls with labels have a loss"
+        (output.loss,) = step_values((output.loss,), gradients.parameters(), release)
         return output
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import warnings
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,7 +17,6 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.device_facts import (
     device_facts,
     dtype_name,
-    reserve_driver_memory,
     use_expandable_segments,
     whole_shape,
 )
@@ -26,18 +24,16 @@ from sppo_hf.engine.plan_cache import (
     STEP_MEASURED,
     BatchShape,
     RecentTrainedSets,
-    offloaded_bytes,
     shared_plan,
-    warn_reduced_host_memory,
 )
 from sppo_hf.errors import BudgetError, ConfigError
 from sppo_hf.offload.engine import OffloadStats
 from sppo_hf.pipeline.agreement import make_on_all_ranks, make_on_first_rank
+from sppo_hf.planning.activation_modes import mode_of
 from sppo_hf.planning.choices import read_budgets
 from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.cost import Correction, ModelCost
 from sppo_hf.planning.hardware import UNKNOWN_LINK, cpu_estimate, cuda_estimate, peak_flops
-from sppo_hf.planning.memory import CONTEXT_BYTES
 from sppo_hf.planning.model_shape import step_flops
 from sppo_hf.planning.pipeline_choice import (
     PipelineChoice,
@@ -52,14 +48,17 @@ from sppo_hf.planning.plan import PipelineStep, Plan, PlanRequest, make_plan, ot
 from sppo_hf.planning.prediction import MeasuredStep, learn, worth_correcting
 from sppo_hf.planning.stages import kv_copies_of, stage_shape
 from sppo_hf.planning.tiers import TIERS, Tier
-from sppo_hf.schedule.actions import Kind
+from sppo_hf.schedule.actions import Action, Kind
 from sppo_hf.schedule.generate import MSP, Size, generate
 from sppo_hf.schedule.lower import add_kv_copies, add_transfers, lower
+from sppo_hf.schedule.messages import ChunkRun, Message, chunk_runs, messages
 from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.validate import validate
 
 if TYPE_CHECKING:
+    from sppo_hf.engine.forward_calls import BatchLayout, ForwardCall
     from sppo_hf.pipeline.executor import UnitMarks
+    from sppo_hf.pipeline.multiplex import RemoteWeights
     from sppo_hf.pipeline.pipeline_engine import PipelineEngine
 
 
@@ -105,11 +104,6 @@ class BatchPlans:
         return self.choice.bounds
 
     @property
-    def schedule(self) -> str:
-        """Name of the schedule."""
-        return self.choice.schedule
-
-    @property
     def copies(self) -> Copies:
         """Copies of this rank's stages."""
         return _copies_of(self.by_stage)
@@ -119,7 +113,7 @@ class BatchPlans:
         by_stage, seconds = self.by_stage, None
         if all(plan.prediction is not None for plan in by_stage.values()):
             seconds = {stage: stage_seconds(plan) for stage, plan in by_stage.items()}
-        return _SharedPlans(by_stage if self.schedule == MSP else {}, seconds, self.copies)
+        return _SharedPlans(by_stage if self.choice.schedule == MSP else {}, seconds, self.copies)
 
 
 class _SharedPlans(NamedTuple):
@@ -174,12 +168,10 @@ class _KnownShape:
 
     choice: PipelineChoice
     dtype: torch.dtype
-    """Dtype of messages."""
     plans: dict[bool, BatchPlans] = field(default_factory=dict)
     """By whether gradients are held twice."""
     step: PipelineStep | None = None
     num_steps: int = 0
-    """Number of training steps that ran."""
     corrections: dict[int, Correction] = field(default_factory=dict)
     """Corrections of speeds by measured steps, by stage."""
     corrected: _MeasuredBatch | None = None
@@ -194,10 +186,7 @@ class StagePlanCache:
 
     def __init__(self, engine: PipelineEngine) -> None:
         self._engine = engine
-        self._host_bytes: int | None = None
-        """Bytes of host memory that the system granted after it refused a plan's; else None."""
         self._shapes: dict[BatchShape, _KnownShape] = {}
-        self._warned: set[str] = set()
         self._recent_trained = RecentTrainedSets()
         self._accumulates = False
         self._to_learn_from: list[_MeasuredBatch] = []
@@ -449,61 +438,44 @@ class StagePlanCache:
         alive = 1.0
         if shape.training:
             alive = self._alive(choice.schedule, micro_batches, len(choice.bounds))
-        batches = max(1, math.ceil(alive))
+        plans: dict[int, Plan] = {}
 
-        @functools.cache
-        def rank_request() -> PlanRequest:
-            return self._rank_request(shape, choice, alive=alive * len(cut.own))
+        def make() -> list[Plan]:
+            rank_request = functools.cache(
+                lambda: self._rank_request(shape, choice, alive=alive * len(cut.own))
+            )
 
-        def plan_of(stage: int) -> Plan:
-            last = stage == cut.num_stages - 1
-            rank = rank_request()
-            request = replace(rank, shape=stage_shape(rank.shape, cut.layers[stage], last=last))
-            if stage in corrections:
-                with contextlib.suppress(BudgetError):  # the uncorrected plan, which ran, fits
-                    corrected = replace(request, correction=corrections[stage])
-                    return self._plan_stage(corrected, choice, micro_batches)
-            try:
-                return self._plan_stage(request, choice, micro_batches)
-            except BudgetError as error:
-                raise BudgetError(
-                    f"stage {stage} of {cut.num_stages}, of which {alive:.3g} micro-batches "
-                    f"and {len(cut.own)} stages share this rank's memory (budgets below are "
-                    f"one share): {error} More chunks (num_chunks), a schedule that begins "
-                    "fewer units (pp_schedule='seq1f1b') or more ranks (pp_size) leave more."
-                ) from error
+            def plan_of(stage: int) -> Plan:
+                rank = rank_request()
+                last = stage == cut.num_stages - 1
+                request = replace(rank, shape=stage_shape(rank.shape, cut.layers[stage], last=last))
+                if stage in corrections:
+                    with contextlib.suppress(BudgetError):  # the uncorrected plan, which ran, fits
+                        corrected = replace(request, correction=corrections[stage])
+                        return self._plan_stage(corrected, choice, micro_batches)
+                try:
+                    return self._plan_stage(request, choice, micro_batches)
+                except BudgetError as error:
+                    raise BudgetError(
+                        f"stage {stage} of {cut.num_stages}, of which {alive:.3g} micro-batches "
+                        f"and {len(cut.own)} stages share this rank's memory (budgets below are "
+                        f"one share): {error} More chunks (num_chunks), a schedule that begins "
+                        "fewer units (pp_schedule='seq1f1b') or more ranks (pp_size) leave more."
+                    ) from error
 
-        while True:
-            plans = {
-                stage: shared_plan(functools.partial(plan_of, stage), engine.group)
-                for stage in cut.own
-            }
+            for stage in cut.own:
+                plans[stage] = shared_plan(functools.partial(plan_of, stage), engine.group)
             # Each plan has a share of the budgets; all share one pool of host memory.
             budgets = read_budgets(rank_request().config, rank_request().device)
-            pooled = [replace(plan, budgets=budgets) for plan in plans.values()]
-            given_bytes = engine.plans.min_granted_bytes(
-                functools.partial(
-                    engine.planned_offload.prepare,
-                    shape.device,
-                    *pooled,
-                    batches=batches,
-                    progress=engine.observer.on_host_memory,
-                )
-            )
-            if given_bytes is None or given_bytes >= (self._host_bytes or math.inf):
-                break
-            warn_reduced_host_memory(batches * sum(map(offloaded_bytes, pooled)), given_bytes)
-            self._host_bytes = given_bytes
-            rank_request.cache_clear()
-        whole = engine.shape()
+            return [replace(plan, budgets=budgets) for plan in plans.values()]
+
+        engine.plans.make_within(shape.device, make, engine.observer, batches=math.ceil(alive))
         for plan in plans.values():
             others = other_plan_warnings(
-                engine.config, whole, shape.total_tokens, training=shape.training
+                engine.config, engine.shape(), shape.total_tokens, training=shape.training
             )
             for warning in (*plan.warnings, *others):
-                if warning not in self._warned:
-                    self._warned.add(warning)
-                    warnings.warn(warning, stacklevel=2)
+                engine.warn_once(warning, warning)
         return plans
 
     def _rank_request(
@@ -513,10 +485,7 @@ class StagePlanCache:
 
         Its `shape` is that of the whole model.
         """
-        engine = self._engine
-        config, shape = engine.config, engine.shape()
-        if self._host_bytes is not None:
-            config = config.replace(host_memory=self._host_bytes)
+        engine, shape = self._engine, self._engine.shape()
         if choice.schedule == MSP:
             remote = engine.remote_weights()
             shape = replace(
@@ -524,23 +493,9 @@ class StagePlanCache:
                 weight_bytes=shape.weight_bytes + remote.resident_bytes + remote.passing_bytes,
                 gradient_bytes=shape.gradient_bytes + remote.passing_bytes,
             )
-        backend, reason = engine.plans.describe_backends(shape, batch.device)
-        own_disk_bytes = engine.planned_offload.disk_bytes
-        facts = device_facts(batch.device, config, own_disk_bytes=own_disk_bytes)
-        if config.device_memory is None:
-            reserve_driver_memory(batch.device, CONTEXT_BYTES["cuda"])
-        if engine.group is not None:
-            shape = replace(shape, sp=engine.group.size)
-        return PlanRequest(
-            config=config,
-            shape=shape,
-            device=facts,
-            backend_name=backend,
-            backend_reason=reason,
-            batch_rows=batch.batch_rows,
-            total_tokens=batch.total_tokens,
-            training=batch.training,
-            dtype_name=dtype_name(engine.parts),
+        return engine.plans.request(
+            batch,
+            shape,
             bounds=choice.bounds,
             by_layer=False,
             alive=alive,
@@ -612,8 +567,45 @@ class StepSchedule:
     splits_backward: bool
     """Whether backward is split into input gradients and weight gradients."""
     size: Size
+    messages: dict[Action, Message]
+    """All messages by their send."""
+    runs: dict[tuple[int, int], ChunkRun]
+    """Run of chunks that each (stage, chunk) belongs to."""
     offloaded_units: frozenset[tuple[int, int]] = frozenset()
     """(stage, unit) whose activations an action of the schedule offloads."""
+
+
+@dataclass(slots=True)
+class PreparedStep:
+    """Batch of one call, with its plans and schedule, after all ranks agreed to run it."""
+
+    call: ForwardCall
+    layout: BatchLayout
+    rows: list[tuple[int, int]]
+    """Half-open range of rows of each micro-batch."""
+    plans: BatchPlans
+    bounds: Bounds
+    """Half-open (start, end) in tokens of the chunks that have tokens besides padding."""
+    step: StepSchedule
+    weights: RemoteWeights | None = None
+    """Weights of other ranks' stages; None if ranks share no units."""
+
+    def plan(self, stage: int, micro_batch: int) -> Plan:
+        """Return the plan of a micro-batch on a stage, with offloading only of scheduled units.
+
+        The schedule has no offload action for units whose backward follows their forward at once.
+        """
+        plan = self.plans.by_stage[stage]
+        if not plan.training or not any(m.offload for row in plan.layer_modes for m in row):
+            return plan
+        first = micro_batch * len(self.bounds)
+        modes = tuple(
+            row
+            if (stage, first + chunk) in self.step.offloaded_units
+            else tuple(mode_of(mode.saved, "device") for mode in row)
+            for chunk, row in enumerate(plan.layer_modes)
+        )
+        return replace(plan, layer_modes=modes)
 
 
 def check_size(name: str, size: Size) -> None:
@@ -673,5 +665,7 @@ def _make_schedule(
         lowered,
         splits_backward=any(action.kind == "W" for action in actions),
         size=size,
+        messages=messages(lowered),
+        runs=chunk_runs(lowered),
         offloaded_units=frozenset((a.stage, a.unit) for a in actions if a.kind == "D"),
     )

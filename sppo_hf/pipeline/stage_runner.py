@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from sppo_hf.engine.chunk_runner import ChunkInputs, ChunkRunner
-from sppo_hf.engine.forward_calls import BatchLayout, ForwardCall
+from sppo_hf.engine.engine import labelled_chunks
 from sppo_hf.engine.loss import ModelHead, RouterLoss
 from sppo_hf.engine.sequence_group import SequenceGroup
 from sppo_hf.engine.stages import (
@@ -43,7 +43,9 @@ from sppo_hf.engine.stages import (
     enter,
 )
 from sppo_hf.errors import SPPOError, UnsupportedModelError
-from sppo_hf.planning.chunk_bounds import Bounds
+from sppo_hf.pipeline.stage_plans import PreparedStep
+from sppo_hf.schedule.actions import KIND_NAMES, Kind
+from sppo_hf.schedule.messages import ChunkRun
 
 # B batch rows, C tokens of a chunk, T tokens of the sequence, D model width, W width of a message.
 
@@ -136,10 +138,6 @@ AddLoss = Callable[[Tensor, slice, slice, SequenceGroup | None], Tensor]
 """Takes a chunk's hidden states `[B, C, D]`, its rows of the batch, its tokens, and the ranks that
 share these; returns the loss to start backward from, shape `[]`."""
 
-RunOf = Callable[[int, int], tuple[range, SequenceGroup | None]]
-"""Takes (stage, chunk); returns the run of chunks around it that the same ranks compute, and these
-ranks if there are several. Each run has K/V stores of its own."""
-
 
 @dataclass(slots=True)
 class _ActiveRun:
@@ -167,26 +165,19 @@ class StageRunner:
     """Runs all units of this rank's stages in one step."""
 
     staged: StagedModel
-    call: ForwardCall
-    layout: BatchLayout
+    prepared: PreparedStep
     _: KW_ONLY
     messages: MessageLayout
     """Layout of what stages send to the next."""
-    bounds: Bounds
-    """Half-open tokens of the chunks that run."""
-    rows: list[tuple[int, int]]
-    """Half-open rows of each micro-batch."""
     make_runner: Callable[..., ChunkRunner]
     """Makes the chunk runner of (stage, micro-batch), given ChunkRunner's varying keywords."""
     head: ModelHead
     """The model's head; `output_class` is set to the class of the base model's outputs."""
     add_loss: AddLoss | None
     """Computes the loss of a chunk; None where the last stage is not here."""
-    labelled: frozenset[int]
-    """Chunks that have labels."""
-    run_of: RunOf
-    split: bool = False
-    """Whether backward runs in two halves."""
+    group_of: Callable[[ChunkRun], SequenceGroup | None]
+    """Returns the ranks that share the tokens of a run's chunks; None for one rank. Each run has
+    K/V stores of its own."""
     router_loss: RouterLoss | None = None
     """Takes the routers' logits of every unit; None where they have no loss."""
     make_router_gradient: Callable[[], Tensor] | None = None
@@ -194,6 +185,8 @@ class StageRunner:
     ranks together; see `before_backward`."""
 
     def __post_init__(self) -> None:
+        self._splits = self.prepared.step.splits_backward
+        self._labelled = labelled_chunks(self.prepared.layout, self.prepared.bounds)
         self._router_gradient: Tensor | None = None
         self._active: dict[tuple[int, int, int], _ActiveRun] = {}
         """Runs by stage, micro-batch and first chunk."""
@@ -201,10 +194,12 @@ class StageRunner:
         """Weight gradients of units whose second half of backward has not run, by stage,
         micro-batch and chunk."""
         self._current_deferred = WeightGradients()
-        self._received: UnpackedMessage | None = None
-        """Input of the running stage's first layer, see `first_layer_input`."""
-        self._last_output: tuple[Tensor, Mapping[Any, Any]] | None = None
-        """Arguments of the last call of `last_layer_output`."""
+        self.received: UnpackedMessage | None = None
+        """What the first layer of the running stage gets; None for its own arguments. Models scale
+        embeddings or add positions to them before their first layer, which must not happen again to
+        hidden states that come from another stage."""
+        self.last_output: tuple[Tensor, Mapping[Any, Any]] | None = None
+        """What the last layer of the running stage returned, and K/V that layers share."""
         self.losses: list[Tensor] = []
         """Detached sums of the losses of the last stage's chunks."""
 
@@ -227,16 +222,16 @@ class StageRunner:
         if chunk != run.next_chunk:
             raise _out_of_order("forward", stage, micro_batch, chunk, run.next_chunk)
         run.next_chunk += 1
-        rows = self.rows[micro_batch]
+        rows = self.prepared.rows[micro_batch]
         hidden, stage_input, router_sums = self._run_layers(stage, run, chunk, received, rows=rows)
         unit = UnitGraph.of(hidden, stage_input, received)
         unit.router = router_sums
         output: Tensor | None = None
         if stage < self.staged.cut.num_stages - 1:
             output = hidden.detach()
-        elif self.add_loss is not None and chunk in self.labelled:
+        elif self.add_loss is not None and chunk in self._labelled:
             with self.staged.running(stage):
-                tokens = slice(*self.bounds[chunk])
+                tokens = slice(*self.prepared.bounds[chunk])
                 unit.loss = self.add_loss(hidden, slice(*rows), tokens, run.group)
             self.losses.append(unit.loss.detach())
         if torch.is_grad_enabled():
@@ -252,31 +247,31 @@ class StageRunner:
         return self._get_or_begin(stage, micro_batch, chunk).runner
 
     def _key(self, stage: int, micro_batch: int, chunk: int) -> tuple[int, int, int]:
-        return stage, micro_batch, self.run_of(stage, chunk)[0].start
+        return stage, micro_batch, self.prepared.step.runs[stage, chunk].chunks.start
 
     def _get_or_begin(self, stage: int, micro_batch: int, chunk: int) -> _ActiveRun:
         key = self._key(stage, micro_batch, chunk)
         if key not in self._active:
-            self._active[key] = self._begin_run(stage, micro_batch, *self.run_of(stage, chunk))
+            run = self.prepared.step.runs[stage, chunk]
+            self._active[key] = self._begin_run(stage, micro_batch, run)
         return self._active[key]
 
-    def _begin_run(
-        self, stage: int, micro_batch: int, chunks: range, group: SequenceGroup | None
-    ) -> _ActiveRun:
-        start, end = self.rows[micro_batch]
-        positions = self.call.positions()
+    def _begin_run(self, stage: int, micro_batch: int, run: ChunkRun) -> _ActiveRun:
+        call, group = self.prepared.call, self.group_of(run)
+        start, end = self.prepared.rows[micro_batch]
+        positions = call.positions()
         runner = self.make_runner(
             stage,
             micro_batch,
-            rows=self.layout.spans(start, end),
+            rows=self.prepared.layout.spans(start, end),
             last_position=positions.max().view(1, 1),
-            around_layers=self._around_layers if self.split else contextlib.nullcontext,
+            around_layers=self._around_layers if self._splits else contextlib.nullcontext,
             group=group,
         )
-        constants = dict(self.call.constants)
+        constants = dict(call.constants)
         if self.router_loss is not None:
             constants["output_router_logits"] = True
-        inputs = ChunkInputs(self.call.tokens, positions, constants).rows(start, end)
+        inputs = ChunkInputs(call.tokens, positions, constants).rows(start, end)
         embedded = None
         if stage == 0:
             with self.staged.running(stage):
@@ -284,6 +279,7 @@ class StageRunner:
         if embedded is not None:
             others = {name: x for name, x in inputs.tokens.items() if name != "input_ids"}
             inputs = replace(inputs, tokens={"inputs_embeds": embedded.detach(), **others})
+        chunks = run.chunks
         return _ActiveRun(runner, inputs, chunks, group, embedded, next_chunk=chunks.start)
 
     def _around_layers(self) -> contextlib.AbstractContextManager[object]:
@@ -311,24 +307,24 @@ class StageRunner:
                 inputs.pop(name, None)
             message, stage_input = enter(received)
             parts = self.messages.unpack(self.staged.cut.layers[stage].start, message)
-            # Only its shape and dtype are used: layers get another one, see `first_layer_input`.
+            # Only its shape and dtype are used: layers get another one, see `StageRunner.received`.
             placeholder_BCD = parts.hidden if parts.hidden.dim() == 3 else parts.hidden[0]
             inputs["inputs_embeds"] = placeholder_BCD.detach()
             inputs |= parts.arguments
-            self._received = parts
+            self.received = parts
         elif run.embedded is not None:
             inputs["inputs_embeds"], stage_input = enter(inputs["inputs_embeds"])
         try:
             with self.staged.running(stage):
                 output = run.runner.run_chunk(chunk, inputs)
-            last_output = self._last_output
+            last_output = self.last_output
         finally:
-            self._received = self._last_output = None
+            self.received = self.last_output = None
             own_inputs = self.staged.take_layer_inputs(stage)
         self.head.output_class = type(output)
         router_sums = None
         if self.router_loss is not None:
-            mask, tokens = self.call.attention_mask, run.runner.rank_tokens(chunk)
+            mask, tokens = self.prepared.call.attention_mask, run.runner.rank_tokens(chunk)
             router_sums = self.router_loss.add(output.router_logits, mask, rows, tokens)
         if stage == self.staged.cut.num_stages - 1:
             return output.last_hidden_state, stage_input, router_sums
@@ -337,58 +333,30 @@ class StageRunner:
         hidden, shared = last_output
         return self.messages.pack(end, hidden, own_inputs, shared), stage_input, router_sums
 
-    def first_layer_input(self) -> UnpackedMessage | None:
-        """Return what the first layer of the running stage gets; None for its own arguments.
-
-        Models scale embeddings or add positions to them before their first layer, which must not
-        happen again to hidden states that come from another stage.
-        """
-        return self._received
-
-    def last_layer_output(self, hidden: Tensor, shared: Mapping[Any, Any]) -> None:
-        """Keep what the last layer of the running stage returned, and K/V that layers share."""
-        self._last_output = hidden, shared
-
     # -- copies ------------------------------------------------------------------------------
 
-    def offload(self, stage: int, micro_batch: int, chunk: int) -> None:
-        """End the offload of a unit, whose layers started their copies as each ran.
+    def copy(self, kind: Kind, stage: int, micro_batch: int, chunk: int) -> None:
+        """Carry out an action on a unit's saved activations.
 
-        Compute waits until at most one unit is being copied.
-
-        Raises:
-            SPPOError: Its forward is not the last that ran.
-        """
-        run = self._active.get(self._key(stage, micro_batch, chunk))
-        if run is None or chunk != run.next_chunk - 1:
-            due = None if run is None else run.next_chunk - 1
-            raise _out_of_order("device to host", stage, micro_batch, chunk, due)
-        run.runner.settle()
-
-    def store(self, stage: int, micro_batch: int, chunk: int) -> None:
-        """Start writing what was offloaded to its tier behind the host."""
-        self._pending_backward("store", stage, micro_batch, chunk).runner.poll()
-
-    def load(self, stage: int, micro_batch: int, chunk: int) -> None:
-        """Start reading all that a unit's backward needs into host memory."""
-        self._pending_backward("load", stage, micro_batch, chunk).runner.read_ahead(chunk)
-
-    def prefetch(self, stage: int, micro_batch: int, chunk: int) -> None:
-        """Start copying all that a unit's backward needs to the device.
+        "D" ends their offload, which layers began as each ran: compute waits until at most one unit
+        is being copied. "S" starts writing them to a tier behind the host, "L" reading all that the
+        unit's backward needs from there, and "H" copying it to the device.
 
         Raises:
             SPPOError: The unit does not wait for a backward.
         """
-        run = self._pending_backward("host to device", stage, micro_batch, chunk)
-        run.runner.prefetch(chunk)
-
-    def begin_stream(self, stage: int, micro_batch: int, chunk: int, *, backward: bool) -> None:
-        """Start copying the offloaded K/V that a unit reads first; the rest follows as it runs."""
-        if not backward:
-            run = self._get_or_begin(stage, micro_batch, chunk)
+        run = self._active.get(self._key(stage, micro_batch, chunk))
+        if run is None or chunk not in run.units:
+            due = None if run is None else max(run.units, default=None)
+            raise _out_of_order(KIND_NAMES[kind], stage, micro_batch, chunk, due)
+        if kind == "D":
+            run.runner.settle()
+        elif kind == "S":
+            run.runner.poll()
+        elif kind == "L":
+            run.runner.read_ahead(chunk)
         else:
-            run = self._pending_backward("K/V in", stage, micro_batch, chunk)
-        run.runner.begin_stream(chunk, backward=backward)
+            run.runner.prefetch(chunk)
 
     def end_stream(self, stage: int, micro_batch: int, chunk: int) -> None:
         """End the offload of a unit's K/V, or of their gradients.
@@ -398,13 +366,6 @@ class StageRunner:
         run = self._active.get(self._key(stage, micro_batch, chunk))
         if run is not None:  # else its last backward ran, and nothing of it is offloaded
             run.runner.settle()
-
-    def _pending_backward(self, what: str, stage: int, micro_batch: int, chunk: int) -> _ActiveRun:
-        run = self._active.get(self._key(stage, micro_batch, chunk))
-        if run is None or chunk not in run.units:
-            due = None if run is None else max(run.units, default=None)
-            raise _out_of_order(what, stage, micro_batch, chunk, due)
-        return run
 
     # -- backward ----------------------------------------------------------------------------
 
@@ -422,8 +383,9 @@ class StageRunner:
     ) -> Tensor | None:
         """Run a unit's backward; chunks come in reverse.
 
-        With `split`, all of it but the weights of linear layers. `grad` is `[B, C, W]` from the
-        stage after; None on the last stage, where `scale`, `[]`, is the gradient of the loss's sum.
+        Where schedules split it, all but the weights of linear layers. `grad` is `[B, C, W]` from
+        the stage after; None on the last one, where `scale`, `[]`, is the gradient of the loss's
+        sum.
 
         Returns:
             `[B, C, W]` for the stage before; None on the first stage.
@@ -439,7 +401,7 @@ class StageRunner:
         if run is None or chunk != due:
             raise _out_of_order("backward", stage, micro_batch, chunk, due)
         unit = run.units.pop(chunk)
-        if self.split:
+        if self._splits:
             self._current_deferred = WeightGradients()
             self._deferred[stage, micro_batch, chunk] = self._current_deferred
         states = [end for end in run.runner.state_ends(chunk) if end.grad is not None]
@@ -524,11 +486,11 @@ def _out_of_order(
 def first_layer_hook(
     get_runner: Callable[[], StageRunner | None],
 ) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]] | None]:
-    """Make a pre-hook (with keywords) for first layers of stages; see `first_layer_input`."""
+    """Make a pre-hook (with keywords) for first layers of stages; see `StageRunner.received`."""
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         runner = get_runner()
-        received = None if runner is None else runner.first_layer_input()
+        received = None if runner is None else runner.received
         if received is None:
             return None
         if received.shared:
@@ -541,7 +503,7 @@ def first_layer_hook(
 
 
 def last_layer_hook(get_runner: Callable[[], StageRunner | None]) -> Callable[..., None]:
-    """Make a hook (with keywords) for last layers of stages; see `last_layer_output`."""
+    """Make a hook (with keywords) for last layers of stages; see `StageRunner.last_output`."""
 
     def hook(layer: nn.Module, _: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         runner = get_runner()
@@ -553,6 +515,6 @@ def last_layer_hook(get_runner: Callable[[], StageRunner | None]) -> Callable[..
                 f"{type(layer).__name__} returns more than hidden states to the next layer, which "
                 "is not sent between the stages of a pipeline. Train it on one device (pp_size=1)."
             )
-        runner.last_layer_output(hidden, kwargs.get(SHARED_KV) or {})
+        runner.last_output = hidden, kwargs.get(SHARED_KV) or {}
 
     return hook

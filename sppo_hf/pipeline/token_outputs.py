@@ -35,9 +35,9 @@ from sppo_hf.engine.forward_calls import BatchLayout, ForwardCall
 from sppo_hf.engine.recompute import RunContext
 from sppo_hf.engine.sequence_group import SequenceGroup, rank_tokens
 from sppo_hf.engine.versions import ReadTensors
-from sppo_hf.errors import SPPOError, UnsupportedModelError
+from sppo_hf.errors import UnsupportedModelError
 from sppo_hf.pipeline.agreement import all_true
-from sppo_hf.pipeline.gradients import StepGradients, average_after_backward
+from sppo_hf.pipeline.gradients import StepGradients, average_after_backward, step_values
 
 if TYPE_CHECKING:
     from sppo_hf.pipeline.pipeline_engine import PipelineEngine
@@ -135,11 +135,14 @@ class TokenCall:
             )
         tensors = self._broadcast(outputs)
         if training:
-            anchor = torch.zeros((), device=self._call.device, requires_grad=True)
-            values = _TokenValues.apply(
-                anchor, self._backward, tuple(tensors), *tensors.values(), *self._parameters
-            )
-            tensors = dict(zip(tensors, values, strict=True))
+            names = tuple(tensors)
+
+            def release(grads: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+                named = {n: g for n, g in zip(names, grads, strict=True) if g is not None}
+                return self._engine.guarded("backward", lambda: self._run_backward(named))
+
+            values = step_values(tuple(tensors.values()), self._parameters, release)
+            tensors = dict(zip(names, values, strict=True))
         return self._output(outputs.output_class, tensors)
 
     # -- output ------------------------------------------------------------------------------
@@ -187,11 +190,8 @@ class TokenCall:
 
     # -- backward ----------------------------------------------------------------------------
 
-    def _backward(self, grads: dict[str, Tensor]) -> list[Tensor | None]:
-        """Return gradients of `_parameters` for those of the outputs, `[B, T]` by name."""
-        return self._engine.guarded("backward", lambda: self._run_backward(grads))
-
     def _run_backward(self, grads: dict[str, Tensor]) -> list[Tensor | None]:
+        """Return gradients of `_parameters` for those of the outputs, `[B, T]` by name."""
         engine = self._engine
         self._reads.check_unchanged(self._versions, "the backward of what a pipeline returned")
         grad = self._uniform_gradient(grads)
@@ -289,32 +289,3 @@ class _Guarded:
 
     def __call__(self, grad: Tensor | None) -> Tensor | None:
         return None if grad is None else self._hook(grad)
-
-
-class _TokenValues(torch.autograd.Function):
-    """Values of a step, whose backward turns their gradients into those of parameters."""
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any,
-        _anchor: Tensor,
-        run_backward: Callable[[dict[str, Tensor]], list[Tensor | None]],
-        names: tuple[str, ...],
-        *values_and_parameters: Tensor,
-    ) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.run_backward, ctx.names, ctx.has_run = run_backward, names, False
-        values = tuple(value.clone() for value in values_and_parameters[: len(names)])
-        ctx.mark_non_differentiable(*(x for x in values if not x.is_floating_point()))
-        return values
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
-        if ctx.has_run:
-            raise SPPOError(
-                "backward ran twice through what a pipeline returned. Chunked sequences allow one "
-                "backward per forward (retain_graph=True is not supported); run the forward again."
-            )
-        ctx.has_run = True
-        named = {n: g for n, g in zip(ctx.names, grads, strict=True) if g is not None}
-        return *(None,) * (3 + len(grads)), *ctx.run_backward(named)

@@ -59,7 +59,6 @@ class ClusterQuestion:
     """Budgets of one device, and of the host of one node."""
 
     gpus_per_node: int = 8
-    """Devices that share a host."""
 
     link_bytes_per_second: float = UNKNOWN_LINK
     """Rate from a device to one of another node, each way."""
@@ -143,10 +142,8 @@ class ClusterPlan:
 
     layout: Layout
     layers: tuple[range, ...]
-    """Layers of each stage."""
 
     bounds: Bounds
-    """Chunks of every row."""
 
     step_seconds: float
     """Seconds of a step over all rows, the reduction of gradients included."""
@@ -201,7 +198,6 @@ class ClusterAnswer:
     """Layouts that were simulated; the others are too large or too slow by their lower bounds."""
 
     num_candidates: int
-    """Layouts in the search space."""
 
     num_skipped: int = 0
     """Layouts that might be among the best, but were not simulated, to limit the search."""
@@ -232,12 +228,12 @@ def solve_cluster(
     Raises:
         ConfigError: no number of stages and replicas fits the devices, rows and layers.
     """
-    answer = _search(question, layouts(question), keep, slack, max_actions)
-    if answer is None or not answer.best:
+    search = _Search(question, keep, slack)
+    search.run(layouts(question), max_actions)
+    if not search.best:
         # Groups that span nodes are slow: only where nothing else fits.
-        across = _search(question, layouts(question, across=True), keep, slack, max_actions)
-        answer = answer if across is None else _join(answer, across)
-    if answer is None:
+        search.run(layouts(question, across=True), max_actions)
+    if not search.num_candidates:
         raise ConfigError(
             f"{question.gpus} devices cannot share {question.rows} rows of "
             f"{question.total_tokens:,} tokens among stages of {question.cost.shape.num_layers} "
@@ -245,60 +241,7 @@ def solve_cluster(
             f"and at most {question.space.max_units:,} chunks on a rank. Remedy: more rows, or "
             "fewer devices."
         )
-    return answer
-
-
-def _join(within: ClusterAnswer | None, across: ClusterAnswer) -> ClusterAnswer:
-    """Joins the answers of two searches, the first of which found nothing that fits."""
-    if within is None:
-        return across
-    closest = [plan for plan in (within.closest, across.closest) if plan is not None]
-    return replace(
-        across,
-        closest=min(closest, key=lambda plan: plan.missing_bytes, default=None),
-        num_simulated=within.num_simulated + across.num_simulated,
-        num_candidates=within.num_candidates + across.num_candidates,
-    )
-
-
-def _search(
-    question: ClusterQuestion,
-    candidates: Iterable[Layout],
-    keep: int,
-    slack: float,
-    max_actions: float,
-) -> ClusterAnswer | None:
-    """Searches a set of layouts; None if it is empty."""
-    per_node = question.ranks_per_node
-    # Of two that seem to take as long, the one with fewer hops between nodes comes first.
-    bounded = [
-        (question.min_step_seconds(x), x.hops_between_nodes(per_node), x) for x in candidates
-    ]
-    ranked = [(seconds, layout) for seconds, _, layout in sorted(bounded)]
-    if not ranked:
-        return None
-    search = _Search(question, keep, slack)
-    with _no_collection():
-        unseen = search.simulate_all(
-            [one for one in ranked if one[1].schedule not in SHARED_UNIT_SCHEDULES], max_actions
-        )
-        # Bounds of layouts with shared units leave out idle time, so these would all come first,
-        # and they have many actions: a limit of their own, so that they displace no others.
-        unseen += search.simulate_all(
-            [one for one in ranked if one[1].schedule in SHARED_UNIT_SCHEDULES],
-            max_actions * _SHARING,
-        )
-        if not search.best:
-            search.simulate_closest([layout for _, layout in unseen], max_actions)
-    seconds = [at for at, x in unseen if search.may_win(at) and x not in search.simulated]
-    return ClusterAnswer(
-        best=tuple(search.best),
-        closest=search.closest,
-        num_simulated=len(search.simulated),
-        num_candidates=len(ranked),
-        num_skipped=len(seconds),
-        skipped_min_seconds=min(seconds, default=None),
-    )
+    return search.answer()
 
 
 class _Search:
@@ -311,14 +254,49 @@ class _Search:
         self._actions = 0
         self._too_large: list[tuple[int, Layout]] = []
         """Layouts that exceed a budget by their lower bounds, and by how many bytes."""
+        self._unseen: list[tuple[float, Layout]] = []
+        """Layouts that were left out because of the limit on actions, by their least seconds."""
+        self.num_candidates = 0
         self.simulated: dict[Layout, int] = {}
         """Bytes above the budgets of every layout that was simulated or equals one that was."""
         self.best: list[ClusterPlan] = []
         self.closest: ClusterPlan | None = None
 
-    def is_simulated(self, layout: Layout) -> bool:
-        """Returns whether a layout was simulated."""
-        return layout in self.simulated
+    def run(self, candidates: Iterable[Layout], max_actions: float) -> None:
+        """Simulate those of a set of layouts that may be among the best."""
+        question, per_node = self._question, self._question.ranks_per_node
+        # Of two that seem to take as long, the one with fewer hops between nodes comes first.
+        bounded = [
+            (question.min_step_seconds(x), x.hops_between_nodes(per_node), x) for x in candidates
+        ]
+        ranked = [(seconds, layout) for seconds, _, layout in sorted(bounded)]
+        self.num_candidates += len(ranked)
+        with _no_collection():
+            unseen = self.simulate_all(
+                [one for one in ranked if one[1].schedule not in SHARED_UNIT_SCHEDULES], max_actions
+            )
+            # Bounds of layouts with shared units leave out idle time, so these would all come
+            # first, and they have many actions: a limit of their own, so that they displace no
+            # others.
+            unseen += self.simulate_all(
+                [one for one in ranked if one[1].schedule in SHARED_UNIT_SCHEDULES],
+                max_actions * _SHARING,
+            )
+            if ranked and not self.best:
+                self.simulate_closest([layout for _, layout in unseen], max_actions)
+        self._unseen += unseen
+
+    def answer(self) -> ClusterAnswer:
+        """Returns what was found."""
+        skipped = [at for at, x in self._unseen if self.may_win(at) and x not in self.simulated]
+        return ClusterAnswer(
+            best=tuple(self.best),
+            closest=self.closest,
+            num_simulated=len(self.simulated),
+            num_candidates=self.num_candidates,
+            num_skipped=len(skipped),
+            skipped_min_seconds=min(skipped, default=None),
+        )
 
     def may_win(self, seconds: float) -> bool:
         """Returns whether a step of that many seconds would be among the best."""

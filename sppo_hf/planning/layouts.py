@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise, product
 from operator import attrgetter
-from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -235,58 +235,17 @@ _SPLIT_BACKWARD = "zb_seq1f1b"
 _CHUNKS_IN_FLIGHT = 3
 
 _Made = TypeVar("_Made")
-_Others = ParamSpec("_Others")
 
 
-def _waiting_seconds(
-    seconds_PN: NDArray[np.float64], other_PN: NDArray[np.float64] | float = 0.0
-) -> NDArray[np.float64]:
-    """Returns the least seconds that each rank waits for chunks from other ranks, [P].
-
-    Chunk n cannot end on rank p before rank 0 has computed all chunks before n, and then each rank
-    up to p has computed chunk n. In that time rank p has itself computed chunks 0 to n at most.
-    Seen from the end of a step this is also the time for which chunks pass back to rank 0 after a
-    rank's last unit.
-
-    Args:
-        seconds_PN: seconds of each rank's unit of each chunk.
-        other_PN: seconds of other work that the rank has for that time.
-    """
-    start_N = np.cumsum(seconds_PN[0]) - seconds_PN[0]
-    end_PN = start_N + np.cumsum(seconds_PN, axis=0)
-    return (end_PN - np.cumsum(seconds_PN, axis=1) - other_PN).max(axis=1)
-
-
-def _late_weight_seconds(weight_PN: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Returns seconds of weight gradients after the last row's input gradient of a chunk, [P, N].
-
-    Rank p is p weight gradients behind its input gradients: after that of chunk n it has n + 1 + p.
-    """
-    ranks, chunks = weight_PN.shape
-    rows = 1 + -(-ranks // chunks)
-    sums = np.cumsum(np.tile(weight_PN, (1, rows)), axis=1)
-    return np.array([sums[rank, rank : rank + chunks] for rank in range(ranks)])
-
-
-def _once(
-    *names: str,
-) -> Callable[
-    [Callable[Concatenate[LowerBounds, Layout, _Others], _Made]],
-    Callable[Concatenate[LowerBounds, Layout, _Others], _Made],
-]:
+def _once(*names: str) -> Callable[[Callable[..., _Made]], Callable[..., _Made]]:
     """Decorates a method to be called once for equal fields `names` of layouts, and arguments."""
+    fields = attrgetter(*names)
 
-    def decorate(
-        make: Callable[Concatenate[LowerBounds, Layout, _Others], _Made],
-    ) -> Callable[Concatenate[LowerBounds, Layout, _Others], _Made]:
-        fields = attrgetter(*names)
-
-        def known(
-            self: LowerBounds, layout: Layout, *args: _Others.args, **kwargs: _Others.kwargs
-        ) -> _Made:
+    def decorate(make: Callable[..., _Made]) -> Callable[..., _Made]:
+        def known(self: LowerBounds, layout: Layout, *args: Any) -> _Made:
             key = (make, fields(layout), args)
             if key not in self.known:
-                self.known[key] = make(self, layout, *args, **kwargs)
+                self.known[key] = make(self, layout, *args)
             return self.known[key]
 
         return known
@@ -310,7 +269,7 @@ class LowerBounds:
 
     [Note: why a step takes at least that long] A rank computes its units one after the other. It is
     idle before the first chunk of the first row has come to it through the ranks before (*fill*),
-    and after its own last unit, while the last row's chunks pass back through these ranks
+    and after its own last unit, while the last row's first chunk passes back through these ranks
     (*drain*). Copies, messages and reductions only add to that. Ranks that share units fill and
     drain together, so of them only compute counts.
     """
@@ -386,21 +345,21 @@ class LowerBounds:
         if layout.schedule in SHARED_UNIT_SCHEDULES:
             return self._sharing_ranks(layout), np.zeros(layout.stages)
         ranks, virtual = layout.stages, layout.virtual
-        counts, splits = self._layer_counts(layout), layout.schedule == _SPLIT_BACKWARD
+        counts = self._layer_counts(layout)
         work = self.cost(layout).unit_seconds(self.bounds(layout))
         forward = counts @ work.forward
         forward[-1] += work.head
         backward = counts @ (work.backward + work.recompute[:, SAVED.index(layout.saved)])
         per_row = (forward + backward).sum(axis=1).reshape(virtual, ranks).sum(axis=0)
-        fill = _waiting_seconds(forward[:ranks])
-        if splits:
+        # Seconds of the first chunk on each rank, forward and back.
+        ahead, back, late = forward[:ranks, 0], backward[:ranks, 0], np.zeros(ranks)
+        if layout.schedule == _SPLIT_BACKWARD:
+            # Rank p is p weight gradients late, and the step ends with the first rank's last one.
             weight = (counts @ work.weight)[:ranks]
-            # The step ends with the first rank's weight gradient of the first chunk.
-            late = _late_weight_seconds(weight) - weight[0, 0]
-            drain = _waiting_seconds(backward[:ranks] - weight, late)
-        else:
-            drain = _waiting_seconds(backward[:ranks])
-        return per_row, np.maximum(fill + drain, 0.0)
+            back = back - weight[:, 0]
+            late = np.arange(1, ranks + 1) * weight.max(axis=1) - weight[0, 0]
+        drain = np.cumsum(back) - back - late
+        return per_row, np.cumsum(ahead) - ahead + np.maximum(drain, 0.0)
 
     def _sharing_ranks(self, layout: Layout) -> NDArray[np.float64]:
         """Seconds of ranks that share each stage's first and last units, as `generate.msp` does.

@@ -49,7 +49,6 @@ class PipelineChoice:
 
     schedule: str
     bounds: Bounds
-    """The chunks of every row."""
 
     reason: str
 

@@ -32,11 +32,11 @@ of its own, as in `sppo_hf.pipeline.multiplex`, so a rank may hold a chunk's sli
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, combinations, pairwise
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,7 +69,7 @@ from sppo_hf.schedule.actions import (
     unit_share,
 )
 from sppo_hf.schedule.lower import KVCopy, lower
-from sppo_hf.schedule.messages import SENDS, Message, messages, unit_runs
+from sppo_hf.schedule.messages import SENDS, ChunkRun, Message, chunk_runs, messages
 from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.simulate import Change, simulate_pipeline
 from sppo_hf.schedule.timeline import Timeline
@@ -80,23 +80,10 @@ OffloadRule = Literal["none", "full", "sppo"]
 _RECEIVES: frozenset[Kind] = frozenset(SENDS.values())
 """Receives only mark an arrival: they take no time, and the send counts the bytes."""
 
+_KV_SENDS: tuple[Kind, ...] = ("SEND_KV", "SEND_DKV")
+
 _Key = tuple[Kind, int, int, int | None]
 """Kind, stage, chunk and part of an action."""
-
-
-class _Run(NamedTuple):
-    """Neighbouring chunks of one stage that the same ranks compute."""
-
-    chunks: range
-    ranks: tuple[int, ...]
-    copies: float
-    """Copies of K/V among them, above 1 where several have the same head; see [Note: more devices
-    than heads]."""
-
-    @property
-    def share(self) -> float:
-        """Share of K/V that each of the ranks has."""
-        return self.copies / len(self.ranks)
 
 
 # No slots: a cached property needs the instance's dictionary.
@@ -172,21 +159,19 @@ class PipelineCost:
         return self.schedule.stage_ranks
 
     @cached_property
-    def shared_units(self) -> dict[tuple[int, int], tuple[int, ...]]:
-        """Ranks that share each unit, in the order of their parts; keys are (stage, chunk)."""
-        shared = self.schedule.shared_units
-        return {unit: ranks for unit, ranks in shared.items() if unit[1] < len(self.bounds)}
+    def _micro_batch(self) -> Schedule:
+        """The first micro-batch; all others cost the same."""
+        return self.schedule.keep(lambda action: action.unit < len(self.bounds))
 
     @cached_property
-    def messages(self) -> dict[Action, Message]:
-        """Message of each send and each receive; empty if no units are shared."""
-        found = messages(self.schedule).values() if self.shared_units else ()
-        return {end: message for message in found for end in (message.send, message.receive)}
+    def _runs(self) -> dict[tuple[int, int], ChunkRun]:
+        """The run of each (stage, chunk)."""
+        return chunk_runs(self._micro_batch)
 
     @cached_property
-    def head_blocks(self) -> int | None:
-        """Number of blocks in which ranks of shared units divide heads (`count_head_blocks`)."""
-        return head_blocks_of(self.cost, self.schedule.num_ranks) if self.shared_units else None
+    def _messages(self) -> dict[Action, Message]:
+        """Messages of a micro-batch by their send."""
+        return messages(self._micro_batch)
 
     @cached_property
     def ratios(self) -> tuple[tuple[float, ...], ...]:
@@ -247,9 +232,7 @@ class PipelineCost:
         key = (kind, stage, unit % len(self.bounds), part)
         found = self._seconds.get(key)
         if found is None:
-            message = self.messages.get(action)
-            found = self._timed(*key) if message is None else self._passed_seconds(message)
-            self._seconds[key] = found
+            found = self._seconds[key] = self._timed(*key)
         return found
 
     def changes(self, action: Action) -> tuple[Change, ...]:
@@ -264,8 +247,7 @@ class PipelineCost:
         key = (kind, stage, unit % len(self.bounds), part)
         found = self._changes.get(key)
         if found is None:
-            message = self.messages.get(action)
-            changed = self._changed(*key) if message is None else self._passed(action, message)
+            changed = self._passed(*key) if kind in SENDS else self._changed(*key)
             found = self._changes[key] = tuple([change for change in changed if change[2]])
         return found
 
@@ -281,8 +263,8 @@ class PipelineCost:
             yield Change(device, Cause.OPTIMIZER, -(-held.optimizer // parts))
         # The stages of other ranks whose units each rank shares.
         helped: dict[int, set[int]] = {}
-        for (stage, _), ranks in self.shared_units.items():
-            for rank in ranks:
+        for (stage, _), run in self._runs.items():
+            for rank in run.ranks:
                 if rank != self.stage_ranks[stage]:
                     helped.setdefault(rank, set()).add(stage)
         for rank, stages in sorted(helped.items()):
@@ -320,6 +302,7 @@ class PipelineCost:
     # -- seconds -------------------------------------------------------------------------------
 
     def _passed_seconds(self, message: Message) -> float:
+        """Seconds of a send."""
         size = self._passed_bytes(message)
         seconds = size / self.rate(message.source, message.target)
         if message.send.kind == "SEND_DKV" and self.kv_tier != "device":
@@ -329,27 +312,34 @@ class PipelineCost:
         return seconds
 
     def _passed_bytes(self, message: Message) -> int:
-        """Bytes of a message of or to a shared unit."""
-        kind, stage, unit, _, _ = message.send
-        chunk = unit % len(self.bounds)
+        """Bytes of a message."""
+        kind, stage, chunk, _, _ = message.send
         if kind in ("SEND_F", "SEND_B"):
             given = stage + (kind == "SEND_F")
             return int(self.message_bytes(given, chunk) * message.share)
         sizes = self._kv if kind == "SEND_KV" else self._dkv
         end = message.consumer if kind == "SEND_KV" else message.producer
-        run = self._runs[end.stage, end.unit % len(self.bounds)]
-        return int(int(sizes[stage, chunk]) * message.share * run.copies)
+        copies = self._copies(self._runs[end.stage, end.unit])
+        return int(int(sizes[stage, chunk]) * message.share * copies)
+
+    def _copies(self, run: ChunkRun) -> float:
+        """Copies of K/V among ranks, above 1 where several have the same head; see the note."""
+        if not run.is_shared:
+            return 1.0
+        heads = max(1, *(layer.num_heads for layer in self.cost.shape.layers))
+        return max(1.0, self.cost.sp * len(run.ranks) / heads)
+
+    def _share(self, run: ChunkRun) -> float:
+        """Share of K/V that each rank of a run has."""
+        return self._copies(run) / len(run.ranks)
 
     def _timed(self, kind: Kind, stage: int, chunk: int, part: int | None) -> float:
-        if kind in ("SEND_F", "SEND_B"):
-            other = stage + (1 if kind == "SEND_F" else -1)
-            return self.message_bytes(max(stage, other), chunk) / self.rate(
-                self.stage_ranks[stage], self.stage_ranks[other]
-            )
+        action = Action(kind, stage, chunk, None, part)
+        if kind in SENDS:
+            return self._passed_seconds(self._messages[action])
         if kind == "REDUCE_GRAD":
             return self.reduce_seconds
-        action = Action(kind, stage, chunk, None, part)
-        share = 1 / len(self.shared_units.get((stage, chunk), (0,)))
+        share = 1 / len(self._runs[stage, chunk].ranks)
         if is_kv_copy(action):
             forward = kv_copy_pass(action) == (0 if kind in ("K", "O") else 1)
             slices = self._streamed_slices(stage, chunk, kv_copy_share(action), forward=forward)
@@ -395,8 +385,8 @@ class PipelineCost:
         if run.chunks.stop == len(self.bounds):
             return 0, 0
         added = range(chunk + 1) if begins else range(chunk, chunk + 1)
-        action = Action("B", stage, chunk, None, part if len(run.ranks) > 1 else None)
-        senders = {message.source for message in self._kv_messages[0].get(action, ())}
+        action = Action("B", stage, chunk, None, part if run.is_shared else None)
+        senders = {m.source for m in self._received.get(action, ()) if m.send.kind == "SEND_DKV"}
         sums, last = self._slice(self._dkv, stage, chunk, added), run.chunks.stop
         # Each is added by itself; for the run's last chunk nothing is there before the first.
         come, leave = (len(senders) - (chunk == last - 1)) * sums, len(senders) * sums
@@ -406,22 +396,22 @@ class PipelineCost:
         return max(0, come), leave
 
     def _computing_seconds(self, kind: Kind, stage: int, chunk: int) -> float:
-        ranks = self.shared_units.get((stage, chunk))
-        if ranks is None:
+        chunks, ranks = self._runs[stage, chunk]
+        if len(ranks) == 1:
             return float(self._compute[kind][stage, chunk])
         # All devices of these ranks exchange heads; the slowest hop between them counts.
         rate = min(self.rate(a, b) for a, b in combinations(ranks, 2))
         rate = min(rate, self.cost.all_to_all_bytes_per_second)
         if (len(ranks), rate) not in self._of_ranks:
-            sp, blocks = self.cost.sp * len(ranks), self.head_blocks
+            sp = self.cost.sp * len(ranks)
+            blocks = head_blocks_of(self.cost, self.schedule.num_ranks)
             cost = self.cost.with_sequence_parallel(sp, rate, blocks)
             self._of_ranks[len(ranks), rate] = self._added_up(cost)
         seconds = float(self._of_ranks[len(ranks), rate][kind][stage, chunk])
         if self._frozen:
             return seconds
         held, group = self._weights[stage], min(self.cost.sp, self.devices_per_node)
-        begins = self.shared_units.get((stage, chunk - 1)) != ranks
-        ends = self.shared_units.get((stage, chunk + 1)) != ranks
+        begins, ends = chunk == chunks.start, chunk == chunks[-1]
         size = held.weights * (begins if kind == "F" else ends)
         size += held.gradients * (begins and kind in ("B", "W"))
         near = self.node_bytes_per_second or self.link_bytes_per_second
@@ -471,54 +461,53 @@ class PipelineCost:
         if is_kv_copy(Action(kind, stage, chunk, None, part)):
             return  # bytes of K/V are changed by their unit
         if kind in ("F", "B", "I"):
-            yield from self._slices_changed(kind, stage, chunk, part)
-        ranks = self.shared_units.get((stage, chunk))
-        if part is None or ranks is None:
-            yield from self._changed_whole(kind, stage, chunk, self.stage_ranks[stage])
-            return
+            yield from self._unit_changed(kind, stage, chunk, part)
+        ranks = self._runs[stage, chunk].ranks
         share = unit_share(Action(kind, stage, chunk, None, part)) or 0
         for change in self._changed_whole(kind, stage, chunk, ranks[share]):
             # Each rank has an autograd graph of its own, with as many nodes for fewer tokens.
             parts = 1 if Cause(change.cause) is Cause.GRAPH else len(ranks)
             yield change._replace(num_bytes=int(change.num_bytes / parts))
 
-    def _passed(self, action: Action, message: Message) -> Iterator[Change]:
-        """Changes by a message from or to a shared unit.
+    def _passed(self, kind: Kind, stage: int, chunk: int, part: int | None) -> Iterator[Change]:
+        """Changes by a send, of bytes that the units at both ends do not count.
 
-        Bytes of K/V and sums that the units at both ends do not count; see the note on slices.
+        The sender's buffer is there until it is sent, the receiver's until its unit uses it.
         """
+        message = self._messages[Action(kind, stage, chunk, None, part)]
         size = self._passed_bytes(message)
         source, target = (f"{r}.device" for r in (message.source, message.target))
-        if action.kind in ("SEND_F", "SEND_B"):
-            # A received message is used at once: both buffers exist during the transfer.
-            yield from _during(target, {Cause.MESSAGES: size})
-            yield from _during(source, {Cause.MESSAGES: size})
-        elif action.kind == "SEND_KV":
-            yield Change(target, Cause.KV, size)
-            yield Change(source, Cause.MESSAGES, -size, "end")
-        elif action.kind == "SEND_DKV":
-            yield Change(target, Cause.MESSAGES, size)
-            yield from _during(source, {Cause.MESSAGES: size})
-            stage, chunk = message.consumer.stage, message.consumer.unit % len(self.bounds)
-            if message.source not in self._runs[stage, chunk].ranks:
+        yield Change(target, Cause.KV if kind == "SEND_KV" else Cause.MESSAGES, size)
+        if kind == "SEND_DKV":  # packed when it is sent; see the note on slices
+            yield Change(source, Cause.MESSAGES, size)
+            if message.source not in self._runs[stage, message.consumer.unit].ranks:
                 yield Change(f"{message.source}.{self.kv_tier}", Cause.DKV, -size)
+        yield Change(source, Cause.MESSAGES, -size, "end")
 
-    def _slices_changed(
+    def _unit_changed(
         self, kind: Kind, stage: int, chunk: int, part: int | None
     ) -> Iterator[Change]:
-        """Changes of K/V and dK/dV by one rank of a unit; see the note on slices."""
+        """Changes of messages, K/V and dK/dV by one rank of a unit; see the note on slices."""
         run, action = self._runs[stage, chunk], Action(kind, stage, chunk, None, part)
         rank = run.ranks[part or 0]
         device, waits = (f"{rank}.{tier}" for tier in ("device", self.kv_tier))
         begins, away = chunk == run.chunks.start, self.kv_tier != "device"
         these = range(chunk + 1) if begins else range(chunk, chunk + 1)
-        came, packed = (
-            sum(map(self._passed_bytes, messages.get(action, ()))) for messages in self._kv_messages
+        (received, came), (given, packed) = (
+            [
+                sum(self._passed_bytes(m) for m in messages if (m.send.kind in _KV_SENDS) == of_kv)
+                for of_kv in (False, True)
+            ]
+            for messages in (self._received.get(action, ()), self._sent.get(action, ()))
         )
         if away:
             forward, backward, sums = (int(sizes[chunk]) for sizes in self._tables.kv_in_transit)
             passing = {Cause.KV: forward} if kind == "F" else {Cause.KV: backward, Cause.DKV: sums}
-            yield from _during(device, {cause: int(n * run.share) for cause, n in passing.items()})
+            share = self._share(run)
+            yield from _during(device, {cause: int(n * share) for cause, n in passing.items()})
+        yield Change(device, Cause.MESSAGES, given, "end")
+        # What a forward receives becomes part of its saved activations; a backward frees its input.
+        yield Change(device, Cause.MESSAGES, -received, "start" if kind == "F" else "end")
         if kind == "F":
             yield Change(device, Cause.MESSAGES, packed, "end")
             yield Change(waits, Cause.KV, self._slice(self._kv, stage, chunk, these))
@@ -536,31 +525,18 @@ class PipelineCost:
 
     def _slice(self, sizes: Bytes, stage: int, chunk: int, chunks: range) -> int:
         """Sum over `chunks` of [stages, chunks] bytes, a rank's share in the run of `chunk`."""
-        share = self._runs[stage, chunk].share
+        share = self._share(self._runs[stage, chunk])
         return sum(int(sizes[stage, other] * share) for other in chunks)
 
     @cached_property
-    def _runs(self) -> dict[tuple[int, int], _Run]:
-        """The run of each (stage, chunk)."""
-        found: dict[tuple[int, int], _Run] = {}
-        heads = max(1, *(layer.num_heads for layer in self.cost.shape.layers))
-        for stage in range(len(self.stage_ranks)):
-            for chunks in unit_runs(self.schedule, stage, range(len(self.bounds))):
-                ranks = self.schedule.unit_ranks(stage, chunks.start)
-                copies = max(1.0, self.cost.sp * len(ranks) / heads) if len(ranks) > 1 else 1.0
-                run = _Run(chunks, ranks, copies)
-                found.update(((stage, chunk), run) for chunk in chunks)
-        return found
+    def _received(self) -> dict[Action, list[Message]]:
+        """Messages that each unit needs."""
+        return _grouped(self._messages.values(), lambda message: message.consumer)
 
     @cached_property
-    def _kv_messages(self) -> tuple[dict[Action, list[Message]], dict[Action, list[Message]]]:
-        """Messages of K/V and dK/dV received for, and sent after, each first micro-batch's unit."""
-        used, made = dict[Action, list[Message]](), dict[Action, list[Message]]()
-        for action, message in self.messages.items():
-            if action.kind in ("SEND_KV", "SEND_DKV") and action.unit < len(self.bounds):
-                used.setdefault(message.consumer, []).append(message)
-                made.setdefault(message.producer, []).append(message)
-        return used, made
+    def _sent(self) -> dict[Action, list[Message]]:
+        """Messages that each unit makes."""
+        return _grouped(self._messages.values(), lambda message: message.producer)
 
     def _changed_whole(self, kind: Kind, stage: int, chunk: int, rank: int) -> Iterator[Change]:
         device, host = f"{rank}.device", f"{rank}.host"
@@ -583,8 +559,6 @@ class PipelineCost:
                 if kind != "F":
                     sizes[Cause.GRADIENTS] = held.gradients // count
                 yield from _during(device, sizes)
-        if not self.messages:
-            yield from self._transferred(kind, stage, chunk)
         if kind in ("B", "W"):
             yield Change(device, cause, -self.activation_bytes(stage, chunk), "end")
             yield Change(device, Cause.GRAPH, -int(self._graph[stage, chunk]), "end")
@@ -610,30 +584,6 @@ class PipelineCost:
     def _graph(self) -> Bytes:
         """[stages, chunks] Bytes of autograd's graph, on a CPU."""
         return self._counts @ self._tables.graph
-
-    def _transferred(self, kind: Kind, stage: int, chunk: int) -> Iterator[Change]:
-        """Message buffers: the sender's until it is sent, the receiver's until it is used.
-
-        What a forward receives becomes part of its saved activations; a backward frees its input.
-        """
-        cause = Cause.MESSAGES
-        back = kind in ("B", "I", "SEND_B")
-        target, source = (stage - 1, stage + 1) if back else (stage + 1, stage - 1)
-        here = f"{self.stage_ranks[stage]}.device"
-        if kind in ("SEND_F", "SEND_B"):
-            size = self.message_bytes(max(stage, target), chunk)
-            yield Change(f"{self.stage_ranks[target]}.device", cause, size)
-            yield Change(here, cause, -size, "end")
-        elif kind in ("F", "B", "I"):
-            if self._other_rank(stage, source):
-                size = self.message_bytes(max(stage, source), chunk)
-                yield Change(here, cause, -size, "end" if back else "start")
-            if self._other_rank(stage, target):
-                yield Change(here, cause, self.message_bytes(max(stage, target), chunk), "end")
-
-    def _other_rank(self, stage: int, other: int) -> bool:
-        inside = 0 <= other < len(self.stages)
-        return inside and self.stage_ranks[stage] != self.stage_ranks[other]
 
     @cached_property
     def _workspaces(self) -> tuple[list[int], list[int]]:
@@ -717,6 +667,15 @@ def extra_shared_unit_bytes(costs: PipelineCost, schedule: Schedule, rank: int) 
         if most > own.get(tier, 0):
             found[tier] = most - own.get(tier, 0)
     return found
+
+
+def _grouped(
+    found: Iterable[Message], end: Callable[[Message], Action]
+) -> dict[Action, list[Message]]:
+    by_end: dict[Action, list[Message]] = {}
+    for message in found:
+        by_end.setdefault(end(message), []).append(message)
+    return by_end
 
 
 def _during(device: str, sizes: dict[Cause, int]) -> Iterator[Change]:

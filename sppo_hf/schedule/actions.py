@@ -80,8 +80,6 @@ class Action(NamedTuple):
     """
 
     kind: Kind
-    """Kind of work."""
-
     stage: int
     """Pipeline stage; 0 without a pipeline."""
 

@@ -233,7 +233,6 @@ SHARED_UNIT_SCHEDULES: dict[str, Generator] = {MSP: msp}
 layouts only, so `pp_schedule` does not accept their names."""
 
 ALL_SCHEDULES: dict[str, Generator] = {**GENERATORS, **SHARED_UNIT_SCHEDULES}
-"""All generators, by name."""
 
 INTERLEAVED = frozenset(SCHEDULES.names_with("interleaved"))
 """Names of the schedules that may put several stages on a rank."""

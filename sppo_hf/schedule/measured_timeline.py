@@ -23,14 +23,10 @@ class ActionRecord(NamedTuple):
     """Times of an action that a rank ran, in seconds of the host's clock."""
 
     action: Action
-    """The action."""
-
     start_seconds: float
     """Time at which the rank started it; waiting for a message follows."""
 
     end_seconds: float
-    """Time at which it ended."""
-
     ready_seconds: float
     """Time at which the message that it waited for had arrived; `start_seconds` if it waited for
     none."""

@@ -32,27 +32,30 @@ SENDS: dict[Kind, Kind] = {
 """Each kind of send, and the receive that is its other end."""
 
 TRANSFERS: frozenset[Kind] = frozenset({*SENDS, *SENDS.values()})
-"""Kinds of sends and receives."""
 
 
 _ALL = Fraction(1)
+
+
+class ChunkRun(NamedTuple):
+    """Neighbouring chunks of one stage that the same ranks compute."""
+
+    chunks: range
+    ranks: tuple[int, ...]
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether there are several ranks."""
+        return len(self.ranks) > 1
 
 
 class Message(NamedTuple):
     """One message from one rank to another."""
 
     send: Action
-    """The send, on the source."""
-
     receive: Action
-    """The receive, on the target."""
-
     source: int
-    """Rank that sends."""
-
     target: int
-    """Rank that receives."""
-
     producer: Action
     """Compute action of `source` that makes the data; it is sent once that has ended."""
 
@@ -126,7 +129,7 @@ def _of_keys(schedule: Schedule, back: dict[tuple[int, int], Kind]) -> Iterator[
     for stage in sorted({stage for stage, _ in schedule.shared_units}):
         for first, stop in pairwise(schedule.first_units):
             pieces = [0] * (stop - first)
-            for before, after in pairwise(unit_runs(schedule, stage, range(first, stop))):
+            for before, after in pairwise(_unit_runs(schedule, stage, range(first, stop))):
                 for unit in range(first, after.start):
                     # K/V of earlier runs came to this one's ranks with its first unit.
                     ends = max(unit, before.start), after.start
@@ -159,7 +162,17 @@ def _moved(
             yield Message(sent, received, ranks[1], ranks[0], made, used, share)
 
 
-def unit_runs(schedule: Schedule, stage: int, units: range) -> list[range]:
+def chunk_runs(schedule: Schedule) -> dict[tuple[int, int], ChunkRun]:
+    """Returns the run of each (stage, chunk); all micro-batches have the same."""
+    found: dict[tuple[int, int], ChunkRun] = {}
+    for stage in range(schedule.num_stages):
+        for chunks in _unit_runs(schedule, stage, range(schedule.num_chunks)):
+            run = ChunkRun(chunks, schedule.unit_ranks(stage, chunks.start))
+            found.update(((stage, chunk), run) for chunk in chunks)
+    return found
+
+
+def _unit_runs(schedule: Schedule, stage: int, units: range) -> list[range]:
     """Returns the runs of neighbouring units that the same ranks compute."""
     starts = [units.start]
     for before, unit in pairwise(units):

@@ -36,7 +36,6 @@ class Schedule:
     """
 
     ranks: tuple[tuple[Action, ...], ...]
-    """The actions of each rank, in order."""
 
     chunks: int | tuple[int, ...] = 1
     """Number of chunks of every micro-batch; one number for each micro-batch if they differ."""

@@ -35,7 +35,6 @@ class Change(NamedTuple):
     """Use of the bytes: a `planning.memory.Cause`, or any other name."""
 
     num_bytes: int
-    """Number of bytes; negative if freed."""
 
     at: Literal["start", "end"] = "start"
     """Whether the change happens at the start or at the end of the action."""

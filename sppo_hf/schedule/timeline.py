@@ -22,17 +22,9 @@ class Span(NamedTuple):
     """One action's time on its resource, in seconds since the start of the schedule."""
 
     action: Action
-    """The action."""
-
     resource: str
-    """Name of the resource that ran it."""
-
     start_seconds: float
-    """Time at which it began."""
-
     end_seconds: float
-    """Time at which it ended."""
-
     ready_seconds: float
     """Time at which all its dependencies had ended; earlier than `start_seconds` if its resource
     was still busy then."""
@@ -45,24 +37,17 @@ class Stall(NamedTuple):
     """The action that could not begin."""
 
     seconds: float
-    """Duration of the stall."""
-
     waited_for: Action
     """The dependency of `action` that ended last."""
 
     resource: str
-    """Name of the idle resource."""
-
     start_seconds: float
-    """Time at which the stall began."""
 
 
 class Peak(NamedTuple):
     """Peak of the bytes that a tier holds."""
 
     num_bytes: int
-    """Bytes at the peak."""
-
     seconds: float
     """Time at which the peak is first reached."""
 

@@ -17,7 +17,6 @@ from sppo_hf.schedule.actions import COMPUTE_KINDS, Action, Kind
 from sppo_hf.schedule.schedule import Schedule
 
 TorchFormat = Literal["compute_only", "compute_comms"]
-"""Names of torch's two formats of the CSV."""
 
 _TRANSFERS: frozenset[Kind] = frozenset({"SEND_F", "RECV_F", "SEND_B", "RECV_B"})
 _REDUCTION = re.compile(r"([0-9]+)REDUCE_GRAD", re.ASCII)

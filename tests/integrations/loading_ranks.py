@@ -26,7 +26,7 @@ from sppo_hf.engine.device_facts import model_profile
 from sppo_hf.engine.stages import staged_model_of
 from sppo_hf.engine.structure import find_causal_lm, find_parts
 from sppo_hf.errors import ConfigError
-from sppo_hf.pipeline.convert import convert_to_stages
+from sppo_hf.pipeline.convert import convert_over_ranks
 from sppo_hf.testing.exactness import float64_everywhere, run_reference
 from sppo_hf.testing.tiny_models import add_lora, make_batch
 
@@ -47,9 +47,9 @@ def compare(
         _copy_adapters(whole, model)
     model.train()
     staged = staged_model_of(find_causal_lm(model))
-    convert_to_stages(model, plugin.config)
+    convert_over_ranks(model, plugin.config)
     if again:
-        convert_to_stages(revert(model), plugin.config)
+        convert_over_ranks(revert(model), plugin.config)
     assert staged_model_of(find_causal_lm(model)) is staged, "it was not cut a second time"
     batch = make_batch(rows=3, tokens=23)
     with float64_everywhere():
@@ -79,7 +79,7 @@ def refused(folder: Path) -> str:
     """Load with one number of stages and convert with another."""
     model = SPPOPlugin(pp_size=2).load_model(folder / "llama-deep")
     try:
-        convert_to_stages(model, SPPOPlugin(pp_size=2, **INTERLEAVED).config)
+        convert_over_ranks(model, SPPOPlugin(pp_size=2, **INTERLEAVED).config)
     except ConfigError as error:
         return str(error)
     return "it was not refused"
@@ -100,7 +100,7 @@ def freed_share() -> float:
     parameters = [weakref.ref(p) for p in model.parameters()]
     model_profile(find_parts(model))  # what is traced on the CPU, see `fork_server`, leaves holes
     before = psutil.Process().memory_info().rss
-    convert_to_stages(model, SPPOPlugin(pp_size=2, show_plan=False).config)
+    convert_over_ranks(model, SPPOPlugin(pp_size=2, show_plan=False).config)
     gc.collect()
     alive = [p for p in (ref() for ref in parameters) if p is not None]
     assert len(alive) == len(list(model.parameters())), "nothing else holds a parameter"

@@ -26,8 +26,8 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.convert import get_engine, revert
 from sppo_hf.engine.device_facts import device_facts, whole_shape
 from sppo_hf.engine.step_observer import StepObserver, StepRecord
-from sppo_hf.pipeline.convert import convert_to_stages
-from sppo_hf.pipeline.multiplex import SharedUnits
+from sppo_hf.pipeline.convert import convert_over_ranks
+from sppo_hf.pipeline.multiplex import UnitTensors
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
 from sppo_hf.pipeline.stage_plans import BatchPlans
 from sppo_hf.planning.choices import read_budgets
@@ -89,15 +89,15 @@ class SharedUnitKV:
         self.engine = engine
         self.measured: list[tuple[str, dict[str, int]]] = []
         """Before each compute."""
-        start = SharedUnits.start_prefetch
+        start = UnitTensors.start_prefetch
 
-        def measure(shared: SharedUnits, action: Action) -> None:
+        def measure(shared: UnitTensors, action: Action) -> None:
             self.measured.append((str(action), self.bytes_of(shared)))
             start(shared, action)
 
-        self.patch = mock.patch.object(SharedUnits, "start_prefetch", measure)
+        self.patch = mock.patch.object(UnitTensors, "start_prefetch", measure)
 
-    def bytes_of(self, shared: SharedUnits) -> dict[str, int]:
+    def bytes_of(self, shared: UnitTensors) -> dict[str, int]:
         """Return the bytes of K/V in the stores of all runs, and elsewhere on the device."""
         units = self.engine._stage_runner
         assert units is not None
@@ -183,7 +183,7 @@ def run(one: dict[str, Any], pp_size: int, folder: Path) -> None:
     settings = {"min_offload_size": 1, "show_plan": False, **one["settings"]}
     config = SPPOConfig(pp_size=pp_size, trace_dir=str(folder / one["name"]), **settings)
     events = EventRecorder()
-    convert_to_stages(model, config, observer=events)
+    convert_over_ranks(model, config, observer=events)
     batch = make_batch(rows=one.get("rows", 3), tokens=one.get("tokens", TOKENS))
     engine = get_engine(model)
     assert isinstance(engine, PipelineEngine)

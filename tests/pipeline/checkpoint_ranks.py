@@ -33,7 +33,7 @@ from sppo_hf.pipeline.checkpoint_state import (
     random_state,
     save_state,
 )
-from sppo_hf.pipeline.convert import convert_to_stages
+from sppo_hf.pipeline.convert import convert_over_ranks
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model
 
 
@@ -81,7 +81,7 @@ def moments(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, flo
 def run(task: dict[str, Any], out: Path) -> None:
     """Do one task on this rank."""
     config = SPPOConfig(show_plan=False, pp_timeout_seconds=60, **task["settings"])
-    model = convert_to_stages(make_model(task), config)
+    model = convert_over_ranks(make_model(task), config)
     folder = out / task["name"]
     optimizer = make_optimizer(model)
     if task["do"] != "load":

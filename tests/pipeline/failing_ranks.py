@@ -35,7 +35,7 @@ from sppo_hf.errors import (
 )
 from sppo_hf.pipeline import convert as pipeline
 from sppo_hf.pipeline import stage_plans
-from sppo_hf.pipeline.convert import convert_to_shared_sequences, convert_to_stages
+from sppo_hf.pipeline.convert import convert_over_ranks
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
 from sppo_hf.pipeline.sequence_parallel import SequenceParallelEngine
 from sppo_hf.planning.cost import Correction
@@ -80,8 +80,7 @@ def main(job: dict[str, Any]) -> None:
     pipeline.GROUP_MARGIN_SECONDS = 3
     family = job.get("family", "llama")
     model: Any = build_tiny_model(family, num_hidden_layers=4, dtype=torch.float32)
-    change = convert_to_stages if config.pp_size > 1 else convert_to_shared_sequences
-    change(model, config, observer=FailingObserver(job) if mine else StepObserver())
+    convert_over_ranks(model, config, observer=FailingObserver(job) if mine else StepObserver())
     engine = get_engine(model)
     for step in range(50):
         rows = 2 if dist.get_rank() < config.sharing_ranks else 3
@@ -125,7 +124,7 @@ def _refuse_once(
     elif mine and where == "get":
         refuses.setattr(engine._stage_plans, "get", refuse)
     elif mine:
-        refuses.setattr(stage_plans, where, refuse)
+        refuses.setattr(plan_cache if where == "device_facts" else stage_plans, where, refuse)
     rank, own = job["rank"], mine or where == "choose_pipeline"
     told = f"no rank, because rank {rank} refuses it: {error.__name__}: .*{words}"
     with pytest.raises(error if own else PipelineError, match=words if own else told):

@@ -38,7 +38,7 @@ from sppo_hf.engine.structure import find_causal_lm, find_parts
 from sppo_hf.errors import SPPOError
 from sppo_hf.integrations.accelerator import total_norm
 from sppo_hf.pipeline import multiplex
-from sppo_hf.pipeline.convert import convert_to_stages, shared_mesh
+from sppo_hf.pipeline.convert import convert_over_ranks, shared_mesh
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
 from sppo_hf.schedule.generate import Size, generate
 from sppo_hf.schedule.lower import lower
@@ -323,7 +323,7 @@ def run_case(case: Case, pp_size: int, sp_size: int) -> dict[str, Any] | None:
     model = share_profile(build_model(case))
     config = SPPOConfig(pp_size=pp_size, sp_size=sp_size, **settings_of(case))
     copies = CopyCounter()
-    convert_to_stages(model, config, observer=copies)
+    convert_over_ranks(model, config, observer=copies)
     engine = get_engine(model)
     assert isinstance(engine, PipelineEngine)
     with failing_kernel(case), unplanned_shapes() as unplanned:
@@ -406,7 +406,7 @@ def collectives_in_order(pp_size: int) -> list[str]:
     """Return the order of this rank's collectives and matmuls in a step of shared units."""
     model = build_model({"name": "order", "family": "llama", "layers": pp_size})
     settings: dict[str, Any] = {"num_chunks": 3, "pp_msp": "on", "show_plan": False}
-    convert_to_stages(model, SPPOConfig(pp_size=pp_size, **settings))
+    convert_over_ranks(model, SPPOConfig(pp_size=pp_size, **settings))
     batch = make_batch(rows=1, tokens=TOKENS)
     with CollectiveRecorder() as order, mock.patch.object(multiplex, "dist", order):
         model(**batch).loss.backward()
@@ -419,7 +419,7 @@ def refusal_message(case: Case, pp_size: int) -> str:
     try:
         model = build_model(case)
         settings = {"show_plan": False, "pp_size": pp_size, **case["settings"]}
-        convert_to_stages(model, SPPOConfig(**settings))
+        convert_over_ranks(model, SPPOConfig(**settings))
         for name, parameter in model.named_parameters():
             if any(part in name for part in case.get("frozen_later", ())):
                 parameter.requires_grad_(False)
@@ -437,7 +437,7 @@ def executed_and_listed_actions(pp_size: int, *, profiled: bool) -> dict[str, li
     model = build_tiny_model("llama", num_hidden_layers=pp_size)
     chunks, rows, name = 2, 2, "zb_seq1f1b"
     settings: dict[str, Any] = {"num_chunks": chunks, "pp_schedule": name, "show_plan": False}
-    convert_to_stages(model, SPPOConfig(pp_size=pp_size, **settings))
+    convert_over_ranks(model, SPPOConfig(pp_size=pp_size, **settings))
     engine = get_engine(model)
     assert isinstance(engine, PipelineEngine)
     batch = make_batch(rows=rows, tokens=9)
@@ -458,7 +458,7 @@ def executed_and_listed_actions(pp_size: int, *, profiled: bool) -> dict[str, li
 def change_weights_before_backward(pp_size: int) -> str:
     """Return the error of a backward after a weight of each rank was changed in place."""
     model = build_tiny_model("llama", num_hidden_layers=pp_size + 1)
-    convert_to_stages(model, SPPOConfig(pp_size=pp_size, num_chunks=2, show_plan=False))
+    convert_over_ranks(model, SPPOConfig(pp_size=pp_size, num_chunks=2, show_plan=False))
     loss = model(**make_batch(rows=2, tokens=TOKENS)).loss
     with torch.no_grad():
         for parameter in model.parameters():

@@ -30,7 +30,7 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.convert import convert, get_engine, revert
 from sppo_hf.engine.step_observer import StepObserver
 from sppo_hf.errors import SPPOError
-from sppo_hf.pipeline.convert import convert_to_shared_sequences
+from sppo_hf.pipeline.convert import convert_over_ranks
 from sppo_hf.pipeline.sequence_parallel import SequenceParallelEngine
 from sppo_hf.planning.plan import Plan
 from sppo_hf.planning.prediction import MeasuredStep
@@ -90,7 +90,7 @@ def run_case(case: Case, sp_size: int) -> dict[str, Any]:
     model = share_profile(build_model(case))
     recorder = CorrectionRecorder()
     config = SPPOConfig(sp_size=sp_size, **settings_of(case))
-    convert_to_shared_sequences(model, config, observer=recorder)
+    convert_over_ranks(model, config, observer=recorder)
     engine = get_engine(model)
     assert isinstance(engine, SequenceParallelEngine)
     mesh = engine.mesh
@@ -128,7 +128,7 @@ def refusal_message(case: Case, sp_size: int, **settings: Any) -> str:
     try:
         model = build_model(case)
         config = SPPOConfig(sp_size=sp_size, show_plan=False, **settings)
-        convert_to_shared_sequences(model, config)
+        convert_over_ranks(model, config)
         model(**make_batches(case, 0)[0])
     except SPPOError as error:
         return f"{type(error).__name__}: {error}"
@@ -162,7 +162,7 @@ def compile_and_compare(sp_size: int, backend: str, recompute: str) -> dict[str,
         config = SPPOConfig(
             sp_size=sp_size, compile=name == "compiled", show_plan=False, offload="none", **settings
         )
-        convert_to_shared_sequences(model, config)
+        convert_over_ranks(model, config)
         with mock.patch.object(torch, "compile", compile_with):
             runs[name] = step(model)
         revert(model)
@@ -191,7 +191,7 @@ def planned_and_executed(sp_size: int, folder: str) -> tuple[list[str], list[str
     settings |= {"chunk_lengths": (5, 8, 1, 10), "trace_dir": folder, "show_plan": False}
     settings["hardware"] = "cpu"
     model, planned = build_model({"name": "actions", "family": "llama"}), PlanRecorder()
-    convert_to_shared_sequences(model, SPPOConfig(sp_size=sp_size, **settings), observer=planned)
+    convert_over_ranks(model, SPPOConfig(sp_size=sp_size, **settings), observer=planned)
     model(**make_batch(rows=1, tokens=24)).loss.backward()
     revert(model)
     done = Path(folder, f"rank{dist.get_rank()}.actions").read_text().split()
@@ -217,7 +217,7 @@ def kept_bytes(sp_size: int) -> dict[str, int]:
     if sp_size == 1:
         convert(model, config)
     else:
-        convert_to_shared_sequences(model, config)
+        convert_over_ranks(model, config)
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     storages: dict[int, torch.UntypedStorage] = {}
     kept = {"keys_and_values": 0}
@@ -273,7 +273,7 @@ def exchanges_in_order(sp_size: int, recompute: str) -> list[str]:
     """Return the order of exchanges and matmuls of one layer in one chunk, forward and backward."""
     model = build_model({"name": "order", "family": "llama", "layers": 1})
     settings: dict[str, Any] = {"num_chunks": 1, "recompute": recompute, "offload": "none"}
-    convert_to_shared_sequences(model, SPPOConfig(sp_size=sp_size, show_plan=False, **settings))
+    convert_over_ranks(model, SPPOConfig(sp_size=sp_size, show_plan=False, **settings))
     batch = make_batch(rows=1, tokens=16)
     model(**batch).loss.backward()
     with ExchangeRecorder() as order:

@@ -356,9 +356,9 @@ def test_ranks_share_the_reading_and_agree(tmp_path: Path, monkeypatch, damaged:
     for rank in range(2):
         monkeypatch.setattr(checkpoint.dist, "get_rank", lambda rank=rank: rank)
 
-        def gather(group, own, rank=rank):
-            assert own == found[rank]
-            return found
+        def make_on_all_ranks(make, group, *, share, rank=rank):
+            assert share(make()) == found[rank]
+            return found[rank], found
 
-        monkeypatch.setattr(checkpoint, "_gather", gather)
+        monkeypatch.setattr(checkpoint, "make_on_all_ranks", make_on_all_ranks)
         assert (checkpoint.find_damage_together(tmp_path) is not None) is bool(damaged)

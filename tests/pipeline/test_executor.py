@@ -14,13 +14,19 @@ from torch import Tensor
 from sppo_hf.errors import PipelineError
 from sppo_hf.pipeline import executor
 from sppo_hf.pipeline.executor import Executor, Transport
+from sppo_hf.pipeline.multiplex import UnitTensors
 from sppo_hf.schedule.actions import Action
 from sppo_hf.schedule.generate import Size, generate
 from sppo_hf.schedule.lower import lower
+from sppo_hf.schedule.messages import chunk_runs, messages
 from sppo_hf.schedule.schedule import Schedule
 
 CHUNKS = 2
 SCALE = torch.tensor(0.5)
+
+
+def _message(number: float, chunk: int) -> Tensor:
+    return torch.full((1, chunk + 1, 8), float(number))
 
 
 class FakeUnits:
@@ -36,10 +42,10 @@ class FakeUnits:
         self, stage: int, micro_batch: int, chunk: int, received: Tensor | None
     ) -> Tensor | None:
         assert (received is None) == (stage == 0)
-        got = "" if received is None else f" of {received.item():g}"
+        got = "" if received is None else f" of {received.mean():g}"
         self.log.append(f"forward {stage} {micro_batch}.{chunk}{got}")
         number = 100.0 * stage + CHUNKS * micro_batch + chunk
-        return None if stage == self.last else torch.tensor(number, dtype=self.dtype)
+        return None if stage == self.last else _message(number, chunk).to(self.dtype)
 
     def before_backward(self) -> None:
         """Adds up nothing."""
@@ -49,19 +55,16 @@ class FakeUnits:
     ) -> Tensor | None:
         assert scale is SCALE
         assert (grad is None) == (stage == self.last)
-        got = "" if grad is None else f" of {grad.item():g}"
+        got = "" if grad is None else f" of {grad.mean():g}"
         self.log.append(f"backward {stage} {micro_batch}.{chunk}{got}")
         number = -100.0 * stage - CHUNKS * micro_batch - chunk
-        return None if stage == 0 else torch.tensor(number)
+        return None if stage == 0 else _message(number, chunk)
 
     def backward_weights(self, stage: int, micro_batch: int, chunk: int) -> None:
         self.log.append(f"weights {stage} {micro_batch}.{chunk}")
 
-    def offload(self, stage: int, micro_batch: int, chunk: int) -> None:
-        self.log.append(f"offload {stage} {micro_batch}.{chunk}")
-
-    def prefetch(self, stage: int, micro_batch: int, chunk: int) -> None:
-        self.log.append(f"prefetch {stage} {micro_batch}.{chunk}")
+    def copy(self, kind: str, stage: int, micro_batch: int, chunk: int) -> None:
+        self.log.append(f"copy {kind} {stage} {micro_batch}.{chunk}")
 
     @property
     def is_finished(self) -> bool:
@@ -77,15 +80,15 @@ class FakeTransport:
         self.ended = False
 
     def send(self, tensor: Tensor, target: int) -> None:
-        self.log.append(f"send {tensor.item():g} to {target}")
+        self.log.append(f"send {tensor.mean():g} to {target}")
 
     def receive(self, key: Action, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> None:
-        assert shape == (1, key.unit + 1, 8)
+        assert shape == (1, key.unit % CHUNKS + 1, 8)
         assert dtype == torch.float32
         self.log.append(f"receive {key} from {source}")
         sender = key.stage - 1 if key.kind == "RECV_F" else key.stage + 1
         sign = 1.0 if key.kind == "RECV_F" else -1.0
-        self.coming[key] = torch.tensor(sign * (100 * sender + key.unit))
+        self.coming[key] = _message(sign * (100 * sender + key.unit), key.unit % CHUNKS)
 
     def take(self, key: Action) -> Tensor:
         return self.coming.pop(key)
@@ -104,13 +107,32 @@ def make(
         assert words.startswith(f"action {number} ({action}: ")
         told.append(action)
 
+    step = SimpleNamespace(
+        schedule=schedule, messages=messages(schedule), runs=chunk_runs(schedule)
+    )
+    prepared: Any = SimpleNamespace(
+        step=step,
+        bounds=((0, 1), (1, 3)),
+        rows=[(row, row + 1) for row in range(schedule.num_micro_batches)],
+        plans=SimpleNamespace(dtype=torch.float32),
+        weights=None,
+    )
+    nothing: Any = None
     executor = Executor(
         schedule,
         rank,
         units,  # type: ignore[arg-type]
-        transport,  # type: ignore[arg-type]
-        message_shape=lambda unit, stage: (1, unit + 1, 8),
-        dtype=torch.float32,
+        UnitTensors(
+            prepared,
+            rank,
+            transport,  # type: ignore[arg-type]
+            message_width=lambda stage: 8,
+            group=None,
+            layers=nothing,
+            head_blocks=None,
+            kv_dtype=torch.float32,
+            stores=nothing,
+        ),
         scale=SCALE,
         reduce=lambda stage: units.log.append(f"reduce {stage}"),
         on_action=tell,
@@ -136,8 +158,8 @@ MIDDLE = {
     "1RECV_B3": "receive 1RECV_B3 from 2",
     "1SEND_B3": "send -103 to 0",
     "1REDUCE_GRAD0": "reduce 1",
-    "1D2": "offload 1 1.0",
-    "1H2": "prefetch 1 1.0",
+    "1D2": "copy D 1 1.0",
+    "1H2": "copy H 1 1.0",
 }
 BETWEEN_LAST_AND_FIRST_RANK = {
     "2SEND_F3": "send 203 to 0",

@@ -7,6 +7,7 @@ test_pipeline_exactness.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,10 +19,10 @@ from sppo_hf.errors import ConfigError, SPPOError
 from sppo_hf.pipeline import agreement
 from sppo_hf.pipeline import gradients as module
 from sppo_hf.pipeline.gradients import (
-    PipelineLoss,
     Replicas,
     StepGradients,
     refuse_post_accumulate_hooks,
+    step_values,
 )
 
 OTHERS = 3.0
@@ -81,9 +82,23 @@ def compute(parameters: list[nn.Parameter], *own: float | None) -> None:
 
 def backward(step: StepGradients, factor: float) -> None:
     """Run the loss's backward with `factor` times the gradient that the schedule assumed."""
-    anchor = torch.zeros((), requires_grad=True)
-    loss = PipelineLoss.apply(torch.tensor(2.5), anchor, step.release, *step.parameters())
-    loss.backward(torch.tensor(factor))
+    loss_of(step.release, step.parameters()).backward(torch.tensor(factor))
+
+
+def loss_of(
+    release: Callable[[float], list[Tensor | None]],
+    parameters: list[nn.Parameter],
+    value: Tensor | None = None,
+) -> Tensor:
+    """Return a loss of 2.5, or `value`, whose backward calls `release` with its gradient."""
+
+    def take(grads: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+        assert grads[0] is not None
+        return release(grads[0].item())
+
+    value = torch.tensor(2.5) if value is None else value
+    (loss,) = step_values((value,), parameters, take)
+    return loss
 
 
 def values(parameters: list[nn.Parameter]) -> list[float | None]:
@@ -289,9 +304,8 @@ def test_the_loss_hands_out_its_gradient_at_backward() -> None:
 
     parameters = make(None, None)
     parameters[0] = nn.Parameter(torch.zeros(2))
-    anchor = torch.zeros((), requires_grad=True)
     value = torch.tensor(2.5, dtype=torch.float64)
-    loss = PipelineLoss.apply(value, anchor, release, *parameters)
+    loss = loss_of(release, parameters, value)
     assert loss.requires_grad
     assert loss.item() == 2.5
     assert loss.dtype == torch.float64
@@ -311,8 +325,7 @@ def test_a_second_backward_is_refused() -> None:
         seen.append(grad)
         return []
 
-    anchor = torch.zeros((), requires_grad=True)
-    loss = PipelineLoss.apply(torch.tensor(2.5), anchor, release)
+    loss = loss_of(release, [])
     loss.backward(retain_graph=True)
     with pytest.raises(SPPOError, match=r"backward ran twice.*run the forward again"):
         loss.backward()

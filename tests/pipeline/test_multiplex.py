@@ -19,15 +19,13 @@ from sppo_hf.engine.structure import find_parts
 from sppo_hf.errors import ConfigError
 from sppo_hf.pipeline import multiplex
 from sppo_hf.pipeline.multiplex import (
-    ChunkRun,
     RemoteWeights,
-    SharedUnits,
-    chunk_runs,
+    UnitTensors,
     count_head_blocks,
 )
 from sppo_hf.planning.model_profile import LayerProfile
 from sppo_hf.schedule.generate import MSP, Size, generate
-from sppo_hf.schedule.messages import messages
+from sppo_hf.schedule.messages import ChunkRun, chunk_runs, messages
 from sppo_hf.testing.tiny_models import build_tiny_model
 from tests.integrations.launch import run_ranks
 from tests.pipeline.pipeline_cases import UNEVEN, Case, merge_cases
@@ -94,7 +92,7 @@ def test_every_key_comes_once_from_a_rank_that_sends(queries: int, keys: int) ->
 
 def test_a_stage_has_up_to_three_runs() -> None:
     schedule = generate(MSP, Size(3, 2, 5))
-    runs = chunk_runs(schedule, 5)
+    runs = chunk_runs(schedule)
     assert [(run.chunks, run.ranks) for run in dict.fromkeys(runs[1, c] for c in range(5))] == [
         (range(1), (1, 2)),
         (range(1, 4), (1,)),
@@ -143,24 +141,29 @@ def test_all_ranks_of_a_set_begin_its_collectives_in_one_order(
 ) -> None:
     """Else they would wait for each other. Weights that stay between two runs do not come again."""
     compute = generate(MSP, Size(ranks, rows, chunks))
-    runs = chunk_runs(compute, chunks)
     seen: list[dict[tuple[int, ...], list[str]]] = []
     for rank in range(ranks):
         weights, nothing = Passing(), cast(Any, None)
-        shared = SharedUnits(
-            compute,
-            rank,
-            nothing,
-            runs=runs,
+        made = SimpleNamespace(
+            schedule=compute, messages=messages(compute), runs=chunk_runs(compute)
+        )
+        prepared = SimpleNamespace(
+            step=made,
             bounds=tuple((chunk, chunk + 1) for chunk in range(chunks)),
             rows=[(row, row + 1) for row in range(rows)],
+            plans=SimpleNamespace(dtype=torch.float32),
+            weights=weights,
+        )
+        shared = UnitTensors(
+            cast(Any, prepared),
+            rank,
+            nothing,
             message_width=nothing,
+            group=None,
             layers=lambda stage: {},
             head_blocks=None,
-            dtype=torch.float32,
             kv_dtype=torch.float32,
             stores=lambda *_: cast(Any, SimpleNamespace(kv_stores=lambda layers: [])),
-            weights=cast(Any, weights),
         )
         for action in compute.ranks[rank]:
             shared.start_prefetch(action)
@@ -168,7 +171,7 @@ def test_all_ranks_of_a_set_begin_its_collectives_in_one_order(
             if action.part is not None:  # tokens for heads, in every layer
                 unit_ranks = compute.unit_ranks(action.stage, action.unit)
                 weights.seen[unit_ranks].append(str(action._replace(part=None)))
-            shared.finish_unit(action)
+            shared.finish_unit(action, None)
         assert not weights.here
         seen.append(weights.seen)
     for ranks_of_set in {ranks for one in seen for ranks in one}:

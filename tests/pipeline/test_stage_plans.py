@@ -215,6 +215,8 @@ def test_a_correction_that_raises_is_dropped(monkeypatch: pytest.MonkeyPatch) ->
 class _Group:
     """Ranks that share a sequence, which hear what a rank raises while they decide."""
 
+    size = 1
+
     def __init__(self) -> None:
         self.heard: list[Exception] = []
 

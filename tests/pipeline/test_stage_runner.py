@@ -24,8 +24,10 @@ from sppo_hf.engine.stages import StagedModel
 from sppo_hf.engine.structure import find_parts
 from sppo_hf.errors import BudgetError, SPPOError
 from sppo_hf.pipeline.convert import choose_cut
-from sppo_hf.pipeline.pipeline_engine import PipelineEngine, PreparedStep
+from sppo_hf.pipeline.pipeline_engine import PipelineEngine
+from sppo_hf.pipeline.stage_plans import PreparedStep
 from sppo_hf.pipeline.stage_runner import StageRunner
+from sppo_hf.schedule.messages import ChunkRun
 from sppo_hf.testing.exactness import Gradients, float64_everywhere, parameter_errors, run_reference
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
 from tests.engine.forced_plans import trace_short_scans
@@ -94,7 +96,8 @@ class Stage:
         rows = [(row, row + 1) for row in range(call.batch_rows)]
         plans = engine._stage_plans.get(1, TOKENS, call.device, micro_batches=len(rows))
         every = {(s, u) for s in range(2) for u in range(len(rows) * CHUNKS)}
-        step: Any = SimpleNamespace(splits_backward=split, offloaded_units=every)
+        runs = {(s, c): ChunkRun(range(CHUNKS), (s,)) for s in range(2) for c in range(CHUNKS)}
+        step: Any = SimpleNamespace(splits_backward=split, offloaded_units=every, runs=runs)
         prepared = PreparedStep(call, layout, rows, plans, plans.bounds, step)
         has_last = self.staged.cut.has_last
         add_loss = engine._make_label_loss(prepared) if has_last else None
@@ -227,11 +230,11 @@ def test_backward_copies_nothing_after_a_prefetch(recompute: str) -> None:
     for micro_batch in range(2):
         for chunk in range(CHUNKS):
             pair.forward(micro_batch, chunk)
-            pair.first.units.offload(0, micro_batch, chunk)
+            pair.first.units.copy("D", 0, micro_batch, chunk)
     copied = [0]
     for place in backwards([1, 0]):
         for stage, one in enumerate((pair.first, pair.last)):
-            one.units.prefetch(stage, *place)
+            one.units.copy("H", stage, *place)
         copied.append(pair.first.engine.offload.stats().h2d_bytes)
         pair.backward(*place)
         assert pair.first.engine.offload.stats().h2d_bytes == copied[-1]
@@ -250,9 +253,9 @@ def test_copies_out_of_order_are_errors() -> None:
     pair = Pair(offload="full", recompute="full", min_offload_size=1)
     pair.forward(0, 0)
     with pytest.raises(SPPOError, match=r"device to host of stage 0.* chunk 1, but chunk 0 is due"):
-        pair.first.units.offload(0, 0, 1)
+        pair.first.units.copy("D", 0, 0, 1)
     with pytest.raises(SPPOError, match=r"host to device of stage 0.* chunk 2, but chunk 0 is due"):
-        pair.first.units.prefetch(0, 0, 2)
+        pair.first.units.copy("H", 0, 0, 2)
 
 
 def test_weight_gradients_wait_until_they_are_asked_for() -> None:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
-from sppo_hf.pipeline.gradients import StepGradients
-from sppo_hf.pipeline.token_outputs import TokenCall, _TokenValues
+from sppo_hf.pipeline.gradients import StepGradients, step_values
+from sppo_hf.pipeline.token_outputs import TokenCall
 
 pytestmark = pytest.mark.fake
 
@@ -23,11 +23,7 @@ def held(parameters: list[nn.Parameter], *own: float | None) -> Tensor:
     for parameter, grad in zip(parameters, own, strict=True):
         parameter.grad = None if grad is None else torch.full_like(parameter, grad)
     step.collect()
-    anchor = torch.zeros((), requires_grad=True)
-    names, value = ("log_probs",), torch.ones(())
-    (output,) = _TokenValues.apply(
-        anchor, lambda _: call._release(step, 2.0), names, value, *parameters
-    )
+    (output,) = step_values((torch.ones(()),), parameters, lambda _: call._release(step, 2.0))
     return output
 
 

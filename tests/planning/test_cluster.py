@@ -282,7 +282,7 @@ def test_a_layout_of_which_nothing_leaves_is_not_simulated_twice() -> None:
     stays = Layout("seq1f1b", 1, 4, 1, 1, "flops", "matmuls", "none")
     assert search._simulate(stays._replace(offload="full"), math.inf)
     assert search.best == [simulate_layout(QUESTION, stays)]
-    assert search.is_simulated(stays)
+    assert stays in search.simulated
 
 
 def test_less_memory_is_slower() -> None:

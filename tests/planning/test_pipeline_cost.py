@@ -249,8 +249,8 @@ def test_graphs_take_memory_of_a_cpu_until_backward_is_over(name: str) -> None:
     nodes = [400 + 256 * (end - start) // 1024 for start, end in costs.bounds]
     for rank in range(2):
         # Both ranks share the first stage's first unit and the last stage's last.
-        assert list(costs.shared_units) == ([(0, 0), (1, chunks - 1)] if name == "msp" else [])
-        units = {(rank, chunk) for chunk in range(chunks)} | {*costs.shared_units}
+        assert list(schedule.shared_units) == ([(0, 0), (1, chunks - 1)] if name == "msp" else [])
+        units = {(rank, chunk) for chunk in range(chunks)} | {*schedule.shared_units}
         all_nodes = sum(len(costs.stages[stage]) * nodes[chunk] for stage, chunk in units)
         curve = run(schedule, costs).curves_by_cause(f"{rank}.device")["graph"]
         most = max(size for _, size in curve)
@@ -272,7 +272,7 @@ def test_graphs_take_memory_of_a_cpu_until_backward_is_over(name: str) -> None:
         assert ended["F"] == [-x for x in ended["W"]]
         assert not ended["I"], "what is late needs it still"
     if name == "msp":
-        (shared_unit, ranks), *_ = costs.shared_units.items()
+        (shared_unit, ranks), *_ = schedule.shared_units.items()
         for part, rank in enumerate(ranks):
             action = Action("F", *shared_unit, None, part)
             (change,) = (x for x in costs.changes(action) if x.cause is Cause.GRAPH)
