@@ -12,17 +12,98 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from sppo_hf.cli.benchmark.trace_summary import Summary, read_events, summarise
+from sppo_hf.cli.benchmark.trace_summary import (
+    LABELS,
+    STEP_LABEL,
+    Division,
+    Span,
+    Summary,
+    divide,
+    intersect,
+    on_host,
+    read_events,
+    span_of,
+    subtract,
+    summarise,
+    total_seconds,
+)
 from sppo_hf.reporting.plan_tables import format_seconds
 
 
-def show(summary: Summary, console: Console) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gap:
+    """A period in which no kernel ran."""
+
+    start_seconds: float
+    """Seconds from the start of the step."""
+
+    seconds: float
+    """Length of the gap."""
+
+    what: str
+    """"exposed copy", "launch gap" or "other", whichever fills most of it."""
+
+    unit: str
+    """Label of the unit in which it began; "" for none."""
+
+    before: str
+    """Kernel that ended before it."""
+
+    after: str
+    """Kernel that began after it."""
+
+    host: str
+    """The host's longest call within the gap; "" for none."""
+
+
+def largest_gaps(found: Division, most: int) -> list[Gap]:
+    """The largest periods without a kernel, longest first."""
+    gaps = subtract([found.step], found.compute)
+    return [describe(gap, found) for gap in sorted(gaps, key=lambda s: s[0] - s[1])[:most]]
+
+
+def describe(span: Span, found: Division) -> Gap:
+    """Describe a gap: its cause, and the kernels around it."""
+    step, kernels, complete = found.step, found.kernels, found.complete
+    kinds = {
+        "exposed copy": found.copying,
+        "launch gap": found.launching,
+        "other": found.waiting,
+    }
+    before = [e for e in kernels if span_of(e)[1] <= span[0] + 1e-3]
+    after = [e for e in kernels if span_of(e)[0] >= span[1] - 1e-3]
+    calls = [
+        (total_seconds(intersect([span_of(e)], [span])), str(e["name"]))
+        for e in complete
+        if e.get("cat") in ("cpu_op", "cuda_runtime", "cuda_driver")
+    ]
+    host_seconds, host = max(calls, default=(0.0, ""))
+    open_labels = [
+        str(e["name"])
+        for e in complete
+        if str(e["name"]).startswith(LABELS) and e["name"] != STEP_LABEL and on_host(e)
+        if span_of(e)[0] <= span[0] < span_of(e)[1]
+    ]
+    return Gap(
+        start_seconds=(span[0] - step[0]) / 1e6,
+        seconds=total_seconds([span]),
+        what=max(kinds, key=lambda kind: total_seconds(intersect([span], kinds[kind]))),
+        unit=open_labels[-1].removeprefix(LABELS) if open_labels else "",
+        before=str(max(before, key=lambda e: span_of(e)[1])["name"])
+        if before
+        else "the step began",
+        after=str(min(after, key=lambda e: span_of(e)[0])["name"]) if after else "the step ended",
+        host=host if host_seconds else "",
+    )
+
+
+def show(summary: Summary, largest: list[Gap], console: Console) -> None:
     """Two tables on the terminal."""
     device = "" if summary.on_device else " (no device: the host's operators are the compute)"
     console.print(f"Step of {format_seconds(summary.step_seconds)}{device}")
@@ -40,7 +121,7 @@ def show(summary: Summary, console: Console) -> None:
     gaps = Table(title="Largest gaps between kernels", show_lines=True)
     for heading in ("at", "long", "what", "unit", "after", "before", "host's longest call"):
         gaps.add_column(heading, overflow="fold")
-    for gap in summary.gaps:
+    for gap in largest:
         seconds = (format_seconds(gap.start_seconds), format_seconds(gap.seconds))
         gaps.add_row(*seconds, gap.what, gap.unit, gap.before, gap.after, gap.host)
     console.print(gaps)
@@ -55,14 +136,15 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     options = parser.parse_args(argv)
     try:
-        summary = summarise(read_events(options.trace), max_gaps=options.gaps)
+        events = read_events(options.trace)
+        summary, largest = summarise(events), largest_gaps(divide(events), options.gaps)
     except (OSError, ValueError, KeyError, TypeError) as error:
         print(f"{options.trace} cannot be summarised: {error}", file=sys.stderr)
         return 2
     if options.json:
-        print(json.dumps(asdict(summary)))
+        print(json.dumps(asdict(summary) | {"gaps": [asdict(gap) for gap in largest]}))
     else:
-        show(summary, Console())
+        show(summary, largest, Console())
     return 0
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from functools import partial
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +16,7 @@ import typer
 
 from sppo_hf.cli import common
 from sppo_hf.cli.benchmark.contenders import parse_list
-from sppo_hf.cli.benchmark.driver import Benchmark, run_in_process
+from sppo_hf.cli.benchmark.driver import Benchmark, Workers
 from sppo_hf.cli.benchmark.report import draw, progress_line, tables
 from sppo_hf.cli.benchmark.results import Job, ResultFile, Row
 from sppo_hf.cli.benchmark.trace_summary import FILE as PROFILE_FILE
@@ -25,7 +25,7 @@ from sppo_hf.config import parse_bytes
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.config_file import check_config
 from sppo_hf.planning.hardware import load_profile
-from sppo_hf.planning.machine import processor_name
+from sppo_hf.planning.machine import nvidia_driver_version, processor_name
 from sppo_hf.planning.model_profile import LoraShape
 from sppo_hf.rules import show
 
@@ -158,13 +158,12 @@ def bench(
         step_tokens, max_tokens = _search_range(longest_step, longest_limit, longest)
         if hardware is not None:
             load_profile(hardware)  # refused here rather than by every worker
-        kind = _device_kind(device, attention)
+        _check_device(device, attention)
         job = Job(
             model=model,
             contender="plain",
             total_tokens=1,
-            device=kind,
-            device_name=_device_name(kind),
+            device=device,
             dtype=dtype,
             lora_rank=_lora_rank(lora),
             lora_dtype=_lora_dtype(lora_dtype, dtype),
@@ -179,19 +178,25 @@ def bench(
         file = ResultFile(output)
         names = parse_list(contenders)
         progress = _Progress(len(lengths) * len(names) + len(names) * longest)
-        benchmark = Benchmark(
-            base=job,
-            contenders=names,
-            file=file,
-            run=partial(_run, timeout, output),
-            on_row=progress,
-            again=again,
-            trace_folder=output if trace or profile else None,
-            trace_all=profile,
-        )
-        benchmark.measure(lengths)
-        if longest:
-            benchmark.find_longest(step_tokens=step_tokens, max_tokens=max_tokens)
+        with closing(Workers(timeout_seconds=timeout, logs=output / "logs")) as workers:
+            if device != "cpu" and nvidia_driver_version() != "unknown":
+                workers.start()  # it imports PyTorch while this process does
+            kind = _device_kind(device, attention)
+            # On a CPU it would take processors from a job that is measured, or makes its weights.
+            workers.ahead = kind != "cpu"
+            benchmark = Benchmark(
+                base=job.replace(device=kind, device_name=_device_name(kind)),
+                contenders=names,
+                file=file,
+                run=workers.run,
+                on_row=progress,
+                again=again,
+                trace_folder=output if trace or profile else None,
+                trace_all=profile,
+            )
+            benchmark.measure(lengths)
+            if longest:
+                benchmark.find_longest(step_tokens=step_tokens, max_tokens=max_tokens)
         _report(file, output, picture=picture, as_json=as_json)
 
 
@@ -204,12 +209,6 @@ def _search_range(step: str, limit: str, longest: bool) -> tuple[int, int]:
             "Allowed: a limit of at least one step. Remedy: raise the one or lower the other."
         )
     return step_tokens, max_tokens
-
-
-def _run(timeout: float, output: Path, job: Job) -> Row:
-    layers = "" if job.layers is None else f"-{job.layers}-layers"
-    log = output / "logs" / f"{job.contender}-{job.total_tokens}{layers}.log"
-    return run_in_process(job, timeout_seconds=timeout, log=log)
 
 
 class _Progress:
@@ -291,8 +290,8 @@ def _device_name(kind: str) -> str:
     return torch.cuda.get_device_name(0)  # the only one that workers see
 
 
-def _device_kind(name: str, attention: str) -> str:
-    """Check --device and --attention; return "cuda" or "cpu"."""
+def _check_device(name: str, attention: str) -> None:
+    """Check the words of --device and --attention."""
     if name not in ("auto", "cuda", "cpu"):
         raise ConfigError(
             f"--device is {name!r}. Allowed: auto, cuda, cpu. Remedy: choose one of several GPUs "
@@ -302,6 +301,10 @@ def _device_kind(name: str, attention: str) -> str:
         raise ConfigError(
             f"--attention is {attention!r}. Allowed: {', '.join(ATTENTION)}. Remedy: leave it out."
         )
+
+
+def _device_kind(name: str, attention: str) -> str:
+    """Return "cuda" or "cpu", where both options suit this machine."""
     if name != "cpu":
         import torch
 

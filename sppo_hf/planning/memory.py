@@ -243,26 +243,12 @@ class Points:
             return laid.reshape(layers, self.num_chunks).T
         return laid.reshape(self.num_chunks, layers)
 
-    def shown(self) -> list[int]:
-        """Returns the end of each chunk's (or layer's) forward, and both ends of its backward."""
-        chunks, layers = range(self.num_chunks), range(self.num_layers)
-        last_chunk, last_layer = self.num_chunks - 1, self.num_layers - 1
-        if self.by_layer:
-            shown = [self.forward(last_chunk, layer) for layer in (*layers, self.num_layers)]
-            ends = [(chunk, layer) for layer in layers[::-1] for chunk in (last_chunk, 0)]
-        else:
-            shown = [self.forward(chunk, self.num_layers) for chunk in chunks]
-            ends = [(chunk, layer) for chunk in chunks[::-1] for layer in (last_layer, 0)]
-        if self.training:
-            shown += dict.fromkeys(self.backward(*unit) for unit in ends)
-        return shown
-
-    def name(self, at: int) -> tuple[str, int]:
-        """Returns a point's name in words, and its chunk."""
+    def name(self, at: int) -> str:
+        """Returns a point's name in words."""
         chunk, layer = self.unit(at)
         of_chunk = f"chunk {chunk + 1} of {self.num_chunks}"
         if layer == self.num_layers:
-            return f"loss of {of_chunk}", chunk
+            return f"loss of {of_chunk}"
         # Position among the points of the chunk's (or layer's) backward.
         place, most = self.num_layers - 1 - layer, self.num_layers
         if self.by_layer:
@@ -275,37 +261,9 @@ class Points:
             )
         if self.by_layer:
             within = f", {of_chunk}" if between else ""
-            return f"{what} of layer {layer + 1} of {self.num_layers}{within}", chunk
+            return f"{what} of layer {layer + 1} of {self.num_layers}{within}"
         within = f" of layer {layer}" if between else ""
-        return f"{what}{within} of {of_chunk}", chunk
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemorySnapshot:
-    """The bytes of all tiers at one point of a step."""
-
-    name: str
-    """Name of the point: "start of backward of chunk 8 of 8"."""
-
-    chunk: int
-    """Index of the running chunk."""
-
-    held: Mapping[Tier, MemoryBreakdown]
-    """Bytes by tier and cause; causes without bytes are left out."""
-
-    def tier(self, tier: Tier) -> MemoryBreakdown:
-        """Returns the bytes of one tier."""
-        return self.held[tier]
-
-    @property
-    def device(self) -> MemoryBreakdown:
-        """Bytes on the device; in ordinary memory if the CPU computes."""
-        return self.held["device"]
-
-    @property
-    def host(self) -> MemoryBreakdown:
-        """Offloaded bytes in host memory."""
-        return self.held["host"]
+        return f"{what}{within} of {of_chunk}"
 
 
 class MemoryEstimate:
@@ -314,14 +272,14 @@ class MemoryEstimate:
     def __init__(
         self, points: Points, standing: Mapping[Tier, Mapping[Cause, int]], levels: Levels
     ) -> None:
-        self._points = points
+        self.points = points
         self._standing = standing
         self._levels = levels
-        self._peaks: dict[Tier, MemorySnapshot] = {}
+        self._peaks: dict[Tier, int] = {}
 
     def total(self, tier: Tier) -> Bytes:
         """Returns a tier's bytes at every point: [points]."""
-        total = np.full(self._points.count, sum(self._standing[tier].values()), dtype=np.int64)
+        total = np.full(self.points.count, sum(self._standing[tier].values()), dtype=np.int64)
         for level in self._levels[tier].values():
             total += level.during
         return total
@@ -339,45 +297,41 @@ class MemoryEstimate:
         """Returns a cause's constant bytes on the device and the host."""
         return sum(self._standing[tier].get(cause, 0) for tier in ("device", "host"))
 
-    def peak(self, tier: Tier) -> MemorySnapshot:
+    def peak(self, tier: Tier) -> int:
         """Returns the first point at which a tier holds most bytes."""
         if tier not in self._peaks:
-            self._peaks[tier] = self._moment(int(self.total(tier).argmax()))
+            self._peaks[tier] = int(self.total(tier).argmax())
         return self._peaks[tier]
 
-    @cached_property
-    def moments(self) -> tuple[MemorySnapshot, ...]:
-        """Bytes at the end of each chunk's (or layer's) forward and both ends of its backward."""
-        return tuple(map(self._moment, self._points.shown()))
+    def at(self, point: int, tier: Tier) -> MemoryBreakdown:
+        """Returns a tier's bytes at a point; causes without bytes are left out."""
+        found = dict(self._standing[tier])
+        for cause, level in self._levels[tier].items():
+            found[cause] = found.get(cause, 0) + int(level.during[point])
+        return MemoryBreakdown((cause, size) for cause, size in found.items() if size)
+
+    def of(self, tier: Tier) -> MemoryBreakdown:
+        """Returns a tier's bytes at its peak; offloaded ones of the host and the disk."""
+        return self.at(self.peak(tier), tier)
+
+    def moment_of(self, tier: Tier) -> str:
+        """Returns the name of the point of a tier's peak: "start of backward of chunk 8 of 8"."""
+        return self.points.name(self.peak(tier))
 
     @property
     def device(self) -> MemoryBreakdown:
-        """The device's bytes at its peak."""
-        return self.peak("device").device
+        """The device's bytes at its peak; in ordinary memory if the CPU computes."""
+        return self.of("device")
 
     @property
     def host(self) -> MemoryBreakdown:
         """Offloaded bytes in host memory at its peak."""
-        return self.peak("host").host
-
-    def of(self, tier: Tier) -> MemoryBreakdown:
-        """A tier's bytes at its peak."""
-        return self.peak(tier).tier(tier)
+        return self.of("host")
 
     @property
     def moment(self) -> str:
         """Name of the point of the device's peak."""
-        return self.peak("device").name
-
-    def _moment(self, at: int) -> MemorySnapshot:
-        held: dict[Tier, MemoryBreakdown] = {}
-        for tier in TIERS:
-            found = dict(self._standing[tier])
-            for cause, level in self._levels[tier].items():
-                found[cause] = found.get(cause, 0) + int(level.during[at])
-            held[tier] = MemoryBreakdown((cause, size) for cause, size in found.items() if size)
-        name, chunk = self._points.name(at)
-        return MemorySnapshot(name=name, chunk=chunk, held=held)
+        return self.moment_of("device")
 
 
 # The assumption behind `optimizer`: AdamW with both moments in float32.

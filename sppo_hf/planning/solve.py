@@ -128,7 +128,7 @@ def over_budget(predicted: MemoryEstimate, budgets: Budgets) -> Iterator[BudgetV
         budget = budgets.of(tier)
         missing = 0 if budget is None else predicted.peak_bytes(tier) - budget
         if missing > 0:
-            moment = predicted.peak(tier).name
+            moment = predicted.moment_of(tier)
             yield BudgetViolation(tier=tier, missing_bytes=missing, moment=moment)
 
 

@@ -353,18 +353,12 @@ _LAYERS = 8
 _LAYER_TOKENS = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Heads:
-    """Heads of an attention layer."""
+class Heads(NamedTuple):
+    """Heads of an attention layer: how many, and elements of one query, key or value."""
 
     query: int
-    """Number of query heads."""
-
     key_value: int
-    """Number of key/value heads."""
-
     size: int
-    """Elements of one query, key or value."""
 
     def __str__(self) -> str:
         """Write the heads briefly: "32/8 heads of 128"."""
@@ -521,14 +515,12 @@ class Sizes:
     weights: tuple[tuple[int, int], ...]
     """(inputs, outputs) of each linear layer."""
 
-    matmul_tokens: tuple[int, ...]
-    """Numbers of rows of their inputs."""
-
     heads: Heads
     """Heads of attention."""
 
-    attention_tokens: tuple[int, ...]
-    """Chunk lengths for attention; keys are five times as many."""
+    tokens: tuple[int, ...]
+    """Rows of linear layers' inputs, and chunk lengths for attention, whose keys are five times as
+    many."""
 
     memory_bytes: int
     """Bytes that elementwise work reads, and writes; far more than the caches' size."""
@@ -551,9 +543,8 @@ SIZES: dict[str, Sizes] = {
     "cuda": Sizes(
         dtype_names=("bfloat16", "float32"),
         weights=((4096, 4096), (4096, 14336)),
-        matmul_tokens=(256, 512, 1024, 2048, 4096, 8192, 16384),
         heads=Heads(query=32, key_value=8, size=128),
-        attention_tokens=(256, 512, 1024, 2048, 4096, 8192, 16384),
+        tokens=(256, 512, 1024, 2048, 4096, 8192, 16384),
         memory_bytes=2**30,
         copy_bytes=2**28,
         disk_bytes=2**30,
@@ -564,9 +555,8 @@ SIZES: dict[str, Sizes] = {
     "cpu": Sizes(
         dtype_names=("float32", "bfloat16"),
         weights=((576, 1536), (1024, 1024)),
-        matmul_tokens=(64, 256, 1024, 4096),
         heads=Heads(query=9, key_value=3, size=64),
-        attention_tokens=(64, 256, 1024, 4096),
+        tokens=(64, 256, 1024, 4096),
         memory_bytes=2**27,
         copy_bytes=2**27,
         disk_bytes=2**30,
@@ -579,9 +569,8 @@ SIZES: dict[str, Sizes] = {
 QUICK = Sizes(
     dtype_names=("float32",),
     weights=((64, 96),),
-    matmul_tokens=(32, 128),
     heads=Heads(query=2, key_value=1, size=32),
-    attention_tokens=(32, 64),
+    tokens=(32, 128),
     memory_bytes=2**22,
     copy_bytes=2**22,
     disk_bytes=2**26,
@@ -643,11 +632,9 @@ def calibrate(
         if offload_dir is not None:
             disk = run("disk", partial(measure_disk, offload_dir, sizes.disk_bytes))
         matmul = by_dtype(
-            "matrix products", measure_matmul, weights=sizes.weights, tokens=sizes.matmul_tokens
+            "matrix products", measure_matmul, weights=sizes.weights, tokens=sizes.tokens
         )
-        attention = by_dtype(
-            "attention", measure_attention, heads=sizes.heads, tokens=sizes.attention_tokens
-        )
+        attention = by_dtype("attention", measure_attention, heads=sizes.heads, tokens=sizes.tokens)
         memory = run("memory", partial(measure_memory, watch, sizes.memory_bytes))
         launch_seconds = run("launches", partial(measure_launch, watch))
         copies = run("copies", partial(measure_copies, watch, sizes.copy_bytes))

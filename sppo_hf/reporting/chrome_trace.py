@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,31 +68,13 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def compared_trace(timelines: Mapping[str, Timeline]) -> dict[str, Any]:
-    """Returns one trace of several timelines of the same ranks, shown above each other.
-
-    Args:
-        timelines: timelines by name, such as "measured"; the name is added to the ranks' titles.
-    """
-    events: list[dict[str, Any]] = []
-    for offset, (name, timeline) in enumerate(timelines.items()):
-        for event in chrome_trace(timeline)["traceEvents"]:
-            rank = event["pid"]
-            if event["name"] == "process_name":
-                event["args"] = {"name": f"rank {rank}, {name}"}
-            events.append({**event, "pid": rank * len(timelines) + offset})
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def write_trace(timeline: Timeline | Mapping[str, Timeline], path: str | Path) -> None:
-    """Writes the trace of a timeline, or of several beside each other, to a JSON file.
+def write_trace(timeline: Timeline, path: str | Path) -> None:
+    """Writes the trace of a timeline to a JSON file.
 
     Raises:
         OSError: the file cannot be written.
     """
-    one = isinstance(timeline, Timeline)
-    trace = chrome_trace(timeline) if one else compared_trace(timeline)
-    Path(path).write_text(json.dumps(trace), encoding="utf-8")
+    Path(path).write_text(json.dumps(chrome_trace(timeline)), encoding="utf-8")
 
 
 def _rank_and_name(resource: str) -> tuple[int, str]:

@@ -2,8 +2,7 @@
 
 `draw_plan` shows one rank's plan: modes of each chunk, bytes of every tier, resources over time.
 `draw_schedule` shows all ranks of a schedule over time and the bytes or units that each holds.
-`draw_comparison` shows a measured step above its simulation. matplotlib is imported only to draw,
-and its global state is not changed.
+matplotlib is imported only to draw, and its global state is not changed.
 
 Colours are Okabe and Ito's, which colour-blind people can distinguish: blue is the device and its
 compute, orange the host, purple the disk, green K/V, grey messages between ranks.
@@ -29,7 +28,6 @@ from sppo_hf.planning.tiers import TIERS
 from sppo_hf.reporting.plan_tables import format_lengths, format_tokens
 from sppo_hf.rules import format_bytes
 from sppo_hf.schedule.actions import COMPUTE_KINDS, KIND_NAMES, Action, Kind
-from sppo_hf.schedule.measured_timeline import Difference
 from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.simulate import alive_units, bubble_fraction
 from sppo_hf.schedule.timeline import COMPUTE, Span, Timeline
@@ -198,10 +196,6 @@ _WIDTH_INCHES = 13.0
 _CHARACTER = 1 / 210
 COMPUTE_HEIGHT = 0.8
 _BESIDE_HEIGHT = 0.28
-# Height of the measured row in a pair of rows, measured and simulated.
-_MEASURED_HEIGHT = 0.62
-_SIMULATED_HEIGHT = 0.42
-_PAIR_HEIGHT = 1.35
 
 
 def draw_schedule(schedule: Schedule, timeline: Timeline, *, path: str | Path, title: str) -> None:
@@ -305,7 +299,7 @@ def _draw_rows(
             height = _BESIDE_HEIGHT - 0.08
             _draw_bars(axes, spans, place, height, clock, facecolors=colours, linewidth=0)
         at += _row_height(resources)
-    _label_rows(axes, ticks, at, small=6)
+    label_rows(axes, ticks, at, small=6)
     add_legend(axes, kind_handles(kinds))
 
 
@@ -358,7 +352,7 @@ def _draw_bars(
     axes.broken_barh(places, (at, height), **style)
 
 
-def _label_rows(axes: Axes, ticks: Mapping[float, str], bottom: float, *, small: float) -> None:
+def label_rows(axes: Axes, ticks: Mapping[float, str], bottom: float, *, small: float) -> None:
     """Labels rows from the top down; those that name a rank are larger."""
     axes.set_ylim(bottom, -0.2)
     axes.set_yticks(list(ticks), list(ticks.values()))
@@ -441,79 +435,6 @@ def kind_handles(kinds: set[Kind]) -> list[Artist]:
         for kind, name in KIND_NAMES.items()
         if kind in kinds
     ]
-
-
-def draw_comparison(
-    schedule: Schedule,
-    *,
-    measured: Timeline,
-    simulated: Timeline,
-    difference: Difference,
-    path: str | Path,
-    title: str,
-) -> None:
-    """Draws a measured step and its simulation into a file.
-
-    A pair of rows for each rank: measured above, simulated below. Dashed lines mark both ends.
-
-    Raises:
-        ConfigError, OSError: as `draw_schedule`.
-    """
-    rows_inches = 0.75 * schedule.num_ranks + 0.5
-    figure = new_figure(path, height_inches=rows_inches + 1.7)
-    head, axes = figure.subplots(2, 1, height_ratios=[0.9, rows_inches])
-    longer = max(measured, simulated, key=lambda timeline: timeline.end_seconds)
-    clock = Clock.of(longer)
-    write_title(head, title, _comparison_lines(measured, simulated, difference, clock))
-    kinds: set[Kind] = set()
-    ticks: dict[float, str] = {}
-    for rank in range(schedule.num_ranks):
-        resource, top = f"{rank}{COMPUTE}", rank * _PAIR_HEIGHT
-        below = top + _MEASURED_HEIGHT + 0.06
-        for timeline, at, height in (
-            (measured, top, _MEASURED_HEIGHT),
-            (simulated, below, _SIMULATED_HEIGHT),
-        ):
-            draw_compute(
-                axes, schedule, timeline, resource=resource, at=at, clock=clock, height=height
-            )
-        ticks[top + _MEASURED_HEIGHT / 2] = f"rank {rank}, measured"
-        ticks[below + _SIMULATED_HEIGHT / 2] = "simulated"
-        kinds |= {span.action.kind for span in measured.spans(resource)}
-    _label_rows(axes, ticks, schedule.num_ranks * _PAIR_HEIGHT - 0.2, small=7)
-    ends = [
-        axes.axvline(
-            timeline.end_seconds * clock.per_second,
-            color=colour,
-            linestyle="--",
-            linewidth=0.9,
-            label=f"end, {name}",
-        )
-        for name, timeline, colour in (
-            ("measured", measured, INK),
-            ("simulated", simulated, GREY),
-        )
-    ]
-    share_time_axis([axes], clock)
-    axes.set_xlim(0.0, clock.end * 1.005)
-    add_legend(axes, [*kind_handles(kinds), *ends])
-    figure.savefig(path, dpi=150)
-
-
-def _comparison_lines(
-    measured: Timeline, simulated: Timeline, difference: Difference, clock: Clock
-) -> list[list[str]]:
-    parts = (
-        ("uneven units", difference.uneven_seconds),
-        ("host between units", difference.between_seconds),
-        ("messages", difference.message_seconds),
-    )
-    named = [
-        f"{name} {clock.say(timeline.end_seconds)} a step, {bubble_fraction(timeline):.1%} idle"
-        for name, timeline in (("measured", measured), ("simulated", simulated))
-    ]
-    signs = [f"{name} {seconds * clock.per_second:+.3g}" for name, seconds in parts]
-    return [named, [f"the difference in {clock.unit}: {signs[0]}", *signs[1:]]]
 
 
 _MAX_NUMBERS = 45

@@ -47,12 +47,10 @@ def answer_to_dict(answer: PlanResult) -> dict[str, Any]:
         "hardware": answer.question.device.name,
         "estimated": profile is None or profile.estimated,
         "peak_by_cause": {
-            tier: {
-                str(cause): size for cause, size in answer.estimate.peak(tier).tier(tier).shown()
-            }
+            tier: {str(cause): size for cause, size in answer.estimate.of(tier).shown()}
             for tier in TIERS
         },
-        "moments": {tier: answer.estimate.peak(tier).name for tier in TIERS},
+        "moments": {tier: answer.estimate.moment_of(tier) for tier in TIERS},
         "warnings": [] if plan is None else list(plan.warnings),
     }
 
@@ -138,6 +136,4 @@ def _limit(limit: BudgetViolation | None) -> dict[str, Any] | None:
 
 
 def _peaks(predicted: MemoryEstimate | None) -> dict[str, int | None]:
-    return {
-        tier: None if predicted is None else predicted.peak(tier).tier(tier).total for tier in TIERS
-    }
+    return {tier: None if predicted is None else predicted.of(tier).total for tier in TIERS}

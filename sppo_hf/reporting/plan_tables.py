@@ -448,10 +448,9 @@ def plan_tables(answer: PlanResult, results: Sequence[PolicyResult], model_name:
         return Group(table, policies, *_notes(answer))
     add_plan_rows(table, answer.plan, layers=False)
     for tier in TIERS:
-        moment = answer.estimate.peak(tier)
-        if moment.tier(tier).total:
-            size = _of_budget(moment.tier(tier).total, answer.budgets.of(tier))
-            table.add_row(f"{tier} memory", size, f"at the {moment.name}")
+        if total := answer.estimate.of(tier).total:
+            size = _of_budget(total, answer.budgets.of(tier))
+            table.add_row(f"{tier} memory", size, f"at the {answer.estimate.moment_of(tier)}")
     return Group(table, chunk_table(answer.plan), policies, *_notes(answer))
 
 
@@ -481,7 +480,7 @@ def chunk_table(plan: Plan) -> Table:
 
 def policy_table(results: Sequence[PolicyResult], budgets: Budgets) -> Table:
     """Returns a table that compares policies, in the given order."""
-    tiers: list[Tier] = [t for t in TIERS if any(r.estimate.peak(t).tier(t).total for r in results)]
+    tiers: list[Tier] = [t for t in TIERS if any(r.estimate.of(t).total for r in results)]
     limits = {tier: budgets.of(tier) for tier in tiers}
     said = (f"{t} {'unlimited' if b is None else format_bytes(b)}" for t, b in limits.items())
     table = Table(
@@ -503,7 +502,7 @@ def policy_table(results: Sequence[PolicyResult], budgets: Budgets) -> Table:
             result.frames,
             "-" if seconds is None else format_seconds(seconds),
             "-" if speed is None else format_speed(speed, None).removesuffix(" tokens/s"),
-            *(format_bytes(result.estimate.peak(tier).tier(tier).total) for tier in tiers),
+            *(format_bytes(result.estimate.of(tier).total) for tier in tiers),
             Text("yes", style="green") if limit is None else f"no: {_missing_text(limit)}",
         )
     return table

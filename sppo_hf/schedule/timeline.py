@@ -1,7 +1,6 @@
 """Timeline: when each action of a schedule ran, what it waited for, and the bytes over time.
 
-`simulate` makes a Timeline from durations and `measured_timeline` makes one from a measured run, so
-that both can be compared.
+`simulate` makes a Timeline from durations and `measured_timeline` makes one from a measured run.
 """
 
 from __future__ import annotations

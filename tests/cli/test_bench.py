@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from sppo_hf.cli import app
 from sppo_hf.cli.benchmark.contenders import BASES
+from sppo_hf.cli.benchmark.driver import Workers
 from sppo_hf.cli.benchmark.results import Job, Numbers, ResultFile, Row
 from tests.cli.benchmark.made_rows import ENVIRONMENT, many_rows
 from tests.cli.configs import TINY, write_config
@@ -27,17 +28,17 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
     """Jobs that reached the pretended workers; plain has no room past 128 tokens."""
     seen: list[Job] = []
 
-    def pretend(job: Job, *, timeout_seconds: float, log: Path) -> Row:
+    def pretend(workers: Workers, job: Job) -> Row:
         seen.append(job)
-        assert timeout_seconds == 5.0
-        assert log.parent.name == "logs"
+        assert workers._timeout_seconds == 5.0
+        assert workers._logs.name == "logs"
+        assert not workers.ahead, "the device is a CPU"
         if job.contender == "plain" and job.total_tokens > 128:
             return Row(status="out of memory", job=job, reason="host: full")
         numbers = Numbers(median_step_seconds=2.0, tokens_per_second=job.total_tokens / 2)
         return Row(status="measured", job=job, numbers=numbers, environment=ENVIRONMENT)
 
-    # The package's attribute of that name is the command.
-    monkeypatch.setattr("sppo_hf.cli.bench.run_in_process", pretend)
+    monkeypatch.setattr(Workers, "run", pretend)
     return seen
 
 

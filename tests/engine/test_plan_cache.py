@@ -22,6 +22,7 @@ from sppo_hf.planning.cost import Correction
 from sppo_hf.planning.plan import Plan
 from sppo_hf.planning.prediction import MeasuredStep
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
+from tests.planning.moments import moments_of
 from tests.planning.situations import slow_cost, small_shape
 from tests.planning.synthetic import mixed_plan
 from tests.planning.test_prediction import as_measured, predicted
@@ -64,7 +65,7 @@ def test_accumulated_gradients_are_counted_in_plans():
     for _ in range(3):
         _step(model)
     assert [plan.accumulates for plan in seen] == [False, True], "once, however often"
-    once, twice = (plan.estimate.moments[-1].device["gradients"] for plan in seen)
+    once, twice = (moments_of(plan.estimate)[-1].device["gradients"] for plan in seen)
     # By layer, those of the layer whose backward runs are there twice.
     assert seen[0].order == "by_layer"
     assert once < twice < 2 * once
@@ -78,7 +79,7 @@ def test_small_gradients_do_not_change_plans():
     for _ in range(2):
         _step(model)
     (plan,) = seen
-    assert plan.estimate.moments[-1].device["gradients"] < 0.01 * plan.estimate.device.total
+    assert moments_of(plan.estimate)[-1].device["gradients"] < 0.01 * plan.estimate.device.total
 
 
 def test_a_corrected_plan_is_made_for_the_same_device(monkeypatch: pytest.MonkeyPatch):

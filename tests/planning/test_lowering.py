@@ -29,6 +29,7 @@ from sppo_hf.planning.memory import Cause
 from sppo_hf.planning.tiers import TIERS, Tier
 from sppo_hf.schedule.actions import Action
 from tests.planning.modes import OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD
+from tests.planning.moments import moments_of
 from tests.planning.shapes import llama_config, shape_of
 from tests.planning.situations import (
     MIB,
@@ -106,7 +107,7 @@ def test_order_of_units_by_layer() -> None:
     assert [program.points.unit(at) for at in range(program.points.count)] == [
         (action.unit, action.layer) for action in program.resources.actions[COMPUTE]
     ]
-    assert [moment.name for moment in program.estimate.moments] == [
+    assert [moment.name for moment in moments_of(program.estimate)] == [
         *("forward of layer 1 of 2, chunk 2 of 2", "forward of layer 2 of 2, chunk 2 of 2"),
         "loss of chunk 2 of 2",
         *("start of backward of layer 2 of 2", "end of backward of layer 2 of 2"),
@@ -519,7 +520,7 @@ def test_simulated_peaks_are_the_estimates(
     timeline = lower(what, cost).simulate(with_bytes=True)
     predicted = estimate(cost.shape, what, device_kind=kind)
     for tier in TIERS:
-        held = predicted.peak(tier).tier(tier)
+        held = predicted.of(tier)
         assert held.total == predicted.peak_bytes(tier)
         if tier in timeline.tiers:
             assert timeline.peak_by_cause(tier) == held

@@ -25,6 +25,7 @@ from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.policies import uniform_modes
 from sppo_hf.planning.tile_sizes import loss_tile_tokens
 from tests.planning.modes import OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD
+from tests.planning.moments import moments_of
 from tests.planning.shapes import by_hand, llama_config, shape_of, tiny_shape
 from tests.planning.situations import on_host, small_shape
 
@@ -59,7 +60,7 @@ def decided(
 
 
 def test_standing_bytes() -> None:
-    both = [estimate(SHAPE, decided(KEEP, training=t)).moments for t in (True, False)]
+    both = [moments_of(estimate(SHAPE, decided(KEEP, training=t))) for t in (True, False)]
     assert [moments[0].device["weights"] for moments in both] == [SHAPE.weight_bytes] * 2
     assert [moments[-1].device["gradients"] for moments in both] == [2000, 0]
     assert [moments[-1].device["optimizer"] for moments in both] == [8000, 0]
@@ -71,7 +72,7 @@ def test_standing_bytes() -> None:
 def test_gradients_come_with_the_first_backward_and_stay(accumulates: bool) -> None:
     shape = shape_of(llama_config(), dtype_bytes=2)
     what = decided(KEEP, accumulates=accumulates)
-    gradients = [m.device["gradients"] for m in estimate(shape, what).moments]
+    gradients = [m.device["gradients"] for m in moments_of(estimate(shape, what))]
     before = shape.gradient_bytes if accumulates else 0
     head = 128_256 * 4096 * 4  # summed in float32 while the loss is computed
     batch = before + shape.gradient_bytes
@@ -84,19 +85,19 @@ def test_gradients_come_with_the_first_backward_and_stay(accumulates: bool) -> N
 def test_a_vocabulary_gradient_is_made_before_it_is_added() -> None:
     shape = shape_of(llama_config(), dtype_bytes=2)
     size = 128_256 * 4096 * 2
-    moments = estimate(shape, decided(KEEP, ((0, 64), (64, 128)))).moments
+    moments = moments_of(estimate(shape, decided(KEEP, ((0, 64), (64, 128)))))
     tile = 64 * 128_256 * (2 + 4 + 2)
     # The head's of the first tile is the sum itself; the embedding's comes chunk by chunk.
     assert [m.device["logits_tile"] for m in moments[:2]] == [tile, tile + size]
     assert [m.device["workspace"] >= size for m in moments] == [False] * 3 + [True, False, True]
-    on_cpu = estimate(shape, decided(KEEP, ((0, 64), (64, 128))), device_kind="cpu").moments
+    on_cpu = moments_of(estimate(shape, decided(KEEP, ((0, 64), (64, 128))), device_kind="cpu"))
     assert [m.device["workspace"] >= size for m in on_cpu] == [False] * 5 + [True]
 
 
 @pytest.mark.parametrize(("device", "more"), [("cpu", 0), ("cuda", 128_256 * 4096 * 4)])
 def test_on_a_cpu_a_wide_heads_gradient_is_added_on_the_spot(device: str, more: int) -> None:
     shape = shape_of(llama_config(), dtype_bytes=4)
-    moments = estimate(shape, decided(KEEP, ((0, 64), (64, 128))), device_kind=device).moments
+    moments = moments_of(estimate(shape, decided(KEEP, ((0, 64), (64, 128))), device_kind=device))
     tile = 64 * 128_256 * (4 + 4)
     assert [m.device["logits_tile"] for m in moments[:2]] == [tile, tile + more]
 
@@ -181,12 +182,15 @@ def test_returned_logits_are_counted_whole() -> None:
 def test_rows_scale_what_rows_hold(ends: list[int], rows: int, mode: ActivationMode) -> None:
     bounds = tuple(zip([0, *ends[:-1]], ends, strict=True))
     one, many = predict(mode, bounds), predict(mode, bounds, rows=rows)
-    for a, b in zip(one.moments, many.moments, strict=True):
+    for a, b in zip(moments_of(one), moments_of(many), strict=True):
         for cause in ("kv", "dkv", "frames", "skeletons", "workspace", "copies", "hidden"):
             assert b.device[Cause(cause)] == rows * a.device[Cause(cause)]
     # Slabs, and what passes through to the disk, are as large whatever comes.
     frames = [
-        max(m.host["frames"] + m.host["products"] + m.host["skeletons"] for m in predicted.moments)
+        max(
+            m.host["frames"] + m.host["products"] + m.host["skeletons"]
+            for m in moments_of(predicted)
+        )
         for predicted in (one, many)
     ]
     assert frames[1] == rows * frames[0]
@@ -293,7 +297,7 @@ def test_autocast_keeps_casts_of_trained_weights_until_forward_ends() -> None:
     shape = ModelShape.from_profile(
         by_hand(llama_config(), Training(dtype_bytes=2, parameter_bytes=4))
     )
-    moments = estimate(shape, decided(KEEP)).moments
+    moments = moments_of(estimate(shape, decided(KEEP)))
     # Half as many bytes again as the float32 weights, but for the embedding's rows and norms.
     casts = 2 * (shape.total_parameters - 128_256 * 4096 - 4096)
     assert moments[0].device["weights"] - shape.weight_bytes == casts
@@ -323,7 +327,7 @@ def test_the_graph_takes_memory_of_a_cpu_from_forward_to_backward() -> None:
 
     def held(kind: str, **others: Any) -> list[int]:
         what = decided(RECOMPUTE, bounds, **others)
-        moments = estimate(shape, what, device_kind=kind).moments
+        moments = moments_of(estimate(shape, what, device_kind=kind))
         return [moment.device[Cause.GRAPH] for moment in moments]
 
     first, both = (GRAPH_NODE_BYTES * 32 * n for n in (nodes[0], sum(nodes)))

@@ -14,6 +14,7 @@ from sppo_hf.planning.plan import Plan, PlanRequest, make_plan
 from sppo_hf.planning.solve import fits
 from sppo_hf.reporting.plan_tables import attention_recompute_text
 from tests.planning.modes import OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD, render_plan
+from tests.planning.moments import moments_of
 from tests.planning.questions import question
 from tests.planning.shapes import llama_config, shape_of
 
@@ -187,7 +188,7 @@ def test_evaluation_by_layer_holds_the_keys_of_one_layer() -> None:
     assert made.by_layer
     assert set(made.kv_modes) == {"recompute"}
     one = 32_768 * 2 * 8 * 128 * 2
-    assert max(moment.device["kv"] for moment in made.estimate.moments) == one
+    assert max(moment.device["kv"] for moment in moments_of(made.estimate)) == one
 
 
 def test_evaluation_walks_in_the_order_with_less_memory() -> None:

@@ -31,6 +31,7 @@ from sppo_hf.planning.plan_request import (
 )
 from sppo_hf.planning.solve import EQUALLY_FAST, HOST_PRICE, fits, over_budget
 from sppo_hf.rules import format_bytes
+from tests.planning.moments import moments_of
 from tests.planning.questions import GIB, TOO_LONG_TOKENS, answer, question
 from tests.planning.shapes import by_hand, llama_config
 from tests.sweeps import sample
@@ -67,7 +68,7 @@ def test_what_does_not_fit_says_which_limit_breaks_first_and_by_how_much() -> No
     # With just as much more of that tier, the tier is enough for the same plan.
     budget = found.budgets.of(limit.tier)
     assert budget is not None
-    assert found.estimate.peak(limit.tier).tier(limit.tier).total == budget + limit.missing_bytes
+    assert found.estimate.of(limit.tier).total == budget + limit.missing_bytes
 
 
 def test_the_longest_row_fits_and_a_longer_one_does_not() -> None:
@@ -150,7 +151,7 @@ def test_the_timeline_holds_the_bytes_of_the_plan() -> None:
     timeline = timeline_of(found.plan)
     assert timeline.end_seconds == pytest.approx(found.plan.prediction.step_seconds)
     for tier in ("device", "host"):
-        predicted = found.estimate.peak(tier).tier(tier).total
+        predicted = found.estimate.of(tier).total
         held = timeline.peak(tier).num_bytes if tier in timeline.tiers else 0
         assert held <= predicted * 1.05 + GIB
 
@@ -195,7 +196,7 @@ def test_accumulated_gradients_are_counted() -> None:
     )
     assert once.plan is not None
     assert more.plan is not None
-    last = [answer.estimate.moments[-1].device["gradients"] for answer in (once, more)]
+    last = [moments_of(answer.estimate)[-1].device["gradients"] for answer in (once, more)]
     assert last[1] == 2 * last[0] > 0
     assert more.max_seq_len < once.max_seq_len
 

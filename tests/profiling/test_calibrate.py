@@ -112,8 +112,7 @@ def test_a_lock_limit_that_does_not_bind_is_none(
 
 def test_sizes_rise_and_dwarf_the_caches() -> None:
     for sizes in SIZES.values():
-        for tokens in (sizes.matmul_tokens, sizes.attention_tokens):
-            assert list(tokens) == sorted(set(tokens))
+        assert list(sizes.tokens) == sorted(set(sizes.tokens))
         assert min(sizes.memory_bytes, sizes.copy_bytes) >= 2**27
         # Matrix products, attention forward and backward, for two dtypes; the disk has 30 seconds.
         assert 6 * sizes.budget_seconds + 30 < (120 if sizes is SIZES["cuda"] else 60)

@@ -15,6 +15,8 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -163,7 +165,7 @@ class Benchmark:
     """Holds the rows; jobs with a final row are not run again."""
 
     run: Callable[[Job], Row]
-    """Runs one job, usually `run_in_process`."""
+    """Runs one job, usually `Workers.run`."""
 
     on_row: Callable[[Row], None]
     """Called with every row, also with those of earlier runs."""
@@ -379,62 +381,138 @@ WORKER = (sys.executable, "-m", "sppo_hf.cli.benchmark.worker")
 _GRACE_SECONDS = 10.0
 
 
-def run_in_process(
-    job: Job, *, timeout_seconds: float, log: Path, command: Sequence[str] = WORKER
-) -> Row:
-    """Run a job in a process of its own.
+class Workers:
+    """Runs jobs, each in a process of its own.
 
-    Returns:
-        The worker's last row; if it did not end by itself, with a status and a reason for that.
-
-    Raises:
-        Interrupted: In place of KeyboardInterrupt, when the worker has been ended.
+    [Note: the worker after this one]
+    A worker imports PyTorch and Transformers, which takes 15 to 40 s, and only then reads its job.
+    So with `ahead` the next one is started when a job begins: it imports while that job makes its
+    weights and warms up, is stopped while steps are measured, and then waits for its job. Until it
+    has one it does nothing with the device. It ends with `close`, and, as its standard input does,
+    with this process. One that died meanwhile is replaced.
     """
-    start_seconds = time.monotonic()
-    log.parent.mkdir(parents=True, exist_ok=True)
-    timed_out = interrupted = False
-    with log.open("w", encoding="utf-8") as errors:
-        process = subprocess.Popen(
-            [*command, json.dumps(dataclasses.asdict(job))],
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            env=worker_environment(os.environ),
-            # A process group of its own, to end the worker with all that it starts; but in the same
-            # session, so that it ends with the benchmark's session.
-            process_group=0,
-        )
+
+    def __init__(
+        self, *, timeout_seconds: float, logs: Path, command: Sequence[str] = WORKER
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            timeout_seconds: For one job, from when it is given to a worker.
+            logs: Folder of the workers' errors, a file for each job.
+            command: Reads a job as JSON from its standard input, to the end of that. This process's
+                number is its last argument.
+        """
+        self.ahead = False
+        """Whether the next worker is started early."""
+        self._timeout_seconds = timeout_seconds
+        self._logs = logs
+        self._command = command
+        self._next: subprocess.Popen[str] | None = None
+        self._next_log = logs
+
+    def start(self) -> None:
+        """Start the worker of the next job, unless there is one that runs."""
+        if self._next is not None and self._next.poll() is None:
+            return
+        self.close()
+        self._logs.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(
+            dir=self._logs, prefix="next-", suffix=".log", delete=False
+        ) as errors:
+            self._next_log = Path(errors.name)
+            self._next = subprocess.Popen(
+                [*self._command, str(os.getpid())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env=worker_environment(os.environ),
+                # A process group of its own, to end the worker with all that it starts; but in the
+                # same session, so that it ends with the benchmark's session.
+                process_group=0,
+            )
+
+    def close(self) -> None:
+        """End the worker that has no job, which has nothing to put in order."""
+        if self._next is not None:
+            self._signal_next(signal.SIGKILL)
+            self._next.communicate()
+            self._next_log.unlink(missing_ok=True)
+            self._next = None
+
+    def run(self, job: Job) -> Row:
+        """Run a job.
+
+        Returns:
+            The worker's last row; if it did not end by itself, with a status and a reason for that.
+
+        Raises:
+            Interrupted: In place of KeyboardInterrupt, when the worker has been ended.
+        """
+        start_seconds = time.monotonic()
+        self.start()
+        process, self._next = self._next, None
+        assert process is not None, "it was just started, or before"
+        assert process.stdin is not None, "it is a pipe"
+        layers = "" if job.layers is None else f"-{job.layers}-layers"
+        log = self._next_log.rename(self._logs / f"{job.contender}-{job.total_tokens}{layers}.log")
+        timed_out = interrupted = False
+        lines: list[str] = []
+        listener = threading.Thread(target=self._listen, args=(process, job, lines), daemon=True)
+        listener.start()
         try:
-            out, _ = process.communicate(timeout=timeout_seconds)
+            if self.ahead:
+                self.start()
+            with contextlib.suppress(BrokenPipeError), process.stdin as given:
+                given.write(json.dumps(dataclasses.asdict(job)))
+            listener.join(self._timeout_seconds)
+            process.wait(max(0.0, start_seconds + self._timeout_seconds - time.monotonic()))
         except subprocess.TimeoutExpired:
             timed_out = True
-            out = _end(process)
         except KeyboardInterrupt:
             interrupted = True
-            out = _end(process)
-        except BaseException:
-            _end(process)
-            raise
-    seconds = time.monotonic() - start_seconds
-    row = _last_row(out) or Row(status="killed", job=job)
-    status, reason = row.status, row.reason
-    if interrupted:
-        status, reason = "failed", f"interrupted after {seconds:,.0f} s"
-    elif timed_out:
-        status, reason = "timeout", f"ended after {timeout_seconds:,.0f} s, the limit (--timeout)"
-    elif process.returncode < 0:
-        # SIGKILL means that host memory ran out, which it would at every longer length too.
-        status = "killed" if process.returncode == -signal.SIGKILL else "failed"
-        reason = _killed_by(-process.returncode)
-    elif process.returncode > 0 or row.status == "killed":
-        status, reason = "failed", last_line(log) or f"exit status {process.returncode}"
-    environment = {**row.environment, "command": shlex.join(["sppo", *sys.argv[1:]])}
-    row = dataclasses.replace(
-        row, status=status, reason=reason, wall_seconds=seconds, environment=environment
-    )
-    if interrupted:
-        raise Interrupted(row)
-    return row
+        finally:
+            if listener.is_alive() or process.poll() is None:
+                _end(process)
+                listener.join(_GRACE_SECONDS)
+            self._signal_next(signal.SIGCONT)
+        seconds = time.monotonic() - start_seconds
+        row = next(filter(None, map(_row, reversed(lines))), Row(status="killed", job=job))
+        status, reason = row.status, row.reason
+        if interrupted:
+            status, reason = "failed", f"interrupted after {seconds:,.0f} s"
+        elif timed_out:
+            limit = f"{self._timeout_seconds:,.0f} s, the limit (--timeout)"
+            status, reason = "timeout", f"ended after {limit}"
+        elif process.returncode < 0:
+            # SIGKILL means that host memory ran out, which it would at every longer length too.
+            status = "killed" if process.returncode == -signal.SIGKILL else "failed"
+            reason = _killed_by(-process.returncode)
+        elif process.returncode > 0 or row.status == "killed":
+            status, reason = "failed", last_line(log) or f"exit status {process.returncode}"
+        environment = {**row.environment, "command": shlex.join(["sppo", *sys.argv[1:]])}
+        row = dataclasses.replace(
+            row, status=status, reason=reason, wall_seconds=seconds, environment=environment
+        )
+        if interrupted:
+            raise Interrupted(row)
+        return row
+
+    def _listen(self, process: subprocess.Popen[str], job: Job, lines: list[str]) -> None:
+        """Collect the output of a worker, and stop the next one before steps are measured."""
+        assert process.stdout is not None, "it is a pipe"
+        with process.stdout as out:
+            for line in out:
+                lines.append(line)
+                row = _row(line)
+                if row is not None and len(row.numbers.warm_up_seconds) == job.warm_up:
+                    self._signal_next(signal.SIGSTOP)
+
+    def _signal_next(self, number: signal.Signals) -> None:
+        if self._next is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._next.pid, number)
 
 
 def worker_environment(variables: Mapping[str, str]) -> dict[str, str]:
@@ -460,18 +538,14 @@ def last_line(log: Path) -> str:
     return (errors or list(lines) or [""])[-1][:300]
 
 
-def _end(process: subprocess.Popen[str]) -> str:
-    """End a worker and all that it started; return its output."""
-    out = ""
+def _end(process: subprocess.Popen[str]) -> None:
+    """End a worker and all that it started."""
     for sign in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, sign)
-        try:
-            out, _ = process.communicate(timeout=_GRACE_SECONDS)
-            break
-        except subprocess.TimeoutExpired:
-            continue
-    return out or ""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=_GRACE_SECONDS)
+            return
 
 
 def _killed_by(number: int) -> str:
@@ -480,10 +554,9 @@ def _killed_by(number: int) -> str:
     return f"killed by {known.get(number, f'signal {number}')}{memory}"
 
 
-def _last_row(out: str) -> Row | None:
-    for line in reversed(out.splitlines()):
-        try:
-            return Row.from_dict(json.loads(line))
-        except (ValueError, KeyError, TypeError, AttributeError):
-            continue  # cut off in the middle
-    return None
+def _row(line: str) -> Row | None:
+    """Read a line of a worker's output; None for one that is cut off, or a library's."""
+    try:
+        return Row.from_dict(json.loads(line))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None

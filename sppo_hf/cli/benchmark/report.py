@@ -19,6 +19,7 @@ from rich.text import Text
 
 from sppo_hf.cli.benchmark.contenders import BASES, DEFAULTS, IDEAL, LIGER, TILED, TODAY, parse
 from sppo_hf.cli.benchmark.results import Job, Row, best_environment, groups
+from sppo_hf.cli.common import writing
 from sppo_hf.errors import ConfigError
 from sppo_hf.reporting.plan_tables import format_seconds
 from sppo_hf.rules import format_bytes
@@ -326,13 +327,9 @@ def _draw_group(rows: Sequence[Row], path: Path) -> None:
     figure.suptitle(f"{describe_job(rows[0].job)}\n{device}, {environment.get('date', '')[:10]}")
     handles, labels = speed.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
-    try:
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=130)
-    except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be written: {error.strerror}. Remedy: name a writable folder."
-        ) from error
 
 
 def _plot(axes: Axes, found: Sequence[Curve], label: str) -> None:

@@ -275,7 +275,7 @@ class Row:
     """Device, its memory, the host's memory, versions, date, command line."""
 
     wall_seconds: float | None = None
-    """Duration of the worker process."""
+    """Seconds from when a worker was given the job to the worker's end."""
 
     @property
     def trained(self) -> bool:

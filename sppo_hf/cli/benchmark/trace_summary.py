@@ -63,32 +63,6 @@ Span = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gap:
-    """A period in which no kernel ran."""
-
-    start_seconds: float
-    """Seconds from the start of the step."""
-
-    seconds: float
-    """Length of the gap."""
-
-    what: str
-    """"exposed copy", "launch gap" or "other", whichever fills most of it."""
-
-    unit: str
-    """Label of the unit in which it began; "" for none."""
-
-    before: str
-    """Kernel that ended before it."""
-
-    after: str
-    """Kernel that began after it."""
-
-    host: str
-    """The host's longest call within the gap; "" for none."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
     """The seconds of a step by cause."""
 
@@ -99,9 +73,6 @@ class Summary:
     other_seconds: float
     class_seconds: Mapping[str, float]
     """Compute seconds by class of kernel, in the order of `CLASSES`, then `REST`."""
-
-    gaps: tuple[Gap, ...]
-    """The largest, longest first."""
 
     on_device: bool
     """Whether kernels were traced; else the host's operators count as compute."""
@@ -211,12 +182,28 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     return trace["traceEvents"] if isinstance(trace, dict) else trace
 
 
-def summarise(events: Iterable[Mapping[str, Any]], *, max_gaps: int = 3) -> Summary:
-    """Divide the time of a traced step by cause.
+@dataclass(frozen=True, slots=True)
+class Division:
+    """Events and times of a traced step; each list of spans is sorted, in microseconds."""
 
-    Args:
-        events: `traceEvents` of a Chrome trace, of which complete events ("X") are read.
-        max_gaps: How many of the longest gaps to describe.
+    complete: list[Mapping[str, Any]]
+    """All complete events ("X") of the trace."""
+
+    kernels: list[Mapping[str, Any]]
+    """The step's kernels; in a trace without a device the host's operators."""
+
+    on_device: bool
+    step: Span
+    compute: list[Span]
+    copying: list[Span]
+    """Exposed copies."""
+
+    launching: list[Span]
+    waiting: list[Span]
+
+
+def divide(events: Iterable[Mapping[str, Any]]) -> Division:
+    """Divide a traced step, given as `traceEvents` of a Chrome trace.
 
     Raises:
         ValueError: The trace has no kernels and no operators.
@@ -226,29 +213,32 @@ def summarise(events: Iterable[Mapping[str, Any]], *, max_gaps: int = 3) -> Summ
     on_device = any(e["cat"] == "kernel" for e in device)
     working = device if on_device else [e for e in complete if e.get("cat") == "cpu_op"]
     step = _step(complete, working)
-    working = [e for e in working if _span(e)[1] > step[0] and _span(e)[0] < step[1]]
+    working = [e for e in working if span_of(e)[1] > step[0] and span_of(e)[0] < step[1]]
     kernels = [e for e in working if e.get("cat") not in _COPIES]
     copies = [e for e in working if e.get("cat") in _COPIES]
-    compute = _intersect(_union(map(_span, kernels)), [step])
-    no_compute = _subtract([step], compute)
-    copying = _intersect(no_compute, _union(map(_span, copies)))
-    idle = _subtract(no_compute, copying)
+    compute = intersect(_union(map(span_of, kernels)), [step])
+    no_compute = subtract([step], compute)
+    copying = intersect(no_compute, _union(map(span_of, copies)))
+    idle = subtract(no_compute, copying)
     waits = _union(
-        _span(e) for e in complete if on_device and any(w in str(e["name"]) for w in _WAITS)
+        span_of(e) for e in complete if on_device and any(w in str(e["name"]) for w in _WAITS)
     )
-    waiting = _intersect(idle, waits)
-    launching = _subtract(idle, waiting)
-    kinds = {"exposed copy": copying, "launch gap": launching, "other": waiting}
-    longest = sorted(no_compute, key=lambda s: s[0] - s[1])[:max_gaps]
+    waiting = intersect(idle, waits)
+    launching = subtract(idle, waiting)
+    return Division(complete, kernels, on_device, step, compute, copying, launching, waiting)
+
+
+def summarise(events: Iterable[Mapping[str, Any]]) -> Summary:
+    """Return the seconds by cause of a traced step, given and refused as by `divide`."""
+    found = divide(events)
     return Summary(
-        step_seconds=_seconds([step]),
-        compute_seconds=_seconds(compute),
-        exposed_copy_seconds=_seconds(copying),
-        launch_gap_seconds=_seconds(launching),
-        other_seconds=_seconds(waiting),
-        class_seconds=_class_seconds(kernels, compute),
-        gaps=tuple(_describe_gap(span, step, kinds, kernels, complete) for span in longest),
-        on_device=on_device,
+        step_seconds=total_seconds([found.step]),
+        compute_seconds=total_seconds(found.compute),
+        exposed_copy_seconds=total_seconds(found.copying),
+        launch_gap_seconds=total_seconds(found.launching),
+        other_seconds=total_seconds(found.waiting),
+        class_seconds=_class_seconds(found.kernels, found.compute),
+        on_device=found.on_device,
     )
 
 
@@ -259,19 +249,19 @@ def _class_seconds(kernels: Iterable[Mapping[str, Any]], compute: list[Span]) ->
         words = str(kernel["name"])
         name = next((name for name, pattern in CLASSES.items() if pattern.search(words)), None)
         if name is not None:
-            spans[name].append(_span(kernel))
+            spans[name].append(span_of(kernel))
     found: dict[str, float] = {}
     for name, of_class in spans.items():
-        own = _intersect(compute, _union(of_class))
-        found[name] = _seconds(own)
-        compute = _subtract(compute, own)
-    return {**found, REST: _seconds(compute)}
+        own = intersect(compute, _union(of_class))
+        found[name] = total_seconds(own)
+        compute = subtract(compute, own)
+    return {**found, REST: total_seconds(compute)}
 
 
 def _step(complete: Sequence[Mapping[str, Any]], working: Sequence[Mapping[str, Any]]) -> Span:
     """Return the step's start and end; the device may end after the host."""
-    labels = [_span(e) for e in complete if e["name"] == STEP_LABEL and _on_host(e)]
-    spans = [_span(e) for e in working]
+    labels = [span_of(e) for e in complete if e["name"] == STEP_LABEL and on_host(e)]
+    spans = [span_of(e) for e in working]
     if not spans:
         raise ValueError(
             "the trace holds neither kernels nor operators: nothing ran in it, or it is no trace "
@@ -283,50 +273,19 @@ def _step(complete: Sequence[Mapping[str, Any]], working: Sequence[Mapping[str, 
     return start, max([end, *(e for s, e in spans if s < end)])
 
 
-def _describe_gap(
-    span: Span,
-    step: Span,
-    kinds: Mapping[str, list[Span]],
-    kernels: Sequence[Mapping[str, Any]],
-    complete: Sequence[Mapping[str, Any]],
-) -> Gap:
-    """Describe a gap: its cause, and the kernels around it."""
-    before = [e for e in kernels if _span(e)[1] <= span[0] + 1e-3]
-    after = [e for e in kernels if _span(e)[0] >= span[1] - 1e-3]
-    calls = [
-        (_seconds(_intersect([_span(e)], [span])), str(e["name"]))
-        for e in complete
-        if e.get("cat") in ("cpu_op", "cuda_runtime", "cuda_driver")
-    ]
-    host_seconds, host = max(calls, default=(0.0, ""))
-    open_labels = [
-        str(e["name"])
-        for e in complete
-        if str(e["name"]).startswith(LABELS) and e["name"] != STEP_LABEL and _on_host(e)
-        if _span(e)[0] <= span[0] < _span(e)[1]
-    ]
-    return Gap(
-        start_seconds=(span[0] - step[0]) / 1e6,
-        seconds=_seconds([span]),
-        what=max(kinds, key=lambda kind: _seconds(_intersect([span], kinds[kind]))),
-        unit=open_labels[-1].removeprefix(LABELS) if open_labels else "",
-        before=str(max(before, key=lambda e: _span(e)[1])["name"]) if before else "the step began",
-        after=str(min(after, key=lambda e: _span(e)[0])["name"]) if after else "the step ended",
-        host=host if host_seconds else "",
-    )
-
-
-def _on_host(event: Mapping[str, Any]) -> bool:
-    # The profiler draws labels a second time, on the device's streams.
+def on_host(event: Mapping[str, Any]) -> bool:
+    """Whether a label is the host's: the profiler draws it a second time on device streams."""
     return event.get("cat") != "gpu_user_annotation"
 
 
-def _span(event: Mapping[str, Any]) -> Span:
+def span_of(event: Mapping[str, Any]) -> Span:
+    """Return the start and end of a complete event."""
     start = float(event["ts"])
     return start, start + float(event["dur"])
 
 
-def _seconds(spans: Iterable[Span]) -> float:
+def total_seconds(spans: Iterable[Span]) -> float:
+    """Return the seconds of spans that do not overlap."""
     return sum(end - start for start, end in spans) / 1e6
 
 
@@ -341,7 +300,7 @@ def _union(spans: Iterable[Span]) -> list[Span]:
     return merged
 
 
-def _intersect(one: list[Span], other: list[Span]) -> list[Span]:
+def intersect(one: list[Span], other: list[Span]) -> list[Span]:
     """Return the intersection of two sorted lists of spans."""
     found: list[Span] = []
     i = j = 0
@@ -356,7 +315,7 @@ def _intersect(one: list[Span], other: list[Span]) -> list[Span]:
     return found
 
 
-def _subtract(one: list[Span], other: list[Span]) -> list[Span]:
+def subtract(one: list[Span], other: list[Span]) -> list[Span]:
     """Return the first list of spans without the second; both sorted."""
     edges = [float("-inf"), *(edge for span in other for edge in span), float("inf")]
-    return _intersect(one, list(zip(edges[::2], edges[1::2], strict=True)))
+    return intersect(one, list(zip(edges[::2], edges[1::2], strict=True)))

@@ -1,8 +1,10 @@
-"""A process that runs one job: `python -m sppo_hf.cli.benchmark.worker JOB`.
+"""A process that runs one job: `python -m sppo_hf.cli.benchmark.worker PARENT`.
 
-JOB is a `Job` as JSON. Each line on stdout is a row as JSON, of which the last counts; earlier ones
-hold what is known if the process is killed. What libraries print goes to stderr. Running out of
-memory gives a row and exit status 0, any other error a traceback and status 1.
+PARENT is the number of the benchmark's process. The worker imports what any job needs, without the
+device, and then reads a `Job` as JSON from stdin. Each line on stdout is a row as JSON, of which
+the last counts; earlier ones hold what is known if the process is killed. What libraries print goes
+to stderr. Running out of memory gives a row and exit status 0, any other error a traceback and
+status 1.
 
 The device is waited for at the beginning and the end of a step, and nowhere within it.
 """
@@ -518,35 +520,35 @@ def prefer_oom_kill() -> None:
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
-def end_with_parent() -> None:
+def end_with_parent(parent: int) -> None:
     """Ask Linux to kill this process when the benchmark's process ends, however that ends.
 
-    Otherwise it would keep the device, which the next measurement would have to share.
+    Otherwise it would keep the device, which the next measurement would have to share. `parent` is
+    the number of that process, which may have ended before this call.
     """
     if not sys.platform.startswith("linux"):
         return
-    parent = os.getppid()
-    try:
+    with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    except (OSError, AttributeError):
-        return
-    if os.getppid() != parent:  # it ended in between
+    if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main(arguments: list[str]) -> None:
-    """Run the job of the command line."""
-    end_with_parent()
+    """Run the job that is read from stdin; none is there if the benchmark has ended."""
+    end_with_parent(int(arguments[0]))
+    prefer_oom_kill()
+    text = sys.stdin.read()
+    if not text:
+        return
     out = os.dup(1)
     os.dup2(2, 1)
 
     def tell(row: Row) -> None:
         os.write(out, (json.dumps(row.to_dict()) + "\n").encode())
 
-    prefer_oom_kill()
     transformers.logging.set_verbosity_error()
-    fields: dict[str, Any] = json.loads(arguments[0])
-    run_job(Job.from_dict(fields), tell)
+    run_job(Job.from_dict(json.loads(text)), tell)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,10 @@ import pytest
 
 from sppo_hf.cli.benchmark.driver import (
     Benchmark,
+    Workers,
     extrapolate,
     extrapolate_length,
     last_line,
-    run_in_process,
     uniform_layers,
     worker_environment,
 )
@@ -268,10 +270,12 @@ def run(folder: Path, script: str, *, timeout_seconds: float = 60.0, row: Row | 
     """Run a worker that is a few lines of Python; `ROW` is a row in JSON, already a line."""
     text = json.dumps((row or speed_row("plain", 8192, 1.5)).to_dict())
     lines = f"import sys, os, time, signal\nROW = {text!r}\n{script}"
+    return fakes(folder, lines, timeout_seconds).run(JOB)
+
+
+def fakes(folder: Path, lines: str, timeout_seconds: float = 60.0) -> Workers:
     command = (sys.executable, "-c", lines)
-    return run_in_process(
-        JOB, timeout_seconds=timeout_seconds, log=folder / "logs" / "a.log", command=command
-    )
+    return Workers(timeout_seconds=timeout_seconds, logs=folder / "logs", command=command)
 
 
 def test_the_last_line_is_the_row(tmp_path: Path) -> None:
@@ -303,12 +307,7 @@ def test_what_was_known_when_interrupted_is_kept(tmp_path: Path) -> None:
     text = json.dumps(speed_row("plain", 8192, 1.5, status="killed").to_dict())
     lines = f"import os, signal, time\nprint({text!r}, flush=True)\n"
     lines += "os.kill(os.getppid(), signal.SIGINT)\ntime.sleep(60)"
-
-    def interrupted(job: Job) -> Row:
-        log = tmp_path / "logs" / "a.log"
-        return run_in_process(
-            job, timeout_seconds=60, log=log, command=(sys.executable, "-c", lines)
-        )
+    interrupted = fakes(tmp_path, lines).run
 
     with pytest.raises(KeyboardInterrupt):
         benchmark(tmp_path, interrupted, "plain").measure([8192])
@@ -364,21 +363,19 @@ child.wait()
 def test_a_worker_ends_with_the_benchmark_however_that_ends(tmp_path: Path) -> None:
     # Of the worker's module that function alone, for all of it takes ten seconds to import.
     worker = f"""
-import ctypes, os, signal, sys, time
+import contextlib, ctypes, os, signal, sys, time
 _PR_SET_PDEATHSIG = {_PR_SET_PDEATHSIG}
 {inspect.getsource(end_with_parent)}
-end_with_parent()
+end_with_parent(int(sys.argv[1]))
 open({str(tmp_path / "pid")!r}, "w").write(str(os.getpid()))
 time.sleep(120)
 """
     script = f"""
 from pathlib import Path
-from sppo_hf.cli.benchmark.driver import run_in_process
+from sppo_hf.cli.benchmark.driver import Workers
 from tests.cli.benchmark.made_rows import JOB
-run_in_process(
-    JOB, timeout_seconds=60, log=Path({str(tmp_path / "log")!r}),
-    command=({sys.executable!r}, "-c", {worker!r}),
-)
+command = {sys.executable!r}, "-c", {worker!r}
+Workers(timeout_seconds=60, logs=Path({str(tmp_path)!r}), command=command).run(JOB)
 """
     driver = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parents[3])
     try:
@@ -437,6 +434,136 @@ def test_the_error_is_found_before_later_warnings(tmp_path: Path) -> None:
     assert last_line(log) == ""
 
 
+# What a fake worker does that waits for its job: it notes its number, and a row is its last line.
+WAITS = """
+import json, os, signal, sys, time
+from pathlib import Path
+with open(NOTES, "a") as notes:
+    print(os.getpid(), file=notes)
+text = sys.stdin.read()
+if not text:
+    sys.exit()
+row["job"] = json.loads(text)
+def tell(**numbers):
+    print(json.dumps(row | {"numbers": numbers}), flush=True)
+"""
+
+
+def waiting(folder: Path, script: str) -> Workers:
+    """Fake workers that wait for their job, the next one early, and then run a script."""
+    row = speed_row("plain", 8192, 1.5).to_dict()
+    notes = str(folder / "notes")
+    workers = fakes(folder, f"row = {row!r}\nNOTES = {notes!r}\n{WAITS}\n{script}")
+    workers.ahead = True
+    return workers
+
+
+def started(folder: Path, number: int) -> list[int]:
+    """The processes of all workers, once there are so many."""
+    found = wait_for(lambda: len(text_of(folder / "notes").split()) == number)
+    assert found
+    return [int(text) for text in text_of(folder / "notes").split()]
+
+
+def test_the_next_worker_waits_while_a_job_runs(tmp_path: Path) -> None:
+    workers = waiting(tmp_path, "tell(median_step_seconds=os.getpid())")
+    with closing(workers):
+        ran = [workers.run(JOB.replace(contender=name)) for name in ("plain", "ideal")]
+        pids = {int(row.numbers.median_step_seconds or 0) for row in ran}
+        (third,) = {*started(tmp_path, 3)} - pids
+        assert alive(third)
+    assert not alive(third), "it has no job, and nothing to wait for"
+    assert len(pids) == 2
+    assert [row.job.contender for row in ran] == ["plain", "ideal"]
+    assert {row.status for row in ran} == {"measured"}
+    logs = sorted(path.name for path in (tmp_path / "logs").iterdir())
+    assert logs == ["ideal-8192.log", "plain-8192.log"]
+
+
+def test_a_worker_that_died_before_its_job_is_replaced(tmp_path: Path) -> None:
+    workers = waiting(tmp_path, "tell(median_step_seconds=os.getpid())")
+    with closing(workers):
+        workers.start()
+        (first,) = started(tmp_path, 1)
+        os.kill(first, signal.SIGKILL)
+        wait_for(lambda: not alive(first))
+        row = workers.run(JOB)
+        assert row.status == "measured"
+        assert row.numbers.median_step_seconds in {*started(tmp_path, 3)} - {first}
+    assert [path.name for path in (tmp_path / "logs").iterdir()] == ["plain-8192.log"]
+
+
+def state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_next_worker_stands_still_while_steps_are_measured(tmp_path: Path) -> None:
+    script = f"""
+tell()
+time.sleep(0.5)
+tell(warm_up_seconds=[1.0] * {JOB.warm_up})
+while not Path({str(tmp_path / "seen")!r}).exists():
+    time.sleep(0.05)
+"""
+    workers = waiting(tmp_path, script)
+    states: list[str] = []
+
+    def the_next() -> int:
+        process = wait_for(lambda: workers._next)
+        return process.pid
+
+    def look() -> None:
+        started(tmp_path, 2)
+        wait_for(lambda: state(the_next()) == "T")
+        states.append(state(the_next()))
+        (tmp_path / "seen").touch()
+
+    looker = threading.Thread(target=look)
+    looker.start()
+    with closing(workers):
+        assert workers.run(JOB).status == "measured"
+        looker.join()
+        assert states == ["T"]
+        wait_for(lambda: state(the_next()) != "T")
+        # Its own job comes as if it had not been stopped.
+        assert workers.run(JOB).status == "measured"
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_no_worker_is_left_behind_by_an_interruption(tmp_path: Path) -> None:
+    script = """
+while len(open(NOTES).read().split()) < 2:
+    time.sleep(0.05)
+os.kill(int(sys.argv[1]), signal.SIGINT)
+time.sleep(60)
+"""
+    with pytest.raises(KeyboardInterrupt), closing(waiting(tmp_path, script)) as workers:
+        workers.run(JOB)
+    assert not any(map(alive, started(tmp_path, 2)))
+
+
+def test_a_waiting_worker_ends_when_the_benchmark_is_killed(tmp_path: Path) -> None:
+    notes = str(tmp_path / "notes")
+    worker = f"import os, sys; print(os.getpid(), file=open({notes!r}, 'w')); sys.stdin.read()"
+    script = f"""
+import time
+from pathlib import Path
+from sppo_hf.cli.benchmark.driver import Workers
+command = {sys.executable!r}, "-c", {worker!r}
+Workers(timeout_seconds=60, logs=Path({str(tmp_path)!r}), command=command).start()
+time.sleep(60)
+"""
+    driver = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parents[3])
+    try:
+        (pid,) = started(tmp_path, 1)
+        assert alive(pid)
+    finally:
+        driver.kill()
+        driver.wait()
+    wait_for(lambda: not alive(pid), seconds=30)
+
+
 def test_workers_see_one_gpu_with_expandable_segments() -> None:
     shown = worker_environment({"CUDA_VISIBLE_DEVICES": "3,4", "A": "b"})
     given = {
@@ -456,7 +583,7 @@ def test_a_real_worker_from_start_to_end(tmp_path: Path, monkeypatch: pytest.Mon
     # The compiler, which PEFT's imports ask for, takes the worker two seconds.
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     job = tiny_job(tmp_path, "sppo-full", lora_rank=4, steps=2)
-    row = run_in_process(job, timeout_seconds=100, log=tmp_path / "log")
+    row = Workers(timeout_seconds=100, logs=tmp_path / "logs").run(job)
     assert row.status == "measured", row.reason
     assert row.job == job
     assert len(row.numbers.step_seconds) == 2

@@ -72,21 +72,6 @@ def test_every_microsecond_is_somewhere() -> None:
     assert sum(share for _, share in summary.shares().values()) == pytest.approx(1.0)
 
 
-def test_the_largest_gaps_are_named() -> None:
-    end, *others = summarise(made()).gaps
-    assert (end.seconds, end.start_seconds) == pytest.approx((200e-6, 800e-6))
-    assert (end.before, end.after, end.unit) == ("norm", "the step ended", "backward chunk 0")
-    by_start = sorted(others, key=lambda gap: gap.start_seconds)
-    begin, middle = by_start
-    assert (begin.before, begin.after, begin.what) == ("the step began", "matmul", "launch gap")
-    assert begin.host == "aten::mm"
-    assert begin.unit == "", "no unit had begun"
-    assert (middle.before, middle.after) == ("matmul", "flash")
-    assert middle.unit == "forward chunk 0"
-    assert middle.seconds == pytest.approx(100e-6)
-    assert summarise(made(), max_gaps=5).gaps[-1].what == "exposed copy"
-
-
 def test_a_device_that_ends_after_the_host() -> None:
     late = [*made(), event("late", "kernel", 950, 1200)]
     summary = summarise(late)

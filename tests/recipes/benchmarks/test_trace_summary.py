@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from recipes.benchmarks.trace_summary import main
+from recipes.benchmarks.trace_summary import largest_gaps, main
+from sppo_hf.cli.benchmark.trace_summary import divide
 from tests.cli.benchmark.test_trace_summary import made
 
 
@@ -26,6 +27,21 @@ def test_it_prints_where_the_time_went(
     found = json.loads(capsys.readouterr().out)
     assert len(found["gaps"]) == 1
     assert found["compute_seconds"] == pytest.approx(500e-6)
+
+
+def test_the_largest_gaps_are_named() -> None:
+    end, *others = largest_gaps(divide(made()), 3)
+    assert (end.seconds, end.start_seconds) == pytest.approx((200e-6, 800e-6))
+    assert (end.before, end.after, end.unit) == ("norm", "the step ended", "backward chunk 0")
+    by_start = sorted(others, key=lambda gap: gap.start_seconds)
+    begin, middle = by_start
+    assert (begin.before, begin.after, begin.what) == ("the step began", "matmul", "launch gap")
+    assert begin.host == "aten::mm"
+    assert begin.unit == "", "no unit had begun"
+    assert (middle.before, middle.after) == ("matmul", "flash")
+    assert middle.unit == "forward chunk 0"
+    assert middle.seconds == pytest.approx(100e-6)
+    assert largest_gaps(divide(made()), 5)[-1].what == "exposed copy"
 
 
 @pytest.mark.parametrize("content", ["no JSON", "[]", '{"other": 1}', "7"])

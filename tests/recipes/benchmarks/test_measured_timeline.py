@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from sppo_hf.errors import ScheduleError
-from sppo_hf.reporting.chrome_trace import compared_trace
-from sppo_hf.reporting.figures import draw_comparison
-from sppo_hf.schedule.actions import COMPUTE_KINDS, Action
-from sppo_hf.schedule.generate import GENERATORS, Size, generate
-from sppo_hf.schedule.lower import lower
-from sppo_hf.schedule.measured_timeline import (
-    ActionRecord,
+from recipes.benchmarks.pipeline_timeline import (
+    compared_trace,
+    draw_comparison,
     explain,
     mean_seconds,
     measured_timeline,
 )
+from sppo_hf.errors import ScheduleError
+from sppo_hf.schedule.actions import COMPUTE_KINDS, Action
+from sppo_hf.schedule.generate import GENERATORS, Size, generate
+from sppo_hf.schedule.lower import lower
+from sppo_hf.schedule.measured_timeline import ActionRecord
 from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.simulate import bubble_fraction, fixed_seconds, simulate_pipeline
 from sppo_hf.schedule.timeline import Timeline

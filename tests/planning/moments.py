@@ -1,0 +1,35 @@
+"""Bytes of the device and the host where forwards and backwards begin and end."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from sppo_hf.planning.memory import MemoryBreakdown, MemoryEstimate, Points
+
+
+class Moment(NamedTuple):
+    name: str
+    device: MemoryBreakdown
+    host: MemoryBreakdown
+
+
+def moments_of(predicted: MemoryEstimate) -> list[Moment]:
+    """The end of each chunk's (or layer's) forward, and both ends of its backward."""
+    return [
+        Moment(predicted.points.name(at), predicted.at(at, "device"), predicted.at(at, "host"))
+        for at in ends_of(predicted.points)
+    ]
+
+
+def ends_of(points: Points) -> list[int]:
+    chunks, layers = range(points.num_chunks), range(points.num_layers)
+    last_chunk, last_layer = points.num_chunks - 1, points.num_layers - 1
+    if points.by_layer:
+        shown = [points.forward(last_chunk, layer) for layer in (*layers, points.num_layers)]
+        ends = [(chunk, layer) for layer in layers[::-1] for chunk in (last_chunk, 0)]
+    else:
+        shown = [points.forward(chunk, points.num_layers) for chunk in chunks]
+        ends = [(chunk, layer) for chunk in chunks[::-1] for layer in (last_layer, 0)]
+    if points.training:
+        shown += dict.fromkeys(points.backward(*unit) for unit in ends)
+    return shown
