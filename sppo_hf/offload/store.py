@@ -451,7 +451,7 @@ class Store:
         name: Name of the tier.
         space: Keeps the bytes; closed with the store.
         checksum: Check all bytes that are read, in the background threads.
-        max_queued_bytes: Bytes that may wait to be written; None for `DEFAULT_QUEUED_BYTES`.
+        max_queued_bytes: Bytes that may wait to be written.
     """
 
     def __init__(
@@ -460,13 +460,12 @@ class Store:
         space: TierSpace,
         *,
         checksum: bool = True,
-        max_queued_bytes: int | None = None,
+        max_queued_bytes: int = DEFAULT_QUEUED_BYTES,
     ) -> None:
         assert space.threads > 0, "there is at least one thread"
-        queued_bytes = DEFAULT_QUEUED_BYTES if max_queued_bytes is None else max_queued_bytes
         self.name = name
         self.space = space
-        self.transfers = Transfers(name, space, verify=checksum, max_queued_bytes=queued_bytes)
+        self.transfers = Transfers(name, space, verify=checksum, max_queued_bytes=max_queued_bytes)
         """Does the work of the threads, and counts it."""
         self._writers = _make_threads(self.transfers, "write")
         self._readers = _make_threads(self.transfers, "read")
