@@ -1,13 +1,12 @@
 """Offloads tensors to host memory and tiers behind it; knows no schedule and no model.
 
-The files, lowest first: `host_memory` allocates slabs of memory, page-locked if asked for, and
-sub-allocates them. `copy_streams` starts copies and orders the compute stream behind them.
-`store` keeps the bytes of a tier behind the host and runs its transfers in threads; `disk_tier` is
-such a tier, with its space in `disk` and its files in `disk_files`. `storage` has the state of an
-offloaded storage and the handles that stand for tensors. `tiers` has the host's side of all tiers.
-`engine` is what others call. `weights` keeps parameters on the host, in memory of their own, with
-copies of its own. `layer_offload` hooks the engine to what autograd saves, and prefetches in the
-planned order.
+The files, lowest first: `slabs` sub-allocates slabs; `host_memory` makes them of memory,
+page-locked if asked for. `copy_streams` starts copies and orders the compute stream behind them.
+`store` keeps the bytes of a tier behind the host and runs its transfers in threads; `disk` is such
+a tier, with its files in `disk_files`. `storage` has the state of an offloaded storage and the
+handles that stand for tensors. `tiers` has the host's side of all tiers. `engine` is what others
+call. `weights` keeps parameters on the host, in memory of their own, with copies of its own.
+`layer_offload` hooks the engine to what autograd saves, and prefetches in the planned order.
 
 [Note: offload lifetimes]
 

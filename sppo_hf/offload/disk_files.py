@@ -34,7 +34,7 @@ from pathlib import Path
 import numpy as np
 
 from sppo_hf.errors import ConfigError
-from sppo_hf.offload.host_memory import round_up
+from sppo_hf.offload.slabs import round_up
 from sppo_hf.offload.store import Bytes
 from sppo_hf.rules import show
 

@@ -15,7 +15,7 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.engine import device_facts
 from sppo_hf.engine.device_facts import model_shape
 from sppo_hf.engine.structure import find_parts, suppress_peft_warnings
-from sppo_hf.offload import disk_tier
+from sppo_hf.offload import disk
 from sppo_hf.planning.machine import has_expandable_segments
 from sppo_hf.planning.model_profile import LoraShape
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
@@ -135,7 +135,7 @@ def test_host_resident_bytes_are_not_counted_twice(
 def test_processes_share_the_disk_and_what_a_plan_has_reserved_is_its_own(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(disk_tier, "free_disk_bytes", lambda folder: 1000)
+    monkeypatch.setattr(disk, "free_disk_bytes", lambda folder: 1000)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     config = SPPOConfig(offload_dir=str(tmp_path / "disk"))
 

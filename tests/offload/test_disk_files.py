@@ -26,7 +26,7 @@ from sppo_hf.offload.disk_files import (
     StoreFolder,
     aligned_bytes,
 )
-from sppo_hf.offload.host_memory import round_up
+from sppo_hf.offload.slabs import round_up
 from sppo_hf.offload.store import checksum
 from tests.offload.faulty_disk import FaultyDisk
 
