@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from sppo_hf.config import MORE_TIERS
 from sppo_hf.errors import BudgetError, OffloadError
 from sppo_hf.offload.copy_streams import (
     Copier,
@@ -43,7 +44,7 @@ from sppo_hf.offload.storage import (
 from sppo_hf.offload.store import Store
 from sppo_hf.offload.tiers import DEFAULT_STAGING_BYTES, Staging, Tier
 from sppo_hf.planning.memory import HOST_SLAB_BYTES
-from sppo_hf.planning.tiers import HOST, OffloadTier, needed_setting
+from sppo_hf.planning.tiers import HOST, TIERS, OffloadTier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -501,9 +502,10 @@ class OffloadEngine:
         """
         names = [tier.name for tier in self._tiers]
         if tier_name not in names:
+            needed = TIERS.facts(tier_name).get("needs", MORE_TIERS)
             raise OffloadError(
                 f"a tensor was to go to {tier_name}, but this engine has {' and '.join(names)} "
-                f"alone; set {needed_setting(tier_name)}, or offload_tier to one of these"
+                f"alone; set {needed}, or offload_tier to one of these"
             )
         *nearer, last = self._tiers[names.index(tier_name) :]
         for tier in nearer:

@@ -181,9 +181,6 @@ class Transfers:
         self.closed = False
         self.threads: set[int] = set()
         self.queued_bytes = 0
-        self.write_bytes = 0
-        self.read_bytes = 0
-        self.wait_seconds = 0.0
         self._moved_bytes = 0
         self._num_releasing = 0
         self._is_slow_reported = False
@@ -219,6 +216,7 @@ class Transfers:
             BudgetError: The tier is full, and no extent is about to be freed.
             OffloadError: The store was closed.
         """
+        since = self._now()
         while True:
             self.check_usable()
             try:
@@ -226,9 +224,8 @@ class Transfers:
             except BudgetError:
                 if not self._num_releasing:
                     raise
-                with self._waiting() as report_if_slow:
-                    self.changed.wait(SLOW_WAIT_SECONDS)
-                    report_if_slow()
+            self.changed.wait(SLOW_WAIT_SECONDS)
+            self._report_if_slow(since)
 
     def admit(self, extent: Extent) -> None:
         """Wait until a write fits into the queue, and count it; called with the lock.
@@ -238,16 +235,13 @@ class Transfers:
         Raises:
             OffloadError: The store was closed.
         """
-        num_bytes = extent.num_bytes
-        if self.queued_bytes and self.queued_bytes + num_bytes > self.max_queued_bytes:
-            with self._waiting() as report_if_slow:
-                while self.queued_bytes and self.queued_bytes + num_bytes > self.max_queued_bytes:
-                    self.changed.wait(SLOW_WAIT_SECONDS)
-                    report_if_slow()
-                    self.check_usable()
+        since, left_bytes = self._now(), self.max_queued_bytes - extent.num_bytes
+        while self.queued_bytes and self.queued_bytes > left_bytes and not self.closed:
+            self.changed.wait(SLOW_WAIT_SECONDS)
+            self._report_if_slow(since)
         self.check_usable()
         extent.transfers += 1
-        self.queued_bytes += num_bytes
+        self.queued_bytes += extent.num_bytes
 
     def release(self, extent: Extent) -> None:
         """Free an extent as soon as no transfer touches it."""
@@ -286,8 +280,6 @@ class Transfers:
                 if self.verify:
                     extent.checksum = checksum(source)
                 self.space.write(extent.place, source, self._count)
-            with self.changed:
-                self.write_bytes += extent.num_bytes
         finally:
             # Before the ticket is done, so that whoever has waited for it finds the counters right.
             self.end_write(extent)
@@ -306,19 +298,17 @@ class Transfers:
             with self._naming_place("reading", extent):
                 self.space.read(extent.place, target, self._count)
                 self._check(extent, target)
-            with self.changed:
-                self.read_bytes += extent.num_bytes
         finally:
             self.end_transfer(extent)
 
     def wait_for(self, future: Future[None]) -> None:
         """Block until a transfer is over, successfully or not."""
-        with self._waiting() as report_if_slow:
-            while not future.done():
-                # A cancelled transfer is over as well, and a timeout only means to look again.
-                with contextlib.suppress(CancelledError, TimeoutError):
-                    future.exception(SLOW_WAIT_SECONDS)
-                report_if_slow()
+        since = self._now()
+        while not future.done():
+            # A cancelled transfer is over as well, and a timeout only means to look again.
+            with contextlib.suppress(CancelledError, TimeoutError):
+                future.exception(SLOW_WAIT_SECONDS)
+            self._report_if_slow(since)
 
     def failure_of(self, future: Future[None]) -> BaseException | None:
         """The error of a transfer, or None; waits until it is over."""
@@ -368,29 +358,21 @@ class Transfers:
         with self.changed:
             self._moved_bytes += moved_bytes
 
-    @contextmanager
-    def _waiting(self) -> Iterator[Callable[[], None]]:
-        """Count the seconds inside; yields a function to call whenever the wait goes on."""
-        start_seconds, start_bytes = time.monotonic(), self._moved_bytes
+    def _now(self) -> tuple[float, int]:
+        """(seconds, bytes moved) at which a wait begins."""
+        return time.monotonic(), self._moved_bytes
 
-        def report_if_slow() -> None:
-            seconds = time.monotonic() - start_seconds
-            if seconds < SLOW_WAIT_SECONDS or self._is_slow_reported:
-                return
-            self._is_slow_reported = True
-            moved_bytes = self._moved_bytes - start_bytes
-            logger.warning(
-                "waiting for %s for %.1f s now, in which it moved %d bytes (%.3g bytes/s). Is it "
-                "that slow, or stuck? Raise host_memory so that less goes there, or offload to a "
-                "faster place",
-                *(self.space, seconds, moved_bytes, moved_bytes / seconds),
-            )
-
-        try:
-            yield report_if_slow
-        finally:
-            with self.changed:
-                self.wait_seconds += time.monotonic() - start_seconds
+    def _report_if_slow(self, since: tuple[float, int]) -> None:
+        seconds, moved_bytes = time.monotonic() - since[0], self._moved_bytes - since[1]
+        if seconds < SLOW_WAIT_SECONDS or self._is_slow_reported:
+            return
+        self._is_slow_reported = True
+        logger.warning(
+            "waiting for %s for %.1f s now, in which it moved %d bytes (%.3g bytes/s). Is it that "
+            "slow, or stuck? Raise host_memory so that less goes there, or offload to a faster "
+            "place",
+            *(self.space, seconds, moved_bytes, moved_bytes / seconds),
+        )
 
 
 class Transfer:

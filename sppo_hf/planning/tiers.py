@@ -171,11 +171,6 @@ def register_tier(
     return register
 
 
-def needed_setting(tier: Tier) -> str:
-    """Returns the config field without which a tier is not used; "" if there is none."""
-    return str(TIERS.facts(tier).get("needs", MORE_TIERS))
-
-
 def offload_tiers() -> tuple[Tier, ...]:
     """Returns all tiers but the device, nearest first."""
     return tuple(name for name in TIERS if name != DEVICE)

@@ -133,7 +133,7 @@ class Run:
 
     def end(self, folder: Path | None) -> str:
         """Drop the model; return `EXACT`, or what it leaves behind."""
-        assert self.store.transfers.write_bytes > 0, "a run without a disk attacks nothing"
+        assert self.store.space.peak_bytes > 0, "a run without a disk attacks nothing"
         self.model = nn.Identity()
         self.stores.clear()
         gc.collect()
@@ -368,7 +368,7 @@ def _budgets(dice: random.Random, folder: Path) -> str:
     }
     run = Run(dice, str(folder), **sizes)
     seen = [run.step(number) for number in (0, FAULTY)]
-    if run.stores and run.store.transfers.write_bytes:
+    if run.stores and run.store.space.peak_bytes:
         seen.append(run.end(folder))
     return next((one for one in seen if one != EXACT), EXACT)
 

@@ -112,16 +112,14 @@ def await_empty(store: DiskStore) -> None:
     assert store.space.used_bytes == store.transfers.queued_bytes == 0
 
 
-def test_transferred_bytes_are_counted(tmp_path: Path) -> None:
+def test_bytes_in_use_are_counted(tmp_path: Path) -> None:
     store = make_store(tmp_path)
     write = store.write(host_bytes(5000))
     write.ticket.wait()
-    assert (store.transfers.write_bytes, store.transfers.read_bytes) == (5000, 0)
     assert store.space.used_bytes == store.space.peak_bytes == 2 * BLOCK_BYTES
     assert store.space.reserved_bytes == SLAB_BYTES
     read_back(store, write)
     read_back(store, write)
-    assert store.transfers.read_bytes == 10000
     store.release(write.extent)
     assert (store.space.used_bytes, store.space.peak_bytes) == (0, 2 * BLOCK_BYTES)
     store.close()
@@ -146,11 +144,6 @@ def test_many_threads_may_use_a_store_at_once(tmp_path: Path) -> None:
         worker.join(PATIENCE_SECONDS)
     assert not wrong
     assert store.space.used_bytes == 0
-    assert (
-        store.transfers.write_bytes
-        == store.transfers.read_bytes
-        == 4 * sum(1 + 500 * turn for turn in range(25))
-    )
     store.close()
 
 
@@ -277,7 +270,6 @@ def test_a_full_queue_holds_the_host_back(tmp_path: Path, faulty: FaultyDisk) ->
     producer.join(PATIENCE_SECONDS)
     assert len(started) == 12
     assert max(queued_bytes) == 3 * BLOCK_BYTES
-    assert store.transfers.wait_seconds > 0.05
     store.close()
 
 
@@ -469,7 +461,7 @@ def test_a_failed_write_is_raised_by_its_ticket_and_by_reads(
         write.ticket.done()
     with pytest.raises(OffloadError, match="writing"):
         store.start_read(write.extent, source)
-    assert store.transfers.write_bytes == store.transfers.queued_bytes == 0
+    assert store.transfers.queued_bytes == 0
     check_still_works(store)
     store.release(write.extent)
     assert store.space.used_bytes == 0
@@ -593,7 +585,6 @@ def test_a_slow_disk_is_reported_once_with_its_speed(
     (message,) = [record.getMessage() for record in caplog.records]
     assert str(store.space.folder.path) in message
     assert "moved 0 bytes (0 bytes/s)" in message
-    assert store.transfers.wait_seconds > 0.2
     store.close()
 
 
