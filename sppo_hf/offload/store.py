@@ -116,7 +116,7 @@ class TierSpace:
         return Slot(num_bytes)
 
     def free(self, place: Any) -> None:
-        """Give the space of a place back; no write or read of it is under way."""
+        """Give the space of a place back; no write or read of it is under way, or none ever was."""
         self.reserved_bytes -= place.num_bytes
         place.held = None
 
