@@ -31,6 +31,7 @@ from sppo_hf.rules import (
     flag,
     integer,
     parse_bytes,
+    read_budget,
     refuse,
     show,
     show_typed,
@@ -89,13 +90,14 @@ class SPPOConfig:
     no disk."""
 
     offload_tier: str = "auto"
-    """Tier that saved activations are offloaded to: "host", "disk" or another registered tier.
-    "auto" uses the nearest one with free space. Keys and values go beyond host memory only where
-    that is full. Tiers other than "host" need offload_dir."""
+    """Tier that saved activations are offloaded to, by name. "auto" uses the nearest one with free
+    space. Keys and values go beyond host memory only where that is full. Tiers other than "host"
+    need offload_dir or, if they have no settings of their own, more_tiers."""
 
     offload_checksum: bool = True
-    """Whether bytes read back from disk are compared with their checksum, on the threads that read
-    them. Damaged bytes then raise an OffloadError instead of giving a wrong gradient."""
+    """Whether bytes read back from disk, or another tier behind host memory, are compared with
+    their checksum, on the threads that read them. Damaged bytes then raise an OffloadError instead
+    of giving a wrong gradient."""
 
     recompute: Literal["auto", "none", "selective", "full"] = "auto"
     """What backward recomputes instead of keeping it: "none" nothing; "selective" elementwise work,
@@ -180,6 +182,11 @@ class SPPOConfig:
     disk_memory: int | float | str | None = None
     """Budget on the disk of offload_dir: a size such as "1TiB", bytes, or a fraction of the disk
     such as 0.5. None uses what is free."""
+
+    more_tiers: str | None = None
+    """Registered tiers without settings of their own that bytes may be offloaded to, each with its
+    budget as in disk_memory: "zip=8GiB, far=0.5", or only its name for what the machine has. None
+    uses none."""
 
     hardware: str | None = None
     """Speeds to plan with: the name of a device such as "h100" or "rtx-4090", or the path of a JSON
@@ -397,11 +404,43 @@ def _offload_tier(name: str, value: object) -> str:
     return str(choice("auto", *(tier for tier in TIERS.names() if tier != "device"))(name, value))
 
 
+MORE_TIERS = "more_tiers"
+"""Setting with the budgets of tiers that have no settings of their own."""
+
+
+def read_tiers(text: str | None) -> dict[str, int | float | str | None]:
+    """Return the tiers that `more_tiers` names, with their budgets."""
+    found: dict[str, int | float | str | None] = {}
+    for part in text.split(",") if text else ():
+        name, _, size = (word.strip() for word in part.partition("="))
+        found[name] = read_budget(size) if size else None
+    return found
+
+
+def write_tiers(budgets: Mapping[str, int | float | str | None]) -> str | None:
+    """Return the value of `more_tiers` from which `read_tiers` reads these."""
+    return ", ".join(n if size is None else f"{n}={size}" for n, size in budgets.items()) or None
+
+
+def _more_tiers(field: str, value: object) -> object:
+    known = [t for t in TIERS.names() if TIERS.facts(t).get("setting", MORE_TIERS) == MORE_TIERS]
+    written = cast("str | None", text(field, value))
+    for name, size in read_tiers(written).items():
+        if name not in known:
+            names = ", ".join(map(repr, known)) or "none, for no such tier is registered"
+            allowed = f"names of registered tiers without settings of their own: {names}"
+            remedy = "import the module that registers the tier first, or drop it"
+            refuse(field, value, allowed=allowed, remedy=remedy)
+        budget(f"{field} ({name})", size)
+    return written
+
+
 _OWN_RULES: dict[str, Rule] = {
     **{name: choice_of(registry) for name, registry in _REGISTRIES.items()},
     "chunk_lengths": whole_numbers("tokens", instead=", or use num_chunks or chunk_tokens"),
     "layer_tile_tokens": integer(0, "auto"),
     "min_offload_size": count(0),
+    "more_tiers": _more_tiers,
     "offload_tier": _offload_tier,
     "planned_for": _plan_stamp,
     "pp_layers": whole_numbers("layers"),
@@ -578,12 +617,14 @@ def _check_chunks(config: SPPOConfig) -> None:
 
 
 def _check_offload(config: SPPOConfig) -> None:
-    """Refuse settings of a tier that is not used, or that needs a folder."""
-    if config.offload_tier not in ("auto", "host") and config.offload_dir is None:
+    """Refuse settings of a tier that is not used, or that needs another setting."""
+    tier = config.offload_tier
+    needs = "" if tier == "auto" else TIERS.facts(tier).get("needs", MORE_TIERS)
+    has = getattr(config, needs) if needs else tier
+    if has is None or (needs == MORE_TIERS and tier not in read_tiers(has)):
         raise ConfigError(
-            f"offload_tier={config.offload_tier!r} needs a folder, but offload_dir is None. "
-            "Allowed: offload_tier='auto' or 'host' without one. Remedy: set offload_dir to a "
-            "folder on a fast disk, or drop offload_tier."
+            f"offload_tier={tier!r} needs {needs}, but that is {show(has)}. Allowed: "
+            f"offload_tier='auto' or 'host' without it. Remedy: set {needs}, or drop offload_tier."
         )
     if config.disk_memory is not None and config.offload_dir is None:
         raise ConfigError(

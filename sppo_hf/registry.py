@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib
+import math
 import re
 from collections.abc import Mapping
 from functools import cached_property
@@ -29,13 +30,15 @@ class Registry(dict[str, T], Generic[T]):
 
     Args:
         decorator: name of the decorator that adds entries.
-        room: file or folder of this package whose source is searched for the decorator.
+        rooms: files and folders of this package whose source is searched for the decorator.
+        order: keyword of the decorator by which entries are sorted; those without it come last.
     """
 
-    def __init__(self, decorator: str, room: str) -> None:
+    def __init__(self, decorator: str, *rooms: str, order: str = "") -> None:
         super().__init__()
         self._decorator = decorator
-        self._path = _PACKAGE / room
+        self._paths = [_PACKAGE / room for room in rooms]
+        self._order = order
         self._added: dict[str, dict[str, Any]] = {}
 
     def add(self, name: str, entry: T, **facts: Any) -> None:
@@ -56,10 +59,16 @@ class Registry(dict[str, T], Generic[T]):
             )
         self._added[name] = facts
         self[name] = entry
+        self._sort()
+
+    def remove(self, name: str) -> None:
+        """Forget an entry of a user's own package."""
+        del self[name], self._added[name]
 
     def names(self) -> tuple[str, ...]:
         """Return all names, whether or not their modules are imported yet."""
-        return tuple({**self._written, **self._added})
+        names = {**self._written, **self._added}
+        return tuple(sorted(names, key=lambda name: self.facts(name).get(self._order, math.inf)))
 
     def facts(self, name: str) -> Mapping[str, Any]:
         """Return the keywords of an entry's decorator; empty for an unknown name."""
@@ -74,9 +83,14 @@ class Registry(dict[str, T], Generic[T]):
         for path in self._files:
             parts = path.relative_to(_PACKAGE).with_suffix("").parts
             importlib.import_module(".".join((_PACKAGE.name, *parts)))
-        for name in self.names():  # the same order, whichever module was imported first
-            self[name] = self.pop(name)
+        self._sort()
         return self
+
+    def _sort(self) -> None:
+        """Put entries into the same order, whichever module was imported first."""
+        for name in self.names():
+            if name in self:
+                self[name] = self.pop(name)
 
     def nearest(self, name: str) -> str | None:
         """Return the most similar name for an error message, or None."""
@@ -84,7 +98,11 @@ class Registry(dict[str, T], Generic[T]):
 
     @cached_property
     def _files(self) -> tuple[Path, ...]:
-        paths = [self._path] if self._path.suffix else sorted(self._path.glob("*.py"))
+        paths = [
+            path
+            for room in self._paths
+            for path in ([room] if room.suffix else sorted(room.glob("*.py")))
+        ]
         return tuple(path for path in paths if f"\n@{self._decorator}(" in path.read_text())
 
     @cached_property
@@ -112,5 +130,5 @@ SCHEDULES: Registry[Any] = Registry("register_schedule", "schedule/generate.py")
 OFFLOAD_POLICIES: Registry[Any] = Registry("register_policy", "planning/policies.py")
 """Rules that say which saved activations are offloaded; see `planning/policies.py`."""
 
-TIERS: Registry[Any] = Registry("register_tier", "planning/tiers.py")
+TIERS: Registry[Any] = Registry("register_tier", "planning/tiers.py", "offload", order="distance")
 """Memory tiers, nearest to the device first; the decorator is in `planning/tiers.py`."""

@@ -209,6 +209,16 @@ def budget(field: str, value: object) -> object:
     return value if isinstance(value, str) else size
 
 
+def read_budget(text: str) -> int | float | str:
+    """Return a budget as settings take it: a number of bytes, a share, or a size with a unit."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
 def _read_budget(field: str, value: object) -> int | float:
     """Return bytes as an int, or a fraction of the tier as a float in (0, 1]."""
     number = _as_int(value)

@@ -27,7 +27,7 @@ from sppo_hf.planning.config_file import check_config
 from sppo_hf.planning.hardware import load_profile
 from sppo_hf.planning.machine import nvidia_driver_version, processor_name
 from sppo_hf.planning.model_profile import LoraShape
-from sppo_hf.rules import show
+from sppo_hf.rules import read_budget, show
 
 LENGTHS = "8192,32768"
 OUTPUT = Path("bench")
@@ -276,7 +276,7 @@ def _budget(option: str, text: str | None) -> int | float | str | None:
     """A budget as settings take it."""
     if text is None:
         return None
-    value = common.read_budget(text)
+    value = read_budget(text)
     # Only checked here, with any total: the worker knows the device's.
     parse_bytes(value, field=option, total_bytes=1)
     return value

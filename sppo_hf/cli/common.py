@@ -24,14 +24,15 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from sppo_hf.config import SPPOConfig, parse_bytes
+from sppo_hf.config import MORE_TIERS, SPPOConfig, parse_bytes
 from sppo_hf.errors import ConfigError, SPPOError
 from sppo_hf.planning.config_file import find_config, load_config, shipped_models
 from sppo_hf.planning.hardware import HardwareProfile, load_profile
 from sppo_hf.planning.model_profile import ModelProfile, Training
 from sppo_hf.planning.plan import PlanRequest
 from sppo_hf.planning.plan_request import question_for
-from sppo_hf.rules import show
+from sppo_hf.planning.tiers import TIERS
+from sppo_hf.rules import read_budget, show
 
 logger = logging.getLogger(__name__)
 
@@ -148,6 +149,12 @@ class PlanningArguments:
         str | None,
         typer.Option(help="Budget on a fast disk, 1TiB; no disk is used by default."),
     ] = None
+    more_tiers: Annotated[
+        str | None,
+        typer.Option(
+            help="Budgets of further registered tiers, zip=8GiB; none is used by default."
+        ),
+    ] = None
     offload_dir: str | None = None
     """An option of `sppo plan` only."""
     hardware: Hardware = None
@@ -252,12 +259,11 @@ class PlanningArguments:
         # The fixed policies are the paper's: they decide what is offloaded, and recompute nothing.
         recompute = self.recompute or ("auto" if self.offload == "auto" else "none")
         budgets: dict[str, Any] = {
-            f"{tier}_memory": _parse_budget(f"--{tier}-memory", text, total_bytes)
-            for tier, text, total_bytes in (
-                ("device", self.device_memory, profile.device_bytes),
-                ("host", self.host_memory, profile.host_bytes),
-                ("disk", self.disk_memory, profile.disk_bytes),
+            tier.setting: _parse_budget(
+                tier.option, getattr(self, tier.setting), tier.profiled_bytes(profile)
             )
+            for tier in TIERS.values()
+            if tier.setting != MORE_TIERS
         }
         assumed_bytes = self._assumed_host_bytes(profile)
         if assumed_bytes is not None:
@@ -272,6 +278,7 @@ class PlanningArguments:
             recompute=recompute,
             attention_once=self.attention_once,
             **budgets,
+            more_tiers=self.more_tiers,
             # Planning writes nothing; it only asks whether there is a disk.
             offload_dir=self.offload_dir
             or (None if self.disk_memory is None else PLACEHOLDER_FOLDER),
@@ -313,16 +320,6 @@ def _parse_budget(option: str, text: str | None, total_bytes: int | None) -> int
     if text is None:
         return None
     return parse_bytes(read_budget(text), field=option, total_bytes=total_bytes)
-
-
-def read_budget(text: str) -> int | float | str:
-    """Return a budget as settings take it: a number of bytes, a share, or a size with a unit."""
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
 
 
 def check_figure(figure: Path | None) -> None:

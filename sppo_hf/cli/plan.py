@@ -37,7 +37,7 @@ from sppo_hf.planning.plan_request import (
     request_plan,
     timeline_of,
 )
-from sppo_hf.planning.tiers import HOST, TIERS, tiers_behind_host
+from sppo_hf.planning.tiers import HOST, TIERS, allowed_behind_host, offload_tiers
 from sppo_hf.reading import to_yaml
 from sppo_hf.registry import OFFLOAD_POLICIES
 from sppo_hf.reporting.chrome_trace import write_trace
@@ -250,9 +250,9 @@ def _cluster_question(arguments: PlanArguments) -> ClusterQuestion:
     link_rate = profile.network_bytes_per_second or UNKNOWN_LINK
     if arguments.link is not None:
         link_rate = parse_bytes(arguments.link, field="--link", total_bytes=None)
-    has_disk = request.config.offload_dir is not None
     for tier in TIERS.values():
         profile = tier.of_one_device(profile, devices_of_host)
+    behind = allowed_behind_host(request.config, profile.kind)
     cost = ModelCost(shape=request.shape, profile=profile, dtype_name=request.dtype_name)
     return ClusterQuestion(
         cost=cost,
@@ -263,7 +263,7 @@ def _cluster_question(arguments: PlanArguments) -> ClusterQuestion:
         gpus_per_node=arguments.gpus_per_node,
         link_bytes_per_second=link_rate,
         node_bytes_per_second=profile.node_bytes_per_second,
-        space=SearchSpace(activation_tiers=(HOST, *tiers_behind_host()) if has_disk else (HOST,)),
+        space=SearchSpace(activation_tiers=(HOST, *behind)),
         shares_units=not request.shape.has_recurrent_state,
     )
 
@@ -487,15 +487,14 @@ def launch_of_layout(
     layout = plan.layout
     # The host budget of a process is its share of the node's.
     local = min(layout.devices, question.gpus_per_node)
-    given = {
-        name: value // local if name in ("host_memory", "disk_memory") else value
-        for name, value in _given_budgets(arguments, base).items()
-        # Stages reach their peaks at different times, so in a pipeline no share of the node's host
-        # memory or disk is the right budget of one.
-        if layout.stages == 1 or name not in ("host_memory", "disk_memory")
-    }
+    given = SPPOConfig(**_given_budgets(arguments, base))
+    for tier in (TIERS[name] for name in offload_tiers()):
+        if tier.named(given) is not None:
+            # Stages reach their peaks at different times, so in a pipeline no share of the node's
+            # host memory or disk is the right budget of one.
+            share = (question.budgets.of(tier.name) or 0) // local
+            given = tier.with_budget(given, share if layout.stages == 1 else None)
     settings: dict[str, Any] = {
-        **given,
         "chunk_lengths": [end - start for start, end in plan.bounds],
         "planned_for": planned_for(question.cost.shape, question.total_tokens),
         "recompute": RECOMPUTE_BY_SAVED[layout.saved],
@@ -512,7 +511,7 @@ def launch_of_layout(
         }
     if layout.activation_tier != HOST:
         settings["offload_tier"] = layout.activation_tier
-    elif layout.offload != "none" and base.offload_dir is not None:
+    elif layout.offload != "none" and allowed_behind_host(base, question.cost.profile.kind):
         settings["offload_tier"] = HOST
     processes = layout.stages * layout.replicas * layout.sp
     machines = max(1, -(-processes // question.gpus_per_node))
@@ -523,7 +522,7 @@ def launch_of_layout(
             settings["sp_across_nodes"] = True
     rows = question.rows // layout.replicas
     return Launch(
-        config=SPPOConfig.from_dict(settings),
+        config=given.replace(**settings),
         title=f"{arguments.title}, {question.total_tokens:,} tokens, {processes} devices",
         processes=processes,
         machines=machines,
@@ -594,5 +593,6 @@ def _given_budgets(arguments: PlanArguments, config: SPPOConfig) -> Mapping[str,
         "hardware": arguments.hardware,
         "offload_dir": config.offload_dir,
         "disk_memory": config.disk_memory if has_disk else None,
+        "more_tiers": config.more_tiers,
     }
     return {name: value for name, value in given.items() if value is not None}

@@ -6,7 +6,7 @@ On one device actions are those of single layers; in a pipeline the executor log
 [Note: order of logged actions] An action is logged when the host has enqueued it. The backward of a
 layer begins when the gradient of its output arrives; prefetches started at that moment come before
 it. K/V copies within a layer's attention are logged once for each layer, beside its forward or
-backward. The disk's threads work as early as they can, so S and L are logged together with the D
+backward. A store's threads work as early as they can, so S and L are logged together with the D
 and H that they belong to.
 """
 

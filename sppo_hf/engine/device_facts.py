@@ -8,10 +8,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,13 +23,11 @@ from sppo_hf.engine.layer_kernels import builds_with_liger, saves_like_kernels
 from sppo_hf.engine.structure import ModelParts
 from sppo_hf.engine.trace_profile import trace_model
 from sppo_hf.errors import SPPOError, UnsupportedModelError, first_line
-from sppo_hf.offload.disk_files import check_parent_exists, unusable_folder_errors
 from sppo_hf.offload.host_memory import locked_bytes
 from sppo_hf.planning.choices import DeviceFacts
 from sppo_hf.planning.hardware import HardwareProfile, load_profile, profile_for
 from sppo_hf.planning.machine import (
     EXPANDABLE_SEGMENTS,
-    free_disk_bytes,
     free_host_memory_bytes,
     has_expandable_segments,
     host_memory_bytes,
@@ -49,6 +48,7 @@ from sppo_hf.planning.model_profile import (
     find_profile,
 )
 from sppo_hf.planning.model_shape import ModelShape
+from sppo_hf.planning.tiers import TIERS, Tier, allowed_behind_host
 
 logger = logging.getLogger(__name__)
 
@@ -121,13 +121,13 @@ def device_facts(
     config: SPPOConfig,
     *,
     counted_bytes: int = 0,
-    own_disk_bytes: int = 0,
+    own_bytes: Mapping[Tier, int] = MappingProxyType({}),
 ) -> DeviceFacts:
     """Name, memory and speed of `device` and the host, as far as this process may use them.
 
     `counted_bytes` is pageable host memory in use that plans count, so it is added to the free
-    memory; it is negative for page-locked memory that they do not count. `own_disk_bytes` are the
-    bytes that this process has reserved in `offload_dir`, which are available to it.
+    memory; it is negative for page-locked memory that they do not count. `own_bytes` are the
+    bytes that this process has taken of each tier behind the host, which are available to it.
 
     Raises:
         ConfigError: `config.hardware` names no profile, or `config.offload_dir` cannot be used.
@@ -139,12 +139,12 @@ def device_facts(
         pinned_bytes = int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))
         pinned_bytes += locked_bytes()
         free_bytes = free_host_memory_bytes() - host_reserve_bytes(host_memory_bytes())
-        own_bytes = pinned_bytes + counted_bytes
-        host_bytes = min(host_bytes, max(0, free_bytes // processes + own_bytes))
+        free_bytes = free_bytes // processes + pinned_bytes + counted_bytes
+        host_bytes = min(host_bytes, max(0, free_bytes))
         name = torch.cuda.get_device_properties(device).name
         free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-        own_bytes = torch.cuda.memory_reserved(device) + _FRESH_CONTEXT_BYTES
-        device_bytes = min(total_bytes, free_bytes + own_bytes)
+        reserved_bytes = torch.cuda.memory_reserved(device) + _FRESH_CONTEXT_BYTES
+        device_bytes = min(total_bytes, free_bytes + reserved_bytes)
         if config.device_memory is None:
             device_bytes = min(device_bytes, int(_script_fraction(device) * total_bytes))
     else:
@@ -155,18 +155,12 @@ def device_facts(
         device_memory_bytes=device_bytes,
         host_memory_bytes=host_bytes,
         expandable_segments=has_expandable_segments(os.environ),
-        disk_memory_bytes=_free_disk_bytes(config, processes, own_disk_bytes),
+        behind_host_bytes={
+            tier: TIERS[tier].measure(config, processes=processes, own_bytes=own_bytes.get(tier, 0))
+            for tier in allowed_behind_host(config, device.type)
+        },
         profile=_profile(device, name, config),
     )
-
-
-def _free_disk_bytes(config: SPPOConfig, processes: int, own_bytes: int) -> int | None:
-    """Bytes that this process, one of several on the machine, may have in `offload_dir`."""
-    if config.offload_dir is None:
-        return None
-    with unusable_folder_errors(config.offload_dir):
-        check_parent_exists(Path(config.offload_dir))
-        return free_disk_bytes(config.offload_dir) // processes + own_bytes
 
 
 def _profile(device: torch.device, name: str, config: SPPOConfig) -> HardwareProfile | None:

@@ -37,16 +37,15 @@ from sppo_hf.engine.step_observer import StepObserver, StepTimer
 from sppo_hf.engine.structure import ModelParts
 from sppo_hf.errors import ConfigError, RankLostError, SPPOError
 from sppo_hf.offload.copy_streams import Copier
-from sppo_hf.offload.disk import DiskStore
 from sppo_hf.offload.engine import OffloadEngine, OffloadStats, make_copier, make_engine
 from sppo_hf.offload.host_memory import Progress
-from sppo_hf.offload.tiers import Staging
+from sppo_hf.offload.store import Store
 from sppo_hf.planning.cost import Correction
 from sppo_hf.planning.memory import CONTEXT_BYTES, Cause
 from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.plan import Plan, PlanRequest, make_plan, other_plan_warnings
 from sppo_hf.planning.prediction import MeasuredStep, learn, worth_correcting
-from sppo_hf.planning.tiers import TIERS, Tier
+from sppo_hf.planning.tiers import TIERS, Tier, allowed_behind_host
 from sppo_hf.rules import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -151,28 +150,29 @@ def new_offload_engine(
         copier: Copies host-resident weights; None if there are none.
 
     Raises:
-        ConfigError: `offload_dir` cannot be used.
+        ConfigError: A tier that the settings name cannot be used.
     """
-    disk = None
-    if config.offload_dir is not None:
-        disk = DiskStore(
-            config.offload_dir,
-            budget_bytes=plan.budgets.of(Staging.name),
+    stores = [
+        Store(
+            tier,
+            TIERS[tier].open(config, plan.budgets.of(tier)),
             checksum=config.offload_checksum,
             max_queued_bytes=plan.staging_bytes,
         )
+        for tier in allowed_behind_host(config, device.type)
+    ]
     budget = plan.budgets.host
-    if disk is not None and device.type == "cpu":
-        # The host's memory is the device's: it only stages what goes to the disk.
-        budget = plan.staging_bytes
+    if stores and device.type == "cpu":
+        # The host's memory is the device's: it only stages what goes to the tiers behind it.
+        budget = len(stores) * plan.staging_bytes
     return make_engine(
         device,
         use_streams=config.use_streams,
         use_pin_memory=config.use_pin_memory,
         budget_bytes=budget,
         min_offload_elements=config.min_offload_size,
-        disk=disk,
-        staging_bytes=plan.staging_bytes if disk is not None else None,
+        stores=stores,
+        staging_bytes=plan.staging_bytes,
         copier=copier,
     )
 
@@ -211,7 +211,7 @@ class PlannedOffload:
             None.
 
         Raises:
-            ConfigError: `offload_dir` cannot be used.
+            ConfigError: A tier that the settings name cannot be used.
             OffloadError: the host gives no (pinned) memory.
         """
         # Longer chunks need a larger staging slab. An engine that holds tensors is not replaced.
@@ -231,9 +231,9 @@ class PlannedOffload:
         return self._engine
 
     @property
-    def disk_bytes(self) -> int:
-        """Bytes that the engine has reserved on the disk; 0 without an engine."""
-        return 0 if self._engine is None else self._engine.disk_bytes
+    def reserved_bytes(self) -> Mapping[Tier, int]:
+        """Bytes beyond host memory that the engine has taken, by tier; empty without an engine."""
+        return {} if self._engine is None else self._engine.reserved_bytes
 
     def take_stats(self) -> OffloadStats:
         """Counters of the engine since the last call; zeros without an engine."""
@@ -347,7 +347,7 @@ class PlanCache:
             return None
         self._shrunk.add(tier)
         budget = int(_SHRINK_FACTOR * before)
-        self._config = self._config.replace(**{TIERS[tier].setting: budget})
+        self._config = TIERS[tier].with_budget(self._config, budget)
         self._plans = {
             key: one for key, one in self._plans.items() if self.has_run(one) and one is not plan
         }
@@ -494,7 +494,7 @@ class PlanCache:
                 device,
                 self._config,
                 counted_bytes=counted_bytes,
-                own_disk_bytes=self._planned_offload.disk_bytes,
+                own_bytes=self._planned_offload.reserved_bytes,
             ),
             backend_name=name,
             backend_reason=reason,

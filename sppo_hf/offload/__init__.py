@@ -1,19 +1,19 @@
-"""Offloads tensors to host memory and disk and prefetches them; knows no schedule and no model.
+"""Offloads tensors to host memory and tiers behind it; knows no schedule and no model.
 
-The files, lowest first: `host_memory` allocates slabs of memory, page-locked if asked for, and
-sub-allocates them. `copy_streams` starts copies and orders the compute stream behind them.
-`disk_files` reads and writes files, `disk` sub-allocates them and runs the transfers in threads.
-`storage` has the state of an offloaded storage and the handles that stand for tensors. `tiers` says
-what a tier must do, and has the host's and the disk's. `engine` is what others call. `weights`
-keeps parameters on the host, in memory of their own, with copies of its own. `layer_offload` hooks
-the engine to what autograd saves, and prefetches in the planned order.
+The files, lowest first: `slabs` sub-allocates slabs; `host_memory` makes them of memory,
+page-locked if asked for. `copy_streams` starts copies and orders the compute stream behind them.
+`store` keeps the bytes of a tier behind the host and runs its transfers in threads; `disk` is such
+a tier, with its files in `disk_files`. `storage` has the state of an offloaded storage and the
+handles that stand for tensors. `tiers` has the host's side of all tiers. `engine` is what others
+call. `weights` keeps parameters on the host, in memory of their own, with copies of its own.
+`layer_offload` hooks the engine to what autograd saves, and prefetches in the planned order.
 
 [Note: offload lifetimes]
 
 Three queues run at once: the compute stream, the D2H stream and the H2D stream. The host enqueues
-work far ahead of the device and never waits for any of them. If there is a disk, threads write and
-read host bytes as well. This is safe because of seven rules; each names the one place that keeps
-it, and `tests/fakes` checks all of them with vector clocks.
+work far ahead of the device and never waits for any of them. With tiers behind the host, threads
+write and read host bytes as well. This is safe because of seven rules; each names the one place
+that keeps it, and `tests/fakes` checks all of them with vector clocks.
 
 1. *A source is complete before it is read.* `StreamCopier.start_d2h` makes the D2H stream wait for
    an event recorded on the compute stream at that moment, so it reads what the layer wrote.
@@ -50,14 +50,14 @@ it, and `tests/fakes` checks all of them with vector clocks.
    release, by backward, by an exception or by a dropped graph, a finalizer appends the storage to a
    deque. It does nothing more, because a garbage collection can start inside any statement, the
    pool's own included; the next call of the engine, which holds the lock, empties the deque.
-7. *Threads know no streams.* What orders the compute stream says nothing to a thread of the disk.
+7. *Threads know no streams.* What orders the compute stream says nothing to a thread of a store.
    So bytes are handed to a write when the host has *seen* their copy end (`Staging`), a read fills
    only staging regions, and these are reused when the host has seen the end of every copy and
    transfer that touches them (`ReclaimQueue`); a copy that the host enqueues after that needs no
-   further order. Staging is a slab of its own, so the weaker rule 5 holds for all other host bytes.
-   Here, and only here, the host waits: for a read that is needed now, and for free staging memory
-   if the disk is slower than what goes to it. Why it never waits for ever: [Note: staging never
-   deadlocks].
+   further order. Each tier behind the host has a staging slab of its own, so the weaker rule 5
+   holds for all other host bytes. Here, and only here, the host waits: for a read that is needed
+   now, and for free staging memory if a tier is slower than what goes to it. Why it never waits
+   for ever: [Note: staging never deadlocks].
 
 The host's side has one lock, held by every public method of the engine, because autograd unpacks
 in its own thread on CUDA. Work of one engine is assumed to be on one compute stream; if the current

@@ -28,21 +28,17 @@ import platform
 import re
 import secrets
 import threading
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from sppo_hf.errors import ConfigError
-from sppo_hf.offload.host_memory import round_up
+from sppo_hf.offload.slabs import round_up
+from sppo_hf.offload.store import Bytes
 from sppo_hf.rules import show
 
 logger = logging.getLogger(__name__)
-
-Bytes = npt.NDArray[np.uint8]
-"""Memory as a NumPy array, uint8 [n]."""
 
 BLOCK_BYTES = 4096
 """O_DIRECT may require addresses, offsets and lengths to be multiples of this on a usual disk."""
@@ -53,9 +49,6 @@ BOUNCE_BYTES = 4 * 2**20
 
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors by which the system says that there is no space, or none for this user or process."""
-
-_WEIGHTS = np.random.default_rng(0).integers(0, 2**63, BLOCK_BYTES // 8, np.uint64) * 2 + 1
-"""Odd factors of a block's words in its checksum, uint64 [512]; the same ones in every process."""
 
 _Call = Callable[[int, list[memoryview], int], int]
 _NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
@@ -215,22 +208,6 @@ def _close_all_in_child() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_close_all_in_child)
-
-
-def checksum(memory: Bytes) -> int:
-    """Return a 32-bit checksum of uint8 `memory` [n].
-
-    The CRC-32 of one 64-bit sum for each block of 4096 bytes: its words times odd factors, modulo
-    2**64. Factors differ, and a CRC knows order, so neither words nor blocks change places unseen.
-    Zeroed, stale, foreign or flipped bytes go unseen in one case of 2**32; more often only if
-    nothing but the highest bits of several words of one block are flipped, which can cancel. It
-    does not protect against deliberate changes.
-
-    Four times as fast as the CRC-32 of all bytes, in one call that leaves Python's lock free.
-    """
-    whole_bytes = memory.size - memory.size % BLOCK_BYTES
-    sums = memory[:whole_bytes].view(np.uint64).reshape(-1, _WEIGHTS.size).dot(_WEIGHTS)
-    return zlib.crc32(memory[whole_bytes:].data, zlib.crc32(sums.data))
 
 
 def aligned_bytes(num_bytes: int) -> Bytes:

@@ -1,4 +1,4 @@
-"""Moves tensors of one device to host memory or disk and back, without blocking the host.
+"""Moves tensors of a device to host memory or tiers behind it and back, without blocking the host.
 
 Every copy has two verbs: `prefetch` starts it, `wait_for` orders the compute stream behind it and
 returns the tensor. `release` (or dropping the handle) frees the bytes. `layer_offload` connects the
@@ -16,12 +16,13 @@ import operator
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from sppo_hf.config import MORE_TIERS
 from sppo_hf.errors import BudgetError, OffloadError
 from sppo_hf.offload.copy_streams import (
     Copier,
@@ -30,7 +31,6 @@ from sppo_hf.offload.copy_streams import (
     StreamCopier,
     wait_for_all,
 )
-from sppo_hf.offload.disk import DiskStore
 from sppo_hf.offload.host_memory import HostPool, Progress, Region
 from sppo_hf.offload.storage import (
     MODIFIED,
@@ -41,9 +41,10 @@ from sppo_hf.offload.storage import (
     StorageRegistry,
     bytes_of,
 )
+from sppo_hf.offload.store import Store
 from sppo_hf.offload.tiers import DEFAULT_STAGING_BYTES, Staging, Tier
 from sppo_hf.planning.memory import HOST_SLAB_BYTES
-from sppo_hf.planning.tiers import OffloadTier
+from sppo_hf.planning.tiers import HOST, TIERS, OffloadTier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,13 +61,13 @@ class OffloadStats:
     grown_bytes: int = 0
     """Host bytes allocated in the middle of a step, after the first `reserve`."""
     disk_write_bytes: int = 0
-    """Bytes written to `offload_dir`."""
+    """Bytes written from host memory to tiers behind it, such as a disk."""
     disk_read_bytes: int = 0
-    """Bytes read from `offload_dir`."""
+    """Bytes read from those tiers."""
     disk_stall_seconds: float = 0.0
-    """Time that the host stood still for disk reads and writes, or for free staging memory."""
+    """Time that the host stood still for those tiers, or for free staging memory."""
     spilled_bytes: int = 0
-    """Bytes meant for the host that went to disk because the host budget was full."""
+    """Bytes that went to a farther tier because the one they were meant for was full."""
     pinned_bytes: int = 0
     """Page-locked bytes reserved now."""
     host_bytes: int = 0
@@ -170,7 +171,7 @@ class OffloadEngine:
         copier: Copies bytes between device and host.
         pool: Host memory of the host tier.
         min_offload_elements: Tensors with fewer elements are kept on the device.
-        staging: The disk tier; None for an engine without one.
+        behind: Tiers behind the host, nearest first.
     """
 
     def __init__(
@@ -179,7 +180,7 @@ class OffloadEngine:
         pool: HostPool,
         *,
         min_offload_elements: int = 1024,
-        staging: Staging | None = None,
+        behind: Sequence[Tier] = (),
     ) -> None:
         self.pool = pool
         self.copier = copier
@@ -187,7 +188,7 @@ class OffloadEngine:
         self._min_elements = min_offload_elements
         self._lock = threading.RLock()
         # What finds no space on one tier goes to the next.
-        self._tiers: tuple[Tier, ...] = (Tier(pool), *(() if staging is None else (staging,)))
+        self._tiers: tuple[Tier, ...] = (Tier(pool), *behind)
         for tier in self._tiers:
             tier.connect(start_h2d=self._start_h2d, free_dropped=self._free_dropped)
         self._live: set[OffloadedStorage] = set()
@@ -213,13 +214,13 @@ class OffloadEngine:
         return any(tier.reads_ahead for tier in self._tiers)
 
     @property
-    def disk_bytes(self) -> int:
-        """Bytes that are reserved on the disk, in use or not."""
+    def reserved_bytes(self) -> Mapping[OffloadTier, int]:
+        """Bytes beyond host memory that each tier has taken from the machine, in use or not."""
         with self._lock:
-            return sum(tier.reserved_bytes for tier in self._tiers)
+            return {tier.name: tier.reserved_bytes for tier in self._tiers}
 
     def reserve(self, host_bytes: int, progress: Progress | None = None) -> int | None:
-        """Allocate host memory before a step: `host_bytes` for the host tier, and all of staging.
+        """Allocate host memory before a step: `host_bytes` for the host tier, and all staging.
 
         What is more than the budget is cut; `progress` is called as the host tier's slabs are made.
 
@@ -250,23 +251,23 @@ class OffloadEngine:
 
     @torch.no_grad()
     def start_offload(
-        self, tensor: Tensor, *, label: object = None, tier: OffloadTier = "host"
+        self, tensor: Tensor, *, label: object = None, tier: OffloadTier = HOST
     ) -> OffloadedTensor:
         """Start copying `tensor` away from the device; return the handle that stands for it.
 
         The caller drops its own reference; the device memory is free once the copy is over and
         nobody else refers to it. Until then `wait_for` returns the original bytes. Views of a
-        storage that is offloaded already cost no bytes. The host blocks only where the disk is
-        slower than what goes to it.
+        storage that is offloaded already cost no bytes. The host blocks only where a tier
+        behind it is slower than what goes there.
 
         Args:
             tensor: Any strides, any dtype; kept in the handle if it is not `can_offload`.
             label: What the tensor belongs to, for error messages.
-            tier: Where its bytes go. What finds no space on the host goes to the disk, if any.
+            tier: Where its bytes go. What finds no space there goes to the next tier, if any.
 
         Raises:
-            BudgetError: The pool or the disk is full.
-            OffloadError: The host gives no memory, the engine has no disk, or the disk failed.
+            BudgetError: That tier and all behind it are full.
+            OffloadError: The host gives no memory, the engine has no such tier, or one failed.
         """
         with self._lock:
             self._poll_and_raise()
@@ -278,10 +279,10 @@ class OffloadEngine:
     def prefetch(self, handle: OffloadedTensor) -> None:
         """Start bringing the tensor back to the device; does nothing if it is there.
 
-        A tensor on disk is read in the background; a later call of the engine copies it on.
+        A tensor behind the host is read in the background; a later call of the engine copies it on.
 
         Raises:
-            OffloadError: The handle was released or abandoned, or the disk failed.
+            OffloadError: The handle was released or abandoned, or a tier failed.
         """
         with self._lock:
             self._poll_and_raise()
@@ -289,16 +290,16 @@ class OffloadEngine:
                 self._start_load(handle.stored())
 
     def poll(self) -> None:
-        """Advance what has ended: finished copies go on to the disk, finished reads to the device.
+        """Advance what has ended: finished copies go on to tiers, finished reads to the device.
 
         Raises:
-            OffloadError: The disk failed.
+            OffloadError: A tier failed.
         """
         with self._lock:
             self._poll_and_raise()
 
     def read_ahead(self, handle: OffloadedTensor) -> bool:
-        """Start reading the tensor from disk into host memory, if it is there.
+        """Start reading the tensor into host memory, if it is on a tier behind it.
 
         Returns:
             False if staging has no free space for it yet, so that a later call may succeed.
@@ -311,11 +312,11 @@ class OffloadEngine:
         """Return the tensor on the device, with its shape and strides; compute is behind its copy.
 
         May be called again until the handle is released; all calls share one device copy, which
-        lives as long as the handles of its storage. The host blocks only for a disk read.
+        lives as long as the handles of its storage. The host blocks only for a read.
 
         Raises:
             OffloadError: The handle was released or abandoned, its source was modified in place
-                before it could be copied, or the disk failed.
+                before it could be copied, or a tier failed.
         """
         with self._lock:
             self._poll_and_raise()
@@ -358,7 +359,7 @@ class OffloadEngine:
         a tensor that was kept on the device.
 
         Raises:
-            OffloadError: The handle was released or abandoned, or the disk failed.
+            OffloadError: The handle was released or abandoned, or a tier failed.
         """
         with self._lock:
             self._poll_and_raise()
@@ -372,7 +373,7 @@ class OffloadEngine:
         the device at a time; see rule 3 of the note.
 
         Raises:
-            OffloadError: The disk failed.
+            OffloadError: A tier failed.
         """
         with self._lock:
             self._poll_and_raise()
@@ -395,8 +396,8 @@ class OffloadEngine:
     def close(self) -> None:
         """Abandon everything and make compute wait for copies under way; call before dropping.
 
-        An engine dropped without it could free device bytes under a copy. Only the disk tier is out
-        of use afterwards.
+        An engine dropped without it could free device bytes under a copy. Only tiers behind
+        the host are out of use afterwards.
         """
         with self._lock:
             self.abandon()
@@ -472,7 +473,7 @@ class OffloadEngine:
         try:
             ticket = self.copier.start_d2h(source, region.memory)
         except BaseException:
-            tier.pool.release(region)
+            tier.give_back(region)
             raise
         self._d2h_bytes += span.num_bytes
         stored = OffloadedStorage(
@@ -501,9 +502,10 @@ class OffloadEngine:
         """
         names = [tier.name for tier in self._tiers]
         if tier_name not in names:
+            needed = TIERS.facts(tier_name).get("needs", MORE_TIERS)
             raise OffloadError(
                 f"a tensor was to go to {tier_name}, but this engine has {' and '.join(names)} "
-                "alone; set offload_dir to a folder on a fast disk, or offload_tier to one of these"
+                f"alone; set {needed}, or offload_tier to one of these"
             )
         *nearer, last = self._tiers[names.index(tier_name) :]
         for tier in nearer:
@@ -543,7 +545,7 @@ class OffloadEngine:
             tier.raise_failure()
 
     def _poll(self) -> None:
-        """Advance what has ended; never blocks but for a disk whose write queue is full."""
+        """Advance what has ended; never blocks but for a tier whose write queue is full."""
         self._free_unowned()
         for tier in self._tiers:
             tier.poll()
@@ -600,15 +602,16 @@ def make_engine(
     min_offload_elements: int = 1024,
     slab_bytes: int = HOST_SLAB_BYTES,
     budget_bytes: int | None = None,
-    disk: DiskStore | None = None,
+    stores: Sequence[Store] = (),
     staging_bytes: int | None = None,
     copier: Copier | None = None,
 ) -> OffloadEngine:
     """Return an engine for `device`, CPU or CUDA; on the CPU the host tier is memory beside it.
 
-    `budget_bytes` is the maximum of all host slabs together; None for no limit. `disk` has the disk
-    tier's files, owned by the engine from now on; bytes pass through `staging_bytes` of the budget
-    on their way there and back, None for a quarter of it, at most 1 GiB. A given `copier` is shared
+    `budget_bytes` is the maximum of all host slabs together; None for no limit. `stores` keep the
+    bytes of tiers behind the host, nearest first, and are owned by the engine from now on; each has
+    `staging_bytes` of the budget, through which bytes pass on their way there and back, None for an
+    equal part of a quarter of it, at most 1 GiB. A given `copier` is shared
     with other users, so that all copies of a direction end in one order; else one is made, by
     `make_copier`, and slabs are page-locked with `use_pin_memory` (CUDA only).
 
@@ -618,13 +621,13 @@ def make_engine(
     if copier is None:
         copier = make_copier(device, use_streams=use_streams)
     locker = copier.page_locker if use_pin_memory else None
-    staging = None
-    if disk is not None:
-        if staging_bytes is None:
-            share_bytes = DEFAULT_STAGING_BYTES if budget_bytes is None else budget_bytes // 4
-            staging_bytes = min(share_bytes, DEFAULT_STAGING_BYTES)
-        staging = Staging(disk, staging_bytes, locker=locker)
-        if budget_bytes is not None:
-            budget_bytes = max(0, budget_bytes - staging.budget_bytes)
+    if staging_bytes is None:
+        share_bytes = DEFAULT_STAGING_BYTES
+        if budget_bytes is not None and stores:
+            share_bytes = budget_bytes // (4 * len(stores))
+        staging_bytes = min(share_bytes, DEFAULT_STAGING_BYTES)
+    behind = [Staging(store, staging_bytes, locker=locker) for store in stores]
+    if budget_bytes is not None:
+        budget_bytes = max(0, budget_bytes - sum(tier.budget_bytes for tier in behind))
     pool = HostPool(slab_bytes, locker=locker, budget_bytes=budget_bytes)
-    return OffloadEngine(copier, pool, min_offload_elements=min_offload_elements, staging=staging)
+    return OffloadEngine(copier, pool, min_offload_elements=min_offload_elements, behind=behind)

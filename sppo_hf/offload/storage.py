@@ -2,7 +2,7 @@
 
 A storage is copied once, however many views of it are saved, by however many layers: each view has
 a handle (`OffloadedTensor`), all of them share one `StorageRef`, and its `OffloadedStorage` says
-which bytes are on the device, the host and the disk. Plain state; only `engine` and `tiers` change
+which bytes are on the device, the host and behind it. Plain state; only `engine` and `tiers` change
 it. Why nothing here counts references by hand: [Note: offload lifetimes].
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,8 +19,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from sppo_hf.errors import OffloadError, SPPOError
 from sppo_hf.offload.copy_streams import Ticket
-from sppo_hf.offload.disk import DiskTicket
 from sppo_hf.offload.host_memory import Region
+from sppo_hf.offload.store import Extent, Transfer
 
 if TYPE_CHECKING:
     from sppo_hf.offload.tiers import Tier
@@ -94,14 +94,16 @@ class StorageRef:
 
 
 @dataclass(slots=True, eq=False)
-class DiskState:
-    """The disk's side of a storage of the disk tier; only `Staging` changes it."""
+class StagedState:
+    """A storage's side of a tier behind the host; only `Staging` changes it."""
 
-    extent: Any = None
-    """Its bytes in a file, from the moment at which the write was started."""
-    write: DiskTicket | None = None
+    extent: Extent
+    """Its bytes in the tier's store."""
+    is_written: bool = False
+    """Whether the store has the bytes."""
+    write: Transfer | None = None
     """The write of the host region, while it is under way."""
-    read: DiskTicket | None = None
+    read: Transfer | None = None
     """The read that fills the host region, while it is under way."""
     copies: list[Ticket] = field(default_factory=list)
     """H2D copies that read the host region."""
@@ -126,8 +128,8 @@ class OffloadedStorage:
     storage_key: int
     """Identity of the original storage, for the registry."""
     region: Region | None
-    """Host bytes. The host tier holds them until the storage is retired, the disk tier only between
-    device and disk."""
+    """Host bytes. The host tier holds them until the storage is retired, tiers behind it only
+    between device and store."""
     tier: Tier
     """Where the bytes are kept."""
     d2h_ticket: Ticket
@@ -142,8 +144,8 @@ class OffloadedStorage:
     device_bytes: Tensor | None = None
     """Device bytes for backward: the H2D copy, or the source if that was still there."""
     h2d_ticket: Ticket | None = None
-    disk: DiskState | None = None
-    """Set by the disk tier."""
+    staged: StagedState | None = None
+    """Set by tiers behind the host."""
     abandoned: bool = False
     """Whether the engine gave it up after an exception; its handles raise."""
     retired: bool = False
@@ -152,14 +154,14 @@ class OffloadedStorage:
     @property
     def host_bytes(self) -> Tensor | None:
         """The bytes on the host, uint8 [span.num_bytes], behind `d2h_ticket`; None if not there."""
-        if self.region is None or (self.disk is not None and self.disk.read is not None):
+        if self.region is None or (self.staged is not None and self.staged.read is not None):
             return None
         return self.region.memory
 
     @property
     def is_prefetched(self) -> bool:
         """Whether the bytes are on the device, or requested there."""
-        return self.device_bytes is not None or (self.disk is not None and self.disk.wanted)
+        return self.device_bytes is not None or (self.staged is not None and self.staged.wanted)
 
     @property
     def ordered(self) -> bool:
@@ -192,8 +194,8 @@ class OffloadedStorage:
             # Compute reuses the freed block next, and the copy into it may be under way.
             self.h2d_ticket.wait()
             self.h2d_ticket = None
-        if self.disk is not None:
-            self.disk.wanted = False
+        if self.staged is not None:
+            self.staged.wanted = False
         self.device_bytes = None
         if self.source is None:
             self.watched = None  # nobody reads the source any more

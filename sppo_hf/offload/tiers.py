@@ -1,23 +1,24 @@
-"""Tiers: the places away from the device where offloaded bytes are kept, host memory and disk.
+"""Tiers: the places away from the device where offloaded bytes are kept, as the engine uses them.
 
 Copies from and to the device always have one end in host memory, so every tier allocates a host
-region for each D2H copy. The host tier leaves the bytes there (`Tier` itself). The disk tier
-(`Staging`) writes them to files and reads them back through a slab of its own: once the host has
-seen a D2H copy end, a background thread writes its region to disk and the region is free again; a
-tensor comes back by a read into a region and an H2D copy from there.
-
-A further tier is one more subclass of `Tier`, added to `OffloadEngine` behind the others; what
-finds no space on one tier goes to the next.
+region for each D2H copy. The host tier leaves the bytes there (`Tier` itself). A tier behind the
+host (`Staging`) writes them to its store and reads them back through a slab of its own: once the
+host has seen a D2H copy end, a background thread writes its region away and the region is free
+again; a tensor comes back by a read into a region and an H2D copy from there. Space in the store is
+taken before the copy starts, so what finds none goes to the next tier.
 
 [Note: staging never deadlocks]
 
-Staging is one slab of its own, which bytes of the host tier cannot take. Whatever holds a region
-gives it up by itself, without needing a further one: a D2H copy ends and becomes a write, a write
-ends, an H2D copy ends, and what was read ahead can be dropped, since the disk still has it. So
-whoever needs a region makes the host wait for these in turn (`_make_progress`); at the latest when
-all are through, the slab is one free block, and any region no larger than the slab fits. Two
-regions of the largest size are the minimum at which a copy and a write overlap, but that is a
-matter of speed only.
+Each tier behind the host has a slab of its own, which bytes of no other tier can take. Whatever
+holds a region gives it up by itself, without needing a further one of this or another slab: a D2H
+copy ends and becomes a write, a write ends, an H2D copy ends, and what was read ahead can be
+dropped, since the store still has it. So whoever needs a region makes the host wait for these in
+turn (`_make_progress`); at the latest when all are through, the slab is one free block, and any
+region no larger than the slab fits. Copies of all tiers share their stream, which the device works
+off without the host, and each store has threads of its own; so it does not matter to one slab what
+another waits for. Space in a store is taken before a region, and waits at most for transfers under
+way, which need nothing more. Two regions of the largest size are the minimum at which a copy and a
+write overlap, but that is a matter of speed only.
 
 Threads write and read these regions, and what the compute stream waits for orders nothing for a
 thread. So a region of staging is free when the host has *seen* all its copies end, while for one of
@@ -31,14 +32,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 from sppo_hf.errors import BudgetError, SPPOError
 from sppo_hf.offload.copy_streams import Ticket
-from sppo_hf.offload.disk import DiskStore, DiskTicket
 from sppo_hf.offload.host_memory import PAGE_BYTES, HostPool, PageLocker, Progress, Region
-from sppo_hf.offload.storage import DiskState, OffloadedStorage
-from sppo_hf.planning.tiers import OffloadTier
+from sppo_hf.offload.storage import OffloadedStorage, StagedState
+from sppo_hf.offload.store import Extent, Store, Transfer
+from sppo_hf.planning.tiers import HOST, OffloadTier
 
 DEFAULT_STAGING_BYTES = 2**30
 
@@ -53,8 +53,8 @@ class Tier:
         pool: Host memory that its regions come from.
     """
 
-    name: ClassVar[OffloadTier] = "host"
-    reads_ahead: ClassVar[bool] = False
+    name: OffloadTier = HOST
+    reads_ahead: bool = False
     """Whether loading bytes into host memory takes time, so that asking early helps."""
     write_bytes: int = 0
     """Bytes written from host memory to the tier since the engine was made."""
@@ -101,6 +101,10 @@ class Tier:
             region = self.pool.try_allocate(num_bytes)
         return region or self.pool.allocate(num_bytes)
 
+    def give_back(self, region: Region) -> None:
+        """Take back a region of `allocate` whose copy could not be started."""
+        self.pool.release(region)
+
     def store(self, stored: OffloadedStorage) -> None:
         """Take over a storage whose D2H copy has just been enqueued."""
 
@@ -146,7 +150,7 @@ class _ReclaimedRegion:
 
     region: Region
     copies: list[Ticket]
-    transfers: list[DiskTicket]
+    transfers: list[Transfer]
 
     def is_over(self) -> bool:
         while self.copies and self.copies[-1].done():
@@ -177,7 +181,7 @@ class ReclaimQueue:
         """Bytes of the pool that are queued."""
         return sum(entry.region.reserved_bytes for entry in self._queue)
 
-    def add(self, region: Region, copies: list[Ticket], transfers: list[DiskTicket]) -> None:
+    def add(self, region: Region, copies: list[Ticket], transfers: list[Transfer]) -> None:
         """Free `region` when all of `copies` and `transfers` have ended."""
         self._queue.append(_ReclaimedRegion(region, copies, transfers))
 
@@ -203,26 +207,26 @@ class ReclaimQueue:
 
 
 class Staging(Tier):
-    """The disk tier: a staging slab, the files behind it, and the transfers between the two.
+    """A tier behind the host: a staging slab, a store behind it, and the transfers between the two.
 
     Args:
-        disk: Keeps the bytes; closed by `close`.
+        store: Keeps the bytes; closed by `close`.
         budget_bytes: Size of the staging slab.
         locker: Page-locks the slab; None for plain memory.
         clock: Returns seconds, to count how long the host waits.
     """
 
-    name = "disk"
     reads_ahead = True
 
     def __init__(
         self,
-        disk: DiskStore,
+        store: Store,
         budget_bytes: int = DEFAULT_STAGING_BYTES,
         *,
         locker: PageLocker | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        self.name = store.name
         self.budget_bytes = max(budget_bytes - budget_bytes % PAGE_BYTES, PAGE_BYTES)
         super().__init__(
             HostPool(
@@ -232,9 +236,11 @@ class Staging(Tier):
                 alignment_bytes=PAGE_BYTES,
             )
         )
-        self._disk = disk
+        self._store = store
         self._clock = clock
         self._is_stalled = False
+        self._extents: dict[Region, Extent] = {}
+        """Extents by the regions of copies that are about to be started."""
         # A storage passes through these in order. Retired ones stay queued; whoever looks at them
         # next skips them.
         self._out: deque[OffloadedStorage] = deque()
@@ -250,14 +256,14 @@ class Staging(Tier):
 
     @property
     def reserved_bytes(self) -> int:
-        """Size of the files."""
-        return self._disk.space.reserved_bytes
+        """Bytes that the store has taken from the machine, in use or not."""
+        return self._store.reserved_bytes
 
     @property
     def ahead_bytes(self) -> int:
         """Bytes read, or being read, that nobody has prefetched to the device yet."""
         reading = (
-            stored for stored in self._reading if not (stored.retired or _disk_state(stored).wanted)
+            stored for stored in self._reading if not (stored.retired or _staged(stored).wanted)
         )
         return sum(stored.span.num_bytes for stored in (*reading, *self._loaded))
 
@@ -270,18 +276,29 @@ class Staging(Tier):
         self.pool.reserve(self.budget_bytes)
 
     def allocate(self, num_bytes: int) -> Region:
-        """Allocate a region for a D2H copy, blocking the host until one is free.
+        """Take space in the store and a region for a D2H copy, blocking until one is free.
 
         Raises:
-            BudgetError: It is larger than all of staging.
-            OffloadError: A transfer failed meanwhile, or the host gives no memory.
+            BudgetError: The store is full, or the bytes are more than all of staging.
+            OffloadError: A transfer failed meanwhile, or the host or the store gives no memory.
         """
         if num_bytes > self.budget_bytes:
             raise BudgetError(
-                f"disk tier: a tensor of {num_bytes} bytes cannot pass through the staging memory "
-                f"of {self.budget_bytes} bytes on its way to disk; raise host_memory (staging is "
-                "a part of it) or use shorter chunks"
+                f"{self.name} tier: a tensor of {num_bytes} bytes cannot pass through the staging "
+                f"memory of {self.budget_bytes} bytes on its way there; raise host_memory (staging "
+                "is a part of it) or use shorter chunks"
             )
+        with self._count_stall():
+            extent = self._store.allocate(num_bytes)
+        try:
+            region = self._allocate_region(num_bytes)
+        except BaseException:
+            self._store.release(extent)
+            raise
+        self._extents[region] = extent
+        return region
+
+    def _allocate_region(self, num_bytes: int) -> Region:
         region = self._try_allocate(num_bytes)
         while region is None:
             with self._count_stall():
@@ -292,14 +309,20 @@ class Staging(Tier):
                     self._make_progress()
         return region
 
+    def give_back(self, region: Region) -> None:
+        """Take back a region whose copy could not be started, and its space in the store."""
+        self._store.release(self._extents.pop(region))
+        super().give_back(region)
+
     def store(self, stored: OffloadedStorage) -> None:
         """Follow a storage whose D2H copy has just been enqueued."""
-        stored.disk = DiskState()
+        assert stored.region is not None, "bytes on their way out have a region"
+        stored.staged = StagedState(self._extents.pop(stored.region))
         self._out.append(stored)
         self._start_writes()  # on the CPU its copy has ended already
 
     def poll(self) -> None:
-        """Advance what has ended; blocks only for a disk whose write queue is full."""
+        """Advance what has ended; blocks only for a store whose write queue is full."""
         self._start_writes()
         self._end_writes()
         self._end_reads()
@@ -311,7 +334,7 @@ class Staging(Tier):
 
         Raises:
             OffloadError: A write or read failed; its storage is lost.
-            BudgetError: The disk is full.
+            BudgetError: The store is full.
         """
         if self._failures:
             error = self._failures[0]
@@ -319,13 +342,13 @@ class Staging(Tier):
             raise type(error)(str(error)) from error
 
     def load(self, stored: OffloadedStorage) -> None:
-        """Bring a storage from the disk to the device as soon as possible, in order of calls."""
-        on_disk = _disk_state(stored)
-        on_disk.raise_failure()
-        if on_disk.wanted:
+        """Bring a storage back to the device as soon as possible, in order of calls."""
+        staged = _staged(stored)
+        staged.raise_failure()
+        if staged.wanted:
             return
-        on_disk.wanted = True
-        if on_disk.read is None:
+        staged.wanted = True
+        if staged.read is None:
             self._wanted.append(stored)
             self._start_wanted()
 
@@ -335,14 +358,14 @@ class Staging(Tier):
         Raises:
             OffloadError: They are lost, or another transfer failed meanwhile.
         """
-        on_disk = _disk_state(stored)
+        staged = _staged(stored)
         with self._count_stall():
             while stored.device_bytes is None and stored.host_bytes is None:
                 self.poll()
                 self.raise_failure()
-                on_disk.raise_failure()
-                if on_disk.read is not None:
-                    _finish(on_disk.read)
+                staged.raise_failure()
+                if staged.read is not None:
+                    _finish(staged.read)
                     self._reading.remove(stored)
                     self._end_read(stored)
                 elif stored.region is None and not self._start_read(stored):
@@ -353,8 +376,8 @@ class Staging(Tier):
 
         At most half of staging is used for this, but always enough for one storage.
         """
-        on_disk = _disk_state(stored)
-        if stored.is_prefetched or stored.region is not None or on_disk.failure is not None:
+        staged = _staged(stored)
+        if stored.is_prefetched or stored.region is not None or staged.failure is not None:
             return True
         ahead_bytes = self.ahead_bytes
         if self._wanted or (
@@ -364,23 +387,21 @@ class Staging(Tier):
         return self._start_read(stored)
 
     def on_h2d_started(self, stored: OffloadedStorage) -> None:
-        """Free the storage's region after its H2D copy, if the disk has the bytes."""
-        on_disk = _disk_state(stored)
-        on_disk.wanted = False
+        """Free the storage's region after its H2D copy, if the store has the bytes."""
+        staged = _staged(stored)
+        staged.wanted = False
         assert stored.h2d_ticket is not None, "the H2D copy has been enqueued"
-        on_disk.copies.append(stored.h2d_ticket)
+        staged.copies.append(stored.h2d_ticket)
         self._loaded.pop(stored, None)
-        if on_disk.extent is not None and on_disk.write is None:
+        if staged.is_written:
             self._reclaim(stored)
 
     def retire(self, stored: OffloadedStorage) -> None:
-        """Free the host memory and disk space of a storage that has no owner any more."""
-        on_disk = _disk_state(stored)
-        on_disk.wanted = False
+        """Free the host memory and space of a storage that has no owner any more."""
+        staged = _staged(stored)
+        staged.wanted = False
         self._loaded.pop(stored, None)
-        if on_disk.extent is not None:
-            self._disk.release(on_disk.extent)
-            on_disk.extent = None
+        self._store.release(staged.extent)
         self._reclaim(stored)
 
     def forget(self) -> None:
@@ -391,11 +412,11 @@ class Staging(Tier):
             queue.clear()
 
     def close(self) -> None:
-        """Wait for what still touches the staging memory, and close the disk."""
+        """Wait for what still touches the staging memory, and close the store."""
         self.forget()
         while self._reclaims:
             self._reclaims.finish_first()
-        self._disk.close()
+        self._store.close()
         self.pool.close()
 
     def _start_writes(self) -> None:
@@ -405,21 +426,20 @@ class Staging(Tier):
             if stored.retired:
                 continue
             assert stored.region is not None, "bytes on their way out have a region"
+            staged = _staged(stored)
             try:
                 with self._count_stall():
-                    write = self._disk.start_write(stored.region.memory)
+                    staged.write = self._store.start_write(staged.extent, stored.region.memory)
             except SPPOError as error:
                 self._fail(stored, error)
                 continue
-            on_disk = _disk_state(stored)
-            on_disk.extent, on_disk.write = write.extent, write.ticket
             self._writing.append(stored)
             self.write_bytes += stored.span.num_bytes
 
     def _end_writes(self) -> None:
         while self._writing:
             stored = self._writing[0]
-            write = _disk_state(stored).write
+            write = _staged(stored).write
             if not stored.retired and write is not None:
                 try:
                     if not write.done():
@@ -427,14 +447,14 @@ class Staging(Tier):
                 except SPPOError as error:
                     self._fail(stored, error)
                 else:
-                    _disk_state(stored).write = None
+                    _staged(stored).is_written, _staged(stored).write = True, None
                     self._reclaim(stored)
             self._writing.popleft()
 
     def _end_reads(self) -> None:
         while self._reading:
             stored = self._reading[0]
-            read = _disk_state(stored).read
+            read = _staged(stored).read
             if not stored.retired and read is not None and not _is_over(read):
                 return
             self._reading.popleft()
@@ -443,34 +463,34 @@ class Staging(Tier):
 
     def _end_read(self, stored: OffloadedStorage) -> None:
         """Take the result of a read that is over, and copy on what is wanted."""
-        on_disk = _disk_state(stored)
-        assert on_disk.read is not None, "a read that is over was started"
+        staged = _staged(stored)
+        assert staged.read is not None, "a read that is over was started"
         try:
-            on_disk.read.done()
+            staged.read.done()
         except SPPOError as error:
             self._fail(stored, error)
             return
-        on_disk.read = None
+        staged.read = None
         self._loaded[stored] = None
-        if on_disk.wanted:
+        if staged.wanted:
             self._start_h2d(stored)
 
     def _start_wanted(self) -> None:
         while self._wanted:
             stored = self._wanted[0]
-            needs_read = _disk_state(stored).wanted and stored.region is None
+            needs_read = _staged(stored).wanted and stored.region is None
             if needs_read and not self._start_read(stored):
                 return
             self._wanted.popleft()
 
     def _start_read(self, stored: OffloadedStorage) -> bool:
         """Start reading into a new region; False if none is free."""
-        on_disk = _disk_state(stored)
+        staged = _staged(stored)
         region = self._try_allocate(stored.span.num_bytes)
         if region is None:
             return False
         try:
-            on_disk.read = self._disk.start_read(on_disk.extent, region.memory)
+            staged.read = self._store.start_read(staged.extent, region.memory)
         except SPPOError as error:
             self.pool.release(region)
             self._fail(stored, error)
@@ -489,27 +509,27 @@ class Staging(Tier):
         return region
 
     def _reclaim(self, stored: OffloadedStorage) -> None:
-        """Free the region as soon as nothing touches it; its bytes are on disk, or not needed."""
+        """Free the region as soon as nothing touches it; its bytes are stored, or not needed."""
         if stored.region is None:
             return
-        on_disk = _disk_state(stored)
-        transfers = [ticket for ticket in (on_disk.write, on_disk.read) if ticket is not None]
-        self._reclaims.add(stored.region, [*on_disk.copies, stored.d2h_ticket], transfers)
-        stored.region = on_disk.write = on_disk.read = None
-        on_disk.copies = []
+        staged = _staged(stored)
+        transfers = [ticket for ticket in (staged.write, staged.read) if ticket is not None]
+        self._reclaims.add(stored.region, [*staged.copies, stored.d2h_ticket], transfers)
+        stored.region = staged.write = staged.read = None
+        staged.copies = []
 
     def _make_progress(self) -> None:
         """Block the host on something that gives up a region; [Note: staging never deadlocks]."""
         if self._reclaims:
             self._reclaims.finish_first()
         elif self._writing:
-            write = _disk_state(self._writing[0]).write
+            write = _staged(self._writing[0]).write
             assert write is not None, "a write under way has a ticket"
             _finish(write)
         elif self._out:
             self._out[0].d2h_ticket.finish()
         elif self._reading:
-            read = _disk_state(self._reading[0]).read
+            read = _staged(self._reading[0]).read
             assert read is not None, "a read under way has a ticket"
             _finish(read)
         else:
@@ -518,12 +538,12 @@ class Staging(Tier):
             self._reclaim(stored)
 
     def _fail(self, stored: OffloadedStorage, error: SPPOError) -> None:
-        on_disk = _disk_state(stored)
+        staged = _staged(stored)
         # Not the error itself: the Python frames of its traceback lead to the step's, hence to the
         # graph that holds this storage: a cycle through autograd that no garbage collection sees.
-        on_disk.failure = type(error)(str(error))
-        on_disk.wanted = False
-        self._failures.append(on_disk.failure)
+        staged.failure = type(error)(str(error))
+        staged.wanted = False
+        self._failures.append(staged.failure)
         self._loaded.pop(stored, None)
         self._reclaim(stored)
 
@@ -541,12 +561,12 @@ class Staging(Tier):
             self.stall_seconds += self._clock() - start_seconds
 
 
-def _disk_state(stored: OffloadedStorage) -> DiskState:
-    assert stored.disk is not None, "only storages of the disk tier pass through staging"
-    return stored.disk
+def _staged(stored: OffloadedStorage) -> StagedState:
+    assert stored.staged is not None, "only storages of tiers behind the host pass through staging"
+    return stored.staged
 
 
-def _is_over(transfer: DiskTicket) -> bool:
+def _is_over(transfer: Transfer) -> bool:
     """Whether a transfer has ended, successfully or not; does not block."""
     try:
         return transfer.done()
@@ -554,7 +574,7 @@ def _is_over(transfer: DiskTicket) -> bool:
         return True
 
 
-def _finish(transfer: DiskTicket) -> None:
+def _finish(transfer: Transfer) -> None:
     """Block the host until a transfer has ended, successfully or not."""
     with contextlib.suppress(SPPOError):
         transfer.wait()

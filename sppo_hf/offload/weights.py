@@ -48,8 +48,8 @@ from sppo_hf.offload.host_memory import (
     Progress,
     Region,
     host_memory,
-    round_up,
 )
+from sppo_hf.offload.slabs import round_up
 from sppo_hf.offload.storage import MODIFIED, version_of
 from sppo_hf.planning.model_shape import arriving_bytes
 

@@ -274,7 +274,7 @@ class StagePlanCache:
         """Choose schedule, chunks and dtype of messages, the same on all ranks; all call this."""
         engine, device = self._engine, shape.device
         config, parts = engine.config, engine.parts
-        own_disk_bytes = engine.planned_offload.disk_bytes
+        own_bytes = engine.planned_offload.reserved_bytes
         use_expandable_segments(device)
 
         def choose() -> tuple[PipelineChoice, torch.dtype]:
@@ -288,7 +288,7 @@ class StagePlanCache:
                     whole_shape(parts),
                     shape.total_tokens,
                     batch_rows=shape.batch_rows,
-                    device=device_facts(device, config, own_disk_bytes=own_disk_bytes),
+                    device=device_facts(device, config, own_bytes=own_bytes),
                     dtype_name=dtype_name(parts),
                     **options,
                 )

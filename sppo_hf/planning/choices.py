@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from sppo_hf.config import SPPOConfig
@@ -33,8 +34,8 @@ class DeviceFacts:
     expandable_segments: bool = True
     """Whether PyTorch's CUDA allocator uses expandable segments, which hardly fragment."""
 
-    disk_memory_bytes: int | None = None
-    """Free bytes below `offload_dir`; None if there is none or it is unknown."""
+    behind_host_bytes: Mapping[Tier, int | None] = field(default_factory=dict[Tier, int | None])
+    """Bytes that tiers behind the host have; None if unknown."""
 
     profile: HardwareProfile | None = None
     """The machine's speeds; None if unknown, and plans are then not compared by time."""

@@ -67,7 +67,7 @@ class Batch:
     """Whether the logits of the whole sequence are returned to the caller."""
 
     staging_bytes: int = 2**30
-    """Host memory through which activations pass to and from the disk."""
+    """Host memory through which activations pass to and from each tier behind the host."""
 
     def decisions(self, bounds: Bounds, num_layers: int, order: Order = "by_chunk") -> Decisions:
         """Returns decisions that keep all activations on the device, for others to change."""

@@ -512,7 +512,7 @@ class LinearProgram:
         what, points = self._decisions, self._tables.points
         last, layers = what.num_chunks - 1, points.num_layers
         used = {what.kv_tier, *self._tiers}
-        passing = any(tier in used for tier in self._behind)
+        passing = sum(tier in used for tier in self._behind)
         for tier in self._offload_tiers:
             self._accumulate(tier, {tier})
             budget = self._budgets.of(tier)

@@ -355,13 +355,19 @@ class StepProgram:
         standing["device"] = dict(tables.standing)
         behind = tiers_behind_host()
         used = self.tiers[self.offloaded_bytes > 0]
-        through = any((used == list(TIERS).index(tier)).any() for tier in behind)
+        # Each tier behind the host that is used has a staging region through which bytes pass.
+        through = [
+            bool(
+                what.kv_tier == tier
+                or (used == list(TIERS).index(tier)).any()
+                or self.kv_bytes(tier).any()
+            )
+            for tier in behind
+        ]
         host = standing["host"]
         host.update(tables.host_resident)
-        if what.kv_tier in behind or through or self.kv_bytes(*behind).any():
-            # The staging region through which bytes pass to and from a tier behind
-            # the host.
-            host[Cause.COPIES] = what.staging_bytes
+        if any(through):
+            host[Cause.COPIES] = sum(through) * what.staging_bytes
         if tables.device_kind == "cuda":
             # The host's pool is made of slabs, and does not shrink within a step.
             most = sum(level.during for level in self.levels["host"].values())
@@ -810,11 +816,11 @@ class _ActionScheduler:
         self._pending_d2h = _Queue(what.max_pending_d2h_bytes)
         self._waits: list[int] = []
         """Actions that the next unit waits for, beside the copy of its own activations."""
-        self._staged = _Queue(what.staging_bytes)
-        """Host bytes of activations on their way to a tier behind the host or back."""
+        self._staged = {tier.name: _Queue(what.staging_bytes) for tier in behind}
+        """Host bytes of activations on their way to each tier behind the host or back."""
         # K/V are staged chunk by chunk, far fewer bytes than a layer's; writes lag by one
         # layer.
-        self._kv_staged = _Queue(None)
+        self._kv_staged = {tier.name: _Queue(None) for tier in behind}
         self._available_after: dict[tuple[int, int], int] = {}
         """The action after which a unit's activations can be loaded, by (chunk, layer)."""
         self._kv_available_after: dict[int, int] = {}
@@ -957,14 +963,14 @@ class _ActionScheduler:
 
     def _offload(self, copy: Action, num_bytes: int, unit: int, tier: Tier) -> int:
         """Copies bytes to the host and on to their tier; returns the action that ends last."""
-        staged = self._staged if copy.kind == "D" else self._kv_staged
+        staged = (self._staged if copy.kind == "D" else self._kv_staged).get(tier)
         resource = self._writes.get(tier)
-        room = [] if resource is None else staged.settle(num_bytes)
+        room = [] if staged is None else staged.settle(num_bytes)
         # What streams out in backward has streamed out in forward too.
         seconds = self._cost.d2h_seconds(num_bytes, both=self._both_ways[0])
         sent = self._add(_D2H, copy, seconds, [unit, *room])
         self._pending_d2h.add(sent, num_bytes)
-        if resource is None:
+        if resource is None or staged is None:
             return sent
         write = copy._replace(kind="S", part=None if copy.kind == "D" else (copy.part or 0) + 1)
         written = self._add(resource, write, self._cost.store_seconds(tier, num_bytes), [sent])
@@ -981,8 +987,8 @@ class _ActionScheduler:
         tier = self._decisions.kv_mode(layer) if keys else self._tiers[chunk][layer]
         resource = self._writes.get(tier)
         after = [*self._last_computed(1), available]
-        staged = self._kv_staged if keys else self._staged
-        if resource is not None:
+        staged = (self._kv_staged if keys else self._staged).get(tier)
+        if resource is not None and staged is not None:
             # Reads run ahead of their copies, as far as staging holds.
             waits = [*self._forward_end, available, *staged.settle(num_bytes)]
             read = Action("L", 0, chunk, layer, 1 if keys else None)
@@ -993,7 +999,7 @@ class _ActionScheduler:
             self._kv_available_after[layer] = back
         else:
             self._available_after[chunk, layer] = back
-        if resource is not None:
+        if staged is not None:
             staged.add(back, num_bytes)
 
     def _load_inputs(self, layer: int, num_bytes: int) -> int:

@@ -128,7 +128,7 @@ def _check_named_budgets(task: _Task, predicted: MemoryEstimate) -> None:
     """Checks the bytes of modes set by the user against budgets named by the user.
 
     Raises:
-        BudgetError: a budget of the host or the disk is too small.
+        BudgetError: a budget of the host or a tier behind it is too small.
     """
     config = task.config
     for limit in over_budget(predicted, task.budgets):
@@ -569,7 +569,7 @@ def _resolved(request: PlanRequest, *, rerun_attention: bool, under_seconds: flo
         budgets = budgets_per_micro_batch(
             budgets, standing_bytes=standing_bytes, alive=request.alive
         )
-    # The staging region for the disk is small beside the host's budget.
+    # The staging region for a tier behind the host is small beside the host's budget.
     staging_bytes = 2**30 if budgets.host is None else min(4 * 2**30, budgets.host // 16)
     tile_tokens, layer_tile_tokens = config.loss_tile_tokens, config.layer_tile_tokens
     if tile_tokens == "auto":
@@ -742,7 +742,9 @@ def _by_rule(task: _Task) -> _Decided:
     if config.offload != "auto":
         offload, offload_reason = config.offload == "full", "set by the user"
     elif device.kind == "cpu" and away:
-        offload_reason = "auto: on a CPU the host's memory is the device's, so bytes go to the disk"
+        offload_reason = (
+            f"auto: on a CPU the host's memory is the device's, so bytes go to the {away[0]}"
+        )
     elif device.kind == "cpu":
         offload_reason = "auto: on a CPU the host's memory is the device's"
     tier: Tier = ((away or ("host",))[0]) if offload else "device"

@@ -61,7 +61,7 @@ from sppo_hf.planning.solve import (
     tiled_layers,
     with_kv,
 )
-from sppo_hf.planning.tiers import TIERS, Tier, offload_tiers
+from sppo_hf.planning.tiers import TIERS, Tier, offload_tiers, tiers_behind_host
 from sppo_hf.schedule.timeline import Timeline
 
 _MOST_CHUNKS = 1024
@@ -165,7 +165,9 @@ def question_for(
             name=profile.name,
             device_memory_bytes=profile.device_bytes,
             host_memory_bytes=_host_bytes(profile),
-            disk_memory_bytes=profile.disk_bytes,
+            behind_host_bytes={
+                name: TIERS[name].profiled_bytes(profile) for name in tiers_behind_host()
+            },
             profile=profile,
         ),
         total_tokens=total_tokens,
@@ -259,9 +261,10 @@ def plan_for(question: PlanRequest) -> Plan:
         except BudgetError:
             pass
     # A run is refused if a named budget is exceeded; an answer has to describe the closest plan.
-    return _make_plan(
-        question, config.replace(**{tier.setting: None for tier in TIERS.values() if tier.setting})
-    )
+    for tier in TIERS.values():
+        if tier.named(config) is not None:
+            config = tier.with_budget(config, None)
+    return _make_plan(question, config)
 
 
 def _check_units(question: PlanRequest) -> None:
@@ -292,7 +295,9 @@ def _make_plan(question: PlanRequest, config: SPPOConfig) -> Plan:
     budgets = read_budgets(question.config, question.device)
     device = replace(
         question.device,
-        **{tier.fact: budgets.of(name) for name, tier in TIERS.items() if tier.fact},
+        device_memory_bytes=budgets.device,
+        host_memory_bytes=budgets.host,
+        behind_host_bytes={name: budgets.of(name) for name in tiers_behind_host()},
     )
     return make_plan(replace(question, config=config, device=device))
 

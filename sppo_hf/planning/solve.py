@@ -264,9 +264,9 @@ def _free_bytes(
         budget -= sum(byte_tables(cost.shape, base, cost.profile.kind).host_resident.values())
     if tier == "host" and cost.profile.kind == "cuda":
         budget = most_piece_bytes(budget)
-    passing = set(tiers_behind_host())
-    if tier == "host" and passing & {*away, base.kv_tier, *base.kv_modes}:
-        budget -= base.staging_bytes
+    if tier == "host":
+        passing = {*tiers_behind_host()} & {*away, base.kv_tier, *base.kv_modes}
+        budget -= len(passing) * base.staging_bytes
     if base.by_layer:
         waiting = (i for i in range(base.num_layers) if base.kv_mode(i) == tier)
         budget -= sum(cost.kv_bytes(layer, base.total_tokens) for layer in waiting)

@@ -1,52 +1,59 @@
-"""Tiers: the memories that hold bytes between their uses, in the form that planning reads.
+"""Tiers: the memories that hold bytes between their uses.
 
-A tier is one class here (or in a user's package) under `@register_tier("name")`: its capacity, its
-rates and its name in messages. Budgets, estimates, the linear program, the simulator's resources,
-tables, pictures and JSON have one entry per tier. A class of the same name in
-`sppo_hf.offload.tiers` stores and loads the bytes.
+A tier is one class under `@register_tier("name")`, in a file of `sppo_hf/offload` or of a user's
+package: its budget, what the machine has of it, its rates, its words in messages, and, from `open`,
+the space that keeps its bytes. Budgets, estimates, the linear program, the simulator's resources,
+tables, pictures and JSON have one entry per tier, and the offload engine one store.
 
 The device can copy only from and to host memory. So a tier is the device, the host, or *behind* the
 host: then its bytes are first copied to a staging region in host memory and written from there, on
 the tier's own resources, while the next bytes are copied.
+
+Planning is free of torch, so the module of a tier is, too, but for imports within functions.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sppo_hf.config import SPPOConfig, parse_bytes
+from sppo_hf.config import MORE_TIERS, SPPOConfig, parse_bytes, read_tiers, write_tiers
 from sppo_hf.planning.hardware import HardwareProfile
 from sppo_hf.registry import TIERS as TIERS
 
+if TYPE_CHECKING:
+    from sppo_hf.offload.store import TierSpace
+
 Tier = str
-"""Name of a tier: "device" (memory of the computing device), "host", "disk" (below `offload_dir`)
-..."""
+"""Name of a tier: device (memory of the computing device), host, disk (below `offload_dir`) ..."""
 
 OffloadTier = Tier
-"""Name of a tier other than the device; a class in `offload.tiers` stores its bytes."""
+"""Name of a tier other than the device."""
 
 DEVICE: Tier = "device"
 HOST: Tier = "host"
 
+UNKNOWN_RATE = 0.5e9
+"""Bytes per second assumed for a tier that is not measured, as of a SATA disk."""
+
 
 class TierModel:
-    """Properties of a tier that planning uses. `TIERS` has all tiers, nearest first."""
+    """All that is particular to a tier. `TIERS` has all tiers, nearest first.
+
+    A tier behind the host overrides `open` and, where it knows better, the rest.
+    """
 
     name: Tier = ""
     """Name under which the tier is registered."""
 
-    behind_host: bool = False
+    setting: str = MORE_TIERS
+    """Config field with the tier's budget; from the decorator."""
+
+    behind_host: bool = True
     """Whether its bytes pass through a staging region in host memory, each way."""
 
-    setting: str = ""
-    """Config field with the tier's budget; "" if there is none."""
-
-    fact: str = ""
-    """Field of `DeviceFacts` with the bytes that the machine has; "" if there is none."""
-
-    remedy: str = ""
+    remedy: str = "Give this tier more, or shorten the sequences."
     """Remedy shown when this tier's budget is exceeded; a full sentence."""
 
     called: str = ""
@@ -71,49 +78,94 @@ class TierModel:
         return "--" + self.setting.replace("_", "-")
 
     def is_available(self, config: SPPOConfig, device_kind: str) -> bool:
-        """Whether bytes may be held on this tier."""
-        return True
-
-    def allowing(self, config: SPPOConfig) -> SPPOConfig:
-        """Returns the settings with this tier allowed, to find how much of it would be enough."""
-        return config
+        """Whether bytes may be held on this tier; unless overridden, if `more_tiers` names it."""
+        return self.name in read_tiers(config.more_tiers)
 
     def named(self, config: SPPOConfig) -> int | float | str | None:
         """Returns the budget that the user named; None where none was."""
-        return getattr(config, self.setting) if self.setting else None
+        if self.setting == MORE_TIERS:
+            return read_tiers(config.more_tiers).get(self.name)
+        value: int | float | str | None = getattr(config, self.setting)
+        return value
+
+    def with_budget(self, config: SPPOConfig, value: int | None) -> SPPOConfig:
+        """Returns the settings with this budget, or with none named; a further tier is allowed."""
+        if self.setting == MORE_TIERS:
+            return config.replace(
+                more_tiers=write_tiers({**read_tiers(config.more_tiers), self.name: value})
+            )
+        return config.replace(**{self.setting: value})
+
+    def allowing(self, config: SPPOConfig) -> SPPOConfig:
+        """Returns the settings with this tier allowed, to find how much of it would be enough."""
+        if self.setting != MORE_TIERS or self.name in read_tiers(config.more_tiers):
+            return config
+        return self.with_budget(config, None)
 
     def capacity_bytes(self, config: SPPOConfig, facts: Any) -> int | None:
         """Returns its capacity: the user's budget, else what the machine has (`DeviceFacts`)."""
-        has: int | None = getattr(facts, self.fact) if self.fact else None
-        value = self.named(config)
-        if value is None:
-            return has
-        return parse_bytes(value, field=self.setting, total_bytes=has)
+        if self.behind_host and not self.is_available(config, facts.kind):
+            return 0
+        has, value = self.has_bytes(facts), self.named(config)
+        return has if value is None else parse_bytes(value, field=self.setting, total_bytes=has)
+
+    def has_bytes(self, facts: Any) -> int | None:
+        """Returns the bytes that the machine has (`DeviceFacts`); None if unknown."""
+        has: int | None = facts.behind_host_bytes.get(self.name)
+        return has
+
+    def measure(self, config: SPPOConfig, *, processes: int, own_bytes: int) -> int | None:
+        """Returns the bytes that this machine has for one of several processes; None if unknown.
+
+        `own_bytes` are those that this process has taken already, which are available to it.
+
+        Raises:
+            ConfigError: the settings name something that cannot be used.
+        """
+        return None
+
+    def profiled_bytes(self, profile: HardwareProfile) -> int | None:
+        """Returns the bytes that the machine of a profile has; None if unknown."""
+        return None
 
     def store_rate(self, profile: HardwareProfile) -> float:
         """Bytes per second from host memory to the tier; only for tiers behind the host."""
-        raise NotImplementedError
+        return UNKNOWN_RATE
 
     def load_rate(self, profile: HardwareProfile) -> float:
         """Bytes per second from the tier to host memory; only for tiers behind the host."""
-        raise NotImplementedError
+        return UNKNOWN_RATE
 
     def of_one_device(self, profile: HardwareProfile, devices: int) -> HardwareProfile:
         """Returns the profile with one device's share of the tier's rates on `devices` devices."""
         return profile
 
+    def open(self, config: SPPOConfig, budget_bytes: int | None) -> TierSpace:
+        """Returns the space that keeps the tier's bytes in this process, at most `budget_bytes`.
 
-def register_tier(name: Tier) -> Callable[[type[TierModel]], type[TierModel]]:
-    """Decorator that registers a tier as farther than those registered before.
+        Raises:
+            ConfigError: the settings name something that cannot be used.
+        """
+        raise NotImplementedError
+
+
+def register_tier(
+    name: Tier, *, distance: float = math.inf, setting: str = MORE_TIERS, needs: str = MORE_TIERS
+) -> Callable[[type[TierModel]], type[TierModel]]:
+    """Decorator that registers a tier.
 
     Args:
         name: name of the tier in plans, JSON and tables.
+        distance: its place among the others, which are at 0 (device), 1 (host) and 2 (disk); the
+            farthest if left out.
+        setting: config field with its budget, if it has one of its own.
+        needs: config field without which the tier is not used; "" if there is none.
     """
 
     def register(made: type[TierModel]) -> type[TierModel]:
         tier = made()
-        tier.name = name
-        TIERS.add(name, tier)
+        tier.name, tier.setting = name, setting
+        TIERS.add(name, tier, distance=distance, setting=setting, needs=needs)
         return made
 
     return register
@@ -129,25 +181,41 @@ def tiers_behind_host() -> tuple[Tier, ...]:
     return tuple(name for name, tier in TIERS.items() if tier.behind_host)
 
 
-@register_tier("device")
+def allowed_behind_host(config: SPPOConfig, device_kind: str) -> tuple[Tier, ...]:
+    """Returns the tiers behind the host that the settings allow, nearest first."""
+    return tuple(t for t in tiers_behind_host() if TIERS[t].is_available(config, device_kind))
+
+
+@register_tier("device", distance=0, setting="device_memory", needs="")
 class Device(TierModel):
     """Memory of the device; ordinary memory if the CPU computes."""
 
-    setting = "device_memory"
-    fact = "device_memory_bytes"
+    behind_host = False
     colour = "#0072B2"
     remedy = (
         "Raise device_memory, give K/V room elsewhere (offload_kv='auto', host_memory, "
         "offload_dir), train fewer parameters, or shorten the sequences."
     )
 
+    def is_available(self, config: SPPOConfig, device_kind: str) -> bool:
+        """Always."""
+        return True
 
-@register_tier("host")
+    def has_bytes(self, facts: Any) -> int | None:
+        """Memory of the device."""
+        has: int | None = facts.device_memory_bytes
+        return has
+
+    def profiled_bytes(self, profile: HardwareProfile) -> int | None:
+        """Memory of the device."""
+        return profile.device_bytes
+
+
+@register_tier("host", distance=1, setting="host_memory", needs="")
 class Host(TierModel):
     """Host memory, page-locked for devices with copy engines."""
 
-    setting = "host_memory"
-    fact = "host_memory_bytes"
+    behind_host = False
     called = "host memory"
     colour = "#E69F00"
     remedy = "Raise host_memory, name a fast disk as offload_dir, or shorten the sequences."
@@ -156,47 +224,14 @@ class Host(TierModel):
         """False on a CPU, where host memory is the device's own."""
         return device_kind != "cpu"
 
+    def has_bytes(self, facts: Any) -> int | None:
+        """Host memory that a plan may count on."""
+        has: int | None = facts.host_memory_bytes
+        return has
 
-# Bytes per second assumed for a disk that is not measured, as of a SATA disk. `sppo calibrate
-# --offload-dir` measures it.
-_UNKNOWN_DISK = 0.5e9
+    def profiled_bytes(self, profile: HardwareProfile) -> int | None:
+        """All host memory of the process."""
+        return profile.host_bytes
 
 
-@register_tier("disk")
-class Disk(TierModel):
-    """Files below `offload_dir`."""
-
-    behind_host = True
-    setting = "disk_memory"
-    fact = "disk_memory_bytes"
-    called = "fast disk"
-    colour = "#CC79A7"
-    remedy = "Raise disk_memory or free space in offload_dir, or shorten the sequences."
-
-    def is_available(self, config: SPPOConfig, device_kind: str) -> bool:
-        """Whether `offload_dir` is set."""
-        return config.offload_dir is not None
-
-    def allowing(self, config: SPPOConfig) -> SPPOConfig:
-        """Returns the settings with a folder; only whether there is one matters to decisions."""
-        return config if config.offload_dir is not None else config.replace(offload_dir="disk")
-
-    def capacity_bytes(self, config: SPPOConfig, facts: Any) -> int | None:
-        """Returns the disk's capacity; 0 without `offload_dir`."""
-        return 0 if config.offload_dir is None else super().capacity_bytes(config, facts)
-
-    def store_rate(self, profile: HardwareProfile) -> float:
-        """Measured bytes per second written; a guess if not measured."""
-        return profile.disk_write_bytes_per_second or _UNKNOWN_DISK
-
-    def load_rate(self, profile: HardwareProfile) -> float:
-        """Measured bytes per second read; a guess if not measured."""
-        return profile.disk_read_bytes_per_second or _UNKNOWN_DISK
-
-    def of_one_device(self, profile: HardwareProfile, devices: int) -> HardwareProfile:
-        """Divides the rates, as all devices share one disk."""
-        return replace(
-            profile,
-            disk_write_bytes_per_second=self.store_rate(profile) / devices,
-            disk_read_bytes_per_second=self.load_rate(profile) / devices,
-        )
+TIERS.load()

@@ -33,9 +33,9 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.engine import plan_cache
 from sppo_hf.engine.convert import convert
 from sppo_hf.errors import BudgetError, ConfigError, OffloadError, SPPOError
-from sppo_hf.offload import disk_files
-from sppo_hf.offload.disk import DiskStore
+from sppo_hf.offload import disk, disk_files
 from sppo_hf.offload.disk_files import BLOCK_BYTES
+from sppo_hf.offload.store import Store
 from sppo_hf.testing.exactness import Gradients, parameter_errors
 from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
 from tests.attacks.outcomes import Case, answered_in_process
@@ -83,7 +83,7 @@ class Run:
 
     def __init__(self, dice: random.Random, folder: str, **settings: Any) -> None:
         self.model: nn.Module = copy.deepcopy(_model())
-        self.stores: list[DiskStore] = []
+        self.stores: list[Store] = []
         self.keeps_names = dice.random() < 0.2
         """Whether files are not removed while they are open, as on some network file systems."""
         self.threads_before = set(threading.enumerate())
@@ -99,7 +99,7 @@ class Run:
         convert(self.model, SPPOConfig(offload_dir=folder, show_plan=False, **self.settings))
 
     @property
-    def store(self) -> DiskStore:
+    def store(self) -> Store:
         """The disk of the model, once a step has made it."""
         return self.stores[-1]
 
@@ -107,13 +107,16 @@ class Run:
         """Run a batch; return `EXACT`, or the worst parameter."""
         self.model.zero_grad()
 
-        def small(*arguments: Any, **settings: Any) -> DiskStore:
-            self.stores.append(DiskStore(*arguments, slab_bytes=SLAB_BYTES, **settings))
+        def noted(*arguments: Any, **settings: Any) -> Store:
+            self.stores.append(Store(*arguments, **settings))
             return self.stores[-1]
+
+        small = functools.partial(disk.DiskSpace, slab_bytes=SLAB_BYTES)
 
         refused = "an attack says so" if self.keeps_names else None
         with (
-            mock.patch.object(plan_cache, "DiskStore", small),
+            mock.patch.object(plan_cache, "Store", noted),
+            mock.patch.object(disk, "DiskSpace", small),
             mock.patch.object(disk_files, "_why_names_are_needed", return_value=refused),
         ):
             ours = _gradients(self.model, number, before_backward)
@@ -130,7 +133,7 @@ class Run:
 
     def end(self, folder: Path | None) -> str:
         """Drop the model; return `EXACT`, or what it leaves behind."""
-        assert self.store.transfers.write_bytes > 0, "a run without a disk attacks nothing"
+        assert self.store.space.peak_bytes > 0, "a run without a disk attacks nothing"
         self.model = nn.Identity()
         self.stores.clear()
         gc.collect()
@@ -365,7 +368,7 @@ def _budgets(dice: random.Random, folder: Path) -> str:
     }
     run = Run(dice, str(folder), **sizes)
     seen = [run.step(number) for number in (0, FAULTY)]
-    if run.stores and run.store.transfers.write_bytes:
+    if run.stores and run.store.space.peak_bytes:
         seen.append(run.end(folder))
     return next((one for one in seen if one != EXACT), EXACT)
 

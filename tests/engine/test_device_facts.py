@@ -15,6 +15,7 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.engine import device_facts
 from sppo_hf.engine.device_facts import model_shape
 from sppo_hf.engine.structure import find_parts, suppress_peft_warnings
+from sppo_hf.offload import disk
 from sppo_hf.planning.machine import has_expandable_segments
 from sppo_hf.planning.model_profile import LoraShape
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
@@ -134,18 +135,19 @@ def test_host_resident_bytes_are_not_counted_twice(
 def test_processes_share_the_disk_and_what_a_plan_has_reserved_is_its_own(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(device_facts, "free_disk_bytes", lambda folder: 1000)
+    monkeypatch.setattr(disk, "free_disk_bytes", lambda folder: 1000)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     config = SPPOConfig(offload_dir=str(tmp_path / "disk"))
 
-    def found(**known: int) -> int | None:
-        return device_facts.device_facts(CPU, config, **known).disk_memory_bytes
+    def found(own_bytes: int = 0) -> int | None:
+        facts = device_facts.device_facts(CPU, config, own_bytes={"disk": own_bytes})
+        return facts.behind_host_bytes["disk"]
 
     assert found() == 1000
-    assert found(own_disk_bytes=300) == 1300
+    assert found(own_bytes=300) == 1300
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert found(own_disk_bytes=300) == 550
-    assert device_facts.device_facts(CPU, SPPOConfig()).disk_memory_bytes is None
+    assert found(own_bytes=300) == 550
+    assert not device_facts.device_facts(CPU, SPPOConfig()).behind_host_bytes
 
 
 @pytest.mark.parametrize(

@@ -411,7 +411,7 @@ def test_locked_gradients_are_not_available_memory_in_an_evaluation(
     counted: dict[bool, int] = {}
     facts = plan_cache.device_facts
 
-    def note(*args: Any, counted_bytes: int, own_disk_bytes: int) -> DeviceFacts:
+    def note(*args: Any, counted_bytes: int, own_bytes: Any) -> DeviceFacts:
         counted[torch.is_grad_enabled()] = counted_bytes
         return facts(*args)
 

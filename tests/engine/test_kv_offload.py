@@ -14,7 +14,6 @@ from sppo_hf.engine.convert import convert, get_engine
 from sppo_hf.engine.cpu_heap import CpuChunkArena
 from sppo_hf.engine.kv_offload import EngineTransfer
 from sppo_hf.offload.copy_streams import StreamCopier, StreamTicket
-from sppo_hf.offload.disk import DiskStore
 from sppo_hf.offload.engine import OffloadEngine, make_engine
 from sppo_hf.offload.host_memory import HostPool
 from sppo_hf.testing.exactness import compare, compare_drift
@@ -23,6 +22,7 @@ from tests.attention.layers import KV_BYTES_PER_TOKEN, Layers
 from tests.engine.forced_plans import force_kv
 from tests.fakes.device import RaceError
 from tests.fakes.operations import OperatingDevice, Operations
+from tests.offload.disk_store import DiskStore
 from tests.sweeps import turn
 
 TOKENS = 23
@@ -261,7 +261,7 @@ def test_kv_on_disk(monkeypatch, tmp_path, recompute):
                 device,
                 min_offload_elements=1,
                 budget_bytes=2**20,
-                disk=DiskStore(tmp_path, slab_bytes=2**20, checksum=True),
+                stores=[DiskStore(tmp_path, slab_bytes=2**20, checksum=True)],
             )
         )
         return engines[-1]

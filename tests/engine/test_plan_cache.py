@@ -1,7 +1,7 @@
 """Plans are made once for each batch shape, and corrected once by measured steps."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -115,12 +115,14 @@ def test_files_of_earlier_steps_are_free_for_later_plans(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     """They are kept, so the disk has less free than a step may use."""
-    known: list[int] = []
+    known: list[Mapping[str, int]] = []
     facts = plans_module.device_facts
 
-    def noted(device: torch.device, config: SPPOConfig, *, own_disk_bytes: int, **others: Any):
-        known.append(own_disk_bytes)
-        return facts(device, config, own_disk_bytes=own_disk_bytes, **others)
+    def noted(
+        device: torch.device, config: SPPOConfig, *, own_bytes: Mapping[str, int], **others: Any
+    ):
+        known.append(own_bytes)
+        return facts(device, config, own_bytes=own_bytes, **others)
 
     monkeypatch.setattr(plans_module, "device_facts", noted)
     model = build_tiny_model("llama").train()
@@ -131,8 +133,8 @@ def test_files_of_earlier_steps_are_free_for_later_plans(
         model(**make_batch(tokens=tokens)).loss.backward()
     engine = get_engine(model)
     assert engine is not None
-    assert known == [0, engine.offload.disk_bytes]
-    assert known[1] > 0
+    assert known == [{}, engine.offload.reserved_bytes]
+    assert known[1]["disk"] > 0
 
 
 def test_each_set_of_trained_parameters_has_its_own_plans():

@@ -1,6 +1,6 @@
 """A disk on the fake device's clock: writes and reads take logical time in threads of their own.
 
-`FakeDisk` has what `staging` calls of a `DiskStore`. Each thread is one more stream of the
+`FakeDisk` has what `Staging` calls of a `Store`. Each thread is one more stream of the
 `FakeDevice`, so its race detector sees host memory that is lent out, or touched by a copy, under a
 transfer. Data move at once. It asserts that each extent is written before it is read, has the
 size it is read with, and is released once.
@@ -19,9 +19,10 @@ from tests.fakes.device import FakeDevice, FakeEvent
 
 @dataclass(eq=False)
 class FakeExtent:
-    data: Tensor
-    written: FakeEvent
-    is_lost: bool
+    num_bytes: int
+    data: Tensor | None = None
+    written: FakeEvent | None = None
+    is_lost: bool = False
     is_released: bool = False
 
 
@@ -43,12 +44,6 @@ class FakeDiskTicket:
         assert self.done()
 
 
-@dataclass
-class FakeWrite:
-    extent: FakeExtent
-    ticket: FakeDiskTicket
-
-
 @dataclass(eq=False)
 class FakeDisk:
     """See the module.
@@ -59,6 +54,7 @@ class FakeDisk:
         read_seconds: duration of a read of so many bytes.
         threads: how many transfers of each kind run at once.
         budget_bytes: the most that extents take.
+        name: the tier's.
     """
 
     device: FakeDevice
@@ -66,6 +62,7 @@ class FakeDisk:
     read_seconds: Callable[[int], float] = lambda num_bytes: 1.0
     threads: int = 2
     budget_bytes: int | None = None
+    name: str = "disk"
     fail_writes: bool = False
     fail_reads: bool = False
     extents: set[FakeExtent] = field(default_factory=set)
@@ -79,27 +76,40 @@ class FakeDisk:
 
     @property
     def used_bytes(self) -> int:
-        return sum(extent.data.numel() for extent in self.extents)
+        return sum(extent.num_bytes for extent in self.extents)
 
-    def start_write(self, host_bytes: Tensor) -> FakeWrite:
+    @property
+    def reserved_bytes(self) -> int:
+        return self.used_bytes
+
+    def allocate(self, num_bytes: int) -> FakeExtent:
+        if self.budget_bytes is not None and self.used_bytes + num_bytes > self.budget_bytes:
+            raise BudgetError(f"{self.name} tier: no room in /fake")
+        extent = FakeExtent(num_bytes)
+        self.extents.add(extent)
+        return extent
+
+    def start_write(self, extent: FakeExtent, host_bytes: Tensor) -> FakeDiskTicket:
         if self.is_closed:
             raise OffloadError("the disk store in /fake was closed")
+        assert not extent.is_released, "an extent is written after its release"
+        assert extent.data is None, "an extent is written once"
+        assert host_bytes.numel() == extent.num_bytes, "an extent is written as a whole"
         num_bytes = host_bytes.numel()
-        if self.budget_bytes is not None and self.used_bytes + num_bytes > self.budget_bytes:
-            raise BudgetError("disk tier: no room in /fake")
         stream = self._writers[self.writes % self.threads]
         self.writes += 1
         self.device.host_memory(stream, host_bytes, self.write_seconds(num_bytes), writes=False)
         over = FakeEvent(self.device)
         over.record(stream)
-        extent = FakeExtent(host_bytes.clone(), over, self.fail_writes)
-        self.extents.add(extent)
+        extent.data, extent.written, extent.is_lost = host_bytes.clone(), over, self.fail_writes
         failure = "disk tier: writing /fake/slab failed" if self.fail_writes else None
-        return FakeWrite(extent, FakeDiskTicket(self, over, failure))
+        return FakeDiskTicket(self, over, failure)
 
     def start_read(self, extent: FakeExtent, host_bytes: Tensor) -> FakeDiskTicket:
         assert not extent.is_released, "an extent is read after its release"
-        assert host_bytes.numel() == extent.data.numel(), "an extent is read as a whole"
+        assert extent.data is not None, "an extent is written before it is read"
+        assert extent.written is not None, "an extent is written before it is read"
+        assert host_bytes.numel() == extent.num_bytes, "an extent is read as a whole"
         if extent.is_lost:
             raise OffloadError("disk tier: writing /fake/slab failed")
         stream = self._readers[self.reads % self.threads]

@@ -9,7 +9,7 @@ import pytest
 
 from sppo_hf.offload import disk_files
 from sppo_hf.offload.disk_files import BLOCK_BYTES
-from sppo_hf.offload.host_memory import round_up
+from sppo_hf.offload.slabs import round_up
 
 PATIENCE_SECONDS = 30.0
 """A held transfer fails after this time, so that a failing test ends."""

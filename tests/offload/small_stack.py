@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -61,7 +61,7 @@ def loss_of(
     hidden_CD: Tensor,
     engine: OffloadEngine | None,
     before_move: BeforeMove | None = None,
-    tiers: tuple[Literal["host", "disk"], ...] = ("host",),
+    tiers: tuple[str, ...] = ("host",),
 ) -> Tensor:
     prefetch_order = PrefetchOrder(engine) if engine is not None else None
     for number, block in enumerate(blocks):

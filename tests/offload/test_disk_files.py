@@ -25,9 +25,9 @@ from sppo_hf.offload.disk_files import (
     SlabFile,
     StoreFolder,
     aligned_bytes,
-    checksum,
 )
-from sppo_hf.offload.host_memory import round_up
+from sppo_hf.offload.slabs import round_up
+from sppo_hf.offload.store import checksum
 from tests.offload.faulty_disk import FaultyDisk
 
 NUM_BYTES = 16 * BLOCK_BYTES
@@ -302,7 +302,7 @@ from pathlib import Path
 import torch
 from sppo_hf.errors import OffloadError
 from sppo_hf.offload import disk_files
-from sppo_hf.offload.disk import DiskStore
+from tests.offload.disk_store import DiskStore
 
 warnings.simplefilter("ignore")  # newer Pythons warn of fork beside threads, which is the point
 directory = Path(sys.argv[1])
@@ -314,7 +314,7 @@ if sys.argv[2] == "named":
 
 def make():
     store = DiskStore(directory, slab_bytes=1 << 16)
-    write = store.start_write(memory)
+    write = store.write(memory)
     write.ticket.wait()
     return store, write
 
@@ -676,7 +676,7 @@ def test_an_impossible_folder_name_is_refused(
 def _ask_for_free_bytes(directory: Path) -> None:
     """Look up the free bytes of a folder, as planning does first."""
     config = SPPOConfig(offload_dir=str(directory))
-    if device_facts(torch.device("cpu"), config).disk_memory_bytes:
+    if device_facts(torch.device("cpu"), config).behind_host_bytes["disk"]:
         StoreFolder(directory)  # a parent's free bytes are as good; the folder itself is not made
 
 

@@ -16,11 +16,11 @@ import torch
 
 from sppo_hf.errors import BudgetError, OffloadError
 from sppo_hf.offload.copy_streams import HostCopier, StreamCopier
-from sppo_hf.offload.disk import DiskStore
 from sppo_hf.offload.engine import OffloadEngine, OffloadStats, make_engine
 from sppo_hf.offload.host_memory import ALIGNMENT_BYTES, PAGE_BYTES, HostPool
 from sppo_hf.offload.storage import OffloadedTensor
 from tests.fakes.device import FakeDevice
+from tests.offload.disk_store import DiskStore
 from tests.offload.faulty_disk import FaultyDisk
 from tests.offload.small_stack import TOKENS, WIDTH, assert_same, loss_of, make_blocks
 
@@ -375,7 +375,7 @@ def test_reserving_makes_the_slabs_once() -> None:
 
 def test_staging_is_part_of_the_budget(tmp_path: Path) -> None:
     engine = make_engine(
-        torch.device("cpu"), budget_bytes=64 * PAGE_BYTES, disk=DiskStore(tmp_path)
+        torch.device("cpu"), budget_bytes=64 * PAGE_BYTES, stores=[DiskStore(tmp_path)]
     )
     engine.reserve(2**40)
     assert engine.stats().host_bytes == 64 * PAGE_BYTES
@@ -386,7 +386,9 @@ def test_staging_is_part_of_the_budget(tmp_path: Path) -> None:
 @pytest.mark.parametrize("checksum", [False, True])
 def test_round_trip_through_a_real_disk(tmp_path: Path, checksum: bool) -> None:
     disk = DiskStore(tmp_path, slab_bytes=2**20, checksum=checksum)
-    engine = make_engine(torch.device("cpu"), budget_bytes=2**18, disk=disk, staging_bytes=2**17)
+    engine = make_engine(
+        torch.device("cpu"), budget_bytes=2**18, stores=[disk], staging_bytes=2**17
+    )
     for _ in range(3):
         held = []
         for number in range(40):  # 2 MB through 128 KB
@@ -416,7 +418,7 @@ def test_gradients_through_a_real_disk_are_bitwise_equal(tmp_path: Path) -> None
         min_offload_elements=8,
         budget_bytes=2**15,
         staging_bytes=2**14,
-        disk=DiskStore(tmp_path, slab_bytes=2**20),
+        stores=[DiskStore(tmp_path, slab_bytes=2**20)],
     )
 
     def gradients(with_engine: OffloadEngine | None) -> list[torch.Tensor]:
@@ -442,7 +444,9 @@ def test_an_error_in_a_thread_is_raised_in_the_step_with_the_path(
 ) -> None:
     faults = FaultyDisk(monkeypatch)
     disk = DiskStore(tmp_path, slab_bytes=2**20)
-    engine = make_engine(torch.device("cpu"), min_offload_elements=8, budget_bytes=2**15, disk=disk)
+    engine = make_engine(
+        torch.device("cpu"), min_offload_elements=8, budget_bytes=2**15, stores=[disk]
+    )
     blocks, hidden_CD = make_blocks(6), torch.rand(TOKENS, WIDTH)
 
     def break_the_disk() -> None:
@@ -478,7 +482,7 @@ def test_a_step_that_the_disk_failed_is_freed(
         room = 0 if fails == "room" else None
         disk = DiskStore(tmp_path, slab_bytes=2**20, budget_bytes=room)
         engine = make_engine(
-            torch.device("cpu"), min_offload_elements=8, budget_bytes=2**15, disk=disk
+            torch.device("cpu"), min_offload_elements=8, budget_bytes=2**15, stores=[disk]
         )
 
         def step() -> None:

@@ -230,17 +230,17 @@ class EngineUnderAnyUse(RuleBasedStateMachine):
         which=st.integers(0, 99),
         start=st.integers(0, 99),
         step=st.integers(1, 3),
-        to_disk=st.booleans(),
+        tier=st.sampled_from(["host", "disk", "far"]),
     )
-    def offload(self, which: int, start: int, step: int, to_disk: bool) -> None:
+    def offload(self, which: int, start: int, step: int, tier: str) -> None:
         source = self.sources[which % len(self.sources)]
         view = source[start % max(1, len(source) // 4) :: step]
         used_bytes = self.engine.pool.used_bytes
         try:
-            tier = "disk" if to_disk and self.HAS_DISK else "host"
+            tier = tier if self.HAS_DISK else "host"
             handle = self.engine.start_offload(view, tier=tier)
         except BudgetError:
-            assert not self.HAS_DISK, "there is always room on the disk"
+            assert not self.HAS_DISK, "there is always room on the far tier"
             assert self.engine.pool.used_bytes <= used_bytes
             return
         self.held.append((handle, view.clone()))
@@ -319,21 +319,25 @@ class EngineUnderAnyUse(RuleBasedStateMachine):
 
 
 class EngineWithDiskUnderAnyUse(EngineUnderAnyUse):
-    """The same with staging memory of one slab, and a disk behind it."""
+    """The same with a small disk and a far tier, behind staging memory of one slab each."""
 
     HAS_DISK = True
 
     def new_engine(self) -> OffloadEngine:
-        self.disk = FakeDisk(self.device, lambda size: size * 4e-3, lambda size: size * 2e-3)
+        speeds = (lambda size: size * 4e-3), (lambda size: size * 2e-3)
+        self.stores = [
+            FakeDisk(self.device, *speeds, budget_bytes=2 * SLAB_BYTES),
+            FakeDisk(self.device, *speeds, name="far"),
+        ]
         copier = StreamCopier(self.device)
-        pool = HostPool(SLAB_BYTES, budget_bytes=self.BUDGET_BYTES - SLAB_BYTES)
-        staging = Staging(self.disk, SLAB_BYTES)
-        return OffloadEngine(copier, pool, min_offload_elements=4, staging=staging)
+        pool = HostPool(SLAB_BYTES, budget_bytes=self.BUDGET_BYTES - 2 * SLAB_BYTES)
+        behind = [Staging(store, SLAB_BYTES) for store in self.stores]
+        return OffloadEngine(copier, pool, min_offload_elements=4, behind=behind)
 
     @invariant()
     def extents_have_owners(self) -> None:
         live_bytes = sum(stored.span.num_bytes for stored in self.engine._live)
-        assert self.disk.used_bytes <= live_bytes
+        assert sum(store.used_bytes for store in self.stores) <= live_bytes
 
 
 TestEngineUnderAnyUse = EngineUnderAnyUse.TestCase

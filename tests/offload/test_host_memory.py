@@ -20,12 +20,12 @@ from sppo_hf.offload.copy_streams import StreamCopier
 from sppo_hf.offload.host_memory import (
     ALIGNMENT_BYTES,
     PAGE_BYTES,
-    FreeList,
     HostPool,
     Region,
     host_memory,
     locked_bytes,
 )
+from sppo_hf.offload.slabs import FreeList
 from tests.fakes.device import FakeDevice
 
 SIZES = [8 * PAGE_BYTES, 3 * PAGE_BYTES, 5 * PAGE_BYTES + 100, PAGE_BYTES]

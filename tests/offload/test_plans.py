@@ -30,7 +30,7 @@ from tests.fakes.disk import FakeDisk
 from tests.offload.orders import asked_within
 from tests.sweeps import examples
 
-Mode = Literal["keep", "host", "disk"]
+Mode = Literal["keep", "host", "disk", "far"]
 MAX_FLOATS = 3 * PAGE_BYTES // 4
 SECONDS = [0.0, 0.0, 0.1, 1.0, 7.0, 50.0]
 
@@ -50,6 +50,9 @@ class Machine:
     own_streams: bool = True
     host_pages: int = 4
     staging_pages: int = 4
+    """Of each tier behind the host."""
+    disk_pages: int | None = None
+    """What finds no space there goes to the far tier, which is read as fast as the disk writes."""
     max_pending_d2h_bytes: int | None = None
     max_prefetch_bytes: int | None = None
 
@@ -60,12 +63,13 @@ MACHINES = st.builds(
     own_streams=st.sampled_from([True, True, True, False]),
     host_pages=st.integers(0, 20),
     staging_pages=st.integers(3, 12),
+    disk_pages=st.one_of(st.none(), st.integers(0, 8)),
     max_pending_d2h_bytes=st.one_of(st.none(), st.integers(0, 30_000)),
     max_prefetch_bytes=st.one_of(st.none(), st.integers(0, 30_000)),
 )
 FRAMES = st.lists(
     st.tuples(
-        st.sampled_from(["keep", "host", "disk"]),
+        st.sampled_from(["keep", "host", "disk", "far"]),
         st.lists(st.integers(1, MAX_FLOATS - 2), max_size=3),
     ),
     min_size=1,
@@ -91,13 +95,14 @@ class Training:
         lanes = {"lane 1": machine.d2h_seconds, "lane 2": machine.h2d_seconds}
         self.device = FakeDevice(lambda stream, num_bytes: lanes.get(stream, 0.5))
         copier = StreamCopier(self.device, own_streams=machine.own_streams)
-        self.disk = FakeDisk(
-            self.device, lambda _: machine.write_seconds, lambda _: machine.read_seconds
-        )
-        staging = Staging(self.disk, machine.staging_pages * PAGE_BYTES)
+        write, read = (lambda _: machine.write_seconds), (lambda _: machine.read_seconds)
+        room = None if machine.disk_pages is None else machine.disk_pages * PAGE_BYTES
+        disk = FakeDisk(self.device, write, read, budget_bytes=room)
+        self.stores = [disk, FakeDisk(self.device, read, write, name="far")]
+        behind = [Staging(store, machine.staging_pages * PAGE_BYTES) for store in self.stores]
         self.pool = HostPool(2 * PAGE_BYTES, budget_bytes=machine.host_pages * PAGE_BYTES)
-        self.staging_pool = staging.pool
-        self.engine = OffloadEngine(copier, self.pool, min_offload_elements=4, staging=staging)
+        self.staging_pools = [staging.pool for staging in behind]
+        self.engine = OffloadEngine(copier, self.pool, min_offload_elements=4, behind=behind)
 
     def step(self, plan: list[tuple[Mode, list[int]]], fails_at: int | None = None) -> None:
         """Run one step; raise after `fails_at` events of forward and backward together."""
@@ -178,7 +183,7 @@ class Training:
             self.engine.limit_pending_d2h(0)
         stats = self.engine.stats()
         assert stats.host_used_bytes == stats.live_handles == 0
-        assert self.disk.used_bytes == 0
+        assert not any(store.used_bytes for store in self.stores)
         self.device.look_for_freed()
         assert self.device.device_bytes == 0
 
@@ -203,7 +208,8 @@ class Training:
     def _check_budgets(self) -> None:
         assert self.pool.used_bytes <= self.pool.reserved_bytes
         assert self.pool.reserved_bytes <= self.machine.host_pages * PAGE_BYTES
-        assert self.staging_pool.reserved_bytes <= self.machine.staging_pages * PAGE_BYTES
+        for pool in self.staging_pools:
+            assert pool.reserved_bytes <= self.machine.staging_pages * PAGE_BYTES
 
     def _check_ahead(self, groups: list[Group], entered: Group) -> None:
         """Check that only the window's bytes were prefetched of groups that are not in use yet."""
@@ -235,7 +241,7 @@ def test_any_plan_is_ordered_exact_bounded_and_drained(
     stats = training.engine.stats()
     assert stats.d2h_bytes <= 2 * 2 * moved
     assert stats.disk_write_bytes <= stats.d2h_bytes
-    if not any(mode == "disk" for mode, _ in plan) and not stats.spilled_bytes:
+    if not any(mode in ("disk", "far") for mode, _ in plan) and not stats.spilled_bytes:
         assert training.device.host_waits == 0, "without a disk the host never waits"
     training.engine.close()
 
@@ -290,8 +296,21 @@ def test_a_slow_disk_and_small_staging_only_cost_time() -> None:
     training = Training(machine)
     training.step([("disk", [MAX_FLOATS - 2, 500])] * 8)
     training.end()
-    assert training.staging_pool.peak_bytes <= 3 * PAGE_BYTES
+    assert training.staging_pools[0].peak_bytes <= 3 * PAGE_BYTES
     assert training.device.host_waits > 0
+
+
+def test_two_slow_tiers_with_small_staging_only_cost_time() -> None:
+    """One takes what the other has no space for; see [Note: staging never deadlocks]."""
+    machine = Machine(
+        write_seconds=50.0, read_seconds=50.0, host_pages=0, staging_pages=3, disk_pages=9
+    )
+    training = Training(machine)
+    training.step([("disk", [MAX_FLOATS - 2, 500]), ("far", [MAX_FLOATS - 2, 500])] * 4)
+    assert training.engine.stats().spilled_bytes > 0
+    training.end()
+    for pool in training.staging_pools:
+        assert 2 * PAGE_BYTES <= pool.peak_bytes <= 3 * PAGE_BYTES
 
 
 MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
@@ -311,7 +330,7 @@ def _end_reads_at_once(staging: Staging) -> None:
     while staging._reading:
         stored = staging._reading.popleft()
         if not stored.retired:
-            stored.disk.read = None
+            stored.staged.read = None
             staging._loaded[stored] = None
             staging._start_h2d(stored)
 

@@ -39,7 +39,7 @@ class _Bench:
         self.staging = Staging(self.disk, staging_pages * PAGE_BYTES, clock=lambda: self.device.now)
         budget_bytes = None if host_pages is None else host_pages * PAGE_BYTES
         pool = HostPool(PAGE_BYTES, budget_bytes=budget_bytes)
-        self.engine = OffloadEngine(copier, pool, min_offload_elements=4, staging=self.staging)
+        self.engine = OffloadEngine(copier, pool, min_offload_elements=4, behind=[self.staging])
 
     def tensor(self, pages: int = 1) -> torch.Tensor:
         return self.device.tensor(torch.rand(pages * PAGE_FLOATS))
@@ -253,9 +253,9 @@ def test_failures_of_an_abandoned_step_are_not_raised() -> None:
 def test_a_full_disk_is_reported_and_leaks_nothing() -> None:
     bench = _Bench()
     bench.disk.budget_bytes = 2 * PAGE_BYTES
-    handles = [bench.send() for _ in range(3)]
+    handles = [bench.send() for _ in range(2)]
     with pytest.raises(BudgetError, match="disk tier"):
-        bench.settle()
+        bench.send()
     handles.clear()
     bench.settle()
     bench.engine.assert_drained()
@@ -282,7 +282,7 @@ def test_the_fake_device_detects_a_write_before_its_copy() -> None:
     stored.d2h_ticket.wait()  # ordered for compute, which says nothing to a thread
     assert stored.region is not None
     with pytest.raises(RaceError, match="read by lane"):
-        bench.disk.start_write(stored.region.memory)
+        bench.disk.start_write(stored.staged.extent, stored.region.memory)
 
 
 def test_the_fake_device_detects_a_region_reused_under_its_write() -> None:

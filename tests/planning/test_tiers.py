@@ -1,11 +1,9 @@
 """A tier that one class adds is planned with, simulated and reported like the others."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
-from sppo_hf.config import SPPOConfig
 from sppo_hf.planning.activation_modes import SAVED, all_modes, mode_of
 from sppo_hf.planning.hardware import HardwareProfile
 from sppo_hf.planning.plan_request import PlanResult, compare_policies, request_plan, timeline_of
@@ -22,15 +20,10 @@ TOKENS = 16_384
 @pytest.fixture(scope="module")
 def remote() -> Iterator[type[TierModel]]:
     """Memory of another machine, over a network of 20 GB/s."""
-    before = dict(TIERS._added)
 
     @register_tier("remote")
     class Remote(TierModel):
-        behind_host = True
         colour = "#123456"
-
-        def capacity_bytes(self, config: SPPOConfig, facts: Any) -> int | None:
-            return 256 * GIB
 
         def store_rate(self, profile: HardwareProfile) -> float:
             return 20e9
@@ -39,13 +32,13 @@ def remote() -> Iterator[type[TierModel]]:
             return 10e9
 
     yield Remote
-    del TIERS["remote"]
-    TIERS._added = before
+    TIERS.remove("remote")
 
 
 @pytest.fixture(scope="module")
 def found(remote: type[TierModel]) -> PlanResult:
-    return request_plan(question(TOKENS, recompute="none", host_memory="4GiB", offload_kv="none"))
+    settings = {"recompute": "none", "host_memory": "4GiB", "offload_kv": "none"}
+    return request_plan(question(TOKENS, more_tiers="remote=256GiB", **settings))
 
 
 @pytest.mark.usefixtures("remote")
