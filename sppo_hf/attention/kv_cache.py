@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -41,17 +41,84 @@ from there."""
 LoadKV = Callable[[], tuple[Tensor, Tensor]]
 """Loads offloaded keys and values of a chunk back onto the device, each BKCH."""
 
+Pair = tuple[Any, Any]
+"""Keys and values, or the sums of their gradients: tensors BKCH, or handles of offloaded ones."""
 
-class LayerKV:
-    """Keys and values of one layer on the device, chunk by chunk, with their gradient sums."""
+
+class KVByChunk:
+    """Keys and values of a layer and sums of their gradients, chunk by chunk, as tensors.
+
+    Stores that hold them in another form override `_hold`, `_read`, `_release` and `_like`.
+    """
 
     def __init__(self, bounds: Bounds) -> None:
         self._bounds = bounds
+        self._keys: dict[int, Pair] = {}
+        self._sums: dict[int, Pair] = {}
+
+    def _hold(self, pair: tuple[Tensor, Tensor]) -> Pair:
+        """Return the form in which two tensors are held."""
+        return pair
+
+    def _read(self, pair: Pair) -> tuple[Tensor, Tensor]:
+        """Return the tensors on the device; the caller may write into them before `_hold`."""
+        return pair
+
+    def _release(self, pair: Pair) -> None:
+        """Free what is held."""
+
+    def _like(self, chunk: int) -> tuple[Tensor, Tensor]:
+        """Return tensors of the shapes and dtypes of the keys and values of `chunk`."""
+        return self._keys[chunk]
+
+    # For pipelines whose ranks share units: another rank's store takes over some chunks.
+
+    def chunk_kv(self, chunk: int) -> tuple[Tensor, Tensor]:
+        """Return K/V of `chunk`, each BKCH; the store keeps them."""
+        return self._read(self._keys[chunk])
+
+    def gradient_sums(self, chunk: int) -> tuple[Tensor, Tensor]:
+        """Return the sums of dK and dV so far, each BKCH, in the dtype of the sums."""
+        if chunk not in self._sums:
+            k, v = self._like(chunk)
+            return sum_zeros(k), sum_zeros(v)
+        k, v = self._read(self._sums[chunk])
+        # A first contribution is held as the kernel gave it, which may be in a narrower dtype.
+        return k.to(sum_dtype(k)), v.to(sum_dtype(v))
+
+    def free_gradient_sums(self, chunk: int) -> None:
+        """Free the sums of `chunk`."""
+        if chunk in self._sums:
+            self._release(self._sums.pop(chunk))
+
+    def add_gradient_sums(
+        self, chunk: int, dk_BKCH: Tensor, dv_BKCH: Tensor, heads: list[int]
+    ) -> None:
+        """Add another store's `gradient_sums` for some heads; a head may occur twice."""
+        sums = self.gradient_sums(chunk)
+        self.free_gradient_sums(chunk)
+        for total, part in zip(sums, (dk_BKCH, dv_BKCH), strict=True):
+            # Not by an index tensor: the host would wait for its copy to the device.
+            for place, head in enumerate(heads):
+                total[:, head] += part[:, place]
+        self._sums[chunk] = self._hold(sums)
+
+
+class LayerKV(KVByChunk):
+    """Keys and values of one layer on the device, with their gradient sums."""
+
+    def __init__(self, bounds: Bounds) -> None:
+        super().__init__(bounds)
         self.block = whole_sequence(bounds)
-        self._keys: dict[int, tuple[Tensor, Tensor]] = {}
-        self._grads: dict[int, tuple[Tensor, Tensor]] = {}
         self._taken: set[int] = set()
         self._offloaded: dict[int, LoadKV] = {}
+
+    @classmethod
+    def of_block(cls, start: int, end: int, k_BKTH: Tensor, v_BKTH: Tensor) -> LayerKV:
+        """Return K/V of tokens `[start, end)` as those of one chunk, where they lie."""
+        store = cls(((start, end),))
+        store._keys[0] = k_BKTH, v_BKTH
+        return store
 
     def put(self, chunk: int, k_BKCH: Tensor, v_BKCH: Tensor, *, keep: Keep | None = None) -> None:
         """Store K/V of `chunk`, which is about to attend; in place if dense and not for `keep`."""
@@ -126,59 +193,37 @@ class LayerKV:
         for chunk, inner, outer in self._overlaps(start, start + dk_BKTH.shape[2]):
             assert chunk not in self._taken, "a gradient arrived after its chunk was finished"
             dk, dv = dk_BKTH[:, :, outer], dv_BKTH[:, :, outer]
-            if chunk not in self._grads:
-                k, v = self._keys[chunk]
-                if dk.shape == k.shape:
-                    self._grads[chunk] = (sum_copy(dk), sum_copy(dv))
-                    continue
-                self._grads[chunk] = (sum_zeros(k), sum_zeros(v))
-            sum_k, sum_v = self._grads[chunk]
+            if chunk not in self._sums and dk.shape == self._keys[chunk][0].shape:
+                self._sums[chunk] = own_sum(dk), own_sum(dv)
+                continue
+            sum_k, sum_v = self._sums[chunk] = self.gradient_sums(chunk)
             select_row(sum_k, row)[:, :, inner] += dk
             select_row(sum_v, row)[:, :, inner] += dv
+
+    def take_sums(self, chunk: int) -> tuple[Tensor, Tensor] | None:
+        """Free K/V of `chunk`, and return and forget its sums; None if there are none."""
+        self._keys.pop(chunk, None)
+        self._taken.add(chunk)
+        return self._sums.pop(chunk, None)
 
     def take_gradient(self, chunk: int) -> tuple[Tensor, Tensor]:
         """Return dK and dV of `chunk` in the keys' own dtype, and free its K/V and sums."""
         self.load_until(chunk)
-        k, v = self._keys.pop(chunk)
-        self._taken.add(chunk)
-        sums = self._grads.pop(chunk, None)
+        k, v = self._keys[chunk]
+        sums = self.take_sums(chunk)
         if sums is None:
             return torch.zeros_like(k), torch.zeros_like(v)
         return sums[0].to(k.dtype), sums[1].to(v.dtype)
-
-    # For pipelines whose ranks share units: another rank's store takes over some chunks.
 
     def put_attended(self, chunk: int, k_BKCH: Tensor, v_BKCH: Tensor) -> None:
         """Store K/V of a `chunk` whose attention already ran, with another store."""
         self.put(chunk, k_BKCH, v_BKCH)
 
-    def chunk_kv(self, chunk: int) -> tuple[Tensor, Tensor]:
-        """Return K/V of `chunk`, each BKCH; the store keeps them."""
-        return self._keys[chunk]
-
     def free_kv(self, chunk: int) -> None:
         """Free K/V of `chunk`, whose own backward runs with another store; keep the sums."""
-        k, v = self._keys.pop(chunk)
-        self._taken.add(chunk)
-        if chunk not in self._grads:
-            self._grads[chunk] = sum_zeros(k), sum_zeros(v)
-
-    def gradient_sums(self, chunk: int) -> tuple[Tensor, Tensor]:
-        """Return the sums of dK and dV so far, each BKCH, in the dtype of the sums."""
-        return self._grads[chunk]
-
-    def free_gradient_sums(self, chunk: int) -> None:
-        """Free the sums of `chunk`."""
-        del self._grads[chunk]
-
-    def add_gradient_sums(
-        self, chunk: int, dk_BKCH: Tensor, dv_BKCH: Tensor, heads: list[int]
-    ) -> None:
-        """Add another store's `gradient_sums` for some heads; a head may occur twice."""
-        if chunk not in self._grads:
-            k, v = self._keys[chunk]
-            self._grads[chunk] = sum_zeros(k), sum_zeros(v)
-        add_to_heads(self._grads[chunk], (dk_BKCH, dv_BKCH), heads)
+        sums = self.gradient_sums(chunk)
+        self.take_sums(chunk)
+        self._sums[chunk] = sums
 
     @property
     def kv_bytes(self) -> int:
@@ -188,7 +233,7 @@ class LayerKV:
     @property
     def gradient_bytes(self) -> int:
         """Bytes of gradient sums held now."""
-        return sum(k.nbytes + v.nbytes for k, v in self._grads.values())
+        return sum(k.nbytes + v.nbytes for k, v in self._sums.values())
 
     def _overlaps(self, start: int, end: int) -> Iterator[tuple[int, slice, slice]]:
         """Yield (chunk, slice in the chunk, slice in the run) of chunks in `[start, end)`."""
@@ -260,24 +305,14 @@ def dense(x: Tensor) -> Tensor:
     return x if x.untyped_storage().nbytes() <= x.nbytes else x.clone()
 
 
-def sum_copy(x: Tensor) -> Tensor:
-    """Return a dense copy of `x` in the dtype of gradient sums."""
-    return x.to(sum_dtype(x), copy=True)
+def own_sum(x: Tensor) -> Tensor:
+    """Return `x`, or where it is a view into more memory a dense copy in the dtype of sums."""
+    return x if x.untyped_storage().nbytes() <= x.nbytes else x.to(sum_dtype(x), copy=True)
 
 
 def sum_zeros(x: Tensor) -> Tensor:
     """Return zeros of the shape of `x` in the dtype of gradient sums."""
     return torch.zeros_like(x, dtype=sum_dtype(x))
-
-
-def add_to_heads(
-    sums: tuple[Tensor, Tensor], more: tuple[Tensor, Tensor], heads: list[int]
-) -> None:
-    """Add gradients of some heads to sums of dK and dV, in place."""
-    for total, part in zip(sums, more, strict=True):
-        # Not by an index tensor: the host would wait for its copy to the device.
-        for place, head in enumerate(heads):
-            total[:, head] += part[:, place]
 
 
 def sum_dtype(x: Tensor) -> torch.dtype:

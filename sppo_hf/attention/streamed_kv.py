@@ -29,14 +29,13 @@ from torch import Tensor
 
 from sppo_hf.attention.kv_cache import (
     Keep,
+    KVByChunk,
     LayerKV,
-    add_to_heads,
+    Pair,
     dense,
     join_tokens,
     kv_freed_error,
-    select_row,
     sum_dtype,
-    sum_zeros,
 )
 from sppo_hf.attention.segments import (
     AttentionSegment,
@@ -51,9 +50,6 @@ from sppo_hf.attention.segments import (
 
 Handle = Any
 """An offloaded tensor; opaque to all but the `KVTransfer` that made it."""
-
-Pair = tuple[Handle, Handle]
-"""Handles of keys and values, or of their gradient sums."""
 
 
 class KVTransfer(Protocol):
@@ -185,67 +181,19 @@ class _OnDevice:
     v: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class _KVLayout:
-    """Shapes, dtype and device of a chunk's offloaded K/V."""
-
-    k_shape: torch.Size
-    v_shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-    @property
-    def sum_dtype(self) -> torch.dtype:
-        """Dtype of the sums of their gradients."""
-        return torch.promote_types(self.dtype, torch.float32)
-
-    def zeros(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        of = functools.partial(torch.zeros, dtype=dtype, device=self.device)
-        return of(self.k_shape), of(self.v_shape)
-
-
-class _LoadedBlock:
-    def __init__(self, block: Block, k_BKTH: Tensor, v_BKTH: Tensor) -> None:
-        self.block = block
-        self.gradient: tuple[Tensor, Tensor] | None = None
-        self._kv: tuple[Tensor, Tensor] | None = (k_BKTH, v_BKTH)
-
-    def run(self, start: int, end: int, row: int | None) -> tuple[Tensor, Tensor]:
-        assert self._kv is not None, "a block is read before the next one is requested"
-        tokens = slice(start - self.block.start, end - self.block.start)
-        k_BKTH, v_BKTH = self._kv
-        return select_row(k_BKTH, row)[:, :, tokens], select_row(v_BKTH, row)[:, :, tokens]
-
-    def add_gradient(self, start: int, dk_BKTH: Tensor, dv_BKTH: Tensor, row: int | None) -> None:
-        assert self._kv is not None, "gradients are added before the next block is requested"
-        if self.gradient is None:
-            if dk_BKTH.shape == self._kv[0].shape:
-                self.gradient = (dk_BKTH, dv_BKTH)
-                return
-            self.gradient = (sum_zeros(self._kv[0]), sum_zeros(self._kv[1]))
-        tokens = slice(start - self.block.start, start - self.block.start + dk_BKTH.shape[2])
-        sum_k, sum_v = (x.to(sum_dtype(x)) for x in self.gradient)
-        self.gradient = (sum_k, sum_v)
-        select_row(sum_k, row)[:, :, tokens] += dk_BKTH
-        select_row(sum_v, row)[:, :, tokens] += dv_BKTH
-
-    def close(self) -> None:
-        """Drop the K/V; keep the gradients."""
-        self._kv = None
-
-
-class StreamedKV:
+class StreamedKV(KVByChunk):
     """Keys and values of one layer that are offloaded; made by `KVStream.add_layer`."""
 
     def __init__(self, stream: KVStream, layer: int) -> None:
+        super().__init__(stream.bounds)
         self._stream = stream
         self._layer = layer
-        self._keys: dict[int, Pair] = {}
-        self._sums: dict[int, Pair] = {}
         self._blocks: dict[int, tuple[Block, ...]] = {}
         self._window: int | None = None
         self._local: int | None = None
-        self._layouts: dict[int, _KVLayout] = {}
+        self._shapes: dict[int, tuple[torch.Size, torch.Size]] = {}
+        self._empty = torch.empty(0, device="cpu")
+        """Has the dtype and device of keys and values."""
         self._own: _OnDevice | None = None
         self._own_sums: _OnDevice | None = None
 
@@ -254,12 +202,31 @@ class StreamedKV:
 
         `keep` is not used, because nothing is kept on the device.
         """
-        start, end = self._stream.bounds[chunk]
+        start, end = self._bounds[chunk]
         assert k_BKCH.shape[2] == end - start, "a chunk's keys must cover exactly its tokens"
         own = self._own = _OnDevice(chunk, dense(k_BKCH), dense(v_BKCH))
-        transfer = self._stream.transfer
-        self._keys[chunk] = (transfer.send(own.k), transfer.send(own.v))
-        self._layouts[chunk] = _KVLayout(own.k.shape, own.v.shape, own.k.dtype, own.k.device)
+        self._keys[chunk] = self._hold((own.k, own.v))
+        self._shapes[chunk] = own.k.shape, own.v.shape
+        self._empty = own.k.new_empty(0)
+
+    def _hold(self, pair: tuple[Tensor, Tensor]) -> Pair:
+        k, v = pair
+        return self._stream.transfer.send(k), self._stream.transfer.send(v)
+
+    def _read(self, pair: Pair) -> tuple[Tensor, Tensor]:
+        """Return copies, because what was fetched is evicted at once."""
+        k, v = (self._stream.fetch(handle).clone() for handle in pair)
+        for handle in pair:
+            self._stream.transfer.evict(handle)
+        return k, v
+
+    def _release(self, pair: Pair) -> None:
+        for handle in pair:
+            self._stream.release(handle)
+
+    def _like(self, chunk: int) -> tuple[Tensor, Tensor]:
+        k, v = (self._empty.new_empty(()).expand(shape) for shape in self._shapes[chunk])
+        return k, v
 
     def blocks(
         self,
@@ -274,7 +241,7 @@ class StreamedKV:
 
     def forward_blocks(
         self, chunk: int, blocks: tuple[Block, ...], *, borrowed: bool = False
-    ) -> Iterator[_LoadedBlock]:
+    ) -> Iterator[LayerKV]:
         """See `LayerKV.forward_blocks`."""
         self._blocks[chunk] = blocks
         after = functools.partial(self._stream.next_forward_handles, self._layer, chunk)
@@ -287,16 +254,16 @@ class StreamedKV:
 
     def backward_blocks(
         self, chunk: int, blocks: tuple[Block, ...], *, borrowed: bool = False
-    ) -> Iterator[_LoadedBlock]:
+    ) -> Iterator[LayerKV]:
         """See `LayerKV.backward_blocks`."""
         before = functools.partial(self._stream.next_backward_handles, self._layer, chunk)
         running: int | None = chunk
         if borrowed:
             before, running = _no_handles, None
-        for keys in self._load_blocks(blocks, before, sums=True):
+        # The blocks second: whatever ends the first of them lets it evict what it has loaded.
+        for keys, block in zip(self._load_blocks(blocks, before, sums=True), blocks, strict=True):
             yield keys
-            keys.close()
-            self._add_gradient(keys, running)
+            self._add_gradient(block, keys.take_sums(0), running)
             self._stream.transfer.settle()
 
     def take_gradient(self, chunk: int) -> tuple[Tensor, Tensor]:
@@ -304,20 +271,19 @@ class StreamedKV:
 
         Backward of the later ones is over by now, or will never run.
         """
-        like = self._layouts[chunk]
+        k, v = self._like(chunk)
         own, self._own_sums = self._own_sums, None
         if own is not None:
             assert own.chunk == chunk, "the chunk that walked back takes its gradient next"
-            gradient = (own.k.to(like.dtype), own.v.to(like.dtype))
+            gradient = (own.k.to(k.dtype), own.v.to(v.dtype))
         elif chunk in self._sums:  # later chunks read its keys, but its own output was not used
             sum_k, sum_v = (self._stream.fetch(handle) for handle in self._sums[chunk])
-            gradient = (sum_k.to(like.dtype, copy=True), sum_v.to(like.dtype, copy=True))
+            gradient = (sum_k.to(k.dtype, copy=True), sum_v.to(v.dtype, copy=True))
         else:
-            gradient = like.zeros(like.dtype)
+            gradient = (torch.zeros_like(k), torch.zeros_like(v))
         for entries in (self._keys, self._sums):
             for done in [other for other in entries if other >= chunk]:
-                for handle in entries.pop(done):
-                    self._stream.release(handle)
+                self._release(entries.pop(done))
         return gradient
 
     def put_attended(self, chunk: int, k_BKCH: Tensor, v_BKCH: Tensor) -> None:
@@ -326,48 +292,16 @@ class StreamedKV:
         self._own = None
         self._stream.transfer.settle()  # K/V of many chunks may follow each other
 
-    def chunk_kv(self, chunk: int) -> tuple[Tensor, Tensor]:
-        """See `LayerKV.chunk_kv`; returns copies, because what was fetched is evicted at once."""
-        return self._copies(self._keys[chunk])
-
     def free_kv(self, chunk: int) -> None:
         """See `LayerKV.free_kv`."""
-        for handle in self._keys.pop(chunk):
-            self._stream.release(handle)
-
-    def gradient_sums(self, chunk: int) -> tuple[Tensor, Tensor]:
-        """See `LayerKV.gradient_sums`; returns copies, as `chunk_kv` does."""
-        like = self._layouts[chunk]
-        if chunk not in self._sums:
-            return like.zeros(like.sum_dtype)
-        return self._copies(self._sums[chunk])
-
-    def free_gradient_sums(self, chunk: int) -> None:
-        """See `LayerKV.free_gradient_sums`."""
-        for handle in self._sums.pop(chunk, ()):
-            self._stream.release(handle)
+        self._release(self._keys.pop(chunk))
 
     def add_gradient_sums(
         self, chunk: int, dk_BKCH: Tensor, dv_BKCH: Tensor, heads: list[int]
     ) -> None:
-        """See `LayerKV.add_gradient_sums`."""
-        before, like = self._sums.pop(chunk, None), self._layouts[chunk]
-        if before is None:
-            sums = like.zeros(like.sum_dtype)
-        else:
-            sums = self._copies(before)
-            for handle in before:
-                self._stream.release(handle)
-        add_to_heads(sums, (dk_BKCH, dv_BKCH), heads)
-        sum_k, sum_v = sums
-        self._sums[chunk] = (self._stream.transfer.send(sum_k), self._stream.transfer.send(sum_v))
+        """Add as all stores do; the sums that are sent again are bounded."""
+        super().add_gradient_sums(chunk, dk_BKCH, dv_BKCH, heads)
         self._stream.transfer.settle()
-
-    def _copies(self, pair: Pair) -> tuple[Tensor, Tensor]:
-        k, v = (self._stream.fetch(handle).clone() for handle in pair)
-        for handle in pair:
-            self._stream.transfer.evict(handle)
-        return k, v
 
     def first_forward_handles(self, chunk: int) -> list[Handle]:
         """Return what forward of `chunk` will read first, as far as is known before it runs."""
@@ -399,7 +333,7 @@ class StreamedKV:
 
     def _load_blocks(
         self, blocks: tuple[Block, ...], upcoming: Callable[[], list[Handle]], *, sums: bool
-    ) -> Iterator[_LoadedBlock]:
+    ) -> Iterator[LayerKV]:
         """Yield one loaded block after the other; each is prefetched while the last is in use.
 
         `upcoming` returns what is needed after the last block, by this or another layer.
@@ -411,7 +345,7 @@ class StreamedKV:
         for index, block in enumerate(blocks):
             k_BKTH, k_handles = self._join(block, 0)
             v_BKTH, v_handles = self._join(block, 1)
-            keys = _LoadedBlock(block, k_BKTH, v_BKTH)
+            keys = LayerKV.of_block(block.start, block.end, k_BKTH, v_BKTH)
             del k_BKTH, v_BKTH
             following = blocks[index + 1 : index + 2]
             if following:
@@ -421,7 +355,7 @@ class StreamedKV:
             try:
                 yield keys
             finally:
-                keys.close()
+                keys.take_sums(0)
                 for handle in k_handles + v_handles:
                     stream.transfer.evict(handle)
 
@@ -444,26 +378,27 @@ class StreamedKV:
             self._stream.transfer.evict(handle)
         return joined, []
 
-    def _add_gradient(self, keys: _LoadedBlock, running: int | None) -> None:
-        """Add a block's gradients to the sums of its chunks, and offload the sums.
+    def _add_gradient(
+        self, block: Block, gradient: tuple[Tensor, Tensor] | None, running: int | None
+    ) -> None:
+        """Add a block's gradient to the sums of its chunks, and offload the sums.
 
         Those of the `running` chunk are kept on the device; None offloads all (a layer that borrows
         the K/V takes no gradient).
         """
-        if keys.gradient is None:
+        if gradient is None:
             return
-        (dk_BKTH, dv_BKTH), keys.gradient = keys.gradient, None
-        transfer = self._stream.transfer
-        for chunk in keys.block.chunks:
-            start, end = self._stream.bounds[chunk]
-            tokens = slice(start - keys.block.start, end - keys.block.start)
+        dk_BKTH, dv_BKTH = gradient
+        for chunk in block.chunks:
+            start, end = self._bounds[chunk]
+            tokens = slice(start - block.start, end - block.start)
             before = self._sums.pop(chunk, (None, None))
             sum_k = self._add_to_sum(before[0], dk_BKTH[:, :, tokens])
             sum_v = self._add_to_sum(before[1], dv_BKTH[:, :, tokens])
             if chunk == running:
                 self._own_sums = _OnDevice(chunk, sum_k, sum_v)
             else:
-                self._sums[chunk] = (transfer.send(sum_k), transfer.send(sum_v))
+                self._sums[chunk] = self._hold((sum_k, sum_v))
 
     def _add_to_sum(self, before: Handle | None, share_BKCH: Tensor) -> Tensor:
         if before is None:
@@ -475,9 +410,6 @@ class StreamedKV:
 
 KVStore = LayerKV | StreamedKV
 """Keys and values of one layer for one sequence, on the device or offloaded."""
-
-KVBlock = LayerKV | _LoadedBlock
-"""Keys and values of one block of chunks, on the device."""
 
 
 def _no_handles() -> list[Handle]:
