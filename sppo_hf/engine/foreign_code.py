@@ -41,9 +41,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn import functional as F
 from torch.nn.parameter import is_lazy
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -54,6 +52,7 @@ from sppo_hf.engine.sliced_calls import (
     Call,
     CannotRunByLayer,
     PrefixLength,
+    WithoutDropout,
     input_width,
     layer_calls,
     may_narrow_float32,
@@ -498,7 +497,7 @@ class _Trial:
             attention_implementation(_TRIAL, self.parts.configs),
             patched_attribute("forward", dict.fromkeys(self.mixers, _first_argument)),
             _without_tf32_in_cudnn(),
-            _WithoutDropout(),
+            WithoutDropout(),
         ):
             yield
 
@@ -630,21 +629,6 @@ def _without_tf32_in_cudnn() -> Iterator[None]:
             cudnn.allow_tf32 = older_flag
         for part, precision in zip(parts, before, strict=True):
             part.fp32_precision = precision
-
-
-class _WithoutDropout(TorchFunctionMode):
-    """Mode in which torch's dropout returns its input, in training too."""
-
-    _DROPOUT = frozenset(
-        (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
-    )
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run `func`, or return the input of a dropout."""
-        kwargs = kwargs or {}
-        if func in self._DROPOUT:
-            return args[0] if args else kwargs["input"]
-        return func(*args, **kwargs)
 
 
 def _attend_to_own_token(

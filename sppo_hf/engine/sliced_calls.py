@@ -45,6 +45,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from sppo_hf.engine.recompute import RecomputedLayer, SavedTensor
@@ -54,7 +56,9 @@ from sppo_hf.engine.structure import (
     all_modules,
     has_hooks,
     is_compiled,
+    layer_list,
     patched_attribute,
+    swapped_modules,
 )
 from sppo_hf.errors import SPPOError, first_line
 from sppo_hf.planning.chunk_bounds import Bounds
@@ -196,13 +200,8 @@ def layer_calls(parts: ModelParts, run_base: Callable[[], object]) -> dict[int, 
     def note(index: int) -> Callable[[Call], None]:
         return lambda call: calls.update({index: call})
 
-    owner = next(
-        child
-        for child in parts.decoder.children()
-        if isinstance(child, nn.ModuleList) and parts.layers[0] in child.children()
-    )
-    norm = parts.final_norm()
-    stand_ins: list[tuple[nn.Module, str, nn.Module]] = [
+    norm, (_, owner) = parts.final_norm(), layer_list(parts.decoder)
+    stand_ins: list[tuple[nn.Module, str, nn.Module | None]] = [
         (owner, name, _LayerStandIn(layer, other=layer, note=note(index)))
         for index, (name, layer) in enumerate(zip(owner._modules, parts.layers, strict=True))
         if not isinstance(layer, AbsentLayer)
@@ -212,15 +211,9 @@ def layer_calls(parts: ModelParts, run_base: Callable[[], object]) -> dict[int, 
         for name, child in parts.decoder.named_children()
         if child is norm
     ]
-    before = [module._modules[name] for module, name, _ in stand_ins]
-    models = {parts.base, parts.decoder}
-    uncaptured = [model for model in models if not getattr(model, _CAPTURES, False)]
+    capturing = patched_attribute(_CAPTURES, dict.fromkeys((parts.base, parts.decoder), True))
     try:
-        for model in uncaptured:
-            setattr(model, _CAPTURES, True)
-        for module, name, stand_in in stand_ins:
-            module._modules[name] = stand_in
-        with torch.no_grad():
+        with capturing, swapped_modules(stand_ins), torch.no_grad():
             run_base()
     except torch.OutOfMemoryError:
         raise  # not the model's fault
@@ -230,11 +223,6 @@ def layer_calls(parts: ModelParts, run_base: Callable[[], object]) -> dict[int, 
             f"how {parts.name} calls its layers cannot be seen without running them "
             f"({first_line(error)})"
         ) from error
-    finally:
-        for (module, name, _), own in zip(stand_ins, before, strict=True):
-            module._modules[name] = own
-        for model in uncaptured:
-            delattr(model, _CAPTURES)
     return calls
 
 
@@ -563,7 +551,7 @@ def _probe(name: str, module: nn.Module, like: Tensor) -> TokenWise | None:
     )
     x_1MD[:, -_NUM_EQUAL_TOKENS:] = x_1MD[:, -1:]
     devices = [like.device] if like.device.type == "cuda" else []
-    with torch.no_grad(), torch.random.fork_rng(devices), _without_dropout(module):
+    with torch.no_grad(), torch.random.fork_rng(devices), WithoutDropout():
         try:
             whole, spec = tree_flatten(module.forward(x_1MD))
         except _DOES_NOT_TAKE_TOKENS:
@@ -621,17 +609,19 @@ def _is_close(one: Tensor, other: Tensor) -> bool:
     return bool(difference <= rounding * other.abs().max())
 
 
-@contextlib.contextmanager
-def _without_dropout(module: nn.Module) -> Iterator[None]:
-    drops = [part for part in module.modules() if isinstance(part, nn.Dropout)]
-    before = [part.p for part in drops]
-    try:
-        for part in drops:
-            part.p = 0.0
-        yield
-    finally:
-        for part, p in zip(drops, before, strict=True):
-            part.p = p
+class WithoutDropout(TorchFunctionMode):
+    """Mode in which torch's dropout returns its input, in training too."""
+
+    _DROPOUT = frozenset(
+        (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
+    )
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run `func`, or return the input of a dropout."""
+        kwargs = kwargs or {}
+        if func in self._DROPOUT:
+            return args[0] if args else kwargs["input"]
+        return func(*args, **kwargs)
 
 
 class LayerTiles:

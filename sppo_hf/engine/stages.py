@@ -43,7 +43,13 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from sppo_hf.engine.structure import ModelParts, mixers_of, patched_attribute, swapped_modules
+from sppo_hf.engine.structure import (
+    ModelParts,
+    layer_list,
+    mixers_of,
+    patched_attribute,
+    swapped_modules,
+)
 from sppo_hf.errors import ConfigError, UnsupportedModelError
 from sppo_hf.planning.model_profile import LayerProfile
 
@@ -214,7 +220,7 @@ class StagedModel:
             _remove(ends.before, keep if self.shared_names else None)
         if not cut.has_last:
             _remove(ends.after)
-        layers = whole if borrows_stages else tuple(_layer_list(parts.decoder)[1])
+        layers = whole if borrows_stages else tuple(layer_list(parts.decoder)[1])
         self.parts = ModelParts(parts.causal_lm, parts.base, parts.decoder, layers, parts.configs)
         stages = range(cut.num_stages) if borrows_stages else cut.own
         self._views = {stage: self._make_view(stage) for stage in stages}
@@ -351,7 +357,7 @@ class _Ends:
 
 def _find_ends(parts: ModelParts) -> _Ends:
     """Find what runs before and after the decoder layers, by the order of definition."""
-    name, layers = _layer_list(parts.decoder)
+    name, layers = layer_list(parts.decoder)
     embedding = parts.causal_lm.get_input_embeddings()
     encoders: tuple[tuple[nn.Module, str], ...] = ()
     before: list[tuple[nn.Module, str]] = []
@@ -395,17 +401,6 @@ def _find_ends(parts: ModelParts) -> _Ends:
         if child is not parts.base
     ]
     return _Ends(name, layers, (*encoders, *before), (*after, *head))
-
-
-def _layer_list(base: nn.Module) -> tuple[str, nn.ModuleList]:
-    lists = [
-        (name, child)
-        for name, child in base.named_children()
-        if isinstance(child, nn.ModuleList)
-        and len(child)
-        and all(isinstance(layer, GradientCheckpointingLayer) for layer in child)
-    ]
-    return max(lists, key=lambda entry: len(entry[1]))
 
 
 def _embeds(module: nn.Module) -> bool:

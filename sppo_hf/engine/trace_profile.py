@@ -25,7 +25,7 @@ import copy
 import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -75,6 +75,7 @@ from sppo_hf.engine.structure import (
     auto_class_of,
     decoder_config,
     find_parts,
+    layer_list,
     patched_attribute,
     suppress_peft_warnings,
     swapped_modules,
@@ -249,8 +250,7 @@ def _only_layers(
     parts: ModelParts, layers: Sequence[nn.Module]
 ) -> contextlib.AbstractContextManager[None]:
     """Context in which the model has only these decoder layers."""
-    modules = parts.decoder._modules
-    name = next(n for n, x in modules.items() if x is not None and parts.layers[0] in x.children())
+    name, _ = layer_list(parts.decoder)
     return swapped_modules([(parts.decoder, name, nn.ModuleList(layers))])
 
 
@@ -466,10 +466,8 @@ def _trace_layer(
         ]
         short, long = (run.forward() for run in runs)
         per_token = {
-            count.name: round(
-                (getattr(long, count.name) - getattr(short, count.name)) / (lengths[1] - lengths[0])
-            )
-            for count in fields(_Counts)
+            name: round((count - short[name]) / (lengths[1] - lengths[0]))
+            for name, count in long.items()
         }
         few, many = (run.num_graph_nodes() for run in runs)
         nodes_per_token = (many - few) / (lengths[1] - lengths[0])
@@ -529,28 +527,6 @@ def _replace_tensors(module: nn.Module, make: Callable[[Tensor], Tensor]) -> dic
 
 
 # -- one run -----------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _Counts:
-    """Totals of one layer at one length; the fields are those of `LayerProfile`."""
-
-    forward_flops: int = 0
-    weight_gradient_flops: int = 0
-    inputs_recompute_flops: int = 0
-    matmuls_recompute_flops: int = 0
-    inputs_bytes: int = 0
-    matmuls_bytes: int = 0
-    whole_bytes: int = 0
-    inputs_rerun_bytes: int = 0
-    inputs_rerun_early_bytes: int = 0
-    matmuls_rerun_bytes: int = 0
-    matmuls_rerun_early_bytes: int = 0
-    mlp_width: int = 0
-    adapted_mlp_width: int = 0
-    tiled_bytes: int = 0
-    tile_bytes: int = 0
-    tiles_recompute_flops: int = 0
 
 
 @dataclass(slots=True)
@@ -665,7 +641,8 @@ class _LayerRun:
         self._unused_finder.add_inputs(out_BNCH, lse_BNC)
         self._recorder.start(out_BNCH, lse_BNC)
 
-    def forward(self) -> _Counts:
+    def forward(self) -> dict[str, int]:
+        """Run the layer's forward; returns totals by the names of `LayerProfile`'s fields."""
         with _autocast(self._training):
             self._out = self._run_forward()
         matmuls = self._counter.matmuls
@@ -679,36 +656,36 @@ class _LayerRun:
         inputs_bytes = self.hidden.nbytes + self._attention_bytes
         tiled_bytes, tile_bytes = self._bytes_in_tiles(sum(saved_bytes))
         recorded_thick = iter(recorded)
-        return _Counts(
-            forward_flops=sum(x.flops for x in matmuls),
-            weight_gradient_flops=sum(x.flops for x in matmuls if x.is_trained),
-            inputs_recompute_flops=sum(
+        return {
+            "forward_flops": sum(x.flops for x in matmuls),
+            "weight_gradient_flops": sum(x.flops for x in matmuls if x.is_trained),
+            "inputs_recompute_flops": sum(
                 x.flops
                 for x, is_unused in _with_unused(matmuls[: self._last_save], unused)
                 if not is_unused
             ),
             # A thick matmul of weights alone is recomputed, too.
-            matmuls_recompute_flops=sum(
+            "matmuls_recompute_flops": sum(
                 x.flops
                 for x in matmuls[: self._last_save]
                 if not x.is_thick or next(recorded_thick).of_weights
             ),
-            inputs_bytes=inputs_bytes,
-            matmuls_bytes=inputs_bytes + sum(held_bytes),
-            whole_bytes=sum(saved_bytes),
+            "inputs_bytes": inputs_bytes,
+            "matmuls_bytes": inputs_bytes + sum(held_bytes),
+            "whole_bytes": sum(saved_bytes),
             **self._rerun_bytes({output.key for output in held}),
-            mlp_width=sum(
+            "mlp_width": sum(
                 x.num_inputs
                 for x in matmuls
                 if x.is_down_projection and x.child != self._attending_child
             ),
-            adapted_mlp_width=max(
+            "adapted_mlp_width": max(
                 (x.num_adapted for x in matmuls if x.child != self._attending_child), default=0
             ),
-            tiled_bytes=tiled_bytes,
-            tile_bytes=tile_bytes,
-            tiles_recompute_flops=self._flops_in_tiles(unused),
-        )
+            "tiled_bytes": tiled_bytes,
+            "tile_bytes": tile_bytes,
+            "tiles_recompute_flops": self._flops_in_tiles(unused),
+        }
 
     def _rerun_bytes(self, held: set[int | None]) -> dict[str, int]:
         """Bytes that reruns make; `held` are the storages of matmul outputs that are saved."""
