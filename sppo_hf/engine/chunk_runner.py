@@ -59,6 +59,7 @@ from sppo_hf.engine.sequence_group import SequenceGroup, rank_tokens
 from sppo_hf.engine.sliced_calls import (
     EXAMPLE_TOKENS,
     NORM,
+    Call,
     CallExample,
     CannotRunByLayer,
     LayerTiles,
@@ -88,7 +89,7 @@ SavedActivations = RecomputedLayer | LayerOffload
 
 
 class _RunningLayer(NamedTuple):
-    """One chunk of a layer, while its forward runs."""
+    """One chunk of a layer, or of the final norm, while its forward runs."""
 
     context: ChunkContext
     entered: contextlib.ExitStack
@@ -227,7 +228,6 @@ class ChunkRunner:
         self._examples: dict[int, CallExample] = {}
         self._call: SlicedCall | None = None
         self._running: _RunningLayer | None = None
-        self._norm: RecomputedLayer | None = None
         self._num_norm_slices = 1
         self._recomputed_chunks: dict[int, weakref.ref[RecomputedLayer]] = {}
         self._heap = HeapWatch(None) if self.heap is None else self.heap
@@ -351,8 +351,7 @@ class ChunkRunner:
                 output = self.parts.base(**inputs, return_dict=True)
             finally:
                 # Torch calls a layer's hooks after exceptions, but not after KeyboardInterrupt.
-                self._cancel_layer()
-                self._close_norm(failed=True)
+                self._cancel()
                 self._call = None
         if self.plan.device.kind == "cpu":
             return_free_heap()  # the head's logits come next
@@ -435,7 +434,7 @@ class ChunkRunner:
 
     def before_layer(
         self, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    ) -> Call:
         """Open layer `index` for the first chunk; returns the layer's arguments for it."""
         if self.weights is not None:
             self.weights.enter_layer(index)
@@ -464,8 +463,8 @@ class ChunkRunner:
         module: nn.Module,
         output: Any,
         count: int,
-        open_slice: Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]],
-        close_slice: Callable[[Any], None],
+        open_slice: Callable[[int], Call],
+        close_slice: Callable[[Any], object],
     ) -> Any:
         """Close the first of `count` slices of a call, which gave `output`, and run the others.
 
@@ -488,9 +487,7 @@ class ChunkRunner:
             call.put(index, output)
         return call.joined()
 
-    def _open_layer(
-        self, index: int, layer: nn.Module, chunk: int
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _open_layer(self, index: int, layer: nn.Module, chunk: int) -> Call:
         assert self._call is not None, "a layer that runs was given its arguments"
         self._chunk = chunk
         if self.plan.order == "by_layer" and self._timer is not None:
@@ -584,10 +581,10 @@ class ChunkRunner:
         the output over all tokens; None where that is `output` itself.
         """
         if failed:
-            self._cancel_layer()
+            self._cancel()
             return None
 
-        def open_chunk(part: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def open_chunk(part: int) -> Call:
             return self._open_layer(index, layer, self._chunks[part])
 
         def close_chunk(output: Any) -> None:
@@ -646,8 +643,8 @@ class ChunkRunner:
             return offloaded_kv
         return None
 
-    def _cancel_layer(self) -> None:
-        """Leave the layer that runs, if one does, after an exception in it."""
+    def _cancel(self) -> None:
+        """Leave the layer or norm that runs, if one does, after an exception in it."""
         if self._running is None:
             return
         (_, entered, activations), self._running = self._running, None
@@ -655,15 +652,20 @@ class ChunkRunner:
         if activations is not None and activations.is_open:
             activations.cancel()
 
-    def _close_layer(self) -> None:
-        assert self._running is not None, "a layer that ran was opened"
+    def _close(self) -> tuple[ChunkContext, SavedActivations | None]:
+        """Leave the layer or norm that ran."""
+        assert self._running is not None, "what ran was opened"
         (context, entered, activations), self._running = self._running, None
         entered.close()
-        assert context.layer is not None, "the context of a layer"
-        position = context.layer - self._layers.start
-        recorded = len(self._prefetch_order)
         if activations is not None:
             activations.close()
+        return context, activations
+
+    def _close_layer(self) -> None:
+        recorded = len(self._prefetch_order)
+        context, activations = self._close()
+        assert context.layer is not None, "the context of a layer"
+        position = context.layer - self._layers.start
         if self._log is not None:
             self._log.end_layer(self._chunk, position, activations)
         if self._stream is not None and len(self._prefetch_order) == recorded:
@@ -680,9 +682,7 @@ class ChunkRunner:
         if context.states is not None:
             between.states = context.states.after
 
-    def before_norm(
-        self, norm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def before_norm(self, norm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Open the final norm for the first chunk; returns its arguments for that chunk.
 
         Only its input is saved. Norms of 16-bit models compute in float32 and save what they
@@ -698,17 +698,18 @@ class ChunkRunner:
         )
         return self._open_norm(norm, 0)
 
-    def _open_norm(self, norm: nn.Module, index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _open_norm(self, norm: nn.Module, index: int) -> Call:
         assert self._call is not None, "a norm that runs was given its arguments"
         self._chunk = chunk = min(self._chunks.start + index, self._chunks.stop - 1)
         args, kwargs = self._call.take(index)
         if self._log is not None and index < len(self._chunks):
             hidden = args[0] if args else kwargs["hidden_states"]
             self._log.begin_layer(chunk, len(self._layers), hidden)
+        context, activations = self._context(), None
         if torch.is_grad_enabled():
-            self._norm = RecomputedLayer(
+            activations = RecomputedLayer(
                 norm,
-                context=self._context(),
+                context=context,
                 around_layers=self.around_layers,
                 prefetch_order=self._prefetch_order,
                 offload=self.offload,
@@ -717,28 +718,22 @@ class ChunkRunner:
                 label=f"final norm, chunk {chunk}",
                 reads=self._reads_of(norm),
             )
-            self._norm.open(args, kwargs)
+            activations.open(args, kwargs)
+        self._running = _RunningLayer(context, contextlib.ExitStack(), activations)
         return args, kwargs
 
     def after_norm(self, norm: nn.Module, output: Any, *, failed: bool) -> Any:
         """Close the final norm for the first chunk, and run it on the others; see `after_layer`."""
         if failed:
-            self._close_norm(failed=True)
+            self._cancel()
             return None
         return self._run_other_slices(
             norm,
             output,
             self._num_norm_slices,
             lambda index: self._open_norm(norm, index),
-            lambda _: self._close_norm(),
+            lambda _: self._close(),
         )
-
-    def _close_norm(self, *, failed: bool = False) -> None:
-        activations, self._norm = self._norm, None
-        if activations is not None and failed:
-            activations.cancel()
-        elif activations is not None:
-            activations.close()
 
     def _reads_of(self, module: nn.Module) -> ReadTensors:
         """Return what `module` reads in this forward; collected once, as it may have many parts."""
