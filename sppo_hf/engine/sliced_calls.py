@@ -50,7 +50,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from sppo_hf.engine.recompute import RecomputedLayer, SavedTensor
-from sppo_hf.engine.stages import AbsentLayer, GraphNode
+from sppo_hf.engine.stages import AbsentLayer, AbsentModule, GraphNode
 from sppo_hf.engine.structure import (
     ModelParts,
     all_modules,
@@ -146,37 +146,25 @@ NORM = -1
 """Key of the final norm in `layer_examples`; layers have their index."""
 
 
-class _StandIn:
+class _StandIn(nn.Module):
     """A module that replaces another one and has its attributes (a weight's dtype, say)."""
 
-    def __init__(self, *args: Any, other: nn.Module, note: Callable[[Call], None]) -> None:
-        super().__init__(*args)
-        self._record = note
-        self._other = (other,)  # in a tuple: it is no part of this module
+    other: tuple[nn.Module, ...] = ()
+    """The other module; in a tuple, as it is no part of this one."""
 
     def __getattr__(self, name: str) -> Any:
         try:
-            return super().__getattr__(name)  # type: ignore[misc]
+            return super().__getattr__(name)
         except AttributeError:
-            return getattr(self.__dict__["_other"][0], name)
+            return getattr(self.other[0], name)
 
 
-class _NormStandIn(_StandIn, nn.Module):
-    """Stands in for the final norm: records its call and returns its input."""
-
-    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Record the call and return `hidden`."""
-        self._record(((hidden, *args), kwargs))
-        return hidden
+class _NormStandIn(_StandIn, AbsentModule):
+    """Stands in for the final norm."""
 
 
 class _LayerStandIn(_StandIn, AbsentLayer):
-    """Stands in for a layer: records its call and returns its hidden states."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the hidden states, in a tuple where the layer returns one."""
-        self._record((args, kwargs))
-        return super().forward(*args, **kwargs)
+    """Stands in for a layer."""
 
 
 def layer_examples(parts: ModelParts, run_base: Callable[[], object]) -> dict[int, CallExample]:
@@ -197,17 +185,21 @@ def layer_calls(parts: ModelParts, run_base: Callable[[], object]) -> dict[int, 
     """
     calls: dict[int, Call] = {}
 
-    def note(index: int) -> Callable[[Call], None]:
-        return lambda call: calls.update({index: call})
+    def stand_in(made: _StandIn, other: nn.Module, index: int) -> _StandIn:
+        made.other = (other,)
+        made.register_forward_pre_hook(
+            lambda _, args, kwargs: calls.update({index: (args, kwargs)}), with_kwargs=True
+        )
+        return made
 
     norm, (_, owner) = parts.final_norm(), layer_list(parts.decoder)
     stand_ins: list[tuple[nn.Module, str, nn.Module | None]] = [
-        (owner, name, _LayerStandIn(layer, other=layer, note=note(index)))
+        (owner, name, stand_in(_LayerStandIn(layer), layer, index))
         for index, (name, layer) in enumerate(zip(owner._modules, parts.layers, strict=True))
         if not isinstance(layer, AbsentLayer)
     ]
     stand_ins += [
-        (parts.decoder, name, _NormStandIn(other=child, note=note(NORM)))
+        (parts.decoder, name, stand_in(_NormStandIn(), child, NORM))
         for name, child in parts.decoder.named_children()
         if child is norm
     ]

@@ -247,25 +247,18 @@ class ModelParts:
         """Whether FSDP2 shards the model or a part of it; see `are_sharded`."""
         return are_sharded(all_modules(self.causal_lm))
 
+    def head_modules(self) -> list[nn.Module]:
+        """All modules of the head."""
+        heads = (child for child in self.head_owner.children() if child is not self.base)
+        return [module for child in heads for module in child.modules()]
+
     def head_is_hooked(self) -> bool:
         """Whether the head's modules have forward or backward hooks."""
-        return any(
-            has_hooks(module)
-            for child in self.head_owner.children()
-            if child is not self.base
-            for module in child.modules()
-        )
+        return any(map(has_hooks, self.head_modules()))
 
     def head_parameters(self) -> list[nn.Parameter]:
         """Parameters of the head: those that logits depend on beside hidden states."""
-        seen: dict[int, nn.Parameter] = {}
-        for child in self.head_owner.children():
-            if child is not self.base:
-                for parameter in child.parameters():
-                    seen.setdefault(id(parameter), parameter)
-        for parameter in self.causal_lm.parameters(recurse=False):
-            seen.setdefault(id(parameter), parameter)
-        return list(seen.values())
+        return own_parameters((*self.head_modules(), self.causal_lm))
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -577,7 +577,10 @@ class _LayerRun:
         self.hidden.requires_grad_(input_needs_grad)
         self._argument_bytes.pop(storage_key(self.hidden), None)
         self._recorder = _DrivenRecorder(
-            call.layer, self.hidden, hold=_HeldSize, without_memory=True
+            call.layer,
+            self.hidden,
+            hold=lambda _name, tensor: SavedTensor(tensor),
+            without_memory=True,
         )
         self._unused_finder = UnusedMatmulFinder(self.hidden, without_memory=True)
         self._states = LayerStates({})
@@ -647,7 +650,7 @@ class _LayerRun:
             self._out = self._run_forward()
         matmuls = self._counter.matmuls
         recorded = self._recorder.stop()
-        held = [x.output for x in recorded if isinstance(x.output, _HeldSize)]
+        held = [x.output.take() for x in recorded if x.output is not None]
         held_bytes = [output.nbytes for output in held]
         saved_bytes = list(map(self._saved_bytes, self._saved))
         self.largest_bytes = max(self.largest_bytes, *held_bytes, *saved_bytes)
@@ -673,7 +676,7 @@ class _LayerRun:
             "inputs_bytes": inputs_bytes,
             "matmuls_bytes": inputs_bytes + sum(held_bytes),
             "whole_bytes": sum(saved_bytes),
-            **self._rerun_bytes({output.key for output in held}),
+            **self._rerun_bytes(set(map(storage_key, held))),
             "mlp_width": sum(
                 x.num_inputs
                 for x in matmuls
@@ -853,26 +856,6 @@ class _LayerRun:
         with counter.counting():
             torch.autograd.grad(self._out, leaves, torch.zeros_like(self._out), allow_unused=True)
         return sum(x.flops for x in counter.matmuls)
-
-
-class _HeldSize(SavedTensor):
-    """Stands for a matmul output that the recorder holds; knows its size and its storage."""
-
-    def __init__(self, _name: str, tensor: Tensor) -> None:
-        self.nbytes = tensor.nbytes
-        self.key = storage_key(tensor)
-
-    def handles(self) -> tuple[()]:
-        return ()
-
-    def take(self) -> Tensor:
-        raise AssertionError("a traced layer is not recomputed")
-
-    def borrow(self) -> NoReturn:
-        raise AssertionError("a traced layer is not recomputed")
-
-    def drop(self) -> None:
-        """Do nothing: the output is replaced by a copy of the same size."""
 
 
 class _Matmul(NamedTuple):
