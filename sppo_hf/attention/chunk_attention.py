@@ -36,9 +36,8 @@ from sppo_hf.attention.backends.base import (
     accumulation_dtype,
     merge_into,
 )
-from sppo_hf.attention.kv_cache import Keep, LayerKV
+from sppo_hf.attention.kv_cache import Keep, KVStore, LayerKV
 from sppo_hf.attention.segments import AttentionSegment, group_adjacent
-from sppo_hf.attention.streamed_kv import KVStore
 
 # B batch rows, N query heads, K key/value heads, C tokens of this chunk, T tokens of a run of
 # keys, H head size. `out` has the values' head size.

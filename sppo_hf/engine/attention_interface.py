@@ -37,8 +37,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 
 from sppo_hf.attention.backends.base import AttentionSpec, Backend
 from sppo_hf.attention.chunk_attention import AttentionCall, chunk_attention
+from sppo_hf.attention.kv_cache import KVStore
 from sppo_hf.attention.segments import chunk_segments
-from sppo_hf.attention.streamed_kv import KVStore
 from sppo_hf.engine.chunk_context import ChunkContext, current
 from sppo_hf.engine.sequence_group import (
     SequenceGroup,

@@ -25,9 +25,8 @@ from torch import Tensor
 
 from sppo_hf.attention.backends.base import AttentionSpec, Backend
 from sppo_hf.attention.chunk_attention import Stash
-from sppo_hf.attention.kv_cache import Keep, KVOwners
+from sppo_hf.attention.kv_cache import Keep, KVOwners, KVStore
 from sppo_hf.attention.segments import RowSpans
-from sppo_hf.attention.streamed_kv import KVStore
 from sppo_hf.engine.sequence_group import RecomputeExchanges, SequenceGroup
 from sppo_hf.engine.structure import ModelParts
 

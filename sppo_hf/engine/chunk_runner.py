@@ -34,9 +34,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sppo_hf.attention.kv_cache import KVOwners, LayerKV
+from sppo_hf.attention.kv_cache import KVOwners, KVStore, LayerKV
 from sppo_hf.attention.segments import RowSpans
-from sppo_hf.attention.streamed_kv import KVStore
 from sppo_hf.engine.action_log import ActionLog, LayerLog
 from sppo_hf.engine.attention_interface import chunked_attention
 from sppo_hf.engine.chunk_context import (

@@ -16,9 +16,8 @@ from dataclasses import KW_ONLY, dataclass
 
 from torch import Tensor
 
-from sppo_hf.attention.kv_cache import LayerKV
+from sppo_hf.attention.kv_cache import KVStream, KVTransfer, LayerKV
 from sppo_hf.attention.segments import RowSpans
-from sppo_hf.attention.streamed_kv import KVStream, KVTransfer
 from sppo_hf.engine.cpu_heap import return_free_heap
 from sppo_hf.engine.recompute import RecomputedLayer
 from sppo_hf.errors import SPPOError

@@ -20,8 +20,7 @@ from unittest import mock
 import torch
 from torch import distributed as dist
 
-from sppo_hf.attention.kv_cache import LayerKV, sum_dtype
-from sppo_hf.attention.streamed_kv import StreamedKV
+from sppo_hf.attention.kv_cache import LayerKV, StreamedKV, sum_dtype
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.convert import get_engine, revert
 from sppo_hf.engine.device_facts import device_facts, whole_shape
