@@ -59,13 +59,12 @@ from sppo_hf.engine.sliced_calls import (
     EXAMPLE_TOKENS,
     NORM,
     Call,
-    CallExample,
     CannotRunByLayer,
     LayerTiles,
     PrefixLength,
     SlicedCall,
     TokenSlices,
-    layer_examples,
+    layer_calls,
     move_hooks_innermost,
 )
 from sppo_hf.engine.stages import StateEnd, enter
@@ -192,14 +191,6 @@ class ChunkRunner:
     """Whether any layer has recurrent states; None: look through `layers`."""
 
     def __post_init__(self) -> None:
-        self._sequence = ChunkContext(
-            model=self.parts,
-            last_position=self.last_position,
-            rows=self.rows,
-            choose_backend=self.choose_backend,
-            counters=self.counters,
-            group=self.group,
-        )
         self._layers = range(len(self.parts.layers)) if self.layers is None else self.layers
         self._tiles = LayerTiles(self.plan.layer_tile_tokens)
         self._stream = kv_stream(self.plan, self.offload, rows=self.rows, linked=self.linked)
@@ -224,7 +215,7 @@ class ChunkRunner:
         self._chunks = range(0)
         self._chunk = 0
         self._arena = CpuChunkArena(len(self._layers))
-        self._examples: dict[int, CallExample] = {}
+        self._examples: dict[int, Call] = {}
         self._call: SlicedCall | None = None
         self._running: _RunningLayer | None = None
         self._num_norm_slices = 1
@@ -305,9 +296,7 @@ class ChunkRunner:
         if len(chunks) > 1:
             few = min(EXAMPLE_TOKENS, bounds[-1][1] - 1)
             inputs = slices.chunk(0, few)
-            self._examples = layer_examples(
-                self.parts, lambda: self._run_base(inputs, range(1), few)
-            )
+            self._examples = layer_calls(self.parts, lambda: self._run_base(inputs, range(1), few))
         output = self._run_base(slices.chunk(0, bounds[-1][1]), chunks, bounds[-1][1])
         output_class, hidden = type(output), TokenSlices(output.last_hidden_state, dim=1)
         # Of all chunks of the first layer with a router, then of the next layer, and so on.
@@ -343,7 +332,16 @@ class ChunkRunner:
             prefix = PrefixLength(self.rank_tokens(chunks.start)[0])
             inputs = {**inputs, self.parts.cache_argument(): prefix}
         # Not an attribute: it refers to this runner, and the cycle would outlive the call.
-        context = dataclasses.replace(self._sequence, runner=self, owners=KVOwners())
+        context = ChunkContext(
+            model=self.parts,
+            runner=self,
+            last_position=self.last_position,
+            rows=self.rows,
+            choose_backend=self.choose_backend,
+            counters=self.counters,
+            group=self.group,
+            owners=KVOwners(),
+        )
         with chunked_attention(context), self.around_layers():
             try:
                 inputs = self._with_cache(inputs, start, end)
@@ -690,7 +688,7 @@ class ChunkRunner:
         bounds, example = self._call_bounds(), self._examples.get(NORM)
         tiles = self._tiles.bounds(args, kwargs) if len(bounds) == 1 else bounds
         if len(tiles) > len(bounds):  # called with [B, T, D] alone
-            bounds, example = tiles, CallExample.of((args[0][:, :EXAMPLE_TOKENS],), {})
+            bounds, example = tiles, ((args[0][:, :EXAMPLE_TOKENS],), {})
         self._num_norm_slices = len(bounds)
         self._call = SlicedCall(
             args, kwargs, bounds=bounds, example=example, where="the final norm"

@@ -1,7 +1,7 @@
 """Module calls over all tokens, run slice by slice along the tokens.
 
 With order "by_layer" the untouched base model runs once over the whole sequence, and each decoder
-layer's hooks run the layer's forward chunk by chunk. `layer_examples` finds which dims of a layer's
+layer's hooks run the layer's forward chunk by chunk. `layer_calls` finds which dims of a layer's
 arguments are the tokens; `SlicedCall` cuts whole tensors into chunks and joins the outputs.
 
 A layer over all tokens calls attention once, which is when its kernel is fastest. Memory then goes
@@ -127,23 +127,8 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments and keyword arguments of a call."""
 
 
-@dataclass(frozen=True, slots=True)
-class CallExample:
-    """The arguments of a layer for `EXAMPLE_TOKENS` tokens."""
-
-    shapes: tuple[torch.Size | None, ...]
-    """Shape of every leaf; None for leaves that are not tensors."""
-    spec: TreeSpec
-
-    @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallExample:
-        """Record a call."""
-        leaves, spec = tree_flatten((args, kwargs))
-        return cls(tuple(x.shape if isinstance(x, Tensor) else None for x in leaves), spec)
-
-
 NORM = -1
-"""Key of the final norm in `layer_examples`; layers have their index."""
+"""Key of the final norm in `layer_calls`; layers have their index."""
 
 
 class _StandIn(nn.Module):
@@ -167,18 +152,10 @@ class _LayerStandIn(_StandIn, AbsentLayer):
     """Stands in for a layer."""
 
 
-def layer_examples(parts: ModelParts, run_base: Callable[[], object]) -> dict[int, CallExample]:
-    """Return example calls of each decoder layer, and of the final norm, without running them.
-
-    `run_base` runs the base model on the first `EXAMPLE_TOKENS` tokens of its inputs; see
-    `layer_calls`.
-    """
-    calls = layer_calls(parts, run_base)
-    return {index: CallExample.of(*call) for index, call in calls.items()}
-
-
 def layer_calls(parts: ModelParts, run_base: Callable[[], object]) -> dict[int, Call]:
     """Return the arguments of each decoder layer, and of the final norm, without running them.
+
+    `run_base` runs the base model on a few tokens, without gradients.
 
     Raises:
         CannotRunByLayer: The base model does not run without its layers.
@@ -227,7 +204,7 @@ class SlicedCall:
         kwargs: dict[str, Any],
         *,
         bounds: Bounds,
-        example: CallExample | None,
+        example: Call | None,
         where: str,
     ) -> None:
         """Prepare to cut a call into the chunks of `bounds`, in tokens; one is not cut.
@@ -239,18 +216,19 @@ class SlicedCall:
         """
         self._bounds = bounds
         self._where = where
-        self._whole: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
+        self._whole: Call | None = (args, kwargs)
         self._join: TokenJoin | None = None
         self._hidden_shape: torch.Size = torch.Size()
         if len(bounds) == 1:
             return
         assert example is not None, "a call that is cut has an example"
         leaves, spec = tree_flatten((args, kwargs))
-        if spec != example.spec:
+        examples, known_spec = tree_flatten(example)
+        if spec != known_spec:
             raise CannotRunByLayer(f"{where} is called with other arguments for fewer tokens")
         tokens = bounds[-1][1]
         hidden = args[0] if args else kwargs.get("hidden_states")
-        dims = [_token_dim(*pair, tokens) for pair in zip(leaves, example.shapes, strict=True)]
+        dims = [_token_dim(*pair, tokens) for pair in zip(leaves, examples, strict=True)]
         unclear = [leaf for leaf, dim in zip(leaves, dims, strict=True) if dim == _UNCLEAR]
         if unclear:
             raise CannotRunByLayer(
@@ -268,7 +246,7 @@ class SlicedCall:
         self._whole = None
         self._join = TokenJoin(dim, tokens, len(bounds))
 
-    def take(self, index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def take(self, index: int) -> Call:
         """Return the arguments of the `index`-th chunk; chunks are taken in order, each once."""
         if self._whole is not None:
             whole, self._whole = self._whole, None
@@ -309,20 +287,20 @@ class SlicedCall:
 _UNCLEAR = -1
 
 
-def _token_dim(leaf: Any, example: torch.Size | None, tokens: int) -> int | None:
+def _token_dim(leaf: Any, example: Any, tokens: int) -> int | None:
     """Return the dim of `leaf` that is the tokens; None for none, `_UNCLEAR` if it is ambiguous.
 
     See [Note: which dims are the tokens].
     """
-    if not isinstance(leaf, Tensor) and example is None:
-        return None
-    if not isinstance(leaf, Tensor) or example is None or len(example) != leaf.ndim:
+    if not isinstance(leaf, Tensor):
+        return _UNCLEAR if isinstance(example, Tensor) else None
+    if not isinstance(example, Tensor) or example.ndim != leaf.ndim:
         return _UNCLEAR
-    changed = [dim for dim in range(leaf.ndim) if example[dim] != leaf.shape[dim]]
+    changed = [dim for dim in range(leaf.ndim) if example.shape[dim] != leaf.shape[dim]]
     if not changed:
         return None
     dim = changed[0]
-    clear = len(changed) == 1 and example[dim] <= EXAMPLE_TOKENS and leaf.shape[dim] == tokens
+    clear = len(changed) == 1 and example.shape[dim] <= EXAMPLE_TOKENS and leaf.shape[dim] == tokens
     return dim if clear else _UNCLEAR
 
 

@@ -282,13 +282,12 @@ class StagedModel:
     @contextlib.contextmanager
     def whole_ties(self) -> Iterator[None]:
         """Context in which Transformers knows the whole model's ties, to write a state dict."""
-        causal_lm: Any = self.parts.causal_lm
-        before = causal_lm.all_tied_weights_keys, causal_lm._tied_weights_keys
-        causal_lm.all_tied_weights_keys, causal_lm._tied_weights_keys = self._ties, self._ties
-        try:
+        ties = {self.parts.causal_lm: self._ties}
+        with (
+            patched_attribute("all_tied_weights_keys", ties),
+            patched_attribute("_tied_weights_keys", ties),
+        ):
             yield
-        finally:
-            causal_lm.all_tied_weights_keys, causal_lm._tied_weights_keys = before
 
     def _make_view(self, stage: int) -> nn.ModuleList:
         layers = self.cut.layers[stage]
