@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sppo_hf.attention.kv_cache import KVOwners, KVStore, LayerKV
+from sppo_hf.attention.kv_cache import KVOwners, KVStore, KVStream, LayerKV
 from sppo_hf.attention.segments import RowSpans
 from sppo_hf.engine.action_log import ActionLog, LayerLog
 from sppo_hf.engine.attention_interface import chunked_attention
@@ -45,7 +45,7 @@ from sppo_hf.engine.chunk_context import (
     current_of,
 )
 from sppo_hf.engine.cpu_heap import CpuChunkArena, HeapWatch, return_free_heap
-from sppo_hf.engine.kv_offload import OffloadedKV, kv_stream, recompute_kv
+from sppo_hf.engine.kv_offload import EngineTransfer, OffloadedKV, recompute_kv
 from sppo_hf.engine.recompute import AroundLayers, RecomputedLayer
 from sppo_hf.engine.recurrent_state import (
     LayerStates,
@@ -193,7 +193,19 @@ class ChunkRunner:
     def __post_init__(self) -> None:
         self._layers = range(len(self.parts.layers)) if self.layers is None else self.layers
         self._tiles = LayerTiles(self.plan.layer_tile_tokens)
-        self._stream = kv_stream(self.plan, self.offload, rows=self.rows, linked=self.linked)
+        self._stream: KVStream | None = None
+        if self.plan.kv_tier != "device":
+            self._stream = KVStream(
+                EngineTransfer(
+                    self.offload,
+                    tier=self.plan.kv_tier,
+                    max_pending_d2h_bytes=self.plan.max_pending_d2h_bytes,
+                ),
+                self.plan.bounds,
+                rows=self.rows,
+                block_tokens=self.plan.kv_block_tokens,
+                linked=self.linked,
+            )
         self._log = None
         if self.log is not None:
             self._log = LayerLog(self.log, self.plan, self._stream, self.first_unit, self.weights)
