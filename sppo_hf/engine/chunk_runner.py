@@ -308,7 +308,10 @@ class ChunkRunner:
         if len(chunks) > 1:
             few = min(EXAMPLE_TOKENS, bounds[-1][1] - 1)
             inputs = slices.chunk(0, few)
-            self._examples = layer_calls(self.parts, lambda: self._run_base(inputs, range(1), few))
+            with torch.no_grad():
+                self._examples = layer_calls(
+                    self.parts, lambda: self._run_base(inputs, range(1), few)
+                )
         output = self._run_base(slices.chunk(0, bounds[-1][1]), chunks, bounds[-1][1])
         output_class, hidden = type(output), TokenSlices(output.last_hidden_state, dim=1)
         # Of all chunks of the first layer with a router, then of the next layer, and so on.

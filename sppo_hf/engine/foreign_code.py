@@ -323,7 +323,7 @@ def _run_base(
     if getattr(parts.text_config, "attn_temperature_tuning", False):
         given[parts.cache_argument()] = PrefixLength(0)
     try:
-        with attention_implementation(_TRIAL, parts.configs):
+        with attention_implementation(_TRIAL, parts.configs), torch.no_grad():
             # Without hooks: those that shard a model must not see a forward without layers.
             parts.base.forward(**given)
     finally:

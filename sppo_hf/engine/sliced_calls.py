@@ -13,7 +13,7 @@ layer is rerun without these modules, and then each module is rerun one tile at 
 
 [Note: which dims are the tokens] The size of a dim is not enough, as a width or a number of heads
 may happen to equal the number of tokens. So the model's own code is run on two tokens, with
-stand-ins for layers that return their input: a dim that is two there and T in the real call is the
+layers that only return their input: a dim that is two there and T in the real call is the
 tokens. A layer must return hidden states in the form of its input, alone or as the only element of
 a tuple. Other outputs cannot be joined, and such a model runs chunk by chunk.
 
@@ -50,15 +50,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from sppo_hf.engine.recompute import RecomputedLayer, SavedTensor
-from sppo_hf.engine.stages import AbsentLayer, AbsentModule, GraphNode
+from sppo_hf.engine.stages import AbsentLayer, GraphNode, as_returned, returned_values
 from sppo_hf.engine.structure import (
     ModelParts,
     all_modules,
     has_hooks,
     is_compiled,
-    layer_list,
     patched_attribute,
-    swapped_modules,
 )
 from sppo_hf.errors import SPPOError, first_line
 from sppo_hf.planning.chunk_bounds import Bounds
@@ -71,7 +69,7 @@ EXAMPLE_TOKENS = 2
 
 
 # Transformers sets this attribute on a model when it hooks layers and routers to collect their
-# outputs, at the first call that requests them. Layers must not be replaced in that call.
+# outputs, at the first call that requests them. That must not be one in which layers do not run.
 _CAPTURES = "_output_capturing_hooks_installed"
 
 
@@ -131,58 +129,39 @@ NORM = -1
 """Key of the final norm in `layer_calls`; layers have their index."""
 
 
-class _StandIn(nn.Module):
-    """A module that replaces another one and has its attributes (a weight's dtype, say)."""
-
-    other: tuple[nn.Module, ...] = ()
-    """The other module; in a tuple, as it is no part of this one."""
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.other[0], name)
-
-
-class _NormStandIn(_StandIn, AbsentModule):
-    """Stands in for the final norm."""
-
-
-class _LayerStandIn(_StandIn, AbsentLayer):
-    """Stands in for a layer."""
-
-
 def layer_calls(parts: ModelParts, run_base: Callable[[], object]) -> dict[int, Call]:
     """Return the arguments of each decoder layer, and of the final norm, without running them.
 
-    `run_base` runs the base model on a few tokens, without gradients.
+    `run_base` runs the base model; layers return their hidden states, and their hooks do not run.
 
     Raises:
         CannotRunByLayer: The base model does not run without its layers.
     """
     calls: dict[int, Call] = {}
 
-    def stand_in(made: _StandIn, other: nn.Module, index: int) -> _StandIn:
-        made.other = (other,)
-        made.register_forward_pre_hook(
-            lambda _, args, kwargs: calls.update({index: (args, kwargs)}), with_kwargs=True
-        )
-        return made
+    def recorder(index: int, values: int | None) -> Callable[..., Any]:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            calls[index] = args, kwargs
+            return as_returned(args[0] if args else kwargs["hidden_states"], values)
 
-    norm, (_, owner) = parts.final_norm(), layer_list(parts.decoder)
-    stand_ins: list[tuple[nn.Module, str, nn.Module | None]] = [
-        (owner, name, stand_in(_LayerStandIn(layer), layer, index))
-        for index, (name, layer) in enumerate(zip(owner._modules, parts.layers, strict=True))
+        return called
+
+    recorders = {
+        layer: recorder(index, returned_values(type(layer).forward))
+        for index, layer in enumerate(parts.layers)
         if not isinstance(layer, AbsentLayer)
-    ]
-    stand_ins += [
-        (parts.decoder, name, stand_in(_NormStandIn(), child, NORM))
-        for name, child in parts.decoder.named_children()
-        if child is norm
-    ]
-    capturing = patched_attribute(_CAPTURES, dict.fromkeys((parts.base, parts.decoder), True))
+    }
+    norm = parts.final_norm()
+    if norm is not None:
+        recorders[norm] = recorder(NORM, None)
+    captures = dict.fromkeys((parts.base, parts.decoder), True)
     try:
-        with capturing, swapped_modules(stand_ins), torch.no_grad():
+        with (
+            patched_attribute("forward", recorders),
+            patched_attribute("_call_impl", recorders),
+            patched_attribute(_CAPTURES, captures),
+            patched_attribute("gradient_checkpointing", dict.fromkeys(parts.layers, False)),
+        ):
             run_base()
     except torch.OutOfMemoryError:
         raise  # not the model's fault

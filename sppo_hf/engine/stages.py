@@ -118,7 +118,7 @@ class AbsentLayer(GradientCheckpointingLayer):
     def __init__(self, layer: nn.Module, *, carries_state: bool = False) -> None:
         super().__init__()
         forward = type(layer).forward
-        self._returns = _returned_values(forward)
+        self._returns = returned_values(forward)
         names = _argument_names(forward)
         self._own = names.index(_PER_LAYER_INPUT) if _PER_LAYER_INPUT in names else len(names)
         self.carries_state = carries_state
@@ -137,11 +137,13 @@ class AbsentLayer(GradientCheckpointingLayer):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the first argument, in a tuple if the layer itself returns one."""
-        hidden_states = args[0] if args else kwargs["hidden_states"]
         self.given = kwargs.get(_PER_LAYER_INPUT, (*args[self._own : self._own + 1], None)[0])
-        if self._returns is None:
-            return hidden_states
-        return (hidden_states, *(None for _ in range(self._returns - 1)))
+        return as_returned(args[0] if args else kwargs["hidden_states"], self._returns)
+
+
+def as_returned(hidden_states: Tensor, values: int | None) -> Any:
+    """Return hidden states as a layer does whose code has as many `returned_values`."""
+    return hidden_states if values is None else (hidden_states, *(None,) * (values - 1))
 
 
 @functools.cache
@@ -151,12 +153,16 @@ def _argument_names(forward: Any) -> tuple[str, ...]:
 
 
 @functools.cache
-def _returned_values(forward: Any) -> int | None:
+def returned_values(forward: Any) -> int | None:
     """Length of the tuple that a layer's code returns; None if it returns no tuple.
 
-    Read from the code, because some annotations say tuple where the code returns a tensor.
+    Read from the code, because some annotations say tuple where the code returns a tensor. A layer
+    without code, as one that was made in `exec`, is taken to return a tensor.
     """
-    source = textwrap.dedent(inspect.getsource(inspect.unwrap(forward)))
+    try:
+        source = textwrap.dedent(inspect.getsource(inspect.unwrap(forward)))
+    except (OSError, TypeError):
+        return None
     returns = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Return)]
     value = returns[-1].value if returns else None
     return len(value.elts) if isinstance(value, ast.Tuple) else None

@@ -66,7 +66,13 @@ from sppo_hf.engine.selective import (
     storage_key,
     tensors_in,
 )
-from sppo_hf.engine.sliced_calls import PrefixLength, is_searched, is_worth_tiles
+from sppo_hf.engine.sliced_calls import (
+    CannotRunByLayer,
+    PrefixLength,
+    is_searched,
+    is_worth_tiles,
+    layer_calls,
+)
 from sppo_hf.engine.stages import SHARED_KV, MessageLayout
 from sppo_hf.engine.structure import (
     ATTENTION_DROPOUT_FIELDS,
@@ -344,16 +350,6 @@ class _LayerCall(NamedTuple):
 
 def _layer_calls(parts: ModelParts, tokens: int, training: Training) -> list[_LayerCall]:
     """Run the model with its decoder layers skipped, and return how each would be called."""
-    calls: list[_LayerCall] = []
-    stored_keys: dict[int | None, Tensor] = {}
-
-    def skipped(layer: nn.Module, wrap_output: Callable[[Any], Any]) -> Any:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            calls.append(_LayerCall(layer, args, kwargs, stored_keys))
-            return wrap_output(calls[-1].hidden)
-
-        return forward
-
     # Inputs are real tensors until they meet a weight: masks are analysed by value, and rotary
     # tables may depend on the largest position.
     ids = torch.zeros(1, tokens, dtype=torch.long, device="cpu")
@@ -371,29 +367,19 @@ def _layer_calls(parts: ModelParts, tokens: int, training: Training) -> list[_La
             del inputs["position_ids"]
     elif getattr(parts.text_config, "attn_temperature_tuning", False):
         inputs[parts.cache_argument()] = PrefixLength(0)
-    first_error: Exception | None = None
-    for wrap_output in _LAYER_OUTPUTS:
-        calls.clear()
-        forwards = {layer: skipped(layer, wrap_output) for layer in parts.layers}
-        try:
-            with (
-                patched_attribute("forward", forwards),
-                chunked_attention(ChunkContext(model=parts)),
-                _autocast(training),
-            ):
-                parts.base(**inputs)
-        except (TypeError, ValueError, RuntimeError, LookupError, AttributeError) as error:
-            first_error = first_error or error
-            continue
-        if len({call.hidden.dim() for call in calls}) == 1:
-            return calls
-    raise first_error or ValueError("the model does not call its layers as the others do")
 
+    def run_base() -> None:
+        with chunked_attention(ChunkContext(model=parts)), _autocast(training):
+            parts.base(**inputs)
 
-# What a layer may return: hidden states, alone or as the first of a tuple.
-_LAYER_OUTPUTS: tuple[Callable[[Any], Any], ...] = (
-    *(lambda x: x, lambda x: (x,), lambda x: (x, None)),
-)
+    try:
+        calls = layer_calls(parts, run_base)
+    except CannotRunByLayer as error:
+        raise (error.__cause__ or error) from None
+    stored_keys: dict[int | None, Tensor] = {}
+    return [
+        _LayerCall(layer, *calls[index], stored_keys) for index, layer in enumerate(parts.layers)
+    ]
 
 
 def _autocast(training: Training) -> contextlib.AbstractContextManager[object]:
