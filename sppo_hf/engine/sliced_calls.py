@@ -139,7 +139,11 @@ def layer_calls(parts: ModelParts, run_base: Callable[[], object]) -> dict[int, 
     """
     calls: dict[int, Call] = {}
 
-    def recorder(index: int, values: int | None) -> Callable[..., Any]:
+    def recorder(index: int, module: nn.Module) -> Callable[..., Any]:
+        values = None  # a tensor, as norms and most layers return
+        with contextlib.suppress(OSError):
+            values = None if index == NORM else returned_values(type(module).forward)
+
         def called(*args: Any, **kwargs: Any) -> Any:
             calls[index] = args, kwargs
             return as_returned(args[0] if args else kwargs["hidden_states"], values)
@@ -147,13 +151,13 @@ def layer_calls(parts: ModelParts, run_base: Callable[[], object]) -> dict[int, 
         return called
 
     recorders = {
-        layer: recorder(index, returned_values(type(layer).forward))
+        layer: recorder(index, layer)
         for index, layer in enumerate(parts.layers)
         if not isinstance(layer, AbsentLayer)
     }
     norm = parts.final_norm()
     if norm is not None:
-        recorders[norm] = recorder(NORM, None)
+        recorders[norm] = recorder(NORM, norm)
     captures = dict.fromkeys((parts.base, parts.decoder), True)
     try:
         with (

@@ -110,18 +110,13 @@ class StageCut:
 class AbsentLayer(GradientCheckpointingLayer):
     """Replaces a decoder layer of another stage and returns its hidden states unchanged."""
 
-    @classmethod
-    def of(cls, layer: nn.Module) -> AbsentLayer:
-        """Return a replacement that can tell, when `layer` is gone, whether it carried states."""
-        return cls(layer, carries_state=bool(mixers_of(layer)))
-
-    def __init__(self, layer: nn.Module, *, carries_state: bool = False) -> None:
+    def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         forward = type(layer).forward
         self._returns = returned_values(forward)
-        names = _argument_names(forward)
+        names = list(inspect.signature(forward).parameters)[1:]
         self._own = names.index(_PER_LAYER_INPUT) if _PER_LAYER_INPUT in names else len(names)
-        self.carries_state = carries_state
+        self.carries_state = bool(mixers_of(layer))
         """Whether the layer has recurrent or convolutional mixers."""
         self.given: Tensor | None = None
         """The layer's per-layer input; see `StagedModel.take_layer_inputs`."""
@@ -147,22 +142,15 @@ def as_returned(hidden_states: Tensor, values: int | None) -> Any:
 
 
 @functools.cache
-def _argument_names(forward: Any) -> tuple[str, ...]:
-    """Names of the parameters of a layer's code, without `self`."""
-    return tuple(inspect.signature(forward).parameters)[1:]
-
-
-@functools.cache
 def returned_values(forward: Any) -> int | None:
     """Length of the tuple that a layer's code returns; None if it returns no tuple.
 
-    Read from the code, because some annotations say tuple where the code returns a tensor. A layer
-    without code, as one that was made in `exec`, is taken to return a tensor.
+    Read from the code, because some annotations say tuple where the code returns a tensor.
+
+    Raises:
+        OSError: The code is not known, as of a class that was made in `exec`.
     """
-    try:
-        source = textwrap.dedent(inspect.getsource(inspect.unwrap(forward)))
-    except (OSError, TypeError):
-        return None
+    source = textwrap.dedent(inspect.getsource(inspect.unwrap(forward)))
     returns = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Return)]
     value = returns[-1].value if returns else None
     return len(value.elts) if isinstance(value, ast.Tuple) else None
@@ -219,7 +207,7 @@ class StagedModel:
         after = [(parent, name, parent._modules[name]) for parent, name in ends.after]
         for index, layer in enumerate(parts.layers):
             if index not in cut.own_layers:
-                ends.layers[index] = AbsentLayer.of(layer)
+                ends.layers[index] = AbsentLayer(layer)
         self._layers_name = ends.layers_name
         if not cut.has_first:
             keep = parts.causal_lm.get_input_embeddings() if cut.has_last else None
@@ -298,7 +286,7 @@ class StagedModel:
     def _make_view(self, stage: int) -> nn.ModuleList:
         layers = self.cut.layers[stage]
         return nn.ModuleList(
-            layer if index in layers or isinstance(layer, AbsentLayer) else AbsentLayer.of(layer)
+            layer if index in layers or isinstance(layer, AbsentLayer) else AbsentLayer(layer)
             for index, layer in enumerate(self.parts.layers)
         )
 
