@@ -146,14 +146,8 @@ def _unused_matmuls(layer: nn.Module) -> dict[Hashable, UnusedMatmuls | None]:
     return _found.setdefault(layer, {})
 
 
-class _Slot:
-    """The place of a saved tensor, which autograd's graph holds instead of it."""
-
-    __slots__ = ("activations", "index")
-
-    def __init__(self, activations: RecomputedLayer, index: int) -> None:
-        self.activations = activations
-        self.index = index
+_Slot = tuple["RecomputedLayer", int]
+"""The place of a saved tensor, which autograd's graph holds instead of it, by its number."""
 
 
 class _FirstTiledCall(NamedTuple):
@@ -318,7 +312,7 @@ class RecomputedLayer:
             self._recorder.on_saved(tensor)
         self._saved_shapes.append(tuple(tensor.shape))
         self._saved_dtypes.append(tensor.dtype)
-        return _Slot(self, len(self._saved_shapes) - 1)
+        return self, len(self._saved_shapes) - 1
 
     # -- attention's results; see `chunk_attention.Stash` --------------------------------------
 
@@ -742,7 +736,8 @@ class RunContext(RandomState):
 
 
 def _unpack(slot: _Slot) -> Tensor:
-    return slot.activations.unpack(slot.index)
+    activations, index = slot
+    return activations.unpack(index)
 
 
 def _no_unpack(_: object) -> Tensor:
