@@ -45,6 +45,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from sppo_hf.attention.backends.select import relative_error
 from sppo_hf.engine.attention_interface import attention_implementation, mask_meaning
 from sppo_hf.engine.family_guard import built_classes, is_checking
 from sppo_hf.engine.sliced_calls import (
@@ -597,8 +598,7 @@ def _difference(whole: list[Tensor], *parts: list[Tensor]) -> float:
         if not torch.equal(joined, expected):
             if not (expected.isfinite().all() and joined.isfinite().all()):
                 raise _CannotTry("it gives NaN or infinity")
-            difference = (joined.double() - expected.double()).norm() / expected.double().norm()
-            worst = max(worst, float(difference.nan_to_num(float("inf"))))
+            worst = max(worst, relative_error(joined.double(), expected.double()))
     return worst
 
 
