@@ -1153,11 +1153,20 @@ def torch_code_alone(parts: ModelParts) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(liger_in_torch())
         for mixer in _distinct_mixers(parts):
-            names = _globals(type(mixer))
-            for name in _kernels(mixer):
-                stack.callback(names.__setitem__, name, names[name])
-                names[name] = _torch_code(names[name])
+            stack.enter_context(_in_torch_code(mixer))
         yield
+
+
+@contextlib.contextmanager
+def _in_torch_code(mixer: nn.Module, *, but: str = "") -> Iterator[None]:
+    """Context in which a mixer's class runs the torch code for all kernels, or all `but` one."""
+    names = _globals(type(mixer))
+    kernels = {name: names[name] for name in _kernels(mixer)}
+    names.update({name: _torch_code(one) for name, one in kernels.items() if name != but})
+    try:
+        yield
+    finally:
+        names.update(kernels)
 
 
 def _distinct_mixers(parts: ModelParts) -> Iterator[nn.Module]:
@@ -1213,23 +1222,17 @@ def _disagreement(
     mixer: nn.Module, name: str, parts: ModelParts, device: torch.device
 ) -> str | None:
     """The reason to reject the kernel behind `name`; None if it agrees with the torch code."""
-    names = _globals(type(mixer))
-    kernels = {other: names[other] for other in _kernels(mixer)}
     try:
-        names.update({other: _torch_code(kernel) for other, kernel in kernels.items()})
-        try:
+        with _in_torch_code(mixer):
             expected = _two_chunks(mixer, parts, device)
-        except Exception as error:  # noqa: BLE001 - out of memory, ...: no verdict
-            logger.warning("%s was not tried: its torch code failed (%s)", name, first_line(error))
-            return None
-        # One at a time, to know which one differs.
-        names[name] = kernels[name]
-        try:
+    except Exception as error:  # noqa: BLE001 - out of memory, ...: no verdict
+        logger.warning("%s was not tried: its torch code failed (%s)", name, first_line(error))
+        return None
+    try:
+        with _in_torch_code(mixer, but=name):  # one at a time, to know which one differs
             found = _two_chunks(mixer, parts, device)
-        except Exception as error:  # noqa: BLE001 - no such device, no compiler, ...
-            return f"failed when tried: {first_line(error).rstrip('.')}"
-    finally:
-        names.update(kernels)
+    except Exception as error:  # noqa: BLE001 - no such device, no compiler, ...
+        return f"failed when tried: {first_line(error).rstrip('.')}"
     missing = [what for what in expected if what not in found]
     if missing:
         return f"gives no {missing[0].removeprefix('the ')}"
