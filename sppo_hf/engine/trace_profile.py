@@ -562,7 +562,7 @@ class _LayerRun:
         self.hidden: Tensor = self._args[0] if self._args else self._kwargs[_HIDDEN]
         self.hidden.requires_grad_(input_needs_grad)
         self._argument_bytes.pop(storage_key(self.hidden), None)
-        self._recorder = _DrivenRecorder(
+        self._recorder = SelectiveRecorder(
             call.layer,
             self.hidden,
             hold=lambda _name, tensor: SavedTensor(tensor),
@@ -617,7 +617,7 @@ class _LayerRun:
 
     def get(self) -> None:
         """Pause the recorder while attention runs, whose matmuls are not the layer's."""
-        self._recorder.pause()
+        self._counter.trackers.remove(self._recorder)
 
     def put(self, out_BNCH: Tensor, lse_BNC: Tensor) -> None:
         self._attending_child = self._counter.child
@@ -628,7 +628,8 @@ class _LayerRun:
         self._late.clear()
         self.largest_bytes = max(self.largest_bytes, out_BNCH.nbytes)
         self._unused_finder.add_inputs(out_BNCH, lse_BNC)
-        self._recorder.start(out_BNCH, lse_BNC)
+        self._recorder.add_inputs(out_BNCH, lse_BNC)
+        self._counter.trackers.append(self._recorder)
 
     def forward(self) -> dict[str, int]:
         """Run the layer's forward; returns totals by the names of `LayerProfile`'s fields."""
@@ -774,11 +775,7 @@ class _LayerRun:
             self._observing_tile_calls(),
             self._counter.counting(),
         ):
-            self._recorder.start()
-            try:
-                out = self._layer.forward(*self._args, **self._kwargs)
-            finally:
-                self._recorder.abandon()
+            out = self._layer.forward(*self._args, **self._kwargs)
         return out[0] if isinstance(out, tuple) else out
 
     def close(self) -> None:
@@ -869,23 +866,6 @@ def _with_unused(
     answers = iter(unused)
     for matmul in matmuls:
         yield matmul, matmul.is_thick and next(answers, False)
-
-
-class _DrivenRecorder(SelectiveRecorder):
-    """A recorder that a `_FlopCounter` passes operations to, in place of a mode of its own."""
-
-    def _begin(self) -> None:
-        pass
-
-    def _end(self) -> None:
-        pass
-
-    def watch(
-        self, run: RunOperation, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> Any:
-        if not self._running:
-            return run(func, args, kwargs)
-        return super().watch(run, func, args, kwargs)
 
 
 class _FlopCounter(LightDispatchMode):
