@@ -30,7 +30,6 @@ to host memory or disk, and orders them against compute.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -361,29 +360,25 @@ class KVStream:
 
         For callers that run chunks one by one (`linked=False`); repeated calls do nothing.
         """
-        store = self._layers[-1 if backward else 0]()
-        if store is not None:
-            self.prefetch(
-                store.first_backward_handles(chunk)
-                if backward
-                else store.first_forward_handles(chunk)
-            )
+        self.prefetch(self._first_handles(-1 if backward else 0, chunk, backward=backward))
 
-    def next_forward_handles(self, layer: int, chunk: int) -> list[Handle]:
-        """Return what forward reads first after attention of `chunk` in `layer`."""
-        if layer + 1 == len(self._layers) and not self.linked:
-            return []
-        layer, chunk = (layer + 1, chunk) if layer + 1 < len(self._layers) else (0, chunk + 1)
-        store = self._layers[layer]() if chunk < len(self.bounds) else None
-        return [] if store is None else store.first_forward_handles(chunk)
+    def next_handles(self, layer: int, chunk: int, *, backward: bool) -> list[Handle]:
+        """Return what is read first after attention of `chunk` in `layer`.
 
-    def next_backward_handles(self, layer: int, chunk: int) -> list[Handle]:
-        """Return what backward reads first after attention of `chunk` in `layer`."""
-        if not (layer or self.linked):
-            return []
-        layer, chunk = (layer - 1, chunk) if layer else (len(self._layers) - 1, chunk - 1)
-        store = self._layers[layer]() if chunk >= 0 else None
-        return [] if store is None else store.first_backward_handles(chunk)
+        By the next layer or, after the last one, by the first layer of the next chunk; in backward
+        by the one before.
+        """
+        step = -1 if backward else 1
+        layer += step
+        if not 0 <= layer < len(self._layers):
+            if not self.linked:
+                return []
+            layer, chunk = layer % len(self._layers), chunk + step
+        return self._first_handles(layer, chunk, backward=backward)
+
+    def _first_handles(self, layer: int, chunk: int, *, backward: bool) -> list[Handle]:
+        store = self._layers[layer]() if 0 <= chunk < len(self.bounds) else None
+        return [] if store is None else store.first_handles(chunk, backward=backward)
 
 
 @dataclass(slots=True)
@@ -458,11 +453,8 @@ class StreamedKV(KVByChunk):
     ) -> Iterator[LayerKV]:
         """See `LayerKV.forward_blocks`."""
         self._blocks[chunk] = blocks
-        after = functools.partial(self._stream.next_forward_handles, self._layer, chunk)
-        if borrowed:
-            after = _no_handles  # the layer that runs next is not known here
         try:
-            yield from self._load_blocks(blocks, after, sums=False)
+            yield from self._load_blocks(chunk, blocks, borrowed=borrowed, backward=False)
         finally:
             self._own = None
 
@@ -470,14 +462,11 @@ class StreamedKV(KVByChunk):
         self, chunk: int, blocks: tuple[Block, ...], *, borrowed: bool = False
     ) -> Iterator[LayerKV]:
         """See `LayerKV.backward_blocks`."""
-        before = functools.partial(self._stream.next_backward_handles, self._layer, chunk)
-        running: int | None = chunk
-        if borrowed:
-            before, running = _no_handles, None
+        loaded = self._load_blocks(chunk, blocks, borrowed=borrowed, backward=True)
         # The blocks second: whatever ends the first of them lets it evict what it has loaded.
-        for keys, block in zip(self._load_blocks(blocks, before, sums=True), blocks, strict=True):
+        for keys, block in zip(loaded, blocks, strict=True):
             yield keys
-            self._add_gradient(block, keys.take_sums(0), running)
+            self._add_gradient(block, keys.take_sums(0), None if borrowed else chunk)
             self._stream.transfer.settle()
 
     def take_gradient(self, chunk: int) -> tuple[Tensor, Tensor]:
@@ -517,22 +506,16 @@ class StreamedKV(KVByChunk):
         super().add_gradient_sums(chunk, dk_BKCH, dv_BKCH, heads)
         self._stream.transfer.settle()
 
-    def first_forward_handles(self, chunk: int) -> list[Handle]:
-        """Return what forward of `chunk` will read first, as far as is known before it runs."""
-        if not self._keys:
-            return []
-        start, end = self._stream.bounds[chunk]
-        rows = self._stream.rows
-        segments = chunk_segments(start, end, rows, window=self._window, local=self._local)
-        return [h for block in self._blocks_of(segments)[:1] for h in self._handles(block)]
+    def first_handles(self, chunk: int, *, backward: bool) -> list[Handle]:
+        """Return what `chunk` will read first, in forward as far as is known before it runs."""
+        blocks = self._blocks.get(chunk, ())
+        if not backward and self._keys:
+            rows, mask = self._stream.rows, {"window": self._window, "local": self._local}
+            blocks = self._blocks_of(chunk_segments(*self._bounds[chunk], rows, **mask))
+        return self._first_of(blocks, sums=backward)
 
-    def first_backward_handles(self, chunk: int) -> list[Handle]:
-        """Return what backward of `chunk` will read first."""
-        return [
-            handle
-            for block in self._blocks.get(chunk, ())[:1]
-            for handle in self._handles(block, sums=True)
-        ]
+    def _first_of(self, blocks: tuple[Block, ...], *, sums: bool) -> list[Handle]:
+        return [handle for block in blocks[:1] for handle in self._handles(block, sums=sums)]
 
     def _blocks_of(self, segments: tuple[AttentionSegment, ...]) -> tuple[Block, ...]:
         return cut_blocks(self._stream.bounds, segments, block_tokens=self._stream.block_tokens)
@@ -546,26 +529,24 @@ class StreamedKV(KVByChunk):
         return [handle for pair in pairs for handle in pair]
 
     def _load_blocks(
-        self, blocks: tuple[Block, ...], upcoming: Callable[[], list[Handle]], *, sums: bool
+        self, chunk: int, blocks: tuple[Block, ...], *, borrowed: bool, backward: bool
     ) -> Iterator[LayerKV]:
         """Yield one loaded block after the other; each is prefetched while the last is in use.
 
-        `upcoming` returns what is needed after the last block, by this or another layer.
+        After the last block what comes next is prefetched, in this or another layer. If the K/V are
+        `borrowed`, the layer that runs next is not known here.
         """
         stream = self._stream
-        stream.evict_except(
-            handle for block in blocks[:1] for handle in self._handles(block, sums=sums)
-        )
+        stream.evict_except(self._first_of(blocks, sums=backward))
         for index, block in enumerate(blocks):
             k_BKTH, k_handles = self._join(block, 0)
             v_BKTH, v_handles = self._join(block, 1)
             keys = LayerKV.of_block(block.start, block.end, k_BKTH, v_BKTH)
             del k_BKTH, v_BKTH
-            following = blocks[index + 1 : index + 2]
-            if following:
-                stream.prefetch(self._handles(following[0], sums=sums))
-            else:
-                stream.prefetch(upcoming())
+            if index + 1 < len(blocks):
+                stream.prefetch(self._handles(blocks[index + 1], sums=backward))
+            elif not borrowed:
+                stream.prefetch(stream.next_handles(self._layer, chunk, backward=backward))
             try:
                 yield keys
             finally:
@@ -706,7 +687,3 @@ def _place(kind: str, x: Tensor, keep: Keep | None) -> Tensor:
     kept = x if keep is None else keep(kind, x)
     # A tensor that `keep` has copied may be a view into a larger buffer, which is where it belongs.
     return dense(kept) if kept is x or kept.data_ptr() == x.data_ptr() else kept
-
-
-def _no_handles() -> list[Handle]:
-    return []
