@@ -607,25 +607,10 @@ KVStore = LayerKV | StreamedKV
 """Keys and values of one layer for one sequence, on the device or offloaded."""
 
 
-class KVOwners:
-    """Finds the store that holds the K/V which a layer attends to, within one chunk.
+KVOwners = dict[int, tuple[weakref.ref[Tensor], weakref.ref[Tensor], KVStore]]
+"""By the identity of keys, within one chunk: they, their values, and the store that holds both.
 
-    Layers that share K/V (Gemma 3n, Gemma 4) receive the identical tensors of an earlier layer.
-    """
-
-    def __init__(self) -> None:
-        self._owners: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Tensor], KVStore]] = {}
-
-    def store_of(self, key: Tensor, value: Tensor) -> KVStore | None:
-        """Return the store of the earlier layer with these tensors, or None if there is none."""
-        known = self._owners.get(id(key))
-        if known is not None and known[0]() is key and known[1]() is value:
-            return known[2]
-        return None
-
-    def add(self, key: Tensor, value: Tensor, store: KVStore) -> None:
-        """Register that `store` holds these tensors."""
-        self._owners[id(key)] = (weakref.ref(key), weakref.ref(value), store)
+Layers that share K/V (Gemma 3n, Gemma 4) receive the identical tensors of an earlier layer."""
 
 
 def kv_freed_error(chunk: int) -> SPPOError:

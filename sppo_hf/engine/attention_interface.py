@@ -434,12 +434,11 @@ def _context_for(module: nn.Module) -> ChunkContext:
 
 def _store_of(context: ChunkContext, key: Tensor, value: Tensor) -> tuple[KVStore, bool]:
     """Return the store of the layer's keys and values, and whether it is another layer's."""
-    store = None if context.owners is None else context.owners.store_of(key, value)
-    if store is not None:
-        return store, True
+    known = context.owners.get(id(key))
+    if known is not None and known[0]() is key and known[1]() is value:
+        return known[2], True
     assert context.kv is not None, "a layer without keys and values was refused"
-    if context.owners is not None:
-        context.owners.add(key, value, context.kv)
+    context.owners[id(key)] = weakref.ref(key), weakref.ref(value), context.kv
     return context.kv, False
 
 

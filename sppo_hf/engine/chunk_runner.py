@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sppo_hf.attention.kv_cache import KVOwners, KVStore, KVStream, LayerKV
+from sppo_hf.attention.kv_cache import KVStore, KVStream, LayerKV
 from sppo_hf.attention.segments import RowSpans
 from sppo_hf.engine.action_log import ActionLog, LayerLog
 from sppo_hf.engine.attention_interface import chunked_attention
@@ -355,7 +355,6 @@ class ChunkRunner:
             choose_backend=self.choose_backend,
             counters=self.counters,
             group=self.group,
-            owners=KVOwners(),
         )
         with chunked_attention(context), self.around_layers():
             try:
