@@ -137,9 +137,9 @@ class _Clamps(SiLUMul):
 
 class _Forgets(SiLUMul):
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         da, db = SiLUMul.backward(ctx, *grads)
-        return da, torch.zeros_like(db)
+        return da, None if db is None else torch.zeros_like(db)
 
 
 class _Breaks(SiLUMul):
