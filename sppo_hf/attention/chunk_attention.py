@@ -36,9 +36,8 @@ from sppo_hf.attention.backends.base import (
     accumulation_dtype,
     merge_into,
 )
-from sppo_hf.attention.kv_cache import Keep
+from sppo_hf.attention.kv_cache import Keep, KVStore, LayerKV
 from sppo_hf.attention.segments import AttentionSegment, group_adjacent
-from sppo_hf.attention.streamed_kv import KVBlock, KVStore
 
 # B batch rows, N query heads, K key/value heads, C tokens of this chunk, T tokens of a run of
 # keys, H head size. `out` has the values' head size.
@@ -256,7 +255,7 @@ def _attend_backward(
 
 
 def _backend_calls(
-    kv_block: KVBlock, call: AttentionCall, num_rows: int
+    kv_block: LayerKV, call: AttentionCall, num_rows: int
 ) -> Iterator[tuple[AttentionSegment, ...]]:
     """Yield the segments of each backend call over these keys."""
     segments = kv_block.block.cut(call.segments)
@@ -269,7 +268,7 @@ def _backend_calls(
 
 
 def _forward(
-    q_BNCH: Tensor, segments: tuple[AttentionSegment, ...], kv_block: KVBlock, call: AttentionCall
+    q_BNCH: Tensor, segments: tuple[AttentionSegment, ...], kv_block: LayerKV, call: AttentionCall
 ) -> AttentionOutput:
     k_BKTH, v_BKTH = kv_block.run(segments[0].k_start, segments[-1].k_end, segments[0].row)
     return call.backend.forward(
@@ -285,7 +284,7 @@ def _backward(
     q_BNCH: Tensor,
     attended: AttentionOutput,
     segments: tuple[AttentionSegment, ...],
-    kv_block: KVBlock,
+    kv_block: LayerKV,
     call: AttentionCall,
     needs_kv: bool,
 ) -> Tensor:

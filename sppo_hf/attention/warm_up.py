@@ -32,9 +32,8 @@ from sppo_hf.attention.backends.base import (
     empty_forward,
 )
 from sppo_hf.attention.chunk_attention import AttentionCall, chunk_attention
-from sppo_hf.attention.kv_cache import LayerKV
+from sppo_hf.attention.kv_cache import KVStore, KVStream, KVTransfer, LayerKV
 from sppo_hf.attention.segments import Bounds, RowSpans, chunk_segments
-from sppo_hf.attention.streamed_kv import KVStore, KVStream, KVTransfer
 
 # B batch rows, N query heads, K key/value heads, C tokens of a chunk, T tokens of a run of keys, H
 # head size.

@@ -20,7 +20,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from sppo_hf.attention.streamed_kv import KVStream
+from sppo_hf.attention.kv_cache import KVStream
 from sppo_hf.engine.kv_offload import EngineTransfer
 from sppo_hf.engine.step_observer import Mark
 from sppo_hf.errors import ConfigError

@@ -37,8 +37,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 
 from sppo_hf.attention.backends.base import AttentionSpec, Backend
 from sppo_hf.attention.chunk_attention import AttentionCall, chunk_attention
+from sppo_hf.attention.kv_cache import KVStore
 from sppo_hf.attention.segments import chunk_segments
-from sppo_hf.attention.streamed_kv import KVStore
 from sppo_hf.engine.chunk_context import ChunkContext, current
 from sppo_hf.engine.sequence_group import (
     SequenceGroup,
@@ -434,12 +434,11 @@ def _context_for(module: nn.Module) -> ChunkContext:
 
 def _store_of(context: ChunkContext, key: Tensor, value: Tensor) -> tuple[KVStore, bool]:
     """Return the store of the layer's keys and values, and whether it is another layer's."""
-    store = None if context.owners is None else context.owners.store_of(key, value)
-    if store is not None:
-        return store, True
+    known = context.owners.get(id(key))
+    if known is not None and known[0]() is key and known[1]() is value:
+        return known[2], True
     assert context.kv is not None, "a layer without keys and values was refused"
-    if context.owners is not None:
-        context.owners.add(key, value, context.kv)
+    context.owners[id(key)] = weakref.ref(key), weakref.ref(value), context.kv
     return context.kv, False
 
 

@@ -25,9 +25,8 @@ from torch import Tensor
 
 from sppo_hf.attention.backends.base import AttentionSpec, Backend
 from sppo_hf.attention.chunk_attention import Stash
-from sppo_hf.attention.kv_cache import Keep, KVOwners
+from sppo_hf.attention.kv_cache import Keep, KVOwners, KVStore
 from sppo_hf.attention.segments import RowSpans
-from sppo_hf.attention.streamed_kv import KVStore
 from sppo_hf.engine.sequence_group import RecomputeExchanges, SequenceGroup
 from sppo_hf.engine.structure import ModelParts
 
@@ -64,8 +63,8 @@ class ChunkContext:
     counters: dict[str, int] = dataclasses.field(default_factory=dict)
     group: SequenceGroup | None = None
     """The ranks that share the chunk; None where this one has all of it."""
-    owners: KVOwners | None = None
-    """Which layer has stored which keys in this chunk; None while a layer is rerun."""
+    owners: KVOwners = dataclasses.field(default_factory=dict)
+    """Which layer has stored which keys in this chunk; a layer that is rerun does not know."""
 
     layer: int | None = None
     chunk: int = 0
@@ -98,7 +97,7 @@ class ChunkContext:
         return dataclasses.replace(
             self,
             runner=None,
-            owners=None,
+            owners={},
             states=states,
             link=None,
             stash=None,

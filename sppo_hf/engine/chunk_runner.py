@@ -34,9 +34,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sppo_hf.attention.kv_cache import KVOwners, LayerKV
+from sppo_hf.attention.kv_cache import KVStore, KVStream, LayerKV
 from sppo_hf.attention.segments import RowSpans
-from sppo_hf.attention.streamed_kv import KVStore
 from sppo_hf.engine.action_log import ActionLog, LayerLog
 from sppo_hf.engine.attention_interface import chunked_attention
 from sppo_hf.engine.chunk_context import (
@@ -46,7 +45,7 @@ from sppo_hf.engine.chunk_context import (
     current_of,
 )
 from sppo_hf.engine.cpu_heap import CpuChunkArena, HeapWatch, return_free_heap
-from sppo_hf.engine.kv_offload import OffloadedKV, kv_stream, recompute_kv
+from sppo_hf.engine.kv_offload import EngineTransfer, OffloadedKV, recompute_kv
 from sppo_hf.engine.recompute import AroundLayers, RecomputedLayer
 from sppo_hf.engine.recurrent_state import (
     LayerStates,
@@ -59,13 +58,13 @@ from sppo_hf.engine.sequence_group import SequenceGroup, rank_tokens
 from sppo_hf.engine.sliced_calls import (
     EXAMPLE_TOKENS,
     NORM,
-    CallExample,
+    Call,
     CannotRunByLayer,
     LayerTiles,
     PrefixLength,
     SlicedCall,
     TokenSlices,
-    layer_examples,
+    layer_calls,
     move_hooks_innermost,
 )
 from sppo_hf.engine.stages import StateEnd, enter
@@ -88,7 +87,7 @@ SavedActivations = RecomputedLayer | LayerOffload
 
 
 class _RunningLayer(NamedTuple):
-    """One chunk of a layer, while its forward runs."""
+    """One chunk of a layer, or of the final norm, while its forward runs."""
 
     context: ChunkContext
     entered: contextlib.ExitStack
@@ -192,17 +191,21 @@ class ChunkRunner:
     """Whether any layer has recurrent states; None: look through `layers`."""
 
     def __post_init__(self) -> None:
-        self._sequence = ChunkContext(
-            model=self.parts,
-            last_position=self.last_position,
-            rows=self.rows,
-            choose_backend=self.choose_backend,
-            counters=self.counters,
-            group=self.group,
-        )
         self._layers = range(len(self.parts.layers)) if self.layers is None else self.layers
         self._tiles = LayerTiles(self.plan.layer_tile_tokens)
-        self._stream = kv_stream(self.plan, self.offload, rows=self.rows, linked=self.linked)
+        self._stream: KVStream | None = None
+        if self.plan.kv_tier != "device":
+            self._stream = KVStream(
+                EngineTransfer(
+                    self.offload,
+                    tier=self.plan.kv_tier,
+                    max_pending_d2h_bytes=self.plan.max_pending_d2h_bytes,
+                ),
+                self.plan.bounds,
+                rows=self.rows,
+                block_tokens=self.plan.kv_block_tokens,
+                linked=self.linked,
+            )
         self._log = None
         if self.log is not None:
             self._log = LayerLog(self.log, self.plan, self._stream, self.first_unit, self.weights)
@@ -224,10 +227,9 @@ class ChunkRunner:
         self._chunks = range(0)
         self._chunk = 0
         self._arena = CpuChunkArena(len(self._layers))
-        self._examples: dict[int, CallExample] = {}
+        self._examples: dict[int, Call] = {}
         self._call: SlicedCall | None = None
         self._running: _RunningLayer | None = None
-        self._norm: RecomputedLayer | None = None
         self._num_norm_slices = 1
         self._recomputed_chunks: dict[int, weakref.ref[RecomputedLayer]] = {}
         self._heap = HeapWatch(None) if self.heap is None else self.heap
@@ -306,9 +308,10 @@ class ChunkRunner:
         if len(chunks) > 1:
             few = min(EXAMPLE_TOKENS, bounds[-1][1] - 1)
             inputs = slices.chunk(0, few)
-            self._examples = layer_examples(
-                self.parts, lambda: self._run_base(inputs, range(1), few)
-            )
+            with torch.no_grad():
+                self._examples = layer_calls(
+                    self.parts, lambda: self._run_base(inputs, range(1), few)
+                )
         output = self._run_base(slices.chunk(0, bounds[-1][1]), chunks, bounds[-1][1])
         output_class, hidden = type(output), TokenSlices(output.last_hidden_state, dim=1)
         # Of all chunks of the first layer with a router, then of the next layer, and so on.
@@ -344,15 +347,22 @@ class ChunkRunner:
             prefix = PrefixLength(self.rank_tokens(chunks.start)[0])
             inputs = {**inputs, self.parts.cache_argument(): prefix}
         # Not an attribute: it refers to this runner, and the cycle would outlive the call.
-        context = dataclasses.replace(self._sequence, runner=self, owners=KVOwners())
+        context = ChunkContext(
+            model=self.parts,
+            runner=self,
+            last_position=self.last_position,
+            rows=self.rows,
+            choose_backend=self.choose_backend,
+            counters=self.counters,
+            group=self.group,
+        )
         with chunked_attention(context), self.around_layers():
             try:
                 inputs = self._with_cache(inputs, start, end)
                 output = self.parts.base(**inputs, return_dict=True)
             finally:
                 # Torch calls a layer's hooks after exceptions, but not after KeyboardInterrupt.
-                self._cancel_layer()
-                self._close_norm(failed=True)
+                self._cancel()
                 self._call = None
         if self.plan.device.kind == "cpu":
             return_free_heap()  # the head's logits come next
@@ -435,7 +445,7 @@ class ChunkRunner:
 
     def before_layer(
         self, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    ) -> Call:
         """Open layer `index` for the first chunk; returns the layer's arguments for it."""
         if self.weights is not None:
             self.weights.enter_layer(index)
@@ -464,8 +474,8 @@ class ChunkRunner:
         module: nn.Module,
         output: Any,
         count: int,
-        open_slice: Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]],
-        close_slice: Callable[[Any], None],
+        open_slice: Callable[[int], Call],
+        close_slice: Callable[[Any], object],
     ) -> Any:
         """Close the first of `count` slices of a call, which gave `output`, and run the others.
 
@@ -488,9 +498,7 @@ class ChunkRunner:
             call.put(index, output)
         return call.joined()
 
-    def _open_layer(
-        self, index: int, layer: nn.Module, chunk: int
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _open_layer(self, index: int, layer: nn.Module, chunk: int) -> Call:
         assert self._call is not None, "a layer that runs was given its arguments"
         self._chunk = chunk
         if self.plan.order == "by_layer" and self._timer is not None:
@@ -584,10 +592,10 @@ class ChunkRunner:
         the output over all tokens; None where that is `output` itself.
         """
         if failed:
-            self._cancel_layer()
+            self._cancel()
             return None
 
-        def open_chunk(part: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def open_chunk(part: int) -> Call:
             return self._open_layer(index, layer, self._chunks[part])
 
         def close_chunk(output: Any) -> None:
@@ -646,8 +654,8 @@ class ChunkRunner:
             return offloaded_kv
         return None
 
-    def _cancel_layer(self) -> None:
-        """Leave the layer that runs, if one does, after an exception in it."""
+    def _cancel(self) -> None:
+        """Leave the layer or norm that runs, if one does, after an exception in it."""
         if self._running is None:
             return
         (_, entered, activations), self._running = self._running, None
@@ -655,15 +663,20 @@ class ChunkRunner:
         if activations is not None and activations.is_open:
             activations.cancel()
 
-    def _close_layer(self) -> None:
-        assert self._running is not None, "a layer that ran was opened"
+    def _close(self) -> tuple[ChunkContext, SavedActivations | None]:
+        """Leave the layer or norm that ran."""
+        assert self._running is not None, "what ran was opened"
         (context, entered, activations), self._running = self._running, None
         entered.close()
-        assert context.layer is not None, "the context of a layer"
-        position = context.layer - self._layers.start
-        recorded = len(self._prefetch_order)
         if activations is not None:
             activations.close()
+        return context, activations
+
+    def _close_layer(self) -> None:
+        recorded = len(self._prefetch_order)
+        context, activations = self._close()
+        assert context.layer is not None, "the context of a layer"
+        position = context.layer - self._layers.start
         if self._log is not None:
             self._log.end_layer(self._chunk, position, activations)
         if self._stream is not None and len(self._prefetch_order) == recorded:
@@ -680,9 +693,7 @@ class ChunkRunner:
         if context.states is not None:
             between.states = context.states.after
 
-    def before_norm(
-        self, norm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def before_norm(self, norm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Open the final norm for the first chunk; returns its arguments for that chunk.
 
         Only its input is saved. Norms of 16-bit models compute in float32 and save what they
@@ -691,24 +702,25 @@ class ChunkRunner:
         bounds, example = self._call_bounds(), self._examples.get(NORM)
         tiles = self._tiles.bounds(args, kwargs) if len(bounds) == 1 else bounds
         if len(tiles) > len(bounds):  # called with [B, T, D] alone
-            bounds, example = tiles, CallExample.of((args[0][:, :EXAMPLE_TOKENS],), {})
+            bounds, example = tiles, ((args[0][:, :EXAMPLE_TOKENS],), {})
         self._num_norm_slices = len(bounds)
         self._call = SlicedCall(
             args, kwargs, bounds=bounds, example=example, where="the final norm"
         )
         return self._open_norm(norm, 0)
 
-    def _open_norm(self, norm: nn.Module, index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _open_norm(self, norm: nn.Module, index: int) -> Call:
         assert self._call is not None, "a norm that runs was given its arguments"
         self._chunk = chunk = min(self._chunks.start + index, self._chunks.stop - 1)
         args, kwargs = self._call.take(index)
         if self._log is not None and index < len(self._chunks):
             hidden = args[0] if args else kwargs["hidden_states"]
             self._log.begin_layer(chunk, len(self._layers), hidden)
+        context, activations = self._context(), None
         if torch.is_grad_enabled():
-            self._norm = RecomputedLayer(
+            activations = RecomputedLayer(
                 norm,
-                context=self._context(),
+                context=context,
                 around_layers=self.around_layers,
                 prefetch_order=self._prefetch_order,
                 offload=self.offload,
@@ -717,28 +729,22 @@ class ChunkRunner:
                 label=f"final norm, chunk {chunk}",
                 reads=self._reads_of(norm),
             )
-            self._norm.open(args, kwargs)
+            activations.open(args, kwargs)
+        self._running = _RunningLayer(context, contextlib.ExitStack(), activations)
         return args, kwargs
 
     def after_norm(self, norm: nn.Module, output: Any, *, failed: bool) -> Any:
         """Close the final norm for the first chunk, and run it on the others; see `after_layer`."""
         if failed:
-            self._close_norm(failed=True)
+            self._cancel()
             return None
         return self._run_other_slices(
             norm,
             output,
             self._num_norm_slices,
             lambda index: self._open_norm(norm, index),
-            lambda _: self._close_norm(),
+            lambda _: self._close(),
         )
-
-    def _close_norm(self, *, failed: bool = False) -> None:
-        activations, self._norm = self._norm, None
-        if activations is not None and failed:
-            activations.cancel()
-        elif activations is not None:
-            activations.close()
 
     def _reads_of(self, module: nn.Module) -> ReadTensors:
         """Return what `module` reads in this forward; collected once, as it may have many parts."""

@@ -421,9 +421,6 @@ class Engine:
         if self.weights is not None and self._trainable_when_placed != self.plans.trained:
             self._place_weights(device)
 
-    def _trainable_mask(self) -> bytes:
-        return trainable_mask(own_parameters(all_modules(self.parts.causal_lm)))
-
     def _place_weights(self, device: torch.device) -> None:
         is_host_resident = host_resident_predicate(self._placement)
         if is_host_resident is None:
@@ -443,7 +440,8 @@ class Engine:
                 if buffer.device != device:
                     module._buffers[name] = buffer.to(device)
         copier = self.planned_offload.copier(device)
-        self._trainable_when_placed = self._trainable_mask()
+        parameters = own_parameters(all_modules(self.parts.causal_lm))
+        self._trainable_when_placed = trainable_mask(parameters)
         self.weights = HostWeights(
             layers,
             others,

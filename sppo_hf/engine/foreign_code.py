@@ -41,12 +41,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn import functional as F
 from torch.nn.parameter import is_lazy
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from sppo_hf.attention.backends.select import relative_error
 from sppo_hf.engine.attention_interface import attention_implementation, mask_meaning
 from sppo_hf.engine.family_guard import built_classes, is_checking
 from sppo_hf.engine.sliced_calls import (
@@ -54,6 +53,7 @@ from sppo_hf.engine.sliced_calls import (
     Call,
     CannotRunByLayer,
     PrefixLength,
+    WithoutDropout,
     input_width,
     layer_calls,
     may_narrow_float32,
@@ -324,7 +324,7 @@ def _run_base(
     if getattr(parts.text_config, "attn_temperature_tuning", False):
         given[parts.cache_argument()] = PrefixLength(0)
     try:
-        with attention_implementation(_TRIAL, parts.configs):
+        with attention_implementation(_TRIAL, parts.configs), torch.no_grad():
             # Without hooks: those that shard a model must not see a forward without layers.
             parts.base.forward(**given)
     finally:
@@ -498,7 +498,7 @@ class _Trial:
             attention_implementation(_TRIAL, self.parts.configs),
             patched_attribute("forward", dict.fromkeys(self.mixers, _first_argument)),
             _without_tf32_in_cudnn(),
-            _WithoutDropout(),
+            WithoutDropout(),
         ):
             yield
 
@@ -598,8 +598,7 @@ def _difference(whole: list[Tensor], *parts: list[Tensor]) -> float:
         if not torch.equal(joined, expected):
             if not (expected.isfinite().all() and joined.isfinite().all()):
                 raise _CannotTry("it gives NaN or infinity")
-            difference = (joined.double() - expected.double()).norm() / expected.double().norm()
-            worst = max(worst, float(difference.nan_to_num(float("inf"))))
+            worst = max(worst, relative_error(joined.double(), expected.double()))
     return worst
 
 
@@ -630,21 +629,6 @@ def _without_tf32_in_cudnn() -> Iterator[None]:
             cudnn.allow_tf32 = older_flag
         for part, precision in zip(parts, before, strict=True):
             part.fp32_precision = precision
-
-
-class _WithoutDropout(TorchFunctionMode):
-    """Mode in which torch's dropout returns its input, in training too."""
-
-    _DROPOUT = frozenset(
-        (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
-    )
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run `func`, or return the input of a dropout."""
-        kwargs = kwargs or {}
-        if func in self._DROPOUT:
-            return args[0] if args else kwargs["input"]
-        return func(*args, **kwargs)
 
 
 def _attend_to_own_token(

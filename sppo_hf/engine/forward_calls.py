@@ -436,12 +436,10 @@ def _shift_labels(
 class BatchLayout:
     """The layout of one batch."""
 
-    batch_rows: int
-    total_tokens: int
     rows: tuple[RowSpans, ...] | None
     """Documents and padding per row; None if plain causal attention gives the same."""
     used_tokens: int
-    """Tokens `[used_tokens, total_tokens)` are padding in every row and have no label."""
+    """Tokens from this one on are padding in every row and have no label."""
     labelled: tuple[bool, ...] | None
     """For each token position, whether any row has a label there; None without labels."""
 
@@ -489,7 +487,7 @@ def read_layout(
     labelled = None if labelled_T is None else tuple(labelled_T.tolist())
     if cu_seq_lens is not None:
         rows = _packed_by_lengths(cu_seq_lens, batch_rows, total_tokens)
-        return BatchLayout(batch_rows, total_tokens, rows, total_tokens, labelled)
+        return BatchLayout(rows, total_tokens, labelled)
     if attention_mask is not None:
         spans = _real_spans(attention_mask, batch_rows, total_tokens)
         if any(start for start, _ in spans):
@@ -499,7 +497,7 @@ def read_layout(
     rows = None if position_ids is None else _packed_by_positions(position_ids, batch_rows)
     if blocks and rows is not None and position_ids is not None:
         _refuse_shifted_documents(position_ids)
-    return BatchLayout(batch_rows, total_tokens, rows, total_tokens, labelled)
+    return BatchLayout(rows, total_tokens, labelled)
 
 
 def _padded(
@@ -512,7 +510,7 @@ def _padded(
     rows = tuple(
         RowSpans(_spans([0, start] if start else [0], total_tokens), end) for start, end in spans
     )
-    layout = BatchLayout(len(spans), total_tokens, rows, total_tokens, labelled)
+    layout = BatchLayout(rows, total_tokens, labelled)
     if all(span == (0, total_tokens) for span in spans):
         return replace(layout, rows=None)
     if shift_labels_BT is None or labelled is None:

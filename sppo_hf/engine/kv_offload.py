@@ -16,16 +16,13 @@ from dataclasses import KW_ONLY, dataclass
 
 from torch import Tensor
 
-from sppo_hf.attention.kv_cache import LayerKV
-from sppo_hf.attention.segments import RowSpans
-from sppo_hf.attention.streamed_kv import KVStream, KVTransfer
+from sppo_hf.attention.kv_cache import KVTransfer, LayerKV
 from sppo_hf.engine.cpu_heap import return_free_heap
 from sppo_hf.engine.recompute import RecomputedLayer
 from sppo_hf.errors import SPPOError
 from sppo_hf.offload.engine import OffloadEngine
 from sppo_hf.offload.layer_offload import PrefetchOrder
 from sppo_hf.offload.storage import OffloadedTensor
-from sppo_hf.planning.plan import Plan
 from sppo_hf.planning.tiers import OffloadTier
 
 LABEL = "keys, values or their gradients"
@@ -89,25 +86,6 @@ class EngineTransfer(KVTransfer):
     def settle(self) -> None:
         """Make compute wait until few enough D2H copies are pending."""
         self.engine.limit_pending_d2h(self.max_pending_d2h_bytes)
-
-
-def kv_stream(
-    plan: Plan,
-    engine: OffloadEngine,
-    *,
-    rows: tuple[RowSpans, ...] | None,
-    linked: bool,
-) -> KVStream | None:
-    """Return the K/V stream of one sequence; None if the plan keeps K/V on the device."""
-    if plan.kv_tier == "device":
-        return None
-    return KVStream(
-        EngineTransfer(engine, tier=plan.kv_tier, max_pending_d2h_bytes=plan.max_pending_d2h_bytes),
-        plan.bounds,
-        rows=rows,
-        block_tokens=plan.kv_block_tokens,
-        linked=linked,
-    )
 
 
 def recompute_kv(

@@ -87,9 +87,10 @@ import logging
 import sys
 import types
 import weakref
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -127,6 +128,11 @@ _SLACK = 1.1
 _ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-12}
 """Maximum relative difference of dtypes that are compared with the module's own code."""
 
+Forward = Callable[..., Any]
+"""A module's forward, which gets the module first."""
+
+ResultT = TypeVar("ResultT")
+
 _PROBE_TOKENS = 64
 _GATED = {"gate_proj", "up_proj", "down_proj"}
 _MARK = "_sppo_layer_kernel"
@@ -146,14 +152,13 @@ def prepare_layers(parts: ModelParts, config: SPPOConfig, device: torch.device) 
         compile_layers(parts, device)
     elif config.layer_kernels == "auto":
         use_layer_kernels(parts, device)
-        add_adapters_in_place(parts, device)
 
 
 def restore_layers(parts: ModelParts) -> None:
     """Restore every module's own code."""
     _rotary.pop(parts.causal_lm, None)
     for module in parts.causal_lm.modules():
-        if hasattr(getattr(module.__dict__.get("forward"), "__func__", None), _MARK):
+        if _mark(module):
             del module.__dict__["forward"]
         if module.__dict__.pop(_COMPILED, False):
             module._compiled_call_impl = None
@@ -175,7 +180,7 @@ def compile_layers(parts: ModelParts, device: torch.device) -> int:
         )
     _check_compiler(device)
     count = 0
-    for module in _candidates(parts):
+    for module in filter(_is_candidate, _modules(parts)):
         if module._compiled_call_impl is None and not has_hooks(module):
             # Chunks differ in length; one graph serves all.
             module.compile(dynamic=True)
@@ -232,36 +237,36 @@ def liger_runs_on(device: torch.device) -> bool:
     return device.type == "cuda" and found
 
 
-def use_layer_kernels(parts: ModelParts, device: torch.device) -> dict[str, int]:
-    """Use Liger's kernels in modules where they pass the comparison; may be called again.
+def use_layer_kernels(parts: ModelParts, device: torch.device) -> Counter[str]:
+    """Use kernels in modules where they pass the comparison; may be called again.
 
     That of rotary embedding is compared in the first chunk.
 
     Returns:
-        Number of modules that take a kernel, by the kernel's name.
+        Number of modules that have a kernel now, by the kernel's name.
     """
-    counts: dict[str, int] = {}
-    if not liger_runs_on(device):
-        return counts
-    use_rotary_kernel(parts, device)
-    if parts.is_sharded():
-        return counts
-    from liger_kernel import ops  # type: ignore[import-not-found]
-
-    found = _Found(ops, device)
-    for module in _candidates(parts):
-        forward = found.forward_for(module)
+    liger = None
+    if liger_runs_on(device):
+        use_rotary_kernel(parts, device)
+        liger = importlib.import_module("liger_kernel").ops
+    kernels, modules = _Kernels(liger, device), list(_modules(parts))
+    for module in () if parts.is_sharded() else modules:
+        forward = None if "forward" in module.__dict__ else kernels.forward_for(module)
         if forward is not None:
             module.__dict__["forward"] = types.MethodType(forward, module)
-            counts[getattr(forward, _MARK)] = counts.get(getattr(forward, _MARK), 0) + 1
-    return counts
+    return Counter(filter(None, map(_mark, modules)))
 
 
-def _candidates(parts: ModelParts) -> Iterator[nn.Module]:
-    """Yield norms and MLPs that run their class's own forward, the final norm included."""
-    roots = [*parts.layers, parts.final_norm()]
-    for root in (root for root in roots if root is not None):
-        yield from filter(_is_candidate, root.modules())
+def _modules(parts: ModelParts) -> Iterator[nn.Module]:
+    """Yield all modules of the decoder layers, and the final norm."""
+    for root in (*parts.layers, parts.final_norm()):
+        if root is not None:
+            yield from root.modules()
+
+
+def _mark(module: nn.Module) -> str:
+    """Name of the kernel that a module was given; "" for none."""
+    return getattr(module.__dict__.get("forward"), _MARK, "")
 
 
 def _is_candidate(module: nn.Module) -> bool:
@@ -300,62 +305,70 @@ def _kind(module: nn.Module) -> tuple[Any, ...]:
     return type(module), type(act), id(settings), _epsilon(module), weight.dtype, shapes
 
 
-class _Found:
-    """Kernels that agree with modules, as forwards for them."""
+class _Kernels:
+    """Forwards with kernels that agree with modules' own code."""
 
-    def __init__(self, ops: Any, device: torch.device) -> None:
-        self._ops = ops
+    def __init__(self, liger: Any, device: torch.device) -> None:
+        """Compare on `device`; `liger` has Liger's functions, None for adapters alone."""
+        self._liger = liger
         self._device = device
-        self._found: dict[Any, Callable[..., Tensor] | None] = {}
+        self._found: dict[Hashable, Forward | None] = {}
 
-    def forward_for(self, module: nn.Module) -> Callable[..., Tensor] | None:
+    def forward_for(self, module: nn.Module) -> Forward | None:
         """Return a forward with the kernel for a module; None if none agrees."""
+        adapter = _only_adapter(module)
+        if adapter is None and (self._liger is None or not _is_candidate(module)):
+            return None
         # Modules of a class with the same settings run the same code: compared once.
-        key = _kind(module)
+        key = _kind(module) if adapter is None else _adapter_kind(module, adapter)
         if key not in self._found:
-            self._found[key] = _find_kernel(module, self._ops, self._device)
+            keeps = "LoRA layers keep PEFT's code"
+            if adapter is None:
+                keeps = f"{type(module).__name__} keeps its own code"
+            self._found[key] = _tried(keeps, functools.partial(self._find, module, adapter))
         return self._found[key]
 
+    def _find(self, module: nn.Module, adapter: str | None) -> Forward | None:
+        if adapter is not None:
+            agrees = _adapter_agrees(module, adapter, self._device)
+            return _adapted_forward if agrees else None
+        if _is_norm(module):
+            kernels, agrees, forward = _norms(module, self._liger), _norm_agrees, _norm_forward
+        else:
+            kernels, agrees, forward = _products(self._liger), _product_agrees, _gated_forward
+        found = (kernel for kernel in kernels if agrees(module, kernel, self._device))
+        return next(map(forward, found), None)
 
-def _find_kernel(module: nn.Module, ops: Any, device: torch.device) -> Callable[..., Tensor] | None:
-    """Return the first kernel that agrees with a module, as a forward for it."""
-    kernels = _norms(module, ops) if _is_norm(module) else _gated_products(ops)
+
+def _tried(keeps: str, find: Callable[[], ResultT]) -> ResultT | None:
+    """Return what a trial finds; None if it fails, with a warning of what `keeps` its own code."""
     try:
-        # What is tried is not the layer's work, which hooks watch.
-        with torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
-            for name, kernel in kernels:
-                if _is_norm(module):
-                    agrees, forward = _norm_agrees(module, kernel, device), _norm_forward(kernel)
-                else:
-                    agrees = _product_agrees(module, kernel, device)
-                    forward = _gated_forward(kernel)
-                if agrees:
-                    setattr(forward, _MARK, name)
-                    return forward
-    except Exception as error:  # noqa: BLE001 - kernels of another release, or no compiler
-        logger.warning(
-            "%s keeps its own code: Liger's kernel for it failed when tried (%s)",
-            type(module).__name__,
-            first_line(error),
-        )
-    return None
+        # What is tried is not the layer's work, which modes and hooks watch.
+        with (
+            _python_dispatch._disable_current_modes(),
+            torch.autograd.graph.saved_tensors_hooks(_itself, _itself),
+        ):
+            return find()
+    except Exception as error:  # noqa: BLE001 - a kernel of another release, or no compiler
+        logger.warning("%s: the kernel for it failed when tried (%s)", keeps, first_line(error))
+        return None
 
 
-def _norms(module: nn.Module, ops: Any) -> Iterator[tuple[str, Callable[..., Tensor]]]:
+def _norms(module: nn.Module, liger: Any) -> Iterator[Callable[..., Tensor]]:
     epsilon = _epsilon(module)
     for offset, casting in ((0.0, "llama"), (1.0, "gemma"), (0.0, "gemma")):
 
         def kernel(
             x_MD: Tensor, weight_D: Tensor, offset: float = offset, casting: str = casting
         ) -> Tensor:
-            return ops.LigerRMSNormFunction.apply(x_MD, weight_D, epsilon, offset, casting, False)
+            return liger.LigerRMSNormFunction.apply(x_MD, weight_D, epsilon, offset, casting, False)
 
-        yield "norm", kernel
+        yield kernel
 
 
-def _gated_products(ops: Any) -> Iterator[tuple[str, Callable[..., Tensor]]]:
-    for function in (ops.LigerSiLUMulFunction, ops.LigerGELUMulFunction):
-        yield "gated product", function.apply
+def _products(liger: Any) -> Iterator[Callable[..., Tensor]]:
+    for function in (liger.LigerSiLUMulFunction, liger.LigerGELUMulFunction):
+        yield function.apply
 
 
 def like_kernels(layers: Sequence[nn.Module]) -> dict[nn.Module, Callable[..., Tensor]]:
@@ -364,18 +377,10 @@ def like_kernels(layers: Sequence[nn.Module]) -> dict[nn.Module, Callable[..., T
     For tracing what layers save where there is no GPU: torch code in the place of Liger's kernels,
     for the norms and MLPs that pass the same comparison with it. Adapters add in place.
     """
-    found = _Found(_LIKE_LIGER, torch.device("cpu"))
-    forwards: dict[nn.Module, Callable[..., Tensor]] = {}
-    for module in (module for layer in layers for module in layer.modules()):
-        name = _only_adapter(module)
-        forward = found.forward_for(module) if _is_candidate(module) else None
-        if name is not None and (
-            len({*_adapter_dtypes(module, name)}) == 1 or _runs_under_autocast(module, name)
-        ):
-            forward = _adapted_forward
-        if forward is not None:
-            forwards[module] = types.MethodType(forward, module)
-    return forwards
+    kernels = _Kernels(_LIKE_LIGER, torch.device("cpu"))
+    modules = (module for layer in layers for module in layer.modules())
+    forwards = {module: kernels.forward_for(module) for module in modules}
+    return {m: types.MethodType(one, m) for m, one in forwards.items() if one is not None}
 
 
 def saves_like_kernels(parts: ModelParts) -> bool:
@@ -385,12 +390,10 @@ def saves_like_kernels(parts: ModelParts) -> bool:
     not taken, or only by some of these modules: then layers save more.
     """
     modules = [module for layer in parts.layers for module in layer.modules()]
-    marks = (getattr(m.__dict__.get("forward"), "__func__", None) for m in modules)
-    if not any(getattr(mark, _MARK, None) in _SAVING for mark in marks):
-        if not any(map(runs_liger, modules)):
-            return False
-    found = _Found(_LIKE_LIGER, torch.device("cpu"))
-    return all(found.forward_for(m) is None for m in modules if _is_candidate(m))
+    if not any(_mark(module) in _SAVING or runs_liger(module) for module in modules):
+        return False
+    kernels = _Kernels(_LIKE_LIGER, torch.device("cpu"))
+    return all(kernels.forward_for(m) is None for m in modules if _is_candidate(m))
 
 
 def _norm_forward(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -402,6 +405,7 @@ def _norm_forward(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
         with made_of(hidden_states, self.weight):
             return kernel(hidden_states, self.weight)
 
+    setattr(forward, _MARK, "norm")
     return forward
 
 
@@ -418,6 +422,7 @@ def _gated_forward(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
                 product = kernel(gate, up)
         return self.down_proj(product)
 
+    setattr(forward, _MARK, "gated product")
     return forward
 
 
@@ -489,10 +494,11 @@ def _agree(
     own_results, kernel_results = _run(own, values, grads), _run(kernel, values, grads)
     if dtype in _ROUNDING:
         pairs = zip(own_results, kernel_results, strict=True)
-        return all(_error(b, a) <= _ROUNDING[dtype] for a, b in pairs)
+        return all(relative_error(b, a) <= _ROUNDING[dtype] for a, b in pairs)
     exact = _run(own, [value.float() for value in values], [grad.float() for grad in grads])
+    slack = torch.finfo(dtype).eps / 16
     return all(
-        b.dtype == a.dtype and _error(b, e) <= _SLACK * _error(a, e) + torch.finfo(dtype).eps / 16
+        b.dtype == a.dtype and relative_error(b, e) <= _SLACK * relative_error(a, e) + slack
         for a, b, e in zip(own_results, kernel_results, exact, strict=True)
     )
 
@@ -508,12 +514,6 @@ def _run(
         # Copies: a kernel may write into them too.
         gradients = torch.autograd.grad(outputs, leaves, [grad.clone() for grad in grads])
     return [*(output.detach() for output in outputs), *gradients]
-
-
-def _error(value: Tensor, expected: Tensor) -> float:
-    """The error relative to the norm; NaN counts as infinite."""
-    difference = (value.double() - expected.double()).norm() / expected.double().norm()
-    return float(difference.nan_to_num(float("inf")))
 
 
 # -- in the kernels' place ----------------------------------------------------------------------
@@ -732,31 +732,6 @@ def _apply_watched(function: Any, in_torch: Callable[..., Any] | None, *args: An
 # -- adapters ----------------------------------------------------------------------------------
 
 
-def add_adapters_in_place(parts: ModelParts, device: torch.device) -> int:
-    """Have LoRA layers add their product into the base layer's output; may be called again.
-
-    Returns:
-        Number of LoRA layers that do so now.
-    """
-    if parts.is_sharded():
-        return 0
-    agrees: dict[Any, bool] = {}
-    count = 0
-    for module in (module for layer in parts.layers for module in layer.modules()):
-        name = _only_adapter(module)
-        if name is None or "forward" in module.__dict__:
-            count += getattr(module.__dict__.get("forward"), _MARK, None) == "adapter"
-            continue
-        # Layers of one kind run the same code: compared once.
-        key = _adapter_kind(module, name)
-        if key not in agrees:
-            agrees[key] = _adapter_agrees(module, name, device)
-        if agrees[key]:
-            module.__dict__["forward"] = types.MethodType(_adapted_forward, module)
-            count += 1
-    return count
-
-
 def _only_adapter(module: Any) -> str | None:
     """Name of the adapter of a plain LoRA layer with one; None for other modules and states."""
     kind = type(module)
@@ -902,14 +877,9 @@ def _adapter_agrees(module: Any, name: str, device: torch.device) -> bool:
 
     shapes = ((_PROBE_TOKENS, inputs), (rank, inputs), (outputs, rank), (outputs, inputs))
     shapes += ((outputs,),) * has_bias
-    try:
-        own = functools.partial(run, type(module).forward)
-        kernel = functools.partial(run, _adapted_forward)
-        with torch.autocast(device.type, enabled=False):
-            return _agree(own, kernel, shapes, dtype, device, ((_PROBE_TOKENS, outputs),))
-    except Exception as error:  # noqa: BLE001 - a release of PEFT with other names
-        logger.warning("LoRA layers keep PEFT's code: it was not compared (%s)", first_line(error))
-        return False
+    own, kernel = (functools.partial(run, f) for f in (type(module).forward, _adapted_forward))
+    with torch.autocast(device.type, enabled=False):
+        return _agree(own, kernel, shapes, dtype, device, ((_PROBE_TOKENS, outputs),))
 
 
 # -- functions that attention and mixers look up in their module -------------------------------
@@ -1057,26 +1027,15 @@ class _RotaryKernel:
         if key not in self._verdicts:
             if not may_try:
                 return False
-            self._verdicts[key] = self._try(own, *args)
+            agrees = functools.partial(self._agrees, own, *args)
+            keeps = "Rotary embedding keeps the model's own code"
+            self._verdicts[key] = bool(_tried(keeps, agrees))
         return self._verdicts[key]
 
     @torch.inference_mode(False)
-    def _try(self, own: Callable[..., Any], *args: Tensor) -> bool:
-        try:
-            # What is tried is not the layer's work, which modes and hooks watch.
-            with (
-                _python_dispatch._disable_current_modes(),
-                torch.autograd.graph.saved_tensors_hooks(_itself, _itself),
-                torch.autocast(self._device_type, enabled=False),
-            ):
-                return _halves_are_equal(*args[2:]) and self._computes(own, *args)
-        except Exception as error:  # noqa: BLE001 - a kernel of another release, or no compiler
-            logger.warning(
-                "Rotary embedding keeps the model's own code: Liger's kernel for it failed when "
-                "tried (%s)",
-                first_line(error),
-            )
-            return False
+    def _agrees(self, own: Callable[..., Any], *args: Tensor) -> bool:
+        with torch.autocast(self._device_type, enabled=False):
+            return _halves_are_equal(*args[2:]) and self._computes(own, *args)
 
     def _computes(
         self, own: Callable[..., Any], q_BNCH: Tensor, k_BKCH: Tensor, cos_BCR: Tensor, _: Tensor
@@ -1194,11 +1153,20 @@ def torch_code_alone(parts: ModelParts) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(liger_in_torch())
         for mixer in _distinct_mixers(parts):
-            names = _globals(type(mixer))
-            for name in _kernels(mixer):
-                stack.callback(names.__setitem__, name, names[name])
-                names[name] = _torch_code(names[name])
+            stack.enter_context(_in_torch_code(mixer))
         yield
+
+
+@contextlib.contextmanager
+def _in_torch_code(mixer: nn.Module, *, but: str = "") -> Iterator[None]:
+    """Context in which a mixer's class runs the torch code for all kernels, or all `but` one."""
+    names = _globals(type(mixer))
+    kernels = {name: names[name] for name in _kernels(mixer)}
+    names.update({name: _torch_code(one) for name, one in kernels.items() if name != but})
+    try:
+        yield
+    finally:
+        names.update(kernels)
 
 
 def _distinct_mixers(parts: ModelParts) -> Iterator[nn.Module]:
@@ -1254,23 +1222,17 @@ def _disagreement(
     mixer: nn.Module, name: str, parts: ModelParts, device: torch.device
 ) -> str | None:
     """The reason to reject the kernel behind `name`; None if it agrees with the torch code."""
-    names = _globals(type(mixer))
-    kernels = {other: names[other] for other in _kernels(mixer)}
     try:
-        names.update({other: _torch_code(kernel) for other, kernel in kernels.items()})
-        try:
+        with _in_torch_code(mixer):
             expected = _two_chunks(mixer, parts, device)
-        except Exception as error:  # noqa: BLE001 - out of memory, ...: no verdict
-            logger.warning("%s was not tried: its torch code failed (%s)", name, first_line(error))
-            return None
-        # One at a time, to know which one differs.
-        names[name] = kernels[name]
-        try:
+    except Exception as error:  # noqa: BLE001 - out of memory, ...: no verdict
+        logger.warning("%s was not tried: its torch code failed (%s)", name, first_line(error))
+        return None
+    try:
+        with _in_torch_code(mixer, but=name):  # one at a time, to know which one differs
             found = _two_chunks(mixer, parts, device)
-        except Exception as error:  # noqa: BLE001 - no such device, no compiler, ...
-            return f"failed when tried: {first_line(error).rstrip('.')}"
-    finally:
-        names.update(kernels)
+    except Exception as error:  # noqa: BLE001 - no such device, no compiler, ...
+        return f"failed when tried: {first_line(error).rstrip('.')}"
     missing = [what for what in expected if what not in found]
     if missing:
         return f"gives no {missing[0].removeprefix('the ')}"

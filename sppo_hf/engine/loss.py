@@ -38,6 +38,7 @@ as well.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import inspect
 import weakref
@@ -53,6 +54,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import BaseModelOutputWithPast, MoeCausalLMOutputWithPast
 
+from sppo_hf.engine.stages import GraphNode
 from sppo_hf.engine.structure import ModelParts, patched_attribute, without_parameter_hooks
 from sppo_hf.engine.versions import ReadTensors
 from sppo_hf.errors import SPPOError, UnsupportedModelError
@@ -301,7 +303,29 @@ class ChunkedLoss:
         # Parameters that no tile used are not in the graph, so that their hooks do not run.
         indices = [i for i, grad in enumerate(self._head_grads) if last and grad is not None]
         parameters = [self._trainable[index] for index in indices]
-        return _TiledLoss.apply(hidden_BCD, total, dhidden_BCD, self, last, indices, *parameters)
+        backward = functools.partial(self._backward, [dhidden_BCD], last, indices)
+        return GraphNode.apply(total.clone, backward, hidden_BCD, *parameters)
+
+    def _backward(
+        self, held: list[Tensor], last: bool, indices: list[int], dtotal: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        """Return gradients of hidden states and parameters, by what forward computed and `held`."""
+        if not held:
+            raise SPPOError(
+                "backward ran twice through a chunked loss. Chunked sequences allow one backward "
+                "per forward (retain_graph=True is not supported); run the forward again."
+            )
+        if last:  # runs first; afterwards a hook may have stepped an optimizer
+            self.check_unchanged()
+        assert dtotal is not None, "the loss is this node's one output"
+        # In the wide dtype: a bfloat16 factor biases all gradients, a float16 one may underflow.
+        factor = dtotal / self.scale
+        grads: list[Tensor | None] = [_scaled(held.pop(), factor)]
+        for index in indices:
+            grad, self._head_grads[index] = self._head_grads[index], None
+            dtype = self._trainable[index].dtype
+            grads.append(None if grad is None else grad.mul_(factor.to(grad.dtype)).to(dtype))
+        return tuple(grads)
 
     def _checkpointed(self, hidden_BCD: Tensor, labels_BC: Tensor) -> Tensor:
         """Return the summed loss by plain autograd, whose backward reruns the head tile by tile.
@@ -382,7 +406,7 @@ class ChunkedLoss:
             if self.on_logits is None:
                 logits_MV = logits_MV.new_empty(0)  # frees them
             # As the ordinary backward, outside of autocast. Hooks on parameters see the sum, when
-            # `_TiledLoss` returns it.
+            # `_backward` returns it.
             with (
                 torch.autocast(hidden_MD.device.type, enabled=False),
                 without_parameter_hooks(self._trainable),
@@ -402,13 +426,6 @@ class ChunkedLoss:
                 self._head_grads[index] = grad.to(torch.promote_types(grad.dtype, torch.float32))
             else:
                 held += grad
-
-    def take_head_grads(self, indices: Sequence[int]) -> list[Tensor | None]:
-        """Return and drop the summed gradients of trainable parameters of the head, by index."""
-        taken = [self._head_grads[index] for index in indices]
-        for index in indices:
-            self._head_grads[index] = None
-        return taken
 
 
 class _SummedCrossEntropy(torch.autograd.Function):
@@ -497,51 +514,6 @@ class _SummedLinear(torch.autograd.Function):
         needs_x, _, needs_bias, *_ = ctx.needs_input_grad
         dx_MD = dy_MV.mm(weight) if needs_x else None
         return dx_MD, None, dy_MV.sum(0) if needs_bias else None, None, None
-
-
-class _TiledLoss(torch.autograd.Function):
-    """The loss of a chunk whose gradients forward has computed."""
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any,
-        hidden_BCD: Tensor,
-        total: Tensor,
-        dhidden_BCD: Tensor,
-        loss: ChunkedLoss,
-        last: bool,
-        indices: list[int],
-        *parameters: Tensor,
-    ) -> Tensor:
-        ctx.loss = loss
-        ctx.last = last
-        ctx.indices = indices
-        ctx.spent = False
-        ctx.parameter_dtypes = [p.dtype for p in parameters]
-        ctx.save_for_backward(dhidden_BCD)
-        return total.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dtotal: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        if ctx.spent:
-            raise SPPOError(
-                "backward ran twice through a chunked loss. Chunked sequences allow one backward "
-                "per forward (retain_graph=True is not supported); run the forward again."
-            )
-        ctx.spent = True
-        if ctx.last:  # runs first; afterwards a hook may have stepped an optimizer
-            ctx.loss.check_unchanged()
-        (dhidden_BCD,) = ctx.saved_tensors
-        # In the wide dtype: a bfloat16 factor biases all gradients, a float16 one may underflow.
-        factor = dtotal / ctx.loss.scale
-        grads = [
-            None if g is None else g.mul_(factor.to(g.dtype)).to(dtype)
-            for g, dtype in zip(
-                ctx.loss.take_head_grads(ctx.indices), ctx.parameter_dtypes, strict=True
-            )
-        ]
-        return _scaled(dhidden_BCD, factor), None, None, None, None, None, *grads
 
 
 def divide_loss(total: Tensor, count: Tensor, divisor: Tensor) -> Tensor:

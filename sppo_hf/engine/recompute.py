@@ -146,14 +146,8 @@ def _unused_matmuls(layer: nn.Module) -> dict[Hashable, UnusedMatmuls | None]:
     return _found.setdefault(layer, {})
 
 
-class _Slot:
-    """The place of a saved tensor, which autograd's graph holds instead of it."""
-
-    __slots__ = ("activations", "index")
-
-    def __init__(self, activations: RecomputedLayer, index: int) -> None:
-        self.activations = activations
-        self.index = index
+_Slot = tuple["RecomputedLayer", int]
+"""The place of a saved tensor, which autograd's graph holds instead of it, by its number."""
 
 
 class _FirstTiledCall(NamedTuple):
@@ -318,7 +312,7 @@ class RecomputedLayer:
             self._recorder.on_saved(tensor)
         self._saved_shapes.append(tuple(tensor.shape))
         self._saved_dtypes.append(tensor.dtype)
-        return _Slot(self, len(self._saved_shapes) - 1)
+        return self, len(self._saved_shapes) - 1
 
     # -- attention's results; see `chunk_attention.Stash` --------------------------------------
 
@@ -480,13 +474,9 @@ class RecomputedLayer:
             else:
                 mode = SelectiveReplayer(self._matmuls, width=hidden.shape[-1], label=self.label)
             recomputed = self._rerun(hidden, states, mode, kind)
-            if recomputed is None:
-                _unused_matmuls(self.layer)[kind] = None
-                recomputed = self._rerun(hidden, states, _NoMode(), kind)
         finally:
             self._attention_results = self._exchanged = None
             self._release()
-        assert recomputed is not None, "without a mode nothing can disagree with it"
         self._check_repeated(recomputed)
         return recomputed
 
@@ -512,68 +502,55 @@ class RecomputedLayer:
             }
             kind = ("keys and values", self._kind())  # queries are not needed here
             mode = self._unused_matmuls_mode(hidden, kind)
-            found = self._rerun_to_kv(hidden, states, mode, kind)
-            if found is None:
-                _unused_matmuls(self.layer)[kind] = None
-                found = self._rerun_to_kv(hidden, states, _NoMode(), kind)
-        assert found is not None, "without a mode nothing can disagree with it"
-        return found
+            k_BKCH, v_BKCH = self._rerun(hidden, states, mode, kind, to_kv=True)
+        return k_BKCH, v_BKCH
 
     def _rerun(
-        self, hidden: Tensor, states: States, mode: _RerunMode, kind: Hashable
-    ) -> list[Tensor] | None:
-        """Rerun the layer under `mode`; returns all that autograd saves.
+        self,
+        hidden: Tensor,
+        states: States,
+        mode: _RerunMode,
+        kind: Hashable,
+        *,
+        to_kv: bool = False,
+    ) -> list[Tensor]:
+        """Rerun the layer under `mode`, and without it if that is not like its first forward.
 
-        None if the layer does not do under `mode` what it did in its first forward.
+        Returns:
+            All that autograd saves; with `to_kv` keys and values, BKCH, at which the rerun ends.
         """
-        recomputed: list[Tensor] = []
+        found: list[Tensor] = []
+        wanted = 2 if to_kv else len(self._saved_shapes)
 
-        def pack(tensor: Tensor) -> None:
+        def keep(tensor: Tensor) -> None:
             mode.on_saved(tensor)
-            recomputed.append(tensor.detach())
-            if len(recomputed) == len(self._saved_shapes):
+            found.append(tensor.detach())
+            if len(found) == wanted:
                 raise _Stop
 
-        with (
-            self._as_first(mode),
-            torch.enable_grad(),
-            torch.autograd.graph.saved_tensors_hooks(pack, _no_unpack),
-        ):
-            try:
-                with contextlib.suppress(_Stop), mode:
-                    self._run_layer(*_with_hidden(hidden, *self._arguments), states)
-            except MatmulsChanged:
-                return None
-        if isinstance(mode, UnusedMatmulFinder | UnusedMatmulSkipper) and (
-            not self._is_repeated(recomputed)  # something in it may behave otherwise under a mode
-        ):
-            return None
-        if isinstance(mode, UnusedMatmulFinder):
-            _unused_matmuls(self.layer)[kind] = mode.result()
-        return recomputed
-
-    def _rerun_to_kv(
-        self, hidden: Tensor, states: States, mode: _RerunMode, kind: Hashable
-    ) -> tuple[Tensor, Tensor] | None:
-        """Rerun the layer under `mode` up to attention; None as for `_rerun`."""
-        found: list[tuple[Tensor, Tensor]] = []
-
         def on_kv(k_BKCH: Tensor, v_BKCH: Tensor) -> None:
-            mode.on_saved(k_BKCH)
-            mode.on_saved(v_BKCH)
-            found.append((k_BKCH, v_BKCH))
-            raise _Stop
+            keep(k_BKCH)
+            keep(v_BKCH)
 
-        with self._as_first(mode), torch.no_grad():
+        saves = torch.autograd.graph.saved_tensors_hooks(keep, _no_unpack)
+        with self._as_first(mode), torch.no_grad() if to_kv else torch.enable_grad():
             try:
-                with contextlib.suppress(_Stop), mode:
-                    self._run_layer(*_with_hidden(hidden, *self._arguments), states, on_kv)
+                with contextlib.suppress(_Stop), contextlib.nullcontext() if to_kv else saves, mode:
+                    arguments = _with_hidden(hidden, *self._arguments)
+                    self._run_layer(*arguments, states, on_kv if to_kv else None)
+                is_like_first = True
             except MatmulsChanged:
-                return None
-        assert found, "a layer whose keys and values are recomputed attends"
+                is_like_first = False
+        if isinstance(mode, UnusedMatmulFinder | UnusedMatmulSkipper) and not to_kv:
+            # Something in the layer may behave otherwise under a mode.
+            is_like_first = is_like_first and self._is_repeated(found)
+        if not is_like_first:
+            found.clear()
+            _unused_matmuls(self.layer)[kind] = None
+            return self._rerun(hidden, states, _NoMode(), kind, to_kv=to_kv)
         if isinstance(mode, UnusedMatmulFinder):
             _unused_matmuls(self.layer)[kind] = mode.result()
-        return found[0]
+        return found
 
     @contextlib.contextmanager
     def _as_first(self, mode: _RerunMode) -> Iterator[None]:
@@ -759,7 +736,8 @@ class RunContext(RandomState):
 
 
 def _unpack(slot: _Slot) -> Tensor:
-    return slot.activations.unpack(slot.index)
+    activations, index = slot
+    return activations.unpack(index)
 
 
 def _no_unpack(_: object) -> Tensor:

@@ -321,7 +321,8 @@ class SelectiveRecorder(DependencyTracker):
             hold: Saves an output until backward; called with a name that is the same in every layer
                 of a kind, at most once for a name unless an output is written into.
             model: The model that `layer` belongs to; None for a layer alone.
-            without_memory: Whether values do not matter, as in a trace; then no output is copied.
+            without_memory: Whether this is a trace, in which values do not matter: no output is
+                copied, and operations are passed to `watch` rather than seen as a mode.
         """
         super().__init__(hidden)
         self._kind = _kind_of(layer)
@@ -343,21 +344,17 @@ class SelectiveRecorder(DependencyTracker):
         `inputs` are treated as inputs of the layer, which a rerun gets too.
         """
         self.add_inputs(*inputs)
-        self._begin()
         self._running = True
+        if not self._without_memory:
+            self.__enter__()
 
     def pause(self) -> None:
         """Stop tracking operations until `start`."""
-        self._end()
         self._running = False
-
-    def _begin(self) -> None:
-        self.__enter__()
-
-    def _end(self) -> None:
-        current = _python_dispatch._get_current_dispatch_mode()
-        assert current is self, "who enters a dispatch mode within a layer leaves it there too"
-        self.__exit__(None, None, None)
+        if not self._without_memory:
+            current = _python_dispatch._get_current_dispatch_mode()
+            assert current is self, "who enters a dispatch mode within a layer leaves it there too"
+            self.__exit__(None, None, None)
 
     def on_saved(self, tensor: Tensor) -> None:
         """Hold the outputs of the matmuls on which `tensor`, which autograd saves, depends."""

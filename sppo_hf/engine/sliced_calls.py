@@ -1,7 +1,7 @@
 """Module calls over all tokens, run slice by slice along the tokens.
 
 With order "by_layer" the untouched base model runs once over the whole sequence, and each decoder
-layer's hooks run the layer's forward chunk by chunk. `layer_examples` finds which dims of a layer's
+layer's hooks run the layer's forward chunk by chunk. `layer_calls` finds which dims of a layer's
 arguments are the tokens; `SlicedCall` cuts whole tensors into chunks and joins the outputs.
 
 A layer over all tokens calls attention once, which is when its kernel is fastest. Memory then goes
@@ -13,7 +13,7 @@ layer is rerun without these modules, and then each module is rerun one tile at 
 
 [Note: which dims are the tokens] The size of a dim is not enough, as a width or a number of heads
 may happen to equal the number of tokens. So the model's own code is run on two tokens, with
-stand-ins for layers that return their input: a dim that is two there and T in the real call is the
+layers that only return their input: a dim that is two there and T in the real call is the
 tokens. A layer must return hidden states in the form of its input, alone or as the only element of
 a tuple. Other outputs cannot be joined, and such a model runs chunk by chunk.
 
@@ -45,10 +45,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from sppo_hf.engine.recompute import RecomputedLayer, SavedTensor
-from sppo_hf.engine.stages import AbsentLayer, GraphNode
+from sppo_hf.engine.stages import AbsentLayer, GraphNode, as_returned, returned_values
 from sppo_hf.engine.structure import (
     ModelParts,
     all_modules,
@@ -67,7 +69,7 @@ EXAMPLE_TOKENS = 2
 
 
 # Transformers sets this attribute on a model when it hooks layers and routers to collect their
-# outputs, at the first call that requests them. Layers must not be replaced in that call.
+# outputs, at the first call that requests them. That must not be one in which layers do not run.
 _CAPTURES = "_output_capturing_hooks_installed"
 
 
@@ -123,104 +125,47 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments and keyword arguments of a call."""
 
 
-@dataclass(frozen=True, slots=True)
-class CallExample:
-    """The arguments of a layer for `EXAMPLE_TOKENS` tokens."""
-
-    shapes: tuple[torch.Size | None, ...]
-    """Shape of every leaf; None for leaves that are not tensors."""
-    spec: TreeSpec
-
-    @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallExample:
-        """Record a call."""
-        leaves, spec = tree_flatten((args, kwargs))
-        return cls(tuple(x.shape if isinstance(x, Tensor) else None for x in leaves), spec)
-
-
 NORM = -1
-"""Key of the final norm in `layer_examples`; layers have their index."""
-
-
-class _StandIn:
-    """A module that replaces another one and has its attributes (a weight's dtype, say)."""
-
-    def __init__(self, *args: Any, other: nn.Module, note: Callable[[Call], None]) -> None:
-        super().__init__(*args)
-        self._record = note
-        self._other = (other,)  # in a tuple: it is no part of this module
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)  # type: ignore[misc]
-        except AttributeError:
-            return getattr(self.__dict__["_other"][0], name)
-
-
-class _NormStandIn(_StandIn, nn.Module):
-    """Stands in for the final norm: records its call and returns its input."""
-
-    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Record the call and return `hidden`."""
-        self._record(((hidden, *args), kwargs))
-        return hidden
-
-
-class _LayerStandIn(_StandIn, AbsentLayer):
-    """Stands in for a layer: records its call and returns its hidden states."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the hidden states, in a tuple where the layer returns one."""
-        self._record((args, kwargs))
-        return super().forward(*args, **kwargs)
-
-
-def layer_examples(parts: ModelParts, run_base: Callable[[], object]) -> dict[int, CallExample]:
-    """Return example calls of each decoder layer, and of the final norm, without running them.
-
-    `run_base` runs the base model on the first `EXAMPLE_TOKENS` tokens of its inputs; see
-    `layer_calls`.
-    """
-    calls = layer_calls(parts, run_base)
-    return {index: CallExample.of(*call) for index, call in calls.items()}
+"""Key of the final norm in `layer_calls`; layers have their index."""
 
 
 def layer_calls(parts: ModelParts, run_base: Callable[[], object]) -> dict[int, Call]:
     """Return the arguments of each decoder layer, and of the final norm, without running them.
+
+    `run_base` runs the base model; layers return their hidden states, and their hooks do not run.
 
     Raises:
         CannotRunByLayer: The base model does not run without its layers.
     """
     calls: dict[int, Call] = {}
 
-    def note(index: int) -> Callable[[Call], None]:
-        return lambda call: calls.update({index: call})
+    def recorder(index: int, module: nn.Module) -> Callable[..., Any]:
+        values = None  # a tensor, as norms and most layers return
+        with contextlib.suppress(OSError):
+            values = None if index == NORM else returned_values(type(module).forward)
 
-    owner = next(
-        child
-        for child in parts.decoder.children()
-        if isinstance(child, nn.ModuleList) and parts.layers[0] in child.children()
-    )
-    norm = parts.final_norm()
-    stand_ins: list[tuple[nn.Module, str, nn.Module]] = [
-        (owner, name, _LayerStandIn(layer, other=layer, note=note(index)))
-        for index, (name, layer) in enumerate(zip(owner._modules, parts.layers, strict=True))
+        def called(*args: Any, **kwargs: Any) -> Any:
+            calls[index] = args, kwargs
+            return as_returned(args[0] if args else kwargs["hidden_states"], values)
+
+        return called
+
+    recorders = {
+        layer: recorder(index, layer)
+        for index, layer in enumerate(parts.layers)
         if not isinstance(layer, AbsentLayer)
-    ]
-    stand_ins += [
-        (parts.decoder, name, _NormStandIn(other=child, note=note(NORM)))
-        for name, child in parts.decoder.named_children()
-        if child is norm
-    ]
-    before = [module._modules[name] for module, name, _ in stand_ins]
-    models = {parts.base, parts.decoder}
-    uncaptured = [model for model in models if not getattr(model, _CAPTURES, False)]
+    }
+    norm = parts.final_norm()
+    if norm is not None:
+        recorders[norm] = recorder(NORM, norm)
+    captures = dict.fromkeys((parts.base, parts.decoder), True)
     try:
-        for model in uncaptured:
-            setattr(model, _CAPTURES, True)
-        for module, name, stand_in in stand_ins:
-            module._modules[name] = stand_in
-        with torch.no_grad():
+        with (
+            patched_attribute("forward", recorders),
+            patched_attribute("_call_impl", recorders),
+            patched_attribute(_CAPTURES, captures),
+            patched_attribute("gradient_checkpointing", dict.fromkeys(parts.layers, False)),
+        ):
             run_base()
     except torch.OutOfMemoryError:
         raise  # not the model's fault
@@ -230,11 +175,6 @@ def layer_calls(parts: ModelParts, run_base: Callable[[], object]) -> dict[int, 
             f"how {parts.name} calls its layers cannot be seen without running them "
             f"({first_line(error)})"
         ) from error
-    finally:
-        for (module, name, _), own in zip(stand_ins, before, strict=True):
-            module._modules[name] = own
-        for model in uncaptured:
-            delattr(model, _CAPTURES)
     return calls
 
 
@@ -247,7 +187,7 @@ class SlicedCall:
         kwargs: dict[str, Any],
         *,
         bounds: Bounds,
-        example: CallExample | None,
+        example: Call | None,
         where: str,
     ) -> None:
         """Prepare to cut a call into the chunks of `bounds`, in tokens; one is not cut.
@@ -259,18 +199,19 @@ class SlicedCall:
         """
         self._bounds = bounds
         self._where = where
-        self._whole: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
+        self._whole: Call | None = (args, kwargs)
         self._join: TokenJoin | None = None
         self._hidden_shape: torch.Size = torch.Size()
         if len(bounds) == 1:
             return
         assert example is not None, "a call that is cut has an example"
         leaves, spec = tree_flatten((args, kwargs))
-        if spec != example.spec:
+        examples, known_spec = tree_flatten(example)
+        if spec != known_spec:
             raise CannotRunByLayer(f"{where} is called with other arguments for fewer tokens")
         tokens = bounds[-1][1]
         hidden = args[0] if args else kwargs.get("hidden_states")
-        dims = [_token_dim(*pair, tokens) for pair in zip(leaves, example.shapes, strict=True)]
+        dims = [_token_dim(*pair, tokens) for pair in zip(leaves, examples, strict=True)]
         unclear = [leaf for leaf, dim in zip(leaves, dims, strict=True) if dim == _UNCLEAR]
         if unclear:
             raise CannotRunByLayer(
@@ -288,7 +229,7 @@ class SlicedCall:
         self._whole = None
         self._join = TokenJoin(dim, tokens, len(bounds))
 
-    def take(self, index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def take(self, index: int) -> Call:
         """Return the arguments of the `index`-th chunk; chunks are taken in order, each once."""
         if self._whole is not None:
             whole, self._whole = self._whole, None
@@ -329,20 +270,20 @@ class SlicedCall:
 _UNCLEAR = -1
 
 
-def _token_dim(leaf: Any, example: torch.Size | None, tokens: int) -> int | None:
+def _token_dim(leaf: Any, example: Any, tokens: int) -> int | None:
     """Return the dim of `leaf` that is the tokens; None for none, `_UNCLEAR` if it is ambiguous.
 
     See [Note: which dims are the tokens].
     """
-    if not isinstance(leaf, Tensor) and example is None:
-        return None
-    if not isinstance(leaf, Tensor) or example is None or len(example) != leaf.ndim:
+    if not isinstance(leaf, Tensor):
+        return _UNCLEAR if isinstance(example, Tensor) else None
+    if not isinstance(example, Tensor) or example.ndim != leaf.ndim:
         return _UNCLEAR
-    changed = [dim for dim in range(leaf.ndim) if example[dim] != leaf.shape[dim]]
+    changed = [dim for dim in range(leaf.ndim) if example.shape[dim] != leaf.shape[dim]]
     if not changed:
         return None
     dim = changed[0]
-    clear = len(changed) == 1 and example[dim] <= EXAMPLE_TOKENS and leaf.shape[dim] == tokens
+    clear = len(changed) == 1 and example.shape[dim] <= EXAMPLE_TOKENS and leaf.shape[dim] == tokens
     return dim if clear else _UNCLEAR
 
 
@@ -563,7 +504,7 @@ def _probe(name: str, module: nn.Module, like: Tensor) -> TokenWise | None:
     )
     x_1MD[:, -_NUM_EQUAL_TOKENS:] = x_1MD[:, -1:]
     devices = [like.device] if like.device.type == "cuda" else []
-    with torch.no_grad(), torch.random.fork_rng(devices), _without_dropout(module):
+    with torch.no_grad(), torch.random.fork_rng(devices), WithoutDropout():
         try:
             whole, spec = tree_flatten(module.forward(x_1MD))
         except _DOES_NOT_TAKE_TOKENS:
@@ -621,17 +562,19 @@ def _is_close(one: Tensor, other: Tensor) -> bool:
     return bool(difference <= rounding * other.abs().max())
 
 
-@contextlib.contextmanager
-def _without_dropout(module: nn.Module) -> Iterator[None]:
-    drops = [part for part in module.modules() if isinstance(part, nn.Dropout)]
-    before = [part.p for part in drops]
-    try:
-        for part in drops:
-            part.p = 0.0
-        yield
-    finally:
-        for part, p in zip(drops, before, strict=True):
-            part.p = p
+class WithoutDropout(TorchFunctionMode):
+    """Mode in which torch's dropout returns its input, in training too."""
+
+    _DROPOUT = frozenset(
+        (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
+    )
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run `func`, or return the input of a dropout."""
+        kwargs = kwargs or {}
+        if func in self._DROPOUT:
+            return args[0] if args else kwargs["input"]
+        return func(*args, **kwargs)
 
 
 class LayerTiles:

@@ -43,7 +43,13 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from sppo_hf.engine.structure import ModelParts, mixers_of, patched_attribute, swapped_modules
+from sppo_hf.engine.structure import (
+    ModelParts,
+    layer_list,
+    mixers_of,
+    patched_attribute,
+    swapped_modules,
+)
 from sppo_hf.errors import ConfigError, UnsupportedModelError
 from sppo_hf.planning.model_profile import LayerProfile
 
@@ -104,18 +110,13 @@ class StageCut:
 class AbsentLayer(GradientCheckpointingLayer):
     """Replaces a decoder layer of another stage and returns its hidden states unchanged."""
 
-    @classmethod
-    def of(cls, layer: nn.Module) -> AbsentLayer:
-        """Return a replacement that can tell, when `layer` is gone, whether it carried states."""
-        return cls(layer, carries_state=bool(mixers_of(layer)))
-
-    def __init__(self, layer: nn.Module, *, carries_state: bool = False) -> None:
+    def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         forward = type(layer).forward
-        self._returns = _returned_values(forward)
-        names = _argument_names(forward)
+        self._returns = returned_values(forward)
+        names = list(inspect.signature(forward).parameters)[1:]
         self._own = names.index(_PER_LAYER_INPUT) if _PER_LAYER_INPUT in names else len(names)
-        self.carries_state = carries_state
+        self.carries_state = bool(mixers_of(layer))
         """Whether the layer has recurrent or convolutional mixers."""
         self.given: Tensor | None = None
         """The layer's per-layer input; see `StagedModel.take_layer_inputs`."""
@@ -131,24 +132,23 @@ class AbsentLayer(GradientCheckpointingLayer):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the first argument, in a tuple if the layer itself returns one."""
-        hidden_states = args[0] if args else kwargs["hidden_states"]
         self.given = kwargs.get(_PER_LAYER_INPUT, (*args[self._own : self._own + 1], None)[0])
-        if self._returns is None:
-            return hidden_states
-        return (hidden_states, *(None for _ in range(self._returns - 1)))
+        return as_returned(args[0] if args else kwargs["hidden_states"], self._returns)
+
+
+def as_returned(hidden_states: Tensor, values: int | None) -> Any:
+    """Return hidden states as a layer does whose code has as many `returned_values`."""
+    return hidden_states if values is None else (hidden_states, *(None,) * (values - 1))
 
 
 @functools.cache
-def _argument_names(forward: Any) -> tuple[str, ...]:
-    """Names of the parameters of a layer's code, without `self`."""
-    return tuple(inspect.signature(forward).parameters)[1:]
-
-
-@functools.cache
-def _returned_values(forward: Any) -> int | None:
+def returned_values(forward: Any) -> int | None:
     """Length of the tuple that a layer's code returns; None if it returns no tuple.
 
     Read from the code, because some annotations say tuple where the code returns a tensor.
+
+    Raises:
+        OSError: The code is not known, as of a class that was made in `exec`.
     """
     source = textwrap.dedent(inspect.getsource(inspect.unwrap(forward)))
     returns = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Return)]
@@ -207,14 +207,14 @@ class StagedModel:
         after = [(parent, name, parent._modules[name]) for parent, name in ends.after]
         for index, layer in enumerate(parts.layers):
             if index not in cut.own_layers:
-                ends.layers[index] = AbsentLayer.of(layer)
+                ends.layers[index] = AbsentLayer(layer)
         self._layers_name = ends.layers_name
         if not cut.has_first:
             keep = parts.causal_lm.get_input_embeddings() if cut.has_last else None
             _remove(ends.before, keep if self.shared_names else None)
         if not cut.has_last:
             _remove(ends.after)
-        layers = whole if borrows_stages else tuple(_layer_list(parts.decoder)[1])
+        layers = whole if borrows_stages else tuple(layer_list(parts.decoder)[1])
         self.parts = ModelParts(parts.causal_lm, parts.base, parts.decoder, layers, parts.configs)
         stages = range(cut.num_stages) if borrows_stages else cut.own
         self._views = {stage: self._make_view(stage) for stage in stages}
@@ -276,18 +276,17 @@ class StagedModel:
     @contextlib.contextmanager
     def whole_ties(self) -> Iterator[None]:
         """Context in which Transformers knows the whole model's ties, to write a state dict."""
-        causal_lm: Any = self.parts.causal_lm
-        before = causal_lm.all_tied_weights_keys, causal_lm._tied_weights_keys
-        causal_lm.all_tied_weights_keys, causal_lm._tied_weights_keys = self._ties, self._ties
-        try:
+        ties = {self.parts.causal_lm: self._ties}
+        with (
+            patched_attribute("all_tied_weights_keys", ties),
+            patched_attribute("_tied_weights_keys", ties),
+        ):
             yield
-        finally:
-            causal_lm.all_tied_weights_keys, causal_lm._tied_weights_keys = before
 
     def _make_view(self, stage: int) -> nn.ModuleList:
         layers = self.cut.layers[stage]
         return nn.ModuleList(
-            layer if index in layers or isinstance(layer, AbsentLayer) else AbsentLayer.of(layer)
+            layer if index in layers or isinstance(layer, AbsentLayer) else AbsentLayer(layer)
             for index, layer in enumerate(self.parts.layers)
         )
 
@@ -351,7 +350,7 @@ class _Ends:
 
 def _find_ends(parts: ModelParts) -> _Ends:
     """Find what runs before and after the decoder layers, by the order of definition."""
-    name, layers = _layer_list(parts.decoder)
+    name, layers = layer_list(parts.decoder)
     embedding = parts.causal_lm.get_input_embeddings()
     encoders: tuple[tuple[nn.Module, str], ...] = ()
     before: list[tuple[nn.Module, str]] = []
@@ -395,17 +394,6 @@ def _find_ends(parts: ModelParts) -> _Ends:
         if child is not parts.base
     ]
     return _Ends(name, layers, (*encoders, *before), (*after, *head))
-
-
-def _layer_list(base: nn.Module) -> tuple[str, nn.ModuleList]:
-    lists = [
-        (name, child)
-        for name, child in base.named_children()
-        if isinstance(child, nn.ModuleList)
-        and len(child)
-        and all(isinstance(layer, GradientCheckpointingLayer) for layer in child)
-    ]
-    return max(lists, key=lambda entry: len(entry[1]))
 
 
 def _embeds(module: nn.Module) -> bool:

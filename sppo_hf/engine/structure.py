@@ -247,25 +247,18 @@ class ModelParts:
         """Whether FSDP2 shards the model or a part of it; see `are_sharded`."""
         return are_sharded(all_modules(self.causal_lm))
 
+    def head_modules(self) -> list[nn.Module]:
+        """All modules of the head."""
+        heads = (child for child in self.head_owner.children() if child is not self.base)
+        return [module for child in heads for module in child.modules()]
+
     def head_is_hooked(self) -> bool:
         """Whether the head's modules have forward or backward hooks."""
-        return any(
-            has_hooks(module)
-            for child in self.head_owner.children()
-            if child is not self.base
-            for module in child.modules()
-        )
+        return any(map(has_hooks, self.head_modules()))
 
     def head_parameters(self) -> list[nn.Parameter]:
         """Parameters of the head: those that logits depend on beside hidden states."""
-        seen: dict[int, nn.Parameter] = {}
-        for child in self.head_owner.children():
-            if child is not self.base:
-                for parameter in child.parameters():
-                    seen.setdefault(id(parameter), parameter)
-        for parameter in self.causal_lm.parameters(recurse=False):
-            seen.setdefault(id(parameter), parameter)
-        return list(seen.values())
+        return own_parameters((*self.head_modules(), self.causal_lm))
 
 
 @contextlib.contextmanager
@@ -343,9 +336,9 @@ def find_parts(model: nn.Module) -> ModelParts:
             "head (base_model_prefix). Train it without sppo_hf."
         )
     nested = causal_lm.config.get_text_config(decoder=True) is not causal_lm.config
-    decoder = _text_decoder(causal_lm) if nested and not _decoder_layers(base) else base
+    decoder = _text_decoder(causal_lm) if nested and not len(layer_list(base)[1]) else base
     _refuse_architecture(causal_lm, decoder, name)
-    layers = _decoder_layers(decoder)
+    layers = tuple(layer_list(decoder)[1])
     if not layers:
         raise UnsupportedModelError(
             f"{name} cannot be trained chunk by chunk: {NO_LAYERS} (in {type(base).__name__}). "
@@ -428,7 +421,7 @@ def check_layers(parts: ModelParts) -> None:
     Raises:
         ConfigError: Layers were added, removed or replaced.
     """
-    now = _decoder_layers(parts.decoder)
+    now = layer_list(parts.decoder)[1]
     known = set(map(id, parts.layers))
     if known == set(map(id, now)):
         return
@@ -547,13 +540,15 @@ def _text_decoder(causal_lm: PreTrainedModel) -> nn.Module:
     return getattr(decoder, "base_model", decoder)
 
 
-def _decoder_layers(base: nn.Module) -> tuple[nn.Module, ...]:
-    best: tuple[nn.Module, ...] = ()
-    for child in base.children():
-        if isinstance(child, nn.ModuleList) and len(child) > len(best):
-            if all(isinstance(layer, GradientCheckpointingLayer) for layer in child):
-                best = tuple(child)
-    return best
+def layer_list(decoder: nn.Module) -> tuple[str, nn.ModuleList]:
+    """Name and list of the decoder layers: the longest list of layers; empty if there is none."""
+    lists = [
+        (name, child)
+        for name, child in decoder.named_children()
+        if isinstance(child, nn.ModuleList)
+        and all(isinstance(layer, GradientCheckpointingLayer) for layer in child)
+    ]
+    return max(lists, key=lambda found: len(found[1]), default=("", nn.ModuleList()))
 
 
 @contextlib.contextmanager

@@ -25,8 +25,8 @@ import copy
 import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple, NoReturn
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -66,7 +66,13 @@ from sppo_hf.engine.selective import (
     storage_key,
     tensors_in,
 )
-from sppo_hf.engine.sliced_calls import PrefixLength, is_searched, is_worth_tiles
+from sppo_hf.engine.sliced_calls import (
+    CannotRunByLayer,
+    PrefixLength,
+    is_searched,
+    is_worth_tiles,
+    layer_calls,
+)
 from sppo_hf.engine.stages import SHARED_KV, MessageLayout
 from sppo_hf.engine.structure import (
     ATTENTION_DROPOUT_FIELDS,
@@ -75,6 +81,7 @@ from sppo_hf.engine.structure import (
     auto_class_of,
     decoder_config,
     find_parts,
+    layer_list,
     patched_attribute,
     suppress_peft_warnings,
     swapped_modules,
@@ -249,8 +256,7 @@ def _only_layers(
     parts: ModelParts, layers: Sequence[nn.Module]
 ) -> contextlib.AbstractContextManager[None]:
     """Context in which the model has only these decoder layers."""
-    modules = parts.decoder._modules
-    name = next(n for n, x in modules.items() if x is not None and parts.layers[0] in x.children())
+    name, _ = layer_list(parts.decoder)
     return swapped_modules([(parts.decoder, name, nn.ModuleList(layers))])
 
 
@@ -344,16 +350,6 @@ class _LayerCall(NamedTuple):
 
 def _layer_calls(parts: ModelParts, tokens: int, training: Training) -> list[_LayerCall]:
     """Run the model with its decoder layers skipped, and return how each would be called."""
-    calls: list[_LayerCall] = []
-    stored_keys: dict[int | None, Tensor] = {}
-
-    def skipped(layer: nn.Module, wrap_output: Callable[[Any], Any]) -> Any:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            calls.append(_LayerCall(layer, args, kwargs, stored_keys))
-            return wrap_output(calls[-1].hidden)
-
-        return forward
-
     # Inputs are real tensors until they meet a weight: masks are analysed by value, and rotary
     # tables may depend on the largest position.
     ids = torch.zeros(1, tokens, dtype=torch.long, device="cpu")
@@ -371,29 +367,19 @@ def _layer_calls(parts: ModelParts, tokens: int, training: Training) -> list[_La
             del inputs["position_ids"]
     elif getattr(parts.text_config, "attn_temperature_tuning", False):
         inputs[parts.cache_argument()] = PrefixLength(0)
-    first_error: Exception | None = None
-    for wrap_output in _LAYER_OUTPUTS:
-        calls.clear()
-        forwards = {layer: skipped(layer, wrap_output) for layer in parts.layers}
-        try:
-            with (
-                patched_attribute("forward", forwards),
-                chunked_attention(ChunkContext(model=parts)),
-                _autocast(training),
-            ):
-                parts.base(**inputs)
-        except (TypeError, ValueError, RuntimeError, LookupError, AttributeError) as error:
-            first_error = first_error or error
-            continue
-        if len({call.hidden.dim() for call in calls}) == 1:
-            return calls
-    raise first_error or ValueError("the model does not call its layers as the others do")
 
+    def run_base() -> None:
+        with chunked_attention(ChunkContext(model=parts)), _autocast(training):
+            parts.base(**inputs)
 
-# What a layer may return: hidden states, alone or as the first of a tuple.
-_LAYER_OUTPUTS: tuple[Callable[[Any], Any], ...] = (
-    *(lambda x: x, lambda x: (x,), lambda x: (x, None)),
-)
+    try:
+        calls = layer_calls(parts, run_base)
+    except CannotRunByLayer as error:
+        raise (error.__cause__ or error) from None
+    stored_keys: dict[int | None, Tensor] = {}
+    return [
+        _LayerCall(layer, *calls[index], stored_keys) for index, layer in enumerate(parts.layers)
+    ]
 
 
 def _autocast(training: Training) -> contextlib.AbstractContextManager[object]:
@@ -466,10 +452,8 @@ def _trace_layer(
         ]
         short, long = (run.forward() for run in runs)
         per_token = {
-            count.name: round(
-                (getattr(long, count.name) - getattr(short, count.name)) / (lengths[1] - lengths[0])
-            )
-            for count in fields(_Counts)
+            name: round((count - short[name]) / (lengths[1] - lengths[0]))
+            for name, count in long.items()
         }
         few, many = (run.num_graph_nodes() for run in runs)
         nodes_per_token = (many - few) / (lengths[1] - lengths[0])
@@ -532,28 +516,6 @@ def _replace_tensors(module: nn.Module, make: Callable[[Tensor], Tensor]) -> dic
 
 
 @dataclass(slots=True)
-class _Counts:
-    """Totals of one layer at one length; the fields are those of `LayerProfile`."""
-
-    forward_flops: int = 0
-    weight_gradient_flops: int = 0
-    inputs_recompute_flops: int = 0
-    matmuls_recompute_flops: int = 0
-    inputs_bytes: int = 0
-    matmuls_bytes: int = 0
-    whole_bytes: int = 0
-    inputs_rerun_bytes: int = 0
-    inputs_rerun_early_bytes: int = 0
-    matmuls_rerun_bytes: int = 0
-    matmuls_rerun_early_bytes: int = 0
-    mlp_width: int = 0
-    adapted_mlp_width: int = 0
-    tiled_bytes: int = 0
-    tile_bytes: int = 0
-    tiles_recompute_flops: int = 0
-
-
-@dataclass(slots=True)
 class _TokenWiseCall:
     """One call of a token-wise module, which can run in tiles of tokens.
 
@@ -600,8 +562,11 @@ class _LayerRun:
         self.hidden: Tensor = self._args[0] if self._args else self._kwargs[_HIDDEN]
         self.hidden.requires_grad_(input_needs_grad)
         self._argument_bytes.pop(storage_key(self.hidden), None)
-        self._recorder = _DrivenRecorder(
-            call.layer, self.hidden, hold=_HeldSize, without_memory=True
+        self._recorder = SelectiveRecorder(
+            call.layer,
+            self.hidden,
+            hold=lambda _name, tensor: SavedTensor(tensor),
+            without_memory=True,
         )
         self._unused_finder = UnusedMatmulFinder(self.hidden, without_memory=True)
         self._states = LayerStates({})
@@ -652,7 +617,7 @@ class _LayerRun:
 
     def get(self) -> None:
         """Pause the recorder while attention runs, whose matmuls are not the layer's."""
-        self._recorder.pause()
+        self._counter.trackers.remove(self._recorder)
 
     def put(self, out_BNCH: Tensor, lse_BNC: Tensor) -> None:
         self._attending_child = self._counter.child
@@ -663,14 +628,16 @@ class _LayerRun:
         self._late.clear()
         self.largest_bytes = max(self.largest_bytes, out_BNCH.nbytes)
         self._unused_finder.add_inputs(out_BNCH, lse_BNC)
-        self._recorder.start(out_BNCH, lse_BNC)
+        self._recorder.add_inputs(out_BNCH, lse_BNC)
+        self._counter.trackers.append(self._recorder)
 
-    def forward(self) -> _Counts:
+    def forward(self) -> dict[str, int]:
+        """Run the layer's forward; returns totals by the names of `LayerProfile`'s fields."""
         with _autocast(self._training):
             self._out = self._run_forward()
         matmuls = self._counter.matmuls
         recorded = self._recorder.stop()
-        held = [x.output for x in recorded if isinstance(x.output, _HeldSize)]
+        held = [x.output.take() for x in recorded if x.output is not None]
         held_bytes = [output.nbytes for output in held]
         saved_bytes = list(map(self._saved_bytes, self._saved))
         self.largest_bytes = max(self.largest_bytes, *held_bytes, *saved_bytes)
@@ -679,36 +646,36 @@ class _LayerRun:
         inputs_bytes = self.hidden.nbytes + self._attention_bytes
         tiled_bytes, tile_bytes = self._bytes_in_tiles(sum(saved_bytes))
         recorded_thick = iter(recorded)
-        return _Counts(
-            forward_flops=sum(x.flops for x in matmuls),
-            weight_gradient_flops=sum(x.flops for x in matmuls if x.is_trained),
-            inputs_recompute_flops=sum(
+        return {
+            "forward_flops": sum(x.flops for x in matmuls),
+            "weight_gradient_flops": sum(x.flops for x in matmuls if x.is_trained),
+            "inputs_recompute_flops": sum(
                 x.flops
                 for x, is_unused in _with_unused(matmuls[: self._last_save], unused)
                 if not is_unused
             ),
             # A thick matmul of weights alone is recomputed, too.
-            matmuls_recompute_flops=sum(
+            "matmuls_recompute_flops": sum(
                 x.flops
                 for x in matmuls[: self._last_save]
                 if not x.is_thick or next(recorded_thick).of_weights
             ),
-            inputs_bytes=inputs_bytes,
-            matmuls_bytes=inputs_bytes + sum(held_bytes),
-            whole_bytes=sum(saved_bytes),
-            **self._rerun_bytes({output.key for output in held}),
-            mlp_width=sum(
+            "inputs_bytes": inputs_bytes,
+            "matmuls_bytes": inputs_bytes + sum(held_bytes),
+            "whole_bytes": sum(saved_bytes),
+            **self._rerun_bytes(set(map(storage_key, held))),
+            "mlp_width": sum(
                 x.num_inputs
                 for x in matmuls
                 if x.is_down_projection and x.child != self._attending_child
             ),
-            adapted_mlp_width=max(
+            "adapted_mlp_width": max(
                 (x.num_adapted for x in matmuls if x.child != self._attending_child), default=0
             ),
-            tiled_bytes=tiled_bytes,
-            tile_bytes=tile_bytes,
-            tiles_recompute_flops=self._flops_in_tiles(unused),
-        )
+            "tiled_bytes": tiled_bytes,
+            "tile_bytes": tile_bytes,
+            "tiles_recompute_flops": self._flops_in_tiles(unused),
+        }
 
     def _rerun_bytes(self, held: set[int | None]) -> dict[str, int]:
         """Bytes that reruns make; `held` are the storages of matmul outputs that are saved."""
@@ -808,11 +775,7 @@ class _LayerRun:
             self._observing_tile_calls(),
             self._counter.counting(),
         ):
-            self._recorder.start()
-            try:
-                out = self._layer.forward(*self._args, **self._kwargs)
-            finally:
-                self._recorder.abandon()
+            out = self._layer.forward(*self._args, **self._kwargs)
         return out[0] if isinstance(out, tuple) else out
 
     def close(self) -> None:
@@ -878,26 +841,6 @@ class _LayerRun:
         return sum(x.flops for x in counter.matmuls)
 
 
-class _HeldSize(SavedTensor):
-    """Stands for a matmul output that the recorder holds; knows its size and its storage."""
-
-    def __init__(self, _name: str, tensor: Tensor) -> None:
-        self.nbytes = tensor.nbytes
-        self.key = storage_key(tensor)
-
-    def handles(self) -> tuple[()]:
-        return ()
-
-    def take(self) -> Tensor:
-        raise AssertionError("a traced layer is not recomputed")
-
-    def borrow(self) -> NoReturn:
-        raise AssertionError("a traced layer is not recomputed")
-
-    def drop(self) -> None:
-        """Do nothing: the output is replaced by a copy of the same size."""
-
-
 class _Matmul(NamedTuple):
     """A matmul (or a convolution) that ran."""
 
@@ -923,23 +866,6 @@ def _with_unused(
     answers = iter(unused)
     for matmul in matmuls:
         yield matmul, matmul.is_thick and next(answers, False)
-
-
-class _DrivenRecorder(SelectiveRecorder):
-    """A recorder that a `_FlopCounter` passes operations to, in place of a mode of its own."""
-
-    def _begin(self) -> None:
-        pass
-
-    def _end(self) -> None:
-        pass
-
-    def watch(
-        self, run: RunOperation, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> Any:
-        if not self._running:
-            return run(func, args, kwargs)
-        return super().watch(run, func, args, kwargs)
 
 
 class _FlopCounter(LightDispatchMode):

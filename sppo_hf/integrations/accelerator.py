@@ -29,7 +29,6 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import (
     extract_model_from_parallel,
     gather_object,
-    is_compiled_module,
     recursively_apply,
 )
 from torch import Tensor, nn
@@ -41,7 +40,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from sppo_hf.engine.convert import check_convertible, convert, get_engine
 from sppo_hf.engine.device_facts import bind_to_device
 from sppo_hf.engine.engine import Engine, host_resident_predicate
-from sppo_hf.engine.structure import disable_gradient_checkpointing
+from sppo_hf.engine.structure import disable_gradient_checkpointing, is_compiled
 from sppo_hf.errors import ConfigError, UnsupportedModelError
 from sppo_hf.integrations.checkpoints import (
     is_cut,
@@ -428,9 +427,8 @@ def _has_transformers_model(model: nn.Module) -> bool:
 def _compiled_layers(model: nn.Module) -> nn.Module | None:
     """Return a compiled module that holds decoder layers, whose hooks would not run; else None."""
     for module in model.modules():
-        # `torch.compile(module)` wraps, `module.compile()` works in place.
-        compiled = is_compiled_module(module) or module._compiled_call_impl is not None
-        if compiled and any(isinstance(m, GradientCheckpointingLayer) for m in module.modules()):
+        layers = (isinstance(m, GradientCheckpointingLayer) for m in module.modules())
+        if is_compiled(module) and any(layers):
             return module
     return None
 

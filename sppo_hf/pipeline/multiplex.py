@@ -64,7 +64,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from sppo_hf.attention.streamed_kv import KVStore
+from sppo_hf.attention.kv_cache import KVStore
 from sppo_hf.engine.chunk_runner import ChunkRunner
 from sppo_hf.engine.sequence_group import (
     SequenceGroup,

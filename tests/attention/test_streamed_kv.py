@@ -16,9 +16,8 @@ from sppo_hf.attention.backends.aten import CPUFlash
 from sppo_hf.attention.backends.base import AttentionOutput, Gradients
 from sppo_hf.attention.backends.reference import Reference
 from sppo_hf.attention.chunk_attention import AttentionCall, chunk_attention
-from sppo_hf.attention.kv_cache import LayerKV
+from sppo_hf.attention.kv_cache import KVStream, LayerKV
 from sppo_hf.attention.segments import RowSpans, chunk_segments
-from sppo_hf.attention.streamed_kv import KVStream
 from sppo_hf.errors import SPPOError
 from tests.attention.layers import KV_BYTES_PER_TOKEN, B, Layers, N
 from tests.sweeps import pairs

@@ -17,11 +17,10 @@ from sppo_hf.engine.chunk_runner import ChunkRunner
 from sppo_hf.engine.convert import convert, get_engine
 from sppo_hf.engine.recompute import RecomputedLayer
 from sppo_hf.engine.sliced_calls import (
-    CallExample,
     CannotRunByLayer,
     PrefixLength,
     SlicedCall,
-    layer_examples,
+    layer_calls,
 )
 from sppo_hf.engine.step_observer import StepObserver
 from sppo_hf.engine.structure import find_parts
@@ -40,9 +39,7 @@ BOUNDS = ((0, 3), (3, 7), (7, 8))
 
 
 def _cut(args: tuple[Any, ...], few: tuple[Any, ...], **kwargs: Any) -> SlicedCall:
-    return SlicedCall(
-        args, kwargs, bounds=BOUNDS, example=CallExample.of(few, kwargs), where="layer 0"
-    )
+    return SlicedCall(args, kwargs, bounds=BOUNDS, example=(few, kwargs), where="layer 0")
 
 
 def _config(**settings: Any) -> SPPOConfig:
@@ -147,7 +144,7 @@ def test_a_model_may_read_the_weights_of_its_norm_and_layers() -> None:
     def run_base() -> None:
         read.extend((model.model.norm.weight, model.model.layers[0].mlp.up_proj.weight))
 
-    assert layer_examples(engine.parts, run_base) == {}
+    assert layer_calls(engine.parts, run_base) == {}
     assert [a is b for a, b in zip(read, own, strict=True)] == [True, True]
 
 
@@ -161,9 +158,9 @@ def test_no_memory_is_no_reason_against_an_order() -> None:
         raise torch.OutOfMemoryError("no room")
 
     with pytest.raises(torch.OutOfMemoryError, match="no room"):
-        layer_examples(engine.parts, run_out)
+        layer_calls(engine.parts, run_out)
     with pytest.raises(CannotRunByLayer, match=r"ValueError: .*odd"):
-        layer_examples(engine.parts, lambda: int("odd"))
+        layer_calls(engine.parts, lambda: int("odd"))
 
 
 def test_a_model_that_runs_in_no_order_is_refused_and_not_tried_for_ever(

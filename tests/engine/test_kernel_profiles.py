@@ -1,23 +1,18 @@
 """Profiles of layers with Liger's kernels against what such layers save, keep and make again.
 
-Liger needs a GPU; stand-ins save what its functions save, into memory that torch does not see them
-fill.
+Liger needs a GPU; stand-ins save what its functions save (see `tests.fakes.liger`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.utils import _python_dispatch
 
-from sppo_hf.engine import layer_kernels
 from sppo_hf.engine.convert import convert, get_engine
 from sppo_hf.engine.cpu_heap import CpuChunkArena
 from sppo_hf.engine.device_facts import model_shape
@@ -32,85 +27,15 @@ from sppo_hf.planning.memory import CONTEXT_BYTES
 from sppo_hf.planning.model_profile import LoraShape, Training
 from sppo_hf.planning.model_shape import ModelShape
 from tests.engine.measuring import SETTINGS, TOKENS, run, saved_bytes, sized_config
+from tests.fakes.liger import SiLUMul, install
 
 pytestmark = pytest.mark.fake
-
-
-def filled(like: Tensor, values: Any) -> Tensor:
-    """New memory with values that no operation of torch's is seen to write."""
-    made = torch.empty_like(like)
-    with _python_dispatch._disable_current_modes():
-        made.copy_(values())
-    return made
-
-
-class Norm(torch.autograd.Function):
-    """As `LigerRMSNormFunction`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float, *_: Any) -> Tensor:
-        scale = torch.empty(*x.shape[:-1], 1)
-        with _python_dispatch._disable_current_modes():
-            scale.copy_(torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps))
-        ctx.save_for_backward(x, weight, scale)
-        ctx.offset = offset
-        return filled(x, lambda: x.float() * scale * (weight.float() + offset))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, scale = ctx.saved_tensors
-        normed, grad = x.float() * scale, grads[0].float()
-        scaled = grad * (weight.float() + ctx.offset)
-        dx = scale * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
-        dweight = (grad * normed).flatten(0, -2).sum(0)
-        return dx.to(x.dtype), dweight.to(weight.dtype), None, None, None, None
-
-
-class SiLUMul(torch.autograd.Function):
-    """As `LigerSiLUMulFunction`, which writes gradients over what it saved."""
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
-        ctx.save_for_backward(a, b)
-        return filled(a, lambda: F.silu(a.float()) * b.float())
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        a, b = ctx.saved_tensors
-        wide, grad = a.float(), grads[0].float()
-        da = torch.ops.aten.silu_backward(grad * b.float(), wide)
-        b.data.copy_(grad * F.silu(wide))
-        a.data.copy_(da)
-        return a, b
-
-
-class GELUMul(SiLUMul):
-    """As `LigerGELUMulFunction`."""
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
-        ctx.save_for_backward(a, b)
-        return filled(a, lambda: F.gelu(a.float(), approximate="tanh") * b.float())
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        a, b = ctx.saved_tensors
-        wide, grad = a.float(), grads[0].float()
-        da = torch.ops.aten.gelu_backward(grad * b.float(), wide, approximate="tanh")
-        b.data.copy_(grad * F.gelu(wide, approximate="tanh"))
-        a.data.copy_(da)
-        return a, b
 
 
 @pytest.fixture(autouse=True)
 def liger(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Liger's functions, for a model on the CPU."""
-    ops = SimpleNamespace(
-        LigerRMSNormFunction=Norm, LigerSiLUMulFunction=SiLUMul, LigerGELUMulFunction=GELUMul
-    )
-    monkeypatch.setitem(sys.modules, "liger_kernel", SimpleNamespace(ops=ops))
-    monkeypatch.setattr(layer_kernels, "liger_runs_on", lambda device: True)
-    return ops
+    return install(monkeypatch)
 
 
 def built(

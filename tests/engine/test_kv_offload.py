@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from sppo_hf.attention.kv_cache import LayerKV
-from sppo_hf.attention.streamed_kv import KVStream, StreamedKV
+from sppo_hf.attention.kv_cache import KVStream, LayerKV, StreamedKV
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine import kv_offload, plan_cache
 from sppo_hf.engine.convert import convert, get_engine

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import copy
 import shutil
-import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from sppo_hf import ConfigError, SPPOConfig
 from sppo_hf.engine import layer_kernels
@@ -25,89 +23,19 @@ from sppo_hf.engine.structure import find_parts, suppress_peft_warnings
 from sppo_hf.planning.choices import DeviceFacts, read_choices
 from sppo_hf.testing.exactness import float64_everywhere
 from sppo_hf.testing.tiny_models import build_tiny_model
+from tests.fakes.liger import RMSNorm, SiLUMul, calls, install
 from tests.sweeps import ALL, turn
 
 CPU = torch.device("cpu")
-calls: dict[str, int] = {}
-
-
-def wide(values: Tensor) -> Tensor:
-    return values.to(torch.promote_types(values.dtype, torch.float32))
-
-
-class Norm(torch.autograd.Function):
-    """Root mean square norm; saves its input and the reciprocal of the root."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, *how: Any) -> Tensor:
-        offset, _, in_place = how
-        assert not in_place, "a residual shares the gradient"
-        calls["norm"] = calls.get("norm", 0) + 1
-        rstd = torch.rsqrt(wide(x).pow(2).mean(-1, keepdim=True) + eps)
-        ctx.save_for_backward(x, weight, rstd)
-        ctx.offset = offset
-        return (wide(x) * rstd * (wide(weight) + offset)).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, rstd = ctx.saved_tensors
-        normed, grad = wide(x) * rstd, wide(grads[0])
-        scaled = grad * (wide(weight) + ctx.offset)
-        dx = rstd * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
-        dweight = (grad * normed).flatten(0, -2).sum(0)
-        return dx.to(x.dtype), dweight.to(weight.dtype), None, None, None, None
-
-
-class SiLUMul(torch.autograd.Function):
-    """`silu(a) * b`, whose backward writes over what it saved, unseen by autograd."""
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
-        calls["silu"] = calls.get("silu", 0) + 1
-        ctx.save_for_backward(a, b)
-        return (F.silu(wide(a)) * wide(b)).to(a.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        a, b = ctx.saved_tensors
-        sigmoid, grad = torch.sigmoid(wide(a)), wide(grads[0])
-        silu = wide(a) * sigmoid
-        da = grad * (silu * (1 - sigmoid) + sigmoid) * wide(b)
-        b.data.copy_(grad * silu)
-        a.data.copy_(da)
-        return a, b
-
-
-class GELUMul(torch.autograd.Function):
-    """`gelu(a) * b` of the tanh kind."""
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
-        calls["gelu"] = calls.get("gelu", 0) + 1
-        ctx.save_for_backward(a, b)
-        return F.gelu(a, approximate="tanh") * b
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        with torch.enable_grad():
-            a, b = (saved.detach().requires_grad_() for saved in ctx.saved_tensors)
-            made = F.gelu(a, approximate="tanh") * b
-        return torch.autograd.grad(made, (a, b), grads[0])
 
 
 @pytest.fixture(autouse=True)
 def liger(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Stand-ins for Liger, for a model on the CPU."""
-    ops = SimpleNamespace(
-        LigerRMSNormFunction=Norm, LigerSiLUMulFunction=SiLUMul, LigerGELUMulFunction=GELUMul
-    )
-    monkeypatch.setitem(sys.modules, "liger_kernel", SimpleNamespace(ops=ops))
-    monkeypatch.setattr(layer_kernels, "liger_runs_on", lambda device: True)
     # So that exactness can be seen to twelve digits.
     monkeypatch.setattr(layer_kernels, "_DTYPES", (torch.float64, torch.float32, torch.bfloat16))
     monkeypatch.setitem(layer_kernels._ROUNDING, torch.float64, 1e-6)
-    calls.clear()
-    return ops
+    return install(monkeypatch)
 
 
 @pytest.mark.parametrize("installed", [{"liger_kernel"}, {"triton"}, {"liger_kernel", "triton"}])
@@ -209,9 +137,9 @@ class _Clamps(SiLUMul):
 
 class _Forgets(SiLUMul):
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         da, db = SiLUMul.backward(ctx, *grads)
-        return da, torch.zeros_like(db)
+        return da, None if db is None else torch.zeros_like(db)
 
 
 class _Breaks(SiLUMul):
@@ -345,7 +273,7 @@ def test_inputs_narrower_than_a_norms_weight_keep_its_code() -> None:
     expected = norm(x)
     assert expected.dtype == torch.float32
     assert used(model)["norm"] > 0
-    assert torch.equal(norm(x.float()), Norm.apply(x.float(), norm.weight, 1e-6, 0.0, "", False))
+    assert torch.equal(norm(x.float()), RMSNorm.apply(x.float(), norm.weight, 1e-6, 0.0, "", False))
     calls.clear()
     torch.testing.assert_close(norm(x), expected, rtol=0, atol=0)
     assert not calls
@@ -414,7 +342,7 @@ def adapted(
 
 
 def num_adapted(model: nn.Module) -> int:
-    return layer_kernels.add_adapters_in_place(find_parts(model), CPU)
+    return layer_kernels.use_layer_kernels(find_parts(model), CPU)["adapter"]
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,8 @@
 """Models that Liger's own patches have changed, as `TrainingArguments(use_liger_kernel=True)` does.
 
 A stand-in package replaces what Liger replaces: classes and functions of Llama's module, and the
-forwards of a model's norms, MLPs and head. Its kernels refuse fake tensors as Triton's do, and
-write where these write, unseen by torch: rotary embedding into queries and keys, backward of the
-gated product into what was saved, and that of a norm into its gradient.
+forwards of a model's norms, MLPs and head. For its kernels see `tests.fakes.liger`; that of rotary
+embedding writes into queries and keys.
 """
 
 from __future__ import annotations
@@ -12,15 +11,11 @@ import dataclasses
 import sys
 import types
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn import functional as F
-from torch.utils import _python_dispatch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 from transformers.models.mixtral import modeling_mixtral
@@ -36,65 +31,9 @@ from sppo_hf.engine.structure import find_parts, suppress_peft_warnings
 from sppo_hf.engine.trace_profile import trace_config
 from sppo_hf.planning.model_profile import LayerProfile, Training
 from tests.engine.measuring import SETTINGS, TOKENS, run, saved_bytes, sized_config
+from tests.fakes.liger import RMSNorm, SiLUMul, calls, install, write
 
 pytestmark = pytest.mark.fake
-
-calls: list[str] = []
-
-
-def wide(values: Tensor) -> Tensor:
-    return values.to(torch.promote_types(values.dtype, torch.float32))
-
-
-def write(memory: Tensor, values: Callable[[], Tensor]) -> Tensor:
-    """What a kernel does: autograd and dispatch modes see no operation."""
-    if isinstance(memory, FakeTensor):
-        raise ValueError("Pointer argument (at 0) cannot be accessed from Triton (cpu tensor?)")
-    with _python_dispatch._disable_current_modes(), torch.no_grad():
-        memory.data.copy_(values())
-    return memory
-
-
-class RMSNorm(torch.autograd.Function):
-    """As `LigerRMSNormFunction`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float, casting: str, *how: Any
-    ) -> Tensor:
-        calls.append("norm")
-        ctx.in_place, _row_mode = how
-        scale = x.new_empty(*x.shape[:-1], 1, dtype=wide(x).dtype)
-        write(scale, lambda: torch.rsqrt(wide(x).pow(2).mean(-1, keepdim=True) + eps))
-        ctx.save_for_backward(x, weight, scale)
-        return write(torch.empty_like(x), lambda: wide(x) * scale * wide(weight))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, scale = ctx.saved_tensors
-        normed, grad = wide(x) * scale, wide(grads[0])
-        dweight = (grad * normed).flatten(0, -2).sum(0).to(weight.dtype)
-        scaled = grad * wide(weight)
-        dx = scale * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
-        out = grads[0].contiguous() if ctx.in_place else torch.empty_like(x)
-        return write(out, lambda: dx), dweight, None, None, None, None, None
-
-
-class SiLUMul(torch.autograd.Function):
-    """As `LigerSiLUMulFunction`."""
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, *_: float) -> Tensor:
-        calls.append("silu")
-        ctx.save_for_backward(a, b)
-        return write(torch.empty_like(a), lambda: F.silu(wide(a)) * wide(b))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        a, b = ctx.saved_tensors
-        grad, gate = wide(grads[0]), wide(a.clone())
-        write(a, lambda: torch.ops.aten.silu_backward(grad * wide(b), gate))
-        return a, write(b, lambda: grad * F.silu(gate)), None, None
 
 
 class Rope(torch.autograd.Function):
@@ -102,7 +41,7 @@ class Rope(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *_: Any) -> Any:
-        calls.append("rope")
+        calls["rope"] += 1
         ctx.save_for_backward(cos, sin)
         return turned(q, cos, sin), turned(k, cos, sin)
 
@@ -161,20 +100,13 @@ for code in (norm_forward, mlp_forward, rotary, experts_forward, lce_forward):
 @pytest.fixture(autouse=True)
 def liger(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Liger as it is after its import, and Llama's module as it was."""
-    functions: dict[str, Any] = {
-        "LigerRMSNormFunction": RMSNorm,
-        "LigerSiLUMulFunction": SiLUMul,
-        "LigerRopeFunction": Rope,
-        "LigerFusedMoEFunction": FusedMoE,
-    }
-    ops = SimpleNamespace(**functions)
-    monkeypatch.setitem(sys.modules, "liger_kernel", SimpleNamespace(ops=ops))
+    ops = install(monkeypatch)
+    ops.LigerRopeFunction, ops.LigerFusedMoEFunction = Rope, FusedMoE
     monkeypatch.setitem(sys.modules, "liger_kernel.ops", ops)
     monkeypatch.setattr(layer_kernels, "liger_runs_on", lambda device: False)
     monkeypatch.setattr(device_facts, "_profiles", {})
-    calls.clear()
     yield
-    for function in functions.values():
+    for function in vars(ops).values():
         if "apply" in vars(function):
             del function.apply
 

@@ -94,7 +94,7 @@ def rope(monkeypatch: pytest.MonkeyPatch, replaced: set[str]) -> Rope:
     monkeypatch.setitem(sys.modules, "liger_kernel", SimpleNamespace(ops=SimpleNamespace()))
     monkeypatch.setitem(sys.modules, "liger_kernel.ops.rope", made)
     monkeypatch.setattr(layer_kernels, "liger_runs_on", lambda device: True)
-    monkeypatch.setattr(layer_kernels, "_candidates", lambda parts: ())
+    monkeypatch.setattr(layer_kernels, "_is_candidate", lambda module: False)
     # So that exactness can be seen to twelve digits.
     monkeypatch.setattr(layer_kernels, "_DTYPES", (torch.float64, torch.float32, torch.bfloat16))
     monkeypatch.setitem(layer_kernels._ROUNDING, torch.float64, 1e-6)

@@ -20,8 +20,7 @@ from unittest import mock
 import torch
 from torch import distributed as dist
 
-from sppo_hf.attention.kv_cache import LayerKV
-from sppo_hf.attention.streamed_kv import StreamedKV
+from sppo_hf.attention.kv_cache import LayerKV, StreamedKV, sum_dtype
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.convert import get_engine, revert
 from sppo_hf.engine.device_facts import device_facts, whole_shape
@@ -110,10 +109,9 @@ class SharedUnitKV:
                 keys, sums = keys + store.kv_bytes, sums + store.gradient_bytes
                 continue
             assert isinstance(store, StreamedKV)
-            layouts = store._layouts
-            sizes = {c: x.k_shape.numel() + x.v_shape.numel() for c, x in layouts.items()}
-            keys += sum(sizes[c] * layouts[c].dtype.itemsize for c in store._keys)
-            sums += sum(sizes[c] * layouts[c].sum_dtype.itemsize for c in store._sums)
+            sizes = {c: sum(x.numel() for x in pair) for c, pair in store._shapes.items()}
+            keys += sum(sizes[c] * store._empty.itemsize for c in store._keys)
+            sums += sum(sizes[c] * sum_dtype(store._empty).itemsize for c in store._sums)
         coming = shared.transport._receives.items()
         came = sum(buffer.nbytes for key, (_, buffer) in coming if "RECV_KV" in str(key))
         found = {"device kv": came, "device dkv": 0}
