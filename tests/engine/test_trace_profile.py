@@ -235,7 +235,7 @@ def test_states_are_those_that_transformers_keeps_for_generation(family: str) ->
                     ("qwen3_next", (256, 512)),
                     ("falcon_h1", (512, 1024)),
                     ("mamba2", (512, 1024)),
-                    ("granitemoehybrid", (256, 512)),
+                    ("granitemoehybrid", (512, 1024)),
                     ("nemotron_h", (512, 1024)),
                     ("olmo_hybrid", (512, 1024)),
                     ("zamba2", (512, 1024)),
