@@ -410,7 +410,8 @@ def disable_gradient_checkpointing(model: nn.Module) -> bool:
     switch_off()
     logger.warning(
         "gradient_checkpointing is on; SPPO switched it off in the model and recomputes by itself "
-        "(settings: recompute, offload). Drop gradient_checkpointing to silence this."
+        "(settings: recompute, offload). Set gradient_checkpointing=False to silence this (TRL's "
+        "default is True)."
     )
     return True
 

@@ -154,8 +154,15 @@ class SPPOPlugin(ParallelismConfig):
 
         Raises:
             UnsupportedModelError: The model cannot be run chunk by chunk exactly.
-            ConfigError: The model was converted before, with other settings.
+            ConfigError: This is no model but its name, say; or the model was converted before, with
+                other settings.
         """
+        if not isinstance(model, torch.nn.Module):
+            raise ConfigError(
+                f"convert was given {show(model)} ({type(model).__name__}). Allowed: a loaded "
+                "causal language model. Remedy: load it first, with "
+                "AutoModelForCausalLM.from_pretrained(...) or plugin.load_model(...)."
+            )
         # Process groups on GPUs need the rank's own device, where the model may not be yet.
         device = PartialState().device if self.config.sharing_ranks > 1 else None
         convert_once(model, self, device)

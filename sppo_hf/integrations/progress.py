@@ -133,7 +133,8 @@ def _print(table: RenderableType) -> None:
     console = Console(file=sys.stderr)
     if not console.is_terminal:
         console = Console(file=sys.stderr, width=_MIN_COLUMNS)
-    console.print(table)
+    with tqdm.external_write_mode(file=sys.stderr):  # not behind the Trainer's bar, in its line
+        console.print(table)
 
 
 def _new_bar(title: str, total: int, *, unit: str) -> tqdm[Any]:

@@ -243,6 +243,7 @@ def test_checkpointing_of_the_model_is_switched_off_with_a_warning(caplog):
         _accelerator().prepare(model)
     assert not is_checkpointing(model)
     assert "recomputes by itself" in caplog.text
+    assert "gradient_checkpointing=False" in caplog.text  # who left TRL's default has none to drop
     caplog.clear()
     assert not disable_gradient_checkpointing(model)
     assert not caplog.records

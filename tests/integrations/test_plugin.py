@@ -188,6 +188,12 @@ def test_converting_a_module_without_a_language_model_is_refused():
         SPPOPlugin().convert(torch.nn.Linear(2, 2))
 
 
+@pytest.mark.parametrize("given", ["meta-llama/Llama-3.1-8B", None, type(make_model())])
+def test_converting_what_is_no_model_is_refused(given):
+    with pytest.raises(ConfigError, match=r"\. Remedy: load it first"):
+        SPPOPlugin().convert(given)
+
+
 def test_converting_with_other_settings_is_refused():
     model = SPPOPlugin(num_chunks=4).convert(make_model())
     with pytest.raises(ConfigError, match=r"num_chunks=4 \(now 8\)"):

@@ -5,6 +5,7 @@ import io
 from types import SimpleNamespace
 
 import pytest
+from tqdm.auto import tqdm
 
 from sppo_hf import SPPOPlugin
 from sppo_hf.integrations import progress
@@ -134,6 +135,15 @@ def test_the_first_plan_of_training_and_of_evaluation_is_printed(terminal):
         reporter.on_plan(_Plan(name, training), "Llama")
     shown = terminal.getvalue()
     assert [name for name in "abcd" if f"plan {name}" in shown] == ["a", "b"]
+
+
+@pytest.mark.usefixtures("_plain_table")
+def test_the_plan_begins_a_line_of_its_own_below_no_bar(terminal):
+    with tqdm(total=3, file=terminal):  # the Trainer's
+        ProgressReporter().on_plan(_Plan("a", training=True), "Llama")
+        before, _, _ = terminal.getvalue().partition("table of Llama")
+    assert "0/3" in before
+    assert before.split("\r")[-1].strip() == ""
 
 
 @pytest.mark.usefixtures("_plain_table")
