@@ -21,9 +21,9 @@ accelerator. A layer with quantised weights keeps them.
 [Note: what a trial leaves behind] Nothing: random numbers, training flags, attributes and hooks are
 as before, and buffers are copies. The module's code has run, though, and messages say so.
 
-Not covered: hooks that users have registered, which do not run in a trial; modules that are
-replaced after the conversion; what depends on tokens more than `_TOKENS` apart, or on the values of
-global variables.
+Not covered: hooks that users have registered, which do not run in a trial, as many only collect
+what they see (a warning names them); modules that are replaced after the conversion; what depends
+on tokens more than `_TOKENS` apart, or on the values of global variables.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
+import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
@@ -106,6 +107,9 @@ _TRIAL = "sppo_trial"
 _passed: weakref.WeakKeyDictionary[nn.Module, tuple[object, ...]] = weakref.WeakKeyDictionary()
 """Modules that were tried, with what they contained then."""
 
+_warned_of: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Modules whose hooks a warning has named."""
+
 
 class _CannotTry(Exception):
     """A trial gave no result; the message is the reason, as a part of a sentence."""
@@ -124,6 +128,8 @@ def check_foreign_code(parts: ModelParts, *, one_chunk: bool = False) -> None:
     """
     if is_checking():
         return
+    if not one_chunk:
+        _warn_of_hooks(parts)
     built = built_classes(parts)
     if built is None:
         return  # a warning has said that nothing is known of this model
@@ -204,6 +210,28 @@ def _is_foreign(module: nn.Module, built: frozenset[type]) -> bool:
         *_, file = kind.__module__.split(".")
         return file not in _TOKEN_WISE_KINDS or kind.__name__ in _OTHER_DIMS
     return _package(_code_module(kind.forward)) not in _LIBRARIES
+
+
+def _warn_of_hooks(parts: ModelParts) -> None:
+    """Warn of modules in which others have registered forward hooks, once of each."""
+    head = parts.causal_lm.get_output_embeddings()  # type: ignore[operator]
+    found = {
+        module: None
+        for module in (*parts.decoder.modules(), *([] if head is None else head.modules()))
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        if module not in _warned_of and _package(_code_module(hook)) not in _LIBRARIES
+    }
+    if not found:
+        return
+    _warned_of.update(found)
+    others = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    warnings.warn(
+        f"The forward hooks of {_label(parts, next(iter(found)))}{others} may be called with the "
+        "tokens of one chunk at a time. One that only looks, or that changes every token by "
+        "itself, does what it did without sppo_hf; one that lets tokens meet (a mean over the "
+        "sequence, say) changes the loss, which nothing notices.",
+        stacklevel=2,
+    )
 
 
 def _is_torchs(kind: type) -> bool:

@@ -587,6 +587,20 @@ def _everything(model: nn.Module) -> dict[str, Any]:
     return found
 
 
+def test_hooks_of_others_are_named_once(recwarn: pytest.WarningsRecorder) -> None:
+    model = build_tiny_model("llama")
+    model.enable_input_require_grads()  # a hook of Transformers
+    revert(convert(model, _config()))
+    assert not [one for one in recwarn if "forward hooks" in str(one.message)]
+    model.model.layers[1].mlp.register_forward_hook(lambda *_: None)
+    model.lm_head.register_forward_pre_hook(lambda *_: None)
+    with pytest.warns(UserWarning, match=r"layers\.1\.mlp \(LlamaMLP\) \(and 1 more\) may be"):
+        revert(convert(model, _config()))
+    recwarn.clear()
+    convert(model, _config())
+    assert not [one for one in recwarn if "forward hooks" in str(one.message)]
+
+
 def test_a_trial_leaves_nothing_behind() -> None:
     model = _with_all_kinds().train()
     model.model.layers[0].mlp.drop.p = 0.5
