@@ -117,7 +117,7 @@ class Group:
 
     def to_json(self) -> dict[str, Any]:
         """A value for `json.dumps`."""
-        return asdict(self)
+        return asdict(self) | {"heads": self.heads._asdict()}
 
 
 def measure_backends(

@@ -30,9 +30,8 @@ from rich.table import Table
 from smollm2 import DEFAULT_MODEL, load_model
 
 from sppo_hf import SPPOPlugin
-from sppo_hf.offload import disk
-from sppo_hf.offload.disk import Transfers
-from sppo_hf.offload.disk_files import Bytes, checksum
+from sppo_hf.offload import store
+from sppo_hf.offload.store import Bytes, Transfers, checksum
 from sppo_hf.rules import format_bytes
 
 MAX_RATIO = 1.03
@@ -64,8 +63,8 @@ class Switch:
 
     def set_enabled(self, on: bool) -> None:
         """Switch the checks between steps, each of which reads only what it wrote itself."""
-        for store in self.stores:
-            store.verify = on
+        for transfers in self.stores:
+            transfers.verify = on
         self.cpu_seconds, self.num_bytes = 0.0, 0
 
 
@@ -80,8 +79,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     checked_bytes = 0
     with (
         tempfile.TemporaryDirectory(dir=options.dir) as folder,
-        patch.object(disk, "Transfers", switch.make),
-        patch.object(disk, "checksum", switch.checksum),
+        patch.object(store, "Transfers", switch.make),
+        patch.object(store, "checksum", switch.checksum),
     ):
         plugin = SPPOPlugin(
             show_progress=False,

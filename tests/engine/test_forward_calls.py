@@ -118,6 +118,18 @@ def _right_padded(*lengths):
     return torch.arange(6)[None] < torch.tensor(lengths)[:, None]
 
 
+def test_rows_beyond_the_positions_that_a_model_has_learned_are_refused() -> None:
+    model = convert(build_tiny_model("gpt2"), SPPOConfig(num_chunks=2, show_plan=False))
+    learned = model.config.max_position_embeddings
+    ids = torch.zeros(1, learned + 1, dtype=torch.long)
+    with pytest.raises(
+        ConfigError, match=rf"position {learned:,}, but wpe has learned {learned:,}"
+    ):
+        model(input_ids=ids, labels=ids)
+    packed = torch.cat([torch.arange(learned), torch.arange(1)])[None]
+    model(input_ids=ids, labels=ids, position_ids=packed).loss.backward()
+
+
 def test_full_rows_are_plain():
     layout = _read(attention_mask=torch.ones(2, 6))
     assert (layout.rows, layout.used_tokens, layout.labelled) == (None, 6, None)
