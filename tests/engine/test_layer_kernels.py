@@ -467,7 +467,8 @@ def test_adapters_that_add_otherwise_keep_pefts_code(
         assert num_adapted(model) == 0, "later steps may run without autocast"
     monkeypatch.setattr(layer_kernels, "_AdaptedLinear", _ADDED)
     assert num_adapted(model)
-    assert not caplog.messages, "it was compared"
+    ours = [record for record in caplog.records if record.name.startswith("sppo_hf")]
+    assert not ours, "it was compared"
 
 
 def disable(model: Any) -> None:
@@ -561,6 +562,7 @@ def test_adapters_in_float32_need_autocast(added: list[torch.Size]) -> None:
 def test_under_autocast_adapters_in_float32_are_no_farther_from_float32(
     family: str, settings: dict[str, Any], added: list[torch.Size]
 ) -> None:
+    torch.manual_seed(0)  # PEFT draws one factor of each adapter
     model = adapted(family, torch.bfloat16, in_float32=True)
     ids = torch.randint(0, 90, (2, 24), generator=torch.Generator().manual_seed(0))
     exact = step(copy.deepcopy(model).float(), ids)
