@@ -150,13 +150,24 @@ def test_lengths_that_are_too_long_are_refused_at_once(tokens: str) -> None:
     ("arguments", "message"),
     [
         (["llama", "--tokens", "2049"], "Allowed: at most 2,048"),
-        (["gpt2", "--tokens", "600"], "unmodified GPT2LMHeadModel cannot run 600 tokens"),
+        (["gpt2", "--tokens", "600"], "wpe has learned 512 positions"),
     ],
 )
 def test_lengths_that_this_model_cannot_run(arguments: list[str], message: str) -> None:
     code, result = _json(*arguments)
     assert code == 2
     assert message in result["reason"]
+
+
+def test_a_model_that_fails_without_chunks_too_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise IndexError("of nobody's making")
+
+    monkeypatch.setattr(check_module, "compare", fails)
+    monkeypatch.setattr(check_module, "run_reference", fails)
+    code, result = _json("llama", "--tokens", "60")
+    assert code == 2
+    assert "the unmodified LlamaForCausalLM cannot run 60 tokens" in result["reason"]
 
 
 def test_a_model_that_fails_in_chunks_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
