@@ -650,12 +650,13 @@ def dense(x: Tensor) -> Tensor:
     A view of a fused q/k/v projection would keep the whole projection alive.
     """
     x = x.detach()
-    return x if x.untyped_storage().nbytes() <= x.nbytes else x.clone()
+    return x if x.untyped_storage().nbytes() == x.nbytes else x.clone()
 
 
 def own_sum(x: Tensor) -> Tensor:
-    """Return `x`, or where it is a view into more memory a dense copy in the dtype of sums."""
-    return x if x.untyped_storage().nbytes() <= x.nbytes else x.to(sum_dtype(x), copy=True)
+    """Return `x`, or where it shares or repeats memory a dense copy in the dtype of sums."""
+    owned = x.untyped_storage().nbytes() == x.nbytes and 0 not in x.stride()
+    return x if owned else x.to(sum_dtype(x), copy=True)
 
 
 def sum_zeros(x: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sppo_hf.attention.kv_cache import LayerKV, join_tokens
+from sppo_hf.attention.kv_cache import LayerKV, join_tokens, own_sum
 from sppo_hf.errors import SPPOError
 
 BOUNDS = ((0, 3), (3, 4), (4, 9))
@@ -138,3 +138,13 @@ def test_freed_keys_are_a_clear_error():
     kv.take_gradient(2)
     with pytest.raises(SPPOError, match=r"chunk 2.*one backward per forward"):
         kv.run(0, 9, None)
+
+
+def test_a_first_contribution_is_held_only_where_sums_may_be_added_to_it() -> None:
+    whole = torch.ones(1, 2, 4, 8)
+    assert own_sum(whole) is whole
+    for shared in (whole[:, :1], whole[:, :1].expand(1, 2, 4, 8), torch.ones(1).expand(1, 2, 4, 8)):
+        held = own_sum(shared)
+        held += 1
+        assert torch.equal(held, torch.full_like(shared, 2.0))
+        assert torch.equal(shared, torch.ones_like(shared))
