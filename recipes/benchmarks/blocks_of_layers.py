@@ -30,11 +30,11 @@ from sppo_hf.planning.chunk_bounds import chunk_cuts
 from sppo_hf.planning.config_file import load_config
 from sppo_hf.planning.cost import ATTENTION_BACKWARD_FLOPS, ModelCost
 from sppo_hf.planning.decisions import Batch, Order
+from sppo_hf.planning.feasibility import request_for
 from sppo_hf.planning.hardware import load_profile
 from sppo_hf.planning.memory import Budgets, ByteTables
 from sppo_hf.planning.model_profile import LayerProfile
 from sppo_hf.planning.model_shape import ModelShape
-from sppo_hf.planning.plan_request import question_for
 from sppo_hf.planning.solve import BudgetViolation, Choices, solve_chunks
 
 MODELS = ("llama-3.1-8b", "qwen3-4b", "gpt-oss-20b", "smollm2-135m")
@@ -109,7 +109,7 @@ def fastest(cost: ModelCost, tokens: int, host: int, orders: tuple[Order, ...]) 
 
 def rows(model: str) -> Iterator[list[str]]:
     """Yields a model's rows of the table."""
-    question = question_for(
+    request = request_for(
         load_config(model),
         SPPOConfig(),
         profile=load_profile("h100"),
@@ -117,7 +117,7 @@ def rows(model: str) -> Iterator[list[str]]:
         lora_rank=16,
         trace=trace_unknown_model,
     )
-    shape, profile = question.shape, question.device.profile
+    shape, profile = request.shape, request.device.profile
     assert profile is not None, "it was named"
     sizes = [nearest_divisor(shape.num_layers, size) for size in SIZES]
     blocks = {size: in_blocks(shape, size) for size in sizes}

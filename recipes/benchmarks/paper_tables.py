@@ -35,7 +35,7 @@ from rich.table import Table
 
 from sppo_hf.cli.common import trace_unknown_model
 from sppo_hf.planning.chunk_bounds import even_bounds
-from sppo_hf.planning.cluster import ClusterPlan, ClusterQuestion, simulate_layout, solve_cluster
+from sppo_hf.planning.cluster import ClusterPlan, ClusterRequest, simulate_layout, solve_cluster
 from sppo_hf.planning.config_file import load_config
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.hardware import DATASHEETS, HardwareProfile, load_profile
@@ -162,12 +162,12 @@ def llama(name: str) -> ModelShape:
 
 def question(
     shape: ModelShape, gpus: int, tokens: int, rows: int, space: SearchSpace = LONG
-) -> ClusterQuestion:
+) -> ClusterRequest:
     """A question without sequence parallelism, all links as slow as those between nodes."""
     profile = load_profile("a100-80gb")
     assert profile.device_bytes is not None, "the shipped profile knows its memory"
     device = int(DEVICE_SHARE * profile.device_bytes)
-    return ClusterQuestion(
+    return ClusterRequest(
         cost=ModelCost(shape=shape, profile=profile, dtype_name="bfloat16"),
         total_tokens=tokens,
         rows=rows,
@@ -199,12 +199,12 @@ def one_row(
     tokens: int,
     space: SearchSpace = ONE_ROW,
     profile: HardwareProfile | None = None,
-) -> ClusterQuestion:
+) -> ClusterRequest:
     """A question about steps of one sequence, with the profile's rates within and between nodes."""
     profile = profile or machine()
     assert profile.device_bytes is not None, "shipped profiles know their memory"
     assert profile.network_bytes_per_second is not None, "and their links"
-    return ClusterQuestion(
+    return ClusterRequest(
         cost=ModelCost(shape=shape, profile=profile, dtype_name="bfloat16"),
         total_tokens=tokens,
         rows=1,
@@ -217,7 +217,7 @@ def one_row(
     )
 
 
-def exchange_fraction(asked: ClusterQuestion, plan: ClusterPlan) -> float:
+def exchange_fraction(asked: ClusterRequest, plan: ClusterPlan) -> float:
     """Share of the ranks' compute time spent in all-to-alls, without those of shared units."""
     cost = asked.bounds_of_layout.cost(plan.layout)
     layers = range(cost.shape.num_layers)
@@ -230,7 +230,7 @@ def exchange_fraction(asked: ClusterQuestion, plan: ClusterPlan) -> float:
     return seconds / busy
 
 
-def ceilings(asked: ClusterQuestion) -> tuple[float, float]:
+def ceilings(asked: ClusterRequest) -> tuple[float, float]:
     """Tokens/s if no GPU ever idled, without recomputation and with every forward run twice.
 
     In chunks of 16K, where kernels are fastest. The second recomputes attention too, which full
@@ -247,7 +247,7 @@ def ceilings(asked: ClusterQuestion) -> tuple[float, float]:
     return asked.gpus * tokens / once, asked.gpus * tokens / (once + twice)
 
 
-def as_row(asked: ClusterQuestion, plan: ClusterPlan | None) -> dict[str, Any]:
+def as_row(asked: ClusterRequest, plan: ClusterPlan | None) -> dict[str, Any]:
     """Return a plan's row of a table; None: no layout came close to fitting."""
     if plan is None:
         return {"fits": False, "lacks": None}
@@ -269,7 +269,7 @@ def as_row(asked: ClusterQuestion, plan: ClusterPlan | None) -> dict[str, Any]:
     }
 
 
-def solved(asked: ClusterQuestion, max_actions: float = MAX_ACTIONS) -> dict[str, Any]:
+def solved(asked: ClusterRequest, max_actions: float = MAX_ACTIONS) -> dict[str, Any]:
     answer = solve_cluster(asked, keep=1, slack=SLACK, max_actions=max_actions)
     return as_row(asked, answer.best[0] if answer.best else answer.closest)
 
@@ -407,7 +407,7 @@ def trl_row(tokens_k: int) -> dict[str, Any]:
     }
 
 
-def scaled_layout(asked: ClusterQuestion, chunk_tokens: int) -> Layout:
+def scaled_layout(asked: ClusterRequest, chunk_tokens: int) -> Layout:
     return Layout(
         *("seq1f1b", asked.gpus, 1, 1, asked.total_tokens // chunk_tokens),
         *("bounded", "inputs", "full", "host"),

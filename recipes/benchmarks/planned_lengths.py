@@ -31,16 +31,16 @@ from rich.table import Table
 from sppo_hf.cli.common import trace_unknown_model
 from sppo_hf.config import SPPOConfig
 from sppo_hf.planning.config_file import load_config
-from sppo_hf.planning.hardware import load_profile
-from sppo_hf.planning.plan import Plan, PlanRequest
-from sppo_hf.planning.plan_request import (
+from sppo_hf.planning.feasibility import (
     PolicyResult,
+    assess_request,
     compare_policies,
     plan_for,
-    question_for,
-    request_plan,
+    request_for,
     timeline_of,
 )
+from sppo_hf.planning.hardware import load_profile
+from sppo_hf.planning.plan import Plan, PlanRequest
 from sppo_hf.planning.solve import EQUALLY_FAST, over_budget
 from sppo_hf.reporting.plan_json import weight_placement
 from sppo_hf.reporting.plan_tables import format_seconds, kv_modes_text
@@ -68,7 +68,7 @@ def plan_length(options: argparse.Namespace, tokens: int, *, disk: bool) -> dict
         budgets |= {"disk_memory": "2TB", "offload_dir": options.dir}
 
     def question(**settings: str) -> PlanRequest:
-        return question_for(
+        return request_for(
             load_config(options.model),
             SPPOConfig(**{**budgets, **settings}),
             profile=load_profile(options.hardware),
@@ -77,9 +77,9 @@ def plan_length(options: argparse.Namespace, tokens: int, *, disk: bool) -> dict
             trace=trace_unknown_model,
         )
 
-    by_chunk = request_plan(question(order="by_chunk"))
+    by_chunk = assess_request(question(order="by_chunk"))
     began = time.perf_counter()
-    answer = request_plan(question())
+    answer = assess_request(question())
     row: dict[str, Any] = {
         "tokens": tokens,
         "disk": disk,
@@ -106,7 +106,7 @@ def plan_length(options: argparse.Namespace, tokens: int, *, disk: bool) -> dict
         "attention_again": bool(plan.program().reruns_attention.any()),
     }
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in POLICIES}
-    for result in compare_policies(answer.question, plan):  # all in the chunks of this plan
+    for result in compare_policies(answer.request, plan):  # all in the chunks of this plan
         results[result.policy].append(_as_row(result))
     for policy, recompute in product(POLICIES[1:], ("full", "none")):  # each in its own chunks
         own = plan_for(question(offload=policy, recompute=recompute))
@@ -121,7 +121,7 @@ def plan_all_weights(options: argparse.Namespace, tokens: int, *, longest: bool)
     """Return a row of the table: all weights trained, by what is on the host."""
     row: dict[str, Any] = {"tokens": tokens, "places": {}}
     for name, (weights, optimizer) in PLACES.items():
-        question = question_for(
+        question = request_for(
             load_config(options.model),
             SPPOConfig(
                 device_memory="80GiB",
@@ -147,7 +147,7 @@ def plan_all_weights(options: argparse.Namespace, tokens: int, *, longest: bool)
             "optimizer": weight_placement(plan)[1],
         }
         if longest:
-            row["places"][name]["longest"] = request_plan(question).max_seq_len
+            row["places"][name]["longest"] = assess_request(question).max_seq_len
     return row
 
 
@@ -160,7 +160,7 @@ def show_hosts(options: argparse.Namespace, lengths: Sequence[int]) -> None:
         for tokens in lengths:
             cells = []
             for size in HOSTS_GIB:
-                question = question_for(
+                question = request_for(
                     load_config(model),
                     SPPOConfig(device_memory="80GiB", host_memory=f"{size}GiB"),
                     profile=load_profile(options.hardware),
@@ -185,7 +185,7 @@ def show_devices(options: argparse.Namespace) -> None:
     for device in DEVICES:
         cells = []
         for model in models:
-            question = question_for(
+            question = request_for(
                 load_config(model),
                 SPPOConfig(host_memory="64GiB"),
                 profile=load_profile(device),
@@ -193,7 +193,7 @@ def show_devices(options: argparse.Namespace) -> None:
                 lora_rank=options.lora,
                 trace=trace_unknown_model,
             )
-            answer = request_plan(question)
+            answer = assess_request(question)
             plan = answer.plan
             seconds = (
                 ""

@@ -31,10 +31,10 @@ from sppo_hf.planning.chunk_bounds import even_bounds
 from sppo_hf.planning.config_file import load_config
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Batch, Order
+from sppo_hf.planning.feasibility import request_for
 from sppo_hf.planning.hardware import load_profile
 from sppo_hf.planning.lowering import lower
 from sppo_hf.planning.memory import Budgets
-from sppo_hf.planning.plan_request import question_for
 from sppo_hf.planning.solve import BudgetViolation, Choices, solve_chunks
 from sppo_hf.schedule.generate import Size, generate
 from sppo_hf.schedule.lower import lower as lower_schedule
@@ -64,7 +64,7 @@ def measure(options: argparse.Namespace) -> dict[str, list[float]]:
     """CPU seconds of every repetition, by what was done; the simulator's in actions per second."""
     config = load_config(options.model)
     config.num_hidden_layers = LAYERS
-    question = question_for(
+    request = request_for(
         config,
         SPPOConfig(),
         profile=load_profile("h100"),
@@ -72,10 +72,10 @@ def measure(options: argparse.Namespace) -> dict[str, list[float]]:
         lora_rank=16,
         trace=trace_unknown_model,
     )
-    assert question.device.profile is not None, "a profile was named"
+    assert request.device.profile is not None, "a profile was named"
     cost = ModelCost(
-        shape=question.shape,
-        profile=question.device.profile,
+        shape=request.shape,
+        profile=request.device.profile,
         dtype_name="bfloat16",
         batch_rows=1,
     )

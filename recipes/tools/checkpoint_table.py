@@ -23,8 +23,8 @@ from recipes.tools.family_table import LONGEST, ROOT, checkpoints_markdown, writ
 from sppo_hf.cli.common import trace_unknown_model
 from sppo_hf.config import SPPOConfig
 from sppo_hf.planning.config_file import load_config, to_namespace
+from sppo_hf.planning.feasibility import assess_request, request_for
 from sppo_hf.planning.hardware import load_profile
-from sppo_hf.planning.plan_request import question_for, request_plan
 
 CONFIGS = Path(__file__).with_name("checkpoints.json")
 HARDWARE, HOST_MEMORY, RANK = "h100-80gb", "256GiB", 16
@@ -35,8 +35,8 @@ TOKENS = 8192
 def longest(name: str, config: str | dict[str, Any]) -> dict[str, Any]:
     """Return a checkpoint's parameters, and its longest sequence in tokens (or 0)."""
     model = load_config(config) if isinstance(config, str) else to_namespace(config)
-    answer = request_plan(
-        question_for(
+    answer = assess_request(
+        request_for(
             model,
             SPPOConfig(host_memory=HOST_MEMORY),
             profile=load_profile(HARDWARE),
@@ -45,7 +45,7 @@ def longest(name: str, config: str | dict[str, Any]) -> dict[str, Any]:
             trace=trace_unknown_model,
         )
     )
-    shape = answer.question.shape
+    shape = answer.request.shape
     return {
         "name": name,
         "family": str(getattr(model, "model_type", "")),

@@ -27,10 +27,10 @@ from rich.text import Text
 from sppo_hf.config import MORE_TIERS, SPPOConfig, parse_bytes
 from sppo_hf.errors import ConfigError, SPPOError
 from sppo_hf.planning.config_file import find_config, load_config, shipped_models
+from sppo_hf.planning.feasibility import request_for
 from sppo_hf.planning.hardware import HardwareProfile, load_profile
 from sppo_hf.planning.model_profile import ModelProfile, Training
 from sppo_hf.planning.plan import PlanRequest
-from sppo_hf.planning.plan_request import question_for
 from sppo_hf.planning.tiers import TIERS
 from sppo_hf.rules import read_budget, show
 
@@ -220,7 +220,7 @@ class PlanningArguments:
             UnsupportedModelError: The engine refuses such models.
         """
         profile = load_profile(self.hardware or DEFAULT_HARDWARE)
-        return question_for(
+        return request_for(
             read_model(self.model),
             self._config(profile, devices_of_host),
             profile=profile,

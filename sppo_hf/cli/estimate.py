@@ -10,7 +10,7 @@ import dataclasses
 import typer
 
 from sppo_hf.cli import common
-from sppo_hf.planning.plan_request import is_possible, request_plan
+from sppo_hf.planning.feasibility import assess_request, is_possible
 from sppo_hf.reporting.plan_json import answer_to_dict
 from sppo_hf.reporting.plan_tables import estimate_table
 
@@ -27,7 +27,7 @@ def estimate(arguments: common.PlanningArguments, as_json: common.AsJson = False
     """
     with common.bad_input(as_json):
         request = arguments.plan_request()
-        answer = request_plan(request)
+        answer = assess_request(request)
         remedies = [] if answer.fits or as_json else _adapters_that_fit(arguments)
     if as_json:
         common.echo_json(answer_to_dict(answer))

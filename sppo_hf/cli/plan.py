@@ -23,20 +23,20 @@ from sppo_hf.config import SPPOConfig, parse_bytes
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.activation_modes import RECOMPUTE_BY_SAVED
 from sppo_hf.planning.choices import read_budgets
-from sppo_hf.planning.cluster import ClusterAnswer, ClusterPlan, ClusterQuestion, solve_cluster
+from sppo_hf.planning.cluster import ClusterPlan, ClusterRequest, ClusterResult, solve_cluster
 from sppo_hf.planning.cost import ModelCost
+from sppo_hf.planning.feasibility import (
+    PlanResult,
+    PolicyResult,
+    assess_request,
+    compare_policies,
+    plan_for,
+    timeline_of,
+)
 from sppo_hf.planning.hardware import UNKNOWN_LINK
 from sppo_hf.planning.layouts import SearchSpace
 from sppo_hf.planning.pipeline_cost import PipelineCost
 from sppo_hf.planning.plan import Plan, PlanRequest, make_plan, planned_for
-from sppo_hf.planning.plan_request import (
-    PlanResult,
-    PolicyResult,
-    compare_policies,
-    plan_for,
-    request_plan,
-    timeline_of,
-)
 from sppo_hf.planning.tiers import HOST, TIERS, allowed_behind_host, offload_tiers
 from sppo_hf.reading import to_yaml
 from sppo_hf.registry import OFFLOAD_POLICIES
@@ -136,7 +136,7 @@ def _plan_one_device(arguments: PlanArguments, as_json: bool) -> bool:
     """Plan for one device and print the answer; returns whether a plan fits."""
     common.check_figure(arguments.figure)
     request = arguments.plan_request()
-    answer = request_plan(request)
+    answer = assess_request(request)
     results = _compare(arguments, answer)
     _draw_and_trace(arguments, answer)
     launch = None
@@ -161,17 +161,17 @@ def _plan_over_devices(arguments: PlanArguments, as_json: bool) -> bool:
             f"{file} was requested with --gpus {arguments.gpus}. Allowed: pictures and traces of "
             "one device's plan. Remedy: `sppo simulate` draws a layout over several."
         )
-    question = _cluster_question(arguments)
-    answer = solve_cluster(question, max_actions=_MAX_SIMULATED_ACTIONS)
+    request = _cluster_request(arguments)
+    answer = solve_cluster(request, max_actions=_MAX_SIMULATED_ACTIONS)
     launch: Launch | None = None
     actions: list[list[str]] | None = []
     if answer.best and (as_json or folder is not None):
         best, single = answer.best[0], arguments.plan_request()
-        launch = launch_of_layout(arguments, question, single.config, best)
+        launch = launch_of_layout(arguments, request, single.config, best)
         if folder is not None:
             launch.write(folder)
         if as_json:
-            actions = actions_of_layout(question, single, launch, best)
+            actions = actions_of_layout(request, single, launch, best)
     if as_json:
         _print_json({**_cluster_to_dict(answer), "actions": actions}, launch, folder)
     else:
@@ -203,7 +203,7 @@ def _print(table: Group, note: str, launch: Launch | None, folder: Path | None) 
 def _compare(arguments: PlanArguments, answer: PlanResult) -> Sequence[PolicyResult]:
     """Plan with every policy, whichever of them was requested."""
     if arguments.offload == "auto":
-        return compare_policies(answer.question, answer.plan or plan_for(answer.question))
+        return compare_policies(answer.request, answer.plan or plan_for(answer.request))
     automatic = dataclasses.replace(arguments, offload="auto").plan_request()
     return compare_policies(automatic, plan_for(automatic))
 
@@ -225,7 +225,7 @@ def _draw_and_trace(arguments: PlanArguments, answer: PlanResult) -> None:
             write_trace(timeline, trace)
 
 
-def _cluster_question(arguments: PlanArguments) -> ClusterQuestion:
+def _cluster_request(arguments: PlanArguments) -> ClusterRequest:
     """Read the model, length and machine of the command line."""
     gpus = arguments.gpus
     chosen = {
@@ -254,7 +254,7 @@ def _cluster_question(arguments: PlanArguments) -> ClusterQuestion:
         profile = tier.of_one_device(profile, devices_of_host)
     behind = allowed_behind_host(request.config, profile.kind)
     cost = ModelCost(shape=request.shape, profile=profile, dtype_name=request.dtype_name)
-    return ClusterQuestion(
+    return ClusterRequest(
         cost=cost,
         total_tokens=request.total_tokens,
         rows=request.batch_rows,
@@ -268,7 +268,7 @@ def _cluster_question(arguments: PlanArguments) -> ClusterQuestion:
     )
 
 
-def _cluster_to_dict(answer: ClusterAnswer) -> dict[str, Any]:
+def _cluster_to_dict(answer: ClusterResult) -> dict[str, Any]:
     """Return an answer in plain JSON types."""
     return {
         "fits": bool(answer.best),
@@ -281,7 +281,7 @@ def _cluster_to_dict(answer: ClusterAnswer) -> dict[str, Any]:
     }
 
 
-def _cluster_table(answer: ClusterAnswer, title: str) -> Group:
+def _cluster_table(answer: ClusterResult, title: str) -> Group:
     """Lay out the best layouts, or the one that comes closest to fitting."""
     table = Table(box=None, pad_edge=False, collapse_padding=True)
     for name in _COLUMNS:
@@ -476,7 +476,7 @@ def launch_of_plan(arguments: PlanArguments, request: PlanRequest, plan: Plan) -
 
 def launch_of_layout(
     arguments: PlanArguments,
-    question: ClusterQuestion,
+    request: ClusterRequest,
     base: SPPOConfig,
     plan: ClusterPlan,
 ) -> Launch:
@@ -486,17 +486,17 @@ def launch_of_layout(
     """
     layout = plan.layout
     # The host budget of a process is its share of the node's.
-    local = min(layout.devices, question.gpus_per_node)
+    local = min(layout.devices, request.gpus_per_node)
     given = SPPOConfig(**_given_budgets(arguments, base))
     for tier in (TIERS[name] for name in offload_tiers()):
         if tier.named(given) is not None:
             # Stages reach their peaks at different times, so in a pipeline no share of the node's
             # host memory or disk is the right budget of one.
-            share = (question.budgets.of(tier.name) or 0) // local
+            share = (request.budgets.of(tier.name) or 0) // local
             given = tier.with_budget(given, share if layout.stages == 1 else None)
     settings: dict[str, Any] = {
         "chunk_lengths": [end - start for start, end in plan.bounds],
-        "planned_for": planned_for(question.cost.shape, question.total_tokens),
+        "planned_for": planned_for(request.cost.shape, request.total_tokens),
         "recompute": RECOMPUTE_BY_SAVED[layout.saved],
         "offload": layout.offload,
         "offload_kv": "none" if layout.kv_tier == "device" else "full",
@@ -511,19 +511,19 @@ def launch_of_layout(
         }
     if layout.activation_tier != HOST:
         settings["offload_tier"] = layout.activation_tier
-    elif layout.offload != "none" and allowed_behind_host(base, question.cost.profile.kind):
+    elif layout.offload != "none" and allowed_behind_host(base, request.cost.profile.kind):
         settings["offload_tier"] = HOST
     processes = layout.stages * layout.replicas * layout.sp
-    machines = max(1, -(-processes // question.gpus_per_node))
+    machines = max(1, -(-processes // request.gpus_per_node))
     if layout.sp > 1:
         settings["sp_size"] = layout.sp
         # Machines have equally many processes, so groups of sp_size may not fit on one.
         if machines > 1 and processes // machines % layout.sp:
             settings["sp_across_nodes"] = True
-    rows = question.rows // layout.replicas
+    rows = request.rows // layout.replicas
     return Launch(
         config=given.replace(**settings),
-        title=f"{arguments.title}, {question.total_tokens:,} tokens, {processes} devices",
+        title=f"{arguments.title}, {request.total_tokens:,} tokens, {processes} devices",
         processes=processes,
         machines=machines,
         # The rows of a batch pass a pipeline one after the other. One stage accumulates over them.
@@ -534,7 +534,7 @@ def launch_of_layout(
 
 
 def actions_of_layout(
-    question: ClusterQuestion, single: PlanRequest, launch: Launch, plan: ClusterPlan
+    request: ClusterRequest, single: PlanRequest, launch: Launch, plan: ClusterPlan
 ) -> list[list[str]] | None:
     """Return the actions of every rank of one replica, for all of its rows; replicas are alike.
 
@@ -551,14 +551,14 @@ def actions_of_layout(
             single,
             config=config,
             shape=replace(single.shape, sp=layout.sp),
-            total_tokens=question.total_tokens,
+            total_tokens=request.total_tokens,
             batch_rows=1,
             accumulates=launch.accumulated > 1,
             # Of several processes none has its weights on the host by itself.
             on_host=False,
         )
         return actions_to_list(make_plan(request)) * layout.sp
-    rows = question.rows // layout.replicas
+    rows = request.rows // layout.replicas
     units = rows * layout.num_chunks * layout.stages * layout.virtual
     if _ACTIONS_PER_UNIT * units > _MAX_LISTED_ACTIONS:
         return None
@@ -567,7 +567,7 @@ def actions_of_layout(
     )
     costs = PipelineCost(
         schedule,
-        question.cost,
+        request.cost,
         plan.bounds,
         saved=layout.saved,
         offload=layout.offload,

@@ -20,9 +20,9 @@ from sppo_hf.config import SPPOConfig, parse_bytes
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.chunk_bounds import chunk_bounds
 from sppo_hf.planning.cost import ModelCost
+from sppo_hf.planning.feasibility import request_for
 from sppo_hf.planning.hardware import UNKNOWN_LINK, load_profile
 from sppo_hf.planning.pipeline_cost import PipelineCost
-from sppo_hf.planning.plan_request import question_for
 from sppo_hf.reporting.chrome_trace import write_trace
 from sppo_hf.reporting.figures import ENDINGS, draw_schedule
 from sppo_hf.rules import format_bytes, show
@@ -177,7 +177,7 @@ class SimulateArguments:
         assert self.seq_len is not None, "checked before"
         profile = load_profile(self.hardware or common.DEFAULT_HARDWARE)
         config = SPPOConfig(num_chunks=self.num_chunks, partition=self.partition)
-        question = question_for(
+        request = request_for(
             common.read_model(self.model),
             config,
             profile=profile,
@@ -189,13 +189,13 @@ class SimulateArguments:
         )
         bounds = chunk_bounds(
             config,
-            question.shape,
-            question.total_tokens,
+            request.shape,
+            request.total_tokens,
             device_kind=profile.kind,
             stages=schedule.num_stages,
         )
         cost = ModelCost(
-            shape=question.shape,
+            shape=request.shape,
             profile=profile,
             dtype_name=self.dtype,
             batch_rows=self.micro_batch_size,

@@ -42,7 +42,7 @@ _SHARING = 0.25
 
 # No slots: a cached property needs the instance's dictionary.
 @dataclass(frozen=True, kw_only=True)
-class ClusterQuestion:
+class ClusterRequest:
     """Rows of a length, and devices to train them on."""
 
     cost: ModelCost
@@ -185,7 +185,7 @@ class ClusterPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterAnswer:
+class ClusterResult:
     """The result of a search."""
 
     best: tuple[ClusterPlan, ...]
@@ -207,16 +207,16 @@ class ClusterAnswer:
 
 
 def solve_cluster(
-    question: ClusterQuestion,
+    request: ClusterRequest,
     *,
     keep: int = 5,
     slack: float = 0.0,
     max_actions: float = math.inf,
-) -> ClusterAnswer:
+) -> ClusterResult:
     """Finds the fastest layouts that fit.
 
     Args:
-        question: model, rows, devices, budgets and search space.
+        request: model, rows, devices, budgets and search space.
         keep: how many plans to return.
         slack: share by which the returned plans may be slower than the best; a search that need
             not be sure of the last percent is many times shorter.
@@ -228,27 +228,27 @@ def solve_cluster(
     Raises:
         ConfigError: no number of stages and replicas fits the devices, rows and layers.
     """
-    search = _Search(question, keep, slack)
-    search.run(layouts(question), max_actions)
+    search = _Search(request, keep, slack)
+    search.run(layouts(request), max_actions)
     if not search.best:
         # Groups that span nodes are slow: only where nothing else fits.
-        search.run(layouts(question, across=True), max_actions)
+        search.run(layouts(request, across=True), max_actions)
     if not search.num_candidates:
         raise ConfigError(
-            f"{question.gpus} devices cannot share {question.rows} rows of "
-            f"{question.total_tokens:,} tokens among stages of {question.cost.shape.num_layers} "
+            f"{request.gpus} devices cannot share {request.rows} rows of "
+            f"{request.total_tokens:,} tokens among stages of {request.cost.shape.num_layers} "
             "layers. Allowed: replicas that divide devices and rows, at most one stage per layer, "
-            f"and at most {question.space.max_units:,} chunks on a rank. Remedy: more rows, or "
+            f"and at most {request.space.max_units:,} chunks on a rank. Remedy: more rows, or "
             "fewer devices."
         )
-    return search.answer()
+    return search.result()
 
 
 class _Search:
     """A search under way."""
 
-    def __init__(self, question: ClusterQuestion, keep: int, slack: float) -> None:
-        self._question = question
+    def __init__(self, request: ClusterRequest, keep: int, slack: float) -> None:
+        self._request = request
         self._keep = keep
         self._slack = slack
         self._actions = 0
@@ -264,10 +264,10 @@ class _Search:
 
     def run(self, candidates: Iterable[Layout], max_actions: float) -> None:
         """Simulate those of a set of layouts that may be among the best."""
-        question, per_node = self._question, self._question.ranks_per_node
+        request, per_node = self._request, self._request.ranks_per_node
         # Of two that seem to take as long, the one with fewer hops between nodes comes first.
         bounded = [
-            (question.min_step_seconds(x), x.hops_between_nodes(per_node), x) for x in candidates
+            (request.min_step_seconds(x), x.hops_between_nodes(per_node), x) for x in candidates
         ]
         ranked = [(seconds, layout) for seconds, _, layout in sorted(bounded)]
         self.num_candidates += len(ranked)
@@ -286,10 +286,10 @@ class _Search:
                 self.simulate_closest([layout for _, layout in unseen], max_actions)
         self._unseen += unseen
 
-    def answer(self) -> ClusterAnswer:
+    def result(self) -> ClusterResult:
         """Returns what was found."""
         skipped = [at for at, x in self._unseen if self.may_win(at) and x not in self.simulated]
-        return ClusterAnswer(
+        return ClusterResult(
             best=tuple(self.best),
             closest=self.closest,
             num_simulated=len(self.simulated),
@@ -335,7 +335,7 @@ class _Search:
         Returns:
             Candidates that need more actions than the limits, and doubtful ones.
         """
-        budgets = self._question.budgets
+        budgets = self._request.budgets
         large: list[tuple[float, Layout]] = []
         doubtful: list[tuple[float, Layout]] = []
         for seconds, layout in ranked:
@@ -348,7 +348,7 @@ class _Search:
                 self._too_large.append((excess, layout))
                 continue
             if not include_doubtful and 2 * device_bytes > (budgets.device or math.inf):
-                saved, offload = self._question.space.frames[-1]
+                saved, offload = self._request.space.frames[-1]
                 least = layout._replace(saved=saved, offload=offload)
                 if least not in self.simulated and not self._excess(least)[0]:
                     self._simulate(least, min(each, in_all - self._actions))
@@ -362,11 +362,11 @@ class _Search:
 
     def _excess(self, layout: Layout) -> tuple[int, int]:
         """Lower bounds: bytes by which a layout exceeds budgets, and its bytes on one device."""
-        bounds_of_layout, budgets = self._question.bounds_of_layout, self._question.budgets
+        bounds_of_layout, budgets = self._request.bounds_of_layout, self._request.budgets
         device_bytes = bounds_of_layout.device_bytes(layout)
         excess = _over(device_bytes, budgets.device)
         if budgets.host is not None:
-            per_node = self._question.ranks_per_node
+            per_node = self._request.ranks_per_node
             host_bytes = bounds_of_layout.host_bytes(layout, per_node, budgets.device)
             excess += _over(host_bytes, budgets.host)
         return excess, device_bytes
@@ -394,16 +394,16 @@ class _Search:
             self._simulate(min((x for _, x in hopeless), key=self._all_actions), math.inf)
 
     def _all_actions(self, layout: Layout) -> int:
-        return _num_actions(layout, self._question.rows // layout.replicas)
+        return _num_actions(layout, self._request.rows // layout.replicas)
 
     def _simulate(self, layout: Layout, max_actions: float) -> bool:
-        plan, actions = _simulate_within(self._question, layout, max_actions)
+        plan, actions = _simulate_within(self._request, layout, max_actions)
         self._actions += actions
         if plan is None:
             return False
         self.simulated[layout] = plan.missing_bytes
         stays = layout.saved, "none"
-        if layout.offload != "none" and not plan.offloads and stays in self._question.space.frames:
+        if layout.offload != "none" and not plan.offloads and stays in self._request.space.frames:
             # Nothing is offloaded: this is the same as the layout without offload.
             layout = layout._replace(offload="none", activation_tier=HOST)
             if layout in self.simulated:
@@ -422,56 +422,56 @@ def _worse(plan: ClusterPlan) -> tuple[float, bool, bool]:
     return plan.step_seconds, plan.offloads, plan.layout.kv_tier != "device"
 
 
-def layouts(question: ClusterQuestion, *, across: bool = False) -> Iterator[Layout]:
+def layouts(request: ClusterRequest, *, across: bool = False) -> Iterator[Layout]:
     """Yields every layout to consider.
 
     With `across`, those whose sequence-parallel groups span nodes; otherwise all others.
     """
-    space = question.space
+    space = request.space
     found = space.layouts(
-        gpus=question.gpus,
-        rows=question.rows,
-        total_tokens=question.total_tokens,
-        num_layers=question.cost.shape.num_layers,
-        sp=[sp for sp in question.sequence_parallel if question.crosses_nodes(sp) == across],
+        gpus=request.gpus,
+        rows=request.rows,
+        total_tokens=request.total_tokens,
+        num_layers=request.cost.shape.num_layers,
+        sp=[sp for sp in request.sequence_parallel if request.crosses_nodes(sp) == across],
     )
-    return (layout for layout in found if space.beyond_runtime or question.can_run(layout))
+    return (layout for layout in found if space.beyond_runtime or request.can_run(layout))
 
 
-def simulate_layout(question: ClusterQuestion, layout: Layout) -> ClusterPlan:
+def simulate_layout(request: ClusterRequest, layout: Layout) -> ClusterPlan:
     """Simulates one layout, whether or not it fits.
 
     All rows of a step are alike, so a pipeline soon repeats itself: of many rows only as many are
     simulated as show its period, and the others add whole periods (`period_seconds`).
     """
-    plan, _ = _simulate_within(question, layout, math.inf)
+    plan, _ = _simulate_within(request, layout, math.inf)
     assert plan is not None, "nothing was too large"
     return plan
 
 
 def _simulate_within(
-    question: ClusterQuestion, layout: Layout, max_actions: float
+    request: ClusterRequest, layout: Layout, max_actions: float
 ) -> tuple[ClusterPlan | None, int]:
     """Simulates a layout within a limit on actions; returns the plan, if any, and its actions."""
-    rows = question.rows // layout.replicas
+    rows = request.rows // layout.replicas
     warm_up, every = _warm_up(layout, rows)
     count, actions = _few_rows(rows, warm_up, every), 0
     while True:
         actions += _num_actions(layout, count)
         if actions > max_actions:
             return None, actions - _num_actions(layout, count)
-        schedule, costs, timeline = _simulated(question, layout, count)
+        schedule, costs, timeline = _simulated(request, layout, count)
         if count == rows:
-            return _planned(question, layout, costs, timeline, rows, 0.0), actions
+            return _planned(request, layout, costs, timeline, rows, 0.0), actions
         period = period_seconds(schedule, timeline, warm_up=warm_up, every=every)
         if period is not None:
             more = (rows - count) // every * period
-            return _planned(question, layout, costs, timeline, count, more), actions
+            return _planned(request, layout, costs, timeline, count, more), actions
         count = rows if 4 * count > rows else 2 * count + (rows - 2 * count) % every
 
 
 def _planned(
-    question: ClusterQuestion,
+    request: ClusterRequest,
     layout: Layout,
     costs: PipelineCost,
     timeline: Timeline,
@@ -487,7 +487,7 @@ def _planned(
         """Sum over the fullest ranks that one node can hold."""
         held = [timeline.peak(f"{rank}.{tier}").num_bytes for rank in range(layout.stages)]
         fullest = sorted(held * (layout.replicas * layout.sp), reverse=True)
-        return sum(fullest[: question.ranks_per_node])
+        return sum(fullest[: request.ranks_per_node])
 
     of_node = {tier: node_bytes(tier) for tier in (HOST, *tiers_behind_host())}
     again = sum(
@@ -496,13 +496,13 @@ def _planned(
         for layer in range(cost.shape.num_layers)
     )
     busy = sum(timeline.busy_seconds(f"{rank}.compute") for rank in range(layout.stages)) / rows
-    budgets, all_rows = question.budgets, question.rows // layout.replicas
+    budgets, all_rows = request.budgets, request.rows // layout.replicas
     return ClusterPlan(
         layout=layout,
         layers=costs.stages,
         bounds=bounds,
         step_seconds=step_seconds,
-        tokens_per_second=question.rows * question.total_tokens / step_seconds,
+        tokens_per_second=request.rows * request.total_tokens / step_seconds,
         bubble_fraction=1.0 - all_rows * busy / (layout.stages * step_seconds),
         recompute_fraction=again / busy,
         peak_bytes=peaks,
@@ -520,12 +520,12 @@ def _planned(
 
 
 def _simulated(
-    question: ClusterQuestion, layout: Layout, rows: int
+    request: ClusterRequest, layout: Layout, rows: int
 ) -> tuple[Schedule, PipelineCost, Timeline]:
     """Simulates `rows` rows in each pipeline."""
     size = Size(layout.stages, rows, layout.num_chunks, layout.virtual)
-    schedule, parts = generate(layout.schedule, size), question.bounds_of_layout
-    reduce_seconds = _reduce_seconds(question, layout)
+    schedule, parts = generate(layout.schedule, size), request.bounds_of_layout
+    reduce_seconds = _reduce_seconds(request, layout)
     costs = PipelineCost(
         schedule,
         parts.cost(layout),
@@ -535,12 +535,12 @@ def _simulated(
         offload=layout.offload,
         activation_tier=layout.activation_tier,
         kv_tier=layout.kv_tier,
-        link_bytes_per_second=question.link_bytes_per_second,
-        node_bytes_per_second=question.node_bytes_per_second,
-        rank_nodes=layout.rank_nodes(question.gpus_per_node),
-        devices_per_node=question.gpus_per_node,
+        link_bytes_per_second=request.link_bytes_per_second,
+        node_bytes_per_second=request.node_bytes_per_second,
+        rank_nodes=layout.rank_nodes(request.gpus_per_node),
+        devices_per_node=request.gpus_per_node,
         shards=layout.devices if layout.sharded else 1,
-        shard_bytes_per_second=question.group_bytes_per_second(layout.devices),
+        shard_bytes_per_second=request.group_bytes_per_second(layout.devices),
         reduce_seconds=reduce_seconds,
     )
     return schedule, costs, costs.simulate(costs.lowered(schedule, reduce=reduce_seconds > 0))
@@ -607,7 +607,7 @@ def _few_rows(rows: int, warm_up: int, every: int) -> int:
     return few if 2 * few <= rows else rows
 
 
-def _reduce_seconds(question: ClusterQuestion, layout: Layout) -> float:
+def _reduce_seconds(request: ClusterRequest, layout: Layout) -> float:
     """Seconds of a ring all-reduce of the largest stage's gradients over R replicas.
 
     2 (R - 1) / R of them pass over each link. n sequence-parallel devices first reduce-scatter
@@ -616,11 +616,11 @@ def _reduce_seconds(question: ClusterQuestion, layout: Layout) -> float:
     """
     if layout.sharded or layout.replicas * layout.sp == 1:
         return 0.0
-    largest = question.bounds_of_layout.gradient_bytes(layout)
+    largest = request.bounds_of_layout.gradient_bytes(layout)
     sp, replicas = layout.sp, layout.replicas
-    seconds = 2 * (sp - 1) / sp * largest / question.group_bytes_per_second(sp)
-    within = layout.devices <= question.gpus_per_node and question.node_bytes_per_second
-    rate = within or question.link_bytes_per_second
+    seconds = 2 * (sp - 1) / sp * largest / request.group_bytes_per_second(sp)
+    within = layout.devices <= request.gpus_per_node and request.node_bytes_per_second
+    rate = within or request.link_bytes_per_second
     return seconds + 2 * (replicas - 1) / replicas * largest / sp / rate
 
 

@@ -282,7 +282,7 @@ class LowerBounds:
         group_bytes_per_second: Callable[[int], float],
         fastest_bytes_per_second: float,
     ) -> None:
-        """Take what all layouts have in common, as `cluster.ClusterQuestion` has it.
+        """Take what all layouts have in common, as `cluster.ClusterRequest` has it.
 
         Rates are between the devices of a sequence-parallel group of a size, and between the two
         devices that are nearest to each other.

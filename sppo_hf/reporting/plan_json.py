@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from sppo_hf.planning.feasibility import PlanResult, PolicyResult
 from sppo_hf.planning.memory import MemoryEstimate
 from sppo_hf.planning.plan import Plan
-from sppo_hf.planning.plan_request import PlanResult, PolicyResult
 from sppo_hf.planning.solve import BudgetViolation
 from sppo_hf.planning.tiers import TIERS
 
@@ -23,7 +23,7 @@ def answer_to_dict(answer: PlanResult) -> dict[str, Any]:
     """
     plan = answer.plan
     predicted = None if plan is None else plan.prediction
-    profile = answer.question.device.profile
+    profile = answer.request.device.profile
     return {
         "fits": answer.fits,
         "first_limit": _limit(answer.first_limit),
@@ -44,7 +44,7 @@ def answer_to_dict(answer: PlanResult) -> dict[str, Any]:
         "kv_tier": None if plan is None else plan.farthest_kv_tier,
         "kv_modes": None if plan is None else list(plan.kv_modes),
         "kv_block_tokens": None if plan is None else plan.kv_block_tokens,
-        "hardware": answer.question.device.name,
+        "hardware": answer.request.device.name,
         "estimated": profile is None or profile.estimated,
         "peak_by_cause": {
             tier: {str(cause): size for cause, size in answer.estimate.of(tier).shown()}

@@ -18,9 +18,9 @@ from rich.text import Text
 
 from sppo_hf.planning.activation_modes import ActivationMode, Saved, all_modes
 from sppo_hf.planning.decisions import Decisions, Order
+from sppo_hf.planning.feasibility import PlanResult, PolicyResult
 from sppo_hf.planning.memory import Budgets, MemoryEstimate
 from sppo_hf.planning.plan import PipelineStep, Plan
-from sppo_hf.planning.plan_request import PlanResult, PolicyResult
 from sppo_hf.planning.prediction import MeasuredStep
 from sppo_hf.planning.solve import BudgetViolation, over_budget
 from sppo_hf.planning.tiers import TIERS, Tier, offload_tiers
@@ -527,10 +527,10 @@ def _answer_table(title: str, answer: PlanResult, also: Sequence[str] = ()) -> T
         _add_remedies(table, answer, also)
     table.add_section()
     if answer.plan is None:
-        question = answer.question
-        tokens = _rows_of(question.batch_rows) + format_tokens(question.total_tokens)
+        request = answer.request
+        tokens = _rows_of(request.batch_rows) + format_tokens(request.total_tokens)
         table.add_row("tokens", tokens, "training")
-        table.add_row("device", question.device.name, "")
+        table.add_row("device", request.device.name, "")
     return table
 
 

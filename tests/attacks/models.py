@@ -16,8 +16,8 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.trace_profile import trace_config
 from sppo_hf.errors import SPPOError
 from sppo_hf.planning.config_file import load_config, shipped_models
+from sppo_hf.planning.feasibility import PlanResult, assess_request, request_for
 from sppo_hf.planning.hardware import load_profile
-from sppo_hf.planning.plan_request import PlanResult, question_for, request_plan
 from sppo_hf.reporting.plan_json import answer_to_dict
 from tests.attacks.outcomes import Case, answered_in_process
 
@@ -90,8 +90,8 @@ def _case(title: str, text: str, name: str | None, value: object) -> Case:
 
 def _answer(path: Path) -> PlanResult:
     """Return the answer of `sppo estimate`."""
-    return request_plan(
-        question_for(
+    return assess_request(
+        request_for(
             load_config(path),
             SPPOConfig(),
             profile=load_profile("h100"),

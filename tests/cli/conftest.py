@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from sppo_hf.planning.cluster import solve_cluster
-from sppo_hf.planning.plan_request import request_plan
+from sppo_hf.planning.feasibility import assess_request
 
 _answers: dict[str, Any] = {}
 
 
 @pytest.fixture(autouse=True)
 def _same_answer_to_the_same_question(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sppo_hf.cli.estimate.request_plan", _once(request_plan))
-    monkeypatch.setattr("sppo_hf.cli.plan.request_plan", _once(request_plan))
+    monkeypatch.setattr("sppo_hf.cli.estimate.assess_request", _once(assess_request))
+    monkeypatch.setattr("sppo_hf.cli.plan.assess_request", _once(assess_request))
     monkeypatch.setattr("sppo_hf.cli.plan.solve_cluster", _once(solve_cluster))
 
 

@@ -21,7 +21,7 @@ TOO_LONG = ("--seq-len", "512K", *SMALL, "--num-chunks", "32")
 
 @pytest.fixture(autouse=True)
 def _each_question_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    ask_once(monkeypatch, "sppo_hf.cli.estimate", "request_plan")
+    ask_once(monkeypatch, "sppo_hf.cli.estimate", "assess_request")
 
 
 def run(*arguments: str) -> tuple[int, str, str]:
@@ -191,13 +191,13 @@ def test_models_that_cannot_be_read_or_run(tmp_path: Path) -> None:
 _START = """
 import sys, time
 from sppo_hf.cli import app, estimate
-ask, solving = estimate.request_plan, []
+ask, solving = estimate.assess_request, []
 def timed(question):
     begin = time.process_time()
     answer = ask(question)
     solving.append(time.process_time() - begin)
     return answer
-estimate.request_plan = timed
+estimate.assess_request = timed
 try:
     app(["estimate", sys.argv[1], "--seq-len", "8K", "--lora", "16", "--json"])
 except SystemExit as exit:

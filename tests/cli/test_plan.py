@@ -35,7 +35,7 @@ TINY_MACHINE = ("--device-memory", "2GiB", "--host-memory", "1GiB")
 
 @pytest.fixture(autouse=True)
 def _each_question_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("request_plan", "solve_cluster"):
+    for name in ("assess_request", "solve_cluster"):
         ask_once(monkeypatch, "sppo_hf.cli.plan", name)
 
 

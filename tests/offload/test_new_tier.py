@@ -26,10 +26,10 @@ from sppo_hf.integrations.plugin import SPPOPlugin
 from sppo_hf.offload.engine import OffloadEngine, make_engine
 from sppo_hf.offload.store import Bytes, Slot, Store, TierSpace
 from sppo_hf.planning.activation_modes import mode_of
+from sppo_hf.planning.feasibility import PlanResult, assess_request, timeline_of
 from sppo_hf.planning.hardware import HardwareProfile
 from sppo_hf.planning.memory import Cause
 from sppo_hf.planning.plan import Plan
-from sppo_hf.planning.plan_request import PlanResult, request_plan, timeline_of
 from sppo_hf.planning.tiers import TIERS, TierModel, register_tier
 from sppo_hf.testing.exactness import compare
 from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
@@ -116,7 +116,7 @@ def test_its_budget_is_read(zipped: ZipTier) -> None:
 
 def _planned(**settings: Any) -> PlanResult:
     tight = {"recompute": "none", "offload_kv": "none", "host_memory": "4GiB"}
-    return request_plan(question(16_384, **tight, **settings))
+    return assess_request(question(16_384, **tight, **settings))
 
 
 @pytest.mark.usefixtures("zipped")

@@ -5,9 +5,9 @@ from functools import cache
 from typing import Any
 
 from sppo_hf.config import SPPOConfig
+from sppo_hf.planning.feasibility import PlanResult, assess_request, request_for
 from sppo_hf.planning.hardware import Curve, HardwareProfile, load_profile
 from sppo_hf.planning.plan import PlanRequest
-from sppo_hf.planning.plan_request import PlanResult, question_for, request_plan
 from tests.planning.shapes import by_hand, llama_config
 
 GIB = 2**30
@@ -38,7 +38,7 @@ def question(total_tokens: int, *, disk: bool = False, **settings: Any) -> PlanR
     budgets: dict[str, Any] = {"device_memory": 40 * GIB, "host_memory": 64 * GIB}
     if disk:
         budgets |= {"disk_memory": 64 * GIB, "offload_dir": "a disk"}
-    return question_for(
+    return request_for(
         llama_config(),
         SPPOConfig(**{**budgets, **settings}),
         profile=H100,
@@ -51,4 +51,4 @@ def question(total_tokens: int, *, disk: bool = False, **settings: Any) -> PlanR
 @cache
 def answer(total_tokens: int) -> PlanResult:
     """The answer to the plain question of a length; answering takes a second or two."""
-    return request_plan(question(total_tokens))
+    return assess_request(question(total_tokens))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning import cluster
 from sppo_hf.planning.cluster import (
-    ClusterQuestion,
+    ClusterRequest,
     _few_rows,
     _num_actions,
     _simulated,
@@ -35,7 +35,7 @@ SHAPE = shape_of(
     dtype_bytes=2,
 )
 GIB = 2**30
-QUESTION = ClusterQuestion(
+QUESTION = ClusterRequest(
     cost=ModelCost(shape=SHAPE, profile=PROFILE, dtype_name="bfloat16"),
     total_tokens=16_384,
     rows=4,
@@ -44,7 +44,7 @@ QUESTION = ClusterQuestion(
 )
 
 
-def within(device: float, host: float = 1000.0) -> ClusterQuestion:
+def within(device: float, host: float = 1000.0) -> ClusterRequest:
     budgets = Budgets(device=int(device * GIB), host=int(host * GIB), disk=0)
     return replace(QUESTION, budgets=budgets)
 
@@ -100,7 +100,7 @@ def test_of_the_papers_rule_no_more_is_counted_than_whole_layers_of_a_stage() ->
     assert stored
 
 
-def _drawn(random: Random) -> tuple[ClusterQuestion, Layout]:
+def _drawn(random: Random) -> tuple[ClusterRequest, Layout]:
     """A question, and one of its layouts."""
     config = llama_config(
         hidden_size=512,
@@ -232,7 +232,7 @@ def test_units_that_ranks_have_begun_are_known_without_their_schedule(name: str)
 
 
 def test_units_are_shared_where_the_runtime_takes_them() -> None:
-    def sharing(question: ClusterQuestion) -> set[tuple[int, int, str, str]]:
+    def sharing(question: ClusterRequest) -> set[tuple[int, int, str, str]]:
         looked_at = (x for x in layouts(question) if x.schedule == MSP)
         return {(x.stages, x.sp, x.kv_tier, x.activation_tier) for x in looked_at}
 

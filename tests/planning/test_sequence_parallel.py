@@ -9,7 +9,7 @@ from sppo_hf.errors import ConfigError
 from sppo_hf.planning.activation_modes import RECOMPUTE_BY_SAVED, Saved
 from sppo_hf.planning.choices import DeviceFacts
 from sppo_hf.planning.chunk_bounds import even_bounds
-from sppo_hf.planning.cluster import ClusterQuestion, layouts, simulate_layout, solve_cluster
+from sppo_hf.planning.cluster import ClusterRequest, layouts, simulate_layout, solve_cluster
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.layouts import Layout, SearchSpace
 from sppo_hf.planning.lowering import StepProgram
@@ -210,7 +210,7 @@ def test_links_have_two_speeds() -> None:
     assert far.rate(0, 1) == 1e9
 
 
-QUESTION = ClusterQuestion(
+QUESTION = ClusterRequest(
     cost=COST,
     total_tokens=TOKENS,
     rows=1,

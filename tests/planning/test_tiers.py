@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 
 from sppo_hf.planning.activation_modes import SAVED, all_modes, mode_of
+from sppo_hf.planning.feasibility import PlanResult, assess_request, compare_policies, timeline_of
 from sppo_hf.planning.hardware import HardwareProfile
-from sppo_hf.planning.plan_request import PlanResult, compare_policies, request_plan, timeline_of
 from sppo_hf.planning.tiers import TIERS, TierModel, register_tier
 from sppo_hf.reporting.figures import mode_colour, stack_causes
 from sppo_hf.reporting.plan_json import answer_to_dict
@@ -38,7 +38,7 @@ def remote() -> Iterator[type[TierModel]]:
 @pytest.fixture(scope="module")
 def found(remote: type[TierModel]) -> PlanResult:
     settings = {"recompute": "none", "host_memory": "4GiB", "offload_kv": "none"}
-    return request_plan(question(TOKENS, more_tiers="remote=256GiB", **settings))
+    return assess_request(question(TOKENS, more_tiers="remote=256GiB", **settings))
 
 
 @pytest.mark.usefixtures("remote")
@@ -76,7 +76,7 @@ def test_it_is_reported(found: PlanResult) -> None:
     said = answer_to_dict(found)
     assert said["peak_bytes"]["remote"] == held
     assert sum(said["peak_by_cause"]["remote"].values()) == held
-    results = compare_policies(found.question, found.plan)
+    results = compare_policies(found.request, found.plan)
     flat = " ".join(shown(plan_tables(found, results, "m"), width=160).split())
     assert "remote memory" in flat, "the peak of each tier"
     assert "to remote" in flat, "what becomes of layers"

@@ -13,7 +13,7 @@ import yaml
 from typer.testing import CliRunner
 
 from sppo_hf.cli import app
-from sppo_hf.planning.cluster import ClusterAnswer, ClusterQuestion, simulate_layout
+from sppo_hf.planning.cluster import ClusterRequest, ClusterResult, simulate_layout
 from sppo_hf.planning.layouts import Layout
 from sppo_hf.schedule.actions import Action
 from sppo_hf.schedule.generate import MSP
@@ -91,9 +91,9 @@ def test_whatever_may_be_answered(
     """The search is made to answer a layout that it may answer elsewhere."""
     layout = Layout(*_PIPELINES[name])  # type: ignore[arg-type]
 
-    def answer_with(question: ClusterQuestion, **_: object) -> ClusterAnswer:
+    def answer_with(question: ClusterRequest, **_: object) -> ClusterResult:
         best = simulate_layout(question, layout)
-        return ClusterAnswer(best=(best,), closest=None, num_simulated=1, num_candidates=1)
+        return ClusterResult(best=(best,), closest=None, num_simulated=1, num_candidates=1)
 
     command = importlib.import_module("sppo_hf.cli.plan")
     monkeypatch.setattr(command, "solve_cluster", answer_with)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from sppo_hf.planning.plan_request import compare_policies, request_plan
+from sppo_hf.planning.feasibility import assess_request, compare_policies
 from sppo_hf.reporting.plan_json import answer_to_dict, chunks_to_list, policies_to_list
 from tests.planning.questions import TOO_LONG_TOKENS, answer, question
 
@@ -81,7 +81,7 @@ def test_chunks_cover_the_sequence_and_add_up() -> None:
 
 
 def test_the_ratio_is_of_bytes() -> None:
-    found = request_plan(question(8192, offload="full", recompute="full", num_chunks=2))
+    found = assess_request(question(8192, offload="full", recompute="full", num_chunks=2))
     ratios = [chunk["offload_ratio"] for chunk in answer_to_dict(found)["chunks"]]
     assert ratios == [1.0, 1.0]
     assert all(c["d2h_seconds"] > 0 < c["h2d_seconds"] for c in answer_to_dict(found)["chunks"])
@@ -105,7 +105,7 @@ def test_an_answer_that_does_not_fit() -> None:
 def test_policies() -> None:
     found = answer(32_768)
     assert found.plan is not None
-    results = through_json(policies_to_list(compare_policies(found.question, found.plan)))
+    results = through_json(policies_to_list(compare_policies(found.request, found.plan)))
     assert results[0]["policy"] == "auto"
     keys = {
         *("policy", "frames", "fits", "first_limit", "step_seconds", "tokens_per_second"),

@@ -8,10 +8,10 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.planning.activation_modes import KEEP, ActivationMode, all_modes, mode_of
 from sppo_hf.planning.choices import DeviceFacts
 from sppo_hf.planning.decisions import Decisions
+from sppo_hf.planning.feasibility import assess_request, compare_policies, plan_for
 from sppo_hf.planning.hardware import load_profile
 from sppo_hf.planning.model_profile import LoraShape
 from sppo_hf.planning.plan import Plan, PlanRequest, make_plan
-from sppo_hf.planning.plan_request import compare_policies, plan_for, request_plan
 from sppo_hf.reporting.plan_tables import (
     ChunkGroup,
     chunk_table,
@@ -256,7 +256,7 @@ def test_an_estimate_that_does_not_fit() -> None:
 
 
 def test_nothing_fits_however_short() -> None:
-    found = request_plan(question(1024, device_memory="16GiB", weights="device"))
+    found = assess_request(question(1024, device_memory="16GiB", weights="device"))
     assert found.max_seq_len == 0
     assert "longest none" in " ".join(shown(estimate_table(found, "m")).split())
 
@@ -264,7 +264,7 @@ def test_nothing_fits_however_short() -> None:
 def test_a_plan_with_its_chunks_and_policies() -> None:
     found = answer(32_768)
     assert found.plan is not None
-    results = compare_policies(found.question, found.plan)
+    results = compare_policies(found.request, found.plan)
     text = shown(plan_tables(found, results, "m"))
     flat = " ".join(text.split())
     for size in (found.estimate.device.total, found.estimate.host.total):

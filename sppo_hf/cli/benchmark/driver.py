@@ -28,10 +28,10 @@ from sppo_hf.cli.benchmark.contenders import IDEAL, parse
 from sppo_hf.cli.benchmark.results import Job, Kind, Numbers, ResultFile, Row, Status
 from sppo_hf.cli.common import model_path, trace_unknown_model
 from sppo_hf.planning.config_file import load_config, read_fields
+from sppo_hf.planning.feasibility import DTYPE_BYTES, search_longest
 from sppo_hf.planning.machine import request_expandable_segments, set_max_connections
 from sppo_hf.planning.model_profile import LoraShape, Training, find_profile
 from sppo_hf.planning.model_shape import ModelShape, step_flops
-from sppo_hf.planning.plan_request import DTYPE_BYTES, search_longest
 
 PARTS = (1, 2)
 """Numbers of layers of the models that are measured to extrapolate from."""

@@ -51,10 +51,10 @@ from sppo_hf.engine.device_facts import device_facts
 from sppo_hf.engine.step_observer import ChunkTimer, Direction, StepObserver, StepRecord
 from sppo_hf.errors import BudgetError, OffloadError
 from sppo_hf.offload.host_memory import locked_bytes
+from sppo_hf.planning.feasibility import assess_request
 from sppo_hf.planning.machine import host_memory_bytes, nvidia_driver_version, processor_name
 from sppo_hf.planning.model_shape import ModelShape, step_flops
 from sppo_hf.planning.plan import PlanRequest
-from sppo_hf.planning.plan_request import request_plan
 
 if TYPE_CHECKING:
     from sppo_hf.planning.plan import Plan
@@ -418,7 +418,7 @@ def _predict_longest(
         total_tokens=min(4096, job.total_tokens),
         dtype_name="bfloat16" if job.autocast else job.dtype,
     )
-    return request_plan(request).max_seq_len
+    return assess_request(request).max_seq_len
 
 
 _PACKAGES = ("torch", "transformers", "accelerate", "peft", "trl", "liger-kernel", "flash-attn")

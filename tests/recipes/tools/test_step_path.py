@@ -9,7 +9,7 @@ def test_a_steady_step_runs_and_does_not_plan() -> None:
     entered = trace_step(order="by_chunk", offload="none")
     files = {file for file, _ in entered}
     assert {"engine/chunk_runner.py", "attention/chunk_attention.py", "engine/loss.py"} <= files
-    assert not {"planning/plan_request.py", "planning/solve.py", "engine/trace_profile.py"} & files
+    assert not {"planning/feasibility.py", "planning/solve.py", "engine/trace_profile.py"} & files
     # Attention runs forward once in each layer and chunk.
     layers = entered["engine/chunk_runner.py", "ChunkRunner.before_layer"]
     assert entered["attention/chunk_attention.py", "_attend"] == layers > 0

@@ -1,8 +1,9 @@
-"""Requests and results: does this model at this length fit that machine, and how fast is it?
+"""Feasibility: does this model at this length fit that machine, and how fast is it?
 
-`sppo estimate`, `sppo plan` and the notebooks use this. It goes from a model's config, settings and
-a hardware profile to a Plan. If nothing fits, the result names the budget that is exceeded first.
-The machine need not be this one, so nothing here needs torch.
+`sppo estimate`, `sppo plan` and the notebooks use this. `request_for` makes a request of a model's
+config, settings and a hardware profile, and `assess_request` plans it (`make_plan`). If nothing
+fits, the result names the budget that is exceeded first. The machine need not be this one, so
+nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 class PlanResult:
     """Result of a request."""
 
-    question: PlanRequest
+    request: PlanRequest
     plan: Plan | None
     """The plan; None if nothing fits."""
 
@@ -125,7 +126,7 @@ class PolicyResult:
     """Simulated tokens per second; None if it does not fit."""
 
 
-def question_for(
+def request_for(
     model_config: object,
     config: SPPOConfig,
     *,
@@ -192,24 +193,24 @@ def _host_bytes(profile: HardwareProfile) -> int | None:
     return total - host_reserve_bytes(total)
 
 
-def request_plan(question: PlanRequest) -> PlanResult:
+def assess_request(request: PlanRequest) -> PlanResult:
     """Plans a request; finds the longest row that fits and, if nothing fits, sufficient capacities.
 
     Raises:
         ConfigError: the settings do not fit this length.
     """
-    plan = plan_for(question)
-    placed = _placements(question)
+    plan = plan_for(request)
+    placed = _placements(request)
     longest_tokens = _longest(placed, plan)
     fitting = PlanResult(
-        question=question,
+        request=request,
         plan=plan,
         first_limit=None,
         estimate=plan.estimate,
         budgets=plan.budgets,
         # The search tries lengths in steps and only the shortest chunks, so the requested length
         # may fit although the search found a smaller one.
-        max_seq_len=max(longest_tokens, question.total_tokens),
+        max_seq_len=max(longest_tokens, request.total_tokens),
     )
     if fits(plan.estimate, plan.budgets):
         return fitting
@@ -220,56 +221,56 @@ def request_plan(question: PlanRequest) -> PlanResult:
         first_limit=limit,
         estimate=closest,
         max_seq_len=longest_tokens,
-        enough={} if question.device.kind == "cpu" else _sufficient_bytes(placed, plan),
+        enough={} if request.device.kind == "cpu" else _sufficient_bytes(placed, plan),
     )
 
 
-def is_possible(question: PlanRequest) -> bool:
-    """Whether the batch fits; faster than `request_plan`.
+def is_possible(request: PlanRequest) -> bool:
+    """Whether the batch fits; faster than `assess_request`.
 
     Raises:
         ConfigError: the settings do not fit this length.
     """
-    plan = plan_for(question)
+    plan = plan_for(request)
     return fits(plan.estimate, plan.budgets)
 
 
-def _placements(question: PlanRequest) -> list[PlanRequest]:
+def _placements(request: PlanRequest) -> list[PlanRequest]:
     """Returns the request with each allowed placement of weights and optimizer."""
     places = read_placements(
-        question.config,
-        question.device,
-        adapters=question.shape.lora is not None,
-        by_layer="by_layer" in read_orders(question.config),
+        request.config,
+        request.device,
+        adapters=request.shape.lora is not None,
+        by_layer="by_layer" in read_orders(request.config),
     )
-    return [question.with_placement(one) for one in places]
+    return [request.with_placement(one) for one in places]
 
 
-def plan_for(question: PlanRequest) -> Plan:
+def plan_for(request: PlanRequest) -> Plan:
     """Makes the plan; if nothing fits, one that exceeds budgets and warns about it.
 
     Raises:
         ConfigError: the settings do not fit this length, or there are so many chunks and layers
             that planning would take minutes.
     """
-    config = question.config
-    _check_units(question)
-    if question.device.kind == "cpu" and config.device_memory is not None:
+    config = request.config
+    _check_units(request)
+    if request.device.kind == "cpu" and config.device_memory is not None:
         # On a CPU, activations are kept only within a budget that the settings name.
         try:
-            return _make_plan(question, config)
+            return _make_plan(request, config)
         except BudgetError:
             pass
     # A run is refused if a named budget is exceeded; an answer has to describe the closest plan.
     for tier in TIERS.values():
         if tier.named(config) is not None:
             config = tier.with_budget(config, None)
-    return _make_plan(question, config)
+    return _make_plan(request, config)
 
 
-def _check_units(question: PlanRequest) -> None:
-    config, kind, layers = question.config, question.device.kind, question.shape.num_layers
-    ruled = is_fixed(config, question.device)
+def _check_units(request: PlanRequest) -> None:
+    config, kind, layers = request.config, request.device.kind, request.shape.num_layers
+    ruled = is_fixed(config, request.device)
     ruled = ruled or (kind == "cpu" and config.device_memory is None)
     most = min(_MOST_UNITS // layers, _MOST_CHUNKS if ruled else _MOST_SOLVED_CHUNKS)
     if config.chunk_lengths is not None:
@@ -277,29 +278,29 @@ def _check_units(question: PlanRequest) -> None:
     elif config.num_chunks != "auto":
         num_chunks = config.num_chunks
     elif config.chunk_tokens is not None:
-        num_chunks = -(-question.total_tokens // config.chunk_tokens)
+        num_chunks = -(-request.total_tokens // config.chunk_tokens)
     elif ruled or kind == "cpu":
-        num_chunks = -(-question.total_tokens // TARGET_CHUNK_TOKENS[kind])
+        num_chunks = -(-request.total_tokens // TARGET_CHUNK_TOKENS[kind])
     else:
-        num_chunks = most_chunks(question.total_tokens)
+        num_chunks = most_chunks(request.total_tokens)
     # More chunks than tokens are refused where the chunks are made.
-    if most < num_chunks <= question.total_tokens:
+    if most < num_chunks <= request.total_tokens:
         raise ConfigError(
-            f"{question.total_tokens:,} tokens in {num_chunks:,} chunks through {layers:,} layers "
+            f"{request.total_tokens:,} tokens in {num_chunks:,} chunks through {layers:,} layers "
             f"would take minutes to plan. Allowed for so many layers: {most:,} chunks. Remedy: set "
             f"num_chunks (--num-chunks) to {most:,} or less."
         )
 
 
-def _make_plan(question: PlanRequest, config: SPPOConfig) -> Plan:
-    budgets = read_budgets(question.config, question.device)
+def _make_plan(request: PlanRequest, config: SPPOConfig) -> Plan:
+    budgets = read_budgets(request.config, request.device)
     device = replace(
-        question.device,
+        request.device,
         device_memory_bytes=budgets.device,
         host_memory_bytes=budgets.host,
         behind_host_bytes={name: budgets.of(name) for name in tiers_behind_host()},
     )
-    return make_plan(replace(question, config=config, device=device))
+    return make_plan(replace(request, config=config, device=device))
 
 
 def timeline_of(plan: Plan) -> Timeline:
@@ -307,14 +308,14 @@ def timeline_of(plan: Plan) -> Timeline:
     return lower(plan, _cost(plan)).simulate(with_bytes=True)
 
 
-def compare_policies(question: PlanRequest, plan: Plan) -> tuple[PolicyResult, ...]:
+def compare_policies(request: PlanRequest, plan: Plan) -> tuple[PolicyResult, ...]:
     """Compares "auto" with every fixed policy, in the same chunks and with K/V on the same tier.
 
     Returns:
         The fastest first, "auto" before its equals; those that do not fit last.
     """
     again = any(mode.saved == "hidden" for row in plan.layer_modes for mode in row)
-    choices = read_choices(question.config, question.device, rerun_attention=again)
+    choices = read_choices(request.config, request.device, rerun_attention=again)
     base = replace(plan, max_pending_d2h_bytes=None, max_prefetch_bytes=None, prefetch_chunks=None)
     named = [("auto, recompute mixed", plan), *fixed_policies(_cost(plan), base, choices)]
     results = [_result(plan, name, decisions) for name, decisions in named]
@@ -357,9 +358,9 @@ def _sufficient_bytes(placed: list[PlanRequest], plan: Plan) -> dict[Tier, int]:
         unlimited = plan.budgets.replace(**{tier: None})
         sizes = [
             one.peak_bytes(tier)
-            for question in placed
+            for request in placed
             for one in _min_memory_estimates(
-                replace(question, config=TIERS[tier].allowing(question.config)),
+                replace(request, config=TIERS[tier].allowing(request.config)),
                 replace(plan, budgets=unlimited),
             )
             if fits(one, unlimited)
@@ -376,24 +377,24 @@ def _longest(placed: list[PlanRequest], plan: Plan) -> int:
     if all(budgets.of(tier) is None for tier in there):
         return longest(lambda _: -1)
     most_cuts = len(partitions_of(config))
-    costs = [_cost_of(question, plan) for question in placed]
+    costs = [_cost_of(request, plan) for request in placed]
     fitted = 0
 
     def missing(tokens: int) -> float:
         """Returns the fewest missing bytes of any plan; if one fits, minus its free bytes."""
         nonlocal fitted
         bases = [
-            (question, cost, base)
-            for question, cost in zip(placed, costs, strict=True)
-            for base in _bases(question, cost, plan, tokens, most_cuts=most_cuts)
+            (request, cost, base)
+            for request, cost in zip(placed, costs, strict=True)
+            for base in _bases(request, cost, plan, tokens, most_cuts=most_cuts)
         ]
         fewest = float("inf")
         # The base that fitted at another length is tried first, as it most likely fits again.
         for at in sorted(range(len(bases)), key=lambda at: at != fitted):
-            question, cost, base = bases[at]
-            if min_missing_bytes(cost, base, budgets, _choices(question)) > fewest:
+            request, cost, base = bases[at]
+            if min_missing_bytes(cost, base, budgets, _choices(request)) > fewest:
                 continue
-            found = lower(_min_memory_plan(question, cost, budgets, base), cost).estimate
+            found = lower(_min_memory_plan(request, cost, budgets, base), cost).estimate
             lacking = missing_bytes(found, budgets)
             if not lacking:
                 fitted = at
@@ -409,16 +410,16 @@ def _longest(placed: list[PlanRequest], plan: Plan) -> int:
     return longest(missing, known_tokens=placed[0].total_tokens if fits_now else 0)
 
 
-def _min_memory_estimates(question: PlanRequest, plan: Plan) -> Iterator[MemoryEstimate]:
+def _min_memory_estimates(request: PlanRequest, plan: Plan) -> Iterator[MemoryEstimate]:
     """Yields the least memory of each allowed order, cut and K/V mode."""
-    cost = _cost_of(question, plan)
-    for base in _bases(question, cost, plan, question.total_tokens):
-        least = _min_memory_plan(question, cost, plan.budgets, base)
-        yield estimate(question.shape, least, device_kind=question.device.kind)
+    cost = _cost_of(request, plan)
+    for base in _bases(request, cost, plan, request.total_tokens):
+        least = _min_memory_plan(request, cost, plan.budgets, base)
+        yield estimate(request.shape, least, device_kind=request.device.kind)
 
 
 def _bases(
-    question: PlanRequest,
+    request: PlanRequest,
     cost: ModelCost,
     plan: Plan,
     total_tokens: int,
@@ -430,12 +431,12 @@ def _bases(
     `plan` was made for the request at any length. With `most_cuts`, only so many ways to cut are
     tried, shortest chunks first and for each length all of `partitions_of`.
     """
-    config, kind = question.config, question.device.kind
-    choices = _choices(question)
+    config, kind = request.config, request.device.kind
+    choices = _choices(request)
     # A policy that offloads some activations divides chunks, and does not choose a tier for K/V.
     chooses = config.offload_is_partial
     orders = read_orders(config)
-    cuts = islice(_cuts(question, cost, total_tokens), most_cuts)
+    cuts = islice(_cuts(request, cost, total_tokens), most_cuts)
     # The tile size of layers is left open if the settings do so.
     batch = replace(plan, layer_tile_tokens=0) if config.layer_tile_tokens == "auto" else plan
     bases = [
@@ -443,7 +444,7 @@ def _bases(
         for order, bounds in product(orders[-1:] if chooses else orders, cuts)
     ]
     if "by_layer" in orders and not chooses:
-        tiles = read_tiles(config, question.device)[:1]
+        tiles = read_tiles(config, request.device)[:1]
         bases += tiled_layers(batch, total_tokens, plan.num_layers, tiles)
     for base in bases:
         for kv_mode in kv_modes_of(cost.shape, base, choices)[: 1 if chooses else None]:
@@ -451,11 +452,11 @@ def _bases(
 
 
 def _min_memory_plan(
-    question: PlanRequest, cost: ModelCost, budgets: Budgets, base: Decisions
+    request: PlanRequest, cost: ModelCost, budgets: Budgets, base: Decisions
 ) -> Decisions:
     """Returns one of `_bases` with the modes that need the least memory."""
-    config, choices = question.config, _choices(question)
-    if not is_fixed(config, question.device):
+    config, choices = request.config, _choices(request)
+    if not is_fixed(config, request.device):
         return min_memory(cost, base, budgets, choices)
     saved = SAVED_BY_RECOMPUTE.get(config.recompute, "whole")
     decisions = fixed_policy(cost, base, config.offload, saved, choices)
@@ -463,14 +464,14 @@ def _min_memory_plan(
     return decisions
 
 
-def _choices(question: PlanRequest) -> Choices:
-    again = may_rerun_attention(question.config, question.device, question.shape)
-    return read_choices(question.config, question.device, rerun_attention=again)
+def _choices(request: PlanRequest) -> Choices:
+    again = may_rerun_attention(request.config, request.device, request.shape)
+    return read_choices(request.config, request.device, rerun_attention=again)
 
 
-def _cuts(question: PlanRequest, cost: ModelCost, total_tokens: int) -> Iterator[Bounds]:
-    config, kind = question.config, question.device.kind
-    if not (names_cut(config) or is_fixed(config, question.device) or kind == "cpu"):
+def _cuts(request: PlanRequest, cost: ModelCost, total_tokens: int) -> Iterator[Bounds]:
+    config, kind = request.config, request.device.kind
+    if not (names_cut(config) or is_fixed(config, request.device) or kind == "cpu"):
         by_kind = (chunk_cuts(cost.shape, total_tokens, kind) for kind in partitions_of(config))
         for alike in zip_longest(*by_kind):
             yield from (bounds for bounds in alike if bounds is not None)
@@ -491,9 +492,9 @@ def _cuts(question: PlanRequest, cost: ModelCost, total_tokens: int) -> Iterator
     yield chunk_bounds(config, cost.shape, total_tokens, device_kind=kind)
 
 
-def _cost_of(question: PlanRequest, plan: Plan) -> ModelCost:
+def _cost_of(request: PlanRequest, plan: Plan) -> ModelCost:
     """Returns the plan's costs with the request's shape, whose weights may be elsewhere."""
-    return replace(_cost(plan), shape=question.shape)
+    return replace(_cost(plan), shape=request.shape)
 
 
 def _cost(plan: Plan) -> ModelCost:

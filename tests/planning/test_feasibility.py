@@ -13,22 +13,22 @@ from hypothesis import strategies as st
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import BudgetError, ConfigError, UnsupportedModelError
+from sppo_hf.planning import feasibility
 from sppo_hf.planning import plan as plans
-from sppo_hf.planning import plan_request
 from sppo_hf.planning.config_file import load_config
-from sppo_hf.planning.hardware import load_profile
-from sppo_hf.planning.plan import make_plan
-from sppo_hf.planning.plan_request import (
+from sppo_hf.planning.feasibility import (
     Found,
     PolicyResult,
+    assess_request,
     compare_policies,
     longest,
     plan_for,
-    question_for,
-    request_plan,
+    request_for,
     search_longest,
     timeline_of,
 )
+from sppo_hf.planning.hardware import load_profile
+from sppo_hf.planning.plan import make_plan
 from sppo_hf.planning.solve import EQUALLY_FAST, HOST_PRICE, fits, over_budget
 from sppo_hf.rules import format_bytes
 from tests.planning.moments import moments_of
@@ -40,7 +40,7 @@ LENGTHS = sample((8192, 65_536, 32_768), 2)
 
 
 def policies(total_tokens: int) -> tuple[PolicyResult, ...]:
-    asked, made = answer(total_tokens).question, answer(total_tokens).plan
+    asked, made = answer(total_tokens).request, answer(total_tokens).plan
     assert made is not None
     return compare_policies(asked, made)
 
@@ -79,7 +79,7 @@ def test_the_longest_row_fits_and_a_longer_one_does_not() -> None:
 
 
 def test_a_disk_lets_rows_be_longer() -> None:
-    assert request_plan(question(8192, disk=True)).max_seq_len > 1.2 * answer(8192).max_seq_len
+    assert assess_request(question(8192, disk=True)).max_seq_len > 1.2 * answer(8192).max_seq_len
 
 
 @pytest.mark.parametrize("total_tokens", LENGTHS)
@@ -102,7 +102,7 @@ def test_auto_is_as_fast_as_chunks_given_by_hand() -> None:
 
     def seconds(**settings: Any) -> float:
         config = SPPOConfig(device_memory=80 * GIB, host_memory=64 * GIB, **settings)
-        asked = question_for(
+        asked = request_for(
             load_config("llama-3.1-8b"),
             config,
             profile=load_profile("h100"),
@@ -128,20 +128,20 @@ def test_fixed_policies_do_what_they_say() -> None:
 
 
 def test_a_fixed_policy_has_its_own_longest_row() -> None:
-    kept = request_plan(question(8192, offload="none", recompute="none"))
+    kept = assess_request(question(8192, offload="none", recompute="none"))
     assert kept.max_seq_len < answer(8192).max_seq_len
-    fixed = request_plan(question(8192, num_chunks=1))
+    fixed = assess_request(question(8192, num_chunks=1))
     assert fixed.max_seq_len < answer(8192).max_seq_len, "one chunk has to hold it all"
 
 
 def test_fixed_chunks_that_are_more_than_short_rows_have_tokens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(plan_request, "_LENGTH_STEP_TOKENS", 16)
-    monkeypatch.setattr(plan_request, "_LONGEST_TOKENS", 64)
-    assert request_plan(question(64, num_chunks=20)).max_seq_len == 64
+    monkeypatch.setattr(feasibility, "_LENGTH_STEP_TOKENS", 16)
+    monkeypatch.setattr(feasibility, "_LONGEST_TOKENS", 64)
+    assert assess_request(question(64, num_chunks=20)).max_seq_len == 64
     with pytest.raises(ConfigError, match="num_chunks=90"):
-        request_plan(question(64, num_chunks=90))
+        assess_request(question(64, num_chunks=90))
 
 
 def test_the_timeline_holds_the_bytes_of_the_plan() -> None:
@@ -160,7 +160,7 @@ def test_what_the_engine_refuses_is_refused_before_anything_is_planned() -> None
     asked = question(1024)
     assert asked.device.profile is not None
     with pytest.raises(UnsupportedModelError, match="recurrent"):
-        question_for(
+        request_for(
             llama_config(model_type="mamba"),
             asked.config,
             profile=asked.device.profile,
@@ -173,8 +173,8 @@ def test_what_the_engine_refuses_is_refused_before_anything_is_planned() -> None
 def test_short_chunks_do_not_make_the_search_for_the_longest_row_long() -> None:
     """Millions of chunks are not walked; where they are merged, the answer hardly changes."""
     rule = {"recompute": "full", "offload": "none"}
-    short = request_plan(question(256, chunk_tokens=8, **rule)).max_seq_len
-    longer = request_plan(question(256, chunk_tokens=64, **rule)).max_seq_len
+    short = assess_request(question(256, chunk_tokens=8, **rule)).max_seq_len
+    longer = assess_request(question(256, chunk_tokens=64, **rule)).max_seq_len
     assert short > 8 * 1024, "so chunks were merged"
     assert short == pytest.approx(longer, rel=0.02)
 
@@ -182,8 +182,8 @@ def test_short_chunks_do_not_make_the_search_for_the_longest_row_long() -> None:
 def test_accumulated_gradients_are_counted() -> None:
     shape_changes = {"total_tokens": 8192, "dtype_name": "bfloat16"}
     once, more = (
-        request_plan(
-            question_for(
+        assess_request(
+            request_for(
                 llama_config(num_hidden_layers=2),
                 SPPOConfig(device_memory="80GiB", order="by_chunk", optimizer="device"),
                 profile=load_profile("h100"),
@@ -203,7 +203,7 @@ def test_accumulated_gradients_are_counted() -> None:
 
 def test_a_length_that_nobody_has_is_answered_at_once() -> None:
     start = time.process_time()
-    found = request_plan(question(2**31 - 1))
+    found = assess_request(question(2**31 - 1))
     assert not found.fits
     assert time.process_time() - start < 10
     assert found.max_seq_len == answer(TOO_LONG_TOKENS).max_seq_len
@@ -221,11 +221,11 @@ def test_more_chunks_than_can_be_planned_are_refused_with_a_number_that_can_be(
     total_tokens: int, settings: dict[str, Any], most: int
 ) -> None:
     with pytest.raises(ConfigError, match=rf"minutes to plan.*set num_chunks.* to {most:,} or"):
-        request_plan(question(total_tokens, **settings))
+        assess_request(question(total_tokens, **settings))
 
 
 def test_a_machine_without_limits_is_not_searched_for_one() -> None:
-    asked = question_for(
+    asked = request_for(
         llama_config(),
         SPPOConfig(),
         profile=load_profile("cpu"),
@@ -233,13 +233,13 @@ def test_a_machine_without_limits_is_not_searched_for_one() -> None:
         trace=by_hand,
     )
     start = time.process_time()
-    assert request_plan(asked).max_seq_len > 10**8
+    assert assess_request(asked).max_seq_len > 10**8
     assert time.process_time() - start < 5
 
 
 def test_what_rests_on_the_host_leaves_less_of_it_to_activations() -> None:
     """Frames are sent where there is room beside the weights, so that the batch fits."""
-    found = request_plan(question(65_536, offload_kv="full", weights="host", host_memory="40GiB"))
+    found = assess_request(question(65_536, offload_kv="full", weights="host", host_memory="40GiB"))
     assert found.fits
     assert found.plan is not None
     assert found.plan.shape.host_resident is not None
@@ -291,7 +291,7 @@ def test_host_memory_that_saves_much_time_is_used(monkeypatch: pytest.MonkeyPatc
 
 def test_places_that_cannot_be_the_answer_are_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer is the one of a search through all of them."""
-    asked = question_for(
+    asked = request_for(
         llama_config(),
         SPPOConfig(device_memory=80 * GIB, host_memory=256 * GIB, num_chunks=4),
         profile=load_profile("h100"),
@@ -327,7 +327,7 @@ def test_a_disk_makes_no_plan_slower() -> None:
 
 
 def test_returned_logits_count_in_the_longest_row() -> None:
-    found = request_plan(question(8192, return_logits=True))
+    found = assess_request(question(8192, return_logits=True))
     assert found.max_seq_len < answer(8192).max_seq_len
 
 
@@ -416,7 +416,7 @@ def test_kernels_in_layers_count_where_they_are_known_to_run(
     def trace(*_: Any) -> Any:
         raise AssertionError("profiles with kernels are shipped")
 
-    asked = question_for(
+    asked = request_for(
         load_config("llama-3.1-8b"),
         SPPOConfig(**settings),
         profile=replace(load_profile("h100"), layer_kernels=known),
