@@ -88,7 +88,12 @@ ABLATED_K = {"7B": 512, "13B": 512, "65B": 640}
 LONG = SearchSpace(
     schedules=("seq1f1b", "interleaved_seq1f1b"),
     partitions=("even", "bounded"),
-    frames=(("whole", "sppo"), ("matmuls", "full"), ("inputs", "none"), ("inputs", "full")),
+    activation_rules=(
+        ("whole", "sppo"),
+        ("matmuls", "full"),
+        ("inputs", "none"),
+        ("inputs", "full"),
+    ),
     sp=(1,),
     chunk_tokens=(8 * K, 32 * K),
     min_device_share=0.9,
@@ -97,14 +102,19 @@ _PLAIN = replace(
     LONG,
     schedules=("1f1b",),
     partitions=("even",),
-    frames=(("whole", "none"), ("matmuls", "none"), ("inputs", "none")),
+    activation_rules=(("whole", "none"), ("matmuls", "none"), ("inputs", "none")),
     kv_tiers=("device",),
 )
 # All layouts for one sequence a step, on the papers' machine.
 ONE_ROW = SearchSpace(
     schedules=("seq1f1b", "zb_seq1f1b", "interleaved_seq1f1b", "msp"),
     partitions=("bounded",),
-    frames=(("whole", "sppo"), ("matmuls", "full"), ("inputs", "none"), ("inputs", "full")),
+    activation_rules=(
+        ("whole", "sppo"),
+        ("matmuls", "full"),
+        ("inputs", "none"),
+        ("inputs", "full"),
+    ),
     sp=(4, 8, 16),
     chunk_tokens=(K, 8 * K),
     # SPPO shares units between sequence-parallel groups, which our runtime does not yet do.
@@ -378,7 +388,7 @@ def trl_row(tokens_k: int) -> dict[str, Any]:
     shape = ModelShape.from_profile(find_profile(config, training, trace_unknown_model))
     space = SearchSpace(
         schedules=("seq1f1b", "interleaved_seq1f1b", "msp"),
-        frames=(
+        activation_rules=(
             ("whole", "sppo"),
             ("matmuls", "full"),
             ("inputs", "none"),

@@ -348,7 +348,7 @@ class _Search:
                 self._too_large.append((excess, layout))
                 continue
             if not include_doubtful and 2 * device_bytes > (budgets.device or math.inf):
-                saved, offload = self._request.space.frames[-1]
+                saved, offload = self._request.space.activation_rules[-1]
                 least = layout._replace(saved=saved, offload=offload)
                 if least not in self.simulated and not self._excess(least)[0]:
                     self._simulate(least, min(each, in_all - self._actions))
@@ -403,7 +403,11 @@ class _Search:
             return False
         self.simulated[layout] = plan.missing_bytes
         stays = layout.saved, "none"
-        if layout.offload != "none" and not plan.offloads and stays in self._request.space.frames:
+        if (
+            layout.offload != "none"
+            and not plan.offloads
+            and stays in self._request.space.activation_rules
+        ):
             # Nothing is offloaded: this is the same as the layout without offload.
             layout = layout._replace(offload="none", activation_tier=HOST)
             if layout in self.simulated:

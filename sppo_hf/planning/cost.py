@@ -75,7 +75,7 @@ class UnitSeconds:
     recompute: NDArray[np.float64]
     """[kinds, saved, chunks] Recomputation, by what is saved (`SAVED`)."""
 
-    keys: NDArray[np.float64]
+    kv_recompute: NDArray[np.float64]
     """Recomputation of K/V from a layer's input."""
 
     head: NDArray[np.float64]
@@ -128,19 +128,19 @@ class ModelCost:
             all_to_all_bytes_per_second=all_to_all_bytes_per_second,
         )
 
-    def all_to_all_seconds(self, layer: int, tokens: int, *, keys: bool = True) -> float:
+    def all_to_all_seconds(self, layer: int, tokens: int, *, with_kv: bool = True) -> float:
         """Seconds of a layer's all-to-alls over a chunk, from tokens to heads and back.
 
         Each rank sends every other one that one's heads of its own tokens' queries, keys and
         values, and gets its own tokens' output back: of `2 Hq + 2 Hkv` heads of C tokens,
-        (n - 1) / n^2 where n divides them. Backward sends as much. `tokens` is C; without `keys`,
-        K/V are left out, as recomputation does.
+        (n - 1) / n^2 where n divides them. Backward sends as much. `tokens` is C. Recomputation
+        sends no K/V (`with_kv`).
         """
         if self.sp == 1:
             return 0.0
         work, head_blocks = self.shape.layers[layer], self.shape.head_blocks
         heads = work.heads_of(self.sp, head_blocks)
-        if keys and not work.borrows_keys:
+        if with_kv and not work.borrows_keys:
             heads += work.kv_heads_of(self.sp, head_blocks)
         elements = heads * (work.qk_head_size + work.v_head_size)
         sent = self.batch_rows * (self.sp - 1) * self.shape.tokens_per_rank(tokens) * elements
@@ -165,7 +165,7 @@ class ModelCost:
                 backward=table(lambda i, start, end: self.backward_seconds(i, start, end, tile)),
                 weight=table(lambda i, start, end: self.weight_seconds(i, end - start)),
                 recompute=np.stack([table(partial(recomputed, saved)) for saved in SAVED], axis=1),
-                keys=table(lambda i, start, end: self.kv_recompute_seconds(i, end - start)),
+                kv_recompute=table(lambda i, start, end: self.kv_recompute_seconds(i, end - start)),
                 head=np.array([self.head_seconds(n) for n in lengths]),
                 head_evaluated=np.array([self.head_seconds(n, training=False) for n in lengths]),
             )
@@ -250,7 +250,7 @@ class ModelCost:
             again = max(seconds, host - beside) * self.correction.backward
             if saved == "inputs":
                 # Queries are exchanged to heads again, and the saved attention output back.
-                again += self.all_to_all_seconds(layer, tokens, keys=False)
+                again += self.all_to_all_seconds(layer, tokens, with_kv=False)
             self._memo[key] = again
         return self._memo[key]
 

@@ -110,7 +110,7 @@ class PolicyResult:
     policy: str
     """"auto", "none", "full" or "sppo"."""
 
-    frames: str
+    recompute: str
     """Recomputation: "none", "selective", "full", or "mixed" if the solver chose several."""
 
     first_limit: BudgetViolation | None
@@ -314,8 +314,8 @@ def compare_policies(request: PlanRequest, plan: Plan) -> tuple[PolicyResult, ..
     Returns:
         The fastest first, "auto" before its equals; those that do not fit last.
     """
-    again = any(mode.saved == "hidden" for row in plan.layer_modes for mode in row)
-    choices = read_choices(request.config, request.device, rerun_attention=again)
+    reruns_attention = any(mode.saved == "hidden" for row in plan.layer_modes for mode in row)
+    choices = read_choices(request.config, request.device, rerun_attention=reruns_attention)
     base = replace(plan, max_pending_d2h_bytes=None, max_prefetch_bytes=None, prefetch_chunks=None)
     named = [("auto, recompute mixed", plan), *fixed_policies(_cost(plan), base, choices)]
     results = [_result(plan, name, decisions) for name, decisions in named]
@@ -333,7 +333,7 @@ def _result(plan: Plan, name: str, decisions: Decisions) -> PolicyResult:
     policy, recompute = name.split(", recompute ")
     return PolicyResult(
         policy=policy,
-        frames=recompute,
+        recompute=recompute,
         first_limit=limit,
         estimate=predicted,
         step_seconds=seconds,
@@ -465,8 +465,8 @@ def _min_memory_plan(
 
 
 def _choices(request: PlanRequest) -> Choices:
-    again = may_rerun_attention(request.config, request.device, request.shape)
-    return read_choices(request.config, request.device, rerun_attention=again)
+    reruns_attention = may_rerun_attention(request.config, request.device, request.shape)
+    return read_choices(request.config, request.device, rerun_attention=reruns_attention)
 
 
 def _cuts(request: PlanRequest, cost: ModelCost, total_tokens: int) -> Iterator[Bounds]:

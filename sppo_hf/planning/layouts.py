@@ -126,7 +126,7 @@ class SearchSpace:
     """Stages per rank, for interleaved schedules."""
 
     partitions: tuple[PartitionMode, ...] = ("flops",)
-    frames: tuple[tuple[Saved, OffloadRule], ...] = (
+    activation_rules: tuple[tuple[Saved, OffloadRule], ...] = (
         ("whole", "none"),
         ("whole", "sppo"),
         ("matmuls", "none"),
@@ -204,7 +204,7 @@ class SearchSpace:
                 ):
                     continue
                 for partition in cuts:
-                    for (saved, offload), kv_tier in product(self.frames, self.kv_tiers):
+                    for (saved, offload), kv_tier in product(self.activation_rules, self.kv_tiers):
                         for sharded in self.sharded if stages == 1 else (False,):
                             for tier in (HOST,) if offload == "none" else self.activation_tiers:
                                 yield Layout(

@@ -49,7 +49,7 @@ class Mix:
     seconds: float
     """Seconds of the step; no plan with these modes and this look-ahead is faster."""
 
-    keys: NDArray[np.float64] | None = None
+    kv_shares: NDArray[np.float64] | None = None
     """Share of each layer's K/V with each K/V mode, [layer, K/V mode]; None by chunk."""
 
 
@@ -330,7 +330,7 @@ class LinearProgram:
         tiers: list[Tier] = []
         for way, mode in enumerate(kv_modes):
             if mode == "recompute":
-                seconds[way] = self._work.keys.sum(axis=1)[self._tables.kind_of]
+                seconds[way] = self._work.kv_recompute.sum(axis=1)[self._tables.kind_of]
                 tiers.append("device")
             else:
                 sizes[way] = self._tables.layer_kv / _GIB
@@ -367,13 +367,13 @@ class LinearProgram:
             return None
         seconds = float(values[self._step_columns].sum())
         counts = values[: self._x].reshape(slots, self._ways)
-        frames = self._ways - sum(len(self._groups[at].tiers) for at in self._kv_groups)
+        num_unit_ways = self._ways - sum(len(self._groups[at].tiers) for at in self._kv_groups)
         if self._decisions.training:
             seconds += self._cost.update_seconds
         return Mix(
-            counts[:, :frames].reshape(slots, -1, len(self._modes)),
+            counts[:, :num_unit_ways].reshape(slots, -1, len(self._modes)),
             seconds,
-            counts[:, frames:] if self._decisions.by_layer else None,
+            counts[:, num_unit_ways:] if self._decisions.by_layer else None,
         )
 
     @property
@@ -443,14 +443,14 @@ class LinearProgram:
         below = joined(kept.before(), below, self._running_activations(share=share))
         ahead, heads, begin, end, exists = self._ends()
 
-        def room(at: Bytes, passing: Bytes | int) -> NDArray[np.float64]:
+        def free_gib(at: Bytes, passing: Bytes | int) -> NDArray[np.float64]:
             return (budget - (held[at] + share * (passing + copies))) / _GIB
 
         self._less.add(
-            (running, room(ahead, forward)),
-            (kept, room(heads, 0)),
-            (running, room(begin, backward)),
-            (below, room(end, backward)),
+            (running, free_gib(ahead, forward)),
+            (kept, free_gib(heads, 0)),
+            (running, free_gib(begin, backward)),
+            (below, free_gib(end, backward)),
             exists=exists,
         )
 
@@ -480,20 +480,20 @@ class LinearProgram:
 
     def _transient_bytes(self) -> tuple[Bytes, Bytes, Bytes]:
         """Returns peak bytes of copies, forward workspace and backward workspace, [slots] each."""
-        tables, what = self._tables, self._decisions
+        tables, decisions = self._tables, self._decisions
         allowed = sorted({SAVED.index(mode.saved) for mode in self._modes})
 
         def most(table: Bytes) -> Bytes:
             """Returns the maximum over a chunk's layers or, by layer, over a layer's chunks."""
-            return table.max(axis=1)[tables.kind_of] if what.by_layer else table.max(axis=0)
+            return table.max(axis=1)[tables.kind_of] if decisions.by_layer else table.max(axis=0)
 
         running = np.zeros(self._slots, dtype=np.int64)
         for mode in self._modes:
             if mode.offload:
                 running = np.maximum(running, most(tables.saved[:, SAVED.index(mode.saved)]))
         largest = np.maximum.accumulate(running)
-        leaves = what.max_pending_d2h_bytes or 0
-        copies = running + np.maximum(max(leaves, what.max_prefetch_bytes or 0), largest)
+        leaves = decisions.max_pending_d2h_bytes or 0
+        copies = running + np.maximum(max(leaves, decisions.max_prefetch_bytes or 0), largest)
         keys_leave = tables.streams or any(
             tier in self._offload_tiers for at in self._kv_groups for tier in self._groups[at].tiers
         )
@@ -509,9 +509,9 @@ class LinearProgram:
         return self._terms(_HERE, [0]).times(share / self._groups[0].number)
 
     def _limit_tiers(self) -> None:
-        what, points = self._decisions, self._tables.points
-        last, layers = what.num_chunks - 1, points.num_layers
-        used = {what.kv_tier, *self._tiers}
+        decisions, points = self._decisions, self._tables.points
+        last, layers = decisions.num_chunks - 1, points.num_layers
+        used = {decisions.kv_tier, *self._tiers}
         passing = sum(tier in used for tier in self._behind)
         for tier in self._offload_tiers:
             self._accumulate(tier, {tier})
@@ -519,12 +519,14 @@ class LinearProgram:
             if budget is None:
                 continue
             if tier == "host":
-                budget -= what.staging_bytes * passing + sum(self._tables.host_resident.values())
+                budget -= decisions.staging_bytes * passing + sum(
+                    self._tables.host_resident.values()
+                )
             levels = fixed_levels(self._tables)[tier].values()
             # Where forward ends, and after the first chunk's backward, when most gradient sums
             # wait.
             ends = [(points.forward(last, layers), self._slots - 1)]
-            if last and not what.by_layer:
+            if last and not decisions.by_layer:
                 ends.append((points.backward(last - 1, layers - 1), last - 1))
             columns, factors = self._col(tier)
             for at, framed in ends:
@@ -550,22 +552,24 @@ class LinearProgram:
 
     def _bound_stores(self) -> None:
         """Bounds copies to the host and writes: bytes moved by the end of each slot."""
-        cost, what, tables = self._cost, self._decisions, self._tables
+        cost, decisions, tables = self._cost, self._decisions, self._tables
         per_gib = cost.d2h_seconds(_GIB, both=tables.both_ways[0])
         most_sums = float(self._largest_gib(tables.kv_out_backward).max())
-        leave = what.max_pending_d2h_bytes / _GIB if what.max_pending_d2h_bytes else most_sums
-        stage = leave + what.staging_bytes / _GIB
-        stage += (what.kv_tier in self._behind) * 2 * most_sums
+        leave = (
+            decisions.max_pending_d2h_bytes / _GIB if decisions.max_pending_d2h_bytes else most_sums
+        )
+        stage = leave + decisions.staging_bytes / _GIB
+        stage += (decisions.kv_tier in self._behind) * 2 * most_sums
         stage += 2 * max(
             (float(self._groups[at].sizes.max()) for at in self._kv_groups), default=0.0
         )
         kv_gib = np.cumsum(self._kv_gib(tables.kv_out_forward))
-        frames = [self._col(tier) for tier in self._offload_tiers]
+        activations = [self._col(tier) for tier in self._offload_tiers]
         flows = self._lag_rows(
-            "out", frames, kv_gib, lag_gib=leave, later=self._kv_on(self._offload_tiers)
+            "out", activations, kv_gib, lag_gib=leave, later=self._kv_on(self._offload_tiers)
         )
         for tier in self._behind:
-            kv, later = (what.kv_tier == tier) * kv_gib, self._kv_on({tier})
+            kv, later = (decisions.kv_tier == tier) * kv_gib, self._kv_on({tier})
             flows += self._lag_rows(
                 f"written {tier}", [self._col(tier)], kv, lag_gib=stage, later=later
             )
@@ -578,12 +582,12 @@ class LinearProgram:
             return
         # Backward's gradient sums follow the activations of forward that are not copied yet. Of
         # the weights' gradients, those of one slot may be in flight.
-        frames = [self._last(tier) for tier in self._offload_tiers]
+        activations = [self._last(tier) for tier in self._offload_tiers]
         leave += float(gradients.max())
         kv_gib = _cumulated(self._kv_gib(tables.kv_out_backward), float(kv_gib[-1]))
-        flows = self._lag_rows("sums", frames, kv_gib + _cumulated(gradients), lag_gib=leave)
+        flows = self._lag_rows("sums", activations, kv_gib + _cumulated(gradients), lag_gib=leave)
         for tier in self._behind:
-            kv = (what.kv_tier == tier) * kv_gib
+            kv = (decisions.kv_tier == tier) * kv_gib
             flows += self._lag_rows(f"stored {tier}", [self._last(tier)], kv, lag_gib=stage)
         self._less.add(*map(_reversed, flows))
         per_gib = cost.d2h_seconds(_GIB, both=tables.both_ways[1])
@@ -597,33 +601,33 @@ class LinearProgram:
 
         Activations are loaded from the last slot's on.
         """
-        cost, what, tables = self._cost, self._decisions, self._tables
+        cost, decisions, tables = self._cost, self._decisions, self._tables
         per_gib = cost.h2d_seconds(_GIB, both=tables.both_ways[0])
-        behind = what.kv_tier in self._behind
+        behind = decisions.kv_tier in self._behind
         # K/V from a tier behind the host arrive no faster than that tier reads.
         weights = self._weights_gib() * (not behind)
-        fetch, staged = (what.max_prefetch_bytes or 0) / _GIB, what.staging_bytes / _GIB
+        fetch, staged = (decisions.max_prefetch_bytes or 0) / _GIB, decisions.staging_bytes / _GIB
         if tables.streams or weights.any():
             # K/V of a slot's first unit are loaded while the unit before it still runs.
             kv_gib = np.cumsum(self._kv_gib(tables.kv_in_forward) + weights[0])
             first = self._largest_gib(tables.kv_in_forward)
             first = np.append(first[1:], first[-1])
             self._less.add(*self._lag_rows("coming", [], kv_gib, lead_gib=first))
-            read = cost.load_seconds(what.kv_tier, _GIB) if behind else 0.0
+            read = cost.load_seconds(decisions.kv_tier, _GIB) if behind else 0.0
             self._limit_rate("coming", "forward", max(per_gib, read))
         per_gib = cost.h2d_seconds(_GIB, both=tables.both_ways[1])
         kv_gib = _cumulated(self._kv_gib(tables.kv_in_backward) + weights[1])
         largest = self._largest_gib(tables.kv_in_backward)
         lead = fetch + np.append(largest[:1], largest[:-1])
         # By layer, a slot's K/V are loaded before it begins.
-        frames = [
+        activations = [
             *self._from_the_end(self._offload_tiers),
             self._kv_on(self._offload_tiers).before(),
         ]
-        flows = self._lag_rows("back", frames, kv_gib, lead_gib=lead)
+        flows = self._lag_rows("back", activations, kv_gib, lead_gib=lead)
         for tier in self._behind:
             stored = [*self._from_the_end((tier,)), self._kv_on({tier}).before()]
-            kv = (what.kv_tier == tier) * kv_gib
+            kv = (decisions.kv_tier == tier) * kv_gib
             flows += self._lag_rows(f"read {tier}", stored, kv, lead_gib=lead + staged)
         self._less.add(*map(_reversed, flows))
         first = float(largest[-1])
@@ -664,7 +668,7 @@ class LinearProgram:
     def _lag_rows(
         self,
         name: str,
-        frames: Sequence[Terms],
+        activations: Sequence[Terms],
         fixed_gib: NDArray[np.float64],
         *,
         lag_gib: float = 0.0,
@@ -673,17 +677,17 @@ class LinearProgram:
     ) -> list[tuple[Terms, NDArray[np.float64]]]:
         """Returns rows that keep column `name` within a lag or lead at the end of each slot.
 
-        The lag or lead is relative to the sum of `frames` (activations) and `fixed_gib`. The part
+        The lag or lead is relative to the sum of `activations` and `fixed_gib`. The part
         `later` of the activations can be moved only after the slot has ended.
         """
         moved = self._col(name)
         waiting = () if later is None else (later,)
         return [
             (
-                joined(moved, *(-part for part in frames), *waiting),
+                joined(moved, *(-part for part in activations), *waiting),
                 fixed_gib + np.asarray(lead_gib),
             ),
-            (joined(*frames, -moved), lag_gib - fixed_gib),
+            (joined(*activations, -moved), lag_gib - fixed_gib),
         ]
 
     def _limit_rate(

@@ -73,6 +73,9 @@ COMPUTE, D2H, H2D = "compute", "d2h", "h2d"
 HOST_COMPUTE = "host compute"
 """The resource of an optimizer that runs on the host."""
 
+_COMPUTE, _D2H, _H2D, _HOST_COMPUTE, _BEHIND = range(5)
+"""Indices of these resources, and of the first one of the tiers behind the host."""
+
 RESIDENT_LAYERS = 2
 """Layers with host-resident weights that are on the device at a time: the running one and the next.
 """
@@ -161,10 +164,12 @@ class StepProgram:
 
     def kv_bytes(self, *modes: KVMode) -> Bytes:
         """[layers] By layer: K/V bytes of layers whose K/V mode is one of `modes`; else 0."""
-        what, tables = self.decisions, self.tables
-        if not what.by_layer:
-            return np.zeros(what.num_layers, dtype=np.int64)
-        chosen = np.array([what.kv_mode(layer) in modes for layer in range(what.num_layers)])
+        decisions, tables = self.decisions, self.tables
+        if not decisions.by_layer:
+            return np.zeros(decisions.num_layers, dtype=np.int64)
+        chosen = np.array(
+            [decisions.kv_mode(layer) in modes for layer in range(decisions.num_layers)]
+        )
         return np.where(chosen, tables.layer_kv, 0)
 
     @cached_property
@@ -225,8 +230,8 @@ class StepProgram:
         """[points] Seconds of each computation."""
         assert self._cost is not None, "durations need a program with costs"
         kind_of = self.tables.kind_of
-        what = self.decisions
-        work = self._cost.unit_seconds(what.bounds, what.layer_tile_tokens)
+        decisions = self.decisions
+        work = self._cost.unit_seconds(decisions.bounds, decisions.layer_tile_tokens)
         forward, backward = work.forward[kind_of].T, work.backward[kind_of].T
         if self.points.training:
             chunks = np.arange(self.points.num_chunks)[:, None]
@@ -234,10 +239,10 @@ class StepProgram:
             recomputed = self.kv_bytes("recompute") > 0
             if recomputed.any():
                 # Where the layer's backward begins.
-                made = np.where(self.modes % len(SAVED) > 0, work.keys[kind_of].T, 0.0)
+                made = np.where(self.modes % len(SAVED) > 0, work.kv_recompute[kind_of].T, 0.0)
                 backward[-1] += np.where(recomputed, made.sum(axis=0), 0.0)
         head = work.head if self.points.training else work.head_evaluated
-        return self.points.lay(forward, head, backward)
+        return self.points.arrange(forward, head, backward)
 
     # -- the look-ahead ------------------------------------------------------------------------
 
@@ -273,7 +278,7 @@ class StepProgram:
             layer, chunk = np.divmod(numbers, points.num_chunks)
             total += points.num_layers
             numbers = layer * (points.num_chunks + 1) + np.where(
-                prefetch_order.keys, points.num_chunks, chunk
+                prefetch_order.is_kv, points.num_chunks, chunk
             )
         lowest = np.full(total, total)
         lowest[numbers] = np.where(
@@ -297,7 +302,7 @@ class StepProgram:
         found: dict[int, list[Action]] = {}
         for gate, entry in zip(gates.tolist(), offloaded.tolist(), strict=True):
             chunk, layer = points.unit(points.num_forward + int(prefetch_order.places[entry]))
-            copy = Action("K", 0, chunk, layer, 0) if prefetch_order.keys[entry] else None
+            copy = Action("K", 0, chunk, layer, 0) if prefetch_order.is_kv[entry] else None
             found.setdefault(gate, []).append(copy or Action("H", 0, chunk, layer))
         return found
 
@@ -308,15 +313,15 @@ class StepProgram:
         sizes = points.in_backward(self.offloaded_bytes)
         enters = points.in_backward(self.modes) != SAVED.index("whole")
         places = np.arange(sizes.size)
-        keys = np.zeros(sizes.size, dtype=bool)
+        is_kv = np.zeros(sizes.size, dtype=bool)
         (layers,) = np.nonzero(self.offloaded_kv_bytes[::-1])
         if layers.size:
             # A layer's K/V are one more entry, in front of those of its chunks.
             at = layers * points.num_chunks
             sizes = np.insert(sizes, at, self.offloaded_kv_bytes[::-1][layers])
-            enters, keys = np.insert(enters, at, True), np.insert(keys, at, True)
+            enters, is_kv = np.insert(enters, at, True), np.insert(is_kv, at, True)
             places = np.insert(places, at, at)
-        return _PrefetchEntries(sizes, enters, places, keys)
+        return _PrefetchEntries(sizes, enters, places, is_kv)
 
     @cached_property
     def _prefetch_limits(self) -> tuple[Bytes, Bytes, Bytes]:
@@ -350,7 +355,7 @@ class StepProgram:
     @cached_property
     def standing(self) -> dict[Tier, dict[Cause, int]]:
         """Bytes that are held throughout the step, by tier and cause."""
-        what, tables = self.decisions, self.tables
+        decisions, tables = self.decisions, self.tables
         standing: dict[Tier, dict[Cause, int]] = {tier: {} for tier in TIERS}
         standing["device"] = dict(tables.standing)
         behind = tiers_behind_host()
@@ -358,7 +363,7 @@ class StepProgram:
         # Each tier behind the host that is used has a staging region through which bytes pass.
         through = [
             bool(
-                what.kv_tier == tier
+                decisions.kv_tier == tier
                 or (used == list(TIERS).index(tier)).any()
                 or self.kv_bytes(tier).any()
             )
@@ -367,7 +372,7 @@ class StepProgram:
         host = standing["host"]
         host.update(tables.host_resident)
         if any(through):
-            host[Cause.COPIES] = sum(through) * what.staging_bytes
+            host[Cause.COPIES] = sum(through) * decisions.staging_bytes
         if tables.device_kind == "cuda":
             # The host's pool is made of slabs, and does not shrink within a step.
             most = sum(level.during for level in self.levels["host"].values())
@@ -412,11 +417,11 @@ class StepProgram:
                 # runs forward, and are held as a whole until the layer's backward
                 # ends.
                 size -= inputs
-                taken, given = (np.zeros_like(inputs) for _ in range(2))
-                taken[-1] = given[0] = inputs.sum(axis=0)
-                handed = points.lay(taken, 0, 0)
-                handed = np.concatenate(([0], handed[:-1]))
-                level = _level_of_changes(0, handed, points.lay(0, 0, given))
+                allocated, freed = (np.zeros_like(inputs) for _ in range(2))
+                allocated[-1] = freed[0] = inputs.sum(axis=0)
+                entered = points.arrange(allocated, 0, 0)
+                entered = np.concatenate(([0], entered[:-1]))
+                level = _level_of_changes(0, entered, points.arrange(0, 0, freed))
                 _add(levels[mode.tier], cause, level)
             _add(
                 levels[mode.tier],
@@ -447,11 +452,13 @@ class StepProgram:
         layers = range(points.num_layers)
         if not points.training:
             # Only K/V that are kept, to the end of the forward.
-            taken = np.zeros(points.count, dtype=np.int64)
-            taken[[points.forward(last, layer) + 1 for layer in layers]] = self.kv_bytes("device")
-            given = np.zeros_like(taken)
-            given[-1] = taken.sum()
-            return _add(levels["device"], Cause.KV, _level_of_changes(0, taken, given))
+            allocated = np.zeros(points.count, dtype=np.int64)
+            allocated[[points.forward(last, layer) + 1 for layer in layers]] = self.kv_bytes(
+                "device"
+            )
+            freed = np.zeros_like(allocated)
+            freed[-1] = allocated.sum()
+            return _add(levels["device"], Cause.KV, _level_of_changes(0, allocated, freed))
         sizes = {tier: self.kv_bytes(tier) for tier in offload_tiers()}
         # K/V to be recomputed are kept too where the activations are kept whole, because a layer
         # input is not saved separately then.
@@ -462,27 +469,27 @@ class StepProgram:
         for tier in TIERS:
             if not sizes[tier].any():
                 continue
-            taken = np.zeros(points.count, dtype=np.int64)
-            given = taken.copy()
-            taken[[points.forward(last, layer) + 1 for layer in layers]] = sizes[tier]
+            allocated = np.zeros(points.count, dtype=np.int64)
+            freed = allocated.copy()
+            allocated[[points.forward(last, layer) + 1 for layer in layers]] = sizes[tier]
             # On the device they count as the running layer's from there on.
             ends = [points.backward(last, layer) - 1 for layer in layers]
             if tier != "device":
                 ends = [points.backward(0, layer) for layer in layers]
-            given[ends] = sizes[tier]
-            _add(levels[tier], Cause.KV, _level_of_changes(0, taken, given))
+            freed[ends] = sizes[tier]
+            _add(levels[tier], Cause.KV, _level_of_changes(0, allocated, freed))
 
     def _workspace_bytes(self) -> Bytes:
         """[points] Temporary bytes; those of layers, head and embedding never overlap."""
         tables, points = self.tables, self.points
         forward = tables.of_layers(tables.workspace_forward)
         if not points.training:
-            return points.lay(forward, 0, 0)
+            return points.arrange(forward, 0, 0)
         chunks = np.arange(points.num_chunks)[:, None]
         saved = self.modes % len(SAVED)
         backward = tables.workspace_backward[tables.kind_of, saved, chunks]
         backward[:, 0] = np.maximum(backward[:, 0], tables.embedding_backward)
-        return points.lay(forward, 0, backward)
+        return points.arrange(forward, 0, backward)
 
     def _copies_level(self) -> Level:
         """[points] Device bytes of copies in flight, the running unit's included."""
@@ -498,12 +505,12 @@ class StepProgram:
             newest = np.concatenate(([-1], newest[:-1]))
             return np.where(newest >= 0, left[newest], 0)
 
-        own = points.lay(self.offloaded_bytes, 0, self.offloaded_bytes)
+        own = points.arrange(self.offloaded_bytes, 0, self.offloaded_bytes)
         leaving = tables.of_layers(tables.kv_out_forward)
         if self.offloaded_kv_bytes.any():
             leaving = leaving.copy()
             leaving[-1] = self.offloaded_kv_bytes
-        out = own + points.lay(leaving, 0, tables.of_layers(tables.kv_out_backward))
+        out = own + points.arrange(leaving, 0, tables.of_layers(tables.kv_out_backward))
         if tables.streams:
             out[ahead:] -= own[ahead:]
             during = own + still_leaving(out)
@@ -554,7 +561,7 @@ class StepProgram:
     def resources(self) -> ActionQueues:
         """The actions of each resource, with durations and dependencies."""
         assert self._cost is not None, "durations need a program with costs"
-        return _ActionScheduler(self, self._cost).lay()
+        return _ActionScheduler(self, self._cost).schedule()
 
     def simulate(self, *, with_bytes: bool = False) -> Timeline:
         """Simulates the step; with the bytes of every tier over time if `with_bytes`."""
@@ -602,7 +609,7 @@ class _PrefetchEntries(NamedTuple):
     places: Bytes
     """[entries] The point at which each is reached, counted from the first point of backward."""
 
-    keys: NDArray[np.bool_]
+    is_kv: NDArray[np.bool_]
     """[entries] Whether the entry is a layer's K/V."""
 
 
@@ -612,28 +619,28 @@ def _lifetime_level(
     tier: Tier,
     forward: Bytes,
     backward: Bytes | int,
-    given: Bytes,
+    freed: Bytes,
     *,
-    given_forward: Bytes | int = 0,
+    freed_forward: Bytes | int = 0,
 ) -> Level:
     """Returns the level of bytes that units allocate and free on a tier, [chunks, layers] each."""
     points = tables.points
     slabs = tier == "device" and tables.device_kind == "cpu" and points.num_chunks > 1
     if slabs and cause in _IN_SLABS:
         # A slab holds what all layers of a chunk, or all chunks of a layer, keep.
-        last = np.zeros_like(given)
+        last = np.zeros_like(freed)
         if points.by_layer:
-            last[0] = given.sum(axis=0)
+            last[0] = freed.sum(axis=0)
         else:
-            last[:, 0] = given.sum(axis=1)
-        given = last
-    taken = points.lay(forward, 0, 0)
+            last[:, 0] = freed.sum(axis=1)
+        freed = last
+    allocated = points.arrange(forward, 0, 0)
     if tier != "device":
         # Copies out are enqueued behind what makes their bytes.
-        taken = np.concatenate(([0], taken[:-1]))
+        allocated = np.concatenate(([0], allocated[:-1]))
     # Sums of gradients are written before the unit's own K/V are freed.
-    taken = taken + points.lay(0, 0, backward)
-    return _level_of_changes(0, taken, points.lay(given_forward, 0, given))
+    allocated = allocated + points.arrange(0, 0, backward)
+    return _level_of_changes(0, allocated, points.arrange(freed_forward, 0, freed))
 
 
 @lru_cache(maxsize=64)
@@ -650,7 +657,7 @@ def fixed_levels(tables: ByteTables) -> dict[Tier, dict[Cause, Level]]:
         written[:, -1] = tables.dkv.sum(axis=1)
         lifetimes[Cause.DKV] = (none, written, tables.dkv)
     for cause, sizes in lifetimes.items():
-        forward, backward, given = map(tables.of_layers, sizes)
+        forward, backward, freed = map(tables.of_layers, sizes)
         ended: Bytes | int = 0
         if points.by_layer and cause is Cause.KV:
             # While the layer runs; `_add_kv` adds them from there to backward.
@@ -658,12 +665,12 @@ def fixed_levels(tables: ByteTables) -> dict[Tier, dict[Cause, Level]]:
             ended[-1] = forward.sum(axis=0)
             backward = ended * points.training
         levels[tier][cause] = _lifetime_level(
-            tables, cause, tier, forward, backward, given, given_forward=ended
+            tables, cause, tier, forward, backward, freed, freed_forward=ended
         )
     if tables.streams:
         forward, backward, sums = (table[:, None] for table in tables.kv_in_transit)
-        device[Cause.KV] = passing(points.lay(forward, forward[:, 0], backward))
-        device[Cause.DKV] = passing(points.lay(0, 0, sums))
+        device[Cause.KV] = passing(points.arrange(forward, forward[:, 0], backward))
+        device[Cause.DKV] = passing(points.arrange(0, 0, sums))
     nothing = np.zeros((points.num_chunks, points.num_layers), dtype=np.int64)
     before, added = tables.gradients
     shares = nothing.copy()
@@ -673,30 +680,32 @@ def fixed_levels(tables: ByteTables) -> dict[Tier, dict[Cause, Level]]:
     if points.by_layer and tables.accumulates:
         # A layer's gradient sums are complete when its backward ends, and are added to
         # existing gradients.
-        ended = points.lay(0, 0, shares[::-1])
+        ended = points.arrange(0, 0, shares[::-1])
     # The step ends; bytes of the optimizer's update are not counted.
-    device[Cause.GRADIENTS] = _level_of_changes(before, points.lay(0, 0, shares), ended)
+    device[Cause.GRADIENTS] = _level_of_changes(before, points.arrange(0, 0, shares), ended)
     if points.by_layer:
         device[Cause.HIDDEN] = _hidden_states_level(tables)
     elif points.training:
         waiting, embedded, embedded_back = tables.hidden
-        given = nothing.copy()
-        given[:, 0] = waiting
-        taken = points.lay(0, waiting, 0)
-        taken[0] += embedded
-        taken[points.num_forward] += embedded_back - embedded
-        given = points.lay(0, 0, given)
-        given[-1] += embedded_back
-        device[Cause.HIDDEN] = _level_of_changes(0, taken, given)
+        freed = nothing.copy()
+        freed[:, 0] = waiting
+        allocated = points.arrange(0, waiting, 0)
+        allocated[0] += embedded
+        allocated[points.num_forward] += embedded_back - embedded
+        freed = points.arrange(0, 0, freed)
+        freed[-1] += embedded_back
+        device[Cause.HIDDEN] = _level_of_changes(0, allocated, freed)
     graph = tables.of_layers(tables.graph)
     if graph.any():
-        device[Cause.GRAPH] = _level_of_changes(0, points.lay(graph, 0, 0), points.lay(0, 0, graph))
+        device[Cause.GRAPH] = _level_of_changes(
+            0, points.arrange(graph, 0, 0), points.arrange(0, 0, graph)
+        )
     # Casts of trained weights, which autocast keeps until forward ends.
     casts = np.zeros(points.count, dtype=np.int64)
     casts[: points.num_forward] = tables.shape.cached_cast_bytes
     device[Cause.WEIGHTS] = Level(0, casts, np.append(casts[1:], 0))
     kept = tables.kept_logits
-    logits = kept + points.lay(0, tables.logits, 0)
+    logits = kept + points.arrange(0, tables.logits, 0)
     device[Cause.LOGITS_TILE] = Level(kept, logits, np.full_like(logits, kept))
     return levels
 
@@ -711,7 +720,7 @@ def _hidden_states_level(tables: ByteTables) -> Level:
     points, sizes = tables.points, tables.hidden_states
     beside = tables.per_layer_inputs
     two = 2 * int(sizes.sum()) + beside
-    during = points.lay(two, two + np.cumsum(sizes) * points.training, two + beside)
+    during = points.arrange(two, two + np.cumsum(sizes) * points.training, two + beside)
     return Level(0, during, np.append(np.minimum(during[:-1], during[1:]), 0))
 
 
@@ -724,10 +733,10 @@ def _add(levels: dict[Cause, Level], cause: Cause, level: Level) -> None:
     levels[cause] = level
 
 
-def _level_of_changes(before: int, taken: Bytes, given: Bytes) -> Level:
+def _level_of_changes(before: int, allocated: Bytes, freed: Bytes) -> Level:
     """Returns the level of what each point allocates when it begins and frees when it ends."""
-    after = before + np.cumsum(taken - given)
-    return Level(before, after + given, after)
+    after = before + np.cumsum(allocated - freed)
+    return Level(before, after + freed, after)
 
 
 # -- resources -------------------------------------------------------------------------------------
@@ -786,8 +795,8 @@ class _ActionScheduler:
     """
 
     def __init__(self, program: StepProgram, cost: ModelCost) -> None:
-        what, tables = program.decisions, program.tables
-        self._program, self._decisions, self._cost = program, what, cost
+        decisions, tables = program.decisions, program.tables
+        self._program, self._decisions, self._cost = program, decisions, cost
         self._both_ways = tables.both_ways
         """Whether copies run both ways at once, in forward and in backward."""
         self._host_resident = tables.shape.host_resident
@@ -813,10 +822,10 @@ class _ActionScheduler:
             for table in (tables.kv_out_forward, tables.kv_out_backward)
         ]
         # Copies of one resource end in order, so compute waits for the last of those that must end.
-        self._pending_d2h = _Queue(what.max_pending_d2h_bytes)
+        self._pending_d2h = _Queue(decisions.max_pending_d2h_bytes)
         self._waits: list[int] = []
         """Actions that the next unit waits for, beside the copy of its own activations."""
-        self._staged = {tier.name: _Queue(what.staging_bytes) for tier in behind}
+        self._staged = {tier.name: _Queue(decisions.staging_bytes) for tier in behind}
         """Host bytes of activations on their way to each tier behind the host or back."""
         # K/V are staged chunk by chunk, far fewer bytes than a layer's; writes lag by one
         # layer.
@@ -834,7 +843,8 @@ class _ActionScheduler:
         self._forward_end: list[int] = []
         """The last action of forward, before which nothing is read for backward."""
 
-    def lay(self) -> ActionQueues:
+    def schedule(self) -> ActionQueues:
+        """Returns the actions of the whole step."""
         seconds = self._program.seconds.tolist()
         points = self._program.points
         self._forward(seconds)
@@ -845,7 +855,7 @@ class _ActionScheduler:
         resources = len(self._resources)
         return ActionQueues(
             actions=dict(zip(self._resources, self._actions, strict=True)),
-            seconds=[taken for resource in self._seconds for taken in resource],
+            seconds=[duration for resource in self._seconds for duration in resource],
             needs=[
                 [offsets[number % resources] + number // resources for number in needed]
                 for resource in self._needs
@@ -855,10 +865,10 @@ class _ActionScheduler:
         )
 
     def _forward(self, seconds: list[float]) -> None:
-        what, points = self._decisions, self._program.points
+        decisions, points = self._decisions, self._program.points
         for at in range(points.num_forward):
             chunk, layer = points.unit(at)
-            if layer == what.num_layers:
+            if layer == decisions.num_layers:
                 self._compute(Action("F", 0, chunk, layer), seconds[at])
                 continue
             if chunk == 0:
@@ -871,18 +881,18 @@ class _ActionScheduler:
                 tier = self._tiers[chunk][layer]
                 self._available_after[chunk, layer] = self._offload(copy, size, unit, tier)
             self._stream_out(chunk, layer, 0, unit)
-            if chunk == what.num_chunks - 1 and self._kv_sizes[layer]:
+            if chunk == decisions.num_chunks - 1 and self._kv_sizes[layer]:
                 copy = Action("O", 0, chunk, layer, 0)
-                sent = self._offload(copy, self._kv_sizes[layer], unit, what.kv_mode(layer))
+                sent = self._offload(copy, self._kv_sizes[layer], unit, decisions.kv_mode(layer))
                 self._kv_available_after[layer] = sent
             self._waits += [*self._pending_d2h.settle()[-1:], *coming]
 
     def _backward(self, seconds: list[float]) -> None:
-        what, points = self._decisions, self._program.points
+        decisions, points = self._decisions, self._program.points
         prefetches_at = self._program.prefetches_at
-        last = what.num_chunks - 1
+        last = decisions.num_chunks - 1
         inputs = self._program.reloaded_input_bytes.tolist()
-        for place, taken in enumerate(seconds):
+        for place, duration in enumerate(seconds):
             chunk, layer = points.unit(points.num_forward + place)
             if chunk == last:
                 self._weights_for_backward(layer)
@@ -895,7 +905,7 @@ class _ActionScheduler:
                 self._waits.append(self._kv_available_after[layer])
             if chunk == last and inputs[layer]:
                 self._waits.append(self._load_inputs(layer, inputs[layer]))
-            unit = self._compute(Action("B", 0, chunk, layer), taken)
+            unit = self._compute(Action("B", 0, chunk, layer), duration)
             self._stream_out(chunk, layer, 1, unit)
             if self._decisions.kv_tier != "device":
                 self._waits += [*self._pending_d2h.settle()[-1:], *coming]
@@ -955,7 +965,7 @@ class _ActionScheduler:
             # The last copy out is that of the last gradients.
             last = len(self._actions[_D2H]) - 1
             needs = [*self._last_computed(1), last * len(self._resources) + _D2H]
-            self._add(_HOST, Action("U", 0, 0), self._cost.update_seconds, needs)
+            self._add(_HOST_COMPUTE, Action("U", 0, 0), self._cost.update_seconds, needs)
 
     def _compute(self, action: Action, seconds: float) -> int:
         waits, self._waits = self._waits, []
@@ -981,21 +991,23 @@ class _ActionScheduler:
         """Loads a unit's activations, or by layer a layer's K/V (kind "K")."""
         chunk, layer = copy.unit, copy.layer
         assert layer is not None, "what comes back is of one layer"
-        keys = copy.kind == "K"
-        num_bytes = self._kv_sizes[layer] if keys else self._sizes[chunk][layer]
-        available = self._kv_available_after[layer] if keys else self._available_after[chunk, layer]
-        tier = self._decisions.kv_mode(layer) if keys else self._tiers[chunk][layer]
+        is_kv = copy.kind == "K"
+        num_bytes = self._kv_sizes[layer] if is_kv else self._sizes[chunk][layer]
+        available = (
+            self._kv_available_after[layer] if is_kv else self._available_after[chunk, layer]
+        )
+        tier = self._decisions.kv_mode(layer) if is_kv else self._tiers[chunk][layer]
         resource = self._writes.get(tier)
         after = [*self._last_computed(1), available]
-        staged = (self._kv_staged if keys else self._staged).get(tier)
+        staged = (self._kv_staged if is_kv else self._staged).get(tier)
         if resource is not None and staged is not None:
             # Reads run ahead of their copies, as far as staging holds.
             waits = [*self._forward_end, available, *staged.settle(num_bytes)]
-            read = Action("L", 0, chunk, layer, 1 if keys else None)
+            read = Action("L", 0, chunk, layer, 1 if is_kv else None)
             after.append(self._load(resource, read, tier, num_bytes, waits))
         seconds = self._cost.h2d_seconds(num_bytes, both=self._both_ways[1])
         back = self._add(_H2D, copy, seconds, after)
-        if keys:
+        if is_kv:
             self._kv_available_after[layer] = back
         else:
             self._available_after[chunk, layer] = back
@@ -1062,6 +1074,3 @@ class _ActionScheduler:
         self._needs[resource].append(needs)
         self._listed.append(action)
         return (len(self._actions[resource]) - 1) * len(self._resources) + resource
-
-
-_COMPUTE, _D2H, _H2D, _HOST, _BEHIND = range(5)

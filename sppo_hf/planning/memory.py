@@ -64,7 +64,7 @@ class Cause(StrEnum):
     OPTIMIZER = "optimizer", "optimizer", "AdamW's, in float32, where it is not known", "#C4C4C4"
     KV = "kv", "K/V", "", "#009E73"
     DKV = "dkv", "dK/dV", "float32 accumulators", "#7FCEB9"
-    FRAMES = "frames", "activations", "all that backward needs of a layer"
+    ACTIVATIONS = "frames", "activations", "all that backward needs of a layer"
     PRODUCTS = "products", "matrix products", "with layer inputs and attention outputs", "", 0.4
     INPUTS = "skeletons", "layer inputs", "and attention outputs, to recompute the rest", "", 0.7
     HIDDEN = "hidden", "hidden states", "at the final norm and the loss, embeddings", "#56B4E9"
@@ -78,7 +78,7 @@ class Cause(StrEnum):
 
 
 CAUSE_OF_SAVED: dict[Saved, Cause] = {
-    "whole": Cause.FRAMES,
+    "whole": Cause.ACTIVATIONS,
     "matmuls": Cause.PRODUCTS,
     "inputs": Cause.INPUTS,
     "hidden": Cause.INPUTS,
@@ -214,7 +214,7 @@ class Points:
             return self.num_chunks - 1 - chunk, self.num_layers - 1 - layer
         return chunk, layer
 
-    def lay(self, forward: Any, head: Any, backward: Any) -> NDArray[Any]:
+    def arrange(self, forward: Any, head: Any, backward: Any) -> NDArray[Any]:
         """Arranges quantities of units in the order of points.
 
         Args:
@@ -224,24 +224,24 @@ class Points:
         """
         layers = self.num_layers
         kind = np.result_type(forward, head, backward)
-        laid = np.empty(self.count, dtype=np.float64 if kind.kind == "f" else np.int64)
-        ahead = self._grid(laid[: self.num_forward], layers + 1)
+        arranged = np.empty(self.count, dtype=np.float64 if kind.kind == "f" else np.int64)
+        ahead = self._grid(arranged[: self.num_forward], layers + 1)
         ahead[:, :layers] = forward
         ahead[:, layers] = head
         if self.training:
-            self._grid(laid[self.num_forward :], layers)[::-1, ::-1] = backward
-        return laid
+            self._grid(arranged[self.num_forward :], layers)[::-1, ::-1] = backward
+        return arranged
 
     def in_backward(self, quantity: NDArray[Any]) -> NDArray[Any]:
         """Arranges [chunks, layers] in the order of backward."""
         walked = quantity.T if self.by_layer else quantity
         return walked[::-1, ::-1].ravel()
 
-    def _grid(self, laid: NDArray[Any], layers: int) -> NDArray[Any]:
+    def _grid(self, arranged: NDArray[Any], layers: int) -> NDArray[Any]:
         """Returns a view of [points] as [chunks, layers]."""
         if self.by_layer:
-            return laid.reshape(layers, self.num_chunks).T
-        return laid.reshape(self.num_chunks, layers)
+            return arranged.reshape(layers, self.num_chunks).T
+        return arranged.reshape(self.num_chunks, layers)
 
     def name(self, at: int) -> str:
         """Returns a point's name in words."""
@@ -378,11 +378,19 @@ class _Batch:
 
     def __init__(self, shape: ModelShape, decisions: Decisions, device_kind: str) -> None:
         self.shape, self.decisions, self.device_kind = shape, decisions, device_kind
-        what = decisions
         self._key = (
-            *(id(shape), device_kind, what.bounds, what.batch_rows, what.training),
-            *(what.tile_tokens, what.accumulates, what.return_logits, what.kv_tier),
-            *(what.kv_block_tokens, what.by_layer, what.layer_tile_tokens),
+            id(shape),
+            device_kind,
+            decisions.bounds,
+            decisions.batch_rows,
+            decisions.training,
+            decisions.tile_tokens,
+            decisions.accumulates,
+            decisions.return_logits,
+            decisions.kv_tier,
+            decisions.kv_block_tokens,
+            decisions.by_layer,
+            decisions.layer_tile_tokens,
         )
 
     def __hash__(self) -> int:
@@ -486,9 +494,9 @@ class ByteTables:
         Host-resident weights are loaded while activations are offloaded, and their gradients are
         offloaded while activations are loaded.
         """
-        resting = self.shape.host_resident
-        comes = resting is not None and not resting.stays
-        leaves = resting is not None and resting.gradient_bytes > 0
+        resident = self.shape.host_resident
+        comes = resident is not None and not resident.stays
+        leaves = resident is not None and resident.gradient_bytes > 0
         return self.streams or comes, self.streams or leaves
 
     @cached_property
@@ -736,14 +744,14 @@ class ByteTables:
     @cached_property
     def host_resident(self) -> dict[Cause, int]:
         """Bytes that the host holds from step to step, with host-resident weights or optimizer."""
-        resting = self.shape.host_resident
-        if resting is None:
+        resident = self.shape.host_resident
+        if resident is None:
             return {}
         adds_up = self.accumulates and self.device_kind == "cuda"
-        gradients = resting.gradient_bytes + resting.arriving_bytes * adds_up
+        gradients = resident.gradient_bytes + resident.arriving_bytes * adds_up
         return {
-            Cause.WEIGHTS: resting.weight_bytes,
-            Cause.OPTIMIZER: resting.optimizer_bytes * self.training,
+            Cause.WEIGHTS: resident.weight_bytes,
+            Cause.OPTIMIZER: resident.optimizer_bytes * self.training,
             Cause.GRADIENTS: gradients * self.training,
         }
 

@@ -279,8 +279,8 @@ class PipelineCost:
         whole = {self.kv_tier: int(self._kv[stage].sum() + self._dkv[stage].sum())}
         if self.kv_tier == "device":
             return whole
-        _, keys, sums = self._tables.kv_in_transit
-        return {**whole, "device": int((keys + sums).max())}
+        _, kv, dkv = self._tables.kv_in_transit
+        return {**whole, "device": int((kv + dkv).max())}
 
     def activation_bytes(self, stage: int, chunk: int) -> int:
         """Returns saved bytes of a chunk in all layers of a stage."""

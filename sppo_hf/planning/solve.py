@@ -113,8 +113,8 @@ def kv_modes_of(shape: ModelShape, base: Decisions, choices: Choices) -> tuple[K
         return choices.kv_tiers
     if any(layer.borrows_keys for layer in shape.layers):
         return ("device",)
-    again = {"inputs", "hidden"} & {*choices.saved} and "device" in choices.kv_tiers
-    return (*choices.kv_tiers, "recompute") if again else choices.kv_tiers
+    recomputable = {"inputs", "hidden"} & {*choices.saved} and "device" in choices.kv_tiers
+    return (*choices.kv_tiers, "recompute") if recomputable else choices.kv_tiers
 
 
 def fits(predicted: MemoryEstimate, budgets: Budgets) -> bool:
@@ -220,19 +220,19 @@ def _farthest_modes(
         places[tier] = room[tier]
     overfull = next(iter(places))
     rows: list[tuple[ActivationMode, ...]] = []
-    for frames in reversed(sizes):
-        whole, size = _next_tier(places, 0), sum(frames)
+    for row_sizes in reversed(sizes):
+        whole, size = _next_tier(places, 0), sum(row_sizes)
         if places[whole] >= size:
             places[whole] -= size
-            rows.append((mode_of(saved, whole),) * len(frames))
+            rows.append((mode_of(saved, whole),) * len(row_sizes))
             continue
-        if _next_tier(places, min(frames)) == overfull and places[overfull] <= 0:
+        if _next_tier(places, min(row_sizes)) == overfull and places[overfull] <= 0:
             # No tier has free bytes for any of these units.
             places[overfull] -= size
-            rows.append((mode_of(saved, overfull),) * len(frames))
+            rows.append((mode_of(saved, overfull),) * len(row_sizes))
             continue
         row: list[ActivationMode] = []
-        for size in reversed(frames):
+        for size in reversed(row_sizes):
             tier = _next_tier(places, size)
             places[tier] -= size
             row.append(mode_of(saved, tier))
@@ -361,7 +361,7 @@ def solve(
     found = _solved(cost, base, budgets, choices, best=best, under_seconds=under_seconds)
     if found is best or isinstance(found, BudgetViolation):
         return found
-    if found.step_seconds <= _STALLS * compute_seconds(found.decisions, cost):
+    if found.step_seconds <= _STALL_RATIO * compute_seconds(found.decisions, cost):
         return found
     # The linear program ensures that copies fit beside compute in total, but not at every moment.
     # So a mixed plan may wait for copies where a plan with fewer modes does not.
@@ -481,7 +481,7 @@ EQUALLY_FAST = 1.01
 exact."""
 
 # A plan that takes longer than its compute times this waits for copies, and may not be the best.
-_STALLS = 1.01
+_STALL_RATIO = 1.01
 
 HOST_PRICE = 0.03
 """Share of a step's seconds that all of the host's budget has to save to be used, and a part of it
@@ -673,9 +673,9 @@ def _solved_mix(
             break
         rows = _rounded(mix.counts, members, modes)
         decisions = replace(base, layer_modes=layer_modes_of(rows, by_layer=base.by_layer))
-        if mix.keys is not None:
-            keys = _rounded(mix.keys[:, None], ((0,),), kv_modes)
-            decisions = replace(decisions, kv_modes=tuple(mode for (mode,) in keys))
+        if mix.kv_shares is not None:
+            rounded_kv = _rounded(mix.kv_shares[:, None], ((0,),), kv_modes)
+            decisions = replace(decisions, kv_modes=tuple(mode for (mode,) in rounded_kv))
         decisions = _fit_lookahead(cost, decisions, budgets)
         predicted = lower(decisions, cost).estimate
         over = list(over_budget(predicted, budgets))
@@ -710,20 +710,20 @@ def _mode_sets(
     behind = tiers_behind_host()
     allowed = [(choices, kv_modes)]
     near = tuple(tier for tier in choices.tiers if tier not in behind)
-    near_keys = tuple(mode for mode in kv_modes if mode not in behind)
+    near_kv = tuple(mode for mode in kv_modes if mode not in behind)
     others = near and near != choices.tiers
-    if base.kv_tier not in behind and others and (near_keys or not kv_modes):
-        allowed.append((replace(choices, tiers=near), near_keys))
+    if base.kv_tier not in behind and others and (near_kv or not kv_modes):
+        allowed.append((replace(choices, tiers=near), near_kv))
     found: dict[tuple[tuple[ActivationMode, ...], tuple[KVMode, ...]], None] = {}
-    for some, keys in allowed:
-        stays = tuple(mode for mode in keys if mode not in offload_tiers())
-        for kept_keys in dict.fromkeys((keys, stays or keys)):
+    for some, kv_of_some in allowed:
+        stays = tuple(mode for mode in kv_of_some if mode not in offload_tiers())
+        for some_kv in dict.fromkeys((kv_of_some, stays or kv_of_some)):
             for skipped in range(len(some.saved) if some.tiers != ("device",) else 0):
                 leaving = some.saved[skipped:]
                 modes = tuple(m for m in some.modes if not m.offload or m.saved in leaving)
-                found[modes, kept_keys] = None
+                found[modes, some_kv] = None
             if "device" in some.tiers:
-                found[tuple(m for m in some.modes if not m.offload), kept_keys] = None
+                found[tuple(m for m in some.modes if not m.offload), some_kv] = None
     return found
 
 

@@ -101,6 +101,6 @@ def passing_bytes(
     """
     own, layers = shape.tokens_per_rank(chunk_tokens), range(len(shape.layers))
     largest = own * max(layer.largest_bytes for layer in shape.layers)
-    keys = chunk_tokens * max(map(shape.kv_bytes_per_token, layers))
+    kv = chunk_tokens * max(map(shape.kv_bytes_per_token, layers))
     sums = max(map(shape.dkv_bytes_per_token, layers))
-    return 2 * batch_rows * max(largest, keys, max(block_tokens, 0) * sums)
+    return 2 * batch_rows * max(largest, kv, max(block_tokens, 0) * sums)

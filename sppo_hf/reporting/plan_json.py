@@ -73,7 +73,7 @@ def policies_to_list(results: Sequence[PolicyResult]) -> list[dict[str, Any]]:
     return [
         {
             "policy": result.policy,
-            "frames": result.frames,
+            "frames": result.recompute,
             "fits": result.first_limit is None,
             "first_limit": _limit(result.first_limit),
             "step_seconds": result.step_seconds,

@@ -499,7 +499,7 @@ def policy_table(results: Sequence[PolicyResult], budgets: Budgets) -> Table:
         limit, seconds, speed = result.first_limit, result.step_seconds, result.tokens_per_second
         table.add_row(
             result.policy,
-            result.frames,
+            result.recompute,
             "-" if seconds is None else format_seconds(seconds),
             "-" if speed is None else format_speed(speed, None).removesuffix(" tokens/s"),
             *(format_bytes(result.estimate.of(tier).total) for tier in tiers),

@@ -91,7 +91,7 @@ def test_of_the_papers_rule_no_more_is_counted_than_whole_layers_of_a_stage() ->
     """Of few layers perhaps none leaves, where a disk would take longer than all computes."""
     slow = replace(PROFILE, disk_write_bytes_per_second=5e8, disk_read_bytes_per_second=5e8)
     cost = ModelCost(shape=SHAPE, profile=slow, dtype_name="bfloat16")
-    space = SearchSpace(frames=(("whole", "sppo"),), activation_tiers=("host", "disk"))
+    space = SearchSpace(activation_rules=(("whole", "sppo"),), activation_tiers=("host", "disk"))
     question, stored = replace(QUESTION, cost=cost, space=space), 0
     for layout in list(layouts(question))[:: 1 if ALL else 3]:
         plan = simulate_layout(question, layout)
@@ -175,7 +175,9 @@ def test_units_are_shared_as_fast_as_devices_exchange() -> None:
 @pytest.mark.parametrize("schedule", ["seq1f1b", "zb_seq1f1b", "interleaved_seq1f1b", "msp"])
 def test_the_least_that_a_layout_takes_is_near_what_it_takes(schedule: str) -> None:
     """The head makes the last stage longer; links take no time, so computes are all there is."""
-    space = SearchSpace(schedules=(schedule,), kv_tiers=("device",), frames=(("matmuls", "none"),))
+    space = SearchSpace(
+        schedules=(schedule,), kv_tiers=("device",), activation_rules=(("matmuls", "none"),)
+    )
     question = replace(QUESTION, space=space, link_bytes_per_second=math.inf)
     bounds_of_layout = question.bounds_of_layout
     looked_at = [
@@ -362,7 +364,7 @@ def test_keys_and_values_on_the_host_let_longer_rows_fit() -> None:
     space = SearchSpace(
         schedules=("seq1f1b",),
         partitions=("bounded",),
-        frames=(("inputs", "full"),),
+        activation_rules=(("inputs", "full"),),
         chunk_tokens=(8192, 8192),
         kv_tiers=("device",),
         sp=(1,),

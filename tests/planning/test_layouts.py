@@ -15,7 +15,7 @@ def test_only_what_is_allowed_and_nothing_twice() -> None:
         schedules=("1f1b", "interleaved_seq1f1b"),
         virtual=(2,),
         partitions=("even", "bounded"),
-        frames=(("whole", "sppo"),),
+        activation_rules=(("whole", "sppo"),),
         kv_tiers=("device", "host"),
         chunk_tokens=(8192, 16_384),
         max_units=16,

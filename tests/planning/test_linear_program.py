@@ -57,7 +57,7 @@ def test_counts_are_all_layers(window: int | None) -> None:
         falling_bounds(4), layers=5, max_pending_d2h_bytes=2**20, max_prefetch_bytes=2**20
     )
     everything = estimate(cost.shape, what).device
-    budget = everything.total - everything[Cause.FRAMES] // 3
+    budget = everything.total - everything[Cause.ACTIVATIONS] // 3
     mix = optimum(what, cost, Budgets(device=budget, host=None, disk=None))
     kinds = LayerKinds.of(cost)
     assert mix.counts.shape == (4, len(kinds.members), len(all_modes()))
@@ -83,7 +83,7 @@ def test_host_memory_is_used_for_its_price_within_the_seconds(order: Order) -> N
         max_prefetch_bytes=2**20,
     )
     device = estimate(cost.shape, what).device
-    budgets = Budgets(device=device.total - device[Cause.FRAMES] // 2, host=None, disk=0)
+    budgets = Budgets(device=device.total - device[Cause.ACTIVATIONS] // 2, host=None, disk=0)
     modes = tuple(mode for mode in all_modes() if mode.tier != "disk")
     kv_modes = ("device",) if what.by_layer else ()
 
@@ -121,7 +121,7 @@ def test_free_copies_are_preferred_to_recomputation_and_slow_ones_are_not() -> N
         )
         modes = (KEEP, OFFLOAD, RECOMPUTE)
         everything = estimate(cost.shape, what).device
-        budgets = Budgets(device=everything.total - everything[Cause.FRAMES] // 4, host=None)
+        budgets = Budgets(device=everything.total - everything[Cause.ACTIVATIONS] // 4, host=None)
         counts = optimum(what, cost, budgets, modes).counts.sum(axis=(0, 1))
         assert counts[modes.index(preferred)] > 1
         others = {OFFLOAD, RECOMPUTE} - {preferred}

@@ -198,7 +198,7 @@ def test_hidden_states_by_layer_by_hand() -> None:
     held = levels[Cause.HIDDEN].during.tolist()
     assert [size // one for size in held] == [4, 4, 4, 4, 5, 6, *(4, 4, 4, 4)]
     # Inputs of kept frames are those until the layer has run, and stay until its backward ends.
-    frames, kept = levels[Cause.FRAMES].during.tolist(), frame(cost)
+    frames, kept = levels[Cause.ACTIVATIONS].during.tolist(), frame(cost)
     whole = [kept - one, 2 * kept - 2 * one, 3 * kept - one, 4 * kept - 2 * one, 4 * kept, 4 * kept]
     assert frames == [*whole, 4 * kept, 3 * kept + one, 2 * kept, kept + one]
 
@@ -612,7 +612,7 @@ def test_copies_by_hand() -> None:
     # The running frame and one that leaves; the head runs beside one. Backward begins with the
     # newest, which never left, asks for the one before it, and so on.
     assert [held // one for held in copies] == [1, 2, 1, 2, 2, 1, *(2, 2, 2, 1)]
-    host = levels["host"][Cause.FRAMES].during.tolist()
+    host = levels["host"][Cause.ACTIVATIONS].during.tolist()
     # A frame is there once its copy is enqueued, until its backward ends.
     assert [held // one for held in host] == [0, 1, 2, 2, 3, 4, *(4, 3, 2, 1)]
 

@@ -173,9 +173,9 @@ def test_frames_go_on_behind_the_host() -> None:
     lowered = lower(schedule, offloaded=far.leaves, stored=far.stores, kv_copies=far.kv_copies)
     validate(lowered)
     timeline = simulate_pipeline(lowered, seconds=far.seconds, changes=far.changes)
-    there = run(schedule, near).peak_by_cause("0.host")[Cause.FRAMES]
+    there = run(schedule, near).peak_by_cause("0.host")[Cause.ACTIVATIONS]
     on_disk = timeline.peak_by_cause("0.disk")
-    assert on_disk[Cause.FRAMES] == there
+    assert on_disk[Cause.ACTIVATIONS] == there
     assert on_disk[Cause.KV] > 0
     # In host memory frames are while they pass.
     assert timeline.peak("0.host").num_bytes < there
