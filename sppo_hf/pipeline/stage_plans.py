@@ -512,17 +512,19 @@ class StagePlanCache:
             plan = make_plan(request)
             if choice.schedule != MSP or not request.training:
                 return plan
-            slices = self._slices(request, plan.kv_tier, micro_batches)
+            kv_bytes = self._other_stages_kv_bytes(request, plan.kv_tier, micro_batches)
             # Bytes never shrink, or the tier of K/V might alternate forever.
-            slices = {
-                tier: max(slices.get(tier, 0), request.slices.get(tier, 0))
-                for tier in {**request.slices, **slices}
+            kv_bytes = {
+                tier: max(kv_bytes.get(tier, 0), request.other_stages_kv_bytes.get(tier, 0))
+                for tier in {**request.other_stages_kv_bytes, **kv_bytes}
             }
-            if slices == request.slices:
+            if kv_bytes == request.other_stages_kv_bytes:
                 return plan
-            request = replace(request, slices=slices)
+            request = replace(request, other_stages_kv_bytes=kv_bytes)
 
-    def _slices(self, request: PlanRequest, kv_tier: Tier, micro_batches: int) -> dict[Tier, int]:
+    def _other_stages_kv_bytes(
+        self, request: PlanRequest, kv_tier: Tier, micro_batches: int
+    ) -> dict[Tier, int]:
         engine, bounds, facts = self._engine, request.bounds, request.device
         assert bounds is not None, "a pipeline's chunks are decided"
         # Bytes hardly depend on speeds (only through the arrival of messages), so guesses suffice.

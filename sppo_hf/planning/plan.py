@@ -340,8 +340,8 @@ class PlanRequest:
     """Number of micro-batches that share the budgets of a pipeline stage, see
     `budgets_per_micro_batch`; None for a device that runs the whole model."""
 
-    slices: Mapping[Tier, int] = field(default_factory=dict[Tier, int])
-    """Bytes by tier that a rank's shared units of other stages hold as K/V, which are subtracted
+    other_stages_kv_bytes: Mapping[Tier, int] = field(default_factory=dict[Tier, int])
+    """K/V bytes, by tier, of the units of other stages that this rank shares. They are subtracted
     from the budgets; see `pipeline_cost.extra_shared_unit_bytes`."""
 
     by_layer: bool | str = True
@@ -375,7 +375,7 @@ class _Task(PlanRequest):
     """See `solve`."""
 
 
-_Made = Plan | BudgetError
+_PlanOrError = Plan | BudgetError
 """A plan, or why the request is refused."""
 
 
@@ -386,7 +386,7 @@ def make_plan(request: PlanRequest) -> Plan:
         ConfigError: the settings do not fit this length.
         BudgetError: a budget named by the user is too small.
     """
-    made = _planned(request)
+    made = _choose_attention(request)
     if not _fits(made) and (remedy := _remedy_without_groups(request)):
         made = _with_remedy(made, remedy)
     if isinstance(made, BudgetError):
@@ -394,7 +394,7 @@ def make_plan(request: PlanRequest) -> Plan:
     return made
 
 
-def _fits(made: _Made) -> bool:
+def _fits(made: _PlanOrError) -> bool:
     return isinstance(made, Plan) and not _missing_bytes(made)
 
 
@@ -402,7 +402,7 @@ def _missing_bytes(plan: Plan) -> int:
     return missing_bytes(plan.estimate, plan.budgets)
 
 
-def _with_remedy(made: _Made, remedy: str) -> _Made:
+def _with_remedy(made: _PlanOrError, remedy: str) -> _PlanOrError:
     if isinstance(made, BudgetError):
         return BudgetError(f"{made} Or: {remedy}.")
     return replace(made, warnings=(*made.warnings, remedy))
@@ -417,7 +417,7 @@ def _remedy_without_groups(request: PlanRequest) -> str:
     if rows is None or not request.training or request.on_host is not True:
         return ""
     whole = replace(request, config=request.config.replace(micro_batch_size=None))
-    if _possible_places(whole) == _possible_places(request) or not _fits(_planned(whole)):
+    if _possible_places(whole) == _possible_places(request) or not _fits(_choose_attention(whole)):
         return ""
     return (
         f"without micro_batch_size={rows} it fits, as weights may then be kept on the "
@@ -434,19 +434,21 @@ def _possible_places(request: PlanRequest) -> tuple[Placement, ...]:
     )
 
 
-def _planned(request: PlanRequest) -> _Made:
+def _choose_attention(request: PlanRequest) -> _PlanOrError:
     """Plans with one attention forward; if that does not fit, with rerun attention if that does.
 
     If the settings forbid to rerun attention, a plan that would fit is mentioned as a remedy. Other
     settings are not tried.
     """
-    made = _placed(request, rerun_attention=False)
+    made = _choose_placement(request, rerun_attention=False)
     allowing = request.config.replace(attention_once=False)
-    again = request.training and request.alive is None
-    if _fits(made) or not (again and may_rerun_attention(allowing, request.device, request.shape)):
+    may_rerun = request.training and request.alive is None
+    if _fits(made) or not (
+        may_rerun and may_rerun_attention(allowing, request.device, request.shape)
+    ):
         return made
     required = request.config.attention_once
-    more = _placed(request, rerun_attention=True)
+    more = _choose_placement(request, rerun_attention=True)
     if _fits(more):
         remedy = "attention_once=False makes it fit: attention of some layers then runs again"
         return _with_remedy(made, remedy) if required else more
@@ -459,13 +461,13 @@ def _planned(request: PlanRequest) -> _Made:
     return more if isinstance(made, BudgetError) and isinstance(more, BudgetError) else made
 
 
-def _placed(request: PlanRequest, *, rerun_attention: bool) -> _Made:
+def _choose_placement(request: PlanRequest, *, rerun_attention: bool) -> _PlanOrError:
     """Plans with one of the allowed placements of weights and optimizer."""
     first, *others = _possible_places(request)
     on_host = request.on_host
     if others and request.training and on_host is True:
-        return _best_placement(request, (first, *others), rerun_attention=rerun_attention)
-    made = _make_plan(
+        return _fastest_placement(request, (first, *others), rerun_attention=rerun_attention)
+    made = _plan_placed(
         request.with_placement(first), rerun_attention=rerun_attention, under_seconds=float("inf")
     )
     late = request.training and isinstance(on_host, str) and others
@@ -474,9 +476,9 @@ def _placed(request: PlanRequest, *, rerun_attention: bool) -> _Made:
     return made
 
 
-def _best_placement(
+def _fastest_placement(
     request: PlanRequest, places: Sequence[Placement], *, rerun_attention: bool
-) -> _Made:
+) -> _PlanOrError:
     """Plans with the first placement; if that does not fit, with the fastest that does.
 
     [Note: weights and optimizer by themselves] What fits on the device is kept there, without
@@ -486,8 +488,8 @@ def _best_placement(
     nearly equal plans, the first is taken. The first of `places` has the fewest bytes on the host.
     """
     requests = {tried: request.with_placement(tried) for tried in places}
-    make = partial(_make_plan, rerun_attention=rerun_attention)
-    made: dict[Placement, _Made] = {}
+    make = partial(_plan_placed, rerun_attention=rerun_attention)
+    made: dict[Placement, _PlanOrError] = {}
     fitting: list[Plan] = []
     for tried, placed in requests.items():
         budget = read_budgets(placed.config, placed.device).device
@@ -526,9 +528,11 @@ def _step_seconds(plan: Plan) -> float:
     return float("inf") if plan.prediction is None else plan.prediction.step_seconds
 
 
-def _make_plan(request: PlanRequest, *, rerun_attention: bool, under_seconds: float) -> _Made:
+def _plan_placed(
+    request: PlanRequest, *, rerun_attention: bool, under_seconds: float
+) -> _PlanOrError:
     """Plans with the placement in the request's settings and shape; see `solve`."""
-    task = _resolved(request, rerun_attention=rerun_attention, under_seconds=under_seconds)
+    task = _resolve(request, rerun_attention=rerun_attention, under_seconds=under_seconds)
     try:
         _check_standing_bytes(task)
         decided = _decide(task) if task.alive is None else _decide_by_unit(task)
@@ -554,14 +558,31 @@ def _make_plan(request: PlanRequest, *, rerun_attention: bool, under_seconds: fl
     )
 
 
-def _resolved(request: PlanRequest, *, rerun_attention: bool, under_seconds: float) -> _Task:
+def _resolve(request: PlanRequest, *, rerun_attention: bool, under_seconds: float) -> _Task:
+    config, device = request.config, request.device
+    budgets = _budgets(request)
+    tiled = request.bounds is None and request.in_tiles is True
+    return _Task(
+        **{f.name: getattr(request, f.name) for f in fields(PlanRequest)},
+        batch=_batch(request, budgets),
+        budgets=budgets,
+        choices=read_choices(config, device, rerun_attention=rerun_attention),
+        orders=read_orders(config, by_layer=request.by_layer is True),
+        tiles=read_tiles(config, device) if tiled else (),
+        cost=_model_cost(request),
+        under_seconds=under_seconds,
+    )
+
+
+def _budgets(request: PlanRequest) -> Budgets:
+    """Returns what each tier may hold of this batch; in a pipeline, of one micro-batch."""
     config, shape, device = request.config, request.shape, request.device
     budgets = read_budgets(config, device)
     if device.kind == "cpu" and shape.host_resident is not None and config.device_memory is None:
         # On a CPU, host-resident weights and optimizer take a part of the device's own memory.
         rest = None if budgets.device is None else budgets.device - shape.host_resident.held_bytes
         budgets = budgets.replace(device=rest)
-    for tier, size in request.slices.items():
+    for tier, size in request.other_stages_kv_bytes.items():
         budget = budgets.of(tier)
         budgets = budgets.replace(**{tier: None if budget is None else max(0, budget - size)})
     if request.alive is not None and request.alive > 1:
@@ -569,43 +590,42 @@ def _resolved(request: PlanRequest, *, rerun_attention: bool, under_seconds: flo
         budgets = budgets_per_micro_batch(
             budgets, standing_bytes=standing_bytes, alive=request.alive
         )
-    # The staging region for a tier behind the host is small beside the host's budget.
-    staging_bytes = 2**30 if budgets.host is None else min(4 * 2**30, budgets.host // 16)
+    return budgets
+
+
+def _batch(request: PlanRequest, budgets: Budgets) -> Batch:
+    config, kind = request.config, request.device.kind
     tile_tokens, layer_tile_tokens = config.loss_tile_tokens, config.layer_tile_tokens
     if tile_tokens == "auto":
-        tile_tokens = loss_tile_tokens(shape, device_kind=device.kind, device_bytes=budgets.device)
-    cost = None
-    if device.profile is not None:
-        on_node = device.profile.node_bytes_per_second
-        far = device.profile.network_bytes_per_second
-        cost = ModelCost(
-            shape=shape,
-            # A profile of another kind of device is used for its speeds only.
-            profile=replace(device.profile, kind=device.kind),
-            dtype_name=request.dtype_name,
-            batch_rows=request.batch_rows,
-            all_to_all_bytes_per_second=(far if config.sp_across_nodes else on_node)
-            or UNKNOWN_LINK,
-            correction=request.correction or Correction(),
-        )
-    tiled = request.bounds is None and request.in_tiles is True
-    return _Task(
-        **{f.name: getattr(request, f.name) for f in fields(PlanRequest)},
-        batch=Batch(
-            batch_rows=request.batch_rows,
-            tile_tokens=tile_tokens,
-            layer_tile_tokens=0 if layer_tile_tokens == "auto" else layer_tile_tokens,
-            training=request.training,
-            accumulates=request.accumulates,
-            return_logits=config.return_logits,
-            staging_bytes=max(64 * 2**20, 0 if device.kind == "cpu" else staging_bytes),
-        ),
-        budgets=budgets,
-        choices=read_choices(config, device, rerun_attention=rerun_attention),
-        orders=read_orders(config, by_layer=request.by_layer is True),
-        tiles=read_tiles(config, device) if tiled else (),
-        cost=cost,
-        under_seconds=under_seconds,
+        tile_tokens = loss_tile_tokens(request.shape, device_kind=kind, device_bytes=budgets.device)
+    # The staging region for a tier behind the host is small beside the host's budget.
+    staging_bytes = 2**30 if budgets.host is None else min(4 * 2**30, budgets.host // 16)
+    return Batch(
+        batch_rows=request.batch_rows,
+        tile_tokens=tile_tokens,
+        layer_tile_tokens=0 if layer_tile_tokens == "auto" else layer_tile_tokens,
+        training=request.training,
+        accumulates=request.accumulates,
+        return_logits=config.return_logits,
+        staging_bytes=max(64 * 2**20, 0 if kind == "cpu" else staging_bytes),
+    )
+
+
+def _model_cost(request: PlanRequest) -> ModelCost | None:
+    """Returns the costs of the model on the device; None if the device's speeds are unknown."""
+    profile = request.device.profile
+    if profile is None:
+        return None
+    across_nodes = request.config.sp_across_nodes
+    rate = profile.network_bytes_per_second if across_nodes else profile.node_bytes_per_second
+    return ModelCost(
+        shape=request.shape,
+        # A profile of another kind of device is used for its speeds only.
+        profile=replace(profile, kind=request.device.kind),
+        dtype_name=request.dtype_name,
+        batch_rows=request.batch_rows,
+        all_to_all_bytes_per_second=rate or UNKNOWN_LINK,
+        correction=request.correction or Correction(),
     )
 
 
@@ -636,12 +656,12 @@ class _Decided:
 def _decide(task: _Task) -> _Decided:
     config = task.config
     if not task.batch.training:
-        return _evaluation(task)
+        return _decide_evaluation(task)
     if config.offload_is_partial:
-        return _by_policy(task)
+        return _decide_by_policy(task)
     if task.cost is None or not is_searched(config, task.device):
-        return _by_rule(task)
-    return _solved(task, task.cost)
+        return _decide_by_rule(task)
+    return _decide_by_search(task, task.cost)
 
 
 def _decide_by_unit(task: _Task) -> _Decided:
@@ -668,11 +688,11 @@ def _decide_by_unit(task: _Task) -> _Decided:
     return replace(best, prediction=predicted)
 
 
-def _evaluation(task: _Task) -> _Decided:
+def _decide_evaluation(task: _Task) -> _Decided:
     """Decides about an evaluation: nothing is saved, and only K/V may be offloaded."""
     borrows = any(layer.borrows_keys for layer in task.shape.layers)
     found: list[Decisions] = []
-    for base in (base for order in task.orders for base in _in_fewer_chunks(task, order)):
+    for base in (base for order in task.orders for base in _bases(task, order)):
         made = _place_kv(task, base)
         if made.by_layer and not borrows:
             # K/V are not read after their layer has run, so they are dropped.
@@ -701,7 +721,7 @@ def _estimate(task: _Task, decisions: Decisions) -> MemoryEstimate:
     return estimate(task.shape, decisions, device_kind=task.device.kind)
 
 
-def _by_policy(task: _Task) -> _Decided:
+def _decide_by_policy(task: _Task) -> _Decided:
     """Decides by the offload policy named in the settings."""
     policy = task.config.offload
     if task.cost is None:
@@ -730,7 +750,7 @@ def _by_policy(task: _Task) -> _Decided:
     )
 
 
-def _by_rule(task: _Task) -> _Decided:
+def _decide_by_rule(task: _Task) -> _Decided:
     """Decides without a search: modes are set by the user, or only memory counts."""
     config, device = task.config, task.device
     saved: Saved = "inputs"
@@ -749,7 +769,7 @@ def _by_rule(task: _Task) -> _Decided:
         offload_reason = "auto: on a CPU the host's memory is the device's"
     tier: Tier = ((away or ("host",))[0]) if offload else "device"
     mode = mode_of(saved, tier)
-    bases = [base for order in task.orders for base in _in_fewer_chunks(task, order)]
+    bases = [base for order in task.orders for base in _bases(task, order)]
     found = [
         d for base in (*bases, *_tiled_layers(task)) for d in _rule_candidates(task, base, mode)
     ]
@@ -788,7 +808,7 @@ def _rule_candidates(task: _Task, base: Decisions, mode: ActivationMode) -> Iter
         yield _place_kv(task, base)
 
 
-def _in_fewer_chunks(task: _Task, order: Order) -> Iterator[Decisions]:
+def _bases(task: _Task, order: Order) -> Iterator[Decisions]:
     """Yields bases by layer on a CPU with the fewest chunks first; otherwise the configured cut.
 
     Chunk by chunk, K/V and the last chunk's activations take more memory than the saved time is
@@ -838,7 +858,8 @@ def _memory_rank(task: _Task, decisions: Decisions) -> tuple[int, float]:
     return missing, simulate_plan(decisions, task.cost, policy="set").step_seconds
 
 
-def _solved(task: _Task, cost: ModelCost) -> _Decided:
+def _decide_by_search(task: _Task, cost: ModelCost) -> _Decided:
+    """Decides by the solver, which compares plans by simulation."""
     limits: list[BudgetViolation] = []
     fastest, order_reason = "fastest that fits", _FASTER
     for cuts in _cuts(task, cost):
@@ -848,29 +869,20 @@ def _solved(task: _Task, cost: ModelCost) -> _Decided:
             tiles=task.tiles,
             under_seconds=task.under_seconds,
         )
-        if not isinstance(found, BudgetViolation):
-            if task.device.kind == "cuda" and found.step_seconds < task.under_seconds:
-                light = reduce_host_memory(cost, found, task.budgets, task.choices)
-                if light.step_seconds > found.step_seconds:
-                    if task.alive is not None:  # numbers of the plan before its copies by unit
-                        fastest = f"nearly the {fastest}, for less host memory"
-                    else:
-                        slower = light.step_seconds / found.step_seconds - 1.0
-                        held, less = (
-                            lower(one.decisions, cost).estimate.host.total for one in (found, light)
-                        )
-                        freed = held - less
-                        fastest = (
-                            f"{slower:.2%} slower than the {fastest}, for {format_bytes(freed)} "
-                            "less host memory"
-                        )
-                    order_reason = _ORDER_OF_THE_FASTEST
-                found = light
-            break
-        limits.append(found)
+        if isinstance(found, BudgetViolation):
+            limits.append(found)
+            continue
+        if task.device.kind == "cuda" and found.step_seconds < task.under_seconds:
+            light = reduce_host_memory(cost, found, task.budgets, task.choices)
+            if light.step_seconds > found.step_seconds:
+                fastest = _reason_for_less_host_memory(task, cost, found, light)
+                order_reason = _ORDER_OF_THE_FASTEST
+            found = light
+        break
     else:
         fastest, order_reason = "the closest to fitting", "auto: the closest to fitting"
-        found = _closest(task, cost, min(limits, key=lambda limit: limit.missing_bytes))
+        closest = min(limits, key=lambda limit: limit.missing_bytes)
+        found = _closest_to_fitting(task, cost, closest)
     reason = f"auto: {fastest} ({found.policy})"
     config = task.config
     return _Decided(
@@ -882,7 +894,21 @@ def _solved(task: _Task, cost: ModelCost) -> _Decided:
     )
 
 
-def _closest(task: _Task, cost: ModelCost, limit: BudgetViolation) -> Solution:
+def _reason_for_less_host_memory(
+    task: _Task, cost: ModelCost, fastest: Solution, light: Solution
+) -> str:
+    """Returns why `light` is taken, which is a little slower than the fastest plan that fits."""
+    if task.alive is not None:  # the numbers are those of the plan before its copies by unit
+        return "nearly the fastest that fits, for less host memory"
+    slower = light.step_seconds / fastest.step_seconds - 1.0
+    held, less = (lower(one.decisions, cost).estimate.host.total for one in (fastest, light))
+    return (
+        f"{slower:.2%} slower than the fastest that fits, for {format_bytes(held - less)} less "
+        "host memory"
+    )
+
+
+def _closest_to_fitting(task: _Task, cost: ModelCost, limit: BudgetViolation) -> Solution:
     """Returns the plan closest to fitting, if only limits of the machine are exceeded.
 
     Raises:
@@ -928,7 +954,7 @@ def _cuts(task: _Task, cost: ModelCost) -> Iterator[list[Bounds]]:
     On a CPU these are fixed.
     """
     if _cut_is_fixed(task):
-        yield [base.bounds for base in _in_fewer_chunks(task, task.orders[0])]
+        yield [base.bounds for base in _bases(task, task.orders[0])]
         return
     for partition in partitions_of(task.config):
         yield list(chunk_cuts(task.shape, task.total_tokens, partition))
