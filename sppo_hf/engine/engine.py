@@ -1,10 +1,12 @@
-"""The engine of one converted model: its `forward`, its plans, and where its weights are.
+"""The engine of one converted model: its `forward`, and the step that it runs.
 
 `Engine.forward` replaces the causal language model's `forward`. Calls with labels, and calls
 without labels in training, run the sequence chunk by chunk (`ForwardStep`); all others go to the
 original forward, so generation, caches and inference work as before. The result is an ordinary loss
 on an ordinary autograd graph: the user calls `loss.backward()`, and DDP, FSDP2 and gradient scalers
 work as usual.
+
+Where the weights are is in `weight_placement`, and how a batch is planned in `plan_cache`.
 """
 
 from __future__ import annotations
@@ -15,9 +17,8 @@ import functools
 import threading
 import time
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from sppo_hf.engine.action_log import ActionLog, TraceFolder
 from sppo_hf.engine.chunk_context import current_of
 from sppo_hf.engine.chunk_runner import ChunkInputs, ChunkRunner
 from sppo_hf.engine.cpu_heap import HeapWatch
-from sppo_hf.engine.device_facts import as_current_device, device_facts, model_shape
+from sppo_hf.engine.device_facts import as_current_device
 from sppo_hf.engine.family_guard import check_router_loss
 from sppo_hf.engine.forward_calls import BatchLayout, ForwardCall, read_call
 from sppo_hf.engine.layer_kernels import (
@@ -42,7 +43,7 @@ from sppo_hf.engine.layer_kernels import (
 )
 from sppo_hf.engine.logits import LogitsCollector, LogitsRequest
 from sppo_hf.engine.loss import ChunkedLoss, ModelHead, RouterLoss, divide_loss, liger_tile
-from sppo_hf.engine.plan_cache import PlanCache, PlannedOffload, StepRows, trainable_mask
+from sppo_hf.engine.plan_cache import PlanCache, PlannedOffload, StepRows
 from sppo_hf.engine.recompute import RandomState
 from sppo_hf.engine.sequence_group import SequenceGroup, rank_tokens
 from sppo_hf.engine.sliced_calls import CannotRunByLayer, NotTokenWise
@@ -58,18 +59,16 @@ from sppo_hf.engine.structure import (
     own_parameters,
 )
 from sppo_hf.engine.versions import ReadTensors
+from sppo_hf.engine.weight_placement import WeightPlacement
 from sppo_hf.errors import ConfigError, SPPOError, UnsupportedModelError
 from sppo_hf.offload.engine import OffloadEngine, OffloadStats
 from sppo_hf.offload.host_memory import HostPoolFull
-from sppo_hf.offload.weights import HostWeights, can_be_host_resident
-from sppo_hf.planning.choices import Placement, read_budgets, read_placements
+from sppo_hf.offload.weights import HostWeights
 from sppo_hf.planning.chunk_bounds import Bounds
-from sppo_hf.planning.memory import standing_device_bytes
 from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.plan import Plan
 from sppo_hf.planning.tiers import TIERS, Tier
 from sppo_hf.rules import format_bytes
-from sppo_hf.schedule.actions import Action
 
 # B batch rows, T tokens of the sequence, D model width, V vocabulary.
 
@@ -107,18 +106,10 @@ class Engine:
         self.plans = PlanCache(parts, config, self.planned_offload, group)
         self.traces = None if config.trace_dir is None else TraceFolder(config.trace_dir)
         """Writes the actions of the last step to files; None without `trace_dir`."""
-        self.weights: HostWeights | None = None
-        """The host-resident weights; None until some were moved to the host."""
-        self._placement = config
-        """The settings, with `weights` and `optimizer` set to where these are now."""
-        self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int | None] = (
-            weakref.WeakKeyDictionary()
+        self.placement = WeightPlacement(
+            parts, config, self.plans, self.planned_offload, observer, self.traces
         )
-        """Optimizers whose states follow the weights, with the host memory that these states take
-        in bytes (see `_unpinned_host_bytes`); None if an update may have changed it."""
         self._warned: set[str] = set()
-        self._trainable_when_placed = b""
-        """`trainable_mask` of the model when weights were moved to the host."""
         self._kernels_checked = False
         self._has_run = False
         self._in_original_forward = False
@@ -171,7 +162,7 @@ class Engine:
     def _run_original(self, *args: Any, **kwargs: Any) -> Any:
         before, self._in_original_forward = self._in_original_forward, True
         try:
-            with self.host_weights_loaded(backward_follows=False):
+            with self.placement.loaded(backward_follows=False):
                 return self.original_forward(*args, **kwargs)
         finally:
             self._in_original_forward = before
@@ -245,13 +236,13 @@ class Engine:
         layout = call.layout(all_positions=logits.whole or logits.reduce is not None)
         self.plans.correct(self.observer)
         rows, tokens, device = call.batch_rows, call.total_tokens, call.device
-        self.place_weights(device)
+        self.placement.place(device)
         modules = all_modules(self.parts.causal_lm)
         if torch.is_grad_enabled():
-            self._update_trainable(device, own_parameters(modules))
+            self.placement.update_trainable(device, own_parameters(modules))
         while True:
             plan = self.plan(rows, tokens, device, return_logits=logits.whole)
-            self._place_as_planned(plan, device)
+            self.placement.place_as_planned(plan, device)
             random = None if self.plans.has_run(plan) else RandomState(device)
             try:
                 step = ForwardStep(self, call, layout, plan, logits, start_seconds, modules=modules)
@@ -263,7 +254,7 @@ class Engine:
                         f"{self.parts.name} cannot run in parts: {reason}. Set "
                         "layer_tile_tokens=0, or train it without sppo_hf."
                     ) from reason
-                self._return_layers_to_device(device)
+                self.placement.return_layers_to_device(device)
                 self.plans.refuse_by_layer(str(reason))
             except NotTokenWise as reason:
                 self.plans.refuse_tiles(str(reason))
@@ -340,7 +331,7 @@ class Engine:
     ) -> Plan:
         """The plan for batches of this shape; made and shown at the first call, then reused."""
         if device.type == "cuda":
-            self.plans.host_resident_bytes = self._unpinned_host_bytes()
+            self.plans.host_resident_bytes = self.placement.unpinned_host_bytes()
             pinned_bytes = 0 if self.weights is None else self.weights.pinned_gradient_bytes
             self.plans.pinned_gradient_bytes = pinned_bytes
         return self.plans.get(
@@ -350,6 +341,11 @@ class Engine:
     def shape(self) -> ModelShape:
         """The model's shape; see `PlanCache.shape`."""
         return self.plans.shape()
+
+    @property
+    def weights(self) -> HostWeights | None:
+        """The host-resident weights; None while all weights are on the device."""
+        return self.placement.weights
 
     @property
     def offload(self) -> OffloadEngine:
@@ -388,6 +384,10 @@ class Engine:
             reads=ReadTensors.of_module(parts.causal_lm, parts.base) if head_in_backward else None,
         )
 
+    def report_to(self, observer: StepObserver) -> None:
+        """Send reports to another observer from now on."""
+        self.observer = self.placement.observer = observer
+
     def take_stats(self) -> OffloadStats:
         """Counters of the offload engine since the last call."""
         return self.planned_offload.take_stats()
@@ -398,197 +398,7 @@ class Engine:
             self.traces.poll()
         self.planned_offload.close()
         restore_layers(self.parts)
-        weights, self.weights = self.weights, None
-        if weights is not None:
-            weights.close()
-
-    # -- host-resident weights -----------------------------------------------------------------
-
-    def place_weights(self, device: torch.device) -> None:
-        """Move weights to the host as the settings say, and everything else to `device`.
-
-        Does nothing at the second call, or if no weights are to be on the host. Trained weights are
-        where their optimizer is; adapters of host-resident frozen layers go with them.
-        """
-        if self.weights is None:
-            self._place_weights(device)
-
-    def _update_trainable(
-        self, device: torch.device, parameters: Sequence[torch.nn.Parameter]
-    ) -> None:
-        """Note which parameters train now, and place weights again if these have changed."""
-        self.plans.update_trainable(parameters)
-        if self.weights is not None and self._trainable_when_placed != self.plans.trained:
-            self._place_weights(device)
-
-    def _place_weights(self, device: torch.device) -> None:
-        is_host_resident = host_resident_predicate(self._placement)
-        if is_host_resident is None:
-            if self.weights is not None:
-                self.weights.close()
-                self.weights = None
-            return
-        if self.weights is not None:
-            self.weights.release()
-        layers, others = host_resident_parameters(self.parts, is_host_resident)
-        on_host = {id(p) for group in [*layers, others] for p in group}
-        for module in self.parts.causal_lm.modules():
-            for parameter in module.parameters(recurse=False):
-                if id(parameter) not in on_host and parameter.device != device:
-                    parameter.data = parameter.data.to(device)
-            for name, buffer in module.named_buffers(recurse=False):
-                if buffer.device != device:
-                    module._buffers[name] = buffer.to(device)
-        copier = self.planned_offload.copier(device)
-        parameters = own_parameters(all_modules(self.parts.causal_lm))
-        self._trainable_when_placed = trainable_mask(parameters)
-        self.weights = HostWeights(
-            layers,
-            others,
-            copier=copier,
-            keep_device_copies=self._placement.weights != "host",
-            locker=copier.page_locker if self.config.use_pin_memory else None,
-            previous=self.weights,
-            progress=self.observer.on_host_memory,
-        )
-        for optimizer in self._optimizers:
-            for parameter, state in optimizer.state.items():
-                if self.weights.has(parameter):
-                    state.update(
-                        (name, value.to("cpu"))
-                        for name, value in state.items()
-                        if isinstance(value, Tensor)
-                    )
-            self._optimizers[optimizer] = None
-
-    def register_optimizer(
-        self,
-        optimizer: torch.optim.Optimizer,
-        states_bytes: int | None,
-        device_only_reason: str = "",
-    ) -> None:
-        """Take note of an optimizer that will update the model, which may be on the host.
-
-        `states_bytes` is the size of its states, None if unknown; `device_only_reason` says why its
-        weights must be on the device, as a part of a sentence.
-        """
-        if optimizer in self._optimizers:
-            return
-        self._optimizers[optimizer] = None
-        known = self._optimizers  # not the engine, which the optimizer's hooks would keep alive
-        # Wrappers that skip Optimizer.__init__ may have no such hooks.
-        with contextlib.suppress(AttributeError):
-            optimizer.register_step_post_hook(lambda one, *_: known.update({one: None}))
-            optimizer.register_load_state_dict_post_hook(lambda one: known.update({one: None}))
-        if states_bytes is not None:
-            self.plans.optimizer_bytes = states_bytes + (self.plans.optimizer_bytes or 0)
-        if len(self._optimizers) == 1 or device_only_reason:
-            self.plans.device_only_reason = device_only_reason
-
-    def move_to_host_if_too_large(self, device: torch.device) -> None:
-        """Move weights to the host if settings allow it and they do not fit on the device."""
-        if self.plans.device_only_reason or self.weights is not None:
-            return
-        facts = device_facts(device, self.config)
-        budget = read_budgets(self.config, facts).device
-        if budget is None or len(read_placements(self.config, facts)) == 1:
-            return
-        whole = replace(model_shape(self.parts, device), optimizer_bytes=self.plans.optimizer_bytes)
-        default, *others = read_placements(self.config, facts, adapters=whole.lora is not None)
-
-        def standing_bytes(places: Placement) -> int:
-            shape = whole.with_host_residents(weights=places.weights, optimizer=places.optimizer)
-            return standing_device_bytes(shape, device.type)
-
-        if others and standing_bytes(default) > budget:
-            fitting = (places for places in others if standing_bytes(places) <= budget)
-            self._set_places(next(fitting, others[-1]), device)
-
-    def _place_as_planned(self, plan: Plan, device: torch.device) -> None:
-        """Move weights to the host if settings leave that open and the plan has them there."""
-        residents = plan.shape.host_resident
-        if residents is None or not plan.training:
-            return
-        if self.weights is None or self.weights.keep_device_copies != residents.stays:
-            places = Placement(weights=not residents.stays, optimizer=residents.gradient_bytes > 0)
-            self._set_places(places, device, plan)
-
-    def _set_places(
-        self, places: Placement, device: torch.device, plan: Plan | None = None
-    ) -> None:
-        placement = places.set_in(self.config)
-        if not places.weights:
-            # Longer rows may still move them to the host.
-            placement = placement.replace(weights=self.config.weights)
-        self._placement = placement
-        self.plans.set_placement(placement, plan)
-        self._place_weights(device)
-
-    def _return_layers_to_device(self, device: torch.device) -> None:
-        """Move weights back that the planner had put on the host for a run layer by layer."""
-        if self.config.weights == "auto" and self._placement.weights == "host":
-            self._placement = self._placement.replace(weights="device")
-            self.plans.set_placement(self._placement)
-            self._place_weights(device)
-
-    def _unpinned_host_bytes(self) -> int:
-        """Pageable host memory of gradients and optimizer states of host-resident weights.
-
-        Plans count these bytes, so they are added to the host's free memory. Weights are not: they
-        may be mapped from a file, and are counted twice if they are not pinned.
-        """
-        if self.weights is None:
-            return 0
-        total = sum(tensor.nbytes for tensor in self.weights.gradients if not tensor.is_pinned())
-        for optimizer, known_bytes in list(self._optimizers.items()):
-            if known_bytes is None:
-                # Kept, since every forward calls this and there are many states.
-                known_bytes = self._optimizers[optimizer] = self._states_bytes(optimizer)
-            total += known_bytes
-        return total
-
-    def _states_bytes(self, optimizer: torch.optim.Optimizer) -> int:
-        """Pageable host memory of an optimizer's states of host-resident weights."""
-        assert self.weights is not None, "called for host-resident weights only"
-        states = (
-            value
-            for parameter, state in optimizer.state.items()
-            if self.weights.has(parameter)
-            for value in state.values()
-            if isinstance(value, Tensor) and value.device.type == "cpu"
-        )
-        return sum(value.nbytes for value in states if not value.is_pinned())
-
-    def begin_update(self) -> None:
-        """Called before the optimizer's step, which finds weights and gradients on the host."""
-        if self.weights is not None:
-            # A forward whose loss was dropped leaves weights on the device.
-            self.weights.move_to_host()
-            if self.traces is not None:
-                self.traces.begin_update()
-
-    def end_update(self) -> None:
-        """Called after the optimizer's step."""
-        if self.weights is not None and self.traces is not None:
-            self.traces.end_update()
-
-    @contextlib.contextmanager
-    def host_weights_loaded(
-        self, *, backward_follows: bool, log: ActionLog | None = None
-    ) -> Iterator[None]:
-        """Context of a forward, in which host-resident weights are loaded when they are used."""
-        if self.weights is None:
-            yield
-            return
-        self.weights.on_fetch = None if log is None else functools.partial(_log_weights, log)
-        self.weights.start_forward()
-        try:
-            yield
-        except BaseException:
-            self.weights.move_to_host()
-            raise
-        if not backward_follows:
-            self.weights.move_to_host()
+        self.placement.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
         """A new engine for the copied model, with streams, slabs and plans of its own."""
@@ -603,8 +413,7 @@ class Engine:
             group=self.group,
         )
         fresh.enabled = self.enabled
-        fresh._placement = self._placement
-        fresh.plans.set_placement(self._placement)
+        fresh.placement.copy_settings(self.placement)
         return fresh
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -688,7 +497,7 @@ class ForwardStep:
             for start, end in call.row_groups(engine.config)
         )
         engine.plans.warm_up_attention(step, call.device, engine.observer)
-        with engine.host_weights_loaded(backward_follows=torch.is_grad_enabled(), log=self._log):
+        with engine.placement.loaded(backward_follows=torch.is_grad_enabled(), log=self._log):
             self._heap = HeapWatch.of_step(plan, self._parts.causal_lm.parameters())
             if call.head_arguments:
                 output = self._run_full_head()
@@ -857,46 +666,6 @@ class ForwardStep:
             return call.tokens
         others = {name: x for name, x in call.tokens.items() if name != "input_ids"}
         return {"inputs_embeds": embedded, **others}
-
-
-def _log_weights(log: ActionLog, layer: int, backward: bool) -> None:
-    log.note(Action("P", 0, 0, layer, int(backward)))
-
-
-IsHostResident = Callable[[torch.nn.Parameter], bool]
-"""Whether a parameter of a decoder layer is on the host."""
-
-
-def host_resident_predicate(config: SPPOConfig) -> IsHostResident | None:
-    """Tell which parameters of layers are on the host under `config`; None if none are."""
-    frozen, trained = config.host_resident
-    if not frozen and not trained:
-        return None
-    return lambda parameter: trained if parameter.requires_grad else frozen
-
-
-def host_resident_parameters(
-    parts: ModelParts, is_host_resident: IsHostResident
-) -> tuple[list[list[torch.nn.Parameter]], list[torch.nn.Parameter]]:
-    """Host-resident parameters of each decoder layer, and those outside of the layers.
-
-    A parameter that several layers share counts as outside; of the others only trained ones do.
-    """
-    owners: dict[int, set[int]] = {}
-    for index, layer in enumerate(parts.layers):
-        for parameter in layer.parameters():
-            owners.setdefault(id(parameter), set()).add(index)
-    layers: list[list[torch.nn.Parameter]] = [[] for _ in parts.layers]
-    others: list[torch.nn.Parameter] = []
-    for parameter in parts.causal_lm.parameters():
-        layer_indices = owners.get(id(parameter), set())
-        if not can_be_host_resident(parameter) or not is_host_resident(parameter):
-            continue
-        if len(layer_indices) == 1:
-            layers[next(iter(layer_indices))].append(parameter)
-        elif parameter.requires_grad or layer_indices:
-            others.append(parameter)
-    return layers, others
 
 
 _OUT_OF_MEMORY_TEXTS = (

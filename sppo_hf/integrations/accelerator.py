@@ -39,8 +39,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sppo_hf.engine.convert import check_convertible, convert, get_engine
 from sppo_hf.engine.device_facts import bind_to_device
-from sppo_hf.engine.engine import Engine, host_resident_predicate
+from sppo_hf.engine.engine import Engine
 from sppo_hf.engine.structure import disable_gradient_checkpointing, is_compiled
+from sppo_hf.engine.weight_placement import host_resident_predicate
 from sppo_hf.errors import ConfigError, UnsupportedModelError
 from sppo_hf.integrations.checkpoints import (
     is_cut,
@@ -127,8 +128,8 @@ class SPPOAccelerator(Accelerator):
             # reduces gradients over replicas itself. Accelerate wraps no model in evaluation mode.
             evaluation_mode = True
         elif engine is not None:
-            engine.place_weights(self.device)
-            engine.move_to_host_if_too_large(self.device)
+            engine.placement.place(self.device)
+            engine.placement.move_to_host_if_too_large(self.device)
             if engine.weights is not None:
                 device_placement = False  # it would move weights from the host to the device
         return super().prepare_model(model, device_placement, evaluation_mode)
@@ -169,7 +170,9 @@ class SPPOAccelerator(Accelerator):
         for engine in engines_of(models):
             if any(id(p) in parameter_ids for p in engine.parts.causal_lm.parameters()):
                 reason = reason_against_host(self, optimizer)
-                engine.register_optimizer(optimizer, optimizer_state_bytes(optimizer), reason)
+                engine.placement.register_optimizer(
+                    optimizer, optimizer_state_bytes(optimizer), reason
+                )
 
     def _weights_are_managed(self) -> bool:
         """Whether an engine moves weights between host and device."""
@@ -177,13 +180,13 @@ class SPPOAccelerator(Accelerator):
 
     def _before_update(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         for engine in engines_of(self._models):
-            engine.begin_update()
+            engine.placement.begin_update()
         if self._weights_are_managed():
             use_fused_kernel(optimizer)
 
     def _after_update(self, *_: object) -> None:
         for engine in engines_of(self._models):
-            engine.end_update()
+            engine.placement.end_update()
 
     # -- data and gradients ------------------------------------------------------------------
 
@@ -383,7 +386,7 @@ def convert_once(
     engine, config, observer = get_engine(model), plugin.config, plugin.observer
     if engine is not None:
         _check_same_settings(model, engine, plugin)
-        engine.observer = observer
+        engine.report_to(observer)
     elif config.pp_size > 1 or config.sp_size > 1:
         convert_over_ranks(model, config, device=device, observer=observer)
         if config.pp_size > 1:

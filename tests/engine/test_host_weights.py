@@ -292,7 +292,7 @@ def test_weights_moved_by_the_planner_return_if_the_order_by_layer_fails(
         for parameter in model.model.layers[1].parameters():
             parameter.requires_grad_(False)
         model.model.layers[0].register_full_backward_hook(lambda *_: None)
-    engine._set_places(Placement(weights=True, optimizer=optimizer), torch.device("cpu"))
+    engine.placement.set_places(Placement(weights=True, optimizer=optimizer), torch.device("cpu"))
     held = engine.weights
     assert held is not None
     assert not held.keep_device_copies
@@ -312,7 +312,7 @@ def test_a_copy_of_a_model_has_its_weights_where_the_model_has_them() -> None:
     model = _converted()
     engine = get_engine(model)
     assert engine is not None
-    engine._set_places(Placement(weights=True, optimizer=True), torch.device("cpu"))
+    engine.placement.set_places(Placement(weights=True, optimizer=True), torch.device("cpu"))
     twin = copy.deepcopy(model)
     for one in (model, twin):
         _loss(one).backward()
@@ -344,8 +344,8 @@ def test_weights_that_leave_no_room_for_any_length_move_before_the_first_plan(
         model = _converted()
         engine = get_engine(model)
         assert engine is not None
-        engine.register_optimizer(torch.optim.AdamW(model.parameters()), None)
-        engine.move_to_host_if_too_large(torch.device("cpu"))
+        engine.placement.register_optimizer(torch.optim.AdamW(model.parameters()), None)
+        engine.placement.move_to_host_if_too_large(torch.device("cpu"))
         weights = engine.weights
         return [weights is not None and not weights.keep_device_copies, weights is not None]
 
@@ -367,13 +367,13 @@ def test_an_optimizer_without_all_hooks_is_offered_the_host() -> None:
     engine = get_engine(model)
     assert engine is not None
     optimizer = Wraps(torch.optim.AdamW(model.parameters()))
-    engine.register_optimizer(optimizer, None)
+    engine.placement.register_optimizer(optimizer, None)
     _loss(model).backward()
-    before = engine._unpinned_host_bytes()
+    before = engine.placement.unpinned_host_bytes()
     optimizer.inner.step()
     for hook in optimizer._optimizer_step_post_hooks.values():
         hook(optimizer, (), {})
-    assert engine._unpinned_host_bytes() > before
+    assert engine.placement.unpinned_host_bytes() > before
 
 
 def test_host_memory_of_gradients_and_states_is_known_to_the_next_plan(
@@ -383,26 +383,26 @@ def test_host_memory_of_gradients_and_states_is_known_to_the_next_plan(
     engine = get_engine(model)
     assert engine is not None
     optimizer = torch.optim.AdamW(model.parameters())
-    engine.register_optimizer(optimizer, None)
-    assert engine._unpinned_host_bytes() == 0
+    engine.placement.register_optimizer(optimizer, None)
+    assert engine.placement.unpinned_host_bytes() == 0
     _loss(model).backward()
     trained = sum(p.nbytes for p in model.parameters())
-    assert engine._unpinned_host_bytes() == trained
+    assert engine.placement.unpinned_host_bytes() == trained
     optimizer.step()
     steps = sum(state["step"].nbytes for state in optimizer.state.values())
-    assert engine._unpinned_host_bytes() == 3 * trained + steps
+    assert engine.placement.unpinned_host_bytes() == 3 * trained + steps
     optimizer.zero_grad()
     with monkeypatch.context() as patched:
         # Forwards between two updates count no states.
         patched.setattr(engine, "_states_bytes", lambda optimizer: pytest.fail("counted again"))
-        assert engine._unpinned_host_bytes() == 2 * trained + steps
-    engine._set_places(Placement(weights=True, optimizer=True), torch.device("cpu"))
-    assert engine._unpinned_host_bytes() == 2 * trained + steps
+        assert engine.placement.unpinned_host_bytes() == 2 * trained + steps
+    engine.placement.set_places(Placement(weights=True, optimizer=True), torch.device("cpu"))
+    assert engine.placement.unpinned_host_bytes() == 2 * trained + steps
     saved = optimizer.state_dict()
     for state in saved["state"].values():
         state["more"] = torch.zeros(3)
     optimizer.load_state_dict(saved)
-    assert engine._unpinned_host_bytes() == 2 * trained + steps + 24 * len(saved["state"])
+    assert engine.placement.unpinned_host_bytes() == 2 * trained + steps + 24 * len(saved["state"])
 
 
 def test_locked_gradients_are_not_available_memory_in_an_evaluation(

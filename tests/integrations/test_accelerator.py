@@ -49,7 +49,7 @@ def test_an_optimizer_that_is_prepared_twice_is_offered_the_host_once():
     assert kept > 0
     accelerator.prepare(*prepared)
     assert engine.plans.optimizer_bytes == kept
-    assert len(engine._optimizers) == 1
+    assert len(engine.placement._optimizers) == 1
 
 
 def test_an_optimizer_that_is_prepared_before_its_model_is_offered_the_host():
@@ -58,7 +58,7 @@ def test_an_optimizer_that_is_prepared_before_its_model_is_offered_the_host():
     optimizer = torch.optim.AdamW(model.parameters())
     accelerator.prepare(model, accelerator.prepare(optimizer))
     engine = get_engine(accelerator.unwrap_model(model))
-    assert list(engine._optimizers) == [optimizer]
+    assert list(engine.placement._optimizers) == [optimizer]
 
 
 def test_a_raw_loop_trains_to_the_same_weights():

@@ -242,7 +242,7 @@ def test_an_optimizer_that_updates_in_backward_keeps_weights_on_the_device() -> 
 def test_hooks_that_update_weights_on_the_host_are_refused(places: dict[str, str]) -> None:
     model = SPPOPlugin(num_chunks=2, show_plan=False, **places).convert(make_model())
     _update_in_backward(model.parameters())
-    get_engine(model).place_weights(torch.device("cpu"))
+    get_engine(model).placement.place(torch.device("cpu"))
     batch = torch.arange(24)[None]
     with pytest.raises(ConfigError, match="removes"):
         model(input_ids=batch, labels=batch).loss.backward()
