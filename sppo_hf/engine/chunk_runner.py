@@ -67,9 +67,9 @@ from sppo_hf.engine.sliced_calls import (
     layer_calls,
     move_hooks_innermost,
 )
-from sppo_hf.engine.stages import StateEnd, enter
 from sppo_hf.engine.step_observer import StepTimer
 from sppo_hf.engine.structure import ModelParts
+from sppo_hf.engine.unit_graph import StateEnd, begin_graph
 from sppo_hf.engine.versions import ReadTensors
 from sppo_hf.errors import UnsupportedModelError
 from sppo_hf.offload.engine import OffloadEngine
@@ -563,7 +563,7 @@ class ChunkRunner:
         """Return `state` as a leaf of the running chunk's graph."""
         if not state.requires_grad:
             return state
-        given, input_gradient = enter(state)
+        given, input_gradient = begin_graph(state)
         assert input_gradient is not None, (
             "what needs a gradient is computed with gradients enabled"
         )

@@ -54,8 +54,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import BaseModelOutputWithPast, MoeCausalLMOutputWithPast
 
-from sppo_hf.engine.stages import GraphNode
 from sppo_hf.engine.structure import ModelParts, patched_attribute, without_parameter_hooks
+from sppo_hf.engine.unit_graph import GraphNode
 from sppo_hf.engine.versions import ReadTensors
 from sppo_hf.errors import SPPOError, UnsupportedModelError
 

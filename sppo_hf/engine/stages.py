@@ -4,18 +4,8 @@ The model is cut in place and keeps its class and parameter names. What a rank d
 replaced by modules without parameters that return their input. Lists of layers keep their length,
 because models look up masks and layer types by position.
 
-`MessageLayout` packs what one stage sends to the next for a chunk into one tensor, whose gradient
-comes back as one. For most models that is the hidden states `[B, C, D]`. Gemma 3n and Gemma 4's
-small models append two more things, `[B, C, W]` in all: the inputs of every later layer that are
-made of token ids before the first layer ("per-layer inputs"), and K/V that later layers read
-instead of having their own. A stage forwards what it does not use itself. Gemma 3n has several
-hidden states for each token (AltUp, arXiv 2301.13310), `[S, B, C, D]`.
-
-`enter` and `UnitGraph` are the two ends of a unit's autograd graph. They hold no tensors: whether
-hidden states stay on the device until the unit's backward is decided where activations are saved,
-and a leaf tensor here, or a reference to the output, would keep them there regardless.
-
-Not covered: ranks, schedules, and how a stage is run (`sppo_hf.pipeline`).
+Not covered: what a stage sends to the next (`stage_messages`), the graphs of its units
+(`unit_graph`), ranks, schedules, and how a stage is run (`sppo_hf.pipeline`).
 
 [Note: tied embeddings] If the head shares the embedding's matrix, the last stage also keeps the
 embedding, under its own name as in a checkpoint. So two stages hold a parameter of that name, and
@@ -33,14 +23,12 @@ import contextlib
 import functools
 import inspect
 import textwrap
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sppo_hf.engine.structure import (
@@ -51,10 +39,8 @@ from sppo_hf.engine.structure import (
     swapped_modules,
 )
 from sppo_hf.errors import ConfigError, UnsupportedModelError
-from sppo_hf.planning.model_profile import LayerProfile
 
-# B batch rows, C tokens of a chunk, D model width, W width of a message, L layers of the model,
-# K KV heads, H head size, P width of a layer's own inputs, S hidden states of a token.
+# D model width.
 
 _ATTRIBUTE = "_sppo_stages"
 
@@ -413,252 +399,3 @@ def _absent(module: nn.Module) -> nn.Module:
         return nn.ModuleList(_absent(part) for part in module)
     inner: Any = getattr(module, "base_layer", module)  # PEFT wraps embeddings too
     return AbsentEmbedding(inner) if isinstance(inner, nn.Embedding) else AbsentModule()
-
-
-SHARED_KV = "shared_kv_states"
-"""The argument of layers for K/V that other layers read, `[B, K, C, H]` each, by the owner's type
-(or by its index, in Gemma 3n before Transformers 5.23)."""
-
-_SharedKVStates = Mapping[Any, tuple[Tensor, Tensor]]
-
-
-@dataclass(frozen=True, slots=True)
-class _SharedKV:
-    """K/V of one layer that other layers read."""
-
-    name: str
-    """The type of these layers, which is the model's name for the K/V."""
-    owner: int
-    """The layer that computes the K/V."""
-    readers: tuple[int, ...]
-    """The layers that read the K/V, all after the owner."""
-    num_heads: int
-    sizes: tuple[int, int]
-    """Elements of one key head and of one value head."""
-
-
-@dataclass(frozen=True, slots=True)
-class UnpackedMessage:
-    """The tensors of a message."""
-
-    hidden: Tensor
-    """Input of the stage's first layer, `[B, C, D]` or `[S, B, C, D]`."""
-    arguments: dict[str, Any]
-    """Further arguments of the base model."""
-    shared: dict[Any, tuple[Tensor, Tensor]]
-    """K/V of earlier stages, each by its type and by its owner's index."""
-
-
-@dataclass(frozen=True, slots=True)
-class MessageLayout:
-    """How messages between the stages of one model are packed."""
-
-    num_layers: int
-    hidden_size: int
-    num_streams: int
-    """S; 1 if layers return one hidden state for each token."""
-    per_layer_size: int
-    """P; 0 if layers have no inputs of their own."""
-    shared: tuple[_SharedKV, ...]
-
-    @classmethod
-    def of(cls, parts: ModelParts, layers: Sequence[LayerProfile]) -> MessageLayout:
-        """Derive the layout from a model's configuration and the profiles of all its layers."""
-        text: Any = parts.text_config
-        borrowers = [index for index, layer in enumerate(layers) if layer.borrows_keys]
-        shared: list[_SharedKV] = []
-        for name in sorted({text.layer_types[index] for index in borrowers}):
-            readers = [index for index in borrowers if text.layer_types[index] == name]
-            owner = max(i for i in range(borrowers[0]) if text.layer_types[i] == name)
-            layer = layers[owner]
-            sizes = (layer.qk_head_size, layer.v_head_size)
-            shared.append(_SharedKV(name, owner, tuple(readers), layer.num_kv_heads, sizes))
-        size = getattr(text, "hidden_size_per_layer_input", 0) or 0
-        streams = getattr(text, "altup_num_inputs", 0) or 1
-        return cls(len(layers), text.hidden_size, streams, size, tuple(shared))
-
-    @property
-    def is_hidden_only(self) -> bool:
-        """Whether messages consist of hidden states only."""
-        return self.num_streams == 1 and not self.per_layer_size and not self.shared
-
-    def width(self, start: int) -> int:
-        """W of the message to the stage whose first layer is `start`."""
-        per_layer = (self.num_layers - start) * self.per_layer_size
-        shared = sum(keys.num_heads * sum(keys.sizes) for keys in self._shared(start))
-        return self.num_streams * self.hidden_size + per_layer + shared
-
-    def pack(
-        self,
-        start: int,
-        hidden: Tensor,
-        per_layer: Sequence[Tensor],
-        shared: _SharedKVStates,
-    ) -> Tensor:
-        """Pack the message `[B, C, W]` to the stage whose first layer is `start`.
-
-        Of the output of the layer before it, `[B, C, D]` or `[S, B, C, D]`, own inputs `[B, C, P]`
-        of layer `start` and all later ones, or none, and the argument `SHARED_KV`.
-        """
-        if self.is_hidden_only:
-            return hidden
-        if self.num_streams > 1:
-            hidden = hidden.movedim(0, -2).flatten(-2)
-        found = [shared[k.name if k.name in shared else k.owner] for k in self._shared(start)]
-        flat = [state.transpose(1, 2).flatten(2) for states in found for state in states]
-        return torch.cat([hidden, *per_layer, *flat], dim=-1)
-
-    def unpack(self, start: int, message_BCW: Tensor) -> UnpackedMessage:
-        """Unpack the message to the stage whose first layer is `start`."""
-        if self.is_hidden_only:
-            return UnpackedMessage(message_BCW, {}, {})
-        size = self.per_layer_size
-        kinds = self._shared(start)
-        per_layer = (self.num_layers - start) * size
-        widths = [keys.num_heads * width for keys in kinds for width in keys.sizes]
-        streams = self.num_streams * self.hidden_size
-        hidden, own, *flat = message_BCW.split([streams, per_layer, *widths], dim=-1)
-        if self.num_streams > 1:
-            hidden = hidden.unflatten(-1, (self.num_streams, -1)).movedim(-2, 0)
-        arguments: dict[str, Any] = {}
-        if size:
-            # Layers index them by number; those before this stage do not run.
-            absent = own.new_zeros(*own.shape[:2], start * size)
-            all_own = torch.cat([absent, own], dim=-1)
-            arguments["per_layer_inputs"] = all_own.unflatten(-1, (self.num_layers, size))
-        states, shared = iter(flat), {}
-        for keys in kinds:
-            key, value = _heads(keys, states)
-            shared |= dict.fromkeys((keys.name, keys.owner), (key, value))
-        return UnpackedMessage(hidden.contiguous(), arguments, shared)
-
-    def kv_layers(self, layers: range, attending: Collection[int]) -> list[int]:
-        """The layers of a stage that store K/V; `attending` are the layers with attention.
-
-        These are layers with K/V of their own, and the first reader of each layer's K/V of an
-        earlier stage: it stores what came with the message for all readers.
-        """
-        readers = {index: keys for keys in self.shared for index in layers if index in keys.readers}
-        first = {keys.name: index for index, keys in reversed(readers.items())}
-        return [
-            index
-            for index in layers
-            if index in attending
-            and (
-                index not in readers
-                or (readers[index].owner < layers.start and first[readers[index].name] == index)
-            )
-        ]
-
-    def _shared(self, start: int) -> list[_SharedKV]:
-        """K/V of layers before `start` that later layers read."""
-        return [keys for keys in self.shared if keys.owner < start <= keys.readers[-1]]
-
-
-def _heads(keys: _SharedKV, states: Iterator[Tensor]) -> Iterator[Tensor]:
-    """Yield the next key and value in attention's layout, `[B, K, C, H]`."""
-    for size in keys.sizes:
-        state = next(states).unflatten(-1, (keys.num_heads, size))
-        yield state.transpose(1, 2).contiguous()
-
-
-@dataclass(slots=True)
-class InputGradient:
-    """Receives the gradient of a unit's input."""
-
-    grad: Tensor | None = None
-
-    def receive(self, grad: Tensor | None) -> tuple[None]:
-        """Take it, as the backward of a node without inputs that need one."""
-        self.grad = grad
-        return (None,)
-
-
-class GraphNode(torch.autograd.Function):
-    """A node of autograd's graph with an output and a backward of its own, which hold no tensors.
-
-    `result` makes the output. `backward` gets its gradient, None if there is none, and returns
-    those of all `inputs`.
-    """
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any,
-        result: Callable[[], Tensor],
-        backward: Callable[[Tensor | None], tuple[Tensor | None, ...]],
-        *inputs: Tensor,
-    ) -> Tensor:
-        """Make the output."""
-        ctx.run = backward
-        ctx.set_materialize_grads(False)
-        return result()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """Run `backward`."""
-        return None, None, *ctx.run(grad)
-
-
-@dataclass(frozen=True, slots=True)
-class StateEnd:
-    """A recurrent state passed to the next unit: the end of its graph, and its gradient."""
-
-    end: GradientEdge
-    input_gradient: InputGradient
-
-    @property
-    def grad(self) -> Tensor | None:
-        """The state's gradient; None if the next unit's loss does not depend on it."""
-        return self.input_gradient.grad
-
-    @classmethod
-    def of(cls, state: Tensor, input_gradient: InputGradient) -> StateEnd:
-        """Keep the end of the graph of `state`, and the receiver of its gradient."""
-        return cls(get_gradient_edge(state), input_gradient)
-
-
-@dataclass(slots=True)
-class UnitGraph:
-    """The ends of a unit's autograd graph, which its backward starts from."""
-
-    end: GradientEdge | None
-    """Edge of the unit's output; None if nothing before it is trained."""
-    shape: torch.Size
-    """Shape of the output: hidden states `[B, C, D]`, or a whole message `[B, C, W]`."""
-    received_shape: torch.Size
-    """Shape of the input, hidden states or a message."""
-    dtype: torch.dtype
-    device: torch.device
-    input_gradient: InputGradient | None
-    """Receives the gradient of the input; None if the input is token ids."""
-    loss: Tensor | None = None
-    """Sum of the chunk's losses, on the last stage if the chunk has labels."""
-    router: Tensor | None = None
-    """Sums of the chunk's router probabilities, `[E]`, if the model has a router loss."""
-
-    @classmethod
-    def of(
-        cls, given: Tensor, input_gradient: InputGradient | None, received: Tensor | None
-    ) -> UnitGraph:
-        """Keep the ends of the graph that leads from `received` to `given`."""
-        end = get_gradient_edge(given) if given.requires_grad else None
-        received_shape = given.shape if received is None else received.shape
-        return cls(end, given.shape, received_shape, given.dtype, given.device, input_gradient)
-
-    def zeros(self) -> Tensor:
-        """A zero gradient of the output."""
-        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-
-    def received_zeros(self) -> Tensor:
-        """A zero gradient of the input."""
-        return torch.zeros(self.received_shape, dtype=self.dtype, device=self.device)
-
-
-def enter(x: Tensor) -> tuple[Tensor, InputGradient | None]:
-    """Return `x` as the beginning of a new graph, and the receiver of its gradient."""
-    if not torch.is_grad_enabled():
-        return x.detach(), None
-    input_gradient = InputGradient()
-    anchor = torch.zeros((), device=x.device, requires_grad=True)
-    return GraphNode.apply(x.detach, input_gradient.receive, anchor), input_gradient

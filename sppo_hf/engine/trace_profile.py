@@ -73,7 +73,7 @@ from sppo_hf.engine.sliced_calls import (
     is_worth_tiles,
     layer_calls,
 )
-from sppo_hf.engine.stages import SHARED_KV, MessageLayout
+from sppo_hf.engine.stage_messages import SHARED_KV, MessageLayout
 from sppo_hf.engine.structure import (
     ATTENTION_DROPOUT_FIELDS,
     BUILD_ERRORS,

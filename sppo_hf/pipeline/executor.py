@@ -24,8 +24,8 @@ from torch.profiler import record_function
 from sppo_hf.engine.step_observer import Mark
 from sppo_hf.errors import PipelineError
 from sppo_hf.pipeline.mesh import PipelineMesh
-from sppo_hf.pipeline.multiplex import UnitTensors
 from sppo_hf.pipeline.stage_runner import StageRunner
+from sppo_hf.pipeline.unit_tensors import UnitTensors
 from sppo_hf.schedule.actions import (
     COMPUTE_KINDS,
     KIND_NAMES,

@@ -31,7 +31,8 @@ from sppo_hf.engine.forward_calls import BatchLayout, ForwardCall, read_call
 from sppo_hf.engine.loss import RouterLoss, divide_loss
 from sppo_hf.engine.plan_cache import StepRows, trainable_mask
 from sppo_hf.engine.sequence_group import SequenceGroup, rank_random_state, rank_tokens
-from sppo_hf.engine.stages import MessageLayout, StagedModel
+from sppo_hf.engine.stage_messages import MessageLayout
+from sppo_hf.engine.stages import StagedModel
 from sppo_hf.engine.step_observer import StepObserver, StepRecord
 from sppo_hf.engine.structure import (
     ModelParts,
@@ -56,18 +57,17 @@ from sppo_hf.pipeline.gradients import (
     step_values,
 )
 from sppo_hf.pipeline.mesh import PipelineMesh
-from sppo_hf.pipeline.multiplex import RemoteWeights, UnitTensors
+from sppo_hf.pipeline.multiplex import RemoteWeights
 from sppo_hf.pipeline.sequence_parallel import SequenceRanks
 from sppo_hf.pipeline.stage_plans import (
     BatchPlans,
     PreparedStep,
     StagePlanCache,
-    StepSchedule,
-    check_size,
-    step_schedule,
 )
 from sppo_hf.pipeline.stage_runner import AddLoss, StageRunner, first_layer_hook, last_layer_hook
+from sppo_hf.pipeline.step_schedule import StepSchedule, check_size, step_schedule
 from sppo_hf.pipeline.token_outputs import TokenCall
+from sppo_hf.pipeline.unit_tensors import UnitTensors
 from sppo_hf.pipeline.watchdog import GROUP_MARGIN_SECONDS, Watchdog, is_broken_connection
 from sppo_hf.planning.model_profile import count_head_blocks
 from sppo_hf.planning.model_shape import forward_flops, step_flops

@@ -32,16 +32,9 @@ from sppo_hf.engine.chunk_runner import ChunkInputs, ChunkRunner
 from sppo_hf.engine.engine import labelled_chunks
 from sppo_hf.engine.loss import ModelHead, RouterLoss
 from sppo_hf.engine.sequence_group import SequenceGroup
-from sppo_hf.engine.stages import (
-    SHARED_KV,
-    InputGradient,
-    MessageLayout,
-    StagedModel,
-    StateEnd,
-    UnitGraph,
-    UnpackedMessage,
-    enter,
-)
+from sppo_hf.engine.stage_messages import SHARED_KV, MessageLayout, UnpackedMessage
+from sppo_hf.engine.stages import StagedModel
+from sppo_hf.engine.unit_graph import InputGradient, StateEnd, UnitGraph, begin_graph
 from sppo_hf.errors import SPPOError, UnsupportedModelError
 from sppo_hf.pipeline.stage_plans import PreparedStep
 from sppo_hf.schedule.actions import KIND_NAMES, Kind
@@ -305,7 +298,7 @@ class StageRunner:
         if received is not None:
             for name in ("input_ids", "inputs_embeds"):
                 inputs.pop(name, None)
-            message, stage_input = enter(received)
+            message, stage_input = begin_graph(received)
             parts = self.messages.unpack(self.staged.cut.layers[stage].start, message)
             # Only its shape and dtype are used: layers get another one, see `StageRunner.received`.
             placeholder_BCD = parts.hidden if parts.hidden.dim() == 3 else parts.hidden[0]
@@ -313,7 +306,7 @@ class StageRunner:
             inputs |= parts.arguments
             self.received = parts
         elif run.embedded is not None:
-            inputs["inputs_embeds"], stage_input = enter(inputs["inputs_embeds"])
+            inputs["inputs_embeds"], stage_input = begin_graph(inputs["inputs_embeds"])
         try:
             with self.staged.running(stage):
                 output = run.runner.run_chunk(chunk, inputs)

@@ -22,7 +22,7 @@ from sppo_hf.engine.device_facts import model_shape
 from sppo_hf.engine.family_guard import PROVED
 from sppo_hf.engine.recompute import SavedTensor
 from sppo_hf.engine.selective import SelectiveRecorder
-from sppo_hf.engine.stages import MessageLayout
+from sppo_hf.engine.stage_messages import MessageLayout
 from sppo_hf.engine.structure import CACHE_ARGUMENTS, find_parts
 from sppo_hf.engine.trace_profile import trace_config
 from sppo_hf.errors import ConfigError, UnsupportedModelError

@@ -26,9 +26,9 @@ from sppo_hf.engine.convert import get_engine, revert
 from sppo_hf.engine.device_facts import device_facts, whole_shape
 from sppo_hf.engine.step_observer import StepObserver, StepRecord
 from sppo_hf.pipeline.convert import convert_over_ranks
-from sppo_hf.pipeline.multiplex import UnitTensors
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
 from sppo_hf.pipeline.stage_plans import BatchPlans
+from sppo_hf.pipeline.unit_tensors import UnitTensors
 from sppo_hf.planning.choices import read_budgets
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.hardware import load_profile

@@ -14,7 +14,7 @@ from torch import Tensor
 from sppo_hf.errors import PipelineError
 from sppo_hf.pipeline import executor
 from sppo_hf.pipeline.executor import Executor, Transport
-from sppo_hf.pipeline.multiplex import UnitTensors
+from sppo_hf.pipeline.unit_tensors import UnitTensors
 from sppo_hf.schedule.actions import Action
 from sppo_hf.schedule.generate import Size, generate
 from sppo_hf.schedule.lower import lower

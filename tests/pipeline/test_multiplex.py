@@ -20,9 +20,9 @@ from sppo_hf.errors import ConfigError
 from sppo_hf.pipeline import multiplex
 from sppo_hf.pipeline.multiplex import (
     RemoteWeights,
-    UnitTensors,
     count_head_blocks,
 )
+from sppo_hf.pipeline.unit_tensors import UnitTensors
 from sppo_hf.planning.model_profile import LayerProfile
 from sppo_hf.schedule.generate import MSP, Size, generate
 from sppo_hf.schedule.messages import ChunkRun, chunk_runs, messages

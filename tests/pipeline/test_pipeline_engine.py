@@ -24,7 +24,7 @@ from sppo_hf.pipeline.pipeline_engine import (
     _check_router_schedule,
     _micro_batches,
 )
-from sppo_hf.pipeline.stage_plans import step_schedule
+from sppo_hf.pipeline.step_schedule import step_schedule
 from sppo_hf.planning.model_shape import forward_flops, step_flops
 from sppo_hf.schedule.actions import Action
 from sppo_hf.schedule.measured_timeline import ActionRecord

@@ -20,10 +20,8 @@ from sppo_hf.pipeline.pipeline_engine import PipelineEngine
 from sppo_hf.pipeline.stage_plans import (
     BatchPlans,
     StagePlanCache,
-    StepSchedule,
-    check_size,
-    step_schedule,
 )
+from sppo_hf.pipeline.step_schedule import StepSchedule, check_size, step_schedule
 from sppo_hf.planning.choices import DeviceFacts
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.hardware import UNKNOWN_LINK, load_profile
