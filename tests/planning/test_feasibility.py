@@ -300,13 +300,13 @@ def test_places_that_cannot_be_the_answer_are_not_searched(monkeypatch: pytest.M
     )
     found = plan_for(asked)
     searched: list[bool] = []
-    make = plans._make_plan
+    make = plans._plan_placed
 
     def make_all(request: plans.PlanRequest, *, under_seconds: float, **again: bool) -> plans.Plan:
         searched.append(under_seconds < float("inf"))
         return make(request, under_seconds=float("inf"), **again)
 
-    monkeypatch.setattr(plans, "_make_plan", make_all)
+    monkeypatch.setattr(plans, "_plan_placed", make_all)
     monkeypatch.setattr(plans, "standing_device_bytes", lambda *_: 0)
     whole = plan_for(asked)
     assert searched == [False, False, True], "the first does not fit, the second does"
