@@ -79,7 +79,7 @@ from sppo_hf.planning.activation_modes import ActivationMode
 from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.decisions import KVMode
 from sppo_hf.planning.plan import Plan
-from sppo_hf.planning.tiers import offload_tiers
+from sppo_hf.planning.tiers import Tier, offload_tiers
 
 # B batch rows, C tokens of a chunk, T tokens of the sequence, D model width.
 
@@ -253,7 +253,7 @@ class ChunkRunner:
         return LayerKV(self.plan.bounds) if self._stream is None else self._stream.add_layer()
 
     def run(
-        self, slices: ChunkInputs, *, stop_token: int, watch: StepTimer
+        self, inputs: ChunkInputs, *, stop_token: int, timer: StepTimer
     ) -> Iterator[tuple[int, Any]]:
         """Run the base model over the chunks; yields (chunk, the base model's output).
 
@@ -262,12 +262,12 @@ class ChunkRunner:
         Raises:
             CannotRunByLayer: The plan goes layer by layer, which the model cannot do.
         """
-        self._timer = watch
+        self._timer = timer
         chunks = range(sum(start < stop_token for start, _ in self.plan.bounds))
         if self.plan.order == "by_layer":
-            outputs = self._run_by_layer(slices, chunks)
+            outputs = self._run_by_layer(inputs, chunks)
         else:
-            outputs = self._run_by_chunk(slices, chunks, watch)
+            outputs = self._run_by_chunk(inputs, chunks, timer)
         for chunk, output in outputs:
             yield chunk, output
             del output
@@ -296,23 +296,23 @@ class ChunkRunner:
         return start, max(start + 1, end)
 
     def _run_by_chunk(
-        self, slices: ChunkInputs, chunks: range, watch: StepTimer
+        self, inputs: ChunkInputs, chunks: range, timer: StepTimer
     ) -> Iterator[tuple[int, Any]]:
         for chunk in chunks:
-            watch.forward_unit(chunk)
-            yield chunk, self.run_chunk(chunk, slices.chunk(*self.run_tokens(chunk)))
+            timer.forward_unit(chunk)
+            yield chunk, self.run_chunk(chunk, inputs.chunk(*self.run_tokens(chunk)))
 
-    def _run_by_layer(self, slices: ChunkInputs, chunks: range) -> Iterator[tuple[int, Any]]:
+    def _run_by_layer(self, inputs: ChunkInputs, chunks: range) -> Iterator[tuple[int, Any]]:
         assert self.group is None, "ranks that share a sequence go chunk by chunk"
         bounds = self.plan.bounds[: chunks.stop]
         if len(chunks) > 1:
             few = min(EXAMPLE_TOKENS, bounds[-1][1] - 1)
-            inputs = slices.chunk(0, few)
+            first_tokens = inputs.chunk(0, few)
             with torch.no_grad():
                 self._examples = layer_calls(
-                    self.parts, lambda: self._run_base(inputs, range(1), few)
+                    self.parts, lambda: self._run_base(first_tokens, range(1), few)
                 )
-        output = self._run_base(slices.chunk(0, bounds[-1][1]), chunks, bounds[-1][1])
+        output = self._run_base(inputs.chunk(0, bounds[-1][1]), chunks, bounds[-1][1])
         output_class, hidden = type(output), TokenSlices(output.last_hidden_state, dim=1)
         # Of all chunks of the first layer with a router, then of the next layer, and so on.
         router_logits = output.get("router_logits")
@@ -554,7 +554,7 @@ class ChunkRunner:
         """Return a layer's states for the chunk `[start, end)`; None in a model without any."""
         if self._cache is None:
             return None
-        assert not before or end - start > 1, "see [Note: chunks of one token] in states"
+        assert not before or end - start > 1, "see [Note: chunks of one token] in recurrent_state"
         if not self.linked:
             before = {key: self._enter_state(state) for key, state in before.items()}
         return LayerStates(before, documents_in_chunk(self.rows, start, end))
@@ -622,37 +622,48 @@ class ChunkRunner:
         Returns:
             The keys and values if they are offloaded.
         """
-        position = index - self._layers.start
-        between, recomputed = self._between_chunks[position], self._recomputed_chunks
+        between = self._between_chunks[index - self._layers.start]
+        recomputed, self._recomputed_chunks = self._recomputed_chunks, {}
         between.link, between.states, store = None, {}, between.kv
-        self._recomputed_chunks = {}
         mode = self._kv_mode(index)
         if mode == "device" or not isinstance(store, LayerKV):
             return None
         if mode == "recompute":
-            # Offloaded inputs are loaded for this, and once more for their own chunk.
-            last = self.plan.num_chunks - 1
-            borrowed = (c for c in store.chunks if c < last and self.plan.mode(position, c).offload)
-            first = next(borrowed, None)
-            for chunk in store.chunks:
-                activations, on_recompute = recomputed.get(chunk), None
-                if self._log is not None and chunk == first:
-                    on_recompute = functools.partial(self._log.kv_moved, position, back=True)
-                if activations is not None or not torch.is_grad_enabled():
-                    where = f"layer {index}, chunk {chunk}"
-                    load = functools.partial(recompute_kv, where, activations, on_recompute)
-                    store.offload_chunk(chunk, load)
-        elif torch.is_grad_enabled():
-            offloaded_kv = OffloadedKV(
-                self.offload, self._prefetch_order, mode, f"keys and values of layer {index}"
-            )
-            for chunk in store.chunks:
-                offloaded_kv.add(chunk, store)
-            self._prefetch_order.record(offloaded_kv, self._number(self.plan.num_chunks, position))
-            if self._log is not None:
-                self._log.kv_moved(position, back=False)
-            return offloaded_kv
-        return None
+            self._drop_kv(index, store, recomputed)
+            return None
+        return self._offload_kv(index, store, mode) if torch.is_grad_enabled() else None
+
+    def _drop_kv(
+        self, index: int, store: LayerKV, recomputed: dict[int, weakref.ref[RecomputedLayer]]
+    ) -> None:
+        """Free a layer's keys and values, which are recomputed from its inputs in backward.
+
+        Offloaded inputs are loaded for this, and once more for their own chunk.
+        """
+        position, last = index - self._layers.start, self.plan.num_chunks - 1
+        loaded = (c for c in store.chunks if c < last and self.plan.mode(position, c).offload)
+        first_loaded = next(loaded, None)
+        for chunk in store.chunks:
+            activations, on_recompute = recomputed.get(chunk), None
+            if self._log is not None and chunk == first_loaded:
+                on_recompute = functools.partial(self._log.kv_moved, position, back=True)
+            if activations is not None or not torch.is_grad_enabled():
+                where = f"layer {index}, chunk {chunk}"
+                load = functools.partial(recompute_kv, where, activations, on_recompute)
+                store.offload_chunk(chunk, load)
+
+    def _offload_kv(self, index: int, store: LayerKV, tier: Tier) -> OffloadedKV:
+        """Offload a layer's keys and values until its backward."""
+        position = index - self._layers.start
+        offloaded_kv = OffloadedKV(
+            self.offload, self._prefetch_order, tier, f"keys and values of layer {index}"
+        )
+        for chunk in store.chunks:
+            offloaded_kv.add(chunk, store)
+        self._prefetch_order.record(offloaded_kv, self._number(self.plan.num_chunks, position))
+        if self._log is not None:
+            self._log.kv_moved(position, back=False)
+        return offloaded_kv
 
     def _cancel(self) -> None:
         """Leave the layer or norm that runs, if one does, after an exception in it."""

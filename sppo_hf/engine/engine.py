@@ -623,7 +623,7 @@ class ForwardStep:
         """
         engine, call, layout, plan = self.engine, self.call, self.layout, self.plan
         positions = call.positions()
-        sequence = ChunkRunner(
+        runner = ChunkRunner(
             self._parts,
             plan,
             rows=layout.spans(*group),
@@ -641,15 +641,15 @@ class ForwardStep:
         constants = dict(call.constants)
         if router_loss is not None:
             constants["output_router_logits"] = True
-        slices = ChunkInputs(self._inputs(), positions, constants).rows(*group)
+        inputs = ChunkInputs(self._inputs(), positions, constants).rows(*group)
         stop = layout.used_tokens if skip_padding and layout.used_tokens else call.total_tokens
-        chunks = sequence.run(slices, stop_token=stop, watch=self.timer)
+        chunks = runner.run(inputs, stop_token=stop, timer=self.timer)
         for chunk, output in chunks:
             engine.head.output_class = type(output)
             hidden_BCD = output.last_hidden_state
             if router_loss is not None:
                 router_loss.add(
-                    output.router_logits, call.attention_mask, group, sequence.rank_tokens(chunk)
+                    output.router_logits, call.attention_mask, group, runner.rank_tokens(chunk)
                 )
             self.timer.watch_backward(chunk, hidden_BCD)
             if whole_chunks and self._group is not None:
@@ -657,7 +657,7 @@ class ForwardStep:
                 hidden_BCD = self._group.gather_tokens(hidden_BCD, end - start)
             yield chunk, hidden_BCD
         if backward_next:  # the last chunk's loss is done, so its logits are freed
-            sequence.start_backward()
+            runner.start_backward()
 
     def _inputs(self) -> dict[str, Tensor]:
         """Tensors that chunks are slices of: tokens, or their embeddings."""
