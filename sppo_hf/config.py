@@ -1,8 +1,8 @@
 """SPPOConfig: every setting of sppo_hf, checked when it is made, in and out of YAML and dicts.
 
 Only the settings themselves are checked here. Whether a setting fits a model, a batch or a machine
-(chunk lengths that must sum, budgets that must hold, kernels that must be installed) is checked by
-the rooms that know those.
+(chunk lengths that must sum, budgets that must hold, kernels that must be installed) is checked
+where those are known.
 """
 
 import ast

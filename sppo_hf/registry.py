@@ -30,14 +30,14 @@ class Registry(dict[str, T], Generic[T]):
 
     Args:
         decorator: name of the decorator that adds entries.
-        rooms: files and folders of this package whose source is searched for the decorator.
+        paths: files and folders of this package whose source is searched for the decorator.
         order: keyword of the decorator by which entries are sorted; those without it come last.
     """
 
-    def __init__(self, decorator: str, *rooms: str, order: str = "") -> None:
+    def __init__(self, decorator: str, *paths: str, order: str = "") -> None:
         super().__init__()
         self._decorator = decorator
-        self._paths = [_PACKAGE / room for room in rooms]
+        self._paths = [_PACKAGE / path for path in paths]
         self._order = order
         self._added: dict[str, dict[str, Any]] = {}
 
@@ -98,12 +98,12 @@ class Registry(dict[str, T], Generic[T]):
 
     @cached_property
     def _files(self) -> tuple[Path, ...]:
-        paths = [
-            path
-            for room in self._paths
-            for path in ([room] if room.suffix else sorted(room.glob("*.py")))
+        files = [
+            file
+            for path in self._paths
+            for file in ([path] if path.suffix else sorted(path.glob("*.py")))
         ]
-        return tuple(path for path in paths if f"\n@{self._decorator}(" in path.read_text())
+        return tuple(file for file in files if f"\n@{self._decorator}(" in file.read_text())
 
     @cached_property
     def _written(self) -> dict[str, dict[str, Any]]:

@@ -121,7 +121,7 @@ def built_classes(parts: ModelParts) -> frozenset[type] | None:
         return frozenset()
     key = _key(parts)
     if key not in _built:
-        # Imported at run time, because the harness belongs to a room above this one.
+        # Imported at run time, because the harness is in a folder above this one.
         tiny_model = importlib.import_module("sppo_hf.testing.check").tiny_model
         try:
             model = tiny_model(_own_config(parts), model_class=parts.model_class)
@@ -142,7 +142,7 @@ def _own_config(parts: ModelParts) -> PreTrainedConfig:
 
 
 def _verdict(parts: ModelParts) -> str | None:
-    # Imported at run time, because the harness belongs to a room above this one.
+    # Imported at run time, because the harness is in a folder above this one.
     check_config = importlib.import_module("sppo_hf.testing.check").check_config
 
     model_type = parts.model_type

@@ -1,1 +1,1 @@
-"""Where Accelerate and the Trainer meet the engine; only the command line may know this room."""
+"""Where Accelerate and the Trainer meet the engine; only the command line imports this folder."""

@@ -1,6 +1,6 @@
 """Turning a model into a pipeline: stages chosen, loaded and cut, and an engine that runs them.
 
-Integrations enter this room here; see `pipeline_engine` for a step.
+`integrations` comes in here; how a step runs is in `pipeline_engine`.
 
 A rank reads the tensors of its own stages from disk and no others. Transformers builds a model on
 the meta device, then reads from the checkpoint what the model has a parameter for. So the model is
