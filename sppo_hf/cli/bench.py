@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import time
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -36,7 +37,10 @@ _CUDA_ONLY = ("cudnn", "flash", "efficient")
 _MIN_WIDTH = 150
 
 
-def bench(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchArguments:
+    """Options of `sppo bench`, as they were typed."""
+
     model: Annotated[
         str | None,
         typer.Argument(
@@ -44,7 +48,7 @@ def bench(
             " config.json, or a hub id. Weights are random.",
             metavar="MODEL",
         ),
-    ] = None,
+    ] = None
     seq_lens: Annotated[
         str | None,
         typer.Option(
@@ -52,25 +56,25 @@ def bench(
             " --longest.",
             show_default=False,
         ),
-    ] = None,
+    ] = None
     contenders: Annotated[
         str,
         typer.Option(
             help="Names with commas between, or all. Each but the ideal also with +liger, those"
             " that checkpoint also with +tiled (the ideal's loss)."
         ),
-    ] = "all",
-    dtype: common.Dtype = "bfloat16",
+    ] = "all"
+    dtype: common.Dtype = "bfloat16"
     lora: Annotated[
         str, typer.Option(help="Rank of adapters on all linear layers, or full: all weights train.")
-    ] = "16",
+    ] = "16"
     lora_dtype: Annotated[
         str | None,
         typer.Option(help="Dtype of adapters: float32, as PEFT makes them, or that of --dtype."),
-    ] = None,
+    ] = None
     steps: Annotated[
         int, typer.Option(min=1, max=10_000, help="Steps measured; their median counts.")
-    ] = 3,
+    ] = 3
     warm_up: Annotated[
         int,
         typer.Option(
@@ -78,39 +82,39 @@ def bench(
             max=10_000,
             help="Steps before those. sppo may correct its plan until its third step.",
         ),
-    ] = 3,
+    ] = 3
     attention: Annotated[
         str,
         typer.Option(
             help="Attention kernel for all contenders: auto (the one that sppo takes), cudnn,"
             " flash, efficient; sdpa leaves each its default."
         ),
-    ] = "auto",
-    device: Annotated[str, typer.Option(help="cuda, cpu, or auto.")] = "auto",
-    autocast: Annotated[
-        bool, typer.Option("--autocast", help="Train under bfloat16 autocast.")
-    ] = False,
+    ] = "auto"
+    device: Annotated[str, typer.Option(help="cuda, cpu, or auto.")] = "auto"
+    autocast: Annotated[bool, typer.Option("--autocast", help="Train under bfloat16 autocast.")] = (
+        False
+    )
     device_memory: Annotated[
         str | None,
         typer.Option(help="Budget on the device, 40GiB: on CUDA a limit for all contenders."),
-    ] = None,
+    ] = None
     host_memory: Annotated[
         str | None, typer.Option(help="Budget in host memory, for sppo only.")
-    ] = None,
+    ] = None
     hardware: Annotated[
         str | None,
         typer.Option(help="Profile that sppo plans with; by default what is known of the device."),
-    ] = None,
+    ] = None
     longest: Annotated[
         bool, typer.Option("--longest", help="Search the longest length each contender trains.")
-    ] = False,
+    ] = False
     longest_step: Annotated[
         str, typer.Option(help="Resolution of that search, and its first length.")
-    ] = "4096",
-    longest_limit: Annotated[str, typer.Option(help="Lengths above are not searched.")] = "16M",
+    ] = "4096"
+    longest_limit: Annotated[str, typer.Option(help="Lengths above are not searched.")] = "16M"
     trace: Annotated[
         bool, typer.Option("--trace", help="Profile one more step of sppo into trace-*.json.gz.")
-    ] = False,
+    ] = False
     profile: Annotated[
         bool,
         typer.Option(
@@ -118,21 +122,62 @@ def bench(
             help="Profile one more step of all contenders; profile.json and a table say how long"
             " each kind of kernel takes per token.",
         ),
-    ] = False,
-    timeout: Annotated[float, typer.Option(min=1, max=10**6, help="Seconds for one row.")] = 3600.0,
+    ] = False
+    timeout: Annotated[float, typer.Option(min=1, max=10**6, help="Seconds for one row.")] = 3600.0
     output: Annotated[
         Path, typer.Option(help="Folder of results.jsonl, results.png, logs and traces.")
-    ] = OUTPUT,
+    ] = OUTPUT
     again: Annotated[
         bool, typer.Option("--again", help="Also measure what results.jsonl already has.")
-    ] = False,
+    ] = False
     show: Annotated[
         Path | None,
         typer.Option(help="Show the results in a folder, and measure nothing."),
-    ] = None,
-    picture: Annotated[bool, typer.Option(help="Draw results.png.")] = True,
-    as_json: common.AsJson = False,
-) -> None:
+    ] = None
+    picture: Annotated[bool, typer.Option(help="Draw results.png.")] = True
+
+    @property
+    def lengths(self) -> list[int]:
+        """Lengths to measure, in tokens."""
+        text = self.seq_lens
+        if text is None:
+            text = "" if self.longest else LENGTHS
+        return [common.parse_tokens(part) for part in text.split(",") if part.strip()]
+
+    @property
+    def search_range(self) -> tuple[int, int]:
+        """The resolution and the end of the search for the longest length, in tokens."""
+        step_tokens = common.parse_tokens(self.longest_step)
+        max_tokens = common.parse_tokens(self.longest_limit)
+        if self.longest and max_tokens < step_tokens:
+            raise ConfigError(
+                f"--longest-limit is {max_tokens:,} and --longest-step {step_tokens:,} tokens. "
+                "Allowed: a limit of at least one step. Remedy: raise the one or lower the other."
+            )
+        return step_tokens, max_tokens
+
+    def job(self, model: str) -> Job:
+        """Return the job that those of all lengths and contenders are copies of."""
+        return Job(
+            model=model,
+            contender="plain",
+            total_tokens=1,
+            device=self.device,
+            dtype=self.dtype,
+            lora_rank=_lora_rank(self.lora),
+            lora_dtype=_lora_dtype(self.lora_dtype, self.dtype),
+            steps=self.steps,
+            warm_up=self.warm_up,
+            attention=self.attention,
+            autocast=self.autocast,
+            device_memory=_budget("--device-memory", self.device_memory),
+            host_memory=_budget("--host-memory", self.host_memory),
+            hardware=self.hardware,
+        )
+
+
+@common.with_options(BenchArguments)
+def bench(arguments: BenchArguments, as_json: common.AsJson = False) -> None:
     """Measure MODEL at several lengths: sppo_hf, what users have today, and the ideal.
 
     Contenders: plain, checkpointing, checkpointing-default, checkpointing-offload, trl-offload,
@@ -145,70 +190,51 @@ def bench(
     Exit code 0: done. 2: bad input.
     """
     with common.bad_input(as_json):
-        if show is not None:
-            file = ResultFile(show)
+        if arguments.show is None:
+            folder, file = arguments.output, _measure(arguments)
+        else:
+            folder, file = arguments.show, ResultFile(arguments.show)
             if not file.rows():
                 raise ConfigError(f"there is no result in {file.path}. Remedy: name its folder.")
-            _report(file, show, picture=picture, as_json=as_json)
-            return
-        if model is None:
-            raise ConfigError("MODEL is missing. Remedy: name one, or a folder with --show.")
-        check_config(common.read_model(model))
-        lengths = _lengths(seq_lens, longest)
-        step_tokens, max_tokens = _search_range(longest_step, longest_limit, longest)
-        if hardware is not None:
-            load_profile(hardware)  # refused here rather than by every worker
-        _check_device(device, attention)
-        job = Job(
-            model=model,
-            contender="plain",
-            total_tokens=1,
-            device=device,
-            dtype=dtype,
-            lora_rank=_lora_rank(lora),
-            lora_dtype=_lora_dtype(lora_dtype, dtype),
-            steps=steps,
-            warm_up=warm_up,
-            attention=attention,
-            autocast=autocast,
-            device_memory=_budget("--device-memory", device_memory),
-            host_memory=_budget("--host-memory", host_memory),
-            hardware=hardware,
-        )
-        file = ResultFile(output)
-        names = parse_list(contenders)
-        progress = _Progress(len(lengths) * len(names) + len(names) * longest)
-        with closing(Workers(timeout_seconds=timeout, logs=output / "logs")) as workers:
-            if device != "cpu" and nvidia_driver_version() != "unknown":
-                workers.start()  # it imports PyTorch while this process does
-            kind = _device_kind(device, attention)
-            # On a CPU it would take processors from a job that is measured, or makes its weights.
-            workers.ahead = kind != "cpu"
-            benchmark = Benchmark(
-                base=job.replace(device=kind, device_name=_device_name(kind)),
-                contenders=names,
-                file=file,
-                run=workers.run,
-                on_row=progress,
-                again=again,
-                trace_folder=output if trace or profile else None,
-                trace_all=profile,
-            )
-            benchmark.measure(lengths)
-            if longest:
-                benchmark.find_longest(step_tokens=step_tokens, max_tokens=max_tokens)
-        _report(file, output, picture=picture, as_json=as_json)
+        _report(file, folder, picture=arguments.picture, as_json=as_json)
 
 
-def _search_range(step: str, limit: str, longest: bool) -> tuple[int, int]:
-    """Return the resolution and the end of the search for the longest length, in tokens."""
-    step_tokens, max_tokens = common.parse_tokens(step), common.parse_tokens(limit)
-    if longest and max_tokens < step_tokens:
-        raise ConfigError(
-            f"--longest-limit is {max_tokens:,} and --longest-step {step_tokens:,} tokens. "
-            "Allowed: a limit of at least one step. Remedy: raise the one or lower the other."
+def _measure(arguments: BenchArguments) -> ResultFile:
+    """Measure what the options ask for, each row in a process of its own."""
+    model, device, attention = arguments.model, arguments.device, arguments.attention
+    if model is None:
+        raise ConfigError("MODEL is missing. Remedy: name one, or a folder with --show.")
+    check_config(common.read_model(model))
+    lengths = arguments.lengths
+    step_tokens, max_tokens = arguments.search_range
+    if arguments.hardware is not None:
+        load_profile(arguments.hardware)  # refused here rather than by every worker
+    _check_device(device, attention)
+    job, file = arguments.job(model), ResultFile(arguments.output)
+    names = parse_list(arguments.contenders)
+    progress = _Progress((len(lengths) + arguments.longest) * len(names))
+    logs = arguments.output / "logs"
+    with closing(Workers(timeout_seconds=arguments.timeout, logs=logs)) as workers:
+        if device != "cpu" and nvidia_driver_version() != "unknown":
+            workers.start()  # it imports PyTorch while this process does
+        kind = _device_kind(device, attention)
+        # On a CPU it would take processors from a job that is measured, or makes its weights.
+        workers.ahead = kind != "cpu"
+        profiled = arguments.trace or arguments.profile
+        benchmark = Benchmark(
+            base=job.replace(device=kind, device_name=_device_name(kind)),
+            contenders=names,
+            file=file,
+            run=workers.run,
+            on_row=progress,
+            again=arguments.again,
+            trace_folder=arguments.output if profiled else None,
+            trace_all=arguments.profile,
         )
-    return step_tokens, max_tokens
+        benchmark.measure(lengths)
+        if arguments.longest:
+            benchmark.find_longest(step_tokens=step_tokens, max_tokens=max_tokens)
+    return file
 
 
 class _Progress:
@@ -244,12 +270,6 @@ def _report(file: ResultFile, folder: Path, *, picture: bool, as_json: bool) -> 
         out.print(profile_table(found))
     for path in (file.path, *drawn, *([folder / PROFILE_FILE] if found else ())):
         out.print(str(path), style="dim", highlight=False)
-
-
-def _lengths(text: str | None, longest: bool) -> list[int]:
-    if text is None:
-        text = "" if longest else LENGTHS
-    return [common.parse_tokens(part) for part in text.split(",") if part.strip()]
 
 
 def _lora_rank(text: str) -> int | None:
