@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from sppo_hf.config import SPPOConfig
-from sppo_hf.engine import engine as engines
-from sppo_hf.engine import plan_cache
+from sppo_hf.engine import plan_cache, weight_placement
 from sppo_hf.engine.convert import convert, get_engine, revert
 from sppo_hf.engine.device_facts import model_shape
 from sppo_hf.engine.family_guard import family_check_disabled
@@ -336,11 +335,11 @@ def test_weights_that_leave_no_room_for_any_length_move_before_the_first_plan(
     assert standing == sorted(set(standing), reverse=True)
     context = 1 + standing[0]
     monkeypatch.setitem(CONTEXT_BYTES, "cpu", context)
-    monkeypatch.setattr(engines, "read_placements", lambda *_, **__: choices)
+    monkeypatch.setattr(weight_placement, "read_placements", lambda *_, **__: choices)
 
     def on_host(room: int) -> list[bool]:
         budgets = Budgets(device=context + room)
-        monkeypatch.setattr(engines, "read_budgets", lambda *_: budgets)
+        monkeypatch.setattr(weight_placement, "read_budgets", lambda *_: budgets)
         model = _converted()
         engine = get_engine(model)
         assert engine is not None
@@ -394,7 +393,9 @@ def test_host_memory_of_gradients_and_states_is_known_to_the_next_plan(
     optimizer.zero_grad()
     with monkeypatch.context() as patched:
         # Forwards between two updates count no states.
-        patched.setattr(engine, "_states_bytes", lambda optimizer: pytest.fail("counted again"))
+        patched.setattr(
+            engine.placement, "_states_bytes", lambda optimizer: pytest.fail("counted again")
+        )
         assert engine.placement.unpinned_host_bytes() == 2 * trained + steps
     engine.placement.set_places(Placement(weights=True, optimizer=True), torch.device("cpu"))
     assert engine.placement.unpinned_host_bytes() == 2 * trained + steps
