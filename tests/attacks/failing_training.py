@@ -128,7 +128,7 @@ def main(job: dict[str, Any]) -> None:
     saboteur.at("before")
     eval_rows: Any = make_rows(8, seed=2)
     trainer = Trainer(
-        make_model(num_hidden_layers=4),
+        make_model(num_hidden_layers=max(2, job["sizes"].get("pp_size", 1))),
         args,
         train_dataset=Rows(saboteur),
         eval_dataset=eval_rows,

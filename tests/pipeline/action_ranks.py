@@ -176,7 +176,9 @@ class SharedUnitKV:
 
 def run(one: dict[str, Any], pp_size: int, folder: Path) -> None:
     """Train a step of a tiny model, and perhaps evaluate after it."""
-    overrides = {"num_hidden_layers": 2 * pp_size, **one.get("overrides", {})}
+    # A layer a stage, and one more where bytes are summed over layers.
+    layers = pp_size * one["settings"].get("pp_virtual_stages", 1) + one.get("held", False)
+    overrides = {"num_hidden_layers": layers, **one.get("overrides", {})}
     model = build_tiny_model("llama", **overrides)
     settings = {"min_offload_size": 1, "show_plan": False, **one["settings"]}
     config = SPPOConfig(pp_size=pp_size, trace_dir=str(folder / one["name"]), **settings)

@@ -78,8 +78,8 @@ def main(job: dict[str, Any]) -> None:
     )
     # A message between ranks that live times out by itself, so much later than a silent rank.
     pipeline.GROUP_MARGIN_SECONDS = 3
-    family = job.get("family", "llama")
-    model: Any = build_tiny_model(family, num_hidden_layers=4, dtype=torch.float32)
+    family, layers = job.get("family", "llama"), max(2, job["pp_size"])
+    model: Any = build_tiny_model(family, num_hidden_layers=layers, dtype=torch.float32)
     convert_over_ranks(model, config, observer=FailingObserver(job) if mine else StepObserver())
     engine = get_engine(model)
     for step in range(50):

@@ -8,7 +8,8 @@ when it is first asked; a forked one begins at once. So a test may lose many lau
 or have several at a time, where ranks wait for a time limit.
 
 Processes of tests (workers of xdist) have one each, forked from what the first to ask has started:
-all is imported once.
+all is imported once. What all ranks of a launch would do in the same way, such as building models,
+its module's `prepare(job)` does before the fork.
 
 Each rank runs `main(job)` of the module, in `folder`, with what a launcher would set in its
 environment, as the last call of its interpreter: what it raises is uncaught, and `sys.exit` ends
@@ -332,9 +333,9 @@ def _serve(channel: socket.socket) -> dict[str, Any] | None:
     with channel, channel.makefile("r") as lines:
         for line in lines:
             tasks = json.loads(line)
-            for module in {task["module"] for task in tasks}:
-                with contextlib.suppress(ImportError):  # the ranks will say it
-                    importlib.import_module(module)
+            for task in tasks:
+                with contextlib.suppress(Exception):  # the ranks will say it
+                    _prepare(task)
             # This looks through what was imported, which in a rank would be a copy of it.
             with importlib.import_module("sppo_hf.testing.exactness").float64_everywhere():
                 pass
@@ -350,6 +351,20 @@ def _serve(channel: socket.socket) -> dict[str, Any] | None:
             answer(numbers)
             answer(_wait_for_all([_wait_for(*both) for both in zip(numbers, tasks, strict=True)]))
     return None
+
+
+def _prepare(task: dict[str, Any]) -> None:
+    """Import the module of a task, and let it do what its ranks would all do in the same way."""
+    module = importlib.import_module(task["module"])
+    if hasattr(module, "prepare") and not _built_for_cuda():
+        module.prepare(task["job"])
+
+
+def _built_for_cuda() -> bool:
+    """Whether fake tensors announce a device: autograd has a thread for it, and no fork keeps it."""
+    import torch
+
+    return torch.backends.cuda.is_built()
 
 
 def _wait_for_all(waiting: list[Generator[None, None, dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -410,8 +425,8 @@ def _warm_up() -> None:
     """Trace and train a tiny model, so that no rank has to do what is done but once a process."""
     import torch
 
-    if torch.backends.cuda.is_built():
-        return  # fake tensors announce a device, for which autograd has a thread; no fork keeps it
+    if _built_for_cuda():
+        return
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     from sppo_hf.config import SPPOConfig

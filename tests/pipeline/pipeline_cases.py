@@ -34,44 +34,42 @@ def _case(name: str, family: str = "llama", **others: Any) -> Case:
     return {"name": name, "family": family, **others}
 
 
-def _schedules(layers: int) -> list[Case]:
-    """Every schedule, over even and over uneven chunks."""
-    size = {"layers": layers}
+def _schedules(ranks: int) -> list[Case]:
+    """Every schedule, over even and over uneven chunks; of the latter a stage has two layers."""
+    one, two = {"layers": ranks}, {"layers": ranks + 1}
     return [
-        _case("gpipe", rows=3, settings={"pp_schedule": "gpipe", "num_chunks": 2}, **size),
-        _case("gpipe, uneven", settings={"pp_schedule": "gpipe", "chunk_lengths": UNEVEN}, **size),
-        _case("1f1b", rows=4, settings={"pp_schedule": "1f1b", "num_chunks": 2}, **size),
-        _case(
-            "1f1b, whole rows", rows=5, settings={"pp_schedule": "1f1b", "num_chunks": 1}, **size
-        ),
-        _case("seq1f1b", rows=3, settings={"pp_schedule": "seq1f1b", "num_chunks": 3}, **size),
+        _case("gpipe", rows=3, settings={"pp_schedule": "gpipe", "num_chunks": 2}, **one),
+        _case("gpipe, uneven", settings={"pp_schedule": "gpipe", "chunk_lengths": UNEVEN}, **two),
+        _case("1f1b", rows=4, settings={"pp_schedule": "1f1b", "num_chunks": 2}, **one),
+        _case("1f1b, whole rows", rows=5, settings={"pp_schedule": "1f1b", "num_chunks": 1}, **one),
+        _case("seq1f1b", rows=3, settings={"pp_schedule": "seq1f1b", "num_chunks": 3}, **one),
         _case(
             "seq1f1b, uneven",
             rows=2,
             settings={"pp_schedule": "seq1f1b", "chunk_lengths": UNEVEN},
-            **size,
+            **two,
         ),
-        _case("zb", rows=3, settings={"pp_schedule": "zb_seq1f1b", "num_chunks": 3}, **size),
+        _case("zb", rows=3, settings={"pp_schedule": "zb_seq1f1b", "num_chunks": 3}, **one),
         _case(
             "zb, uneven",
             rows=2,
             settings={"pp_schedule": "zb_seq1f1b", "chunk_lengths": UNEVEN, "recompute": "full"},
-            **size,
+            **two,
         ),
     ]
 
 
 def _interleaved(ranks: int) -> list[Case]:
     settings = {"pp_schedule": "interleaved_seq1f1b", "pp_virtual_stages": 2}
-    layers = {"layers": 2 * ranks + 1}
+    even = {"layers": 2 * ranks}
     return [
-        _case("interleaved", rows=3, settings={**settings, "num_chunks": 3}, **layers),
+        _case("interleaved", rows=3, settings={**settings, "num_chunks": 3}, **even),
         _case(
             "interleaved, tied, uneven",
             "llama-bias-tied",
             rows=2,
             settings={**settings, "chunk_lengths": UNEVEN},
-            **layers,
+            layers=2 * ranks + 1,
         ),
     ]
 
@@ -103,32 +101,34 @@ def _batches(layers: int) -> list[Case]:
 
 def _families(layers: int) -> list[Case]:
     """Tied embeddings, windows, multipliers, positions before the layers, experts."""
-    kinds = {"layer_types": [MIXED[index % 2] for index in range(layers)]}
+    # So that one stage has both kinds, or a frozen and a trained layer.
+    more = max(3, layers)
+    kinds = {"layer_types": [MIXED[index % 2] for index in range(more)]}
     chunks = {"num_chunks": 3}
     zb = {**chunks, "pp_schedule": "zb_seq1f1b"}
-    size = {"layers": layers, "rows": 2}
+    size, mixed = {"layers": layers, "rows": 2}, {"layers": more, "rows": 2}
     return [
         _case("tied", "llama-bias-tied", settings=chunks, **size),
-        _case("tied, zb", "llama-bias-tied", settings=zb, **size),
-        _case("tied, soft caps", "gemma2", settings=chunks, overrides=kinds, **size),
-        _case("two rotary tables", "gemma3_text", settings=chunks, overrides=kinds, **size),
+        _case("tied, zb", "llama-bias-tied", settings=zb, **mixed),
+        _case("tied, soft caps", "gemma2", settings=chunks, overrides=kinds, **mixed),
+        _case("two rotary tables", "gemma3_text", settings=chunks, overrides=kinds, **mixed),
         _case("windows", "mistral", settings={"chunk_lengths": UNEVEN}, **size),
         _case("multipliers", "granite", settings=chunks, **size),
         _case("MLA and multipliers", "minicpm3", settings=zb, **size),
         _case("learned positions", "gpt2", settings=chunks, **size),
-        _case("layers without positions", "cohere2", settings=zb, overrides=kinds, **size),
+        _case("layers without positions", "cohere2", settings=zb, overrides=kinds, **mixed),
         _case("experts", "qwen3_moe", settings=chunks, **size),
         _case("experts, zb", "mixtral", settings=zb, **size),
         _case("dynamic rope", "llama-dynamic-rope", settings=chunks, **size),
-        _case("frozen front", frozen=["layers.0.", "embed"], settings=chunks, **size),
+        _case("frozen front", frozen=["layers.0.", "embed"], settings=chunks, **mixed),
         _case(
             "frozen for a step",
             steps=[{}, {"frozen": ["layers.0.", "embed"]}, {}],
             settings=chunks,
-            **size,
+            **mixed,
         ),
-        _case("frozen front, zb", frozen=["layers.0.", "embed"], settings=zb, **size),
-        _case("frozen end", frozen=[f"layers.{layers - 1}.", "lm_head"], settings=chunks, **size),
+        _case("frozen front, zb", frozen=["layers.0.", "embed"], settings=zb, **mixed),
+        _case("frozen end", frozen=[f"layers.{more - 1}.", "lm_head"], settings=chunks, **mixed),
         _case("frozen tied", "llama-bias-tied", frozen=["embed"], settings=zb, **size),
         _case("LoRA", lora=True, settings=chunks, **size),
         _case("LoRA, zb", lora=True, settings=zb, **size),
@@ -171,16 +171,22 @@ def _router_losses(layers: int) -> list[Case]:
         _case("gpipe", family, settings={"num_chunks": 3, "pp_schedule": "gpipe"}, **padded),
         _case("one row", "gpt_oss-router-loss", rows=1, labels=[7, 11], settings=uneven),
         _case("LoRA", "qwen3_moe-router-loss", lora=True, settings=together, **padded),
-        _case("frozen front", family, frozen=["layers.0.", "embed"], settings=zb, **padded),
+        _case(
+            "frozen front",
+            family,
+            frozen=["layers.0.", "embed"],
+            settings=zb,
+            **{**padded, "layers": max(3, layers)},
+        ),
         _case("interleaved", family, rows=1, settings=each, layers=2 * layers),
         # The first stage has no router.
         _case(
             "dense layers in front",
             "qwen3_moe-router-loss",
-            overrides={"mlp_only_layers": [0, 1]},
+            overrides={"mlp_only_layers": [0]},
             settings=together,
+            **size,
             rows=2,
-            layers=layers + 1,
         ),
     ]
 
@@ -286,11 +292,13 @@ def _of_one(cases: tuple[Case, ...], keys: tuple[str, ...]) -> Case | None:
 
 def _layers(cases: tuple[Case, ...]) -> Case | None:
     """Return the number of layers for all cases, None if they differ; some families fix theirs."""
-    special = {case.get("layers") for case in cases if case["family"] != "llama"}
-    count = max(case.get("layers", LAYERS) for case in cases)
-    if special:
-        return {"layers": count} if count in special else {} if count == LAYERS else None
-    return {"layers": count}
+    counts = [case.get("layers", LAYERS) for case in cases if case["family"] == "llama"]
+    for case in cases:
+        if case["family"] != "llama":
+            own = case.get("layers", LAYERS)
+            fits = max(counts, default=own) <= own
+            return None if not fits else {"layers": own} if "layers" in case else {}
+    return {"layers": max(counts)}
 
 
 def _rows(cases: tuple[Case, ...]) -> Case | None:
@@ -392,7 +400,7 @@ def _micro_steps(layers: int, *, family: str = "llama") -> list[Case]:
 
 def _replicas() -> list[Case]:
     """Two pipelines: gradients averaged over them, once per optimizer step."""
-    common: Case = {"layers": 3, "rows": 2, "settings": {"num_chunks": 3}}
+    common: Case = {"layers": 2, "rows": 2, "settings": {"num_chunks": 3}}
     held = {"reduces": False}
     return [
         _case("plain", **common),
@@ -421,7 +429,9 @@ def _caller_losses(layers: int, held: dict[str, bool]) -> list[Case]:
     common: Case = {"layers": layers, "rows": 2, "settings": {"num_chunks": 3}}
     mean, weighed = {"loss": "mean"}, {"loss": "weighed"}
     forgotten, evaluated = {**weighed, "backward": False}, {**weighed, "evaluate": True}
-    several = [{**mean, "scale": 3.0}, weighed, forgotten, evaluated, {**mean, "scale": 0.5}, mean]
+    several = [{**mean, "scale": 3.0}, forgotten, evaluated, {**weighed, "scale": 0.5}]
+    if ALL:
+        several = [several[0], weighed, forgotten, evaluated, {**mean, "scale": 0.5}, mean]
     three = several if ALL else [several[0], evaluated, weighed]
     two = [{**mean, "scale": 3.0}, weighed]
     other = {"pp_schedule": "zb_seq1f1b", "chunk_lengths": UNEVEN, "micro_batch_size": 2}
@@ -441,7 +451,7 @@ def _caller_losses(layers: int, held: dict[str, bool]) -> list[Case]:
         case("tied", "llama-bias-tied", steps=each),
         case("zb", steps=three, **zb),
         case("packed", steps=each, packed=[9, 6, 8]),
-        case("few labels", "gemma2", steps=each, labels=[7, 11]),
+        case("few labels", "gemma2", steps=each, labels=[7, 11], layers=3),
         case("no labels", steps=[mean, mean], labels=[0, 0]),
         case("LoRA", lora=True, steps=each),
     ]
@@ -460,8 +470,8 @@ def _sampled(cases: list[Case], pp_size: int, replicas: int) -> list[Case]:
 
 def all_cases(pp_size: int, replicas: int) -> list[Case]:
     """Everything for pipelines of `pp_size` ranks, or without `--all` a sample of it."""
-    layers = max(3, pp_size + 1)
-    schedules = _named("schedule", [*_schedules(layers), *_interleaved(pp_size)])
+    layers = pp_size
+    schedules = _named("schedule", [*_schedules(pp_size), *_interleaved(pp_size)])
     if replicas > 1:
         # A replica's order is that of one pipeline; what follows it differs between schedules.
         cases = [case for case in schedules if case["name"] in _FOLLOWED_BY_REPLICAS]
@@ -481,8 +491,10 @@ def all_cases(pp_size: int, replicas: int) -> list[Case]:
         cases += _named("batch", _batches(layers))
         cases += _named("modes", _activation_modes(layers))
         tied = _named("step, tied", _micro_steps(layers, family="llama-bias-tied"))
-        rest = _sampled([*cases, *steps, *tied[::3], tied[-1]], pp_size, replicas)
-        return [*schedules, *rest]
+        if ALL:
+            return [*schedules, *cases, *steps, *tied[::3], tied[-1]]
+        steps[5] = tied[5]  # evaluation between
+        return [*schedules, *_sampled([*cases, *steps, tied[0]], pp_size, replicas)]
     if pp_size == 3:
         cases = families[::2] if ALL else families[::6]
         mixers = {"gated delta net, zb"}

@@ -108,8 +108,24 @@ def compute_loss(model: nn.Module, batch: dict[str, Any], kind: str | None) -> T
     return 1.0 + (weights.view_as(log_probs) * log_probs.exp()).sum() / count
 
 
+_prepared: dict[str, nn.Module] = {}
+"""Models of cases that nobody has used yet."""
+
+
+def prepare(job: dict[str, Any]) -> None:
+    """Build the models of all cases, and trace their profiles, before ranks are forked."""
+    _prepared.clear()
+    for case in [*job["cases"], *job.get("refused", ())]:
+        model = build_model(case)
+        model_profile(find_parts(model))
+        _prepared[repr(case)] = model
+
+
 def build_model(case: Case) -> nn.Module:
-    """The model of a case; the same on every rank."""
+    """The model of a case; the same on every rank, whose first one of a case is prepared."""
+    prepared = _prepared.pop(repr(case), None)
+    if prepared is not None:
+        return prepared
     overrides = dict(case.get("overrides", {}))
     if "layers" in case:
         overrides["num_hidden_layers"] = case["layers"]
@@ -289,14 +305,6 @@ def settings_of(case: Case) -> dict[str, Any]:
     return settings
 
 
-def share_profile(model: nn.Module) -> nn.Module:
-    """The model, after rank 0 has kept its profile for all ranks: to trace it takes the longest."""
-    if dist.get_rank() == 0:
-        model_profile(find_parts(model))
-    dist.barrier()
-    return model
-
-
 def attending_units(engine: PipelineEngine) -> int:
     """Layers that attend, of all forwards that this rank has carried out in its last step."""
     attending, layers = engine.parts.attending_layers(), engine.staged.cut.layers
@@ -320,7 +328,7 @@ def failing_kernel(case: Case) -> Iterator[None]:
 
 def run_case(case: Case, pp_size: int, sp_size: int) -> dict[str, Any] | None:
     """Run one case on this rank; rank 0 returns the comparison with the reference."""
-    model = share_profile(build_model(case))
+    model = build_model(case)
     config = SPPOConfig(pp_size=pp_size, sp_size=sp_size, **settings_of(case))
     copies = CopyCounter()
     convert_over_ranks(model, config, observer=copies)

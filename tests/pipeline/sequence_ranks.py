@@ -44,10 +44,12 @@ from tests.pipeline.pipeline_ranks import (
     compare,
     gradient_norm,
     make_batches,
+    prepare,
     run_steps,
     settings_of,
-    share_profile,
 )
+
+__all__ = ["main", "prepare"]
 
 
 def average_over_ranks(grads: NamedGradients) -> tuple[NamedGradients, list[str]]:
@@ -87,7 +89,7 @@ class CorrectionRecorder(StepObserver):
 
 def run_case(case: Case, sp_size: int) -> dict[str, Any]:
     """Run one case on this rank; what rank 0 returns has the comparison in it."""
-    model = share_profile(build_model(case))
+    model = build_model(case)
     recorder = CorrectionRecorder()
     config = SPPOConfig(sp_size=sp_size, **settings_of(case))
     convert_over_ranks(model, config, observer=recorder)

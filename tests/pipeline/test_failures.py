@@ -148,7 +148,7 @@ def test_ranks_that_train_different_parameters_say_so_and_go_on(tmp_path):
         ({"sp_size": 2, "frozen": ["layers.0.mlp.up_proj.weight"]}, 4),
         ({"family": "llama-bias-tied", "frozen": ["embed_tokens.weight"]}, 2),
         ({"pp_size": 1, "sp_size": 2, "frozen": ["embed_tokens.weight"]}, 2),
-        ({"frozen": ["layers.2.mlp.up_proj.weight", "layers.3.mlp.up_proj.weight"]}, 4),
+        ({"frozen": ["layers.1.mlp.up_proj.weight", "layers.1.mlp.down_proj.weight"]}, 4),
     ]
     jobs = [job_of("freeze", 1, **{"pp_size": 2, **sizes}) for sizes, _ in where]
     ranks = [count for _, count in where]
