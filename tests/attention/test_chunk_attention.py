@@ -13,6 +13,7 @@ from sppo_hf.attention.segments import RowSpans
 from tests.attention.backends.fake_kernels import FakeAten
 from tests.attention.layers import attend_in_chunks
 from tests.attention.oracle import dense_attention
+from tests.sweeps import pairs
 
 B, N, K, H, HV, T = 2, 4, 2, 8, 6, 13
 BOUNDS = {
@@ -66,9 +67,7 @@ class Counting(FakeAten):
         return super()._flash_attention_forward(q, *args, **kwargs)
 
 
-@pytest.mark.parametrize("bounds", BOUNDS)
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("window", [None, 1, 4])
+@pytest.mark.parametrize(("rows", "bounds", "window"), pairs(ROWS, BOUNDS, [None, 1, 4]))
 def test_documents_at_once_are_what_they_are_one_by_one(bounds, rows, window):
     inputs = _inputs(sinks=True)
     weights = torch.randn(B, T, N, HV, dtype=torch.float64)
@@ -89,9 +88,7 @@ def test_documents_of_a_row_are_one_call():
         assert (aten.forwards, aten.documents) == (forwards, documents)
 
 
-@pytest.mark.parametrize("bounds", BOUNDS)
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("window", [None, 1, 4])
+@pytest.mark.parametrize(("rows", "bounds", "window"), pairs(ROWS, BOUNDS, [None, 1, 4]))
 @pytest.mark.parametrize("sinks", [False, True])
 def test_equals_whole_attention(bounds, rows, window, sinks):
     inputs = _inputs(sinks)

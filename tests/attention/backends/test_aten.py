@@ -10,9 +10,10 @@ from sppo_hf.attention.backends.base import AttentionSpec, BackwardInputs, Causa
 from tests.attention.backends.cases import CASES, check, deterministic, run
 from tests.attention.backends.fake_kernels import FakeAten
 from tests.attention.oracle import Answer, Problem, assert_equal, make_problem, solve, visible
-from tests.sweeps import pairs
+from tests.sweeps import pairs, turn
 
 ROWS, HEADS, KV_HEADS = 2, 8, 2
+V_HEAD_SIZES = (8, 5, 20)
 
 
 @pytest.mark.parametrize("window", [None, 50])
@@ -74,9 +75,9 @@ ATEN_FLASH_VARIANTS = [
 
 
 @pytest.mark.parametrize(
-    ("v_head_size", "case", "variant"), pairs([8, 5, 20], CASES, range(len(ATEN_FLASH_VARIANTS)))
+    ("variant", "case", "v_head_size"), pairs(range(len(ATEN_FLASH_VARIANTS)), CASES, V_HEAD_SIZES)
 )
-def test_aten_flash_matches_oracle(v_head_size, case, variant):
+def test_aten_flash_matches_oracle(variant, case, v_head_size):
     rows, keys, band = case
     check(ATEN_FLASH_VARIANTS[variant], band, rows=rows, keys=keys, v_head_size=v_head_size)
 
@@ -92,7 +93,13 @@ CUDNN_VARIANTS = [
 
 
 @pytest.mark.parametrize(
-    ("variant", "case", "v_head_size"), pairs(range(len(CUDNN_VARIANTS)), CASES, [8, 5, 20])
+    ("variant", "case", "v_head_size"),
+    [
+        (variant, case, v_head_size)
+        for index, case in enumerate(CASES)
+        for variant in turn(range(len(CUDNN_VARIANTS)), 2, index)
+        for v_head_size in turn(V_HEAD_SIZES, 3, index + variant // 2)
+    ],
 )
 def test_cudnn_matches_oracle(variant, case, v_head_size):
     rows, keys, band = case
@@ -171,9 +178,12 @@ EFFICIENT_VARIANTS = [
 
 
 @pytest.mark.parametrize("backend", EFFICIENT_VARIANTS, ids=range(len(EFFICIENT_VARIANTS)))
-@pytest.mark.parametrize("v_head_size", [8, 5, 20])
-@pytest.mark.parametrize(("rows", "keys", "band"), CASES)
-def test_efficient_matches_oracle(backend, rows, keys, band, v_head_size):
+@pytest.mark.parametrize(
+    ("case", "v_head_size"),
+    [(case, size) for index, case in enumerate(CASES) for size in turn(V_HEAD_SIZES, 3, index)],
+)
+def test_efficient_matches_oracle(backend, case, v_head_size):
+    rows, keys, band = case
     check(backend, band, rows=rows, keys=keys, v_head_size=v_head_size)
 
 

@@ -19,11 +19,15 @@ from sppo_hf.planning.tile_sizes import parallel_heads
 from tests.attention.backends.cases import CASES, bands, check
 from tests.attention.oracle import make_problem, solve, visible
 from tests.planning.shapes import llama_config, shape_of
+from tests.sweeps import turn
 
 
-@pytest.mark.parametrize("grouped_heads", [True, False])
-@pytest.mark.parametrize(("rows", "keys", "band"), CASES)
-def test_matches_oracle(rows, keys, band, grouped_heads):
+@pytest.mark.parametrize(
+    ("case", "grouped_heads"),
+    [(case, x) for index, case in enumerate(CASES) for x in turn([True, False], 2, index)],
+)
+def test_matches_oracle(case, grouped_heads):
+    rows, keys, band = case
     check(CPUFlash(grouped_heads=grouped_heads), band, rows=rows, keys=keys)
 
 
