@@ -221,12 +221,12 @@ def _farthest_modes(
     overfull = next(iter(places))
     rows: list[tuple[ActivationMode, ...]] = []
     for frames in reversed(sizes):
-        whole, size = _next_tier(places, 0), sum(frames)
+        whole, size = _next_tier(places, min(frames)), sum(frames)
         if places[whole] >= size:
             places[whole] -= size
             rows.append((mode_of(saved, whole),) * len(frames))
             continue
-        if _next_tier(places, min(frames)) == overfull and places[overfull] <= 0:
+        if whole == overfull and places[overfull] <= 0:
             # No tier has free bytes for any of these units.
             places[overfull] -= size
             rows.append((mode_of(saved, overfull),) * len(frames))
