@@ -463,6 +463,9 @@ class PipelineCost:
         if kind in ("F", "B", "I"):
             yield from self._unit_changed(kind, stage, chunk, part)
         ranks = self._runs[stage, chunk].ranks
+        if len(ranks) == 1:
+            yield from self._changed_whole(kind, stage, chunk, ranks[0])
+            return
         share = unit_share(Action(kind, stage, chunk, None, part)) or 0
         for change in self._changed_whole(kind, stage, chunk, ranks[share]):
             # Each rank has an autograd graph of its own, with as many nodes for fewer tokens.

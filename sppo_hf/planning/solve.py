@@ -221,12 +221,12 @@ def _farthest_modes(
     overfull = next(iter(places))
     rows: list[tuple[ActivationMode, ...]] = []
     for row_sizes in reversed(sizes):
-        whole, size = _next_tier(places, 0), sum(row_sizes)
+        whole, size = _next_tier(places, min(row_sizes)), sum(row_sizes)
         if places[whole] >= size:
             places[whole] -= size
             rows.append((mode_of(saved, whole),) * len(row_sizes))
             continue
-        if _next_tier(places, min(row_sizes)) == overfull and places[overfull] <= 0:
+        if whole == overfull and places[overfull] <= 0:
             # No tier has free bytes for any of these units.
             places[overfull] -= size
             rows.append((mode_of(saved, overfull),) * len(row_sizes))
