@@ -250,6 +250,34 @@ def test_failures_of_an_abandoned_step_are_not_raised() -> None:
         bench.engine.wait_for(handle)
 
 
+@pytest.mark.parametrize("transfer", ["start_write", "start_read"])
+def test_an_interrupted_start_of_a_transfer_loses_nothing(
+    monkeypatch: pytest.MonkeyPatch, transfer: str
+) -> None:
+    """Ctrl-C ends the wait for a full queue; what a notebook shows of it keeps the graph alive."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    bench = _Bench(staging_pages=2)
+    values = [torch.rand(PAGE_FLOATS) for _ in range(3)]
+    handles = [bench.engine.start_offload(bench.device.tensor(x), tier="disk") for x in values]
+    if transfer == "start_read":
+        bench.settle()
+    bench.device.finish()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(bench.disk, transfer, interrupt)
+        bench.engine.prefetch(handles[0])
+    big = bench.send(2)  # wants all of staging
+    for handle, expected in zip(handles, values, strict=True):
+        assert torch.equal(bench.engine.wait_for(handle), expected)
+    del handle, big
+    handles.clear()
+    bench.settle()
+    bench.engine.assert_drained()
+    assert bench.staging.pool.used_bytes == 0
+
+
 def test_a_full_disk_is_reported_and_leaks_nothing() -> None:
     bench = _Bench()
     bench.disk.budget_bytes = 2 * PAGE_BYTES
