@@ -525,6 +525,9 @@ class Staging(Tier):
 
     def _make_progress(self) -> None:
         """Block the host on something that gives up a region; [Note: staging never deadlocks]."""
+        for queue in (self._out, self._writing, self._reading):
+            while queue and queue[0].retired:  # since the last poll; its region is free, or queued
+                queue.popleft()
         if self._reclaims:
             self._reclaims.finish_first()
         elif self._writing:
