@@ -434,6 +434,9 @@ class Store:
         space: Keeps the bytes; closed with the store.
         checksum: Check all bytes that are read, in the background threads.
         max_queued_bytes: Bytes that may wait to be written.
+
+    Raises:
+        OffloadError: The system gives no threads; the space is closed.
     """
 
     def __init__(
@@ -449,8 +452,12 @@ class Store:
         self.space = space
         self.transfers = Transfers(name, space, verify=checksum, max_queued_bytes=max_queued_bytes)
         """Does the work of the threads, and counts it."""
-        self._writers = _make_threads(self.transfers, "write")
-        self._readers = _make_threads(self.transfers, "read")
+        try:
+            self._writers = _make_threads(self.transfers, "write")
+            self._readers = _make_threads(self.transfers, "read")
+        except BaseException:
+            space.close()
+            raise
         # Runs on close, when nobody refers to the store any more, or at the interpreter's exit.
         self._finalizer = weakref.finalize(
             self, _close_store, self.transfers, self._writers, self._readers
@@ -538,11 +545,31 @@ class Store:
 
 
 def _make_threads(transfers: Transfers, action: str) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(
+    """Return an executor all of whose threads run already.
+
+    One that were to be started in the middle of a step might be refused then, and what `submit`
+    raises for would still be queued, and be done later by another thread.
+
+    Raises:
+        OffloadError: The system gives no threads.
+    """
+    threads = ThreadPoolExecutor(
         transfers.space.threads,
         thread_name_prefix=f"sppo-{transfers.name}-{action}",
         initializer=lambda: transfers.threads.add(threading.get_ident()),
     )
+    all_run = threading.Event()
+    try:
+        for _ in range(transfers.space.threads):
+            threads.submit(all_run.wait)
+    except RuntimeError as error:
+        raise OffloadError(
+            f"the system gives no threads for {transfers.space} ({error}); raise the limit of "
+            "processes (ulimit -u, or the container's), or use fewer of them"
+        ) from error
+    finally:
+        all_run.set()
+    return threads
 
 
 def _as_array(extent: Extent, host_bytes: Tensor) -> Bytes:

@@ -422,19 +422,22 @@ class Staging(Tier):
     def _start_writes(self) -> None:
         """Start writing the storages whose D2H copy the host has seen end."""
         while self._out and (self._out[0].retired or self._out[0].d2h_ticket.done()):
-            stored = self._out.popleft()
-            if stored.retired:
-                continue
-            assert stored.region is not None, "bytes on their way out have a region"
-            staged = _staged(stored)
-            try:
-                with self._count_stall():
-                    staged.write = self._store.start_write(staged.extent, stored.region.memory)
-            except SPPOError as error:
-                self._fail(stored, error)
-                continue
-            self._writing.append(stored)
-            self.write_bytes += stored.span.num_bytes
+            stored = self._out[0]
+            if not stored.retired:
+                self._start_write(stored)
+            self._out.popleft()  # not before: an interrupt may end the wait for the store's queue
+
+    def _start_write(self, stored: OffloadedStorage) -> None:
+        assert stored.region is not None, "bytes on their way out have a region"
+        staged = _staged(stored)
+        try:
+            with self._count_stall():
+                staged.write = self._store.start_write(staged.extent, stored.region.memory)
+        except SPPOError as error:
+            self._fail(stored, error)
+            return
+        self._writing.append(stored)
+        self.write_bytes += stored.span.num_bytes
 
     def _end_writes(self) -> None:
         while self._writing:
@@ -491,8 +494,10 @@ class Staging(Tier):
             return False
         try:
             staged.read = self._store.start_read(staged.extent, region.memory)
-        except SPPOError as error:
+        except BaseException as error:
             self.pool.release(region)
+            if not isinstance(error, SPPOError):
+                raise
             self._fail(stored, error)
             return True
         stored.region = region
@@ -520,6 +525,9 @@ class Staging(Tier):
 
     def _make_progress(self) -> None:
         """Block the host on something that gives up a region; [Note: staging never deadlocks]."""
+        for queue in (self._out, self._writing, self._reading):
+            while queue and queue[0].retired:  # since the last poll; its region is free, or queued
+                queue.popleft()
         if self._reclaims:
             self._reclaims.finish_first()
         elif self._writing:

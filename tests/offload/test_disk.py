@@ -366,6 +366,31 @@ def test_closing_cancels_queued_transfers_and_removes_the_files(
         store.start_read(running.extent, memory)
 
 
+def test_no_transfer_needs_a_thread_that_the_system_may_refuse(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faulty: FaultyDisk
+) -> None:
+    """An executor keeps what it has queued, and does it later, although `submit` raises for it."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    store = make_store(tmp_path, threads=2)
+    faulty.writes_flow.clear()
+    held = [store.write(host_bytes(BLOCK_BYTES, 0))]
+    faulty.await_write()
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    held.append(store.write(host_bytes(BLOCK_BYTES, 1)))
+    faulty.resume()
+    for seed, write in enumerate(held):
+        assert torch.equal(read_back(store, write), host_bytes(BLOCK_BYTES, seed))
+        store.release(write.extent)
+    assert store.space.used_bytes == 0
+    store.close()
+    with pytest.raises(OffloadError, match="can't start new thread"):
+        make_store(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_store_that_is_dropped_cleans_up(tmp_path: Path) -> None:
     store = make_store(tmp_path)
     store.write(host_bytes(BLOCK_BYTES))

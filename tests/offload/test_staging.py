@@ -250,6 +250,64 @@ def test_failures_of_an_abandoned_step_are_not_raised() -> None:
         bench.engine.wait_for(handle)
 
 
+def test_tensors_dropped_while_the_host_waits_for_staging_are_skipped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A garbage collection, or another thread, drops a graph in the middle of a poll."""
+    bench = _Bench(staging_pages=8)
+    write_seconds = {1: 3.0, 2: 5.0, 3: 500.0, 6: 1.0}
+    bench.disk.write_seconds = lambda num_bytes: write_seconds[num_bytes // PAGE_BYTES]
+    read = bench.send(1)
+    bench.settle()
+    bench.engine.prefetch(read)
+    written = [bench.send(pages) for pages in (1, 2, 3)]
+    bench.device.advance(3.0)
+    bench.engine.poll()  # all three are being written
+    dropped, after, end_reads = [read, written.pop(1)], bench.device.now + 3.0, Staging._end_reads
+    del read
+
+    def drop_in_between(staging: Staging) -> None:
+        if bench.device.now >= after:  # the first write and the read have ended, the second did not
+            dropped.clear()
+            bench.device.advance(3.0)
+        end_reads(staging)
+
+    monkeypatch.setattr(Staging, "_end_reads", drop_in_between)
+    written.append(bench.send(6))  # waits for the first write, and then for the third
+    for handle in written:
+        bench.engine.wait_for(handle)
+    assert not dropped
+
+
+@pytest.mark.parametrize("transfer", ["start_write", "start_read"])
+def test_an_interrupted_start_of_a_transfer_loses_nothing(
+    monkeypatch: pytest.MonkeyPatch, transfer: str
+) -> None:
+    """Ctrl-C ends the wait for a full queue; what a notebook shows of it keeps the graph alive."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    bench = _Bench(staging_pages=2)
+    values = [torch.rand(PAGE_FLOATS) for _ in range(3)]
+    handles = [bench.engine.start_offload(bench.device.tensor(x), tier="disk") for x in values]
+    if transfer == "start_read":
+        bench.settle()
+    bench.device.finish()
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.disk, transfer, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            bench.engine.prefetch(handles[0])
+    big = bench.send(2)  # wants all of staging
+    for handle, expected in zip(handles, values, strict=True):
+        assert torch.equal(bench.engine.wait_for(handle), expected)
+    del handle, big
+    handles.clear()
+    bench.settle()
+    bench.engine.assert_drained()
+    assert bench.staging.pool.used_bytes == 0
+
+
 def test_a_full_disk_is_reported_and_leaks_nothing() -> None:
     bench = _Bench()
     bench.disk.budget_bytes = 2 * PAGE_BYTES
