@@ -12,6 +12,7 @@ import contextlib
 import functools
 import inspect
 import logging
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -233,6 +234,16 @@ class ModelParts:
             behind = behind or not layers.isdisjoint(child.children())
             if behind and "norm" in type(child).__name__.lower():
                 return child
+        return None
+
+    def learned_positions(self) -> tuple[str, int] | None:
+        """Name of a table with a learned vector for each position (GPT-2's), and how many it has.
+
+        None for other models.
+        """
+        for name, table in self.decoder.named_children():
+            if isinstance(table, nn.Embedding) and re.search("wpe|position", name):
+                return name, table.num_embeddings
         return None
 
     @property
