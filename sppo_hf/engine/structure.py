@@ -12,6 +12,7 @@ import contextlib
 import functools
 import inspect
 import logging
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -235,6 +236,16 @@ class ModelParts:
                 return child
         return None
 
+    def learned_positions(self) -> tuple[str, int] | None:
+        """Name of a table with a learned vector for each position (GPT-2's), and how many it has.
+
+        None for other models.
+        """
+        for name, table in self.decoder.named_children():
+            if isinstance(table, nn.Embedding) and re.search("wpe|position", name):
+                return name, table.num_embeddings
+        return None
+
     @property
     def head_owner(self) -> nn.Module:
         """The module whose children are `base` and the head; `causal_lm` in most families."""
@@ -445,7 +456,8 @@ def check_adapters(parts: ModelParts) -> None:
         UnsupportedModelError: Such an adapter is active.
     """
     configs: Any = getattr(parts.causal_lm, "peft_config", None) or {}
-    reasons = {name: _reason_against_adapter(config) for name, config in configs.items()}
+    training = parts.causal_lm.training
+    reasons = {name: _reason_against_adapter(one, training) for name, one in configs.items()}
     if not any(reasons.values()):
         return
     for layer in parts.causal_lm.modules():
@@ -464,7 +476,11 @@ def _is_adapted(module: nn.Module) -> bool:
     return hasattr(module, "adapter_layer_names")
 
 
-def _reason_against_adapter(config: Any) -> str:
+_WEIGHT_DROPOUTS = ("rank_dropout", "module_dropout", "boft_dropout")
+"""Fields of PEFT's configs with dropout of an adapter's weights, not of its input."""
+
+
+def _reason_against_adapter(config: Any, training: bool) -> str:
     """What is wrong with an adapter in chunks, and the remedy; "" for adapters that are exact."""
     velora = getattr(config, "velora_config", None)
     if getattr(config, "alora_invocation_tokens", None):
@@ -484,6 +500,19 @@ def _reason_against_adapter(config: Any) -> str:
             "chunk and its recomputation would have weights of their own. Allowed: LoRA with the "
             "same weights for all tokens. Remedy: monteclora_config=None in LoraConfig"
         )
+    if training and getattr(config, "peft_type", None) == "POLY":
+        return (
+            "is Poly's, whose router draws a mix of skills at every call of a layer, so every "
+            "chunk would have another one. Allowed: adapters with the same weights for all tokens. "
+            "Remedy: LoRA"
+        )
+    for name in _WEIGHT_DROPOUTS if training else ():
+        if rate := getattr(config, name, 0.0):
+            return (
+                f"has {name}={rate}. It drops other weights at every call of a layer, so every "
+                f"chunk would have weights of its own. Allowed: 0.0. Remedy: {name}=0.0 in "
+                f"{type(config).__name__} (dropout of inputs, such as LoRA's, is fine)"
+            )
     if velora is not None and velora.init_type != "random":
         return (
             f"has velora_config.init_type={velora.init_type!r}. It projects on the mean of all "

@@ -553,8 +553,14 @@ def test_adapters_that_begin_within_the_sequence_are_refused_while_active(model,
             lambda peft, of: peft.LoraConfig(**of, velora_config=peft.VeloraConfig(num_groups=4)),
             "has velora_config.init_type='batch_average'",
         ),
+        (
+            lambda peft, of: peft.PolyConfig(**of, r=2, n_tasks=2, n_skills=2),
+            "is Poly's, whose router draws",
+        ),
+        (lambda peft, of: peft.LoHaConfig(**of, rank_dropout=0.5), "has rank_dropout=0.5"),
+        (lambda peft, of: peft.LoKrConfig(**of, module_dropout=0.1), "has module_dropout=0.1"),
     ],
-    ids=["lily", "monteclora", "velora"],
+    ids=["lily", "monteclora", "velora", "poly", "loha", "lokr"],
 )
 def test_adapters_that_read_all_tokens_of_a_call_are_refused(model, ids, make_config, reason):
     peft = pytest.importorskip("peft")

@@ -119,8 +119,10 @@ def _right_padded(*lengths):
 
 
 def test_rows_beyond_the_positions_that_a_model_has_learned_are_refused() -> None:
-    model = convert(build_tiny_model("gpt2"), SPPOConfig(num_chunks=2, show_plan=False))
-    learned = model.config.max_position_embeddings
+    """Also of a model with fewer positions than the tokens that its layers are traced with."""
+    learned = 40
+    model = build_tiny_model("gpt2", max_position_embeddings=learned)
+    convert(model, SPPOConfig(num_chunks=2, show_plan=False))
     ids = torch.zeros(1, learned + 1, dtype=torch.long)
     with pytest.raises(
         ConfigError, match=rf"position {learned:,}, but wpe has learned {learned:,}"
