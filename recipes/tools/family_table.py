@@ -1,7 +1,11 @@
 """Runs the exactness harness over all tiny families and writes the tables of the results.
 
     python recipes/tools/family_table.py llama gemma3_text   # prints Markdown
-    python recipes/tools/family_table.py --write   # recipes/MODELS.md and `sppo check --list`
+    python recipes/tools/family_table.py --write llama   # its row in recipes/MODELS.md
+    python recipes/tools/family_table.py --write   # all rows
+
+Rows are also written into a list, which `sppo check --list` prints, and which says what families
+conversion need not try.
 
 The exit code is 1 if any family is neither exact nor refused.
 """
@@ -26,11 +30,11 @@ from sppo_hf.engine.structure import find_parts
 from sppo_hf.errors import ConfigError, SPPOError
 from sppo_hf.testing.check import CheckResult, check_model
 from sppo_hf.testing.tiny_families import FAMILIES
-from sppo_hf.testing.tiny_models import build_tiny_model
+from sppo_hf.testing.tiny_models import build_tiny_model, tiny_config
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = Path("recipes/MODELS.md")
-LIST = Path("sppo_hf/cli/families.json")
+LIST = Path("sppo_hf/engine/families.json")
 LONGEST = Path("sppo_hf/cli/checkpoints.json")
 """File that `checkpoint_table.py` writes."""
 CENSUS = Path("recipes/tools/census.json")
@@ -76,6 +80,8 @@ class Row(NamedTuple):
     status: str
     error: float
     reason: str
+    proved: Sequence[str] = ()
+    """Model types that conversion takes without a trial; see `engine/family_guard.py`."""
 
 
 def check_family(name: str) -> Row:
@@ -95,7 +101,15 @@ def check_family(name: str) -> Row:
         results.append(result)
     worst = max(results, key=lambda result: result.error or 0.0)
     status = "exact" if all(result.status == "exact" for result in results) else "NOT EXACT"
-    return Row(name, feature, status, worst.error or 0.0, "")
+    return Row(name, feature, status, worst.error or 0.0, "", _proved(name, status))
+
+
+def _proved(name: str, status: str) -> list[str]:
+    """The family's model type and its text decoder's; none if it has states, which need a trial."""
+    if status != "exact" or _has_states(name):
+        return []
+    config = tiny_config(name)
+    return sorted({FAMILIES[name].model_type, config.get_text_config().model_type})
 
 
 def line_of_code(name: str) -> str:
@@ -172,6 +186,26 @@ def census_markdown(found: Mapping[str, Mapping[str, float]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def write_list(root: Path, rows: Sequence[Row], *, whole: bool) -> None:
+    """Writes `LIST`; unless `whole`, the rows of other families stay as they are.
+
+    Raises:
+        ConfigError: The others were found with another version of Transformers.
+    """
+    made = {row.name: row._asdict() for row in rows}
+    if not whole and (root / LIST).is_file():
+        known = json.loads((root / LIST).read_text(encoding="utf-8"))
+        if known["transformers"] != transformers.__version__:
+            raise ConfigError(
+                f"{LIST} was made with Transformers {known['transformers']}, and"
+                f" {transformers.__version__} is installed. Remedy: --write without families"
+            )
+        made = {row["name"]: row for row in known["families"]} | made
+    listed = [made[name] for name in FAMILIES if name in made]
+    families = {"transformers": transformers.__version__, "families": listed}
+    (root / LIST).write_text(json.dumps(families, indent=1) + "\n", encoding="utf-8")
+
+
 def write_page(root: Path) -> None:
     """Writes `PAGE` from `LIST`, `LONGEST` and `CENSUS`, which say what was found."""
     found = json.loads((root / LIST).read_text(encoding="utf-8"))
@@ -214,7 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run and write; returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("families", nargs="*", default=None, help="default: all")
-    parser.add_argument("--write", action="store_true", help=f"write {PAGE} and {LIST} instead")
+    parser.add_argument("--write", action="store_true", help=f"write {PAGE} and {LIST}")
     parser.add_argument("--root", type=Path, default=ROOT, help="folder that they are below")
     options = parser.parse_args(arguments)
     unknown = sorted(set(options.families or ()) - set(FAMILIES))
@@ -228,10 +262,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows.append(check_family(name))
         print(f"{name}: {rows[-1].status}", file=sys.stderr, flush=True)
     if options.write:
-        listed = [row._asdict() for row in rows]
-        families = {"transformers": transformers.__version__, "families": listed}
-        text = json.dumps(families, indent=1) + "\n"
-        (options.root / LIST).write_text(text, encoding="utf-8")
+        write_list(options.root, rows, whole=not options.families)
         write_page(options.root)
     else:
         print(markdown(rows), end="")

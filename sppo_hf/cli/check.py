@@ -86,9 +86,13 @@ def check(
 
 def _print_list(*, as_json: bool) -> None:
     """Print the tables made by `recipes/tools`: tested families, and predicted lengths."""
+    here = Path(__file__)
     families, checkpoints = (
-        json.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
-        for name in ("families.json", "checkpoints.json")
+        json.loads(path.read_text(encoding="utf-8"))
+        for path in (
+            here.parents[1] / "engine" / "families.json",
+            here.with_name("checkpoints.json"),
+        )
     )
     if as_json:
         typer.echo(json.dumps(families | {"longest": checkpoints}, indent=1))

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import json
 import threading
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
 from transformers import PreTrainedConfig
 
@@ -21,25 +23,21 @@ from sppo_hf.engine.layer_kernels import torch_code_alone
 from sppo_hf.engine.structure import ModelParts
 from sppo_hf.errors import ConfigError, UnsupportedModelError
 
-PROVED = frozenset(
-    (
-        "afmoe apertus arcee bitnet codegen cohere cohere2 cohere_compass_text cwm dbrx "
-        "deepseek_v2 deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo gemma "
-        "gemma2 gemma3 gemma3_text gemma3n_text gemma4 gemma4_text gemma4_unified "
-        "gemma4_unified_text glm glm4 glm46v glm4_moe glm4_moe_lite glm4v glm4v_moe "
-        "glm4v_moe_text glm4v_text glm_ocr glm_ocr_text gpt2 gpt_bigcode gpt_neox gpt_oss gptj "
-        "granite granite_swa granitemoe helium hunyuan_v1_dense hunyuan_v1_moe hyperclovax "
-        "internvl jais2 jetmoe laguna llama llama4 llama4_text llava mellum mimo_v2_flash "
-        "minicpm3 minimax_m2 ministral ministral3 mistral mistral3 mixtral nanochat nemotron "
-        "olmo olmo2 olmo3 olmoe paddleocr_vl paddleocr_vl_text persimmon phi phi3 qwen2 "
-        "qwen2_5_vl qwen2_5_vl_text qwen2_moe qwen2_vl qwen2_vl_text qwen3 qwen3_moe qwen3_vl "
-        "qwen3_vl_moe qwen3_vl_moe_text qwen3_vl_text seed_oss smollm3 smolvlm solar_open "
-        "starcoder2 vaultgemma youtu"
-    ).split()
-)
-"""Model types whose tiny models are exact in `tests/engine/test_exactness.py`."""
+_LISTED = json.loads(Path(__file__).with_name("families.json").read_text(encoding="utf-8"))
 
-PROVED_ROUTER_LOSS = frozenset("ernie4_5_moe gpt_oss mixtral olmoe qwen2_moe qwen3_moe".split())
+PROVED = frozenset(name for row in _LISTED["families"] for name in row["proved"])
+"""Model types whose tiny models are exact in `tests/engine/test_exactness.py`.
+
+`recipes/tools/family_table.py --write` lists them: without those that have states, of which many
+settings change what goes along."""
+
+_ROUTER_LOSS = "-router-loss"
+
+PROVED_ROUTER_LOSS = frozenset(
+    row["name"].removesuffix(_ROUTER_LOSS)
+    for row in _LISTED["families"]
+    if row["name"].endswith(_ROUTER_LOSS) and row["proved"]
+)
 """Model types whose auxiliary router loss is exact in these tests, too."""
 
 

@@ -175,6 +175,7 @@ _EXPERTS = {
     "qwen3_moe": _family("QK norm"),
     "olmoe": _family("QK norm"),
     "granitemoe": _family("multipliers", **_MULTIPLIERS),
+    "granitemoeshared": _family("shared expert, multipliers", **_MULTIPLIERS),
     "deepseek_v2": _family("MLA"),
     "deepseek_v3": _family("MLA, grouped routing"),
     "glm4_moe": _family("grouped routing"),
@@ -190,6 +191,14 @@ _EXPERTS = {
     "mimo_v2_flash": _family("sinks, windows, two value head sizes"),
     "solar_open": _family(),
     "minimax_m2": _family("QK norm"),
+    "cohere2_moe": _family(
+        "shared expert, parallel blocks, NoPE layers, mixed windows",
+        layer_types=_MIXED_3,
+        mlp_layer_types=["dense", "sparse", "sparse"],
+        num_shared_experts=1,
+        expert_selection_fn="sigmoid",
+        logit_scale=0.5,
+    ),
     **{
         f"{name}-router-loss": _family(
             "auxiliary router loss", output_router_logits=True, router_aux_loss_coef=0.1

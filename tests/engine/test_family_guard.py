@@ -33,7 +33,9 @@ def test_every_proved_family_is_in_the_harness_and_not_refused_there():
     tested |= {tiny_config(n).get_text_config().model_type for n in proved if n in MULTIMODAL}
     # GPT-J and CodeGen: refused before Transformers 5.24.
     proved_here = {name for name in guard.PROVED if not bypasses_attention_interface(name)}
-    assert proved_here | {"llama"} == tested
+    # Llama 4 as a whole does not run under Transformers 5.24, with which the list was made.
+    remedy = "python recipes/tools/family_table.py --write FAMILY"
+    assert proved_here | {"llama", "llama4"} == tested | {"llama4"}, remedy
 
 
 def test_an_unknown_family_is_checked_once(monkeypatch):

@@ -3,15 +3,19 @@
 What could not be tiny is refused before it is built, in every type of the installed Transformers.
 """
 
+from collections.abc import Iterator, Mapping
+from typing import Any
+
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from sppo_hf.errors import ConfigError
 from sppo_hf.testing import tiny_models as tiny
 from sppo_hf.testing.exactness import run_batch
+from sppo_hf.testing.tiny_families import FAMILIES
 from sppo_hf.testing.tiny_models import (
     LARGEST_BYTES,
     VOCAB_SIZE,
@@ -213,3 +217,25 @@ def test_lora_trains_random_adapters_only() -> None:
     assert trained
     assert all("lora_" in name for name in trained)
     assert all(p.dtype == torch.float64 and p.abs().min() > 0 for p in trained.values())
+
+
+def test_families_set_fields_that_their_configurations_have() -> None:
+    # Transformers takes any other name silently, and the entry would exercise nothing.
+    elsewhere = {
+        *("global_head_dim", "num_global_key_value_heads"),  # Gemma 4 makes layers' own of them
+        *("vision_start_token_id", "rope_theta"),  # read without being declared
+    }
+
+    def unknown(config: PreTrainedConfig, overrides: Mapping[str, Any]) -> Iterator[str]:
+        for name, value in overrides.items():
+            stored = config.attribute_map.get(name, name)
+            inner = getattr(config, stored, None)
+            if isinstance(inner, PreTrainedConfig):
+                yield from unknown(inner, value)
+            elif not hasattr(config, stored) and name not in elsewhere:
+                yield name
+
+    for name, family in FAMILIES.items():
+        if family.model_type in CONFIG_MAPPING:
+            config = AutoConfig.for_model(family.model_type)
+            assert not list(unknown(config, family.overrides)), name

@@ -5,10 +5,12 @@ import re
 from pathlib import Path
 
 import pytest
+import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from recipes.tools import family_table
 from recipes.tools.family_table import Row, line_of_code, main, markdown
+from sppo_hf.errors import ConfigError
 from sppo_hf.testing.tiny_families import FAMILIES
 
 
@@ -27,6 +29,32 @@ def test_exact_and_refused_families_get_their_tables(tmp_path: Path) -> None:
         ("falcon", "refused"),
         ("t5", "refused"),
     ]
+
+
+def test_rows_of_some_families_replace_theirs_and_leave_the_others(tmp_path: Path) -> None:
+    for path in (family_table.PAGE, family_table.LIST):
+        (tmp_path / path).parent.mkdir(parents=True)
+    mistral = Row("mistral", "window", "exact", 1e-15, "", ["mistral"])._asdict()
+    falcon = Row("falcon", "an old row", "NOT EXACT", 1.0, "")._asdict()
+    versions = {"transformers": transformers.__version__}
+    known = json.dumps(versions | {"families": [mistral, falcon]})
+    (tmp_path / family_table.LIST).write_text(known)
+    assert main(["falcon", "llama", "--write", "--root", str(tmp_path)]) == 0
+    listed = json.loads((tmp_path / family_table.LIST).read_text())["families"]
+    assert [(row["name"], row["proved"]) for row in listed] == [
+        ("llama", ["llama"]),
+        ("mistral", ["mistral"]),
+        ("falcon", []),
+    ]
+    (tmp_path / family_table.LIST).write_text(known.replace(transformers.__version__, "5.0.0"))
+    with pytest.raises(ConfigError, match="made with Transformers 5\\.0\\.0"):
+        main(["falcon", "--write", "--root", str(tmp_path)])
+
+
+def test_conversion_tries_families_with_states_and_refused_ones() -> None:
+    assert family_table._proved("gemma3", "exact") == ["gemma3", "gemma3_text"]
+    assert family_table._proved("bamba", "exact") == []
+    assert family_table._proved("falcon", "refused") == []
 
 
 def test_a_family_that_is_not_exact_fails_the_run(
