@@ -547,7 +547,7 @@ def actions_of_layout(
         if layout.sp > 1:
             # As `sppo_hf.engine.plan_cache` does for ranks that share sequences.
             config = config.replace(order="by_chunk")
-        request = replace(
+        one_rank = replace(
             single,
             config=config,
             shape=replace(single.shape, sp=layout.sp),
@@ -557,7 +557,7 @@ def actions_of_layout(
             # Of several processes none has its weights on the host by itself.
             on_host=False,
         )
-        return actions_to_list(make_plan(request)) * layout.sp
+        return actions_to_list(make_plan(one_rank)) * layout.sp
     rows = request.rows // layout.replicas
     units = rows * layout.num_chunks * layout.stages * layout.virtual
     if _ACTIONS_PER_UNIT * units > _MAX_LISTED_ACTIONS:
