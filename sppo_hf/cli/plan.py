@@ -38,7 +38,6 @@ from sppo_hf.planning.layouts import SearchSpace
 from sppo_hf.planning.pipeline_cost import PipelineCost
 from sppo_hf.planning.plan import Plan, PlanRequest, make_plan, planned_for
 from sppo_hf.planning.tiers import HOST, TIERS, allowed_behind_host, offload_tiers
-from sppo_hf.reading import to_yaml
 from sppo_hf.registry import OFFLOAD_POLICIES
 from sppo_hf.reporting.chrome_trace import write_trace
 from sppo_hf.reporting.figures import ENDINGS, draw_plan
@@ -46,6 +45,7 @@ from sppo_hf.reporting.plan_json import actions_to_list, answer_to_dict, policie
 from sppo_hf.reporting.plan_tables import plan_tables
 from sppo_hf.rules import format_bytes
 from sppo_hf.schedule.generate import MSP, Size, generate
+from sppo_hf.text_files import to_yaml
 
 _MAX_SIMULATED_ACTIONS = 240_000
 """Actions simulated for one answer over several devices: about ten microseconds each."""

@@ -44,6 +44,7 @@ from sppo_hf.engine.layer_kernels import (
 from sppo_hf.engine.logits import CollectedLogits, LogitsRequest
 from sppo_hf.engine.loss import ChunkedLoss, ModelHead, RouterLoss, divide_loss, liger_tile
 from sppo_hf.engine.plan_cache import PlanCache, PlannedOffload, StepRows
+from sppo_hf.engine.read_tensors import ReadTensors
 from sppo_hf.engine.recompute import RandomState
 from sppo_hf.engine.sequence_group import SequenceGroup, rank_tokens
 from sppo_hf.engine.sliced_calls import CannotRunByLayer, NotTokenWise
@@ -58,7 +59,6 @@ from sppo_hf.engine.structure import (
     have_mixers,
     own_parameters,
 )
-from sppo_hf.engine.versions import ReadTensors
 from sppo_hf.engine.weight_placement import WeightPlacement
 from sppo_hf.errors import ConfigError, SPPOError, UnsupportedModelError
 from sppo_hf.offload.engine import OffloadEngine, OffloadStats

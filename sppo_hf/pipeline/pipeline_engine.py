@@ -30,6 +30,7 @@ from sppo_hf.engine.family_guard import check_router_loss
 from sppo_hf.engine.forward_calls import BatchLayout, ForwardCall, read_call
 from sppo_hf.engine.loss import RouterLoss, divide_loss
 from sppo_hf.engine.plan_cache import StepRows, trainable_mask
+from sppo_hf.engine.read_tensors import ReadTensors
 from sppo_hf.engine.sequence_group import SequenceGroup, rank_random_state, rank_tokens
 from sppo_hf.engine.stage_messages import MessageLayout
 from sppo_hf.engine.stages import StagedModel
@@ -40,7 +41,6 @@ from sppo_hf.engine.structure import (
     check_trainable,
     without_parameter_hooks,
 )
-from sppo_hf.engine.versions import ReadTensors
 from sppo_hf.errors import ConfigError, PipelineError, SPPOError, UnsupportedModelError
 from sppo_hf.offload.engine import OffloadStats
 from sppo_hf.pipeline.agreement import (

@@ -32,9 +32,9 @@ from transformers.modeling_outputs import ModelOutput
 
 from sppo_hf.engine.engine import chunk_labels
 from sppo_hf.engine.forward_calls import BatchLayout, ForwardCall
+from sppo_hf.engine.read_tensors import ReadTensors
 from sppo_hf.engine.recompute import RunContext
 from sppo_hf.engine.sequence_group import SequenceGroup, rank_tokens
-from sppo_hf.engine.versions import ReadTensors
 from sppo_hf.errors import UnsupportedModelError
 from sppo_hf.pipeline.agreement import all_true
 from sppo_hf.pipeline.gradients import StepGradients, average_after_backward, step_values
