@@ -694,7 +694,9 @@ class PlanCache:
                 spans=part.spans,
                 block_tokens=None if plan.kv_tier == "device" else plan.kv_block_tokens,
                 backward=torch.is_grad_enabled(),
-                again=any(mode.saved == "hidden" for row in plan.layer_modes for mode in row),
+                reruns_attention=any(
+                    mode.saved == "hidden" for row in plan.layer_modes for mode in row
+                ),
             )
             for layer in self._attentions(plan.shape, device, part.group):
                 requirement = _requirement(layer, device)

@@ -240,7 +240,7 @@ def places(made: Plan) -> str:
     resting = made.shape.host_resident
     if resting is None:
         return "device"
-    return "optimizer" if resting.stays else "weights"
+    return "optimizer" if resting.keeps_device_copies else "weights"
 
 
 def test_what_fits_on_the_device_stays_there() -> None:
