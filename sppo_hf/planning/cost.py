@@ -331,11 +331,11 @@ class ModelCost:
     @property
     def update_seconds(self) -> float:
         """Seconds of the optimizer's update in host memory; 0 where it runs on the device."""
-        resting = self.shape.host_resident
-        if resting is None:
+        resident = self.shape.host_resident
+        if resident is None:
             return 0.0
         rate = self.profile.host_update_bytes_per_second or UNKNOWN_HOST_UPDATE
-        return resting.update_bytes / rate
+        return resident.update_bytes / rate
 
     def store_seconds(self, tier: Tier, num_bytes: float) -> float:
         """Seconds of writing from host memory to a tier behind it."""
