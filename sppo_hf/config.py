@@ -20,7 +20,6 @@ from typing import Any, Literal, NamedTuple, NoReturn, cast, get_args
 import yaml
 
 from sppo_hf.errors import ConfigError
-from sppo_hf.reading import MAX_SETTINGS_BYTES, parse_yaml, read_text, to_yaml
 from sppo_hf.registry import ATTENTION_BACKENDS, OFFLOAD_POLICIES, SCHEDULES, TIERS, Registry
 from sppo_hf.rules import (
     Rule,
@@ -38,6 +37,7 @@ from sppo_hf.rules import (
     text,
     whole_numbers,
 )
+from sppo_hf.text_files import MAX_SETTINGS_BYTES, parse_yaml, read_text, to_yaml
 
 __all__ = ["SPPOConfig", "field_help", "parse_bytes"]
 

@@ -56,7 +56,7 @@ settings.load_profile("sppo")
 TIERS = ("pure", "fake", "process", "gpu")
 TORCH_FREE = (
     *("test_architecture.py", "test_errors.py", "test_rules.py", "test_config.py"),
-    "test_reading.py",
+    "test_text_files.py",
     *("planning", "reporting", "schedule"),
 )
 HERE = Path(__file__).parent

@@ -72,7 +72,7 @@ class ChunkedRows:
     """Tokens of a K/V block if K/V are offloaded; None if all are on the device."""
     backward: bool = True
     """Whether a backward follows."""
-    again: bool = False
+    reruns_attention: bool = False
     """Whether attention of some layers is recomputed in backward."""
 
 
@@ -104,7 +104,7 @@ class WarmUp:
             self._done[key] = self._done.pop(key)
             return 0
         deadline = time.monotonic() + self._budget_seconds
-        kernel = _NewShapesOnly(backend, self._built, rows.again, device, deadline)
+        kernel = _NewShapesOnly(backend, self._built, rows.reruns_attention, device, deadline)
         with torch.set_grad_enabled(rows.backward):
             _attend_layer(layer, rows, kernel, device)
         self._done[key] = None  # not if memory ran out, which the next call may have
@@ -176,7 +176,7 @@ class _NewShapesOnly(Backend):
 
     backend: Backend
     built: set[Any]
-    again: bool
+    reruns_attention: bool
     device: torch.device
     deadline: float
 
@@ -198,7 +198,7 @@ class _NewShapesOnly(Backend):
 
     def backward(self, *given: Tensor, **scores: Unpack[Scores]) -> Gradients:
         attended = given[1:4]
-        if self.again:
+        if self.reruns_attention:
             self.forward(*attended, **scores)
         run = functools.partial(self.backend.backward, *given, **scores)
         found = self._run_new("backward", attended, scores["band"], run)

@@ -38,7 +38,6 @@ from sppo_hf.planning.layouts import SearchSpace
 from sppo_hf.planning.pipeline_cost import PipelineCost
 from sppo_hf.planning.plan import Plan, PlanRequest, make_plan, planned_for
 from sppo_hf.planning.tiers import HOST, TIERS, allowed_behind_host, offload_tiers
-from sppo_hf.reading import to_yaml
 from sppo_hf.registry import OFFLOAD_POLICIES
 from sppo_hf.reporting.chrome_trace import write_trace
 from sppo_hf.reporting.figures import ENDINGS, draw_plan
@@ -46,6 +45,7 @@ from sppo_hf.reporting.plan_json import actions_to_list, answer_to_dict, policie
 from sppo_hf.reporting.plan_tables import plan_tables
 from sppo_hf.rules import format_bytes
 from sppo_hf.schedule.generate import MSP, Size, generate
+from sppo_hf.text_files import to_yaml
 
 _MAX_SIMULATED_ACTIONS = 240_000
 """Actions simulated for one answer over several devices: about ten microseconds each."""
@@ -176,8 +176,8 @@ def _plan_over_devices(arguments: PlanArguments, as_json: bool) -> bool:
         _print_json({**_cluster_to_dict(answer), "actions": actions}, launch, folder)
     else:
         sharing = arguments.devices_of_host
-        request = arguments.plan_request(devices_of_host=sharing)
-        note = arguments.hardware_note(request, devices_of_host=sharing)
+        single = arguments.plan_request(devices_of_host=sharing)
+        note = arguments.hardware_note(single, devices_of_host=sharing)
         table = _cluster_table(answer, f"{arguments.title} on {arguments.gpus} devices")
         _print(table, note, launch, folder)
     return bool(answer.best)
@@ -547,7 +547,7 @@ def actions_of_layout(
         if layout.sp > 1:
             # As `sppo_hf.engine.plan_cache` does for ranks that share sequences.
             config = config.replace(order="by_chunk")
-        one_rank = replace(
+        on_device = replace(
             single,
             config=config,
             shape=replace(single.shape, sp=layout.sp),
@@ -555,9 +555,9 @@ def actions_of_layout(
             batch_rows=1,
             accumulates=launch.accumulated > 1,
             # Of several processes none has its weights on the host by itself.
-            on_host=False,
+            on_host_refusal="",
         )
-        return actions_to_list(make_plan(one_rank)) * layout.sp
+        return actions_to_list(make_plan(on_device)) * layout.sp
     rows = request.rows // layout.replicas
     units = rows * layout.num_chunks * layout.stages * layout.virtual
     if _ACTIONS_PER_UNIT * units > _MAX_LISTED_ACTIONS:

@@ -493,10 +493,10 @@ def _own_heads(
         mine = local_heads(num_heads, group.rank, group.size, group.head_blocks)
         sinks_N = sinks_N[mine.start : mine.stop]
     # See [Note: what the exchanges overlap with] in sequence_group.
-    again = context.exchanged
-    if again is not None:
-        again.query = again.query or group.start_tokens_to_heads(q_BNcH.detach(), tokens)
-        q_BNCH = _as_of(q_BNcH, again.query.pending())
+    exchanged = context.exchanged
+    if exchanged is not None:
+        exchanged.query = exchanged.query or group.start_tokens_to_heads(q_BNcH.detach(), tokens)
+        q_BNCH = _as_of(q_BNcH, exchanged.query.pending())
     elif needs_keys:
         coming = [group.start_tokens_to_heads(x, tokens) for x in (q_BNcH, k_BKcH, v_BKcH)]
         q_BNCH, k_BKCH, v_BKCH = (exchange.wait() for exchange in coming)

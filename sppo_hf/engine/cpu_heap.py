@@ -125,8 +125,8 @@ class HeapWatch:
         lie in the heap, between the temporaries.
         """
         max_bytes: float | None = None
-        again = [mode.recompute for row in plan.layer_modes for mode in row]
-        if plan.device.kind == "cpu" and 2 * sum(again) >= len(again):
+        recomputes = [mode.recompute for row in plan.layer_modes for mode in row]
+        if plan.device.kind == "cpu" and 2 * sum(recomputes) >= len(recomputes):
             max_bytes = max_resident_bytes(plan.estimate, parameters)
         return cls(max_bytes, workspace_bytes=plan.estimate.most_bytes(Cause.WORKSPACE))
 

@@ -41,9 +41,10 @@ from sppo_hf.engine.layer_kernels import (
     prepare_layers,
     restore_layers,
 )
-from sppo_hf.engine.logits import LogitsCollector, LogitsRequest
+from sppo_hf.engine.logits import CollectedLogits, LogitsRequest
 from sppo_hf.engine.loss import ChunkedLoss, ModelHead, RouterLoss, divide_loss, liger_tile
 from sppo_hf.engine.plan_cache import PlanCache, PlannedOffload, StepRows
+from sppo_hf.engine.read_tensors import ReadTensors
 from sppo_hf.engine.recompute import RandomState
 from sppo_hf.engine.sequence_group import SequenceGroup, rank_tokens
 from sppo_hf.engine.sliced_calls import CannotRunByLayer, NotTokenWise
@@ -58,7 +59,6 @@ from sppo_hf.engine.structure import (
     have_mixers,
     own_parameters,
 )
-from sppo_hf.engine.versions import ReadTensors
 from sppo_hf.engine.weight_placement import WeightPlacement
 from sppo_hf.errors import ConfigError, SPPOError, UnsupportedModelError
 from sppo_hf.offload.engine import OffloadEngine, OffloadStats
@@ -515,6 +515,7 @@ class ForwardStep:
         return output
 
     def _loss(self, router_loss: RouterLoss | None) -> CausalLMOutputWithPast:
+        """Run the layers, and head and standard loss chunk by chunk, with the requested logits."""
         call, plan, logits = self.call, self.plan, self.logits
         assert call.shift_labels is not None
         if logits.whole and logits.requested_by:
@@ -523,30 +524,22 @@ class ForwardStep:
         # In training, logits are part of the graph, so that a loss may be computed from them. They
         # are computed beside the tiles of the loss, which have their gradients before backward.
         in_graph = logits.whole and torch.is_grad_enabled()
-        whole = LogitsCollector() if logits.whole else None
-        reduced = LogitsCollector(logits.reduce) if logits.reduce is not None else None
-        collectors = [collector for collector in (whole, reduced) if collector is not None]
-
-        def on_logits(logits_MV: Tensor, tile: slice) -> None:
-            for collector in collectors:
-                collector.add(logits_MV, tile)
-
+        collected = CollectedLogits(logits)
         # Collected logits are those of whole rows, on every rank.
-        sharing = None if collectors else self._group
+        sharing = None if collected else self._group
         head_in_backward = self._is_sharded or self._parts.head_is_hooked()
         loss = self.engine.chunked_loss(
             call,
             plan,
             head_in_backward=head_in_backward,
-            on_logits=on_logits if collectors and not in_graph else None,
+            on_logits=collected.add if collected and not in_graph else None,
         )
         counts = labelled_chunks(self.layout, plan.bounds)
         groups = list(call.row_groups(self.engine.config))
         last = (groups[-1], max(counts))
         totals: list[Tensor] = []
         for group in groups:
-            for collector in collectors:
-                collector.begin_group()
+            collected.begin_group()
             labels_BT = call.shift_labels[group[0] : group[1]]
             # Not if the head runs right before the layers' backward: its logits are at the peak.
             backward_next = group == groups[-1] and not head_in_backward and not in_graph
@@ -561,21 +554,19 @@ class ForwardStep:
                     start, end = plan.bounds[chunk]
                     labels_BC = chunk_labels(labels_BT, (start, end), sharing, call.ignore_index)
                     final = (group, chunk) == last
-                    for collector in collectors:
-                        collector.begin_chunk(labels[group[0] : group[1], start:end])
+                    collected.begin_chunk(labels[group[0] : group[1], start:end])
                     totals.append(loss.add(hidden_BCD, labels_BC, last=final))
                     if in_graph:
-                        on_logits(self.engine.head.logits(hidden_BCD).flatten(0, 1), slice(None))
+                        collected.add(
+                            self.engine.head.logits(hidden_BCD).flatten(0, 1), slice(None)
+                        )
         total = torch.stack(totals).sum()
         total = total if sharing is None else sharing.sum_over_ranks(total)
         count = (call.shift_labels != call.ignore_index).sum().to(total.device)
         value = divide_loss(total, count, call.divisor(count))
-        if reduced is not None:
-            logits.reduced, logits.failure = reduced.result(), reduced.failure
-            logits.logits_tokens = call.total_tokens
-            logits.vocab_size, logits.logits_dtype = reduced.vocab_size, reduced.logits_dtype
-        kept = None if whole is None else call.select_kept_logits(whole.result())
-        if kept is None and reduced is not None:
+        whole = collected.finish(call.total_tokens)
+        kept = None if whole is None else call.select_kept_logits(whole)
+        if kept is None and logits.reduce is not None:
             # The Trainer reads the number of tokens from it when it gathers outputs of ranks.
             kept = torch.zeros(call.batch_rows, call.total_tokens, device=call.device)
         return CausalLMOutputWithPast(loss=value, logits=kept)

@@ -125,6 +125,43 @@ class LogitsCollector:
             return None
 
 
+class CollectedLogits:
+    """What one call collects for a `LogitsRequest`; false if that is nothing."""
+
+    def __init__(self, request: LogitsRequest) -> None:
+        self._request = request
+        self._whole = LogitsCollector() if request.whole else None
+        self._reduced = None if request.reduce is None else LogitsCollector(request.reduce)
+        self._collectors = [one for one in (self._whole, self._reduced) if one is not None]
+
+    def __bool__(self) -> bool:
+        return bool(self._collectors)
+
+    def begin_group(self) -> None:
+        """Begin the chunks of other rows."""
+        for collector in self._collectors:
+            collector.begin_group()
+
+    def begin_chunk(self, labels_BC: Tensor) -> None:
+        """Begin a chunk with the caller's labels."""
+        for collector in self._collectors:
+            collector.begin_chunk(labels_BC)
+
+    def add(self, logits_MV: Tensor, tile: slice) -> None:
+        """Add the logits of a slice of the chunk's tokens, flattened over rows."""
+        for collector in self._collectors:
+            collector.add(logits_MV, tile)
+
+    def finish(self, total_tokens: int) -> Tensor | None:
+        """Set the outputs of the request; return whole logits `[B, T, V]` if they are requested."""
+        request, reduced = self._request, self._reduced
+        if reduced is not None:
+            request.reduced, request.failure = reduced.result(), reduced.failure
+            request.logits_tokens = total_tokens
+            request.vocab_size, request.logits_dtype = reduced.vocab_size, reduced.logits_dtype
+        return None if self._whole is None else self._whole.result()
+
+
 def _check_leading(nest: Any, shape: Sequence[int]) -> None:
     """Check that all tensors of a nest begin with `shape`."""
 

@@ -54,9 +54,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import BaseModelOutputWithPast, MoeCausalLMOutputWithPast
 
+from sppo_hf.engine.read_tensors import ReadTensors
 from sppo_hf.engine.structure import ModelParts, patched_attribute, without_parameter_hooks
 from sppo_hf.engine.unit_graph import GraphNode
-from sppo_hf.engine.versions import ReadTensors
 from sppo_hf.errors import SPPOError, UnsupportedModelError
 
 # B batch rows, C tokens of a chunk, M tokens of a tile, T tokens of the sequence, D model width,

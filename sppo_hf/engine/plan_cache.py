@@ -467,9 +467,9 @@ class PlanCache:
             batch,
             shape,
             accumulates=training and self._accumulates,
-            by_layer=self._by_chunk_reason or True,
-            on_host=self.device_only_reason or True,
-            in_tiles=self._untiled_reason or True,
+            by_layer_refusal=self._by_chunk_reason or None,
+            on_host_refusal=self.device_only_reason or None,
+            tiles_refusal=self._untiled_reason or None,
             **options,
         )
         request = replace(request, config=config)
@@ -694,7 +694,9 @@ class PlanCache:
                 spans=part.spans,
                 block_tokens=None if plan.kv_tier == "device" else plan.kv_block_tokens,
                 backward=torch.is_grad_enabled(),
-                again=any(mode.saved == "hidden" for row in plan.layer_modes for mode in row),
+                reruns_attention=any(
+                    mode.saved == "hidden" for row in plan.layer_modes for mode in row
+                ),
             )
             for layer in self._attentions(plan.shape, device, part.group):
                 requirement = _requirement(layer, device)

@@ -178,8 +178,10 @@ class WeightPlacement:
         residents = plan.shape.host_resident
         if residents is None or not plan.training:
             return
-        if self.weights is None or self.weights.keep_device_copies != residents.stays:
-            places = Placement(weights=not residents.stays, optimizer=residents.gradient_bytes > 0)
+        if self.weights is None or self.weights.keep_device_copies != residents.keeps_device_copies:
+            places = Placement(
+                weights=not residents.keeps_device_copies, optimizer=residents.gradient_bytes > 0
+            )
             self.set_places(places, device, plan)
 
     def set_places(self, places: Placement, device: torch.device, plan: Plan | None = None) -> None:

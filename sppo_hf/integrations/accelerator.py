@@ -123,7 +123,7 @@ class SPPOAccelerator(Accelerator):
         engine = get_engine(extract_model_from_parallel(model))
         if isinstance(engine, PipelineEngine):
             engine.syncs_gradients = lambda: self.sync_gradients
-            engine.loss_scaler = self.scaler
+            engine.loss_gradient.scaler = self.scaler
             # Without DDP, which would average the gradients of different stages: the pipeline
             # reduces gradients over replicas itself. Accelerate wraps no model in evaluation mode.
             evaluation_mode = True

@@ -12,8 +12,8 @@ import yaml
 
 from sppo_hf.config import SPPOConfig, field_help
 from sppo_hf.errors import ConfigError
-from sppo_hf.reading import parse_yaml
 from sppo_hf.rules import show
+from sppo_hf.text_files import parse_yaml
 
 if TYPE_CHECKING:
     from sppo_hf.integrations.plugin import SPPOPlugin

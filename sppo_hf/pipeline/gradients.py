@@ -21,6 +21,7 @@ with it, are refused therefore.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -35,6 +36,40 @@ from sppo_hf.pipeline.agreement import all_true
 
 BUCKET_BYTES = 64 * 2**20
 """Bytes per collective: large enough for a link's full speed."""
+
+
+class LossGradient:
+    """The gradient that the next `loss.backward()` is expected to have: that of the last one."""
+
+    def __init__(self, causal_lm: nn.Module) -> None:
+        """Expect 1, times the scale of the gradient scaler if there is one."""
+        self._causal_lm: Any = causal_lm
+        self.scaler: Any = None
+        """Gradient scaler of float16 training, which will multiply the loss by its scale."""
+        self._unscaled = 1.0
+        """Gradient of the mean loss in the last backward, without the scaler's scale."""
+
+    def expected(self) -> Tensor:
+        """Return the expected gradient of the mean loss, `[]`, at the current scale."""
+        wide = torch.promote_types(self._causal_lm.dtype, torch.float32)
+        return torch.as_tensor(self._unscaled * self.loss_scale(), dtype=wide)
+
+    def note(self, grad: float, loss_scale: Tensor | float | None = None) -> None:
+        """Store the gradient of the mean loss that a backward had.
+
+        `loss_scale` is the scale that `grad` contains; None for the current one.
+        """
+        # A gradient of zero, or one that overflowed, is of no use for the prediction.
+        if grad != 0.0 and math.isfinite(grad):
+            scale = self.loss_scale() if loss_scale is None else loss_scale
+            self._unscaled = grad / float(scale)
+
+    def loss_scale(self) -> Tensor | float:
+        """Return the scale by which the loss will be multiplied, `[]`; 1 without a scaler."""
+        if self.scaler is None or not self.scaler.is_enabled():
+            return 1.0
+        # The scaler creates the tensor `_scale` when it first scales a loss.
+        return self.scaler._init_scale if self.scaler._scale is None else self.scaler._scale.clone()
 
 
 class StepGradients:

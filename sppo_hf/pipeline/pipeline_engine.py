@@ -9,7 +9,6 @@ are run by `token_outputs`. Calls that a cut model cannot run are refused on eve
 
 from __future__ import annotations
 
-import math
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -30,6 +29,7 @@ from sppo_hf.engine.family_guard import check_router_loss
 from sppo_hf.engine.forward_calls import BatchLayout, ForwardCall, read_call
 from sppo_hf.engine.loss import RouterLoss, divide_loss
 from sppo_hf.engine.plan_cache import StepRows, trainable_mask
+from sppo_hf.engine.read_tensors import ReadTensors
 from sppo_hf.engine.sequence_group import SequenceGroup, rank_random_state, rank_tokens
 from sppo_hf.engine.stage_messages import MessageLayout
 from sppo_hf.engine.stages import StagedModel
@@ -40,7 +40,6 @@ from sppo_hf.engine.structure import (
     check_trainable,
     without_parameter_hooks,
 )
-from sppo_hf.engine.versions import ReadTensors
 from sppo_hf.errors import ConfigError, PipelineError, SPPOError, UnsupportedModelError
 from sppo_hf.offload.engine import OffloadStats
 from sppo_hf.pipeline.agreement import (
@@ -51,6 +50,7 @@ from sppo_hf.pipeline.agreement import (
 )
 from sppo_hf.pipeline.executor import ActionRecord, Executor, Transport, UnitMarks
 from sppo_hf.pipeline.gradients import (
+    LossGradient,
     Replicas,
     StepGradients,
     refuse_post_accumulate_hooks,
@@ -158,16 +158,13 @@ class PipelineEngine(Engine):
         accumulate."""
         self.executed: list[ActionRecord] = []
         """Actions of this rank in the last step, with their times."""
-        self.loss_scaler: Any = None
-        """Gradient scaler of float16 training, which will multiply the loss by its scale."""
+        self.loss_gradient = LossGradient(parts.causal_lm)
         self.replicas = Replicas(mesh.replica_group, mesh.replica_control_group)
         self._stage_plans = StagePlanCache(self)
         if self.traces is not None:
             self.traces.rank = mesh.world_rank(mesh.pp_rank)
         self.loss_is_uniform = True
         """Whether the caller's last loss weighed all tokens equally; see `token_outputs`."""
-        self._unscaled_gradient = 1.0
-        """Gradient of the mean loss in the last backward, without the loss scaler's scale."""
         self._num_calls = 0
         self._activity = ""
         """Name of the running call for error messages: "in forward pass 3"."""
@@ -533,7 +530,7 @@ class PipelineEngine(Engine):
             assert router_loss is not None, "called where routers have a loss"
             router_loss.sum_over_ranks(self._sum_over_pipeline, call.device)
             # Scaled, as gradients are averaged over the ranks of a sequence.
-            return self.mesh.sp_size * self.expected_gradient() * router_loss.gradient()
+            return self.mesh.sp_size * self.loss_gradient.expected() * router_loss.gradient()
 
         self._stage_runner = StageRunner(
             self.staged,
@@ -704,38 +701,15 @@ class PipelineEngine(Engine):
     def _gradient_of_sum(self, call: ForwardCall) -> Tensor:
         """Return the gradient of the summed loss with which the schedule runs, `[]`.
 
-        It assumes that the gradient of the mean loss is the same as in the last step. It is
-        multiplied by the number of ranks that share a sequence, since these average gradients.
+        It is multiplied by the number of ranks that share a sequence, as these average gradients.
         """
         count, divisor = self._count_and_divisor(call)
-        scale = self.mesh.sp_size * self.expected_gradient().to(divisor.device) / divisor
+        scale = self.mesh.sp_size * self.loss_gradient.expected().to(divisor.device) / divisor
         return torch.where(count > 0, scale, torch.zeros_like(scale))
-
-    def expected_gradient(self) -> Tensor:
-        """Return the expected gradient of the mean loss, `[]`, at the current loss scale."""
-        wide = torch.promote_types(self.parts.causal_lm.dtype, torch.float32)
-        return torch.as_tensor(self._unscaled_gradient * self._loss_scale(), dtype=wide)
-
-    def note_gradient(self, grad: float, loss_scale: Tensor | float | None = None) -> None:
-        """Store the gradient of the mean loss, by which the next step's is predicted.
-
-        `loss_scale` is the loss scaler's scale that `grad` contains; None for the current one.
-        """
-        # A gradient of zero, or one that overflowed, is of no use for the prediction.
-        if grad != 0.0 and math.isfinite(grad):
-            scale = self._loss_scale() if loss_scale is None else loss_scale
-            self._unscaled_gradient = grad / float(scale)
 
     def averages_gradients(self) -> bool:
         """Whether the gradients of this step are averaged over replicas."""
         return self.mesh.replica_group is not None and self.syncs_gradients()
-
-    def _loss_scale(self) -> Tensor | float:
-        scaler = self.loss_scaler
-        if scaler is None or not scaler.is_enabled():
-            return 1.0
-        # The scaler creates the tensor `_scale` when it first scales a loss.
-        return scaler._init_scale if scaler._scale is None else scaler._scale.clone()
 
     def _sum_over_pipeline(self, x: Tensor) -> Tensor:
         for group in (self.mesh.pp_group, self.mesh.sp_group):
@@ -760,7 +734,7 @@ class PipelineEngine(Engine):
             output = runner.router_loss.add_to_output(output)
         if gradients is None:
             return output
-        used_gradient, loss_scale = self.expected_gradient(), self._loss_scale()
+        used_gradient, loss_scale = self.loss_gradient.expected(), self.loss_gradient.loss_scale()
         reads = ReadTensors.of_named(self.parts.causal_lm.named_parameters())
         versions = reads.versions()
 
@@ -770,7 +744,7 @@ class PipelineEngine(Engine):
             grad = grads[0].item()
             reads.check_unchanged(versions, "the backward of a pipeline's loss")
             released = gradients.release(grad / float(used_gradient))
-            self.note_gradient(grad, loss_scale)
+            self.loss_gradient.note(grad, loss_scale)
             return released
 
         assert output.loss is not None, "calls with labels have a loss"

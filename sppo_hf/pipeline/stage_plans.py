@@ -489,7 +489,7 @@ class StagePlanCache:
             batch,
             shape,
             bounds=choice.bounds,
-            by_layer=False,
+            by_layer_refusal="",
             alive=alive,
             accumulates=batch.training and self._accumulates,
         )

@@ -32,9 +32,9 @@ from transformers.modeling_outputs import ModelOutput
 
 from sppo_hf.engine.engine import chunk_labels
 from sppo_hf.engine.forward_calls import BatchLayout, ForwardCall
+from sppo_hf.engine.read_tensors import ReadTensors
 from sppo_hf.engine.recompute import RunContext
 from sppo_hf.engine.sequence_group import SequenceGroup, rank_tokens
-from sppo_hf.engine.versions import ReadTensors
 from sppo_hf.errors import UnsupportedModelError
 from sppo_hf.pipeline.agreement import all_true
 from sppo_hf.pipeline.gradients import StepGradients, average_after_backward, step_values
@@ -198,7 +198,7 @@ class TokenCall:
         groups = engine.mesh.control_group, engine.mesh.replica_control_group
         is_uniform = all_true(grad is not None, *groups)
         if is_uniform and grad is not None and math.isfinite(grad) and grad != 0.0:
-            engine.note_gradient(-grad * int(self._counts().sum()))
+            engine.loss_gradient.note(-grad * int(self._counts().sum()))
         speculated, self._gradients = self._gradients, None
         engine.loss_is_uniform = is_uniform
         if speculated is not None and is_uniform and grad is not None:
@@ -252,7 +252,7 @@ class TokenCall:
 
     def _assume_gradient(self) -> float:
         """Return the gradient to run with: a power of two, so that scaling by it is exact."""
-        guess = float(self._engine.expected_gradient()) / max(1, int(self._counts().sum()))
+        guess = float(self._engine.loss_gradient.expected()) / max(1, int(self._counts().sum()))
         return -math.ldexp(1.0, round(math.log2(guess))) if 0.0 < guess < math.inf else -1.0
 
 

@@ -464,17 +464,17 @@ def _simulate_within(
         actions += _num_actions(layout, count)
         if actions > max_actions:
             return None, actions - _num_actions(layout, count)
-        schedule, costs, timeline = _simulated(request, layout, count)
+        schedule, costs, timeline = _simulate_rows(request, layout, count)
         if count == rows:
-            return _planned(request, layout, costs, timeline, rows, 0.0), actions
+            return _plan_of(request, layout, costs, timeline, rows, 0.0), actions
         period = period_seconds(schedule, timeline, warm_up=warm_up, every=every)
         if period is not None:
             more = (rows - count) // every * period
-            return _planned(request, layout, costs, timeline, count, more), actions
+            return _plan_of(request, layout, costs, timeline, count, more), actions
         count = rows if 4 * count > rows else 2 * count + (rows - 2 * count) % every
 
 
-def _planned(
+def _plan_of(
     request: ClusterRequest,
     layout: Layout,
     costs: PipelineCost,
@@ -494,7 +494,7 @@ def _planned(
         return sum(fullest[: request.ranks_per_node])
 
     of_node = {tier: node_bytes(tier) for tier in (HOST, *tiers_behind_host())}
-    again = sum(
+    recompute_seconds = sum(
         cost.recompute_seconds(layer, end - start, layout.saved)
         for start, end in bounds
         for layer in range(cost.shape.num_layers)
@@ -508,7 +508,7 @@ def _planned(
         step_seconds=step_seconds,
         tokens_per_second=request.rows * request.total_tokens / step_seconds,
         bubble_fraction=1.0 - all_rows * busy / (layout.stages * step_seconds),
-        recompute_fraction=again / busy,
+        recompute_fraction=recompute_seconds / busy,
         peak_bytes=peaks,
         host_bytes=of_node[HOST],
         disk_bytes=sum(of_node.values()) - of_node[HOST],
@@ -523,7 +523,7 @@ def _planned(
     )
 
 
-def _simulated(
+def _simulate_rows(
     request: ClusterRequest, layout: Layout, rows: int
 ) -> tuple[Schedule, PipelineCost, Timeline]:
     """Simulates `rows` rows in each pipeline."""

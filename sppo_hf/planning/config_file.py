@@ -21,8 +21,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from sppo_hf.errors import ConfigError, UnsupportedModelError
-from sppo_hf.reading import MAX_JSON_BYTES, parse_json, read_text
 from sppo_hf.rules import refuse, show
+from sppo_hf.text_files import MAX_JSON_BYTES, parse_json, read_text
 
 # Sub-configurations of multimodal models; other nested objects (rotary parameters) stay dicts.
 _SUB_CONFIGS = ("text_config", "vision_config", "audio_config")

@@ -230,8 +230,8 @@ class ModelCost:
         if saved == "hidden":
             flops = self._pairs_flops(self.shape.layers[layer], start, start + tokens)
             rate = self._rate(self.profile.attention_forward_flops, tokens)
-            again = flops / rate * self.correction.backward
-            return self.recompute_seconds(layer, tokens, "inputs", tile) + again
+            attention_seconds = flops / rate * self.correction.backward
+            return self.recompute_seconds(layer, tokens, "inputs", tile) + attention_seconds
         key = ("R", self._kinds[layer], tokens, saved, tile)
         if key not in self._memo:
             flops = self.shape.recompute_flops_per_token(layer, saved)
@@ -247,11 +247,11 @@ class ModelCost:
             host = _HOST_FORWARDS[saved] * launches * self.profile.launch_seconds
             beside = self.forward_seconds(layer, 0, tokens, tile) / self.correction.forward
             beside += self.backward_seconds(layer, 0, tokens, tile) / self.correction.backward
-            again = max(seconds, host - beside) * self.correction.backward
+            rerun_seconds = max(seconds, host - beside) * self.correction.backward
             if saved == "inputs":
                 # Queries are exchanged to heads again, and the saved attention output back.
-                again += self.all_to_all_seconds(layer, tokens, with_kv=False)
-            self._memo[key] = again
+                rerun_seconds += self.all_to_all_seconds(layer, tokens, with_kv=False)
+            self._memo[key] = rerun_seconds
         return self._memo[key]
 
     def kv_recompute_seconds(self, layer: int, tokens: int) -> float:
@@ -331,11 +331,11 @@ class ModelCost:
     @property
     def update_seconds(self) -> float:
         """Seconds of the optimizer's update in host memory; 0 where it runs on the device."""
-        resting = self.shape.host_resident
-        if resting is None:
+        resident = self.shape.host_resident
+        if resident is None:
             return 0.0
         rate = self.profile.host_update_bytes_per_second or UNKNOWN_HOST_UPDATE
-        return resting.update_bytes / rate
+        return resident.update_bytes / rate
 
     def store_seconds(self, tier: Tier, num_bytes: float) -> float:
         """Seconds of writing from host memory to a tier behind it."""

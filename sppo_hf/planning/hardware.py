@@ -29,8 +29,8 @@ from typing import Any, NamedTuple, cast
 
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.json_store import cache_path, write_atomically
-from sppo_hf.reading import parse_json, read_text
 from sppo_hf.rules import show
+from sppo_hf.text_files import parse_json, read_text
 
 _GIB = 2**30
 

@@ -318,8 +318,8 @@ class LinearProgram:
             sizes, seconds = (
                 table[:, :, chunks].mean(axis=2) for table in (tables.saved / _GIB, work)
             )
-            again = per_token[:, chunks].min(axis=1) * tables.lengths[chunks].mean()
-            seconds[:, hidden] = seconds[:, inputs] + again
+            attention_seconds = per_token[:, chunks].min(axis=1) * tables.lengths[chunks].mean()
+            seconds[:, hidden] = seconds[:, inputs] + attention_seconds
             sizes, seconds = (table[tables.kind_of].T[saved] for table in (sizes, seconds))
             groups.append(_Group(len(chunks), tiers, sizes, seconds))
         return groups
@@ -543,8 +543,8 @@ class LinearProgram:
             forward = work.forward[layers].sum(axis=0) + work.head
             backward = work.backward[layers].sum(axis=0)
         self._compute_seconds = float((forward + backward).sum())
-        again = joined(Terms(self._at, self._rerun_seconds), self._col("backward", -1.0))
-        self._less.add((self._col("forward", -1.0), -forward), (again, -backward))
+        rerun = joined(Terms(self._at, self._rerun_seconds), self._col("backward", -1.0))
+        self._less.add((self._col("forward", -1.0), -forward), (rerun, -backward))
         if self._most_seconds < float("inf"):
             step = np.arange(self._width)[None, self._step_columns]
             update = self._cost.update_seconds * self._decisions.training
@@ -647,11 +647,13 @@ class LinearProgram:
             return found
         sizes = np.array(host_resident.layer_bytes) / _GIB
         if not self._decisions.by_layer:
-            assert host_resident.stays, "by chunk weights would come once for every chunk"
+            assert host_resident.keeps_device_copies, (
+                "by chunk weights would come once for every chunk"
+            )
             found[0, 0] = sizes[1:].sum()
             return found
         found[0, :-1] = sizes[1:]
-        if not host_resident.stays and layers > RESIDENT_LAYERS:
+        if not host_resident.keeps_device_copies and layers > RESIDENT_LAYERS:
             found[1, 1 : layers - RESIDENT_LAYERS + 1] = sizes[: layers - RESIDENT_LAYERS]
         return found
 

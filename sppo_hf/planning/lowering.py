@@ -932,7 +932,7 @@ class _ActionScheduler:
         The last two layers' weights, or all, are still on the device from forward.
         """
         host_resident, below = self._host_resident, layer - 1
-        if host_resident is None or host_resident.stays:
+        if host_resident is None or host_resident.keeps_device_copies:
             return
         if 0 <= below < self._decisions.num_layers - RESIDENT_LAYERS:
             self._load_weights(below, host_resident.layer_bytes[below], 1)

@@ -495,7 +495,7 @@ class ByteTables:
         offloaded while activations are loaded.
         """
         resident = self.shape.host_resident
-        comes = resident is not None and not resident.stays
+        comes = resident is not None and not resident.keeps_device_copies
         leaves = resident is not None and resident.gradient_bytes > 0
         return self.streams or comes, self.streams or leaves
 

@@ -36,7 +36,7 @@ class HostResident:
     outer_bytes: int
     """Weights outside the layers; on the device from start of forward to end of backward."""
 
-    stays: bool
+    keeps_device_copies: bool
     """Whether layers' weights stay on the device from forward to backward."""
 
     layer_gradient_bytes: tuple[int, ...]
@@ -205,26 +205,26 @@ class ModelShape:
             share = self.gradient_bytes / sum(trained)
             trained = [int(share * num_bytes) for num_bytes in trained]
         gradients = trained if optimizer else [0 for _ in trained]
-        away = gradients
+        moved = gradients
         if weights and optimizer:
-            away = [one + more for one, more in zip(base, adapters, strict=True)]
+            moved = [one + more for one, more in zip(base, adapters, strict=True)]
         elif weights:
-            away = [0 for _ in base] if self.lora is None else base
-        if not any(away):
+            moved = [0 for _ in base] if self.lora is None else base
+        if not any(moved):
             return self
         # The layer in use and the next one.
-        coming = min(sum(away), 2 * max(away))
+        on_device = min(sum(moved), 2 * max(moved))
         outer = self.gradient_bytes - sum(trained) if optimizer else 0
         return replace(
             self,
-            weight_bytes=self.weight_bytes - (sum(away) - coming if weights else 0),
+            weight_bytes=self.weight_bytes - (sum(moved) - on_device if weights else 0),
             gradient_bytes=(
                 min(self.gradient_bytes, 2 * max(trained)) if optimizer else self.gradient_bytes
             ),
             host_resident=HostResident(
-                layer_bytes=tuple(away),
+                layer_bytes=tuple(moved),
                 outer_bytes=outer,
-                stays=not weights,
+                keeps_device_copies=not weights,
                 layer_gradient_bytes=tuple(gradients),
                 outer_gradient_bytes=outer,
                 optimizer_bytes=self.states_bytes if optimizer else 0,

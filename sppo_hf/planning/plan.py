@@ -179,10 +179,10 @@ def _warnings(task: _Task, modes: LayerModes, predicted: MemoryEstimate) -> Iter
             f"{scans} of {shape.num_layers} layers are recurrent: the FLOPs and saved bytes of "
             "their scans are those of Transformers' torch code; kernels save less"
         )
-    if isinstance(task.by_layer, str):
-        yield f"order: by_chunk, because {task.by_layer}"
-    if isinstance(task.in_tiles, str):
-        yield f"layer_tile_tokens: 0, because {task.in_tiles}"
+    if task.by_layer_refusal:
+        yield f"order: by_chunk, because {task.by_layer_refusal}"
+    if task.tiles_refusal:
+        yield f"layer_tile_tokens: 0, because {task.tiles_refusal}"
 
 
 def planned_for(shape: ModelShape, total_tokens: int) -> str:
@@ -344,15 +344,15 @@ class PlanRequest:
     """K/V bytes, by tier, of the units of other stages that this rank shares. They are subtracted
     from the budgets; see `pipeline_cost.extra_shared_unit_bytes`."""
 
-    by_layer: bool | str = True
-    """Whether the model's layers can be called on parts of a sequence. A string is the reason why
-    not, shown in a warning."""
+    by_layer_refusal: str | None = None
+    """Why the model's layers cannot be called on parts of a sequence. It is shown in a warning, as
+    a part of a sentence, unless it is empty; None if they can be. So are the next two."""
 
-    on_host: bool | str = True
-    """Whether "auto" may put weights and optimizer on the host. A string is the reason why not."""
+    on_host_refusal: str | None = None
+    """Why "auto" may not put weights and optimizer on the host; None if it may."""
 
-    in_tiles: bool | str = True
-    """Whether token-wise modules of layers can run in tiles. A string is the reason why not."""
+    tiles_refusal: str | None = None
+    """Why token-wise modules of layers cannot run in tiles; None if they can."""
 
     def with_placement(self, places: Placement) -> PlanRequest:
         """Returns the request with weights and optimizer placed, in settings and shape."""
@@ -414,7 +414,7 @@ def _remedy_without_groups(request: PlanRequest) -> str:
     Beside groups no weights are put on the host.
     """
     rows = request.config.micro_batch_size
-    if rows is None or not request.training or request.on_host is not True:
+    if rows is None or not request.training or request.on_host_refusal is not None:
         return ""
     whole = replace(request, config=request.config.replace(micro_batch_size=None))
     if _possible_places(whole) == _possible_places(request) or not _fits(_choose_attention(whole)):
@@ -430,7 +430,7 @@ def _possible_places(request: PlanRequest) -> tuple[Placement, ...]:
         request.config,
         request.device,
         adapters=request.shape.lora is not None,
-        by_layer=request.by_layer is True,
+        by_layer=request.by_layer_refusal is None,
     )
 
 
@@ -464,15 +464,15 @@ def _choose_attention(request: PlanRequest) -> _PlanOrError:
 def _choose_placement(request: PlanRequest, *, rerun_attention: bool) -> _PlanOrError:
     """Plans with one of the allowed placements of weights and optimizer."""
     first, *others = _possible_places(request)
-    on_host = request.on_host
-    if others and request.training and on_host is True:
+    refusal = request.on_host_refusal
+    if others and request.training and refusal is None:
         return _fastest_placement(request, (first, *others), rerun_attention=rerun_attention)
     made = _plan_placed(
         request.with_placement(first), rerun_attention=rerun_attention, under_seconds=float("inf")
     )
-    late = request.training and isinstance(on_host, str) and others
+    late = request.training and refusal and others
     if late and isinstance(made, Plan) and _missing_bytes(made):
-        return _with_remedy(made, f"weights and optimizer: on the device, because {on_host}")
+        return _with_remedy(made, f"weights and optimizer: on the device, because {refusal}")
     return made
 
 
@@ -561,13 +561,13 @@ def _plan_placed(
 def _resolve(request: PlanRequest, *, rerun_attention: bool, under_seconds: float) -> _Task:
     config, device = request.config, request.device
     budgets = _budgets(request)
-    tiled = request.bounds is None and request.in_tiles is True
+    tiled = request.bounds is None and request.tiles_refusal is None
     return _Task(
         **{f.name: getattr(request, f.name) for f in fields(PlanRequest)},
         batch=_batch(request, budgets),
         budgets=budgets,
         choices=read_choices(config, device, rerun_attention=rerun_attention),
-        orders=read_orders(config, by_layer=request.by_layer is True),
+        orders=read_orders(config, by_layer=request.by_layer_refusal is None),
         tiles=read_tiles(config, device) if tiled else (),
         cost=_model_cost(request),
         under_seconds=under_seconds,

@@ -358,7 +358,7 @@ def solve(
         under_seconds: the caller needs a plan faster than this; if there is none, any plan that
             fits will do.
     """
-    found = _solved(cost, base, budgets, choices, best=best, under_seconds=under_seconds)
+    found = _best_candidate(cost, base, budgets, choices, best=best, under_seconds=under_seconds)
     if found is best or isinstance(found, BudgetViolation):
         return found
     if found.step_seconds <= _STALL_RATIO * compute_seconds(found.decisions, cost):
@@ -367,13 +367,15 @@ def solve(
     # So a mixed plan may wait for copies where a plan with fewer modes does not.
     for saved in choices.saved if len(choices.saved) > 1 else ():
         one_kind = replace(choices, saved=(saved,))
-        other = _solved(cost, base, budgets, one_kind, best=found, under_seconds=under_seconds)
+        other = _best_candidate(
+            cost, base, budgets, one_kind, best=found, under_seconds=under_seconds
+        )
         assert not isinstance(other, BudgetViolation), "there was one that fits"
         found = other
     return found
 
 
-def _solved(
+def _best_candidate(
     cost: ModelCost,
     base: Decisions,
     budgets: Budgets,
@@ -382,6 +384,10 @@ def _solved(
     best: Solution | None,
     under_seconds: float,
 ) -> Solution | BudgetViolation:
+    """Returns the fastest of `best`, rounded optima, fixed policies and the least memory.
+
+    Candidates that do not fit, or cannot be faster than the best so far, are not simulated.
+    """
     solved, bound = False, 0.0
     broken: list[list[BudgetViolation]] = []
     for kv_mode in kv_modes_of(cost.shape, base, choices):
@@ -396,7 +402,7 @@ def _solved(
             under = under_seconds if best is None else min(under_seconds, best.step_seconds)
             whole = _whole_slabs(budgets, cost, placed)
             for modes, kv_modes in _mode_sets(cost.shape, placed, choices):
-                mix = _solved_mix(cost, placed, whole, modes, kv_modes, under_seconds=under)
+                mix = _solve_mix(cost, placed, whole, modes, kv_modes, under_seconds=under)
                 mixed += [("solver", *mix)] if mix is not None else []
         solved = base.by_layer
         bound = min((seconds for *_, seconds in mixed), default=bound if base.by_layer else 0.0)
@@ -540,7 +546,7 @@ def reduce_host_memory(
     kv_modes = tuple(m for m in every if m not in offload_tiers() or m in base.kv_modes)
     for share in _SLOWER_SHARES:
         slower = 1.0 + share * (EQUALLY_FAST - 1.0)
-        mix = _solved_mix(
+        mix = _solve_mix(
             cost,
             base,
             budgets,
@@ -635,7 +641,7 @@ def fixed_policy(
     return with_lookahead(cost, base, modes, units=_LAYERS_AHEAD)
 
 
-def _solved_mix(
+def _solve_mix(
     cost: ModelCost,
     base: Decisions,
     budgets: Budgets,
@@ -671,10 +677,10 @@ def _solved_mix(
         bound = bound if mix is None else min(bound, mix.seconds)
         if mix is None or bound >= under_seconds:
             break
-        rows = _rounded(mix.counts, members, modes)
+        rows = _round_counts(mix.counts, members, modes)
         decisions = replace(base, layer_modes=layer_modes_of(rows, by_layer=base.by_layer))
         if mix.kv_shares is not None:
-            rounded_kv = _rounded(mix.kv_shares[:, None], ((0,),), kv_modes)
+            rounded_kv = _round_counts(mix.kv_shares[:, None], ((0,),), kv_modes)
             decisions = replace(decisions, kv_modes=tuple(mode for (mode,) in rounded_kv))
         decisions = _fit_lookahead(cost, decisions, budgets)
         predicted = lower(decisions, cost).estimate
@@ -727,7 +733,7 @@ def _mode_sets(
     return found
 
 
-def _rounded(
+def _round_counts(
     mix: NDArray[np.float64], members: Sequence[Sequence[int]], modes: Sequence[Chosen]
 ) -> list[tuple[Chosen, ...]]:
     """Rounds counts of layers (or chunks) by largest remainder, carried over to the next slot.

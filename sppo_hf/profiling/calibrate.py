@@ -171,23 +171,23 @@ class CopySpeed(NamedTuple):
     both_h2d: float
 
 
-def measure_copies(watch: BenchTimer, num_bytes: int) -> CopySpeed:
+def measure_copies(timer: BenchTimer, num_bytes: int) -> CopySpeed:
     """Time copies between device and host, each way alone and both at once.
 
     Args:
-        watch: timer of the device.
+        timer: measures on the device.
         num_bytes: bytes of one copy; twice as many are allocated on device and host.
 
     Raises:
         RuntimeError: the host memory cannot be pinned (CUDA's own message).
     """
-    pinned = watch.device.type == "cuda"
+    pinned = timer.device.type == "cuda"
     # Filled, not merely allocated: pages that were never written copy faster than memory.
     host_in, host_out = (
         torch.ones(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=pinned) for _ in range(2)
     )
     device_in, device_out = (
-        torch.ones(num_bytes, dtype=torch.uint8, device=watch.device) for _ in range(2)
+        torch.ones(num_bytes, dtype=torch.uint8, device=timer.device) for _ in range(2)
     )
 
     def d2h() -> None:
@@ -200,8 +200,8 @@ def measure_copies(watch: BenchTimer, num_bytes: int) -> CopySpeed:
     both = [at_once(d2h, h2d) for _ in range(_REPEATS)]
     both_d2h, both_h2d = (statistics.median(seconds) for seconds in zip(*both, strict=True))
     return CopySpeed(
-        d2h=num_bytes / watch.seconds(d2h),
-        h2d=num_bytes / watch.seconds(h2d),
+        d2h=num_bytes / timer.seconds(d2h),
+        h2d=num_bytes / timer.seconds(h2d),
         both_d2h=num_bytes / both_d2h,
         both_h2d=num_bytes / both_h2d,
     )
@@ -374,7 +374,7 @@ class AttentionSpeed(NamedTuple):
 
 
 def measure_matmul(
-    watch: BenchTimer,
+    timer: BenchTimer,
     dtype: torch.dtype,
     *,
     weights: Sequence[tuple[int, int]],
@@ -384,21 +384,21 @@ def measure_matmul(
     """Measure FLOP/s of linear layers by tokens.
 
     Args:
-        watch: timer of the device.
+        timer: measures on the device.
         dtype: dtype of inputs and weights.
         weights: (inputs, outputs) of each layer; one sample runs all of them.
         tokens: numbers of input rows, increasing.
         budget_seconds: see `BenchTimer.curve`.
     """
     matrices = [
-        torch.randn(outputs, inputs, device=watch.device, dtype=dtype)
+        torch.randn(outputs, inputs, device=timer.device, dtype=dtype)
         for inputs, outputs in weights
     ]
     flops_per_token = sum(2 * inputs * outputs for inputs, outputs in weights)
 
     def work_of(count: int) -> tuple[Callable[[], object], float]:
         rows = [
-            torch.randn(count, matrix.shape[1], device=watch.device, dtype=dtype)
+            torch.randn(count, matrix.shape[1], device=timer.device, dtype=dtype)
             for matrix in matrices
         ]
 
@@ -408,11 +408,11 @@ def measure_matmul(
 
         return work, float(flops_per_token * count)
 
-    return watch.curve(tokens, work_of, budget_seconds=budget_seconds)
+    return timer.curve(tokens, work_of, budget_seconds=budget_seconds)
 
 
 def measure_attention(
-    watch: BenchTimer,
+    timer: BenchTimer,
     dtype: torch.dtype,
     *,
     heads: Heads,
@@ -424,14 +424,14 @@ def measure_attention(
     The backend is the one that "auto" selects on this device. FLOPs are those of a `Workload`.
 
     Args:
-        watch: timer of the device.
+        timer: measures on the device.
         dtype: dtype of queries, keys and values.
         heads: heads of the layer.
         tokens: chunk lengths, increasing; keys are `PREFIX_CHUNKS + 1` times as many.
         budget_seconds: for each direction, see `BenchTimer.curve`.
     """
     requirement = AttentionSpec(
-        device_type=watch.device.type,
+        device_type=timer.device.type,
         dtype=dtype,
         qk_head_size=heads.size,
         v_head_size=heads.size,
@@ -446,7 +446,7 @@ def measure_attention(
             chunk_tokens=count,
             prefix_tokens=PREFIX_CHUNKS * count,
         )
-        return load, load.make(watch.device)
+        return load, load.make(timer.device)
 
     def forward_of(count: int) -> tuple[Callable[[], object], float]:
         load, work = made(count)
@@ -457,46 +457,46 @@ def measure_attention(
         attended = work.forward(backend)
         return lambda: work.backward(backend, attended), load.backward_flops
 
-    forward = watch.curve(tokens, forward_of, budget_seconds=budget_seconds)
+    forward = timer.curve(tokens, forward_of, budget_seconds=budget_seconds)
     # Sizes that were too slow for forward are not tried in backward.
     measured = [count for count, _ in forward.points]
-    backward = watch.curve(measured, backward_of, budget_seconds=budget_seconds)
+    backward = timer.curve(measured, backward_of, budget_seconds=budget_seconds)
     return AttentionSpeed(forward, backward, backend.name)
 
 
-def measure_memory(watch: BenchTimer, num_bytes: int) -> float:
+def measure_memory(timer: BenchTimer, num_bytes: int) -> float:
     """Measure bytes per second, read plus written, of elementwise work on the device."""
-    source = torch.ones(num_bytes // 4, device=watch.device)
+    source = torch.ones(num_bytes // 4, device=timer.device)
     target = torch.ones_like(source)
-    seconds = watch.seconds(lambda: torch.mul(source, 2.0, out=target))
+    seconds = timer.seconds(lambda: torch.mul(source, 2.0, out=target))
     return 2 * source.nbytes / seconds
 
 
-def measure_host_update(watch: BenchTimer, num_parameters: int) -> float:
+def measure_host_update(timer: BenchTimer, num_parameters: int) -> float:
     """Measure bytes per second, read plus written, of torch's fused AdamW in host memory.
 
     Args:
-        watch: timer of the CPU; all its threads take part.
+        timer: measures on the CPU; all its threads take part.
         num_parameters: number of float32 parameters, of 16 bytes each with their states.
     """
     parameter = torch.nn.Parameter(torch.ones(num_parameters, device="cpu"))
     parameter.grad = torch.ones_like(parameter)
     optimizer = torch.optim.AdamW([parameter], fused=True)
     # Weights and both moments are read and written, the gradient is read.
-    return 7 * parameter.nbytes / watch.seconds(optimizer.step)
+    return 7 * parameter.nbytes / timer.seconds(optimizer.step)
 
 
-def measure_launch(watch: BenchTimer) -> float:
+def measure_launch(timer: BenchTimer) -> float:
     """Measure the seconds of one decoder layer's forward when kernels have almost nothing to do.
 
     Runs a tiny Llama of Transformers, in training mode, on a few tokens, and includes a small share
     for embedding and head. The hooks of this package are not included.
     """
     model: Any = build_tiny_model("llama", dtype=torch.float32, num_hidden_layers=_LAYERS)
-    model.to(watch.device)
-    ids = torch.arange(_LAYER_TOKENS, device=watch.device)[None] % VOCAB_SIZE
+    model.to(timer.device)
+    ids = torch.arange(_LAYER_TOKENS, device=timer.device)[None] % VOCAB_SIZE
     with torch.enable_grad():
-        return watch.seconds(lambda: model(input_ids=ids, use_cache=False)) / _LAYERS
+        return timer.seconds(lambda: model(input_ids=ids, use_cache=False)) / _LAYERS
 
 
 Progress = Callable[[str, int, int], None]
@@ -607,8 +607,8 @@ def calibrate(
     sizes = QUICK if quick else SIZES[device.type]
     dtypes = {name: _dtype(name) for name in dtype_names or sizes.dtype_names}
     load_seconds = _LOAD_SECONDS if device.type == "cuda" and not quick else 0.0
-    watch = BenchTimer(device, most_seconds=sizes.most_seconds, load_seconds=load_seconds)
-    host = BenchTimer(torch.device("cpu"), most_seconds=sizes.most_seconds)
+    timer = BenchTimer(device, most_seconds=sizes.most_seconds, load_seconds=load_seconds)
+    host_timer = BenchTimer(torch.device("cpu"), most_seconds=sizes.most_seconds)
     total = 2 * len(dtypes) + 4 + (offload_dir is not None)
     done = 0
 
@@ -622,7 +622,7 @@ def calibrate(
     def by_dtype(title: str, measure: Callable[..., _T], **work: object) -> dict[str, _T]:
         work["budget_seconds"] = sizes.budget_seconds
         return {
-            name: run(f"{title}, {name}", partial(measure, watch, dtype, **work))
+            name: run(f"{title}, {name}", partial(measure, timer, dtype, **work))
             for name, dtype in dtypes.items()
         }
 
@@ -635,11 +635,11 @@ def calibrate(
             "matrix products", measure_matmul, weights=sizes.weights, tokens=sizes.tokens
         )
         attention = by_dtype("attention", measure_attention, heads=sizes.heads, tokens=sizes.tokens)
-        memory = run("memory", partial(measure_memory, watch, sizes.memory_bytes))
-        launch_seconds = run("launches", partial(measure_launch, watch))
-        copies = run("copies", partial(measure_copies, watch, sizes.copy_bytes))
+        memory = run("memory", partial(measure_memory, timer, sizes.memory_bytes))
+        launch_seconds = run("launches", partial(measure_launch, timer))
+        copies = run("copies", partial(measure_copies, timer, sizes.copy_bytes))
         update = run(
-            "update on the host", partial(measure_host_update, host, sizes.copy_bytes // 4)
+            "update on the host", partial(measure_host_update, host_timer, sizes.copy_bytes // 4)
         )
     if on_progress is not None:
         on_progress("done", done, total)

@@ -57,9 +57,9 @@ def answer_to_dict(answer: PlanResult) -> dict[str, Any]:
 
 def weight_placement(plan: Plan) -> tuple[str, str]:
     """Returns where layers' weights and the optimizer are kept: "device" or "host"."""
-    resting = plan.shape.host_resident
-    weights = resting is not None and not resting.stays
-    optimizer = resting is not None and resting.gradient_bytes > 0
+    resident = plan.shape.host_resident
+    weights = resident is not None and not resident.keeps_device_copies
+    optimizer = resident is not None and resident.gradient_bytes > 0
     return "host" if weights else "device", "host" if optimizer else "device"
 
 
@@ -95,7 +95,7 @@ def chunks_to_list(plan: Plan) -> list[dict[str, Any]]:
     """
     assert plan.cost is not None, "a plan made with a profile has costs"
     assert plan.prediction is not None, "a plan made with a profile is predicted"
-    again = plan.program().reruns_attention.sum(axis=1).tolist()
+    reruns = plan.program().reruns_attention.sum(axis=1).tolist()
     chunks: list[dict[str, Any]] = []
     for chunk, ((start, end), modes) in enumerate(zip(plan.bounds, plan.layer_modes, strict=True)):
         seconds = plan.prediction.chunks[chunk]
@@ -107,7 +107,7 @@ def chunks_to_list(plan: Plan) -> list[dict[str, Any]]:
                 "keep_layers": sum(not (mode.recompute or mode.offload) for mode in modes),
                 "offload_layers": sum(mode.offload for mode in modes),
                 "recompute_layers": sum(mode.recompute for mode in modes),
-                "attention_again_layers": again[chunk],
+                "attention_again_layers": reruns[chunk],
                 "offload_ratio": offload_ratio(plan, chunk),
                 "compute_seconds": seconds.compute_seconds,
                 "d2h_seconds": seconds.d2h_seconds,

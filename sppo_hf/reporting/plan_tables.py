@@ -227,13 +227,13 @@ def add_plan_rows(table: Table, plan: Plan, *, layers: bool = True) -> None:
 
 def _add_places(table: Table, plan: Plan) -> None:
     """Adds the parts of the model that are host-resident, if any."""
-    resting = plan.shape.host_resident
-    if resting is None:
+    resident = plan.shape.host_resident
+    if resident is None:
         return
-    if not resting.stays:
+    if not resident.keeps_device_copies:
         text = "on the host, two layers on the device"
         table.add_row("weights", text, plan.places_reason)
-    if plan.training and resting.gradient_bytes:
+    if plan.training and resident.gradient_bytes:
         why, predicted = plan.places_reason, plan.prediction
         if predicted is not None:
             why += f"; its update takes {format_seconds(predicted.update_seconds)} of the step"
@@ -310,14 +310,14 @@ def _add_modes(table: Table, plan: Plan, *, layers: bool) -> None:
 
 def attention_recompute_text(plan: Plan) -> str:
     """Says where attention is recomputed: "chunks 1-4 of layers 1-20; chunks 1-8 of layers 21"."""
-    again = plan.program().reruns_attention
+    reruns = plan.program().reruns_attention
     layers: dict[tuple[int, ...], list[int]] = {}
     for layer in range(plan.num_layers):
-        chunks = tuple(again[:, layer].nonzero()[0].tolist())
+        chunks = tuple(reruns[:, layer].nonzero()[0].tolist())
         if chunks:
             layers.setdefault(chunks, []).append(layer)
     if len(layers) > _MAX_GROUPS_SHOWN:
-        return f"{again.sum():,} of {again.size:,} chunks of layers"
+        return f"{reruns.sum():,} of {reruns.size:,} chunks of layers"
     parts = (
         f"{_spans('chunk', chunks)} of {_spans('layer', of_layers)}"
         for chunks, of_layers in layers.items()

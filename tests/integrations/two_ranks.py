@@ -215,7 +215,7 @@ def overflow_one_stage(job: dict[str, Any], plugin: SPPOPlugin | None) -> dict[s
         "sums": sums,
         "scales": scales,
         "losses": losses,
-        "unscaled": engine._unscaled_gradient,
+        "unscaled": engine.loss_gradient._unscaled,
         "rank": accelerator.process_index,
     }
 

@@ -208,7 +208,7 @@ def test_locked_bytes_are_the_planned_ones() -> None:
     resting = HostResident(
         layer_bytes=tuple(layers),
         outer_bytes=other,
-        stays=False,
+        keeps_device_copies=False,
         layer_gradient_bytes=tuple(layers),
         outer_gradient_bytes=other,
         optimizer_bytes=0,

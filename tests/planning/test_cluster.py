@@ -15,7 +15,7 @@ from sppo_hf.planning.cluster import (
     ClusterRequest,
     _few_rows,
     _num_actions,
-    _simulated,
+    _simulate_rows,
     layouts,
     simulate_layout,
     solve_cluster,
@@ -190,7 +190,7 @@ def test_the_least_that_a_layout_takes_is_near_what_it_takes(schedule: str) -> N
     near: list[float] = []
     for layout in looked_at:
         rows = question.rows // layout.replicas
-        _, costs, timeline = _simulated(question, layout, rows)
+        _, costs, timeline = _simulate_rows(question, layout, rows)
         busiest = max(timeline.busy_seconds(f"{rank}.compute") for rank in range(layout.stages))
         found = bounds_of_layout.seconds(layout)
         # The head over a share of a chunk is a little slower than its share of the whole.
@@ -215,7 +215,7 @@ def test_a_search_knows_how_many_actions_it_will_simulate(stages: int, kv_tier: 
             layout = Layout(
                 *(schedule, stages, 1, 1, chunks, "flops", "matmuls", offload), kv_tier=kv_tier
             )
-            *_, timeline = _simulated(question, layout, 2)
+            *_, timeline = _simulate_rows(question, layout, 2)
             found = _num_actions(layout, 2)
             assert len(timeline) <= found < 1.6 * len(timeline), layout
             if offload == "none" and kv_tier == "device":

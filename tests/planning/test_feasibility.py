@@ -274,7 +274,7 @@ def test_a_little_time_is_given_for_much_host_memory(monkeypatch: pytest.MonkeyP
 
 def test_a_stage_says_so_without_numbers_of_a_plan_that_does_not_run() -> None:
     asked = question(131_072, device_memory=80 * GIB, host_memory=128 * GIB)
-    stage = plan_for(replace(asked, alive=1.0, by_layer=False))
+    stage = plan_for(replace(asked, alive=1.0, by_layer_refusal=""))
     assert stage.offload_reason == (
         "auto: nearly the fastest that fits, for less host memory (solver)"
     )

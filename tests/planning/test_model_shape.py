@@ -76,7 +76,7 @@ def test_what_rests_on_the_host_is_not_on_the_device(lora: int | None) -> None:
         assert rests.host_resident == HostResident(
             layer_bytes=(layer,) * len(whole.layers),
             outer_bytes=whole.gradient_bytes - len(whole.layers) * layer,
-            stays=False,
+            keeps_device_copies=False,
             layer_gradient_bytes=(layer,) * len(whole.layers),
             outer_gradient_bytes=whole.gradient_bytes - len(whole.layers) * layer,
             optimizer_bytes=8 * whole.trainable_parameters,

@@ -29,8 +29,8 @@ def plan(
     device: DeviceFacts = CUDA,
     total_tokens: int = 32_768,
     training: bool = True,
-    by_layer: bool | str = True,
-    on_host: bool | str = True,
+    by_layer_refusal: str | None = None,
+    on_host_refusal: str | None = None,
     trains_all: bool = False,
     model: dict[str, int] | None = None,
     **settings: Any,
@@ -48,8 +48,8 @@ def plan(
             batch_rows=1,
             total_tokens=total_tokens,
             training=training,
-            by_layer=by_layer,
-            on_host=on_host,
+            by_layer_refusal=by_layer_refusal,
+            on_host_refusal=on_host_refusal,
         )
     )
 
@@ -139,9 +139,9 @@ def test_on_a_cpu_chunks_are_as_few_as_take_little_more(training: bool) -> None:
 def test_orders_that_cannot_be(training: bool) -> None:
     assert plan(order="by_chunk", training=training).order == "by_chunk"
     assert plan(pp_size=2, training=training).order == "by_chunk"
-    kept = plan(by_layer=False, training=training)
+    kept = plan(by_layer_refusal="", training=training)
     assert (kept.order, kept.warnings) == ("by_chunk", ())
-    said = plan(by_layer="layer 3 returns two tensors", training=training, order="by_layer")
+    said = plan(by_layer_refusal="layer 3 returns two tensors", training=training, order="by_layer")
     assert said.order == "by_chunk"
     assert said.warnings == ("order: by_chunk, because layer 3 returns two tensors",)
     assert plan(order="by_layer", training=training).order_reason == "set by the user"
@@ -240,7 +240,7 @@ def places(made: Plan) -> str:
     resting = made.shape.host_resident
     if resting is None:
         return "device"
-    return "optimizer" if resting.stays else "weights"
+    return "optimizer" if resting.keeps_device_copies else "weights"
 
 
 def test_what_fits_on_the_device_stays_there() -> None:
@@ -298,18 +298,18 @@ def test_what_does_not_is_as_fast_as_the_fastest_place() -> None:
     ("changes", "place"),
     [
         ({"order": "by_chunk"}, "optimizer"),
-        ({"by_layer": "it has one layer only"}, "optimizer"),
+        ({"by_layer_refusal": "it has one layer only"}, "optimizer"),
         ({"optimizer": "device"}, "device"),
         ({"device": CPU}, "device"),
         ({"training": False}, "device"),
-        ({"on_host": "2 processes reduce gradients"}, "device"),
+        ({"on_host_refusal": "2 processes reduce gradients"}, "device"),
     ],
 )
 def test_where_weights_cannot_rest_on_the_host(changes: dict[str, Any], place: str) -> None:
     made = plan(**{"device": FAST, "trains_all": True, "num_chunks": 2, **AUTO, **changes})
     assert places(made) == place
     said = any("on the device, because 2 processes reduce" in text for text in made.warnings)
-    assert said == ("on_host" in changes)
+    assert said == ("on_host_refusal" in changes)
 
 
 def test_groups_of_rows_would_bring_all_weights_several_times() -> None:

@@ -15,7 +15,7 @@ from typing import Any, Literal, Self
 
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.hardware import peak_flops
-from sppo_hf.reading import read_text
+from sppo_hf.text_files import read_text
 
 _NOT_IN_KEY = ("trace", "predict")
 _NOT_IN_SETTINGS = (*_NOT_IN_KEY, "contender", "total_tokens", "layers", "steps", "warm_up")

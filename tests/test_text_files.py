@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sppo_hf.errors import ConfigError
-from sppo_hf.reading import MAX_SETTINGS_BYTES, parse_json, parse_yaml, read_text, to_yaml
+from sppo_hf.text_files import MAX_SETTINGS_BYTES, parse_json, parse_yaml, read_text, to_yaml
 
 
 def read(path: str | os.PathLike[str]) -> str:
