@@ -29,7 +29,7 @@ STEPS = 7
 
 
 def make_trainer(run: dict[str, Any], folder: Path, **changes: Any) -> Trainer:
-    """The Trainer of a run: four layers, `rows` per replica, two epochs begun."""
+    """The Trainer of a run: four layers (adapters: two), `rows` per replica, two epochs begun."""
     settings = run.get("settings")
     plugin = None if settings is None else SPPOPlugin({"show_plan": False, **settings})
     args = make_arguments(
@@ -46,7 +46,8 @@ def make_trainer(run: dict[str, Any], folder: Path, **changes: Any) -> Trainer:
             **changes,
         },
     )
-    model = make_model(num_hidden_layers=4, tie_word_embeddings=run.get("tied", False))
+    layers = 2 if run.get("lora") else 4
+    model = make_model(num_hidden_layers=layers, tie_word_embeddings=run.get("tied", False))
     if run.get("lora"):
         from peft import LoraConfig, get_peft_model
 
@@ -54,7 +55,7 @@ def make_trainer(run: dict[str, Any], folder: Path, **changes: Any) -> Trainer:
         settings = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
         with suppress_peft_warnings():
             model = get_peft_model(model, settings)
-    return Trainer(model, args, train_dataset=make_rows(12), eval_dataset=make_rows(8, seed=2))
+    return Trainer(model, args, train_dataset=make_rows(12), eval_dataset=make_rows(4, seed=2))
 
 
 def train(run: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -91,7 +92,7 @@ def loop(run: dict[str, Any], folder: Path) -> dict[str, Any]:
     accelerator = Accelerator(
         cpu=True, parallelism_config=SPPOPlugin({"show_plan": False, **run["settings"]})
     )
-    model = make_model(num_hidden_layers=4, tie_word_embeddings=run.get("tied", False))
+    model = make_model(tie_word_embeddings=run.get("tied", False))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)

@@ -91,7 +91,7 @@ def freed_share() -> float:
         vocab_size=128,
         hidden_size=512,
         intermediate_size=4096,
-        num_hidden_layers=8,
+        num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=4,
     )

@@ -65,7 +65,7 @@ def test_a_killed_rank_ends_all_and_the_last_checkpoint_continues_the_curve(tmp_
     loading = inspect.getsource(Trainer._load_optimizer_and_scheduler)
     if layout == "a shared sequence" and "self.args.device if self.args.world_size > 1" in loading:
         pytest.skip("this Transformers loads optimizers of several ranks onto GPUs alone")
-    job = {"kind": "ddp", "rows": 4, "arguments": {**ARGUMENTS, **sharding}}
+    job = {"kind": "ddp", "rows": 2, "arguments": {**ARGUMENTS, **sharding}}
     job["settings"] = {**COMMON, **sizes}
     ended = _kill_last_rank_in_training(job, tmp_path / "run", ranks)
     assert ended.codes[-1] == -signal.SIGKILL
@@ -84,7 +84,7 @@ def test_a_killed_rank_ends_all_and_the_last_checkpoint_continues_the_curve(tmp_
     )
     job["arguments"] |= {"max_steps": last + 3}
     resumed = run_job({**job, "resume": True}, ranks, tmp_path / "run")
-    plain = {"kind": "ddp", "rows": 4, "arguments": {**ARGUMENTS, "max_steps": last + 3}}
+    plain = {"kind": "ddp", "rows": 2, "arguments": {**ARGUMENTS, "max_steps": last + 3}}
     plain = run_job(plain, 1, tmp_path / "plain")
     for name in ("loss", "grad_norm"):
         ours, theirs = (

@@ -67,16 +67,16 @@ def _job(steps: int, last: int) -> dict:
 
 
 LONG_STEPS, LONG_LAST = (50, 10) if ALL else (20, 5)
-LONG = _job(LONG_STEPS, LONG_LAST)
+LONG = {**_job(LONG_STEPS, LONG_LAST), "eval_rows": 4}
 """More than an epoch, which ends between the checkpoint and the end."""
 STEPS, LAST = (50, 10) if ALL else (4, 2)
-MANY = _job(STEPS, LAST)
+MANY = {**_job(STEPS, LAST), "rows": 2, "eval_rows": 4}
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> dict:
     """Many steps on one process without SPPO."""
-    result = run_job({**MANY, "rows": 4}, 1, tmp_path_factory.mktemp("many") / "one")
+    result = run_job(MANY, 1, tmp_path_factory.mktemp("many") / "one")
     assert len(_series(result, "loss")) == STEPS
     return result
 
@@ -102,14 +102,14 @@ def test_many_steps_by_the_trainer_and_the_last_on_another_layout(tmp_path: Path
 def test_many_steps_on_shared_sequences_and_the_last_on_other_layouts(tmp_path: Path, plain):
     """Two ranks; other layouts repeat the last steps from their checkpoint."""
     names = ("loss", "grad_norm", "epoch", "eval_loss")
-    two = run_job({**MANY, "settings": SHARED, "rows": 4}, 2, tmp_path / "two")
+    two = run_job({**MANY, "settings": SHARED}, 2, tmp_path / "two")
     assert two["wrapper"] == "DistributedDataParallel"
     _assert_same_run(two, plain, names)
     job = {**MANY, "resume": str(tmp_path / "two" / f"checkpoint-{STEPS - LAST}")}
     for name, settings, rows, ranks in (
-        ("both", BOTH, 4, 4),
-        ("one", {"num_chunks": 3}, 4, 1),
-        *([("four", SHARED, 2, 4), ("pipeline", PIPELINE, 4, 2)] if ALL else []),
+        ("both", BOTH, 2, 4),
+        ("one", {"num_chunks": 3}, 2, 1),
+        *([("four", SHARED, 1, 4), ("pipeline", PIPELINE, 2, 2)] if ALL else []),
     ):
         resumed = run_job({**job, "settings": settings, "rows": rows}, ranks, tmp_path / name)
         _assert_same_run(resumed, plain, names)
@@ -121,10 +121,10 @@ def test_many_steps_on_shared_sequences_and_the_last_on_other_layouts(tmp_path: 
 def test_many_steps_on_sequences_that_stages_share(tmp_path: Path, plain):
     """Two stages of two ranks; one process repeats the last steps from their checkpoint."""
     names = ("loss", "grad_norm", "epoch", "eval_loss")
-    four = run_job({**MANY, "settings": BOTH, "rows": 4}, 4, tmp_path / "four")
+    four = run_job({**MANY, "settings": BOTH}, 4, tmp_path / "four")
     _assert_same_run(four, plain, names)
     job = {**MANY, "resume": str(tmp_path / "four" / f"checkpoint-{STEPS - LAST}")}
-    one = run_job({**job, "settings": {"num_chunks": 3}, "rows": 4}, 1, tmp_path / "one")
+    one = run_job({**job, "settings": {"num_chunks": 3}}, 1, tmp_path / "one")
     _assert_same_run(one, plain, names)
 
 
@@ -135,7 +135,7 @@ def test_many_steps_on_sequences_that_stages_share(tmp_path: Path, plain):
     ids=["accumulation", "lora"],
 )
 def test_shared_units_by_the_trainer(tmp_path: Path, arguments, lora):
-    job = {"kind": "ddp", "arguments": arguments, "lora": lora, "rows": 4}
+    job = {"kind": "ddp", "arguments": arguments, "lora": lora, "rows": 2, "eval_rows": 4}
     ours = run_job({**job, "settings": SHARED_UNITS}, 2, tmp_path / "two")
     plain = run_job(job, 1, tmp_path / "one")
     _assert_same_run(ours, plain, ("loss", "grad_norm", "eval_loss"))
@@ -146,10 +146,10 @@ def test_shared_units_by_the_trainer(tmp_path: Path, arguments, lora):
 @pytest.mark.timeout(240)
 def test_many_steps_on_shared_units_and_the_last_in_one_process(tmp_path: Path, plain):
     names = ("loss", "grad_norm", "epoch", "eval_loss")
-    two = run_job({**MANY, "settings": SHARED_UNITS, "rows": 4}, 2, tmp_path / "two")
+    two = run_job({**MANY, "settings": SHARED_UNITS}, 2, tmp_path / "two")
     _assert_same_run(two, plain, names)
     job = {**MANY, "resume": str(tmp_path / "two" / f"checkpoint-{STEPS - LAST}")}
-    one = run_job({**job, "settings": {"num_chunks": 3}, "rows": 4}, 1, tmp_path / "one")
+    one = run_job({**job, "settings": {"num_chunks": 3}}, 1, tmp_path / "one")
     _assert_same_run(one, plain, names)
 
 
@@ -161,7 +161,7 @@ def test_many_steps_on_shared_units_and_the_last_in_one_process(tmp_path: Path, 
     ids=["accumulation", "lora"],
 )
 def test_shared_sequences_by_the_trainer(tmp_path: Path, arguments, lora):
-    job = {"kind": "ddp", "arguments": arguments, "lora": lora, "rows": 4}
+    job = {"kind": "ddp", "arguments": arguments, "lora": lora, "rows": 2, "eval_rows": 4}
     ours = run_job({**job, "settings": SHARED}, 2, tmp_path / "two")
     plain = run_job(job, 1, tmp_path / "one")
     _assert_same_run(ours, plain, ("loss", "grad_norm", "eval_loss"))
@@ -178,14 +178,14 @@ def test_shared_sequences_by_the_trainer(tmp_path: Path, arguments, lora):
 def test_shared_sequences_by_the_trainer_under_fsdp2_and_resumed(tmp_path: Path):
     """Two ranks; resumed from their checkpoint at 2, sharing sequences and with own sequences."""
     arguments = {"max_steps": 4, "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
-    job = {"kind": "ddp", "tied": True, "eval_labels": 17, "rows": 4}
+    job = {"kind": "ddp", "tied": True, "eval_labels": 17, "rows": 2, "eval_rows": 4}
     plain = run_job({**job, "arguments": arguments}, 1, tmp_path / "one")
     job |= {"settings": SHARED, "arguments": {**arguments, **FSDP2}}
     ours = run_job(job, 2, tmp_path / "two")
     assert ours["wrapper"].startswith("FSDP")
     _assert_same_run(ours, plain, ("loss", "grad_norm", "eval_loss"))
     job["resume"] = str(tmp_path / "two" / "checkpoint-2")
-    for name, changes in (("again", {}), ("apart", {"settings": {"num_chunks": 3}, "rows": 2})):
+    for name, changes in (("again", {}), ("apart", {"settings": {"num_chunks": 3}, "rows": 1})):
         resumed = run_job({**job, **changes}, 2, tmp_path / name)
         _assert_same_run(resumed, plain, ("loss", "grad_norm", "eval_loss"))
 
@@ -198,8 +198,8 @@ def test_shared_sequences_of_a_model_that_fsdp2_shards(tmp_path: Path, ranks):
     """Over the ranks that share a sequence, and over those of two sequences."""
     job = {"kind": "fsdp2", "tied": True}
     settings = {**SHARED, "recompute": "full"}
-    ours = run_job({**job, "settings": settings, "rows": 8 // ranks}, ranks, tmp_path / "ours")
-    plain = run_job({**job, "rows": 4}, 1, tmp_path / "one")
+    ours = run_job({**job, "settings": settings, "rows": 4 // ranks}, ranks, tmp_path / "ours")
+    plain = run_job({**job, "rows": 2}, 1, tmp_path / "one")
     assert ours["wrapper"].startswith("FSDP")
     assert ours["mesh"] == ["dp_shard"]
     _assert_same_run(ours, plain, ("loss", "grad_norm"))
@@ -248,7 +248,8 @@ def test_early_stopping_and_predicted_losses(tmp_path: Path):
         "greater_is_better": False,
         "prediction_loss_only": True,
     }
-    job = {"kind": "ddp", "rows": 4, "arguments": arguments, "patience": 2, "predict": True}
+    job = {"kind": "ddp", "rows": 2, "arguments": arguments, "patience": 2, "predict": True}
+    job["eval_rows"] = 4
     ours = run_job({**job, "settings": PIPELINE}, 2, tmp_path / "two")
     plain = run_job(job, 1, tmp_path / "one")
     assert ours["steps"] == plain["steps"] < 20

@@ -124,7 +124,7 @@ def train(run: dict[str, Any], folder: str, plugin: SPPOPlugin | None) -> dict[s
     else:
         data = _dataset(run.get("data", {"sft": "text"}.get(kind, kind)))
     if run.get("eval"):
-        more["eval_dataset"] = data
+        more["eval_dataset"] = data.select(range(4))
     trainer = trainer_class(
         model=model,
         args=config_class(**settings),

@@ -275,12 +275,14 @@ MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 def case_of(name: str, family: str = "llama", **others: Any) -> Case:
     chunks = {"num_chunks": max(3, others.get("layers") or 0)}
     settings = {**ON, **others.pop("settings", chunks)}
-    case = {"name": name, "family": family, "layers": 3, **others, "settings": settings}
+    case = {"name": name, "family": family, "layers": 2, **others, "settings": settings}
     return cast(Case, {key: value for key, value in case.items() if value is not None})
 
 
 TWO = [
-    case_of("uneven, recomputed", settings={"chunk_lengths": UNEVEN, "recompute": "full"}),
+    case_of(
+        "uneven, recomputed", layers=3, settings={"chunk_lengths": UNEVEN, "recompute": "full"}
+    ),
     case_of("padding, offloaded", rows=3, padding=[0, 9, 20], settings={"num_chunks": 5, **AWAY}),
     case_of("LoRA, tied", "llama-bias-tied", lora=True),
     case_of(
@@ -288,7 +290,7 @@ TWO = [
         "llama-bias-tied",
         settings={"chunk_lengths": UNEVEN, "recompute": "selective", **AWAY},
     ),
-    case_of("windows and sinks", "gpt_oss", settings={"chunk_lengths": UNEVEN}),
+    case_of("windows and sinks", "gpt_oss", layers=3, settings={"chunk_lengths": UNEVEN}),
     case_of(
         "router loss",
         "mixtral-router-loss",
@@ -298,6 +300,7 @@ TWO = [
     case_of(
         "K/V on the host, windows and sinks",
         "gpt_oss",
+        layers=3,
         rows=3,
         padding=[0, 9, 20],
         settings={"chunk_lengths": UNEVEN, "recompute": "full", **KEYS_AWAY, **AWAY},
@@ -329,13 +332,13 @@ MORE = [
         settings={"num_chunks": 4, **KEYS_AWAY},
     ),
     case_of("shared keys, LoRA", "gemma4_text-shared-kv", layers=None, lora=True),
-    case_of("soft caps", "gemma2"),
+    case_of("soft caps", "gemma2", layers=3),
     case_of("windows", "mistral", settings={"chunk_lengths": UNEVEN}),
-    case_of("MLA, experts", "deepseek_v3"),
+    case_of("MLA, experts", "deepseek_v3", layers=3),
     case_of("experts", "qwen3_moe"),
-    case_of("learned positions", "gpt2"),
-    case_of("frozen front", frozen=["layers.0.", "embed"]),
-    case_of("frozen end", frozen=["layers.2.", "lm_head"]),
+    case_of("learned positions", "gpt2", layers=3),
+    case_of("frozen front", layers=3, frozen=["layers.0.", "embed"]),
+    case_of("frozen end", layers=3, frozen=["layers.2.", "lm_head"]),
     case_of("all leaves", settings={"chunk_lengths": UNEVEN, "recompute": "full", **AWAY}),
     case_of("simulated", settings={"num_chunks": 4, "hardware": "h100"}),
     case_of(
@@ -387,7 +390,7 @@ REPLICAS = [
     case_of("LoRA", lora=True, settings={"num_chunks": 3}),
 ]
 REFUSED = [
-    case_of("recurrent", "qwen3_next"),
+    case_of("recurrent", "qwen3_next", layers=None),
     case_of("few chunks", settings={"chunk_tokens": 23}),
     case_of("frozen later", frozen_later=["layers.0."]),
 ]

@@ -25,7 +25,8 @@ SIX_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 
 
 def case_of(name: str, family: str = "llama", **others: Any) -> Case:
     # Hooks on parameters would see a rank's part of a gradient, as under DDP.
-    return {"name": name, "family": family, "rows": 2, "hooks": False, **others}
+    size = {"layers": 2} if family in ("llama", "llama-bias-tied") else {}
+    return {"name": name, "family": family, "rows": 2, "hooks": False, **size, **others}
 
 
 BATCHES = [
@@ -84,6 +85,9 @@ _MEAN, _WEIGHED = {"loss": "mean"}, {"loss": "weighed"}
 _OWN_LOSSES = [{**_MEAN, "scale": 3.0, **HELD}, {**_WEIGHED, "evaluate": True, **HELD}, _WEIGHED]
 if ALL:
     _OWN_LOSSES[1:] = [{**_WEIGHED, **HELD}, _OWN_LOSSES[1], {**_MEAN, "scale": 0.5, **HELD}, _MEAN]
+_OF_OWN_LOSSES: dict[str, Any] = {"packed": {"packed": [9, 6, 8]}, "LoRA": {"lora": True}}
+if not ALL:
+    _OF_OWN_LOSSES = {"packed, LoRA": {"packed": [9, 6, 8], "lora": True}}
 IN_PIPELINES = [
     case_of("one-token tail, late weights", settings={"chunk_lengths": UNEVEN, **ZB}),
     case_of("tied, padding", "llama-bias-tied", padding=[0, 9, 20], rows=3),
@@ -92,7 +96,7 @@ IN_PIPELINES = [
     case_of("LoRA", lora=True, settings={"num_chunks": 3, **ZB}),
     case_of(
         "several stages a rank",
-        layers=5,
+        layers=4,
         settings={"num_chunks": 3, "pp_schedule": "interleaved_seq1f1b", "pp_virtual_stages": 2},
     ),
     case_of(
@@ -129,7 +133,7 @@ IN_PIPELINES = [
             steps=_OWN_LOSSES,
             **batch,
         )
-        for name, batch in {"packed": {"packed": [9, 6, 8]}, "LoRA": {"lora": True}}.items()
+        for name, batch in _OF_OWN_LOSSES.items()
     ),
 ]
 
