@@ -25,7 +25,7 @@ from tests.fakes.device import RaceError
 from tests.fakes.operations import OperatingDevice, Operations
 from tests.sweeps import sample
 
-LENGTHS = [5, 1, 7, 4, 6]
+LENGTHS = [5, 1, 9, 8]
 TOKENS = sum(LENGTHS)
 MODES = [mode for mode in all_modes() if mode.tier != "disk"]
 STEPS = 2

@@ -25,7 +25,7 @@ from tests.offload.disk_store import DiskStore
 from tests.sweeps import turn
 
 TOKENS = 23
-UNEVEN = (1, 4, 3, 14, 1)
+UNEVEN = (1, 4, 17, 1)
 
 
 def _config(**settings):
@@ -80,7 +80,7 @@ def test_families_and_blocks(monkeypatch, family, block_tokens):
         *((*mode, UNEVEN) for mode in MODES),
         ("full", "none", (TOKENS,)),
         ("none", "none", (TOKENS,)),
-        ("none", "full", (1,) * TOKENS),
+        ("none", "full", (*(1,) * 12, TOKENS - 12)),
     ],
 )
 def test_modes_and_chunkings(recompute, offload, lengths):

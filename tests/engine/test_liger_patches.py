@@ -32,6 +32,7 @@ from sppo_hf.engine.trace_profile import trace_config
 from sppo_hf.planning.model_profile import LayerProfile, Training
 from tests.engine.measuring import SETTINGS, TOKENS, run, saved_bytes, sized_config
 from tests.fakes.liger import RMSNorm, SiLUMul, calls, install, write
+from tests.sweeps import turn
 
 pytestmark = pytest.mark.fake
 
@@ -255,8 +256,10 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("lora", [False, True])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("mode", "lora"),
+    [(mode, lora) for index, mode in enumerate(MODES) for lora in turn([False, True], 2, index)],
+)
 def test_loss_and_gradients_are_those_of_the_model_without_the_patch(
     mode: str, lora: bool, patch: Any
 ) -> None:

@@ -21,6 +21,7 @@ from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
 from tests.attention.backends.cases import deterministic
 from tests.attention.backends.fake_kernels import FakeAten
 from tests.engine.forced_plans import force_kv, force_modes
+from tests.sweeps import turn
 
 
 def _choose_by_window(monkeypatch):
@@ -178,8 +179,14 @@ def test_kernels_build_plans_for_all_shapes_of_a_step_before_it(
     assert len(observer.said) == 1
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "llama4_text"])
-@pytest.mark.parametrize("block_tokens", [1, 20, 48])
+@pytest.mark.parametrize(
+    ("family", "block_tokens"),
+    [
+        (family, block_tokens)
+        for index, block_tokens in enumerate([20, 1, 48])
+        for family in turn(["gemma3_text", "llama4_text"], 2, index)
+    ],
+)
 def test_kernels_build_plans_for_offloaded_kv(monkeypatch, family, block_tokens):
     force_kv(monkeypatch, block_tokens=block_tokens)
     kernel = Planning()

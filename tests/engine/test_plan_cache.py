@@ -75,7 +75,7 @@ def test_accumulated_gradients_are_counted_in_plans():
 
 
 def test_small_gradients_do_not_change_plans():
-    model, seen = _converted(add_lora(build_tiny_model("llama", vocab_size=50_000)))
+    model, seen = _converted(add_lora(build_tiny_model("llama", vocab_size=10_000)))
     for _ in range(2):
         _step(model)
     (plan,) = seen
@@ -161,7 +161,7 @@ def test_each_set_of_trained_parameters_has_its_own_plans():
 
 def test_plans_of_the_least_recently_trained_sets_are_dropped():
     """LISA, for one, draws new sets of trained layers all the time; the last eight are kept."""
-    model, seen = _converted(build_tiny_model("llama"))
+    model, seen = _converted(build_tiny_model("llama", num_hidden_layers=2))
     engine = get_engine(model)
     assert engine is not None
 

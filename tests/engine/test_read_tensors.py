@@ -14,6 +14,7 @@ from sppo_hf.engine.structure import suppress_peft_warnings
 from sppo_hf.planning.activation_modes import all_modes, mode_of
 from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
 from tests.engine.forced_plans import force_modes
+from tests.sweeps import turn
 
 MODES = [mode for mode in all_modes() if mode.tier != "disk"]
 CHUNKS = (9, 1, 13)
@@ -180,8 +181,14 @@ def _frozen(model: nn.Module) -> Tensor:
     return loss
 
 
-@pytest.mark.parametrize("change", [_other_adapter, _other_scale, _no_adapter, _frozen])
-@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize(
+    ("change", "recompute"),
+    [
+        (change, recompute)
+        for index, change in enumerate([_other_adapter, _other_scale, _frozen, _no_adapter])
+        for recompute in turn(["selective", "full"], 2, index)
+    ],
+)
 def test_a_rerun_has_the_settings_of_forward(llama, change, recompute) -> None:
     """Adapters are switched, and parameters frozen, between a forward and its backward."""
     ours, plain = _two_adapters(llama), _two_adapters(llama)

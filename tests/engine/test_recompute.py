@@ -275,7 +275,7 @@ def test_layers_with_compiled_parts(monkeypatch: pytest.MonkeyPatch, saved: Any)
     """Their second forward must be compiled as their first was."""
     torch._dynamo.reset()  # what others compiled of the class counts towards the compiler's limit
     force_modes(monkeypatch, _always(mode_of(saved, "device")))
-    model = build_tiny_model("llama")
+    model = build_tiny_model("llama", num_hidden_layers=2)
     batch = make_batch(tokens=TOKENS)
     expected = run_reference(model, batch, hooks=False)
     convert(model, _config())

@@ -346,7 +346,7 @@ def test_any_lengths_rows_and_padding(family: str, case: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", MIXERS)
 @given(data=st.data())
-@examples(3, whole=8)
+@examples(2, whole=8)
 def test_any_packed_documents(family: str, data: st.DataObject) -> None:
     row = data.draw(
         st.lists(st.integers(1, 9), min_size=2, max_size=5).filter(lambda x: sum(x) > 3)

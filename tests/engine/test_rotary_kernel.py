@@ -25,6 +25,7 @@ from sppo_hf.engine.recompute import RecomputedLayer
 from sppo_hf.engine.structure import find_parts
 from sppo_hf.testing.exactness import compare_drift, parameter_errors, run_batch, run_reference
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
+from tests.sweeps import turn
 
 CPU = torch.device("cpu")
 LAYERS = 3
@@ -121,8 +122,17 @@ def check(model: nn.Module, batch: dict[str, Tensor] = BATCH, **settings: Any) -
 RERUN = {"none": 0, "selective": 1, "full": 1}
 
 
-@pytest.mark.parametrize("recompute", RERUN)
-@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "nemotron", "llama-dynamic-rope"])
+@pytest.mark.parametrize(
+    ("family", "recompute"),
+    [
+        *(("llama", recompute) for recompute in RERUN),
+        *(
+            (family, recompute)
+            for index, family in enumerate(["qwen3", "phi3", "nemotron", "llama-dynamic-rope"])
+            for recompute in turn(list(RERUN), 3, index)
+        ),
+    ],
+)
 def test_loss_and_gradients_are_those_of_the_models_own_code(
     rope: Rope, family: str, recompute: str
 ) -> None:

@@ -25,6 +25,7 @@ from sppo_hf.engine.structure import (
 )
 from sppo_hf.planning.config_file import check_config, load_config
 from sppo_hf.testing.tiny_models import build_tiny_model, make_batch, tiny_config
+from tests.sweeps import sample
 
 NESTED = [
     name
@@ -58,7 +59,7 @@ def test_nested_configs_of_plain_language_models_are_planned_as_they_train(
 @pytest.mark.slow
 def test_every_family_is_planned_as_it_trains(tmp_path: Path) -> None:
     differ = {}
-    for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    for name in sample(list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), 3):
         try:
             config = tiny_config(name)
             config.save_pretrained(tmp_path)
