@@ -61,5 +61,6 @@ that keeps it, and `tests/fakes` checks all of them with vector clocks.
 
 The host's side has one lock, held by every public method of the engine, because autograd unpacks
 in its own thread on CUDA. Work of one engine is assumed to be on one compute stream; if the current
-stream changes, the new one first waits for the old one, and the rules hold for it as well.
+stream changes, the new one first waits for the old one, which from then on waits for copies like
+the new one, since what it allocated is freed to it; so the rules hold for both.
 """

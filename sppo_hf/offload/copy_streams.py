@@ -215,6 +215,9 @@ class StreamCopier:
         self.page_locker: PageLocker | None = runtime
         self._runtime = runtime
         self._compute = runtime.current_stream()
+        # All that compute has been on. Memory is freed to the stream that allocated it, so each of
+        # them is ordered behind copies.
+        self._compute_streams = [self._compute]
         self._d2h = _CopyStream(runtime.new_stream() if own_streams else None)
         self._h2d = _CopyStream(runtime.new_stream() if own_streams else None)
         self._stall_seconds = 0.0
@@ -261,6 +264,7 @@ class StreamCopier:
         start.record(compute)
         compute.wait_event(ticket.event)
         end.record(compute)
+        self._order_others_behind(ticket.event)
         self._open_stalls.append((start, end))
         ticket.copy_stream.last_ordered = ticket.number
 
@@ -280,6 +284,7 @@ class StreamCopier:
         if queue.stream is None:
             self._runtime.copy_bytes(destination, source)
             done.record(self._compute)
+            self._order_others_behind(done)
             queue.num_issued += 1
             queue.last_ordered = queue.num_issued
             return StreamTicket(self, queue, done)
@@ -305,7 +310,15 @@ class StreamCopier:
             self._now.record(self._compute)
             current.wait_event(self._now)
             self._compute = current
+            if current not in self._compute_streams:
+                self._compute_streams.append(current)
         return current
+
+    def _order_others_behind(self, event: torch.cuda.Event) -> None:
+        """Make the streams wait that compute was on before the current one."""
+        for stream in self._compute_streams:
+            if stream != self._compute:
+                stream.wait_event(event)
 
 
 Copier = HostCopier | StreamCopier

@@ -125,13 +125,15 @@ class _Weight:
     _gradient_holder: weakref.ref[Any] | None = None
     """Alive as long as anybody holds a gradient in `gradient_bytes`."""
 
+    @property
+    def has_replaced_data(self) -> bool:
+        """Whether other data was assigned to the parameter, on any device."""
+        own = (self.host,) if self.device is None else (self.host, self.device)
+        return self.parameter.data.data_ptr() not in [tensor.data_ptr() for tensor in own]
+
     def adopt_replaced_data(self) -> None:
-        """Copy data that was assigned to the parameter, on any device, to the host."""
-        now = self.parameter.data
-        if now.data_ptr() == self.host.data_ptr():
-            return
-        if self.device is None or now.data_ptr() != self.device.data_ptr():
-            self.host.copy_(now)
+        """Copy data that was assigned to the parameter to the host; no copy reads that any more."""
+        self.host.copy_(self.parameter.data)
         self.to_host()
 
     def gradient_buffer(self, gradient: Tensor) -> Tensor | None:
@@ -296,7 +298,9 @@ class HostWeights:
                 weight.gradient = None
             self.move_to_host()
         for weight in self._all():
-            weight.adopt_replaced_data()
+            if weight.has_replaced_data:
+                self._finish_h2d()
+                weight.adopt_replaced_data()
         self._drop_device_copies()
         self.layers_with_sent_gradients.clear()
         self._start_h2d(self._others, len(self._layers), backward=False)
@@ -323,11 +327,10 @@ class HostWeights:
         self._drop_device_copies()
         # From now on the host may write parameters and read gradients, so here, once a step, it
         # waits. Copies of a direction end in order.
-        if self._hooks and self._last_h2d is not None:
-            self._last_h2d.finish()
+        self._finish_h2d()
         if self._last_d2h is not None:
             self._last_d2h.finish()
-        self._last_h2d = self._last_d2h = None
+            self._last_d2h = None
         self._pending_gradients.clear()
         while self._accumulations:
             self._accumulations[0].ticket.finish()
@@ -423,6 +426,12 @@ class HostWeights:
         for group in self._layers:
             yield from group
         yield from self._others
+
+    def _finish_h2d(self) -> None:
+        """Block the host until no copy reads its weights any more."""
+        if self._last_h2d is not None:
+            self._last_h2d.finish()
+            self._last_h2d = None
 
     # -- gradients ---------------------------------------------------------------------------
 

@@ -138,6 +138,25 @@ def test_a_change_of_the_compute_stream_keeps_the_order(device: FakeDevice) -> N
     assert torch.equal(back, _bytes())
 
 
+@pytest.mark.parametrize("own_streams", [True, False])
+def test_what_one_compute_stream_allocated_is_freed_while_another_is_current(
+    device: FakeDevice, own_streams: bool
+) -> None:
+    copier = StreamCopier(device, own_streams=own_streams)
+    source, host = device.tensor(_bytes()), _host()
+    if own_streams:
+        out = copier.start_d2h(source, host)
+    back, into = copier.start_h2d(torch.ones(64, dtype=torch.uint8))
+    with device.use_stream(device.new_stream()):
+        if not own_streams:
+            out = copier.start_d2h(source, host)
+        wait_for_all([out, into])
+        assert out.ordered
+        assert into.ordered
+        del source, back  # to the first stream, which may write there at once
+        device.look_for_freed()  # raises RaceError where it did not wait
+
+
 def test_a_wait_for_one_copy_orders_all_before_it_and_none_after(device: FakeDevice) -> None:
     copier = StreamCopier(device)
     hosts = [_host() for _ in range(4)]

@@ -37,13 +37,15 @@ class _Model:
         *,
         keep_device_copies: bool,
         locked: bool = False,
+        trained: bool = True,
     ) -> None:
         self.copies, self.work = itertools.cycle(copies), itertools.cycle(work)
         self.device = FakeDevice(lambda stream, num_bytes: next(self.copies))
         self.layers = [
-            [Parameter(torch.rand(8)), Parameter(torch.rand(2, 3))] for _ in range(LAYERS)
+            [Parameter(torch.rand(8), trained), Parameter(torch.rand(2, 3), trained)]
+            for _ in range(LAYERS)
         ]
-        self.other = Parameter(torch.rand(5))
+        self.other = Parameter(torch.rand(5), trained)
         self.weights = HostWeights(
             self.layers,
             [self.other],
@@ -171,6 +173,37 @@ def test_the_host_waits_for_copies_from_memory_that_it_writes(
     model.weights.move_to_host()
     with pytest.raises(RaceError):
         model.step()
+
+
+@pytest.mark.parametrize("keep_device_copies", [False, True])
+def test_the_host_may_write_frozen_weights_after_a_forward(keep_device_copies: bool) -> None:
+    """As a reference model's are that follow the trained ones, or by `load_state_dict`."""
+    model = _Model([50.0], [0.0], keep_device_copies=keep_device_copies, trained=False)
+    model.forward()
+    model.weights.move_to_host()
+    model.step()
+    model.forward()
+
+
+def test_the_host_waits_for_copies_from_memory_that_takes_replaced_data(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = _Model([50.0], [0.0], keep_device_copies=False)
+    model.forward()  # its loss is dropped
+    weight = model.weights._weight_of[id(model.layers[-1][0])]
+    weight.parameter.data = torch.full((8,), 3.0)
+    copy, copied = torch.Tensor.copy_, []
+
+    def copy_on_host(target: torch.Tensor, source: torch.Tensor, *args: object) -> torch.Tensor:
+        if target is weight.host:
+            model.on_host(target, writes=True)
+            copied.append(target)
+        return copy(target, source, *args)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", copy_on_host)
+    model.forward()
+    assert copied
+    assert torch.all(weight.parameter.data == 3.0)
 
 
 def test_a_view_of_a_weight_reads_its_bytes_at_backward() -> None:
