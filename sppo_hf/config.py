@@ -253,6 +253,11 @@ class SPPOConfig:
         return self.pp_size * self.sp_size
 
     @property
+    def one_chunk(self) -> bool:
+        """Whether every layer is called for all tokens of a sequence at once."""
+        return self.num_chunks == self.sp_size == 1
+
+    @property
     def host_resident(self) -> tuple[bool, bool]:
         """Whether frozen layer weights, and trained ones with their optimizer, are on the host.
 

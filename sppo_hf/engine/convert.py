@@ -18,7 +18,6 @@ import functools
 import inspect
 import types
 from collections.abc import Callable
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -28,19 +27,12 @@ from torch.utils.hooks import RemovableHandle
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.engine import Engine
 from sppo_hf.engine.family_guard import check_family
-from sppo_hf.engine.foreign_code import check_foreign_code
-from sppo_hf.engine.sliced_calls import InnermostHook
+from sppo_hf.engine.foreign_code import check_foreign_code, check_forward
+from sppo_hf.engine.sliced_calls import InnermostHook, LengthHook, is_of_a_copy
 from sppo_hf.engine.stages import AbsentLayer, staged_model_of
 from sppo_hf.engine.step_observer import StepObserver
-from sppo_hf.engine.structure import find_causal_lm, find_parts
+from sppo_hf.engine.structure import all_modules, depends_on_length, find_causal_lm, find_parts
 from sppo_hf.errors import ConfigError, UnsupportedModelError
-
-
-def _depends_on_length(module: nn.Module) -> bool:
-    """Whether a module is a rotary embedding that depends on the sequence's length."""
-    kind = getattr(module, "rope_type", None)
-    kinds = kind.values() if isinstance(kind, dict) else [kind]
-    return any("dynamic" in str(name) or name == "longrope" for name in kinds)
 
 
 def _append_last(
@@ -139,6 +131,8 @@ def revert(model: ModelT) -> ModelT:
     for handle in conversion.handles:
         handle.remove()
     conversion.handles.clear()
+    for module in all_modules(causal_lm):
+        _remove_copied_hooks(module)
     conversion.engine.enabled = False
     conversion.engine.close()
     if staged_model_of(causal_lm) is not None:
@@ -165,6 +159,7 @@ def check_convertible(model: nn.Module) -> None:
     if get_engine(model) is None:
         parts = find_parts(model)
         check_family(parts)
+        check_forward(parts)
         check_foreign_code(parts)
 
 
@@ -192,7 +187,9 @@ def _attach(
 ) -> None:
     parts = find_parts(causal_lm)
     check_family(parts)
-    check_foreign_code(parts, one_chunk=config.num_chunks == config.sp_size == 1)
+    if old is None:
+        check_forward(parts)
+    check_foreign_code(parts, one_chunk=config.one_chunk)
     if old is not None:
         conversion: _Conversion = causal_lm.__dict__[_ATTRIBUTE]
         observer = observer or old.observer
@@ -213,11 +210,27 @@ def _attach(
             module.register_forward_pre_hook(before, with_kwargs=True),
             module.register_forward_hook(after, always_call=True),
         ]
-    for rotary in filter(_depends_on_length, parts.base.modules()):
+    for rotary in filter(depends_on_length, parts.base.modules()):
         conversion.handles += [
-            rotary.register_forward_pre_hook(partial(_append_last, engine), with_kwargs=True),
-            rotary.register_forward_hook(partial(_cut_last, engine)),
+            rotary.register_forward_pre_hook(LengthHook(_append_last, engine), with_kwargs=True),
+            rotary.register_forward_hook(LengthHook(_cut_last, engine)),
         ]
+    engine.remember_modules(all_modules(causal_lm))
+
+
+def _remove_copied_hooks(module: nn.Module) -> None:
+    """Remove hooks that a module was copied with (PEFT copies modules that it saves)."""
+    for hooks, *more in (
+        (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
+        (
+            module._forward_hooks,
+            module._forward_hooks_with_kwargs,
+            module._forward_hooks_always_called,
+        ),
+    ):
+        for key in [key for key, hook in hooks.items() if is_of_a_copy(hook)]:
+            for table in (hooks, *more):
+                table.pop(key, None)  # type: ignore[attr-defined]
 
 
 def _chunked_forward(causal_lm: Any) -> types.MethodType:

@@ -17,6 +17,7 @@ import functools
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
@@ -34,6 +35,7 @@ from sppo_hf.engine.chunk_runner import ChunkInputs, ChunkRunner
 from sppo_hf.engine.cpu_heap import HeapWatch
 from sppo_hf.engine.device_facts import as_current_device
 from sppo_hf.engine.family_guard import check_router_loss
+from sppo_hf.engine.foreign_code import check_foreign_code, check_rotary_hooks
 from sppo_hf.engine.forward_calls import BatchLayout, ForwardCall, read_call
 from sppo_hf.engine.layer_kernels import (
     check_mixer_kernels,
@@ -110,6 +112,8 @@ class Engine:
             parts, config, self.plans, self.planned_offload, observer, self.traces
         )
         self._warned: set[str] = set()
+        self._checked_modules: list[weakref.ref[torch.nn.Module]] = []
+        """The model's modules when they were checked."""
         self._kernels_checked = False
         self._has_run = False
         self._in_original_forward = False
@@ -158,6 +162,21 @@ class Engine:
             check_mixer_kernels(self.parts, device)
             prepare_layers(self.parts, self.config, device)
             self._kernels_checked = True
+
+    def remember_modules(self, modules: Sequence[torch.nn.Module]) -> None:
+        """Take `modules`, all of the model, as checked."""
+        self._checked_modules = [weakref.ref(module) for module in modules]
+
+    def _check_new_modules(self, modules: Sequence[torch.nn.Module]) -> None:
+        """Check code of the user's own, if modules were added or replaced since it was checked."""
+        known = self._checked_modules
+        if len(known) == len(modules) and all(
+            ref() is module for ref, module in zip(known, modules, strict=True)
+        ):
+            return
+        check_rotary_hooks(self.parts)
+        check_foreign_code(self.parts, one_chunk=self.config.one_chunk)
+        self.remember_modules(modules)
 
     def _run_original(self, *args: Any, **kwargs: Any) -> Any:
         before, self._in_original_forward = self._in_original_forward, True
@@ -238,6 +257,7 @@ class Engine:
         rows, tokens, device = call.batch_rows, call.total_tokens, call.device
         self.placement.place(device)
         modules = all_modules(self.parts.causal_lm)
+        self._check_new_modules(modules)
         if torch.is_grad_enabled():
             self.placement.update_trainable(device, own_parameters(modules))
         while True:

@@ -22,8 +22,9 @@ accelerator. A layer with quantised weights keeps them.
 as before, and buffers are copies. The module's code has run, though, and messages say so.
 
 Not covered: hooks that users have registered, which do not run in a trial, as many only collect
-what they see (a warning names them); modules that are replaced after the conversion; what depends
-on tokens more than `_TOKENS` apart, or on the values of global variables.
+what they see (a warning names them); a class or `forward` that is exchanged in a module after the
+conversion (new modules are tried before the next step); what depends on tokens more than `_TOKENS`
+apart, or on the values of global variables.
 """
 
 from __future__ import annotations
@@ -53,13 +54,21 @@ from sppo_hf.engine.sliced_calls import (
     NORM,
     Call,
     CannotRunByLayer,
+    LengthHook,
     PrefixLength,
     WithoutDropout,
     input_width,
     layer_calls,
     may_narrow_float32,
 )
-from sppo_hf.engine.structure import ModelParts, is_mixer, mixers_of, own_class, patched_attribute
+from sppo_hf.engine.structure import (
+    ModelParts,
+    depends_on_length,
+    is_mixer,
+    mixers_of,
+    own_class,
+    patched_attribute,
+)
 from sppo_hf.errors import UnsupportedModelError, first_line
 
 # B batch rows, T tokens of a trial, N query heads, K KV heads, H head size, D model width.
@@ -155,6 +164,41 @@ def check_foreign_code(parts: ModelParts, *, one_chunk: bool = False) -> None:
             mixers = [m for m in mixers_of(root) if not _is_foreign(m, built)]
             _Trial(parts, root, modules, mixers, calls[root]).run()
             _passed[root] = _state(root)
+
+
+def check_forward(parts: ModelParts) -> None:
+    """Refuse a model object whose `forward` was replaced by code of the user's own.
+
+    Its parts are called by the engine, so what it does with a loss or an output would be lost.
+
+    Raises:
+        UnsupportedModelError: Names what was seen and a remedy.
+    """
+    forward = vars(parts.causal_lm).get("forward")
+    if forward is not None and _package(_code_module(forward)) not in _LIBRARIES:
+        raise UnsupportedModelError(
+            f"{parts.name}.forward was replaced in this model by a function of "
+            f"{_code_module(forward) or 'unknown code'}, which would not see whole sequences. "
+            "Allowed: the forward of the model's class, and functions around it that are put in "
+            "place after the conversion. Remedy: call plugin.convert(model) before the forward is "
+            f"replaced; or override it in a subclass of {parts.model_class.__name__}."
+        )
+
+
+def check_rotary_hooks(parts: ModelParts) -> None:
+    """Refuse rotary tables that depend on the sequence's length and that the engine cannot tell it.
+
+    Raises:
+        UnsupportedModelError: Such a module was put in place after the conversion.
+    """
+    for module in parts.base.modules():
+        hooks = module._forward_pre_hooks.values()
+        if depends_on_length(module) and not any(isinstance(hook, LengthHook) for hook in hooks):
+            raise UnsupportedModelError(
+                f"{_label(parts, module)} was put in place after SPPO converted {parts.name}, and "
+                "its table depends on the length of the sequence, which it would not be told. "
+                "Remedy: plugin.revert(model) and plugin.convert(model) once more."
+            )
 
 
 # -- what is the user's own ---------------------------------------------------------------------

@@ -35,6 +35,7 @@ submodules have hooks, as these must see calls over all tokens.
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
@@ -78,8 +79,35 @@ class CannotRunByLayer(Exception):
     """The model cannot run layer by layer; the message is the reason, as a part of a sentence."""
 
 
-class InnermostHook(partial[Any]):
-    """One of our hooks which must run closer to a layer's forward than other hooks.
+class EngineHook(partial[Any]):
+    """One of our hooks; its first argument is the engine.
+
+    A copy of the whole model gets hooks of the copied engine. A module that is copied by itself
+    (PEFT does so with those that it saves) must not copy engine and model: its hook does nothing.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> EngineHook:
+        engine = self.args[0] if self.args else None
+        if engine is None or not {id(engine), id(engine.parts.causal_lm)} & memo.keys():
+            return type(self)(_no_hook)
+        return type(self)(self.func, *copy.deepcopy(self.args, memo))
+
+
+def _no_hook(*_: object) -> None:
+    """Hook of a module that was copied by itself."""
+
+
+def is_of_a_copy(hook: object) -> bool:
+    """Whether a hook is what is left of one of ours in a module that was copied by itself."""
+    return isinstance(hook, EngineHook) and hook.func is _no_hook
+
+
+class LengthHook(EngineHook):
+    """A hook of a rotary embedding that depends on the sequence's length."""
+
+
+class InnermostHook(EngineHook):
+    """A hook of ours which must run closer to a layer's forward than other hooks.
 
     Other hooks are for the call over all tokens: FSDP2's gather and free the layer's weights. And a
     rerun calls the layer's forward without its hooks, so it has to begin with what other hooks

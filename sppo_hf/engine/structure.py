@@ -125,6 +125,13 @@ def own_class(module: nn.Module) -> Any:
     return next(kind for kind in type(module).__mro__ if not hasattr(kind, "unshard"))
 
 
+def depends_on_length(module: nn.Module) -> bool:
+    """Whether a module is a rotary embedding that depends on the sequence's length."""
+    kind = getattr(module, "rope_type", None)
+    kinds = kind.values() if isinstance(kind, dict) else [kind]
+    return any("dynamic" in str(name) or name == "longrope" for name in kinds)
+
+
 @dataclass(frozen=True, slots=True)
 class ModelParts:
     """The parts of one causal language model."""

@@ -284,3 +284,16 @@ def test_moved_layers_are_accepted(model, ids):
     expected = _gradients(plain, ids)
     for name, gradient in _gradients(model, ids).items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-3, atol=1e-5)
+
+
+def test_a_part_that_is_copied_by_itself_does_not_copy_the_model() -> None:
+    """As PEFT copies modules that it saves; their hooks go when the model is reverted."""
+    model = convert(build_tiny_model("llama"), SPPOConfig(num_chunks=2, show_plan=False))
+    memo = {}
+    norm = copy.deepcopy(model.model.norm, memo)
+    assert id(model.lm_head.weight) not in memo
+    model.model.norm = torch.nn.ModuleList([norm])  # stands for PEFT's wrapper
+    revert(model)
+    assert not norm._forward_hooks
+    assert not norm._forward_pre_hooks
+    assert not norm._forward_hooks_always_called

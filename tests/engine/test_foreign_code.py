@@ -690,3 +690,53 @@ def test_weights_that_are_not_here_are_not_tried() -> None:
     """Another rank has them, and tries."""
     model, _ = _mixing("convolution")
     check_foreign_code(find_parts(model.to("meta")))
+
+
+# -- changes after the conversion ------------------------------------------------------------------
+
+
+def test_modules_put_in_after_the_conversion_are_tried_before_the_next_step() -> None:
+    model = build_tiny_model("llama").train()
+    batch = make_batch(rows=1, tokens=TOKENS)
+    convert(model, _config())
+    model(**batch).loss.backward()
+    mlp = model.model.layers[1].mlp
+    model.model.layers[1].mlp = _Convolution(mlp, model.config.hidden_size)
+    with pytest.raises(UnsupportedModelError, match=r"layers\.1\.mlp \(_Convolution\)"):
+        model(**batch)
+    model.model.layers[1].mlp = mlp
+    model(**batch).loss.backward()
+
+
+def test_a_rotary_table_that_depends_on_the_length_is_not_put_in_after_the_conversion() -> None:
+    model = build_tiny_model("llama").train()
+    batch = make_batch(rows=1, tokens=TOKENS)
+    convert(model, _config())
+    model.config.rope_parameters = {**model.config.rope_parameters, "rope_type": "dynamic"}
+    model.config.rope_parameters["factor"] = 2.0
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+    with pytest.raises(UnsupportedModelError, match=r"rotary_emb .*plugin\.revert\(model\)"):
+        model(**batch)
+    convert(revert(model), _config())
+    model(**batch).loss.backward()
+
+
+def test_a_forward_of_the_users_own_is_put_around_a_converted_model_only() -> None:
+    def doubled(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            output = forward(*args, **kwargs)
+            output.loss = 2 * output.loss
+            return output
+
+        return run
+
+    model, batch = build_tiny_model("llama").train(), make_batch(rows=1, tokens=TOKENS)
+    expected = 2 * model(**batch).loss.item()
+    own = model.forward
+    model.forward = doubled(own)
+    with pytest.raises(UnsupportedModelError, match="forward was replaced in this model"):
+        convert(model, _config())
+    del model.forward
+    convert(model, _config())
+    model.forward = doubled(model.forward)
+    assert model(**batch).loss.item() == pytest.approx(expected, rel=1e-5)
