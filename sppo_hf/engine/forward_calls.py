@@ -20,14 +20,13 @@ counts positions from the first column, padding included, and so does the chunke
 from __future__ import annotations
 
 import inspect
-import re
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from sppo_hf.attention.segments import RowSpans
@@ -208,16 +207,14 @@ class ForwardCall:
 
     def _refuse_unlearned_positions(self, name: str) -> None:
         """Refuse positions beyond a table that has learned one vector for each (GPT-2's)."""
-        for table_name, table in self.parts.decoder.named_children():
-            if not isinstance(table, nn.Embedding) or not re.search("wpe|position", table_name):
-                continue
+        for table, learned in self.parts.learned_positions().items():
             given = self.position_ids
             last = self.total_tokens - 1 if given is None else int(given.max())
-            if last >= table.num_embeddings:
+            if last >= learned:
                 raise ConfigError(
-                    f"{name}: a row has position {last:,}, but {table_name} has learned "
-                    f"{table.num_embeddings:,} positions, 0 to {table.num_embeddings - 1:,}. "
-                    f"Remedy: cut or pack the rows to at most {table.num_embeddings:,} tokens, or "
+                    f"{name}: a row has position {last:,}, but {table} has learned "
+                    f"{learned:,} positions, 0 to {learned - 1:,}. "
+                    f"Remedy: cut or pack the rows to at most {learned:,} tokens, or "
                     "train a model with rotary positions."
                 )
 

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import inspect
 import logging
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -161,6 +162,14 @@ class ModelParts:
     def text_config(self) -> PreTrainedConfig:
         """The config that describes the decoder."""
         return self.causal_lm.config.get_text_config(decoder=True)
+
+    def learned_positions(self) -> dict[str, int]:
+        """Number of positions of which each table has learned vectors (GPT-2's), by its name."""
+        return {
+            name: table.num_embeddings
+            for name, table in self.decoder.named_children()
+            if isinstance(table, nn.Embedding) and re.search("wpe|position", name)
+        }
 
     @property
     def has_recurrent_state(self) -> bool:

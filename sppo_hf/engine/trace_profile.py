@@ -353,9 +353,12 @@ def _layer_calls(parts: ModelParts, tokens: int, training: Training) -> list[_La
     # Inputs are real tensors until they meet a weight: masks are analysed by value, and rotary
     # tables may depend on the largest position.
     ids = torch.zeros(1, tokens, dtype=torch.long, device="cpu")
+    positions = torch.arange(tokens, device="cpu")[None]
+    for learned in parts.learned_positions().values():
+        positions = positions.clamp(max=learned - 1)  # whichever it is costs the same
     inputs: dict[str, Any] = {
         "input_ids": ids,
-        "position_ids": torch.arange(tokens, device="cpu")[None],
+        "position_ids": positions,
         "attention_mask": torch.ones_like(ids, dtype=torch.bool),
         "use_cache": False,
         "return_dict": True,
