@@ -695,11 +695,12 @@ def fixed_levels(tables: ByteTables) -> dict[Tier, dict[Cause, Level]]:
         freed = points.arrange(0, 0, freed)
         freed[-1] += embedded_back
         device[Cause.HIDDEN] = _level_of_changes(0, allocated, freed)
-    graph = tables.of_layers(tables.graph)
-    if graph.any():
-        device[Cause.GRAPH] = _level_of_changes(
-            0, points.arrange(graph, 0, 0), points.arrange(0, 0, graph)
-        )
+    for cause, table in tables.until_backward.items():
+        if table.any():
+            held = tables.of_layers(table)
+            device[cause] = _level_of_changes(
+                0, points.arrange(held, 0, 0), points.arrange(0, 0, held)
+            )
     # Casts of trained weights, which autocast keeps until forward ends.
     casts = np.zeros(points.count, dtype=np.int64)
     casts[: points.num_forward] = tables.shape.cached_cast_bytes

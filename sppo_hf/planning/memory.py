@@ -11,10 +11,11 @@ consequences say so (`optimizer`, `workspace`, `reserve`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 
 from sppo_hf.errors import BudgetError
 from sppo_hf.planning.activation_modes import SAVED, Saved
-from sppo_hf.planning.decisions import Decisions
+from sppo_hf.planning.decisions import Batch, Decisions
 from sppo_hf.planning.model_profile import FLOAT32_BYTES, LayerProfile
 from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.tiers import TIERS, Tier
@@ -370,6 +371,11 @@ def byte_tables(shape: ModelShape, decisions: Decisions, device_kind: str) -> By
     return _byte_tables(_Batch(shape, decisions, device_kind))
 
 
+# All that no search changes, and what a search changes and the tables read.
+_of_batch = attrgetter(*(field.name for field in fields(Batch)))
+_of_tables = attrgetter("bounds", "kv_tier", "kv_block_tokens", "by_layer")
+
+
 class _Batch:
     """Cache key of tables; shapes are compared by identity, which is faster than by fields.
 
@@ -378,20 +384,7 @@ class _Batch:
 
     def __init__(self, shape: ModelShape, decisions: Decisions, device_kind: str) -> None:
         self.shape, self.decisions, self.device_kind = shape, decisions, device_kind
-        self._key = (
-            id(shape),
-            device_kind,
-            decisions.bounds,
-            decisions.batch_rows,
-            decisions.training,
-            decisions.tile_tokens,
-            decisions.accumulates,
-            decisions.return_logits,
-            decisions.kv_tier,
-            decisions.kv_block_tokens,
-            decisions.by_layer,
-            decisions.layer_tile_tokens,
-        )
+        self._key = (id(shape), device_kind, _of_batch(decisions), _of_tables(decisions))
 
     def __hash__(self) -> int:
         return hash(self._key)
@@ -717,6 +710,15 @@ class ByteTables:
         nodes = _by_kind(lambda kind: layers[kind].graph_nodes, self.kinds)
         added = _by_kind(lambda kind: layers[kind].graph_nodes_per_1024, self.kinds)
         return GRAPH_NODE_BYTES * (nodes + added * self.lengths // 1024)
+
+    @property
+    def until_backward(self) -> dict[Cause, Bytes]:
+        """Device bytes of a layer over a chunk from its forward until its backward ends, by cause.
+
+        Beside K/V and saved activations, whose tier is a decision. A cause that is added here is
+        counted on one device and in pipelines.
+        """
+        return {Cause.GRAPH: self.graph}
 
     def vocabulary_gradient_bytes(self, size: int) -> int:
         """Returns the bytes of the embedding's or head's gradient; 0 if they are frozen.

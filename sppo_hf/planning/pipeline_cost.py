@@ -544,9 +544,10 @@ class PipelineCost:
     def _changed_whole(self, kind: Kind, stage: int, chunk: int, rank: int) -> Iterator[Change]:
         device, host = f"{rank}.device", f"{rank}.host"
         cause = CAUSE_OF_SAVED[self.saved]
+        held = {why: int(sizes[stage, chunk]) for why, sizes in self._until_backward.items()}
+        held[cause] = self.activation_bytes(stage, chunk)
         if kind == "F":
-            yield Change(device, cause, self.activation_bytes(stage, chunk))
-            yield Change(device, Cause.GRAPH, int(self._graph[stage, chunk]))
+            yield from (Change(device, why, size) for why, size in held.items())
         if kind in ("F", "B", "I"):
             forward, backward = self._workspaces
             sizes = {Cause.WORKSPACE: (forward if kind == "F" else backward)[chunk]}
@@ -557,14 +558,13 @@ class PipelineCost:
             yield from _during(device, sizes)
             if self.shards > 1:
                 # Gathered weights of two layers, and whole gradients of one.
-                held, count = self._weights[stage], len(self.stages[stage])
-                sizes = {Cause.WEIGHTS: 2 * held.weights // count}
+                weights, count = self._weights[stage], len(self.stages[stage])
+                sizes = {Cause.WEIGHTS: 2 * weights.weights // count}
                 if kind != "F":
-                    sizes[Cause.GRADIENTS] = held.gradients // count
+                    sizes[Cause.GRADIENTS] = weights.gradients // count
                 yield from _during(device, sizes)
         if kind in ("B", "W"):
-            yield Change(device, cause, -self.activation_bytes(stage, chunk), "end")
-            yield Change(device, Cause.GRAPH, -int(self._graph[stage, chunk]), "end")
+            yield from (Change(device, why, -size, "end") for why, size in held.items())
         if kind not in ("D", "H", "S", "L"):
             return
         size, behind = self._leaving_bytes(stage, chunk), f"{rank}.{self.activation_tier}"
@@ -584,9 +584,10 @@ class PipelineCost:
         return round(self.ratios[stage][chunk] * self.activation_bytes(stage, chunk))
 
     @cached_property
-    def _graph(self) -> Bytes:
-        """[stages, chunks] Bytes of autograd's graph, on a CPU."""
-        return self._counts @ self._tables.graph
+    def _until_backward(self) -> dict[Cause, Bytes]:
+        """[stages, chunks] Bytes of each cause in `ByteTables.until_backward`."""
+        tables = self._tables.until_backward
+        return {cause: self._counts @ table for cause, table in tables.items()}
 
     @cached_property
     def _workspaces(self) -> tuple[list[int], list[int]]:

@@ -155,8 +155,9 @@ def _warnings(task: _Task, modes: LayerModes, predicted: MemoryEstimate) -> Iter
     shape, budgets, limit = task.shape, task.budgets, task.shape.max_positions_tokens
     if limit is not None and task.total_tokens > limit:
         yield (
-            f"sequences of {task.total_tokens:,} tokens are longer than the {limit:,} positions "
-            "this model was made for; expect poor quality unless its rotary scaling is changed"
+            f"rows of {task.total_tokens:,} tokens are longer than the {limit:,} positions this "
+            f"model was made for: packed documents of at most {limit:,} tokens are as good as "
+            "before, of longer ones expect poor quality unless the model scales its positions"
         )
     for over in over_budget(predicted, budgets):
         have = budgets.of(over.tier) or 0

@@ -11,7 +11,8 @@ from sppo_hf.attention.segments import RowSpans
 from sppo_hf.engine.convert import convert
 from sppo_hf.engine.forward_calls import ForwardCall, read_call, read_layout
 from sppo_hf.engine.structure import find_parts
-from sppo_hf.testing.tiny_models import build_tiny_model
+from sppo_hf.testing.exactness import compare
+from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
 
 META = torch.device("meta")
 
@@ -130,6 +131,13 @@ def test_rows_beyond_the_positions_that_a_model_has_learned_are_refused() -> Non
         model(input_ids=ids, labels=ids)
     packed = torch.cat([torch.arange(learned), torch.arange(1)])[None]
     model(input_ids=ids, labels=ids, position_ids=packed).loss.backward()
+
+
+def test_a_model_of_few_learned_positions_is_trained_up_to_these() -> None:
+    model = build_tiny_model("gpt2", max_position_embeddings=24)
+    batch = make_batch(tokens=24)
+    report = compare(model, batch, SPPOConfig(num_chunks=3, show_plan=False))
+    assert report.exact, str(report)
 
 
 def test_full_rows_are_plain():

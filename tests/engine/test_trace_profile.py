@@ -279,6 +279,17 @@ def test_small_layers_of_a_model_that_fits_into_no_memory_are_traced() -> None:
     assert large.layers == trace_config(tiny_config("llama"), HALF).layers
 
 
+def test_a_model_of_fewer_learned_positions_than_are_traced_costs_what_one_of_more_does() -> None:
+    traced = [
+        trace_config(tiny_config("gpt2", max_position_embeddings=learned), HALF)
+        for learned in (1, 24, 1024)
+    ]
+    sizes = [(profile.outer_weights, profile.layers) for profile in traced]
+    width = tiny_config("gpt2").hidden_size
+    assert sizes == [(sizes[2][0] - width * few, sizes[2][1]) for few in (1023, 1000, 0)]
+    assert [profile.max_positions_tokens for profile in traced] == [1, 24, 1024]
+
+
 def test_layers_with_different_windows_are_different_kinds() -> None:
     profile = trace_config(tiny_config("gemma3_text"), HALF)
     kinds = tiny_config("gemma3_text").layer_types

@@ -1,6 +1,6 @@
 """Predicted bytes: by hand for two chunks, by law for any."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sppo_hf.errors import BudgetError
 from sppo_hf.planning.activation_modes import KEEP, SAVED, ActivationMode, Saved, all_modes
 from sppo_hf.planning.chunk_bounds import Bounds
-from sppo_hf.planning.decisions import Decisions, Order
+from sppo_hf.planning.decisions import Batch, Decisions, Order
 from sppo_hf.planning.lowering import StepProgram, estimate
 from sppo_hf.planning.memory import (
     GRAPH_NODE_BYTES,
@@ -337,6 +337,19 @@ def test_the_graph_takes_memory_of_a_cpu_from_forward_to_backward() -> None:
     assert held("cpu") == held("cpu", rows=3) == expected
     assert not any(held("cuda"))
     assert not any(held("cpu", training=False))
+
+
+def test_tables_are_kept_by_all_of_a_batch() -> None:
+    """A decision that the tables read later must not get those of a batch without it."""
+    what = decided(KEEP)
+    tables = byte_tables(SHAPE, what, "cuda")
+    assert byte_tables(SHAPE, replace(what, layer_modes=decided(OFFLOAD).layer_modes), "cuda") is (
+        tables
+    )
+    for field in fields(Batch):
+        was = getattr(what, field.name)
+        other = replace(what, **{field.name: not was if isinstance(was, bool) else was + 1})
+        assert byte_tables(SHAPE, other, "cuda") is not tables, field.name
 
 
 def test_gradients_that_add_up_on_the_host_have_room_to_arrive() -> None:

@@ -12,9 +12,9 @@ from sppo_hf.planning.chunk_bounds import Bounds, PrefixCost, balanced_bounds, e
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.hardware import load_profile
-from sppo_hf.planning.lowering import COMPUTE, StepProgram
+from sppo_hf.planning.lowering import COMPUTE, StepProgram, fixed_levels
 from sppo_hf.planning.lowering import lower as lower_stage
-from sppo_hf.planning.memory import CONTEXT_BYTES, GRAPH_NODE_BYTES, Cause
+from sppo_hf.planning.memory import CONTEXT_BYTES, GRAPH_NODE_BYTES, ByteTables, Cause
 from sppo_hf.planning.pipeline_cost import OffloadRule, PipelineCost
 from sppo_hf.planning.plan import PlanRequest, make_plan
 from sppo_hf.planning.policies import sppo_modes, uniform_modes
@@ -279,6 +279,25 @@ def test_graphs_take_memory_of_a_cpu_until_backward_is_over(name: str) -> None:
             stage, chunk = shared_unit
             held = GRAPH_NODE_BYTES * len(costs.stages[stage]) * nodes[chunk]
             assert (change.tier, change.num_bytes) == (f"{rank}.device", held)
+
+
+def test_what_is_held_until_backward_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cause more in the table counts on one device and in a pipeline, under its own name."""
+    held = property(lambda tables: {Cause.COPIES: 3 * tables.rows * tables.lengths[None, :]})
+    monkeypatch.setattr(ByteTables, "until_backward", held)
+    shape = replace(SHAPE)  # tables are kept by the shape itself
+    schedule, plain = made("gpipe", Size(2, 1, 4))
+    costs = replace(plain, cost=replace(COST, shape=shape))
+    for rank in range(2):
+        layers = len(costs.stages[rank])
+        curve = run(schedule, costs).curves_by_cause(f"{rank}.device")["copies"]
+        assert max(size for _, size in curve) == 3 * layers * TOKENS
+        assert curve[-1][1] == 0
+        stage = stage_shape(shape, costs.stages[rank], last=rank == 1)
+        levels = StepProgram(decided(costs.bounds, layers=layers), stage, "cuda")
+        level = fixed_levels(levels.tables)["device"][Cause.COPIES]
+        assert level.during.max() == 3 * layers * TOKENS
+        assert level.after[-1] == 0
 
 
 @pytest.mark.parametrize("name", ["seq1f1b", "zb_seq1f1b"])
