@@ -38,13 +38,13 @@ from sppo_hf.engine.family_guard import check_router_loss
 from sppo_hf.engine.foreign_code import check_foreign_code, check_rotary_hooks
 from sppo_hf.engine.forward_calls import BatchLayout, ForwardCall, read_call
 from sppo_hf.engine.layer_kernels import (
-    check_mixer_kernels,
     free_inputs_of_8_bit_layers,
     prepare_layers,
     restore_layers,
 )
 from sppo_hf.engine.logits import CollectedLogits, LogitsRequest
 from sppo_hf.engine.loss import ChunkedLoss, ModelHead, RouterLoss, divide_loss, liger_tile
+from sppo_hf.engine.mixer_kernels import check_mixer_kernels
 from sppo_hf.engine.plan_cache import PlanCache, PlannedOffload, StepRows
 from sppo_hf.engine.read_tensors import ReadTensors
 from sppo_hf.engine.recompute import RandomState

@@ -19,7 +19,7 @@ from pathlib import Path
 from transformers import PreTrainedConfig
 
 from sppo_hf.config import SPPOConfig
-from sppo_hf.engine.layer_kernels import torch_code_alone
+from sppo_hf.engine.mixer_kernels import torch_code_alone
 from sppo_hf.engine.structure import ModelParts
 from sppo_hf.errors import ConfigError, UnsupportedModelError
 

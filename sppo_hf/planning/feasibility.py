@@ -258,14 +258,14 @@ def plan_for(request: PlanRequest) -> Plan:
     if request.device.kind == "cpu" and config.device_memory is not None:
         # On a CPU, activations are kept only within a budget that the settings name.
         try:
-            return _make_plan(request, config)
+            return _plan_within_budgets(request, config)
         except BudgetError:
             pass
     # A run is refused if a named budget is exceeded; an answer has to describe the closest plan.
     for tier in TIERS.values():
         if tier.named(config) is not None:
             config = tier.with_budget(config, None)
-    return _make_plan(request, config)
+    return _plan_within_budgets(request, config)
 
 
 def _check_units(request: PlanRequest) -> None:
@@ -292,7 +292,8 @@ def _check_units(request: PlanRequest) -> None:
         )
 
 
-def _make_plan(request: PlanRequest, config: SPPOConfig) -> Plan:
+def _plan_within_budgets(request: PlanRequest, config: SPPOConfig) -> Plan:
+    """Makes the plan under `config`, with the request's budgets as what the machine has."""
     budgets = read_budgets(request.config, request.device)
     device = replace(
         request.device,

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from sppo_hf.config import SPPOConfig
-from sppo_hf.engine import layer_kernels
+from sppo_hf.engine import mixer_kernels
 from sppo_hf.engine.convert import convert
 from sppo_hf.engine.structure import find_parts
 from sppo_hf.testing.exactness import Gradients, parameter_errors, run_batch, run_reference
@@ -42,7 +42,7 @@ class Installed:
 
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Installed]]:
-    monkeypatch.setattr(layer_kernels, "PACKAGES", ("torch",))
+    monkeypatch.setattr(mixer_kernels, "PACKAGES", ("torch",))
     installed: list[Installed] = []
 
     def _install(*args: Any) -> Installed:
@@ -111,9 +111,9 @@ def test_a_kernel_that_differs_is_reported_and_not_used(
     model, batch = build_tiny_model(family), make_batch(tokens=20)
     reference = run_reference(model, batch)
     installed = install(family, name, kernel)
-    with caplog.at_level(logging.WARNING, layer_kernels.__name__):
+    with caplog.at_level(logging.WARNING, mixer_kernels.__name__):
         assert worst_error(model, reference, batch) < 1e-9
-    (record,) = (one for one in caplog.records if one.name == layer_kernels.__name__)
+    (record,) = (one for one in caplog.records if one.name == mixer_kernels.__name__)
     assert name in record.getMessage()
     assert why in record.getMessage()
     tried = installed.calls
@@ -138,7 +138,7 @@ def test_a_kernel_that_agrees_is_used(
     assert worst_error(model, reference, batch) < 1e-9
     # Forward and recomputation of three chunks, in every layer, beside the two chunks of the trial.
     assert installed.calls >= 2 + 2 * 3
-    assert all(one.name != layer_kernels.__name__ for one in caplog.records)
+    assert all(one.name != mixer_kernels.__name__ for one in caplog.records)
 
 
 def test_a_kernel_that_is_not_for_float64_is_used_by_other_models(
@@ -154,7 +154,7 @@ def test_a_kernel_that_is_not_for_float64_is_used_by_other_models(
     before = installed.calls
     model(**batch).loss.backward()
     assert installed.calls > before
-    assert all(one.name != layer_kernels.__name__ for one in caplog.records)
+    assert all(one.name != mixer_kernels.__name__ for one in caplog.records)
 
 
 def test_the_comparison_leaves_the_random_state_unchanged(
@@ -164,6 +164,6 @@ def test_the_comparison_leaves_the_random_state_unchanged(
     model = build_tiny_model("lfm2")
     parts = find_parts(model)
     before = torch.get_rng_state()
-    assert layer_kernels.check_mixer_kernels(parts, torch.device("cpu")) == ()
+    assert mixer_kernels.check_mixer_kernels(parts, torch.device("cpu")) == ()
     assert torch.equal(torch.get_rng_state(), before)
     assert all(p.grad is None for p in model.parameters())

@@ -74,7 +74,7 @@ def replaced(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
     """Names of the functions that are replaced in a test; undone after it."""
     names: set[str] = set()
     undo: list[Callable[[], None]] = []
-    own = layer_kernels._replace_by_choice
+    own = layer_kernels.replace_by_choice
 
     def replace(module: dict[str, Any], name: str, choose: Any) -> None:
         function = module[name]
@@ -82,7 +82,7 @@ def replaced(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
         names.add(name)
         own(module, name, choose)
 
-    monkeypatch.setattr(layer_kernels, "_replace_by_choice", replace)
+    monkeypatch.setattr(layer_kernels, "replace_by_choice", replace)
     yield names
     for one in reversed(undo):
         one()

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_outputs import ModelOutput
 
 from sppo_hf.config import SPPOConfig
-from sppo_hf.engine import layer_kernels
+from sppo_hf.engine import mixer_kernels
 from sppo_hf.engine.convert import get_engine, revert
 from sppo_hf.engine.device_facts import model_profile
 from sppo_hf.engine.family_guard import family_check_disabled
@@ -320,7 +320,7 @@ def failing_kernel(case: Case) -> Iterator[None]:
         return
     installed = Installed(case["family"], case["kernel"], not_here)
     try:
-        with mock.patch.object(layer_kernels, "PACKAGES", ("torch",)):
+        with mock.patch.object(mixer_kernels, "PACKAGES", ("torch",)):
             yield
     finally:
         setattr(installed.module, installed.name, installed.own)

@@ -338,9 +338,10 @@ SHALLOW = {"num_hidden_layers": 4}
 LITTLE = replace(FAST, device_memory_bytes=15 * 2**30, host_memory_bytes=5 * 2**30)
 
 
-@pytest.mark.parametrize(("by_layer", "host"), [(True, 5), (False, 10)], ids=["layer", "chunk"])
-def test_attention_runs_again_where_nothing_fits_otherwise(by_layer: bool, host: int) -> None:
-    asked = {"total_tokens": 131_072, "num_chunks": 32, "model": SHALLOW, "by_layer": by_layer}
+@pytest.mark.parametrize(("refusal", "host"), [(None, 5), ("", 10)], ids=["layer", "chunk"])
+def test_attention_runs_again_where_nothing_fits_otherwise(refusal: str | None, host: int) -> None:
+    asked = {"total_tokens": 131_072, "num_chunks": 32, "model": SHALLOW}
+    asked["by_layer_refusal"] = refusal
     device = replace(LITTLE, host_memory_bytes=host * 2**30)
     roomy = plan(device=replace(LITTLE, host_memory_bytes=64 * 2**30), **asked)
     assert not roomy.program().reruns_attention.any()
