@@ -33,7 +33,7 @@ from sppo_hf.planning.decisions import Order
 from sppo_hf.planning.plan import Plan
 from sppo_hf.planning.prediction import MeasuredStep
 from sppo_hf.testing.tiny_models import build_tiny_model
-from tests.sweeps import pairs
+from tests.sweeps import pairs, turn
 
 TOKENS = 48
 
@@ -298,8 +298,14 @@ def test_evaluation_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_clean(model)
 
 
-@pytest.mark.parametrize("orders", [("by_layer", "by_chunk"), ("by_chunk", "by_layer")])
-@pytest.mark.parametrize("mode", [name for name, mode in MODES.items() if "order" not in mode])
+@pytest.mark.parametrize(
+    ("mode", "orders"),
+    [
+        (mode, orders)
+        for index, mode in enumerate(name for name, mode in MODES.items() if "order" not in mode)
+        for orders in turn([("by_layer", "by_chunk"), ("by_chunk", "by_layer")], 2, index)
+    ],
+)
 def test_a_plan_that_was_corrected_to_another_order(
     monkeypatch: pytest.MonkeyPatch, mode: str, orders: tuple[Order, Order]
 ) -> None:
