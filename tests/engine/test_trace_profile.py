@@ -1,8 +1,8 @@
 """Traced profiles against what really runs: saved bytes, products, FLOPs, by family.
 
 Each family of `tiny_families` is converted and runs a step with small sizes, all of them different.
-Nine families that stand for the rest run always, with adapters and under autocast in turn; of the
-long tail a sample, in the slow pass.
+Nine families that stand for the rest run always, three of them with adapters and four under
+autocast; of the long tail a sample, in the slow pass.
 """
 
 from __future__ import annotations
