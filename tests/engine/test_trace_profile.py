@@ -245,7 +245,7 @@ def test_states_are_those_that_transformers_keeps_for_generation(family: str) ->
                     ("zamba2", (512, 1024)),
                     ("qwen3_5_text", (512, 1024)),
                 ],
-                4,
+                8,
             )
         ),
     ],
