@@ -17,6 +17,7 @@ from sppo_hf.planning.activation_modes import KEEP, ActivationMode, mode_of
 from sppo_hf.schedule.actions import Action
 from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
 from tests.engine.forced_plans import change_plans, force_kv, force_modes
+from tests.sweeps import turn
 
 TOKENS = 40
 LENGTHS = [9, 12, 8, 11]
@@ -54,8 +55,14 @@ def _planned(plan: Any) -> list[str]:
     return [str(action) for action in plan.program().actions]
 
 
-@pytest.mark.parametrize("order", ["by_chunk", "by_layer"])
-@pytest.mark.parametrize("saved", ["whole", "matmuls", "inputs", "hidden"])
+@pytest.mark.parametrize(
+    ("saved", "order"),
+    [
+        (saved, order)
+        for index, saved in enumerate(["whole", "matmuls", "inputs", "hidden"])
+        for order in turn(["by_chunk", "by_layer"], 2, index)
+    ],
+)
 def test_all_offloaded(
     saved: str, order: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,8 +185,14 @@ ON_HOST = (
 )
 
 
-@pytest.mark.parametrize("places", ON_HOST, ids=" ".join)
-@pytest.mark.parametrize(("num_layers", "num_chunks"), [(1, 4), (2, 1), (4, 1), (5, 4)])
+@pytest.mark.parametrize(
+    ("num_layers", "num_chunks", "places"),
+    [
+        pytest.param(*sizes, places, id=" ".join((*map(str, sizes), *places)))
+        for index, sizes in enumerate([(1, 4), (2, 1), (5, 4), (4, 1)])
+        for places in turn(ON_HOST, 2, index)
+    ],
+)
 def test_weights_on_the_host(
     num_layers: int,
     num_chunks: int,

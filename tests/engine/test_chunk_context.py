@@ -15,6 +15,7 @@ from sppo_hf.engine.convert import convert, get_engine
 from sppo_hf.planning.activation_modes import mode_of
 from sppo_hf.testing.tiny_models import build_tiny_model
 from tests.engine.forced_plans import force_modes
+from tests.sweeps import pairs
 
 IDS = (torch.arange(46) * 7 % 90).view(2, 23)
 
@@ -89,9 +90,10 @@ def test_a_model_is_evaluated_inside_another_ones_layer(monkeypatch: pytest.Monk
     _assert_equal(ours, expected)
 
 
-@pytest.mark.parametrize("order", ["by_chunk", "by_layer"])
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("order", "where", "error"),
+    pairs(["by_chunk", "by_layer"], ["forward", "backward"], [RuntimeError, KeyboardInterrupt]),
+)
 def test_an_exception_leaves_no_context_behind(
     monkeypatch: pytest.MonkeyPatch, order: Any, error: type[BaseException], where: str
 ) -> None:

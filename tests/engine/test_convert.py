@@ -14,6 +14,7 @@ from sppo_hf.engine.convert import convert, get_engine, is_converted, revert
 from sppo_hf.engine.structure import find_parts
 from sppo_hf.testing.exactness import compare
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
+from tests.sweeps import turn
 
 QUIET = SPPOConfig(num_chunks=3, show_plan=False)
 
@@ -254,8 +255,14 @@ def test_function_transforms_are_refused(model):
     assert _gradients(model, ids)
 
 
-@pytest.mark.parametrize("order", ["by_layer", "by_chunk"])
-@pytest.mark.parametrize("change", ["fewer", "more", "another"])
+@pytest.mark.parametrize(
+    ("change", "order"),
+    [
+        (change, order)
+        for index, change in enumerate(["fewer", "more", "another"])
+        for order in turn(["by_layer", "by_chunk"], 2, index)
+    ],
+)
 def test_layers_changed_after_conversion_are_refused(model, ids, order, change):
     config = QUIET.replace(order=order)
     convert(model, config)

@@ -17,7 +17,7 @@ from sppo_hf.engine.step_observer import StepObserver
 from sppo_hf.engine.structure import suppress_peft_warnings
 from sppo_hf.testing.exactness import compare, float64_everywhere
 from sppo_hf.testing.tiny_models import build_tiny_model
-from tests.sweeps import turn
+from tests.sweeps import pairs, turn
 
 T = 23
 
@@ -247,9 +247,16 @@ def test_logits_to_keep_without_labels_and_with_a_custom_loss(model, ids):
     _assert_same(_step(model, **inputs), step)
 
 
-@pytest.mark.parametrize("settings", [{}, {"micro_batch_size": 1}], ids=["rows", "micro-batches"])
-@pytest.mark.parametrize("batch", ["masked chunk", "masked end", "all masked", "padded",
-                                   "padded, all short", "packed"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("batch", "settings"),
+    [
+        (batch, settings)
+        for index, batch in enumerate(
+            ["masked chunk", "masked end", "packed", "all masked", "padded, all short", "padded"]
+        )
+        for settings in turn([{}, {"micro_batch_size": 1}], 2, index)
+    ],
+)
 def test_returned_logits_are_those_of_every_token(model, ids, batch, settings):
     inputs = BATCHES[batch](ids)
     expected = model(**inputs).logits
@@ -259,10 +266,10 @@ def test_returned_logits_are_those_of_every_token(model, ids, batch, settings):
 
 
 @pytest.mark.filterwarnings("ignore:logits of the whole sequence")
-@pytest.mark.parametrize("settings", [{}, {"micro_batch_size": 1, "order": "by_chunk"}],
-                         ids=["rows", "micro-batches"])  # fmt: skip
-@pytest.mark.parametrize("with_loss", [True, False], ids=["loss and logits", "logits alone"])
-@pytest.mark.parametrize("keep", [0, 9], ids=["all tokens", "the last"])
+@pytest.mark.parametrize(
+    ("keep", "with_loss", "settings"),
+    pairs([0, 9], [True, False], [{}, {"micro_batch_size": 1, "order": "by_chunk"}]),
+)
 def test_returned_logits_carry_gradients(ids, settings, with_loss, keep):
     def gradients(model):
         with float64_everywhere():

@@ -487,7 +487,7 @@ def test_bfloat16_is_no_farther_from_float32_than_the_unmodified_model(
     model = build_tiny_model(family, dtype=torch.float32, **overrides)
     report = compare_drift(
         model,
-        [make_batch(rows=2, tokens=64, seed=seed) for seed in range(4)],
+        [make_batch(rows=2, tokens=64, seed=seed) for seed in range(3)],
         SPPOConfig(chunk_lengths=(16, 17, 31), recompute=recompute),
     )
     assert report.unmodified_drift > 1e-3, f"bfloat16 must be visible at all: {report}"

@@ -32,7 +32,7 @@ from sppo_hf.engine.stages import StageCut, StagedModel
 from sppo_hf.engine.structure import find_parts
 from sppo_hf.testing.exactness import compare
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
-from tests.sweeps import KINDS, sample
+from tests.sweeps import KINDS, sample, turn
 
 TOKENS = 24
 ORDERS: dict[str, dict[str, Any]] = {
@@ -111,8 +111,10 @@ def _with_all_kinds() -> Any:
     return model
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("lora", [False, True], ids=["whole", "LoRA"])
+@pytest.mark.parametrize(
+    ("order", "lora"),
+    [(order, lora) for i, order in enumerate(ORDERS) for lora in turn([False, True], 2, i)],
+)
 def test_token_wise_modules_of_the_users_own_are_exact(order: str, lora: bool) -> None:
     model = _with_all_kinds()
     model = add_lora(model) if lora else model

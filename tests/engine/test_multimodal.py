@@ -21,7 +21,7 @@ from sppo_hf.planning.model_profile import Training
 from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.testing.exactness import compare
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
-from tests.sweeps import turn
+from tests.sweeps import pairs, turn
 
 SETTINGS = SPPOConfig(
     chunk_lengths=(9, 1, 13), recompute="full", min_offload_size=1, show_plan=False
@@ -131,9 +131,9 @@ def _positions(axes: int, restarts: bool) -> torch.Tensor:
     return torch.cat([rows[None], picture]) if axes == 4 else picture
 
 
-@pytest.mark.parametrize("restarts", [False, True], ids=["one document", "packed"])
-@pytest.mark.parametrize("axes", [0, 3, 4])
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize(
+    ("name", "axes", "restarts"), pairs(["qwen3_vl", "qwen2_5_vl"], [0, 3, 4], [False, True])
+)
 def test_positions_of_several_axes(name: str, axes: int, restarts: bool) -> None:
     """Packed documents are kept apart where the model does so: Qwen2.5-VL only by a fourth axis."""
     batch: dict[str, Any] = {**make_batch(rows=2, tokens=23), "use_cache": False}

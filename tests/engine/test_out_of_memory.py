@@ -3,7 +3,8 @@
 On the CPU `torch.OutOfMemoryError` comes from wherever memory is taken: a layer, attention, the
 copies of the offload engine, the loss; at the first, a middle and the last call of a step. On CUDA
 memory really runs out. Afterwards nothing is offloaded, pools are empty, and loss and gradients are
-bit by bit those of a step without a fault. The cases take turns at which of the three calls fails.
+bit by bit those of a step without a fault. The cases take turns at which of the three calls fails,
+and, without `--all`, at which two of the four ways to keep activations are met.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from sppo_hf.planning.decisions import Order
 from sppo_hf.planning.plan import Plan
 from sppo_hf.planning.prediction import MeasuredStep
 from sppo_hf.testing.tiny_models import build_tiny_model
-from tests.sweeps import pairs
+from tests.sweeps import turn
 
 TOKENS = 48
 
@@ -244,7 +245,15 @@ def _without_a_fault(mode: str) -> tuple[Tensor, list[Tensor]]:
     return ids, step(model, ids)
 
 
-@pytest.mark.parametrize(("place", "mode", "moment"), pairs(PLACES, MODES, MOMENTS))
+@pytest.mark.parametrize(
+    ("place", "mode", "moment"),
+    [
+        (place, mode, moment)
+        for index, place in enumerate(PLACES)
+        for number, mode in enumerate(turn(list(MODES), 2, index))
+        for moment in turn(MOMENTS, 3, index + number)
+    ],
+)
 def test_the_next_step_is_exact(
     monkeypatch: pytest.MonkeyPatch, place: str, mode: str, moment: str
 ) -> None:
@@ -298,8 +307,14 @@ def test_evaluation_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_clean(model)
 
 
-@pytest.mark.parametrize("orders", [("by_layer", "by_chunk"), ("by_chunk", "by_layer")])
-@pytest.mark.parametrize("mode", [name for name, mode in MODES.items() if "order" not in mode])
+@pytest.mark.parametrize(
+    ("mode", "orders"),
+    [
+        (mode, orders)
+        for index, mode in enumerate(name for name, mode in MODES.items() if "order" not in mode)
+        for orders in turn([("by_layer", "by_chunk"), ("by_chunk", "by_layer")], 2, index)
+    ],
+)
 def test_a_plan_that_was_corrected_to_another_order(
     monkeypatch: pytest.MonkeyPatch, mode: str, orders: tuple[Order, Order]
 ) -> None:

@@ -1,8 +1,8 @@
 """Traced profiles against what really runs: saved bytes, products, FLOPs, by family.
 
 Each family of `tiny_families` is converted and runs a step with small sizes, all of them different.
-Nine families that stand for the rest run always, with adapters and under autocast in turn; of the
-long tail a sample, in the slow pass.
+Nine families that stand for the rest run always, three of them with adapters and four under
+autocast; of the long tail a sample, in the slow pass.
 """
 
 from __future__ import annotations
@@ -87,8 +87,10 @@ OTHER_IN_16_BITS = frozenset({"hunyuan_v1_moe"})
 OTHER_UNDER_AUTOCAST = frozenset({"jetmoe", "persimmon"})
 # Its projections between residual streams, outside of the layers, are not counted.
 MULTIPLY_BESIDE = frozenset({"gemma3n_text"})
-# Each of `ALWAYS` has adapters or 16 bits and autocast; all of it with `--all`.
-NOT_IN_16_BITS = frozenset(() if ALL else ALWAYS[::2])
+# A layer of plain products, one of Conv1D and one of experts are tried with adapters, the others in
+# 16 bits, and every second one under autocast; with `--all` each in all ways.
+ADAPTED = turn(ALWAYS, 4, 0)
+NOT_IN_16_BITS = frozenset(() if ALL else ADAPTED)
 HALF = Training(dtype_bytes=2, parameter_bytes=2)
 
 
@@ -121,7 +123,7 @@ def test_shape_against_the_model(family: str, monkeypatch: pytest.MonkeyPatch) -
 # How adapters and autocast change a layer has little to do with its family.
 @pytest.mark.parametrize(
     "family",
-    families(MULTIPLY_BESIDE, tail=slice(0, None, 3), always=turn(ALWAYS, 2, 0)),
+    families(MULTIPLY_BESIDE, tail=slice(0, None, 3), always=ADAPTED),
 )
 def test_shape_with_adapters(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("peft")
@@ -243,7 +245,7 @@ def test_states_are_those_that_transformers_keeps_for_generation(family: str) ->
                     ("zamba2", (512, 1024)),
                     ("qwen3_5_text", (512, 1024)),
                 ],
-                4,
+                8,
             )
         ),
     ],

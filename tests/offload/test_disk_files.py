@@ -294,8 +294,9 @@ def test_a_checksum_detects_every_flipped_bit_and_swap(num_bytes: int) -> None:
 
 ROOT = Path(__file__).parent.parent.parent
 
-# One interpreter for all, because importing torch takes longer than the rest. It forks a child for
-# each way to end, tells what the directory holds afterwards, and then ends normally itself.
+# One interpreter for all, because importing torch takes longer than the rest. For each kind of
+# files it forks a process, and that a child for each way to end. The process tells what the
+# directory holds afterwards, and then ends normally itself.
 SCRIPT = """
 import gc, json, os, signal, sys, time, warnings
 from pathlib import Path
@@ -305,10 +306,17 @@ from sppo_hf.offload import disk_files
 from tests.offload.disk_store import DiskStore
 
 warnings.simplefilter("ignore")  # newer Pythons warn of fork beside threads, which is the point
-directory = Path(sys.argv[1])
+for kind in sys.argv[2:]:
+    process = os.fork()
+    if process == 0:
+        break
+    assert os.waitpid(process, 0)[1] == 0
+else:
+    sys.exit()
+directory = Path(sys.argv[1]) / kind
 names = lambda: sorted(path.name for path in directory.iterdir())
 memory = torch.arange(9000, dtype=torch.int16).view(torch.uint8)
-if sys.argv[2] == "named":
+if kind == "named":
     disk_files._why_names_are_needed = lambda directory: "a test says so"
 
 
@@ -387,43 +395,39 @@ print(json.dumps(told))
 """
 
 
-def run_script(directory: Path, way: str) -> dict[str, Any]:
+def run_script(folder: Path, *kinds: str) -> Iterator[dict[str, Any]]:
+    for kind in kinds:
+        (folder / kind).mkdir()
     result = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(directory), way],
+        [sys.executable, "-c", SCRIPT, str(folder), *kinds],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=100,
     )
     assert result.returncode == 0, result.stderr
-    told = json.loads(result.stdout)
-    assert told["codes"] == [-signal.SIGKILL, -signal.SIGTERM, 0]
-    assert told["forked_code"] == 3, "a forked child is refused"
-    if os.path.exists("/proc/self/fd"):
-        assert told["open_in_child"] == []
-    assert not list(directory.iterdir()), "a normal end leaves nothing"
-    return told
+    for kind, line in zip(kinds, result.stdout.splitlines(), strict=True):
+        told = json.loads(line)
+        assert told["codes"] == [-signal.SIGKILL, -signal.SIGTERM, 0]
+        assert told["forked_code"] == 3, "a forked child is refused"
+        if os.path.exists("/proc/self/fd"):
+            assert told["open_in_child"] == []
+        assert not list((folder / kind).iterdir()), "a normal end leaves nothing"
+        yield told
 
 
 @pytest.mark.process
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_no_file_remains_however_a_process_ends(tmp_path: Path) -> None:
-    told = run_script(tmp_path, "nameless")
-    assert told["left"] == [[], [], []]
-    assert told["after_new_store"] == []
-    assert told["intact_after_fork"] == []
-
-
-@pytest.mark.process
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_named_files_of_a_killed_process_are_removed_by_the_next_store(
-    tmp_path: Path,
-) -> None:
-    told = run_script(tmp_path, "named")
-    assert [len(names) for names in told["left"]] == [1, 1, 1]
-    assert len({name for names in told["left"] for name in names}) == 3
-    assert len(told["after_new_store"]) == 1
-    assert told["intact_after_fork"] == told["after_new_store"]
+    """Named files of a killed process are removed by the next store."""
+    nameless, named = run_script(tmp_path, "nameless", "named")
+    assert nameless["left"] == [[], [], []]
+    assert nameless["after_new_store"] == []
+    assert nameless["intact_after_fork"] == []
+    assert [len(names) for names in named["left"]] == [1, 1, 1]
+    assert len({name for names in named["left"] for name in names}) == 3
+    assert len(named["after_new_store"]) == 1
+    assert named["intact_after_fork"] == named["after_new_store"]
 
 
 @pytest.fixture

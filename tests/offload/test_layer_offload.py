@@ -40,7 +40,7 @@ from tests.offload.small_stack import (
     make_blocks,
     offload_computation,
 )
-from tests.sweeps import pairs
+from tests.sweeps import turn
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
@@ -685,7 +685,12 @@ def _none(*_: object) -> None:
 
 @pytest.mark.parametrize(
     ("family", "lora", "tier"),
-    pairs(["llama", "gpt2", "mixtral"], [False, True], ["device", "host"]),
+    [
+        (family, lora, tier)
+        for index, family in enumerate(["llama", "gpt2", "mixtral"])
+        for lora in turn([False, True], 2, index)
+        for tier in turn(["host", "device"], 2, index // 2)
+    ],
 )
 def test_gradients_are_those_of_casts_that_were_saved(
     monkeypatch: pytest.MonkeyPatch, family: str, lora: bool, tier: str

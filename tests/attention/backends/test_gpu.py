@@ -19,6 +19,7 @@ from sppo_hf.attention.backends.select import (
 from tests.attention.backends.cases import run
 from tests.attention.backends.usable import usable_backend
 from tests.attention.oracle import Problem, make_problem
+from tests.sweeps import turn
 
 SHAPES = (
     (333, 333, 0),  # first chunk
@@ -94,9 +95,15 @@ def test_on_cuda(name, dtype, sizes, heads, kv_heads, softcap, window):
     )
 
 
-@pytest.mark.parametrize(("window", "softcap"), [(None, None), (120, None), (120, 3.0)])
-@DTYPES
-@pytest.mark.parametrize("name", ON_CPU)
+@pytest.mark.parametrize(
+    ("name", "dtype", "window", "softcap"),
+    [
+        (name, dtype, *settings)
+        for name in ON_CPU
+        for index, dtype in enumerate(TOLERANCE)
+        for settings in turn([(None, None), (120, None), (120, 3.0)], 2, index)
+    ],
+)
 def test_on_the_cpu(name, dtype, softcap, window):
     check(
         name,

@@ -9,7 +9,7 @@ from sppo_hf.attention.backends.base import CausalBand
 from sppo_hf.attention.backends.reference import Reference
 from tests.attention.backends.cases import CASES, bands, check, run
 from tests.attention.oracle import make_problem
-from tests.sweeps import turn
+from tests.sweeps import examples, turn
 
 
 @pytest.mark.parametrize(
@@ -21,6 +21,7 @@ def test_matches_oracle(case, softcap):
     check(Reference(), band, rows=rows, keys=keys, softcap=softcap)
 
 
+@examples(15, whole=100)
 @given(bands(), st.sampled_from([(1, 1), (4, 1), (4, 2), (6, 6)]), st.sampled_from([2, 8, 11]))
 def test_matches_oracle_in_any_tiling(case, heads, v_head_size):
     rows, keys, band = case

@@ -9,6 +9,7 @@ from sppo_hf.attention.backends.flash_attn import FlashAttention2, FlashAttentio
 from sppo_hf.attention.backends.reference import Reference
 from sppo_hf.attention.backends.select import find_mismatch
 from tests.attention.backends.fake_kernels import FakeAten, FakeFlash2, FakeFlash4Early
+from tests.sweeps import turn
 
 CPU = torch.device("cpu")
 
@@ -19,11 +20,17 @@ def requirement(**changes):
 
 
 @pytest.mark.parametrize(
-    "backend",
-    [Reference(), CPUFlash(), AtenFlash(aten=FakeAten()), CuDNN(aten=FakeAten())],
-    ids=lambda backend: backend.name,
+    ("backend", "dtype"),
+    [
+        pytest.param(backend, dtype, id=f"{backend.name}-{dtype}")
+        for index, backend in enumerate(
+            [Reference(), CPUFlash(), AtenFlash(aten=FakeAten()), CuDNN(aten=FakeAten())]
+        )
+        for dtype in turn(
+            [torch.float64, torch.float32, torch.bfloat16, torch.float16], 2, index // 2
+        )
+    ],
 )
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_right_backends_pass(backend, dtype):
     for changes in ({}, {"window": True, "gqa_ratio": 3}, {"v_head_size": 8}):
         asked = requirement(dtype=dtype, **changes)
