@@ -11,16 +11,11 @@ import pytest
 from typer.testing import CliRunner
 
 from sppo_hf.cli import app
-from tests.cli.configs import LLAMA_8B, TINY, ask_once, write_config
+from tests.cli.configs import LLAMA_8B, TINY, write_config
 
 # Limits are found sooner on a small one, and of a length that is too long in few chunks.
 SMALL = ("--device-memory", "40GiB", "--host-memory", "64GiB", "--lora", "16")
 TOO_LONG = ("--seq-len", "512K", *SMALL, "--num-chunks", "32")
-
-
-@pytest.fixture(autouse=True)
-def _each_question_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    ask_once(monkeypatch, "sppo_hf.cli.estimate", "request_plan")
 
 
 def run(*arguments: str) -> tuple[int, str, str]:
