@@ -1,14 +1,14 @@
 """Configurations as files, for commands that read a model's config.json."""
 
 import json
-import pkgutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from sppo_hf.planning.cluster import ClusterRequest, ClusterResult, simulate_layout
 from sppo_hf.planning.config_file import read_fields
+from sppo_hf.planning.layouts import Layout
 
 LLAMA_8B: dict[str, Any] = read_fields("llama-3.1-8b")
 """A model whose profile is shipped."""
@@ -35,20 +35,14 @@ TINY: dict[str, Any] = {
 """Two layers: answers in no time."""
 
 
-_answers: dict[tuple[object, str], Any] = {}
+def answer_with(monkeypatch: pytest.MonkeyPatch, layout: Layout) -> None:
+    """Has `sppo plan` answer one layout, which a search may find elsewhere."""
 
+    def answer(question: ClusterRequest, **_: object) -> ClusterResult:
+        best = simulate_layout(question, layout)
+        return ClusterResult(best=(best,), closest=None, num_simulated=1, num_candidates=1)
 
-def ask_once(monkeypatch: pytest.MonkeyPatch, module: str, name: str) -> None:
-    """Has a command's module answer what was asked before, in words or in JSON, as it was then."""
-    answer: Callable[..., Any] = pkgutil.resolve_name(f"{module}:{name}")
-
-    def ask(question: object, **how: object) -> Any:
-        key = answer, repr((question, how))
-        if key not in _answers:
-            _answers[key] = answer(question, **how)
-        return _answers[key]
-
-    monkeypatch.setattr(f"{module}.{name}", ask)
+    monkeypatch.setattr("sppo_hf.cli.plan.solve_cluster", answer)
 
 
 def write_config(folder: Path, fields: dict[str, Any], **changes: Any) -> str:

@@ -1,4 +1,4 @@
-"""Questions about Llama-3.1-8B with LoRA on half of an H100, for tests of answers."""
+"""Questions about a fourth of Llama-3.1-8B with LoRA on a small H100, for tests of answers."""
 
 from dataclasses import replace
 from functools import cache
@@ -30,16 +30,18 @@ TOO_LONG_TOKENS = 524_288
 """More than fits without a disk."""
 
 
-def question(total_tokens: int, *, disk: bool = False, **settings: Any) -> PlanRequest:
-    """40 GiB on the device, 64 GiB in the host, and 64 GiB of disk where asked.
+def question(
+    total_tokens: int, *, disk: bool = False, layers: int = 8, **settings: Any
+) -> PlanRequest:
+    """12 GiB on the device, 16 GiB in the host, and 16 GiB of disk where asked.
 
     A small machine, because its limits are found sooner.
     """
-    budgets: dict[str, Any] = {"device_memory": 40 * GIB, "host_memory": 64 * GIB}
+    budgets: dict[str, Any] = {"device_memory": 12 * GIB, "host_memory": 16 * GIB}
     if disk:
-        budgets |= {"disk_memory": 64 * GIB, "offload_dir": "a disk"}
+        budgets |= {"disk_memory": 16 * GIB, "offload_dir": "a disk"}
     return request_for(
-        llama_config(),
+        llama_config(num_hidden_layers=layers),
         SPPOConfig(**{**budgets, **settings}),
         profile=H100,
         total_tokens=total_tokens,

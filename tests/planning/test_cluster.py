@@ -50,7 +50,8 @@ def within(device: float, host: float = 1000.0) -> ClusterRequest:
 
 
 def test_the_best_are_the_fastest_of_all_that_fit() -> None:
-    question = replace(within(6), rows=2)
+    space = SearchSpace(chunk_tokens=(2048, 8192))
+    question = replace(within(6), rows=2, space=space)
     answer = solve_cluster(question, keep=3)
     everything = [simulate_layout(question, layout) for layout in layouts(question)]
     # A layout of which nothing leaves is the one that offloads nothing.
@@ -296,9 +297,12 @@ def test_less_memory_is_slower() -> None:
 
 
 def test_the_host_is_a_limit_too() -> None:
-    roomy = solve_cluster(replace(within(3.3, host=1000), rows=2), keep=1).best[0]
-    tight = solve_cluster(replace(within(3.3, host=0.5), rows=2), keep=1)
-    assert roomy.host_bytes > 0.5 * GIB
+    space = SearchSpace(chunk_tokens=(2048, 8192))
+    roomy, tight = (
+        solve_cluster(replace(within(3.3, host=host), rows=2, space=space), keep=1)
+        for host in (1000, 0.5)
+    )
+    assert roomy.best[0].host_bytes > 0.5 * GIB
     assert all(plan.host_bytes <= 0.5 * GIB for plan in tight.best)
 
 

@@ -53,8 +53,8 @@ def test_what_fits_is_within_every_budget(total_tokens: int) -> None:
     assert found.max_seq_len >= total_tokens
     assert found.estimate == found.plan.estimate
     assert fits(found.estimate, found.budgets)
-    assert found.budgets.device == 40 * GIB
-    assert found.budgets.host == 64 * GIB
+    assert found.budgets.device == 12 * GIB
+    assert found.budgets.host == 16 * GIB
     assert found.budgets.of("disk") == 0
 
 
@@ -79,7 +79,11 @@ def test_the_longest_row_fits_and_a_longer_one_does_not() -> None:
 
 
 def test_a_disk_lets_rows_be_longer() -> None:
-    assert assess_request(question(8192, disk=True)).max_seq_len > 1.2 * answer(8192).max_seq_len
+    longest = [
+        assess_request(question(8192, disk=disk, host_memory=8 * GIB)).max_seq_len
+        for disk in (False, True)
+    ]
+    assert longest[1] > 1.2 * longest[0]
 
 
 @pytest.mark.parametrize("total_tokens", LENGTHS)
@@ -101,12 +105,12 @@ def test_auto_is_as_fast_as_chunks_given_by_hand() -> None:
     """Products are equally fast in chunks and in tiles of any size, so compute tells nothing."""
 
     def seconds(**settings: Any) -> float:
-        config = SPPOConfig(device_memory=80 * GIB, host_memory=64 * GIB, **settings)
+        config = SPPOConfig(device_memory=30 * GIB, host_memory=24 * GIB, **settings)
         asked = request_for(
-            load_config("llama-3.1-8b"),
+            llama_config(num_hidden_layers=16),
             config,
             profile=load_profile("h100"),
-            total_tokens=262_144,
+            total_tokens=131_072,
             lora_rank=16,
             trace=by_hand,
         )
@@ -114,7 +118,7 @@ def test_auto_is_as_fast_as_chunks_given_by_hand() -> None:
         assert made.prediction is not None
         return made.prediction.step_seconds
 
-    assert seconds() <= EQUALLY_FAST * seconds(num_chunks=16)
+    assert seconds() <= EQUALLY_FAST * seconds(num_chunks=8)
 
 
 def test_fixed_policies_do_what_they_say() -> None:
@@ -239,14 +243,14 @@ def test_a_machine_without_limits_is_not_searched_for_one() -> None:
 
 def test_what_rests_on_the_host_leaves_less_of_it_to_activations() -> None:
     """Frames are sent where there is room beside the weights, so that the batch fits."""
-    found = assess_request(question(65_536, offload_kv="full", weights="host", host_memory="40GiB"))
+    found = assess_request(question(65_536, offload_kv="full", weights="host", host_memory="10GiB"))
     assert found.fits
     assert found.plan is not None
     assert found.plan.shape.host_resident is not None
 
 
 def test_less_host_memory_is_taken_where_that_is_as_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = question(20_480, device_memory=60 * GIB, host_memory=128 * GIB)
+    asked = question(20_480, layers=32, device_memory=60 * GIB, host_memory=128 * GIB)
     light = plan_for(asked)
     monkeypatch.setattr(plans, "reduce_host_memory", lambda cost, found, *_: found)
     heavy = plan_for(asked)
@@ -257,7 +261,7 @@ def test_less_host_memory_is_taken_where_that_is_as_fast(monkeypatch: pytest.Mon
 
 
 def test_a_little_time_is_given_for_much_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = question(131_072, device_memory=80 * GIB, host_memory=128 * GIB)
+    asked = question(131_072, layers=32, device_memory=80 * GIB, host_memory=128 * GIB)
     light = plan_for(asked)
     monkeypatch.setattr(plans, "reduce_host_memory", lambda cost, found, *_: found)
     fast = plan_for(asked)
@@ -273,7 +277,7 @@ def test_a_little_time_is_given_for_much_host_memory(monkeypatch: pytest.MonkeyP
 
 
 def test_a_stage_says_so_without_numbers_of_a_plan_that_does_not_run() -> None:
-    asked = question(131_072, device_memory=80 * GIB, host_memory=128 * GIB)
+    asked = question(131_072, layers=32, device_memory=80 * GIB, host_memory=128 * GIB)
     stage = plan_for(replace(asked, alive=1.0, by_layer_refusal=""))
     assert stage.offload_reason == (
         "auto: nearly the fastest that fits, for less host memory (solver)"
@@ -281,19 +285,19 @@ def test_a_stage_says_so_without_numbers_of_a_plan_that_does_not_run() -> None:
 
 
 def test_host_memory_that_saves_much_time_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = question(65_536, device_memory=80 * GIB, host_memory=128 * GIB)
+    asked = question(65_536, device_memory=22 * GIB, host_memory=32 * GIB)
     found = plan_for(asked)
     monkeypatch.setattr(plans, "reduce_host_memory", lambda cost, found, *_: found)
     assert found.layer_modes == plan_for(asked).layer_modes
-    assert found.estimate.host.total > 120 * GIB
+    assert found.estimate.host.total > 30 * GIB
     assert found.offload_reason == "auto: fastest that fits (solver)"
 
 
 def test_places_that_cannot_be_the_answer_are_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer is the one of a search through all of them."""
     asked = request_for(
-        llama_config(),
-        SPPOConfig(device_memory=80 * GIB, host_memory=256 * GIB, num_chunks=4),
+        llama_config(num_hidden_layers=8),
+        SPPOConfig(device_memory=26 * GIB, host_memory=64 * GIB, num_chunks=4),
         profile=load_profile("h100"),
         total_tokens=32_768,
         trace=by_hand,

@@ -269,7 +269,7 @@ def test_what_waits_for_copies_is_held_against_plans_of_fewer_modes() -> None:
     """Four short rows leave compute little time to hide copies behind; see `solve`."""
     asked = {"device_memory": 79 * 2**30, "host_memory": 128 * 2**30}
     made, *others = (
-        make_plan(replace(question(8192, **asked, **settings), batch_rows=4)).prediction
+        make_plan(replace(question(8192, layers=32, **asked, **settings), batch_rows=4)).prediction
         for settings in ({}, {"recompute": "selective"}, {"recompute": "full"})
     )
     assert made is not None
@@ -325,7 +325,7 @@ def test_what_would_fit_without_groups_of_rows_is_said() -> None:
     said = "without micro_batch_size=4 it fits"
     for host_gib, helps in ((64, True), (8, False)):
         asked = {"device_memory": 24 * 2**30, "host_memory": host_gib * 2**30, "num_chunks": 2}
-        group = replace(question(16_384, micro_batch_size=4, **asked), batch_rows=4)
+        group = replace(question(16_384, layers=32, micro_batch_size=4, **asked), batch_rows=4)
         with pytest.raises(BudgetError) as refused:
             make_plan(group)
         assert (said in str(refused.value)) == helps

@@ -5,17 +5,31 @@
 
 With `nodes` the ranks are those of that many nodes. `cached` names functions of libraries that are
 asked the same again and again, and answer once.
+
+What most scripts import is imported here, before ranks are forked.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
 import os
 import pkgutil
 import runpy
 import sys
 from pathlib import Path
 from typing import Any
+
+import tests.integrations.training  # noqa: F401
+
+_IMPORTED = (
+    *(f"sppo_hf.integrations.{name}" for name in ("arguments", "plugin", "progress")),
+    *("sppo_hf.reporting.plan_tables", "rich.table", "matplotlib.pyplot"),
+)
+for name in _IMPORTED:
+    with contextlib.suppress(ImportError):  # of an extra that is not installed
+        importlib.import_module(name)
 
 
 def main(job: dict[str, Any]) -> None:

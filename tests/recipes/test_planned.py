@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 from pathlib import Path
@@ -13,11 +12,10 @@ import yaml
 from typer.testing import CliRunner
 
 from sppo_hf.cli import app
-from sppo_hf.planning.cluster import ClusterRequest, ClusterResult, simulate_layout
 from sppo_hf.planning.layouts import Layout
 from sppo_hf.schedule.actions import Action
 from sppo_hf.schedule.generate import MSP
-from tests.cli.configs import TINY, write_config
+from tests.cli.configs import TINY, answer_with, write_config
 from tests.integrations.launch import run_ranks
 from tests.sweeps import ALL
 
@@ -90,13 +88,7 @@ def test_whatever_may_be_answered(
 ) -> None:
     """The search is made to answer a layout that it may answer elsewhere."""
     layout = Layout(*_PIPELINES[name])  # type: ignore[arg-type]
-
-    def answer_with(question: ClusterRequest, **_: object) -> ClusterResult:
-        best = simulate_layout(question, layout)
-        return ClusterResult(best=(best,), closest=None, num_simulated=1, num_candidates=1)
-
-    command = importlib.import_module("sppo_hf.cli.plan")
-    monkeypatch.setattr(command, "solve_cluster", answer_with)
+    answer_with(monkeypatch, layout)
     disk = ("--disk-memory", "1GiB", "--offload-dir", str(tmp_path / "disk"))
     asked = disk if layout.activation_tier == "disk" else ()
     model, answer = _plan(tmp_path, "--gpus", "2", "--rows", "2", *asked)
