@@ -19,6 +19,7 @@ from transformers import Trainer, TrainerCallback
 from sppo_hf import ConfigError, SPPOPlugin, StepObserver
 from sppo_hf.attention.backends.aten import CPUFlash
 from sppo_hf.engine.convert import get_engine
+from sppo_hf.integrations import trainer as trainer_module
 from sppo_hf.offload.host_memory import HostPoolFull
 from tests.integrations.training import make_arguments, make_model, make_rows
 
@@ -223,19 +224,42 @@ def test_gradients_of_a_wrapper_keep_its_step_from_being_repeated(tmp_path) -> N
     assert not step._can_be_repeated(engine, wrapper)
 
 
-class Collections(TrainerCallback):
-    """Notes after each step how many objects are frozen, and `visits` a full collection makes."""
+class Garbage:
+    """Stands for `gc` in the Trainer's step: collections of all that is imported take seconds."""
 
-    def __init__(self, fails_after: int | None = None, *, visits: bool = False) -> None:
+    def __init__(self) -> None:
+        """Begin with nothing frozen."""
+        self.frozen, self.collected, self.enabled = 0, 0, True
+
+    def isenabled(self) -> bool:
+        return self.enabled
+
+    def collect(self) -> None:
+        self.collected += 1
+
+    def freeze(self) -> None:
+        self.frozen += 1000
+
+    def unfreeze(self) -> None:
+        self.frozen = 0
+
+    def get_freeze_count(self) -> int:
+        return self.frozen
+
+
+class Collections(TrainerCallback):
+    """Notes after each step how many objects are frozen, and how many a full collection visits."""
+
+    def __init__(self, garbage: Garbage | None = None, fails_after: int | None = None) -> None:
         self.visited: list[int] = []
-        self._visits = visits
         self.frozen: list[int] = []
+        self._garbage = garbage
         self._fails_after = fails_after
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        if self._visits:
+        if self._garbage is None:
             self.visited.append(len(gc.get_objects()))
-        self.frozen.append(gc.get_freeze_count())
+        self.frozen.append((self._garbage or gc).get_freeze_count())
         if len(self.frozen) == self._fails_after:
             raise OUT
 
@@ -244,16 +268,23 @@ class Collections(TrainerCallback):
 def _nothing_frozen() -> Iterator[None]:
     gc.unfreeze()
     yield
-    gc.enable()
     gc.freeze()  # as `conftest.py` did, for all tests that follow
 
 
-@pytest.mark.usefixtures("_nothing_frozen")
+@pytest.fixture
+def garbage(monkeypatch: pytest.MonkeyPatch) -> Garbage:
+    made = Garbage()
+    monkeypatch.setattr(trainer_module, "gc", made)
+    return made
+
+
 class TestFrozenObjects:
+    @pytest.mark.usefixtures("_nothing_frozen")
     def test_full_collections_pass_over_what_lives_through_training(self, tmp_path) -> None:
-        seen = Collections(visits=True)
-        trainer, _ = train(tmp_path, callbacks=[seen], max_steps=4)
+        seen = Collections()
+        trainer, _ = train(tmp_path, callbacks=[seen])
         first, *later = seen.visited
+        assert len(later) == 2
         assert all(num_visited < first / 20 for num_visited in later), seen.visited
         assert gc.get_freeze_count() == 0
         model = weakref.ref(trainer.model)
@@ -261,28 +292,28 @@ class TestFrozenObjects:
         gc.collect()
         assert model() is None
 
-    def test_nothing_stays_frozen_after_an_error(self, tmp_path) -> None:
-        seen = Collections(fails_after=2)
+    def test_nothing_stays_frozen_after_an_error(self, tmp_path, garbage) -> None:
+        seen = Collections(garbage, fails_after=2)
         with pytest.raises(torch.OutOfMemoryError):
             train(tmp_path, callbacks=[seen])
         assert seen.frozen[-1] > 0
-        assert gc.get_freeze_count() == 0
+        assert garbage.frozen == 0
+        assert garbage.collected == 1
 
-    def test_each_try_of_a_batch_size_frees_what_the_last_one_left(self, tmp_path) -> None:
-        seen = Collections(fails_after=2)
+    def test_each_try_of_a_batch_size_frees_what_the_last_one_left(self, tmp_path, garbage) -> None:
+        seen = Collections(garbage, fails_after=2)
         train(tmp_path, callbacks=[seen], auto_find_batch_size=True)
         assert [num_frozen > 0 for num_frozen in seen.frozen] == [False, True, False, True, True]
 
-    def test_what_the_process_froze_itself_stays_frozen(self, tmp_path) -> None:
-        gc.freeze()
-        before = gc.get_freeze_count()
-        seen = Collections()
+    def test_what_the_process_froze_itself_stays_frozen(self, tmp_path, garbage) -> None:
+        garbage.frozen = 10
+        seen = Collections(garbage)
         train(tmp_path, callbacks=[seen])
-        # What is frozen may be freed, but nothing is added.
-        assert all(0.9 * before < now <= before for now in (*seen.frozen, gc.get_freeze_count()))
+        assert (*seen.frozen, garbage.frozen) == (10,) * 4
 
-    def test_a_process_that_does_not_collect_is_left_alone(self, tmp_path) -> None:
-        gc.disable()
-        seen = Collections()
+    def test_a_process_that_does_not_collect_is_left_alone(self, tmp_path, garbage) -> None:
+        garbage.enabled = False
+        seen = Collections(garbage)
         train(tmp_path, callbacks=[seen])
         assert not any(seen.frozen)
+        assert not garbage.collected

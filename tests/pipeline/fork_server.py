@@ -361,7 +361,7 @@ def _prepare(task: dict[str, Any]) -> None:
 
 
 def _built_for_cuda() -> bool:
-    """Whether fake tensors announce a device: autograd has a thread for it, which no fork keeps."""
+    """Whether fake tensors announce a device, for which autograd has a thread; no fork keeps it."""
     import torch
 
     return torch.backends.cuda.is_built()

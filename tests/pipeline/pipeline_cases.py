@@ -264,7 +264,9 @@ def _cost(case: Case) -> int:
     steps = case.get("steps", [{}])
     # Losses of the caller's may take two passes.
     passes = sum(1 + ("loss" in step) for step in steps)
-    return _FIXED_COST + case.get("layers", LAYERS) * units * passes
+    # Adapters are as many operations as the layers that have them.
+    modules = case.get("layers", LAYERS) * (1 + case.get("lora", False))
+    return _FIXED_COST + modules * units * passes
 
 
 def _merged(cases: tuple[Case, ...]) -> Case | None:
