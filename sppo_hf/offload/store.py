@@ -161,7 +161,7 @@ class Extent:
 class Transfers:
     """Counts a store's transfers and does the work of its threads.
 
-    All counters are guarded by the condition `changed`.
+    All counters are guarded by `lock`.
     """
 
     name: str
@@ -175,8 +175,12 @@ class Transfers:
     """Bytes that may wait to be written."""
 
     def __post_init__(self) -> None:
-        # Reentrant, because a garbage collection in here may close a store.
-        self.changed = threading.Condition(threading.RLock())
+        # Reentrant, because a garbage collection in here may close a store. Entered itself and not
+        # through the condition, whose `__enter__` is written in Python: a Ctrl-C may end that after
+        # it has acquired the lock, which the threads would then wait for for ever.
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
+        """Notified when a transfer is over."""
         self.process_id = os.getpid()
         self.closed = False
         self.threads: set[int] = set()
@@ -245,7 +249,7 @@ class Transfers:
 
     def release(self, extent: Extent) -> None:
         """Free an extent as soon as no transfer touches it."""
-        with self.changed:
+        with self.lock:
             assert not extent.released, "an extent was released twice"
             extent.released = True
             if self.closed:
@@ -258,13 +262,13 @@ class Transfers:
 
     def end_write(self, extent: Extent) -> None:
         """Count a write as over, whether it ran or was cancelled."""
-        with self.changed:
+        with self.lock:
             self.queued_bytes -= extent.num_bytes
             self.end_transfer(extent)
 
     def end_transfer(self, extent: Extent) -> None:
         """Count a transfer as over."""
-        with self.changed:
+        with self.lock:
             extent.transfers -= 1
             self._free_if_over(extent)
             self.changed.notify_all()
@@ -355,7 +359,7 @@ class Transfers:
             raise
 
     def _count(self, moved_bytes: int) -> None:
-        with self.changed:
+        with self.lock:
             self._moved_bytes += moved_bytes
 
     def _now(self) -> tuple[float, int]:
@@ -476,7 +480,7 @@ class Store:
             OffloadError: The store was closed, or the machine gives no space.
         """
         self.transfers.check_process()  # first: a forked child may find the lock held for ever
-        with self.transfers.changed:
+        with self.transfers.lock:
             return self.transfers.allocate(num_bytes)
 
     def start_write(self, extent: Extent, host_bytes: Tensor) -> Transfer:
@@ -490,7 +494,7 @@ class Store:
         source = _as_array(extent, host_bytes)
         transfers = self.transfers
         transfers.check_process()
-        with transfers.changed:
+        with transfers.lock:
             transfers.admit(extent)
             try:
                 extent.written = self._writers.submit(transfers.write, extent, source)
@@ -508,7 +512,7 @@ class Store:
         target = _as_array(extent, host_bytes)
         transfers = self.transfers
         transfers.check_process()
-        with transfers.changed:
+        with transfers.lock:
             transfers.check_usable()
             assert not extent.released, "an extent was read after its release"
             if extent.failure is not None:
@@ -593,7 +597,7 @@ def _close_store(
         arguments, name = (transfers, writers, readers), f"sppo-{transfers.name}-end"
         threading.Thread(target=_close_store, args=arguments, name=name).start()
         return
-    with transfers.changed:
+    with transfers.lock:
         transfers.closed = True
         transfers.changed.notify_all()
     for executor in (writers, readers):

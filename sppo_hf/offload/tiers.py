@@ -494,10 +494,8 @@ class Staging(Tier):
             return False
         try:
             staged.read = self._store.start_read(staged.extent, region.memory)
-        except BaseException as error:
+        except SPPOError as error:
             self.pool.release(region)
-            if not isinstance(error, SPPOError):
-                raise
             self._fail(stored, error)
             return True
         stored.region = region

@@ -9,19 +9,24 @@ small, so that `compute-sanitizer` can run the CUDA half:
 
 import contextlib
 import random
+import tempfile
 
 import pytest
 import torch
 
 from sppo_hf import SPPOConfig
+from sppo_hf.engine import plan_cache
 from sppo_hf.engine.convert import convert, get_engine, revert
 from sppo_hf.offload import engine as offload_engine
 from sppo_hf.offload.copy_streams import StreamCopier, StreamTicket
+from sppo_hf.offload.engine import make_engine
+from sppo_hf.offload.tiers import _ReclaimedRegion
 from sppo_hf.planning.activation_modes import all_modes
 from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
 from tests.engine.forced_plans import force_kv, force_modes
-from tests.fakes.delays import delayed_cuda, delayed_fake
+from tests.fakes.delays import FAKE_SECONDS, delayed_cuda, delayed_fake
 from tests.fakes.device import RaceError
+from tests.fakes.disk import FakeDisk
 from tests.fakes.operations import OperatingDevice, Operations
 from tests.sweeps import sample
 
@@ -29,6 +34,7 @@ LENGTHS = [5, 1, 9, 8]
 TOKENS = sum(LENGTHS)
 MODES = [mode for mode in all_modes() if mode.tier != "disk"]
 STEPS = 2
+STAGING_BYTES = 2**16
 
 
 def _steps(model, batch, device, around, steps=STEPS):
@@ -46,8 +52,11 @@ def _steps(model, batch, device, around, steps=STEPS):
     return results
 
 
-def assert_exact(monkeypatch, family, device, copier, around, seed):
-    """Random modes and K/V on the host, against the model with everything kept on the device."""
+def assert_exact(monkeypatch, family, device, copier, around, seed, *, disk=None):
+    """Random modes and K/V on the host, against the model with everything kept on the device.
+
+    With `disk`, which takes the place of its store, and little staging, modes offload there, too.
+    """
     draw = random.Random(seed)
     torch.manual_seed(seed)
     batch = {name: x.to(device) for name, x in make_batch(rows=2, tokens=TOKENS).items()}
@@ -58,10 +67,17 @@ def assert_exact(monkeypatch, family, device, copier, around, seed):
     revert(model)
     modes = {}
     with monkeypatch.context() as patch:
-        force_modes(patch, lambda *at: modes.setdefault(at, draw.choice(MODES)))
+        allowed = MODES if disk is None else all_modes()
+        force_modes(patch, lambda *at: modes.setdefault(at, draw.choice(allowed)))
         force_kv(patch, block_tokens=draw.choice([1, 6, TOKENS]))
         patch.setattr(offload_engine, "HostCopier", copier)
         patch.setattr(offload_engine, "StreamCopier", lambda *_, **settings: copier(**settings))
+        if disk is not None:
+            settings["offload_dir"] = tempfile.gettempdir()
+            sizes = {"staging_bytes": STAGING_BYTES, "budget_bytes": 2 * STAGING_BYTES}
+            make = lambda device, **plan: make_engine(device, **(plan | sizes))  # noqa: E731
+            patch.setattr(plan_cache, "make_engine", make)
+            patch.setattr(plan_cache, "Store", lambda _, space, **__: space.close() or disk)
         convert(model, SPPOConfig(**settings))
         for ours in _steps(model, batch, device, around):
             for one, other in zip(ours, expected, strict=True):
@@ -73,9 +89,12 @@ def assert_exact(monkeypatch, family, device, copier, around, seed):
     get_engine(model).close()
 
 
-def _assert_exact_on_the_fake_device(monkeypatch, family, seed):
+def _assert_exact_on_the_fake_device(monkeypatch, family, seed, *, with_disk=False):
     device = OperatingDevice(lambda stream, num_bytes: 0.5)
     runtime = delayed_fake(device, seed)
+    draw = random.Random(seed)
+    seconds = lambda num_bytes: draw.choice(FAKE_SECONDS)  # noqa: E731
+    disk = FakeDisk(device, seconds, seconds) if with_disk else None
     assert_exact(
         monkeypatch,
         family,
@@ -83,9 +102,13 @@ def _assert_exact_on_the_fake_device(monkeypatch, family, seed):
         lambda **_: StreamCopier(runtime),
         lambda: Operations(device, seconds=0.1),
         seed,
+        disk=disk,
     )
     device.finish()
-    assert device.host_waits == 0
+    if disk is None:
+        assert device.host_waits == 0
+    else:
+        assert min(disk.writes, disk.reads) > 0
 
 
 @pytest.mark.parametrize(
@@ -93,6 +116,16 @@ def _assert_exact_on_the_fake_device(monkeypatch, family, seed):
 )
 def test_no_operation_races_on_the_fake_device(monkeypatch, family, seed):
     _assert_exact_on_the_fake_device(monkeypatch, family, seed)
+
+
+def test_no_operation_races_with_a_disk(monkeypatch):
+    _assert_exact_on_the_fake_device(monkeypatch, "llama", 0, with_disk=True)
+
+
+def test_the_fake_device_sees_staging_that_is_reused_too_early(monkeypatch):
+    monkeypatch.setattr(_ReclaimedRegion, "is_over", lambda self: True)
+    with pytest.raises(RaceError):
+        _assert_exact_on_the_fake_device(monkeypatch, "llama", 0, with_disk=True)
 
 
 @pytest.mark.parametrize("broken", ["wait", "ordered"])

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from sppo_hf.errors import BudgetError, OffloadError
 from tests.fakes.device import FakeDevice, FakeEvent
@@ -101,7 +102,9 @@ class FakeDisk:
         self.device.host_memory(stream, host_bytes, self.write_seconds(num_bytes), writes=False)
         over = FakeEvent(self.device)
         over.record(stream)
-        extent.data, extent.written, extent.is_lost = host_bytes.clone(), over, self.fail_writes
+        with _disable_current_modes():  # no operation of the program's
+            extent.data = host_bytes.clone()
+        extent.written, extent.is_lost = over, self.fail_writes
         failure = "disk tier: writing /fake/slab failed" if self.fail_writes else None
         return FakeDiskTicket(self, over, failure)
 
@@ -119,7 +122,8 @@ class FakeDisk:
         self.device.host_memory(stream, host_bytes, seconds, writes=True)
         over = FakeEvent(self.device)
         over.record(stream)
-        host_bytes.copy_(extent.data)
+        with _disable_current_modes():
+            host_bytes.copy_(extent.data)
         failure = "disk tier: reading /fake/slab failed" if self.fail_reads else None
         return FakeDiskTicket(self, over, failure)
 

@@ -1,5 +1,6 @@
 """The disk store: bytes come back, faults are reported, queues and budgets hold."""
 
+import contextlib
 import copy
 import errno
 import gc
@@ -419,6 +420,24 @@ def test_a_store_dropped_in_one_of_its_own_threads_cleans_up(tmp_path: Path) -> 
     assert not list(tmp_path.iterdir())
 
 
+class _InterruptedOnEntry(threading.Condition):
+    def __enter__(self) -> bool:
+        """As a signal's handler does that runs when the lock has just been acquired."""
+        super().__enter__()
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_leaves_the_lock_to_the_threads(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    changed = store.transfers.changed
+    store.transfers.changed = _InterruptedOnEntry(changed._lock)  # type: ignore[attr-defined]
+    with contextlib.suppress(KeyboardInterrupt):
+        store.allocate(BLOCK_BYTES)
+    store.transfers.changed = changed
+    writing = store.write(host_bytes(BLOCK_BYTES)).ticket._future
+    assert writing.exception(timeout=PATIENCE_SECONDS) is None
+
+
 class _HeldForEver:
     def __enter__(self) -> None:
         raise AssertionError("nobody in this process will let the lock go")
@@ -435,7 +454,7 @@ def test_a_forked_child_is_refused_before_it_could_wait_for_the_lock(
     write.ticket.wait()
     with monkeypatch.context() as child:
         child.setattr(store.transfers, "process_id", os.getpid() + 1)
-        child.setattr(store.transfers, "changed", _HeldForEver())
+        child.setattr(store.transfers, "lock", _HeldForEver())
         for call in (
             lambda: store.write(host_bytes(100)),
             lambda: store.start_read(write.extent, target),
