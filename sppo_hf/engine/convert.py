@@ -99,7 +99,8 @@ def convert(
 
     Raises:
         UnsupportedModelError: The model cannot be trained exactly.
-        ConfigError: It is already converted with other settings.
+        ConfigError: It is already converted with other settings, or has an adapter that needs
+            `return_logits`.
     """
     causal_lm = find_causal_lm(model)
     engine = get_engine(model)
@@ -110,6 +111,7 @@ def convert(
                 "plugin.revert(model) first; one model takes one SPPOPlugin."
             )
         return model
+    _refuse_readers_of_logits(model, config)
     staged = staged_model_of(causal_lm)
     with contextlib.nullcontext() if staged is None else staged.whole():
         # A disabled engine was reverted while a wrapper held our forward, so it is still in place.
@@ -176,6 +178,18 @@ def get_engine(model: nn.Module) -> Engine | None:
     except UnsupportedModelError:
         return None
     return None if conversion is None else conversion.engine
+
+
+def _refuse_readers_of_logits(model: Any, config: SPPOConfig) -> None:
+    """Refuse adapters of PEFT that compute a loss of their own from logits, without logits."""
+    adapters = getattr(model, "peft_config", None) or {}
+    kinds = {str(getattr(adapter, "peft_type", "")) for adapter in adapters.values()}
+    if any("CPT" in kind for kind in kinds) and not config.return_logits:
+        raise ConfigError(
+            "return_logits=False with a CPTConfig of PEFT, which computes its loss from logits of "
+            "whole sequences. Allowed with it: True. Remedy: SPPOPlugin(return_logits=True), or "
+            "prompt tuning instead."
+        )
 
 
 def _attach(

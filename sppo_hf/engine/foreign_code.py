@@ -63,6 +63,7 @@ from sppo_hf.engine.sliced_calls import (
 )
 from sppo_hf.engine.structure import (
     ModelParts,
+    all_modules,
     depends_on_length,
     is_mixer,
     mixers_of,
@@ -139,6 +140,7 @@ def check_foreign_code(parts: ModelParts, *, one_chunk: bool = False) -> None:
         return
     if not one_chunk:
         _warn_of_hooks(parts)
+    _check_weights_of_calls(parts)
     built = built_classes(parts)
     if built is None:
         return  # a warning has said that nothing is known of this model
@@ -164,6 +166,40 @@ def check_foreign_code(parts: ModelParts, *, one_chunk: bool = False) -> None:
             mixers = [m for m in mixers_of(root) if not _is_foreign(m, built)]
             _Trial(parts, root, modules, mixers, calls[root]).run()
             _passed[root] = _state(root)
+
+
+def _check_weights_of_calls(parts: ModelParts) -> None:
+    """Refuse modules that compute other weights at every call, so that every chunk has its own."""
+    for module in all_modules(parts.causal_lm):
+        reason = ""
+        if "SpectralNorm" in (type(hook).__name__ for hook in module._forward_pre_hooks.values()):
+            reason = "has torch's spectral_norm, whose estimate changes"
+        lists: dict[str, nn.Module] = dict(getattr(module, "parametrizations", {}))
+        for name, weights in lists.items():
+            if not _is_absent(weights) and _changes_by_itself(weights):
+                kinds = ", ".join(type(one).__name__ for one in weights.children())
+                reason = f"has a parametrization of its {name} ({kinds}) that gives another one"
+        if reason:
+            raise UnsupportedModelError(
+                f"{parts.name} cannot be trained chunk by chunk: {_label(parts, module)} {reason} "
+                "at every call in training, so every chunk would have weights of its own. Allowed: "
+                "weights that depend on parameters alone. Remedy: remove it, or train without "
+                "sppo_hf."
+            )
+
+
+def _changes_by_itself(weights: nn.Module) -> bool:
+    """Whether a list of parametrizations, called twice in training, returns two results."""
+    buffers = {name: buffer.clone() for name, buffer in weights.named_buffers()}
+    modes = [(module, module.training) for module in weights.modules()]
+    try:
+        weights.train()
+        with torch.no_grad(), _random_numbers_kept(next(weights.parameters()).device):
+            first, second = (functional_call(weights, buffers, ()) for _ in range(2))
+        return not torch.equal(first, second)
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def check_forward(parts: ModelParts) -> None:

@@ -76,6 +76,8 @@ class ForwardCall:
     kept_positions: Tensor | None
     """Positions that `logits_to_keep` selects, `[B, K]`; None for all."""
     uses_cache: bool
+    caches_by_default: bool
+    """Whether the unmodified model would make a cache, as Transformers' configs have it."""
     return_dict: bool
     left_padding: bool
     """Whether rows may begin with padding; see `read_layout`."""
@@ -145,7 +147,7 @@ class ForwardCall:
             positions = document_positions(self.parts, positions)
         elif positions is not None and positions.ndim > 2:
             positions = None
-        return read_layout(
+        layout = read_layout(
             batch_rows=self.batch_rows,
             total_tokens=self.total_tokens,
             attention_mask=self.attention_mask,
@@ -156,6 +158,16 @@ class ForwardCall:
             left_padding=self.left_padding,
             blocks=bool(getattr(self.parts.text_config, "attention_chunk_size", None)),
         )
+        by_positions = self.attention_mask is None and self.cu_seq_lens is None
+        if by_positions and layout.rows is not None and self.caches_by_default:
+            warnings.warn(
+                "position_ids restart or jump, so documents in a row do not see each other. They "
+                "do in the unmodified model while its config has use_cache=True, unless it runs "
+                "FlashAttention. Set model.config.use_cache = False (the Trainer does) to have "
+                "both agree, or give an attention_mask if a row is one document.",
+                stacklevel=2,
+            )
+        return layout
 
     def divisor(self, count: Tensor) -> Tensor:
         """Divisor of the summed loss, as in Transformers, shape `[]`."""
@@ -336,6 +348,7 @@ def read_call(
         cache=next(iter(caches), None),
         kept_positions=kept,
         uses_cache=bool(caches or use_cache),
+        caches_by_default=use_cache is None and getattr(parts.text_config, "use_cache", False),
         return_dict=bool(
             parts.causal_lm.config.return_dict if return_dict is None else return_dict
         ),

@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 from sppo_hf import ConfigError, SPPOConfig, SPPOError, UnsupportedModelError
 from sppo_hf.engine.convert import convert, get_engine, is_converted, revert
-from sppo_hf.engine.structure import find_parts
+from sppo_hf.engine.structure import find_parts, suppress_peft_warnings
 from sppo_hf.testing.exactness import compare
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
 from tests.sweeps import turn
@@ -304,3 +304,20 @@ def test_a_part_that_is_copied_by_itself_does_not_copy_the_model() -> None:
     assert not norm._forward_hooks
     assert not norm._forward_pre_hooks
     assert not norm._forward_hooks_always_called
+
+
+def test_an_adapter_that_computes_its_own_loss_from_logits_needs_them(ids):
+    peft = pytest.importorskip("peft")
+    config = peft.CPTConfig(
+        cpt_token_ids=[1, 2], cpt_mask=[1, 1], cpt_tokens_type_mask=[4, 4], task_type="CAUSAL_LM"
+    )
+    with suppress_peft_warnings():
+        wrapped = peft.get_peft_model(build_tiny_model("llama", dtype=torch.float32), config)
+    batch = {"input_ids": ids, "labels": ids}
+    types = torch.full_like(ids, 4)  # PEFT changes it
+    expected = wrapped(**batch, input_type_mask=types.clone()).loss.item()
+    with pytest.raises(ConfigError, match=r"CPTConfig.*return_logits=True"):
+        convert(wrapped, QUIET)
+    convert(wrapped, QUIET.replace(return_logits=True))
+    loss = wrapped(**batch, input_type_mask=types).loss
+    assert loss.item() == pytest.approx(expected, rel=1e-5)

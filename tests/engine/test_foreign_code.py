@@ -694,6 +694,35 @@ def test_weights_that_are_not_here_are_not_tried() -> None:
     check_foreign_code(find_parts(model.to("meta")))
 
 
+def _drop_connect(module: nn.Module) -> None:
+    nn.utils.parametrize.register_parametrization(module, "weight", nn.Dropout(0.5))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (nn.utils.parametrizations.spectral_norm, r"parametrization of its weight \(_Spectral"),
+        (nn.utils.spectral_norm, "has torch's spectral_norm"),
+        (_drop_connect, r"parametrization of its weight \(Dropout\)"),
+    ],
+)
+def test_weights_that_change_at_every_call_are_refused(
+    change: Callable[[nn.Module], Any], reason: str
+) -> None:
+    model = build_tiny_model("llama").eval()
+    change(model.model.layers[1].mlp.up_proj)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(UnsupportedModelError, match=rf"layers\.1\.mlp\.up_proj .* {reason}"):
+        convert(model, _config())
+    assert all(value.equal(before[name]) for name, value in model.state_dict().items())
+
+
+def test_weights_that_are_parametrized_are_exact() -> None:
+    model = build_tiny_model("llama").train()
+    nn.utils.parametrizations.weight_norm(model.model.layers[1].mlp.up_proj)
+    assert compare(model, make_batch(rows=1, tokens=TOKENS), _config()).exact
+
+
 # -- changes after the conversion ------------------------------------------------------------------
 
 

@@ -1,5 +1,6 @@
 """Arguments of a call: its rows, documents, labels and padding, the loss's divisor, refusals."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -138,6 +139,27 @@ def test_a_model_of_few_learned_positions_is_trained_up_to_these() -> None:
     batch = make_batch(tokens=24)
     report = compare(model, batch, SPPOConfig(num_chunks=3, show_plan=False))
     assert report.exact, str(report)
+
+
+@pytest.mark.parametrize("given", [{}, {"use_cache": False}])
+def test_a_config_with_which_transformers_looks_for_no_documents_is_named(given) -> None:
+    model = build_tiny_model("llama")
+    ids, packed = torch.zeros(1, 8, dtype=torch.long), torch.arange(8)[None] % 5
+    batch = {"input_ids": ids, "labels": ids, **given}
+    model.config.use_cache = True
+
+    def warned(**more: Any) -> list[str]:
+        call = read_call(find_parts(model), model.forward, (), {**batch, **more})
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            call.layout()
+        return [str(one.message) for one in seen if "use_cache" in str(one.message)]
+
+    assert len(warned(position_ids=packed)) == (not given)
+    assert not warned(position_ids=torch.arange(8)[None])
+    assert not warned(position_ids=packed, attention_mask=torch.ones_like(ids))
+    model.config.use_cache = False
+    assert not warned(position_ids=packed)
 
 
 def test_full_rows_are_plain():
