@@ -143,6 +143,20 @@ class SPPOPlugin(ParallelismConfig):
         except ConfigError as error:
             raise ConfigError(f"{CONFIG_VARIABLE}={path[:200]}: {error}") from error
 
+    def get_device_mesh(self, device_type: str | None = None) -> Any:
+        """Return Accelerate's mesh of devices.
+
+        Raises:
+            ConfigError: An Accelerator was given the class instead of a plugin.
+        """
+        if not isinstance(self, SPPOPlugin):  # pyright: ignore[reportUnnecessaryIsInstance]
+            # This is the first method that an Accelerator calls, here on the class.
+            raise ConfigError(
+                "parallelism_config is the class SPPOPlugin. Allowed: a plugin. Remedy: call it, "
+                "as in parallelism_config=SPPOPlugin()."
+            )
+        return super().get_device_mesh(device_type)
+
     def convert(self, model: ModelT) -> ModelT:
         """Make a model train chunk by chunk, in place.
 
