@@ -434,7 +434,9 @@ def _more_tiers(field: str, value: object) -> object:
         if name not in known:
             names = ", ".join(map(repr, known)) or "none, for no such tier is registered"
             allowed = f"names of registered tiers without settings of their own: {names}"
-            remedy = "import the module that registers the tier first, or drop it"
+            remedy = (
+                "import the module that registers the tier first (sppo_hf/README.md), or drop it"
+            )
             refuse(field, value, allowed=allowed, remedy=remedy)
         budget(f"{field} ({name})", size)
     return written

@@ -3,7 +3,11 @@
 An entry is a decorated class or function, such as `@register_backend("cudnn", ...)`; nothing else
 has to change. Settings, `--help` and errors list the names without importing the modules that
 define the entries, some of which import torch. So names and keywords are parsed from the source of
-the decorators and must be literals. Entries of a user's own package exist once it is imported.
+the decorators and must be literals. Entries of a user's own package exist once it is imported; for
+the `sppo` command and for settings in files, it names the modules to import as entry points:
+
+    [project.entry-points.sppo_hf]
+    zip = "my_package.zip_tier"
 """
 
 from __future__ import annotations
@@ -15,10 +19,11 @@ import math
 import re
 from collections.abc import Mapping
 from functools import cached_property
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from sppo_hf.errors import SPPOError
+from sppo_hf.errors import ConfigError, SPPOError, first_line
 
 T = TypeVar("T")
 
@@ -119,6 +124,30 @@ class Registry(dict[str, T], Generic[T]):
                 assert name not in found, f"@{self._decorator}({name!r}) is written twice"
                 found[name] = {one.arg or "": ast.literal_eval(one.value) for one in node.keywords}
         return found
+
+
+_imported: set[EntryPoint] = set()
+
+
+def import_entry_points() -> None:
+    """Import the modules of installed packages that register entries, each once per process.
+
+    Raises:
+        ConfigError: one cannot be imported.
+    """
+    for point in entry_points(group="sppo_hf"):
+        if point in _imported:
+            continue
+        _imported.add(point)  # first, because it may make settings itself
+        try:
+            point.load()
+        except Exception as error:
+            raise ConfigError(
+                f"the entry point {point.name} = {point.value!r} of the group sppo_hf cannot be "
+                f"imported ({type(error).__name__}: {first_line(error)}). Allowed: a module that "
+                "registers tiers, backends, schedules or policies. Remedy: mend or uninstall the "
+                "package that names it."
+            ) from error
 
 
 ATTENTION_BACKENDS: Registry[Any] = Registry("register_backend", "attention/backends")

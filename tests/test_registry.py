@@ -1,5 +1,7 @@
 """Registries: names are known before a room is imported, and an entry is one decorator."""
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -93,3 +95,57 @@ def test_a_file_may_have_any_number_of_entries(tmp_path, monkeypatch):
     assert known.facts("b") == {"text": "(x)"}
     assert known.facts("d") == {}
     assert known.names_with("rank") == ("a",)
+
+
+ZIP = """
+from sppo_hf.config import SPPOConfig
+from sppo_hf.planning.tiers import TierModel, register_tier
+
+SPPOConfig()  # which may ask for the entry points again
+
+@register_tier("zip")
+class ZipTier(TierModel):
+    called = "compressed memory"
+"""
+
+
+def _installed(folder: Path, module: str) -> dict[str, str]:
+    """The environment of a process that has a package with an entry point of this module."""
+    info = folder / "my_zip-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-zip\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[sppo_hf]\nzip = {module}\n")
+    (folder / "my_zip.py").write_text(ZIP)
+    paths = (str(folder), os.environ.get("PYTHONPATH", ""), str(Path(__file__).parents[1]))
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+def _run(environment: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *words]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_the_command_knows_what_installed_packages_register(tmp_path: Path) -> None:
+    environment = _installed(tmp_path, "my_zip")
+    words = "estimate llama-3.1-8b --seq-len 16K --lora 16 --more-tiers zip=256GiB --json".split()
+    done = _run(environment, "-m", "sppo_hf.cli", *words)
+    assert done.returncode == 0, done.stderr
+    assert "zip" in json.loads(done.stdout)["peak_by_cause"]
+
+
+def test_a_settings_file_knows_what_installed_packages_register(tmp_path: Path) -> None:
+    (tmp_path / "sppo.yaml").write_text("more_tiers: zip=8GiB\n")
+    script = "from sppo_hf import SPPOPlugin; print(SPPOPlugin.from_yaml('sppo.yaml').config)"
+    environment = _installed(tmp_path, "my_zip")
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=environment, cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert "zip=8GiB" in done.stdout, done.stderr
+
+
+def test_a_package_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
+    done = _run(_installed(tmp_path, "my_zap"), "-m", "sppo_hf.cli", "config")
+    assert done.returncode == 2
+    assert "zip = 'my_zap'" in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr

@@ -69,6 +69,11 @@ class _Commands(typer.core.TyperGroup):
 
 
 def _imported(name: str) -> Any:
+    from sppo_hf.cli.common import bad_input
+    from sppo_hf.registry import import_entry_points
+
+    with bad_input(as_json=False):
+        import_entry_points()
     function = getattr(importlib.import_module(f"{__name__}.{name}"), name)
     single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     single.command(name, cls=_Command)(function)

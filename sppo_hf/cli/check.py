@@ -151,6 +151,10 @@ def _run(model: str, config: SPPOConfig, tokens: int, dtype: Dtype) -> CheckResu
     path = Path(model).expanduser()
     if os.path.exists(path):  # unlike Path.exists, False for texts that can be no path
         check_sizes(read_fields(path))  # before torch is imported, which takes seconds
+    source = model
+    if model.count("/") == 1 and not os.path.exists(path) and not path.is_absolute():
+        # Asks once, with a short timeout; Transformers would ask for a minute where nobody answers.
+        source = str(common.model_path(model))
     import torch
     import transformers
 
@@ -159,7 +163,8 @@ def _run(model: str, config: SPPOConfig, tokens: int, dtype: Dtype) -> CheckResu
     transformers.logging.set_verbosity_error()
     # Tensors of a few thousand numbers: with several threads each operator takes ten times as long.
     torch.set_num_threads(1)
-    return check_model(model, config, tokens=tokens, dtype=getattr(torch, dtype))
+    result = check_model(source, config, tokens=tokens, dtype=getattr(torch, dtype))
+    return dataclasses.replace(result, name=model)
 
 
 def _print(result: CheckResult, tokens: int) -> None:

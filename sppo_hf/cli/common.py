@@ -422,13 +422,19 @@ def _has_config(repo_id: str) -> bool:
 
 
 def _unreachable(repo_id: str, reason: str, remedy: str) -> ConfigError:
-    near = nearest_names(repo_id)
+    near = () if repo_id in _known_names() else nearest_names(repo_id)
     return ConfigError(
         f"The configuration of {show(repo_id)} cannot be had from the Hugging Face hub: {reason}. "
         "Allowed: a name that --help lists, a local model folder, a config.json, or a hub id. "
         + (f"Known names like it: {', '.join(near)}. " if near else "")
-        + f"Remedy: check the spelling, or {remedy}."
+        + f"Remedy: {'check the spelling, or ' if near else ''}{remedy}."
     )
+
+
+def _known_names() -> list[str]:
+    """Return the names of shipped models and of well-known checkpoints."""
+    listed = resources.files("sppo_hf.cli").joinpath("checkpoints.json").read_text("utf-8")
+    return [*shipped_models(), *(row["name"] for row in json.loads(listed)["checkpoints"])]
 
 
 def nearest_names(typed: str) -> list[str]:
@@ -436,8 +442,6 @@ def nearest_names(typed: str) -> list[str]:
 
     A name that was typed as it is listed is not among them: it needs no correction.
     """
-    listed = resources.files("sppo_hf.cli").joinpath("checkpoints.json").read_text("utf-8")
-    names = [*shipped_models(), *(row["name"] for row in json.loads(listed)["checkpoints"])]
 
     def similarity(name: str) -> float:
         pairs = [(name.lower(), typed.lower())]
@@ -445,7 +449,9 @@ def nearest_names(typed: str) -> list[str]:
             pairs.append((name.lower().rpartition("/")[2], typed.lower()))
         return max(SequenceMatcher(None, *pair).ratio() for pair in pairs)
 
-    ranked = sorted(((similarity(name), name) for name in names), key=lambda pair: -pair[0])
+    ranked = sorted(
+        ((similarity(name), name) for name in _known_names()), key=lambda pair: -pair[0]
+    )
     near = [name for score, name in ranked if score >= _MIN_SIMILARITY and name != typed]
     return near[:3]
 

@@ -27,7 +27,7 @@ from sppo_hf.errors import ConfigError
 from sppo_hf.offload.layer_offload import PrefetchGroup
 from sppo_hf.offload.weights import HostWeights
 from sppo_hf.planning.plan import Plan
-from sppo_hf.planning.tiers import TIERS
+from sppo_hf.planning.tiers import TIERS, Tier
 from sppo_hf.reporting.chrome_trace import write_trace
 from sppo_hf.schedule.actions import Action, Kind
 from sppo_hf.schedule.measured_timeline import ActionRecord, rank_timeline
@@ -41,7 +41,7 @@ class ActionLog:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._entries: list[tuple[Action, Mark, Mark]] = []
+        self._entries: list[tuple[Action, Mark, Mark, Tier]] = []
         self._open: tuple[Action, Mark] | None = None
         self._on_end: Callable[[], None] | None = None
         self._begin = Mark(device)
@@ -60,7 +60,7 @@ class ActionLog:
         """Log the open action, if there is one."""
         if self._open is not None:
             (action, begin), self._open = self._open, None
-            self._entries.append((action, begin, Mark(self._device)))
+            self._entries.append((action, begin, Mark(self._device), ""))
 
     def finish(self) -> None:
         """End the open action, because another one begins or the step is over."""
@@ -68,23 +68,23 @@ class ActionLog:
             self._on_end()
         self.end()
 
-    def note(self, action: Action) -> None:
+    def note(self, action: Action, tier: Tier = "") -> None:
         """Log an action of another stream at the moment at which it is enqueued."""
         now = Mark(self._device)
-        self._entries.append((action, now, now))
+        self._entries.append((action, now, now, tier))
 
     @property
     def actions(self) -> list[Action]:
         """All logged actions, in order."""
-        return [action for action, _, _ in self._entries]
+        return [action for action, *_ in self._entries]
 
     def records(self) -> list[ActionRecord] | None:
         """All actions with seconds since the log began; None until the device has finished them."""
-        if not all(end.is_reached() for _, _, end in self._entries[-1:]):
+        if not all(end.is_reached() for _, _, end, _ in self._entries[-1:]):
             return None
         return [
-            ActionRecord(action, start, self._begin.seconds_until(end), start)
-            for action, begin, end in self._entries
+            ActionRecord(action, start, self._begin.seconds_until(end), start, tier)
+            for action, begin, end, tier in self._entries
             for start in (self._begin.seconds_until(begin),)
         ]
 
@@ -145,8 +145,8 @@ class LayerLog:
         if group is not None and any(handle.is_offloaded for handle in group.handles()):
             self._offloaded.add((chunk, layer))
             self._log.note(self._action("D", chunk, layer))
-            if TIERS[self._plan.mode(layer, chunk).tier].behind_host:
-                self._log.note(self._action("S", chunk, layer))
+            if TIERS[tier := self._plan.mode(layer, chunk).tier].behind_host:
+                self._log.note(self._action("S", chunk, layer), tier)
         if sent:
             self._log.note(self._action("O", chunk, layer, 0))
 
@@ -163,8 +163,8 @@ class LayerLog:
         if chunk == self._plan.num_chunks:
             self.kv_moved(layer, back=True)
         elif (chunk, layer) in self._offloaded:
-            if TIERS[self._plan.mode(layer, chunk).tier].behind_host:
-                self._log.note(self._action("L", chunk, layer))
+            if TIERS[tier := self._plan.mode(layer, chunk).tier].behind_host:
+                self._log.note(self._action("L", chunk, layer), tier)
             self._log.note(self._action("H", chunk, layer))
 
     def kv_moved(self, layer: int, *, back: bool) -> None:

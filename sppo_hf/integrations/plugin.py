@@ -45,6 +45,7 @@ from sppo_hf.pipeline.convert import launch_watchdog, load_model_stages
 from sppo_hf.pipeline.mesh import check_nodes, check_world
 from sppo_hf.pipeline.watchdog import watch_launch_when_joined
 from sppo_hf.planning.machine import set_max_connections
+from sppo_hf.registry import import_entry_points
 from sppo_hf.rules import show
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ class SPPOPlugin(ParallelismConfig):
     def __init__(
         self, config: SPPOConfig | Mapping[str, Any] | None = None, /, **settings: Any
     ) -> None:
+        import_entry_points()  # their names are allowed in settings
         sizes = {name: settings.pop(name) for name in list(settings) if name in _OWN_FIELDS}
         base = config if isinstance(config, SPPOConfig) else SPPOConfig.from_dict(config or {})
         # A field of both. Accelerate must not see it: it would expect DeepSpeed to share sequences.
@@ -121,6 +123,7 @@ class SPPOPlugin(ParallelismConfig):
         Raises:
             ConfigError: The file cannot be read or holds a wrong setting.
         """
+        import_entry_points()
         return cls(SPPOConfig.from_yaml(path))
 
     @classmethod
@@ -142,6 +145,20 @@ class SPPOPlugin(ParallelismConfig):
             return cls.from_yaml(path)
         except ConfigError as error:
             raise ConfigError(f"{CONFIG_VARIABLE}={path[:200]}: {error}") from error
+
+    def get_device_mesh(self, device_type: str | None = None) -> Any:
+        """Return Accelerate's mesh of devices.
+
+        Raises:
+            ConfigError: An Accelerator was given the class instead of a plugin.
+        """
+        if not isinstance(self, SPPOPlugin):  # pyright: ignore[reportUnnecessaryIsInstance]
+            # This is the first method that an Accelerator calls, here on the class.
+            raise ConfigError(
+                "parallelism_config is the class SPPOPlugin. Allowed: a plugin. Remedy: call it, "
+                "as in parallelism_config=SPPOPlugin()."
+            )
+        return super().get_device_mesh(device_type)
 
     def convert(self, model: ModelT) -> ModelT:
         """Make a model train chunk by chunk, in place.

@@ -329,7 +329,7 @@ class PipelineEngine(Engine):
         finally:
             self._stage_runner = None
         if self.traces is not None and training:
-            self.traces.keep(self.executed)
+            self.traces.keep([self._with_tier(record, prepared) for record in self.executed])
         if records:
             stats = self._record_step(prepared, training=training, began_seconds=began_seconds)
             if training and prepared.bounds == plans.bounds and step.name == plans.choice.schedule:
@@ -623,6 +623,13 @@ class PipelineEngine(Engine):
         )
         self.executed = executor.run()
         return executor.units
+
+    def _with_tier(self, record: ActionRecord, prepared: PreparedStep) -> ActionRecord:
+        """Return a record that names the tiers behind the host, if it wrote to or read from any."""
+        if record.action.kind not in ("S", "L"):
+            return record
+        chunk = prepared.step.schedule.chunk(record.action)
+        return record._replace(tier=prepared.plans.tiers_behind_host(record.action, chunk))
 
     def _make_unit_tensors(self, prepared: PreparedStep, runner: StageRunner) -> UnitTensors:
         stages, messages, shape = self.staged.cut.layers, self.messages(), self.shape()

@@ -48,7 +48,7 @@ from sppo_hf.planning.plan import PipelineStep, Plan, PlanRequest, make_plan, ot
 from sppo_hf.planning.prediction import MeasuredStep, learn, worth_correcting
 from sppo_hf.planning.stages import kv_copies_of, stage_shape
 from sppo_hf.planning.tiers import TIERS, Tier
-from sppo_hf.schedule.actions import Kind
+from sppo_hf.schedule.actions import Action, Kind, is_kv_copy
 from sppo_hf.schedule.generate import MSP, Size, generate
 from sppo_hf.schedule.schedule import Schedule
 
@@ -99,6 +99,15 @@ class BatchPlans:
     def copies(self) -> Copies:
         """Copies of this rank's stages."""
         return _copies_of(self.by_stage)
+
+    def tiers_behind_host(self, action: Action, chunk: int) -> str:
+        """Return the names of these tiers that a copy of a chunk's unit uses, joined by "+"."""
+        plan = self.by_stage[action.stage]
+        if is_kv_copy(action):
+            used = {plan.kv_tier}
+        else:
+            used = {mode.tier for mode in plan.layer_modes[chunk]}
+        return "+".join(name for name, tier in TIERS.items() if name in used and tier.behind_host)
 
     def shared(self) -> _SharedPlans:
         """Return the facts of this rank's plans that other ranks need."""

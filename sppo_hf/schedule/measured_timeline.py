@@ -23,6 +23,9 @@ class ActionRecord(NamedTuple):
     """Time at which the message that it waited for had arrived; `start_seconds` if it waited for
     none."""
 
+    tier: str = ""
+    """Of writes and reads behind the host, the tier; several are joined by "+"."""
+
 
 def rank_timeline(rank: int, executed: Sequence[ActionRecord]) -> Timeline:
     """Returns the timeline of one rank's actions: compute without waiting, copies, messages.
@@ -34,7 +37,10 @@ def rank_timeline(rank: int, executed: Sequence[ActionRecord]) -> Timeline:
     """
     resources: dict[str, list[ActionRecord]] = {}
     for one in executed:
-        resources.setdefault(f"{rank}.{_RESOURCE_NAMES[one.action.kind]}", []).append(one)
+        name = _RESOURCE_NAMES[one.action.kind]
+        if one.tier:
+            name = f"{one.tier} {name}"
+        resources.setdefault(f"{rank}.{name}", []).append(one)
     zero = executed[0].start_seconds if executed else 0.0
     done = [one for resource in resources.values() for one in resource]
     bounds = accumulate(map(len, resources.values()), initial=0)
@@ -54,7 +60,7 @@ def rank_timeline(rank: int, executed: Sequence[ActionRecord]) -> Timeline:
 
 _RESOURCE_NAMES: dict[Kind, str] = {
     **dict.fromkeys(COMPUTE_KINDS, "compute"),
-    **{"D": "d2h", "O": "d2h", "H": "h2d", "K": "h2d", "S": "disk write", "L": "disk read"},
+    **{"D": "d2h", "O": "d2h", "H": "h2d", "K": "h2d", "S": "write", "L": "read"},
     **{"P": "h2d", "G": "d2h", "U": "host compute"},
     **dict.fromkeys(SENDS, "send"),
     **dict.fromkeys(SENDS.values(), "recv"),

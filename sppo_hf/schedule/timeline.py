@@ -187,16 +187,6 @@ class Timeline:
         most = max(num_bytes for _, num_bytes in curve)
         return Peak(most, next(at for at, num_bytes in curve if num_bytes == most))
 
-    def peak_by_cause(self, tier: str) -> dict[str, int]:
-        """Returns the bytes of a tier's peak by cause, largest first; causes of 0 left out."""
-        at_seconds = self.peak(tier).seconds
-        held: dict[str, int] = {}
-        for seconds, num_bytes, cause in self.events.get(tier, ()):
-            if seconds <= at_seconds:
-                held[cause] = held.get(cause, 0) + num_bytes
-        ranked = sorted(held.items(), key=lambda item: -item[1])
-        return {cause: num_bytes for cause, num_bytes in ranked if num_bytes}
-
     def _positions(self, resource: str) -> range:
         try:
             return self.ranges[resource]

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 from typer.testing import CliRunner
 
-from sppo_hf.cli import app
+from sppo_hf.cli import app, common
+from sppo_hf.errors import ConfigError
 from sppo_hf.testing import check as check_module
 from sppo_hf.testing.exactness import Gradients
 from sppo_hf.testing.tiny_models import build_tiny_model
@@ -157,6 +158,28 @@ def test_lengths_that_this_model_cannot_run(arguments: list[str], message: str) 
     code, result = _json(*arguments)
     assert code == 2
     assert message in result["reason"]
+
+
+def test_a_hub_id_is_asked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the call that has a short timeout, and without what Transformers prints of its own."""
+    asked: list[str] = []
+
+    def download(repo_id: str) -> Path:
+        asked.append(repo_id)
+        if "absent" in repo_id:
+            raise ConfigError("the hub cannot be reached")
+        return tmp_path / "config.json"
+
+    build_tiny_model("llama").config.save_pretrained(tmp_path)
+    monkeypatch.setattr(common, "model_path", download)
+    monkeypatch.setattr(PreTrainedConfig, "get_config_dict", lambda *_: pytest.fail("asks again"))
+    code, _, err = _check("own/absent")
+    assert (code, "the hub cannot be reached" in err) == (2, True)
+    monkeypatch.undo()
+    monkeypatch.setattr(common, "model_path", download)
+    code, result = _json("own/tiny")
+    assert (code, result["name"], result["random_weights"]) == (0, "own/tiny", True)
+    assert asked == ["own/absent", "own/tiny"]
 
 
 def test_a_model_that_fails_without_chunks_too_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:

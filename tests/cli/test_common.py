@@ -222,5 +222,9 @@ def test_unlike_names_get_no_suggestions() -> None:
 
 def test_offline_for_real() -> None:
     # Tests run with HF_HUB_OFFLINE=1 and an empty cache.
-    with pytest.raises(ConfigError, match="HF_HUB_OFFLINE"):
+    with pytest.raises(ConfigError, match=r"Remedy: go online \(unset HF_HUB_OFFLINE\), or give"):
         read_model("meta-llama/Llama-3.1-8B")
+    with pytest.raises(ConfigError, match="Remedy: check the spelling, or go online"):
+        read_model("meta-llama/Llama-3.1-9B")
+    with pytest.raises(ConfigError, match="Remedy: go online"):
+        read_model("zzz/own-private-thing")

@@ -71,6 +71,11 @@ def test_sizes_that_cut_the_sequence_or_layers_are_refused(axis):
         SPPOPlugin(**{f"{axis}_size": 2})
 
 
+def test_the_class_instead_of_a_plugin_is_named():
+    with pytest.raises(ConfigError, match=r"class SPPOPlugin.*Remedy: .*SPPOPlugin\(\)"):
+        Accelerator(parallelism_config=SPPOPlugin)
+
+
 def test_from_yaml_reads_the_file(tmp_path: Path):
     (tmp_path / "a.yaml").write_text("chunk_tokens: 512\n")
     assert SPPOPlugin.from_yaml(tmp_path / "a.yaml").config.chunk_tokens == 512

@@ -7,6 +7,7 @@ to, and its failures are clear.
 from __future__ import annotations
 
 import dataclasses
+import json
 import threading
 import zlib
 from collections.abc import Callable, Iterator
@@ -33,7 +34,7 @@ from sppo_hf.planning.plan import Plan
 from sppo_hf.planning.tiers import TIERS, TierModel, register_tier
 from sppo_hf.testing.exactness import compare
 from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
-from tests.engine.forced_plans import change_plans
+from tests.engine.forced_plans import change_plans, force_modes
 from tests.offload.disk_store import DiskStore
 from tests.offload.small_stack import TOKENS, WIDTH, assert_same, gradients_of, loss_of, make_blocks
 from tests.planning.questions import GIB, question
@@ -175,6 +176,24 @@ def test_training_is_exact(zipped: ZipTier, order: str, recompute: str) -> None:
     assert report.exact, report
     assert zipped.spaces, "a store was opened"
     assert not any(space.reserved_bytes for space in zipped.spaces), "and is empty again"
+
+
+@pytest.mark.usefixtures("zipped")
+def test_the_trace_of_a_step_names_each_tier(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    force_modes(monkeypatch, lambda chunk, layer: mode_of("inputs", ("zip", "disk")[layer % 2]))
+    (tmp_path / "disk").mkdir()
+    folders = {"offload_dir": str(tmp_path / "disk"), "trace_dir": str(tmp_path / "did")}
+    model = convert(
+        build_tiny_model("llama"), SPPOConfig(**STEP, **folders, more_tiers="zip=64MiB")
+    )
+    model(**make_batch(tokens=50)).loss.backward()
+    events = json.loads((tmp_path / "did" / "rank0.trace.json").read_text())["traceEvents"]
+    rows = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    spans = [(rows[e["tid"]], e["name"]) for e in events if e["ph"] == "X"]
+    assert {name for row, name in spans if row == "zip write"} >= {"0S0.0", "0S0.2"}
+    assert {name for row, name in spans if row == "disk read"} == {"0L0.1", "0L1.1", "0L2.1"}
 
 
 def test_training_with_host_disk_and_zip_at_once_is_exact(

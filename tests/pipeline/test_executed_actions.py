@@ -121,6 +121,10 @@ def test_keys_and_values_and_a_disk_are_in_the_program(tmp_path: Path) -> None:
         for rank in range(2):
             events = json.loads((tmp_path / name / f"events{rank}.json").read_text())
             assert (events["written"][0] > 0) is written, name
+            times = json.loads((tmp_path / name / f"rank{rank}.trace.json").read_text())
+            rows = (e["args"]["name"] for e in times["traceEvents"] if e["name"] == "thread_name")
+            copies = {row for row in rows if row.endswith((" write", " read"))}
+            assert copies == ({"disk write", "disk read"} if written else set()), name
     # A frame is read a unit before its copy back, and never before it is written.
     (rank, _) = found["disk"]
     assert rank.index("0F0") < rank.index("0D0") < rank.index("0S0") < rank.index("0L0")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from sppo_hf.planning.memory import MemoryBreakdown, MemoryEstimate, Points
+from sppo_hf.schedule.timeline import Timeline
 
 
 class Moment(NamedTuple):
@@ -19,6 +20,16 @@ def moments_of(predicted: MemoryEstimate) -> list[Moment]:
         Moment(predicted.points.name(at), predicted.at(at, "device"), predicted.at(at, "host"))
         for at in ends_of(predicted.points)
     ]
+
+
+def peak_by_cause(timeline: Timeline, tier: str) -> dict[str, int]:
+    """The bytes of a tier's simulated peak by cause; causes of 0 left out."""
+    at_seconds = timeline.peak(tier).seconds
+    held: dict[str, int] = {}
+    for seconds, num_bytes, cause in timeline.events.get(tier, ()):
+        if seconds <= at_seconds:
+            held[cause] = held.get(cause, 0) + num_bytes
+    return {cause: num_bytes for cause, num_bytes in held.items() if num_bytes}
 
 
 def ends_of(points: Points) -> list[int]:

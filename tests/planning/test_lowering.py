@@ -29,7 +29,7 @@ from sppo_hf.planning.memory import Cause
 from sppo_hf.planning.tiers import TIERS, Tier
 from sppo_hf.schedule.actions import Action
 from tests.planning.modes import OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD
-from tests.planning.moments import moments_of
+from tests.planning.moments import moments_of, peak_by_cause
 from tests.planning.shapes import llama_config, shape_of
 from tests.planning.situations import (
     MIB,
@@ -523,7 +523,7 @@ def test_simulated_peaks_are_the_estimates(
         held = predicted.of(tier)
         assert held.total == predicted.peak_bytes(tier)
         if tier in timeline.tiers:
-            assert timeline.peak_by_cause(tier) == held
+            assert peak_by_cause(timeline, tier) == held
         else:
             assert not held
 

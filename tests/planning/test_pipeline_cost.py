@@ -28,6 +28,7 @@ from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.simulate import bubble_fraction, simulate_pipeline
 from sppo_hf.schedule.timeline import Timeline
 from sppo_hf.schedule.validate import validate
+from tests.planning.moments import peak_by_cause
 from tests.planning.profiles import PROFILE
 from tests.planning.shapes import llama_config, shape_of
 from tests.planning.situations import decided
@@ -173,8 +174,8 @@ def test_frames_go_on_behind_the_host() -> None:
     lowered = lower(schedule, offloaded=far.leaves, stored=far.stores, kv_copies=far.kv_copies)
     validate(lowered)
     timeline = simulate_pipeline(lowered, seconds=far.seconds, changes=far.changes)
-    there = run(schedule, near).peak_by_cause("0.host")[Cause.ACTIVATIONS]
-    on_disk = timeline.peak_by_cause("0.disk")
+    there = peak_by_cause(run(schedule, near), "0.host")[Cause.ACTIVATIONS]
+    on_disk = peak_by_cause(timeline, "0.disk")
     assert on_disk[Cause.ACTIVATIONS] == there
     assert on_disk[Cause.KV] > 0
     # In host memory frames are while they pass.

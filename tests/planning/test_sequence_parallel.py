@@ -21,6 +21,7 @@ from sppo_hf.planning.stages import StageWeights
 from sppo_hf.schedule.actions import Action
 from sppo_hf.schedule.generate import Size, generate
 from sppo_hf.schedule.timeline import Timeline
+from tests.planning.moments import peak_by_cause
 from tests.planning.profiles import PROFILE, changed
 from tests.planning.shapes import llama_config, shape_of
 
@@ -150,7 +151,7 @@ def test_a_runs_plan_is_what_the_search_over_layouts_simulates(saved: Saved) -> 
 @pytest.mark.parametrize("stages", [1, 2])
 def test_a_rank_holds_a_share_of_all_but_weights(stages: int) -> None:
     sizes = [
-        run("seq1f1b", Size(stages, 1, 8), c)[1].peak_by_cause("0.device")
+        peak_by_cause(run("seq1f1b", Size(stages, 1, 8), c)[1], "0.device")
         for c in (COST, shared(2))
     ]
     for cause in (Cause.WEIGHTS, Cause.GRADIENTS, Cause.OPTIMIZER):

@@ -80,11 +80,9 @@ def test_curves_and_peaks() -> None:
     ]
     assert timeline.curve("host") == [(0.0, 0), (1.0, 10), (5.0, 0)]
     assert timeline.peak("device") == Peak(123, 2.0)
-    assert timeline.peak_by_cause("device") == {"weights": 100, "frames": 20, "work": 3}
     assert timeline.peak("host") == Peak(10, 1.0)
     assert timeline.curve("disk") == [(0.0, 0)]
     assert timeline.peak("disk") == Peak(0, 0.0)
-    assert timeline.peak_by_cause("disk") == {}
 
 
 def test_what_is_given_back_at_an_instant_comes_first() -> None:
@@ -139,7 +137,6 @@ def test_bytes_equal_a_plain_sum_at_every_instant(schedule: RandomSchedule) -> N
         peak = timeline.peak(tier)
         assert peak.num_bytes == max(num_bytes for _, num_bytes in curve)
         assert (peak.seconds, peak.num_bytes) in curve
-        assert sum(timeline.peak_by_cause(tier).values()) == peak.num_bytes
         finals = [curve[-1][1] for curve in timeline.curves_by_cause(tier).values()]
         assert sum(finals) == curve[-1][1]
 

@@ -154,7 +154,7 @@ def test_uneven_units_are_told_apart() -> None:
 def test_a_rank_that_begins_late_counts_from_the_first() -> None:
     schedule = made(size=Size(2, 1, 1))
     executed = noted(schedule, simulate_pipeline(schedule, seconds=fixed_seconds(1, 2)))
-    executed[0] = [ActionRecord(a, b + 0.5, e + 0.5, r + 0.5) for a, b, e, r in executed[0]]
+    executed[0] = [ActionRecord(a, b + 0.5, e + 0.5, r + 0.5) for a, b, e, r, _ in executed[0]]
     executed[0][0] = executed[0][0]._replace(start_seconds=CLOCK + 0.5)
     measured = measured_timeline(schedule, executed)
     # Rank 1 was there first, and waited.
