@@ -24,7 +24,7 @@ Case = dict[str, Any]
 
 TOKENS = 23
 # They begin and end with one token, and grow and shrink between.
-UNEVEN = [1, 13, 8, 1]
+UNEVEN = [1, 21, 1]
 DELTA_RULE = "torch_chunk_gated_delta_rule"
 MIXED = ["sliding_attention", "full_attention"]
 _TOKENS_OF_ENCODERS = {"image_token_id": 0, "video_token_id": 1, "audio_token_id": 2}

@@ -28,10 +28,12 @@ from sppo_hf.schedule.generate import MSP, Size, generate
 from sppo_hf.schedule.messages import ChunkRun, chunk_runs, messages
 from sppo_hf.testing.tiny_models import build_tiny_model
 from tests.integrations.launch import run_ranks
-from tests.pipeline.pipeline_cases import UNEVEN, Case, merge_cases
+from tests.pipeline.pipeline_cases import Case, merge_cases
 from tests.pipeline.test_pipeline_exactness import assert_exact
 from tests.sweeps import ALL, sample
 
+UNEVEN = [1, 13, 8, 1]
+"""Chunks of as many lengths as four ranks need to share units."""
 HEADS = [(8, 8), (12, 12), (12, 4), (12, 1), (24, 8), (32, 8), (40, 8), (28, 4), (64, 8), (60, 12)]
 
 
@@ -311,9 +313,7 @@ TWO = [
         layers=None,
         settings={"chunk_lengths": UNEVEN, "recompute": "full", **AWAY},
     ),
-    case_of(
-        "steps", items=True, steps=[{}, {"scale": 2.0}, {"evaluate": True}, {"scale": 0.5}, {}]
-    ),
+    case_of("steps", items=True, steps=[{}, {"scale": 2.0}, {"evaluate": True}, {"scale": 0.5}]),
 ]
 MORE = [
     case_of("as many chunks as ranks", settings={"num_chunks": 2}),
