@@ -111,18 +111,18 @@ def test_bad_input(arguments: list[str], message: str) -> None:
     assert message in result["reason"]
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"hidden_size": "64"}, "hidden_size is '64' (str)"),
-        ({"hidden_size": -4}, "hidden_size is -4"),
-        ({"num_hidden_layers": 100_000}, "num_hidden_layers is 100000"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
-        ({"text_config": {"num_hidden_layers": 10**12}}, "text_config.num_hidden_layers is 10000"),
-        ({"num_local_experts": 10**9}, "num_local_experts is 1000000000"),
-    ],
-)
-def test_sizes_that_cannot_be_are_refused_before_torch_is_imported(
+_CANNOT_BE: list[tuple[dict[str, Any], str]] = [
+    ({"hidden_size": "64"}, "hidden_size is '64' (str)"),
+    ({"hidden_size": -4}, "hidden_size is -4"),
+    ({"num_hidden_layers": 100_000}, "num_hidden_layers is 100000"),
+    ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+    ({"text_config": {"num_hidden_layers": 10**12}}, "text_config.num_hidden_layers is 10000"),
+    ({"num_local_experts": 10**9}, "num_local_experts is 1000000000"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), _CANNOT_BE)
+def test_sizes_that_cannot_be_are_refused(
     changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **changes}))
@@ -130,12 +130,17 @@ def test_sizes_that_cannot_be_are_refused_before_torch_is_imported(
     assert code == 2
     assert message in err
     assert "Remedy: " in err
-    if "hidden_size" in changes:
-        return
+
+
+def test_sizes_that_cannot_be_are_refused_before_torch_is_imported(tmp_path: Path) -> None:
+    folders = [str(tmp_path / str(number)) for number in range(len(_CANNOT_BE))]
+    for folder, (changes, _) in zip(folders, _CANNOT_BE, strict=True):
+        Path(folder).mkdir()
+        (Path(folder) / "config.json").write_text(json.dumps({"model_type": "llama", **changes}))
     script = (
         "import sys; from typer.testing import CliRunner; from sppo_hf.cli import app;"
-        f"result = CliRunner().invoke(app, ['check', {str(tmp_path)!r}]);"
-        "assert result.exit_code == 2; assert 'torch' not in sys.modules"
+        f"codes = [CliRunner().invoke(app, ['check', x]).exit_code for x in {folders}];"
+        "assert set(codes) == {2}; assert 'torch' not in sys.modules"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 

@@ -69,9 +69,15 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
 @pytest.mark.parametrize(
     ("ending", "magic"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".PDF", b"%PDF")]
 )
-def test_formats(tmp_path: Path, ending: str, magic: bytes) -> None:
+def test_formats_leave_matplotlibs_settings_alone(
+    tmp_path: Path, ending: str, magic: bytes
+) -> None:
+    before = dict(matplotlib.rcParams)
+    with_pyplot = "matplotlib.pyplot" in sys.modules
     path = draw(mixed_plan(2, 2), simulated(mixed_plan(2, 2)), tmp_path / f"plan{ending}")
     assert path.read_bytes().startswith(magic)
+    assert dict(matplotlib.rcParams) == before
+    assert ("matplotlib.pyplot" in sys.modules) == with_pyplot
 
 
 def test_unknown_endings_are_refused(tmp_path: Path) -> None:
@@ -87,15 +93,6 @@ def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     plan = mixed_plan(2, 2)
     with pytest.raises(ConfigError, match="pip install matplotlib"):
         draw(plan, simulated(plan), tmp_path / "plan.png")
-
-
-def test_leaves_matplotlibs_settings_alone(tmp_path: Path) -> None:
-    before = dict(matplotlib.rcParams)
-    with_pyplot = "matplotlib.pyplot" in sys.modules
-    plan = mixed_plan(2, 2)
-    draw(plan, simulated(plan), tmp_path / "plan.png")
-    assert dict(matplotlib.rcParams) == before
-    assert ("matplotlib.pyplot" in sys.modules) == with_pyplot
 
 
 def test_says_what_it_shows(tmp_path: Path) -> None:
@@ -117,23 +114,19 @@ def test_says_what_it_shows(tmp_path: Path) -> None:
     assert f"{timeline.busy_seconds('compute') / timeline.end_seconds:.0%} busy" in said
 
 
-def test_a_budget_far_above_is_named_but_not_drawn(tmp_path: Path, drawn: Any) -> None:
-    plan = mixed_plan(2, 2)
-    timeline = simulated(plan)
-    draw(plan, timeline, tmp_path / "plan.png", budgets={"device": 10**15})
-    panels = [axes for axes in drawn().axes if axes.get_title(loc="left").startswith("device")]
-    assert "(above the panel)" in panels[0].get_title(loc="left")
-    assert panels[0].get_ylim()[1] * GIB < 2 * timeline.peak("device").num_bytes
-
-
-def test_time_is_on_one_axis(tmp_path: Path, drawn: Any) -> None:
+def test_time_is_on_one_axis_and_a_budget_far_above_is_named_but_not_drawn(
+    tmp_path: Path, drawn: Any
+) -> None:
     plan = mixed_plan(4, 4)
     timeline = simulated(plan)
-    draw(plan, timeline, tmp_path / "plan.png")
+    draw(plan, timeline, tmp_path / "plan.png", budgets={"device": 10**15})
     _, modes, *panels = drawn().axes
     assert modes.get_xlim() == (0, plan.total_tokens)
     assert {axes.get_xlim() for axes in panels} == {(0.0, timeline.end_seconds)}
     assert len({axes.get_position().x0 for axes in panels}) == 1
+    (device,) = (axes for axes in panels if axes.get_title(loc="left").startswith("device"))
+    assert "(above the panel)" in device.get_title(loc="left")
+    assert device.get_ylim()[1] * GIB < 2 * timeline.peak("device").num_bytes
 
 
 @pytest.mark.parametrize(("num_chunks", "layers"), [(1, 2), (8, 32), (64, 80)])
