@@ -77,7 +77,7 @@ def _batch(drawn: Draw) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@examples(14, whole=60)
+@examples(10, whole=60)
 @given(drawn=draws())
 def test_any_batch_is_exact(drawn: Draw) -> None:
     config = SPPOConfig(

@@ -126,7 +126,7 @@ def draws(draw: st.DrawFn) -> Draw:
     )
 
 
-@examples(8, whole=60)
+@examples(6, whole=60)
 @given(drawn=draws())
 def test_any_mix_of_modes_is_exact(drawn: Draw) -> None:
     case = _case(drawn.family, drawn.lora, drawn.padding)

@@ -332,7 +332,7 @@ def cases(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], str, str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", MIXERS)
 @given(case=cases())
-@examples(3, whole=12)
+@examples(2, whole=12)
 def test_any_lengths_rows_and_padding(family: str, case: Any) -> None:
     lengths, padding, recompute, offload = case
     report = compare(
