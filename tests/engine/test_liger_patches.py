@@ -96,6 +96,12 @@ def lce_forward(self: Any, *, labels: Tensor | None = None, **inputs: Any) -> An
 
 for code in (norm_forward, mlp_forward, rotary, experts_forward, lce_forward):
     code.__module__ = "liger_kernel.transformers"
+# The forward of a model is known by the module of its code.
+_lce_options = lce_forward.__kwdefaults__
+lce_forward = types.FunctionType(
+    lce_forward.__code__, {**globals(), "__name__": "liger_kernel.transformers"}
+)
+lce_forward.__kwdefaults__ = _lce_options
 
 
 @pytest.fixture(autouse=True)
