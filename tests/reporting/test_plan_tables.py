@@ -136,7 +136,7 @@ def test_table_leaves_out_what_is_zero_and_modes_of_evaluation() -> None:
 def test_warnings_stand_below_the_table() -> None:
     text = render_plan(plan(total_tokens=200_000), "m")
     assert text.splitlines()[-1].strip()
-    assert "Warning: sequences of 200,000 tokens" in text
+    assert "Warning: rows of 200,000 tokens" in text
 
 
 SOLVED = replace(CUDA, profile=load_profile("h100"))
