@@ -26,7 +26,12 @@ from rich.text import Text
 
 from sppo_hf.config import MORE_TIERS, SPPOConfig, parse_bytes
 from sppo_hf.errors import ConfigError, SPPOError
-from sppo_hf.planning.config_file import find_config, load_config, shipped_models
+from sppo_hf.planning.config_file import (
+    find_config,
+    load_config,
+    shipped_models,
+    text_config,
+)
 from sppo_hf.planning.feasibility import request_for
 from sppo_hf.planning.hardware import HardwareProfile, load_profile
 from sppo_hf.planning.model_profile import ModelProfile, Training
@@ -237,6 +242,8 @@ class PlanningArguments:
         profile = request.device.profile
         assert profile is not None, "a request from the command line has a profile"
         source = "estimated from public figures" if profile.estimated else "measured"
+        if profile.estimated and profile.source.startswith("Measured"):
+            source = "measured on one, disk and links estimated from public figures"
         note = f"Hardware: {profile.name}, {source}"
         if self.hardware is None:
             note += "; it is the default, --hardware names another"
@@ -245,6 +252,11 @@ class PlanningArguments:
             note += (
                 f". Host memory: {ASSUMED_HOST_MEMORY}{each} is assumed; --host-memory sets the"
                 " machine's"
+            )
+        if is_quantized(read_model(self.model)):
+            note += (
+                f". Weights are counted in {self.dtype}: this checkpoint's are quantized, which"
+                " takes less memory and more time than is said here"
             )
         return note + "."
 
@@ -335,6 +347,11 @@ def check_figure(figure: Path | None) -> None:
             f"--figure is {str(figure)!r}. Allowed: a file that ends in {', '.join(ENDINGS)}, "
             "which says what kind of picture it is. Remedy: use one of these endings."
         )
+
+
+def is_quantized(config: object) -> bool:
+    """Whether a checkpoint's weights are quantized (to 4 bits, say), which no plan here counts."""
+    return any(getattr(c, "quantization_config", None) for c in (config, text_config(config)))
 
 
 def read_model(model: str) -> object:

@@ -12,11 +12,13 @@ from sppo_hf.cli.common import (
     MAX_TOKENS,
     PlanningArguments,
     echo_json,
+    is_quantized,
     nearest_names,
     parse_tokens,
     read_model,
 )
 from sppo_hf.errors import ConfigError
+from sppo_hf.planning.config_file import to_namespace
 from sppo_hf.planning.plan import PlanRequest
 from tests.cli.configs import TINY, write_config
 
@@ -99,7 +101,17 @@ def test_defaults_are_the_default_profile_and_no_disk(tmp_path: Path) -> None:
     note = arguments.hardware_note(asked)
     assert "estimated" in note
     assert "--hardware" in note
+    assert "quantized" not in note
     assert "--hardware" not in typed(arguments.model, hardware="h100").hardware_note(asked)
+    assert "measured on one" in note, "an H100's shipped profile"
+
+
+def test_a_quantized_checkpoint_is_said_to_be_counted_whole(tmp_path: Path) -> None:
+    fields = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
+    arguments = typed(write_config(tmp_path, {**TINY, **fields}))
+    note = arguments.hardware_note(arguments.plan_request())
+    assert "Weights are counted in bfloat16: this checkpoint's are quantized" in note
+    assert is_quantized(to_namespace({"model_type": "gemma3", "text_config": fields}))
 
 
 def test_lora_trains_the_adapters_alone(tmp_path: Path) -> None:

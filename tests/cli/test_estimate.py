@@ -56,7 +56,7 @@ def test_an_8b_model_fits(tmp_path: Path) -> None:
     assert "32,768 tokens" in flat
     assert "of 40.0 GiB" in flat
     assert "recomputation not counted" in flat
-    assert "estimated from public figures" in flat
+    assert "measured on one, disk and links estimated from public figures" in flat
     code, result = read_json(model, "--seq-len", "32768", *SMALL)
     assert code == 0
     assert result["fits"] is True
