@@ -220,12 +220,13 @@ def make_mesh(
     which rank does not answer.
 
     Raises:
-        ConfigError: The number of processes is no multiple of `pp_size * sp_size`.
+        ConfigError: The number of processes is no multiple of `pp_size * sp_size`, or launches of
+            kernels block.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
     check_world(pp_size, world, sp_size)
     if device.type == "cuda" and pp_size > 1:
-        _warn_of_few_queues()
+        _check_launches()
     dp_size = world // (pp_size * sp_size)
     shape, timeout = (dp_size, pp_size, sp_size), timedelta(seconds=timeout_seconds)
     # No groups of one rank: each gloo group has threads that wake a hundred times a second.
@@ -300,13 +301,24 @@ def with_unit_groups(mesh: PipelineMesh, *, timeout_seconds: int) -> PipelineMes
     return made
 
 
-def _warn_of_few_queues() -> None:
-    """Warn of a process whose streams share hardware queues.
+def _check_launches() -> None:
+    """Check that messages between stages, which wait for other ranks, hold up nothing else.
 
-    Each queue starts what is in it in order. A message that waits for an earlier one of its stream,
-    and so for another rank, holds up what other streams have behind it in the queue. With one queue
-    1f1b, interleaved and msp schedules wait for themselves forever.
+    With `CUDA_LAUNCH_BLOCKING` a launch returns when its kernel has ended. A receive is posted a
+    unit ahead, and two ranks that wait for each other's message before they compute its own wait
+    forever. Streams that share a hardware queue begin what is in it in order: a message that waits
+    for an earlier one of its stream holds up what others have behind it. With one queue 1f1b,
+    interleaved and msp schedules wait for themselves, too.
+
+    Raises:
+        ConfigError: Launches block.
     """
+    if os.environ.get("CUDA_LAUNCH_BLOCKING", "") not in ("", "0"):
+        raise ConfigError(
+            "CUDA_LAUNCH_BLOCKING is set, with which a stage that starts a receive computes "
+            "nothing until it has arrived, and stages wait for each other forever. Allowed: "
+            "pp_size=1 with it, or a pipeline without it. Remedy: unset CUDA_LAUNCH_BLOCKING."
+        )
     given = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8")  # CUDA's default
     if given.isdecimal() and int(given) < NUM_QUEUES:
         logger.warning(

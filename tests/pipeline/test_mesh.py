@@ -269,10 +269,19 @@ def test_few_hardware_queues_are_warned_of(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING"):
+        monkeypatch.delenv(name, raising=False)
     if given is not None:
         monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", given)
     with caplog.at_level(logging.WARNING):
-        mesh_module._warn_of_few_queues()
+        mesh_module._check_launches()
     expected = f"CUDA_DEVICE_MAX_CONNECTIONS is {given or 8}, "
     assert any(text.startswith(expected) for text in caplog.messages) == warned
+
+
+def test_blocking_launches_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    with pytest.raises(ConfigError, match="Remedy: unset CUDA_LAUNCH_BLOCKING"):
+        mesh_module.make_mesh(2, torch.device("cuda", 0), timeout_seconds=9)
