@@ -60,7 +60,7 @@ from sppo_hf.pipeline.checkpoint_files import (
     write_tensors,
     writing,
 )
-from sppo_hf.pipeline.mesh import STORAGE_TIMEOUT
+from sppo_hf.pipeline.mesh import STORAGE_TIMEOUT, unbound_launch
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
 from sppo_hf.pipeline.watchdog import collective_section
 
@@ -129,7 +129,8 @@ def rank_coords_of(model: nn.Module) -> RankCoords:
 def _world_group(world: Any) -> Any:
     """Form a group of all processes of `world`, on the CPU, for numbers and names."""
     # Ranks write different amounts: the first to finish may wait long for the last.
-    return dist.new_group(backend="gloo", timeout=STORAGE_TIMEOUT)
+    with unbound_launch():
+        return dist.new_group(backend="gloo", timeout=STORAGE_TIMEOUT)
 
 
 def find_damage_together(folder: Path) -> str | None:

@@ -14,12 +14,21 @@ of 32 for each priority, and after the 32nd the first comes again. In one stream
 link would wait behind that one's message. With shared units a rank of 16 has 30 links and 17 other
 groups, so links take theirs from the pool of high priority, and the other groups share theirs with
 copies alone.
+
+[Note: groups are formed one by one] A script may bind the launch's group to a device
+(`init_process_group(device_id=...)`). PyTorch then splits every later group off that group's NCCL
+communicator, for which all processes of the launch wait, members or not; but members of a gloo
+group do not split anything, so ranks would count different splits. Here each group is set up by its
+own ranks, when it is first used (`_try_groups`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -39,6 +48,14 @@ DIMS = ("dp", "pp", "sp")
 
 MAX_CTAS = 4
 """Thread blocks (each occupies a multiprocessor) that NCCL may use for a link."""
+
+LARGE_NUMEL = 2**24
+"""Numbers of a message that NCCL sends like a bucket of gradients: 64 MiB in float32."""
+
+NUM_QUEUES = 32
+"""Hardware queues of a CUDA device, all of which `CUDA_DEVICE_MAX_CONNECTIONS` should allow."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +92,8 @@ class PipelineMesh:
     unit_groups: dict[tuple[int, ...], Any] = field(default_factory=dict, repr=False)
     """Group of each set of pipeline ranks that share units of a stage, this one among them.
     Where there are any, there are links between all ranks of a pipeline."""
+    allowed: list[float] = field(default_factory=lambda: [0.0], repr=False)
+    """The largest timeout that was ever set, in seconds."""
 
     @property
     def sharing_ranks(self) -> range:
@@ -93,7 +112,11 @@ class PipelineMesh:
         return self.pp_rank == 0
 
     def allow_seconds(self, seconds: float) -> None:
-        """Set the timeout of later operations in all groups but the storage group."""
+        """Raise the timeout of later operations in all groups but the storage group.
+
+        It never sinks: several models of a launch have the same groups.
+        """
+        self.allowed[0] = seconds = max(seconds, self.allowed[0])
         # Public since PyTorch 2.15, which warns of the private one.
         set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
         for group in (
@@ -173,6 +196,21 @@ def check_nodes(config: SPPOConfig) -> None:
     )
 
 
+@contextlib.contextmanager
+def unbound_launch() -> Iterator[None]:
+    """Context in which groups are formed; see [Note: groups are formed one by one]."""
+    launch: Any = dist.group.WORLD
+    if launch is None:  # a single process
+        yield
+        return
+    device, launch.bound_device_id = launch.bound_device_id, None
+    try:
+        yield
+    finally:
+        launch.bound_device_id = device
+
+
+@unbound_launch()
 def make_mesh(
     pp_size: int, device: torch.device, *, timeout_seconds: int, sp_size: int = 1
 ) -> PipelineMesh:
@@ -182,10 +220,13 @@ def make_mesh(
     which rank does not answer.
 
     Raises:
-        ConfigError: The number of processes is no multiple of `pp_size * sp_size`.
+        ConfigError: The number of processes is no multiple of `pp_size * sp_size`, or launches of
+            kernels block.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
     check_world(pp_size, world, sp_size)
+    if device.type == "cuda" and pp_size > 1:
+        _check_launches()
     dp_size = world // (pp_size * sp_size)
     shape, timeout = (dp_size, pp_size, sp_size), timedelta(seconds=timeout_seconds)
     # No groups of one rank: each gloo group has threads that wake a hundred times a second.
@@ -228,6 +269,7 @@ def make_mesh(
     return mesh
 
 
+@unbound_launch()
 def with_unit_groups(mesh: PipelineMesh, *, timeout_seconds: int) -> PipelineMesh:
     """Return the mesh (`sp_size` 1) with groups for shared units; all processes call this."""
     timeout, size = timedelta(seconds=timeout_seconds), mesh.pp_size
@@ -254,7 +296,38 @@ def with_unit_groups(mesh: PipelineMesh, *, timeout_seconds: int) -> PipelineMes
         mesh, links=links, unit_groups=sets, pp_group=None, embedding_group=None, replica_group=None
     )
     _try_groups(more)
-    return replace(mesh, links={**mesh.links, **links}, unit_groups=sets)
+    made = replace(mesh, links={**mesh.links, **links}, unit_groups=sets)
+    made.allow_seconds(timeout_seconds)
+    return made
+
+
+def _check_launches() -> None:
+    """Check that messages between stages, which wait for other ranks, hold up nothing else.
+
+    With `CUDA_LAUNCH_BLOCKING` a launch returns when its kernel has ended. A receive is posted a
+    unit ahead, and two ranks that wait for each other's message before they compute its own wait
+    forever. Streams that share a hardware queue begin what is in it in order: a message that waits
+    for an earlier one of its stream holds up what others have behind it. With one queue 1f1b,
+    interleaved and msp schedules wait for themselves, too.
+
+    Raises:
+        ConfigError: Launches block.
+    """
+    if os.environ.get("CUDA_LAUNCH_BLOCKING", "") not in ("", "0"):
+        raise ConfigError(
+            "CUDA_LAUNCH_BLOCKING is set, with which a stage that starts a receive computes "
+            "nothing until it has arrived, and stages wait for each other forever. Allowed: "
+            "pp_size=1 with it, or a pipeline without it. Remedy: unset CUDA_LAUNCH_BLOCKING."
+        )
+    given = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8")  # CUDA's default
+    if given.isdecimal() and int(given) < NUM_QUEUES:
+        logger.warning(
+            "CUDA_DEVICE_MAX_CONNECTIONS is %s, so that messages between stages and computation "
+            "share hardware queues: messages that wait for another rank may delay computation, or "
+            "stop the pipeline for good. Remedy: set it to %d before the process first uses CUDA.",
+            given,
+            NUM_QUEUES,
+        )
 
 
 def _backend_of(device: torch.device) -> str:
@@ -331,19 +404,48 @@ def link_options(device: torch.device, timeout: timedelta) -> Any:
 
 
 def _try_groups(mesh: PipelineMesh) -> None:
-    """Send one number over every link and through every group, in the same order on all ranks.
+    """Use every group and every link once, in the same order on all ranks.
 
-    NCCL sets a group up when it is first used, and its ranks wait for each other then. Within a
-    schedule that would stall the first step; and a group that does not work is found here.
+    NCCL sets a group up when it is first used, and connects its ranks when each kind of collective,
+    or the algorithm for large messages, is first used; the hosts of its ranks wait for each other
+    then, and the buffers of the connections take memory. Within a schedule that would stall the
+    first step, and take memory that its plan has given to others; and a group that does not work is
+    found here.
     """
-    sets = (mesh.unit_groups[ranks] for ranks in sorted(mesh.unit_groups))
+    sets = [mesh.unit_groups[ranks] for ranks in sorted(mesh.unit_groups)]
+
+    def numbers(count: int) -> torch.Tensor:
+        return torch.ones(count, device=mesh.device)
+
     for group in (mesh.pp_group, mesh.embedding_group, mesh.sp_group, mesh.replica_group, *sets):
         if group is not None:
-            dist.all_reduce(torch.ones(1, device=mesh.device), group=group)
-    for source, target in sorted(mesh.links):
-        number = torch.ones(1, device=mesh.device)
+            dist.all_reduce(numbers(1), group=group)
+    for group in (mesh.embedding_group, mesh.replica_group):  # these sum gradients
+        if group is not None and mesh.device.type == "cuda":
+            dist.all_reduce(numbers(LARGE_NUMEL), group=group)
+    for group in (mesh.sp_group, *sets):
+        if group is not None:
+            size = dist.get_world_size(group)
+            dist.all_to_all_single(numbers(size), numbers(size), group=group)
+    for ranks in sorted(mesh.unit_groups):
+        first, group = mesh.world_rank(ranks[0]), mesh.unit_groups[ranks]
+        dist.broadcast(numbers(1), first, group=group)
+        dist.reduce(numbers(1), first, group=group)
+    for source, target in sorted(mesh.links, key=lambda link: link_round(*link, mesh.pp_size)):
         group = mesh.links[source, target]
         if mesh.pp_rank == source:
-            dist.send(number, mesh.world_rank(target), group=group)
+            dist.send(numbers(1), mesh.world_rank(target), group=group)
         else:
-            dist.recv(number, mesh.world_rank(source), group=group)
+            dist.recv(numbers(1), mesh.world_rank(source), group=group)
+
+
+def link_round(source: int, target: int, size: int) -> tuple[int, ...]:
+    """Return a key that sorts links of a pipeline so that most can be set up at the same time.
+
+    Links whose ranks are equally far apart (on a ring) follow each other; of these, those that
+    begin in every other run of so many ranks have no rank in common.
+    """
+    ahead, behind = (target - source) % size, (source - target) % size
+    begin = source if ahead <= behind else target
+    apart = min(ahead, behind)
+    return apart, ahead, begin // apart % 2, begin

@@ -3,7 +3,10 @@
 See `assert_places` in test_pipeline_exactness.py for those.
 """
 
+import logging
+from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,10 +19,17 @@ from sppo_hf.engine.plan_cache import BatchShape
 from sppo_hf.errors import ConfigError
 from sppo_hf.pipeline import mesh as mesh_module
 from sppo_hf.pipeline.convert import shared_mesh
-from sppo_hf.pipeline.mesh import PipelineMesh, check_nodes, check_world, link_options
+from sppo_hf.pipeline.mesh import (
+    PipelineMesh,
+    check_nodes,
+    check_world,
+    link_options,
+    link_round,
+)
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
 from sppo_hf.pipeline.stage_plans import BatchPlans
 from sppo_hf.planning.pipeline_choice import PipelineChoice
+from tests.pipeline.fork_server import fork_server
 
 
 @pytest.mark.parametrize(("pp_size", "world"), [(1, 1), (2, 2), (2, 8), (4, 4), (3, 9)])
@@ -169,6 +179,10 @@ def test_messages_may_wait_for_a_step_that_takes_longer_than_the_setting(
     assert given == dict.fromkeys(("p", "c", "l"), 2 * 2 * 2 * 200.0)
     allow(engine, 1, 2)
     assert given["p"] == 1600, "a limit that was allowed is not taken back"
+    allow(SimpleNamespace(mesh=mesh, _allowed_seconds=615.0), 2, 1)
+    assert given["p"] == 1600, "nor by another model, of the same groups"
+    replace(mesh, links={}).allow_seconds(700)
+    assert given["p"] == 1600, "nor when more groups are formed"
 
 
 def test_a_link_has_few_multiprocessors_and_streams_of_its_own(
@@ -200,6 +214,7 @@ def test_a_link_has_few_multiprocessors_and_streams_of_its_own(
 def test_every_group_names_its_backend(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """The launch's may be one for each type of device, of which a group would get both."""
     made: list[dict[str, Any]] = []
+    given: list[float] = []
     monkeypatch.setattr(dist, "new_group", lambda ranks, **options: made.append(options))
     monkeypatch.setattr(mesh_module, "link_options", lambda *_: None)
     monkeypatch.setattr(mesh_module, "_try_groups", lambda _: None)
@@ -209,7 +224,64 @@ def test_every_group_names_its_backend(monkeypatch: pytest.MonkeyPatch, kind: st
     assert [one.get("backend") for one in made] == ["gloo", *[fast] * 7], "files, ends and links"
     made.clear()
     mesh = SimpleNamespace(device=device, pp_size=4, dp_size=1, pp_rank=0, dp_rank=0, links={})
+    mesh.allow_seconds = given.append
     monkeypatch.setattr(mesh_module, "replace", lambda mesh, **_: mesh)
     mesh_module.with_unit_groups(mesh, timeout_seconds=9)
     assert len(made) > 4
     assert {one.get("backend") for one in made} == {fast}
+    assert given == [9], "they wait as long as the others, which may wait longer already"
+
+
+@pytest.mark.process
+def test_groups_are_formed_in_a_launch_that_is_bound_to_a_device(tmp_path: Path) -> None:
+    """Each of them has been used in all ways, so that NCCL connects nobody within a schedule."""
+    ended = fork_server().launch("tests.pipeline.mesh_ranks", {}, ranks=4, folder=tmp_path)
+    assert ended.codes == [0] * 4, "\n".join(ended.logs)
+
+
+def rounds(size: int, links: list[tuple[int, int]], key: Any) -> int:
+    """Return how long links are set up, one at a time on each rank, in units of one link's time."""
+    free = [0] * size
+    for source, target in sorted(links, key=key):
+        free[source] = free[target] = max(free[source], free[target]) + 1
+    return max(free)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 8, 12, 16])
+def test_many_links_are_set_up_at_the_same_time(size: int) -> None:
+    def key(link: tuple[int, int]) -> tuple[int, ...]:
+        return link_round(*link, size)
+
+    every = [(a, b) for a in range(size) for b in range(size) if a != b]
+    near = sorted({pair for rank in range(size) for pair in mesh_module._neighbours(rank, size)})
+    assert len({key(link) for link in every}) == len(every), "the order is the same on all ranks"
+    assert rounds(size, every, key) <= 2.5 * (size - 1) + (size == 3)
+    assert rounds(size, near, key) <= 6
+    assert size < 16 or rounds(size, every, None) > 180
+
+
+@pytest.mark.parametrize(
+    ("given", "warned"), [("1", True), (None, True), ("8", True), ("32", False)]
+)
+def test_few_hardware_queues_are_warned_of(
+    given: str | None,
+    warned: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING"):
+        monkeypatch.delenv(name, raising=False)
+    if given is not None:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", given)
+    with caplog.at_level(logging.WARNING):
+        mesh_module._check_launches()
+    expected = f"CUDA_DEVICE_MAX_CONNECTIONS is {given or 8}, "
+    assert any(text.startswith(expected) for text in caplog.messages) == warned
+
+
+def test_blocking_launches_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    with pytest.raises(ConfigError, match="Remedy: unset CUDA_LAUNCH_BLOCKING"):
+        mesh_module.make_mesh(2, torch.device("cuda", 0), timeout_seconds=9)
