@@ -250,6 +250,9 @@ def _remove_copied_hooks(module: nn.Module) -> None:
 def _chunked_forward(causal_lm: Any) -> types.MethodType:
     original = causal_lm.forward
 
+    # torch.compile around a converted model would fail on the engine's code. This one, unlike
+    # `torch.compiler.disable`, imports the compiler at the first call.
+    @torch._disable_dynamo
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self.__dict__[_ATTRIBUTE].engine.forward(*args, **kwargs)

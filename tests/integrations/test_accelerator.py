@@ -150,6 +150,15 @@ def test_the_remedy_for_compiled_models_works():
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
 
 
+def test_compiling_around_a_converted_model_changes_nothing():
+    loss = make_model()(**_batch()).loss
+    model = SPPOPlugin(num_chunks=4, show_plan=False).convert(make_model())
+    compiled = torch.compile(model, backend="eager")(**_batch()).loss
+    torch.testing.assert_close(compiled, loss)
+    compiled.backward()
+    assert model.lm_head.weight.grad is not None
+
+
 class _StoresForward(nn.Module):
     """Stores its model's forward when it is made, as PEFT's AdaptionPrompt does."""
 
