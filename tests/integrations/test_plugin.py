@@ -199,6 +199,16 @@ def test_convert_and_revert_without_accelerate():
     assert plugin.revert(model) is model
 
 
+def test_a_model_that_was_reverted_inside_of_a_wrapper_is_converted_again():
+    model = SPPOPlugin(num_chunks=2).convert(make_model())
+    chunked = model.forward
+    model.forward = lambda *args, **kwargs: chunked(*args, **kwargs)
+    plugin = SPPOPlugin(num_chunks=4)
+    plugin.revert(model)
+    assert not is_converted(model)
+    assert is_converted(plugin.convert(model))
+
+
 def test_converting_a_module_without_a_language_model_is_refused():
     with pytest.raises(UnsupportedModelError, match="Linear is not a Transformers causal language"):
         SPPOPlugin().convert(torch.nn.Linear(2, 2))
