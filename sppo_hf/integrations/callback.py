@@ -396,7 +396,13 @@ class PluginCheck(TrainerCallback):
 
     Accelerate keeps the first parallelism config of a process, also if that was None, and then
     calls nothing of ours, so the Trainer would train without SPPO.
+
+    Args:
+        plugin_class: `SPPOPlugin`.
     """
+
+    def __init__(self, plugin_class: type[SPPOPlugin]) -> None:
+        self._plugin_class = plugin_class
 
     def on_init_end(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
         """Compare the plugin that was asked for with the one in use.
@@ -404,11 +410,9 @@ class PluginCheck(TrainerCallback):
         Raises:
             ConfigError: They differ.
         """
-        from sppo_hf.integrations.plugin import SPPOPlugin
-
         requested: object = getattr(args, "parallelism_config", None)
         used: object = AcceleratorState._shared_state.get("parallelism_config")
-        if isinstance(requested, SPPOPlugin) and requested != used:
+        if isinstance(requested, self._plugin_class) and requested != used:
             raise ConfigError(
                 f"{requested!r} is in the TrainingArguments, but this process made an Accelerator "
                 "without it after them, and Accelerate keeps the first settings, so SPPO would "
@@ -417,13 +421,13 @@ class PluginCheck(TrainerCallback):
             )
 
 
-def offer_check() -> None:
+def offer_check(plugin_class: type[SPPOPlugin]) -> None:
     """Have Trainers that are made from now on checked by a `PluginCheck`."""
     module = sys.modules.get("transformers.trainer")
     if module is None:
         return
     if not any(isinstance(entry, PluginCheck) for entry in module.DEFAULT_CALLBACKS):
-        module.DEFAULT_CALLBACKS.append(PluginCheck())
+        module.DEFAULT_CALLBACKS.append(PluginCheck(plugin_class))
 
 
 def _peak_flops(device: torch.device) -> float | None:

@@ -112,7 +112,7 @@ class SPPOPlugin(ParallelismConfig):
             ) from error
         self._given_sizes = dict(self._sizes)
         self._make_observers()
-        offer_check()
+        offer_check(SPPOPlugin)
         shared_state: Any = AcceleratorState._shared_state
         if shared_state.get("parallelism_config", self) is None:
             shared_state["parallelism_config"] = _NoPluginYet(
