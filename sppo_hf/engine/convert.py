@@ -152,6 +152,22 @@ def revert(model: ModelT) -> ModelT:
     return model
 
 
+def keep_forward(model: nn.Module) -> None:
+    """Put the forward of a converted model back where Liger's patch has replaced it since.
+
+    With `use_liger_kernel` the Trainer patches its model at the beginning of every training.
+    """
+    causal_lm = find_causal_lm(model)
+    conversion: _Conversion = causal_lm.__dict__[_ATTRIBUTE]
+    function = getattr(causal_lm.forward, "__func__", causal_lm.forward)
+    if not str(getattr(function, "__module__", "")).startswith("liger_kernel."):
+        return
+    while function not in (None, conversion.chunked_forward.__func__):
+        function = getattr(function, "__wrapped__", None)  # Accelerate's, for mixed precision
+    if function is None:
+        causal_lm.__dict__["forward"] = conversion.chunked_forward
+
+
 def check_convertible(model: nn.Module) -> None:
     """Check that `convert` would accept `model`, without changing it.
 
@@ -250,6 +266,9 @@ def _remove_copied_hooks(module: nn.Module) -> None:
 def _chunked_forward(causal_lm: Any) -> types.MethodType:
     original = causal_lm.forward
 
+    # torch.compile around a converted model would fail on the engine's code. This one, unlike
+    # `torch.compiler.disable`, imports the compiler at the first call.
+    @torch._disable_dynamo
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self.__dict__[_ATTRIBUTE].engine.forward(*args, **kwargs)

@@ -37,7 +37,7 @@ from torch.utils.data import RandomSampler
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from sppo_hf.engine.convert import check_convertible, convert, get_engine
+from sppo_hf.engine.convert import check_convertible, convert, get_engine, keep_forward
 from sppo_hf.engine.device_facts import bind_to_device
 from sppo_hf.engine.engine import Engine
 from sppo_hf.engine.structure import disable_gradient_checkpointing, is_compiled
@@ -384,9 +384,10 @@ def convert_once(
         return
     disable_gradient_checkpointing(model)
     engine, config, observer = get_engine(model), plugin.config, plugin.observer
-    if engine is not None:
+    if engine is not None and engine.enabled:
         _check_same_settings(model, engine, plugin)
         engine.report_to(observer)
+        keep_forward(model)
     elif config.pp_size > 1 or config.sp_size > 1:
         convert_over_ranks(model, config, device=device, observer=observer)
         if config.pp_size > 1:

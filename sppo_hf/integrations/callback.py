@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
+from accelerate.state import AcceleratorState
 from accelerate.utils import reduce
 from torch import nn
 from transformers import (
@@ -388,6 +389,45 @@ def _withdraw(callback: SPPOCallback) -> None:
     """Remove a callback from the defaults of future Trainers."""
     defaults = sys.modules["transformers.trainer"].DEFAULT_CALLBACKS
     defaults[:] = [entry for entry in defaults if entry is not callback]
+
+
+class PluginCheck(TrainerCallback):
+    """Refuses Trainers whose Accelerator ignores the plugin in their arguments.
+
+    Accelerate keeps the first parallelism config of a process, also if that was None, and then
+    calls nothing of ours, so the Trainer would train without SPPO.
+
+    Args:
+        plugin_class: `SPPOPlugin`.
+    """
+
+    def __init__(self, plugin_class: type[SPPOPlugin]) -> None:
+        self._plugin_class = plugin_class
+
+    def on_init_end(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
+        """Compare the plugin that was asked for with the one in use.
+
+        Raises:
+            ConfigError: They differ.
+        """
+        requested: object = getattr(args, "parallelism_config", None)
+        used: object = AcceleratorState._shared_state.get("parallelism_config")
+        if isinstance(requested, self._plugin_class) and requested != used:
+            raise ConfigError(
+                f"{requested!r} is in the TrainingArguments, but this process made an Accelerator "
+                "without it after them, and Accelerate keeps the first settings, so SPPO would "
+                "not be in use. Allowed: TrainingArguments that are newer than Accelerators "
+                "without the plugin. Remedy: make the TrainingArguments right before their Trainer."
+            )
+
+
+def offer_check(plugin_class: type[SPPOPlugin]) -> None:
+    """Have Trainers that are made from now on checked by a `PluginCheck`."""
+    module = sys.modules.get("transformers.trainer")
+    if module is None:
+        return
+    if not any(isinstance(entry, PluginCheck) for entry in module.DEFAULT_CALLBACKS):
+        module.DEFAULT_CALLBACKS.append(PluginCheck(plugin_class))
 
 
 def _peak_flops(device: torch.device) -> float | None:

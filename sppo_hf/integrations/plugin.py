@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 import torch
 from accelerate import ParallelismConfig, PartialState
+from accelerate.state import AcceleratorState
 from accelerate.utils import extract_model_from_parallel
 from transformers import AutoModelForCausalLM
 
@@ -24,7 +25,7 @@ from sppo_hf.engine.step_observer import ObserverHub
 from sppo_hf.engine.structure import find_causal_lm
 from sppo_hf.errors import ConfigError
 from sppo_hf.integrations.accelerator import attach, convert_once, remove_mixed_precision_wrapper
-from sppo_hf.integrations.callback import offer_callback
+from sppo_hf.integrations.callback import offer_callback, offer_check
 from sppo_hf.integrations.checkpoints import TrainerCheckpoints
 from sppo_hf.integrations.evaluation import TrainerEvaluation
 from sppo_hf.integrations.progress import ProgressReporter
@@ -111,6 +112,12 @@ class SPPOPlugin(ParallelismConfig):
             ) from error
         self._given_sizes = dict(self._sizes)
         self._make_observers()
+        offer_check(SPPOPlugin)
+        shared_state: Any = AcceleratorState._shared_state
+        if shared_state.get("parallelism_config", self) is None:
+            shared_state["parallelism_config"] = _NoPluginYet(
+                dp_replicate_size=1, dp_shard_size=1, tp_size=1, cp_size=1, sp_size=1
+            )
         if not torch.cuda.is_initialized():  # CUDA reads the variable once, when it starts
             set_max_connections(os.environ)
         if self.config.sharing_ranks > 1:
@@ -364,7 +371,23 @@ class SPPOPlugin(ParallelismConfig):
             callback.watch(trainer, evaluation)
 
 
-def _requested_by_caller(default: SPPOPlugin) -> ParallelismConfig | None:
+class _NoPluginYet(ParallelismConfig):
+    """Takes the place of None where Accelerate's state was set up without a config.
+
+    See [Note: Accelerators share their state]: it would ignore a plugin that comes later.
+    """
+
+    def _validate_accelerator(self, accelerator: Accelerator) -> None:
+        """Give the place to the plugin that an Accelerator is made with, if it is."""
+        requested = _requested_by_caller(default=None)
+        if isinstance(requested, SPPOPlugin):
+            state: Any = accelerator.state
+            state.parallelism_config = requested
+            state.device_mesh = requested.get_device_mesh(accelerator.device.type)
+            requested._validate_accelerator(accelerator)
+
+
+def _requested_by_caller(default: SPPOPlugin | None) -> ParallelismConfig | None:
     """Return the `parallelism_config` argument of the Accelerator that is being made.
 
     Accelerate does not pass it to this hook, and the config it calls may be an earlier one, see

@@ -11,6 +11,7 @@ import contextlib
 import copy
 import gc
 import inspect
+import logging
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ from sppo_hf.engine.engine import Engine
 from sppo_hf.engine.recompute import RandomState
 from sppo_hf.engine.structure import all_modules, own_parameters
 from sppo_hf.engine.weight_placement import host_resident_predicate
-from sppo_hf.errors import ConfigError
+from sppo_hf.errors import BudgetError, ConfigError
 from sppo_hf.offload.host_memory import HostPoolFull
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from transformers import Trainer
 
     from sppo_hf.integrations.plugin import SPPOPlugin
+
+logger = logging.getLogger(__name__)
 
 _MISSING_LOGITS_ERRORS = ("'NoneType'", "'logits'", "tuple index out of range")
 """Parts of Python's errors for a missing `outputs.logits`, `outputs["logits"]` or `outputs[1]`."""
@@ -191,6 +194,8 @@ class TrainerStep(TrainerMethods):
 
         Raises:
             ConfigError: The `compute_loss` of a subclass read logits that are None.
+            BudgetError: No plan fits the memory budgets.
+            OutOfMemoryError: The same, where the Trainer will try fewer rows.
         """
         engine = self._engine()
         if engine is not None and self._steps is not None:
@@ -202,8 +207,23 @@ class TrainerStep(TrainerMethods):
                 gc.collect()  # so that no garbage is frozen
                 gc.freeze()
                 self._froze = True
-        with self._explaining_missing_logits(engine):
+        with self._explaining_missing_logits(engine), self._having_fewer_rows_tried():
             return self._step(engine, model, inputs, *args, **kwargs)
+
+    @contextlib.contextmanager
+    def _having_fewer_rows_tried(self) -> Iterator[None]:
+        """With `auto_find_batch_size`, let a batch that no plan fits end as one that ran out does.
+
+        Accelerate searches on only after an error that it knows by its words.
+        """
+        try:
+            yield
+        except BudgetError as error:
+            rows = self._trainer._train_batch_size
+            if not self._trainer.args.auto_find_batch_size or rows == 1:
+                raise
+            logger.warning("auto_find_batch_size: %d rows do not fit. %s", rows, error)
+            raise torch.OutOfMemoryError(f"{rows} rows would run out of memory. {error}") from error
 
     def _step(
         self, engine: Engine | None, model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any

@@ -86,8 +86,8 @@ def check_accelerator(accelerator: Accelerator) -> None:
 
     Raises:
         ConfigError: The Accelerator runs DeepSpeed, Megatron-LM, FSDP version 1, FSDP2 under a
-            PyTorch that is too old for it, FSDP's activation checkpointing or torch.compile, or on
-            an unsupported kind of device.
+            PyTorch that is too old for it, FSDP's activation checkpointing, torch.compile or fp8,
+            or on an unsupported kind of device.
     """
     kind = accelerator.distributed_type
     if kind not in _SUPPORTED_TYPES:
@@ -116,6 +116,14 @@ def check_accelerator(accelerator: Accelerator) -> None:
             f"torch.compile is on (dynamo backend {dynamo_plugin.backend.value})",
             "drop torch_compile (TrainingArguments) or dynamo_backend (Accelerate); instead, "
             f"{COMPILE_REMEDY}",
+        )
+
+    if accelerator.mixed_precision == "fp8":
+        # A tensor's scale comes from all of its tokens, which would be those of a chunk.
+        raise ConfigError(
+            "mixed_precision='fp8' scales tensors by their largest element, so a token's result "
+            "would depend on the chunk that it is in. Allowed with SPPO: 'no', 'bf16' and 'fp16'. "
+            "Remedy: mixed_precision='bf16'."
         )
 
 

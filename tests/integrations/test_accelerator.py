@@ -1,6 +1,7 @@
 """An attached Accelerator: what it converts, what it leaves alone, what unwraps again."""
 
 import logging
+import types
 import warnings
 
 import pytest
@@ -9,7 +10,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
-from transformers import LlamaForSequenceClassification
+from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
 from sppo_hf import ConfigError, SPPOPlugin, UnsupportedModelError
 from sppo_hf.engine.convert import get_engine, is_converted
@@ -148,6 +149,39 @@ def test_the_remedy_for_compiled_models_works():
     ours = gradients(_accelerator().prepare(model))
     for mine, theirs in zip(ours, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
+def test_ligers_patch_of_a_later_training_does_not_replace_our_forward(mixed_precision):
+    def lce_forward(self, *args, **kwargs):
+        return LlamaForCausalLM.forward(self, *args, **kwargs)
+
+    def patch(model):  # as `TrainingArguments(use_liger_kernel=True)` in `train()`
+        model.forward = types.MethodType(lce_forward, model)
+
+    names = {**globals(), "__name__": "liger_kernel.transformers.model.llama"}
+    lce_forward = types.FunctionType(lce_forward.__code__, names)
+    model, accelerator = make_model(), _accelerator(mixed_precision=mixed_precision)
+    patch(model)
+    model = accelerator.prepare(model)
+    first = model.forward
+    accelerator.free_memory()
+    assert accelerator.prepare(model).forward == first, "without a patch it stays as it is"
+    patch(model)
+    accelerator.free_memory()
+    model = accelerator.prepare(model)
+    before = get_engine(model).counters.copy()
+    model(**_batch()).loss.backward()
+    assert get_engine(model).counters != before, "attention ran chunk by chunk"
+
+
+def test_compiling_around_a_converted_model_changes_nothing():
+    loss = make_model()(**_batch()).loss
+    model = SPPOPlugin(num_chunks=4, show_plan=False).convert(make_model())
+    compiled = torch.compile(model, backend="eager")(**_batch()).loss
+    torch.testing.assert_close(compiled, loss)
+    compiled.backward()
+    assert model.lm_head.weight.grad is not None
 
 
 class _StoresForward(nn.Module):

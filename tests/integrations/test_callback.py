@@ -73,6 +73,18 @@ def test_trainers_whose_arguments_were_made_first(tmp_path):
     assert not is_converted(second.model)
 
 
+@pytest.mark.parametrize("by", ["Trainer", "Accelerator"])
+def test_a_trainer_whose_accelerator_ignores_the_plugin_is_refused(tmp_path, by):
+    args = [make_arguments(tmp_path, parallelism_config=p) for p in (SPPOPlugin(), None)]
+    if by == "Trainer":
+        Trainer(make_model(), args[1], train_dataset=make_rows(4))
+    else:
+        Accelerator(cpu=True)
+    with pytest.raises(ConfigError, match=r"SPPOPlugin\(\) is .*without it.*Remedy: make the"):
+        Trainer(make_model(), args[0], train_dataset=make_rows(4))
+    assert len(_callbacks(_trainer(tmp_path, SPPOPlugin()))) == 1
+
+
 def test_a_trainer_that_fails_to_build_leaves_nothing_behind(tmp_path):
     args = make_arguments(tmp_path, parallelism_config=SPPOPlugin())
     with pytest.raises(RuntimeError, match="either a `model` or `model_init`"):

@@ -175,6 +175,17 @@ def test_an_accelerator_made_without_the_plugin_stays_plain():
     assert not is_converted(plain.prepare(make_model()))
 
 
+def test_a_plugin_comes_after_an_accelerator_without_one():
+    earlier = Accelerator(cpu=True)
+    SPPOPlugin(num_chunks=2)  # made, but given to no Accelerator
+    plugin = SPPOPlugin(num_chunks=4)
+    assert type(Accelerator(cpu=True)) is Accelerator
+    accelerator = Accelerator(cpu=True, parallelism_config=plugin)
+    assert is_converted(accelerator.prepare(make_model()))
+    assert accelerator.parallelism_config is plugin
+    assert not is_converted(earlier.prepare(make_model()))
+
+
 def test_convert_and_revert_without_accelerate():
     plugin = SPPOPlugin(num_chunks=4)
     model = make_model()
@@ -186,6 +197,16 @@ def test_convert_and_revert_without_accelerate():
     assert not is_converted(model)
     assert vars(model).keys() == before.keys()
     assert plugin.revert(model) is model
+
+
+def test_a_model_that_was_reverted_inside_of_a_wrapper_is_converted_again():
+    model = SPPOPlugin(num_chunks=2).convert(make_model())
+    chunked = model.forward
+    model.forward = lambda *args, **kwargs: chunked(*args, **kwargs)
+    plugin = SPPOPlugin(num_chunks=4)
+    plugin.revert(model)
+    assert not is_converted(model)
+    assert is_converted(plugin.convert(model))
 
 
 def test_converting_a_module_without_a_language_model_is_refused():

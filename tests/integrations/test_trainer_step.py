@@ -6,6 +6,7 @@ pass over what lives through training, and over nothing after it.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from transformers import Trainer, TrainerCallback
 from sppo_hf import ConfigError, SPPOPlugin, StepObserver
 from sppo_hf.attention.backends.aten import CPUFlash
 from sppo_hf.engine.convert import get_engine
+from sppo_hf.errors import BudgetError
 from sppo_hf.integrations import trainer as trainer_module
 from sppo_hf.offload.host_memory import HostPoolFull
 from tests.integrations.training import make_arguments, make_model, make_rows
@@ -138,6 +140,37 @@ def test_steps_that_are_not_repeated(tmp_path, monkeypatch, calls, error, change
     run_out_at(monkeypatch, *calls, error=error)
     with pytest.raises(type(error), match=str(error)):
         train(tmp_path, **changes)
+
+
+class FitsFewRows(Trainer):
+    """A Trainer whose batches fit no plan if they have more than so many rows."""
+
+    most_rows = 2
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        rows = len(inputs["input_ids"])
+        self.tried = [*getattr(self, "tried", ()), rows]
+        if rows > self.most_rows:
+            raise BudgetError(f"no plan fits {rows} rows")
+        return super().training_step(model, inputs, *args, **kwargs)
+
+
+@pytest.mark.parametrize("most_rows", [2, 0])
+def test_a_search_for_a_batch_size_goes_on_where_no_plan_fits(tmp_path, caplog, most_rows) -> None:
+    args = make_arguments(
+        tmp_path,
+        parallelism_config=SPPOPlugin(num_chunks=2, show_plan=False),
+        auto_find_batch_size=True,
+        per_device_train_batch_size=4,
+        max_steps=1,
+    )
+    trainer = FitsFewRows(make_model(), args, train_dataset=make_rows(4))
+    trainer.most_rows = most_rows
+    fits = most_rows > 0
+    with contextlib.nullcontext() if fits else pytest.raises(BudgetError, match="fits 1 rows"):
+        trainer.train()
+    assert trainer.tried == [4, 3, 2, 1][: 3 if fits else 4]
+    assert "auto_find_batch_size: 3 rows do not fit. no plan fits 3 rows" in caplog.messages
 
 
 class ReadsLogits(Trainer):

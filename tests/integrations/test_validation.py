@@ -16,7 +16,12 @@ from sppo_hf.integrations.validation import (
 
 
 def _accelerator(
-    kind: DistributedType, *, version: int = 2, checkpointing: bool = False, dynamo: str = "NO"
+    kind: DistributedType,
+    *,
+    version: int = 2,
+    checkpointing: bool = False,
+    dynamo: str = "NO",
+    precision: str = "bf16",
 ) -> SimpleNamespace:
     """Stand in for Accelerators that cannot be made on this machine."""
     state = SimpleNamespace(
@@ -24,7 +29,9 @@ def _accelerator(
         dynamo_plugin=SimpleNamespace(backend=DynamoBackend(dynamo)),
     )
     fsdp2 = kind == DistributedType.FSDP and version == 2
-    return SimpleNamespace(distributed_type=kind, is_fsdp2=fsdp2, state=state)
+    return SimpleNamespace(
+        distributed_type=kind, is_fsdp2=fsdp2, state=state, mixed_precision=precision
+    )
 
 
 @pytest.mark.parametrize(
@@ -68,6 +75,11 @@ def test_fsdp2_of_an_old_pytorch_is_refused(monkeypatch):
 def test_torch_compile_is_refused():
     with pytest.raises(ConfigError, match="INDUCTOR"):
         check_accelerator(_accelerator(DistributedType.NO, dynamo="INDUCTOR"))
+
+
+def test_fp8_is_refused():
+    with pytest.raises(ConfigError, match=r"'fp8'.*Remedy: mixed_precision='bf16'"):
+        check_accelerator(_accelerator(DistributedType.NO, precision="fp8"))
 
 
 def test_data_parallel_is_refused():
