@@ -114,6 +114,8 @@ class Engine:
         self._warned: set[str] = set()
         self._checked_modules: list[weakref.ref[torch.nn.Module]] = []
         """The model's modules when they were checked."""
+        self.modules_changed = False
+        """Whether modules were added or replaced since the conversion."""
         self._kernels_checked = False
         self._has_run = False
         self._in_original_forward = False
@@ -174,6 +176,7 @@ class Engine:
             ref() is module for ref, module in zip(known, modules, strict=True)
         ):
             return
+        self.modules_changed = True
         check_rotary_hooks(self.parts)
         check_foreign_code(self.parts, one_chunk=self.config.one_chunk)
         self.remember_modules(modules)
