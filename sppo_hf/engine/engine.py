@@ -60,6 +60,7 @@ from sppo_hf.engine.structure import (
     check_trainable,
     have_mixers,
     own_parameters,
+    without_cached_weights,
 )
 from sppo_hf.engine.weight_placement import WeightPlacement
 from sppo_hf.errors import ConfigError, SPPOError, UnsupportedModelError
@@ -245,7 +246,7 @@ class Engine:
             self._refuse_other_threads()
             self._thread = threading.get_ident()
         try:
-            with as_current_device(device):
+            with as_current_device(device), without_cached_weights():
                 yield
         finally:
             self._thread = None
