@@ -60,6 +60,7 @@ from sppo_hf.engine.structure import (
     check_trainable,
     have_mixers,
     own_parameters,
+    without_cached_weights,
 )
 from sppo_hf.engine.weight_placement import WeightPlacement
 from sppo_hf.errors import ConfigError, SPPOError, UnsupportedModelError
@@ -114,6 +115,8 @@ class Engine:
         self._warned: set[str] = set()
         self._checked_modules: list[weakref.ref[torch.nn.Module]] = []
         """The model's modules when they were checked."""
+        self.modules_changed = False
+        """Whether modules were added or replaced since the conversion."""
         self._kernels_checked = False
         self._has_run = False
         self._in_original_forward = False
@@ -174,6 +177,7 @@ class Engine:
             ref() is module for ref, module in zip(known, modules, strict=True)
         ):
             return
+        self.modules_changed = True
         check_rotary_hooks(self.parts)
         check_foreign_code(self.parts, one_chunk=self.config.one_chunk)
         self.remember_modules(modules)
@@ -242,7 +246,7 @@ class Engine:
             self._refuse_other_threads()
             self._thread = threading.get_ident()
         try:
-            with as_current_device(device):
+            with as_current_device(device), without_cached_weights():
                 yield
         finally:
             self._thread = None

@@ -61,6 +61,7 @@ from sppo_hf.engine.sliced_calls import (
     layer_calls,
     may_narrow_float32,
 )
+from sppo_hf.engine.stages import AbsentEmbedding
 from sppo_hf.engine.structure import (
     ModelParts,
     all_modules,
@@ -424,6 +425,10 @@ def _run_base(
 
     around = [module for module in recorded if module not in parts.layers]
     handles = [m.register_forward_pre_hook(note, with_kwargs=True) for m in around]
+    embedding: Any = parts.causal_lm.get_input_embeddings()  # type: ignore[operator]
+    drawn = {}
+    if isinstance(embedding, AbsentEmbedding):  # its zeros would make all tokens equal
+        drawn[embedding] = lambda _: _hidden(parts, tokens, embedding.embedding_dim)
     given: dict[str, Any] = {"use_cache": False, "return_dict": True}
     if parts.reads_ids or "inputs_embeds" not in parts.base_arguments():
         given["input_ids"] = _ids(parts, tokens)
@@ -432,7 +437,11 @@ def _run_base(
     if getattr(parts.text_config, "attn_temperature_tuning", False):
         given[parts.cache_argument()] = PrefixLength(0)
     try:
-        with attention_implementation(_TRIAL, parts.configs), torch.no_grad():
+        with (
+            attention_implementation(_TRIAL, parts.configs),
+            patched_attribute("forward", drawn),
+            torch.no_grad(),
+        ):
             # Without hooks: those that shard a model must not see a forward without layers.
             parts.base.forward(**given)
     finally:

@@ -55,7 +55,12 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import BaseModelOutputWithPast, MoeCausalLMOutputWithPast
 
 from sppo_hf.engine.read_tensors import ReadTensors
-from sppo_hf.engine.structure import ModelParts, patched_attribute, without_parameter_hooks
+from sppo_hf.engine.structure import (
+    ModelParts,
+    patched_attribute,
+    without_cached_weights,
+    without_parameter_hooks,
+)
 from sppo_hf.engine.unit_graph import GraphNode
 from sppo_hf.errors import SPPOError, UnsupportedModelError
 
@@ -341,7 +346,7 @@ class ChunkedLoss:
         versions = reads.versions()
 
         def run(hidden_MD: Tensor, labels_M: Tensor) -> tuple[Tensor, Tensor]:
-            with reads.as_in_forward():
+            with reads.as_in_forward(), without_cached_weights():
                 return self._tile_loss(hidden_MD, labels_M)
 
         for start in range(0, hidden_MD.shape[0], self.tile_tokens):

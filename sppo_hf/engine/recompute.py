@@ -41,6 +41,7 @@ from sppo_hf.engine.selective import (
     UnusedMatmulSkipper,
 )
 from sppo_hf.engine.sequence_group import RecomputeExchanges
+from sppo_hf.engine.structure import without_cached_weights
 from sppo_hf.errors import SPPOError
 from sppo_hf.offload.engine import OffloadEngine
 from sppo_hf.offload.layer_offload import PrefetchOrder
@@ -725,6 +726,7 @@ class RunContext(RandomState):
             devices = [self._device] if self._cuda is not None else []
             stack.enter_context(torch.random.fork_rng(devices=devices))
             self.restore()
+            stack.enter_context(without_cached_weights())
             for kind, enabled, dtype in self._autocast:
                 if enabled or torch.is_autocast_enabled(kind):
                     stack.enter_context(

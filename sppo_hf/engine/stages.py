@@ -24,7 +24,7 @@ import functools
 import inspect
 import textwrap
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -200,8 +200,10 @@ class StagedModel:
             _remove(ends.before, keep if self.shared_names else None)
         if not cut.has_last:
             _remove(ends.after)
-        layers = whole if borrows_stages else tuple(layer_list(parts.decoder)[1])
-        self.parts = ModelParts(parts.causal_lm, parts.base, parts.decoder, layers, parts.configs)
+        self.parts_here = replace(parts, layers=tuple(layer_list(parts.decoder)[1]))
+        """The model as it is between units: without borrowed stages."""
+        self.parts = replace(parts, layers=whole) if borrows_stages else self.parts_here
+        self._whole = nn.ModuleList(self.parts.layers)
         stages = range(cut.num_stages) if borrows_stages else cut.own
         self._views = {stage: self._make_view(stage) for stage in stages}
         self._ends = {0: before, cut.num_stages - 1: after} if borrows_stages else {}
@@ -224,7 +226,8 @@ class StagedModel:
 
     def _places(self, layers: nn.ModuleList, *stages: int) -> list[Place]:
         """Placement of layers, and of the modules around the layers of borrowed stages."""
-        ends = [end for stage in stages for end in self._ends.get(stage, ())]
+        borrowed = [stage for stage in stages if stage not in self.cut.own]
+        ends = [end for stage in borrowed for end in self._ends.get(stage, ())]
         return [(self.parts.decoder, self._layers_name, layers), *ends]
 
     @contextlib.contextmanager
@@ -234,7 +237,7 @@ class StagedModel:
             yield
             return
         ends = {0, self.cut.num_stages - 1}
-        with swapped_modules(self._places(nn.ModuleList(self.parts.layers), *ends)):
+        with swapped_modules(self._places(self._whole, *ends)):
             yield
 
     def borrowed_modules(self) -> list[nn.Module]:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForMultimodalLM,
@@ -292,6 +293,18 @@ def patched_attribute(name: str, values: Mapping[Any, Any]) -> Iterator[None]:
             owner.__dict__.pop(name, None)
             if own is not None:
                 owner.__dict__[name] = own
+
+
+@contextlib.contextmanager
+def without_cached_weights() -> Iterator[None]:
+    """Context in which `torch.nn.utils.parametrize.cached()` of the caller has no effect.
+
+    One cached weight would be in the graphs of all chunks, of which each is freed by its own
+    backward, and a layer that is rerun would find it where its forward had computed it.
+    """
+    enabled = vars(parametrize).get("_cache_enabled")
+    with patched_attribute("_cache_enabled", {parametrize: 0} if enabled else {}):
+        yield
 
 
 @contextlib.contextmanager

@@ -323,9 +323,7 @@ class HostPool(SlabAllocator[_MemorySlab, Region]):
                 if progress is not None:
                     progress(self.reserved_bytes, held_bytes)
         except OffloadError as error:
-            if not self._slabs:
-                raise
-            self.budget_bytes, self.refusal = self.reserved_bytes, f"; {error}"
+            self._take_refusal(error)
 
     def try_allocate(self, num_bytes: int) -> Region | None:
         """Allocate `num_bytes` (at least 1) from the present slabs; None if no free block fits."""
@@ -347,16 +345,29 @@ class HostPool(SlabAllocator[_MemorySlab, Region]):
     def _grow(self, size: int) -> None:
         slab_bytes = self._new_slab_bytes(size, self.reserved_bytes)
         if slab_bytes < size:
-            raise HostPoolFull(
-                f"host tier: offloading needs {size} bytes more in one piece, while "
-                f"{self.reserved_bytes} of {self.budget_bytes} bytes are reserved and "
-                f"{self.reserved_bytes - self.used_bytes} of them free in smaller pieces; "
-                "raise host_memory, set offload_dir to let the rest go to disk, use shorter "
-                f"sequences, or set offload to 'none'{self.refusal}"
-            )
-        for memory in host_memory([slab_bytes], self.locker):
-            self._add_memory(memory)
+            raise self._full(size)
+        try:
+            for memory in host_memory([slab_bytes], self.locker):
+                self._add_memory(memory)
+        except OffloadError as error:
+            self._take_refusal(error)
+            raise self._full(size) from None
         self.grown_bytes += slab_bytes
+
+    def _take_refusal(self, error: OffloadError) -> None:
+        """Make what there is the budget, as the system gives no more; raise `error` if none is."""
+        if not self._slabs:
+            raise error
+        self.budget_bytes, self.refusal = self.reserved_bytes, f"; {error}"
+
+    def _full(self, size: int) -> HostPoolFull:
+        return HostPoolFull(
+            f"host tier: offloading needs {size} bytes more in one piece, while "
+            f"{self.reserved_bytes} of {self.budget_bytes} bytes are reserved and "
+            f"{self.reserved_bytes - self.used_bytes} of them free in smaller pieces; "
+            "raise host_memory, set offload_dir to let the rest go to disk, use shorter "
+            f"sequences, or set offload to 'none'{self.refusal}"
+        )
 
     def _new_slab_bytes(self, size: int, held_bytes: int) -> int:
         """Size of a new slab for `size` bytes; less only if the budget leaves less."""

@@ -36,7 +36,9 @@ from sppo_hf.engine.stages import StagedModel
 from sppo_hf.engine.step_observer import StepObserver, StepRecord
 from sppo_hf.engine.structure import (
     ModelParts,
+    all_modules,
     check_adapters,
+    check_layers,
     check_trainable,
     without_parameter_hooks,
 )
@@ -227,8 +229,11 @@ class PipelineEngine(Engine):
         try:
             if torch.is_grad_enabled():
                 check_trainable(self.parts)
+            check_layers(self.staged.parts_here)
             check_router_loss(self.parts)
             check_adapters(self.parts)
+            with self.staged.whole():
+                self._check_new_modules(all_modules(self.parts.causal_lm))
         except SPPOError as error:
             return error
         return None
@@ -657,7 +662,8 @@ class PipelineEngine(Engine):
         """Return the weights of other ranks' stages on this rank's device, if units are shared.
 
         Raises:
-            ConfigError: Other parameters train than when the model was converted.
+            ConfigError: Other parameters train than when the model was converted, or modules were
+                added or replaced.
         """
         if len(set(self.trained_checksums)) > 1:
             raise ConfigError(
@@ -665,6 +671,13 @@ class PipelineEngine(Engine):
                 "and ranks that run units of each other's stages (pp_msp) hold copies that were "
                 "not. Allowed: with pp_msp, the parameters that trained at the conversion. Remedy: "
                 "freeze and unfreeze before the model is prepared, or set pp_msp='off'."
+            )
+        if self.modules_changed:
+            raise ConfigError(
+                f"modules of {self.parts.name} were added or replaced after it was converted, and "
+                "ranks that run units of each other's stages (pp_msp) hold those that were there "
+                "before. Allowed: with pp_msp, the modules that were converted. Remedy: change "
+                "them before the model is prepared, or set pp_msp='off'."
             )
         if self._remote_weights is None:
             self._remote_weights = RemoteWeights(self.staged, self.mesh)

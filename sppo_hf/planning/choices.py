@@ -123,6 +123,11 @@ def read_tiles(config: SPPOConfig, device: DeviceFacts) -> tuple[int, ...]:
     return (config.layer_tile_tokens,) if config.layer_tile_tokens else ()
 
 
+def named_loss_tile(config: SPPOConfig) -> int | None:
+    """Returns the tokens per tile of the loss that the config names, if it does."""
+    return None if config.loss_tile_tokens == "auto" else config.loss_tile_tokens
+
+
 def read_orders(config: SPPOConfig, *, by_layer: bool = True) -> tuple[Order, ...]:
     """Returns the allowed orders, the one with less memory first."""
     # A stage of a pipeline passes each chunk on before it begins the next.

@@ -101,6 +101,9 @@ class ModelCost:
     """Rate of each sequence-parallel rank (`ModelShape.sp`) in an all-to-all, each way. Seconds and
     bytes are those of one rank."""
 
+    tile_tokens: int | None = None
+    """Tokens per tile of the loss; None for as many as `loss_tile_tokens` gives the device."""
+
     correction: Correction = Correction()
 
     # Not copied by `dataclasses.replace`: other fields give other seconds.
@@ -117,6 +120,16 @@ class ModelCost:
     def sp(self) -> int:
         """Number of sequence-parallel ranks that share each unit."""
         return self.shape.sp
+
+    @property
+    def loss_tile_tokens(self) -> int:
+        """Tokens whose logits are held at once while the loss is computed."""
+        if self.tile_tokens is not None:
+            return self.tile_tokens
+        profile = self.profile
+        return loss_tile_tokens(
+            self.shape, device_kind=profile.kind, device_bytes=profile.device_bytes
+        )
 
     def with_sequence_parallel(
         self, sp: int, all_to_all_bytes_per_second: float, head_blocks: int | None = None
@@ -283,12 +296,7 @@ class ModelCost:
             rows, wide = self._own_rows(tokens), 4 * self.shape.vocab_size
             traffic = 6 * wide * rows
             if training and self.shape.embedding_trained:
-                tile = loss_tile_tokens(
-                    self.shape,
-                    device_kind=self.profile.kind,
-                    device_bytes=self.profile.device_bytes,
-                )
-                traffic += 2 * wide * self.shape.hidden_size * -(-rows // tile)
+                traffic += 2 * wide * self.shape.hidden_size * -(-rows // self.loss_tile_tokens)
             seconds = self._linear_seconds(flops, tokens)
             seconds += traffic / self.profile.memory_bytes_per_second
             self._memo[key] = seconds * self.correction.forward

@@ -15,7 +15,12 @@ import numpy as np
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import ConfigError
 from sppo_hf.planning.activation_modes import Saved
-from sppo_hf.planning.choices import DeviceFacts, read_budgets, read_choices
+from sppo_hf.planning.choices import (
+    DeviceFacts,
+    named_loss_tile,
+    read_budgets,
+    read_choices,
+)
 from sppo_hf.planning.chunk_bounds import Bounds, names_cut
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.hardware import UNKNOWN_LINK
@@ -119,7 +124,11 @@ def choose_pipeline(
     if _is_set(config) or device.profile is None:
         return ruled
     cost = ModelCost(
-        shape=shape, profile=device.profile, dtype_name=dtype_name, batch_rows=batch_rows
+        shape=shape,
+        profile=device.profile,
+        dtype_name=dtype_name,
+        batch_rows=batch_rows,
+        tile_tokens=named_loss_tile(config),
     )
     search = _Search(config, cost, micro_batches, device)
     for bounds in _cuts(config, shape, ruled.bounds, device.kind):

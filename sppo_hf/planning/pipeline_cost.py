@@ -58,7 +58,7 @@ from sppo_hf.planning.model_profile import count_head_blocks
 from sppo_hf.planning.policies import sppo_leaving
 from sppo_hf.planning.stages import StageWeights, balanced_stages, kv_copies_of
 from sppo_hf.planning.tiers import HOST, TIERS, Tier
-from sppo_hf.planning.tile_sizes import kv_block_tokens, loss_tile_tokens
+from sppo_hf.planning.tile_sizes import kv_block_tokens
 from sppo_hf.schedule.actions import (
     KV_COPY_KINDS,
     Action,
@@ -621,8 +621,7 @@ class PipelineCost:
     def _tables(self) -> ByteTables:
         shape, profile, rows = self.cost.shape, self.cost.profile, self.cost.batch_rows
         kind = profile.kind
-        tile = loss_tile_tokens(shape, device_kind=kind, device_bytes=profile.device_bytes)
-        batch = Batch(batch_rows=rows, training=True, tile_tokens=tile)
+        batch = Batch(batch_rows=rows, training=True, tile_tokens=self.cost.loss_tile_tokens)
         decisions = batch.decisions(self.bounds, shape.num_layers)
         if self.kv_tier == "device":
             return byte_tables(shape, decisions, kind)

@@ -29,6 +29,7 @@ from sppo_hf.planning.choices import (
     is_searched,
     may_rerun_attention,
     named_budgets,
+    named_loss_tile,
     read_budgets,
     read_choices,
     read_orders,
@@ -563,14 +564,15 @@ def _resolve(request: PlanRequest, *, rerun_attention: bool, under_seconds: floa
     config, device = request.config, request.device
     budgets = _budgets(request)
     tiled = request.bounds is None and request.tiles_refusal is None
+    batch = _batch(request, budgets)
     return _Task(
         **{f.name: getattr(request, f.name) for f in fields(PlanRequest)},
-        batch=_batch(request, budgets),
+        batch=batch,
         budgets=budgets,
         choices=read_choices(config, device, rerun_attention=rerun_attention),
         orders=read_orders(config, by_layer=request.by_layer_refusal is None),
         tiles=read_tiles(config, device) if tiled else (),
-        cost=_model_cost(request),
+        cost=_model_cost(request, batch.tile_tokens),
         under_seconds=under_seconds,
     )
 
@@ -596,8 +598,8 @@ def _budgets(request: PlanRequest) -> Budgets:
 
 def _batch(request: PlanRequest, budgets: Budgets) -> Batch:
     config, kind = request.config, request.device.kind
-    tile_tokens, layer_tile_tokens = config.loss_tile_tokens, config.layer_tile_tokens
-    if tile_tokens == "auto":
+    tile_tokens, layer_tile_tokens = named_loss_tile(config), config.layer_tile_tokens
+    if tile_tokens is None:
         tile_tokens = loss_tile_tokens(request.shape, device_kind=kind, device_bytes=budgets.device)
     # The staging region for a tier behind the host is small beside the host's budget.
     staging_bytes = 2**30 if budgets.host is None else min(4 * 2**30, budgets.host // 16)
@@ -612,7 +614,7 @@ def _batch(request: PlanRequest, budgets: Budgets) -> Batch:
     )
 
 
-def _model_cost(request: PlanRequest) -> ModelCost | None:
+def _model_cost(request: PlanRequest, tile_tokens: int) -> ModelCost | None:
     """Returns the costs of the model on the device; None if the device's speeds are unknown."""
     profile = request.device.profile
     if profile is None:
@@ -626,6 +628,7 @@ def _model_cost(request: PlanRequest) -> ModelCost | None:
         dtype_name=request.dtype_name,
         batch_rows=request.batch_rows,
         all_to_all_bytes_per_second=rate or UNKNOWN_LINK,
+        tile_tokens=tile_tokens,
         correction=request.correction or Correction(),
     )
 

@@ -1,5 +1,6 @@
 """Modules of the user's own inside a stock model: exact, or refused at conversion by name."""
 
+import copy
 import gc
 import random
 import re
@@ -721,6 +722,27 @@ def test_weights_that_are_parametrized_are_exact() -> None:
     model = build_tiny_model("llama").train()
     nn.utils.parametrizations.weight_norm(model.model.layers[1].mlp.up_proj)
     assert compare(model, make_batch(rows=1, tokens=TOKENS), _config()).exact
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_weights_that_the_caller_caches_are_computed_for_every_chunk(recompute: str) -> None:
+    """Of one cached weight a chunk's backward would free the graph that the others need."""
+    model, batch = build_tiny_model("llama").train(), make_batch(rows=1, tokens=TOKENS)
+    for module in (model.model.layers[1].mlp.up_proj, model.lm_head):
+        nn.utils.parametrizations.weight_norm(module)
+    plain = copy.deepcopy(model)
+    plain(**batch).loss.backward()
+    convert(model, _config().replace(recompute=recompute))
+    for within in (True, False):
+        model.zero_grad()
+        with nn.utils.parametrize.cached():
+            loss = model(**batch).loss
+            if within:
+                loss.backward()
+        if not within:
+            loss.backward()
+        for ours, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, expected.grad, rtol=1e-5, atol=1e-6)
 
 
 # -- changes after the conversion ------------------------------------------------------------------

@@ -158,6 +158,8 @@ def test_a_config_with_which_transformers_looks_for_no_documents_is_named(given)
     assert len(warned(position_ids=packed)) == (not given)
     assert not warned(position_ids=torch.arange(8)[None])
     assert not warned(position_ids=packed, attention_mask=torch.ones_like(ids))
+    assert not warned(position_ids=packed, attention_mask=(torch.arange(8) < 6).long()[None])
+    assert not warned(position_ids=packed, cu_seq_lens_q=torch.tensor([0, 5, 8]))
     model.config.use_cache = False
     assert not warned(position_ids=packed)
 

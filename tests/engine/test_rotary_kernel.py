@@ -394,6 +394,8 @@ def test_other_calls_run_the_models_own_code(rope: Rope) -> None:
     assert not can_run(q, k, cos[0], sin[0])
     assert not can_run(q, k, cos.clone().requires_grad_(), sin)
     assert not can_run(q[..., :4], k[..., :4], cos, sin), "tables wider than heads"
+    odd = (x[..., :5] for x in (q, k, cos, sin))
+    assert not can_run(*odd), "no two halves to rotate"
     assert not can_run(q.to("meta"), k.to("meta"), cos.to("meta"), sin.to("meta"))
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake = [mode.from_tensor(x) for x in (q, k, cos, sin)]

@@ -21,6 +21,7 @@ from sppo_hf.offload.host_memory import (
     ALIGNMENT_BYTES,
     PAGE_BYTES,
     HostPool,
+    HostPoolFull,
     Region,
     host_memory,
     locked_bytes,
@@ -403,6 +404,18 @@ def test_a_refusal_by_the_system_reduces_the_budget(
     pool.allocate(4 * SLAB_BYTES)
     with pytest.raises(BudgetError, match="out of memory"):
         pool.allocate(1)
+
+
+def test_a_pool_that_the_system_lets_grow_no_further_is_full() -> None:
+    """Then the next tier takes what is offloaded; a later step asks the system no more."""
+    device = FakeDevice()
+    locked = _refuse_from(device, 1)
+    pool = HostPool(SLAB_BYTES, locker=device, budget_bytes=9 * SLAB_BYTES)
+    pool.allocate(SLAB_BYTES)
+    for _ in range(2):
+        with pytest.raises(HostPoolFull, match=r"4096 of 4096 bytes .*out of memory"):
+            pool.allocate(1)
+    assert locked == [SLAB_BYTES] == [pool.budget_bytes]
 
 
 def test_no_memory_at_all_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -113,6 +114,37 @@ def test_untrainable_models_are_refused_only_in_training() -> None:
     with torch.no_grad(), pytest.raises(AssertionError, match="to run: in evaluation pass 2"):
         model(**make_batch())
     assert engine._model_error is None
+
+
+def test_modules_put_into_a_stage_after_the_conversion_are_tried() -> None:
+    """As one device does; the other ranks are told by `_prepare`."""
+    model, batch = make(), make_batch()
+    engine, layers = get_engine(model), model.model.layers
+    assert isinstance(engine, PipelineEngine)
+    tokens_meet = torch.nn.Conv1d(32, 32, 3, padding=1, dtype=torch.float64)
+    before = layers[0].mlp
+
+    def mixing(_: Any, x: torch.Tensor) -> torch.Tensor:
+        return tokens_meet(x.mT).mT
+
+    for module, said in (
+        (
+            type("Own", (type(before),), {"forward": mixing}),
+            r"layers\.0\.mlp \(Own\).*other tokens",
+        ),
+        (type("Own", (type(before),), {}), None),
+    ):
+        layers[0].mlp = module(model.config).double()
+        with pytest.raises(AssertionError, match="to run: in forward pass"):
+            model(**batch)
+        assert (engine._model_error is None) == (said is None)
+        assert said is None or re.search(said, str(engine._model_error))
+    with pytest.raises(ConfigError, match=r"added or replaced after .*pp_msp='off'"):
+        engine.remote_weights()
+    layers[1] = type(layers[1])(model.config, 1)
+    with pytest.raises(AssertionError, match="to run: in forward pass"):
+        model(**batch)
+    assert "of which 1 are new" in str(engine._model_error)
 
 
 def test_a_valid_call_reaches_the_other_ranks() -> None:

@@ -335,6 +335,16 @@ def test_returned_logits_count_in_the_longest_row() -> None:
     assert found.max_seq_len < answer(8192).max_seq_len
 
 
+def test_named_tiles_count_in_the_longest_row_of_several_chunks() -> None:
+    settings: dict[str, Any] = {"num_chunks": 2, "order": "by_chunk", "recompute": "full"}
+    settings |= {"offload": "none", "offload_kv": "none"}
+    tiled, whole = (
+        assess_request(question(4096, layer_tile_tokens=tile, **settings)).max_seq_len
+        for tile in (256, 0)
+    )
+    assert tiled > whole
+
+
 SIZES = {
     "yes or no": lambda over: 1 if over > 0 else -1,
     "a line": lambda over: over,

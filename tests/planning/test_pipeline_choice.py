@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from sppo_hf.errors import ConfigError
 from sppo_hf.planning.choices import DeviceFacts
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.hardware import UNKNOWN_LINK, load_profile
+from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.pipeline_choice import (
     DEFAULT_SCHEDULE,
     PipelineChoice,
@@ -36,12 +38,13 @@ def _choose(
     micro_batches: int = 1,
     tokens: int = TOKENS,
     may_share: bool = False,
+    shape: ModelShape = SHAPE,
     **settings: Any,
 ) -> PipelineChoice:
     config = SPPOConfig(pp_size=4, **settings)
     return choose_pipeline(
         config,
-        SHAPE,
+        shape,
         tokens,
         micro_batches=micro_batches,
         batch_rows=1,
@@ -116,10 +119,16 @@ def test_what_is_set_stays() -> None:
 
 def test_memory_decides_before_speed() -> None:
     """With little memory, what fits is taken, however slow."""
-    keep = {"recompute": "none", "offload": "none", "offload_kv": "none"}
+    keep: dict[str, Any] = {"recompute": "none", "offload": "none", "offload_kv": "none"}
     roomy, tight = _choose(**keep), _choose(device_memory="1GiB", **keep)
     assert "lacks least memory" in tight.reason
     assert "lacks" not in roomy.reason
+    keep |= {"num_chunks": 1, "shape": replace(SHAPE, vocab_size=131_072)}
+    reasons = [
+        _choose(device_memory="60GiB", loss_tile_tokens=tile, **keep).reason
+        for tile in (512, TOKENS)
+    ]
+    assert ["lacks" in reason for reason in reasons] == [False, True], "32 GiB of logits"
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
@@ -132,7 +141,7 @@ def test_stages_add_up_to_the_planners_simulation(name: str, recompute: str, kv_
     bounds = tuple((at * 4096, (at + 1) * 4096) for at in range(4))
     schedule = generate(name, Size(ranks, rows, len(bounds)))
     assert profile is not None
-    cost = ModelCost(shape=SHAPE, profile=profile, dtype_name="bfloat16")
+    cost = ModelCost(shape=SHAPE, profile=profile, dtype_name="bfloat16", tile_tokens=300)
     costs = PipelineCost(
         schedule,
         cost,
@@ -150,6 +159,7 @@ def test_stages_add_up_to_the_planners_simulation(name: str, recompute: str, kv_
         offload="full",
         offload_kv="none" if kv_tier == "device" else "full",
         chunk_lengths=[4096] * 4,  # type: ignore[arg-type]
+        loss_tile_tokens=300,
     )
     plans = [
         make_plan(

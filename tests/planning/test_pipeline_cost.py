@@ -98,6 +98,18 @@ def test_one_rank_is_what_the_planner_simulates(saved: Saved, sp: int) -> None:
     assert 0.98 * other <= most <= 1.1 * other
 
 
+def test_named_tiles_of_the_loss_take_their_bytes_and_seconds() -> None:
+    """Logits of more tokens at once, and fewer sums of the head's gradient."""
+    _, auto = made("seq1f1b", Size(2, 1, 2))
+    named, last = replace(auto, cost=replace(COST, tile_tokens=8192)), Action("F", 1, 1)
+    more, fewer = (
+        sum(size for _, why, size, _ in one.changes(last) if why == Cause.LOGITS_TILE and size > 0)
+        for one in (named, auto)
+    )
+    assert more > 2 * fewer
+    assert named.seconds(last) < auto.seconds(last)
+
+
 def test_a_split_backward_takes_as_long_as_a_whole_one() -> None:
     _, costs = made("seq1f1b", Size(2, 1, 4))
     for stage in range(2):
