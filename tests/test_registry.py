@@ -128,8 +128,8 @@ def _run(environment: dict[str, str], *words: str) -> subprocess.CompletedProces
 
 def test_the_command_knows_what_installed_packages_register(tmp_path: Path) -> None:
     environment = _installed(tmp_path, "my_zip")
-    words = "estimate llama-3.1-8b --seq-len 16K --lora 16 --more-tiers zip=256GiB --json".split()
-    done = _run(environment, "-m", "sppo_hf.cli", *words)
+    words = "llama-3.1-8b --seq-len 16K --num-chunks 4 --lora 16 --more-tiers zip=256GiB --json"
+    done = _run(environment, "-m", "sppo_hf.cli", "estimate", *words.split())
     assert done.returncode == 0, done.stderr
     assert "zip" in json.loads(done.stdout)["peak_by_cause"]
 
