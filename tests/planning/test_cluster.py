@@ -51,7 +51,7 @@ def within(device: float, host: float = 1000.0) -> ClusterRequest:
 
 def test_the_best_are_the_fastest_of_all_that_fit() -> None:
     space = SearchSpace(chunk_tokens=(2048, 8192))
-    question = replace(within(4.6), rows=2, total_tokens=8192, space=space)
+    question = replace(within(5.2), rows=2, total_tokens=8192, space=space)
     answer = solve_cluster(question, keep=3)
     everything = [simulate_layout(question, layout) for layout in layouts(question)]
     # A layout of which nothing leaves is the one that offloads nothing.
@@ -62,7 +62,7 @@ def test_the_best_are_the_fastest_of_all_that_fit() -> None:
     assert 0 < len(fitting) < len(everything) == answer.num_candidates
     assert [plan.step_seconds for plan in answer.best] == [p.step_seconds for p in fitting[:3]]
     assert answer.num_simulated < answer.num_candidates
-    assert all(max(plan.peak_bytes) <= 4.6 * GIB for plan in answer.best)
+    assert all(max(plan.peak_bytes) <= 5.2 * GIB for plan in answer.best)
 
 
 EVERYTHING = SearchSpace(
