@@ -11,8 +11,9 @@ import pytest
 from sppo_hf import registry
 from sppo_hf.config import SPPOConfig, field_help
 from sppo_hf.errors import ConfigError, SPPOError
+from sppo_hf.integrations.plugin import SPPOPlugin
 from sppo_hf.planning.policies import register_policy, uniform_modes
-from sppo_hf.registry import ATTENTION_BACKENDS, OFFLOAD_POLICIES, SCHEDULES, Registry
+from sppo_hf.registry import ATTENTION_BACKENDS, OFFLOAD_POLICIES, SCHEDULES, TIERS, Registry
 from sppo_hf.schedule.generate import Size, generate, register_schedule, seq1f1b
 
 REGISTRIES = {
@@ -127,21 +128,25 @@ def _run(environment: dict[str, str], *words: str) -> subprocess.CompletedProces
 
 def test_the_command_knows_what_installed_packages_register(tmp_path: Path) -> None:
     environment = _installed(tmp_path, "my_zip")
-    words = "estimate llama-3.1-8b --seq-len 16K --lora 16 --more-tiers zip=256GiB --json".split()
-    done = _run(environment, "-m", "sppo_hf.cli", *words)
+    words = "llama-3.1-8b --seq-len 16K --num-chunks 4 --lora 16 --more-tiers zip=256GiB --json"
+    done = _run(environment, "-m", "sppo_hf.cli", "estimate", *words.split())
     assert done.returncode == 0, done.stderr
     assert "zip" in json.loads(done.stdout)["peak_by_cause"]
 
 
-def test_a_settings_file_knows_what_installed_packages_register(tmp_path: Path) -> None:
+def test_a_settings_file_knows_what_installed_packages_register(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "sppo.yaml").write_text("more_tiers: zip=8GiB\n")
-    script = "from sppo_hf import SPPOPlugin; print(SPPOPlugin.from_yaml('sppo.yaml').config)"
-    environment = _installed(tmp_path, "my_zip")
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env=environment, cwd=tmp_path, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert "zip=8GiB" in done.stdout, done.stderr
+    _installed(tmp_path, "my_zip")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(registry, "_imported", set())
+    try:
+        plugin = SPPOPlugin.from_yaml(tmp_path / "sppo.yaml")
+        assert plugin.config.more_tiers == "zip=8GiB"
+    finally:
+        sys.modules.pop("my_zip", None)
+        del TIERS["zip"]
 
 
 def test_a_package_that_cannot_be_imported_is_named(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -104,9 +105,9 @@ class Terms(NamedTuple):
 
     def before(self) -> Terms:
         """Returns the terms moved down by one row; the first row is empty."""
-        factors = np.roll(self.factors, 1, axis=0)
-        factors[:1] = 0.0
-        return Terms(np.roll(self.columns, 1, axis=0), factors)
+        columns, factors = self.columns.copy(), np.zeros(self.factors.shape)
+        columns[1:], factors[1:] = self.columns[:-1], self.factors[:-1]
+        return Terms(columns, factors)
 
 
 def joined(*terms: Terms) -> Terms:
@@ -195,6 +196,13 @@ def minimise(objective: NDArray[np.float64], less: Rows, equal: Rows) -> NDArray
 
 
 def _silent_solver() -> Highs:
+    solver = _silent_class()()
+    solver.silent()  # for versions whose constructor does not
+    return solver
+
+
+@cache
+def _silent_class() -> type[Highs]:
     from highspy import Highs
 
     class Silent(Highs):
@@ -204,9 +212,7 @@ def _silent_solver() -> Highs:
             self.silent()
             super().enableCallbacks()
 
-    solver = Silent()
-    solver.silent()  # for versions whose constructor does not
-    return solver
+    return Silent
 
 
 class _Group(NamedTuple):

@@ -41,8 +41,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import fields
 from functools import cached_property, lru_cache
 from itertools import accumulate
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -349,8 +351,8 @@ class StepProgram:
 
     @cached_property
     def estimate(self) -> MemoryEstimate:
-        """The memory estimate: running sums of all bytes."""
-        return MemoryEstimate(self.points, self.standing, self.levels)
+        """The memory estimate: running sums of all bytes. A search asks for many of them again."""
+        return _estimate_of(_Decided(self))
 
     @cached_property
     def standing(self) -> dict[Tier, dict[Cause, int]]:
@@ -587,6 +589,29 @@ class StepProgram:
             changes=lambda action: self.changes(at[action]) if action in at else (),
             standing=standing,
         )
+
+
+_of_decisions = attrgetter(*(f.name for f in fields(Decisions) if f.name != "layer_modes"))
+
+
+class _Decided:
+    """Cache key of estimates; tables are compared by identity, and modes by their numbers."""
+
+    def __init__(self, program: StepProgram) -> None:
+        self.program, decisions = program, program.decisions
+        self._key = (id(program.tables), program.modes.tobytes(), _of_decisions(decisions))
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Decided) and self._key == other._key
+
+
+@lru_cache(maxsize=64)
+def _estimate_of(decided: _Decided) -> MemoryEstimate:
+    program = decided.program
+    return MemoryEstimate(program.points, program.standing, program.levels)
 
 
 # -- levels ------------------------------------------------------------------------------------

@@ -277,6 +277,7 @@ class MemoryEstimate:
         self._standing = standing
         self._levels = levels
         self._peaks: dict[Tier, int] = {}
+        self._peak_bytes: dict[tuple[Tier, ...], int] = {}
 
     def total(self, tier: Tier) -> Bytes:
         """Returns a tier's bytes at every point: [points]."""
@@ -287,7 +288,10 @@ class MemoryEstimate:
 
     def peak_bytes(self, *tiers: Tier) -> int:
         """Returns the peak of the sum of some tiers' bytes."""
-        return int(np.sum([self.total(tier) for tier in tiers], axis=0).max())
+        if tiers not in self._peak_bytes:
+            total = np.sum([self.total(tier) for tier in tiers], axis=0)
+            self._peak_bytes[tiers] = int(total.max())
+        return self._peak_bytes[tiers]
 
     def most_bytes(self, cause: Cause) -> int:
         """Returns the peak of a cause's level on the device."""

@@ -29,6 +29,7 @@ from sppo_hf.schedule.actions import Action
 from sppo_hf.schedule.generate import Size, generate
 from tests.cli.configs import LLAMA_8B, TINY, answer_with, write_config
 from tests.planning.shapes import llama_config, shape_of
+from tests.sweeps import sample
 
 MACHINE = ("--device-memory", "40GiB", "--host-memory", "64GiB", "--lora", "16")
 TINY_MACHINE = ("--device-memory", "2GiB", "--host-memory", "1GiB")
@@ -53,7 +54,7 @@ def test_the_plan_of_an_8b_model(tmp_path: Path) -> None:
     assert "recomputation not counted" in flat
 
 
-@pytest.mark.parametrize("length", ["8K", "32K"])
+@pytest.mark.parametrize("length", sample(["32K", "8K"], 2))
 def test_auto_is_at_least_as_fast_as_every_policy_that_fits(tmp_path: Path, length: str) -> None:
     model = write_config(tmp_path, LLAMA_8B)
     code, result = read_json(model, "--seq-len", length, *MACHINE)
@@ -174,7 +175,7 @@ def test_layouts_that_offload_nothing_are_not_called_offloaded(tmp_path: Path) -
 
 def test_stages_share_units_where_the_runtime_can(tmp_path: Path) -> None:
     """One long row over two stages: they fill and drain together, and the files say so."""
-    model = write_config(tmp_path, MODEL)
+    model = write_config(tmp_path, {**MODEL, "num_hidden_layers": 4})
     question = (model, "--gpus", "2", "--seq-len", "256K", "--host-memory", "512GiB")
     question += ("--lora", "16", "--gpus-per-node", "1")
     code, out, _ = run(*question, "--write", str(tmp_path / "run"))
