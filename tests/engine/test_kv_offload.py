@@ -80,7 +80,7 @@ def test_families_and_blocks(monkeypatch, family, block_tokens):
         *((*mode, UNEVEN) for mode in MODES),
         ("full", "none", (TOKENS,)),
         ("none", "none", (TOKENS,)),
-        ("none", "full", (*(1,) * 12, TOKENS - 12)),
+        ("none", "full", (*(1,) * 9, TOKENS - 9)),
     ],
 )
 def test_modes_and_chunkings(recompute, offload, lengths):
