@@ -97,7 +97,7 @@ _LENGTHS = (256, 512)
 """Tokens of the two runs."""
 
 _CPU_LENGTHS = (64, 128)
-"""Tokens of the two runs of a large layer where numbers are really computed."""
+"""Tokens of the two runs where numbers are really computed."""
 
 _TINY_ELEMENTS = 2**20
 """Elements of a model's weights with which torch takes less time to compute than to do without."""
@@ -172,7 +172,9 @@ def trace_model(config: PreTrainedConfig, training: Training, make: Any) -> Mode
         materialise = _make_zeros if is_tiny else _make_fake
         with _only_layers(parts, ()):
             materialise(parts.causal_lm)
-        lengths = _SCAN_LENGTHS if parts.has_recurrent_state else _LENGTHS
+        lengths = _CPU_LENGTHS if is_tiny else _LENGTHS
+        if parts.has_recurrent_state:
+            lengths = _SCAN_LENGTHS
         calls = [_layer_calls(parts, tokens, training) for tokens in lengths]
         # With adapters nothing before the first layer needs a gradient, so that layer is a kind.
         kinds = [

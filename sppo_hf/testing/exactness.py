@@ -25,14 +25,12 @@ float64 rounding, about 1e-13, and a tolerance of 1e-9 is meaningful.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import itertools
 import math
 import sys
 import threading
 import types
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -46,6 +44,7 @@ from sppo_hf.engine.convert import convert, get_engine
 from sppo_hf.engine.step_observer import StepObserver
 from sppo_hf.engine.structure import find_causal_lm
 from sppo_hf.planning.plan import Plan
+from sppo_hf.testing.tiny_models import copy_of
 
 
 class _Torch(types.ModuleType):
@@ -401,7 +400,7 @@ def compare(
     """
     dtype = find_causal_lm(model).dtype
     watcher = _PlanWatcher()
-    converted = convert(_copy_of(model), config, observer=watcher)
+    converted = convert(copy_of(model), config, observer=watcher)
     engine = get_engine(converted)
     assert engine is not None, "convert() left no engine behind"
     actual = run_batch(converted, batch, accumulation=accumulation, hooks=True)
@@ -444,9 +443,9 @@ def compare_drift(
     Raises:
         UnsupportedModelError: the family is refused.
     """
-    low = _copy_of(model).to(dtype)
-    single = _copy_of(low).to(torch.float32)
-    actual = [run_batch(convert(_copy_of(low), config), batch) for batch in batches]
+    low = copy_of(model).to(dtype)
+    single = copy_of(low).to(torch.float32)
+    actual = [run_batch(convert(copy_of(low), config), batch) for batch in batches]
     unmodified = [run_reference(low, batch, hooks=False) for batch in batches]
     exact = [run_reference(single, batch, hooks=False) for batch in batches]
     return DriftReport(
@@ -464,19 +463,9 @@ def run_reference(
     model: nn.Module, batch: Batch, *, accumulation: int = 1, hooks: bool = True
 ) -> Gradients:
     """Run an unmodified copy of `model` over `batch`; arguments and hooks as in `compare`."""
-    reference = _copy_of(model)
+    reference = copy_of(model)
     find_causal_lm(reference).set_attn_implementation(reference_attention(model))
     return run_batch(reference, batch, accumulation=accumulation, hooks=hooks)
-
-
-def _copy_of(model: nn.Module) -> nn.Module:
-    """A deep copy, made in half the time by creating the modules' empty tables directly."""
-    tables = (table for module in model.modules() for table in vars(module).values())
-    empty = {id(x): type(x)() for x in tables if type(x) in _TABLES and not x}
-    return copy.deepcopy(model, empty)
-
-
-_TABLES = (dict, set, OrderedDict)
 
 
 def reference_attention(model: nn.Module) -> str:

@@ -13,12 +13,16 @@ from __future__ import annotations
 
 import copy
 import math
+import operator
+import sys
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from transformers import (
     AutoConfig,
     PreTrainedConfig,
@@ -366,7 +370,48 @@ def build_tiny_model(
     Raises:
         ConfigError: Transformers has no such model type, or no causal language model for it.
     """
-    return model_from_config(tiny_config(model_type, **overrides), seed=seed, dtype=dtype)
+    if torch.is_inference_mode_enabled() or _get_current_dispatch_mode() is not None:
+        return model_from_config(tiny_config(model_type, **overrides), seed=seed, dtype=dtype)
+    key = (repr((model_type, overrides)), seed, dtype, torch.get_default_dtype())
+    code, kept = _built.pop(key, ((), None))
+    if kept is None or not _is_same(code, _code_of(kept)):
+        kept = model_from_config(tiny_config(model_type, **overrides), seed=seed, dtype=dtype)
+        code = _code_of(kept)
+    _built[key] = code, kept
+    if len(_built) > _MOST_BUILT:
+        del _built[next(iter(_built))]
+    return copy_of(kept)
+
+
+_MOST_BUILT = 32
+
+_built: dict[tuple[Any, ...], tuple[Sequence[object], PreTrainedModel]] = {}
+"""Models used last, with their code; a copy takes a fifth of the time that building one takes."""
+
+
+def _code_of(model: nn.Module) -> Sequence[object]:
+    """All that the modules with the code of `model` define; what replaces a part is another one."""
+    names = sorted({type(module).__module__ for module in model.modules()})
+    modules = [sys.modules[name] for name in names if name in sys.modules]
+    values = [value for module in modules for value in vars(module).values()]
+    return [*values, *(vars(value).get("__init__") for value in values if isinstance(value, type))]
+
+
+def _is_same(one: Sequence[object], other: Sequence[object]) -> bool:
+    return len(one) == len(other) and all(map(operator.is_, one, other))
+
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+def copy_of(model: ModuleT) -> ModuleT:
+    """A deep copy, made in half the time by creating the modules' empty tables directly."""
+    tables = (table for module in model.modules() for table in vars(module).values())
+    empty = {id(x): type(x)() for x in tables if type(x) in _TABLES and not x}
+    return copy.deepcopy(model, empty)
+
+
+_TABLES = (dict, set, OrderedDict)
 
 
 def model_from_config(

@@ -14,7 +14,7 @@ from sppo_hf.engine.chunk_context import current
 from sppo_hf.engine.convert import convert, get_engine
 from sppo_hf.planning.activation_modes import mode_of
 from sppo_hf.testing.tiny_models import build_tiny_model
-from tests.engine.forced_plans import force_modes
+from tests.engine.forced_plans import force_modes, trace_short_scans
 from tests.sweeps import pairs
 
 IDS = (torch.arange(46) * 7 % 90).view(2, 23)
@@ -47,6 +47,7 @@ def _assert_equal(ours: list[Tensor], expected: list[Tensor]) -> None:
 def test_a_backward_on_another_thread_finds_its_context(
     monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
+    trace_short_scans(monkeypatch)
     force_modes(monkeypatch, lambda chunk, layer: mode_of("inputs", "device"))
     model = _model(family)
     expected = _step(model)

@@ -21,7 +21,7 @@ from sppo_hf.engine.structure import suppress_peft_warnings
 from sppo_hf.planning.activation_modes import ActivationMode
 from sppo_hf.testing.exactness import compare
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
-from tests.engine.forced_plans import force_kv, force_modes
+from tests.engine.forced_plans import force_kv, force_modes, trace_short_scans
 from tests.fakes.device_thread import on_a_thread
 
 LENGTHS = (5, 9, 7)
@@ -51,6 +51,7 @@ TILES: dict[str, Any] = {"order": "by_layer", "num_chunks": 1, "layer_tile_token
 def test_gradients_are_exact(
     monkeypatch: pytest.MonkeyPatch, family: str, settings: dict[str, Any]
 ) -> None:
+    trace_short_scans(monkeypatch)
     force_modes(monkeypatch, lambda chunk, layer: MODES[(chunk + 2 * layer) % len(MODES)])
     model = add_lora(build_tiny_model(family, dtype=torch.float64))
     config = SPPOConfig(min_offload_size=1, show_plan=False, **settings)
@@ -86,7 +87,7 @@ def test_a_layer_runs_again_under_the_autocast_and_the_dropout_of_its_forward(
 ) -> None:
     """Compared bit by bit: the thread has another autocast dtype and random state."""
     force_modes(monkeypatch, lambda chunk, layer: ActivationMode("inputs", "device"))
-    model: Any = build_tiny_model("llama", dtype=torch.float32)
+    model: Any = build_tiny_model("llama", dtype=torch.float32, num_hidden_layers=2)
     model = with_dropout(model).train()
     convert(model, SPPOConfig(show_plan=False, **settings))
     batch = make_batch(rows=1, tokens=sum(LENGTHS))

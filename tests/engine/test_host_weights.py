@@ -28,7 +28,7 @@ from sppo_hf.planning.choices import DeviceFacts, Placement
 from sppo_hf.planning.memory import CONTEXT_BYTES, Budgets
 from sppo_hf.testing.exactness import compare, float64_everywhere
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
-from tests.engine.forced_plans import force_modes
+from tests.engine.forced_plans import force_modes, trace_short_scans
 from tests.fakes.device import FakeDevice
 from tests.sweeps import turn
 
@@ -78,6 +78,7 @@ def _away_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_weights_on_the_host_are_exact(
     family: str, places: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    trace_short_scans(monkeypatch)
     force_modes(monkeypatch, lambda chunk, layer: MODES[(chunk + layer) % len(MODES)])
     model = build_tiny_model(family, dtype=torch.float64)
     config = SPPOConfig(chunk_lengths=(5, 9, 7), **places)

@@ -80,7 +80,7 @@ def test_families_and_blocks(monkeypatch, family, block_tokens):
         *((*mode, UNEVEN) for mode in MODES),
         ("full", "none", (TOKENS,)),
         ("none", "none", (TOKENS,)),
-        ("none", "full", (*(1,) * 12, TOKENS - 12)),
+        ("none", "full", (*(1,) * 9, TOKENS - 9)),
     ],
 )
 def test_modes_and_chunkings(recompute, offload, lengths):
@@ -135,7 +135,7 @@ def test_bfloat16_is_no_farther_from_float32_than_the_unmodified_model(monkeypat
     experts = {"num_experts": 1, "num_experts_per_tok": 1} if family == "gpt_oss" else {}
     report = compare_drift(
         build_tiny_model(family, dtype=torch.float32, **experts),
-        [make_batch(rows=2, tokens=64, seed=seed) for seed in range(3)],
+        [make_batch(rows=2, tokens=64, seed=seed) for seed in range(2)],
         _config(chunk_lengths=(16, 17, 31)),
     )
     assert report.exact, str(report)

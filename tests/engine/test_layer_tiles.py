@@ -151,7 +151,7 @@ def test_dropout_repeats_itself_in_tiles(family: str, recompute: str) -> None:
     gradients: list[dict[str, Tensor | None]] = []
     for mode in ("none", recompute):
         dropout = {"resid_pdrop": 0.3} if family == "phi" else {}
-        model = add_lora(build_tiny_model(family, **dropout)).train()
+        model = add_lora(build_tiny_model(family, num_hidden_layers=2, **dropout)).train()
         adapted: Any
         for adapted in model.modules():
             if hasattr(adapted, "lora_dropout"):

@@ -18,6 +18,7 @@ from sppo_hf.engine.convert import convert
 from sppo_hf.engine.structure import find_parts
 from sppo_hf.testing.exactness import Gradients, parameter_errors, run_batch, run_reference
 from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
+from tests.engine.forced_plans import trace_short_scans
 
 DELTA_RULE = "torch_chunk_gated_delta_rule"
 SETTINGS = SPPOConfig(chunk_lengths=(5, 9, 6), recompute="full", show_plan=False)
@@ -43,6 +44,7 @@ class Installed:
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Installed]]:
     monkeypatch.setattr(mixer_kernels, "PACKAGES", ("torch",))
+    trace_short_scans(monkeypatch)
     installed: list[Installed] = []
 
     def _install(*args: Any) -> Installed:

@@ -22,7 +22,7 @@ CHUNKS = (9, 1, 13)
 
 @pytest.fixture(scope="module")
 def llama():
-    return build_tiny_model("llama", dtype=torch.float32).train()
+    return build_tiny_model("llama", dtype=torch.float32, num_hidden_layers=2).train()
 
 
 def _converted(llama, monkeypatch=None, mode=None, **settings):
@@ -35,7 +35,7 @@ def _converted(llama, monkeypatch=None, mode=None, **settings):
 WEIGHTS = {
     "a projection": "model.layers.1.self_attn.q_proj.weight",
     "a layer's norm": "model.layers.0.input_layernorm.weight",
-    "the last product": "model.layers.2.mlp.down_proj.weight",
+    "the last product": "model.layers.1.mlp.down_proj.weight",
     "the final norm": "model.norm.weight",
     "the head": "lm_head.weight",
 }
@@ -75,7 +75,7 @@ def test_the_message_names_the_weight_and_what_to_do(llama) -> None:
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    words = r"layer 2, chunk 2: self_attn\.q_proj\.weight was changed in place.*after backward"
+    words = r"layer 1, chunk 2: self_attn\.q_proj\.weight was changed in place.*after backward"
     with pytest.raises(SPPOError, match=words):
         loss.backward()
 

@@ -198,7 +198,7 @@ def test_bfloat16_with_products_is_no_farther_from_float32(
     force_modes(monkeypatch, _always(PRODUCTS))
     report = compare_drift(
         build_tiny_model(family, dtype=torch.float32),
-        [make_batch(rows=2, tokens=64, seed=seed) for seed in range(3)],
+        [make_batch(rows=2, tokens=64, seed=seed) for seed in range(2)],
         _config(chunk_lengths=(16, 17, 31)),
     )
     assert report.unmodified_drift > 1e-3

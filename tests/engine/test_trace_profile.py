@@ -87,10 +87,10 @@ OTHER_IN_16_BITS = frozenset({"hunyuan_v1_moe"})
 OTHER_UNDER_AUTOCAST = frozenset({"jetmoe", "persimmon"})
 # Its projections between residual streams, outside of the layers, are not counted.
 MULTIPLY_BESIDE = frozenset({"gemma3n_text"})
-# A layer of plain products, one of Conv1D and one of experts are tried with adapters, the others in
-# 16 bits, and every second one under autocast; with `--all` each in all ways.
-ADAPTED = turn(ALWAYS, 4, 0)
-NOT_IN_16_BITS = frozenset(() if ALL else ADAPTED)
+# A layer of plain products, one of Conv1D and one of experts are tried with adapters, every second
+# one under autocast, and the others in 16 bits; with `--all` each in all ways.
+ADAPTED, UNDER_AUTOCAST = turn(ALWAYS, 4, 0), turn(ALWAYS, 2, 1)
+NOT_IN_16_BITS = frozenset(() if ALL else (*ADAPTED, *UNDER_AUTOCAST))
 HALF = Training(dtype_bytes=2, parameter_bytes=2)
 
 
@@ -167,7 +167,7 @@ def _check_flops_and_products(
 
 @pytest.mark.parametrize(
     "family",
-    families(OTHER_UNDER_AUTOCAST, tail=slice(1, None, 3), always=turn(ALWAYS, 2, 1)),
+    families(OTHER_UNDER_AUTOCAST, tail=slice(1, None, 3), always=UNDER_AUTOCAST),
 )
 def test_saved_bytes_under_autocast(family: str) -> None:
     model = build(family, torch.float32)

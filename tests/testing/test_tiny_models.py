@@ -3,6 +3,7 @@
 What could not be tiny is refused before it is built, in every type of the installed Transformers.
 """
 
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -58,6 +59,26 @@ def test_the_seed_decides_and_the_global_state_is_left_alone() -> None:
     weights = [dict(m.named_parameters())["lm_head.weight"] for m in (one, again, other)]
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
+
+
+def test_what_a_test_does_to_a_model_or_its_code_reaches_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first = build_tiny_model("llama")
+    weight = first.get_parameter("model.norm.weight")
+    before = weight.detach().clone()
+    with torch.no_grad():
+        weight.zero_()
+    first.config.vocab_size = 3
+    again = build_tiny_model("llama")
+    assert torch.equal(again.get_parameter("model.norm.weight"), before)
+    assert again.config.vocab_size == VOCAB_SIZE
+    kind = type(first.get_submodule("model.norm"))
+    other = type("Other", (kind,), {})
+    monkeypatch.setattr(sys.modules[kind.__module__], kind.__name__, other)
+    assert type(build_tiny_model("llama").get_submodule("model.norm")) is other
+    monkeypatch.undo()
+    assert type(build_tiny_model("llama").get_submodule("model.norm")) is kind
 
 
 def test_two_dtypes_of_one_seed_are_the_same_model() -> None:
