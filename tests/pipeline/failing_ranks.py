@@ -100,7 +100,7 @@ def main(job: dict[str, Any]) -> None:
         model(**batch).loss.backward()
         model.zero_grad()
         if (Path(job["folder"]) / "reached").exists():
-            time.sleep(1.0)  # a replica that needs nobody goes on until it is told, without haste
+            time.sleep(3.0)  # a replica that needs nobody goes on until it is told, without haste
     raise AssertionError("nothing failed")
 
 

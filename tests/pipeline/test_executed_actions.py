@@ -17,7 +17,7 @@ from tests.sweeps import ALL, sample
 
 pytestmark = pytest.mark.process
 
-ROWS, CHUNKS = 3, 4
+ROWS, CHUNKS = 2, 4
 
 
 def _launch(runs: list[dict[str, Any]], ranks: int, folder: Path) -> dict[str, list[list[str]]]:
