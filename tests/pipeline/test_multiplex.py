@@ -342,7 +342,7 @@ MORE = [
     case_of(
         "simulated, corrected, K/V on the host",
         settings={"num_chunks": 4, "hardware": "h100", **KEYS_AWAY},
-        steps=[{}, {}, {}, {}],
+        steps=[{}, {}, {}],
     ),
     case_of("pairs", rows=5, settings={"micro_batch_size": 2, "chunk_lengths": UNEVEN}),
     case_of("a loss of the caller's", steps=[{"loss": "mean"}, {}]),
