@@ -1,15 +1,15 @@
 """A job of test_failures.py: train by hand until one rank fails.
 
 Training runs through a pipeline (with `shared`, one whose ranks share units), or with `sp_size` on
-shared sequences. After `forwards` of a first chunk (two unless it is said), in the backward of
-chunk 1 (or of `unit`), rank `rank` throws, hangs, or leaves by `os._exit`; with "refuse" it alone
-finds no plan for the second batch (with `raises`, pairs of a name and a rank, that rank finds none
-for one batch after the other, for what planning calls by that name finds none; with "on_plan" in
-its place, who is shown the plan raises; with "noise", it alone has noise on its embeddings, where
-other stages have none), with "correct" it alone finds none when all plan anew by what was measured,
-with "config" it has another number of chunks from the start, with "freeze" it alone freezes what
-has one of `frozen` in its name, for the second batch. What was refused last is tried once more and
-given up, so that a later failure must be told in its own words.
+shared sequences. After so many `forwards` of a first chunk, in the backward of chunk 1 (or of
+`unit`), rank `rank` throws, hangs, or leaves by `os._exit`; with "refuse" it alone finds no plan
+for the second batch; with `raises`, pairs of a name and a rank, that rank finds none for one new
+batch after the other, as what planning calls by that name finds none (with "on_plan" in its place,
+who is shown the plan raises; with "noise", it alone has noise on its embeddings, where other stages
+have none); with "correct" it alone finds none when all plan anew by what was measured, with
+"config" it has another number of chunks from the start, with "freeze" it alone freezes what has one
+of `frozen` in its name, for the second batch. What was refused last is tried once more and given
+up, so that a later failure must be told in its own words.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class FailingObserver(StepObserver):
     def on_unit(self, direction: str, chunk: int, num_chunks: int) -> None:
         if direction == "forward" and chunk == 0:
             self.forwards += 1
-        failing = self.job.get("unit", 1)
-        if self.forwards >= self.job.get("forwards", 2) and direction == "backward" and chunk == failing:
+        begun, failing = self.job["forwards"], self.job.get("unit", 1)
+        if self.forwards >= begun and direction == "backward" and chunk == failing:
             (Path(self.job["folder"]) / "reached").touch()
             if self.job["how"] == "hang":
                 time.sleep(600)

@@ -133,7 +133,7 @@ def test_nobody_waits_for_the_plan_of_a_rank_that_makes_none(tmp_path):
     found = fork_server().launch_all(MODULE, jobs, ranks=[2, 2, 4], folder=tmp_path)
     for ended, (_, raises) in zip(found, where, strict=True):
         for log in ended.logs:
-            # In the first or second batch that runs behind, by the chunks that the rank has a part in.
+            # In the first or second that runs behind, by the chunks that the rank has a part in.
             behind = len(raises) + 2
             assert re.search(rf"rank 1 failed in forward pass [{behind}{behind + 1}], action ", log)
             assert "ValueError: sabotage" in log
