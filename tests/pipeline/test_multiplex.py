@@ -355,6 +355,7 @@ FOUR = [
     case_of(
         "uneven heads, uneven chunks",
         layers=5,
+        rows=1,
         overrides=EIGHT,
         settings={"chunk_lengths": UNEVEN, "recompute": "full", **KEYS_AWAY, **AWAY},
     ),
