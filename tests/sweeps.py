@@ -7,11 +7,12 @@ where it has three (`pairs`), every two settings meet.
 Launches of ranks have several special things in one case where they fit into one and that is less
 work (`pipeline_cases.merge_cases`), and leave families that others have out of their sweep over
 families, of which pipelines and shared sequences meet every second one each; what is special is met
-by two ranks, and by three or four where more stages make it another thing. Of trainings that are
-compared step by step one has fifty steps in one process and one has twenty in a pipeline, others
-have a few. Of launchers `accelerate launch` starts processes by itself; others' ranks are forked.
-Of scripts that a program under `sppo_hf.run` starts one imports the real packages; others have
-stand-ins. What ranks compile, Inductor compiles in one process.
+by two ranks, and by three or four where more stages make it another thing; even chunks of most
+schedules are met by three. Of trainings that are compared step by step one has fifty steps in one
+process and one has twenty in a pipeline, others have a few. Of launchers `accelerate launch` starts
+processes by itself; others' ranks are forked. Of scripts that a program under `sppo_hf.run` starts
+one imports the real packages; others have stand-ins. What ranks compile, Inductor compiles in one
+process.
 """
 
 import os

@@ -18,7 +18,7 @@ AREAS: dict[str, int] = {
     "batches": 180 if ALL else 90,
     "checkpoints": 24,
     "commands": 32 if ALL else 16,
-    "disk": 20 if ALL else 12,
+    "disk": 20 if ALL else 9,
     "models": 24 if ALL else 8,
     "ranks": 3,
     "settings": 200 if ALL else 60,

@@ -184,7 +184,7 @@ def run(one: dict[str, Any], pp_size: int, folder: Path) -> None:
     config = SPPOConfig(pp_size=pp_size, trace_dir=str(folder / one["name"]), **settings)
     events = EventRecorder()
     convert_over_ranks(model, config, observer=events)
-    batch = make_batch(rows=one.get("rows", 3), tokens=one.get("tokens", TOKENS))
+    batch = make_batch(rows=one.get("rows", 2), tokens=one.get("tokens", TOKENS))
     engine = get_engine(model)
     assert isinstance(engine, PipelineEngine)
     held = SharedUnitKV(engine)

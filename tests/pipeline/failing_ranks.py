@@ -1,14 +1,15 @@
 """A job of test_failures.py: train by hand until one rank fails.
 
 Training runs through a pipeline (with `shared`, one whose ranks share units), or with `sp_size` on
-shared sequences. After the third forward of a first chunk, in the backward of chunk 1 (or of
+shared sequences. After so many `forwards` of a first chunk, in the backward of chunk 1 (or of
 `unit`), rank `rank` throws, hangs, or leaves by `os._exit`; with "refuse" it alone finds no plan
-for the second batch (with `raises`, what planning calls by that name finds none; with "on_plan" in
-its place, who is shown the plan raises; with "noise", it alone has noise on its embeddings, where
-other stages have none), with "correct" it alone finds none when all plan anew by what was measured,
-with "config" it has another number of chunks from the start, with "freeze" it alone freezes what
-has one of `frozen` in its name, for the second batch. What is refused is tried once more and given
-up, so that a later failure (`then`) must be told in its own words.
+for the second batch; with `raises`, pairs of a name and a rank, that rank finds none for one new
+batch after the other, as what planning calls by that name finds none (with "on_plan" in its place,
+who is shown the plan raises; with "noise", it alone has noise on its embeddings, where other stages
+have none); with "correct" it alone finds none when all plan anew by what was measured, with
+"config" it has another number of chunks from the start, with "freeze" it alone freezes what has one
+of `frozen` in its name, for the second batch. What was refused last is tried once more and given
+up, so that a later failure must be told in its own words.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ class FailingObserver(StepObserver):
     def on_unit(self, direction: str, chunk: int, num_chunks: int) -> None:
         if direction == "forward" and chunk == 0:
             self.forwards += 1
-        failing = self.job.get("unit", 1)
-        if self.forwards >= 3 and direction == "backward" and chunk == failing:
+        begun, failing = self.job["forwards"], self.job.get("unit", 1)
+        if self.forwards >= begun and direction == "backward" and chunk == failing:
             (Path(self.job["folder"]) / "reached").touch()
             if self.job["how"] == "hang":
                 time.sleep(600)
@@ -87,9 +88,10 @@ def main(job: dict[str, Any]) -> None:
         batch = make_batch(rows=rows, tokens=23, seed=step)
         if job["how"] == "refuse" and step == 1:
             assert isinstance(engine, PipelineEngine)
-            if "raises" in job:  # a length that was not planned for yet
-                batch = make_batch(rows=rows, tokens=29, seed=step)
-            _refuse_once(engine, model, batch, job, mine=mine)
+            for index, (where, rank) in enumerate(job.get("raises", [("get", job["rank"])])):
+                if "raises" in job:  # a length that was not planned for yet
+                    batch = make_batch(rows=rows, tokens=29 + index, seed=step)
+                _refuse_once(engine, model, batch, where, rank)
         if job["how"] == "correct" and step == 1:
             assert isinstance(engine, SequenceParallelEngine)
             _correct_once(engine, model, batch, mine=mine)
@@ -98,15 +100,15 @@ def main(job: dict[str, Any]) -> None:
         model(**batch).loss.backward()
         model.zero_grad()
         if (Path(job["folder"]) / "reached").exists():
-            time.sleep(1.0)  # a replica that needs nobody goes on until it is told, without haste
+            time.sleep(3.0)  # a replica that needs nobody goes on until it is told, without haste
     raise AssertionError("nothing failed")
 
 
 def _refuse_once(
-    engine: PipelineEngine, model: Any, batch: dict[str, Any], job: dict[str, Any], *, mine: bool
+    engine: PipelineEngine, model: Any, batch: dict[str, Any], where: str, rank: int
 ) -> None:
-    """Let one rank refuse a batch: all do, and the same batch runs afterwards."""
-    where = job.get("raises", "get")
+    """Let one rank refuse a batch: all do."""
+    mine = dist.get_rank() == rank
 
     def refuse(*_: Any, **others: Any) -> None:
         raise BudgetError("no room")
@@ -125,7 +127,7 @@ def _refuse_once(
         refuses.setattr(engine._stage_plans, "get", refuse)
     elif mine:
         refuses.setattr(plan_cache if where == "device_facts" else stage_plans, where, refuse)
-    rank, own = job["rank"], mine or where == "choose_pipeline"
+    own = mine or where == "choose_pipeline"
     told = f"no rank, because rank {rank} refuses it: {error.__name__}: .*{words}"
     with pytest.raises(error if own else PipelineError, match=words if own else told):
         model(**batch)

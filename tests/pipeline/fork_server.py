@@ -452,9 +452,13 @@ def _warm_up() -> None:
 if __name__ == "__main__":
     # No rank has weights of four bits; PEFT would import it, and it half of torch's compiler.
     sys.modules["bitsandbytes"] = None  # type: ignore[assignment]
+    # Looking through all that is imported, again and again, takes most of a second.
+    gc.disable()
     for name in WARM:
         importlib.import_module(name)
     _let_trace_few_tokens()
+    gc.enable()
+    gc.freeze()
     _warm_up()
     own = _fork_servers(Path(sys.argv[1]))
     mine = None if own is None else _serve(own)

@@ -241,7 +241,7 @@ def merge_cases(cases: list[Case]) -> list[Case]:
         return cases
     found: list[tuple[Case, ...]] = []
     for case in cases:
-        added: dict[int, int] = {}
+        added: dict[int, float] = {}
         for index, others in enumerate(found):
             if (merged := _merged((*others, case))) is not None:
                 before = _merged(others)
@@ -255,7 +255,7 @@ def merge_cases(cases: list[Case]) -> list[Case]:
     return [case for case in map(_merged, found) if case is not None]
 
 
-def _cost(case: Case) -> int:
+def _cost(case: Case) -> float:
     """About what a case takes: layers of all units of all steps, and what it takes besides."""
     settings = case.get("settings", {})
     chunks = len(settings.get("chunk_lengths", ())) or settings.get("num_chunks", 3)
@@ -264,8 +264,10 @@ def _cost(case: Case) -> int:
     steps = case.get("steps", [{}])
     # Losses of the caller's may take two passes.
     passes = sum(1 + ("loss" in step) for step in steps)
-    # Adapters are as many operations as the layers that have them.
+    # Adapters are as many operations as the layers that have them,
+    # and other families' layers are more than Llama's.
     modules = case.get("layers", LAYERS) * (1 + case.get("lora", False))
+    modules *= 1.0 if case["family"].startswith("llama") else 1.6
     return _FIXED_COST + modules * units * passes
 
 
@@ -496,7 +498,9 @@ def all_cases(pp_size: int, replicas: int) -> list[Case]:
         if ALL:
             return [*schedules, *cases, *steps, *tied[::3], tied[-1]]
         steps[5] = tied[5]  # evaluation between
-        return [*schedules, *_sampled([*cases, *steps, tied[0]], pp_size, replicas)]
+        # Three ranks have each schedule with even chunks, the cross or replicas with uneven ones.
+        uneven = [case for case in schedules if case["name"] in (*FAST[2, 1], _WHOLE_ROWS)]
+        return [*uneven, *_sampled([*cases, *steps, tied[0]], pp_size, replicas)]
     if pp_size == 3:
         cases = families[::2] if ALL else families[::6]
         mixers = {"gated delta net, zb"}
@@ -513,6 +517,7 @@ def all_cases(pp_size: int, replicas: int) -> list[Case]:
     return [*schedules[2::4], families[3]]
 
 
+_WHOLE_ROWS = "schedule: 1f1b, whole rows"
 _FOLLOWED_BY_REPLICAS = (
     *("schedule: 1f1b", "schedule: seq1f1b, uneven", "schedule: zb, uneven"),
     "schedule: interleaved, tied, uneven",

@@ -23,6 +23,8 @@ MODULE = "tests.pipeline.failing_ranks"
 
 
 def job_of(how: str, rank: int, **sizes: Any) -> dict[str, Any]:
+    # What was refused is run, and the rank fails in a later batch; others fail in their second.
+    sizes = {"forwards": 2 if how in ("throw", "leave", "hang") else 3, **sizes}
     return {"pp_size": 1, "rank": rank, "how": how, "timeout": TIMEOUT_SECONDS, **sizes}
 
 
@@ -52,7 +54,7 @@ def test_a_rank_that_throws_ends_all_with_its_error_step_and_action(tmp_path):
     ended = run("throw", 1, tmp_path, pp_size=3, ranks=3, finalized=1)
     assert ended.seconds < TIMEOUT_SECONDS
     for rank, log in enumerate(ended.logs):
-        assert "rank 1 failed in forward pass 3, action " in log
+        assert "rank 1 failed in forward pass 2, action " in log
         assert "(1B1: backward of stage 1, micro-batch 0, chunk 1): ValueError: sabotage" in log
         assert ("RankLostError" in log) == (rank != 1)
 
@@ -73,7 +75,7 @@ def test_a_rank_that_hangs_ends_all_within_the_timeout(tmp_path):
     # time, since most of it is waiting.
     jobs = [
         job_of("hang", 1, pp_size=3),
-        job_of("hang", 1, pp_size=2, shared=1, unit=3),
+        job_of("hang", 1, pp_size=2, shared=1, unit=3, forwards=3),
         job_of("hang", 1, sp_size=2),
     ]
     found = fork_server().launch_all(MODULE, jobs, ranks=[3, 2, 2], folder=tmp_path)
@@ -84,11 +86,11 @@ def test_a_rank_that_hangs_ends_all_within_the_timeout(tmp_path):
     assert "sppo_hf: rank 1 ends because" in pipeline[1]
     for log in pipeline:
         assert "no rank has reported an error" in log
-        assert "rank 1 is in forward pass 3, action" in log or log is pipeline[1]
+        assert "rank 1 is in forward pass 2, action" in log or log is pipeline[1]
     assert "no rank has reported an error" in unit[0]
     assert "rank 1 is in forward pass 2, action" in unit[0]
     assert "no rank has reported an error" in sequence[0]
-    assert "rank 1 is in backward pass 3" in sequence[0]
+    assert "rank 1 is in backward pass 2" in sequence[0]
 
 
 def test_a_rank_that_leaves_a_shared_unit_is_lost(tmp_path):
@@ -120,24 +122,20 @@ def test_nobody_waits_for_the_plan_of_a_rank_that_makes_none(tmp_path):
     Where ranks share sequences, too, they plan a stage together; and of each stage all hear how
     long it takes.
     """
+    on_embeddings = ("noise", 0)  # which the first stage alone has
     where = [
-        ({"shared": 1}, "make_plan", 0),
-        ({"shared": 1}, "device_facts", 1),
-        ({}, "choose_pipeline", 0),
-        ({"sp_size": 2}, "device_facts", 1),
-        ({}, "noise", 0),  # of the embedding, which the first stage alone has
-        ({"hardware": "h100"}, "stage_seconds", 1),
-        ({"shared": 1}, "on_plan", 1),  # when all have the others' plans
+        # The last when all have the others' plans.
+        ({"shared": 1}, [("make_plan", 0), ("device_facts", 1), ("on_plan", 1)]),
+        ({"hardware": "h100"}, [("choose_pipeline", 0), on_embeddings, ("stage_seconds", 1)]),
+        ({"sp_size": 2}, [("device_facts", 1)]),
     ]
-    jobs = [
-        job_of("refuse", rank, pp_size=2, raises=raises, **sizes) for sizes, raises, rank in where
-    ]
-    ranks = [2 * sizes.get("sp_size", 1) for sizes, *_ in where]
-    found = fork_server().launch_all(MODULE, jobs, ranks=ranks, folder=tmp_path)
-    for ended, (*_, rank) in zip(found, where, strict=True):
+    jobs = [job_of("refuse", 1, pp_size=2, raises=raises, **sizes) for sizes, raises in where]
+    found = fork_server().launch_all(MODULE, jobs, ranks=[2, 2, 4], folder=tmp_path)
+    for ended, (_, raises) in zip(found, where, strict=True):
         for log in ended.logs:
-            # In the second or third batch that runs, by the chunks that the rank has a part in.
-            assert re.search(rf"rank {rank} failed in forward pass [34], action ", log)
+            # In the first or second that runs behind, by the chunks that the rank has a part in.
+            behind = len(raises) + 2
+            assert re.search(rf"rank 1 failed in forward pass [{behind}{behind + 1}], action ", log)
             assert "ValueError: sabotage" in log
             assert "no room" not in log
 
@@ -170,7 +168,7 @@ def test_ranks_that_share_a_sequence_go_on_where_one_of_them_cannot_plan_anew(tm
 def test_a_rank_that_throws_ends_all_that_share_its_sequence(tmp_path):
     ended = run("throw", 1, tmp_path, sp_size=2, ranks=2)
     assert ended.seconds < TIMEOUT_SECONDS
-    words = "RankLostError: rank 1 failed in backward pass 3: ValueError: sabotage"
+    words = "RankLostError: rank 1 failed in backward pass 2: ValueError: sabotage"
     assert words in ended.logs[0]
     assert "ValueError: sabotage" in ended.logs[1]
 

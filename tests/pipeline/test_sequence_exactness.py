@@ -112,7 +112,7 @@ IN_PIPELINES = [
     case_of(
         "a solved plan, corrected",
         settings={"num_chunks": 3, "hardware": "h100"},
-        steps=[HELD, HELD, HELD, {}],
+        steps=[HELD, HELD, {}],
     ),
     case_of("changed scale", steps=[{**HELD, "scale": 2.0}, {"scale": 0.5}]),
     case_of("experts, late weights", "mixtral", settings={"num_chunks": 3, **ZB}),

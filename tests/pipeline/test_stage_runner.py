@@ -34,7 +34,7 @@ from tests.engine.forced_plans import trace_short_scans
 from tests.sweeps import turn
 
 TOKENS = 23
-LENGTHS = (1, 9, 6, 7)
+LENGTHS = (1, 15, 7)
 CHUNKS = len(LENGTHS)
 STATES = ("qwen3_next", "bamba", "lfm2", "falcon_h1")
 FAMILIES = ("llama", "llama-bias-tied", "gemma2", "gpt2", "mistral", "qwen3_moe", *STATES)
