@@ -531,7 +531,8 @@ _ALSO = (
 """Names of the only ones of their kind."""
 FAST = {
     (2, 1): (
-        *("schedule: gpipe, uneven", "schedule: 1f1b", "schedule: seq1f1b", "schedule: zb, uneven"),
+        *("schedule: gpipe, uneven", "schedule: 1f1b", "schedule: seq1f1b"),
+        *("schedule: seq1f1b, uneven", "schedule: zb, uneven"),
         *("schedule: interleaved, tied, uneven", "family: tied, zb", "family: two rotary tables"),
         *("family: learned positions", "family: experts, zb", "family: LoRA, zb"),
         *("batch: five rows in pairs", "batch: padding", "batch: packed"),
