@@ -74,7 +74,8 @@ def check_mixer_kernels(parts: ModelParts, device: torch.device) -> tuple[str, .
 def torch_code_alone(parts: ModelParts) -> Iterator[None]:
     """Context in which the model's family runs the torch code for kernels, in chunks or not.
 
-    For tiny models, which run in float64 on the CPU: no kernel does.
+    For tiny models, which run in float64 on the CPU, and traces, whose tensors have no memory: no
+    kernel runs on either.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(liger_in_torch())

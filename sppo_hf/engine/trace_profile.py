@@ -12,10 +12,10 @@ autograd saves ("whole"); or the layer's input and attention's results ("inputs"
 matmul outputs that a `SelectiveRecorder` holds. An `UnusedMatmulFinder` finds matmuls that need not
 run again. With `Training.layer_kernels` torch code that saves what Liger's kernels save runs in
 norms and gated products (`layer_kernels.like_kernels`), and in place of Liger's functions where its
-own patches have put them into the model (`layer_kernels.liger_in_torch`). Recurrent layers run
-Transformers' torch code from states of zeros; fused kernels save less. Not covered: elementwise
-operations count no FLOPs, and memory that does not grow with the tokens (copies of weights under
-autocast) is left out.
+own patches have put them into the model. Recurrent layers run Transformers' torch code from states
+of zeros, whatever kernels are installed (`mixer_kernels.torch_code_alone`); these save less. Not
+covered: elementwise operations count no FLOPs, and memory that does not grow with the tokens
+(copies of weights under autocast) is left out.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ from sppo_hf.attention.kv_cache import Keep, LayerKV
 from sppo_hf.attention.segments import AttentionSegment, Block
 from sppo_hf.engine.attention_interface import MaskMeaning, chunked_attention
 from sppo_hf.engine.chunk_context import ChunkContext
-from sppo_hf.engine.layer_kernels import liger_in_torch, like_kernels
+from sppo_hf.engine.layer_kernels import like_kernels
+from sppo_hf.engine.mixer_kernels import torch_code_alone
 from sppo_hf.engine.recompute import SavedTensor
 from sppo_hf.engine.recurrent_state import LayerStates, StateCache, States
 from sppo_hf.engine.selective import (
@@ -162,11 +163,12 @@ def trace_model(config: PreTrainedConfig, training: Training, make: Any) -> Mode
         torch.random.fork_rng(devices=[]),
         torch.inference_mode(False),
         torch.enable_grad(),
-        liger_in_torch(),
+        contextlib.ExitStack() as stack,
         # Hides all of this from the caller's hooks; no backward unpacks what these ones pack.
         saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing),
     ):
         parts = find_parts(_build(config, training, make))
+        stack.enter_context(torch_code_alone(parts))
         tensors = (*parts.causal_lm.parameters(), *parts.causal_lm.buffers())
         is_tiny = sum(tensor.numel() for tensor in tensors) <= _TINY_ELEMENTS
         materialise = _make_zeros if is_tiny else _make_fake

@@ -16,8 +16,10 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.engine import mixer_kernels
 from sppo_hf.engine.convert import convert
 from sppo_hf.engine.structure import find_parts
+from sppo_hf.engine.trace_profile import trace_config
+from sppo_hf.planning.model_profile import Training
 from sppo_hf.testing.exactness import Gradients, parameter_errors, run_batch, run_reference
-from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
+from sppo_hf.testing.tiny_models import build_tiny_model, make_batch, tiny_config
 from tests.engine.forced_plans import trace_short_scans
 
 DELTA_RULE = "torch_chunk_gated_delta_rule"
@@ -125,6 +127,12 @@ def test_a_kernel_that_differs_is_reported_and_not_used(
     with contextlib.suppress(RuntimeError):
         run_batch(copy.deepcopy(model), batch)
     assert installed.calls > 2 * tried
+
+
+def test_profiles_are_traced_without_kernels(install: Callable[..., Installed]) -> None:
+    installed = install("lfm2", "causal_conv1d_fn", not_here)
+    trace_config(tiny_config("lfm2"), Training(dtype_bytes=4, parameter_bytes=4))
+    assert installed.calls == 0
 
 
 @pytest.mark.parametrize(
