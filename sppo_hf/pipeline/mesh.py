@@ -39,6 +39,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import ConfigError
+from sppo_hf.planning.machine import MAX_CONNECTIONS
 
 STORAGE_TIMEOUT = timedelta(hours=2)
 """Longest time that ranks wait for another one to finish writing its files."""
@@ -51,9 +52,6 @@ MAX_CTAS = 4
 
 LARGE_NUMEL = 2**24
 """Numbers of a message that NCCL sends like a bucket of gradients: 64 MiB in float32."""
-
-NUM_QUEUES = 32
-"""Hardware queues of a CUDA device, all of which `CUDA_DEVICE_MAX_CONNECTIONS` should allow."""
 
 logger = logging.getLogger(__name__)
 
@@ -320,13 +318,13 @@ def _check_launches() -> None:
             "pp_size=1 with it, or a pipeline without it. Remedy: unset CUDA_LAUNCH_BLOCKING."
         )
     given = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8")  # CUDA's default
-    if given.isdecimal() and int(given) < NUM_QUEUES:
+    if given.isdecimal() and int(given) < MAX_CONNECTIONS:
         logger.warning(
             "CUDA_DEVICE_MAX_CONNECTIONS is %s, so that messages between stages and computation "
             "share hardware queues: messages that wait for another rank may delay computation, or "
             "stop the pipeline for good. Remedy: set it to %d before the process first uses CUDA.",
             given,
-            NUM_QUEUES,
+            MAX_CONNECTIONS,
         )
 
 

@@ -60,6 +60,7 @@ from sppo_hf.planning.memory import (
     HOST_SLAB_BYTES,
     Bytes,
     ByteTables,
+    CacheKey,
     Cause,
     Level,
     MemoryEstimate,
@@ -594,18 +595,13 @@ class StepProgram:
 _of_decisions = attrgetter(*(f.name for f in fields(Decisions) if f.name != "layer_modes"))
 
 
-class _Decided:
-    """Cache key of estimates; tables are compared by identity, and modes by their numbers."""
+class _Decided(CacheKey):
+    """Key of estimates; tables are compared by identity, and modes by their numbers."""
 
     def __init__(self, program: StepProgram) -> None:
-        self.program, decisions = program, program.decisions
-        self._key = (id(program.tables), program.modes.tobytes(), _of_decisions(decisions))
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Decided) and self._key == other._key
+        decisions = program.decisions
+        super().__init__(id(program.tables), program.modes.tobytes(), _of_decisions(decisions))
+        self.program = program
 
 
 @lru_cache(maxsize=64)

@@ -110,6 +110,10 @@ def request_expandable_segments(variables: MutableMapping[str, str]) -> bool:
     return True
 
 
+MAX_CONNECTIONS = 32
+"""Hardware work queues of a CUDA device."""
+
+
 def set_max_connections(variables: MutableMapping[str, str]) -> None:
     """Sets CUDA's number of hardware work queues to the maximum, unless it is already set.
 
@@ -117,7 +121,7 @@ def set_max_connections(variables: MutableMapping[str, str]) -> None:
     work that waits in a queue then delays work of another stream behind it. CUDA reads the
     environment variables when a process first uses it.
     """
-    variables.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    variables.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", str(MAX_CONNECTIONS))
 
 
 def withdraw_expandable_segments(variables: MutableMapping[str, str]) -> None:
