@@ -184,6 +184,9 @@ class TrainerCheckpoints(TrainerMethods):
     def _save_rng_state(self, output_dir: str) -> None:
         if not self._in_pipeline:
             self._kind._save_rng_state(self._trainer, output_dir)
+            # One rank writes the Trainer's state next, which stands for the mark of a complete
+            # checkpoint: not before all have written theirs.
+            self._trainer.accelerator.wait_for_everyone()
 
     # -- loading -----------------------------------------------------------------------------
 

@@ -36,7 +36,7 @@ def _kill_last_rank_in_training(job: dict[str, Any], folder: Path, ranks: int) -
     """Train without end on some ranks, and kill the last when the second step is saved."""
     folder.mkdir()
     endless = {"max_steps": 100_000, "save_strategy": "steps", "save_steps": 2}
-    job = {**job, "arguments": {**job["arguments"], **endless}}
+    job = {**job, "arguments": {**job["arguments"], **endless}, "slow_save": True}
     job |= {"rank": ranks - 1, "out": str(folder / "never.json")}
 
     def kill_later(numbers: list[int]) -> None:

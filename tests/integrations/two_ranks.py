@@ -14,6 +14,8 @@ import copy
 import json
 import os
 import sys
+import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -48,7 +50,10 @@ def _lora(model: nn.Module) -> nn.Module:
 
 
 def train_with_trainer(job: dict[str, Any], plugin: SPPOPlugin | None) -> dict[str, Any]:
-    """Train by the Trainer; `rows` is per rank, `float64` makes all of it in that."""
+    """Train by the Trainer; `rows` is per rank, `float64` makes all of it in that.
+
+    With "slow_save" the last rank takes its time to write its random state.
+    """
     args = make_arguments(
         job["folder"],
         **{
@@ -72,6 +77,8 @@ def train_with_trainer(job: dict[str, Any], plugin: SPPOPlugin | None) -> dict[s
     trainer = Trainer(model, args, train_dataset=rows, eval_dataset=eval_rows)
     if job.get("patience"):
         trainer.add_callback(EarlyStoppingCallback(job["patience"]))
+    if job.get("slow_save") and args.process_index == args.world_size - 1:
+        Trainer._save_rng_state = _write_slowly(Trainer._save_rng_state)  # type: ignore[method-assign]
     with float64_everywhere() if job.get("float64") else nullcontext():
         trainer.train(resume_from_checkpoint=job.get("resume"))
     predicted = trainer.predict(eval_rows).metrics if job.get("predict") else {}
@@ -85,6 +92,18 @@ def train_with_trainer(job: dict[str, Any], plugin: SPPOPlugin | None) -> dict[s
         "weights": _sums(trainer.accelerator, trainer.model_wrapped),
         "rank": args.process_index,
     }
+
+
+def _write_slowly(save: Callable[[Trainer, str], None]) -> Callable[[Trainer, str], None]:
+    """Begin the file, and write it when the other ranks have had time to get far ahead."""
+
+    def save_later(trainer: Trainer, output_dir: str) -> None:
+        os.makedirs(output_dir, exist_ok=True)
+        Path(output_dir, f"rng_state_{trainer.args.process_index}.pth").touch()
+        time.sleep(0.3)
+        save(trainer, output_dir)
+
+    return save_later
 
 
 def train_with_accelerate(job: dict[str, Any], plugin: SPPOPlugin | None) -> dict[str, Any]:
