@@ -6,8 +6,8 @@ offloaded is decided by the caller.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from itertools import accumulate, chain
 
 from sppo_hf.schedule.actions import COMPUTE_KINDS, Action, Kind, kv_copy_part, store_part
@@ -53,7 +53,9 @@ def add_transfers(schedule: Schedule, *, receives_ahead: int = 1) -> Schedule:
     """Adds a send after what another rank needs, and a receive before it is needed there.
 
     A link carries messages in the order in which they are sent, so receives of one link are listed
-    in that order: some earlier than their own use would have it.
+    in that order: some earlier than their own use would have it. A receive is listed after all that
+    its message waits for on its own rank: on a GPU whatever waits for the device waits for started
+    receives, too, and a rank that does so before it has sent what they wait for would never end.
 
     Args:
         schedule: without sends and receives.
@@ -69,12 +71,18 @@ def add_transfers(schedule: Schedule, *, receives_ahead: int = 1) -> Schedule:
     many = Counter(m.producer for m in chain(*links.values()) if m.send.kind == "SEND_DKV")
     # Only delayed messages depend on when computes run.
     turns = _compute_turns(schedule) if max(many.values(), default=0) > 2 else {}
+    latest_computes = _latest_computes(schedule, chain(*links.values()))
     for (source, target), sent in links.items():
         made = dict(zip(sent, _sending_steps(places, source, sent, turns), strict=True))
         if len(made) > 1:
             sent.sort(key=lambda message: made[message])
-        # Receives keep the order of the sends, so each is listed no later than those after it.
         steps = _receiving_steps(places, target, sent, receives_ahead)
+        for at, message in enumerate(sent):
+            last = schedule.ranks[source][made[message]]
+            if last in latest_computes:
+                own = latest_computes[last][target] + 1
+                steps[at] = max(steps[at], places.compute(target, own, message.consumer))
+        # Receives keep the order of the sends, so each is listed no later than those after it.
         latest = list(accumulate(reversed(steps), min))[::-1]
         for message, step in zip(sent, latest, strict=True):
             places.add_after(source, made[message], message.send)
@@ -129,6 +137,41 @@ def _receiving_steps(
         count = later[message.consumer] = later.get(message.consumer, 0) + 1
         steps.append(places.receive(target, message.consumer, ahead + count - 1))
     return steps[::-1]
+
+
+def _latest_computes(schedule: Schedule, sent: Iterable[Message]) -> dict[Action, list[int]]:
+    """Returns, for each compute, the last compute of every rank that must begin before it ends.
+
+    By its turn among the rank's computes, -1 if there is none. A consumer waits for its messages'
+    producers, a share of a unit for the others. What waits in a deadlock is left out.
+    """
+    producers: dict[Action, list[Action]] = defaultdict(list)
+    for message in sent:
+        producers[message.consumer].append(message.producer)
+    waiting = [deque(a for a in rank if a.kind in COMPUTE_KINDS) for rank in schedule.ranks]
+    turns = [-1] * schedule.num_ranks
+    reached = [turns.copy() for _ in turns]
+    found: dict[Action, list[int]] = {}
+    advances = True
+    while advances:
+        advances = False
+        for rank, queue in enumerate(waiting):
+            while queue:
+                unit, shared = queue[0][:3], queue[0].part is not None
+                ranks = schedule.unit_ranks(*unit[1:]) if shared else (rank,)
+                shares = [waiting[one][0] for one in ranks if waiting[one]]
+                needed = [one for share in shares for one in producers.get(share, ())]
+                begins = [share[:3] for share in shares] == [unit] * len(ranks)
+                if not begins or any(one not in found for one in needed):
+                    break
+                before = [*(reached[one] for one in ranks), *(found[one] for one in needed)]
+                latest = [max(of_rank) for of_rank in zip(*before, strict=True)]
+                for one, share in zip(ranks, shares, strict=True):
+                    waiting[one].popleft()
+                    turns[one] = latest[one] = turns[one] + 1
+                    found[share] = reached[one] = latest
+                advances = True
+    return found
 
 
 def add_reductions(schedule: Schedule) -> Schedule:
@@ -254,6 +297,10 @@ class _Places:
         """Returns the step of the compute `count` after a compute, or of the rank's last."""
         steps = self._compute[rank]
         return steps[min(self._turns[compute] + count, len(steps) - 1)]
+
+    def compute(self, rank: int, turn: int, latest: Action) -> int:
+        """Returns the step of the rank's compute of a turn, or of `latest` if that is before it."""
+        return self._compute[rank][min(turn, self._turns[latest])]
 
     def last_before(
         self, rank: int, compute: Action, count: int, used: Action, turns: Mapping[Action, float]

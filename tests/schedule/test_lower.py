@@ -1,12 +1,16 @@
 """Lowering passes: what they add, where, and that compute keeps its order."""
 
-from itertools import pairwise
+from graphlib import TopologicalSorter
+from itertools import chain, pairwise
+from typing import Any
 
 import pytest
 
 from sppo_hf.schedule.actions import COMPUTE_KINDS, Action
-from sppo_hf.schedule.generate import Size, generate
+from sppo_hf.schedule.dependencies import DependencyGraph
+from sppo_hf.schedule.generate import Size, generate, msp
 from sppo_hf.schedule.lower import add_offload, add_reductions, add_transfers, lower
+from sppo_hf.schedule.messages import messages
 from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.validate import validate
 from tests.schedule.sizes import FEW, SOME, Named
@@ -66,6 +70,46 @@ def test_receives_are_listed_as_far_ahead_as_asked() -> None:
         before = rank[: rank.index(Action("RECV_F", 1, 3))]
         # Unit 3 is the fourth compute of its rank.
         assert sum(a.kind == "F" for a in before) == 3 - ahead
+
+
+def test_no_message_waits_for_a_compute_that_its_receive_is_listed_before() -> None:
+    """Else a rank whose host waits there for its device, and so for the receive, would not end."""
+    shared = (msp(Size(3, 2, 5)), msp(Size(4, 1, 8)), msp(Size.uneven(4, (5, 7))))
+    for schedule in (*(generate(name, size) for name, size in FEW[::7]), *shared):
+        for ahead in (1, 3):
+            lowered = add_transfers(schedule, receives_ahead=ahead)
+            receives = {m.receive: m.producer for m in messages(schedule).values()}
+            awaited = latest_computes(schedule)
+            for rank, actions in enumerate(lowered.ranks):
+                done = -1
+                for action in actions:
+                    done += action.kind in COMPUTE_KINDS
+                    if action in receives:
+                        assert awaited[receives[action]][rank] <= done, (schedule, action)
+
+
+def latest_computes(schedule: Schedule) -> dict[Action, list[int]]:
+    """Of each compute, the last one of every rank that must begin before it ends, by its turn."""
+    graph = DependencyGraph(schedule)
+    needs = {a: {graph.actions[p] for p in graph.needs[at]} for at, a in enumerate(graph.actions)}
+    for before, action in chain(*map(pairwise, schedule.ranks)):
+        needs[action].add(before)
+    turns = {a: (rank, t) for rank, own in enumerate(schedule.ranks) for t, a in enumerate(own)}
+    found: dict[Action, list[int]] = {}
+    # Shares of a unit need the same, and each other.
+    units: dict[tuple[Any, ...], list[Action]] = {}
+    for action in turns:
+        units.setdefault(action[:3], []).append(action)
+    order = {u: {need[:3] for a in shares for need in needs[a]} for u, shares in units.items()}
+    for unit in TopologicalSorter(order).static_order():
+        latest = [-1] * schedule.num_ranks
+        for before in chain(*(needs[share] for share in units[unit])):
+            latest = list(map(max, latest, found[before]))
+        for share in units[unit]:
+            rank, turn = turns[share]
+            latest[rank] = max(latest[rank], turn)
+        found.update(dict.fromkeys(units[unit], latest))
+    return found
 
 
 def test_a_reduction_comes_as_soon_as_gradients_are_complete() -> None:
