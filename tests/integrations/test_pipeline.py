@@ -29,6 +29,8 @@ SHARED = {"sp_size": 2, "num_chunks": 3}
 BOTH = {**PIPELINE, **SHARED}
 SHARED_UNITS = {**PIPELINE, "pp_msp": "on"}
 ACCUMULATED = {"gradient_accumulation_steps": 2}
+COUNTED_ALONE = {"average_tokens_across_devices": False}
+"""Each rank's labels are counted by itself; of one replica they are all labels."""
 CLIPPED = {"max_grad_norm": 1e-4, "optim": "sgd", "learning_rate": 3e3}
 """Gradients of fresh adapters are small, and Adam would take the same steps along longer ones."""
 
@@ -157,7 +159,9 @@ def test_many_steps_on_shared_units_and_the_last_in_one_process(tmp_path: Path, 
 @pytest.mark.process
 @pytest.mark.parametrize(
     ("arguments", "lora"),
-    [(ACCUMULATED, False), (CLIPPED, True)] if ALL else [({**ACCUMULATED, **CLIPPED}, True)],
+    [(ACCUMULATED, False), ({**COUNTED_ALONE, **CLIPPED}, True)]
+    if ALL
+    else [({**ACCUMULATED, **COUNTED_ALONE, **CLIPPED}, True)],
 )
 def test_shared_sequences_by_the_trainer(tmp_path: Path, arguments, lora):
     job = {"kind": "ddp", "arguments": arguments, "lora": lora, "rows": 2, "eval_rows": 4}
@@ -209,7 +213,7 @@ def test_shared_sequences_of_a_model_that_fsdp2_shards(tmp_path: Path, ranks):
 @pytest.mark.parametrize(
     ("settings", "arguments", "lora"),
     [
-        ({"pp_schedule": "zb_seq1f1b", "micro_batch_size": 2}, {}, False),
+        ({"pp_schedule": "zb_seq1f1b", "micro_batch_size": 2}, COUNTED_ALONE, False),
         ({"pp_schedule": "gpipe"}, {"gradient_accumulation_steps": 2}, False),
         ({"offload": "full", "min_offload_size": 1}, CLIPPED, True),
     ],
