@@ -394,6 +394,7 @@ class Engine:
         *,
         head_in_backward: bool,
         on_logits: Callable[[Tensor, slice], None] | None = None,
+        min_tiles: int = 1,
     ) -> ChunkedLoss:
         """The standard loss of a call, summed over chunks; keywords are those of `ChunkedLoss`."""
         parts = self.parts
@@ -405,6 +406,7 @@ class Engine:
             on_logits=on_logits,
             liger=liger_tile(parts, self.head, call.device),
             head_in_backward=head_in_backward,
+            min_tiles=min_tiles,
             reads=ReadTensors.of_module(parts.causal_lm, parts.base) if head_in_backward else None,
         )
 
@@ -477,6 +479,9 @@ class ForwardStep:
         self._group = self.engine.group
         self._is_sharded = are_sharded(self.modules)
         """Whether FSDP2 shards the model."""
+        # FSDP2 gathers weights for every chunk then, for which all ranks wait: none may leave out
+        # chunks of padding or without labels, which other ranks' batches do not have.
+        self._runs_all_chunks = self._is_sharded and self.plan.order == "by_chunk"
         self._has_states = have_mixers(self.modules)
         """Whether recurrent states are passed from chunk to chunk, beside K/V."""
         self._log: ActionLog | None = None
@@ -515,6 +520,7 @@ class ForwardStep:
                 "model.config.output_router_logits = False."
             )
         used = layout.used_tokens or call.total_tokens
+        used = call.total_tokens if self._runs_all_chunks else used
         chunks = range(sum(start < used for start, _ in plan.bounds))
         step = (
             StepRows(plan, end - start, layout.spans(start, end), chunks, self._group)
@@ -557,8 +563,11 @@ class ForwardStep:
             plan,
             head_in_backward=head_in_backward,
             on_logits=collected.add if collected and not in_graph else None,
+            min_tiles=2 if self._is_sharded else 1,
         )
         counts = labelled_chunks(self.layout, plan.bounds)
+        if self._runs_all_chunks:
+            counts = set(range(plan.num_chunks))
         groups = list(call.row_groups(self.engine.config))
         last = (groups[-1], max(counts))
         totals: list[Tensor] = []
@@ -657,7 +666,8 @@ class ForwardStep:
         if router_loss is not None:
             constants["output_router_logits"] = True
         inputs = ChunkInputs(self._inputs(), positions, constants).rows(*group)
-        stop = layout.used_tokens if skip_padding and layout.used_tokens else call.total_tokens
+        skip_padding &= layout.used_tokens > 0 and not self._runs_all_chunks
+        stop = layout.used_tokens if skip_padding else call.total_tokens
         chunks = runner.run(inputs, stop_token=stop, timer=self.timer)
         for chunk, output in chunks:
             engine.head.output_class = type(output)

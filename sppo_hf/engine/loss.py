@@ -284,6 +284,10 @@ class ChunkedLoss:
     head's modules require; each tile's logits are then recomputed there."""
     reads: ReadTensors | None = None
     """What the head reads, restored for that recomputation."""
+    min_tiles: int = 1
+    """Tiles that a chunk is cut into at least where gradients of the head are computed in backward,
+    the last of which may be empty. FSDP2 gathers the head's weights anew in backward where the head
+    was called more than once, which has to be so on all ranks or on none."""
 
     def __post_init__(self) -> None:
         self._trainable = [p for p in self.parameters if p.requires_grad]
@@ -349,8 +353,11 @@ class ChunkedLoss:
             with reads.as_in_forward(), without_cached_weights():
                 return self._tile_loss(hidden_MD, labels_M)
 
-        for start in range(0, hidden_MD.shape[0], self.tile_tokens):
-            tile = slice(start, start + self.tile_tokens)
+        tokens = hidden_MD.shape[0]
+        tile_tokens = min(self.tile_tokens, -(-tokens // self.min_tiles))
+        stop = max(tokens, tile_tokens * (self.min_tiles - 1) + 1)
+        for start in range(0, stop, tile_tokens):
+            tile = slice(start, start + tile_tokens)
             loss, logits_MV = checkpoint(run, hidden_MD[tile], labels_M[tile], use_reentrant=False)
             reads.ignore_own_writes(versions)
             losses.append(loss)

@@ -90,6 +90,28 @@ def test_by_layer_fsdp2_gathers_each_layer_once_a_pass(tmp_path: Path, settings)
         assert len(_of_layers(seen)) == 2 * len(set(_of_layers(seen))) > 0, "forward and backward"
 
 
+@needs_fsdp2
+@pytest.mark.parametrize(
+    ("settings", "lengths"),
+    [
+        # One tile of the loss, of a rank without a second token, beside several; two ranks of one
+        # sequence have 12 and 11 tokens of each of two rows.
+        ({"loss_tile_tokens": 8}, [24, 2]),
+        ({"sp_size": 2, "num_chunks": 1, "loss_tile_tokens": 22}, [23, 23]),
+        # Chunks of padding.
+        ({"order": "by_chunk", "num_chunks": 3, "loss_tile_tokens": 3}, [24, 7]),
+    ],
+    ids=["tiles", "shared", "padding"],
+)
+def test_fsdp2_gathers_weights_as_often_on_ranks_with_less_to_do(tmp_path: Path, settings, lengths):
+    """A rank that gathers weights once more waits for the others, or takes what they send next."""
+    job = {"kind": "fsdp2", "lengths": lengths, "pads": "order" in settings}
+    shares = settings.get("sp_size", 1)
+    ours = run_job({**job, "settings": settings, "rows": shares}, 2, tmp_path / "two")
+    plain = run_job({**job, "rows": 2}, 1, tmp_path / "one")
+    _assert_same_run(ours, plain, ("loss", "grad_norm"))
+
+
 def _of_layers(gathered: list[str]) -> list[str]:
     """Without the group of norm and head: the head, in tiles, runs again in backward."""
     return [name for name in gathered if ".layers." in name]

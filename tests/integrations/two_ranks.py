@@ -38,7 +38,13 @@ from sppo_hf.engine.structure import suppress_peft_warnings
 from sppo_hf.errors import SPPOError
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
 from sppo_hf.testing.exactness import float64_everywhere
-from tests.integrations.training import let_fsdp_run_on_cpus, make_arguments, make_model, make_rows
+from tests.integrations.training import (
+    ROW_TOKENS,
+    let_fsdp_run_on_cpus,
+    make_arguments,
+    make_model,
+    make_rows,
+)
 
 
 def _lora(model: nn.Module) -> nn.Module:
@@ -107,7 +113,10 @@ def _write_slowly(save: Callable[[Trainer, str], None]) -> Callable[[Trainer, st
 
 
 def train_with_accelerate(job: dict[str, Any], plugin: SPPOPlugin | None) -> dict[str, Any]:
-    """Train by a raw loop under FSDP2 on several ranks, or plainly on one."""
+    """Train by a raw loop under FSDP2 on several ranks, or plainly on one.
+
+    With "lengths" the rows of a step have these, and with "pads" all ranks pad theirs alike.
+    """
     sharding = None
     if job["kind"] == "fsdp2" and PartialState(cpu=True).num_processes > 1:
         let_fsdp_run_on_cpus()
@@ -128,10 +137,15 @@ def train_with_accelerate(job: dict[str, Any], plugin: SPPOPlugin | None) -> dic
     shares = 1 if plugin is None else plugin.config.sharing_ranks
     rank, ranks = rank // shares, ranks // shares
     for step in range(2):
-        start = (step * ranks + rank) * job["rows"]
-        picked = rows[start : start + job["rows"]]
-        batch = {name: torch.stack([row[name] for row in picked]) for name in picked[0]}
         everywhere = rows[step * ranks * job["rows"] : (step + 1) * ranks * job["rows"]]
+        if "lengths" in job:
+            pairs = zip(everywhere, job["lengths"], strict=True)
+            everywhere = [{name: x[:length] for name, x in row.items()} for row, length in pairs]
+        picked = everywhere[rank * job["rows"] : (rank + 1) * job["rows"]]
+        if "lengths" in job:
+            batch = _pad(picked, whole=job.get("pads", False))
+        else:
+            batch = {name: torch.stack([row[name] for row in picked]) for name in picked[0]}
         items = sum(int((row["labels"][1:] != -100).sum()) for row in everywhere)
         # Every rank divides by the items of all; gradients are averaged over ranks (or replicas).
         loss = model(**batch, num_items_in_batch=items).loss * ranks
@@ -151,6 +165,17 @@ def train_with_accelerate(job: dict[str, Any], plugin: SPPOPlugin | None) -> dic
         "weights": _sums(accelerator, model),
         "rank": accelerator.process_index,
     }
+
+
+def _pad(rows: list[dict[str, torch.Tensor]], *, whole: bool) -> dict[str, torch.Tensor]:
+    """A batch of rows that are padded to the longest of them, or to `whole` rows."""
+    lengths = torch.tensor([len(row["labels"]) for row in rows])
+    tokens = ROW_TOKENS if whole else int(lengths.max())
+    batch = {"attention_mask": (torch.arange(tokens) < lengths[:, None]).long()}
+    for name, value in (("input_ids", 0), ("labels", -100)):
+        padded = [nn.functional.pad(r[name], (0, tokens - len(r[name])), value=value) for r in rows]
+        batch[name] = torch.stack(padded)
+    return batch
 
 
 def _note_all_gathers() -> list[str]:
