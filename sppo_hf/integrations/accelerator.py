@@ -238,7 +238,7 @@ class SPPOAccelerator(Accelerator):
         if not self._shares_batches:
             return super().gather_for_metrics(input_data, use_gather_object)
         if use_gather_object or not _holds_only_tensors(input_data):
-            gathered = keep_one_per_batch(self._mesh, gather_object(input_data))
+            gathered = gather_objects(self._mesh, input_data)
             # As Accelerate does: the last batch may have been filled up with rows of the first.
             remainder = self.gradient_state.remainder
             is_filled_up = self.gradient_state.end_of_dataloader and remainder > 0
@@ -636,16 +636,22 @@ def keep_one_per_batch(mesh: PipelineMesh, gathered: Any) -> Any:
 
     Args:
         mesh: The ranks of this launch.
-        gathered: Tensors `[ranks * n, ...]`, nested lists, tuples or dicts of them, or a list of
-            `ranks * n` objects.
+        gathered: Tensors `[ranks * n, ...]`, or nested lists, tuples or dicts of them.
     """
     sharing = len(mesh.sharing_ranks)
     num_parts = mesh.dp_size * sharing
-    if isinstance(gathered, list) and not any(isinstance(x, Tensor) for x in gathered):
-        size = len(gathered) // num_parts
-        starts = range(0, len(gathered), size * sharing) if size else ()
-        return [x for start in starts for x in gathered[start : start + size]]
     return recursively_apply(lambda x: torch.cat(x.chunk(num_parts)[::sharing]), gathered)
+
+
+def gather_objects(mesh: PipelineMesh, objects: Any) -> Any:
+    """Gather the objects of each replica in one list; of one replica they are returned as they are.
+
+    Replicas may have different numbers of them, and they may be tensors of any shape.
+    """
+    if mesh.dp_size == 1:
+        return objects
+    by_rank = gather_object([list(objects)])
+    return [x for part in by_rank[:: len(mesh.sharing_ranks)] for x in part]
 
 
 # -- optimizers that update weights on the host ----------------------------------------------

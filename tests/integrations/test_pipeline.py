@@ -8,7 +8,9 @@ import torch
 from sppo_hf import SPPOPlugin
 from sppo_hf.engine.convert import get_engine
 from sppo_hf.errors import ConfigError
+from sppo_hf.integrations import accelerator
 from sppo_hf.integrations.accelerator import (
+    gather_objects,
     keep_one_per_batch,
     keep_own_parameters,
     pipeline_engine_of,
@@ -287,6 +289,7 @@ def test_what_a_pipeline_cannot_do_is_refused_and_ranks_see_the_same(tmp_path: P
     assert first == second
     assert [row for batch in first for row in batch] != list(range(16))
     assert seen["metrics"] == ["a", "b"]
+    assert seen["tensors"] == [[0, 1, 2], 7]
 
 
 @pytest.mark.process
@@ -352,4 +355,14 @@ def test_gathered_metrics_are_taken_once_per_pipeline():
     gathered = torch.tensor([0, 1, 0, 1, 2, 3, 2, 3])
     assert keep_one_per_batch(mesh, gathered).tolist() == [0, 1, 2, 3]
     assert keep_one_per_batch(mesh, {"a": (gathered,)})["a"][0].tolist() == [0, 1, 2, 3]
-    assert keep_one_per_batch(mesh, ["a", "a", "b", "b"]) == ["a", "b"]
+
+
+def test_gathered_objects_are_taken_once_per_pipeline(monkeypatch):
+    """Replicas may have different numbers of them."""
+    mesh = PipelineMesh(
+        *(2, 2, 0, 0, torch.device("cpu")), None, None, None, None, None, None, links={}
+    )
+    by_rank = [["a", torch.arange(3)], ["a", torch.arange(3)], ["b"], ["b"]]
+    monkeypatch.setattr(accelerator, "gather_object", lambda own: by_rank if own == [["a"]] else [])
+    first, whole, second = gather_objects(mesh, ["a"])
+    assert (first, whole.tolist(), second) == ("a", [0, 1, 2], "b")

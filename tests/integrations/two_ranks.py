@@ -230,7 +230,15 @@ def collect_refusals(job: dict[str, Any], plugin: SPPOPlugin | None) -> dict[str
     loader = accelerator.prepare(DataLoader(range(16), batch_size=2, shuffle=True))
     orders = gather_object([batch.tolist() for batch in loader])
     metrics = accelerator.gather_for_metrics(["a", "b"], use_gather_object=True)
-    return {"said": said, "orders": orders, "metrics": metrics, "rank": accelerator.process_index}
+    objects = [torch.arange(3), torch.tensor(7)]
+    tensors = accelerator.gather_for_metrics(objects, use_gather_object=True)
+    return {
+        "said": said,
+        "orders": orders,
+        "metrics": metrics,
+        "tensors": [tensor.tolist() for tensor in tensors],
+        "rank": accelerator.process_index,
+    }
 
 
 def overflow_one_stage(job: dict[str, Any], plugin: SPPOPlugin | None) -> dict[str, Any]:
