@@ -266,6 +266,7 @@ class Engine:
             self.placement.update_trainable(device, own_parameters(modules))
         while True:
             plan = self.plan(rows, tokens, device, return_logits=logits.whole)
+            self.check_plan(call, plan)
             self.placement.place_as_planned(plan, device)
             random = None if self.plans.has_run(plan) else RandomState(device)
             try:
@@ -324,6 +325,9 @@ class Engine:
             stacklevel=2,
         )
         return True
+
+    def check_plan(self, call: ForwardCall, plan: Plan) -> None:
+        """Refuse a plan that other ranks would wait for; here there are none."""
 
     def step_done(self, log: ActionLog | None, timer: StepTimer) -> None:
         """Called when a training step, forward and backward, has ended on the host."""
