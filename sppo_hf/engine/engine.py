@@ -398,7 +398,6 @@ class Engine:
         *,
         head_in_backward: bool,
         on_logits: Callable[[Tensor, slice], None] | None = None,
-        min_tiles: int = 1,
     ) -> ChunkedLoss:
         """The standard loss of a call, summed over chunks; keywords are those of `ChunkedLoss`."""
         parts = self.parts
@@ -410,7 +409,7 @@ class Engine:
             on_logits=on_logits,
             liger=liger_tile(parts, self.head, call.device),
             head_in_backward=head_in_backward,
-            min_tiles=min_tiles,
+            sharded=[m for m in parts.head_modules() if hasattr(m, "set_reshard_after_backward")],
             reads=ReadTensors.of_module(parts.causal_lm, parts.base) if head_in_backward else None,
         )
 
@@ -567,11 +566,12 @@ class ForwardStep:
             plan,
             head_in_backward=head_in_backward,
             on_logits=collected.add if collected and not in_graph else None,
-            min_tiles=2 if self._is_sharded else 1,
         )
         counts = labelled_chunks(self.layout, plan.bounds)
         if self._runs_all_chunks:
             counts = set(range(plan.num_chunks))
+        # By layer the layers' backward comes after the loss's of all chunks.
+        frees = counts if plan.order == "by_chunk" else {min(counts)}
         groups = list(call.row_groups(self.engine.config))
         last = (groups[-1], max(counts))
         totals: list[Tensor] = []
@@ -592,7 +592,7 @@ class ForwardStep:
                     labels_BC = chunk_labels(labels_BT, (start, end), sharing, call.ignore_index)
                     final = (group, chunk) == last
                     collected.begin_chunk(labels[group[0] : group[1], start:end])
-                    totals.append(loss.add(hidden_BCD, labels_BC, last=final))
+                    totals.append(loss.add(hidden_BCD, labels_BC, last=final, frees=chunk in frees))
                     if in_graph:
                         collected.add(
                             self.engine.head.logits(hidden_BCD).flatten(0, 1), slice(None)
@@ -665,6 +665,7 @@ class ForwardStep:
             group=self._group,
             heap=self._heap,
             has_states=self._has_states,
+            is_sharded=self._is_sharded,
         )
         constants = dict(call.constants)
         if router_loss is not None:

@@ -128,7 +128,8 @@ def train_with_accelerate(job: dict[str, Any], plugin: SPPOPlugin | None) -> dic
         )
     on_cpu = job["kind"] == "raw"
     accelerator = Accelerator(cpu=on_cpu, fsdp_plugin=sharding, parallelism_config=plugin)
-    model = make_model(tie_word_embeddings=job.get("tied", False))
+    model: nn.Module = make_model(tie_word_embeddings=job.get("tied", False))
+    model = _lora(model) if job.get("lora") else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model, optimizer = accelerator.prepare(model, optimizer)
     rows, rank, ranks = make_rows(32), accelerator.process_index, accelerator.num_processes
