@@ -26,6 +26,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import (
     extract_model_from_parallel,
     gather_object,
@@ -187,6 +188,14 @@ class SPPOAccelerator(Accelerator):
     def _after_update(self, *_: object) -> None:
         for engine in engines_of(self._models):
             engine.placement.end_update()
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Prepare a learning rate scheduler; it steps for each replica, not for each process."""
+        prepared: Any = super().prepare_scheduler(scheduler)
+        if self._shares_batches and not prepared.split_batches:
+            prepared.replicas, prepared.split_batches = self._mesh.dp_size, True
+            prepared.__class__ = ReplicaScheduler
+        return prepared
 
     # -- data and gradients ------------------------------------------------------------------
 
@@ -524,6 +533,25 @@ def _share_shuffling(loader: Any, mesh: PipelineMesh) -> None:
     if isinstance(sampler, RandomSampler) and sampler.generator is None:
         seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
         sampler.generator = torch.Generator().manual_seed(make_on_first_rank(mesh, lambda: seed))
+
+
+class ReplicaScheduler(AcceleratedScheduler):
+    """A scheduler that steps as often as there are replicas.
+
+    Accelerate's steps once for every process, as if each had other rows: a script counts the
+    batches of one process. It steps once where batches are split, of which this makes use.
+    """
+
+    replicas: int
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Step once for each replica, if the optimizer stepped."""
+        follows = self.step_with_optimizer and self.gradient_state.sync_gradients
+        for _ in range(self.replicas if follows else 1):
+            # As Accelerate: a schedule of so many steps may be over before the last batch.
+            total_steps = getattr(self.scheduler, "total_steps", None)
+            if total_steps is None or self.scheduler._step_count <= total_steps:
+                super().step(*args, **kwargs)
 
 
 def keep_own_parameters(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]) -> None:

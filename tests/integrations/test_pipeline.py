@@ -207,7 +207,7 @@ def test_shared_sequences_of_a_model_that_fsdp2_shards(tmp_path: Path, ranks):
     plain = run_job({**job, "rows": 2}, 1, tmp_path / "one")
     assert ours["wrapper"].startswith("FSDP")
     assert ours["mesh"] == ["dp_shard"]
-    _assert_same_run(ours, plain, ("loss", "grad_norm"))
+    _assert_same_run(ours, plain, ("loss", "grad_norm", "lr"))
 
 
 @pytest.mark.slow
@@ -269,7 +269,7 @@ def test_a_raw_loop(tmp_path: Path):
     job = {"kind": "raw"}
     ours = run_job({**job, "settings": PIPELINE, "rows": 2}, 4, tmp_path / "four")
     plain = run_job({**job, "rows": 4}, 1, tmp_path / "one")
-    _assert_same_run(ours, plain, ("loss", "grad_norm"))
+    _assert_same_run(ours, plain, ("loss", "grad_norm", "lr"))
 
 
 @pytest.mark.process

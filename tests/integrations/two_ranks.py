@@ -131,11 +131,14 @@ def train_with_accelerate(job: dict[str, Any], plugin: SPPOPlugin | None) -> dic
     model: nn.Module = make_model(tie_word_embeddings=job.get("tied", False))
     model = _lora(model) if job.get("lora") else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    shares = 1 if plugin is None else plugin.config.sharing_ranks
+    # Accelerate's schedules are as long as for one process that reads all rows.
+    steps = 4 * accelerator.num_processes // shares
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=steps)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     rows, rank, ranks = make_rows(32), accelerator.process_index, accelerator.num_processes
     history, gathered = [], _note_all_gathers()
     # Ranks of a pipeline, and of a shared sequence, see the same rows.
-    shares = 1 if plugin is None else plugin.config.sharing_ranks
     rank, ranks = rank // shares, ranks // shares
     for step in range(2):
         everywhere = rows[step * ranks * job["rows"] : (step + 1) * ranks * job["rows"]]
@@ -153,10 +156,12 @@ def train_with_accelerate(job: dict[str, Any], plugin: SPPOPlugin | None) -> dic
         accelerator.backward(loss)
         norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        scheduler.step()
         optimizer.zero_grad()
         total = accelerator.reduce(loss.detach() / ranks, "sum").item() / shares
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         history.append({"loss": total, "grad_norm": norm.item(), "gathered": list(gathered)})
+        history[-1]["lr"] = scheduler.get_last_lr()[0]
         gathered.clear()
     mesh = accelerator.torch_device_mesh
     return {
