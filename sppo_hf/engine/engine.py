@@ -48,7 +48,7 @@ from sppo_hf.engine.mixer_kernels import check_mixer_kernels
 from sppo_hf.engine.plan_cache import PlanCache, PlannedOffload, StepRows
 from sppo_hf.engine.read_tensors import ReadTensors
 from sppo_hf.engine.recompute import RandomState
-from sppo_hf.engine.sequence_group import SequenceGroup, rank_tokens
+from sppo_hf.engine.sequence_group import SequenceGroup, rank_token_counts, rank_tokens
 from sppo_hf.engine.sliced_calls import CannotRunByLayer, NotTokenWise
 from sppo_hf.engine.step_observer import Direction, StepObserver, StepTimer, release_failed_backward
 from sppo_hf.engine.structure import (
@@ -592,7 +592,17 @@ class ForwardStep:
                     labels_BC = chunk_labels(labels_BT, (start, end), sharing, call.ignore_index)
                     final = (group, chunk) == last
                     collected.begin_chunk(labels[group[0] : group[1], start:end])
-                    totals.append(loss.add(hidden_BCD, labels_BC, last=final, frees=chunk in frees))
+                    most = 0
+                    if self._is_sharded and sharing is not None:
+                        most = max(rank_token_counts(end - start, sharing.size))
+                    totals.append(
+                        loss.add(
+                            *(hidden_BCD, labels_BC),
+                            last=final,
+                            frees=chunk in frees,
+                            most_tokens=most,
+                        )
+                    )
                     if in_graph:
                         collected.add(
                             self.engine.head.logits(hidden_BCD).flatten(0, 1), slice(None)

@@ -297,17 +297,25 @@ class ChunkedLoss:
         self.scale = 1.0
 
     def add(
-        self, hidden_BCD: Tensor, labels_BC: Tensor, *, last: bool, frees: bool = True
+        self,
+        hidden_BCD: Tensor,
+        labels_BC: Tensor,
+        *,
+        last: bool,
+        frees: bool = True,
+        most_tokens: int = 0,
     ) -> Tensor:
         """Return the summed loss of one chunk, float32 (float64 for float64 models), shape `[]`.
 
         Labels are shifted: those of the following tokens. The node of the `last` chunk, the first
         to run in backward, returns the gradients of the head's parameters for all chunks. With
         `frees` the backward of its first tile frees `sharded` weights; the layers' comes next.
+        Ranks that share the chunk have up to `most_tokens` of each row, and as many tiles of it.
         """
         grad = torch.is_grad_enabled() and (hidden_BCD.requires_grad or bool(self._trainable))
         if grad and self.head_in_backward:
-            return self._checkpointed(hidden_BCD, labels_BC, frees=frees)
+            most_tokens = max(most_tokens, hidden_BCD.shape[1]) * hidden_BCD.shape[0]
+            return self._checkpointed(hidden_BCD, labels_BC, frees, most_tokens)
         with torch.no_grad():
             total, dhidden_BCD = self.tiles(hidden_BCD, labels_BC, grad)
         if dhidden_BCD is None:
@@ -339,12 +347,15 @@ class ChunkedLoss:
             grads.append(None if grad is None else grad.mul_(factor.to(grad.dtype)).to(dtype))
         return tuple(grads)
 
-    def _checkpointed(self, hidden_BCD: Tensor, labels_BC: Tensor, *, frees: bool) -> Tensor:
+    def _checkpointed(
+        self, hidden_BCD: Tensor, labels_BC: Tensor, frees: bool, stop: int
+    ) -> Tensor:
         """Return the summed loss by plain autograd, whose backward reruns the head tile by tile.
 
         FSDP2 gathers the head's weights when a gradient reaches what the head returned, and frees
         them when a backward ends; a backward inside forward would free them too early. Hooks on the
         head's modules would see gradients there that are not yet divided by the number of labels.
+        Tiles begin before `stop`, the tokens of another rank; those behind this rank's are empty.
         """
         hidden_MD = hidden_BCD.reshape(-1, hidden_BCD.shape[-1])
         labels_M = labels_BC.reshape(-1)
@@ -358,7 +369,7 @@ class ChunkedLoss:
             with reads.as_in_forward(), without_cached_weights():
                 return self._tile_loss(hidden_MD, labels_M)
 
-        for start in range(0, hidden_MD.shape[0], self.tile_tokens):
+        for start in range(0, stop, self.tile_tokens):
             tile = slice(start, start + self.tile_tokens)
             last = frees and start == 0  # tiles run backward in reverse
             loss, logits_MV = checkpoint(

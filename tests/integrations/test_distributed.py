@@ -101,12 +101,14 @@ def test_by_layer_fsdp2_gathers_each_layer_once_a_pass(tmp_path: Path, settings)
         # sequence have 12 and 11 tokens of each of two rows.
         ({"loss_tile_tokens": 8}, [24, 2], False),
         ({"sp_size": 2, "num_chunks": 1, "loss_tile_tokens": 22}, [23, 23], False),
+        # Of some chunks one rank has two tiles, and of some both.
+        ({"sp_size": 2, "num_chunks": 5, "loss_tile_tokens": 5}, [23, 23], False),
         # Chunks of padding.
         ({"order": "by_chunk", "num_chunks": 3, "loss_tile_tokens": 3}, [24, 7], False),
         # The head is sharded by itself, and the embedding is not trained.
         ({"chunk_tokens": 8, "loss_tile_tokens": 5}, [24, 7], True),
     ],
-    ids=["tiles", "shared", "padding", "lora"],
+    ids=["tiles", "shared", "chunks", "padding", "lora"],
 )
 def test_fsdp2_gathers_weights_as_often_on_ranks_with_less_to_do(
     tmp_path: Path, settings, lengths, lora
