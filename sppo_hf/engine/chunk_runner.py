@@ -189,6 +189,8 @@ class ChunkRunner:
     every chance, since the plan covers more than this call."""
     has_states: bool | None = None
     """Whether any layer has recurrent states; None: look through `layers`."""
+    is_sharded: bool = False
+    """Whether FSDP2 shards the model."""
 
     def __post_init__(self) -> None:
         self._layers = range(len(self.parts.layers)) if self.layers is None else self.layers
@@ -305,13 +307,17 @@ class ChunkRunner:
     def _run_by_layer(self, inputs: ChunkInputs, chunks: range) -> Iterator[tuple[int, Any]]:
         assert self.group is None, "ranks that share a sequence go chunk by chunk"
         bounds = self.plan.bounds[: chunks.stop]
-        if len(chunks) > 1:
-            few = min(EXAMPLE_TOKENS, bounds[-1][1] - 1)
+        # Of one chunk no example is needed; but where FSDP2 shards the model, other ranks, which
+        # may have more chunks, wait for this one to gather the embedding for theirs.
+        if len(chunks) > 1 or self.is_sharded:
+            few = max(1, min(EXAMPLE_TOKENS, bounds[-1][1] - 1))
             first_tokens = inputs.chunk(0, few)
             with torch.no_grad():
-                self._examples = layer_calls(
+                examples = layer_calls(
                     self.parts, lambda: self._run_base(first_tokens, range(1), few)
                 )
+            if len(chunks) > 1:
+                self._examples = examples
         output = self._run_base(inputs.chunk(0, bounds[-1][1]), chunks, bounds[-1][1])
         output_class, hidden = type(output), TokenSlices(output.last_hidden_state, dim=1)
         # Of all chunks of the first layer with a router, then of the next layer, and so on.

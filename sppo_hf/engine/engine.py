@@ -48,7 +48,7 @@ from sppo_hf.engine.mixer_kernels import check_mixer_kernels
 from sppo_hf.engine.plan_cache import PlanCache, PlannedOffload, StepRows
 from sppo_hf.engine.read_tensors import ReadTensors
 from sppo_hf.engine.recompute import RandomState
-from sppo_hf.engine.sequence_group import SequenceGroup, rank_tokens
+from sppo_hf.engine.sequence_group import SequenceGroup, rank_token_counts, rank_tokens
 from sppo_hf.engine.sliced_calls import CannotRunByLayer, NotTokenWise
 from sppo_hf.engine.step_observer import Direction, StepObserver, StepTimer, release_failed_backward
 from sppo_hf.engine.structure import (
@@ -266,6 +266,7 @@ class Engine:
             self.placement.update_trainable(device, own_parameters(modules))
         while True:
             plan = self.plan(rows, tokens, device, return_logits=logits.whole)
+            self.check_plan(call, plan)
             self.placement.place_as_planned(plan, device)
             random = None if self.plans.has_run(plan) else RandomState(device)
             try:
@@ -324,6 +325,9 @@ class Engine:
             stacklevel=2,
         )
         return True
+
+    def check_plan(self, call: ForwardCall, plan: Plan) -> None:
+        """Refuse a plan that other ranks would wait for; here there are none."""
 
     def step_done(self, log: ActionLog | None, timer: StepTimer) -> None:
         """Called when a training step, forward and backward, has ended on the host."""
@@ -405,6 +409,7 @@ class Engine:
             on_logits=on_logits,
             liger=liger_tile(parts, self.head, call.device),
             head_in_backward=head_in_backward,
+            sharded=[m for m in parts.head_modules() if hasattr(m, "set_reshard_after_backward")],
             reads=ReadTensors.of_module(parts.causal_lm, parts.base) if head_in_backward else None,
         )
 
@@ -477,6 +482,9 @@ class ForwardStep:
         self._group = self.engine.group
         self._is_sharded = are_sharded(self.modules)
         """Whether FSDP2 shards the model."""
+        # FSDP2 gathers weights for every chunk then, for which all ranks wait: none may leave out
+        # chunks of padding or without labels, which other ranks' batches do not have.
+        self._runs_all_chunks = self._is_sharded and self.plan.order == "by_chunk"
         self._has_states = have_mixers(self.modules)
         """Whether recurrent states are passed from chunk to chunk, beside K/V."""
         self._log: ActionLog | None = None
@@ -515,6 +523,7 @@ class ForwardStep:
                 "model.config.output_router_logits = False."
             )
         used = layout.used_tokens or call.total_tokens
+        used = call.total_tokens if self._runs_all_chunks else used
         chunks = range(sum(start < used for start, _ in plan.bounds))
         step = (
             StepRows(plan, end - start, layout.spans(start, end), chunks, self._group)
@@ -559,6 +568,10 @@ class ForwardStep:
             on_logits=collected.add if collected and not in_graph else None,
         )
         counts = labelled_chunks(self.layout, plan.bounds)
+        if self._runs_all_chunks:
+            counts = set(range(plan.num_chunks))
+        # By layer the layers' backward comes after the loss's of all chunks.
+        frees = counts if plan.order == "by_chunk" else {min(counts)}
         groups = list(call.row_groups(self.engine.config))
         last = (groups[-1], max(counts))
         totals: list[Tensor] = []
@@ -579,7 +592,17 @@ class ForwardStep:
                     labels_BC = chunk_labels(labels_BT, (start, end), sharing, call.ignore_index)
                     final = (group, chunk) == last
                     collected.begin_chunk(labels[group[0] : group[1], start:end])
-                    totals.append(loss.add(hidden_BCD, labels_BC, last=final))
+                    most = 0
+                    if self._is_sharded and sharing is not None:
+                        most = max(rank_token_counts(end - start, sharing.size))
+                    totals.append(
+                        loss.add(
+                            *(hidden_BCD, labels_BC),
+                            last=final,
+                            frees=chunk in frees,
+                            most_tokens=most,
+                        )
+                    )
                     if in_graph:
                         collected.add(
                             self.engine.head.logits(hidden_BCD).flatten(0, 1), slice(None)
@@ -652,12 +675,14 @@ class ForwardStep:
             group=self._group,
             heap=self._heap,
             has_states=self._has_states,
+            is_sharded=self._is_sharded,
         )
         constants = dict(call.constants)
         if router_loss is not None:
             constants["output_router_logits"] = True
         inputs = ChunkInputs(self._inputs(), positions, constants).rows(*group)
-        stop = layout.used_tokens if skip_padding and layout.used_tokens else call.total_tokens
+        skip_padding &= layout.used_tokens > 0 and not self._runs_all_chunks
+        stop = layout.used_tokens if skip_padding else call.total_tokens
         chunks = runner.run(inputs, stop_token=stop, timer=self.timer)
         for chunk, output in chunks:
             engine.head.output_class = type(output)

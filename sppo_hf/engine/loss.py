@@ -284,6 +284,10 @@ class ChunkedLoss:
     head's modules require; each tile's logits are then recomputed there."""
     reads: ReadTensors | None = None
     """What the head reads, restored for that recomputation."""
+    sharded: Sequence[Any] = ()
+    """Modules of the head that FSDP2 shards. In backward they free their weights after one tile of
+    a chunk, not after each: all ranks would have to gather them anew for the next one, and may have
+    other numbers of tiles."""
 
     def __post_init__(self) -> None:
         self._trainable = [p for p in self.parameters if p.requires_grad]
@@ -292,15 +296,26 @@ class ChunkedLoss:
         self._versions = self._reads.versions()
         self.scale = 1.0
 
-    def add(self, hidden_BCD: Tensor, labels_BC: Tensor, *, last: bool) -> Tensor:
+    def add(
+        self,
+        hidden_BCD: Tensor,
+        labels_BC: Tensor,
+        *,
+        last: bool,
+        frees: bool = True,
+        most_tokens: int = 0,
+    ) -> Tensor:
         """Return the summed loss of one chunk, float32 (float64 for float64 models), shape `[]`.
 
         Labels are shifted: those of the following tokens. The node of the `last` chunk, the first
-        to run in backward, returns the gradients of the head's parameters for all chunks.
+        to run in backward, returns the gradients of the head's parameters for all chunks. With
+        `frees` the backward of its first tile frees `sharded` weights; the layers' comes next.
+        Ranks that share the chunk have up to `most_tokens` of each row, and as many tiles of it.
         """
         grad = torch.is_grad_enabled() and (hidden_BCD.requires_grad or bool(self._trainable))
         if grad and self.head_in_backward:
-            return self._checkpointed(hidden_BCD, labels_BC)
+            most_tokens = max(most_tokens, hidden_BCD.shape[1]) * hidden_BCD.shape[0]
+            return self._checkpointed(hidden_BCD, labels_BC, frees, most_tokens)
         with torch.no_grad():
             total, dhidden_BCD = self.tiles(hidden_BCD, labels_BC, grad)
         if dhidden_BCD is None:
@@ -332,12 +347,15 @@ class ChunkedLoss:
             grads.append(None if grad is None else grad.mul_(factor.to(grad.dtype)).to(dtype))
         return tuple(grads)
 
-    def _checkpointed(self, hidden_BCD: Tensor, labels_BC: Tensor) -> Tensor:
+    def _checkpointed(
+        self, hidden_BCD: Tensor, labels_BC: Tensor, frees: bool, stop: int
+    ) -> Tensor:
         """Return the summed loss by plain autograd, whose backward reruns the head tile by tile.
 
         FSDP2 gathers the head's weights when a gradient reaches what the head returned, and frees
         them when a backward ends; a backward inside forward would free them too early. Hooks on the
         head's modules would see gradients there that are not yet divided by the number of labels.
+        Tiles begin before `stop`, the tokens of another rank; those behind this rank's are empty.
         """
         hidden_MD = hidden_BCD.reshape(-1, hidden_BCD.shape[-1])
         labels_M = labels_BC.reshape(-1)
@@ -345,13 +363,18 @@ class ChunkedLoss:
         reads = ReadTensors(()) if self.reads is None else self.reads
         versions = reads.versions()
 
-        def run(hidden_MD: Tensor, labels_M: Tensor) -> tuple[Tensor, Tensor]:
+        def run(hidden_MD: Tensor, labels_M: Tensor, last: bool) -> tuple[Tensor, Tensor]:
+            for module in self.sharded:
+                module.set_reshard_after_backward(last, recurse=False)
             with reads.as_in_forward(), without_cached_weights():
                 return self._tile_loss(hidden_MD, labels_M)
 
-        for start in range(0, hidden_MD.shape[0], self.tile_tokens):
+        for start in range(0, stop, self.tile_tokens):
             tile = slice(start, start + self.tile_tokens)
-            loss, logits_MV = checkpoint(run, hidden_MD[tile], labels_M[tile], use_reentrant=False)
+            last = frees and start == 0  # tiles run backward in reverse
+            loss, logits_MV = checkpoint(
+                run, hidden_MD[tile], labels_M[tile], last, use_reentrant=False
+            )
             reads.ignore_own_writes(versions)
             losses.append(loss)
             if self.on_logits is not None:

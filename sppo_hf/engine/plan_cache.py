@@ -502,6 +502,7 @@ class PlanCache:
             total_tokens=batch.total_tokens,
             training=batch.training,
             dtype_name=dtype_name(self._parts, device),
+            sharded=self._parts.is_sharded(),
             **options,
         )
 

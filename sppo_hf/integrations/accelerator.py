@@ -26,6 +26,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import (
     extract_model_from_parallel,
     gather_object,
@@ -188,6 +189,14 @@ class SPPOAccelerator(Accelerator):
         for engine in engines_of(self._models):
             engine.placement.end_update()
 
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Prepare a learning rate scheduler; it steps for each replica, not for each process."""
+        prepared: Any = super().prepare_scheduler(scheduler)
+        if self._shares_batches and not prepared.split_batches:
+            prepared.replicas, prepared.split_batches = self._mesh.dp_size, True
+            prepared.__class__ = ReplicaScheduler
+        return prepared
+
     # -- data and gradients ------------------------------------------------------------------
 
     def prepare_data_loader(
@@ -238,7 +247,7 @@ class SPPOAccelerator(Accelerator):
         if not self._shares_batches:
             return super().gather_for_metrics(input_data, use_gather_object)
         if use_gather_object or not _holds_only_tensors(input_data):
-            gathered = keep_one_per_batch(self._mesh, gather_object(input_data))
+            gathered = gather_objects(self._mesh, input_data)
             # As Accelerate does: the last batch may have been filled up with rows of the first.
             remainder = self.gradient_state.remainder
             is_filled_up = self.gradient_state.end_of_dataloader and remainder > 0
@@ -526,6 +535,25 @@ def _share_shuffling(loader: Any, mesh: PipelineMesh) -> None:
         sampler.generator = torch.Generator().manual_seed(make_on_first_rank(mesh, lambda: seed))
 
 
+class ReplicaScheduler(AcceleratedScheduler):
+    """A scheduler that steps as often as there are replicas.
+
+    Accelerate's steps once for every process, as if each had other rows: a script counts the
+    batches of one process. It steps once where batches are split, of which this makes use.
+    """
+
+    replicas: int
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Step once for each replica, if the optimizer stepped."""
+        follows = self.step_with_optimizer and self.gradient_state.sync_gradients
+        for _ in range(self.replicas if follows else 1):
+            # As Accelerate: a schedule of so many steps may be over before the last batch.
+            total_steps = getattr(self.scheduler, "total_steps", None)
+            if total_steps is None or self.scheduler._step_count <= total_steps:
+                super().step(*args, **kwargs)
+
+
 def keep_own_parameters(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]) -> None:
     """Remove other stages' parameters from an optimizer that was made before models were cut.
 
@@ -636,16 +664,22 @@ def keep_one_per_batch(mesh: PipelineMesh, gathered: Any) -> Any:
 
     Args:
         mesh: The ranks of this launch.
-        gathered: Tensors `[ranks * n, ...]`, nested lists, tuples or dicts of them, or a list of
-            `ranks * n` objects.
+        gathered: Tensors `[ranks * n, ...]`, or nested lists, tuples or dicts of them.
     """
     sharing = len(mesh.sharing_ranks)
     num_parts = mesh.dp_size * sharing
-    if isinstance(gathered, list) and not any(isinstance(x, Tensor) for x in gathered):
-        size = len(gathered) // num_parts
-        starts = range(0, len(gathered), size * sharing) if size else ()
-        return [x for start in starts for x in gathered[start : start + size]]
     return recursively_apply(lambda x: torch.cat(x.chunk(num_parts)[::sharing]), gathered)
+
+
+def gather_objects(mesh: PipelineMesh, objects: Any) -> Any:
+    """Gather the objects of each replica in one list; of one replica they are returned as they are.
+
+    Replicas may have different numbers of them, and they may be tensors of any shape.
+    """
+    if mesh.dp_size == 1:
+        return objects
+    by_rank = gather_object([list(objects)])
+    return [x for part in by_rank[:: len(mesh.sharing_ranks)] for x in part]
 
 
 # -- optimizers that update weights on the host ----------------------------------------------

@@ -148,11 +148,15 @@ class TrainerCheckpoints(TrainerMethods):
         trainer = self._trainer
         args, state = trainer.args, trainer.state
         name = f"checkpoint-{state.global_step}"
+        run_folder = trainer._get_output_dir(trial=trial)
         if not self._in_pipeline:
+            if trainer.is_fsdp_enabled:
+                # Each rank notes the best checkpoint if its folder is there when the model has been
+                # saved. FSDP makes it later, so some ranks might see it, and these alone load it.
+                os.makedirs(os.path.join(run_folder, name), exist_ok=True)
             with collective_section(f"saving {name}"):
                 self._kind._save_checkpoint(trainer, model, trial)
             return
-        run_folder = trainer._get_output_dir(trial=trial)
         limit, args.save_total_limit = args.save_total_limit, None
         try:
             folder = os.path.join(run_folder, name)

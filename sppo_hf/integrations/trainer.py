@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import inspect
 import logging
@@ -23,7 +24,7 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.convert import get_engine
 from sppo_hf.engine.engine import Engine
 from sppo_hf.engine.recompute import RandomState
-from sppo_hf.engine.structure import all_modules, own_parameters
+from sppo_hf.engine.structure import all_modules, own_parameters, patched_attribute
 from sppo_hf.engine.weight_placement import host_resident_predicate
 from sppo_hf.errors import BudgetError, ConfigError
 from sppo_hf.offload.host_memory import HostPoolFull
@@ -60,12 +61,24 @@ def report_sharing_ranks(trainer: Any, config: SPPOConfig) -> None:
     """
     if config.sharing_ranks > 1:
         trainer.__dict__["get_tp_size"] = lambda: config.sharing_ranks
+        trainer.__dict__["_get_num_items_in_batch"] = functools.partial(_count_items, trainer)
     if config.sp_size > 1:
         # The Trainer sums FLOPs over ranks, and each would count those of whole sequences.
         count_flops = type(trainer).floating_point_ops
         trainer.__dict__["floating_point_ops"] = lambda inputs: (
             count_flops(trainer, inputs) // config.sp_size
         )
+
+
+def _count_items(trainer: Any, batch_samples: list[Any], device: Any) -> Any:
+    """Count a step's labels as the Trainer does, but divide only a sum by the ranks that share it.
+
+    With `average_tokens_across_devices=False` each rank counts its own batches alone, and the
+    Trainer would divide that, too.
+    """
+    averages = trainer.args.average_tokens_across_devices
+    with patched_attribute("get_tp_size", {} if averages else {trainer: lambda: 1}):
+        return type(trainer)._get_num_items_in_batch(trainer, batch_samples, device)
 
 
 def set_model_placement(trainer: Any, config: SPPOConfig) -> None:

@@ -45,9 +45,10 @@ from sppo_hf.engine.sequence_group import (
 from sppo_hf.engine.step_observer import StepObserver
 from sppo_hf.engine.structure import ModelParts
 from sppo_hf.errors import BudgetError, ConfigError, PipelineError, UnsupportedModelError
-from sppo_hf.pipeline.agreement import call_facts, check_agreement, make_on_all_ranks
+from sppo_hf.pipeline.agreement import call_facts, check_agreement, gather, make_on_all_ranks
 from sppo_hf.pipeline.mesh import PipelineMesh
 from sppo_hf.pipeline.watchdog import Watchdog
+from sppo_hf.planning.plan import Plan
 
 # B batch rows, N heads, c tokens of this rank's part, C tokens of the chunk, H head size, D width.
 
@@ -351,6 +352,27 @@ class SequenceParallelEngine(Engine):
         assert isinstance(fresh, SequenceParallelEngine), "copies are of the same class"
         fresh.mesh, fresh.watchdog, fresh._num_calls = self.mesh, self.watchdog, 0
         return fresh
+
+    def check_plan(self, call: ForwardCall, plan: Plan) -> None:
+        """Refuse a plan of fewer or more chunks than other replicas run, where FSDP2 shards.
+
+        Raises:
+            PipelineError: On all ranks.
+        """
+        if self.mesh.dp_size == 1 or not self.parts.is_sharded():
+            return
+        own = plan.num_chunks, sum(1 for _ in call.row_groups(self.config))
+        by_rank = gather(own, self.mesh.replica_control_group)
+        if len({chunks * groups for chunks, groups in by_rank.values()}) == 1:
+            return
+        seen = ", ".join(f"{c * groups} on rank {rank}" for rank, (c, groups) in by_rank.items())
+        raise PipelineError(
+            "FSDP2 gathers the weights of every layer once for each chunk, for which all ranks "
+            f"wait, and they are about to run different numbers of chunks: {seen}. Allowed: the "
+            f"same number. Remedy: num_chunks={max(c for c, _ in by_rank.values())} instead of "
+            "chunk_tokens or 'auto', which cuts rows of all lengths into as many; with "
+            "micro_batch_size, as many rows for each rank."
+        )
 
     def _run(self, call: ForwardCall) -> ModelOutput:
         self._num_calls += 1

@@ -128,13 +128,20 @@ def named_loss_tile(config: SPPOConfig) -> int | None:
     return None if config.loss_tile_tokens == "auto" else config.loss_tile_tokens
 
 
-def read_orders(config: SPPOConfig, *, by_layer: bool = True) -> tuple[Order, ...]:
-    """Returns the allowed orders, the one with less memory first."""
+def read_orders(
+    config: SPPOConfig, *, by_layer: bool = True, sharded: bool = False
+) -> tuple[Order, ...]:
+    """Returns the allowed orders, the one with less memory first.
+
+    With `sharded` weights are gathered from all ranks whenever a layer runs.
+    """
     # A stage of a pipeline passes each chunk on before it begins the next.
     if not by_layer or config.pp_size > 1 or config.order == "by_chunk":
         return ("by_chunk",)
-    if config.weights == "host":
-        return ("by_layer",)  # by chunk all weights would come once for every chunk
+    if config.weights == "host" or sharded:
+        # By chunk all weights would come once for every chunk; gathered ones also for each of the
+        # chunks that other ranks have, if rows have other lengths there.
+        return ("by_layer",)
     return ("by_layer",) if config.order == "by_layer" else ("by_layer", "by_chunk")
 
 

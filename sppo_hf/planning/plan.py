@@ -356,6 +356,9 @@ class PlanRequest:
     tiles_refusal: str | None = None
     """Why token-wise modules of layers cannot run in tiles; None if they can."""
 
+    sharded: bool = False
+    """Whether FSDP2 shards the model, so that ranks gather weights together."""
+
     def with_placement(self, places: Placement) -> PlanRequest:
         """Returns the request with weights and optimizer placed, in settings and shape."""
         shape = self.shape.with_host_residents(weights=places.weights, optimizer=places.optimizer)
@@ -570,7 +573,9 @@ def _resolve(request: PlanRequest, *, rerun_attention: bool, under_seconds: floa
         batch=batch,
         budgets=budgets,
         choices=read_choices(config, device, rerun_attention=rerun_attention),
-        orders=read_orders(config, by_layer=request.by_layer_refusal is None),
+        orders=read_orders(
+            config, by_layer=request.by_layer_refusal is None, sharded=request.sharded
+        ),
         tiles=read_tiles(config, device) if tiled else (),
         cost=_model_cost(request, batch.tile_tokens),
         under_seconds=under_seconds,
@@ -645,6 +650,8 @@ def _order_reason(task: _Task, decided: _Decided) -> str:
         return decided.order_reason
     if task.config.weights == "host":
         return "by chunk all weights would come from the host for every chunk"
+    if task.sharded and decided.decisions.order == "by_layer":
+        return "by chunk FSDP2 would gather all weights for every chunk"
     return "a pipeline's" if task.config.pp_size > 1 else "the only one that this model can run in"
 
 

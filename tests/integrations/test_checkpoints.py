@@ -4,13 +4,15 @@ import json
 import shlex
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from sppo_hf.errors import ConfigError
-from sppo_hf.integrations.checkpoints import EXPORT_NOTE_NAME
+from sppo_hf.integrations.checkpoints import EXPORT_NOTE_NAME, TrainerCheckpoints
 from sppo_hf.pipeline.checkpoint_files import MARK_NAME, find_damage, mark_incomplete
 from tests.integrations.checkpoint_ranks import STEPS, make_trainer
 from tests.integrations.launch import make_once, run_ranks
@@ -163,6 +165,27 @@ def test_old_checkpoints_are_deleted_and_the_best_is_loaded(folder: Path, two: d
     assert kept == {best, f"checkpoint-{STEPS}"}
     losses = [e["eval_loss"] for e in seen["history"] if "eval_loss" in e]
     assert seen["eval"] == pytest.approx(min(losses[:-1]), rel=1e-6)
+
+
+def test_all_ranks_that_shard_a_model_see_the_folder_of_the_best_checkpoint(tmp_path: Path):
+    """The Trainer looks for it before FSDP writes; a rank that sees none would not load it."""
+    seen = []
+
+    class Kind:
+        is_fsdp_enabled = True
+        model = torch.nn.Linear(1, 1)
+        args = None
+        state = SimpleNamespace(global_step=3)
+
+        def _get_output_dir(self, trial: object) -> str:
+            return str(tmp_path)
+
+        def _save_checkpoint(self, model: object, trial: object) -> None:
+            seen.append((tmp_path / "checkpoint-3").is_dir())
+
+    trainer: Any = Kind()
+    TrainerCheckpoints(trainer)._save_checkpoint(trainer.model, None)
+    assert seen == [True]
 
 
 def test_accelerates_own_calls(folder: Path, two: dict):

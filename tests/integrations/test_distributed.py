@@ -88,6 +88,37 @@ def test_by_layer_fsdp2_gathers_each_layer_once_a_pass(tmp_path: Path, settings)
     ):
         assert _of_layers(seen) == _of_layers(without_chunks)
         assert len(_of_layers(seen)) == 2 * len(set(_of_layers(seen))) > 0, "forward and backward"
+        # The head, in tiles, runs again in backward, and is kept for that.
+        assert sorted(set(seen)) == sorted(set(without_chunks))
+        assert seen.count("model.norm.weight") == 1
+
+
+@needs_fsdp2
+@pytest.mark.parametrize(
+    ("settings", "lengths", "lora"),
+    [
+        # One tile of the loss, of a rank without a second token, beside several; two ranks of one
+        # sequence have 12 and 11 tokens of each of two rows.
+        ({"loss_tile_tokens": 8}, [24, 2], False),
+        ({"sp_size": 2, "num_chunks": 1, "loss_tile_tokens": 22}, [23, 23], False),
+        # Of some chunks one rank has two tiles, and of some both.
+        ({"sp_size": 2, "num_chunks": 5, "loss_tile_tokens": 5}, [23, 23], False),
+        # Chunks of padding.
+        ({"order": "by_chunk", "num_chunks": 3, "loss_tile_tokens": 3}, [24, 7], False),
+        # The head is sharded by itself, and the embedding is not trained.
+        ({"chunk_tokens": 8, "loss_tile_tokens": 5}, [24, 7], True),
+    ],
+    ids=["tiles", "shared", "chunks", "padding", "lora"],
+)
+def test_fsdp2_gathers_weights_as_often_on_ranks_with_less_to_do(
+    tmp_path: Path, settings, lengths, lora
+):
+    """A rank that gathers weights once more waits for the others, or takes what they send next."""
+    job = {"kind": "fsdp2", "lengths": lengths, "pads": "order" in settings, "lora": lora}
+    shares = settings.get("sp_size", 1)
+    ours = run_job({**job, "settings": settings, "rows": shares}, 2, tmp_path / "two")
+    plain = run_job({**job, "rows": 2}, 1, tmp_path / "one")
+    _assert_same_run(ours, plain, ("loss", "grad_norm"))
 
 
 def _of_layers(gathered: list[str]) -> list[str]:

@@ -8,7 +8,9 @@ import torch
 from sppo_hf import SPPOPlugin
 from sppo_hf.engine.convert import get_engine
 from sppo_hf.errors import ConfigError
+from sppo_hf.integrations import accelerator
 from sppo_hf.integrations.accelerator import (
+    gather_objects,
     keep_one_per_batch,
     keep_own_parameters,
     pipeline_engine_of,
@@ -29,6 +31,8 @@ SHARED = {"sp_size": 2, "num_chunks": 3}
 BOTH = {**PIPELINE, **SHARED}
 SHARED_UNITS = {**PIPELINE, "pp_msp": "on"}
 ACCUMULATED = {"gradient_accumulation_steps": 2}
+COUNTED_ALONE = {"average_tokens_across_devices": False}
+"""Each rank's labels are counted by itself; of one replica they are all labels."""
 CLIPPED = {"max_grad_norm": 1e-4, "optim": "sgd", "learning_rate": 3e3}
 """Gradients of fresh adapters are small, and Adam would take the same steps along longer ones."""
 
@@ -157,7 +161,9 @@ def test_many_steps_on_shared_units_and_the_last_in_one_process(tmp_path: Path, 
 @pytest.mark.process
 @pytest.mark.parametrize(
     ("arguments", "lora"),
-    [(ACCUMULATED, False), (CLIPPED, True)] if ALL else [({**ACCUMULATED, **CLIPPED}, True)],
+    [(ACCUMULATED, False), ({**COUNTED_ALONE, **CLIPPED}, True)]
+    if ALL
+    else [({**ACCUMULATED, **COUNTED_ALONE, **CLIPPED}, True)],
 )
 def test_shared_sequences_by_the_trainer(tmp_path: Path, arguments, lora):
     job = {"kind": "ddp", "arguments": arguments, "lora": lora, "rows": 2, "eval_rows": 4}
@@ -201,7 +207,7 @@ def test_shared_sequences_of_a_model_that_fsdp2_shards(tmp_path: Path, ranks):
     plain = run_job({**job, "rows": 2}, 1, tmp_path / "one")
     assert ours["wrapper"].startswith("FSDP")
     assert ours["mesh"] == ["dp_shard"]
-    _assert_same_run(ours, plain, ("loss", "grad_norm"))
+    _assert_same_run(ours, plain, ("loss", "grad_norm", "lr"))
 
 
 @pytest.mark.slow
@@ -209,7 +215,7 @@ def test_shared_sequences_of_a_model_that_fsdp2_shards(tmp_path: Path, ranks):
 @pytest.mark.parametrize(
     ("settings", "arguments", "lora"),
     [
-        ({"pp_schedule": "zb_seq1f1b", "micro_batch_size": 2}, {}, False),
+        ({"pp_schedule": "zb_seq1f1b", "micro_batch_size": 2}, COUNTED_ALONE, False),
         ({"pp_schedule": "gpipe"}, {"gradient_accumulation_steps": 2}, False),
         ({"offload": "full", "min_offload_size": 1}, CLIPPED, True),
     ],
@@ -263,7 +269,7 @@ def test_a_raw_loop(tmp_path: Path):
     job = {"kind": "raw"}
     ours = run_job({**job, "settings": PIPELINE, "rows": 2}, 4, tmp_path / "four")
     plain = run_job({**job, "rows": 4}, 1, tmp_path / "one")
-    _assert_same_run(ours, plain, ("loss", "grad_norm"))
+    _assert_same_run(ours, plain, ("loss", "grad_norm", "lr"))
 
 
 @pytest.mark.process
@@ -283,6 +289,7 @@ def test_what_a_pipeline_cannot_do_is_refused_and_ranks_see_the_same(tmp_path: P
     assert first == second
     assert [row for batch in first for row in batch] != list(range(16))
     assert seen["metrics"] == ["a", "b"]
+    assert seen["tensors"] == [[0, 1, 2], 7]
 
 
 @pytest.mark.process
@@ -348,4 +355,14 @@ def test_gathered_metrics_are_taken_once_per_pipeline():
     gathered = torch.tensor([0, 1, 0, 1, 2, 3, 2, 3])
     assert keep_one_per_batch(mesh, gathered).tolist() == [0, 1, 2, 3]
     assert keep_one_per_batch(mesh, {"a": (gathered,)})["a"][0].tolist() == [0, 1, 2, 3]
-    assert keep_one_per_batch(mesh, ["a", "a", "b", "b"]) == ["a", "b"]
+
+
+def test_gathered_objects_are_taken_once_per_pipeline(monkeypatch):
+    """Replicas may have different numbers of them."""
+    mesh = PipelineMesh(
+        *(2, 2, 0, 0, torch.device("cpu")), None, None, None, None, None, None, links={}
+    )
+    by_rank = [["a", torch.arange(3)], ["a", torch.arange(3)], ["b"], ["b"]]
+    monkeypatch.setattr(accelerator, "gather_object", lambda own: by_rank if own == [["a"]] else [])
+    first, whole, second = gather_objects(mesh, ["a"])
+    assert (first, whole.tolist(), second) == ("a", [0, 1, 2], "b")

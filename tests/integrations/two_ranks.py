@@ -38,7 +38,13 @@ from sppo_hf.engine.structure import suppress_peft_warnings
 from sppo_hf.errors import SPPOError
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
 from sppo_hf.testing.exactness import float64_everywhere
-from tests.integrations.training import let_fsdp_run_on_cpus, make_arguments, make_model, make_rows
+from tests.integrations.training import (
+    ROW_TOKENS,
+    let_fsdp_run_on_cpus,
+    make_arguments,
+    make_model,
+    make_rows,
+)
 
 
 def _lora(model: nn.Module) -> nn.Module:
@@ -107,7 +113,10 @@ def _write_slowly(save: Callable[[Trainer, str], None]) -> Callable[[Trainer, st
 
 
 def train_with_accelerate(job: dict[str, Any], plugin: SPPOPlugin | None) -> dict[str, Any]:
-    """Train by a raw loop under FSDP2 on several ranks, or plainly on one."""
+    """Train by a raw loop under FSDP2 on several ranks, or plainly on one.
+
+    With "lengths" the rows of a step have these, and with "pads" all ranks pad theirs alike.
+    """
     sharding = None
     if job["kind"] == "fsdp2" and PartialState(cpu=True).num_processes > 1:
         let_fsdp_run_on_cpus()
@@ -119,29 +128,40 @@ def train_with_accelerate(job: dict[str, Any], plugin: SPPOPlugin | None) -> dic
         )
     on_cpu = job["kind"] == "raw"
     accelerator = Accelerator(cpu=on_cpu, fsdp_plugin=sharding, parallelism_config=plugin)
-    model = make_model(tie_word_embeddings=job.get("tied", False))
+    model: nn.Module = make_model(tie_word_embeddings=job.get("tied", False))
+    model = _lora(model) if job.get("lora") else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    shares = 1 if plugin is None else plugin.config.sharing_ranks
+    # Accelerate's schedules are as long as for one process that reads all rows.
+    steps = 4 * accelerator.num_processes // shares
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=steps)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     rows, rank, ranks = make_rows(32), accelerator.process_index, accelerator.num_processes
     history, gathered = [], _note_all_gathers()
     # Ranks of a pipeline, and of a shared sequence, see the same rows.
-    shares = 1 if plugin is None else plugin.config.sharing_ranks
     rank, ranks = rank // shares, ranks // shares
     for step in range(2):
-        start = (step * ranks + rank) * job["rows"]
-        picked = rows[start : start + job["rows"]]
-        batch = {name: torch.stack([row[name] for row in picked]) for name in picked[0]}
         everywhere = rows[step * ranks * job["rows"] : (step + 1) * ranks * job["rows"]]
+        if "lengths" in job:
+            pairs = zip(everywhere, job["lengths"], strict=True)
+            everywhere = [{name: x[:length] for name, x in row.items()} for row, length in pairs]
+        picked = everywhere[rank * job["rows"] : (rank + 1) * job["rows"]]
+        if "lengths" in job:
+            batch = _pad(picked, whole=job.get("pads", False))
+        else:
+            batch = {name: torch.stack([row[name] for row in picked]) for name in picked[0]}
         items = sum(int((row["labels"][1:] != -100).sum()) for row in everywhere)
         # Every rank divides by the items of all; gradients are averaged over ranks (or replicas).
         loss = model(**batch, num_items_in_batch=items).loss * ranks
         accelerator.backward(loss)
         norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        scheduler.step()
         optimizer.zero_grad()
         total = accelerator.reduce(loss.detach() / ranks, "sum").item() / shares
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         history.append({"loss": total, "grad_norm": norm.item(), "gathered": list(gathered)})
+        history[-1]["lr"] = scheduler.get_last_lr()[0]
         gathered.clear()
     mesh = accelerator.torch_device_mesh
     return {
@@ -151,6 +171,17 @@ def train_with_accelerate(job: dict[str, Any], plugin: SPPOPlugin | None) -> dic
         "weights": _sums(accelerator, model),
         "rank": accelerator.process_index,
     }
+
+
+def _pad(rows: list[dict[str, torch.Tensor]], *, whole: bool) -> dict[str, torch.Tensor]:
+    """A batch of rows that are padded to the longest of them, or to `whole` rows."""
+    lengths = torch.tensor([len(row["labels"]) for row in rows])
+    tokens = ROW_TOKENS if whole else int(lengths.max())
+    batch = {"attention_mask": (torch.arange(tokens) < lengths[:, None]).long()}
+    for name, value in (("input_ids", 0), ("labels", -100)):
+        padded = [nn.functional.pad(r[name], (0, tokens - len(r[name])), value=value) for r in rows]
+        batch[name] = torch.stack(padded)
+    return batch
 
 
 def _note_all_gathers() -> list[str]:
@@ -205,7 +236,15 @@ def collect_refusals(job: dict[str, Any], plugin: SPPOPlugin | None) -> dict[str
     loader = accelerator.prepare(DataLoader(range(16), batch_size=2, shuffle=True))
     orders = gather_object([batch.tolist() for batch in loader])
     metrics = accelerator.gather_for_metrics(["a", "b"], use_gather_object=True)
-    return {"said": said, "orders": orders, "metrics": metrics, "rank": accelerator.process_index}
+    objects = [torch.arange(3), torch.tensor(7)]
+    tensors = accelerator.gather_for_metrics(objects, use_gather_object=True)
+    return {
+        "said": said,
+        "orders": orders,
+        "metrics": metrics,
+        "tensors": [tensor.tolist() for tensor in tensors],
+        "rank": accelerator.process_index,
+    }
 
 
 def overflow_one_stage(job: dict[str, Any], plugin: SPPOPlugin | None) -> dict[str, Any]:

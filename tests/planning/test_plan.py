@@ -31,6 +31,7 @@ def plan(
     training: bool = True,
     by_layer_refusal: str | None = None,
     on_host_refusal: str | None = None,
+    sharded: bool = False,
     trains_all: bool = False,
     model: dict[str, int] | None = None,
     **settings: Any,
@@ -50,6 +51,7 @@ def plan(
             training=training,
             by_layer_refusal=by_layer_refusal,
             on_host_refusal=on_host_refusal,
+            sharded=sharded,
         )
     )
 
@@ -145,6 +147,15 @@ def test_orders_that_cannot_be(training: bool) -> None:
     assert said.order == "by_chunk"
     assert said.warnings == ("order: by_chunk, because layer 3 returns two tensors",)
     assert plan(order="by_layer", training=training).order_reason == "set by the user"
+
+
+def test_weights_of_all_ranks_are_gathered_once_a_pass_unless_somebody_asks_for_more() -> None:
+    """By chunk the ranks with fewer chunks would wait for ever, where rows have other lengths."""
+    found = plan(sharded=True)
+    assert found.order == "by_layer"
+    assert found.order_reason == "by chunk FSDP2 would gather all weights for every chunk"
+    assert plan(sharded=True, order="by_chunk").order == "by_chunk"
+    assert plan(sharded=True, by_layer_refusal="").order == "by_chunk"
 
 
 def test_reasons_say_who_decided() -> None:
