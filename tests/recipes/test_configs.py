@@ -36,7 +36,8 @@ LAUNCHED = (
 # Launched, two stages that share sequences, units that ranks share; the others with everything.
 RUN = ("1_gpu", "2_gpus", "4_gpus_pp_sp", "4_gpus_msp")
 PAIRS = (*LAUNCHED, "8_gpus_fsdp2", "1_gpu_hybrid", "2_nodes")
-ROWS = 4
+ROWS = 4 if ALL else 2
+"""Of all devices in a step."""
 LAYERS = 8 if ALL else 4
 """Layers of the model: one for each rank of the largest launch."""
 
@@ -198,7 +199,7 @@ def test_a_hybrid_trains_in_chunks_as_without(tmp_path):
     sppo.write_text(yaml.safe_dump({**settings, "chunk_tokens": 10}))
     histories = []
     for name, settings_file in (("chunks", sppo), ("plain", None)):
-        _fork(tmp_path / name, ROWS, 1, sppo=settings_file, family="qwen3_5_text")
+        _fork(tmp_path / name, 4, 1, sppo=settings_file, family="qwen3_5_text")
         histories.append(_history(tmp_path / name))
     for ours, theirs in zip(*histories, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4)
