@@ -45,7 +45,7 @@ def _ask() -> int:
     ended = fork_server().launch(
         "tests.pipeline.forked_python", job, ranks=1, folder=folder, limit=LIMIT_SECONDS
     )
-    print(ended.logs[0], end="")
+    sys.stdout.write(ended.logs[0])
     return 1 if ended.codes[0] is None else ended.codes[0]
 
 
