@@ -12,11 +12,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-LIMIT_SECONDS = 240.0
+from tests.pipeline.fork_server import fork_server
+
+LIMIT_SECONDS = 600.0
 
 
 def write_interpreter(path: Path) -> str:
-    """Write a command that stands in for `sys.executable`."""
+    """Write a command that stands in for `sys.executable`.
+
+    All are forked from what this process has asked for: what the command itself would start belongs
+    to the program's process group, which may be killed.
+    """
+    fork_server()
     path.write_text(f'#!/bin/sh\nexec {shlex.join([sys.executable, __file__])} "$@"\n')
     path.chmod(0o700)
     return str(path)
@@ -32,8 +39,6 @@ def main(job: dict[str, Any]) -> None:
 
 
 def _ask() -> int:
-    from tests.pipeline.fork_server import fork_server
-
     here = Path.cwd()
     folder = here / f"rank{os.environ.get('RANK', '0')}"
     folder.mkdir()
