@@ -23,7 +23,8 @@ def write_interpreter(path: Path) -> str:
     All are forked from what this process has asked for: what the command itself would start belongs
     to the program's process group, which may be killed.
     """
-    fork_server()
+    # Nothing, when all is imported: programs wait for what they start no longer than a minute.
+    fork_server().launch_all(__name__, [], ranks=[], folder=path.parent)
     path.write_text(f'#!/bin/sh\nexec {shlex.join([sys.executable, __file__])} "$@"\n')
     path.chmod(0o700)
     return str(path)
