@@ -405,12 +405,30 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 def copy_of(model: ModuleT) -> ModuleT:
-    """A deep copy, made in half the time by creating the modules' empty tables directly."""
-    tables = (table for module in model.modules() for table in vars(module).values())
-    empty = {id(x): type(x)() for x in tables if type(x) in _TABLES and not x}
-    return copy.deepcopy(model, empty)
+    """A deep copy, made in half the time or less by copying the modules' tables directly."""
+    modules = list(model.modules())
+    if any(map(_is_copied_in_its_own_way, {type(module) for module in modules})):
+        return copy.deepcopy(model)
+    twins: dict[int, Any] = {id(module): type(module).__new__(type(module)) for module in modules}
+    for module in modules:
+        state = module.__getstate__()
+        for name, value in state.items():
+            kind = type(value)
+            if kind in _TABLES and not value:
+                state[name] = kind()
+            elif kind not in _ATOMS:
+                state[name] = copy.deepcopy(value, twins)
+        twins[id(module)].__setstate__(state)
+    return twins[id(model)]
 
 
+def _is_copied_in_its_own_way(kind: type[nn.Module]) -> bool:
+    methods = ("__reduce__", "__reduce_ex__", "__getstate__")
+    is_usual = all(getattr(kind, name) is getattr(nn.Module, name) for name in methods)
+    return not is_usual or hasattr(kind, "__deepcopy__")
+
+
+_ATOMS = (bool, int, float, str, type(None))
 _TABLES = (dict, set, OrderedDict)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import sppo_hf
+from tests.pipeline.forked_python import write_interpreter
 from tests.recipes.tiny import save_tiny_model
 from tests.sweeps import ALL
 
@@ -60,7 +61,7 @@ def test_there_are_notebooks():
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Runs a notebook in a kernel that the notebooks share, with its imports."""
+    """Runs a notebook in a kernel that the notebooks share, with its imports; it is forked."""
     folder = tmp_path_factory.mktemp("notebooks")
     # Over files: a port that is drawn may be another test's by the time the kernel binds it. Their
     # names have 107 characters at most.
@@ -70,11 +71,12 @@ def run(tmp_path_factory):
         pytest.MonkeyPatch.context() as patch,
     ):
         kernel = tools.AsyncKernelManager(transport="ipc", ip=f"{files}/k")
+        kernel.kernel_spec.argv[0] = write_interpreter(Path(files) / "python")
         for name, value in _settings(folder).items():
             patch.setenv(name, value)
         yield functools.partial(_run, folder=folder, kernel=kernel)
         if kernel.has_kernel:
-            run_sync(kernel.shutdown_kernel)(now=True)
+            run_sync(kernel.shutdown_kernel)()
 
 
 def _settings(folder, family=None):
@@ -83,7 +85,7 @@ def _settings(folder, family=None):
         "SPPO_NOTEBOOK_MODEL": str(save_tiny_model(folder / "model", family)),
         "HF_HOME": str(folder / "cache"),
         "OMP_NUM_THREADS": "1",
-        # The compiler, which PEFT's imports ask for, takes the kernel two seconds.
+        # The compiler, which PEFT's imports ask for, takes a kernel two seconds.
         "TORCHDYNAMO_DISABLE": "1",
         "PYTHONPATH": str(ROOT),
     }

@@ -5,8 +5,6 @@ import json
 import logging
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,7 @@ from sppo_hf.offload.disk_files import (
 from sppo_hf.offload.slabs import round_up
 from sppo_hf.offload.store import checksum
 from tests.offload.faulty_disk import FaultyDisk
+from tests.pipeline.fork_server import fork_server
 
 NUM_BYTES = 16 * BLOCK_BYTES
 
@@ -292,135 +291,25 @@ def test_a_checksum_detects_every_flipped_bit_and_swap(num_bytes: int) -> None:
     assert checksum(memory) == good
 
 
-ROOT = Path(__file__).parent.parent.parent
-
-# One interpreter for all, because importing torch takes longer than the rest. For each kind of
-# files it forks a process, and that a child for each way to end. The process tells what the
-# directory holds afterwards, and then ends normally itself.
-SCRIPT = """
-import gc, json, os, signal, sys, time, warnings
-from pathlib import Path
-import torch
-from sppo_hf.errors import OffloadError
-from sppo_hf.offload import disk_files
-from tests.offload.disk_store import DiskStore
-
-warnings.simplefilter("ignore")  # newer Pythons warn of fork beside threads, which is the point
-for kind in sys.argv[2:]:
-    process = os.fork()
-    if process == 0:
-        break
-    assert os.waitpid(process, 0)[1] == 0
-else:
-    sys.exit()
-directory = Path(sys.argv[1]) / kind
-names = lambda: sorted(path.name for path in directory.iterdir())
-memory = torch.arange(9000, dtype=torch.int16).view(torch.uint8)
-if kind == "named":
-    disk_files._why_names_are_needed = lambda directory: "a test says so"
-
-
-def make():
-    store = DiskStore(directory, slab_bytes=1 << 16)
-    write = store.write(memory)
-    write.ticket.wait()
-    return store, write
-
-
-def run(child):
-    number = os.fork()
-    if number == 0:
-        try:
-            child()
-        finally:
-            os._exit(7)
-    return os.waitstatus_to_exitcode(os.waitpid(number, 0)[1])
-
-
-def killed():
-    store, _ = make()
-    os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(60)
-
-
-def terminated():
-    store, _ = make()
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(60)
-
-
-def left_at_once():
-    store, _ = make()
-    os._exit(0)
-
-
-told = {"left": []}
-told["codes"] = []
-for child in (killed, terminated, left_at_once):
-    told["codes"].append(run(child))
-    told["left"].append(names())
-store, write = make()
-told["after_new_store"] = names()
-
-
-def forked():
-    global store
-    try:
-        store.start_read(write.extent, torch.zeros_like(memory))
-    except OffloadError as error:
-        refused = "forked" in str(error)
-    try:
-        write.ticket.done()
-    except OffloadError as error:
-        refused = refused and "forked" in str(error)
-    store.close()
-    del store
-    gc.collect()
-    os._exit(3 if refused else 4)
-
-
-told["forked_code"] = run(forked)
-target = torch.zeros_like(memory)
-store.start_read(write.extent, target).wait()
-told["intact_after_fork"] = bool(torch.equal(target, memory)) and names()
-# The child has none of our files open: it would keep their disk space, or the lock, past our end.
-reader, writer = os.pipe()
-if os.fork() == 0:
-    files = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")
-             if os.path.lexists(f"/proc/self/fd/{fd}")]
-    os.write(writer, json.dumps([name for name in files if "sppo-" in name]).encode())
-    os._exit(0)
-told["open_in_child"] = json.loads(os.read(reader, 4096))
-print(json.dumps(told))
-"""
-
-
-def run_script(folder: Path, *kinds: str) -> Iterator[dict[str, Any]]:
-    for kind in kinds:
-        (folder / kind).mkdir()
-    result = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(folder), *kinds],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert result.returncode == 0, result.stderr
-    for kind, line in zip(kinds, result.stdout.splitlines(), strict=True):
-        told = json.loads(line)
-        assert told["codes"] == [-signal.SIGKILL, -signal.SIGTERM, 0]
-        assert told["forked_code"] == 3, "a forked child is refused"
-        if os.path.exists("/proc/self/fd"):
-            assert told["open_in_child"] == []
-        assert not list((folder / kind).iterdir()), "a normal end leaves nothing"
-        yield told
-
-
 @pytest.mark.process
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_no_file_remains_however_a_process_ends(tmp_path: Path) -> None:
     """Named files of a killed process are removed by the next store."""
-    nameless, named = run_script(tmp_path, "nameless", "named")
+    jobs = [{"named": named, "finalized": True} for named in (False, True)]
+    ended = fork_server().launch_all(
+        "tests.offload.ending_stores", jobs, ranks=[1, 1], folder=tmp_path
+    )
+    told = []
+    for index, one in enumerate(ended):
+        assert one.codes == [0], one.logs
+        told.append(json.loads((tmp_path / str(index) / "told.json").read_text()))
+        assert told[-1]["codes"] == [-signal.SIGKILL, -signal.SIGTERM, 0]
+        assert told[-1]["forked_code"] == 3, "a forked child is refused"
+        if os.path.exists("/proc/self/fd"):
+            assert told[-1]["open_in_child"] == []
+        stores = tmp_path / str(index) / "stores"
+        assert not list(stores.iterdir()), "a normal end leaves nothing"
+    nameless, named = told
     assert nameless["left"] == [[], [], []]
     assert nameless["after_new_store"] == []
     assert nameless["intact_after_fork"] == []

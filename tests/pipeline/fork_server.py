@@ -15,7 +15,8 @@ Each rank runs `main(job)` of the module, in `folder`, with what a launcher woul
 environment, as the last call of its interpreter: what it raises is uncaught, and `sys.exit` ends
 it. What it leaves in memory is left to the system, unless the job says `finalized`: to take apart
 all that was imported, each page of it a copy of the server's, takes a rank half a second.
-Processes that a launcher starts by itself: tests/recipes/test_configs.py, tests/test_run.py.
+What another program would start itself may be forked too: `forked_python.py`.
+Processes that a program does start: tests/test_run.py, tests/cli/benchmark/test_driver.py.
 """
 
 from __future__ import annotations

@@ -36,6 +36,7 @@ from sppo_hf.planning.plan import Plan
 from sppo_hf.planning.prediction import MeasuredStep
 from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
 from tests.engine.unplanned import unplanned_shapes
+from tests.pipeline import pipeline_ranks
 from tests.pipeline.pipeline_cases import Case
 from tests.pipeline.pipeline_ranks import (
     NamedGradients,
@@ -44,7 +45,6 @@ from tests.pipeline.pipeline_ranks import (
     compare,
     gradient_norm,
     make_batches,
-    prepare,
     run_steps,
     settings_of,
 )
@@ -282,6 +282,13 @@ def exchanges_in_order(sp_size: int, recompute: str) -> list[str]:
         model(**batch).loss.backward()
     revert(model)
     return order.seen
+
+
+def prepare(job: dict[str, Any]) -> None:
+    """Build the models, and import what compiling takes, which is more than a second."""
+    pipeline_ranks.prepare(job)
+    if job.get("compiled"):
+        torch.compile(torch.sin, backend="aot_eager")(torch.ones(2, requires_grad=True))
 
 
 def main(job: dict[str, Any]) -> None:

@@ -61,6 +61,19 @@ def test_the_seed_decides_and_the_global_state_is_left_alone() -> None:
     assert not torch.equal(weights[0], weights[2])
 
 
+def test_a_copy_has_all_that_its_model_has_and_shares_no_table() -> None:
+    model = build_tiny_model("bamba")  # with a convolution, whose state is restored in its own way
+    twin = tiny.copy_of(model)
+    for one, other in zip(model.modules(), twin.modules(), strict=True):
+        assert type(one) is type(other)
+        assert vars(one).keys() == vars(other).keys()
+        for name, value in vars(one).items():
+            assert value is not vars(other)[name] or not isinstance(value, dict | set), name
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(one, other)
+        assert one.data_ptr() != other.data_ptr()
+
+
 def test_what_a_test_does_to_a_model_or_its_code_reaches_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
