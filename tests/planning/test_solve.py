@@ -23,6 +23,7 @@ from sppo_hf.planning.solve import (
     Choices,
     Solution,
     _fit_lookahead,
+    _mode_sets,
     fits,
     fixed_policies,
     kv_modes_of,
@@ -293,6 +294,32 @@ def test_room_that_is_left_is_for_more_on_its_way() -> None:
     room = round(3 * frame * (1 + FRAGMENTATION["cuda"]))
     found = _fit_lookahead(cost, what, Budgets(device=device_bytes(cost, what) + room))
     assert found.max_prefetch_bytes == pytest.approx(5 * frame, rel=1e-6)
+
+
+def test_plans_without_the_disk_are_tried_where_nothing_must_be_there() -> None:
+    """What gains little on a disk may come back late."""
+    shape, by_chunk = small_shape(2), decided(falling_bounds(2), layers=2)
+    by_layer, both = replace(by_chunk, order="by_layer"), ("device", "disk")
+
+    def tried(base: Decisions, tiers: tuple[Tier, ...], kv_tiers: tuple[Tier, ...]) -> list[str]:
+        choices = Choices(saved=("whole",), tiers=tiers, kv_tiers=kv_tiers)
+        sets = _mode_sets(shape, base, choices)
+        return [" ".join((*(mode.tier for mode in modes), "|", *kv)) for modes, kv in sets]
+
+    alike = ["device disk | device", "device | device"]
+    assert tried(by_chunk, both, both) == alike
+    assert tried(replace(by_chunk, kv_tier="disk"), both, both) == [
+        "device disk | disk",
+        "device | disk",
+    ]
+    assert tried(by_layer, both, both) == [
+        "device disk | device disk",
+        "device | device disk",
+        *alike,
+    ]
+    assert tried(by_layer, both, ("disk",)) == ["device disk | disk", "device | disk"]
+    assert tried(by_layer, ("device",), both) == ["device | device disk", "device | device"]
+    assert tried(by_layer, ("disk",), ("device",)) == ["disk | device"]
 
 
 def test_more_memory_is_never_slower() -> None:
