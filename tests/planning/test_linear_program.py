@@ -116,19 +116,25 @@ def test_no_room_no_answer() -> None:
 
 @pytest.mark.parametrize("order", ["by_chunk", "by_layer"])
 def test_a_mode_fits_by_the_program_from_the_estimates_peak_on(order: Order) -> None:
+    """Or from a little above it where units are on their way."""
     even = even_bounds(24_576, 6)
     rising = tuple((24_576 - end, 24_576 - start) for start, end in falling_bounds(6, 4096)[::-1])
     moments: set[str] = set()
     for vocab, layers, bounds in ((500, 2, even), (500, 4, rising), (100_000, 2, even[:3])):
         config = llama_config(hidden_size=256, num_hidden_layers=layers, vocab_size=vocab)
         cost = slow_cost(shape_of(config, dtype_bytes=2, trainable_parameters=1000))
-        for mode in (KEEP, RECOMPUTE):
-            what = decided(bounds, mode, layers=layers, tile_tokens=24_576, order=order)
+        ahead = 2 * cost.activation_bytes(0, bounds[-1][1] - bounds[-1][0], "whole")
+        for mode, above in ((KEEP, 1.001), (RECOMPUTE, 1.001), (OFFLOAD, 1.2)):
+            what = replace(
+                decided(bounds, mode, layers=layers, tile_tokens=24_576, order=order),
+                max_pending_d2h_bytes=ahead,
+                max_prefetch_bytes=ahead,
+            )
             kv_modes = ("device",) if what.by_layer else ()
             predicted = estimate(cost.shape, what)
             moments.add(predicted.moment.partition(" of ")[0])
-            for share in (0.999, 1.001):
-                budgets = Budgets(device=int(share * predicted.device.total), host=0)
+            for share in (0.999, above):
+                budgets = Budgets(device=int(share * predicted.device.total), host=None)
                 mix = LinearProgram(what, cost, budgets, (mode,), kv_modes=kv_modes).solve()
                 assert (mix is not None) == (share > 1), (vocab, bounds, mode, share)
     assert moments >= {"loss", "start"}

@@ -299,27 +299,19 @@ def test_room_that_is_left_is_for_more_on_its_way() -> None:
 def test_plans_without_the_disk_are_tried_where_nothing_must_be_there() -> None:
     """What gains little on a disk may come back late."""
     shape, by_chunk = small_shape(2), decided(falling_bounds(2), layers=2)
-    by_layer, both = replace(by_chunk, order="by_layer"), ("device", "disk")
+    by_layer, kept = replace(by_chunk, order="by_layer"), ("device",)
 
-    def tried(base: Decisions, tiers: tuple[Tier, ...], kv_tiers: tuple[Tier, ...]) -> list[str]:
+    def near(base: Decisions, tiers: tuple[Tier, ...], kv_tiers: tuple[Tier, ...]) -> set[str]:
         choices = Choices(saved=("whole",), tiers=tiers, kv_tiers=kv_tiers)
-        sets = _mode_sets(shape, base, choices)
-        return [" ".join((*(mode.tier for mode in modes), "|", *kv)) for modes, kv in sets]
+        sets = [({m.tier for m in modes}, {*kv}) for modes, kv in _mode_sets(shape, base, choices)]
+        assert all(tiers for tiers, _ in sets)
+        return {" ".join(sorted(kv)) for tiers, kv in sets if tiers == {*NO_DISK}}
 
-    alike = ["device disk | device", "device | device"]
-    assert tried(by_chunk, both, both) == alike
-    assert tried(replace(by_chunk, kv_tier="disk"), both, both) == [
-        "device disk | disk",
-        "device | disk",
-    ]
-    assert tried(by_layer, both, both) == [
-        "device disk | device disk",
-        "device | device disk",
-        *alike,
-    ]
-    assert tried(by_layer, both, ("disk",)) == ["device disk | disk", "device | disk"]
-    assert tried(by_layer, ("device",), both) == ["device | device disk", "device | device"]
-    assert tried(by_layer, ("disk",), ("device",)) == ["disk | device"]
+    assert near(by_chunk, ALL_TIERS, ALL_TIERS) == {"device"}
+    assert near(replace(by_chunk, kv_tier="disk"), ALL_TIERS, ALL_TIERS) == set()
+    assert near(by_layer, ALL_TIERS, ("device", "disk")) == {"device"}
+    assert near(by_layer, NO_DISK, ALL_TIERS) == {"device disk host", "device host", "device"}
+    assert near(by_layer, ALL_TIERS, ("disk",)) == near(by_layer, ("disk",), kept) == set()
 
 
 def test_more_memory_is_never_slower() -> None:
