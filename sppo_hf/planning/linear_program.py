@@ -470,6 +470,7 @@ class LinearProgram:
         first, last_chunk = np.zeros_like(slots), points.num_chunks - 1
         last_layer = first + points.num_layers - 1
         exists = np.ones((self._slots, 4), dtype=bool)
+        exists[0, 3] = False
         begin, end, heads = (slots, last_layer), (slots, first), slots
         if self._decisions.by_layer:
             begin, end, heads = (first + last_chunk, slots), (first, slots), first + last_chunk

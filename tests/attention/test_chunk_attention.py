@@ -8,8 +8,11 @@ import torch
 
 from sppo_hf.attention.backends.aten import AtenFlash
 from sppo_hf.attention.backends.base import AttentionSpec
+from sppo_hf.attention.backends.reference import Reference
 from sppo_hf.attention.backends.select import select_backend
-from sppo_hf.attention.segments import RowSpans
+from sppo_hf.attention.chunk_attention import AttentionCall, chunk_attention
+from sppo_hf.attention.kv_cache import LayerKV
+from sppo_hf.attention.segments import AttentionSegment, RowSpans
 from tests.attention.backends.fake_kernels import FakeAten
 from tests.attention.layers import attend_in_chunks
 from tests.attention.oracle import dense_attention
@@ -115,6 +118,27 @@ def test_loss_from_the_first_chunk_alone():
     chunked = torch.autograd.grad(out[:, :1].sum(), inputs[:3])
     for ours, theirs in zip(chunked, whole, strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("tokens", [T, H])
+def test_of_one_segment_that_is_the_chunk_the_kernels_output_is_not_copied(tokens):
+    """Of a shorter one, behind which no query sees a key, it is put into zeros."""
+
+    class Watched(Reference):
+        def forward(self, *args, **kwargs):
+            found.append(super().forward(*args, **kwargs))
+            return found[-1]
+
+    found = []
+    q, k, v, _ = _inputs(False)
+    segments = (AttentionSegment(None, 0, tokens, 0, tokens),)
+    kv, backend = LayerKV(((0, T),)), Watched()
+    call = AttentionCall(kv, 0, 0, segments, backend, scale=0.3)
+    out, _ = chunk_attention(q, k, v, sinks_N=None, link=None, call=call)
+    assert out.shape == (B, T, N, HV)
+    assert (out.data_ptr() == found[0].out_BNCH.data_ptr()) == (tokens == T)
+    assert torch.equal(out[:, :tokens].transpose(1, 2), found[0].out_BNCH)
+    assert not out[:, tokens:].any()
 
 
 def test_a_dropped_graph_frees_its_keys_at_once():
