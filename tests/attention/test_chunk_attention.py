@@ -120,6 +120,19 @@ def test_loss_from_the_first_chunk_alone():
         torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("trained", [0, 1, 2])
+def test_queries_keys_or_values_that_need_a_gradient_alone(trained):
+    """As values do in a first layer with LoRA on them alone."""
+    inputs = _inputs(False)
+    for at, x in enumerate(inputs[:3]):
+        x.requires_grad_(at == trained)
+    expected = dense_attention(*inputs[:3], sinks=None, rows=None, window=None, scale=0.3)
+    weights = torch.randn_like(expected)
+    (whole,) = torch.autograd.grad((expected * weights).sum(), inputs[trained])
+    (chunked,) = torch.autograd.grad((_attend(inputs)[0] * weights).sum(), inputs[trained])
+    torch.testing.assert_close(chunked, whole)
+
+
 @pytest.mark.parametrize("tokens", [T, H])
 def test_of_one_segment_that_is_the_chunk_the_kernels_output_is_not_copied(tokens):
     """Of a shorter one, behind which no query sees a key, it is put into zeros."""
