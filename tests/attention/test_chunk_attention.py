@@ -144,9 +144,9 @@ def test_of_one_segment_that_is_the_chunk_the_kernels_output_is_not_copied(token
 
     found = []
     q, k, v, _ = _inputs(False)
-    segments = (AttentionSegment(None, 0, tokens, 0, tokens),)
-    kv, backend = LayerKV(((0, T),)), Watched()
-    call = AttentionCall(kv, 0, 0, segments, backend, scale=0.3)
+    segments = (AttentionSegment(None, T, T + tokens, T, T + tokens),)
+    kv, backend = LayerKV(((0, T), (T, 2 * T))), Watched()
+    call = AttentionCall(kv, 1, T, segments, backend, scale=0.3)
     out, _ = chunk_attention(q, k, v, sinks_N=None, link=None, call=call)
     assert out.shape == (B, T, N, HV)
     assert (out.data_ptr() == found[0].out_BNCH.data_ptr()) == (tokens == T)

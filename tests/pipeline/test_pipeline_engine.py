@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,14 +42,14 @@ class Watched:
         raise AssertionError(f"went on to run: {what}")
 
 
-def make(num_layers: int = 3, *, lora: bool = False, **settings: Any) -> Any:
+def make(num_layers: int = 3, *, lora: bool = False, rank: int = 0, **settings: Any) -> Any:
     config = SPPOConfig(pp_size=2, show_plan=False, **settings)
     model = build_tiny_model("llama", num_hidden_layers=num_layers)
     model = add_lora(model) if lora else model
     mesh = SimpleNamespace(
         pp_size=2,
         sp_size=1,
-        pp_rank=0,
+        pp_rank=rank,
         dp_size=1,
         dp_rank=0,
         embedding_group=None,
@@ -57,7 +58,7 @@ def make(num_layers: int = 3, *, lora: bool = False, **settings: Any) -> Any:
     )
     make_engine = functools.partial(
         PipelineEngine,
-        staged=staged_model(find_parts(model), config, 0),
+        staged=staged_model(find_parts(model), config, rank),
         mesh=mesh,  # type: ignore[arg-type]
         watchdog=Watched(),  # type: ignore[arg-type]
     )
@@ -192,11 +193,11 @@ def test_gradients_are_averaged_with_the_stage_that_computes_them(tied: bool) ->
     assert others == [embedding, set(), set(), {"model.norm.weight"} | head]
 
 
-@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize(("rank", "fails"), [(0, False), (1, True)])
 def test_a_schedule_leaves_earlier_gradients_also_where_it_fails(
-    fails: bool, monkeypatch: pytest.MonkeyPatch
+    rank: int, fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = make()
+    model = make(rank=rank)
     engine: Any = get_engine(model)
     before = [torch.ones_like(p) for p in model.parameters()]
     for parameter, grad in zip(model.parameters(), before, strict=True):
@@ -205,6 +206,11 @@ def test_a_schedule_leaves_earlier_gradients_also_where_it_fails(
 
     def noted(event: str) -> Any:
         return lambda *args, **kwargs: events.append(event)
+
+    @contextlib.contextmanager
+    def running(stage: int) -> Iterator[None]:
+        events.append(f"stage {stage}")
+        yield
 
     def execute(*args: Any) -> None:
         assert all(p.grad is None for p in model.parameters())
@@ -218,13 +224,14 @@ def test_a_schedule_leaves_earlier_gradients_also_where_it_fails(
     monkeypatch.setattr(engine, "_step_rows", noted("rows"))
     monkeypatch.setattr(engine.plans, "warm_up_attention", noted("warm"))
     monkeypatch.setattr(engine, "_execute", execute)
+    monkeypatch.setattr(engine.staged, "running", running)
     call: Any = SimpleNamespace(device=torch.device("cpu"))
-    # This rank has no last stage, so it makes no loss.
     arguments = (call, None, noted("loss"))
     with pytest.raises(KeyError) if fails else contextlib.nullcontext():
         engine.run_schedule(*arguments, scale=torch.ones(()), records=False)
     assert all(p.grad is grad for p, grad in zip(model.parameters(), before, strict=True))
-    assert events == ["runner", "rows", "warm", "dropped" if fails else "ended"]
+    loss = ["stage 1", "loss"] if rank else []
+    assert events == [*loss, "runner", "rows", "warm", "dropped" if fails else "ended"]
 
 
 @pytest.mark.parametrize(
