@@ -120,7 +120,7 @@ def test_a_mode_fits_by_the_program_from_the_estimates_peak_on(order: Order) -> 
     even = even_bounds(24_576, 6)
     rising = tuple((24_576 - end, 24_576 - start) for start, end in falling_bounds(6, 4096)[::-1])
     moments: set[str] = set()
-    for vocab, layers, bounds in ((500, 2, even), (500, 4, rising), (100_000, 2, even[:3])):
+    for vocab, layers, bounds in ((500, 2, even), (500, 4, rising), (100_000, 2, rising)):
         config = llama_config(hidden_size=256, num_hidden_layers=layers, vocab_size=vocab)
         cost = slow_cost(shape_of(config, dtype_bytes=2, trainable_parameters=1000))
         ahead = 2 * cost.activation_bytes(0, bounds[-1][1] - bounds[-1][0], "whole")
