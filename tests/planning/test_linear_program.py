@@ -23,6 +23,7 @@ from sppo_hf.planning.linear_program import (
 )
 from sppo_hf.planning.lowering import compute_seconds, estimate, lower
 from sppo_hf.planning.memory import Budgets, Cause
+from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.policies import uniform_modes
 from sppo_hf.planning.tiers import TIERS
 from tests.planning.modes import OFFLOAD, RECOMPUTE
@@ -119,10 +120,21 @@ def test_a_mode_fits_by_the_program_from_the_estimates_peak_on(order: Order) -> 
     """Or from a little above it where units are on their way."""
     even = even_bounds(24_576, 6)
     rising = tuple((24_576 - end, 24_576 - start) for start, end in falling_bounds(6, 4096)[::-1])
+
+    def shape(layers: int, **sizes: int) -> ModelShape:
+        config = llama_config(hidden_size=256, num_hidden_layers=layers, **sizes)
+        return shape_of(config, dtype_bytes=2, trainable_parameters=1000)
+
+    narrow, wide = shape(4, vocab_size=500), shape(1, vocab_size=500, intermediate_size=2**16)
+    first_wide = replace(narrow, layers=(*wide.layers, *narrow.layers[1:]))
     moments: set[str] = set()
-    for vocab, layers, bounds in ((500, 2, even), (500, 4, rising), (100_000, 2, rising)):
-        config = llama_config(hidden_size=256, num_hidden_layers=layers, vocab_size=vocab)
-        cost = slow_cost(shape_of(config, dtype_bytes=2, trainable_parameters=1000))
+    for model, bounds in (
+        # By chunk every layer counts with the largest one's workspace.
+        (first_wide if order == "by_layer" else narrow, even),
+        (narrow, rising),
+        (shape(2, vocab_size=100_000), rising),
+    ):
+        cost, layers = slow_cost(model), len(model.layers)
         ahead = 2 * cost.activation_bytes(0, bounds[-1][1] - bounds[-1][0], "whole")
         for mode, above in ((KEEP, 1.001), (RECOMPUTE, 1.001), (OFFLOAD, 1.2)):
             what = replace(
@@ -136,7 +148,7 @@ def test_a_mode_fits_by_the_program_from_the_estimates_peak_on(order: Order) -> 
             for share in (0.999, above):
                 budgets = Budgets(device=int(share * predicted.device.total), host=None)
                 mix = LinearProgram(what, cost, budgets, (mode,), kv_modes=kv_modes).solve()
-                assert (mix is not None) == (share > 1), (vocab, bounds, mode, share)
+                assert (mix is not None) == (share > 1), (predicted.moment, bounds, mode, share)
     assert moments >= {"loss", "start"}
 
 
