@@ -418,7 +418,7 @@ def test_before_training_the_longest_rows_with_token_labels_are_looked_at():
         return {"labels": labels.get(max(lengths), torch.ones(len(chosen), max(lengths)))}
 
     trainer = SimpleNamespace(
-        eval_dataset={"long": rows(6, 9, 7), **{str(n): rows(n, 1) for n in (3, 4, 5)}},
+        eval_dataset={"long": rows(6, 7, 9), **{str(n): rows(n, 1) for n in (3, 4, 5)}},
         args=SimpleNamespace(per_device_eval_batch_size=2),
         data_collator=collate,
         _get_collator_with_removed_columns=lambda collate: collate,
