@@ -3,6 +3,7 @@
 import logging
 import types
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -344,7 +345,7 @@ class _Ends:
         found = []
         for at in (0, 1, 0, 1):
             self.at, parameters = at, self.parameters[at]
-            engine = types.SimpleNamespace(
+            engine: Any = types.SimpleNamespace(
                 mesh=types.SimpleNamespace(is_first=at == 0, device="cpu", pp_group="pp"),
                 shared_parameters=lambda tied=parameters[-1:]: tied,
             )
