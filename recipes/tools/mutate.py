@@ -34,11 +34,16 @@ import pytest
 import torch  # noqa: F401
 import transformers  # noqa: F401
 
-ROOMS = ("planning", "offload", "pipeline", "engine")
+ROOMS = ("planning", "offload", "attention", "pipeline", "engine", "integrations")
 ALWAYS: dict[str, tuple[str, ...]] = {
+    "attention": ("tests/attention/test_streamed_kv.py", "tests/engine/test_exactness.py"),
     "engine": ("tests/engine/test_engine.py", "tests/engine/test_exactness.py"),
     "offload": ("tests/offload/test_engine.py", "tests/offload/test_layer_offload.py"),
     "planning": ("tests/planning/test_lowering.py", "tests/planning/test_plan.py"),
+    "integrations": (
+        "tests/integrations/test_trainer.py",
+        "tests/integrations/test_trainer_step.py",
+    ),
     "pipeline": ("tests/pipeline/test_executor.py", "tests/pipeline/test_pipeline_engine.py"),
 }
 """Tests of a folder that run after a module's own tests and before those of its users."""

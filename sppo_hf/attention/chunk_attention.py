@@ -161,7 +161,7 @@ class _ChunkAttention(torch.autograd.Function):
         needs_kv = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
         if dout_BNCH is not None:
             dq_BNCH = _attend_backward(dout_BNCH, q_BNCH, out_BNCH, lse_BNC, call, needs_kv)
-            if sinks_N is not None and ctx.needs_input_grad[3]:
+            if ctx.needs_input_grad[3]:
                 dsinks_N = _sinks_backward(dout_BNCH, out_BNCH, lse_BNC, sinks_N)
         dk_BKCH = dv_BKCH = None
         if not call.borrowed:

@@ -648,7 +648,7 @@ class _ExpertsLikeLiger(torch.autograd.Function):
         made_ND = F.conv1d((F.silu(gate_NF) * up_NF)[..., None], down_EDF[0, ..., None]).squeeze(-1)
         weights_N = weights.flatten().contiguous()
         ctx.save_for_backward(x_MD, up_EGD, down_EDF, both_NG, weights_N, routes)
-        return (made_ND * weights_N[:, None]).view(tokens, choices, -1).sum(1).to(x_MD.dtype)
+        return made_ND.view(tokens, choices, -1).sum(1).to(x_MD.dtype)
 
     @staticmethod
     @once_differentiable

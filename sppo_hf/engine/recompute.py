@@ -89,15 +89,16 @@ class SavedTensor:
     @contextlib.contextmanager
     def borrow(self) -> Iterator[Tensor]:
         """Have the tensor on the device; afterwards it is where it was before. Raises as `take`."""
-        engine = self._engine
-        was_offloaded = engine is not None and engine.bytes_to_prefetch(self.handles()) > 0
+        engine, handle = self._engine, self._handle
+        if engine is None or handle is None or not engine.bytes_to_prefetch([handle]):
+            yield self._on_device()
+            return
         tensor = self._on_device()
         try:
             yield tensor
         finally:
-            if engine is not None and was_offloaded and self._handle is not None:
-                del tensor
-                engine.evict(self._handle)
+            del tensor
+            engine.evict(handle)
 
     def drop(self) -> None:
         """Drop the tensor, taken or not."""

@@ -703,14 +703,14 @@ class PipelineEngine(Engine):
         return [named[name] for name in names if named[name].requires_grad]
 
     def _parameters_of(self, stage: int) -> list[nn.Parameter]:
-        """Return trained parameters of a stage of this rank, without `shared_parameters`."""
+        """Return parameters of a stage of this rank, without `shared_parameters`."""
         cut = self.staged.cut
         found = [p for layer in cut.layers[stage] for p in self.parts.layers[layer].parameters()]
         if stage in (0, cut.num_stages - 1):
             in_layers = {id(p) for layer in self.parts.layers for p in layer.parameters()}
             found += [p for p in self.parts.causal_lm.parameters() if id(p) not in in_layers]
         tied = {id(p) for p in self.shared_parameters()}
-        return [p for p in found if p.requires_grad and id(p) not in tied]
+        return [p for p in found if id(p) not in tied]
 
     def _count_and_divisor(self, call: ForwardCall) -> tuple[Tensor, Tensor]:
         """Return the number of labels and the divisor of the summed loss, both `[]`."""

@@ -168,7 +168,7 @@ class _ToHeads(_Direction):
         rows, _, _, head_size = x_BNcH.shape
         x_cNBH = x_BNcH.permute(2, 1, 0, 3)
         if len(set(self.counts)) == 1:  # one copy
-            split = x_cNBH.unflatten(1, (len(self.counts), self.counts[0])).transpose(0, 1)
+            split = x_cNBH.unflatten(1, (len(self.counts), self.heads)).transpose(0, 1)
             sent = split.reshape(-1, rows, head_size)
         else:
             parts = x_cNBH.split(self.counts, dim=1)
@@ -197,7 +197,7 @@ class _ToTokens(_Direction):
     def unpack(self, received: Tensor) -> Tensor:
         (rows, head_size), tokens = received.shape[1:], self.tokens
         if len(set(self.counts)) == 1:  # one copy
-            x_ncNBH = received.view(len(self.counts), tokens, self.counts[0], rows, head_size)
+            x_ncNBH = received.view(len(self.counts), tokens, self.heads, rows, head_size)
             x_BcNH = x_ncNBH.permute(3, 1, 0, 2, 4).reshape(
                 rows, tokens, sum(self.counts), head_size
             )

@@ -705,20 +705,19 @@ def _whole_slabs(budgets: Budgets, cost: ModelCost, base: Decisions) -> Budgets:
 def _mode_sets(
     shape: ModelShape, base: Decisions, choices: Choices
 ) -> Iterable[tuple[tuple[ActivationMode, ...], tuple[KVMode, ...]]]:
-    """Returns sets of allowed modes and, by layer, of K/V modes, with less and less offloading.
+    """Returns sets of allowed modes and of K/V modes (by chunk one), with less and less offloading.
 
     Offloading needs memory for its look-ahead. That of whole activations is ten times that of a
     layer's inputs, and that of a layer's K/V grows with the sequence. Bytes behind the host that
     gain little may arrive late; so where K/V need not be there, the same sets follow without tiers
     behind the host.
     """
-    kv_modes = kv_modes_of(shape, base, choices) if base.by_layer else ()
+    kv_modes = kv_modes_of(shape, base, choices) if base.by_layer else (base.kv_tier,)
     behind = tiers_behind_host()
     allowed = [(choices, kv_modes)]
     near = tuple(tier for tier in choices.tiers if tier not in behind)
     near_kv = tuple(mode for mode in kv_modes if mode not in behind)
-    others = near and near != choices.tiers
-    if base.kv_tier not in behind and others and (near_kv or not kv_modes):
+    if near and near_kv:
         allowed.append((replace(choices, tiers=near), near_kv))
     found: dict[tuple[tuple[ActivationMode, ...], tuple[KVMode, ...]], None] = {}
     for some, kv_of_some in allowed:

@@ -8,8 +8,11 @@ import torch
 
 from sppo_hf.attention.backends.aten import AtenFlash
 from sppo_hf.attention.backends.base import AttentionSpec
+from sppo_hf.attention.backends.reference import Reference
 from sppo_hf.attention.backends.select import select_backend
-from sppo_hf.attention.segments import RowSpans
+from sppo_hf.attention.chunk_attention import AttentionCall, chunk_attention
+from sppo_hf.attention.kv_cache import LayerKV
+from sppo_hf.attention.segments import AttentionSegment, RowSpans
 from tests.attention.backends.fake_kernels import FakeAten
 from tests.attention.layers import attend_in_chunks
 from tests.attention.oracle import dense_attention
@@ -115,6 +118,40 @@ def test_loss_from_the_first_chunk_alone():
     chunked = torch.autograd.grad(out[:, :1].sum(), inputs[:3])
     for ours, theirs in zip(chunked, whole, strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("trained", [0, 1, 2])
+def test_queries_keys_or_values_that_need_a_gradient_alone(trained):
+    """As values do in a first layer with LoRA on them alone."""
+    inputs = _inputs(False)
+    for at, x in enumerate(inputs[:3]):
+        x.requires_grad_(at == trained)
+    expected = dense_attention(*inputs[:3], sinks=None, rows=None, window=None, scale=0.3)
+    weights = torch.randn_like(expected)
+    (whole,) = torch.autograd.grad((expected * weights).sum(), inputs[trained])
+    (chunked,) = torch.autograd.grad((_attend(inputs)[0] * weights).sum(), inputs[trained])
+    torch.testing.assert_close(chunked, whole)
+
+
+@pytest.mark.parametrize("tokens", [T, H])
+def test_of_one_segment_that_is_the_chunk_the_kernels_output_is_not_copied(tokens):
+    """Of a shorter one, behind which no query sees a key, it is put into zeros."""
+
+    class Watched(Reference):
+        def forward(self, *args, **kwargs):
+            found.append(super().forward(*args, **kwargs))
+            return found[-1]
+
+    found = []
+    q, k, v, _ = _inputs(False)
+    segments = (AttentionSegment(None, T, T + tokens, T, T + tokens),)
+    kv, backend = LayerKV(((0, T), (T, 2 * T))), Watched()
+    call = AttentionCall(kv, 1, T, segments, backend, scale=0.3)
+    out, _ = chunk_attention(q, k, v, sinks_N=None, link=None, call=call)
+    assert out.shape == (B, T, N, HV)
+    assert (out.data_ptr() == found[0].out_BNCH.data_ptr()) == (tokens == T)
+    assert torch.equal(out[:, :tokens].transpose(1, 2), found[0].out_BNCH)
+    assert not out[:, tokens:].any()
 
 
 def test_a_dropped_graph_frees_its_keys_at_once():

@@ -176,6 +176,14 @@ def test_a_module_that_does_more_than_a_norm_keeps_its_own_code() -> None:
     assert used(model) == {"norm": 6, "gated product": 2}
 
 
+def test_a_gate_of_unknown_width_keeps_its_own_code() -> None:
+    """It cannot be compared, for all MLPs of its kind."""
+    model = build_tiny_model("llama", dtype=torch.float32)
+    mlp: Any = model.model.layers[0].mlp
+    mlp.gate_proj = nn.Sequential(mlp.gate_proj)
+    assert "gated product" not in used(model)
+
+
 def test_a_bfloat16_kernel_may_not_be_farther_from_float32(liger: SimpleNamespace) -> None:
     class Rounds(SiLUMul):
         @staticmethod

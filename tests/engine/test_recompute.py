@@ -6,7 +6,7 @@ import gc
 import itertools
 import warnings
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from sppo_hf import SPPOConfig, SPPOError
 from sppo_hf.engine import recompute
 from sppo_hf.engine.convert import convert, get_engine
-from sppo_hf.engine.recompute import RecomputedLayer
+from sppo_hf.engine.recompute import RecomputedLayer, SavedTensor
 from sppo_hf.engine.structure import find_parts
 from sppo_hf.planning.activation_modes import ActivationMode, all_modes, mode_of
 from sppo_hf.testing.exactness import (
@@ -389,17 +389,67 @@ def test_a_forward_that_fails_leaves_no_mode_behind(
     expected = run_reference(model, batch, hooks=False)
     convert(model, _config())
 
+    cancelled: list[RecomputedLayer] = []
+    cancel = RecomputedLayer.cancel
+
+    def noted(saved: RecomputedLayer) -> None:
+        cancelled.append(saved)
+        cancel(saved)
+
     def fail(*_: object) -> None:
         raise error
 
+    monkeypatch.setattr(RecomputedLayer, "cancel", noted)
     hook = model.model.layers[1].get_submodule(where).register_forward_hook(fail)
     with pytest.raises(error):
         model(**batch)
     assert _get_current_dispatch_mode() is None
+    (saved,) = cancelled
+    assert not [*saved._saved_tensors()]
     hook.remove()
     again = run_batch(model, batch)
     for name, gradient in expected.by_name.items():
         torch.testing.assert_close(again.by_name[name], gradient, rtol=1e-9, atol=1e-12)
+
+
+class OneTensorEngine:
+    """An offload engine of one tensor, which is on the device or not."""
+
+    def __init__(self) -> None:
+        """Begin without a tensor."""
+        self.tensor: Tensor | None = None
+        self.here = False
+
+    def start_offload(self, tensor: Tensor, *, tier: str) -> "OneTensorEngine":
+        self.tensor = tensor
+        return self
+
+    def bytes_to_prefetch(self, handles: Iterable["OneTensorEngine"]) -> int:
+        return sum(not handle.here for handle in handles)
+
+    def wait_for(self, handle: "OneTensorEngine") -> Tensor | None:
+        handle.here = True
+        return handle.tensor
+
+    def evict(self, handle: "OneTensorEngine") -> None:
+        handle.here = False
+
+
+def test_a_borrowed_tensor_goes_back_to_where_it_was() -> None:
+    tensor = torch.ones(2)
+    for was_here in (False, True):
+        engine: Any = OneTensorEngine()
+        saved = SavedTensor(tensor, engine, "host")
+        engine.here = was_here
+        with saved.borrow() as borrowed:
+            assert borrowed is tensor
+            assert engine.here
+        assert engine.here == was_here
+    for engine in (None, OneTensorEngine()):
+        kept = SavedTensor(tensor, engine)
+        with kept.borrow() as borrowed:
+            assert borrowed is tensor
+        assert kept.take() is tensor
 
 
 def test_recomputed_layers_that_share_keys_are_freed_without_a_backward() -> None:

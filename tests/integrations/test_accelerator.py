@@ -3,6 +3,7 @@
 import logging
 import types
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -318,6 +319,53 @@ def test_the_process_is_bound_next_to_its_device_before_anything_is_pinned(monke
     monkeypatch.setattr(accelerator_module, "bind_to_device", bound.append)
     accelerator = Accelerator(parallelism_config=SPPOPlugin(show_plan=False))
     assert bound == [accelerator.device]
+
+
+class _Ends:
+    """Both ends of a pipeline in turn; `all_reduce` knows what the other end gave before."""
+
+    ReduceOp = torch.distributed.ReduceOp
+
+    def __init__(self, *grads: list[torch.Tensor]) -> None:
+        self.parameters = [[nn.Parameter(grad.clone()) for grad in those] for those in grads]
+        for parameter in (p for those in self.parameters for p in those):
+            parameter.grad = parameter.detach().clone()
+        self.given: dict[int, torch.Tensor] = {}
+        self.at = 0
+
+    def all_reduce(self, x: torch.Tensor, *, op: object, group: str) -> None:
+        assert group == "pp"
+        self.given[self.at] = x.clone()
+        given = torch.stack([*self.given.values()])
+        x.copy_(given.amax(0) if op == self.ReduceOp.MAX else given.sum(0))
+
+    def norms(self, norm_type: float) -> list[torch.Tensor]:
+        """The norm on each end, whose last parameters are one that both hold."""
+        self.given.clear()
+        found = []
+        for at in (0, 1, 0, 1):
+            self.at, parameters = at, self.parameters[at]
+            engine: Any = types.SimpleNamespace(
+                mesh=types.SimpleNamespace(is_first=at == 0, device="cpu", pp_group="pp"),
+                shared_parameters=lambda tied=parameters[-1:]: tied,
+            )
+            found.append(accelerator_module.total_norm(engine, parameters, norm_type))
+        return found[2:]
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
+def test_a_pipelines_norm_is_that_of_all_gradients(norm_type, monkeypatch):
+    torch.manual_seed(0)
+    tied = 3 * torch.randn(4)
+    first, last = [torch.randn(2, 3), tied], [torch.randn(5).double(), torch.randn(3), tied]
+    for grads in ((first, last), (first, [tied]), ([torch.randn(3), tied], [tied])):
+        ends = _Ends(*grads)
+        monkeypatch.setattr(accelerator_module, "dist", ends)
+        every = torch.cat([grad.double().flatten() for grad in (*grads[0], *grads[1][:-1])])
+        expected = torch.linalg.vector_norm(every, norm_type)
+        dtype = torch.float64 if last is grads[1] else torch.float32
+        for norm in ends.norms(norm_type):
+            torch.testing.assert_close(norm, expected.to(dtype))
 
 
 def _reward_model() -> LlamaForSequenceClassification:

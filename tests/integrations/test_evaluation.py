@@ -406,6 +406,28 @@ def test_looking_at_rows_before_training_changes_no_random_number(tmp_path):
     assert losses({"compute_metrics": accuracy}) == losses({})
 
 
+def test_before_training_the_longest_rows_with_token_labels_are_looked_at():
+    """Of what has others or none, the evaluation itself will say so."""
+
+    def rows(*tokens: int) -> list[dict[str, Tensor]]:
+        return [{"input_ids": torch.ones(n), "labels": torch.ones(n)} for n in tokens]
+
+    def collate(chosen: list[dict[str, Tensor]]) -> dict[str, Any]:
+        lengths = [len(row["input_ids"]) for row in chosen]
+        labels = {3: None, 4: torch.ones(2), 5: [1, 2]}
+        return {"labels": labels.get(max(lengths), torch.ones(len(chosen), max(lengths)))}
+
+    trainer = SimpleNamespace(
+        eval_dataset={"long": rows(6, 7, 9), **{str(n): rows(n, 1) for n in (3, 4, 5)}},
+        args=SimpleNamespace(per_device_eval_batch_size=2),
+        data_collator=collate,
+        _get_collator_with_removed_columns=lambda collate: collate,
+    )
+    evaluation: Any = SimpleNamespace(_trainer=trainer)
+    found = [labels.shape for labels in TrainerEvaluation._longest_labels(evaluation)]
+    assert found == [(2, 9)]
+
+
 class _Noisy(torch.utils.data.Dataset):
     """A dataset that draws its rows."""
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sppo_hf.engine.sequence_group import held_kv_heads, kv_head_transfers
+from sppo_hf.engine.sequence_group import held_kv_heads, kv_head_transfers, local_heads
 from sppo_hf.engine.stages import StageCut, StagedModel
 from sppo_hf.engine.structure import find_parts
 from sppo_hf.errors import ConfigError
@@ -90,6 +90,14 @@ def test_every_key_comes_once_from_a_rank_that_sends(queries: int, keys: int) ->
                 if target and not owner:
                     assert (yours, after) in planned[mine, before]
             assert sorted(came) == list(range(len(need)))
+
+
+def test_a_block_of_several_keys_has_the_queries_that_read_them() -> None:
+    """Four blocks of two keys and eight queries, divided among three ranks."""
+    for part, keys in enumerate((range(2), range(2, 4), range(4, 8))):
+        held = held_kv_heads(32, 8, part, 3, 4)
+        assert held == [range(4 * key, 4 * key + 4) for key in keys]
+        assert local_heads(32, part, 3, 4) == range(held[0].start, held[-1].stop)
 
 
 def test_a_stage_has_up_to_three_runs() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,14 +42,14 @@ class Watched:
         raise AssertionError(f"went on to run: {what}")
 
 
-def make(num_layers: int = 3, *, lora: bool = False, **settings: Any) -> Any:
+def make(num_layers: int = 3, *, lora: bool = False, rank: int = 0, **settings: Any) -> Any:
     config = SPPOConfig(pp_size=2, show_plan=False, **settings)
     model = build_tiny_model("llama", num_hidden_layers=num_layers)
     model = add_lora(model) if lora else model
     mesh = SimpleNamespace(
         pp_size=2,
         sp_size=1,
-        pp_rank=0,
+        pp_rank=rank,
         dp_size=1,
         dp_rank=0,
         embedding_group=None,
@@ -56,7 +58,7 @@ def make(num_layers: int = 3, *, lora: bool = False, **settings: Any) -> Any:
     )
     make_engine = functools.partial(
         PipelineEngine,
-        staged=staged_model(find_parts(model), config, 0),
+        staged=staged_model(find_parts(model), config, rank),
         mesh=mesh,  # type: ignore[arg-type]
         watchdog=Watched(),  # type: ignore[arg-type]
     )
@@ -164,6 +166,72 @@ def test_layers_of_a_stage_take_kernels_too() -> None:
     ]
     assert taken == [7, 7, 0, 0]
     restore_layers(engine.parts)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_gradients_are_averaged_with_the_stage_that_computes_them(tied: bool) -> None:
+    """Once each; what both ends hold comes after all stages."""
+    found: dict[int, set[str]] = {}
+    for rank in range(2):
+        model = build_tiny_model("llama", num_hidden_layers=4, tie_word_embeddings=tied)
+        config = SPPOConfig(pp_size=2, pp_virtual_stages=2, pp_schedule="interleaved_seq1f1b")
+        staged = staged_model(find_parts(model), config, rank)
+        mesh = SimpleNamespace(embedding_group="both ends")
+        engine: Any = SimpleNamespace(staged=staged, parts=staged.parts, mesh=mesh)
+        engine.shared_parameters = functools.partial(PipelineEngine.shared_parameters, engine)
+        names = {id(p): name for name, p in model.named_parameters()}
+        for stage in staged.cut.own:
+            parameters = PipelineEngine._parameters_of(engine, stage)
+            found[stage] = {names[id(p)] for p in parameters}
+            assert len(found[stage]) == len(parameters)
+    layers = [{n for n in found[at] if n.startswith(f"model.layers.{at}.")} for at in range(4)]
+    assert all(layers)
+    others = [found[at] - layers[at] for at in range(4)]
+    embedding, head = (
+        (set(), set()) if tied else ({"model.embed_tokens.weight"}, {"lm_head.weight"})
+    )
+    assert others == [embedding, set(), set(), {"model.norm.weight"} | head]
+
+
+@pytest.mark.parametrize(("rank", "fails"), [(0, False), (1, True)])
+def test_a_schedule_leaves_earlier_gradients_also_where_it_fails(
+    rank: int, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make(rank=rank)
+    engine: Any = get_engine(model)
+    before = [torch.ones_like(p) for p in model.parameters()]
+    for parameter, grad in zip(model.parameters(), before, strict=True):
+        parameter.grad = grad
+    events: list[str] = []
+
+    def noted(event: str) -> Any:
+        return lambda *args, **kwargs: events.append(event)
+
+    @contextlib.contextmanager
+    def running(stage: int) -> Iterator[None]:
+        events.append(f"stage {stage}")
+        yield
+
+    def execute(*args: Any) -> None:
+        assert all(p.grad is None for p in model.parameters())
+        if fails:
+            raise KeyError
+
+    weights = SimpleNamespace(end_step=noted("ended"), drop_gradients=noted("dropped"))
+    prepared = SimpleNamespace(plans=None, step=SimpleNamespace(name="seq1f1b"), weights=weights)
+    monkeypatch.setattr(engine, "_prepare", lambda *args, **kwargs: prepared)
+    monkeypatch.setattr(engine, "_make_stage_runner", noted("runner"))
+    monkeypatch.setattr(engine, "_step_rows", noted("rows"))
+    monkeypatch.setattr(engine.plans, "warm_up_attention", noted("warm"))
+    monkeypatch.setattr(engine, "_execute", execute)
+    monkeypatch.setattr(engine.staged, "running", running)
+    call: Any = SimpleNamespace(device=torch.device("cpu"))
+    arguments = (call, None, noted("loss"))
+    with pytest.raises(KeyError) if fails else contextlib.nullcontext():
+        engine.run_schedule(*arguments, scale=torch.ones(()), records=False)
+    assert all(p.grad is grad for p, grad in zip(model.parameters(), before, strict=True))
+    loss = ["stage 1", "loss"] if rank else []
+    assert events == [*loss, "runner", "rows", "warm", "dropped" if fails else "ended"]
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,31 @@
-"""Models whose sequences can be shared; test_sequence_exactness.py checks the collectives."""
+"""Models whose sequences can be shared, and exchanges of ranks that are threads here.
 
+test_sequence_exactness.py has real collectives.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from sppo_hf.config import SPPOConfig
+from sppo_hf.engine.sequence_group import local_heads, rank_tokens
 from sppo_hf.engine.structure import find_parts
 from sppo_hf.errors import ConfigError, PipelineError, UnsupportedModelError
 from sppo_hf.pipeline import sequence_parallel
-from sppo_hf.pipeline.sequence_parallel import SequenceParallelEngine, check_shareable_sequences
+from sppo_hf.pipeline.sequence_parallel import (
+    SequenceParallelEngine,
+    SequenceRanks,
+    check_shareable_sequences,
+)
 from sppo_hf.testing.tiny_families import _STATES, FAMILIES
 from sppo_hf.testing.tiny_models import build_tiny_model
 
@@ -54,3 +69,73 @@ def test_replicas_that_share_sharded_weights_run_as_many_chunks(monkeypatch, oth
     seen = r"3 on rank 0, 4 on rank 1\. .* Remedy: num_chunks=4 "
     with pytest.raises(PipelineError, match=seen):
         SequenceParallelEngine.check_plan(engine, call, plan)
+
+
+class Threads(SequenceRanks):
+    """A rank that is a thread; `group` has what each of them sends, and when all have."""
+
+    def start_all_to_all(
+        self, sent: Tensor, sent_lengths: list[int], received_lengths: list[int]
+    ) -> Tensor:
+        posts, barrier = self.group
+        posts[self.rank] = sent.split(sent_lengths)
+        barrier.wait(10)
+        received = [posts[rank][self.rank] for rank in range(self.size)]
+        barrier.wait(10)
+        assert [len(part) for part in received] == received_lengths
+        return torch.cat(received)
+
+
+def on_threads(size: int, head_blocks: int | None, work: Callable[[Threads], Any]) -> None:
+    group = [()] * size, threading.Barrier(size)
+    ranks = [Threads(group, rank, size, head_blocks=head_blocks) for rank in range(size)]
+    with ThreadPoolExecutor(size) as pool:
+        assert len([*pool.map(work, ranks)]) == size
+
+
+@pytest.mark.parametrize(
+    ("heads", "size", "head_blocks"), [(6, 3, None), (8, 2, 4), (8, 3, 4), (5, 2, 5)]
+)
+def test_tokens_are_exchanged_for_heads_and_back(
+    heads: int, size: int, head_blocks: int | None
+) -> None:
+    """Seven tokens, and heads in blocks that the ranks cannot always divide evenly."""
+    x_BNCH = torch.randn(2, heads, 7, 3, dtype=torch.float64)
+
+    def exchange(ranks: Threads) -> None:
+        own_heads = x_BNCH[:, slice(*_ends(local_heads(heads, ranks.rank, size, head_blocks)))]
+        own_tokens = x_BNCH[:, :, slice(*rank_tokens(0, 7, ranks.rank, size))]
+        for mine, yours, start in (
+            (own_tokens, own_heads, lambda x: ranks.start_tokens_to_heads(x, 7)),
+            (own_heads, own_tokens, ranks.start_heads_to_tokens),
+        ):
+            x = mine.clone().requires_grad_()
+            running = start(x)
+            assert torch.equal(running.pending(), yours)
+            received = running.wait()
+            assert torch.equal(received, yours)
+            received.backward(2 * yours)
+            assert x.grad is not None
+            assert torch.equal(x.grad, 2 * mine)
+
+    on_threads(size, head_blocks, exchange)
+
+
+def _ends(heads: range) -> tuple[int, int]:
+    return heads.start, heads.stop
+
+
+def test_all_ranks_have_the_value_of_the_one_that_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broadcast(shared: list[str], source: int, *, group: str) -> None:
+        assert (group, source) == ("control", 7)
+        shared[0] = "theirs"
+
+    ranks = SequenceRanks("group", 0, 3, control_group="control")
+    monkeypatch.setattr(
+        sequence_parallel,
+        "make_on_all_ranks",
+        lambda make, group, *, share: (make(), [share(make()), 1.0, 3.0]),
+    )
+    monkeypatch.setattr(sequence_parallel.dist, "get_global_rank", lambda group, rank: 6 + rank)
+    monkeypatch.setattr(sequence_parallel.dist, "broadcast_object_list", broadcast)
+    assert ranks.decide(lambda: "mine", lambda made: float(len(made))) == "theirs"

@@ -21,7 +21,7 @@ from sppo_hf.pipeline.stage_plans import (
     BatchPlans,
     StagePlanCache,
 )
-from sppo_hf.pipeline.step_schedule import StepSchedule, check_size, step_schedule
+from sppo_hf.pipeline.step_schedule import Copies, StepSchedule, check_size, step_schedule
 from sppo_hf.planning.choices import DeviceFacts
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.hardware import UNKNOWN_LINK, load_profile
@@ -302,10 +302,13 @@ def made(
     pp_size: int = 2,
     forward_only: bool = False,
     reduce: bool = False,
+    copies: Copies = frozenset(),
     **settings: Any,
 ) -> StepSchedule:
     config = SPPOConfig(pp_size=pp_size, pp_schedule=name, **settings)  # type: ignore[arg-type]
-    return step_schedule(config, name, *size, forward_only=forward_only, reduce=reduce)
+    return step_schedule(
+        config, name, *size, forward_only=forward_only, reduce=reduce, copies=copies
+    )
 
 
 @pytest.mark.parametrize("name", GENERATORS)
@@ -318,6 +321,14 @@ def test_a_step_is_the_lowered_schedule(name: str, reduce: bool) -> None:
     validate(step.schedule)
     reductions = {a.stage for rank in step.schedule.ranks for a in rank if a.kind == "REDUCE_GRAD"}
     assert reductions == (set(range(2 * virtual)) if reduce else set())
+
+
+def test_copies_of_a_chunk_are_made_in_every_micro_batch() -> None:
+    copies: Copies = frozenset({("D", 0, 0, None), ("D", 0, 1, None), ("S", 0, 1, None)})
+    step = made(size=(2, 3), copies=copies)
+    assert step.offloaded_units == {(0, 0), (0, 1), (0, 3), (0, 4)}
+    stored = {(a.stage, a.unit) for rank in step.schedule.ranks for a in rank if a.kind == "S"}
+    assert stored == {(0, 1), (0, 4)}
 
 
 @pytest.mark.parametrize("name", GENERATORS)

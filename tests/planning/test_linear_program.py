@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 
 from sppo_hf.planning.activation_modes import KEEP, ActivationMode, all_modes
+from sppo_hf.planning.chunk_bounds import even_bounds
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions, Order
 from sppo_hf.planning.linear_program import (
@@ -22,9 +23,11 @@ from sppo_hf.planning.linear_program import (
 )
 from sppo_hf.planning.lowering import compute_seconds, estimate, lower
 from sppo_hf.planning.memory import Budgets, Cause
+from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.policies import uniform_modes
 from sppo_hf.planning.tiers import TIERS
 from tests.planning.modes import OFFLOAD, RECOMPUTE
+from tests.planning.shapes import llama_config, shape_of
 from tests.planning.situations import decided, falling_bounds, runs, slow_cost, small_shape
 from tests.sweeps import examples
 
@@ -110,6 +113,43 @@ def test_no_room_no_answer() -> None:
     cost, what = slow_cost(small_shape()), decided(falling_bounds(3))
     tight = Budgets(device=10, host=None, disk=None)
     assert LinearProgram(what, cost, tight, (KEEP, RECOMPUTE)).solve() is None
+
+
+@pytest.mark.parametrize("order", ["by_chunk", "by_layer"])
+def test_a_mode_fits_by_the_program_from_the_estimates_peak_on(order: Order) -> None:
+    """Or from a little above it where units are on their way."""
+    even = even_bounds(24_576, 6)
+    rising = tuple((24_576 - end, 24_576 - start) for start, end in falling_bounds(6, 4096)[::-1])
+
+    def shape(layers: int, **sizes: int) -> ModelShape:
+        config = llama_config(hidden_size=256, num_hidden_layers=layers, **sizes)
+        return shape_of(config, dtype_bytes=2, trainable_parameters=1000)
+
+    narrow, wide = shape(4, vocab_size=500), shape(1, vocab_size=500, intermediate_size=2**16)
+    first_wide = replace(narrow, layers=(*wide.layers, *narrow.layers[1:]))
+    moments: set[str] = set()
+    for model, bounds in (
+        # By chunk every layer counts with the largest one's workspace.
+        (first_wide if order == "by_layer" else narrow, even),
+        (narrow, rising),
+        (shape(2, vocab_size=100_000), rising),
+    ):
+        cost, layers = slow_cost(model), len(model.layers)
+        ahead = 2 * cost.activation_bytes(0, bounds[-1][1] - bounds[-1][0], "whole")
+        for mode, above in ((KEEP, 1.001), (RECOMPUTE, 1.001), (OFFLOAD, 1.2)):
+            what = replace(
+                decided(bounds, mode, layers=layers, tile_tokens=24_576, order=order),
+                max_pending_d2h_bytes=ahead,
+                max_prefetch_bytes=ahead,
+            )
+            kv_modes = ("device",) if what.by_layer else ()
+            predicted = estimate(cost.shape, what)
+            moments.add(predicted.moment.partition(" of ")[0])
+            for share in (0.999, above):
+                budgets = Budgets(device=int(share * predicted.device.total), host=None)
+                mix = LinearProgram(what, cost, budgets, (mode,), kv_modes=kv_modes).solve()
+                assert (mix is not None) == (share > 1), (predicted.moment, bounds, mode, share)
+    assert moments >= {"loss", "start"}
 
 
 def test_free_copies_are_preferred_to_recomputation_and_slow_ones_are_not() -> None:

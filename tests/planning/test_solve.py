@@ -23,6 +23,7 @@ from sppo_hf.planning.solve import (
     Choices,
     Solution,
     _fit_lookahead,
+    _mode_sets,
     fits,
     fixed_policies,
     kv_modes_of,
@@ -293,6 +294,24 @@ def test_room_that_is_left_is_for_more_on_its_way() -> None:
     room = round(3 * frame * (1 + FRAGMENTATION["cuda"]))
     found = _fit_lookahead(cost, what, Budgets(device=device_bytes(cost, what) + room))
     assert found.max_prefetch_bytes == pytest.approx(5 * frame, rel=1e-6)
+
+
+def test_plans_without_the_disk_are_tried_where_nothing_must_be_there() -> None:
+    """What gains little on a disk may come back late."""
+    shape, by_chunk = small_shape(2), decided(falling_bounds(2), layers=2)
+    by_layer, kept = replace(by_chunk, order="by_layer"), ("device",)
+
+    def near(base: Decisions, tiers: tuple[Tier, ...], kv_tiers: tuple[Tier, ...]) -> set[str]:
+        choices = Choices(saved=("whole",), tiers=tiers, kv_tiers=kv_tiers)
+        sets = [({m.tier for m in modes}, {*kv}) for modes, kv in _mode_sets(shape, base, choices)]
+        assert all(tiers for tiers, _ in sets)
+        return {" ".join(sorted(kv)) for tiers, kv in sets if tiers == {*NO_DISK}}
+
+    assert near(by_chunk, ALL_TIERS, ALL_TIERS) == {"device"}
+    assert near(replace(by_chunk, kv_tier="disk"), ALL_TIERS, ALL_TIERS) == set()
+    assert near(by_layer, ALL_TIERS, ("device", "disk")) == {"device"}
+    assert near(by_layer, NO_DISK, ALL_TIERS) == {"device disk host", "device host", "device"}
+    assert near(by_layer, ALL_TIERS, ("disk",)) == near(by_layer, ("disk",), kept) == set()
 
 
 def test_more_memory_is_never_slower() -> None:
