@@ -19,7 +19,7 @@ from torch import Tensor
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.action_log import ActionLog, TraceFolder
 from sppo_hf.engine.device_facts import device_facts, model_shape
-from sppo_hf.engine.plan_cache import PlanCache, PlannedOffload, trainable_mask
+from sppo_hf.engine.plan_cache import PlanCache, PlannedOffload
 from sppo_hf.engine.step_observer import StepObserver
 from sppo_hf.engine.structure import ModelParts, all_modules, own_parameters
 from sppo_hf.offload.weights import HostWeights, can_be_host_resident
@@ -57,8 +57,9 @@ class WeightPlacement:
         )
         """Optimizers whose states follow the weights, with the host memory that these states take
         in bytes (see `unpinned_host_bytes`); None if an update may have changed it."""
-        self._trainable_when_placed = b""
-        """`trainable_mask` of the model when weights were moved to the host."""
+        self._placed: list[tuple[int, bool]] = []
+        """Identity of each of the model's parameters when weights were moved to the host, and
+        whether it trained."""
 
     def copy_settings(self, other: WeightPlacement) -> None:
         """Place weights as `other`, of a model that this one's is a copy of, from the next step."""
@@ -83,9 +84,12 @@ class WeightPlacement:
     def update_trainable(
         self, device: torch.device, parameters: Sequence[torch.nn.Parameter]
     ) -> None:
-        """Note which parameters train now, and place weights again if these have changed."""
+        """Note which parameters train now, and place weights again if these have changed.
+
+        Resizing embeddings may put other parameters into the model.
+        """
         self._plans.update_trainable(parameters)
-        if self.weights is not None and self._trainable_when_placed != self._plans.trained:
+        if self.weights is not None and self._placed != _identities(parameters):
             self._place(device)
 
     def _place(self, device: torch.device) -> None:
@@ -107,8 +111,7 @@ class WeightPlacement:
                 if buffer.device != device:
                     module._buffers[name] = buffer.to(device)
         copier = self._planned_offload.copier(device)
-        parameters = own_parameters(all_modules(self._parts.causal_lm))
-        self._trainable_when_placed = trainable_mask(parameters)
+        self._placed = _identities(own_parameters(all_modules(self._parts.causal_lm)))
         self.weights = HostWeights(
             layers,
             others,
@@ -257,6 +260,10 @@ class WeightPlacement:
             raise
         if not backward_follows:
             self.weights.move_to_host()
+
+
+def _identities(parameters: Sequence[torch.nn.Parameter]) -> list[tuple[int, bool]]:
+    return [(id(parameter), parameter.requires_grad) for parameter in parameters]
 
 
 def _log_weights(log: ActionLog, layer: int, backward: bool) -> None:

@@ -196,7 +196,11 @@ class TrainerEvaluation(TrainerMethods):
     def _new_request(self, engine: Engine, inputs: dict[str, Any]) -> LogitsRequest | None:
         """Decide what the model does with the logits of a batch; None leaves it to the model."""
         labels = inputs.get("labels")
-        if not isinstance(labels, Tensor) or labels.ndim != 2 or engine.external_loss_name:
+        # Where a label is missing the Trainer calls the model, not its `compute_loss`.
+        names = self._trainer.label_names
+        computes_loss = bool(names) and all(inputs.get(name) is not None for name in names)
+        is_outside = bool(engine.external_loss_name) and computes_loss
+        if not isinstance(labels, Tensor) or labels.ndim != 2 or is_outside:
             return None  # nothing runs chunk by chunk, or the engine refuses it with its own words
         function = self._function
         may_reduce = function is not None and self._may_reduce(engine)
@@ -222,11 +226,16 @@ class TrainerEvaluation(TrainerMethods):
         return "predict()" if self._trainer.compute_metrics is None else "compute_metrics"
 
     def _may_reduce(self, engine: Engine) -> bool:
-        """Whether only the function for logits reads the logits of an evaluation."""
+        """Whether the function for logits gets these alone, and nothing else reads them.
+
+        A model with a router loss returns that beside them, and the function gets both in a tuple.
+        """
         others_read = engine.config.return_logits or any(
             self._overrides(name) for name in ("prediction_step", "compute_loss")
         )
-        return not others_read and self._trainer.label_names == ["labels"]
+        has_router_loss = getattr(engine.parts.text_config, "output_router_logits", False)
+        alone = not others_read and not has_router_loss
+        return alone and self._trainer.label_names == ["labels"]
 
     # -- the function for logits -------------------------------------------------------------
 
@@ -321,7 +330,8 @@ class TrainerEvaluation(TrainerMethods):
             if not self._may_reduce(engine):
                 function = (
                     "with a Trainer that overrides neither prediction_step nor compute_loss, and "
-                    "without return_logits and label_names, a preprocess_logits_for_metrics"
+                    "without return_logits, label_names and config.output_router_logits, a "
+                    "preprocess_logits_for_metrics"
                 )
         raise BudgetError(
             f"{self._logits_consumer} needs the logits of whole evaluation batches: {batch_rows} x "

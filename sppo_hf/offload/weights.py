@@ -131,10 +131,22 @@ class _Weight:
         own = (self.host,) if self.device is None else (self.host, self.device)
         return self.parameter.data.data_ptr() not in [tensor.data_ptr() for tensor in own]
 
-    def adopt_replaced_data(self) -> None:
-        """Copy data that was assigned to the parameter to the host; no copy reads that any more."""
-        self.host.copy_(self.parameter.data)
+    def adopt_replaced_data(self) -> bool:
+        """Copy data that was assigned to the parameter to the host; no copy reads that any more.
+
+        Returns:
+            Whether it has another shape or dtype (resized embeddings, say), and so other memory,
+            which is not page-locked.
+        """
+        data = self.parameter.data
+        is_other = data.shape != self.host.shape or data.dtype != self.host.dtype
+        if is_other:
+            self.host, self.gradient_bytes = data.to("cpu").contiguous(), None
+        else:
+            self.host.copy_(data)
+        self.parameter.data = self.host
         self.to_host()
+        return is_other
 
     def gradient_buffer(self, gradient: Tensor) -> Tensor | None:
         """Its page-locked bytes as an uninitialized tensor like `gradient`.
@@ -164,11 +176,12 @@ class _Weight:
             self.parameter.data = self.device
 
     def to_host(self) -> None:
-        """Make the parameter its host bytes, and free the device copy."""
+        """Make the parameter its host bytes, and free the device copy; replaced data stays."""
         if self.ticket is not None:
             self.ticket.wait()  # nobody did, and its bytes may not be freed under the copy
             self.ticket = None
-        self.parameter.data = self.host
+        if not self.has_replaced_data:
+            self.parameter.data = self.host
         self.device = None
 
 
@@ -241,15 +254,9 @@ class HostWeights:
         self._accumulations: deque[_Accumulation] = deque()
         self._last_h2d: Ticket | None = None
         self._last_d2h: Ticket | None = None
-        *gradients, outer = (
-            sum(weight.host.nbytes for weight in group if weight.parameter.requires_grad)
-            for group in (*self._layers, self._others)
-        )
-        self._max_pending_bytes = max(gradients, default=0)
         self._arrival_pool: HostPool | None = None
         """Memory for gradients that are added to earlier ones; not pinned before the first."""
-        if locker is not None and self._max_pending_bytes + outer:
-            self._arrival_pool = HostPool(arriving_bytes(gradients, outer), locker=locker)
+        self._size_gradient_memory()
         trained = [weight for weight in self._all() if weight.parameter.requires_grad]
         self._hooks = [hook for weight in trained for hook in _gradient_hooks(self, weight)]
 
@@ -297,10 +304,11 @@ class HostWeights:
             for weight in self._all():
                 weight.gradient = None
             self.move_to_host()
-        for weight in self._all():
-            if weight.has_replaced_data:
-                self._finish_h2d()
-                weight.adopt_replaced_data()
+        replaced = [weight for weight in self._all() if weight.has_replaced_data]
+        if replaced:
+            self._finish_h2d()
+            if any([weight.adopt_replaced_data() for weight in replaced]):
+                self._size_gradient_memory()
         self._drop_device_copies()
         self.layers_with_sent_gradients.clear()
         self._start_h2d(self._others, len(self._layers), backward=False)
@@ -495,6 +503,18 @@ class HostWeights:
             region = pool.try_allocate(gradient.nbytes)
         region = region or pool.allocate(gradient.nbytes)
         return region.memory.view(gradient.dtype).view(gradient.shape), region
+
+    def _size_gradient_memory(self) -> None:
+        """Make the memory that gradients take on their way; none may be on it."""
+        *gradients, outer = (
+            sum(weight.host.nbytes for weight in group if weight.parameter.requires_grad)
+            for group in (*self._layers, self._others)
+        )
+        self._max_pending_bytes = max(gradients, default=0)
+        if self._arrival_pool is not None:
+            self._arrival_pool.close()
+        if self._locker is not None and self._max_pending_bytes + outer:
+            self._arrival_pool = HostPool(arriving_bytes(gradients, outer), locker=self._locker)
 
     def _limit_pending_gradients(self) -> None:
         """Free gradients whose copies are over; compute waits where too many are pending."""

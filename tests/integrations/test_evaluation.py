@@ -16,6 +16,7 @@ from sppo_hf.engine.convert import get_engine
 from sppo_hf.engine.logits import LogitsRequest
 from sppo_hf.integrations.evaluation import TrainerEvaluation
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
+from sppo_hf.testing.tiny_models import build_tiny_model
 from tests.integrations.training import (
     ROW_TOKENS,
     VOCABULARY,
@@ -117,11 +118,13 @@ def _padded_rows(count: int, seed: int) -> list[dict[str, Tensor]]:
     return rows
 
 
-def _trainer(folder, plugin, *, kind=Trainer, eval_rows=None, arguments=None, **given):
+def _trainer(
+    folder, plugin, *, kind=Trainer, make=make_model, eval_rows=None, arguments=None, **given
+):
     AcceleratorState._reset_state(reset_partial_state=True)
     settings = {"parallelism_config": plugin, "max_steps": 1, **(arguments or {})}
     return kind(
-        make_model(),
+        make(),
         make_arguments(folder, **settings),
         train_dataset=make_rows(4),
         eval_dataset=make_rows(5, seed=2) if eval_rows is None else eval_rows,
@@ -189,10 +192,34 @@ CASES: dict[str, dict[str, Any]] = {
         "function": argmax,
         "arguments": {"label_smoothing_factor": 0.1},
     },
+    "label smoothing, a missing label": {
+        "arguments": {"label_smoothing_factor": 0.1, "label_names": ["labels", "weights"]},
+    },
 }
 TOKEN_WISE = ("argmax", "tuple", "dict", "padding", "bfloat16", "batch by batch",
               "everything included", "no metrics")  # fmt: skip
 NOT_TOKEN_WISE = ("shifted", "centred", "of rows", "of whole rows")
+
+
+def test_a_function_for_logits_gets_the_router_loss_beside_them(tmp_path):
+    def of_second(outputs: Any, labels: Tensor) -> Tensor:
+        return outputs[1].argmax(-1)
+
+    def evaluated(plugin: SPPOPlugin | None) -> tuple[dict[str, float], Any]:
+        trainer = _trainer(
+            tmp_path,
+            plugin,
+            make=lambda: build_tiny_model(
+                "mixtral-router-loss", vocab_size=VOCABULARY, dtype=torch.float32
+            ),
+            compute_metrics=accuracy,
+            preprocess_logits_for_metrics=of_second,
+        )
+        return _evaluated(trainer), trainer.predict(make_rows(3, seed=3)).predictions
+
+    (ours, our_guesses), (plain, guesses) = evaluated(SPPOPlugin(SETTINGS)), evaluated(None)
+    assert ours == pytest.approx(plain, rel=1e-4)
+    np.testing.assert_array_equal(our_guesses, guesses)
 
 
 @pytest.mark.parametrize("name", CASES)

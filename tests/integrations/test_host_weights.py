@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ from sppo_hf.offload.copy_streams import HostCopier
 from sppo_hf.planning import plan
 from sppo_hf.planning.choices import Placement
 from tests.fakes.device import FakeDevice
-from tests.integrations.training import make_arguments, make_model, make_rows
+from tests.integrations.training import VOCABULARY, make_arguments, make_model, make_rows
 from tests.sweeps import ALL
 
 HOST = ({"weights": "host"}, {"optimizer": "host"})
@@ -285,3 +286,55 @@ def test_the_action_log_ends_with_the_update(tmp_path: Path) -> None:
     assert ran[0].startswith("0P0.")
     trace = (tmp_path / "did" / "rank0.trace.json").read_text()
     assert '"host compute"' in trace
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_embeddings_may_be_resized_between_two_trainings(tied: bool, tmp_path: Path) -> None:
+    """Resizing gives parameters other data, and may put other parameters into the model."""
+
+    def train(**places: str) -> Trainer:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        plugin = SPPOPlugin(chunk_tokens=8, **places) if places else None
+        arguments = make_arguments(
+            tmp_path,
+            parallelism_config=plugin,
+            gradient_accumulation_steps=2,
+            optim="sgd",
+            max_steps=2,
+        )
+        model = make_model(tie_word_embeddings=tied)
+        trainer = Trainer(model, arguments, train_dataset=make_rows(16))
+        trainer.train()
+        model.resize_token_embeddings(VOCABULARY + 5, mean_resizing=False)
+        model.lm_head = copy.deepcopy(model.lm_head)
+        model.tie_weights()
+        trainer.optimizer = trainer.lr_scheduler = None
+        trainer.train()
+        return trainer
+
+    plain, hosted = train(), train(weights="host")
+    for ours, theirs in zip(hosted.model.parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    weights = get_engine(hosted.model).weights
+    assert all(weights.has(parameter) for parameter in hosted.model.parameters())
+
+
+def test_data_that_is_assigned_before_the_optimizer_steps_stays() -> None:
+    def train(**places: str) -> list[torch.Tensor]:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        accelerator = Accelerator(
+            cpu=True, parallelism_config=SPPOPlugin(**places) if places else None
+        )
+        model = make_model()
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        ids = torch.arange(12)[None]
+        for _ in range(2):
+            accelerator.backward(model(input_ids=ids, labels=ids).loss)
+            for parameter in model.parameters():
+                parameter.data = parameter.data.clamp(-0.02, 0.02)
+            optimizer.step()
+            optimizer.zero_grad()
+        return [parameter.detach() for parameter in model.parameters()]
+
+    for ours, theirs in zip(train(weights="host"), train(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
