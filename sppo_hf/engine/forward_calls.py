@@ -145,6 +145,8 @@ class ForwardCall:
         positions = self.position_ids
         if positions is not None and self.attention_mask is None and self.cu_seq_lens is None:
             positions = document_positions(self.parts, positions)
+            if positions is None:
+                _warn_if_documents_are_joined(self.position_ids, self.parts.name)
         elif positions is not None and positions.ndim > 2:
             positions = None
         layout = read_layout(
@@ -162,9 +164,10 @@ class ForwardCall:
         if by_positions and layout.rows is not None and self.caches_by_default:
             warnings.warn(
                 "position_ids restart or jump, so documents in a row do not see each other. They "
-                "do in the unmodified model while its config has use_cache=True, unless it runs "
-                "FlashAttention. Set model.config.use_cache = False (the Trainer does) to have "
-                "both agree, or give an attention_mask if a row is one document.",
+                f"do in the unmodified model while {_config_owner(self.parts)} has use_cache=True, "
+                "unless it runs FlashAttention. Set use_cache = False there (the Trainer does for "
+                "model.config) to have both agree, or give an attention_mask if a row is one "
+                "document.",
                 stacklevel=2,
             )
         return layout
@@ -367,7 +370,7 @@ def read_call(
 
 def _switched_on(parts: ModelParts, given: dict[str, Any]) -> tuple[str, ...]:
     """Keywords that are true, and config fields that are true and not overridden by a keyword."""
-    owner = "model.config" + ("" if parts.text_config is parts.causal_lm.config else ".text_config")
+    owner = _config_owner(parts)
     fields = [
         f"{owner}.{name}"
         for name in ("output_attentions", "output_hidden_states")
@@ -660,6 +663,22 @@ def _packed_by_lengths(
 
 def _spans(starts: list[int], total: int) -> tuple[tuple[int, int], ...]:
     return tuple(zip(starts, [*starts[1:], total], strict=True))
+
+
+def _config_owner(parts: ModelParts) -> str:
+    """Where a user finds the config of the text model."""
+    return "model.config" + ("" if parts.text_config is parts.causal_lm.config else ".text_config")
+
+
+def _warn_if_documents_are_joined(position_ids: Tensor | None, name: str) -> None:
+    if position_ids is not None and bool((torch.diff(position_ids, dim=-1) < 0).any()):
+        warnings.warn(
+            f"position_ids restart, but {name} makes no mask of them in Transformers: documents in "
+            "a row see each other, here as there, unless it runs FlashAttention there. Give "
+            "cu_seq_lens_q and cu_seq_lens_k to keep them apart "
+            "(DataCollatorWithFlattening(return_flash_attn_kwargs=True) does).",
+            stacklevel=2,
+        )
 
 
 def _warn_if_packing_is_ignored(position_ids: Tensor | None, mask: Tensor) -> None:

@@ -244,6 +244,25 @@ def test_positions_that_restart_are_documents_of_every_row():
     assert layout.rows == (RowSpans(((0, 2), (2, 5), (5, 6)), 6),) * 2
 
 
+@pytest.mark.parametrize(("family", "joined"), [("gpt_oss", True), ("llama", False)])
+def test_models_whose_masks_ignore_positions_join_documents_aloud(family, joined):
+    model = build_tiny_model(family)
+    model.config.use_cache = False
+    ids = torch.arange(12)[None]
+    positions = torch.tensor([[*range(5), *range(7)]])
+    given = {"input_ids": ids, "labels": ids, "position_ids": positions}
+    expected = model(**given).loss
+    convert(model, SPPOConfig(num_chunks=2, show_plan=False))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.testing.assert_close(model(**given).loss.float(), expected)
+    said = [str(one.message) for one in seen if "position_ids restart" in str(one.message)]
+    assert [text.count("return_flash_attn_kwargs=True") for text in said] == [1] * joined
+    offsets = torch.tensor([0, 5, 12], dtype=torch.int32)
+    apart = model(**given, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets).loss.float()
+    assert torch.allclose(apart, expected) is not joined
+
+
 def test_positions_under_a_mask_are_ignored_aloud():
     with pytest.warns(UserWarning, match="Leave attention_mask out"):
         layout = _read(
