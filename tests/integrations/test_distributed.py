@@ -121,6 +121,15 @@ def test_fsdp2_gathers_weights_as_often_on_ranks_with_less_to_do(
     _assert_same_run(ours, plain, ("loss", "grad_norm"))
 
 
+@needs_fsdp2
+def test_fsdp2_by_chunk_refuses_other_numbers_of_chunks(tmp_path: Path):
+    """Ranks gather all weights for every chunk, so one with more chunks would wait forever."""
+    settings = {"order": "by_chunk", "chunk_tokens": 8}
+    job = {"kind": "fsdp2", "settings": settings, "rows": 1, "lengths": [24, 7]}
+    seen = run_job(job, 2, tmp_path)
+    assert "3 on rank 0, 1 on rank 1." in seen["refused"]
+
+
 def _of_layers(gathered: list[str]) -> list[str]:
     """Without the group of norm and head: the head, in tiles, runs again in backward."""
     return [name for name in gathered if ".layers." in name]
