@@ -194,22 +194,29 @@ def gather_of_sharded(numbers: tuple[int, ...], parameter: Any) -> dict[int, tup
     return {rank: tuple(row) for rank, row in zip(ranks, gathered.tolist(), strict=True)}
 
 
-def check_chunk_counts(by_rank: Mapping[int, tuple[int, ...]]) -> None:
+def check_chunk_counts(by_rank: Mapping[int, tuple[int, ...]]) -> int:
     """Refuse plans of other numbers of chunks where FSDP2 shards the model.
 
+    Calls of the final norm and of the head, which may be gathered together, pair up in FSDP2's
+    bookkeeping. So ranks must call the head as often in each chunk, too.
+
     Args:
-        by_rank: Each rank's number of chunks, and the number of groups of rows that it runs in.
+        by_rank: Each rank's number of chunks, the number of groups of rows that it runs in, and the
+            number of tiles of its loss in the chunk that has most.
+
+    Returns:
+        The number of tiles that the loss of each chunk must have.
 
     Raises:
         PipelineError: The numbers differ, as all ranks that have gathered them see.
     """
-    if len({chunks * groups for chunks, groups in by_rank.values()}) == 1:
-        return
-    seen = ", ".join(f"{c * groups} on rank {rank}" for rank, (c, groups) in by_rank.items())
+    if len({chunks * groups for chunks, groups, _ in by_rank.values()}) == 1:
+        return max(tiles for _, _, tiles in by_rank.values())
+    seen = ", ".join(f"{c * groups} on rank {rank}" for rank, (c, groups, _) in by_rank.items())
     raise PipelineError(
         "FSDP2 gathers the weights of every layer once for each chunk, for which all ranks "
         f"wait, and they are about to run different numbers of chunks: {seen}. Allowed: the "
-        f"same number. Remedy: num_chunks={max(c for c, _ in by_rank.values())} instead of "
+        f"same number. Remedy: num_chunks={max(c for c, _, _ in by_rank.values())} instead of "
         "chunk_tokens or 'auto', which cuts rows of all lengths into as many; with "
         "micro_batch_size, as many rows for each rank."
     )

@@ -335,20 +335,21 @@ def check_shareable_sequences(parts: ModelParts, sp_size: int) -> None:
 class ReplicaEngine(Engine):
     """The engine of a model with sequences of this rank's own, which FSDP2 may shard."""
 
-    def check_plan(self, call: ForwardCall, plan: Plan) -> None:
+    def check_plan(self, call: ForwardCall, plan: Plan, *, whole_logits: bool) -> int:
         """Refuse a plan of fewer or more chunks than other ranks run, where FSDP2 shards.
 
         Raises:
             PipelineError: On all ranks.
         """
         if plan.order == "by_layer" or not self.parts.is_sharded():
-            return
+            return 1
         parameters = self.parts.causal_lm.parameters()
         sharded = next((p for p in parameters if hasattr(p, "device_mesh")), None)
         if sharded is None:
-            return  # all are gathered, and stay so (`set_reshard_after_backward(False)`)
-        own = plan.num_chunks, sum(1 for _ in call.row_groups(self.config))
-        check_chunk_counts(gather_of_sharded(own, sharded))
+            return 1  # all are gathered, and stay so (`set_reshard_after_backward(False)`)
+        tiles = self.most_loss_tiles(call, plan, whole_logits=whole_logits)
+        own = plan.num_chunks, sum(1 for _ in call.row_groups(self.config)), tiles
+        return check_chunk_counts(gather_of_sharded(own, sharded))
 
 
 class SequenceParallelEngine(Engine):
@@ -379,16 +380,19 @@ class SequenceParallelEngine(Engine):
         fresh.mesh, fresh.watchdog, fresh._num_calls = self.mesh, self.watchdog, 0
         return fresh
 
-    def check_plan(self, call: ForwardCall, plan: Plan) -> None:
+    def check_plan(self, call: ForwardCall, plan: Plan, *, whole_logits: bool) -> int:
         """Refuse a plan of fewer or more chunks than other replicas run, where FSDP2 shards.
 
         Raises:
             PipelineError: On all ranks.
         """
-        if self.mesh.dp_size == 1 or not self.parts.is_sharded():
-            return
-        own = plan.num_chunks, sum(1 for _ in call.row_groups(self.config))
-        check_chunk_counts(gather(own, self.mesh.replica_control_group))
+        if not self.parts.is_sharded():
+            return 1
+        tiles = self.most_loss_tiles(call, plan, whole_logits=whole_logits)
+        if self.mesh.dp_size == 1:
+            return tiles
+        own = plan.num_chunks, sum(1 for _ in call.row_groups(self.config)), tiles
+        return check_chunk_counts(gather(own, self.mesh.replica_control_group))
 
     def _run(self, call: ForwardCall) -> ModelOutput:
         self._num_calls += 1
