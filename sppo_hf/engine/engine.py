@@ -266,11 +266,15 @@ class Engine:
             self.placement.update_trainable(device, own_parameters(modules))
         while True:
             plan = self.plan(rows, tokens, device, return_logits=logits.whole)
-            self.check_plan(call, plan)
+            loss_tiles = self.check_plan(call, plan, whole_logits=bool(CollectedLogits(logits)))
             self.placement.place_as_planned(plan, device)
             random = None if self.plans.has_run(plan) else RandomState(device)
             try:
-                step = ForwardStep(self, call, layout, plan, logits, start_seconds, modules=modules)
+                step = ForwardStep(
+                    *(self, call, layout, plan, logits, start_seconds),
+                    modules=modules,
+                    loss_tiles=loss_tiles,
+                )
                 self._last_timer = step.timer
                 return step.run()
             except CannotRunByLayer as reason:
@@ -326,8 +330,22 @@ class Engine:
         )
         return True
 
-    def check_plan(self, call: ForwardCall, plan: Plan) -> None:
-        """Refuse a plan that other ranks would wait for; here there are none."""
+    def check_plan(self, call: ForwardCall, plan: Plan, *, whole_logits: bool) -> int:
+        """Refuse a plan that other ranks would wait for; here there are none.
+
+        With `whole_logits` ranks that share a sequence compute those of all tokens.
+
+        Returns:
+            The number of tiles that the loss of each chunk has at least.
+        """
+        return 1
+
+    def most_loss_tiles(self, call: ForwardCall, plan: Plan, *, whole_logits: bool) -> int:
+        """The number of tiles of the chunk that has most of them on any rank that shares it."""
+        ranks = 1 if self.group is None or whole_logits else self.group.size
+        tokens = max(max(rank_token_counts(end - start, ranks)) for start, end in plan.bounds)
+        rows = max(end - start for start, end in call.row_groups(self.config))
+        return -(-rows * tokens // plan.tile_tokens)
 
     def step_done(self, log: ActionLog | None, timer: StepTimer) -> None:
         """Called when a training step, forward and backward, has ended on the host."""
@@ -398,6 +416,7 @@ class Engine:
         *,
         head_in_backward: bool,
         on_logits: Callable[[Tensor, slice], None] | None = None,
+        min_tiles: int = 1,
     ) -> ChunkedLoss:
         """The standard loss of a call, summed over chunks; keywords are those of `ChunkedLoss`."""
         parts = self.parts
@@ -411,6 +430,7 @@ class Engine:
             head_in_backward=head_in_backward,
             sharded=[m for m in parts.head_modules() if hasattr(m, "set_reshard_after_backward")],
             reads=ReadTensors.of_module(parts.causal_lm, parts.base) if head_in_backward else None,
+            min_tiles=min_tiles,
         )
 
     def report_to(self, observer: StepObserver) -> None:
@@ -476,6 +496,8 @@ class ForwardStep:
     start_seconds: float
     _: KW_ONLY
     modules: Sequence[torch.nn.Module]
+    loss_tiles: int = 1
+    """Tiles that the loss of each chunk has at least."""
 
     def __post_init__(self) -> None:
         self._parts = self.engine.parts
@@ -566,6 +588,7 @@ class ForwardStep:
             plan,
             head_in_backward=head_in_backward,
             on_logits=collected.add if collected and not in_graph else None,
+            min_tiles=self.loss_tiles,
         )
         counts = labelled_chunks(self.layout, plan.bounds)
         if self._runs_all_chunks:
@@ -592,17 +615,7 @@ class ForwardStep:
                     labels_BC = chunk_labels(labels_BT, (start, end), sharing, call.ignore_index)
                     final = (group, chunk) == last
                     collected.begin_chunk(labels[group[0] : group[1], start:end])
-                    most = 0
-                    if self._is_sharded and sharing is not None:
-                        most = max(rank_token_counts(end - start, sharing.size))
-                    totals.append(
-                        loss.add(
-                            *(hidden_BCD, labels_BC),
-                            last=final,
-                            frees=chunk in frees,
-                            most_tokens=most,
-                        )
-                    )
+                    totals.append(loss.add(hidden_BCD, labels_BC, last=final, frees=chunk in frees))
                     if in_graph:
                         collected.add(
                             self.engine.head.logits(hidden_BCD).flatten(0, 1), slice(None)

@@ -288,6 +288,8 @@ class ChunkedLoss:
     """Modules of the head that FSDP2 shards. In backward they free their weights after one tile of
     a chunk, not after each: all ranks would have to gather them anew for the next one, and may have
     other numbers of tiles."""
+    min_tiles: int = 1
+    """Tiles that a chunk is cut into at least, of which the last ones may be empty."""
 
     def __post_init__(self) -> None:
         self._trainable = [p for p in self.parameters if p.requires_grad]
@@ -297,25 +299,17 @@ class ChunkedLoss:
         self.scale = 1.0
 
     def add(
-        self,
-        hidden_BCD: Tensor,
-        labels_BC: Tensor,
-        *,
-        last: bool,
-        frees: bool = True,
-        most_tokens: int = 0,
+        self, hidden_BCD: Tensor, labels_BC: Tensor, *, last: bool, frees: bool = True
     ) -> Tensor:
         """Return the summed loss of one chunk, float32 (float64 for float64 models), shape `[]`.
 
         Labels are shifted: those of the following tokens. The node of the `last` chunk, the first
         to run in backward, returns the gradients of the head's parameters for all chunks. With
         `frees` the backward of its first tile frees `sharded` weights; the layers' comes next.
-        Ranks that share the chunk have up to `most_tokens` of each row, and as many tiles of it.
         """
         grad = torch.is_grad_enabled() and (hidden_BCD.requires_grad or bool(self._trainable))
         if grad and self.head_in_backward:
-            most_tokens = max(most_tokens, hidden_BCD.shape[1]) * hidden_BCD.shape[0]
-            return self._checkpointed(hidden_BCD, labels_BC, frees, most_tokens)
+            return self._checkpointed(hidden_BCD, labels_BC, frees=frees)
         with torch.no_grad():
             total, dhidden_BCD = self.tiles(hidden_BCD, labels_BC, grad)
         if dhidden_BCD is None:
@@ -347,15 +341,12 @@ class ChunkedLoss:
             grads.append(None if grad is None else grad.mul_(factor.to(grad.dtype)).to(dtype))
         return tuple(grads)
 
-    def _checkpointed(
-        self, hidden_BCD: Tensor, labels_BC: Tensor, frees: bool, stop: int
-    ) -> Tensor:
+    def _checkpointed(self, hidden_BCD: Tensor, labels_BC: Tensor, *, frees: bool) -> Tensor:
         """Return the summed loss by plain autograd, whose backward reruns the head tile by tile.
 
         FSDP2 gathers the head's weights when a gradient reaches what the head returned, and frees
         them when a backward ends; a backward inside forward would free them too early. Hooks on the
         head's modules would see gradients there that are not yet divided by the number of labels.
-        Tiles begin before `stop`, the tokens of another rank; those behind this rank's are empty.
         """
         hidden_MD = hidden_BCD.reshape(-1, hidden_BCD.shape[-1])
         labels_M = labels_BC.reshape(-1)
@@ -369,7 +360,7 @@ class ChunkedLoss:
             with reads.as_in_forward(), without_cached_weights():
                 return self._tile_loss(hidden_MD, labels_M)
 
-        for start in range(0, stop, self.tile_tokens):
+        for start in self._starts(hidden_MD, self.tile_tokens):
             tile = slice(start, start + self.tile_tokens)
             last = frees and start == 0  # tiles run backward in reverse
             loss, logits_MV = checkpoint(
@@ -380,6 +371,9 @@ class ChunkedLoss:
             if self.on_logits is not None:
                 self.on_logits(logits_MV.detach(), tile)
         return torch.stack(losses).sum()
+
+    def _starts(self, hidden_MD: Tensor, tile_tokens: int) -> range:
+        return range(0, max(len(hidden_MD), self.min_tiles * tile_tokens), tile_tokens)
 
     def check_unchanged(self) -> None:
         """Raise `SPPOError` if weights of the head were changed in place since forward."""
@@ -402,7 +396,7 @@ class ChunkedLoss:
         dhidden_MD = torch.empty_like(hidden_MD) if grad else None
         liger = self.liger if grad and self.on_logits is None else None
         tile_tokens = self.tile_tokens if liger is None else liger.max_tokens(self.tile_tokens)
-        for start in range(0, hidden_MD.shape[0], tile_tokens):
+        for start in self._starts(hidden_MD, tile_tokens):
             tile = slice(start, start + tile_tokens)
             loss, dtile, logits_MV = self._tile(hidden_MD[tile], labels_M[tile], grad, liger)
             total = loss if total is None else total + loss

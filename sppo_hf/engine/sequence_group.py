@@ -43,6 +43,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -135,14 +136,27 @@ def rank_random_state(group: SequenceGroup | None, device: torch.device) -> Iter
 
     Trainers give all ranks the same seed, so dropout would drop the same tokens on each of them.
     Recomputation restores the random state of the forward, so it draws the same numbers again.
+    Afterwards the state is as before where nothing was drawn, as without sharing: scripts draw the
+    order of their rows from it.
     """
     if group is None or not torch.is_grad_enabled():
         yield
         return
-    seed = int(torch.randint(2**62, (), device="cpu"))
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    on_cuda = device.type == "cuda"
+
+    def states() -> list[Tensor]:
+        cuda = [torch.cuda.get_rng_state(device)] if on_cuda else []
+        return [*cuda, torch.get_rng_state()]
+
+    # The device's own comes first: its modules draw from that.
+    seed = zlib.crc32(states()[0].numpy().tobytes())
+    with torch.random.fork_rng(devices=[device] if on_cuda else []):
         torch.manual_seed(seed + group.rank)
+        before = states()
         yield
+        is_drawn = not all(map(torch.equal, before, states()))
+    if is_drawn:  # the next forward draws other numbers
+        torch.empty((), device=device).uniform_()
 
 
 def rank_tokens(start: int, end: int, rank: int, size: int) -> tuple[int, int]:

@@ -56,6 +56,7 @@ from sppo_hf.pipeline.checkpoint import gather_weights, save_weights
 from sppo_hf.pipeline.convert import convert_over_ranks, shared_mesh
 from sppo_hf.pipeline.mesh import PipelineMesh
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
+from sppo_hf.pipeline.sequence_parallel import ReplicaEngine
 from sppo_hf.pipeline.watchdog import collective_section
 
 if TYPE_CHECKING:
@@ -402,7 +403,7 @@ def convert_once(
         if config.pp_size > 1:
             refuse_partial_save(model)
     else:
-        convert(model, config, observer=observer)
+        convert(model, config, observer=observer, make_engine=ReplicaEngine)
 
 
 def _check_same_settings(model: nn.Module, engine: Engine, plugin: SPPOPlugin) -> None:

@@ -178,6 +178,50 @@ def gather(value: SharedT, group: Any) -> dict[int, SharedT]:
     return {dist.get_global_rank(group, at): value for at, value in enumerate(values)}
 
 
+def gather_of_sharded(numbers: tuple[int, ...], parameter: Any) -> dict[int, tuple[int, ...]]:
+    """Gather numbers over the ranks that FSDP2 shards a parameter over; returns them by rank.
+
+    Waits for the parameter's device.
+    """
+    mesh = parameter.device_mesh
+    # Over one axis after the other, the last first: rows come in the order of the mesh.
+    gathered = torch.tensor([numbers], device=mesh.device_type)
+    for axis in reversed(range(mesh.ndim)):
+        parts = [torch.empty_like(gathered) for _ in range(mesh.size(axis))]
+        dist.all_gather(parts, gathered, group=mesh.get_group(axis))
+        gathered = torch.cat(parts)
+    ranks = mesh.mesh.flatten().tolist()
+    return {rank: tuple(row) for rank, row in zip(ranks, gathered.tolist(), strict=True)}
+
+
+def check_chunk_counts(by_rank: Mapping[int, tuple[int, ...]]) -> int:
+    """Refuse plans of other numbers of chunks where FSDP2 shards the model.
+
+    Calls of the final norm and of the head, which may be gathered together, pair up in FSDP2's
+    bookkeeping. So ranks must call the head as often in each chunk, too.
+
+    Args:
+        by_rank: Each rank's number of chunks, the number of groups of rows that it runs in, and the
+            number of tiles of its loss in the chunk that has most.
+
+    Returns:
+        The number of tiles that the loss of each chunk must have.
+
+    Raises:
+        PipelineError: The numbers differ, as all ranks that have gathered them see.
+    """
+    if len({chunks * groups for chunks, groups, _ in by_rank.values()}) == 1:
+        return max(tiles for _, _, tiles in by_rank.values())
+    seen = ", ".join(f"{c * groups} on rank {rank}" for rank, (c, groups, _) in by_rank.items())
+    raise PipelineError(
+        "FSDP2 gathers the weights of every layer once for each chunk, for which all ranks "
+        f"wait, and they are about to run different numbers of chunks: {seen}. Allowed: the "
+        f"same number. Remedy: num_chunks={max(c for c, _, _ in by_rank.values())} instead of "
+        "chunk_tokens or 'auto', which cuts rows of all lengths into as many; with "
+        "micro_batch_size, as many rows for each rank."
+    )
+
+
 def _describe_trained(trained: Mapping[int, set[str]]) -> str:
     """Say which parameters do not train on all ranks that hold them, by names per rank."""
     anywhere = set[str]().union(*trained.values())

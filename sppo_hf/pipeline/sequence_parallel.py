@@ -1,4 +1,4 @@
-"""Ranks that share sequences: their collectives, and the engine of one of them.
+"""Ranks that share sequences: their collectives, and the engines of a model that is not cut.
 
 What ranks share and why gradients are right: `sppo_hf.engine.sequence_group`. With one stage the
 model is whole on every rank (or sharded by FSDP2), and DDP or FSDP2 averages gradients over all
@@ -45,7 +45,14 @@ from sppo_hf.engine.sequence_group import (
 from sppo_hf.engine.step_observer import StepObserver
 from sppo_hf.engine.structure import ModelParts
 from sppo_hf.errors import BudgetError, ConfigError, PipelineError, UnsupportedModelError
-from sppo_hf.pipeline.agreement import call_facts, check_agreement, gather, make_on_all_ranks
+from sppo_hf.pipeline.agreement import (
+    call_facts,
+    check_agreement,
+    check_chunk_counts,
+    gather,
+    gather_of_sharded,
+    make_on_all_ranks,
+)
 from sppo_hf.pipeline.mesh import PipelineMesh
 from sppo_hf.pipeline.watchdog import Watchdog
 from sppo_hf.planning.plan import Plan
@@ -325,6 +332,26 @@ def check_shareable_sequences(parts: ModelParts, sp_size: int) -> None:
     check_heads(math.gcd(*heads), sp_size, parts.name)
 
 
+class ReplicaEngine(Engine):
+    """The engine of a model with sequences of this rank's own, which FSDP2 may shard."""
+
+    def check_plan(self, call: ForwardCall, plan: Plan, *, whole_logits: bool) -> int:
+        """Refuse a plan of fewer or more chunks than other ranks run, where FSDP2 shards.
+
+        Raises:
+            PipelineError: On all ranks.
+        """
+        if plan.order == "by_layer" or not self.parts.is_sharded():
+            return 1
+        parameters = self.parts.causal_lm.parameters()
+        sharded = next((p for p in parameters if hasattr(p, "device_mesh")), None)
+        if sharded is None:
+            return 1  # all are gathered, and stay so (`set_reshard_after_backward(False)`)
+        tiles = self.most_loss_tiles(call, plan, whole_logits=whole_logits)
+        own = plan.num_chunks, sum(1 for _ in call.row_groups(self.config)), tiles
+        return check_chunk_counts(gather_of_sharded(own, sharded))
+
+
 class SequenceParallelEngine(Engine):
     """The engine of a model whose sequences this rank shares with others."""
 
@@ -353,26 +380,19 @@ class SequenceParallelEngine(Engine):
         fresh.mesh, fresh.watchdog, fresh._num_calls = self.mesh, self.watchdog, 0
         return fresh
 
-    def check_plan(self, call: ForwardCall, plan: Plan) -> None:
+    def check_plan(self, call: ForwardCall, plan: Plan, *, whole_logits: bool) -> int:
         """Refuse a plan of fewer or more chunks than other replicas run, where FSDP2 shards.
 
         Raises:
             PipelineError: On all ranks.
         """
-        if self.mesh.dp_size == 1 or not self.parts.is_sharded():
-            return
-        own = plan.num_chunks, sum(1 for _ in call.row_groups(self.config))
-        by_rank = gather(own, self.mesh.replica_control_group)
-        if len({chunks * groups for chunks, groups in by_rank.values()}) == 1:
-            return
-        seen = ", ".join(f"{c * groups} on rank {rank}" for rank, (c, groups) in by_rank.items())
-        raise PipelineError(
-            "FSDP2 gathers the weights of every layer once for each chunk, for which all ranks "
-            f"wait, and they are about to run different numbers of chunks: {seen}. Allowed: the "
-            f"same number. Remedy: num_chunks={max(c for c, _ in by_rank.values())} instead of "
-            "chunk_tokens or 'auto', which cuts rows of all lengths into as many; with "
-            "micro_batch_size, as many rows for each rank."
-        )
+        if not self.parts.is_sharded():
+            return 1
+        tiles = self.most_loss_tiles(call, plan, whole_logits=whole_logits)
+        if self.mesh.dp_size == 1:
+            return tiles
+        own = plan.num_chunks, sum(1 for _ in call.row_groups(self.config)), tiles
+        return check_chunk_counts(gather(own, self.mesh.replica_control_group))
 
     def _run(self, call: ForwardCall) -> ModelOutput:
         self._num_calls += 1

@@ -105,20 +105,36 @@ def test_by_layer_fsdp2_gathers_each_layer_once_a_pass(tmp_path: Path, settings)
         ({"sp_size": 2, "num_chunks": 5, "loss_tile_tokens": 5}, [23, 23], False),
         # Chunks of padding.
         ({"order": "by_chunk", "num_chunks": 3, "loss_tile_tokens": 3}, [24, 7], False),
+        # As many chunks, of other lengths: two tiles of most beside one.
+        ({"order": "by_chunk", "num_chunks": 5, "loss_tile_tokens": 4}, [24, 7], False),
         # The head is sharded by itself, and the embedding is not trained.
         ({"chunk_tokens": 8, "loss_tile_tokens": 5}, [24, 7], True),
     ],
-    ids=["tiles", "shared", "chunks", "padding", "lora"],
+    ids=["tiles", "shared", "chunks", "padding", "lengths", "lora"],
 )
 def test_fsdp2_gathers_weights_as_often_on_ranks_with_less_to_do(
     tmp_path: Path, settings, lengths, lora
 ):
     """A rank that gathers weights once more waits for the others, or takes what they send next."""
-    job = {"kind": "fsdp2", "lengths": lengths, "pads": "order" in settings, "lora": lora}
+    job = {
+        "kind": "fsdp2",
+        "lengths": lengths,
+        "pads": settings.get("num_chunks") == 3,
+        "lora": lora,
+    }
     shares = settings.get("sp_size", 1)
     ours = run_job({**job, "settings": settings, "rows": shares}, 2, tmp_path / "two")
     plain = run_job({**job, "rows": 2}, 1, tmp_path / "one")
     _assert_same_run(ours, plain, ("loss", "grad_norm"))
+
+
+@needs_fsdp2
+def test_fsdp2_by_chunk_refuses_other_numbers_of_chunks(tmp_path: Path):
+    """Ranks gather all weights for every chunk, so one with more chunks would wait forever."""
+    settings = {"order": "by_chunk", "chunk_tokens": 8}
+    job = {"kind": "fsdp2", "settings": settings, "rows": 1, "lengths": [24, 7]}
+    seen = run_job(job, 2, tmp_path)
+    assert "3 on rank 0, 1 on rank 1." in seen["refused"]
 
 
 def _of_layers(gathered: list[str]) -> list[str]:

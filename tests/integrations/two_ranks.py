@@ -35,7 +35,7 @@ from transformers import EarlyStoppingCallback, Trainer
 from sppo_hf import SPPOPlugin
 from sppo_hf.engine.convert import get_engine
 from sppo_hf.engine.structure import suppress_peft_warnings
-from sppo_hf.errors import SPPOError
+from sppo_hf.errors import PipelineError, SPPOError
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
 from sppo_hf.testing.exactness import float64_everywhere
 from tests.integrations.training import (
@@ -152,7 +152,10 @@ def train_with_accelerate(job: dict[str, Any], plugin: SPPOPlugin | None) -> dic
             batch = {name: torch.stack([row[name] for row in picked]) for name in picked[0]}
         items = sum(int((row["labels"][1:] != -100).sum()) for row in everywhere)
         # Every rank divides by the items of all; gradients are averaged over ranks (or replicas).
-        loss = model(**batch, num_items_in_batch=items).loss * ranks
+        try:
+            loss = model(**batch, num_items_in_batch=items).loss * ranks
+        except PipelineError as error:
+            return {"refused": str(error), "rank": accelerator.process_index}
         accelerator.backward(loss)
         norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -52,7 +52,9 @@ def test_layers_with_other_numbers_of_heads_count() -> None:
         check_shareable_sequences(parts, 4)
 
 
-@pytest.mark.parametrize(("other", "agrees"), [((3, 1), True), ((1, 3), True), ((4, 1), False)])
+@pytest.mark.parametrize(
+    ("other", "agrees"), [((3, 1, 5), True), ((1, 3, 2), True), ((4, 1, 2), False)]
+)
 def test_replicas_that_share_sharded_weights_run_as_many_chunks(monkeypatch, other, agrees):
     """FSDP2 gathers weights for each chunk; by length, replicas may have other numbers of them."""
     monkeypatch.setattr(sequence_parallel, "gather", lambda own, group: {0: own, 1: other})
@@ -60,15 +62,17 @@ def test_replicas_that_share_sharded_weights_run_as_many_chunks(monkeypatch, oth
         mesh=SimpleNamespace(dp_size=2, replica_control_group=None),
         parts=SimpleNamespace(is_sharded=lambda: True),
         config=SPPOConfig(),
+        most_loss_tiles=lambda call, plan, whole_logits: 4,
     )
     call: Any = SimpleNamespace(row_groups=lambda config: [(0, 2)])
     plan: Any = SimpleNamespace(num_chunks=3)
     if agrees:
-        SequenceParallelEngine.check_plan(engine, call, plan)
+        tiles = SequenceParallelEngine.check_plan(engine, call, plan, whole_logits=False)
+        assert tiles == max(4, other[2]), "the head is called as often on all"
         return
     seen = r"3 on rank 0, 4 on rank 1\. .* Remedy: num_chunks=4 "
     with pytest.raises(PipelineError, match=seen):
-        SequenceParallelEngine.check_plan(engine, call, plan)
+        SequenceParallelEngine.check_plan(engine, call, plan, whole_logits=False)
 
 
 class Threads(SequenceRanks):
