@@ -432,6 +432,22 @@ def test_the_rank_with_the_store_waits_until_others_have_read_its_failure(
     assert second._failure.message.endswith("a bad number")
 
 
+def test_a_rank_that_knows_the_failure_reads_the_store_no_more(launch: Launch) -> None:
+    """The process that holds it may end, of which torch would print a backtrace at last."""
+    first, second = launch.start(0, store_rank=0), launch.start(1, store_rank=0)
+    assert eventually(lambda: 1 in first._peers and 0 in second._peers)
+    first.report_failure(ValueError("a bad number"))
+    assert eventually(lambda: not second._threads[0].is_alive())
+    assert second._failure is not None
+    assert launch.store.heartbeat(1).knows_end
+    assert eventually(lambda: not first._needs_store(1))
+    launch.store.gone = True
+    began = time.monotonic()
+    second.close()
+    assert time.monotonic() - began < module._TELL_SECONDS
+    assert second._store_broke_at is None
+
+
 def test_reporting_to_a_store_that_is_gone_only_warns(
     launch: Launch, caplog: pytest.LogCaptureFixture
 ) -> None:
