@@ -244,7 +244,7 @@ class Watchdog:
         Raises:
             RankLostError: In place of any error of a connection; names the rank that was lost.
         """
-        previous = self._detail
+        step, previous = self._step, self._detail
         if detail is not None:
             self.set_activity(detail)
         self._section_depth += 1
@@ -261,7 +261,8 @@ class Watchdog:
             raise
         finally:
             self._section_depth -= 1
-        self.set_activity(previous)
+        # Of another step by now, as after training.
+        self.set_activity(previous if self._step == step else "")
 
     # -- failures ----------------------------------------------------------------------------
 

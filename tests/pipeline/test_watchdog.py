@@ -18,6 +18,7 @@ import pytest
 from sppo_hf.errors import RankLostError
 from sppo_hf.pipeline import watchdog as module
 from sppo_hf.pipeline.watchdog import (
+    AFTER_TRAINING,
     Heartbeat,
     Process,
     Watchdog,
@@ -371,6 +372,20 @@ def test_a_rank_that_was_stopped_itself_says_so(launch: Launch) -> None:
     dog.set_activity("in forward pass 3")
     said = str(dog.translate_error(BROKEN))
     assert "rank 1 itself was stopped, or held up, for 9 seconds in forward pass 3" in said
+
+
+def test_a_section_ends_without_what_was_done_in_an_earlier_step(launch: Launch) -> None:
+    """All of training is one, after which a rank may end in any way."""
+    dog = launch.start(0)
+    assert dog.activity == "before training"
+    with dog.collective_section():
+        dog.set_step("in step 1")
+        dog.set_activity("logging")
+        with dog.collective_section("saving"):
+            assert dog.activity == "in step 1, saving"
+        assert dog.activity == "in step 1, logging"
+        dog.set_step(AFTER_TRAINING)
+    assert dog.activity == AFTER_TRAINING
 
 
 def test_an_error_that_passes_a_section_keeps_its_activity(launch: Launch) -> None:
