@@ -244,7 +244,7 @@ class Watchdog:
         Raises:
             RankLostError: In place of any error of a connection; names the rank that was lost.
         """
-        previous = self._detail
+        step, previous = self._step, self._detail
         if detail is not None:
             self.set_activity(detail)
         self._section_depth += 1
@@ -261,7 +261,8 @@ class Watchdog:
             raise
         finally:
             self._section_depth -= 1
-        self.set_activity(previous)
+        # Of another step by now, as after training.
+        self.set_activity(previous if self._step == step else "")
 
     # -- failures ----------------------------------------------------------------------------
 
@@ -399,7 +400,8 @@ class Watchdog:
         self._left = True
         self._wake.set()
         deadline = time.monotonic() + _TELL_SECONDS
-        while time.monotonic() < deadline and self._store_broke_at is None:
+        talks = self._threads[0].is_alive
+        while time.monotonic() < deadline and self._store_broke_at is None and talks():
             # Where the group was left before, the others had the time to read it.
             waits = self.rank == self._store_rank and self._is_joined()
             if self._left_is_published and not (waits and any(map(self._needs_store, self._ranks))):
@@ -440,6 +442,10 @@ class Watchdog:
                     )
                     self._client.set(f"sppo/alive/{self.rank}", json.dumps(asdict(heartbeat)))
                     self._left_is_published = left
+                    if self._is_published and self._store_rank != self.rank:
+                        # All is said and known. Who holds the store may end it from now on, of
+                        # which a read would print a C++ backtrace, after the reason.
+                        return
                     for rank in self._ranks:
                         self._read_heartbeat(rank)
                     self._store_read_at = began

@@ -18,6 +18,7 @@ import pytest
 from sppo_hf.errors import RankLostError
 from sppo_hf.pipeline import watchdog as module
 from sppo_hf.pipeline.watchdog import (
+    AFTER_TRAINING,
     Heartbeat,
     Process,
     Watchdog,
@@ -373,6 +374,20 @@ def test_a_rank_that_was_stopped_itself_says_so(launch: Launch) -> None:
     assert "rank 1 itself was stopped, or held up, for 9 seconds in forward pass 3" in said
 
 
+def test_a_section_ends_without_what_was_done_in_an_earlier_step(launch: Launch) -> None:
+    """All of training is one, after which a rank may end in any way."""
+    dog = launch.start(0)
+    assert dog.activity == "before training"
+    with dog.collective_section():
+        dog.set_step("in step 1")
+        dog.set_activity("logging")
+        with dog.collective_section("saving"):
+            assert dog.activity == "in step 1, saving"
+        assert dog.activity == "in step 1, logging"
+        dog.set_step(AFTER_TRAINING)
+    assert dog.activity == AFTER_TRAINING
+
+
 def test_an_error_that_passes_a_section_keeps_its_activity(launch: Launch) -> None:
     dog = launch.start(0)
     dog.set_step("in step 2")
@@ -430,6 +445,22 @@ def test_the_rank_with_the_store_waits_until_others_have_read_its_failure(
     first.close()
     assert second._failure is not None
     assert second._failure.message.endswith("a bad number")
+
+
+def test_a_rank_that_knows_the_failure_reads_the_store_no_more(launch: Launch) -> None:
+    """The process that holds it may end, of which torch would print a backtrace at last."""
+    first, second = launch.start(0, store_rank=0), launch.start(1, store_rank=0)
+    assert eventually(lambda: 1 in first._peers and 0 in second._peers)
+    first.report_failure(ValueError("a bad number"))
+    assert eventually(lambda: not second._threads[0].is_alive())
+    assert second._failure is not None
+    assert launch.store.heartbeat(1).knows_end
+    assert eventually(lambda: not first._needs_store(1))
+    launch.store.gone = True
+    began = time.monotonic()
+    second.close()
+    assert time.monotonic() - began < module._TELL_SECONDS
+    assert second._store_broke_at is None
 
 
 def test_reporting_to_a_store_that_is_gone_only_warns(
