@@ -341,7 +341,8 @@ class Engine:
         """Return which logits this call collects."""
         request = self.logits_request
         if request is None or torch.is_grad_enabled():
-            whole = self.config.return_logits
+            # A head of TRL's returns no logits.
+            whole = self.config.return_logits and not call.head_arguments
             return LogitsRequest(whole=whole, requested_by="return_logits" if whole else "")
         if request.reduce is not None and call.aligned_labels is None:
             return LogitsRequest(whole=True, requested_by=request.requested_by)
