@@ -36,7 +36,7 @@ from sppo_hf.engine.cpu_heap import HeapWatch
 from sppo_hf.engine.device_facts import as_current_device
 from sppo_hf.engine.family_guard import check_router_loss
 from sppo_hf.engine.foreign_code import check_foreign_code, check_rotary_hooks
-from sppo_hf.engine.forward_calls import BatchLayout, ForwardCall, read_call
+from sppo_hf.engine.forward_calls import BatchLayout, ForwardCall, read_call, without_router_loss
 from sppo_hf.engine.layer_kernels import (
     free_inputs_of_8_bit_layers,
     prepare_layers,
@@ -359,7 +359,8 @@ class Engine:
         """Return which logits this call collects."""
         request = self.logits_request
         if request is None or torch.is_grad_enabled():
-            whole = self.config.return_logits
+            # A head of TRL's returns no logits.
+            whole = self.config.return_logits and not call.head_arguments
             return LogitsRequest(whole=whole, requested_by="return_logits" if whole else "")
         if request.reduce is not None and call.aligned_labels is None:
             return LogitsRequest(whole=True, requested_by=request.requested_by)
@@ -542,7 +543,7 @@ class ForwardStep:
             raise UnsupportedModelError(
                 f"{self._parts.name}: config.output_router_logits=True adds a loss to that of the "
                 f"labels, and {self._loss_owner()} computes another one. Set "
-                "model.config.output_router_logits = False."
+                f"model.config.output_router_logits = False{without_router_loss(call)}."
             )
         used = layout.used_tokens or call.total_tokens
         used = call.total_tokens if self._runs_all_chunks else used
@@ -641,6 +642,8 @@ class ForwardStep:
 
     def _loss_owner(self) -> str:
         """Name of what computes a loss from full logits in place of the standard loss."""
+        if self.call.head_arguments:
+            return f"whoever called the model with {' and '.join(self.call.head_arguments)}"
         if self.call.has_labels:
             loss = self._parts.causal_lm.loss_function
             return f"the loss of the model's own ({getattr(loss, '__name__', type(loss).__name__)})"

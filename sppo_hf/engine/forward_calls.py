@@ -201,10 +201,12 @@ class ForwardCall:
         """
         self._refuse_shapes()
         for switch in self.switched_on:
-            of_config = f"set {switch} = False" if "." in switch else ""
+            remedy = f"set {switch} = False" if "." in switch else f"call it without {switch}"
+            if switch == "output_router_logits" and self.head_arguments:
+                remedy = f"set model.config.{switch} = False{without_router_loss(self)}"
             raise ConfigError(
                 f"{name}: {switch}=True collects tensors of the whole sequence, which chunked "
-                f"training exists to avoid. Remedy: {of_config or f'call it without {switch}'}."
+                f"training exists to avoid. Remedy: {remedy}."
             )
         if self.cache is not None:
             raise ConfigError(
@@ -366,6 +368,11 @@ def read_call(
         else:
             call.constants[name] = value
     return call
+
+
+def without_router_loss(call: ForwardCall) -> str:
+    """How a trainer of TRL, which asks for the routers' loss by itself, is kept from it."""
+    return ", and router_aux_loss_coef=0.0 in TRL's arguments" if call.head_arguments else ""
 
 
 def _switched_on(parts: ModelParts, given: dict[str, Any]) -> tuple[str, ...]:

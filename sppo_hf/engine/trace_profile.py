@@ -647,7 +647,7 @@ class _LayerRun:
         held = [x.output.take() for x in recorded if x.output is not None]
         held_bytes = [output.nbytes for output in held]
         saved_bytes = list(map(self._saved_bytes, self._saved))
-        self.largest_bytes = max(self.largest_bytes, *held_bytes, *saved_bytes)
+        self.largest_bytes = max([self.largest_bytes, *held_bytes, *saved_bytes])
         found = self._unused_finder.result()
         unused = () if found is None else found.is_unused
         inputs_bytes = self.hidden.nbytes + self._attention_bytes

@@ -26,7 +26,7 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.chunk_runner import ChunkRunner
 from sppo_hf.engine.engine import Engine, chunk_labels, labelled_chunks
 from sppo_hf.engine.family_guard import check_router_loss
-from sppo_hf.engine.forward_calls import BatchLayout, ForwardCall, read_call
+from sppo_hf.engine.forward_calls import BatchLayout, ForwardCall, read_call, without_router_loss
 from sppo_hf.engine.loss import RouterLoss, divide_loss
 from sppo_hf.engine.plan_cache import StepRows, trainable_mask
 from sppo_hf.engine.read_tensors import ReadTensors
@@ -106,7 +106,7 @@ def refuse_call(parts: ModelParts, config: SPPOConfig, call: ForwardCall) -> Non
         raise UnsupportedModelError(
             f"{name}: config.output_router_logits=True adds a loss to that of the labels, and "
             "whoever called the model computes another one from log-probabilities. Set "
-            "model.config.output_router_logits = False."
+            f"model.config.output_router_logits = False{without_router_loss(call)}."
         )
     if torch.is_grad_enabled() and any(x.requires_grad for x in call.tokens.values()):
         raise ConfigError(

@@ -659,6 +659,10 @@ def test_router_losses_beside_another_loss_are_refused() -> None:
     converted = convert(model, _settings())
     with pytest.raises(UnsupportedModelError, match="output_router_logits = False"):
         converted(input_ids=make_batch(tokens=TOKENS)["input_ids"])
+    # TRL asks for the loss in the call too, so the config alone would not do.
+    for asks in ({}, {"output_router_logits": True}):
+        with pytest.raises(SPPOError, match=r"= False, and router_aux_loss_coef=0\.0 in TRL"):
+            converted(**make_batch(tokens=TOKENS), fused_lm_head=True, **asks)
     model.config.output_router_logits = False  # the remedy
     converted(input_ids=make_batch(tokens=TOKENS)["input_ids"])
 

@@ -23,7 +23,7 @@ from sppo_hf.engine.family_guard import PROVED
 from sppo_hf.engine.recompute import SavedTensor
 from sppo_hf.engine.selective import SelectiveRecorder
 from sppo_hf.engine.stage_messages import MessageLayout
-from sppo_hf.engine.structure import CACHE_ARGUMENTS, find_parts
+from sppo_hf.engine.structure import CACHE_ARGUMENTS, find_parts, suppress_peft_warnings
 from sppo_hf.engine.trace_profile import trace_config
 from sppo_hf.errors import ConfigError, UnsupportedModelError
 from sppo_hf.planning.activation_modes import Saved, mode_of
@@ -129,6 +129,17 @@ def test_shape_with_adapters(family: str, monkeypatch: pytest.MonkeyPatch) -> No
     pytest.importorskip("peft")
     model = build(family, torch.float32, lora=True)
     _check_parameters(_check_shape(model, monkeypatch), model)
+
+
+def test_layers_without_any_adapter_that_keep_nothing() -> None:
+    peft = pytest.importorskip("peft")
+    model = build_tiny_model("nemotron_h", dtype=torch.float32)  # one layer has attention
+    lora = peft.LoraConfig(target_modules=["q_proj", "v_proj"])
+    with suppress_peft_warnings():
+        model = peft.get_peft_model(model, lora)
+    shape = model_shape(find_parts(model))
+    assert min(layer.adapter_weights for layer in shape.layers) == 0
+    assert max(layer.adapter_weights for layer in shape.layers) > 0
 
 
 def _check_shape(model: Any, monkeypatch: pytest.MonkeyPatch) -> ModelShape:

@@ -126,8 +126,10 @@ ONE_DEVICE = {
     "preferences": {"trainer": "dpo", "lora": True},
     "desirable": {"trainer": "kto"},
     # Two prompts of two lengths in every batch: the shorter one's rows begin with padding.
+    # `return_logits` has no say in what TRL's head returns.
     "generated": {
         "trainer": "grpo",
+        "settings": {"return_logits": True},
         "arguments": {"per_device_train_batch_size": 4, "num_generations": 2},
     },
 }
@@ -139,7 +141,8 @@ def test_trainers_on_one_device(tmp_path, name):
 
     run = ONE_DEVICE[name]
     plain = train(run, str(tmp_path), None)["history"]
-    ours = train(run, str(tmp_path), SPPOPlugin(num_chunks=3, show_plan=False))["history"]
+    plugin = SPPOPlugin(num_chunks=3, show_plan=False, **run.get("settings", {}))
+    ours = train(run, str(tmp_path), plugin)["history"]
     steps = [(mine, other) for mine, other in zip(ours, plain, strict=True) if "loss" in other]
     assert len(steps) == 2
     assert max(other["grad_norm"] for _, other in steps) > 0.01
