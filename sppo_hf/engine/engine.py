@@ -36,7 +36,7 @@ from sppo_hf.engine.cpu_heap import HeapWatch
 from sppo_hf.engine.device_facts import as_current_device
 from sppo_hf.engine.family_guard import check_router_loss
 from sppo_hf.engine.foreign_code import check_foreign_code, check_rotary_hooks
-from sppo_hf.engine.forward_calls import BatchLayout, ForwardCall, read_call, without_router_loss
+from sppo_hf.engine.forward_calls import BatchLayout, ForwardCall, read_call
 from sppo_hf.engine.layer_kernels import (
     free_inputs_of_8_bit_layers,
     prepare_layers,
@@ -150,7 +150,7 @@ class Engine:
         if torch.is_grad_enabled():
             check_trainable(self.parts)
         check_layers(self.parts)
-        check_router_loss(self.parts)
+        check_router_loss(self.parts, call.router_loss)
         check_adapters(self.parts)
         with self._exclusive(call.device):
             self._check_kernels(call.device)
@@ -532,19 +532,9 @@ class ForwardStep:
         """Frees heap memory on a CPU."""
 
     def run(self) -> ModelOutput:
-        """Run the layers, then head and loss.
-
-        Raises:
-            UnsupportedModelError: Another loss than the standard one meets a router loss.
-        """
+        """Run the layers, then head and loss."""
         engine, call, layout, plan = self.engine, self.call, self.layout, self.plan
-        router_loss = RouterLoss.of(self._parts)
-        if router_loss is not None and (call.head_arguments or not call.has_labels):
-            raise UnsupportedModelError(
-                f"{self._parts.name}: config.output_router_logits=True adds a loss to that of the "
-                f"labels, and {self._loss_owner()} computes another one. Set "
-                f"model.config.output_router_logits = False{without_router_loss(call)}."
-            )
+        router_loss = RouterLoss.of_call(call)
         used = layout.used_tokens or call.total_tokens
         used = call.total_tokens if self._runs_all_chunks else used
         chunks = range(sum(start < used for start, _ in plan.bounds))
@@ -555,17 +545,18 @@ class ForwardStep:
         engine.plans.warm_up_attention(step, call.device, engine.observer)
         with engine.placement.loaded(backward_follows=torch.is_grad_enabled(), log=self._log):
             self._heap = HeapWatch.of_step(plan, self._parts.causal_lm.parameters())
-            if call.head_arguments:
-                output = self._run_full_head()
-            elif call.has_labels and self._parts.causal_lm.loss_function is ForCausalLMLoss:
+            standard = self._parts.causal_lm.loss_function is ForCausalLMLoss
+            output: ModelOutput
+            if call.has_labels and standard and not call.head_arguments:
                 output = self._loss(router_loss)
-                if router_loss is not None:
-                    if self._group is not None:
-                        router_loss.sum_over_ranks(self._group.sum_over_ranks)
-                    output = router_loss.add_to_output(output)
             else:
-                self._warn_of_full_logits(self._loss_owner())
-                output = self._run_full_head()
+                if not call.head_arguments:
+                    self._warn_of_full_logits(self._loss_owner())
+                output = self._run_full_head(router_loss)
+            if router_loss is not None:
+                if self._group is not None:
+                    router_loss.sum_over_ranks(self._group.sum_over_ranks)
+                output = router_loss.add_to_output(output, router_loss.value())
         self.timer.forward_done(output)
         engine.plans.forward_done(plan)
         return output
@@ -632,18 +623,18 @@ class ForwardStep:
             kept = torch.zeros(call.batch_rows, call.total_tokens, device=call.device)
         return CausalLMOutputWithPast(loss=value, logits=kept)
 
-    def _run_full_head(self) -> ModelOutput:
+    def _run_full_head(self, router_loss: RouterLoss | None) -> ModelOutput:
         """Run the layers in chunks, then the model's own head and loss over the whole sequence."""
         call, rows = self.call, []
         for group in call.row_groups(self.engine.config):
-            chunks = self._hidden(group, skip_padding=False, whole_chunks=True)
+            chunks = self._hidden(
+                group, skip_padding=False, whole_chunks=True, router_loss=router_loss
+            )
             rows.append(torch.cat([hidden_BCD for _, hidden_BCD in chunks], dim=1))
         return self.engine.head.run(torch.cat(rows), **call.loss_arguments, **call.head_arguments)
 
     def _loss_owner(self) -> str:
         """Name of what computes a loss from full logits in place of the standard loss."""
-        if self.call.head_arguments:
-            return f"whoever called the model with {' and '.join(self.call.head_arguments)}"
         if self.call.has_labels:
             loss = self._parts.causal_lm.loss_function
             return f"the loss of the model's own ({getattr(loss, '__name__', type(loss).__name__)})"

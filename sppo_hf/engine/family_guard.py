@@ -9,6 +9,7 @@ tiny model can be built, conversion warns and says how to check it.
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 import json
 import threading
@@ -53,20 +54,21 @@ def is_proved(parts: ModelParts) -> bool:
     return {parts.model_type, parts.text_config.model_type} <= PROVED
 
 
-def check_router_loss(parts: ModelParts) -> None:
-    """Call `check_family` if the router loss is on, which may have been enabled after conversion.
+def check_router_loss(parts: ModelParts, asked_for: bool) -> None:
+    """Call `check_family` if a call asks for a router loss that was off at conversion.
 
     Raises:
         UnsupportedModelError: as `check_family` does.
     """
-    if _has_router_loss(parts):
-        check_family(parts)
+    if asked_for and not (parts.is_stock and parts.model_type in PROVED_ROUTER_LOSS):
+        check_family(parts, router_loss=True)
 
 
 def _has_router_loss(parts: ModelParts) -> bool:
     return bool(getattr(parts.text_config, "output_router_logits", False))
 
 
+# By the class itself: a notebook may define another one of the same name.
 _verdicts: dict[tuple[type, str], str | None] = {}
 _state = threading.local()
 
@@ -87,18 +89,24 @@ def is_checking() -> bool:
     return getattr(_state, "checking", False)
 
 
-def check_family(parts: ModelParts) -> None:
+def check_family(parts: ModelParts, *, router_loss: bool = False) -> None:
     """Refuse a model if its family is not covered by tests and a tiny model of it is not exact.
+
+    With `router_loss`, the tiny model has one even where the model's config has it off.
 
     Raises:
         UnsupportedModelError: A tiny model of the family is not exact; says by how much.
     """
-    if is_proved(parts) or is_checking():
+    if is_checking() or (is_proved(parts) and not router_loss):
         return
-    key = _key(parts)
+    config = _own_config(parts)
+    if router_loss:
+        config = copy.deepcopy(config)
+        config.get_text_config(decoder=True).output_router_logits = True
+    key = parts.model_class, str(config.to_diff_dict())
     if key not in _verdicts:
         with family_check_disabled():
-            _verdicts[key] = _verdict(parts)
+            _verdicts[key] = _verdict(parts, config)
     reason = _verdicts[key]
     if reason is not None:
         raise UnsupportedModelError(
@@ -117,7 +125,7 @@ def built_classes(parts: ModelParts) -> frozenset[type] | None:
     """
     if parts.is_stock:
         return frozenset()
-    key = _key(parts)
+    key = parts.model_class, str(_own_config(parts).to_diff_dict())
     if key not in _built:
         # Imported at run time, because the harness is in a folder above this one.
         tiny_model = importlib.import_module("sppo_hf.testing.check").tiny_model
@@ -130,16 +138,11 @@ def built_classes(parts: ModelParts) -> frozenset[type] | None:
     return _built[key]
 
 
-def _key(parts: ModelParts) -> tuple[type, str]:
-    # By the class itself: a notebook may define another one of the same name.
-    return parts.model_class, str(_own_config(parts).to_diff_dict())
-
-
 def _own_config(parts: ModelParts) -> PreTrainedConfig:
     return parts.causal_lm.config if parts.is_multimodal else parts.text_config
 
 
-def _verdict(parts: ModelParts) -> str | None:
+def _verdict(parts: ModelParts, config: PreTrainedConfig) -> str | None:
     # Imported at run time, because the harness is in a folder above this one.
     check_config = importlib.import_module("sppo_hf.testing.check").check_config
 
@@ -148,7 +151,7 @@ def _verdict(parts: ModelParts) -> str | None:
     try:
         with torch_code_alone(parts):
             model_class = None if parts.is_stock else parts.model_class
-            result = check_config(_own_config(parts), settings, model_class=model_class)
+            result = check_config(config, settings, model_class=model_class)
     except ConfigError as error:
         warnings.warn(
             f"{parts.name}, model type {model_type!r}, is not among the families that were proved "

@@ -46,7 +46,8 @@ _OTHER_INPUTS = ("image", "pixel", "video", "audio", "feature")
 """Parts of the names of inputs other than text, of which each chunk would get all."""
 _MODALITIES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 """Inputs of multimodal models that mark tokens as text, image or sound."""
-_OUTPUT_SWITCHES = ("output_attentions", "output_hidden_states", "output_router_logits")
+_OUTPUT_SWITCHES = ("output_attentions", "output_hidden_states")
+_ROUTER_SWITCH = "output_router_logits"
 
 
 @dataclass(slots=True)
@@ -67,6 +68,8 @@ class ForwardCall:
     """Arguments of the loss as given, for models that compute head and loss themselves."""
     head_arguments: dict[str, Any]
     """Arguments of a replaced head (TRL's), which then gets the whole hidden states."""
+    router_loss: bool
+    """Whether the load-balancing loss of routers is asked for, by keyword or config."""
     constants: dict[str, Any]
     """Arguments that every chunk gets unchanged."""
     switched_on: tuple[str, ...]
@@ -202,8 +205,6 @@ class ForwardCall:
         self._refuse_shapes()
         for switch in self.switched_on:
             remedy = f"set {switch} = False" if "." in switch else f"call it without {switch}"
-            if switch == "output_router_logits" and self.head_arguments:
-                remedy = f"set model.config.{switch} = False{without_router_loss(self)}"
             raise ConfigError(
                 f"{name}: {switch}=True collects tensors of the whole sequence, which chunked "
                 f"training exists to avoid. Remedy: {remedy}."
@@ -329,6 +330,9 @@ def read_call(
     packing = {n: given.pop(n, None) for n in _PACKING_ARGUMENTS}
     ignore_index = loss_arguments.get("ignore_index", -100)
     switches = {n: given.pop(n, None) for n in _OUTPUT_SWITCHES}
+    router_loss = given.pop(_ROUTER_SWITCH, None)
+    if router_loss is None:
+        router_loss = getattr(parts.text_config, _ROUTER_SWITCH, False)
     use_cache = given.pop("use_cache", None)
     caches = [n for n in CACHE_ARGUMENTS if given.pop(n, None) is not None]
     return_dict = given.pop("return_dict", None)
@@ -348,6 +352,7 @@ def read_call(
         ignore_index=ignore_index,
         loss_arguments=loss_arguments,
         head_arguments={n: given.pop(n) for n in _HEAD_ARGUMENTS if given.get(n)},
+        router_loss=bool(router_loss),
         constants={},
         switched_on=_switched_on(parts, switches),
         cache=next(iter(caches), None),
@@ -370,17 +375,12 @@ def read_call(
     return call
 
 
-def without_router_loss(call: ForwardCall) -> str:
-    """How a trainer of TRL, which asks for the routers' loss by itself, is kept from it."""
-    return ", and router_aux_loss_coef=0.0 in TRL's arguments" if call.head_arguments else ""
-
-
 def _switched_on(parts: ModelParts, given: dict[str, Any]) -> tuple[str, ...]:
     """Keywords that are true, and config fields that are true and not overridden by a keyword."""
     owner = _config_owner(parts)
     fields = [
         f"{owner}.{name}"
-        for name in ("output_attentions", "output_hidden_states")
+        for name in _OUTPUT_SWITCHES
         if given[name] is None and getattr(parts.text_config, name, False)
     ]
     return (*(name for name, value in given.items() if value), *fields)

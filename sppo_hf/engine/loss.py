@@ -30,14 +30,14 @@ their graph) and put together after the last one. It keeps the probabilities unt
 per token, layer with a router, and expert.
 
 [Note: gradient of the router loss by chunks] The gradient by a chunk's sums of probabilities is
-`coefficient * E * chosen_e / tokens^2`: chunks need nothing of each other but how often each expert
-was chosen, and by how many tokens. So the stages of a pipeline add up their numbers once, after
-their last forward and before their first backward, and each chunk's backward begins at its own sums
-as well.
+`E * chosen_e / tokens^2`: chunks need nothing of each other but how often each expert was chosen,
+and by how many tokens. So the stages of a pipeline add up their numbers once, after their last
+forward and before their first backward, and each chunk's backward begins at its own sums as well.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import inspect
@@ -52,8 +52,12 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
-from transformers.modeling_outputs import BaseModelOutputWithPast, MoeCausalLMOutputWithPast
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    MoeCausalLMOutputWithPast,
+)
 
+from sppo_hf.engine.forward_calls import ForwardCall
 from sppo_hf.engine.read_tensors import ReadTensors
 from sppo_hf.engine.structure import (
     ModelParts,
@@ -87,6 +91,9 @@ class ModelHead:
     def run(self, hidden_BMD: Tensor, **kwargs: Any) -> Any:
         """Run the original forward on hidden states; `kwargs` are labels and loss arguments."""
         output = self.output_class(last_hidden_state=hidden_BMD)
+        if getattr(self._parts.text_config, "output_router_logits", False):
+            # What routers gave is not here: `RouterLoss` adds their loss.
+            kwargs["output_router_logits"] = False
         # A call of the base model returns `output`. Its hooks have seen the call that computed the
         # hidden states, so they are not called once more (which `_call_impl` would do).
         replaced = {self._parts.base: lambda *_, **__: output}
@@ -591,16 +598,21 @@ class RouterLoss:
         self._tokens: Tensor | int = 0
 
     @classmethod
-    def of(cls, parts: ModelParts, *, backward_by_chunk: bool = False) -> RouterLoss | None:
-        """Return the router loss that the model adds to its loss; None where it is switched off.
+    def of_call(cls, call: ForwardCall, *, backward_by_chunk: bool = False) -> RouterLoss | None:
+        """Return the router loss that a call asks for; None where it is switched off.
+
+        A model's forward reads coefficients from the model; TRL's heads from its config, where its
+        trainers write their own.
 
         Raises:
             UnsupportedModelError: It is switched on, and its factors are not found.
         """
-        config: Any = parts.text_config
-        if not getattr(config, "output_router_logits", False):
+        if not call.router_loss:
             return None
-        owners = (parts.causal_lm, config)
+        parts = call.parts
+        owners: tuple[Any, ...] = (parts.causal_lm, parts.text_config)
+        if call.head_arguments:
+            owners = owners[::-1]
         values = [
             next((getattr(o, n) for o in owners for n in names if hasattr(o, n)), None)
             for names in (
@@ -611,9 +623,10 @@ class RouterLoss:
         ]
         if any(value is None for value in values):
             raise UnsupportedModelError(
-                f"{parts.name}: config.output_router_logits=True adds an auxiliary loss whose "
-                "experts, choices and coefficient are not where Transformers' models have them. "
-                "Set model.config.output_router_logits = False to train without it."
+                f"{parts.name}: output_router_logits=True adds an auxiliary loss whose experts, "
+                "choices and coefficient are not where Transformers' models have them. Set "
+                "model.config.output_router_logits = False (under TRL, router_aux_loss_coef=0.0 "
+                "in its arguments) to train without it."
             )
         return cls(*values, backward_by_chunk=backward_by_chunk)  # type: ignore[arg-type]
 
@@ -687,9 +700,9 @@ class RouterLoss:
         )
 
     def gradient(self) -> Tensor:
-        """Return the gradient `[E]` of the weighted loss by what `add` returned, for any chunk."""
+        """Return the gradient `[E]` of `value` by what `add` returned, for any chunk."""
         assert self._chosen_E is not None, "a chunk was added, or sums of other ranks were"
-        return self.coefficient * self.num_experts * self._chosen_E / self._tokens**2
+        return self.num_experts * self._chosen_E / self._tokens**2
 
     def value(self) -> Tensor | None:
         """Return the loss without its coefficient, shape `[]`; None where no layer has a router."""
@@ -698,10 +711,14 @@ class RouterLoss:
         share_E, mean_E = self._chosen_E / self._tokens, self._probability_E / self._tokens
         return torch.sum(share_E * mean_E) * self.num_experts
 
-    def add_to_output(self, output: Any) -> MoeCausalLMOutputWithPast:
-        """Return `output` (loss and logits) with this loss added, as models with routers do."""
-        value: Any = self.value()
-        loss = output.loss
-        if value is not None:
+    def add_to_output(self, output: Any, value: Tensor | None) -> Any:
+        """Return a model's `output` with `value`, this loss, in it, and added to its loss if any.
+
+        That is what models with routers return, but for the routers' logits themselves.
+        """
+        loss = output.get("loss")
+        if value is not None and loss is not None:
             loss = loss + self.coefficient * value.to(loss.device)
-        return MoeCausalLMOutputWithPast(loss=loss, aux_loss=value, logits=output.logits)
+        if not hasattr(output, "aux_loss"):
+            output = MoeCausalLMOutputWithPast(logits=output.get("logits"))
+        return dataclasses.replace(output, loss=loss, aux_loss=value)

@@ -68,6 +68,7 @@ def call_facts(call: ForwardCall, config: SPPOConfig) -> dict[str, int]:
         "sum of input_ids": 0 if ids is None else int(ids.sum()),
         "sum of labels": 0 if labels is None else int(labels.sum()),
         "training": int(torch.is_grad_enabled()),
+        "router loss": int(call.router_loss),
         "settings": settings_checksum(config),
     }
 

@@ -9,6 +9,7 @@ are run by `token_outputs`. Calls that a cut model cannot run are refused on eve
 
 from __future__ import annotations
 
+import functools
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.chunk_runner import ChunkRunner
 from sppo_hf.engine.engine import Engine, chunk_labels, labelled_chunks
 from sppo_hf.engine.family_guard import check_router_loss
-from sppo_hf.engine.forward_calls import BatchLayout, ForwardCall, read_call, without_router_loss
+from sppo_hf.engine.forward_calls import BatchLayout, ForwardCall, read_call
 from sppo_hf.engine.loss import RouterLoss, divide_loss
 from sppo_hf.engine.plan_cache import StepRows, trainable_mask
 from sppo_hf.engine.read_tensors import ReadTensors
@@ -101,12 +102,6 @@ def refuse_call(parts: ModelParts, config: SPPOConfig, call: ForwardCall) -> Non
         raise UnsupportedModelError(
             f"{name} computes its loss outside the standard one for causal language models, "
             "which a pipeline cannot take apart. Train it with pp_size=1."
-        )
-    if call.head_arguments and getattr(parts.text_config, "output_router_logits", False):
-        raise UnsupportedModelError(
-            f"{name}: config.output_router_logits=True adds a loss to that of the labels, and "
-            "whoever called the model computes another one from log-probabilities. Set "
-            f"model.config.output_router_logits = False{without_router_loss(call)}."
         )
     if torch.is_grad_enabled() and any(x.requires_grad for x in call.tokens.values()):
         raise ConfigError(
@@ -216,7 +211,7 @@ class PipelineEngine(Engine):
             )
         call = read_call(self.parts, self.original_forward, args, kwargs)
         refuse_call(self.parts, self.config, call)
-        self._model_error = self._check_model()
+        self._model_error = self._check_model(call)
         # All ranks refuse a malformed batch alike, so a script may continue with the next one.
         layout = call.layout()
         kind = "forward" if torch.is_grad_enabled() else "evaluation"
@@ -224,13 +219,13 @@ class PipelineEngine(Engine):
             output = self.guarded(kind, lambda: self._run(call, layout))
         return output if call.return_dict else output.to_tuple()
 
-    def _check_model(self) -> SPPOError | None:
+    def _check_model(self, call: ForwardCall) -> SPPOError | None:
         """Return the reason why this rank's stages cannot run, if any; other ranks may differ."""
         try:
             if torch.is_grad_enabled():
                 check_trainable(self.parts)
             check_layers(self.staged.parts_here)
-            check_router_loss(self.parts)
+            check_router_loss(self.parts, call.router_loss)
             check_adapters(self.parts)
             with self.staged.whole():
                 self._check_new_modules(all_modules(self.parts.causal_lm))
@@ -280,6 +275,7 @@ class PipelineEngine(Engine):
             layout,
             self._make_label_loss,
             scale=self._gradient_of_sum(call),
+            router_gradient=self._router_gradient,
             reduces=torch.is_grad_enabled() and self.averages_gradients(),
         )
         return self._output(call, runner, gradients)
@@ -291,14 +287,16 @@ class PipelineEngine(Engine):
         make_loss: Callable[[PreparedStep], AddLoss],
         *,
         scale: Tensor,
+        router_gradient: Callable[[RouterLoss], Tensor] | None = None,
         reduces: bool = False,
         records: bool = True,
     ) -> tuple[StepGradients | None, StageRunner]:
         """Run forwards of all units of a batch and, where gradients are enabled, backwards.
 
         `make_loss` makes the loss of the last stage's chunks, on ranks that run it; `scale` is its
-        gradient, `[]`. Gradients are averaged over replicas meanwhile if `reduces`, and seconds and
-        bytes are reported to observers if `records`.
+        gradient, `[]`. `router_gradient` returns the gradient `[E]` by every unit's sums of router
+        probabilities, when all forwards have run. Gradients are averaged over replicas meanwhile if
+        `reduces`, and seconds and bytes are reported to observers if `records`.
 
         Returns:
             The gradients, not yet in `.grad` (None without backward), and the runner of the units.
@@ -311,7 +309,7 @@ class PipelineEngine(Engine):
         if self.staged.cut.has_last or step.name == MSP:
             with self.staged.running(self.staged.cut.num_stages - 1):
                 add_loss = make_loss(prepared)
-        runner = self._make_stage_runner(prepared, add_loss)
+        runner = self._make_stage_runner(prepared, add_loss, router_gradient)
         self.plans.warm_up_attention(self._step_rows(prepared), call.device, self.observer)
         parameters = list(self.parts.causal_lm.parameters())
         gradients = StepGradients(parameters) if training else None
@@ -438,7 +436,8 @@ class PipelineEngine(Engine):
             reduce=reduces,
             copies=plans.copies,
         )
-        if RouterLoss.of(self.parts) is not None:
+        # With a head of TRL's, all forwards run before the first backward.
+        if call.router_loss and not call.head_arguments:
             _check_router_schedule(self.parts.name, step, call.batch_rows)
         if not self._size_checked:
             # The first batch only: later ones may be short (the last of an epoch, or one with much
@@ -510,7 +509,12 @@ class PipelineEngine(Engine):
                 "last rank alone, the input embedding on the first and the last)."
             )
 
-    def _make_stage_runner(self, prepared: PreparedStep, add_loss: AddLoss | None) -> StageRunner:
+    def _make_stage_runner(
+        self,
+        prepared: PreparedStep,
+        add_loss: AddLoss | None,
+        router_gradient: Callable[[RouterLoss], Tensor] | None,
+    ) -> StageRunner:
         cut, call = self.staged.cut, prepared.call
 
         def make_runner(stage: int, micro_batch: int, **varying: Any) -> ChunkRunner:
@@ -525,18 +529,14 @@ class PipelineEngine(Engine):
                 **varying,
             )
 
-        router_loss = RouterLoss.of(self.parts, backward_by_chunk=True)
+        router_loss = RouterLoss.of_call(call, backward_by_chunk=True)
+        make_router_gradient = None
         if router_loss is not None:
             # With all layers in place, as Transformers sets its hooks once, on layers that it sees.
             with self.staged.whole():
                 maybe_install_capturing_hooks(cast(PreTrainedModel, self.parts.base))
-
-        def router_gradient() -> Tensor:
-            assert router_loss is not None, "called where routers have a loss"
-            router_loss.sum_over_ranks(self._sum_over_pipeline, call.device)
-            # Scaled, as gradients are averaged over the ranks of a sequence.
-            return self.mesh.sp_size * self.loss_gradient.expected() * router_loss.gradient()
-
+            if router_gradient is not None:
+                make_router_gradient = functools.partial(router_gradient, router_loss)
         self._stage_runner = StageRunner(
             self.staged,
             prepared,
@@ -546,9 +546,20 @@ class PipelineEngine(Engine):
             add_loss=add_loss,
             group_of=self._group_of,
             router_loss=router_loss,
-            make_router_gradient=None if router_loss is None else router_gradient,
+            make_router_gradient=make_router_gradient,
         )
         return self._stage_runner
+
+    def _router_gradient(self, router_loss: RouterLoss) -> Tensor:
+        """Return the gradient `[E]` of the loss by each unit's sums of router probabilities."""
+        self.sum_router_loss(router_loss)
+        # Scaled, as gradients are averaged over the ranks of a sequence.
+        scale = self.mesh.sp_size * self.loss_gradient.expected() * router_loss.coefficient
+        return scale * router_loss.gradient()
+
+    def sum_router_loss(self, router_loss: RouterLoss) -> None:
+        """Sum a router loss over all ranks that share the batch, after their last forward."""
+        router_loss.sum_over_ranks(self._sum_over_pipeline, self.mesh.device)
 
     def _step_rows(self, prepared: PreparedStep) -> Iterator[StepRows]:
         """Yield the rows of tokens that this rank's units attend to, to warm up kernels."""
@@ -750,8 +761,8 @@ class PipelineEngine(Engine):
         output = CausalLMOutputWithPast(loss=divide_loss(total, *self._count_and_divisor(call)))
         if runner.router_loss is not None:
             if gradients is None:  # in training it was done before the first backward
-                runner.router_loss.sum_over_ranks(self._sum_over_pipeline, call.device)
-            output = runner.router_loss.add_to_output(output)
+                self.sum_router_loss(runner.router_loss)
+            output = runner.router_loss.add_to_output(output, runner.router_loss.value())
         if gradients is None:
             return output
         used_gradient, loss_scale = self.loss_gradient.expected(), self.loss_gradient.loss_scale()

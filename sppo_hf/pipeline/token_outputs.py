@@ -4,17 +4,19 @@ TRL puts a head on the model that returns the log-probability of each label inst
 trainers compute the loss from that. Only they know its gradient, and only when `loss.backward()` is
 called, but a pipeline's forwards and backwards are interleaved. So a schedule may have to run
 twice, see [Note: which gradient]; dropout then draws the same numbers. Any loss is exact, and so is
-any number of calls per step (of a frozen reference model, say).
+any number of calls per step (of a frozen reference model, say). The routers' loss, which such a
+head returns beside them, is one number whose gradient is as unknown.
 
 [Note: which gradient]
 Where the loss is a mean or a sum over tokens, as in fine-tuning by next-token prediction, every
 label's log-probability gets the same gradient, and only that number is not known beforehand. The
 forward call then runs forwards and backwards for an assumed gradient, and the gradients of the
 weights are multiplied by actual over assumed: nothing runs twice. For any other loss (of
-preferences, for one) the forward call runs forwards only, and `loss.backward()` runs forwards and
-backwards with the gradients that arrived: one more forward than an ordinary step. Which of both a
-forward call does follows from what the last `loss.backward()` brought, on all ranks alike; if that
-turns out wrong, what was computed is dropped, and `loss.backward()` runs the schedule.
+preferences, for one, or with one of routers) the forward call runs forwards only, and
+`loss.backward()` runs forwards and backwards with the gradients that arrived: one more forward than
+an ordinary step. Which of both a forward call does follows from what the last `loss.backward()`
+brought, on all ranks alike; if that turns out wrong, what was computed is dropped, and
+`loss.backward()` runs the schedule.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from transformers.modeling_outputs import ModelOutput
 
 from sppo_hf.engine.engine import chunk_labels
 from sppo_hf.engine.forward_calls import BatchLayout, ForwardCall
+from sppo_hf.engine.loss import RouterLoss
 from sppo_hf.engine.read_tensors import ReadTensors
 from sppo_hf.engine.recompute import RunContext
 from sppo_hf.engine.sequence_group import SequenceGroup, rank_tokens
@@ -45,6 +48,7 @@ if TYPE_CHECKING:
 # B batch rows, C tokens of a chunk, T tokens of the sequence, D model width.
 
 _LOG_PROBS = "log_probs"
+_ROUTER_LOSS = "aux_loss"
 
 
 class HeadOutputs:
@@ -111,6 +115,8 @@ class TokenCall:
         """Gradients for `_assumed_gradient`; None where forward ran no backward."""
         self._assumed_gradient = 1.0
         """Gradient of each log-probability that forward ran backward with."""
+        self._router_loss: RouterLoss | None = None
+        """The routers' loss, of all ranks' sums; None where the call asked for none."""
 
     def forward(self) -> ModelOutput:
         """Run the schedule; returns what the head returns for all tokens, on every rank.
@@ -120,13 +126,13 @@ class TokenCall:
         """
         engine, training = self._engine, torch.is_grad_enabled()
         gradients = None
-        if training and engine.loss_is_uniform:
+        if training and engine.loss_is_uniform and not self._call.router_loss:
             self._assumed_gradient = self._assume_gradient()
             shape, device = self._counts().shape, self._call.device
             gradients = {_LOG_PROBS: torch.full(shape, self._assumed_gradient, device=device)}
         outputs = HeadOutputs(engine, self._call, gradients)
         with torch.set_grad_enabled(gradients is not None):
-            self._gradients, _ = engine.run_schedule(
+            self._gradients, runner = engine.run_schedule(
                 self._call,
                 self._layout,
                 lambda _: outputs.add_chunk,
@@ -134,6 +140,12 @@ class TokenCall:
                 records=not training or gradients is not None,
             )
         tensors = self._broadcast(outputs)
+        self._router_loss = runner.router_loss
+        if self._router_loss is not None:
+            engine.sum_router_loss(self._router_loss)
+            value = self._router_loss.value()
+            if value is not None:
+                tensors[_ROUTER_LOSS] = value
         if training:
             names = tuple(tensors)
 
@@ -179,6 +191,7 @@ class TokenCall:
     def _output(self, output_class: type[Any], tensors: dict[str, Tensor]) -> ModelOutput:
         """Return what the head returns: without the last position, unless labels came shifted."""
         call = self._call
+        router_loss = tensors.pop(_ROUTER_LOSS, None)
         if "shift_labels" not in call.loss_arguments:
             tensors = {name: value[:, :-1] for name, value in tensors.items()}
         has_loss = any(field.name == "loss" for field in dataclasses.fields(output_class))
@@ -186,7 +199,12 @@ class TokenCall:
             count = self._counts().sum().clamp(min=1)
             items = count if call.num_items_in_batch is None else call.divisor(count)
             tensors["loss"] = -tensors[_LOG_PROBS].sum() / items
-        return output_class(**tensors)
+        output: ModelOutput = output_class(**tensors)
+        return (
+            output
+            if self._router_loss is None
+            else self._router_loss.add_to_output(output, router_loss)
+        )
 
     # -- backward ----------------------------------------------------------------------------
 
@@ -206,12 +224,20 @@ class TokenCall:
                 average_after_backward(self._parameters, engine.replicas)
             return self._release(speculated, grad / self._assumed_gradient)
         outputs = HeadOutputs(engine, self._call, grads)
+        router_grad = grads.get(_ROUTER_LOSS, torch.zeros((), device=self._call.device))
+
+        def router_gradient(_: RouterLoss) -> Tensor:
+            # Of the sums that the forward call found; those of this run are the same.
+            assert self._router_loss is not None, "the call asked for the routers' loss"
+            return self._scale() * router_grad * self._router_loss.gradient()
+
         with self._context.restored(), torch.enable_grad():
             gradients, _ = engine.run_schedule(
                 self._call,
                 self._layout,
                 lambda _: outputs.add_chunk,
                 scale=self._scale(),
+                router_gradient=router_gradient,
                 reduces=engine.averages_gradients(),
                 # A speculative run has been recorded already.
                 records=speculated is None,

@@ -18,14 +18,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sppo_hf import SPPOConfig, SPPOError, UnsupportedModelError
+from sppo_hf import SPPOConfig, SPPOError
 from sppo_hf.engine import family_guard as guard
 from sppo_hf.engine import loss as loss_module
 from sppo_hf.engine.convert import convert
 from sppo_hf.engine.forward_calls import read_call
 from sppo_hf.engine.loss import ChunkedLoss, ModelHead, RouterLoss, divide_loss, liger_tile
 from sppo_hf.engine.structure import ModelParts, find_parts
-from sppo_hf.pipeline.pipeline_engine import refuse_call
 from sppo_hf.testing.exactness import compare, float64_everywhere
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
 
@@ -632,15 +631,19 @@ def test_the_router_loss_is_returned_as_the_model_returns_it() -> None:
     assert without > 0.01 * expected.loss, "it is seen at all"
 
 
+@pytest.mark.parametrize("by_config", [True, False], ids=["config", "keyword"])
 def test_an_unproved_family_is_tried_when_its_router_loss_is_switched_on(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, by_config: bool
 ) -> None:
     monkeypatch.setattr(guard, "_verdicts", {})
     model = convert(build_tiny_model("flex_olmo", dtype=torch.float32), _settings())
     assert not guard._verdicts
-    model.config.output_router_logits = True
-    model(**make_batch(tokens=TOKENS)).loss.backward()
+    model.config.output_router_logits = by_config
+    switch = {} if by_config else {"output_router_logits": True}
+    model(**make_batch(tokens=TOKENS), **switch).loss.backward()
     assert list(guard._verdicts.values()) == [None]
+    ((_, config),) = guard._verdicts
+    assert "'output_router_logits': True" in config
 
 
 def test_a_family_proved_without_its_router_loss_is_tried_with_it() -> None:
@@ -650,21 +653,63 @@ def test_a_family_proved_without_its_router_loss_is_tried_with_it() -> None:
     assert not guard.is_proved(find_parts(model))
 
 
-def test_router_losses_beside_another_loss_are_refused() -> None:
-    model = build_tiny_model("mixtral-router-loss", dtype=torch.float32)
-    call = _call(model)
-    call.head_arguments["fused_lm_head"] = True
-    with pytest.raises(UnsupportedModelError, match="output_router_logits = False"):
-        refuse_call(find_parts(model), SPPOConfig(pp_size=2), call)
-    converted = convert(model, _settings())
-    with pytest.raises(UnsupportedModelError, match="output_router_logits = False"):
-        converted(input_ids=make_batch(tokens=TOKENS)["input_ids"])
-    # TRL asks for the loss in the call too, so the config alone would not do.
-    for asks in ({}, {"output_router_logits": True}):
-        with pytest.raises(SPPOError, match=r"= False, and router_aux_loss_coef=0\.0 in TRL"):
-            converted(**make_batch(tokens=TOKENS), fused_lm_head=True, **asks)
-    model.config.output_router_logits = False  # the remedy
-    converted(input_ids=make_batch(tokens=TOKENS)["input_ids"])
+def _logits_of(output: Any) -> Tensor:
+    return output.logits[:, ::3].logsumexp(-1).mean() + 3.0 * output.aux_loss
+
+
+def _log_probs_of(output: Any) -> Tensor:
+    return output.log_probs.sigmoid().mean() - 3.0 * output.aux_loss + output.loss
+
+
+@pytest.mark.parametrize("by_config", [True, False], ids=["config", "keyword"])
+@pytest.mark.parametrize(
+    ("asks", "loss"),
+    [
+        ("labels", lambda output: output.loss),
+        ("labels, own loss", lambda output: output.loss),
+        ("logits", _logits_of),
+        ("head", _log_probs_of),
+    ],
+    ids=["labels", "own loss", "logits", "head"],
+)
+def test_router_losses_beside_any_loss(asks: str, loss: Any, by_config: bool) -> None:
+    model: Any = build_tiny_model("qwen3_moe-router-loss")
+    model.config.output_router_logits = by_config
+    call: dict[str, Any] = make_batch(rows=2, tokens=TOKENS, padding=(0, 5))
+    call |= {} if by_config else {"output_router_logits": True}
+    if asks == "logits":
+        del call["labels"]
+    elif asks == "head":
+        trl_utils = pytest.importorskip("trl.trainer.utils")
+        # What its trainers write there, other than what the model was made with.
+        model.config.router_aux_loss_coef = 0.7
+        trl_utils.add_fused_lm_head(model)
+        call["fused_lm_head"] = True
+    elif asks == "labels, own loss":
+        model.loss_function = lambda logits, labels, *_, **__: (logits**2)[labels >= 0].mean()
+
+    def run(of: Any) -> tuple[Any, dict[str, Tensor]]:
+        model.zero_grad()
+        with float64_everywhere():
+            output = of(**call)
+            loss(output).backward()
+        return output, {n: p.grad.clone() for n, p in model.named_parameters()}
+
+    expected, expected_grads = run(model)
+    output, grads = run(convert(model, _settings()))
+    assert type(output) is type(expected)
+    torch.testing.assert_close(output.aux_loss, expected.aux_loss)
+    torch.testing.assert_close(output.loss, expected.loss)
+    torch.testing.assert_close(grads, expected_grads)
+
+
+def test_the_keyword_switches_the_router_loss_off() -> None:
+    model = convert(build_tiny_model("mixtral-router-loss"), _settings())
+    batch = make_batch(tokens=TOKENS)
+    with float64_everywhere():
+        whole, alone = model(**batch), model(**batch, output_router_logits=False)
+    torch.testing.assert_close(alone.loss, whole.loss - 0.1 * whole.aux_loss)
+    assert "aux_loss" not in alone
 
 
 def test_a_pipeline_sums_the_router_losses_of_its_stages() -> None:
@@ -677,7 +722,7 @@ def test_a_pipeline_sums_the_router_losses_of_its_stages() -> None:
     whole.add(tuple(logits), mask, (0, 2), (0, 3))
     value = whole.value()
     assert value is not None
-    expected = torch.autograd.grad(0.1 * value, logits)
+    expected = torch.autograd.grad(value, logits)
     # Of two stages, one has two routers and one has one; a third has none.
     sums = [first.add((logits[0],), mask, (0, 2), (0, 3))]
     sums.append(second.add(tuple(logits[1:]), mask, (0, 2), (0, 3)))

@@ -132,6 +132,33 @@ ONE_DEVICE = {
         "settings": {"return_logits": True},
         "arguments": {"per_device_train_batch_size": 4, "num_generations": 2},
     },
+    # Experts: each trainer asks for the routers' loss in its own way.
+    "experts": {
+        "trainer": "sft",
+        "family": "mixtral",
+        "arguments": {"router_aux_loss_coef": 0.5, "gradient_accumulation_steps": 2},
+    },
+    "experts, preferences": {
+        "trainer": "dpo",
+        "family": "qwen3_moe",
+        "lora": True,
+        "arguments": {"router_aux_loss_coef": 0.5},
+    },
+    # The reference model's config has it on as well, so it computes one that is not used.
+    "experts, desirable": {
+        "trainer": "kto",
+        "family": "gpt_oss-router-loss",
+        "arguments": {"router_aux_loss_coef": 0.5},
+    },
+    "experts, generated": {
+        "trainer": "grpo",
+        "family": "olmoe",
+        "arguments": {
+            "per_device_train_batch_size": 4,
+            "num_generations": 2,
+            "router_aux_loss_coef": 0.5,
+        },
+    },
 }
 
 
@@ -151,6 +178,9 @@ def test_trainers_on_one_device(tmp_path, name):
         assert mine["loss"] == pytest.approx(other["loss"], rel=1e-5, abs=1e-6)
         assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=2e-5)
         assert mine["num_tokens"] == other["num_tokens"]
+        assert ("aux_loss" in other) == ("experts" in name)
+        if "aux_loss" in other:
+            assert mine["aux_loss"] == pytest.approx(other["aux_loss"], rel=1e-5)
 
 
 PIPELINE = {"pp_size": 2, "num_chunks": 2}
@@ -177,6 +207,23 @@ TRAINED = {
         "model": {"num_hidden_layers": 4},
         "settings": {"pp_schedule": "interleaved_seq1f1b", "pp_virtual_stages": 2},
     },
+    "experts": {
+        "trainer": "sft",
+        "family": "mixtral",
+        "eval": True,
+        "arguments": {
+            "eval_strategy": "steps",
+            "eval_steps": 1,
+            "router_aux_loss_coef": 0.5,
+            "gradient_accumulation_steps": 2,
+        },
+    },
+    "experts, preferences": {
+        "trainer": "dpo",
+        "family": "qwen3_moe",
+        "lora": True,
+        "arguments": {"router_aux_loss_coef": 0.5},
+    },
 }
 OTHERS = [
     *([{"trainer": "calls"}] if ALL else []),
@@ -198,7 +245,9 @@ def _on_two_ranks(runs: list[dict], folder: Path) -> list[dict]:
 
 
 ON_SHARED_SEQUENCES = (
-    list(TRAINED) if ALL else ["completions", "packed, dft", "preferences, LoRA", "desirable"]
+    list(TRAINED)
+    if ALL
+    else ["completions", "packed, dft", "preferences, LoRA", "desirable", "experts"]
 )
 """Names of the runs of two ranks that share sequences: every trainer, and each of its losses."""
 

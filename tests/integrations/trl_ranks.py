@@ -1,9 +1,10 @@
-"""A job of test_trl.py for each rank: a trainer of TRL on a tiny Llama, seen from rank 0.
+"""A job of test_trl.py for each rank: a trainer of TRL on a tiny model, seen from rank 0.
 
     {"runs": [{"trainer": "sft", "settings": {"pp_size": 2}, ...}], "out": "result.json"}
 
 Each run trains anew, so that one launch serves several. `settings` are SPPO's (left out: no SPPO),
-`arguments` those of the trainer's config. The trainer "calls" makes losses of its own instead.
+`arguments` those of the trainer's config, `family` is the model's (left out: a Llama). The trainer
+"calls" makes losses of its own instead.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from accelerate.state import PartialState
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 from trl import (
     DPOConfig,
     DPOTrainer,
@@ -38,6 +39,7 @@ from sppo_hf.engine.convert import get_engine
 from sppo_hf.engine.structure import suppress_peft_warnings
 from sppo_hf.errors import SPPOError
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
+from sppo_hf.testing.tiny_models import build_tiny_model
 from tests.fakes.tokenizer import byte_tokenizer
 from tests.integrations.training import make_model
 
@@ -107,10 +109,10 @@ def train(run: dict[str, Any], folder: str, plugin: SPPOPlugin | None) -> dict[s
         "parallelism_config": plugin,
         **run.get("arguments", {}),
     }
-    model = make_model(vocab_size=258, pad_token_id=257, **run.get("model", {}))
+    model = _make_model(run)
     more: dict[str, Any] = {}
     if kind in ("dpo", "kto") and not run.get("lora"):
-        more["ref_model"] = make_model(vocab_size=258, pad_token_id=257, **run.get("model", {}))
+        more["ref_model"] = _make_model(run)
     if run.get("lora"):
         torch.manual_seed(3)
         more["peft_config"] = LoraConfig(
@@ -133,10 +135,17 @@ def train(run: dict[str, Any], folder: str, plugin: SPPOPlugin | None) -> dict[s
         **more,
     )
     trainer.train()
-    assert isinstance(model, LlamaForCausalLM)
     inner = trainer.accelerator.unwrap_model(trainer.model_wrapped)
     weights = {n: p.detach().double().norm().item() for n, p in inner.named_parameters()}
     return {"history": trainer.state.log_history, "weights": weights}
+
+
+def _make_model(run: dict[str, Any]) -> PreTrainedModel:
+    of: dict[str, Any] = {"vocab_size": 258, "pad_token_id": 257, **run.get("model", {})}
+    if family := run.get("family"):
+        torch.manual_seed(0)
+        return build_tiny_model(family, dtype=torch.float32, **of)
+    return make_model(**of)
 
 
 def _model_with_head(run: dict[str, Any]) -> torch.nn.Module:
